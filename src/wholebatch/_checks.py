@@ -1,0 +1,75 @@
+"""Preconditions, one function each; every message shows expected, got and the likely fix."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def check_features(name: str, x: object) -> Tensor:
+    """x is a finite floating-point matrix (rows, feature size)."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor of shape (rows, feature size), got {type(x).__name__}")
+    if x.dim() != 2 or x.shape[1] == 0:
+        raise ValueError(
+            f"{name} must have shape (rows, feature size) with feature size >= 1, got {tuple(x.shape)}; "
+            "a rank without rows passes shape (0, feature size)"
+        )
+    if not x.is_floating_point():
+        raise ValueError(f"{name} must be floating point, got {x.dtype}; pass the encoder's output, not ids")
+    return check_finite(name, x)
+
+
+def check_finite(name: str, x: Tensor) -> Tensor:
+    """No entry of x is NaN or infinite."""
+    if x.numel() and (x.is_floating_point() or x.is_complex()):
+        largest = torch.linalg.vector_norm(x.detach(), ord=math.inf).item()
+        if not math.isfinite(largest):
+            raise ValueError(
+                f"{name} must be finite, its largest absolute entry is {largest}; look for an overflow, a division "
+                "by the norm of a zero vector, or a learning rate that is too high"
+            )
+    return x
+
+
+def check_alike(name_x: str, x: Tensor, name_y: str, y: Tensor) -> None:
+    """Two feature matrices have the same shape, dtype and device."""
+    for what, ours, theirs, fix in (
+        ("shape", tuple(x.shape), tuple(y.shape), "row i of one belongs to row i of the other"),
+        ("dtype", x.dtype, y.dtype, "cast one of them"),
+        ("device", x.device, y.device, "move one of them"),
+    ):
+        if ours != theirs:
+            raise ValueError(f"{name_x} and {name_y} must have the same {what}, got {ours} and {theirs}; {fix}")
+
+
+def check_scalar(name: str, value: object) -> float:
+    """value is a finite real number, or a floating-point tensor of one element (shape () or [1])."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.dim() > 1 or not value.is_floating_point():
+            raise ValueError(
+                f"{name} must be a number or a floating-point tensor of shape () or [1], "
+                f"got shape {tuple(value.shape)} and {value.dtype}"
+            )
+        number = value.detach().item()
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        number = float(value)
+    else:
+        raise ValueError(f"{name} must be a number or a tensor of one element, got {type(value).__name__}")
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {number}; clamp it, and look at the learning rate")
+    return number
+
+
+def check_label_smoothing(value: float) -> None:
+    """0 <= label_smoothing <= 1."""
+    if not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
+        raise ValueError(f"label_smoothing must lie in [0, 1], got {value!r}")
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """value is one of the named choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")

@@ -1,0 +1,94 @@
+"""Before data moves, all ranks agree or all ranks raise.
+
+A rank that found a mistake in its own arguments must not raise before a collective that the others enter: they
+would wait for it until the timeout. So every call of a loss begins with one small all-gather in which each rank
+states either its facts (row counts, dtypes, options) or its complaint. If anyone complains, everyone raises.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .communicator import Communicator
+
+_MESSAGE_BYTES = 2048  # one rank's statement on the wire, as JSON
+_COMPLAINT = "complaint"
+
+
+def handshake(
+    comm: Communicator,
+    state: Callable[[], Mapping[str, Any]],
+    *,
+    caller: str,
+    must_match: Sequence[str] = (),
+) -> list[dict[str, Any]]:
+    """Exchange every rank's facts; raise on every rank if any rank's `state` raises or the facts clash.
+
+    Collective: one all-gather of 2 KiB per rank (none at size 1).
+
+    Args:
+        comm: the ranks that take part.
+        state: checks this rank's arguments and returns its facts as JSON values; a ValueError or TypeError that it
+            raises becomes this rank's complaint.
+        caller: whose arguments these are, for the message.
+        must_match: names of facts that have to be equal on all ranks.
+
+    Returns:
+        The facts of rank 0, 1, ..., W - 1.
+
+    Raises:
+        ValueError: on every rank, with every complaint, or with each rank's value of the fact that differs.
+    """
+    try:
+        mine = dict(state())
+    except (ValueError, TypeError) as error:
+        if comm.size == 1:
+            raise ValueError(f"{caller}: {error}") from error
+        mine = {_COMPLAINT: str(error)}
+    everyone = [mine] if comm.size == 1 else _exchange(comm, mine)
+
+    complaints = {rank: facts[_COMPLAINT] for rank, facts in enumerate(everyone) if _COMPLAINT in facts}
+    if complaints:
+        raise ValueError(f"{caller}: {_by_rank(complaints, comm.size)}")
+    for name in must_match:
+        values = [facts[name] for facts in everyone]
+        if any(value != values[0] for value in values):
+            raise ValueError(
+                f"{caller}: {name} must be the same on all ranks, got {_by_rank(dict(enumerate(values)), comm.size)}"
+            )
+    return everyone
+
+
+def row_counts(comm: Communicator, x: Tensor, caller: str) -> tuple[int, ...]:
+    """How many rows each rank holds, once dtype and trailing shape have been found to agree."""
+
+    def state() -> dict[str, Any]:
+        if x.dim() == 0:
+            raise ValueError("x must have at least one dimension, its rows; got a 0-dimensional tensor")
+        return {"rows": len(x), "dtype": str(x.dtype), "trailing shape": list(x.shape[1:])}
+
+    everyone = handshake(comm, state, caller=caller, must_match=("dtype", "trailing shape"))
+    return tuple(facts["rows"] for facts in everyone)
+
+
+def _exchange(comm: Communicator, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
+    text = json.dumps(mine).encode()
+    complaint = str(mine.get(_COMPLAINT, "too many facts for one handshake; please report this"))
+    while len(text) > _MESSAGE_BYTES:
+        complaint = complaint[: len(complaint) * 3 // 4]
+        text = json.dumps({_COMPLAINT: complaint + " ..."}).encode()
+    message = torch.frombuffer(bytearray(text.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
+    messages = comm._all_gather(message.unsqueeze(0), (1,) * comm.size)
+    return [json.loads(bytes(row)) for row in messages.tolist()]
+
+
+def _by_rank(values: Mapping[int, Any], size: int) -> str:
+    """`value` if all ranks say the same, else `rank 0: value; rank 3: value`."""
+    if len(values) == size and all(value == next(iter(values.values())) for value in values.values()):
+        return str(next(iter(values.values())))
+    return "; ".join(f"rank {rank}: {value}" for rank, value in values.items())

@@ -1,0 +1,37 @@
+"""Backward passes that all ranks enter together.
+
+A rank whose own inputs need no gradient (a frozen tower, a rank without rows) would build no graph, never call the
+collectives of the backward pass, and leave the other ranks waiting. So the ranks tell each other in the handshake
+which inputs need a gradient anywhere, and those inputs join everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GRAD_ENABLED = "torch.is_grad_enabled()"
+_NEEDS_GRAD = "needs grad"
+
+
+def gradient_facts(inputs: Sequence[Tensor | float | None]) -> dict[str, Any]:
+    """What a handshake says about gradients; `GRAD_ENABLED` belongs to its `must_match`."""
+    return {
+        GRAD_ENABLED: torch.is_grad_enabled(),
+        _NEEDS_GRAD: [isinstance(x, Tensor) and x.requires_grad for x in inputs],
+    }
+
+
+def join(inputs: Sequence[Tensor | float | None], everyone: Sequence[Mapping[str, Any]]) -> list[Tensor | float | None]:
+    """The inputs, each one that needs a gradient on any rank made to need it here as well."""
+    wanted = [any(column) for column in zip(*(facts[_NEEDS_GRAD] for facts in everyone), strict=True)]
+    return [_requiring_grad(x) if want else x for x, want in zip(inputs, wanted, strict=True)]
+
+
+def _requiring_grad(x: Tensor | float | None) -> Tensor:
+    if isinstance(x, Tensor):
+        return x if x.requires_grad else x.detach().requires_grad_()
+    return torch.zeros((), requires_grad=True)

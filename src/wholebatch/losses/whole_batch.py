@@ -1,0 +1,170 @@
+"""Any single-process loss of the whole batch's representations, made exact on many processes.
+
+Every rank gathers all rows and computes the same L = loss_fn(X_1, X_2, ...) in full. Two strategies differ in how the
+gradient comes home; both let W dL/dX_r reach rank r's rows, which is what an averaging engine needs:
+
+    "gather"     the gather's adjoint adds the W equal gradients of the ranks: one reduce-scatter per input
+    "replicate"  gathered without gradient, this rank's own rows put back; their gradient is dL/dX_r, times W here
+
+The factor belongs on the features' path and nowhere else. The usual recipe puts it on the loss, and with it on every
+parameter inside loss_fn: its temperature's gradient is then W times too large after the average.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from .._checks import check_choice, check_finite
+from ..comm import Communicator, Group, handshake, select_communicator
+from ..partition import Partition
+from ..sync import Sync, check_sync, replicated_loss_factor
+from ._joining import GRAD_ENABLED, gradient_facts, join
+
+STRATEGIES = ("gather", "replicate")
+
+
+class WholeBatch(nn.Module):
+    """loss_fn of the concatenated global batch, with its exact gradient on any number of ranks.
+
+    L = loss_fn(X_1, X_2, ..., **kwargs),    X_k: the rows of all ranks, rank 0 first.
+
+    Args:
+        loss_fn: a single-process loss: full-batch tensors in, a scalar out. A module's parameters become parameters
+            of this one. It has to give the same value on every rank: no dropout, or the same seed everywhere.
+        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
+        sync: what the engine does with gradients afterwards: "mean", "sum" or None.
+        strategy: "gather" or "replicate": see the comparison below. The gradients are the same.
+
+    Parameters of the loss (a temperature, a projection inside loss_fn, a tensor passed by keyword) receive dL/dtheta
+    in full on every rank under `sync="mean"`, and 1/W of it under "sum" and None, so that the ranks' gradients add up.
+
+    "replicate" needs no communication in backward. "gather" also stays right where loss_fn's gradient differs between
+    ranks by rounding (it hands each rank the average), at the price of one reduce-scatter per differentiable input.
+    Either way each rank does the work and holds the memory of the whole batch; where a flat loss exists
+    (`wholebatch.CLIPLoss`), it does 1/W of the work.
+
+    Raises:
+        ValueError: if `strategy` or `sync` does not exist.
+
+    >>> import torch, wholebatch as wb
+    >>> loss = wb.WholeBatch(lambda x, y: (x @ y.T).logsumexp(1).mean())
+    >>> loss(torch.zeros(4, 3), torch.zeros(4, 3))
+    tensor(1.3863)
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Tensor],
+        *,
+        group: Group = None,
+        sync: Sync = "mean",
+        strategy: Literal["gather", "replicate"] = "gather",
+    ) -> None:
+        super().__init__()
+        check_sync(sync)
+        check_choice("strategy", strategy, STRATEGIES)
+        self.loss_fn, self.group, self.sync, self.strategy = loss_fn, group, sync, strategy
+
+    def forward(self, *representations: Any, **kwargs: Any) -> Tensor:
+        """L, the same on all ranks.
+
+        Args:
+            representations: tensors with rows, (b_r, ...), are gathered along dimension 0; b_r may differ between
+                ranks and be 0. Integer tensors (labels) are gathered without gradient. Tensors of no dimension (a
+                temperature) and everything else go to loss_fn as they are.
+            kwargs: go to loss_fn as they are, tensors too: the same on all ranks.
+
+        Raises:
+            ValueError: on every rank, whichever rank made the mistake: dtypes or trailing shapes that differ between
+                ranks, NaN or infinite rows, an empty global batch, a loss_fn that does not return a scalar, or whose
+                value differs between ranks.
+        """
+        comm = select_communicator(self.group)
+        has_rows = [isinstance(x, Tensor) and x.dim() > 0 for x in representations]
+        inputs = [x for x, rows in zip(representations, has_rows, strict=True) if rows]
+
+        def state() -> dict[str, Any]:
+            if not inputs:
+                raise ValueError("pass at least one tensor with rows, (rows, ...), as a positional argument")
+            for position, x in enumerate(inputs):
+                check_finite(f"representation {position}", x)
+            return {
+                "sync": self.sync,
+                "strategy": self.strategy,
+                "rows": [len(x) for x in inputs],
+                "dtypes": [str(x.dtype) for x in inputs],
+                "trailing shapes": [list(x.shape[1:]) for x in inputs],
+                **gradient_facts(inputs),
+            }
+
+        everyone = handshake(
+            comm,
+            state,
+            caller="WholeBatch",
+            must_match=("sync", "strategy", "dtypes", "trailing shapes", GRAD_ENABLED),
+        )
+        partitions = [Partition(counts) for counts in zip(*(facts["rows"] for facts in everyone), strict=True)]
+        if not any(partition.total for partition in partitions):
+            raise ValueError("WholeBatch: the global batch is empty, every rank passed 0 rows")
+        spread = _gather if self.strategy == "gather" else _replicate
+        full = iter(
+            [spread(comm, x, partition) for x, partition in zip(join(inputs, everyone), partitions, strict=True)]
+        )
+        loss = self.loss_fn(
+            *(next(full) if rows else x for x, rows in zip(representations, has_rows, strict=True)), **kwargs
+        )
+        _check_same_value(comm, loss)
+        return _ScaleGradient.apply(loss, replicated_loss_factor(self.sync, comm.size))
+
+    def extra_repr(self) -> str:
+        return f"strategy={self.strategy!r}, sync={self.sync!r}"
+
+
+def _gather(comm: Communicator, x: Tensor, partition: Partition) -> Tensor:
+    """All rows; the gradient that comes back is the sum over ranks of W equal ones, W dL/dX_r."""
+    return comm.all_gather(x, counts=partition.counts)
+
+
+def _replicate(comm: Communicator, x: Tensor, partition: Partition) -> Tensor:
+    """All rows without gradient, and this rank's own with W times theirs."""
+    own = partition.rows(comm.rank)
+    full = comm.all_gather(x.detach(), counts=partition.counts)
+    if not x.requires_grad:
+        return full
+    return torch.cat([full[: own.start], _ScaleGradient.apply(x, comm.size), full[own.stop :]])
+
+
+class _ScaleGradient(Function):
+    """The identity, whose gradient is multiplied by a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return (grad if ctx.factor == 1 else grad * ctx.factor), None
+
+
+def _check_same_value(comm: Communicator, loss: object) -> None:
+    """loss_fn returned a scalar, and all ranks agree on its value (to 1e-4: their order of summation may differ)."""
+
+    def state() -> dict[str, Any]:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"loss_fn must return a tensor of one element, got {got}; reduce it, e.g. by .mean()")
+        return {"value": loss.detach().item()}
+
+    values = [facts["value"] for facts in handshake(comm, state, caller="WholeBatch")]
+    if any(not math.isclose(value, values[0], rel_tol=1e-4) for value in values if math.isfinite(value)):
+        raise ValueError(
+            f"WholeBatch: loss_fn must give the same value on all ranks, got {values}; its gradient would be that of "
+            "no loss. Does it use dropout, a local batch size, a rank, or parameters that differ between ranks?"
+        )

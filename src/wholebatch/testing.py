@@ -1,0 +1,246 @@
+"""Run a function on W real processes, for tests: no ports, no launcher, no hang.
+
+Each rank is a process of its own in a gloo process group that meets in a file. The processes are forked from a
+server that has imported torch and nothing else, so a call costs a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_GRACE_S = 5.0  # how long the other ranks may take to notice that one has failed
+_STACK_SIGNAL = getattr(signal, "SIGUSR1", None)  # asks a rank where it is; not on Windows
+
+
+class RankError(RuntimeError):
+    """A rank raised, died or did not finish; the message holds what every rank was doing."""
+
+
+class RankTimeoutError(RankError, TimeoutError):
+    """Some rank did not finish in time."""
+
+
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, backend: str = "gloo", timeout_s: float = 60
+) -> list[Any]:
+    """Call `fn(*args)` on `world_size` ranks of a fresh default process group and return each rank's result.
+
+    Inside `fn`, `torch.distributed` is initialised: `dist.get_rank()` tells the ranks apart. Each rank computes with one
+    thread. With `world_size=1` the call happens in this process.
+
+    Args:
+        fn: the function. It travels to other processes, so it must be importable (defined at the top level of a
+            module); where `cloudpickle` is installed, lambdas and local functions work too.
+        world_size: number of ranks, W >= 1.
+        args: arguments of `fn`, the same for all ranks.
+        backend: of the process group; "gloo" runs anywhere.
+        timeout_s: seconds for the whole call and for every collective in it; does not bound W = 1.
+
+    Returns:
+        [fn's result on rank 0, 1, ..., W - 1]; tensors come back detached, on the CPU.
+
+    Raises:
+        RankError: if a rank raises or dies, with every rank's traceback. Ranks that are left waiting for it are ended.
+        RankTimeoutError: if a rank has not finished after `timeout_s`, with the place where each such rank is.
+        ValueError: if `world_size < 1`, if `fn` cannot travel, or if W = 1 inside an existing process group.
+
+    >>> import torch.distributed as dist
+    >>> run_ranks(dist.get_world_size, 1)
+    [1]
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    if world_size == 1:
+        return [_run_in_process(fn, args, backend)]
+    call = _pickled(fn, args)
+    context = _context()
+    with tempfile.TemporaryDirectory(prefix="wholebatch-ranks-") as folder:
+        connections: list[Connection] = []
+        processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_rank_main,
+                args=(rank, world_size, call, backend, timeout_s, folder, theirs, list(sys.path)),
+                name=f"rank {rank}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            connections.append(ours)
+            processes.append(process)
+        try:
+            return _collect(connections, processes, Path(folder), timeout_s)
+        finally:
+            for connection in connections:
+                connection.close()  # lets the ranks that have finished go
+            for process in processes:
+                process.join(0.5)
+                process.kill()
+                process.join()
+
+
+def _run_in_process(fn: Callable[..., Any], args: tuple[Any, ...], backend: str) -> Any:
+    if dist.is_initialized():
+        raise ValueError("world_size=1 runs in this process, which already has a default process group")
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return _to_cpu(fn(*args))
+    finally:
+        dist.destroy_process_group()
+
+
+def _context() -> Any:
+    methods = multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+    if "forkserver" in methods:
+        context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel"])
+    return context
+
+
+def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        import cloudpickle
+    except ImportError:
+        cloudpickle = None
+    try:
+        return (cloudpickle or pickle).dumps((fn, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        hint = "" if cloudpickle else "; define it at the top level of a module, or pip install cloudpickle"
+        raise ValueError(f"fn and its arguments must be picklable to reach other processes: {error}{hint}") from error
+
+
+def _collect(connections: list[Connection], processes: list[Any], folder: Path, timeout_s: float) -> list[Any]:
+    """Wait for every rank's outcome; raise if one failed, died or is late."""
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    pending = dict(enumerate(connections))
+    deadline = time.monotonic() + timeout_s
+    timed_out = False
+    while pending:
+        ready = multiprocessing.connection.wait(list(pending.values()), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            timed_out = not failures
+            break
+        for rank in [rank for rank, connection in pending.items() if connection in ready]:
+            try:
+                succeeded, payload = pending.pop(rank).recv()
+            except EOFError:
+                processes[rank].join()
+                succeeded, payload = False, f"died without a word, exit code {processes[rank].exitcode}\n"
+            if succeeded:
+                results[rank] = pickle.loads(payload)
+            else:
+                if not failures:
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+                failures[rank] = payload
+    if not pending and not failures:
+        return [results[rank] for rank in range(len(connections))]
+
+    stacks = _stacks(list(pending), processes, folder)
+    if timed_out:
+        lines = [f"timed out after {timeout_s} s"]
+    else:
+        lines = [f"{len(failures)} of {len(connections)} ranks failed, rank {next(iter(failures))} first"]
+    for rank in range(len(connections)):
+        if rank in failures:
+            lines.append(f"--- rank {rank} failed:\n{failures[rank].rstrip()}")
+        elif rank in pending:
+            lines.append(f"--- rank {rank} did not finish; it was here:\n{stacks.get(rank, '(unknown)').rstrip()}")
+        else:
+            lines.append(f"--- rank {rank} finished")
+    raise (RankTimeoutError if timed_out else RankError)("\n".join(lines))
+
+
+def _stacks(ranks: list[int], processes: list[Any], folder: Path) -> dict[int, str]:
+    """Where the given ranks are right now."""
+    if _STACK_SIGNAL is None:
+        return {}
+    for rank in ranks:
+        if processes[rank].is_alive() and _stack_file(folder, rank).exists():
+            os.kill(processes[rank].pid, _STACK_SIGNAL)
+    time.sleep(0.3 if ranks else 0.0)
+    return {rank: _stack_file(folder, rank).read_text() for rank in ranks if _stack_file(folder, rank).exists()}
+
+
+def _stack_file(folder: Path | str, rank: int) -> Path:
+    return Path(folder) / f"stack-{rank}.txt"
+
+
+def _rank_main(
+    rank: int,
+    world_size: int,
+    call: bytes,
+    backend: str,
+    timeout_s: float,
+    folder: str,
+    connection: Connection,
+    path: list[str],
+) -> None:
+    """The life of one rank's process."""
+    sys.path[:] = path
+    torch.set_num_threads(1)
+    with _stack_file(folder, rank).open("w") as stack_file:
+        if _STACK_SIGNAL is not None:
+            faulthandler.register(_STACK_SIGNAL, file=stack_file, all_threads=False)
+        try:
+            _use_loopback()
+            dist.init_process_group(
+                backend,
+                init_method=(Path(folder) / "store").as_uri(),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout_s + _GRACE_S),  # the caller reports a hang before the collective does
+            )
+            dist.barrier()  # no rank leaves before all are connected
+            fn, args = pickle.loads(call)
+            outcome = (True, pickle.dumps(_to_cpu(fn(*args))))
+        except BaseException:  # also SystemExit: whatever ends a rank early is the caller's to see
+            outcome = (False, traceback.format_exc())
+        # Pickled by value, above: multiprocessing's own pickling would share memory with a process about to end.
+        connection.send(outcome)
+        if outcome[0]:
+            connection.poll(timeout_s)  # stay connected until the caller has heard from all ranks
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Collectives under way have threads that would keep a failed rank's process alive.
+        os._exit(0 if outcome[0] else 1)
+
+
+def _use_loopback() -> None:
+    """Let gloo talk over the loopback interface: all ranks are on this machine, whatever its host name resolves to."""
+    names = {name for _, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+def _to_cpu(value: Any) -> Any:
+    """Tensors detached and on the CPU, inside the usual containers."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {key: _to_cpu(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_to_cpu(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+

@@ -1,0 +1,17 @@
+"""The tables that the distributed tests run over."""
+
+# Rows of each rank: even, uneven, empty first, empty middle, empty last, a single row in all.
+SHARDS = [
+    (7,),
+    (4, 4),
+    (5, 2),
+    (0, 6),
+    (3, 3, 3),
+    (5, 0, 6),
+    (1, 0, 0),
+    (2, 2, 2, 2),
+    (0, 0, 3, 9),
+    (4, 1, 2, 0),
+]
+SCALES = [1.0, 14.3, 100.0]
+SYNCS = ["mean", "sum", None]

@@ -1,0 +1,9 @@
+"""Every test starts from the same seed."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
