@@ -1,7 +1,8 @@
 """The contract: on W ranks, loss and every gradient equal those of the dense float64 twin on the whole batch.
 
 `value` within 1e-12, gradients within 1e-10 of the largest entry. In float64 both sides are exact to about 1e-15;
-what the tolerances leave room for is the order of summation, and nothing else.
+what the tolerances leave room for is the order of summation, and nothing else. Where all pairs are solved, dS_ii is
+P_ii + Q_ii - 2 with both near 1: twin and sweep alike know it to a few eps, hence the absolute floor `noise`.
 """
 
 import pytest
@@ -24,7 +25,7 @@ def unit_pairs(rows, d=6, dtype=torch.float64, seed=0):
     """Correlated unit vectors: pairs that are neither random nor solved."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, d, dtype=torch.float64, generator=generator)
-    y = x + 0.7 * torch.randn(rows, d, dtype=torch.float64, generator=generator)
+    y = x + 1.5 * torch.randn(rows, d, dtype=torch.float64, generator=generator)
     return normalize(x, dim=-1).to(dtype), normalize(y, dim=-1).to(dtype)
 
 
@@ -34,6 +35,11 @@ def dense(x, y, scale, **options):
     scale = torch.as_tensor(scale, dtype=torch.float64).requires_grad_()
     loss = wb.reference.clip_loss(x, y, scale, **options)
     return (loss.detach(), *torch.autograd.grad(loss, (x, y, scale)))
+
+
+def noise(scale, factor=1.0):
+    """Rounding of 1 - P_ii, carried to a feature's gradient."""
+    return 8 * torch.finfo(torch.float64).eps * scale * factor
 
 
 def same_bits_everywhere(value):
@@ -62,7 +68,7 @@ def leaves_body(counts):
                     what = f"{counts} scale {scale_value} smoothing {smoothing} sync {sync}"
                     assert_same(loss, expected, relative=0, absolute=VALUE, what=what)
                     factor = 3 * (size if sync == "mean" else 1)
-                    near = {"relative": GRADIENT, "absolute": 1e-15}
+                    near = {"relative": GRADIENT, "absolute": noise(scale_value, factor)}
                     for gradient, whole in ((x.grad, dx), (y.grad, dy)):
                         if rows.stop > rows.start:
                             assert_same(gradient, factor * whole[rows], **near, what=what)
@@ -71,7 +77,7 @@ def leaves_body(counts):
                     assert gradient.shape == shape
                     if sync != "mean":
                         dist.all_reduce(gradient)
-                    assert_same(gradient.reshape(()), 3 * dscale, **near, what=f"{what}: scale")
+                    assert_same(gradient.reshape(()), 3 * dscale, relative=GRADIENT, absolute=noise(1), what=f"{what}: scale")
                     assert bias.grad.shape == shape
                     assert bias.grad.item() == 0.0
 
@@ -115,7 +121,7 @@ def dense_gradients(counts, scale, **options):
 
 def assert_same_gradients(actual, expected, what):
     for name in expected:
-        assert_same(actual[name], expected[name], relative=GRADIENT, what=f"{what}: {name}")
+        assert_same(actual[name], expected[name], relative=GRADIENT, absolute=noise(100), what=f"{what}: {name}")
 
 
 def ddp_gradients(counts, scale, loss_of):
@@ -354,7 +360,7 @@ def test_the_gradient_cannot_be_differentiated_again():
     x, y = unit_pairs(4)
     x.requires_grad_()
     (gradient,) = torch.autograd.grad(wb.functional.clip_loss(x, y, 2.0), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="differentiated once"):
         gradient.sum().backward()
 
 

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from .._checks import check_alike, check_choice, check_features, check_label_smoothing, check_scalar
 from ..comm import Communicator, Group, handshake, select_communicator
@@ -27,6 +26,7 @@ from ..sweep import SoftmaxSweep
 from ..sweep.softmax import accumulation_dtype
 from ..sync import Sync, check_sync, feature_factor, loss_parameter_gradient
 from ._joining import GRAD_ENABLED, gradient_facts, join
+from ._once import once_differentiable
 
 
 def clip_loss(

@@ -1,0 +1,56 @@
+"""The command line: `wholebatch COMMAND ...`, also as `python -m wholebatch COMMAND ...` under a launcher."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+_COMMANDS = {"train": "wholebatch.train.cli"}
+_SUMMARIES = {"train": "train a dual encoder on (image, text) pairs with the exact loss of the global batch"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; 0 if it succeeded, 2 for a mistake of the user's, which is one line on stderr."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        from wholebatch import __version__
+
+        print(f"wholebatch {__version__}")
+        return 0
+    if arguments[0] not in _COMMANDS:
+        return _mistake("wholebatch", f"there is no command {arguments[0]!r}; choose one of: {', '.join(_COMMANDS)}")
+    prog = f"wholebatch {arguments[0]}"
+    try:
+        command = importlib.import_module(_COMMANDS[arguments[0]])
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "wholebatch":
+            raise
+        return _mistake(prog, f"needs the package {error.name!r}: pip install 'wholebatch[train]'")
+    from wholebatch.train.errors import UserError
+
+    try:
+        command.main(arguments[1:], prog=prog)
+    except UserError as error:
+        return _mistake(prog, str(error))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _usage() -> str:
+    commands = "\n".join(f"  {name:8} {summary}" for name, summary in _SUMMARIES.items())
+    return f"usage: wholebatch COMMAND [OPTIONS]\n\ncommands:\n{commands}\n\n'wholebatch COMMAND --help' explains the options."
+
+
+def _mistake(prog: str, message: str) -> int:
+    print(f"{prog}: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

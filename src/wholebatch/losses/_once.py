@@ -1,0 +1,43 @@
+"""Gradients that cannot be differentiated again say so, instead of counting as constants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+
+def once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """Decorator of a Function's backward: a second derivative raises a RuntimeError.
+
+    torch's decorator of this name detaches the gradients where no incoming gradient requires one, which is the usual
+    case (`create_graph=True` on a plain loss): a gradient penalty would then silently lose its gradient.
+    """
+
+    def wrapper(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return results
+        anchor = [x for x in (*grads, *ctx.saved_tensors) if x.requires_grad]
+        return tuple(_Constant.apply(x, *anchor) if isinstance(x, Tensor) else x for x in results)
+
+    return wrapper
+
+
+class _Constant(Function):
+    """The identity on a gradient; its own gradient, with respect to whatever that depends on, is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *depends_on: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        raise RuntimeError(
+            "this loss can be differentiated once: its gradient has no gradient (double backward). For second "
+            "derivatives use wholebatch.reference on the gathered batch, e.g. wholebatch.WholeBatch(reference loss)"
+        )

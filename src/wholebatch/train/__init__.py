@@ -1,0 +1,1 @@
+"""An application of the library: trains a dual encoder through the public API only."""

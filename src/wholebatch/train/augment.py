@@ -1,0 +1,26 @@
+"""Random affine maps of training images, a function of (seed, step) and the row of the global batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .pairs import seeded
+
+
+def affine_maps(batch_size: int, *, strength: float, step: int, seed: int) -> Tensor:
+    """(batch_size, 2, 3): a small rotation, stretch and shift for every row of the global batch."""
+    angle, stretch_x, stretch_y, shift_x, shift_y = (
+        0.12 * strength * (2 * torch.rand(5, batch_size, generator=seeded(seed, "augment", step)) - 1)
+    )
+    cos, sin = angle.cos(), angle.sin()
+    first = torch.stack([cos * (1 + stretch_x), -sin * (1 + stretch_y), shift_x], dim=1)
+    second = torch.stack([sin * (1 + stretch_x), cos * (1 + stretch_y), shift_y], dim=1)
+    return torch.stack([first, second], dim=1)
+
+
+def apply_maps(images: Tensor, maps: Tensor) -> Tensor:
+    """(b, c, h, w) in [0, 1], (b, 2, 3) -> the same images, moved; what comes in from outside is 0."""
+    grid = F.affine_grid(maps, list(images.shape), align_corners=False)
+    return F.grid_sample(images, grid, align_corners=False)

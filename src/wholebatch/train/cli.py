@@ -1,0 +1,35 @@
+"""`wholebatch train`: options to configuration to run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import matplotlib  # noqa: F401  the fonts and the pictures need it: say so before the run, not after
+import tyro
+
+from .config import TrainConfig, check_same_run
+from .launch import run
+from .run_folder import read_config
+
+
+def main(argv: Sequence[str], *, prog: str) -> None:
+    """Parse `argv` and train.
+
+    Raises:
+        UserError: for a mistake of the user's.
+        SystemExit: 0 after --help, 2 for options that cannot be parsed.
+    """
+    config = parse(argv, prog)
+    if config.resume is not None:
+        # Once more, on top of the saved configuration: whatever still differs was asked for on the command line.
+        saved = read_config(config.resume)
+        config = parse(argv, prog, default=saved)
+        check_same_run(saved, config)
+        config = dataclasses.replace(config, run=config.resume)
+    run(config)
+
+
+def parse(argv: Sequence[str], prog: str, default: TrainConfig | None = None) -> TrainConfig:
+    """The configuration that `argv` asks for, on top of `default`."""
+    return tyro.cli(TrainConfig, args=list(argv), prog=prog, default=default or TrainConfig())

@@ -1,0 +1,123 @@
+"""What a run is: one frozen dataclass, written beside every run and read back by `--resume`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from .errors import UserError
+from .model import ModelConfig
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train a dual encoder on (image, text) pairs with the exact CLIP loss of the global batch."""
+
+    data: str = "glyphs"
+    """"glyphs": images of Unicode characters and their names, made on the spot from the fonts of matplotlib. Or the
+    path of a .jsonl or .csv file of (image, text) pairs; image paths are relative to that file."""
+    run: Path | None = None
+    """Folder of the run: config, metrics, checkpoint, pictures. Default: runs/ and the time of the start."""
+    resume: Path | None = None
+    """Folder of a run to go on with, from its last checkpoint and with its configuration."""
+    processes: int = 1
+    """Ranks to start on this machine, each with its share of the cores. Under torchrun its ranks are taken instead."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; "auto": CUDA if there is a GPU for each rank of this machine, else the CPU."""
+    steps: int = 280
+    """Optimiser steps in all."""
+    batch_size: int = 1024
+    """Pairs in the global batch, over all ranks."""
+    learning_rate: float = 2e-3
+    """Peak of AdamW's learning rate, reached after the warm-up and taken to 0 by a cosine."""
+    warmup_steps: int = 20
+    """Steps of linear warm-up."""
+    weight_decay: float = 0.1
+    """AdamW's decoupled weight decay, per unit of learning rate; on matrices only."""
+    label_smoothing: float = 0.0
+    """Weight of the uniform distribution in the targets, 0 to 1."""
+    augment: float = 1.0
+    """Strength of the random affine maps of training images: 1 is up to 7 degrees, 12 % in size, 2 pixels of 32."""
+    image_size: int = 32
+    """Height and width of the images, in pixels; a multiple of 8. Files are scaled to fit and padded."""
+    image_channels: Literal[1, 3] = 1
+    """1: grey, 3: colour."""
+    validation_texts: int = 325
+    """Texts kept for validation, whose recall is followed during training."""
+    test_texts: int = 650
+    """Texts kept for the final report."""
+    evaluate_every: int = 40
+    """Steps between two validations."""
+    checkpoint_every: int = 40
+    """Steps between two checkpoints; the last step has one too."""
+    seed: int = 0
+    """Seed of the split, the initial weights, the order of the data and the augmentation."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that make no sense, before anything is loaded."""
+        for name in ("processes", "steps", "batch_size", "image_size", "validation_texts", "test_texts",
+                     "evaluate_every", "checkpoint_every"):  # fmt: skip
+            _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+        for name in ("warmup_steps", "weight_decay", "augment"):
+            _require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
+        _require(self.learning_rate > 0, "learning_rate", "positive", self.learning_rate)
+        _require(0 <= self.label_smoothing <= 1, "label_smoothing", "in [0, 1]", self.label_smoothing)
+        _require(self.image_size % 8 == 0, "image_size", "a multiple of 8", self.image_size)
+        for model_field in dataclasses.fields(self.model):
+            value = getattr(self.model, model_field.name)
+            _require(value > 0, f"model.{model_field.name}", "positive", value)
+        width, heads = self.model.text_width, self.model.text_heads
+        _require(width % heads == 0, "model.text_width", f"a multiple of model.text_heads ({heads})", width)
+        _require(self.model.image_width % 4 == 0, "model.image_width", "a multiple of 4", self.model.image_width)
+
+    def to_json(self) -> str:
+        """The configuration as JSON; `from_json` is its inverse."""
+        return json.dumps(dataclasses.asdict(self), indent=2, default=str)
+
+    @classmethod
+    def from_json(cls, text: str, source: Path) -> TrainConfig:
+        """Read what `to_json` wrote; `source` is named in errors."""
+        try:
+            values: dict[str, Any] = json.loads(text)
+            model = ModelConfig(**values.pop("model"))
+            for name in ("run", "resume"):
+                values[name] = None if values[name] is None else Path(values[name])
+            return cls(**values, model=model)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UserError(f"{source} is not the configuration of a run of this version: {error}") from error
+
+
+# May change between a run and its continuation: they do not change what is computed.
+_FREE_ON_RESUME = ("run", "resume", "processes", "device")
+
+
+def check_same_run(saved: TrainConfig, asked: TrainConfig) -> None:
+    """Raise UserError if `asked` differs from the `saved` configuration in anything that changes the numbers."""
+    differences = [
+        f"{name} was {_get(saved, name)!r}, got {_get(asked, name)!r}"
+        for name in _names(saved)
+        if name not in _FREE_ON_RESUME and _get(saved, name) != _get(asked, name)
+    ]
+    if differences:
+        raise UserError(
+            f"--resume goes on with the configuration of the run: {'; '.join(differences)}. "
+            "Leave these options out, or start a new run"
+        )
+
+
+def _names(config: TrainConfig) -> list[str]:
+    own = [f.name for f in dataclasses.fields(config) if f.name != "model"]
+    return own + [f"model.{f.name}" for f in dataclasses.fields(config.model)]
+
+
+def _get(config: TrainConfig, name: str) -> Any:
+    return getattr(config.model, name.removeprefix("model.")) if name.startswith("model.") else getattr(config, name)
+
+
+def _require(condition: bool, name: str, expected: str, got: object) -> None:
+    if not condition:
+        raise UserError(f"--{name.replace('_', '-')} must be {expected}, got {got}")

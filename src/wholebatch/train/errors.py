@@ -1,0 +1,5 @@
+"""The one exception that the command line shows as one line, with exit code 2."""
+
+
+class UserError(ValueError):
+    """A mistake in the options, the data or the run folder; the message says what was expected, found, and the fix."""

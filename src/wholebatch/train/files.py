@@ -1,0 +1,73 @@
+"""The user's own (image path, text) pairs, from a JSON-lines or CSV file."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .errors import UserError
+from .pairs import Pairs
+
+_EXAMPLE = {".jsonl": '{"image": "cat.png", "text": "a cat"}', ".csv": "a header line: image,text"}
+
+
+def file_pairs(path: Path, *, image_size: int, channels: int) -> Pairs:
+    """Read every pair; the first line that cannot be used is an error that names it."""
+    if path.suffix not in _EXAMPLE:
+        raise UserError(f"--data must be 'glyphs' or a .jsonl or .csv file, got {str(path)!r}")
+    if not path.is_file():
+        raise UserError(f"--data: there is no file {str(path)!r}")
+    try:
+        rows = list(_jsonl(path) if path.suffix == ".jsonl" else _csv(path))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path} cannot be read as UTF-8 text: {error}") from error
+    if not rows:
+        raise UserError(f"{path} holds no pairs; each needs an image and a text, e.g. {_EXAMPLE[path.suffix]}")
+    images = [_image(path.parent / image, f"{path}, line {line}", image_size, channels) for line, image, _ in rows]
+    return Pairs.sorted_by_text(torch.stack(images), [text for _, _, text in rows])
+
+
+def _jsonl(path: Path) -> Iterator[tuple[int, str, str]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    value = json.loads(line)
+                except ValueError as error:
+                    raise UserError(f"{path}, line {number}: not JSON ({error})") from error
+                yield number, *_pair(value, path, number)
+
+
+def _csv(path: Path) -> Iterator[tuple[int, str, str]]:
+    with path.open(encoding="utf-8", newline="") as lines:
+        reader = csv.DictReader(lines)
+        for value in reader:
+            yield reader.line_num, *_pair(value, path, reader.line_num)
+
+
+def _pair(value: Any, path: Path, number: int) -> tuple[str, str]:
+    image = value.get("image") if isinstance(value, dict) else None
+    text = value.get("text") if isinstance(value, dict) else None
+    if not (isinstance(image, str) and image.strip() and isinstance(text, str) and text.strip()):
+        raise UserError(f"{path}, line {number}: expected an image and a text, e.g. {_EXAMPLE[path.suffix]}; got {value}")
+    return image, text.strip()
+
+
+def _image(path: Path, where: str, size: int, channels: int) -> torch.Tensor:
+    import numpy as np
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as image:
+            picture = ImageOps.pad(image.convert("L" if channels == 1 else "RGB"), (size, size))
+    except FileNotFoundError as error:
+        raise UserError(f"{where}: there is no image {str(path)!r}") from error
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UserError(f"{where}: {str(path)!r} cannot be read as an image ({error})") from error
+    pixels = torch.from_numpy(np.array(picture))
+    return pixels.unsqueeze(0) if channels == 1 else pixels.permute(2, 0, 1).contiguous()

@@ -1,0 +1,78 @@
+"""Two pictures of a run."""
+
+from __future__ import annotations
+
+import textwrap
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .pairs import Pairs, seeded
+
+_SHOWN, _TOP = 12, 5
+
+
+def draw_curves(metrics: list[dict[str, Any]], path: Path) -> None:
+    """Training loss, and validation recall both ways, over the steps."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.plot([row["step"] for row in metrics], [row["loss"] for row in metrics], color="tab:blue", linewidth=1)
+    left.set(xlabel="step", ylabel="loss of the global batch", ylim=(0, None), title="training")
+    validated = [row for row in metrics if "validation" in row]
+    for direction, style in (("image_to_text", "-"), ("text_to_image", "--")):
+        for k, color in ((1, "tab:green"), (10, "tab:orange")):
+            right.plot(
+                [row["step"] for row in validated],
+                [row["validation"][direction][f"recall@{k}"] for row in validated],
+                style, color=color, marker=".", label=f"recall@{k}, {direction.replace('_', ' ')}",
+            )  # fmt: skip
+    right.set(xlabel="step", ylabel="recall", ylim=(0, 1), title="validation: texts not trained on")
+    right.legend(fontsize="small", loc="lower right")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.set_xlim(left=0)
+    figure.savefig(path, dpi=120)
+
+
+def draw_retrieval(pairs: Pairs, texts: Tensor, image_features: Tensor, text_features: Tensor, path: Path) -> None:
+    """A random dozen of held-out images, each beside its five most similar texts; the right one is marked."""
+    from matplotlib.figure import Figure
+
+    chosen = torch.randperm(len(texts), generator=seeded("shown"))[:_SHOWN].tolist()
+    best = (image_features[chosen] @ text_features.T).topk(min(_TOP, len(texts)), dim=1).indices.tolist()
+    columns = 2
+    lines = -(-len(chosen) // columns)
+    figure = Figure(figsize=(11, 1.25 * lines + 0.5))
+    hits = sum(index in found for index, found in zip(chosen, best, strict=True))
+    figure.suptitle(
+        f"{len(chosen)} of {len(texts)} held-out images, drawn at random, and the five texts found for each "
+        f"({hits} of {len(chosen)} found)",
+        fontsize=10,
+    )
+    axes = figure.subplots(lines, 2 * columns, squeeze=False, width_ratios=[1, 4.4] * columns).flatten()
+    for ax in axes:
+        ax.axis("off")
+    for position, (index, found) in enumerate(zip(chosen, best, strict=True)):
+        picture, column = axes[2 * position], axes[2 * position + 1]
+        image = pairs.images[pairs.first[texts[index]]]
+        picture.imshow(255 - image[0] if len(image) == 1 else image.permute(1, 2, 0), cmap="gray", vmin=0, vmax=255)
+        rows = [(candidate, candidate == index) for candidate in found]
+        if index not in found:
+            rows.append((index, None))
+        for line, (candidate, right) in enumerate(rows):
+            text = textwrap.shorten(pairs.texts[texts[candidate]], 52, placeholder=" …")
+            mark, color = {True: ("✓", "tab:green"), False: (" ", "0.35"), None: ("✗", "tab:red")}[right]
+            column.text(
+                0, 0.9 - 0.17 * line, f"{mark} {text}", color=color, fontsize=7.5, family="monospace",
+                weight="bold" if right else "normal", transform=column.transAxes, parse_math=False,
+            )  # fmt: skip
+    figure.subplots_adjust(left=0.01, right=0.99, bottom=0.02, top=0.93, wspace=0.05, hspace=0.15)
+    with warnings.catch_warnings():
+        # A user's text may hold characters that the figure's font lacks; they become boxes.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        figure.savefig(path, dpi=120)

@@ -1,0 +1,36 @@
+"""Recall@k: how often the right partner is among the k most similar ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+KS = (1, 5, 10)
+
+
+def ranks_of_partner(queries: Tensor, candidates: Tensor) -> Tensor:
+    """(n, d), (n, d) -> (n,): how many candidates are at least as similar to query i as candidate i is, itself not counted.
+
+    Ties count against the query: equal features are not a success.
+    """
+    better = []
+    for start in range(0, len(queries), 1024):
+        similarity = queries[start : start + 1024] @ candidates.T
+        own = torch.arange(start, start + len(similarity), device=queries.device)
+        partner = similarity.gather(1, own[:, None])
+        better.append((similarity >= partner).sum(1) - 1)
+    return torch.cat(better)
+
+
+def recall(queries: Tensor, candidates: Tensor) -> dict[str, float]:
+    """{"recall@k": fraction of queries whose partner is among the k best}; chance is k / n."""
+    ranks = ranks_of_partner(queries, candidates)
+    return {f"recall@{k}": (ranks < k).double().mean().item() for k in KS}
+
+
+def both_ways(image_features: Tensor, text_features: Tensor) -> dict[str, dict[str, float]]:
+    """Recall from image to text and from text to image."""
+    return {
+        "image_to_text": recall(image_features, text_features),
+        "text_to_image": recall(text_features, image_features),
+    }

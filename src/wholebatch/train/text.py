@@ -1,0 +1,54 @@
+"""Texts to integers without a vocabulary: words, and hashed pieces of words.
+
+A text is its words, in upper case, numbers digit by digit. A word is the set of its pieces: itself and its character
+1-, 2- and 3-grams with marked ends, each hashed into one of `buckets` (as in fastText, Bojanowski et al., 2017,
+arXiv:1607.04606). A word never seen in training still has pieces that were.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_WORD = re.compile(r"\d|[^\W\d_]+|[^\w\s-]")
+
+
+class TextBatch(NamedTuple):
+    """b texts of up to T words over the n distinct words among them."""
+
+    words: Tensor
+    """int64, (b, T): 1 + index of a distinct word; 0 pads."""
+    pieces: Tensor
+    """int64, one-dimensional: the pieces of the distinct words, one word after another."""
+    offsets: Tensor
+    """int64, (n,): where each distinct word's pieces begin."""
+
+
+def tokenize(texts: Sequence[str], *, max_words: int, buckets: int) -> TextBatch:
+    """Words beyond `max_words` are cut off; a text without any word is one empty word."""
+    rows = [_words(text)[:max_words] or [""] for text in texts]
+    distinct = {word: index for index, word in enumerate(dict.fromkeys(word for row in rows for word in row))}
+    words = torch.zeros(len(rows), max_words, dtype=torch.int64)
+    for row, target in zip(rows, words, strict=True):
+        target[: len(row)] = torch.tensor([distinct[word] + 1 for word in row])
+    pieces = [_pieces(word, buckets) for word in distinct]
+    lengths = torch.tensor([0, *map(len, pieces)])
+    flat = torch.tensor([piece for word in pieces for piece in word], dtype=torch.int64)
+    return TextBatch(words, flat, lengths.cumsum(0)[:-1])
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.upper())
+
+
+@lru_cache(maxsize=1 << 16)
+def _pieces(word: str, buckets: int) -> tuple[int, ...]:
+    marked = f"<{word}>"
+    grams = {marked[i : i + n] for n in (1, 2, 3) for i in range(len(marked) - n + 1)} | {f"={word}"}
+    return tuple(sorted(zlib.crc32(gram.encode()) % buckets for gram in grams))
