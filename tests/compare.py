@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def assert_same(actual: Tensor, expected: Tensor, *, relative: float, absolute: float = 0.0, what: str = "") -> None:
-    """max |actual - expected| <= relative * max |expected| + absolute."""
+    """Max |actual - expected| <= relative * max |expected| + absolute."""
     __tracebackhide__ = True
     if actual.shape != expected.shape:
         raise AssertionError(f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")

@@ -77,7 +77,9 @@ def leaves_body(counts):
                     assert gradient.shape == shape
                     if sync != "mean":
                         dist.all_reduce(gradient)
-                    assert_same(gradient.reshape(()), 3 * dscale, relative=GRADIENT, absolute=noise(1), what=f"{what}: scale")
+                    assert_same(
+                        gradient.reshape(()), 3 * dscale, relative=GRADIENT, absolute=noise(1), what=f"{what}: scale"
+                    )
                     assert bias.grad.shape == shape
                     assert bias.grad.item() == 0.0
 
@@ -93,9 +95,7 @@ class DualEncoder(nn.Module):
     def __init__(self, scale):
         super().__init__()
         generator = torch.Generator().manual_seed(5)
-        self.image, self.text = (
-            nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6)).double() for _ in range(2)
-        )
+        self.image, self.text = (nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6)).double() for _ in range(2))
         self.log_scale = nn.Parameter(torch.tensor(scale, dtype=torch.float64).log())
         for parameter in (*self.image.parameters(), *self.text.parameters()):
             nn.init.normal_(parameter, std=0.5, generator=generator)
@@ -284,9 +284,7 @@ def mesh_body():
     x_full, y_full = unit_pairs(4)
     rows = Partition((2, 2)).rows(mesh.get_local_rank("batch"))
     expected = dense(x_full, y_full, 5.0)[0]
-    assert_same(
-        wb.CLIPLoss(group=mesh["batch"])(x_full[rows], y_full[rows], 5.0), expected, relative=0, absolute=VALUE
-    )
+    assert_same(wb.CLIPLoss(group=mesh["batch"])(x_full[rows], y_full[rows], 5.0), expected, relative=0, absolute=VALUE)
     with pytest.raises(ValueError, match="one-dimensional mesh, got 2 axes"):
         wb.CLIPLoss(group=mesh)(x_full[rows], y_full[rows], 5.0)
 
@@ -334,10 +332,15 @@ def test_float32_and_half_precision_are_no_worse_than_plain_pytorch():
                 loss = loss_fn(a, b, torch.tensor(scale, dtype=dtype))
                 loss.backward()
                 got = (loss, a.grad, b.grad)
-                errors.append([(g.double() - t).abs().max().item() / t.abs().max().item() for g, t in zip(got, truth)])
+                errors.append(
+                    [
+                        (g.double() - t).abs().max().item() / t.abs().max().item()
+                        for g, t in zip(got, truth, strict=True)
+                    ]
+                )
             plain, ours = errors
             rounding = torch.finfo(dtype).eps
-            assert all(o <= p + rounding for o, p in zip(ours, plain)), (dtype, scale, plain, ours)
+            assert all(o <= p + rounding for o, p in zip(ours, plain, strict=True)), (dtype, scale, plain, ours)
 
 
 def test_accumulation_twice_in_one_graph_and_under_autocast():

@@ -1,8 +1,8 @@
 """Train with losses that need the whole batch: exact gradients, flat memory, any number of processes."""
 
-from . import comm, functional, reference, testing
+from . import comm, functional, partition, reference, testing
 from .losses import CLIPLoss, WholeBatch
 
 __version__ = "0.1.0"
 
-__all__ = ["CLIPLoss", "WholeBatch", "__version__", "comm", "functional", "reference", "testing"]
+__all__ = ["CLIPLoss", "WholeBatch", "__version__", "comm", "functional", "partition", "reference", "testing"]

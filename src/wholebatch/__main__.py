@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _usage() -> str:
     commands = "\n".join(f"  {name:8} {summary}" for name, summary in _SUMMARIES.items())
-    return f"usage: wholebatch COMMAND [OPTIONS]\n\ncommands:\n{commands}\n\n'wholebatch COMMAND --help' explains the options."
+    usage = f"usage: wholebatch COMMAND [OPTIONS]\n\ncommands:\n{commands}"
+    return f"{usage}\n\n'wholebatch COMMAND --help' explains the options."
 
 
 def _mistake(prog: str, message: str) -> int:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 
-def check_features(name: str, x: object) -> Tensor:
-    """x is a finite floating-point matrix (rows, feature size)."""
+def check_features(name: str, x: object) -> None:
+    """X is a floating-point matrix (rows, feature size)."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a tensor of shape (rows, feature size), got {type(x).__name__}")
     if x.dim() != 2 or x.shape[1] == 0:
@@ -19,10 +19,9 @@ def check_features(name: str, x: object) -> Tensor:
         )
     if not x.is_floating_point():
         raise ValueError(f"{name} must be floating point, got {x.dtype}; pass the encoder's output, not ids")
-    return check_finite(name, x)
 
 
-def check_finite(name: str, x: Tensor) -> Tensor:
+def check_finite(name: str, x: Tensor) -> None:
     """No entry of x is NaN or infinite."""
     if x.numel() and (x.is_floating_point() or x.is_complex()):
         largest = torch.linalg.vector_norm(x.detach(), ord=math.inf).item()
@@ -31,7 +30,6 @@ def check_finite(name: str, x: Tensor) -> Tensor:
                 f"{name} must be finite, its largest absolute entry is {largest}; look for an overflow, a division "
                 "by the norm of a zero vector, or a learning rate that is too high"
             )
-    return x
 
 
 def check_alike(name_x: str, x: Tensor, name_y: str, y: Tensor) -> None:
@@ -46,7 +44,7 @@ def check_alike(name_x: str, x: Tensor, name_y: str, y: Tensor) -> None:
 
 
 def check_scalar(name: str, value: object) -> float:
-    """value is a finite real number, or a floating-point tensor of one element (shape () or [1])."""
+    """Value is a finite real number, or a floating-point tensor of one element (shape () or [1])."""
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.dim() > 1 or not value.is_floating_point():
             raise ValueError(
@@ -70,6 +68,6 @@ def check_label_smoothing(value: float) -> None:
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """value is one of the named choices."""
+    """Value is one of the named choices."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")

@@ -33,7 +33,7 @@ class LogSumExp:
 
     @classmethod
     def empty(cls, n: int, *, dtype: torch.dtype, device: torch.device) -> LogSumExp:
-        """n pairs that have absorbed nothing yet."""
+        """N pairs that have absorbed nothing yet."""
         return cls(
             torch.full((n,), float("-inf"), dtype=dtype, device=device),
             torch.zeros(n, dtype=dtype, device=device),
@@ -57,7 +57,7 @@ class LogSumExp:
         self.shift = new_shift
 
     def value(self, dtype: torch.dtype | None = None) -> Tensor:
-        """shift + log(sum), in `dtype` (default: as stored)."""
+        """Shift + log(sum), in `dtype` (default: as stored)."""
         shift = self.shift if dtype is None else self.shift.to(dtype)
         total = self.sum if dtype is None else self.sum.to(dtype)
         return shift + total.log()

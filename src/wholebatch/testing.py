@@ -43,8 +43,8 @@ def run_ranks(
 ) -> list[Any]:
     """Call `fn(*args)` on `world_size` ranks of a fresh default process group and return each rank's result.
 
-    Inside `fn`, `torch.distributed` is initialised: `dist.get_rank()` tells the ranks apart. Each rank computes with one
-    thread. With `world_size=1` the call happens in this process.
+    Inside `fn`, `torch.distributed` is initialised: `dist.get_rank()` tells the ranks apart. Each rank computes with
+    one thread. With `world_size=1` the call happens in this process.
 
     Args:
         fn: the function. It travels to other processes, so it must be importable (defined at the top level of a
@@ -101,7 +101,8 @@ def run_ranks(
 def _run_in_process(fn: Callable[..., Any], args: tuple[Any, ...], backend: str) -> Any:
     if dist.is_initialized():
         raise ValueError("world_size=1 runs in this process, which already has a default process group")
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]  # public, not listed in __all__
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
         return _to_cpu(fn(*args))
     finally:
@@ -212,7 +213,7 @@ def _rank_main(
             )
             dist.barrier()  # no rank leaves before all are connected
             fn, args = pickle.loads(call)
-            outcome = (True, pickle.dumps(_to_cpu(fn(*args))))
+            outcome: tuple[bool, bytes | str] = (True, pickle.dumps(_to_cpu(fn(*args))))
         except BaseException:  # also SystemExit: whatever ends a rank early is the caller's to see
             outcome = (False, traceback.format_exc())
         # Pickled by value, above: multiprocessing's own pickling would share memory with a process about to end.
@@ -243,4 +244,3 @@ def _to_cpu(value: Any) -> Any:
         items = [_to_cpu(item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
-

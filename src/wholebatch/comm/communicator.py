@@ -37,7 +37,7 @@ class Communicator(ABC):
     @property
     @abstractmethod
     def rank(self) -> int:
-        """This process's index in the communicator, 0 <= rank < size."""
+        """Index of this process in the communicator, 0 <= rank < size."""
 
     @property
     @abstractmethod
@@ -149,5 +149,7 @@ def _checked(counts: Sequence[int], comm: Communicator, x: Tensor, *, own_rows: 
         raise ValueError(f"counts must have one entry per rank, {comm.size}; got {list(counts)}")
     expected = counts[comm.rank] if own_rows else sum(counts)
     if x.dim() == 0 or len(x) != expected:
-        raise ValueError(f"rank {comm.rank}: counts {list(counts)} ask for {expected} rows, x has shape {tuple(x.shape)}")
+        raise ValueError(
+            f"rank {comm.rank}: counts {list(counts)} ask for {expected} rows, x has shape {tuple(x.shape)}"
+        )
     return counts

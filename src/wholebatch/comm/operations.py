@@ -82,6 +82,6 @@ class Reduce(Function):
 
 
 def _summable(x: Tensor) -> Tensor:
-    """x as the transports want it for a sum: contiguous, half precision widened to float32."""
+    """X as the transports want it for a sum: contiguous, half precision widened to float32."""
     low_precision = x.dtype in (torch.float16, torch.bfloat16)
     return x.to(torch.float32).contiguous() if low_precision else x.contiguous()

@@ -12,7 +12,7 @@ from .torch_distributed import TorchCommunicator
 Group = Communicator | dist.ProcessGroup | DeviceMesh | None
 
 
-def select_communicator(group: Group) -> Communicator:
+def select_communicator(group: object) -> Communicator:
     """The communicator that `group` stands for.
 
     A communicator is itself; a process group or a one-dimensional mesh is a `TorchCommunicator`; None is the default

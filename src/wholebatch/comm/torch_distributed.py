@@ -24,7 +24,7 @@ class TorchCommunicator(Communicator):
             something else.
     """
 
-    def __init__(self, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
+    def __init__(self, group: object = None) -> None:
         if not dist.is_initialized():
             raise ValueError(
                 "torch.distributed is not initialised: call torch.distributed.init_process_group() first, "
@@ -34,11 +34,12 @@ class TorchCommunicator(Communicator):
             if group.ndim != 1:
                 raise ValueError(f"group must be a one-dimensional mesh, got {group.ndim} axes; pass mesh['axis']")
             group = group.get_group()
-        if group is not None and (group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0):
-            raise ValueError(
-                f"global rank {dist.get_rank()} is not a member of the group it was given; "
-                "each rank passes the group that it belongs to"
-            )
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(_not_a_member())
+        if not isinstance(group, dist.ProcessGroup | None):
+            raise ValueError(f"group must be a ProcessGroup, a DeviceMesh or None; got {type(group).__name__}")
+        if group is not None and dist.get_rank(group) < 0:
+            raise ValueError(_not_a_member())
         self._group = group
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._backend = str(dist.get_backend(group))
@@ -55,7 +56,7 @@ class TorchCommunicator(Communicator):
         return f"TorchCommunicator(rank={self.rank}, size={self.size}, backend={self._backend!r})"
 
     def _wire(self, x: Tensor) -> Tensor:
-        """x on a device that this group's backend can move."""
+        """X on a device that this group's backend can move."""
         if x.device.type == "cpu":
             return x.to("cuda") if self._backend == "nccl" else x
         return x if "nccl" in self._backend and x.device.type == "cuda" else x.cpu()
@@ -105,3 +106,10 @@ class TorchCommunicator(Communicator):
             dist.reduce(out, op=dist.ReduceOp.SUM, group=self._group, group_dst=root)
         # Away from the root the buffer holds partial sums.
         return out.to(x.device) if self.rank == root else torch.zeros_like(x)
+
+
+def _not_a_member() -> str:
+    return (
+        f"global rank {dist.get_rank()} is not a member of the group it was given; "
+        "each rank passes the group that it belongs to"
+    )

@@ -25,7 +25,7 @@ def gradient_facts(inputs: Sequence[Tensor | float | None]) -> dict[str, Any]:
     }
 
 
-def join(inputs: Sequence[Tensor | float | None], everyone: Sequence[Mapping[str, Any]]) -> list[Tensor | float | None]:
+def join(inputs: Sequence[Tensor | float | None], everyone: Sequence[Mapping[str, Any]]) -> list[Any]:
     """The inputs, each one that needs a gradient on any rank made to need it here as well."""
     wanted = [any(column) for column in zip(*(facts[_NEEDS_GRAD] for facts in everyone), strict=True)]
     return [_requiring_grad(x) if want else x for x, want in zip(inputs, wanted, strict=True)]

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_alike, check_choice, check_features, check_label_smoothing, check_scalar
+from .._checks import check_alike, check_choice, check_features, check_finite, check_label_smoothing, check_scalar
 from ..comm import Communicator, Group, handshake, select_communicator
 from ..exchange import GatherExchange
 from ..logsumexp import LogSumExp
@@ -98,6 +98,8 @@ def clip_loss(
         check_features("image_features", image_features)
         check_features("text_features", text_features)
         check_alike("image_features", image_features, "text_features", text_features)
+        check_finite("image_features", image_features)
+        check_finite("text_features", text_features)
         if logit_bias is not None:
             check_scalar("logit_bias", logit_bias)
         return {
@@ -203,12 +205,12 @@ class _CLIP(torch.autograd.Function):
 
             grad_scale = None
             if want_scale:
-                share = _inner(x, u) if u is not None else _inner(y_full, v)
-                grad_scale = loss_parameter_gradient(half_mean * share, step.comm, step.sync)
-                grad_scale = (grad_loss * grad_scale).to(ctx.zero_scale).view_as(ctx.zero_scale)
+                share = half_mean * (_inner(x, u) if u is not None else _inner(y_full, v))
+                grad_scale = grad_loss * loss_parameter_gradient(share, step.comm, step.sync)
+                grad_scale = grad_scale.to(ctx.zero_scale).view_as(ctx.zero_scale)
 
             factor = grad_loss * (step.scale * half_mean * feature_factor(step.sync, step.comm.size))
-            grad_x = u.mul_(factor).to(x.dtype) if want_x else None
+            grad_x = u.mul_(factor).to(x.dtype) if u is not None and want_x else None
             grad_y = None
             if v is not None:
                 grad_y = GatherExchange(step.comm, step.partition).take_home(v).mul_(factor).to(y.dtype)
@@ -223,8 +225,9 @@ def _sum_rows(x: Tensor) -> Tensor:
     return x.sum(0, dtype=torch.float64)
 
 
-def _inner(a: Tensor, b: Tensor) -> Tensor:
+def _inner(a: Tensor, b: Tensor | None) -> Tensor:
     """<a, b> in float64, row by row so that no copy in float64 is made."""
+    assert b is not None, "a learnable scale always comes with U or V; please report this"
     return torch.linalg.vecdot(a.to(b.dtype), b).sum(dtype=torch.float64)
 
 
@@ -277,4 +280,5 @@ class CLIPLoss(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        return f"sync={self.sync!r}, exchange={self.exchange!r}, memory={self.memory!r}, label_smoothing={self.label_smoothing}"
+        names = ("sync", "exchange", "memory", "label_smoothing")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)

@@ -20,7 +20,9 @@ FILE = "checkpoint.safetensors"
 _FORMAT = "wholebatch-train-1"
 
 
-def save_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int, seconds: float) -> None:
+def save_checkpoint(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int, seconds: float
+) -> None:
     """Write folder/checkpoint.safetensors: the state after `step` steps and `seconds` of training."""
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
     for index, state in optimizer.state_dict()["state"].items():

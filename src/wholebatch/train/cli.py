@@ -26,7 +26,7 @@ def main(argv: Sequence[str], *, prog: str) -> None:
         saved = read_config(config.resume)
         config = parse(argv, prog, default=saved)
         check_same_run(saved, config)
-        config = dataclasses.replace(config, run=config.resume)
+        config = dataclasses.replace(config, run_folder=config.resume)
     run(config)
 
 

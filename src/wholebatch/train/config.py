@@ -19,7 +19,7 @@ class TrainConfig:
     data: str = "glyphs"
     """"glyphs": images of Unicode characters and their names, made on the spot from the fonts of matplotlib. Or the
     path of a .jsonl or .csv file of (image, text) pairs; image paths are relative to that file."""
-    run: Path | None = None
+    run_folder: Path | None = None
     """Folder of the run: config, metrics, checkpoint, pictures. Default: runs/ and the time of the start."""
     resume: Path | None = None
     """Folder of a run to go on with, from its last checkpoint and with its configuration."""
@@ -57,8 +57,12 @@ class TrainConfig:
     """Seed of the split, the initial weights, the order of the data and the augmentation."""
     model: ModelConfig = field(default_factory=ModelConfig)
 
-    def __post_init__(self) -> None:
-        """Refuse numbers that make no sense, before anything is loaded."""
+    def check(self) -> None:
+        """Refuse numbers that make no sense, before anything is loaded.
+
+        Raises:
+            UserError: with the option's name, what it must be and what it is.
+        """
         for name in ("processes", "steps", "batch_size", "image_size", "validation_texts", "test_texts",
                      "evaluate_every", "checkpoint_every"):  # fmt: skip
             _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
@@ -84,7 +88,7 @@ class TrainConfig:
         try:
             values: dict[str, Any] = json.loads(text)
             model = ModelConfig(**values.pop("model"))
-            for name in ("run", "resume"):
+            for name in ("run_folder", "resume"):
                 values[name] = None if values[name] is None else Path(values[name])
             return cls(**values, model=model)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -92,7 +96,7 @@ class TrainConfig:
 
 
 # May change between a run and its continuation: they do not change what is computed.
-_FREE_ON_RESUME = ("run", "resume", "processes", "device")
+_FREE_ON_RESUME = ("run_folder", "resume", "processes", "device")
 
 
 def check_same_run(saved: TrainConfig, asked: TrainConfig) -> None:

@@ -54,7 +54,9 @@ def _pair(value: Any, path: Path, number: int) -> tuple[str, str]:
     image = value.get("image") if isinstance(value, dict) else None
     text = value.get("text") if isinstance(value, dict) else None
     if not (isinstance(image, str) and image.strip() and isinstance(text, str) and text.strip()):
-        raise UserError(f"{path}, line {number}: expected an image and a text, e.g. {_EXAMPLE[path.suffix]}; got {value}")
+        raise UserError(
+            f"{path}, line {number}: expected an image and a text, e.g. {_EXAMPLE[path.suffix]}; got {value}"
+        )
     return image, text.strip()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import sys
 import tempfile
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 import wholebatch as wb
 
@@ -21,7 +22,7 @@ from .config import TrainConfig
 from .errors import UserError
 from .loop import train
 from .progress import ConsoleProgress, Progress
-from .run_folder import RunFolder, check_writable
+from .run_folder import RunFolder
 
 
 def run(config: TrainConfig) -> None:
@@ -30,6 +31,7 @@ def run(config: TrainConfig) -> None:
     Raises:
         UserError: for a mistake in configuration, data or run folder, on whichever rank it was found.
     """
+    config.check()
     launched = _launcher_size(os.environ)
     if launched is not None and config.processes not in (1, launched):
         raise UserError(f"--processes {config.processes} under a launcher that has started {launched}; leave it out")
@@ -53,14 +55,16 @@ def _launcher_size(environment: Mapping[str, str]) -> int | None:
 
 def _start_local_ranks(config: TrainConfig) -> None:
     """One process per rank; they meet in a file. The first to fail ends the others, and its error is raised here."""
+    # It reports every process that it ends after another has failed; the failure itself is reported here.
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="wholebatch-train-") as folder:
-        context = mp.start_processes(
+        context = start_processes(
             _local_rank, (config, folder), nprocs=config.processes, join=False, daemon=True, start_method="spawn"
         )
         try:
             while not context.join():
                 pass
-        except mp.ProcessExitedException as failure:
+        except ProcessExitedException as failure:
             message = Path(folder) / f"error-{failure.error_index}"
             if not message.exists():
                 raise
@@ -133,7 +137,6 @@ def _train_on_this_rank(config: TrainConfig, device: torch.device) -> None:
 
 def _open_folder(config: TrainConfig) -> RunFolder:
     if config.resume is not None:
-        check_writable(config.resume)
         return RunFolder.reopen(config.resume, step=read_facts(config.resume)["step"])
-    path = config.run or Path("runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    return RunFolder.create(path, dataclasses.replace(config, run=path))
+    path = config.run_folder or Path("runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    return RunFolder.create(path, dataclasses.replace(config, run_folder=path))

@@ -137,10 +137,10 @@ class DualEncoder(nn.Module):
         return F.normalize(self.image(images), dim=-1)
 
     def encode_texts(self, texts: TextBatch) -> Tensor:
-        """b texts -> (b, d), unit rows."""
+        """B texts -> (b, d), unit rows."""
         return F.normalize(self.text(*texts), dim=-1)
 
     @property
     def logit_scale(self) -> Tensor:
-        """exp of the parameter, at most `max_logit_scale`."""
+        """Exp of the parameter, at most `max_logit_scale`."""
         return self.log_logit_scale.exp().clamp(max=self.max_logit_scale)

@@ -50,13 +50,14 @@ def split_by_text(pairs: Pairs, *, validation: int, test: int, seed: int) -> Spl
     """A random split: no text of one part occurs in another, so retrieval is tested on texts never seen."""
     order = torch.randperm(len(pairs), generator=seeded(seed, "split"))
     return Split(
-        train=order[validation + test :], validation=order[test : test + validation].sort().values,
+        train=order[validation + test :],
+        validation=order[test : test + validation].sort().values,
         test=order[:test].sort().values,
     )
 
 
 def batch_of_step(texts: Tensor, pairs: Pairs, *, batch_size: int, step: int, seed: int) -> tuple[Tensor, Tensor]:
-    """The (image indices, text indices) of the global batch of `step`; an incomplete last batch of a pass is left out."""
+    """The (image indices, text indices) of the global batch of `step`; a pass's incomplete last batch is left out."""
     passed, position = divmod(step, len(texts) // batch_size)
     order = torch.randperm(len(texts), generator=seeded(seed, "order", passed))
     batch = texts[order[position * batch_size : (position + 1) * batch_size]]

@@ -60,7 +60,8 @@ def draw_retrieval(pairs: Pairs, texts: Tensor, image_features: Tensor, text_fea
     for position, (index, found) in enumerate(zip(chosen, best, strict=True)):
         picture, column = axes[2 * position], axes[2 * position + 1]
         image = pairs.images[pairs.first[texts[index]]]
-        picture.imshow(255 - image[0] if len(image) == 1 else image.permute(1, 2, 0), cmap="gray", vmin=0, vmax=255)
+        pixels = image[0] if len(image) == 1 else image.permute(1, 2, 0)
+        picture.imshow(pixels.numpy(), cmap="gray", vmin=0, vmax=255)
         rows = [(candidate, candidate == index) for candidate in found]
         if index not in found:
             rows.append((index, None))

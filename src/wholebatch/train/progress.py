@@ -77,7 +77,11 @@ class ConsoleProgress(Progress):
         table.add_column("")
         for k in KS:
             table.add_column(f"recall@{k}", justify="right")
-        for label, key in (("image -> text", "image_to_text"), ("text -> image", "text_to_image"), ("chance", "chance")):
+        for label, key in (
+            ("image -> text", "image_to_text"),
+            ("text -> image", "text_to_image"),
+            ("chance", "chance"),
+        ):
             table.add_row(label, *(f"{report[key][f'recall@{k}']:.4f}" for k in KS))
         self._console.print(table)
         self._console.print(f"trained for {report['seconds']:.0f} s; pictures and checkpoint are in {folder}")

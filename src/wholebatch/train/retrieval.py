@@ -9,7 +9,7 @@ KS = (1, 5, 10)
 
 
 def ranks_of_partner(queries: Tensor, candidates: Tensor) -> Tensor:
-    """(n, d), (n, d) -> (n,): how many candidates are at least as similar to query i as candidate i is, itself not counted.
+    """(n, d), (n, d) -> (n,): how many other candidates are at least as similar to query i as candidate i.
 
     Ties count against the query: equal features are not a success.
     """

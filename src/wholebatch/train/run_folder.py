@@ -1,18 +1,17 @@
 """What a run leaves behind, all of it written by rank 0.
 
-    config.json              the configuration, read back by --resume
-    metrics.jsonl            one line per step
-    checkpoint.safetensors   weights, optimiser and random state after the last checkpointed step
-    model.safetensors        the final weights alone
-    report.json              recall on texts never seen in training, beside chance
-    curves.png               loss and validation recall over the steps
-    retrieval.png            held-out images beside the five texts that the model finds most similar
+config.json              the configuration, read back by --resume
+metrics.jsonl            one line per step
+checkpoint.safetensors   weights, optimiser and random state after the last checkpointed step
+model.safetensors        the final weights alone
+report.json              recall on texts never seen in training, beside chance
+curves.png               loss and validation recall over the steps
+retrieval.png            held-out images beside the five texts that the model finds most similar
 """
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,9 @@ class RunFolder:
     def create(cls, path: Path, config: TrainConfig) -> RunFolder:
         """A new folder with the configuration in it; refuses one that holds a run already."""
         if (path / "config.json").exists():
-            raise UserError(f"{str(path)!r} holds a run already; go on with --resume {path}, or choose another --run")
+            raise UserError(
+                f"{str(path)!r} holds a run already; go on with --resume {path}, or choose another --run-folder"
+            )
         try:
             path.mkdir(parents=True, exist_ok=True)
             (path / "config.json").write_text(config.to_json() + "\n")
@@ -47,7 +48,7 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path, *, step: int) -> RunFolder:
-        """The folder of a run that goes on after `step`: later lines of metrics.jsonl are dropped, they will come again."""
+        """The folder of a run that goes on after `step`; later lines of metrics.jsonl are dropped, to come again."""
         folder = cls(path)
         kept = [line for line in folder.metrics() if line["step"] <= step]
         if [line["step"] for line in kept] != list(range(1, step + 1)):
@@ -105,11 +106,7 @@ def read_config(path: Path) -> TrainConfig:
     try:
         text = file.read_text()
     except OSError as error:
-        raise UserError(f"--resume {path}: {str(file)!r} cannot be read ({error.strerror}); is it a run folder?") from error
+        raise UserError(
+            f"--resume {path}: {str(file)!r} cannot be read ({error.strerror}); is it a run folder?"
+        ) from error
     return TrainConfig.from_json(text, file)
-
-
-def check_writable(path: Path) -> None:
-    """Raise UserError unless files can be made in the folder `path`."""
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise UserError(f"the run folder {str(path)!r} cannot be written: permission denied")

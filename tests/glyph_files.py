@@ -1,0 +1,43 @@
+"""A small data set on disk: real characters from a real font, as a user would have it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import unicodedata
+from pathlib import Path
+
+import matplotlib
+from PIL import Image, ImageDraw, ImageFont
+
+BLOCKS = [range(0x41, 0x5B), range(0x61, 0x7B), range(0x391, 0x3A2), range(0x3B1, 0x3CA), range(0x410, 0x450)]
+
+
+def write_pairs(folder: Path, name: str = "pairs.csv") -> Path:
+    """About 160 characters as PNG files, and a .csv or .jsonl file of (image, text) pairs."""
+    path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
+    font = ImageFont.truetype(str(path), 12, layout_engine=ImageFont.Layout.BASIC)
+    (folder / "images").mkdir(parents=True)
+    rows = []
+    for code in (code for block in BLOCKS for code in block):
+        image = Image.new("L", (16, 16))
+        ImageDraw.Draw(image).text((8, 8), chr(code), fill=255, font=font, anchor="mm")
+        image.save(folder / "images" / f"{code:x}.png")
+        rows.append({"image": f"images/{code:x}.png", "text": unicodedata.name(chr(code))})
+    target = folder / name
+    with target.open("w", newline="", encoding="utf-8") as file:
+        if target.suffix == ".csv":
+            writer = csv.DictWriter(file, ["image", "text"])
+            writer.writeheader()
+            writer.writerows(rows)
+        else:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    return target
+
+
+# A model and a split that fit this data set and a second.
+SMALL = [
+    "--image-size", "16", "--validation-texts", "16", "--test-texts", "24", "--batch-size", "48",
+    "--model.image-width", "8", "--model.text-width", "32", "--model.feature-size", "32", "--model.text-buckets", "512",
+    "--warmup-steps", "2",
+]  # fmt: skip

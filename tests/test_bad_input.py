@@ -1,0 +1,134 @@
+"""Every mistake is a ValueError that shows expected and got, on every rank, whichever rank made it; nothing hangs."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import wholebatch as wb
+from wholebatch.testing import run_ranks
+
+
+def features(rows=3, d=4, **options):
+    return torch.randn(rows, d, **options)
+
+
+# What rank 1 passes in the place of (features, features, 10.0), and what every rank must then say.
+MISTAKES = {
+    "rows differ": (lambda: (features(3), features(2), 10.0), r"same shape, got \(3, 4\) and \(2, 4\)"),
+    "width differs": (lambda: (features(d=4), features(d=5), 10.0), r"same shape, got \(3, 4\) and \(3, 5\)"),
+    "width differs across ranks": (lambda: (features(d=5), features(d=5), 10.0), "feature size must be the same.*4.*5"),
+    "dtype differs": (
+        lambda: (features(), features().double(), 10.0),
+        "same dtype, got torch.float32 and torch.float64",
+    ),
+    "dtype differs across ranks": (
+        lambda: (features().double(), features().double(), 10.0),
+        "dtype must be the same on all ranks, got rank 0: torch.float32; rank 1: torch.float64",
+    ),
+    "device differs": (lambda: (features(), features(device="meta"), 10.0), "same device, got cpu and meta"),
+    "not a matrix": (lambda: (features()[0], features(), 10.0), r"image_features must have shape .* got \(4,\)"),
+    "no features": (lambda: (features(d=0), features(d=0), 10.0), r"feature size >= 1, got \(3, 0\)"),
+    "integers": (lambda: (torch.ones(3, 4).long(), features(), 10.0), "must be floating point, got torch.int64"),
+    "no tensor": (lambda: ([[1.0]], features(), 10.0), "must be a tensor .* got list"),
+    "NaN": (lambda: (features() / 0 * 0, features(), 10.0), "image_features must be finite, .* nan"),
+    "infinite": (lambda: (features(), features().fill_(float("inf")), 10.0), "text_features must be finite.*inf"),
+    "scale vector": (lambda: (features(), features(), torch.ones(2)), r"logit_scale must be .* got shape \(2,\)"),
+    "scale matrix": (lambda: (features(), features(), torch.ones(1, 1)), r"logit_scale must be .* got shape \(1, 1\)"),
+    "scale integer": (lambda: (features(), features(), torch.tensor(3)), "floating-point tensor.*torch.int64"),
+    "scale NaN": (lambda: (features(), features(), float("nan")), "logit_scale must be finite, got nan"),
+    "scale None": (lambda: (features(), features(), None), "logit_scale must be a number .* got NoneType"),
+    "scale differs across ranks": (
+        lambda: (features(), features(), 11.0),
+        r"logit_scale must be the same.*\[10.0, 11.0",
+    ),
+}
+
+
+def mistake_body(name):
+    make, message = MISTAKES[name]
+    wrong_here = dist.get_rank() == 1 or dist.get_world_size() == 1
+    arguments = make() if wrong_here else (features(), features(), 10.0)
+    with pytest.raises(ValueError, match=message) as caught:
+        wb.functional.clip_loss(*arguments)
+    assert str(caught.value).startswith("clip_loss: ")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_on_one_rank_ends_all_ranks(name):
+    messages = run_ranks(mistake_body, 3, name, timeout_s=30)
+    assert len(set(messages)) == 1
+    if "across ranks" not in name:
+        assert "rank 1: " in messages[0]
+        run_ranks(mistake_body, 1, name)
+
+
+def option_mistakes_body():
+    x = features()
+    for options, message in (
+        ({"sync": "average"}, "sync must be 'mean' .* got 'average'"),
+        ({"exchange": "teleport"}, "exchange must be one of 'auto', 'gather'; got 'teleport'"),
+        ({"memory": "none"}, "memory must be one of"),
+        ({"label_smoothing": 1.5}, r"label_smoothing must lie in \[0, 1\], got 1.5"),
+        ({"logit_bias": torch.ones(3)}, "logit_bias must be a number"),
+        ({"group": "world"}, "group must be .* got str"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wb.functional.clip_loss(x, x, 1.0, **options)
+        if "logit_bias" not in options and "group" not in options:
+            with pytest.raises(ValueError, match=message):
+                wb.CLIPLoss(**options)
+    with pytest.raises(ValueError, match="global batch is empty"):
+        wb.functional.clip_loss(features(0), features(0), 1.0)
+    rank = dist.get_rank()
+    if dist.get_world_size() > 1:
+        with pytest.raises(
+            ValueError, match=r"label_smoothing must be the same on all ranks, got rank 0: 0.0; rank 1: 0.1"
+        ):
+            wb.functional.clip_loss(x, x, 1.0, label_smoothing=0.1 * rank)
+        with (
+            torch.set_grad_enabled(rank == 0),
+            pytest.raises(ValueError, match=r"is_grad_enabled\(\) must be the same"),
+        ):
+            wb.functional.clip_loss(x, x, 1.0)
+    assert wb.functional.clip_loss(x, x, 1.0).isfinite(), "the group still works after every mistake"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_options(world_size):
+    run_ranks(option_mistakes_body, world_size, timeout_s=30)
+
+
+def whole_batch_mistakes_body():
+    x, rank = features(), dist.get_rank()
+    bad = features().fill_diagonal_(float("nan")) if rank else features()
+    mean_square = wb.WholeBatch(lambda a: a.square().mean())
+    cases = [
+        (wb.WholeBatch(lambda a: a.square()), (x,), r"must return a tensor of one element, got shape \(6, 4\)"),
+        (wb.WholeBatch(lambda a: 1.0), (x,), "must return a tensor of one element, got float"),
+        (mean_square, (bad,), "rank 1: representation 0 must be finite"),
+        (mean_square, (features(d=4 + rank),), r"trailing shapes must be the same.*rank 1: \[\[5\]\]"),
+        (mean_square, (features().double() if rank else features(),), "dtypes must be the same"),
+        (mean_square, (features(0),), "global batch is empty"),
+        (mean_square, (), "at least one tensor with rows"),
+        (wb.WholeBatch(lambda a: a.mean() + dist.get_rank()), (features(),), "the same value on all ranks, got"),
+        (
+            wb.WholeBatch(lambda a: torch.dropout(a, 0.5, train=True).mean()),
+            (features(),),
+            "the same value on all ranks",
+        ),
+    ]
+    for loss, arguments, message in cases:
+        torch.manual_seed(rank)
+        with pytest.raises(ValueError, match=message):
+            loss(*arguments)
+    for options, message in (
+        ({"strategy": "hope"}, "strategy must be one of 'gather', 'replicate'; got 'hope'"),
+        ({"sync": "average"}, "sync must be 'mean'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wb.WholeBatch(torch.mean, **options)
+
+
+def test_whole_batch():
+    run_ranks(whole_batch_mistakes_body, 2, timeout_s=30)

@@ -1,0 +1,241 @@
+"""The parts of the application, each by itself."""
+
+import pytest
+import torch
+from compare import assert_same
+from glyph_files import write_pairs
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wholebatch.train.augment import affine_maps, apply_maps
+from wholebatch.train.checkpoint import FILE, load_checkpoint, save_checkpoint
+from wholebatch.train.config import TrainConfig, check_same_run
+from wholebatch.train.errors import UserError
+from wholebatch.train.files import file_pairs
+from wholebatch.train.glyphs import glyph_pairs
+from wholebatch.train.model import DualEncoder, ModelConfig
+from wholebatch.train.pairs import Pairs, batch_of_step, split_by_text
+from wholebatch.train.retrieval import ranks_of_partner, recall
+from wholebatch.train.text import tokenize
+
+SMALL_MODEL = ModelConfig(feature_size=16, image_width=8, text_width=16, text_buckets=256)
+
+
+@pytest.fixture(scope="module")
+def glyphs():
+    return glyph_pairs(32)
+
+
+def test_glyphs_are_characters_and_their_names(glyphs):
+    assert len(glyphs) > 6000
+    assert len(glyphs.images) > 40000
+    assert {"LATIN SMALL LETTER A", "GREEK SMALL LETTER ALPHA WITH TONOS", "BRAILLE PATTERN DOTS-1278"} <= set(
+        glyphs.texts
+    )
+    assert glyphs.images.shape[1:] == (1, 32, 32)
+    assert glyphs.images.flatten(1).any(1).all(), "no picture is blank"
+    per_text = glyphs.first.diff()
+    assert per_text.min() >= 1
+    assert per_text.max() == 12, "one image per face"
+
+
+def test_split_is_by_character_and_batches_hold_each_once(glyphs):
+    split = split_by_text(glyphs, validation=325, test=650, seed=0)
+    parts = [set(part.tolist()) for part in (split.train, split.validation, split.test)]
+    assert [len(part) for part in parts[1:]] == [325, 650]
+    assert len(set.union(*parts)) == sum(map(len, parts)) == len(glyphs)
+    steps = len(split.train) // 1024
+    seen = []
+    for step in range(steps):
+        images, texts = batch_of_step(split.train, glyphs, batch_size=1024, step=step, seed=0)
+        assert (glyphs.first[texts] <= images).all()
+        assert (images < glyphs.first[texts + 1]).all()
+        seen += texts.tolist()
+    assert len(seen) == len(set(seen)) == steps * 1024
+    assert set(seen) <= parts[0]
+    again = batch_of_step(split.train, glyphs, batch_size=1024, step=1, seed=0)
+    other = batch_of_step(split.train, glyphs, batch_size=1024, step=1 + steps, seed=0)
+    assert again[1].tolist() == seen[1024:2048]
+    assert other[1].tolist() != seen[1024:2048]
+
+
+@given(st.lists(st.sampled_from("abcde"), min_size=1, max_size=20))
+def test_pairs_are_grouped_by_text(texts):
+    images = torch.arange(len(texts), dtype=torch.uint8).view(-1, 1, 1, 1)
+    pairs = Pairs.sorted_by_text(images, texts)
+    assert len(set(pairs.texts)) == len(pairs.texts)
+    for index, text in enumerate(pairs.texts):
+        mine = pairs.images[pairs.first[index] : pairs.first[index + 1]].flatten().tolist()
+        assert mine == [i for i, other in enumerate(texts) if other == text]
+
+
+def test_words_and_pieces():
+    batch = tokenize(
+        ["BRAILLE PATTERN DOTS-12", "Pattern 2", "one two three four five", "..."], max_words=4, buckets=64
+    )
+    assert batch.words.shape == (4, 4)
+    assert (batch.words[0] > 0).all(), "BRAILLE, PATTERN, DOTS, 1: the fifth word is cut off"
+    assert batch.words[1, 0] == batch.words[0, 1], "case does not matter"
+    assert batch.words[1, 2:].tolist() == [0, 0]
+    assert (batch.words[3] > 0).sum() == 3, "punctuation is words"
+    assert len(batch.offsets) == batch.words.max()
+    assert batch.pieces.min() >= 0
+    assert batch.pieces.max() < 64
+    assert torch.equal(tokenize(["A"], max_words=2, buckets=64).pieces, tokenize(["a"], max_words=2, buckets=64).pieces)
+    assert (tokenize([""], max_words=2, buckets=64).words > 0).sum() == 1
+
+
+def test_rows_do_not_depend_on_the_rest_of_the_batch():
+    torch.manual_seed(0)
+    model = DualEncoder(SMALL_MODEL, channels=1, image_size=16).double()
+    images, texts = torch.rand(5, 1, 16, 16, dtype=torch.float64), ["one", "two words", "three short words", "A", "1 2"]
+    both = model(images, tokenize(texts, max_words=12, buckets=256))
+    for rows in (slice(0, 2), slice(2, 5), slice(4, 5)):
+        part = model(images[rows], tokenize(texts[rows], max_words=12, buckets=256))
+        for whole, alone in zip(both[:2], part[:2], strict=True):
+            assert_same(alone, whole[rows], relative=1e-13)
+
+
+def test_every_parameter_has_an_effect():
+    """A parameter without one would have a gradient of rounding noise, which Adam makes into full steps."""
+    model = DualEncoder(SMALL_MODEL, channels=1, image_size=16).double()
+    images, texts = (
+        torch.rand(6, 1, 16, 16, dtype=torch.float64),
+        ["ONE", "TWO", "THREE A", "FOUR B C", "FIVE", "SIX D"],
+    )
+    x, y, scale = model(images, tokenize(texts, max_words=12, buckets=256))
+    (scale * (x @ y.T)).log_softmax(1).diagonal().sum().backward()
+    sizes = {name: parameter.grad.abs().max().item() for name, parameter in model.named_parameters()}
+    assert min(sizes.values()) > 1e-8, sizes
+
+
+def test_augmentation_is_a_function_of_seed_and_step():
+    maps = affine_maps(6, strength=1.0, step=3, seed=0)
+    assert torch.equal(maps, affine_maps(6, strength=1.0, step=3, seed=0))
+    assert not torch.equal(maps, affine_maps(6, strength=1.0, step=4, seed=0))
+    images = torch.rand(6, 1, 8, 8)
+    assert_same(apply_maps(images, affine_maps(6, strength=0.0, step=3, seed=0)), images, relative=1e-6)
+    assert not torch.allclose(apply_maps(images, maps), images)
+    assert torch.equal(apply_maps(images[2:4], maps[2:4]), apply_maps(images, maps)[2:4])
+
+
+def test_recall_by_hand():
+    queries = torch.eye(3)
+    candidates = torch.tensor([[1.0, 0, 0], [0.9, 0.5, 0], [0, 0.6, 0.5]])
+    assert ranks_of_partner(queries, candidates).tolist() == [0, 1, 0]
+    assert recall(queries, candidates) == {"recall@1": pytest.approx(2 / 3), "recall@5": 1.0, "recall@10": 1.0}
+    assert ranks_of_partner(torch.ones(4, 2), torch.ones(4, 2)).tolist() == [3] * 4, "ties are no success"
+
+
+def test_configuration_survives_json_and_differences_are_named(tmp_path):
+    config = TrainConfig(run_folder=tmp_path, steps=7, model=ModelConfig(text_layers=2))
+    assert TrainConfig.from_json(config.to_json(), tmp_path) == config
+    check_same_run(config, TrainConfig(run_folder=None, processes=3, steps=7, model=ModelConfig(text_layers=2)))
+    with pytest.raises(UserError, match=r"steps was 7, got 8; model.text_layers was 2, got 1"):
+        check_same_run(config, TrainConfig(steps=8))
+    for broken in ("", "[]", '{"model": {}}', config.to_json().replace('"steps"', '"strides"')):
+        with pytest.raises(UserError, match="not the configuration"):
+            TrainConfig.from_json(broken, tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 0}, "--steps must be at least 1, got 0"),
+        ({"batch_size": -1}, "--batch-size must be at least 1, got -1"),
+        ({"learning_rate": 0.0}, "--learning-rate must be positive, got 0.0"),
+        ({"label_smoothing": 2.0}, r"--label-smoothing must be in \[0, 1\], got 2.0"),
+        ({"image_size": 30}, "--image-size must be a multiple of 8, got 30"),
+        ({"model": ModelConfig(text_heads=3)}, r"--model.text-width must be a multiple of model.text_heads \(3\)"),
+        ({"model": ModelConfig(feature_size=0)}, "--model.feature-size must be positive, got 0"),
+    ],
+)
+def test_configurations_that_make_no_sense(options, message):
+    with pytest.raises(UserError, match=message):
+        TrainConfig(**options).check()
+
+
+def stepped(seed):
+    """A model and optimizer that have taken a step."""
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_checkpoint_restores_weights_optimizer_and_randomness(tmp_path):
+    model, optimizer = stepped(0)
+    save_checkpoint(tmp_path, model, optimizer, step=5, seconds=1.5)
+    expected = torch.rand(3)
+    other, other_optimizer = stepped(1)
+    facts = load_checkpoint(tmp_path, other, other_optimizer)
+    assert (facts["step"], facts["seconds"]) == (5, 1.5)
+    assert torch.equal(torch.rand(3), expected)
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        for name, value in optimizer.state[ours].items():
+            assert torch.equal(value, other_optimizer.state[theirs][name])
+    assert [path.name for path in tmp_path.iterdir()] == [FILE], "no temporary file is left"
+
+
+def test_damaged_checkpoints_are_refused(tmp_path):
+    model, optimizer = stepped(0)
+    with pytest.raises(UserError, match="there is no checkpoint"):
+        load_checkpoint(tmp_path, model, optimizer)
+    save_checkpoint(tmp_path, model, optimizer, step=1, seconds=0.0)
+    whole = (tmp_path / FILE).read_bytes()
+    torch.save({"a pickle": 1}, tmp_path / "pickle.pt")
+    for damaged in (whole[: len(whole) // 2], b"", (tmp_path / "pickle.pt").read_bytes()):
+        (tmp_path / FILE).write_bytes(damaged)
+        with pytest.raises(UserError, match="damaged or incomplete"):
+            load_checkpoint(tmp_path, model, optimizer)
+    (tmp_path / FILE).write_bytes(whole)
+    with pytest.raises(UserError, match="does not fit this configuration's model"):
+        load_checkpoint(tmp_path, torch.nn.Linear(4, 2), optimizer)
+
+
+@pytest.mark.parametrize("name", ["pairs.csv", "pairs.jsonl"])
+def test_pairs_from_files(tmp_path, name):
+    pairs = file_pairs(write_pairs(tmp_path, name), image_size=16, channels=1)
+    assert "CYRILLIC SMALL LETTER YA" in pairs.texts
+    assert pairs.images.shape == (len(pairs), 1, 16, 16)
+    assert pairs.images.flatten(1).any(1).all()
+    colour = file_pairs(tmp_path / name, image_size=24, channels=3)
+    assert colour.images.shape == (len(pairs), 3, 24, 24)
+
+
+def test_mistakes_in_files(tmp_path):
+    table = write_pairs(tmp_path)
+    good = "images/41.png,LATIN CAPITAL LETTER A\n"
+    (tmp_path / "images" / "broken.png").write_bytes((tmp_path / "images" / "42.png").read_bytes()[:60])
+    (tmp_path / "images" / "text.png").write_text("not a picture")
+    for content, message in (
+        ("", "holds no pairs"),
+        ("image,text\n", "holds no pairs"),
+        ("picture,caption\n" + good, "line 2: expected an image and a text"),
+        ("image,text\n" + good + "images/42.png,\n", "line 3: expected an image and a text"),
+        ("image,text\nimages/none.png,NOTHING\n", "line 2: there is no image"),
+        ("image,text\nimages/broken.png,B\n", "line 2: .*broken.png' cannot be read as an image"),
+        ("image,text\nimages/text.png,B\n", "line 2: .*text.png' cannot be read as an image"),
+    ):
+        table.write_text(content)
+        with pytest.raises(UserError, match=message):
+            file_pairs(table, image_size=16, channels=1)
+    lines = tmp_path / "pairs.jsonl"
+    for content, message in (
+        ("{\n", "line 1: not JSON"),
+        ("[1, 2]\n", "line 1: expected an image and a text"),
+        ('{"image": 3, "text": "A"}', "line 1: expected an image and a text"),
+    ):
+        lines.write_text(content)
+        with pytest.raises(UserError, match=message):
+            file_pairs(lines, image_size=16, channels=1)
+    lines.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="cannot be read as UTF-8"):
+        file_pairs(lines, image_size=16, channels=1)
+    with pytest.raises(UserError, match="there is no file"):
+        file_pairs(tmp_path / "missing.csv", image_size=16, channels=1)
+    with pytest.raises(UserError, match=r"must be 'glyphs' or a \.jsonl or \.csv file"):
+        file_pairs(tmp_path / "pairs.parquet", image_size=16, channels=1)

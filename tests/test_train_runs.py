@@ -1,0 +1,187 @@
+"""`wholebatch train` as a user runs it: whole runs, on a small data set of real characters."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from glyph_files import SMALL, write_pairs
+
+from wholebatch.__main__ import main
+
+TRAIN = [sys.executable, "-W", "error", "-m", "wholebatch", "train"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_pairs(tmp_path_factory.mktemp("data"))
+
+
+def options(data, run, *more, steps=12):
+    every = ["--evaluate-every", "6", "--checkpoint-every", "5"]
+    return ["--data", str(data), "--run-folder", str(run), "--steps", str(steps), *every, *SMALL, *more]
+
+
+def finish(command, expect=0):
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == expect, done.stdout + done.stderr
+    return done
+
+
+def metrics(run):
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        del row["seconds"]
+    return rows
+
+
+def losses(run):
+    return [row["loss"] for row in metrics(run)]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(data, tmp_path_factory):
+    run = tmp_path_factory.mktemp("runs") / "whole"
+    done = finish(TRAIN + options(data, run, steps=50))
+    return run, done.stdout
+
+
+def test_a_run_leaves_everything_it_promises(uninterrupted):
+    run, output = uninterrupted
+    names = {path.name for path in run.iterdir()}
+    assert names == {
+        "config.json", "metrics.jsonl", "checkpoint.safetensors", "model.safetensors", "report.json", "curves.png",
+        "retrieval.png",
+    }  # fmt: skip
+    assert [row["step"] for row in metrics(run)] == list(range(1, 51))
+    assert losses(run)[-1] < 0.8 * losses(run)[0], "it learns"
+    report = json.loads((run / "report.json").read_text())
+    assert report["chance"]["recall@1"] == pytest.approx(1 / 24)
+    assert report["image_to_text"]["recall@10"] > report["chance"]["recall@10"]
+    for picture in ("curves.png", "retrieval.png"):
+        assert (run / picture).read_bytes().startswith(b"\x89PNG")
+    assert "\x1b" not in output, "plain lines where there is no terminal"
+    assert "step   50/50" in output
+    assert "recall@1" in output
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_the_curve_is_the_same_on_any_number_of_processes(data, uninterrupted, tmp_path, processes):
+    finish(TRAIN + options(data, tmp_path / "run", "--processes", str(processes), steps=50))
+    difference = max(abs(a - b) for a, b in zip(losses(uninterrupted[0]), losses(tmp_path / "run"), strict=True))
+    assert difference <= 1e-4
+
+
+def test_under_torchrun(data, uninterrupted, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    finish([*torchrun, "wholebatch", "train", *options(data, tmp_path / "run", steps=50)])
+    difference = max(abs(a - b) for a, b in zip(losses(uninterrupted[0]), losses(tmp_path / "run"), strict=True))
+    assert difference <= 1e-4
+
+
+def test_killed_and_resumed_gives_the_same_numbers(data, uninterrupted, tmp_path):
+    """Killed without warning in mid-pass (2 batches a pass), after a checkpoint and past it."""
+    run = tmp_path / "run"
+    process = subprocess.Popen(TRAIN + options(data, run, steps=50), stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_text().splitlines()) < 13:
+            assert process.poll() is None, "it ended before it could be killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+    finally:
+        process.kill()
+        process.wait()
+    assert len((run / "metrics.jsonl").read_text().splitlines()) < 50
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 99, "lo')  # what a kill in the middle of a write leaves
+    finish([*TRAIN, "--resume", str(run)])
+    assert metrics(run) == metrics(uninterrupted[0])
+
+
+def test_resume_with_another_number_of_processes(data, uninterrupted, tmp_path):
+    run = tmp_path / "run"
+    process = subprocess.Popen(TRAIN + options(data, run, "--processes", "2", steps=50), stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while not (run / "checkpoint.safetensors").exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=60)
+    finish([*TRAIN, "--resume", str(run), "--processes", "1"])
+    difference = max(abs(a - b) for a, b in zip(losses(uninterrupted[0]), losses(run), strict=True))
+    assert difference <= 1e-4
+
+
+def one_line(capsys, code, *argv):
+    """The command's exit code and its one line of complaint."""
+    assert main(["train", *argv]) == code
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("wholebatch train: error: ")
+    return lines[0]
+
+
+def test_mistakes_are_one_line_and_exit_code_2(capsys, data, tmp_path, uninterrupted):
+    new = tmp_path / "new"
+    assert "there is no file" in one_line(
+        capsys, 2, "--data", str(tmp_path / "none.csv"), "--run-folder", str(tmp_path / "a")
+    )
+    assert "must be 'glyphs' or" in one_line(capsys, 2, "--data", "emoji", "--run-folder", str(tmp_path / "b"))
+    too_large = one_line(capsys, 2, *options(data, tmp_path / "c", "--batch-size", "4096"))
+    assert "--batch-size 4096 needs as many texts to train on, got 118" in too_large
+    assert "smaller than the number of processes, 4" in one_line(
+        capsys, 2, *options(data, new, "--batch-size", "3", "--processes", "4")
+    )
+    assert "--steps must be at least 1, got 0" in one_line(capsys, 2, "--steps", "0")
+    assert "holds a run already" in one_line(capsys, 2, *options(data, uninterrupted[0]))
+    assert "is it a run folder?" in one_line(capsys, 2, "--resume", str(tmp_path / "nowhere"))
+    assert "learning_rate was 0.002, got 0.1" in one_line(
+        capsys, 2, "--resume", str(uninterrupted[0]), "--learning-rate", "0.1"
+    )
+    (tmp_path / "file").write_text("in the way")
+    assert "cannot be written" in one_line(capsys, 2, *options(data, tmp_path / "file" / "run"))
+    assert "there is no command 'trian'" in (main(["trian"]), capsys.readouterr().err)[1]
+    with pytest.raises(SystemExit) as unknown:
+        main(["train", "--learning-rte", "1"])
+    assert unknown.value.code == 2
+    assert not new.exists(), "nothing was started"
+
+
+def test_a_mistake_found_by_a_started_rank_is_one_line_too(data, tmp_path):
+    done = finish(TRAIN + options(data, tmp_path / "run", "--processes", "2", "--batch-size", "4096"), expect=2)
+    assert done.stderr.count("\n") == 1
+    assert "--batch-size 4096 needs as many texts" in done.stderr
+
+
+def test_damaged_runs_are_refused(capsys, data, uninterrupted, tmp_path):
+    import shutil
+
+    for file, content, message in (
+        ("checkpoint.safetensors", b"nonsense", "damaged or incomplete"),
+        ("config.json", b"{", "not the configuration of a run"),
+        ("metrics.jsonl", b'{"step": 1}\n', "does not hold the steps 1 to 50"),
+    ):
+        run = tmp_path / file
+        shutil.copytree(uninterrupted[0], run)
+        (run / file).write_bytes(content)
+        assert message in one_line(capsys, 2, "--resume", str(run))
+
+
+def test_a_loss_that_is_not_finite_stops_training_and_keeps_the_checkpoint(capsys, data, tmp_path):
+    """At this learning rate the features overflow within a few steps; a checkpoint is written after each good one."""
+    run = tmp_path / "run"
+    message = one_line(capsys, 2, *options(data, run, "--checkpoint-every", "1", "--learning-rate", "1e30"))
+    assert "training stopped in step" in message
+    last = metrics(run)[-1]["step"]
+    assert f"stopped in step {last + 1}:" in message
+
+    from safetensors import safe_open
+
+    with safe_open(run / "checkpoint.safetensors", framework="pt") as file:
+        assert json.loads(file.metadata()["facts"])["step"] == last
