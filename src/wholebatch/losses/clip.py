@@ -83,9 +83,9 @@ def clip_loss(
     Source: Radford et al., 2021, arXiv:2103.00020, figure 3.
 
     >>> import torch, wholebatch as wb
-    >>> x, y = torch.eye(3, requires_grad=True), torch.eye(3)
+    >>> x, y = torch.eye(3, dtype=torch.float64, requires_grad=True), torch.eye(3, dtype=torch.float64)
     >>> wb.functional.clip_loss(x, y, logit_scale=10.0)
-    tensor(9.0796e-05, grad_fn=<_CLIPBackward>)
+    tensor(9.0796e-05, dtype=torch.float64, grad_fn=<_CLIPBackward>)
     """
     comm = select_communicator(group)
     inputs = (image_features, text_features, logit_scale, logit_bias)
