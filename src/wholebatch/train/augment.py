@@ -12,7 +12,7 @@ from .pairs import seeded
 def affine_maps(batch_size: int, *, strength: float, step: int, seed: int) -> Tensor:
     """(batch_size, 2, 3): a small rotation, stretch and shift for every row of the global batch."""
     angle, stretch_x, stretch_y, shift_x, shift_y = (
-        0.12 * strength * (2 * torch.rand(5, batch_size, generator=seeded(seed, "augment", step)) - 1)
+        0.06 * strength * (2 * torch.rand(5, batch_size, generator=seeded(seed, "augment", step)) - 1)
     )
     cos, sin = angle.cos(), angle.sin()
     first = torch.stack([cos * (1 + stretch_x), -sin * (1 + stretch_y), shift_x], dim=1)

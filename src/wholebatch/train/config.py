@@ -40,7 +40,7 @@ class TrainConfig:
     label_smoothing: float = 0.0
     """Weight of the uniform distribution in the targets, 0 to 1."""
     augment: float = 1.0
-    """Strength of the random affine maps of training images: 1 is up to 7 degrees, 12 % in size, 2 pixels of 32."""
+    """Strength of the random affine maps of training images: 1 is up to 3.4 degrees, 6 % in size, 1 pixel of 32."""
     image_size: int = 32
     """Height and width of the images, in pixels; a multiple of 8. Files are scaled to fit and padded."""
     image_channels: Literal[1, 3] = 1
@@ -76,7 +76,7 @@ class TrainConfig:
             _require(value > 0, f"model.{model_field.name}", "positive", value)
         width, heads = self.model.text_width, self.model.text_heads
         _require(width % heads == 0, "model.text_width", f"a multiple of model.text_heads ({heads})", width)
-        _require(self.model.image_width % 4 == 0, "model.image_width", "a multiple of 4", self.model.image_width)
+        _require(self.model.image_width % 8 == 0, "model.image_width", "a multiple of 8", self.model.image_width)
 
     def to_json(self) -> str:
         """The configuration as JSON; `from_json` is its inverse."""

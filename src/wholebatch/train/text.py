@@ -1,7 +1,7 @@
 """Texts to integers without a vocabulary: words, and hashed pieces of words.
 
 A text is its words, in upper case, numbers digit by digit. A word is the set of its pieces: itself and its character
-1-, 2- and 3-grams with marked ends, each hashed into one of `buckets` (as in fastText, Bojanowski et al., 2017,
+2- to 5-grams with marked ends, each hashed into one of `buckets` (as in fastText, Bojanowski et al., 2017,
 arXiv:1607.04606). A word never seen in training still has pieces that were.
 """
 
@@ -50,5 +50,5 @@ def _words(text: str) -> list[str]:
 @lru_cache(maxsize=1 << 16)
 def _pieces(word: str, buckets: int) -> tuple[int, ...]:
     marked = f"<{word}>"
-    grams = {marked[i : i + n] for n in (1, 2, 3) for i in range(len(marked) - n + 1)} | {f"={word}"}
+    grams = {marked[i : i + n] for n in (2, 3, 4, 5) for i in range(len(marked) - n + 1)} | {f"={word}"}
     return tuple(sorted(zlib.crc32(gram.encode()) % buckets for gram in grams))
