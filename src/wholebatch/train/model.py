@@ -52,7 +52,7 @@ class ResidualBlock(nn.Module):
 
 
 class ImageEncoder(nn.Module):
-    """Overlapping 8 x 8 patches at a quarter of the resolution, then an eighth, then a projection of all that is left."""
+    """Overlapping 8 x 8 patches at a quarter of the resolution, an eighth, and a projection of all that is left."""
 
     def __init__(self, config: ModelConfig, channels: int, image_size: int) -> None:
         super().__init__()
@@ -65,11 +65,12 @@ class ImageEncoder(nn.Module):
             nn.GroupNorm(8, 2 * w),
             nn.GELU(),
             nn.Flatten(),
-        ).to(memory_format=torch.channels_last)  # the layout that convolutions on CPUs are fastest in
+        )
         self.project = nn.Linear(2 * w * (image_size // 8) ** 2, config.feature_size, bias=False)
 
     def forward(self, images: Tensor) -> Tensor:
         """(b, channels, size, size), float in [0, 1] -> (b, feature_size)."""
+        # channels_last is the layout in which convolutions are fastest, on CPUs too
         return self.project(self.body(images.contiguous(memory_format=torch.channels_last)))
 
 
