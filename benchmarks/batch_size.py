@@ -1,6 +1,6 @@
 """Does a larger global batch help? The training application at 64, 256 and 1024, with equal samples seen.
 
-    python benchmarks/batch_size.py [--samples 286720] [--seeds 0 1]
+    python benchmarks/batch_size.py [--samples 307200] [--seeds 0 1]
 
 The learning rate and the warm-up follow two rules, each for all batch sizes: "sqrt" scales the default rate by
 sqrt(batch / 1024), "same" leaves it; the warm-up always sees the same number of samples. Writes a line per run to
@@ -24,7 +24,7 @@ DEFAULT_BATCH, DEFAULT_RATE, DEFAULT_WARMUP = 1024, 2e-3, 20
 def main() -> None:
     """Run every combination, one after another."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=280 * DEFAULT_BATCH, help="pairs seen in each run")
+    parser.add_argument("--samples", type=int, default=300 * DEFAULT_BATCH, help="pairs seen in each run")
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--rules", nargs="+", default=["sqrt", "same"], choices=["sqrt", "same"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])

@@ -18,7 +18,7 @@ from wholebatch.train.pairs import Pairs, batch_of_step, split_by_text
 from wholebatch.train.retrieval import ranks_of_partner, recall
 from wholebatch.train.text import tokenize
 
-SMALL_MODEL = ModelConfig(feature_size=16, image_width=8, text_width=16, text_buckets=256)
+SMALL_MODEL = ModelConfig(feature_size=16, image_width=8, text_width=16, text_layers=1, text_buckets=256)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_configuration_survives_json_and_differences_are_named(tmp_path):
         ({"label_smoothing": 2.0}, r"--label-smoothing must be in \[0, 1\], got 2.0"),
         ({"image_size": 30}, "--image-size must be a multiple of 8, got 30"),
         ({"model": ModelConfig(text_heads=3)}, r"--model.text-width must be a multiple of model.text_heads \(3\)"),
-        ({"model": ModelConfig(feature_size=0)}, "--model.feature-size must be positive, got 0"),
+        ({"model": ModelConfig(feature_size=0)}, "--model.feature-size must be at least 1, got 0"),
     ],
 )
 def test_configurations_that_make_no_sense(options, message):

@@ -27,7 +27,7 @@ class TrainConfig:
     """Ranks to start on this machine, each with its share of the cores. Under torchrun its ranks are taken instead."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; "auto": CUDA if there is a GPU for each rank of this machine, else the CPU."""
-    steps: int = 280
+    steps: int = 300
     """Optimiser steps in all."""
     batch_size: int = 1024
     """Pairs in the global batch, over all ranks."""
@@ -49,9 +49,9 @@ class TrainConfig:
     """Texts kept for validation, whose recall is followed during training."""
     test_texts: int = 650
     """Texts kept for the final report."""
-    evaluate_every: int = 40
+    evaluate_every: int = 50
     """Steps between two validations."""
-    checkpoint_every: int = 40
+    checkpoint_every: int = 50
     """Steps between two checkpoints; the last step has one too."""
     seed: int = 0
     """Seed of the split, the initial weights, the order of the data and the augmentation."""
@@ -73,7 +73,8 @@ class TrainConfig:
         _require(self.image_size % 8 == 0, "image_size", "a multiple of 8", self.image_size)
         for model_field in dataclasses.fields(self.model):
             value = getattr(self.model, model_field.name)
-            _require(value > 0, f"model.{model_field.name}", "positive", value)
+            least = 0 if model_field.name == "text_layers" else 1
+            _require(value >= least, f"model.{model_field.name}", f"at least {least}", value)
         width, heads = self.model.text_width, self.model.text_heads
         _require(width % heads == 0, "model.text_width", f"a multiple of model.text_heads ({heads})", width)
         _require(self.model.image_width % 8 == 0, "model.image_width", "a multiple of 8", self.model.image_width)
