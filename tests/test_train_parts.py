@@ -131,7 +131,7 @@ def test_configuration_survives_json_and_differences_are_named(tmp_path):
     config = TrainConfig(run_folder=tmp_path, steps=7, model=ModelConfig(text_layers=2))
     assert TrainConfig.from_json(config.to_json(), tmp_path) == config
     check_same_run(config, TrainConfig(run_folder=None, processes=3, steps=7, model=ModelConfig(text_layers=2)))
-    with pytest.raises(UserError, match=r"steps was 7, got 8; model.text_layers was 2, got 1"):
+    with pytest.raises(UserError, match=r"steps was 7, got 8; model.text_layers was 2, got 0"):
         check_same_run(config, TrainConfig(steps=8))
     for broken in ("", "[]", '{"model": {}}', config.to_json().replace('"steps"', '"strides"')):
         with pytest.raises(UserError, match="not the configuration"):

@@ -71,10 +71,11 @@ class TrainConfig:
         _require(self.learning_rate > 0, "learning_rate", "positive", self.learning_rate)
         _require(0 <= self.label_smoothing <= 1, "label_smoothing", "in [0, 1]", self.label_smoothing)
         _require(self.image_size % 8 == 0, "image_size", "a multiple of 8", self.image_size)
-        for model_field in dataclasses.fields(self.model):
-            value = getattr(self.model, model_field.name)
-            least = 0 if model_field.name == "text_layers" else 1
-            _require(value >= least, f"model.{model_field.name}", f"at least {least}", value)
+        for name in ("feature_size", "image_width", "text_width", "text_heads", "text_buckets", "max_words"):
+            _require(getattr(self.model, name) >= 1, f"model.{name}", "at least 1", getattr(self.model, name))
+        _require(self.model.text_layers >= 0, "model.text_layers", "at least 0", self.model.text_layers)
+        scale = self.model.initial_logit_scale
+        _require(0 < scale <= 100, "model.initial_logit_scale", "in (0, 100]", scale)
         width, heads = self.model.text_width, self.model.text_heads
         _require(width % heads == 0, "model.text_width", f"a multiple of model.text_heads ({heads})", width)
         _require(self.model.image_width % 8 == 0, "model.image_width", "a multiple of 8", self.model.image_width)
