@@ -1,68 +1,123 @@
-"""Does a larger global batch help? The training application at 64, 256 and 1024, with equal samples seen.
+"""Does a larger global batch help? The training application with equal samples seen, compared in two ways.
 
-    python benchmarks/batch_size.py [--samples 307200] [--seeds 0 1]
+    python benchmarks/batch_size.py [--samples 307200] [--seeds 0 1] [--jobs 2]
 
-The learning rate and the warm-up follow two rules, each for all batch sizes: "sqrt" scales the default rate by
-sqrt(batch / 1024), "same" leaves it; the warm-up always sees the same number of samples. Writes a line per run to
-benchmarks/results/batch_size.jsonl and prints a table.
+"batch": global batches of 64, 256 and 1024. A smaller batch also means more optimiser steps. The learning rate is
+scaled by sqrt(batch / 1024) ("sqrt") or left ("same"); the warm-up sees the same number of samples.
+
+"negatives": 1024 pairs in every step, so the same steps, but the loss is the mean of the losses of groups of 64 or
+256 pairs: what 16 or 4 processes compute that do not see each other's features.
+
+Each job computes with one thread. Adds a line per run to benchmarks/results/batch_size.jsonl and prints a table.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import mean
+from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "batch_size.jsonl"
-DEFAULT_BATCH, DEFAULT_RATE, DEFAULT_WARMUP = 1024, 2e-3, 20
+BATCH, RATE, WARMUP = 1024, 2e-3, 20  # the application's defaults
+
+# (batch size, pairs that share a loss, rule of the learning rate)
+RUNS = [(64, 64, "sqrt"), (64, 64, "same"), (256, 256, "sqrt"), (256, 256, "same"), (1024, 1024, "same"),
+        (1024, 64, "same"), (1024, 256, "same")]  # fmt: skip
+
+# A run whose loss sees only groups of the batch is started through this program instead of `-m wholebatch`.
+GROUPED = """
+import sys
+import torch
+import wholebatch as wb
+from wholebatch.__main__ import main
+from wholebatch.train import loop
+
+group = int(sys.argv[1])
+
+class Grouped(torch.nn.Module):
+    def forward(self, images, texts, scale):
+        pairs = zip(images.split(group), texts.split(group), strict=True)
+        return torch.stack([wb.functional.clip_loss(x, y, scale) for x, y in pairs]).mean()
+
+loop.make_loss = lambda config: Grouped()
+sys.exit(main(sys.argv[2:]))
+"""
 
 
 def main() -> None:
-    """Run every combination, one after another."""
+    """Run every combination, then print their means over the seeds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=300 * DEFAULT_BATCH, help="pairs seen in each run")
-    parser.add_argument("--batches", type=int, nargs="+", default=[64, 256, 1024])
-    parser.add_argument("--rules", nargs="+", default=["sqrt", "same"], choices=["sqrt", "same"])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--samples", type=int, default=300 * BATCH, help="pairs seen in each run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="one run of each kind per seed")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     options = parser.parse_args()
     RESULTS.parent.mkdir(exist_ok=True)
-    for seed in options.seeds:
-        for batch in options.batches:
-            for rule in options.rules if batch != DEFAULT_BATCH else ["same"]:
-                row = run(batch, rule, seed, options.samples)
-                print(json.dumps(row), flush=True)
-                with RESULTS.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+    RESULTS.write_text("")
+    kinds = [(*kind, seed) for seed in options.seeds for kind in RUNS]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        rows = list(pool.map(lambda kind: run(*kind, samples=options.samples), kinds))
+    print_table(rows)
 
 
-def run(batch: int, rule: str, seed: int, samples: int) -> dict[str, object]:
+def run(batch: int, group: int, rule: str, seed: int, *, samples: int) -> dict[str, Any]:
     """One training run, and its report."""
     steps = samples // batch
-    rate = DEFAULT_RATE * (batch / DEFAULT_BATCH) ** (0.5 if rule == "sqrt" else 0)
+    rate = RATE * (batch / BATCH) ** (0.5 if rule == "sqrt" else 0)
+    start = ["-m", "wholebatch"] if group == batch else ["-c", GROUPED, str(group)]
     with tempfile.TemporaryDirectory() as folder:
         arguments = {
             "run-folder": f"{folder}/run", "batch-size": batch, "steps": steps, "learning-rate": rate,
-            "warmup-steps": DEFAULT_WARMUP * DEFAULT_BATCH // batch, "seed": seed, "evaluate-every": steps,
-            "checkpoint-every": steps,
+            "warmup-steps": WARMUP * BATCH // batch, "seed": seed, "evaluate-every": steps, "checkpoint-every": steps,
         }  # fmt: skip
-        command = [sys.executable, "-m", "wholebatch", "train"]
+        command = [sys.executable, *start, "train"]
         for name, value in arguments.items():
             command += [f"--{name}", str(value)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
         report = json.loads((Path(folder) / "run" / "report.json").read_text())
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    row = {
+        "batch_size": batch, "pairs_per_loss": group, "rule": rule, "seed": seed, "samples": samples, "steps": steps,
+        "learning_rate": round(rate, 6), "image_to_text": report["image_to_text"],
+        "text_to_image": report["text_to_image"], "torch": torch_version(), "machine": platform.machine(),
+        "commit": commit(),
+    }  # fmt: skip
+    with RESULTS.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    print(f"batch {batch}, {group} pairs per loss, {rule}, seed {seed}: {report['image_to_text']}", flush=True)
+    return row
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """Means over the seeds, as Markdown."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        groups[row["batch_size"], row["pairs_per_loss"], row["learning_rate"], row["steps"]].append(row)
+    print("\n| batch | pairs per loss | learning rate | steps | recall@1 | recall@5 | recall@10 |\n" + "|---" * 7 + "|")
+    for key, members in groups.items():
+        recalls = (mean(m["image_to_text"][f"recall@{k}"] for m in members) for k in (1, 5, 10))
+        print("| " + " | ".join([*map(str, key), *(f"{value:.3f}" for value in recalls)]) + " |")
+
+
+def torch_version() -> str:
+    """Of the torch that the runs use."""
     import torch
 
-    return {
-        "batch_size": batch, "steps": steps, "learning_rate": round(rate, 6), "rule": rule, "seed": seed,
-        "image_to_text": report["image_to_text"], "text_to_image": report["text_to_image"],
-        "seconds": report["seconds"], "torch": torch.__version__, "threads": torch.get_num_threads(),
-        "machine": platform.machine(), "commit": commit,
-    }  # fmt: skip
+    return torch.__version__
+
+
+def commit() -> str:
+    """Of the checkout."""
+    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def train(config: TrainConfig, folder: RunFolder | None, progress: Progress, dev
         facts = load_checkpoint(config.resume, encoder, optimizer)
         done, seconds = facts["step"], facts["seconds"]
     model = DistributedDataParallel(encoder) if size > 1 else encoder
-    loss_fn = wb.CLIPLoss(label_smoothing=config.label_smoothing)
+    loss_fn = make_loss(config)
 
     progress.start(config, pairs, split, size=size, done=done)
     started = time.monotonic() - seconds
@@ -118,6 +118,11 @@ def load_data(config: TrainConfig) -> tuple[Pairs, Split]:
             "test. Lower --batch-size, --validation-texts or --test-texts"
         )
     return pairs, split
+
+
+def make_loss(config: TrainConfig) -> nn.Module:
+    """The loss of the global batch; on several ranks DDP averages, which is the loss's default."""
+    return wb.CLIPLoss(label_smoothing=config.label_smoothing)
 
 
 def make_optimizer(encoder: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:

@@ -59,13 +59,15 @@ class ConsoleProgress(Progress):
         self._last = config.steps
 
     def step(self, metrics: dict[str, Any]) -> None:
+        recall = ""
         if "validation" in metrics:
-            self._recall = f", validation recall@1 {metrics['validation']['image_to_text']['recall@1']:.3f}"
-        state = f"loss {metrics['loss']:.4f}{self._recall}"
+            recall = f", validation recall@1 {metrics['validation']['image_to_text']['recall@1']:.3f}"
+        state = f"loss {metrics['loss']:.4f}"
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=metrics["step"], description=state)
+            self._recall = recall or self._recall  # the bar keeps the last one in sight
+            self._bar.update(self._bar.task_ids[0], completed=metrics["step"], description=state + self._recall)
         elif metrics["step"] % _LINE_EVERY == 0 or metrics["step"] == self._last or "validation" in metrics:
-            self._console.print(f"step {metrics['step']:4d}/{self._last}  {state}, {metrics['seconds']:.0f} s")
+            self._console.print(f"step {metrics['step']:4d}/{self._last}  {state}, {metrics['seconds']:.0f} s{recall}")
 
     def stop(self) -> None:
         if self._bar is not None:
