@@ -13,8 +13,8 @@ from compare import assert_same
 from wholebatch.comm import LocalCommunicator, TorchCommunicator
 from wholebatch.testing import RankError, run_ranks
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.complex128]
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.complex128: 1e-12}
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128]
+TOLERANCE = dict(zip(DTYPES, [1e-12, 1e-5, 2e-2, 4e-3, 1e-12], strict=True))
 
 
 def inner(a, b):
@@ -141,7 +141,7 @@ def shared_gradient_body():
     """A sum hands one gradient tensor to both branches: a backward that wrote into it would corrupt the other."""
     comm = TorchCommunicator()
     a, b = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
-    (comm.all_reduce(a) + b * 1).sum().backward()
+    (comm.all_reduce(a) + b * 1).backward(torch.ones(4))  # a plain sum's gradient would be expanded, and copied
     return a.grad, b.grad
 
 
@@ -149,6 +149,20 @@ def test_incoming_gradients_are_never_written_to():
     for a, b in run_ranks(shared_gradient_body, 3):
         assert torch.equal(a, torch.full((4,), 3.0))
         assert torch.equal(b, torch.ones(4))
+
+
+def half_precision_body():
+    """256 + 1 + 1 is 256 in bfloat16, one addition at a time, and 258 in float32 and then in bfloat16."""
+    comm = TorchCommunicator()
+    x = torch.tensor([256.0 if comm.rank == 0 else 1.0], dtype=torch.bfloat16)
+    everyone = comm.all_reduce(x), comm.reduce(x, root=2), comm.reduce_scatter(x, counts=[0, 0, 1])
+    assert all(y.dtype == torch.bfloat16 for y in everyone)
+    return everyone
+
+
+def test_half_precision_is_summed_in_float32():
+    *_, (all_reduced, reduced, scattered) = run_ranks(half_precision_body, 3)
+    assert all_reduced.item() == reduced.item() == scattered.item() == 258
 
 
 def test_local_communicator_is_the_identity():
@@ -165,24 +179,30 @@ def test_local_communicator_is_the_identity():
 
 
 def mistakes_body():
-    comm = TorchCommunicator()
-    x = torch.randn(comm.rank + 1, 2)
-    with pytest.raises(ValueError, match=r"trailing shape must be the same on all ranks.*rank 0: \[2\]; rank 1: \[3\]"):
-        comm.all_gather(torch.zeros(2, 2 + comm.rank))
-    with pytest.raises(ValueError, match=r"dtype must be the same.*torch.float32; rank 1: torch.float64"):
-        comm.all_gather(x.double() if comm.rank else x)
-    with pytest.raises(ValueError, match="rank 1: x must have at least one dimension"):
-        comm.all_gather(torch.tensor(1.0) if comm.rank else x)
-    with pytest.raises(ValueError, match="one entry per rank, 2; got"):
-        comm.all_gather(x, counts=[1])
-    with pytest.raises(ValueError, match="ask for 9 rows"):
-        comm.reduce_scatter(x, counts=[4, 5])
-    with pytest.raises(ValueError, match=r"root must be a rank.*0 to 1; got 2"):
-        comm.broadcast(x, root=2)
-    with pytest.raises(ValueError, match="'sum' or 'max', got 'median'"):
-        comm.all_reduce(x, "median")
-    with pytest.raises(ValueError, match="no gradient here"):
-        comm.all_reduce(x.requires_grad_(), "max")
+    comm, rank = TorchCommunicator(), dist.get_rank()
+    x = torch.randn(rank + 1, 2)
+    square = torch.randn(4, 2)
+    mistakes = [
+        (lambda: comm.all_gather(torch.zeros(2, 2 + rank)), r"trailing shape must .* rank 0: \[2\]; rank 1: \[3\]"),
+        (lambda: comm.all_gather(x.double() if rank else x), "dtype must .* torch.float32; rank 1: torch.float64"),
+        (lambda: comm.all_gather(torch.tensor(1.0) if rank else x), "rank 1: x must have at least one dimension"),
+        (lambda: comm.all_gather(x, counts=[1]), "one entry per rank, 2; got"),
+        (lambda: comm.reduce_scatter(square, counts=[2, 2] if rank else [1, 3]), "counts must be the same"),
+        (lambda: comm.reduce_scatter(square[:, : 2 - rank], counts=[2, 2]), "shape must be the same"),
+        (lambda: comm.reduce_scatter(square, counts=[4, 5] if rank else [2, 2]), "rank 1: counts .* ask for 9 rows"),
+        (lambda: comm.all_reduce(square.T if rank else square), r"shape must .* \[4, 2\]; rank 1: \[2, 4\]"),
+        (lambda: comm.all_reduce(square.double() if rank else square), "dtype must be the same"),
+        (lambda: comm.all_reduce(square, "max" if rank else "sum"), "op must be the same"),
+        (lambda: comm.all_reduce(square, "median"), "'sum' or 'max', got 'median'"),
+        (lambda: comm.all_reduce(square.clone().requires_grad_(), "max"), "no gradient here"),
+        (lambda: comm.broadcast(square, root=2), r"root must be a rank.*0 to 1; got 2"),
+        (lambda: comm.broadcast(square, root=rank), "root must be the same on all ranks"),
+        (lambda: comm.reduce(square.double() if rank else square), "dtype must be the same"),
+        (lambda: comm.reduce(square) if rank else comm.broadcast(square), "all ranks must make the same calls"),
+    ]
+    for call, message in mistakes:
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_mistakes_are_refused_on_every_rank():

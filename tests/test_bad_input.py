@@ -25,10 +25,19 @@ MISTAKES = {
         lambda: (features().double(), features().double(), 10.0),
         "dtype must be the same on all ranks, got rank 0: torch.float32; rank 1: torch.float64",
     ),
-    "device differs": (lambda: (features(), features(device="meta"), 10.0), "same device, got cpu and meta"),
+    "device differs": (
+        lambda: (features(), features(device="meta"), 10.0),
+        "text_features must be a dense tensor with data, .* device meta",
+    ),
+    "float8": (
+        lambda: (features().to(torch.float8_e4m3fn), features().to(torch.float8_e4m3fn), 10.0),
+        "must be float64, float32, bfloat16 or float16, got torch.float8_e4m3fn",
+    ),
+    "sparse": (lambda: (features().to_sparse(), features().to_sparse(), 10.0), "dense tensor with data, got layout"),
+    "scale without data": (lambda: (features(), features(), torch.ones((), device="meta")), "meta"),
     "not a matrix": (lambda: (features()[0], features(), 10.0), r"image_features must have shape .* got \(4,\)"),
     "no features": (lambda: (features(d=0), features(d=0), 10.0), r"feature size >= 1, got \(3, 0\)"),
-    "integers": (lambda: (torch.ones(3, 4).long(), features(), 10.0), "must be floating point, got torch.int64"),
+    "integers": (lambda: (torch.ones(3, 4).long(), features(), 10.0), "must be float64, .* got torch.int64"),
     "no tensor": (lambda: ([[1.0]], features(), 10.0), "must be a tensor .* got list"),
     "NaN": (lambda: (features() / 0 * 0, features(), 10.0), "image_features must be finite, .* nan"),
     "infinite": (lambda: (features(), features().fill_(float("inf")), 10.0), "text_features must be finite.*inf"),
@@ -99,6 +108,12 @@ def test_options(world_size):
     run_ranks(option_mistakes_body, world_size, timeout_s=30)
 
 
+def raises_on_rank_1(x):
+    if dist.get_rank() == 1:
+        raise KeyError("only here")
+    return x.mean()
+
+
 def whole_batch_mistakes_body():
     x, rank = features(), dist.get_rank()
     bad = features().fill_diagonal_(float("nan")) if rank else features()
@@ -132,3 +147,30 @@ def whole_batch_mistakes_body():
 
 def test_whole_batch():
     run_ranks(whole_batch_mistakes_body, 2, timeout_s=30)
+
+
+def different_calls_body():
+    if dist.get_rank() == 0:
+        with pytest.raises(ValueError, match=r"the same calls .* rank 0: clip_loss; rank 1: all_gather"):
+            wb.functional.clip_loss(features(), features(), 1.0)
+    else:
+        with pytest.raises(ValueError, match=r"the same calls .* rank 0: clip_loss; rank 1: all_gather"):
+            wb.comm.TorchCommunicator().all_gather(features())
+
+
+def test_ranks_that_call_different_things():
+    run_ranks(different_calls_body, 2, timeout_s=30)
+
+
+def wrong_group_on_one_rank_body():
+    """The rank with the wrong group cannot tell the others; they wait for it, as documented."""
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match="global rank 1 is not a member"):
+            wb.functional.clip_loss(features(), features(), 1.0, group=groups[0])
+    else:
+        assert wb.functional.clip_loss(features(), features(), 1.0, group=groups[0]).isfinite()
+
+
+def test_a_wrong_group_on_one_rank():
+    run_ranks(wrong_group_on_one_rank_body, 2, timeout_s=30)

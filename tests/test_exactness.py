@@ -152,19 +152,17 @@ def test_every_parameter_of_an_encoder_under_ddp(counts):
     run_ranks(ddp_body, len(counts), counts)
 
 
-def gathered(x, gradient):
-    """All rows by plain torch.distributed: own rows put back, or the sum-adjoint by all_reduce and slice."""
+def gathered(x):
+    """All rows by plain torch.distributed, own rows put back: no gradient reaches the others'."""
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, x.detach())
-    if gradient == "own rows":
-        parts[dist.get_rank()] = x
-        return torch.cat(parts)
-    raise AssertionError(gradient)
+    parts[dist.get_rank()] = x
+    return torch.cat(parts)
 
 
 def wrong_ddp_averages_the_share(x, y, scale):
     """Gathered without gradient, own rows put back, no factor: the encoder's gradient is 1/W of the truth."""
-    return wb.reference.clip_loss(gathered(x, "own rows"), gathered(y, "own rows"), scale)
+    return wb.reference.clip_loss(gathered(x), gathered(y), scale)
 
 
 def wrong_temperature_times_w(x, y, scale):
@@ -175,8 +173,8 @@ def wrong_temperature_times_w(x, y, scale):
 def wrong_own_rows_only(x, y, scale):
     """Local rows against all columns with a gather that has no gradient: the key side's gradient is missing."""
     targets = torch.arange(len(x)) + dist.get_rank() * len(x)
-    one = scale * x @ gathered(y, "own rows").detach().T
-    two = scale * y @ gathered(x, "own rows").detach().T
+    one = scale * x @ gathered(y).detach().T
+    two = scale * y @ gathered(x).detach().T
     return (nn.functional.cross_entropy(one, targets) + nn.functional.cross_entropy(two, targets)) / 2
 
 
@@ -321,29 +319,33 @@ def test_partial_gradients(counts):
     run_ranks(partial_gradients_body, len(counts), counts)
 
 
-def errors_against_float64(loss_fn, x, y, scale):
-    """Relative errors of loss, dX and dY for features in low precision."""
-    *truth, _ = dense(x.double(), y.double(), scale)
-    a, b = x.clone().requires_grad_(), y.clone().requires_grad_()
-    loss = loss_fn(a, b, torch.tensor(scale, dtype=x.dtype))
-    loss.backward()
-    return [
-        (got.double() - true).abs().max().item() / true.abs().max().item()
-        for got, true in zip((loss, a.grad, b.grad), truth, strict=True)
-    ]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_low_precision_is_no_worse_than_plain_pytorch(dtype):
+def low_precision_body(counts, dtype):
+    """Errors against float64 of this rank's loss, dX and dY, and of plain PyTorch's on one process."""
+    rows = Partition(counts).rows(dist.get_rank())
+    rounding = torch.finfo(dtype).eps
     for scale in (1.0, 16.0, 100.0):  # exact in every dtype
-        x, y = unit_pairs(200, d=32, dtype=dtype)
-        plain = errors_against_float64(wb.reference.clip_loss, x, y, scale)
-        ours = errors_against_float64(wb.functional.clip_loss, x, y, scale)
-        rounding = torch.finfo(dtype).eps
+        x_full, y_full = unit_pairs(sum(counts), d=32, dtype=dtype)
+        true_loss, true_dx, true_dy, _ = dense(x_full.double(), y_full.double(), scale)
+
+        def errors(loss_fn, rows, true_rows, x_full=x_full, y_full=y_full, scale=scale):
+            x, y = x_full[rows].clone().requires_grad_(), y_full[rows].clone().requires_grad_()
+            loss = loss_fn(x, y, torch.tensor(scale, dtype=dtype))
+            loss.backward()
+            pairs = zip((loss, x.grad, y.grad), true_rows, strict=True)
+            return [(got.double() - true).abs().max().item() / true.abs().max().item() for got, true in pairs]
+
+        plain = errors(wb.reference.clip_loss, slice(None), (true_loss, true_dx, true_dy))
+        ours = errors(wb.CLIPLoss(sync=None), rows, (true_loss, true_dx[rows], true_dy[rows]))
         assert all(o <= p + rounding for o, p in zip(ours, plain, strict=True)), (scale, plain, ours)
 
 
-def test_accumulation_twice_in_one_graph_and_under_autocast():
+@pytest.mark.parametrize("counts", [(200,), (500, 300, 400)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_low_precision_is_no_worse_than_plain_pytorch(counts, dtype):
+    run_ranks(low_precision_body, len(counts), counts, dtype)
+
+
+def test_accumulation_and_graphs_used_twice():
     x_full, y_full = unit_pairs(6)
     _, dx, _, _ = dense(x_full, y_full, 14.3)
     x = x_full.clone().requires_grad_()
@@ -353,18 +355,49 @@ def test_accumulation_twice_in_one_graph_and_under_autocast():
     x.grad = None
     (wb.functional.clip_loss(x, y_full, 14.3) + 2 * wb.functional.clip_loss(x, y_full, 14.3)).backward()
     assert_same(x.grad, 3 * dx, relative=GRADIENT, what="twice in one graph")
-    x32, y32 = unit_pairs(6, dtype=torch.float32)
+    x.grad = None
+    loss = wb.functional.clip_loss(x, y_full, 14.3)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert_same(x.grad, 2 * dx, relative=GRADIENT, what="the same graph twice")
+
+
+def test_autocast_changes_nothing():
+    def everything():
+        leaves = [z.requires_grad_() for z in unit_pairs(6, dtype=torch.float32)] + [
+            torch.tensor(14.3).requires_grad_()
+        ]
+        loss = wb.functional.clip_loss(*leaves, label_smoothing=0.1)
+        return loss, *torch.autograd.grad(loss, leaves)
+
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = wb.functional.clip_loss(x32, y32, 14.3)
-    assert torch.equal(inside, wb.functional.clip_loss(x32, y32, 14.3))
+        inside = everything()
+    assert all(torch.equal(a, b) for a, b in zip(inside, everything(), strict=True))
 
 
-def test_the_gradient_cannot_be_differentiated_again():
-    x, y = unit_pairs(4)
-    x.requires_grad_()
-    (gradient,) = torch.autograd.grad(wb.functional.clip_loss(x, y, 2.0), x, create_graph=True)
+@pytest.mark.parametrize("first", ["x", "scale", "bias"])
+@pytest.mark.parametrize("second", ["x", "scale"])
+def test_the_gradient_cannot_be_differentiated_again(first, second):
+    """Not even where another term has a gradient, which would hide that this one's is missing."""
+    leaves = dict(zip("xy", unit_pairs(4), strict=True)) | {"scale": torch.tensor(2.0), "bias": torch.tensor(0.0)}
+    leaves = {name: leaf.double().requires_grad_(name != "y") for name, leaf in leaves.items()}
+    loss = wb.functional.clip_loss(leaves["x"], leaves["y"], leaves["scale"], logit_bias=leaves["bias"])
+    (gradient,) = torch.autograd.grad(loss, leaves[first], create_graph=True)
     with pytest.raises(RuntimeError, match="differentiated once"):
-        gradient.sum().backward()
+        (gradient.sum() + leaves[second].sum()).backward()
+
+
+def same_bits_body():
+    rows = Partition((700, 500)).rows(dist.get_rank())
+    x, y = (z[rows].clone().requires_grad_() for z in unit_pairs(1200, dtype=torch.float32))
+    scale = torch.tensor(14.3, requires_grad=True)
+    loss = wb.functional.clip_loss(x, y, scale)
+    return loss, *torch.autograd.grad(loss, (x, y, scale))
+
+
+def test_the_same_bits_on_every_run():
+    for once, again in zip(run_ranks(same_bits_body, 2), run_ranks(same_bits_body, 2), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
 
 
 def test_extreme_logits():

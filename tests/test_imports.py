@@ -3,12 +3,12 @@
 import subprocess
 import sys
 
-OPTIONAL = ["jax", "triton", "mpi4py", "tyro", "rich", "safetensors", "matplotlib", "PIL", "cloudpickle", "numpy"]
+OPTIONAL = ["jax", "triton", "mpi4py", "tyro", "rich", "safetensors", "matplotlib", "PIL", "cloudpickle"]
 PROGRAM = "import sys; {extra} import wholebatch; print([m for m in {optional} if m in sys.modules])"
 
 
 def loaded(extra=""):
-    program = PROGRAM.format(extra=extra, optional=[m for m in OPTIONAL if m != "numpy"])
+    program = PROGRAM.format(extra=extra, optional=OPTIONAL)
     run = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     return run.stdout.strip()

@@ -7,6 +7,9 @@ import wholebatch as wb
 PUBLIC = {
     wb: ["CLIPLoss", "WholeBatch", "__version__", "comm", "functional", "partition", "reference", "testing"],
     wb.functional: ["clip_loss"],
+    wb.partition: ["Partition", "Tile", "tiles"],
+    wb.reference: ["clip_loss"],
+    wb.testing: ["RankError", "RankTimeoutError", "run_ranks"],
     wb.comm: ["Communicator", "Group", "LocalCommunicator", "TorchCommunicator", "handshake", "select_communicator"],
 }
 

@@ -62,7 +62,7 @@ def test_split_is_by_character_and_batches_hold_each_once(glyphs):
 @given(st.lists(st.sampled_from("abcde"), min_size=1, max_size=20))
 def test_pairs_are_grouped_by_text(texts):
     images = torch.arange(len(texts), dtype=torch.uint8).view(-1, 1, 1, 1)
-    pairs = Pairs.sorted_by_text(images, texts)
+    pairs = Pairs.grouped_by_text(images, texts)
     assert len(set(pairs.texts)) == len(pairs.texts)
     for index, text in enumerate(pairs.texts):
         mine = pairs.images[pairs.first[index] : pairs.first[index + 1]].flatten().tolist()
@@ -133,7 +133,14 @@ def test_configuration_survives_json_and_differences_are_named(tmp_path):
     check_same_run(config, TrainConfig(run_folder=None, processes=3, steps=7, model=ModelConfig(text_layers=2)))
     with pytest.raises(UserError, match=r"steps was 7, got 8; model.text_layers was 2, got 0"):
         check_same_run(config, TrainConfig(steps=8))
-    for broken in ("", "[]", '{"model": {}}', config.to_json().replace('"steps"', '"strides"')):
+    for broken in (
+        "",
+        "[]",
+        '{"model": {}}',
+        config.to_json().replace('"steps"', '"strides"'),
+        config.to_json().replace('"steps": 7', '"steps": "7"'),
+        config.to_json().replace('"auto"', '"quantum"'),
+    ):
         with pytest.raises(UserError, match="not the configuration"):
             TrainConfig.from_json(broken, tmp_path / "config.json")
 
@@ -143,7 +150,7 @@ def test_configuration_survives_json_and_differences_are_named(tmp_path):
     [
         ({"steps": 0}, "--steps must be at least 1, got 0"),
         ({"batch_size": -1}, "--batch-size must be at least 1, got -1"),
-        ({"learning_rate": 0.0}, "--learning-rate must be positive, got 0.0"),
+        ({"learning_rate": 0.0}, r"--learning-rate must be in \(0, 1e30\], got 0.0"),
         ({"label_smoothing": 2.0}, r"--label-smoothing must be in \[0, 1\], got 2.0"),
         ({"image_size": 30}, "--image-size must be a multiple of 8, got 30"),
         ({"model": ModelConfig(text_heads=3)}, r"--model.text-width must be a multiple of model.text_heads \(3\)"),
@@ -155,12 +162,12 @@ def test_configurations_that_make_no_sense(options, message):
         TrainConfig(**options).check()
 
 
-def stepped(seed):
+def stepped(seed, width=3):
     """A model and optimizer that have taken a step."""
     torch.manual_seed(seed)
-    model = torch.nn.Linear(3, 2)
+    model = torch.nn.Linear(width, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(4, 3)).sum().backward()
+    model(torch.randn(4, width)).sum().backward()
     optimizer.step()
     return model, optimizer
 
@@ -169,18 +176,40 @@ def test_checkpoint_restores_weights_optimizer_and_randomness(tmp_path):
     model, optimizer = stepped(0)
     save_checkpoint(tmp_path, model, optimizer, step=5, seconds=1.5)
     expected = torch.rand(3)
-    other, other_optimizer = stepped(1)
+    other = torch.nn.Linear(3, 2)
+    other_optimizer = torch.optim.AdamW(other.parameters(), lr=0.5)
     facts = load_checkpoint(tmp_path, other, other_optimizer)
     assert (facts["step"], facts["seconds"]) == (5, 1.5)
     assert torch.equal(torch.rand(3), expected)
+    assert other_optimizer.param_groups[0]["lr"] == 0.5
     for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+        assert theirs.grad is None
         for name, value in optimizer.state[ours].items():
             assert torch.equal(value, other_optimizer.state[theirs][name])
     assert [path.name for path in tmp_path.iterdir()] == [FILE], "no temporary file is left"
 
 
+def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    import safetensors.torch
+
+    model, optimizer = stepped(0)
+    save_checkpoint(tmp_path, model, optimizer, step=1, seconds=0.0)
+    before = (tmp_path / FILE).read_bytes()
+
+    def full_disk(tensors, path, metadata):
+        path.write_bytes(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full_disk)
+    with pytest.raises(UserError, match=r"cannot be written: .*No space left"):
+        save_checkpoint(tmp_path, model, optimizer, step=2, seconds=0.0)
+    assert (tmp_path / FILE).read_bytes() == before
+
+
 def test_damaged_checkpoints_are_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
     model, optimizer = stepped(0)
     with pytest.raises(UserError, match="there is no checkpoint"):
         load_checkpoint(tmp_path, model, optimizer)
@@ -192,8 +221,17 @@ def test_damaged_checkpoints_are_refused(tmp_path):
         with pytest.raises(UserError, match="damaged or incomplete"):
             load_checkpoint(tmp_path, model, optimizer)
     (tmp_path / FILE).write_bytes(whole)
-    with pytest.raises(UserError, match="does not fit this configuration's model"):
-        load_checkpoint(tmp_path, torch.nn.Linear(4, 2), optimizer)
+    with pytest.raises(UserError, match=r"does not fit this configuration's model: .* model.weight among them"):
+        load_checkpoint(tmp_path, *stepped(0, width=4))
+    tensors = {name: value for name, value in load_file(tmp_path / FILE).items() if not name.startswith("optimizer.")}
+    metadata = {"format": "wholebatch-train-1", "facts": '{"step": 1, "seconds": 0}'}
+    save_file(tensors, tmp_path / FILE, metadata)
+    with pytest.raises(UserError, match=r"does not fit .* optimizer.0.exp_avg among them"):
+        load_checkpoint(tmp_path, model, optimizer)
+    for broken in ({}, {"format": "another"}, metadata | {"facts": "{}"}):
+        save_file(tensors, tmp_path / FILE, broken)
+        with pytest.raises(UserError, match="is not a checkpoint of this program"):
+            load_checkpoint(tmp_path, model, optimizer)
 
 
 @pytest.mark.parametrize("name", ["pairs.csv", "pairs.jsonl"])
@@ -228,13 +266,22 @@ def test_mistakes_in_files(tmp_path):
         ("{\n", "line 1: not JSON"),
         ("[1, 2]\n", "line 1: expected an image and a text"),
         ('{"image": 3, "text": "A"}', "line 1: expected an image and a text"),
+        ('{"image": "images/41.png", "text": "\\ud800"}', "line 1: half of a surrogate pair"),
     ):
         lines.write_text(content)
         with pytest.raises(UserError, match=message):
             file_pairs(lines, image_size=16, channels=1)
     lines.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="cannot be read as UTF-8"):
+    with pytest.raises(UserError, match="is not UTF-8 text"):
         file_pairs(lines, image_size=16, channels=1)
+    table.write_text("image,text\n" + "x" * 200_000 + ",A\n")
+    with pytest.raises(UserError, match="is not a CSV file: field larger than"):
+        file_pairs(table, image_size=16, channels=1)
+    table.write_text("\ufeffimage,text\n" + good, encoding="utf-8")
+    assert file_pairs(table, image_size=16, channels=1).texts == ("LATIN CAPITAL LETTER A",), "as Excel saves it"
+    (tmp_path / "folder.csv").mkdir()
+    with pytest.raises(UserError, match="cannot be read: Is a directory"):
+        file_pairs(tmp_path / "folder.csv", image_size=16, channels=1)
     with pytest.raises(UserError, match="there is no file"):
         file_pairs(tmp_path / "missing.csv", image_size=16, channels=1)
     with pytest.raises(UserError, match=r"must be 'glyphs' or a \.jsonl or \.csv file"):

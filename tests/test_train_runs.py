@@ -113,6 +113,7 @@ def test_resume_with_another_number_of_processes(data, uninterrupted, tmp_path):
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(timeout=60)
+    assert len((run / "metrics.jsonl").read_text().splitlines()) < 50
     finish([*TRAIN, "--resume", str(run), "--processes", "1"])
     difference = max(abs(a - b) for a, b in zip(losses(uninterrupted[0]), losses(run), strict=True))
     assert difference <= 1e-4
@@ -139,11 +140,12 @@ def test_mistakes_are_one_line_and_exit_code_2(capsys, data, tmp_path, uninterru
         capsys, 2, *options(data, new, "--batch-size", "3", "--processes", "4")
     )
     assert "--steps must be at least 1, got 0" in one_line(capsys, 2, "--steps", "0")
-    assert "holds a run already" in one_line(capsys, 2, *options(data, uninterrupted[0]))
+    assert "is not empty; go on with" in one_line(capsys, 2, *options(data, uninterrupted[0]))
     assert "is it a run folder?" in one_line(capsys, 2, "--resume", str(tmp_path / "nowhere"))
     assert "learning_rate was 0.002, got 0.1" in one_line(
         capsys, 2, "--resume", str(uninterrupted[0]), "--learning-rate", "0.1"
     )
+    assert "leave --run-folder out" in one_line(capsys, 2, "--resume", str(uninterrupted[0]), "--run-folder", str(new))
     (tmp_path / "file").write_text("in the way")
     assert "cannot be written" in one_line(capsys, 2, *options(data, tmp_path / "file" / "run"))
     assert "there is no command 'trian'" in (main(["trian"]), capsys.readouterr().err)[1]
@@ -165,7 +167,7 @@ def test_damaged_runs_are_refused(capsys, data, uninterrupted, tmp_path):
     for file, content, message in (
         ("checkpoint.safetensors", b"nonsense", "damaged or incomplete"),
         ("config.json", b"{", "not the configuration of a run"),
-        ("metrics.jsonl", b'{"step": 1}\n', "does not hold the steps 1 to 50"),
+        ("metrics.jsonl", b'{"step": 1, "loss": 1.0}\n', "does not hold the steps 1 to 50"),
     ):
         run = tmp_path / file
         shutil.copytree(uninterrupted[0], run)
@@ -173,15 +175,35 @@ def test_damaged_runs_are_refused(capsys, data, uninterrupted, tmp_path):
         assert message in one_line(capsys, 2, "--resume", str(run))
 
 
-def test_a_loss_that_is_not_finite_stops_training_and_keeps_the_checkpoint(capsys, data, tmp_path):
-    """At this learning rate the features overflow within a few steps; a checkpoint is written after each good one."""
+def test_a_loss_that_is_not_finite_stops_training_and_keeps_the_last_good_checkpoint(capsys, data, tmp_path):
+    """At this learning rate the first update is the last: a checkpoint of step 1 would be useless, and is not made."""
     run = tmp_path / "run"
-    message = one_line(capsys, 2, *options(data, run, "--checkpoint-every", "1", "--learning-rate", "1e30"))
-    assert "training stopped in step" in message
-    last = metrics(run)[-1]["step"]
-    assert f"stopped in step {last + 1}:" in message
+    slow = ["--warmup-steps", "1000000", "--checkpoint-every", "1"]
+    assert "stopped in step 2" in one_line(capsys, 2, *options(data, run, "--learning-rate", "1e30"))
+    assert not (run / "checkpoint.safetensors").exists()
+    capsys.readouterr()
 
-    from safetensors import safe_open
+    # Slowly growing updates: some steps are good, and the checkpoint is that of the last good one.
+    run = tmp_path / "slow"
+    message = one_line(capsys, 2, *options(data, run, *slow, "--learning-rate", "1e9", steps=200))
+    stopped = int(message.split("stopped in step ")[1].split(":")[0])
 
-    with safe_open(run / "checkpoint.safetensors", framework="pt") as file:
-        assert json.loads(file.metadata()["facts"])["step"] == last
+    from safetensors.torch import load_file
+
+    from wholebatch.train.checkpoint import last_step
+    from wholebatch.train.run_folder import read_config
+
+    assert last_step(run, read_config(run)) == stopped - 2 == metrics(run)[-1]["step"] - 1
+    assert all(value.isfinite().all() for value in load_file(run / "checkpoint.safetensors").values())
+    assert f"stopped in step {stopped}" in one_line(capsys, 2, "--resume", str(run)), "it goes on from there"
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_starts_again(capsys, data, tmp_path):
+    run = tmp_path / "run"
+    assert "stopped in step 2" in one_line(capsys, 2, *options(data, run, "--learning-rate", "1e30"))
+    assert "stopped in step 2" in one_line(capsys, 2, "--resume", str(run))
+
+
+def test_a_mistake_in_the_data_leaves_no_run_folder(capsys, data, tmp_path):
+    one_line(capsys, 2, *options(data, tmp_path / "run", "--batch-size", "4096"))
+    assert not (tmp_path / "run").exists()

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
 
 def check_features(name: str, x: object) -> None:
     """X is a floating-point matrix (rows, feature size)."""
@@ -17,8 +19,12 @@ def check_features(name: str, x: object) -> None:
             f"{name} must have shape (rows, feature size) with feature size >= 1, got {tuple(x.shape)}; "
             "a rank without rows passes shape (0, feature size)"
         )
-    if not x.is_floating_point():
-        raise ValueError(f"{name} must be floating point, got {x.dtype}; pass the encoder's output, not ids")
+    if x.dtype not in _DTYPES:
+        raise ValueError(
+            f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}; pass the encoder's output, not ids"
+        )
+    if x.layout is not torch.strided or x.device.type == "meta":
+        raise ValueError(f"{name} must be a dense tensor with data, got layout {x.layout} on device {x.device}")
 
 
 def check_finite(name: str, x: Tensor) -> None:

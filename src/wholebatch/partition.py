@@ -7,8 +7,10 @@ the row counts alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+__all__ = ["Partition", "Tile", "tiles"]
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,6 @@ class Partition:
     def offsets(self) -> tuple[int, ...]:
         """Global index of each rank's first row."""
         return tuple(sum(self.counts[:part]) for part in range(len(self.counts)))
-
-    @property
-    def is_even(self) -> bool:
-        """Whether every rank owns the same number of rows."""
-        return len(set(self.counts)) == 1
 
     def rows(self, rank: int) -> slice:
         """The global rows that `rank` owns."""
@@ -100,12 +97,3 @@ def tiles(num_rows: int, num_cols: int, tile_rows: int, tile_cols: int, *, offse
         rows = slice(row, min(row + tile_rows, num_rows))
         for col in range(0, num_cols, tile_cols):
             yield Tile(rows, slice(col, min(col + tile_cols, num_cols)), row + offset - col)
-
-
-def describe_counts(counts: Sequence[int]) -> str:
-    """How an error message shows a partition.
-
-    >>> describe_counts((4, 4, 3))
-    '[4, 4, 3] (11 in all)'
-    """
-    return f"{list(counts)} ({sum(counts)} in all)"

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+__all__ = ["clip_loss"]
+
 
 def clip_loss(
     image_features: Tensor,

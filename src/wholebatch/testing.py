@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -25,6 +26,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+__all__ = ["RankError", "RankTimeoutError", "run_ranks"]
 
 _GRACE_S = 5.0  # how long the other ranks may take to notice that one has failed
 _STACK_SIGNAL = getattr(signal, "SIGUSR1", None)  # asks a rank where it is; not on Windows
@@ -44,7 +47,8 @@ def run_ranks(
     """Call `fn(*args)` on `world_size` ranks of a fresh default process group and return each rank's result.
 
     Inside `fn`, `torch.distributed` is initialised: `dist.get_rank()` tells the ranks apart. Each rank computes with
-    one thread. With `world_size=1` the call happens in this process.
+    one thread, with this process's import path and warning filters, and with the environment variables that were set
+    when the first call was made. With `world_size=1` the call happens in this process.
 
     Args:
         fn: the function. It travels to other processes, so it must be importable (defined at the top level of a
@@ -74,20 +78,20 @@ def run_ranks(
     context = _context()
     with tempfile.TemporaryDirectory(prefix="wholebatch-ranks-") as folder:
         connections: list[Connection] = []
-        processes = []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_rank_main,
-                args=(rank, world_size, call, backend, timeout_s, folder, theirs, list(sys.path)),
-                name=f"rank {rank}",
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            connections.append(ours)
-            processes.append(process)
+        processes: list[Any] = []
         try:
+            for rank in range(world_size):
+                ours, theirs = context.Pipe()
+                connections.append(ours)
+                process = context.Process(
+                    target=_rank_main,
+                    args=(rank, world_size, call, backend, timeout_s, folder, theirs, list(sys.path), warnings.filters),
+                    name=f"rank {rank}",
+                    daemon=True,
+                )
+                process.start()
+                processes.append(process)
+                theirs.close()
             return _collect(connections, processes, Path(folder), timeout_s)
         finally:
             for connection in connections:
@@ -195,9 +199,11 @@ def _rank_main(
     folder: str,
     connection: Connection,
     path: list[str],
+    filters: list[Any],
 ) -> None:
     """The life of one rank's process."""
     sys.path[:] = path
+    warnings.filters[:] = filters  # type: ignore[index]
     torch.set_num_threads(1)
     with _stack_file(folder, rank).open("w") as stack_file:
         if _STACK_SIGNAL is not None:
@@ -217,9 +223,12 @@ def _rank_main(
         except BaseException:  # also SystemExit: whatever ends a rank early is the caller's to see
             outcome = (False, traceback.format_exc())
         # Pickled by value, above: multiprocessing's own pickling would share memory with a process about to end.
-        connection.send(outcome)
-        if outcome[0]:
-            connection.poll(timeout_s)  # stay connected until the caller has heard from all ranks
+        try:
+            connection.send(outcome)
+            if outcome[0]:
+                connection.poll(timeout_s)  # stay connected until the caller has heard from all ranks
+        except BrokenPipeError:
+            os._exit(1)  # the caller has given up on this rank
         sys.stdout.flush()
         sys.stderr.flush()
         # Collectives under way have threads that would keep a failed rank's process alive.

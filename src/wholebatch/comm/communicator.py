@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from . import operations
+from .handshake import row_counts, same_request
 
 
 class Communicator(ABC):
@@ -51,21 +52,20 @@ class Communicator(ABC):
 
         Args:
             x: (n_r, ...) on rank r; n_r may differ between ranks and may be 0, the rest may not.
-            counts: (n_0, ..., n_{W-1}) where the caller knows them; otherwise one handshake finds them out.
+            counts: (n_0, ..., n_{W-1}) where the caller knows them, and knows that dtype and trailing shape agree;
+                otherwise a handshake finds out.
 
         Returns:
             (sum_r n_r, ...).
 
         Raises:
-            ValueError: on every rank, if x has no dimension 0, or dtype or trailing shape differ between ranks;
-                if `counts` contradicts x.
+            ValueError: without `counts`, on every rank, if x has no dimension 0, or dtype or trailing shape differ
+                between ranks; with `counts`, on this rank, if they contradict x.
         """
-        from .handshake import row_counts
-
-        counts = row_counts(self, x, "all_gather") if counts is None else _checked(counts, self, x, own_rows=True)
+        counts = row_counts(self, x) if counts is None else _checked(counts, self, x, own_rows=True)
         return operations.AllGather.apply(x, self, tuple(counts))
 
-    def reduce_scatter(self, x: Tensor, *, counts: Sequence[int]) -> Tensor:
+    def reduce_scatter(self, x: Tensor, *, counts: Sequence[int], check: bool = True) -> Tensor:
         """Add the ranks' tensors and hand each rank its own rows of the sum; adjoint: :meth:`all_gather`.
 
         partial -> sharded. Parts are added in the order of the ranks; float16 and bfloat16 in float32.
@@ -73,16 +73,21 @@ class Communicator(ABC):
         Args:
             x: (sum_r n_r, ...), the same shape on every rank.
             counts: (n_0, ..., n_{W-1}), the rows that each rank receives.
+            check: whether a handshake first makes sure that all ranks ask for the same.
 
         Returns:
             (n_r, ...) on rank r.
 
         Raises:
-            ValueError: if `counts` does not have one entry per rank or does not add up to x's rows.
+            ValueError: on every rank, if shape, dtype or `counts` differ between ranks, if `counts` does not have one
+                entry per rank, or does not add up to x's rows.
         """
-        return operations.ReduceScatter.apply(x, self, tuple(_checked(counts, self, x, own_rows=False)))
+        counts = tuple(counts)
+        if check:
+            same_request(self, x, "reduce_scatter", lambda: {"counts": _checked(counts, self, x, own_rows=False)})
+        return operations.ReduceScatter.apply(x, self, counts)
 
-    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+    def all_reduce(self, x: Tensor, op: str = "sum", *, check: bool = True) -> Tensor:
         """Reduce the ranks' tensors elementwise, the result on every rank; adjoint of the sum: itself.
 
         partial -> copies. float16 and bfloat16 are summed in float32.
@@ -90,37 +95,43 @@ class Communicator(ABC):
         Args:
             x: the same shape and dtype on every rank.
             op: "sum", which is differentiable, or "max", which is not.
+            check: whether a handshake first makes sure that all ranks ask for the same.
 
         Raises:
-            ValueError: if `op` is unknown, or is "max" while x requires a gradient.
+            ValueError: on every rank, if shape, dtype or `op` differ between ranks, if `op` is unknown, or is "max"
+                while x requires a gradient.
         """
+        if check:
+            same_request(self, x, "all_reduce", lambda: {"op": _checked_op(op, x)})
         if op == "sum":
             return operations.AllReduce.apply(x, self)
-        if op != "max":
-            raise ValueError(f"all_reduce: op must be 'sum' or 'max', got {op!r}")
-        if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError("all_reduce: op='max' has no gradient here, but x requires one; pass x.detach()")
         return self._all_reduce(x.detach().contiguous(), op)
 
-    def broadcast(self, x: Tensor, *, root: int = 0) -> Tensor:
+    def broadcast(self, x: Tensor, *, root: int = 0, check: bool = True) -> Tensor:
         """Give every rank the tensor of rank `root`; adjoint: :meth:`reduce`.
 
         root -> copies. On the other ranks x tells shape and dtype, and its gradient is zero.
 
         Raises:
-            ValueError: if `root` is not a rank of this communicator.
+            ValueError: on every rank, if shape, dtype or `root` differ between ranks, or `root` is not a rank of this
+                communicator. (Without `check` none of this is looked at.)
         """
-        return operations.Broadcast.apply(x, self, self._checked_root(root))
+        if check:
+            same_request(self, x, "broadcast", lambda: {"root": self._checked_root(root)})
+        return operations.Broadcast.apply(x, self, root)
 
-    def reduce(self, x: Tensor, *, root: int = 0) -> Tensor:
+    def reduce(self, x: Tensor, *, root: int = 0, check: bool = True) -> Tensor:
         """Add the ranks' tensors, the sum on rank `root` and zeros elsewhere; adjoint: :meth:`broadcast`.
 
         partial -> root. float16 and bfloat16 are summed in float32.
 
         Raises:
-            ValueError: if `root` is not a rank of this communicator.
+            ValueError: on every rank, if shape, dtype or `root` differ between ranks, or `root` is not a rank of this
+                communicator. (Without `check` none of this is looked at.)
         """
-        return operations.Reduce.apply(x, self, self._checked_root(root))
+        if check:
+            same_request(self, x, "reduce", lambda: {"root": self._checked_root(root)})
+        return operations.Reduce.apply(x, self, root)
 
     def _checked_root(self, root: int) -> int:
         if not 0 <= root < self.size:
@@ -149,7 +160,13 @@ def _checked(counts: Sequence[int], comm: Communicator, x: Tensor, *, own_rows: 
         raise ValueError(f"counts must have one entry per rank, {comm.size}; got {list(counts)}")
     expected = counts[comm.rank] if own_rows else sum(counts)
     if x.dim() == 0 or len(x) != expected:
-        raise ValueError(
-            f"rank {comm.rank}: counts {list(counts)} ask for {expected} rows, x has shape {tuple(x.shape)}"
-        )
+        raise ValueError(f"counts {list(counts)} ask for {expected} rows, x has shape {tuple(x.shape)}")
     return counts
+
+
+def _checked_op(op: str, x: Tensor) -> str:
+    if op not in ("sum", "max"):
+        raise ValueError(f"op must be 'sum' or 'max', got {op!r}")
+    if op == "max" and x.requires_grad and torch.is_grad_enabled():
+        raise ValueError("op='max' has no gradient here, but x requires one; pass x.detach()")
+    return op

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .communicator import Communicator
+if TYPE_CHECKING:
+    from .communicator import Communicator
 
 _MESSAGE_BYTES = 2048  # one rank's statement on the wire, as JSON
-_COMPLAINT = "complaint"
+_CALLER, _COMPLAINT = "caller", "complaint"
 
 
 def handshake(
@@ -33,9 +34,9 @@ def handshake(
 
     Args:
         comm: the ranks that take part.
-        state: checks this rank's arguments and returns its facts as JSON values; a ValueError or TypeError that it
-            raises becomes this rank's complaint.
-        caller: whose arguments these are, for the message.
+        state: checks this rank's arguments and returns its facts as JSON values; whatever it raises becomes this
+            rank's complaint.
+        caller: whose arguments these are, for the message; the same on all ranks.
         must_match: names of facts that have to be equal on all ranks.
 
     Returns:
@@ -44,19 +45,25 @@ def handshake(
     Raises:
         ValueError: on every rank, with every complaint, or with each rank's value of the fact that differs.
     """
+    cause: Exception | None = None
     try:
-        mine = dict(state())
-    except (ValueError, TypeError) as error:
-        if comm.size == 1:
-            raise ValueError(f"{caller}: {error}") from error
-        mine = {_COMPLAINT: str(error)}
+        mine = {_CALLER: caller, **state()}
+    except Exception as error:
+        cause = error
+        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        mine = {_CALLER: caller, _COMPLAINT: text}
     everyone = [mine] if comm.size == 1 else _exchange(comm, mine)
 
+    callers = {rank: facts[_CALLER] for rank, facts in enumerate(everyone)}
+    if len(set(callers.values())) > 1:
+        raise ValueError(
+            f"all ranks must make the same calls in the same order, got {_by_rank(callers, comm.size)}"
+        ) from cause
     complaints = {rank: facts[_COMPLAINT] for rank, facts in enumerate(everyone) if _COMPLAINT in facts}
     if complaints:
-        raise ValueError(f"{caller}: {_by_rank(complaints, comm.size)}")
+        raise ValueError(f"{caller}: {_by_rank(complaints, comm.size)}") from cause
     for name in must_match:
-        values = [facts[name] for facts in everyone]
+        values = [facts.get(name) for facts in everyone]
         if any(value != values[0] for value in values):
             raise ValueError(
                 f"{caller}: {name} must be the same on all ranks, got {_by_rank(dict(enumerate(values)), comm.size)}"
@@ -64,16 +71,25 @@ def handshake(
     return everyone
 
 
-def row_counts(comm: Communicator, x: Tensor, caller: str) -> tuple[int, ...]:
-    """How many rows each rank holds, once dtype and trailing shape have been found to agree."""
+def row_counts(comm: Communicator, x: Tensor) -> tuple[int, ...]:
+    """How many rows each rank gathers, once dtype and trailing shape have been found to agree."""
 
     def state() -> dict[str, Any]:
         if x.dim() == 0:
             raise ValueError("x must have at least one dimension, its rows; got a 0-dimensional tensor")
         return {"rows": len(x), "dtype": str(x.dtype), "trailing shape": list(x.shape[1:])}
 
-    everyone = handshake(comm, state, caller=caller, must_match=("dtype", "trailing shape"))
+    everyone = handshake(comm, state, caller="all_gather", must_match=("dtype", "trailing shape"))
     return tuple(facts["rows"] for facts in everyone)
+
+
+def same_request(comm: Communicator, x: Tensor, caller: str, options: Callable[[], Mapping[str, Any]]) -> None:
+    """Make sure that all ranks call `caller` with the same shape, dtype and options."""
+
+    def state() -> dict[str, Any]:
+        return {**options(), "dtype": str(x.dtype), "shape": list(x.shape)}
+
+    handshake(comm, state, caller=caller, must_match=("dtype", "shape", "op", "root", "counts"))
 
 
 def _exchange(comm: Communicator, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -81,7 +97,7 @@ def _exchange(comm: Communicator, mine: Mapping[str, Any]) -> list[dict[str, Any
     complaint = str(mine.get(_COMPLAINT, "too many facts for one handshake; please report this"))
     while len(text) > _MESSAGE_BYTES:
         complaint = complaint[: len(complaint) * 3 // 4]
-        text = json.dumps({_COMPLAINT: complaint + " ..."}).encode()
+        text = json.dumps({_CALLER: mine[_CALLER], _COMPLAINT: complaint + " ..."}).encode()
     message = torch.frombuffer(bytearray(text.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
     messages = comm._all_gather(message.unsqueeze(0), (1,) * comm.size)
     return [json.loads(bytes(row)) for row in messages.tolist()]
@@ -89,6 +105,7 @@ def _exchange(comm: Communicator, mine: Mapping[str, Any]) -> list[dict[str, Any
 
 def _by_rank(values: Mapping[int, Any], size: int) -> str:
     """`value` if all ranks say the same, else `rank 0: value; rank 3: value`."""
-    if len(values) == size and all(value == next(iter(values.values())) for value in values.values()):
-        return str(next(iter(values.values())))
+    first = next(iter(values.values()))
+    if len(values) == size and all(value == first for value in values.values()):
+        return str(first)
     return "; ".join(f"rank {rank}: {value}" for rank, value in values.items())

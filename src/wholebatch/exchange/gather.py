@@ -24,4 +24,4 @@ class GatherExchange:
         """(B, d), what this rank's rows contribute to all of dY -> (b, d), the whole of its own dY."""
         if self._comm.size == 1:
             return grad_y_partial
-        return self._comm.reduce_scatter(grad_y_partial, counts=self._partition.counts)
+        return self._comm.reduce_scatter(grad_y_partial, counts=self._partition.counts, check=False)

@@ -68,16 +68,20 @@ def clip_loss(
     parameter, encoder's or temperature's, holds dL/d(parameter); features that are leaves hold W * dL/dX_r, scale and
     bias the full gradient on every rank. `sync="sum"` and None: features hold dL/dX_r, and scale this rank's share.
 
-    Work: 4 units of b B d multiply-adds per rank, 1 forward and 3 backward. Memory beyond inputs and gradients: two
-    tiles and O(B), and for more than one rank Y and its gradient, 2 B d.
+    `backward` is called on every rank, with the same incoming gradient (1, or a loss scaler's factor).
 
-    Collectives (none on one process): forward 1 handshake of 2 KiB, 1 all-gather of Y, 2 all-reduces of B numbers;
-    backward 1 reduce-scatter of dY and, for a learnable scale under "mean", 1 all-reduce of a number.
+    Work: 4 units of b B d multiply-adds per rank, 1 forward and 3 backward. Memory beyond inputs and gradients: two
+    tiles and O(B), and on several ranks O(B d): Y, its gradient, and a buffer of the reduce-scatter.
+
+    Collectives (none on one process): forward 1 handshake of 2 KiB, 1 all-gather of Y (where rows are uneven, a
+    broadcast from each rank), 2 all-reduces of B numbers; backward 1 reduce-scatter of dY and, for a learnable scale
+    under "mean", 1 all-reduce of a number.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: shapes, dtypes, devices or feature sizes that
             differ, a scale that is no scalar or differs between ranks, NaN or infinite features, an empty global
-            batch, a group that this rank is not in, an option that does not exist.
+            batch, an option that does not exist. Also, but on the rank that made the mistake alone because it has
+            no way to tell the others: `group` is no group, or one that this rank is not in.
         RuntimeError: if the gradient is differentiated again.
 
     Source: Radford et al., 2021, arXiv:2103.00020, figure 3.
@@ -106,6 +110,7 @@ def clip_loss(
             "rows": len(image_features),
             "feature size": image_features.shape[1],
             "dtype": str(image_features.dtype),
+            "device type": image_features.device.type,
             "logit_scale": check_scalar("logit_scale", logit_scale),
             "sync": sync,
             "label_smoothing": label_smoothing,
@@ -116,7 +121,7 @@ def clip_loss(
         comm,
         state,
         caller="clip_loss",
-        must_match=("feature size", "dtype", "sync", "label_smoothing", GRAD_ENABLED),
+        must_match=("feature size", "dtype", "device type", "sync", "label_smoothing", GRAD_ENABLED),
     )
     partition = Partition(tuple(facts["rows"] for facts in everyone))
     if partition.total == 0:
@@ -160,26 +165,26 @@ class _CLIP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, scale: Any, bias: Any, step: _Step) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            y_full = GatherExchange(step.comm, step.partition).bring(y)
-            dtype = accumulation_dtype(x.dtype)
-            rows = LogSumExp.empty(len(x), dtype=dtype, device=x.device)
-            cols = LogSumExp.empty(len(y_full), dtype=dtype, device=x.device)
-            positives = torch.empty_like(rows.shift)
-            step.sweep(x, y_full).statistics(rows, cols, positives)
+        y_full = GatherExchange(step.comm, step.partition).bring(y)
+        dtype = accumulation_dtype(x.dtype)
+        rows = LogSumExp.empty(len(x), dtype=dtype, device=x.device)
+        cols = LogSumExp.empty(len(y_full), dtype=dtype, device=x.device)
+        positives = torch.empty_like(rows.shift)
+        step.sweep(x, y_full).statistics(rows, cols, positives)
 
-            # The sums over rows and over columns, each less half of the targets. float64: O(b + B) numbers.
-            row_terms = rows.value(torch.float64).sum() - step.positive * positives.sum(dtype=torch.float64)
-            if step.uniform:
-                total_logit = step.scale * torch.dot(_sum_rows(x), _sum_rows(y_full))
-                row_terms = row_terms - step.uniform * total_logit
-            cols.rescale_(step.comm.all_reduce(cols.shift, "max"))
-            merged = step.comm.all_reduce(torch.cat([cols.sum.to(torch.float64), row_terms[None]]))
-            cols.sum, row_terms = merged[:-1].to(dtype), merged[-1]
-            loss = (row_terms + cols.value(torch.float64).sum()) / (2 * step.partition.total)
+        # The sums over rows and over columns, each less half of the targets. float64: O(b + B) numbers.
+        row_terms = rows.value(torch.float64).sum() - step.positive * positives.sum(dtype=torch.float64)
+        if step.uniform:
+            total_logit = step.scale * torch.dot(_sum_rows(x), _sum_rows(y_full))
+            row_terms = row_terms - step.uniform * total_logit
+        cols.rescale_(step.comm.all_reduce(cols.shift, "max", check=False))
+        merged = step.comm.all_reduce(torch.cat([cols.sum.to(torch.float64), row_terms[None]]), check=False)
+        cols.sum, row_terms = merged[:-1].to(dtype), merged[-1]
+        loss = (row_terms + cols.value(torch.float64).sum()) / (2 * step.partition.total)
 
-        ctx.step, ctx.zero_scale, ctx.zero_bias = step, _zero_like(scale), _zero_like(bias)
-        ctx.save_for_backward(x, y, y_full, rows.shift, rows.sum, cols.shift, cols.sum)
+        ctx.step = step
+        scale, bias = (value if isinstance(value, Tensor) else None for value in (scale, bias))
+        ctx.save_for_backward(x, y, scale, bias, y_full, rows.shift, rows.sum, cols.shift, cols.sum)
         return loss.to(dtype)
 
     # 2B dL/dS_ij = P_ij + Q_ij - 2 (1 - e) [i = j] - 2 e / B            (see `sweep.softmax`: U = dS Y, V = dS^T X)
@@ -192,33 +197,28 @@ class _CLIP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Any, ...]:
         step: _Step = ctx.step
-        x, y, y_full, *statistics = ctx.saved_tensors
+        x, y, scale, bias, y_full, *statistics = ctx.saved_tensors
         rows, cols = LogSumExp(*statistics[:2]), LogSumExp(*statistics[2:])
         want_x, want_y, want_scale, want_bias, _ = ctx.needs_input_grad
         dtype = rows.shift.dtype
         half_mean = 1 / (2 * step.partition.total)
 
-        with torch.autocast(x.device.type, enabled=False):
-            v = torch.zeros_like(y_full, dtype=dtype) if want_y else None
-            u = torch.zeros_like(x, dtype=dtype) if want_x or (want_scale and not want_y) else None
-            step.sweep(x, y_full).gradients(rows, cols, positive=step.positive, uniform=step.uniform, u=u, v=v)
+        v = torch.zeros_like(y_full, dtype=dtype) if want_y else None
+        u = torch.zeros_like(x, dtype=dtype) if want_x or (want_scale and not want_y) else None
+        step.sweep(x, y_full).gradients(rows, cols, positive=step.positive, uniform=step.uniform, u=u, v=v)
 
-            grad_scale = None
-            if want_scale:
-                share = half_mean * (_inner(x, u) if u is not None else _inner(y_full, v))
-                grad_scale = grad_loss * loss_parameter_gradient(share, step.comm, step.sync)
-                grad_scale = grad_scale.to(ctx.zero_scale).view_as(ctx.zero_scale)
+        grad_scale = None
+        if want_scale:
+            share = half_mean * (_inner(x, u) if u is not None else _inner(y_full, v))
+            grad_scale = grad_loss * loss_parameter_gradient(share, step.comm, step.sync)
+            grad_scale = grad_scale.to(scale).view_as(scale)
 
-            factor = grad_loss * (step.scale * half_mean * feature_factor(step.sync, step.comm.size))
-            grad_x = u.mul_(factor).to(x.dtype) if u is not None and want_x else None
-            grad_y = None
-            if v is not None:
-                grad_y = GatherExchange(step.comm, step.partition).take_home(v).mul_(factor).to(y.dtype)
-        return grad_x, grad_y, grad_scale, ctx.zero_bias if want_bias else None, None
-
-
-def _zero_like(value: Tensor | float | None) -> Tensor | None:
-    return torch.zeros_like(value) if isinstance(value, Tensor) else None
+        factor = grad_loss * (step.scale * half_mean * feature_factor(step.sync, step.comm.size))
+        grad_x = u.mul_(factor).to(x.dtype) if u is not None and want_x else None
+        grad_y = None
+        if v is not None:
+            grad_y = GatherExchange(step.comm, step.partition).take_home(v).mul_(factor).to(y.dtype)
+        return grad_x, grad_y, grad_scale, torch.zeros_like(bias) if want_bias else None, None
 
 
 def _sum_rows(x: Tensor) -> Tensor:
@@ -228,7 +228,8 @@ def _sum_rows(x: Tensor) -> Tensor:
 def _inner(a: Tensor, b: Tensor | None) -> Tensor:
     """<a, b> in float64, row by row so that no copy in float64 is made."""
     assert b is not None, "a learnable scale always comes with U or V; please report this"
-    return torch.linalg.vecdot(a.to(b.dtype), b).sum(dtype=torch.float64)
+    with torch.autocast(a.device.type, enabled=False):  # the one operation here that autocast would round
+        return torch.linalg.vecdot(a.to(b.dtype), b).sum(dtype=torch.float64)
 
 
 class CLIPLoss(nn.Module):

@@ -76,14 +76,15 @@ class WholeBatch(nn.Module):
 
         Args:
             representations: tensors with rows, (b_r, ...), are gathered along dimension 0; b_r may differ between
-                ranks and be 0. Integer tensors (labels) are gathered without gradient. Tensors of no dimension (a
-                temperature) and everything else go to loss_fn as they are.
+                ranks and be 0. Two of them whose rows belong together have the same b_r. Integer tensors (labels) are
+                gathered without gradient. Tensors of no dimension (a temperature) and everything else go to loss_fn
+                as they are.
             kwargs: go to loss_fn as they are, tensors too: the same on all ranks.
 
         Raises:
             ValueError: on every rank, whichever rank made the mistake: dtypes or trailing shapes that differ between
-                ranks, NaN or infinite rows, an empty global batch, a loss_fn that does not return a scalar, or whose
-                value differs between ranks.
+                ranks, NaN or infinite rows, an empty global batch, a scale of shape [1] in the place of rows, a
+                loss_fn that raises, does not return a scalar, or whose value differs between ranks.
         """
         comm = select_communicator(self.group)
         has_rows = [isinstance(x, Tensor) and x.dim() > 0 for x in representations]
@@ -99,6 +100,7 @@ class WholeBatch(nn.Module):
                 "strategy": self.strategy,
                 "rows": [len(x) for x in inputs],
                 "dtypes": [str(x.dtype) for x in inputs],
+                "device types": [x.device.type for x in inputs],
                 "trailing shapes": [list(x.shape[1:]) for x in inputs],
                 **gradient_facts(inputs),
             }
@@ -107,19 +109,18 @@ class WholeBatch(nn.Module):
             comm,
             state,
             caller="WholeBatch",
-            must_match=("sync", "strategy", "dtypes", "trailing shapes", GRAD_ENABLED),
+            must_match=("sync", "strategy", "dtypes", "device types", "trailing shapes", GRAD_ENABLED),
         )
         partitions = [Partition(counts) for counts in zip(*(facts["rows"] for facts in everyone), strict=True)]
         if not any(partition.total for partition in partitions):
             raise ValueError("WholeBatch: the global batch is empty, every rank passed 0 rows")
+        _refuse_gathered_scalars(inputs, partitions)
         spread = _gather if self.strategy == "gather" else _replicate
         full = iter(
             [spread(comm, x, partition) for x, partition in zip(join(inputs, everyone), partitions, strict=True)]
         )
-        loss = self.loss_fn(
-            *(next(full) if rows else x for x, rows in zip(representations, has_rows, strict=True)), **kwargs
-        )
-        _check_same_value(comm, loss)
+        arguments = [next(full) if rows else x for x, rows in zip(representations, has_rows, strict=True)]
+        loss = _same_on_all_ranks(comm, lambda: self.loss_fn(*arguments, **kwargs))
         return _ScaleGradient.apply(loss, replicated_loss_factor(self.sync, comm.size))
 
     def extra_repr(self) -> str:
@@ -153,18 +154,41 @@ class _ScaleGradient(Function):
         return (grad if ctx.factor == 1 else grad * ctx.factor), None
 
 
-def _check_same_value(comm: Communicator, loss: object) -> None:
-    """loss_fn returned a scalar, and all ranks agree on its value (to 1e-4: their order of summation may differ)."""
+def _refuse_gathered_scalars(inputs: list[Tensor], partitions: list[Partition]) -> None:
+    """A scale of shape [1] among tensors with other row counts is not one row per rank."""
+    if len(partitions[0].counts) == 1 or all(set(partition.counts) == {1} for partition in partitions):
+        return
+    for position, (x, partition) in enumerate(zip(inputs, partitions, strict=True)):
+        if x.shape == (1,) and x.is_floating_point() and set(partition.counts) == {1}:
+            raise ValueError(
+                f"WholeBatch: representation {position} has shape [1] on every rank and would be gathered as one row "
+                "of each; a scale or bias goes by keyword, or in shape ()"
+            )
+
+
+def _same_on_all_ranks(comm: Communicator, compute: Callable[[], Any]) -> Tensor:
+    """The loss, once all ranks have computed it without error and agree on its value.
+
+    To 1e-4, or 1e-6 around zero: the order of summation may differ between machines.
+    """
+    loss: Any = None
 
     def state() -> dict[str, Any]:
+        nonlocal loss
+        loss = compute()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn must return a tensor of one element, got {got}; reduce it, e.g. by .mean()")
         return {"value": loss.detach().item()}
 
-    values = [facts["value"] for facts in handshake(comm, state, caller="WholeBatch")]
-    if any(not math.isclose(value, values[0], rel_tol=1e-4) for value in values if math.isfinite(value)):
+    values = [facts["value"] for facts in handshake(comm, state, caller="WholeBatch loss_fn")]
+    if not all(_close(value, values[0]) for value in values):
         raise ValueError(
             f"WholeBatch: loss_fn must give the same value on all ranks, got {values}; its gradient would be that of "
             "no loss. Does it use dropout, a local batch size, a rank, or parameters that differ between ranks?"
         )
+    return loss.reshape(())
+
+
+def _close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6) or (math.isnan(a) and math.isnan(b))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .pairs import seeded
+from .randomness import seeded
 
 
 def affine_maps(batch_size: int, *, strength: float, step: int, seed: int) -> Tensor:

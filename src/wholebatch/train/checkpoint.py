@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .config import TrainConfig
 from .errors import UserError
 
 FILE = "checkpoint.safetensors"
@@ -24,46 +25,76 @@ def save_checkpoint(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int, seconds: float
 ) -> None:
     """Write folder/checkpoint.safetensors: the state after `step` steps and `seconds` of training."""
+    facts = {"step": step, "seconds": seconds, "torch": torch.__version__}
+    save_tensors(folder / FILE, _tensors(model, optimizer), {"format": _FORMAT, "facts": json.dumps(facts)})
+
+
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
     for index, state in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{index}.{name}": value for name, value in state.items()}
-    tensors["rng.cpu"] = torch.get_rng_state()
-    facts = {"step": step, "seconds": seconds, "torch": torch.__version__}
-    save_tensors(folder / FILE, tensors, {"format": _FORMAT, "facts": json.dumps(facts)})
+    return tensors | {"rng.cpu": torch.get_rng_state()}
 
 
 def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Put model, optimizer and random state where `save_checkpoint` found them; returns its facts."""
     tensors, facts = _read(folder / FILE, with_tensors=True)
-    weights = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
+    # A step with a gradient of zero and no learning rate makes the optimizer's state, to be compared and filled.
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    expected = {name: (value.shape, value.dtype) for name, value in _tensors(model, optimizer).items()}
+    found = {name: (value.shape, value.dtype) for name, value in tensors.items()}
+    if found != expected:
+        differing = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+        raise UserError(
+            f"{folder / FILE} does not fit this configuration's model: {len(differing)} tensors are missing, unknown "
+            f"or of another shape, {differing[0]} among them; was the run folder edited?"
+        )
+    model.load_state_dict(
+        {name.removeprefix("model."): tensors[name] for name in expected if name.startswith("model.")}
+    )
     state: dict[int, dict[str, Tensor]] = {}
-    for key, value in tensors.items():
+    for key in expected:
         if key.startswith("optimizer."):
             _, index, name = key.split(".")
-            state.setdefault(int(index), {})[name] = value
-    try:
-        model.load_state_dict(weights)
-        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-        torch.set_rng_state(tensors["rng.cpu"])
-    except (RuntimeError, KeyError, ValueError) as error:
-        raise UserError(f"{folder / FILE} does not fit this configuration's model: {error}") from error
+            state.setdefault(int(index), {})[name] = tensors[key]
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    torch.set_rng_state(tensors["rng.cpu"])
     return facts
 
 
-def read_facts(folder: Path) -> dict[str, Any]:
-    """{"step", "seconds", "torch"} of the checkpoint in `folder`."""
-    return _read(folder / FILE, with_tensors=False)[1]
+def last_step(folder: Path, config: TrainConfig) -> int:
+    """The step that the run in `folder` goes on after: its checkpoint's, or 0 if it ended before its first one."""
+    path = folder / FILE
+    if path.exists():
+        return int(_read(path, with_tensors=False)[1]["step"])
+    metrics = folder / "metrics.jsonl"
+    lines = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+    if lines > config.checkpoint_every + 1:
+        raise UserError(f"there is no checkpoint {str(path)!r}, though the run has had {lines} steps; was it removed?")
+    return 0
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """Write a safetensors file beside `path` and rename it over `path`."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     partial = path.with_suffix(".partial")
-    save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, partial, metadata)
-    with partial.open("rb") as written:
-        os.fsync(written.fileno())
-    partial.replace(path)
+    try:
+        save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, partial, metadata)
+        with partial.open("rb") as written:
+            os.fsync(written.fileno())
+        partial.replace(path)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{str(path)!r} cannot be written: {error}") from error
 
 
 def _read(path: Path, *, with_tensors: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -77,6 +108,10 @@ def _read(path: Path, *, with_tensors: bool) -> tuple[dict[str, Tensor], dict[st
         raise UserError(f"there is no checkpoint {str(path)!r}; the run ended before its first one") from error
     except (SafetensorError, OSError) as error:
         raise UserError(f"the checkpoint {str(path)!r} cannot be read, it is damaged or incomplete: {error}") from error
-    if metadata.get("format") != _FORMAT:
-        raise UserError(f"{str(path)!r} is not a checkpoint of this program (format {metadata.get('format')!r})")
-    return tensors, json.loads(metadata["facts"])
+    try:
+        facts = json.loads(metadata["facts"])
+        if metadata["format"] != _FORMAT or not isinstance(facts["step"], int):
+            raise ValueError(f"format {metadata['format']!r}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{str(path)!r} is not a checkpoint of this program ({error!r})") from error
+    return tensors, facts

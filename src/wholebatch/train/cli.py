@@ -9,7 +9,8 @@ import matplotlib  # noqa: F401  the fonts and the pictures need it: say so befo
 import tyro
 
 from .config import TrainConfig, check_same_run
-from .launch import run
+from .errors import UserError
+from .launch import launcher_size, run
 from .run_folder import read_config
 
 
@@ -23,7 +24,11 @@ def main(argv: Sequence[str], *, prog: str) -> None:
     config = parse(argv, prog)
     if config.resume is not None:
         # Once more, on top of the saved configuration: whatever still differs was asked for on the command line.
-        saved = read_config(config.resume)
+        if config.run_folder is not None:
+            raise UserError("--resume writes into the folder of the run; leave --run-folder out")
+        saved = dataclasses.replace(read_config(config.resume), run_folder=None)
+        if launcher_size() is not None:
+            saved = dataclasses.replace(saved, processes=1)  # the launcher decides
         config = parse(argv, prog, default=saved)
         check_same_run(saved, config)
         config = dataclasses.replace(config, run_folder=config.resume)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from .errors import UserError
 from .model import ModelConfig
@@ -68,7 +68,10 @@ class TrainConfig:
             _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
         for name in ("warmup_steps", "weight_decay", "augment"):
             _require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
-        _require(self.learning_rate > 0, "learning_rate", "positive", self.learning_rate)
+        _require(0 < self.learning_rate <= 1e30, "learning_rate", "in (0, 1e30]", self.learning_rate)
+        _require(-(2**63) <= self.seed < 2**63, "seed", "an integer of 64 bits", self.seed)
+        _require(self.device in ("auto", "cpu", "cuda"), "device", "'auto', 'cpu' or 'cuda'", self.device)
+        _require(self.image_channels in (1, 3), "image_channels", "1 or 3", self.image_channels)
         _require(0 <= self.label_smoothing <= 1, "label_smoothing", "in [0, 1]", self.label_smoothing)
         _require(self.image_size % 8 == 0, "image_size", "a multiple of 8", self.image_size)
         for name in ("feature_size", "image_width", "text_width", "text_heads", "text_buckets", "max_words"):
@@ -88,13 +91,34 @@ class TrainConfig:
     def from_json(cls, text: str, source: Path) -> TrainConfig:
         """Read what `to_json` wrote; `source` is named in errors."""
         try:
-            values: dict[str, Any] = json.loads(text)
-            model = ModelConfig(**values.pop("model"))
+            values = json.loads(text)
+            model = _typed(ModelConfig(), values.pop("model"))
             for name in ("run_folder", "resume"):
                 values[name] = None if values[name] is None else Path(values[name])
-            return cls(**values, model=model)
+            config = _typed(cls(), values | {"model": model})
+            config.check()
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(f"{source} is not the configuration of a run of this version: {error}") from error
+        return config
+
+
+_Config = TypeVar("_Config", TrainConfig, ModelConfig)
+
+
+def _typed(default: _Config, values: dict[str, Any]) -> _Config:
+    """`default` with every field replaced; a value of another type than the default's is a TypeError."""
+    names = [f.name for f in dataclasses.fields(default)]
+    if sorted(values) != sorted(names):
+        raise TypeError(f"expected the fields {sorted(names)}, got {sorted(values)}")
+    for name in names:
+        expected, value = type(getattr(default, name)), values[name]
+        if (
+            expected is not type(None)
+            and type(value) is not expected
+            and not (expected is float and type(value) is int)
+        ):
+            raise TypeError(f"{name} must be {expected.__name__}, got {value!r}")
+    return dataclasses.replace(default, **values)
 
 
 # May change between a run and its continuation: they do not change what is computed.

@@ -20,20 +20,24 @@ def file_pairs(path: Path, *, image_size: int, channels: int) -> Pairs:
     """Read every pair; the first line that cannot be used is an error that names it."""
     if path.suffix not in _EXAMPLE:
         raise UserError(f"--data must be 'glyphs' or a .jsonl or .csv file, got {str(path)!r}")
-    if not path.is_file():
-        raise UserError(f"--data: there is no file {str(path)!r}")
     try:
         rows = list(_jsonl(path) if path.suffix == ".jsonl" else _csv(path))
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path} cannot be read as UTF-8 text: {error}") from error
+    except FileNotFoundError as error:
+        raise UserError(f"--data: there is no file {str(path)!r}") from error
+    except OSError as error:
+        raise UserError(f"--data: {str(path)!r} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: {error}") from error
+    except csv.Error as error:
+        raise UserError(f"{path} is not a CSV file: {error}") from error
     if not rows:
         raise UserError(f"{path} holds no pairs; each needs an image and a text, e.g. {_EXAMPLE[path.suffix]}")
     images = [_image(path.parent / image, f"{path}, line {line}", image_size, channels) for line, image, _ in rows]
-    return Pairs.sorted_by_text(torch.stack(images), [text for _, _, text in rows])
+    return Pairs.grouped_by_text(torch.stack(images), [text for _, _, text in rows])
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, str, str]]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
@@ -44,7 +48,7 @@ def _jsonl(path: Path) -> Iterator[tuple[int, str, str]]:
 
 
 def _csv(path: Path) -> Iterator[tuple[int, str, str]]:
-    with path.open(encoding="utf-8", newline="") as lines:
+    with path.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.DictReader(lines)
         for value in reader:
             yield reader.line_num, *_pair(value, path, reader.line_num)
@@ -57,6 +61,8 @@ def _pair(value: Any, path: Path, number: int) -> tuple[str, str]:
         raise UserError(
             f"{path}, line {number}: expected an image and a text, e.g. {_EXAMPLE[path.suffix]}; got {value}"
         )
+    if any("\ud800" <= character <= "\udfff" for character in image + text):
+        raise UserError(f"{path}, line {number}: half of a surrogate pair in {value!a}")
     return image, text.strip()
 
 

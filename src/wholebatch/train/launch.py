@@ -5,22 +5,26 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessExitedException, start_processes
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 import wholebatch as wb
 
-from .checkpoint import read_facts
+from .checkpoint import last_step
 from .config import TrainConfig
+from .data import load_data
 from .errors import UserError
 from .loop import train
+from .pairs import Pairs, Split
 from .progress import ConsoleProgress, Progress
 from .run_folder import RunFolder
 
@@ -32,7 +36,7 @@ def run(config: TrainConfig) -> None:
         UserError: for a mistake in configuration, data or run folder, on whichever rank it was found.
     """
     config.check()
-    launched = _launcher_size(os.environ)
+    launched = launcher_size()
     if launched is not None and config.processes not in (1, launched):
         raise UserError(f"--processes {config.processes} under a launcher that has started {launched}; leave it out")
     size = launched or config.processes
@@ -47,10 +51,10 @@ def run(config: TrainConfig) -> None:
         _start_local_ranks(config)
 
 
-def _launcher_size(environment: Mapping[str, str]) -> int | None:
+def launcher_size() -> int | None:
     """Number of ranks if torchrun, or something that sets the same variables, has started this process."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return int(environment["WORLD_SIZE"]) if all(name in environment for name in names) else None
+    return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in names) else None
 
 
 def _start_local_ranks(config: TrainConfig) -> None:
@@ -64,15 +68,18 @@ def _start_local_ranks(config: TrainConfig) -> None:
         try:
             while not context.join():
                 pass
-        except ProcessExitedException as failure:
-            message = Path(folder) / f"error-{failure.error_index}"
-            if not message.exists():
+        except (ProcessExitedException, ProcessRaisedException):
+            # Whichever rank went first: the one that left a message knows why.
+            messages = sorted(Path(folder).glob("error-*"))
+            if not messages:
                 raise
-            raise UserError(message.read_text()) from None
+            raise UserError(messages[0].read_text()) from None
 
 
 def _local_rank(rank: int, config: TrainConfig, folder: str) -> None:
     """The life of a process that `_start_local_ranks` has started."""
+    # The parent's end is told to its ranks by SIGINT, which they must not have inherited as ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(config.processes)}
     try:
         _run_rank(config, (Path(folder) / "store").as_uri(), local_rank=rank, local_size=config.processes)
@@ -112,31 +119,45 @@ def _device(config: TrainConfig, local_rank: int, local_size: int) -> torch.devi
 
 
 def _train_on_this_rank(config: TrainConfig, device: torch.device) -> None:
-    """Prepare the run folder on rank 0, train, report; a mistake that rank 0 finds ends all ranks."""
+    """Load the data, prepare the run folder on rank 0, train, report; a mistake on any rank ends all ranks."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    folder: RunFolder | None = None
-
-    def prepare() -> dict[str, str]:
-        nonlocal folder
-        if is_first:
-            folder = _open_folder(config)
-        return {}
-
-    try:
-        wb.comm.handshake(wb.comm.select_communicator(None), prepare, caller="run folder")
-    except ValueError as error:
-        raise UserError(str(error).removeprefix("run folder: ").removeprefix("rank 0: ")) from error
+    pairs, split, folder = _together(lambda: _prepare(config, is_first=is_first))
     progress = ConsoleProgress() if is_first else Progress()
     try:
-        train(config, folder, progress, device)
+        train(config, pairs, split, folder, progress, device)
     finally:
         progress.stop()
     if folder is not None:
         progress.report(folder.path)
 
 
-def _open_folder(config: TrainConfig) -> RunFolder:
+_T = TypeVar("_T")
+
+
+def _together(prepare: Callable[[], _T]) -> _T:
+    """What `prepare` returns, once it has succeeded on all ranks; the UserError of one rank is raised on all."""
+    result: _T | None = None
+
+    def state() -> dict[str, Any]:
+        nonlocal result
+        result = prepare()
+        return {}
+
+    try:
+        wb.comm.handshake(wb.comm.select_communicator(None), state, caller="set-up")
+    except ValueError as error:
+        if error.__cause__ is not None and not isinstance(error.__cause__, UserError):
+            raise  # a bug of ours, with its traceback
+        raise UserError(str(error).removeprefix("set-up: ")) from error
+    return cast(_T, result)
+
+
+def _prepare(config: TrainConfig, *, is_first: bool) -> tuple[Pairs, Split, RunFolder | None]:
+    """The data on every rank, and then, so that a mistake in them leaves nothing behind, the folder on rank 0."""
+    pairs, split = load_data(config)
+    if not is_first:
+        return pairs, split, None
     if config.resume is not None:
-        return RunFolder.reopen(config.resume, step=read_facts(config.resume)["step"])
+        return pairs, split, RunFolder.reopen(config.resume, step=last_step(config.resume, config))
     path = config.run_folder or Path("runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    return RunFolder.create(path, dataclasses.replace(config, run_folder=path))
+    return pairs, split, RunFolder.create(path, dataclasses.replace(config, run_folder=path))

@@ -7,6 +7,7 @@ normalisation): its gradient would be rounding noise, which Adam turns into step
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -129,7 +130,7 @@ class DualEncoder(nn.Module):
         self.log_logit_scale = nn.Parameter(torch.tensor(config.initial_logit_scale).log())
 
     def forward(self, images: Tensor, texts: TextBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """uint8 images and texts -> unit features (b, d), (b, d), and the scale."""
+        """Images and texts -> unit features (b, d), (b, d), and the scale."""
         return self.encode_images(images), self.encode_texts(texts), self.logit_scale
 
     def encode_images(self, images: Tensor) -> Tensor:
@@ -137,10 +138,15 @@ class DualEncoder(nn.Module):
         return F.normalize(self.image(images), dim=-1)
 
     def encode_texts(self, texts: TextBatch) -> Tensor:
-        """B texts -> (b, d), unit rows."""
+        """b texts -> (b, d), unit rows."""
         return F.normalize(self.text(*texts), dim=-1)
 
     @property
     def logit_scale(self) -> Tensor:
-        """Exp of the parameter, at most `max_logit_scale`."""
-        return self.log_logit_scale.exp().clamp(max=self.max_logit_scale)
+        """exp of the parameter."""
+        return self.log_logit_scale.exp()
+
+    @torch.no_grad()
+    def limit_logit_scale(self) -> None:
+        """After a step: at most `max_logit_scale`; a clamp in the forward pass would end its gradient for good."""
+        self.log_logit_scale.clamp_(max=math.log(self.max_logit_scale))

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .randomness import seeded
+
 
 @dataclass(frozen=True)
 class Pairs:
-    """Images sorted by text: `images[first[t] : first[t + 1]]` belong to `texts[t]`."""
+    """Images, those of a text together: `images[first[t] : first[t + 1]]` belong to `texts[t]`."""
 
     images: Tensor
     """uint8, (number of images, channels, size, size)."""
@@ -24,7 +26,7 @@ class Pairs:
     """int64, (number of texts + 1,)."""
 
     @classmethod
-    def sorted_by_text(cls, images: Tensor, texts: list[str]) -> Pairs:
+    def grouped_by_text(cls, images: Tensor, texts: list[str]) -> Pairs:
         """Group images by their text; the order of texts and of the images of a text is kept."""
         distinct = {text: index for index, text in enumerate(dict.fromkeys(texts))}
         owner = torch.tensor([distinct[text] for text in texts])
@@ -64,10 +66,3 @@ def batch_of_step(texts: Tensor, pairs: Pairs, *, batch_size: int, step: int, se
     choice = torch.rand(batch_size, generator=seeded(seed, "image", step), dtype=torch.float64)
     first, count = pairs.first[batch], pairs.first[batch + 1] - pairs.first[batch]
     return first + (choice * count).long(), batch
-
-
-def seeded(*key: int | str) -> torch.Generator:
-    """A generator that depends on the key alone."""
-    import zlib
-
-    return torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .pairs import Pairs, seeded
+from .pairs import Pairs
+from .randomness import seeded
 
 _SHOWN, _TOP = 12, 5
 
@@ -48,10 +49,11 @@ def draw_retrieval(pairs: Pairs, texts: Tensor, image_features: Tensor, text_fea
     columns = 2
     lines = -(-len(chosen) // columns)
     figure = Figure(figsize=(11, 1.25 * lines + 0.5))
-    hits = sum(index in found for index, found in zip(chosen, best, strict=True))
+    first = sum(index == found[0] for index, found in zip(chosen, best, strict=True))
+    among = sum(index in found for index, found in zip(chosen, best, strict=True))
     figure.suptitle(
-        f"{len(chosen)} of {len(texts)} held-out images, drawn at random, and the five texts found for each "
-        f"({hits} of {len(chosen)} found)",
+        f"{len(chosen)} of {len(texts)} held-out images, drawn at random, each beside the {len(best[0])} texts most "
+        f"similar to it: the right one comes first for {first}, is among them for {among}",
         fontsize=10,
     )
     axes = figure.subplots(lines, 2 * columns, squeeze=False, width_ratios=[1, 4.4] * columns).flatten()

@@ -12,6 +12,8 @@ retrieval.png            held-out images beside the five texts that the model fi
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +37,14 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, config: TrainConfig) -> RunFolder:
         """A new folder with the configuration in it; refuses one that holds a run already."""
-        if (path / "config.json").exists():
-            raise UserError(
-                f"{str(path)!r} holds a run already; go on with --resume {path}, or choose another --run-folder"
-            )
-        try:
+        with _writing(path):
             path.mkdir(parents=True, exist_ok=True)
+            if any(path.iterdir()):
+                raise UserError(
+                    f"{str(path)!r} is not empty; go on with the run in it by --resume {path}, or choose another "
+                    "--run-folder"
+                )
             (path / "config.json").write_text(config.to_json() + "\n")
-        except OSError as error:
-            raise UserError(f"the run folder {str(path)!r} cannot be written: {error.strerror or error}") from error
         return cls(path)
 
     @classmethod
@@ -54,28 +55,31 @@ class RunFolder:
         if [line["step"] for line in kept] != list(range(1, step + 1)):
             raise UserError(f"{folder._metrics} does not hold the steps 1 to {step} of the checkpoint; was it edited?")
         partial = folder._metrics.with_suffix(".partial")
-        try:
+        with _writing(path):
             partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
             partial.replace(folder._metrics)
-        except OSError as error:
-            raise UserError(f"the run folder {str(path)!r} cannot be written: {error.strerror or error}") from error
         return folder
 
     def append(self, metrics: dict[str, Any]) -> None:
         """Add a line to metrics.jsonl."""
-        with self._metrics.open("a") as file:
+        with _writing(self.path), self._metrics.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
         """All whole lines of metrics.jsonl; a last line that a kill cut short is left out."""
-        lines = self._metrics.read_text().splitlines() if self._metrics.exists() else []
         rows = []
-        for number, line in enumerate(lines, 1):
-            try:
-                rows.append(json.loads(line))
-            except ValueError as error:
-                if number < len(lines):
-                    raise UserError(f"{self._metrics}, line {number}: not JSON ({error})") from error
+        try:
+            lines = self._metrics.read_text().splitlines() if self._metrics.exists() else []
+            for number, line in enumerate(lines, 1):
+                try:
+                    rows.append(json.loads(line))
+                except ValueError:
+                    if number < len(lines):
+                        raise
+            if any(not isinstance(row["step"], int) or not isinstance(row["loss"], float) for row in rows):
+                raise ValueError("a line without step and loss")
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UserError(f"{self._metrics} cannot be read as the metrics of a run ({error})") from error
         return rows
 
     def finish(
@@ -88,16 +92,17 @@ class RunFolder:
         seconds: float,
     ) -> None:
         """Final weights, report and pictures."""
-        save_tensors(self.path / "model.safetensors", dict(encoder.state_dict()), {})
         report = {
             "test_texts": len(split.test),
             "seconds": round(seconds, 1),
             "chance": {f"recall@{k}": min(1.0, k / len(split.test)) for k in KS},
             **both_ways(image_features, text_features),
         }
-        (self.path / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-        draw_curves(self.metrics(), self.path / "curves.png")
-        draw_retrieval(pairs, split.test, image_features, text_features, self.path / "retrieval.png")
+        save_tensors(self.path / "model.safetensors", dict(encoder.state_dict()), {})
+        with _writing(self.path):
+            (self.path / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+            draw_curves(self.metrics(), self.path / "curves.png")
+            draw_retrieval(pairs, split.test, image_features, text_features, self.path / "retrieval.png")
 
 
 def read_config(path: Path) -> TrainConfig:
@@ -105,8 +110,15 @@ def read_config(path: Path) -> TrainConfig:
     file = path / "config.json"
     try:
         text = file.read_text()
-    except OSError as error:
-        raise UserError(
-            f"--resume {path}: {str(file)!r} cannot be read ({error.strerror}); is it a run folder?"
-        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--resume {path}: {str(file)!r} cannot be read ({error}); is it a run folder?") from error
     return TrainConfig.from_json(text, file)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turn what the file system refuses into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"the run folder {str(path)!r} cannot be written: {error.strerror or error}") from error
