@@ -32,7 +32,7 @@ class TextBatch(NamedTuple):
 
 def tokenize(texts: Sequence[str], *, max_words: int, buckets: int) -> TextBatch:
     """Words beyond `max_words` are cut off; a text without any word is one empty word."""
-    rows = [_words(text)[:max_words] or [""] for text in texts]
+    rows = [split_words(text)[:max_words] or [""] for text in texts]
     distinct = {word: index for index, word in enumerate(dict.fromkeys(word for row in rows for word in row))}
     words = torch.zeros(len(rows), max_words, dtype=torch.int64)
     for row, target in zip(rows, words, strict=True):
@@ -43,7 +43,8 @@ def tokenize(texts: Sequence[str], *, max_words: int, buckets: int) -> TextBatch
     return TextBatch(words, flat, lengths.cumsum(0)[:-1])
 
 
-def _words(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
+    """Upper-case words, digits one by one, punctuation other than hyphens as words of its own."""
     return _WORD.findall(text.upper())
 
 

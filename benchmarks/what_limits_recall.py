@@ -1,0 +1,75 @@
+"""Which held-out characters a run of the training application misses, and why.
+
+python benchmarks/what_limits_recall.py RUN_FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from wholebatch.train.data import load_data
+from wholebatch.train.evaluation import held_out_features
+from wholebatch.train.model import DualEncoder
+from wholebatch.train.pairs import Pairs
+from wholebatch.train.retrieval import both_ways, ranks_of_partner
+from wholebatch.train.run_folder import read_config
+from wholebatch.train.text import split_words
+
+
+def main() -> None:
+    """Print a table of kinds of characters, and how often each is found."""
+    folder = Path(sys.argv[1])
+    config = read_config(folder)
+    pairs, split = load_data(config)
+    model = DualEncoder(config.model, channels=config.image_channels, image_size=config.image_size)
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    device = torch.device("cpu")
+    images, texts = held_out_features(model, config, pairs, split.test, device)
+    ranks = ranks_of_partner(images, texts)
+
+    test = split.test.tolist()
+    pictures = [first_picture(pairs, text) for text in test]
+    again = Counter(pictures)
+    drawn_in_training = {
+        pairs.images[image].numpy().tobytes()
+        for text in split.train.tolist()
+        for image in range(int(pairs.first[text]), int(pairs.first[text + 1]))
+    }
+    words_of_training = {word for text in split.train.tolist() for word in split_words(pairs.texts[text])}
+    kinds = {
+        "all": torch.ones(len(test), dtype=torch.bool),
+        "name holds a word that no training name holds": torch.tensor(
+            [any(word not in words_of_training for word in split_words(pairs.texts[text])) for text in test]
+        ),
+        "picture equal to another test character's": torch.tensor([again[picture] > 1 for picture in pictures]),
+        "picture equal to one of a training character": torch.tensor([p in drawn_in_training for p in pictures]),
+    }
+    new_word = kinds["name holds a word that no training name holds"]
+    homoglyph = kinds["picture equal to one of a training character"]
+    kinds["all words known"] = ~new_word
+    kinds["picture not in training under any name"] = ~homoglyph
+    print("| test characters | how many | recall@1 | recall@10 | of the misses |\n" + "|---" * 5 + "|")
+    for kind, members in kinds.items():
+        found = ranks[members]
+        print(
+            f"| {kind} | {len(found)} | {(found < 1).double().mean():.3f} | {(found < 10).double().mean():.3f} "
+            f"| {(found >= 1).sum()} of {(ranks >= 1).sum()} |"
+        )
+    seen = split.train[torch.randperm(len(split.train), generator=torch.Generator().manual_seed(0))[: len(test)]]
+    print(
+        "\nas many characters of the training set:", both_ways(*held_out_features(model, config, pairs, seen, device))
+    )
+
+
+def first_picture(pairs: Pairs, text: int) -> bytes:
+    """The pixels of the image that a character is tested with."""
+    return pairs.images[pairs.first[text]].numpy().tobytes()
+
+
+if __name__ == "__main__":
+    main()
