@@ -1,6 +1,6 @@
 """Does a larger global batch help? The training application with equal samples seen, compared in two ways.
 
-    python benchmarks/batch_size.py [--samples 307200] [--seeds 0 1] [--jobs 2]
+Usage: python benchmarks/batch_size.py [--samples 307200] [--seeds 0 1] [--jobs 2]
 
 "batch": global batches of 64, 256 and 1024. A smaller batch also means more optimiser steps. The learning rate is
 scaled by sqrt(batch / 1024) ("sqrt") or left ("same"); the warm-up sees the same number of samples.

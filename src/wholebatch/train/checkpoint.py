@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .config import TrainConfig
 from .errors import UserError
 
 FILE = "checkpoint.safetensors"
@@ -70,15 +69,15 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
     return facts
 
 
-def last_step(folder: Path, config: TrainConfig) -> int:
-    """The step that the run in `folder` goes on after: its checkpoint's, or 0 if it ended before its first one."""
+def last_step(folder: Path, *, recorded: int, checkpoint_every: int) -> int:
+    """The step that a run of `recorded` steps goes on after: its checkpoint's, or 0 if it ended before any."""
     path = folder / FILE
     if path.exists():
         return int(_read(path, with_tensors=False)[1]["step"])
-    metrics = folder / "metrics.jsonl"
-    lines = len(metrics.read_text().splitlines()) if metrics.exists() else 0
-    if lines > config.checkpoint_every + 1:
-        raise UserError(f"there is no checkpoint {str(path)!r}, though the run has had {lines} steps; was it removed?")
+    if recorded > checkpoint_every:
+        raise UserError(
+            f"there is no checkpoint {str(path)!r}, though the run has had {recorded} steps; was it removed?"
+        )
     return 0
 
 

@@ -158,6 +158,8 @@ def _prepare(config: TrainConfig, *, is_first: bool) -> tuple[Pairs, Split, RunF
     if not is_first:
         return pairs, split, None
     if config.resume is not None:
-        return pairs, split, RunFolder.reopen(config.resume, step=last_step(config.resume, config))
+        recorded = len(RunFolder(config.resume).metrics())
+        step = last_step(config.resume, recorded=recorded, checkpoint_every=config.checkpoint_every)
+        return pairs, split, RunFolder.reopen(config.resume, step=step)
     path = config.run_folder or Path("runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     return pairs, split, RunFolder.create(path, dataclasses.replace(config, run_folder=path))
