@@ -50,6 +50,7 @@ def adjoint_body(counts):
             dot_test(lambda t: comm.all_gather(t, counts=counts), x, dtype)
         for x in variants(sum(counts), dtype):
             dot_test(lambda t: comm.reduce_scatter(t, counts=counts), x, dtype)
+            dot_test(comm.reduce_scatter, x, dtype)
             dot_test(comm.all_reduce, x, dtype)
             for root in range(comm.size):
                 dot_test(lambda t, root=root: comm.broadcast(t, root=root), x, dtype)
@@ -170,6 +171,7 @@ def test_local_communicator_is_the_identity():
     for out in (
         comm.all_gather(x),
         comm.reduce_scatter(x, counts=[3]),
+        comm.reduce_scatter(x),
         comm.all_reduce(x),
         comm.broadcast(x),
         comm.reduce(x),

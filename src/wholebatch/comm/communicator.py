@@ -28,6 +28,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..partition import Partition
 from . import operations
 from .handshake import row_counts, same_request
 
@@ -65,14 +66,15 @@ class Communicator(ABC):
         counts = row_counts(self, x) if counts is None else _checked(counts, self, x, own_rows=True)
         return operations.AllGather.apply(x, self, tuple(counts))
 
-    def reduce_scatter(self, x: Tensor, *, counts: Sequence[int], check: bool = True) -> Tensor:
+    def reduce_scatter(self, x: Tensor, *, counts: Sequence[int] | None = None, check: bool = True) -> Tensor:
         """Add the ranks' tensors and hand each rank its own rows of the sum; adjoint: :meth:`all_gather`.
 
         partial -> sharded. Parts are added in the order of the ranks; float16 and bfloat16 in float32.
 
         Args:
             x: (sum_r n_r, ...), the same shape on every rank.
-            counts: (n_0, ..., n_{W-1}), the rows that each rank receives.
+            counts: (n_0, ..., n_{W-1}), the rows that each rank receives; by default as evenly as possible, the
+                remainder going to the first ranks.
             check: whether a handshake first makes sure that all ranks ask for the same.
 
         Returns:
@@ -82,10 +84,10 @@ class Communicator(ABC):
             ValueError: on every rank, if shape, dtype or `counts` differ between ranks, if `counts` does not have one
                 entry per rank, or does not add up to x's rows.
         """
-        counts = tuple(counts)
+        asked = Partition.even(len(x) if x.dim() else 0, self.size).counts if counts is None else tuple(counts)
         if check:
-            same_request(self, x, "reduce_scatter", lambda: {"counts": _checked(counts, self, x, own_rows=False)})
-        return operations.ReduceScatter.apply(x, self, counts)
+            same_request(self, x, "reduce_scatter", lambda: {"counts": _checked(asked, self, x, own_rows=False)})
+        return operations.ReduceScatter.apply(x, self, asked)
 
     def all_reduce(self, x: Tensor, op: str = "sum", *, check: bool = True) -> Tensor:
         """Reduce the ranks' tensors elementwise, the result on every rank; adjoint of the sum: itself.
