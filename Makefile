@@ -27,10 +27,11 @@ clean:
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "wholebatch needs Python >= 3.10, $(PYTHON) is $$($(PYTHON) --version); try: make PYTHON=python3.12"; exit 1; }
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 
 # torch first and by its exact pin, so that a CPU build is taken where pip finds one.
 .venv/%-installed: .venv/bin/python pyproject.toml constraints.txt
+	@echo "installing torch and '.[$*]' into .venv"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$*]'
 	touch $@

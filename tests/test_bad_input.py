@@ -145,6 +145,20 @@ def whole_batch_mistakes_body():
             wb.WholeBatch(torch.mean, **options)
 
 
+def test_what_is_no_loss_function():
+    with pytest.raises(ValueError, match="loss_fn must be callable, got NoneType"):
+        wb.WholeBatch(None)
+
+
+def test_a_launcher_without_a_process_group(monkeypatch):
+    """Each process would take its own rows for the whole batch: silently another loss."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"torch\.distributed is not initialised"):
+        wb.functional.clip_loss(features(), features(), 1.0)
+    x = features()
+    assert wb.functional.clip_loss(x, x, 1.0, group=wb.comm.LocalCommunicator()).isfinite()
+
+
 def test_whole_batch():
     run_ranks(whole_batch_mistakes_body, 2, timeout_s=30)
 

@@ -1,6 +1,8 @@
 """The Python in README and docs is executed: what is not run will lie."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,11 +17,28 @@ BLOCKS = [
 
 
 def test_there_is_something_to_run():
-    assert len(BLOCKS) >= 2
+    assert len(BLOCKS) >= 3
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_block_runs(block):
+def test_block_runs(block, tmp_path):
+    if "torchrun" in block:
+        (tmp_path / "block.py").write_text(block)
+        torchrun = [
+            sys.executable,
+            "-W",
+            "error",
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+        ]
+        run = subprocess.run([*torchrun, str(tmp_path / "block.py")], capture_output=True, text=True, check=True)
+        losses = re.findall(r"rank \d: (\S+)", run.stdout)
+        assert len(losses) == 2
+        assert losses[0] == losses[1]
+        return
     exec(compile(block, "documentation", "exec"), {"__name__": "__main__"})
 
 

@@ -252,7 +252,8 @@ def test_mistakes_in_files(tmp_path):
     for content, message in (
         ("", "holds no pairs"),
         ("image,text\n", "holds no pairs"),
-        ("picture,caption\n" + good, "line 2: expected an image and a text"),
+        ("picture,caption\n" + good, r"line 1: the columns are \['picture', 'caption'\]; expected image and text"),
+        ("image,text\nimages/41.png,A, or Alpha\n", "line 2: more values than columns"),
         ("image,text\n" + good + "images/42.png,\n", "line 3: expected an image and a text"),
         ("image,text\nimages/none.png,NOTHING\n", "line 2: there is no image"),
         ("image,text\nimages/broken.png,B\n", "line 2: .*broken.png' cannot be read as an image"),

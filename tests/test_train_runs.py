@@ -141,7 +141,7 @@ def test_mistakes_are_one_line_and_exit_code_2(capsys, data, tmp_path, uninterru
     )
     assert "--steps must be at least 1, got 0" in one_line(capsys, 2, "--steps", "0")
     assert "is not empty; go on with" in one_line(capsys, 2, *options(data, uninterrupted[0]))
-    assert "is it a run folder?" in one_line(capsys, 2, "--resume", str(tmp_path / "nowhere"))
+    assert "that is no run folder" in one_line(capsys, 2, "--resume", str(tmp_path / "nowhere"))
     assert "learning_rate was 0.002, got 0.1" in one_line(
         capsys, 2, "--resume", str(uninterrupted[0]), "--learning-rate", "0.1"
     )

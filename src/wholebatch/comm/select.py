@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,12 +21,21 @@ def select_communicator(group: object) -> Communicator:
     process group at the time of the call, or this process alone where torch.distributed is not initialised.
 
     Raises:
-        ValueError: if `group` is something else, or a group that this rank is not in.
+        ValueError: if `group` is something else, a group that this rank is not in, or None under a launcher of several
+            processes without an initialised process group.
     """
     if isinstance(group, Communicator):
         return group
     if group is None:
-        return TorchCommunicator() if dist.is_available() and dist.is_initialized() else LocalCommunicator()
+        if dist.is_available() and dist.is_initialized():
+            return TorchCommunicator()
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ValueError(
+                f"a launcher has started {os.environ['WORLD_SIZE']} processes (WORLD_SIZE), but torch.distributed is "
+                "not initialised: each would take its own rows for the whole batch. Call "
+                "torch.distributed.init_process_group(), or pass group=wholebatch.comm.LocalCommunicator()"
+            )
+        return LocalCommunicator()
     if isinstance(group, dist.ProcessGroup | DeviceMesh) or group is dist.GroupMember.NON_GROUP_MEMBER:
         return TorchCommunicator(group)
     raise ValueError(

@@ -50,7 +50,7 @@ class WholeBatch(nn.Module):
     (`wholebatch.CLIPLoss`), it does 1/W of the work.
 
     Raises:
-        ValueError: if `strategy` or `sync` does not exist.
+        ValueError: if `strategy` or `sync` does not exist, or `loss_fn` is not callable.
 
     >>> import torch, wholebatch as wb
     >>> loss = wb.WholeBatch(lambda x, y: (x @ y.T).logsumexp(1).mean())
@@ -69,6 +69,8 @@ class WholeBatch(nn.Module):
         super().__init__()
         check_sync(sync)
         check_choice("strategy", strategy, STRATEGIES)
+        if not callable(loss_fn):
+            raise ValueError(f"loss_fn must be callable, got {type(loss_fn).__name__}")
         self.loss_fn, self.group, self.sync, self.strategy = loss_fn, group, sync, strategy
 
     def forward(self, *representations: Any, **kwargs: Any) -> Tensor:
@@ -83,8 +85,9 @@ class WholeBatch(nn.Module):
 
         Raises:
             ValueError: on every rank, whichever rank made the mistake: dtypes or trailing shapes that differ between
-                ranks, NaN or infinite rows, an empty global batch, a scale of shape [1] in the place of rows, a
-                loss_fn that raises, does not return a scalar, or whose value differs between ranks.
+                ranks, NaN or infinite rows, an empty global batch, a scale of shape [1] in the place of rows, rows of
+                two inputs that are spread differently, a loss_fn that raises, does not return a scalar, or whose
+                value differs between ranks.
         """
         comm = select_communicator(self.group)
         has_rows = [isinstance(x, Tensor) and x.dim() > 0 for x in representations]
@@ -115,6 +118,7 @@ class WholeBatch(nn.Module):
         if not any(partition.total for partition in partitions):
             raise ValueError("WholeBatch: the global batch is empty, every rank passed 0 rows")
         _refuse_gathered_scalars(inputs, partitions)
+        _refuse_misaligned_rows(partitions)
         spread = _gather if self.strategy == "gather" else _replicate
         full = iter(
             [spread(comm, x, partition) for x, partition in zip(join(inputs, everyone), partitions, strict=True)]
@@ -164,6 +168,18 @@ def _refuse_gathered_scalars(inputs: list[Tensor], partitions: list[Partition]) 
                 f"WholeBatch: representation {position} has shape [1] on every rank and would be gathered as one row "
                 "of each; a scale or bias goes by keyword, or in shape ()"
             )
+
+
+def _refuse_misaligned_rows(partitions: list[Partition]) -> None:
+    """As many rows in all, differently spread over the ranks: row i of one would not belong to row i of the other."""
+    for position, partition in enumerate(partitions):
+        for other in range(position):
+            if partition.total == partitions[other].total and partition != partitions[other]:
+                raise ValueError(
+                    f"WholeBatch: representations {other} and {position} have {partition.total} rows each, but spread "
+                    f"differently over the ranks, {list(partitions[other].counts)} and {list(partition.counts)}; rows "
+                    "that belong together must be on the same rank"
+                )
 
 
 def _same_on_all_ranks(comm: Communicator, compute: Callable[[], Any]) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 import matplotlib  # noqa: F401  the fonts and the pictures need it: say so before the run, not after
 import tyro
@@ -35,6 +36,11 @@ def main(argv: Sequence[str], *, prog: str) -> None:
     run(config)
 
 
+def _with_absolute_data(config: TrainConfig) -> TrainConfig:
+    """So that a run can be resumed from another working directory."""
+    return config if config.data == "glyphs" else dataclasses.replace(config, data=str(Path(config.data).absolute()))
+
+
 def parse(argv: Sequence[str], prog: str, default: TrainConfig | None = None) -> TrainConfig:
     """The configuration that `argv` asks for, on top of `default`."""
-    return tyro.cli(TrainConfig, args=list(argv), prog=prog, default=default or TrainConfig())
+    return _with_absolute_data(tyro.cli(TrainConfig, args=list(argv), prog=prog, default=default or TrainConfig()))

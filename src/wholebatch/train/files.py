@@ -50,7 +50,14 @@ def _jsonl(path: Path) -> Iterator[tuple[int, str, str]]:
 def _csv(path: Path) -> Iterator[tuple[int, str, str]]:
     with path.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.DictReader(lines)
+        if reader.fieldnames is not None and not {"image", "text"} <= set(reader.fieldnames):
+            raise UserError(f"{path}, line 1: the columns are {reader.fieldnames}; expected image and text among them")
         for value in reader:
+            if None in value:
+                raise UserError(
+                    f"{path}, line {reader.line_num}: more values than columns; a text that holds a comma is "
+                    'written in double quotes, "like, this"'
+                )
             yield reader.line_num, *_pair(value, path, reader.line_num)
 
 

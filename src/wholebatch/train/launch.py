@@ -124,7 +124,14 @@ def _train_on_this_rank(config: TrainConfig, device: torch.device) -> None:
     pairs, split, folder = _together(lambda: _prepare(config, is_first=is_first))
     progress = ConsoleProgress() if is_first else Progress()
     try:
+        if folder is not None:
+            progress.show_folder(folder.path)
         train(config, pairs, split, folder, progress, device)
+    except KeyboardInterrupt:
+        if folder is not None:
+            progress.stop()
+            progress.show_how_to_resume(folder.path)
+        raise
     finally:
         progress.stop()
     if folder is not None:

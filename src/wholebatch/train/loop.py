@@ -141,6 +141,6 @@ def finite_grad_norm(encoder: nn.Module, step: int) -> float:
 def stopped(step: int, why: str) -> UserError:
     """The error that ends a run whose numbers are no longer finite."""
     return UserError(
-        f"training stopped in step {step + 1}: {why}. The checkpoint from before is kept; a new run with a lower "
-        "--learning-rate is the usual remedy"
+        f"training stopped in step {step + 1}: {why}. An earlier checkpoint, if there is one, is kept; a new run "
+        "with a lower --learning-rate is the usual remedy"
     )

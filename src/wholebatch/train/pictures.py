@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .pairs import Pairs
 from .randomness import seeded
+from .retrieval import ranks_of_partner
 
 _SHOWN, _TOP = 12, 5
 
@@ -46,6 +47,11 @@ def draw_retrieval(pairs: Pairs, texts: Tensor, image_features: Tensor, text_fea
 
     chosen = torch.randperm(len(texts), generator=seeded("shown"))[:_SHOWN].tolist()
     best = (image_features[chosen] @ text_features.T).topk(min(_TOP, len(texts)), dim=1).indices.tolist()
+    ranks = ranks_of_partner(image_features, text_features)
+
+    def name(index: int) -> str:
+        return textwrap.shorten(pairs.texts[texts[index]], 52, placeholder=" …")
+
     columns = 2
     lines = -(-len(chosen) // columns)
     figure = Figure(figsize=(11, 1.25 * lines + 0.5))
@@ -64,15 +70,18 @@ def draw_retrieval(pairs: Pairs, texts: Tensor, image_features: Tensor, text_fea
         image = pairs.images[pairs.first[texts[index]]]
         pixels = image[0] if len(image) == 1 else image.permute(1, 2, 0)
         picture.imshow(pixels.numpy(), cmap="gray", vmin=0, vmax=255)
-        rows = [(candidate, candidate == index) for candidate in found]
+        rows = [
+            (f"✓ {name(index)}" if candidate == index else f"  {name(candidate)}", candidate == index)
+            for candidate in found
+        ]
         if index not in found:
-            rows.append((index, None))
-        for line, (candidate, right) in enumerate(rows):
-            text = textwrap.shorten(pairs.texts[texts[candidate]], 52, placeholder=" …")
-            mark, color = {True: ("✓", "tab:green"), False: (" ", "0.35"), None: ("✗", "tab:red")}[right]
+            rank = int(ranks[index]) + 1
+            rows.append((f"missed, at rank {rank}: {name(index)}", None))
+        for line, (text, right) in enumerate(rows):
+            color = {True: "tab:green", False: "0.35", None: "tab:red"}[right]
             column.text(
-                0, 0.9 - 0.17 * line, f"{mark} {text}", color=color, fontsize=7.5, family="monospace",
-                weight="bold" if right else "normal", transform=column.transAxes, parse_math=False,
+                0, 0.9 - 0.17 * line, text, color=color, fontsize=7.5,
+                family="monospace", weight="bold" if right else "normal", transform=column.transAxes, parse_math=False,
             )  # fmt: skip
     figure.subplots_adjust(left=0.01, right=0.99, bottom=0.02, top=0.93, wspace=0.05, hspace=0.15)
     with warnings.catch_warnings():

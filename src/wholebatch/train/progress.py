@@ -21,6 +21,9 @@ _LINE_EVERY = 10  # steps between two plain lines
 class Progress:
     """Shows nothing by itself: what the other ranks use."""
 
+    def show_folder(self, folder: Path) -> None:
+        """Where the run's files will be."""
+
     def start(self, config: TrainConfig, pairs: Pairs, split: Split, *, size: int, done: int) -> None:
         """The data are loaded and training begins after `done` steps."""
 
@@ -29,6 +32,9 @@ class Progress:
 
     def stop(self) -> None:
         """Leave the terminal as it was."""
+
+    def show_how_to_resume(self, folder: Path) -> None:
+        """The run was interrupted."""
 
     def report(self, folder: Path) -> None:
         """The run is finished."""
@@ -48,7 +54,9 @@ class ConsoleProgress(Progress):
             f"{len(split.validation):,} for validation, {len(split.test):,} for test\n"
             f"global batch {config.batch_size:,} on {size} process{'es' if size > 1 else ''}"
             + (f", going on after step {done}" if done else "")
+            + (", starting again: there was no checkpoint yet" if config.resume is not None and not done else "")
         )
+        self._among = len(split.validation)
         if self._console.is_terminal:
             self._bar = Bar(
                 TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"),
@@ -62,6 +70,7 @@ class ConsoleProgress(Progress):
         recall = ""
         if "validation" in metrics:
             recall = f", validation recall@1 {metrics['validation']['image_to_text']['recall@1']:.3f}"
+            recall += f" among {self._among}"
         state = f"loss {metrics['loss']:.4f}"
         if self._bar is not None:
             self._recall = recall or self._recall  # the bar keeps the last one in sight
@@ -72,6 +81,12 @@ class ConsoleProgress(Progress):
     def stop(self) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+    def show_folder(self, folder: Path) -> None:
+        self._console.print(f"run folder: {folder}")
+
+    def show_how_to_resume(self, folder: Path) -> None:
+        self._console.print(f"go on from the last checkpoint with: wholebatch train --resume {folder}")
 
     def report(self, folder: Path) -> None:
         report = json.loads((folder / "report.json").read_text())

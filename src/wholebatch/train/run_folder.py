@@ -110,8 +110,10 @@ def read_config(path: Path) -> TrainConfig:
     file = path / "config.json"
     try:
         text = file.read_text()
+    except FileNotFoundError as error:
+        raise UserError(f"--resume {path}: that is no run folder, there is no {str(file)!r}") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--resume {path}: {str(file)!r} cannot be read ({error}); is it a run folder?") from error
+        raise UserError(f"--resume {path}: {str(file)!r} cannot be read: {error}") from error
     return TrainConfig.from_json(text, file)
 
 
