@@ -35,7 +35,7 @@ def test_block_runs(block, tmp_path):
             "2",
         ]
         run = subprocess.run([*torchrun, str(tmp_path / "block.py")], capture_output=True, text=True, check=True)
-        losses = re.findall(r"rank \d: (\S+)", run.stdout)
+        losses = re.findall(r"rank \d: (\d+\.\d{6})", run.stdout)
         assert len(losses) == 2
         assert losses[0] == losses[1]
         return
