@@ -16,6 +16,7 @@ from wholebatch.train.glyphs import glyph_pairs
 from wholebatch.train.model import DualEncoder, ModelConfig
 from wholebatch.train.pairs import Pairs, batch_of_step, split_by_text
 from wholebatch.train.retrieval import ranks_of_partner, recall
+from wholebatch.train.run_folder import RunFolder
 from wholebatch.train.text import tokenize
 
 SMALL_MODEL = ModelConfig(feature_size=16, image_width=8, text_width=16, text_layers=1, text_buckets=256)
@@ -287,3 +288,10 @@ def test_mistakes_in_files(tmp_path):
         file_pairs(tmp_path / "missing.csv", image_size=16, channels=1)
     with pytest.raises(UserError, match=r"must be 'glyphs' or a \.jsonl or \.csv file"):
         file_pairs(tmp_path / "pairs.parquet", image_size=16, channels=1)
+
+
+@pytest.mark.parametrize("content", [b'{"step": 1}\n', b"[1]\n", b'{"step": 1, "loss": 1.0\n{}\n', b"\xff\n"])
+def test_metrics_that_are_no_metrics_are_refused(tmp_path, content):
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match="cannot be read as the metrics of a run"):
+        RunFolder(tmp_path).metrics()

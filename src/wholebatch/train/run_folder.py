@@ -76,9 +76,9 @@ class RunFolder:
                 except ValueError:
                     if number < len(lines):
                         raise
-            if any(not isinstance(row["step"], int) or not isinstance(row["loss"], float) for row in rows):
+            if not all(isinstance(row, dict) and {"step", "loss"} <= row.keys() for row in rows):
                 raise ValueError("a line without step and loss")
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError) as error:
             raise UserError(f"{self._metrics} cannot be read as the metrics of a run ({error})") from error
         return rows
 
