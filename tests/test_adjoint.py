@@ -207,6 +207,18 @@ def mistakes_body():
             call()
 
 
+def test_without_a_handshake_a_rank_still_looks_at_its_own_arguments():
+    comm, x = LocalCommunicator(), torch.ones(3, requires_grad=True)
+    for call, message in (
+        (lambda: comm.all_reduce(x, "max", check=False), "no gradient here"),
+        (lambda: comm.all_reduce(x, "median", check=False), "got 'median'"),
+        (lambda: comm.broadcast(x, root=1, check=False), "root must be a rank"),
+        (lambda: comm.reduce_scatter(x, counts=[2], check=False), "ask for 2 rows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
 def test_mistakes_are_refused_on_every_rank():
     run_ranks(mistakes_body, 2)
 

@@ -11,7 +11,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_features(name: str, x: object) -> None:
-    """X is a floating-point matrix (rows, feature size)."""
+    """x is a floating-point matrix (rows, feature size)."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a tensor of shape (rows, feature size), got {type(x).__name__}")
     if x.dim() != 2 or x.shape[1] == 0:
@@ -50,7 +50,7 @@ def check_alike(name_x: str, x: Tensor, name_y: str, y: Tensor) -> None:
 
 
 def check_scalar(name: str, value: object) -> float:
-    """Value is a finite real number, or a floating-point tensor of one element (shape () or [1])."""
+    """value is a finite real number, or a floating-point tensor of one element (shape () or [1])."""
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.dim() > 1 or not value.is_floating_point():
             raise ValueError(
@@ -74,6 +74,6 @@ def check_label_smoothing(value: float) -> None:
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Value is one of the named choices."""
+    """value is one of the named choices."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")

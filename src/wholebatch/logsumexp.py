@@ -33,7 +33,7 @@ class LogSumExp:
 
     @classmethod
     def empty(cls, n: int, *, dtype: torch.dtype, device: torch.device) -> LogSumExp:
-        """N pairs that have absorbed nothing yet."""
+        """n pairs that have absorbed nothing yet."""
         return cls(
             torch.full((n,), float("-inf"), dtype=dtype, device=device),
             torch.zeros(n, dtype=dtype, device=device),

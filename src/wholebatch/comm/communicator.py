@@ -75,7 +75,8 @@ class Communicator(ABC):
             x: (sum_r n_r, ...), the same shape on every rank.
             counts: (n_0, ..., n_{W-1}), the rows that each rank receives; by default as evenly as possible, the
                 remainder going to the first ranks.
-            check: whether a handshake first makes sure that all ranks ask for the same.
+            check: whether a handshake first makes sure that all ranks ask for the same; without it, each rank looks
+                at its own arguments only.
 
         Returns:
             (n_r, ...) on rank r.
@@ -85,8 +86,9 @@ class Communicator(ABC):
                 entry per rank, or does not add up to x's rows.
         """
         asked = Partition.even(len(x) if x.dim() else 0, self.size).counts if counts is None else tuple(counts)
-        if check:
-            same_request(self, x, "reduce_scatter", lambda: {"counts": _checked(asked, self, x, own_rows=False)})
+        same_request(
+            self, x, "reduce_scatter", lambda: {"counts": _checked(asked, self, x, own_rows=False)}, check=check
+        )
         return operations.ReduceScatter.apply(x, self, asked)
 
     def all_reduce(self, x: Tensor, op: str = "sum", *, check: bool = True) -> Tensor:
@@ -97,14 +99,14 @@ class Communicator(ABC):
         Args:
             x: the same shape and dtype on every rank.
             op: "sum", which is differentiable, or "max", which is not.
-            check: whether a handshake first makes sure that all ranks ask for the same.
+            check: whether a handshake first makes sure that all ranks ask for the same; without it, each rank looks
+                at its own arguments only.
 
         Raises:
             ValueError: on every rank, if shape, dtype or `op` differ between ranks, if `op` is unknown, or is "max"
                 while x requires a gradient.
         """
-        if check:
-            same_request(self, x, "all_reduce", lambda: {"op": _checked_op(op, x)})
+        same_request(self, x, "all_reduce", lambda: {"op": _checked_op(op, x)}, check=check)
         if op == "sum":
             return operations.AllReduce.apply(x, self)
         return self._all_reduce(x.detach().contiguous(), op)
@@ -116,10 +118,9 @@ class Communicator(ABC):
 
         Raises:
             ValueError: on every rank, if shape, dtype or `root` differ between ranks, or `root` is not a rank of this
-                communicator. (Without `check` none of this is looked at.)
+                communicator. Without `check`, each rank looks at its own arguments only.
         """
-        if check:
-            same_request(self, x, "broadcast", lambda: {"root": self._checked_root(root)})
+        same_request(self, x, "broadcast", lambda: {"root": self._checked_root(root)}, check=check)
         return operations.Broadcast.apply(x, self, root)
 
     def reduce(self, x: Tensor, *, root: int = 0, check: bool = True) -> Tensor:
@@ -129,10 +130,9 @@ class Communicator(ABC):
 
         Raises:
             ValueError: on every rank, if shape, dtype or `root` differ between ranks, or `root` is not a rank of this
-                communicator. (Without `check` none of this is looked at.)
+                communicator. Without `check`, each rank looks at its own arguments only.
         """
-        if check:
-            same_request(self, x, "reduce", lambda: {"root": self._checked_root(root)})
+        same_request(self, x, "reduce", lambda: {"root": self._checked_root(root)}, check=check)
         return operations.Reduce.apply(x, self, root)
 
     def _checked_root(self, root: int) -> int:

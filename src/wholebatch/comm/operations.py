@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
+
+from .._precision import accumulation_dtype
 
 if TYPE_CHECKING:
     from .communicator import Communicator
@@ -83,5 +84,4 @@ class Reduce(Function):
 
 def _summable(x: Tensor) -> Tensor:
     """X as the transports want it for a sum: contiguous, half precision widened to float32."""
-    low_precision = x.dtype in (torch.float16, torch.bfloat16)
-    return x.to(torch.float32).contiguous() if low_precision else x.contiguous()
+    return x.to(accumulation_dtype(x.dtype)).contiguous()

@@ -28,7 +28,7 @@ class TorchCommunicator(Communicator):
         if not dist.is_initialized():
             raise ValueError(
                 "torch.distributed is not initialised: call torch.distributed.init_process_group() first, "
-                "or pass group=None to run on one process"
+                "or use LocalCommunicator() for one process"
             )
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
@@ -56,7 +56,7 @@ class TorchCommunicator(Communicator):
         return f"TorchCommunicator(rank={self.rank}, size={self.size}, backend={self._backend!r})"
 
     def _wire(self, x: Tensor) -> Tensor:
-        """X on a device that this group's backend can move."""
+        """x on a device that this group's backend can move."""
         if x.device.type == "cpu":
             return x.to("cuda") if self._backend == "nccl" else x
         return x if "nccl" in self._backend and x.device.type == "cuda" else x.cpu()

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_alike, check_choice, check_features, check_finite, check_label_smoothing, check_scalar
+from .._precision import accumulation_dtype
 from ..comm import Communicator, Group, handshake, select_communicator
 from ..exchange import GatherExchange
 from ..logsumexp import LogSumExp
 from ..partition import Partition
 from ..sweep import SoftmaxSweep
-from ..sweep.softmax import accumulation_dtype
 from ..sync import Sync, check_sync, feature_factor, loss_parameter_gradient
 from ._joining import GRAD_ENABLED, gradient_facts, join
 from ._once import once_differentiable
@@ -95,10 +95,7 @@ def clip_loss(
     inputs = (image_features, text_features, logit_scale, logit_bias)
 
     def state() -> dict[str, Any]:
-        check_sync(sync)
-        check_choice("exchange", exchange, ("auto", "gather"))
-        check_choice("memory", memory, ("auto", "flat"))
-        check_label_smoothing(label_smoothing)
+        _check_options(sync, exchange, memory, label_smoothing)
         check_features("image_features", image_features)
         check_features("text_features", text_features)
         check_alike("image_features", image_features, "text_features", text_features)
@@ -134,6 +131,13 @@ def clip_loss(
         )
     step = _Step(comm, partition, scales[0], float(label_smoothing), sync)
     return _CLIP.apply(*join(inputs, everyone), step)
+
+
+def _check_options(sync: object, exchange: object, memory: object, label_smoothing: float) -> None:
+    check_sync(sync)
+    check_choice("exchange", exchange, ("auto", "gather"))
+    check_choice("memory", memory, ("auto", "flat"))
+    check_label_smoothing(label_smoothing)
 
 
 @dataclass(frozen=True)
@@ -252,10 +256,7 @@ class CLIPLoss(nn.Module):
         label_smoothing: float = 0.0,
     ) -> None:
         super().__init__()
-        check_sync(sync)
-        check_choice("exchange", exchange, ("auto", "gather"))
-        check_choice("memory", memory, ("auto", "flat"))
-        check_label_smoothing(label_smoothing)
+        _check_options(sync, exchange, memory, label_smoothing)
         self.group, self.sync, self.exchange, self.memory = group, sync, exchange, memory
         self.label_smoothing = label_smoothing
 

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .._precision import accumulation_dtype
 from ..logsumexp import LogSumExp
 from ..partition import Tile, tiles
 
@@ -104,11 +105,6 @@ class SoftmaxSweep:
             if tile.rows != rows:
                 x, rows = self.x[tile.rows].to(self.dtype), tile.rows
             yield tile, x, self.y[tile.cols].to(self.dtype)
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The precision of tiles, sums and gradients: float32 for half-precision features, else the features' own."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _view(buffer: Tensor, tile: Tile) -> Tensor:

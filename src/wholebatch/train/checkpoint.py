@@ -38,16 +38,7 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
 def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Put model, optimizer and random state where `save_checkpoint` found them; returns its facts."""
     tensors, facts = _read(folder / FILE, with_tensors=True)
-    # A step with a gradient of zero and no learning rate makes the optimizer's state, to be compared and filled.
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    optimizer.step()
-    optimizer.zero_grad()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    _create_state(model, optimizer)
     expected = {name: (value.shape, value.dtype) for name, value in _tensors(model, optimizer).items()}
     found = {name: (value.shape, value.dtype) for name, value in tensors.items()}
     if found != expected:
@@ -67,6 +58,19 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     torch.set_rng_state(tensors["rng.cpu"])
     return facts
+
+
+def _create_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Give a new optimizer the state that a checkpoint fills: one step without gradient or learning rate."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def last_step(folder: Path, *, recorded: int, checkpoint_every: int) -> int:

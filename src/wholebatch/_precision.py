@@ -1,0 +1,10 @@
+"""In which precision sums are taken."""
+
+from __future__ import annotations
+
+import torch
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The precision of tiles, sums and gradients: float32 for half precision, else the tensors' own."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
