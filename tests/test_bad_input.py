@@ -138,7 +138,7 @@ def whole_batch_mistakes_body():
         with pytest.raises(ValueError, match=message):
             loss(*arguments)
     for options, message in (
-        ({"strategy": "hope"}, "strategy must be one of 'gather', 'replicate'; got 'hope'"),
+        ({"strategy": "hope"}, "strategy must be one of 'gather', 'replicate', 'root'; got 'hope'"),
         ({"sync": "average"}, "sync must be 'mean'"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -1,174 +1,639 @@
 """The one protocol that every loss, strategy and exchange speaks.
 
-A collective is a linear map from the inputs of all ranks to the outputs of all ranks, so it has an adjoint A*,
-defined by  sum_r <(A x)_r, y_r> = sum_r <x_r, (A* y)_r>  for all x and y. That is the adjoint of the **sum of
-the ranks' losses**: `backward()` is called on every rank, each on its own scalar L_r, and every leaf receives
-the derivative of sum_r L_r. Where all ranks hold one replicated loss L, that sum is W L; whoever calls these
-operations decides what to do with the factor W (`wholebatch.sync` is where the losses do).
-
-    operation        placement            adjoint          placement
-    ---------------  -------------------  ---------------  -------------------
-    all_gather       sharded -> copies    reduce_scatter   partial -> sharded
-    reduce_scatter   partial -> sharded   all_gather       sharded -> copies
-    all_reduce(sum)  partial -> copies    all_reduce(sum)  partial -> copies
-    broadcast(root)  root -> copies       reduce(root)     partial -> root
-    reduce(root)     partial -> root      broadcast(root)  root -> copies
-
-    sharded: each rank holds its own rows      partial: the true value is the sum over ranks
-    copies:  each rank holds the same tensor   root:    rank `root` holds it; what others pass counts as zero
-
-A transport implements the `_`-methods: contiguous tensors without gradient in, new tensors out, no autograd.
+Each operation is differentiable, and its docstring names its adjoint; the table of maps and adjoints, for both
+conventions of `loss`, is at the top of `maps`. The files below this one: `nodes` makes maps differentiable, `order`
+keeps the backward pass in order, `handshake` and `messages` do the checking, a `transport` moves the bytes.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._checks import check_choice
 from ..partition import Partition
-from . import operations
-from .handshake import row_counts, same_request
+from . import maps, nodes
+from .arguments import OPS, SUMS, check_tensor, checked_counts, checked_dim, checked_op, without
+from .call import Call, signature
+from .handle import Handle
+from .handshake import SIGNATURE, handshake
+from .maps import LOSSES, Loss
+from .messages import exchange_signatures
+from .nonlinear import reduce_nonlinearly
+from .order import Order
+from .transport import CHANNELS, Transport
+
+_GRAD_ENABLED = "torch.is_grad_enabled()"
+_NEEDS_GRAD = "needs grad"
 
 
-class Communicator(ABC):
-    """An ordered set of ranks that call the same operations in the same order."""
+class Communicator:
+    """An ordered set of ranks that call the same operations in the same order.
+
+    Args:
+        transport: what moves the bytes; each subclass makes its own.
+        loss: which scalar `backward` differentiates. "sum": the sum of the ranks' losses, each rank calling backward
+            on its own; this is the true adjoint. "replicated": one loss that every rank computes alike from the
+            copies that all_gather, all_reduce and broadcast gave it, counted once; those three then need no
+            communication in backward. Where all ranks compute one loss alike, the gradients of "sum" are W times those
+            of "replicated".
+        check: whether ranks first make sure, by a handshake of 2 KiB, that all of them make the same call with the
+            same dtype, shape and options, forward and backward; then a rank that diverges is a ValueError on all
+            ranks. None: the environment variable WHOLEBATCH_CHECK, on unless it is 0. A nonblocking operation blocks
+            in its handshake.
+        trace: whether every operation, its adjoint too, prints one line to stderr. None: WHOLEBATCH_TRACE, off
+            unless it is 1.
+
+    **Backward.** `loss.backward()` is enough where all ranks build the same graph. Where they do not (one rank has no
+    loss, some only send, a result is used here and not there), call :meth:`backward` on every rank.
+
+    **Gradients.** An operation takes part in the backward pass on all ranks if gradients are enabled and the dtype is
+    floating-point or complex; with checking, only if some rank's input requires a gradient. So a rank whose own
+    input needs none still serves the others, and `torch.no_grad()` has to be entered on all ranks or on none.
+
+    **Dtypes and layouts.** Any dtype moves; sums need numbers. float16 and bfloat16 are summed in float32. Inputs may
+    be non-contiguous, parts may be empty, parts may differ in size between ranks wherever there are `counts`.
+    """
+
+    def __init__(
+        self, transport: Transport, *, loss: Loss = "sum", check: bool | None = None, trace: bool | None = None
+    ) -> None:
+        check_choice("loss", loss, LOSSES)
+        self.transport = transport
+        self.loss: Loss = loss
+        self.check = _switch("WHOLEBATCH_CHECK", check, default=True)
+        self.trace = _switch("WHOLEBATCH_TRACE", trace, default=False)
+        self._order = Order()
+        self.calls = 0  # collectives so far, the same on all ranks
+        self._messages = 0
+        self._dropped: list[str] = []
+        # gloo breaks its connections when an operation under way is forgotten, and MPI would write into freed memory.
+        self._unfinished: list[object] = []
 
     @property
-    @abstractmethod
     def rank(self) -> int:
         """Index of this process in the communicator, 0 <= rank < size."""
+        return self.transport.rank
 
     @property
-    @abstractmethod
     def size(self) -> int:
         """Number of ranks, W."""
+        return self.transport.size
 
-    def all_gather(self, x: Tensor, *, counts: Sequence[int] | None = None) -> Tensor:
-        """Concatenate the ranks' rows, rank 0 first, on every rank; adjoint: :meth:`reduce_scatter`.
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank={self.rank}, size={self.size}, loss={self.loss!r}, check={self.check})"
 
-        sharded -> copies.
+    def all_gather(
+        self, x: Tensor, *, counts: Sequence[int] | None = None, dim: int = 0, check: bool | None = None
+    ) -> Tensor:
+        """Concatenate the ranks' tensors along `dim`, rank 0 first, on every rank; adjoint: :meth:`reduce_scatter`.
+
+        sharded -> copies. Under `loss="replicated"` the adjoint is this rank's own slice, and moves nothing.
 
         Args:
-            x: (n_r, ...) on rank r; n_r may differ between ranks and may be 0, the rest may not.
-            counts: (n_0, ..., n_{W-1}) where the caller knows them, and knows that dtype and trailing shape agree;
+            x: n_r entries along `dim` on rank r; n_r may differ between ranks and may be 0, other dimensions may not.
+            counts: (n_0, ..., n_{W-1}) where the caller knows them, and knows that dtype and other dimensions agree;
                 otherwise a handshake finds out.
+            dim: the dimension along which the ranks' tensors are joined.
+            check: overrides the communicator's `check` for this call; here and below.
 
         Returns:
-            (sum_r n_r, ...).
+            sum_r n_r entries along `dim`.
 
         Raises:
-            ValueError: without `counts`, on every rank, if x has no dimension 0, or dtype or trailing shape differ
-                between ranks; with `counts`, on this rank, if they contradict x.
+            ValueError: on every rank, if x has no such dimension, or dtype or other dimensions differ between ranks;
+                with `counts`, on this rank, if they contradict x.
         """
-        counts = row_counts(self, x) if counts is None else _checked(counts, self, x, own_rows=True)
-        return operations.AllGather.apply(x, self, tuple(counts))
+        entry, counts = self._enter_rows("all_gather", x, counts, dim, check)
+        return self._apply(entry, maps.AllGather(self.transport, counts, self.loss), x, dim)
 
-    def reduce_scatter(self, x: Tensor, *, counts: Sequence[int] | None = None, check: bool = True) -> Tensor:
-        """Add the ranks' tensors and hand each rank its own rows of the sum; adjoint: :meth:`all_gather`.
+    def iall_gather(
+        self, x: Tensor, *, counts: Sequence[int] | None = None, dim: int = 0, check: bool | None = None
+    ) -> Handle:
+        """Start an :meth:`all_gather`; adjoint of start and wait: wait and start of a reduce_scatter."""
+        entry, counts = self._enter_rows("iall_gather", x, counts, dim, check)
+        return self._start(entry, maps.AllGather(self.transport, counts, self.loss), x, dim)
 
-        partial -> sharded. Parts are added in the order of the ranks; float16 and bfloat16 in float32.
+    def reduce_scatter(
+        self,
+        x: Tensor,
+        op: str = "sum",
+        *,
+        counts: Sequence[int] | None = None,
+        dim: int = 0,
+        check: bool | None = None,
+    ) -> Tensor:
+        """Reduce the ranks' tensors and hand each rank its own part of the result; adjoint: :meth:`all_gather`.
+
+        partial -> sharded.
 
         Args:
-            x: (sum_r n_r, ...), the same shape on every rank.
-            counts: (n_0, ..., n_{W-1}), the rows that each rank receives; by default as evenly as possible, the
+            x: sum_r n_r entries along `dim`, the same shape on every rank.
+            op: "sum" or "avg"; "max", "min" and "prod" too, by an all_reduce of all of x.
+            counts: (n_0, ..., n_{W-1}), the entries that each rank receives; by default as evenly as possible, the
                 remainder going to the first ranks.
-            check: whether a handshake first makes sure that all ranks ask for the same; without it, each rank looks
-                at its own arguments only.
+            dim: the dimension that is distributed.
+            check: as in :meth:`all_gather`.
 
         Returns:
-            (n_r, ...) on rank r.
+            n_r entries along `dim` on rank r.
 
         Raises:
-            ValueError: on every rank, if shape, dtype or `counts` differ between ranks, if `counts` does not have one
-                entry per rank, or does not add up to x's rows.
+            ValueError: on every rank, if shape, dtype, `op` or `counts` differ between ranks, if `counts` does not
+                have one entry per rank or does not add up to x, or `op` does not suit the dtype.
         """
-        asked = Partition.even(len(x) if x.dim() else 0, self.size).counts if counts is None else tuple(counts)
-        same_request(
-            self, x, "reduce_scatter", lambda: {"counts": _checked(asked, self, x, own_rows=False)}, check=check
-        )
-        return operations.ReduceScatter.apply(x, self, asked)
+        entry, counts = self._enter_parts("reduce_scatter", x, op, counts, dim, check)
+        if op in SUMS:
+            return self._apply(entry, maps.ReduceScatter(self.transport, counts, self._scale(op)), x, dim)
+        with entry.gradients():
+            return reduce_nonlinearly(x, op, entry.call, "sum").split(counts, dim)[self.rank].clone()
 
-    def all_reduce(self, x: Tensor, op: str = "sum", *, check: bool = True) -> Tensor:
-        """Reduce the ranks' tensors elementwise, the result on every rank; adjoint of the sum: itself.
+    def ireduce_scatter(
+        self,
+        x: Tensor,
+        op: str = "sum",
+        *,
+        counts: Sequence[int] | None = None,
+        dim: int = 0,
+        check: bool | None = None,
+    ) -> Handle:
+        """Start a sum or average :meth:`reduce_scatter`; adjoint of start and wait: wait and start of an all_gather."""
+        entry, counts = self._enter_parts("ireduce_scatter", x, op, counts, dim, check, ops=SUMS)
+        return self._start(entry, maps.ReduceScatter(self.transport, counts, self._scale(op)), x, dim)
 
-        partial -> copies. float16 and bfloat16 are summed in float32.
+    def all_reduce(self, x: Tensor, op: str = "sum", *, check: bool | None = None) -> Tensor:
+        """Reduce the ranks' tensors elementwise, the result on every rank; adjoint of sum and average: itself.
+
+        partial -> copies. Under `loss="replicated"` the adjoint is the identity, and moves nothing. The gradient of a
+        maximum or minimum goes to the ranks that attain it, in equal parts, as in `torch.amax`.
 
         Args:
             x: the same shape and dtype on every rank.
-            op: "sum", which is differentiable, or "max", which is not.
-            check: whether a handshake first makes sure that all ranks ask for the same; without it, each rank looks
-                at its own arguments only.
+            op: "sum", "avg", "max", "min" or "prod".
+            check: as in :meth:`all_gather`.
 
         Raises:
-            ValueError: on every rank, if shape, dtype or `op` differ between ranks, if `op` is unknown, or is "max"
-                while x requires a gradient.
+            ValueError: on every rank, if shape, dtype or `op` differ between ranks, or `op` does not suit the dtype.
         """
-        same_request(self, x, "all_reduce", lambda: {"op": _checked_op(op, x)}, check=check)
-        if op == "sum":
-            return operations.AllReduce.apply(x, self)
-        return self._all_reduce(x.detach().contiguous(), op)
+        entry = self._enter("all_reduce", x, lambda: {"op": checked_op(op, x, OPS)}, check)
+        if op in SUMS:
+            return self._apply(entry, maps.AllReduce(self.transport, self._scale(op), self.loss), x)
+        with entry.gradients():
+            return reduce_nonlinearly(x, op, entry.call, self.loss)
 
-    def broadcast(self, x: Tensor, *, root: int = 0, check: bool = True) -> Tensor:
+    def iall_reduce(self, x: Tensor, op: str = "sum", *, check: bool | None = None) -> Handle:
+        """Start a sum or average :meth:`all_reduce`; adjoint of start and wait: wait and start of an all_reduce."""
+        entry = self._enter("iall_reduce", x, lambda: {"op": checked_op(op, x, SUMS)}, check)
+        return self._start(entry, maps.AllReduce(self.transport, self._scale(op), self.loss), x)
+
+    def broadcast(self, x: Tensor, root: int = 0, *, check: bool | None = None) -> Tensor:
         """Give every rank the tensor of rank `root`; adjoint: :meth:`reduce`.
 
-        root -> copies. On the other ranks x tells shape and dtype, and its gradient is zero.
+        root -> copies. On the other ranks x tells shape and dtype, and its gradient is zero. Under
+        `loss="replicated"` the adjoint keeps the root's gradient, and moves nothing.
 
         Raises:
             ValueError: on every rank, if shape, dtype or `root` differ between ranks, or `root` is not a rank of this
-                communicator. Without `check`, each rank looks at its own arguments only.
+                communicator.
         """
-        same_request(self, x, "broadcast", lambda: {"root": self._checked_root(root)}, check=check)
-        return operations.Broadcast.apply(x, self, root)
+        entry = self._enter("broadcast", x, lambda: {"root": self._checked_rank("root", root)}, check)
+        return self._apply(entry, maps.Broadcast(self.transport, root, self.loss), x)
 
-    def reduce(self, x: Tensor, *, root: int = 0, check: bool = True) -> Tensor:
-        """Add the ranks' tensors, the sum on rank `root` and zeros elsewhere; adjoint: :meth:`broadcast`.
+    def reduce(self, x: Tensor, op: str = "sum", *, root: int = 0, check: bool | None = None) -> Tensor:
+        """Reduce the ranks' tensors, the result on rank `root` and zeros elsewhere; adjoint: :meth:`broadcast`.
 
-        partial -> root. float16 and bfloat16 are summed in float32.
+        partial -> root.
+
+        Args:
+            x: the same shape and dtype on every rank.
+            op: "sum" or "avg"; "max", "min" and "prod" too, by an all_reduce.
+            root: the rank that receives the result.
+            check: as in :meth:`all_gather`.
 
         Raises:
-            ValueError: on every rank, if shape, dtype or `root` differ between ranks, or `root` is not a rank of this
-                communicator. Without `check`, each rank looks at its own arguments only.
+            ValueError: on every rank, if shape, dtype, `op` or `root` differ between ranks, `op` does not suit the
+                dtype, or `root` is not a rank of this communicator.
         """
-        same_request(self, x, "reduce", lambda: {"root": self._checked_root(root)}, check=check)
-        return operations.Reduce.apply(x, self, root)
 
-    def _checked_root(self, root: int) -> int:
-        if not 0 <= root < self.size:
-            raise ValueError(f"root must be a rank of this communicator, 0 to {self.size - 1}; got {root}")
-        return root
+        def state() -> dict[str, Any]:
+            return {"root": self._checked_rank("root", root), "op": checked_op(op, x, OPS)}
 
-    @abstractmethod
-    def _all_gather(self, x: Tensor, counts: tuple[int, ...]) -> Tensor: ...
+        entry = self._enter("reduce", x, state, check)
+        if op in SUMS:
+            return self._apply(entry, maps.Reduce(self.transport, root, self._scale(op)), x)
+        with entry.gradients():
+            y = reduce_nonlinearly(x, op, entry.call, "sum")
+            return y if self.rank == root else y.masked_fill(torch.ones_like(y, dtype=torch.bool), 0)
 
-    @abstractmethod
-    def _reduce_scatter(self, x: Tensor, counts: tuple[int, ...]) -> Tensor: ...
+    def gather(
+        self,
+        x: Tensor,
+        root: int = 0,
+        *,
+        counts: Sequence[int] | None = None,
+        dim: int = 0,
+        check: bool | None = None,
+    ) -> Tensor:
+        """Concatenate the ranks' tensors along `dim`, rank 0 first, on rank `root`; adjoint: :meth:`scatter`.
 
-    @abstractmethod
-    def _all_reduce(self, x: Tensor, op: str) -> Tensor: ...
+        sharded -> root.
 
-    @abstractmethod
-    def _broadcast(self, x: Tensor, root: int) -> Tensor: ...
+        Args:
+            x: n_r entries along `dim` on rank r; n_r may differ between ranks and may be 0, other dimensions may not.
+            root: the rank that receives them.
+            counts: as in :meth:`all_gather`.
+            check: as in :meth:`all_gather`.
+            dim: the dimension along which the ranks' tensors are joined.
 
-    @abstractmethod
-    def _reduce(self, x: Tensor, root: int) -> Tensor: ...
+        Returns:
+            sum_r n_r entries along `dim` on rank `root`, 0 elsewhere; what flows back into those is ignored.
+
+        Raises:
+            ValueError: as in :meth:`all_gather`; also if `root` differs between ranks or is no rank.
+        """
+        entry, counts = self._enter_rows("gather", x, counts, dim, check, root=root)
+        return self._apply(entry, maps.Gather(self.transport, counts, root), x, dim)
+
+    def scatter(
+        self,
+        x: Tensor | None,
+        root: int = 0,
+        *,
+        counts: Sequence[int] | None = None,
+        dim: int = 0,
+        check: bool | None = None,
+    ) -> Tensor:
+        """Hand each rank its own part of the tensor of rank `root`; adjoint: :meth:`gather`.
+
+        root -> sharded.
+
+        Args:
+            x: on rank `root`, sum_r n_r entries along `dim`. On the others None, or a tensor of the same dtype and
+                other dimensions, on the device where the result shall be; its gradient is zero.
+            root: the rank that distributes.
+            counts: (n_0, ..., n_{W-1}), the same on all ranks; by default as evenly as possible. Where every rank
+                gives them, and a tensor, no handshake is needed.
+            dim: the dimension that is distributed.
+            check: as in :meth:`all_gather`.
+
+        Returns:
+            n_r entries along `dim` on rank r.
+
+        Raises:
+            ValueError: on every rank, if the root has no tensor, dtype or other dimensions contradict the root's,
+                `counts` do not add up, or `root` differs between ranks or is no rank.
+        """
+        known = x is not None and counts is not None
+
+        def state() -> dict[str, Any]:
+            self._checked_rank("root", root)
+            if self.rank == root:
+                if x is None:
+                    raise ValueError("rank `root` must pass the tensor to scatter, got None")
+                rows = checked_dim(x, dim)
+                asked = counts if counts is not None else Partition.even(x.shape[rows], self.size).counts
+                checked_counts(asked, self.size, x.shape[rows], x)
+                others = without(x.shape, rows)
+                return {"root": root, "counts": list(asked), "dtype": str(x.dtype), "others": others, "dim": rows}
+            if x is None:
+                return {"root": root}
+            return {"root": root, "dtype": str(x.dtype), "others": without(x.shape, checked_dim(x, dim))}
+
+        entry = self._enter("scatter", x, state, True if not known else check, must_match=("root",))
+        if entry.everyone is not None:
+            told = entry.everyone[root]
+            for rank, facts in enumerate(entry.everyone):
+                for name in ("dtype", "others"):
+                    if name in facts and facts[name] != told[name]:
+                        raise ValueError(
+                            f"scatter: {'dtype' if name == 'dtype' else 'other dimensions'} must be those of the "
+                            f"root, rank {root}: {told[name]}; rank {rank}: {facts[name]}"
+                        )
+            counts = told["counts"]
+            if x is None:
+                shape = [*told["others"]]
+                shape.insert(told["dim"], 0)
+                x = torch.empty(shape, dtype=getattr(torch, told["dtype"].removeprefix("torch.")))
+        assert x is not None
+        assert counts is not None
+        with entry.gradients():
+            x = x if self.rank == root else x.narrow(dim, 0, 0)
+        return self._apply(entry, maps.Scatter(self.transport, tuple(counts), root), x, dim)
+
+    def all_to_all(
+        self,
+        x: Tensor,
+        *,
+        send_counts: Sequence[int] | None = None,
+        receive_counts: Sequence[int] | None = None,
+        dim: int = 0,
+        check: bool | None = None,
+    ) -> Tensor:
+        """Send part q of x to rank q, and concatenate what comes, rank 0's first; adjoint: itself, counts exchanged.
+
+        sharded -> sharded.
+
+        Args:
+            x: the parts for rank 0, 1, ... along `dim`; other dimensions are the same on all ranks.
+            send_counts: how many entries go to each rank; by default as evenly as possible.
+            receive_counts: how many come from each rank, where the caller knows; otherwise a handshake finds out.
+            dim: the dimension that is distributed and joined.
+            check: as in :meth:`all_gather`.
+
+        Raises:
+            ValueError: on every rank, if dtype or other dimensions differ between ranks, or the counts of the two ends
+                contradict each other or x.
+        """
+
+        def state() -> dict[str, Any]:
+            rows = checked_dim(x, dim)
+            asked = send_counts if send_counts is not None else Partition.even(x.shape[rows], self.size).counts
+            checked_counts(asked, self.size, x.shape[rows], x, "send_counts")
+            if receive_counts is not None:
+                checked_counts(receive_counts, self.size, None, x, "receive_counts")
+            expects = None if receive_counts is None else list(receive_counts)
+            return {
+                "dtype": str(x.dtype),
+                "other dimensions": without(x.shape, rows),
+                "sends": list(asked),
+                "expects": expects,
+            }
+
+        known = send_counts is not None and receive_counts is not None
+        entry = self._enter("all_to_all", x, state, check if known else True, must_match=("dtype", "other dimensions"))
+        if entry.everyone is not None:
+            for rank, facts in enumerate(entry.everyone):
+                comes = [other["sends"][rank] for other in entry.everyone]
+                if facts["expects"] is not None and facts["expects"] != comes:
+                    raise ValueError(
+                        f"all_to_all: rank {rank} has receive_counts {facts['expects']}, but the ranks send it {comes}"
+                    )
+            send_counts = entry.everyone[self.rank]["sends"]
+            receive_counts = [facts["sends"][self.rank] for facts in entry.everyone]
+        assert send_counts is not None
+        assert receive_counts is not None
+        map = maps.AllToAll(self.transport, tuple(send_counts), tuple(receive_counts))
+        return self._apply(entry, map, x, dim)
+
+    def send(self, x: Tensor, dest: int, *, tag: int = 0) -> None:
+        """Send x to rank `dest`; adjoint: :meth:`recv` of its gradient from there.
+
+        Nothing leads from here to a loss, so the backward pass starts with :meth:`backward`.
+
+        Raises:
+            ValueError: if `dest` is no rank or `tag` is out of range; with checking, at both ends, if what is sent is
+                not what is received.
+        """
+        self.isend(x, dest, tag=tag).wait()
+
+    def recv(self, like: Tensor, source: int, *, tag: int = 0) -> Tensor:
+        """Receive a tensor with the shape, dtype and device of `like` from rank `source`; adjoint: :meth:`send`.
+
+        Raises:
+            ValueError: if `source` is no rank or `tag` is out of range; with checking, at both ends, if what is sent
+                is not what is received.
+        """
+        y = self.irecv(like, source, tag=tag).wait()
+        assert y is not None
+        return y
+
+    def isend(self, x: Tensor, dest: int, *, tag: int = 0) -> Handle:
+        """Start to :meth:`send`; adjoint of start and wait: wait and start of a recv."""
+        self._checked_rank("dest", dest)
+        entry, verify = self._enter_message(f"isend to rank {dest}", x, dest, tag, sends=True)
+        map = maps.Send(self.transport, dest, tag, maps.FORWARD, x.shape)
+        return self._start(entry, map, x, verify=verify, arrange=lambda _: None)
+
+    def irecv(self, like: Tensor, source: int, *, tag: int = 0) -> Handle:
+        """Start to :meth:`recv`; adjoint of start and wait: wait and start of a send."""
+        self._checked_rank("source", source)
+        entry, verify = self._enter_message(f"irecv from rank {source}", like, source, tag, sends=False)
+        map = maps.Recv(self.transport, source, tag, maps.FORWARD, like.shape)
+        return self._start(entry, map, like.detach().new_empty(0), verify=verify)
+
+    def wait(self, handle: Handle) -> Tensor | None:
+        """The result of a nonblocking operation, None for a send: `handle.wait()`.
+
+        Raises:
+            ValueError: if `handle` is not a handle of this communicator, or has been waited for already.
+        """
+        if not isinstance(handle, Handle) or handle._comm is not self:
+            raise ValueError(f"handle must be one that this communicator returned, got {handle!r}")
+        return handle.wait()
+
+    def split(self, color: int | None) -> Communicator | None:
+        """The communicator of the ranks that pass the same `color`, in their order here; None for `color=None`.
+
+        Collective over this communicator. The parts share its settings, and its order: :meth:`backward` of any of
+        them covers the calls of all.
+
+        Raises:
+            ValueError: on every rank, if a colour is neither an integer nor None.
+        """
+
+        def state() -> dict[str, Any]:
+            if color is not None and (not isinstance(color, int) or isinstance(color, bool)):
+                raise ValueError(f"color must be an integer or None, got {color!r}")
+            return {"color": color}
+
+        self.transport.check_open()
+        colors = [facts["color"] for facts in handshake(self.transport, state, caller="split")]
+        parts = {c: [rank for rank, other in enumerate(colors) if other == c] for c in colors}
+        transport = self.transport.split(parts[color], member=color is not None)
+        if transport is None:
+            return None
+        part: Communicator = object.__new__(type(self))
+        Communicator.__init__(part, transport, loss=self.loss, check=self.check, trace=self.trace)
+        part._order = self._order
+        return part
+
+    def backward(
+        self, loss: Tensor | None = None, gradient: Tensor | None = None, *, retain_graph: bool = False
+    ) -> None:
+        """Backward of this rank's loss, and of every call of this communicator since the last backward pass.
+
+        On every rank, with None where there is no loss. The adjoints run in exactly the reverse order of the calls, so
+        that ranks with different graphs, or without a loss, meet in every one of them. Parts made by :meth:`split`
+        take part.
+
+        Args:
+            loss: this rank's scalar, or None. Which scalar is differentiated, is the communicator's `loss`.
+            gradient: of the objective with respect to `loss`, by default 1.
+            retain_graph: keep the graph for another backward pass.
+        """
+        self._refuse_dropped_handles()
+        self._order.backward(loss, gradient, retain_graph)
+
+    def _enter(
+        self,
+        operation: str,
+        x: Tensor | None,
+        options: Callable[[], Mapping[str, Any]],
+        check: bool | None,
+        must_match: Sequence[str] = ("dtype", "shape", "op", "root"),
+    ) -> _Entry:
+        """The beginning of every collective: this rank's arguments are sound and, with checking, everyone's agree."""
+        self.transport.check_open()
+        self.calls += 1
+        name = f"{operation} #{self.calls}"
+        checking = self.check if check is None else check
+
+        def state() -> dict[str, Any]:
+            self._refuse_dropped_handles()
+            if x is not None:
+                check_tensor("x", x)
+            facts: dict[str, Any] = {
+                _GRAD_ENABLED: torch.is_grad_enabled(),
+                _NEEDS_GRAD: x is not None and x.requires_grad,
+            }
+            if x is not None:
+                facts |= {"dtype": str(x.dtype), "shape": list(x.shape), SIGNATURE: signature(x)}
+            return {**facts, **options()}
+
+        everyone = None
+        if checking:
+            everyone = handshake(self.transport, state, caller=name, must_match=(*must_match, _GRAD_ENABLED))
+        else:
+            state()
+        joins = everyone is None or any(facts[_NEEDS_GRAD] for facts in everyone)
+        call = Call(self.transport, name, check=checking, trace=self.trace)
+        return _Entry(self._order.enter(call), joins, everyone)
+
+    def _enter_rows(
+        self, operation: str, x: Tensor, counts: Sequence[int] | None, dim: int, check: bool | None, **options: Any
+    ) -> tuple[_Entry, tuple[int, ...]]:
+        """The beginning of a collective to which each rank brings its own rows; and how many each of them brings."""
+
+        def state() -> dict[str, Any]:
+            for name, value in options.items():
+                self._checked_rank(name, value)
+            rows = checked_dim(x, dim)
+            if counts is not None:
+                checked_counts(counts, self.size, x.shape[rows], x, rank=self.rank)
+            given = None if counts is None else list(counts)
+            return {
+                **options,
+                "rows": x.shape[rows],
+                "trailing shape": without(x.shape, rows),
+                "counts": given,
+            }
+
+        names = ("dtype", "trailing shape", "counts", *options)
+        entry = self._enter(operation, x, state, True if counts is None else check, names)
+        if counts is None:
+            assert entry.everyone is not None
+            counts = [facts["rows"] for facts in entry.everyone]
+        return entry, tuple(counts)
+
+    def _enter_parts(
+        self,
+        operation: str,
+        x: Tensor,
+        op: str,
+        counts: Sequence[int] | None,
+        dim: int,
+        check: bool | None,
+        ops: tuple[str, ...] = OPS,
+    ) -> tuple[_Entry, tuple[int, ...]]:
+        """The beginning of a collective that distributes what all ranks hold; and how much each rank receives."""
+        asked: Sequence[int] = ()
+
+        def state() -> dict[str, Any]:
+            nonlocal asked
+            rows = checked_dim(x, dim)
+            asked = Partition.even(x.shape[rows], self.size).counts if counts is None else counts
+            checked_counts(asked, self.size, x.shape[rows], x)
+            return {"op": checked_op(op, x, ops), "counts": list(asked), "dim": rows}
+
+        entry = self._enter(operation, x, state, check, ("dtype", "shape", "op", "counts", "dim"))
+        return entry, tuple(asked)
+
+    def _enter_message(
+        self, operation: str, x: Tensor, peer: int, tag: int, *, sends: bool
+    ) -> tuple[_Entry, Callable[[], None] | None]:
+        """The beginning of a message's end: nothing collective."""
+        self.transport.check_open()
+        self._refuse_dropped_handles()
+        check_tensor("x" if sends else "like", x)
+        if not isinstance(tag, int) or not 0 <= tag <= self.transport.max_tag // CHANNELS:
+            raise ValueError(f"tag must be an integer from 0 to {self.transport.max_tag // CHANNELS}, got {tag!r}")
+        self._messages += 1
+        call = Call(
+            self.transport,
+            f"{operation} (message #{self._messages})",
+            collective=False,
+            silent=sends,
+            check=self.check,
+            trace=self.trace,
+        )
+        verify = None
+        if self.check:
+            verify = exchange_signatures(self.transport, x, operation, sends=sends, peer=peer, tag=tag)
+        return _Entry(self._order.enter(call), True, None), verify
+
+    def _apply(self, entry: _Entry, map: maps.LinearMap, x: Tensor, dim: int | None = None) -> Tensor:
+        """map(x), with the rows of x along `dim`."""
+        with entry.gradients():
+            if dim is None:
+                return nodes.apply(map, x, entry.call)
+            return nodes.apply(map, x.movedim(dim, 0), entry.call).movedim(0, dim)
+
+    def _start(
+        self,
+        entry: _Entry,
+        map: maps.LinearMap,
+        x: Tensor,
+        dim: int | None = None,
+        *,
+        verify: Callable[[], None] | None = None,
+        arrange: Callable[[Tensor], Tensor | None] | None = None,
+    ) -> Handle:
+        """A handle of map(x), with the rows of x along `dim`."""
+        call = entry.call
+        with entry.gradients():
+            flight = nodes.start(map, x if dim is None else x.movedim(dim, 0), call)
+        if arrange is None:
+            arrange = (lambda y: y) if dim is None else (lambda y: y.movedim(0, dim))
+        return Handle(self, flight, x, verify=verify, arrange=arrange)
+
+    def _scale(self, op: str) -> float:
+        return 1.0 if op == "sum" else 1.0 / self.size
+
+    def _checked_rank(self, name: str, rank: int) -> int:
+        if not isinstance(rank, int) or not 0 <= rank < self.size:
+            raise ValueError(f"{name} must be a rank of this communicator, 0 to {self.size - 1}; got {rank!r}")
+        return rank
+
+    def _refuse_dropped_handles(self) -> None:
+        """An operation without an end is reported once."""
+        if self._dropped:
+            names, self._dropped = ", ".join(self._dropped), []
+            raise ValueError(f"handles were dropped without wait(): {names}; keep each handle and wait for it once")
 
 
-def _checked(counts: Sequence[int], comm: Communicator, x: Tensor, *, own_rows: bool) -> Sequence[int]:
-    """Counts have one entry per rank and agree with x: with its own rows, or with all of them."""
-    if len(counts) != comm.size:
-        raise ValueError(f"counts must have one entry per rank, {comm.size}; got {list(counts)}")
-    expected = counts[comm.rank] if own_rows else sum(counts)
-    if x.dim() == 0 or len(x) != expected:
-        raise ValueError(f"counts {list(counts)} ask for {expected} rows, x has shape {tuple(x.shape)}")
-    return counts
+@dataclass(frozen=True)
+class _Entry:
+    """A call that may go ahead."""
+
+    call: Call
+    joins: bool  # whether it takes part in the backward pass
+    everyone: list[dict[str, Any]] | None  # the ranks' facts, with checking
+
+    def gradients(self) -> AbstractContextManager[object]:
+        """Inside, gradients are enabled only if they are outside and the call joins."""
+        return torch.set_grad_enabled(self.joins and torch.is_grad_enabled())
 
 
-def _checked_op(op: str, x: Tensor) -> str:
-    if op not in ("sum", "max"):
-        raise ValueError(f"op must be 'sum' or 'max', got {op!r}")
-    if op == "max" and x.requires_grad and torch.is_grad_enabled():
-        raise ValueError("op='max' has no gradient here, but x requires one; pass x.detach()")
-    return op
+def _switch(variable: str, asked: bool | None, *, default: bool) -> bool:
+    if asked is not None:
+        return asked
+    value = os.environ.get(variable, str(int(default)))
+    if value not in ("0", "1"):
+        raise ValueError(f"the environment variable {variable} must be 0 or 1, got {value!r}")
+    return value == "1"

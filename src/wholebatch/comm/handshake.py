@@ -14,15 +14,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .transport import Transport, named
+
 if TYPE_CHECKING:
     from .communicator import Communicator
 
+SIGNATURE = "signature"  # the fact that says what a rank passed, for the message when the callers differ
 _MESSAGE_BYTES = 2048  # one rank's statement on the wire, as JSON
 _CALLER, _COMPLAINT = "caller", "complaint"
 
 
 def handshake(
-    comm: Communicator,
+    comm: Communicator | Transport,
     state: Callable[[], Mapping[str, Any]],
     *,
     caller: str,
@@ -44,7 +47,13 @@ def handshake(
 
     Raises:
         ValueError: on every rank, with every complaint, or with each rank's value of the fact that differs.
+        CommunicationError: if a rank does not come.
     """
+    if isinstance(comm, Transport):
+        transport = comm
+    else:
+        transport = comm.transport
+        comm.calls += 1
     cause: Exception | None = None
     try:
         mine = {_CALLER: caller, **state()}
@@ -52,59 +61,41 @@ def handshake(
         cause = error
         text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         mine = {_CALLER: caller, _COMPLAINT: text}
-    everyone = [mine] if comm.size == 1 else _exchange(comm, mine)
+    everyone = [mine] if transport.size == 1 else _exchange(transport, mine)
 
-    callers = {rank: facts[_CALLER] for rank, facts in enumerate(everyone)}
-    if len(set(callers.values())) > 1:
+    callers = {rank: _who(facts) for rank, facts in enumerate(everyone)}
+    if len({facts[_CALLER] for facts in everyone}) > 1:
         raise ValueError(
-            f"all ranks must make the same calls in the same order, got {_by_rank(callers, comm.size)}"
+            f"all ranks must make the same calls in the same order, got {_by_rank(callers, transport.size)}"
         ) from cause
     complaints = {rank: facts[_COMPLAINT] for rank, facts in enumerate(everyone) if _COMPLAINT in facts}
     if complaints:
-        raise ValueError(f"{caller}: {_by_rank(complaints, comm.size)}") from cause
+        raise ValueError(f"{caller}: {_by_rank(complaints, transport.size)}") from cause
     for name in must_match:
         values = [facts.get(name) for facts in everyone]
         if any(value != values[0] for value in values):
-            raise ValueError(
-                f"{caller}: {name} must be the same on all ranks, got {_by_rank(dict(enumerate(values)), comm.size)}"
-            )
+            by_rank = _by_rank(dict(enumerate(values)), transport.size)
+            raise ValueError(f"{caller}: {name} must be the same on all ranks, got {by_rank}")
     return everyone
 
 
-def row_counts(comm: Communicator, x: Tensor) -> tuple[int, ...]:
-    """How many rows each rank gathers, once dtype and trailing shape have been found to agree."""
-
-    def state() -> dict[str, Any]:
-        if x.dim() == 0:
-            raise ValueError("x must have at least one dimension, its rows; got a 0-dimensional tensor")
-        return {"rows": len(x), "dtype": str(x.dtype), "trailing shape": list(x.shape[1:])}
-
-    everyone = handshake(comm, state, caller="all_gather", must_match=("dtype", "trailing shape"))
-    return tuple(facts["rows"] for facts in everyone)
+def _who(facts: Mapping[str, Any]) -> str:
+    return f"{facts[_CALLER]} of {facts[SIGNATURE]}" if SIGNATURE in facts else facts[_CALLER]
 
 
-def same_request(
-    comm: Communicator, x: Tensor, caller: str, options: Callable[[], Mapping[str, Any]], *, check: bool
-) -> None:
-    """Make sure that this rank's `options` are sound and, if `check`, that all ranks call `caller` in the same way."""
-    if not check:
-        options()
-        return
-
-    def state() -> dict[str, Any]:
-        return {**options(), "dtype": str(x.dtype), "shape": list(x.shape)}
-
-    handshake(comm, state, caller=caller, must_match=("dtype", "shape", "op", "root", "counts"))
-
-
-def _exchange(comm: Communicator, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _exchange(transport: Transport, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
     text = json.dumps(mine).encode()
     complaint = str(mine.get(_COMPLAINT, "too many facts for one handshake; please report this"))
     while len(text) > _MESSAGE_BYTES:
         complaint = complaint[: len(complaint) * 3 // 4]
         text = json.dumps({_CALLER: mine[_CALLER], _COMPLAINT: complaint + " ..."}).encode()
-    message = torch.frombuffer(bytearray(text.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
-    messages = comm._all_gather(message.unsqueeze(0), (1,) * comm.size)
+    message = torch.frombuffer(bytearray(text.ljust(_MESSAGE_BYTES)), dtype=torch.uint8).unsqueeze(0)
+
+    def _all_gather() -> Tensor:
+        return transport.all_gather(message, (1,) * transport.size)()
+
+    with torch.no_grad():
+        messages = named(transport, _who(mine), True, _all_gather)
     return [json.loads(bytes(row)) for row in messages.tolist()]
 
 

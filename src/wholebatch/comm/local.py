@@ -2,36 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from .communicator import Communicator
+from .maps import Finish, Loss
+from .transport import Transport, done
+
+
+class LocalTransport(Transport):
+    """Size 1, rank 0; messages to itself wait in a queue."""
+
+    rank, size, max_tag = 0, 1, 2**31 - 1
+
+    def check_open(self) -> None:
+        """Always open."""
+
+    def split(self, members: Sequence[int], *, member: bool) -> LocalTransport | None:
+        return LocalTransport() if member else None
+
+    def all_gather(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
+        return done(x.clone())
+
+    def reduce_scatter(self, x: Tensor, counts: tuple[int, ...], op: str) -> Finish:
+        return done(x.clone())
+
+    def all_reduce(self, x: Tensor, op: str) -> Finish:
+        return done(x.clone())
+
+    def broadcast(self, x: Tensor, root: int) -> Finish:
+        return done(x.clone())
+
+    def reduce(self, x: Tensor, root: int, op: str) -> Finish:
+        return done(x.clone())
+
+    def gather(self, x: Tensor, counts: tuple[int, ...], root: int) -> Finish:
+        return done(x.clone())
+
+    def scatter(self, x: Tensor, counts: tuple[int, ...], root: int) -> Finish:
+        return done(x.clone())
+
+    def all_to_all(self, x: Tensor, send_counts: tuple[int, ...], receive_counts: tuple[int, ...]) -> Finish:
+        return done(x.clone())
+
+    def _send(self, x: Tensor, dest: int, wire_tag: int) -> Finish:
+        raise AssertionError("there is no other rank; please report this")
+
+    def _recv(self, out: Tensor, source: int, wire_tag: int) -> Finish:
+        raise AssertionError("there is no other rank; please report this")
 
 
 class LocalCommunicator(Communicator):
-    """Size 1, rank 0, no process group: what every `group=None` becomes when nothing is initialised."""
+    """Size 1, rank 0, no process group: what every `group=None` becomes when nothing is initialised.
 
-    @property
-    def rank(self) -> int:
-        return 0
+    The arguments are those of every :class:`Communicator`.
+    """
 
-    @property
-    def size(self) -> int:
-        return 1
-
-    def __repr__(self) -> str:
-        return "LocalCommunicator()"
-
-    def _all_gather(self, x: Tensor, counts: tuple[int, ...]) -> Tensor:
-        return x.clone()
-
-    def _reduce_scatter(self, x: Tensor, counts: tuple[int, ...]) -> Tensor:
-        return x.clone()
-
-    def _all_reduce(self, x: Tensor, op: str) -> Tensor:
-        return x.clone()
-
-    def _broadcast(self, x: Tensor, root: int) -> Tensor:
-        return x.clone()
-
-    def _reduce(self, x: Tensor, root: int) -> Tensor:
-        return x.clone()
+    def __init__(self, *, loss: Loss = "sum", check: bool | None = None, trace: bool | None = None) -> None:
+        super().__init__(LocalTransport(), loss=loss, check=check, trace=trace)

@@ -1,6 +1,9 @@
-"""Collectives over a torch.distributed process group, any backend, uneven rows included."""
+"""A torch.distributed process group, any backend, uneven rows included."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,8 +12,159 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _c10d
 from .communicator import Communicator
+from .maps import Finish, Loss
+from .transport import Transport, done
 
-_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "prod": dist.ReduceOp.PRODUCT,
+}
+
+
+class TorchTransport(Transport):
+    """Bytes over a process group."""
+
+    max_tag = 2**31 - 1
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.backend = str(dist.get_backend(group))
+        self._default_group: Any = dist.group.WORLD
+
+    def check_open(self) -> None:
+        alive = dist.is_initialized() and dist.group.WORLD is self._default_group
+        if not alive or (self.group is not None and dist.get_rank(self.group) < 0):
+            raise ValueError(
+                "the process group of this communicator has been destroyed; make a new communicator after "
+                "torch.distributed.init_process_group()"
+            )
+
+    def split(self, members: Sequence[int], *, member: bool) -> TorchTransport | None:
+        if not member:
+            return None
+        ranks = [
+            dist.get_global_rank(self.group if self.group is not None else self._default_group, member)
+            for member in members
+        ]
+        return TorchTransport(dist.new_group(ranks, use_local_synchronization=True))
+
+    def all_gather(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
+        wire = self._wire(x)
+        out = wire.new_empty((sum(counts), *x.shape[1:]))
+        if not out.numel():
+            return done(out.to(x.device))
+        if len(set(counts)) == 1 and wire.is_cuda:
+            works = [_c10d.all_gather_single(out, wire, group=self.group, async_op=True)]
+        else:
+            # On the CPU, broadcasts into the slices beat gloo's all-gather, need no padding, and take any counts.
+            works = []
+            for root, part in enumerate(out.split(counts)):
+                if root == self.rank:
+                    part.copy_(wire)
+                if part.numel():
+                    works.append(dist.broadcast(part, group=self.group, group_src=root, async_op=True))
+        return _after(works, lambda: out.to(x.device), wire)
+
+    def reduce_scatter(self, x: Tensor, counts: tuple[int, ...], op: str) -> Finish:
+        wire = self._wire(x)
+        own = (counts[self.rank], *x.shape[1:])
+        if len(set(counts)) == 1 and "nccl" in self.backend and wire.is_cuda:
+            out = wire.new_empty(own)
+            work = _c10d.reduce_scatter_single(out, wire, op=_REDUCE_OPS[op], group=self.group, async_op=True)
+            return _after([work], lambda: out.to(x.device), wire)
+        # Each rank receives its rows from all ranks and reduces them in the order of the ranks: the same bytes as a
+        # reduce-scatter, any counts, the same bits on every run.
+        parts = self.all_to_all(wire, counts, (counts[self.rank],) * self.size)
+        return lambda: _reduce_parts(parts().unflatten(0, (self.size, own[0])), op).to(x.device)
+
+    def all_reduce(self, x: Tensor, op: str) -> Finish:
+        out = self._copy(x)
+        if not out.numel():
+            return done(out.to(x.device))
+        work = dist.all_reduce(out, op=_REDUCE_OPS[op], group=self.group, async_op=True)
+        return _after([work], lambda: out.to(x.device))
+
+    def broadcast(self, x: Tensor, root: int) -> Finish:
+        out = self._copy(x)
+        if not out.numel():
+            return done(out.to(x.device))
+        work = dist.broadcast(out, group=self.group, group_src=root, async_op=True)
+        return _after([work], lambda: out.to(x.device))
+
+    def reduce(self, x: Tensor, root: int, op: str) -> Finish:
+        out = self._copy(x)
+        if not out.numel():
+            return done(out.to(x.device))
+        work = dist.reduce(out, op=_REDUCE_OPS[op], group=self.group, group_dst=root, async_op=True)
+        # Away from the root the buffer holds partial results.
+        return _after([work], lambda: out.to(x.device) if self.rank == root else torch.zeros_like(x))
+
+    def gather(self, x: Tensor, counts: tuple[int, ...], root: int) -> Finish:
+        send_counts = [0] * self.size
+        send_counts[root] = counts[self.rank]
+        receive_counts = counts if self.rank == root else (0,) * self.size
+        return self.all_to_all(x, tuple(send_counts), receive_counts)
+
+    def scatter(self, x: Tensor, counts: tuple[int, ...], root: int) -> Finish:
+        send_counts = counts if self.rank == root else (0,) * self.size
+        receive_counts = [0] * self.size
+        receive_counts[root] = counts[self.rank]
+        return self.all_to_all(x if self.rank == root else x[:0], send_counts, tuple(receive_counts))
+
+    def all_to_all(self, x: Tensor, send_counts: tuple[int, ...], receive_counts: tuple[int, ...]) -> Finish:
+        wire = self._wire(x)
+        out = wire.new_empty((sum(receive_counts), *x.shape[1:]))
+        work = dist.all_to_all_single(
+            out, wire, list(receive_counts), list(send_counts), group=self.group, async_op=True
+        )
+        return _after([work], lambda: out.to(x.device), wire)
+
+    def _send(self, x: Tensor, dest: int, wire_tag: int) -> Finish:
+        wire = self._wire(x)
+        if not wire.numel():
+            return done(x)
+        return _after([dist.isend(wire, group=self.group, group_dst=dest, tag=wire_tag)], lambda: x, wire)
+
+    def _recv(self, out: Tensor, source: int, wire_tag: int) -> Finish:
+        wire = self._wire(out)
+        if not wire.numel():
+            return done(out)
+        work = dist.irecv(wire, group=self.group, group_src=source, tag=wire_tag)
+        return _after([work], lambda: wire.to(out.device))
+
+    def _wire(self, x: Tensor) -> Tensor:
+        """x on a device that this group's backend can move."""
+        if x.device.type == "cpu":
+            return x.to("cuda") if self.backend == "nccl" else x
+        return x if "nccl" in self.backend and x.device.type == "cuda" else x.cpu()
+
+    def _copy(self, x: Tensor) -> Tensor:
+        """x on the wire's device, in memory of its own: the backend writes into it."""
+        wire = self._wire(x)
+        return wire.clone() if wire is x else wire
+
+
+def _after(works: Sequence[Any], result: Callable[[], Tensor], *keep: Tensor) -> Finish:
+    """Wait for c10d's handles, then return `result()`; until then, `keep` stays in memory."""
+
+    def finish(_keep: tuple[Tensor, ...] = keep) -> Tensor:
+        for work in works:
+            work.wait()
+        return result()
+
+    return finish
+
+
+def _reduce_parts(parts: Tensor, op: str) -> Tensor:
+    if op == "sum":
+        return parts.sum(0, dtype=parts.dtype)
+    if op == "prod":
+        return parts.prod(0, dtype=parts.dtype)
+    return parts.amax(0) if op == "max" else parts.amin(0)
 
 
 class TorchCommunicator(Communicator):
@@ -18,13 +172,16 @@ class TorchCommunicator(Communicator):
 
     Args:
         group: a `ProcessGroup`, a one-dimensional `DeviceMesh`, or None for the default group as it is now.
+        loss, check, trace: as for every :class:`Communicator`.
 
     Raises:
         ValueError: if torch.distributed is not initialised, if this rank is not in the group, or if `group` is
             something else.
     """
 
-    def __init__(self, group: object = None) -> None:
+    def __init__(
+        self, group: object = None, *, loss: Loss = "sum", check: bool | None = None, trace: bool | None = None
+    ) -> None:
         if not dist.is_initialized():
             raise ValueError(
                 "torch.distributed is not initialised: call torch.distributed.init_process_group() first, "
@@ -40,72 +197,7 @@ class TorchCommunicator(Communicator):
             raise ValueError(f"group must be a ProcessGroup, a DeviceMesh or None; got {type(group).__name__}")
         if group is not None and dist.get_rank(group) < 0:
             raise ValueError(_not_a_member())
-        self._group = group
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
-        self._backend = str(dist.get_backend(group))
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    def __repr__(self) -> str:
-        return f"TorchCommunicator(rank={self.rank}, size={self.size}, backend={self._backend!r})"
-
-    def _wire(self, x: Tensor) -> Tensor:
-        """x on a device that this group's backend can move."""
-        if x.device.type == "cpu":
-            return x.to("cuda") if self._backend == "nccl" else x
-        return x if "nccl" in self._backend and x.device.type == "cuda" else x.cpu()
-
-    def _all_gather(self, x: Tensor, counts: tuple[int, ...]) -> Tensor:
-        wire = self._wire(x)
-        out = wire.new_empty((sum(counts), *x.shape[1:]))
-        if len(set(counts)) == 1 and out.numel():
-            _c10d.all_gather_single(out, wire, group=self._group)
-        else:
-            # Backends disagree about uneven all-gathers; broadcasts into the slices need no padding.
-            for root, part in enumerate(out.split(counts)):
-                if part.numel():
-                    if root == self.rank:
-                        part.copy_(wire)
-                    dist.broadcast(part, group=self._group, group_src=root)
-        return out.to(x.device)
-
-    def _reduce_scatter(self, x: Tensor, counts: tuple[int, ...]) -> Tensor:
-        wire = self._wire(x)
-        own = wire.new_empty((counts[self.rank], *x.shape[1:]))
-        if len(set(counts)) == 1 and "nccl" in self._backend and wire.is_cuda:
-            _c10d.reduce_scatter_single(own, wire, group=self._group)
-            return own.to(x.device)
-        # Each rank receives its rows from all ranks and adds them in the order of the ranks: the same bytes as a
-        # reduce-scatter, any counts, the same bits on every run.
-        parts = wire.new_empty((self.size * counts[self.rank], *x.shape[1:]))
-        dist.all_to_all_single(parts, wire, [counts[self.rank]] * self.size, list(counts), group=self._group)
-        torch.sum(parts.unflatten(0, (self.size, counts[self.rank])), dim=0, out=own)
-        return own.to(x.device)
-
-    def _all_reduce(self, x: Tensor, op: str) -> Tensor:
-        out = self._wire(x).clone()
-        if out.numel():
-            dist.all_reduce(out, op=_REDUCE_OPS[op], group=self._group)
-        return out.to(x.device)
-
-    def _broadcast(self, x: Tensor, root: int) -> Tensor:
-        out = self._wire(x).clone()
-        if out.numel():
-            dist.broadcast(out, group=self._group, group_src=root)
-        return out.to(x.device)
-
-    def _reduce(self, x: Tensor, root: int) -> Tensor:
-        out = self._wire(x).clone()
-        if out.numel():
-            dist.reduce(out, op=dist.ReduceOp.SUM, group=self._group, group_dst=root)
-        # Away from the root the buffer holds partial sums.
-        return out.to(x.device) if self.rank == root else torch.zeros_like(x)
+        super().__init__(TorchTransport(group), loss=loss, check=check, trace=trace)
 
 
 def _not_a_member() -> str:

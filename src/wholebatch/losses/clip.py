@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_alike, check_choice, check_features, check_finite, check_label_smoothing, check_scalar
+from .._once import once_differentiable
 from .._precision import accumulation_dtype
 from ..comm import Communicator, Group, handshake, select_communicator
 from ..exchange import GatherExchange
@@ -26,7 +27,6 @@ from ..partition import Partition
 from ..sweep import SoftmaxSweep
 from ..sync import Sync, check_sync, feature_factor, loss_parameter_gradient
 from ._joining import GRAD_ENABLED, gradient_facts, join
-from ._once import once_differentiable
 
 
 def clip_loss(

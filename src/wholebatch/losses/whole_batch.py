@@ -1,10 +1,11 @@
 """Any single-process loss of the whole batch's representations, made exact on many processes.
 
-Every rank gathers all rows and computes the same L = loss_fn(X_1, X_2, ...) in full. Two strategies differ in how the
-gradient comes home; both let W dL/dX_r reach rank r's rows, which is what an averaging engine needs:
+L = loss_fn(X_1, X_2, ...) of all rows, computed in full on every rank or on one. The strategies differ in how the
+gradient comes home; all let W dL/dX_r reach rank r's rows, which is what an averaging engine needs:
 
     "gather"     the gather's adjoint adds the W equal gradients of the ranks: one reduce-scatter per input
     "replicate"  gathered without gradient, this rank's own rows put back; their gradient is dL/dX_r, times W here
+    "root"       one rank gathers, computes L and its gradient, and scatters that, times W: see `_root`
 
 The factor belongs on the features' path and nowhere else. The usual recipe puts it on the loss, and with it on every
 parameter inside loss_fn: its temperature's gradient is then W times too large after the average.
@@ -13,7 +14,7 @@ parameter inside loss_fn: its temperature's gradient is then W times too large a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -21,12 +22,15 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from .._checks import check_choice, check_finite
-from ..comm import Communicator, Group, handshake, select_communicator
+from ..comm import Communicator, Group, handshake, nodes, select_communicator
+from ..comm.call import Call
+from ..comm.maps import AllGather
 from ..partition import Partition
 from ..sync import Sync, check_sync, replicated_loss_factor
 from ._joining import GRAD_ENABLED, gradient_facts, join
+from ._root import checked_loss, loss_at_root
 
-STRATEGIES = ("gather", "replicate")
+STRATEGIES = ("gather", "replicate", "root")
 
 
 class WholeBatch(nn.Module):
@@ -39,14 +43,17 @@ class WholeBatch(nn.Module):
             of this one. It has to give the same value on every rank: no dropout, or the same seed everywhere.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: what the engine does with gradients afterwards: "mean", "sum" or None.
-        strategy: "gather" or "replicate": see the comparison below. The gradients are the same.
+        strategy: "gather", "replicate" or "root": see the comparison below. The gradients are the same.
+        root: the rank that computes, under "root"; it may hold no rows of its own.
 
     Parameters of the loss (a temperature, a projection inside loss_fn, a tensor passed by keyword) receive dL/dtheta
     in full on every rank under `sync="mean"`, and 1/W of it under "sum" and None, so that the ranks' gradients add up.
 
     "replicate" needs no communication in backward. "gather" also stays right where loss_fn's gradient differs between
     ranks by rounding (it hands each rank the average), at the price of one reduce-scatter per differentiable input.
-    Either way each rank does the work and holds the memory of the whole batch; where a flat loss exists
+    Either way each rank does the work and holds the memory of the whole batch. Under "root" one rank does, and the
+    others wait: for one device with more memory than the rest. Only parameters that loss_fn owns as a module, or
+    receives, are allowed then, and the gradient cannot be differentiated again. Where a flat loss exists
     (`wholebatch.CLIPLoss`), it does 1/W of the work.
 
     Raises:
@@ -64,14 +71,17 @@ class WholeBatch(nn.Module):
         *,
         group: Group = None,
         sync: Sync = "mean",
-        strategy: Literal["gather", "replicate"] = "gather",
+        strategy: Literal["gather", "replicate", "root"] = "gather",
+        root: int = 0,
     ) -> None:
         super().__init__()
         check_sync(sync)
         check_choice("strategy", strategy, STRATEGIES)
         if not callable(loss_fn):
             raise ValueError(f"loss_fn must be callable, got {type(loss_fn).__name__}")
-        self.loss_fn, self.group, self.sync, self.strategy = loss_fn, group, sync, strategy
+        if not isinstance(root, int) or root < 0:
+            raise ValueError(f"root must be a rank, 0 or more; got {root!r}")
+        self.loss_fn, self.group, self.sync, self.strategy, self.root = loss_fn, group, sync, strategy, root
 
     def forward(self, *representations: Any, **kwargs: Any) -> Tensor:
         """L, the same on all ranks.
@@ -92,15 +102,20 @@ class WholeBatch(nn.Module):
         comm = select_communicator(self.group)
         has_rows = [isinstance(x, Tensor) and x.dim() > 0 for x in representations]
         inputs = [x for x, rows in zip(representations, has_rows, strict=True) if rows]
+        parameters = self._parameters_of_the_loss(representations, has_rows, kwargs)
 
         def state() -> dict[str, Any]:
             if not inputs:
                 raise ValueError("pass at least one tensor with rows, (rows, ...), as a positional argument")
+            if self.root >= comm.size:
+                raise ValueError(f"root must be a rank of the group, 0 to {comm.size - 1}; got {self.root}")
             for position, x in enumerate(inputs):
                 check_finite(f"representation {position}", x)
             return {
                 "sync": self.sync,
                 "strategy": self.strategy,
+                "root": self.root,
+                "parameters": [list(parameter.shape) for parameter in parameters],
                 "rows": [len(x) for x in inputs],
                 "dtypes": [str(x.dtype) for x in inputs],
                 "device types": [x.device.type for x in inputs],
@@ -112,20 +127,47 @@ class WholeBatch(nn.Module):
             comm,
             state,
             caller="WholeBatch",
-            must_match=("sync", "strategy", "dtypes", "device types", "trailing shapes", GRAD_ENABLED),
+            must_match=(
+                "sync",
+                "strategy",
+                "root",
+                "parameters",
+                "dtypes",
+                "device types",
+                "trailing shapes",
+                GRAD_ENABLED,
+            ),
         )
         partitions = [Partition(counts) for counts in zip(*(facts["rows"] for facts in everyone), strict=True)]
         if not any(partition.total for partition in partitions):
             raise ValueError("WholeBatch: the global batch is empty, every rank passed 0 rows")
         _refuse_gathered_scalars(inputs, partitions)
         _refuse_misaligned_rows(partitions)
+
+        def compute(full: Iterable[Tensor]) -> Any:
+            remaining = iter(full)
+            arguments = [next(remaining) if rows else x for x, rows in zip(representations, has_rows, strict=True)]
+            return self.loss_fn(*arguments, **kwargs)
+
+        inputs = join(inputs, everyone)
+        if self.strategy == "root":
+            return loss_at_root(comm, self.root, self.sync, compute, inputs, partitions, parameters)
         spread = _gather if self.strategy == "gather" else _replicate
-        full = iter(
-            [spread(comm, x, partition) for x, partition in zip(join(inputs, everyone), partitions, strict=True)]
-        )
-        arguments = [next(full) if rows else x for x, rows in zip(representations, has_rows, strict=True)]
-        loss = _same_on_all_ranks(comm, lambda: self.loss_fn(*arguments, **kwargs))
+        full = [spread(comm, x, partition) for x, partition in zip(inputs, partitions, strict=True)]
+        loss = _same_on_all_ranks(comm, lambda: compute(full))
         return _ScaleGradient.apply(loss, replicated_loss_factor(self.sync, comm.size))
+
+    def _parameters_of_the_loss(
+        self, representations: tuple[Any, ...], has_rows: list[bool], kwargs: dict[str, Any]
+    ) -> list[Tensor]:
+        """Tensors other than rows that loss_fn may send a gradient to; strategy "root" has to know them."""
+        if self.strategy != "root":
+            return []
+        passed = [x for x, rows in zip(representations, has_rows, strict=True) if not rows]
+        candidates = [*passed, *kwargs.values()]
+        if isinstance(self.loss_fn, nn.Module):
+            candidates += self.loss_fn.parameters()
+        return [x for x in candidates if isinstance(x, Tensor) and x.requires_grad]
 
     def extra_repr(self) -> str:
         return f"strategy={self.strategy!r}, sync={self.sync!r}"
@@ -133,13 +175,13 @@ class WholeBatch(nn.Module):
 
 def _gather(comm: Communicator, x: Tensor, partition: Partition) -> Tensor:
     """All rows; the gradient that comes back is the sum over ranks of W equal ones, W dL/dX_r."""
-    return comm.all_gather(x, counts=partition.counts)
+    return nodes.apply(AllGather(comm.transport, partition.counts), x, Call(comm.transport, "WholeBatch's all_gather"))
 
 
 def _replicate(comm: Communicator, x: Tensor, partition: Partition) -> Tensor:
     """All rows without gradient, and this rank's own with W times theirs."""
     own = partition.rows(comm.rank)
-    full = comm.all_gather(x.detach(), counts=partition.counts)
+    full = comm.all_gather(x.detach(), counts=partition.counts, check=False)
     if not x.requires_grad:
         return full
     return torch.cat([full[: own.start], _ScaleGradient.apply(x, comm.size), full[own.stop :]])
@@ -191,10 +233,7 @@ def _same_on_all_ranks(comm: Communicator, compute: Callable[[], Any]) -> Tensor
 
     def state() -> dict[str, Any]:
         nonlocal loss
-        loss = compute()
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"loss_fn must return a tensor of one element, got {got}; reduce it, e.g. by .mean()")
+        loss = checked_loss(compute())
         return {"value": loss.detach().item()}
 
     values = [facts["value"] for facts in handshake(comm, state, caller="WholeBatch loss_fn")]

@@ -38,6 +38,6 @@ class _Constant(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         raise RuntimeError(
-            "this loss can be differentiated once: its gradient has no gradient (double backward). For second "
-            "derivatives use wholebatch.reference on the gathered batch, e.g. wholebatch.WholeBatch(reference loss)"
+            "this can be differentiated once: its gradient has no gradient (double backward). For second derivatives "
+            "of a loss use wholebatch.reference on the gathered batch, e.g. wholebatch.WholeBatch(reference loss)"
         )

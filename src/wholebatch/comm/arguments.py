@@ -1,0 +1,55 @@
+"""What a rank can see of its own arguments, one precondition each; every message shows expected, got and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+SUMS = ("sum", "avg")
+OPS = (*SUMS, "max", "min", "prod")
+
+
+def check_tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.layout is not torch.strided or x.device.type == "meta":
+        raise ValueError(f"{name} must be a dense tensor with data, got layout {x.layout} on device {x.device}")
+
+
+def checked_dim(x: Tensor, dim: int) -> int:
+    """`dim`, counted from the front."""
+    if x.dim() == 0:
+        raise ValueError("x must have at least one dimension, its rows; got a 0-dimensional tensor")
+    if not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim must be from {-x.dim()} to {x.dim() - 1} for x of shape {tuple(x.shape)}; got {dim!r}")
+    return dim % x.dim()
+
+
+def without(shape: torch.Size, dim: int) -> list[int]:
+    return [*shape[:dim], *shape[dim + 1 :]]
+
+
+def checked_counts(
+    counts: Sequence[int], size: int, rows: int | None, x: Tensor, name: str = "counts", rank: int | None = None
+) -> None:
+    """One count per rank, none negative; they ask for x's rows: all of them, or `rank`'s own."""
+    if len(counts) != size or any(not isinstance(count, int) or count < 0 for count in counts):
+        raise ValueError(f"{name} must have one entry per rank, {size}, none negative; got {list(counts)}")
+    expected = sum(counts) if rank is None else counts[rank]
+    if rows is not None and rows != expected:
+        raise ValueError(f"{name} {list(counts)} ask for {expected} rows, x has shape {tuple(x.shape)}")
+
+
+def checked_op(op: str, x: Tensor, ops: tuple[str, ...]) -> str:
+    """`op` exists and is defined for x's dtype."""
+    if op not in ops:
+        raise ValueError(f"op must be one of {', '.join(map(repr, ops))}; got {op!r}")
+    if x.dtype == torch.bool:
+        raise ValueError("booleans have no sums; cast x to an integer dtype")
+    if op == "avg" and not (x.is_floating_point() or x.is_complex()):
+        raise ValueError(f"op='avg' of {x.dtype} would not be an integer; cast x, or use op='sum'")
+    if op not in SUMS and x.is_complex():
+        raise ValueError(f"op={op!r} is not offered for complex numbers, got {x.dtype}")
+    return op

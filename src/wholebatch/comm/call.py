@@ -1,0 +1,81 @@
+"""One call of an operation: its name in errors and traces, and whether all ranks must agree on its adjoint."""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from .handshake import handshake
+from .maps import Finish, Map
+from .transport import Transport, named
+
+if TYPE_CHECKING:
+    from .order import Order
+
+
+@dataclass(frozen=True)
+class Call:
+    """What has to be known of a call when it is run, and again when its adjoint is.
+
+    `name` is the same on all ranks where the operation is collective. `index` is the call's place in `order`, None
+    where nobody keeps account. A `silent` call has no output through which a loss could reach it.
+    """
+
+    transport: Transport
+    name: str
+    collective: bool = True
+    silent: bool = False
+    check: bool = False
+    trace: bool = False
+    index: int | None = None
+    order: weakref.ref[Order] | None = field(default=None, repr=False)
+
+    @property
+    def adjoint(self) -> Call:
+        """The call that the backward pass makes."""
+        return replace(self, name=f"adjoint of {self.name}", index=None, order=None)
+
+    def again(self) -> Call:
+        """The call, with the next place in its order."""
+        order = self.order() if self.order is not None else None
+        return self if order is None else order.enter(self)
+
+    def reached(self) -> None:
+        """Tell the order that the backward pass has come to this call."""
+        order = self.order() if self.order is not None else None
+        if order is not None:
+            order.reached(self)
+
+    def agree(self, map: Map) -> None:
+        """With checking: all ranks are about to make this call, or all raise."""
+        if self.check and self.collective and map.moves_data:
+            handshake(self.transport, dict, caller=self.name)
+
+    def run(self, map: Map, x: Tensor) -> Tensor:
+        """map(x)."""
+        return self.start(map, x)()
+
+    def start(self, map: Map, x: Tensor) -> Finish:
+        """map.start(x); what goes wrong there, or in waiting for it, is reported under this call's name."""
+        what, begin = f"{self.name}, {signature(x)}", time.perf_counter()
+        finish = named(self.transport, what, self.check, lambda: map.start(x.detach()))
+
+        def finish_by_name() -> Tensor:
+            y = named(self.transport, what, self.check, finish)
+            if self.trace:
+                took_ms = 1e3 * (time.perf_counter() - begin)
+                ranks = f"rank {self.transport.rank} of {self.transport.size}"
+                print(f"[{ranks}] {what} -> {signature(y)}, {took_ms:.2f} ms", file=sys.stderr, flush=True)
+            return y
+
+        return finish_by_name
+
+
+def signature(x: Tensor) -> str:
+    """Dtype and shape, as in `float32(4, 3)`."""
+    return f"{str(x.dtype).removeprefix('torch.')}({', '.join(map(str, x.shape))})"

@@ -1,0 +1,70 @@
+"""What a nonblocking operation returns, and must be waited for exactly once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from . import nodes
+
+if TYPE_CHECKING:
+    from .communicator import Communicator
+
+
+class Handle:
+    """An operation under way. `wait()` it once, on the communicator that started it; do not write to its input before.
+
+    A handle that is dropped leaves an operation without an end: the communicator then raises at its next call (with
+    checking, on every rank), and the buffers stay in memory.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        flight: nodes.Flight,
+        x: Tensor,
+        *,
+        verify: Callable[[], None] | None = None,
+        arrange: Callable[[Tensor], Tensor | None],
+    ) -> None:
+        self._comm, self._flight, self._ticket = comm, flight, flight.ticket
+        self._x: Tensor | None = x
+        self._version = 0 if x.is_inference() else x._version
+        self._verify, self._arrange = verify, arrange
+        self._name = flight.start_call.name
+
+    def wait(self) -> Tensor | None:
+        """The operation's result, None for a send.
+
+        Raises:
+            ValueError: if this handle has been waited for already, or the two ends of a message do not fit (checking).
+            RuntimeError: if the operation's input was modified in place while it was under way.
+            CommunicationError: if the operation failed or timed out.
+        """
+        if self._x is None:
+            raise ValueError(f"{self._name} has been waited for already; wait once and keep the result")
+        x, self._x = self._x, None
+        try:
+            if self._verify is not None:
+                self._verify()
+            y = nodes.wait(self._flight, self._ticket)
+        except Exception:
+            self._comm._unfinished.append(self._flight)
+            raise
+        if not x.is_inference() and x._version != self._version:
+            raise RuntimeError(
+                f"the input of {self._name} was modified in place before wait(); what arrived is undefined"
+            )
+        return self._arrange(y)
+
+    def __repr__(self) -> str:
+        return f"<Handle of {self._name}, {'waited for' if self._x is None else 'under way'}>"
+
+    def __del__(self) -> None:
+        if getattr(self, "_x", None) is not None:
+            self._comm._dropped.append(self._name)
+            self._comm._unfinished.append((self._flight, self._verify))
+            warnings.warn(f"the handle of {self._name} was dropped without wait()", ResourceWarning, stacklevel=2)

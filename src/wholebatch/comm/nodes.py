@@ -1,0 +1,145 @@
+"""The autograd nodes: one for a map, two for a map that is started here and waited for there.
+
+The backward of each node is the map's adjoint, run through these same nodes, so that gradients can be differentiated
+again. None of them writes into the gradient that autograd hands over: another branch of the graph may hold it too.
+
+    y = map(x)                            x_bar = map.adjoint(y_bar)
+
+    ticket = start(map, x)                x_bar  = wait(ticket')
+    y      = wait(ticket)                 ticket' = start(map.adjoint, y_bar)
+
+Read from below, the right column is the left one with the adjoint in the place of the map: the backward of the wait
+starts, and the backward of the start waits. The tickets carry no numbers, only the order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from .call import Call
+from .maps import Finish, LinearMap
+
+# An input that always requires a gradient: the node exists, and its adjoint runs, on ranks whose x needs none.
+ALWAYS = torch.empty(0, requires_grad=True)
+
+
+def apply(map: LinearMap, x: Tensor, call: Call) -> Tensor:
+    """map(x), differentiable."""
+    if not is_differentiable(x):
+        return call.run(map, x)
+    y, token = _Apply.apply(x, ALWAYS, map, call)
+    keep(call, token)
+    return y
+
+
+def is_differentiable(x: Tensor) -> bool:
+    """Whether a gradient may come back to x: on every rank alike, whether or not x requires one on this rank."""
+    return torch.is_grad_enabled() and (x.is_floating_point() or x.is_complex())
+
+
+class _Apply(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, always: Tensor, map: LinearMap, call: Call) -> tuple[Tensor, Tensor]:
+        ctx.map, ctx.call = map, call
+        return call.run(map, x), torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _token: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.call.reached()
+        ctx.call.adjoint.agree(ctx.map.adjoint)
+        return apply(ctx.map.adjoint, grad, ctx.call.adjoint), None, None, None
+
+
+class Flight:
+    """A map under way, between its start and its wait."""
+
+    def __init__(self, map: LinearMap, call: Call) -> None:
+        self.map, self.start_call = map, call
+        self.wait_call = replace(call, name=f"wait for {call.name}", index=None)
+        self.ticket = torch.empty(0)
+        self.finish: Finish | None = None
+        self.output: tuple[torch.Size, torch.dtype, torch.device] | None = None
+        self.adjoint: Flight | None = None  # put under way by the backward of the wait
+
+
+def start(map: LinearMap, x: Tensor, call: Call) -> Flight:
+    """Put map(x) under way, differentiable."""
+    flight = Flight(map, call)
+    if is_differentiable(x):
+        flight.ticket, token = _Start.apply(x, ALWAYS, flight)
+        keep(call, token)
+    else:
+        flight.finish = call.start(map, x)
+    return flight
+
+
+def wait(flight: Flight, ticket: Tensor) -> Tensor:
+    """The result of a map that is under way."""
+    assert flight.finish is not None
+    if flight.wait_call.order is not None:
+        flight.wait_call = flight.wait_call.again()  # its place is where it is called, not where its start was
+    if not (torch.is_grad_enabled() and ticket.requires_grad):
+        return flight.finish()
+    y, token = _Wait.apply(ticket, flight)
+    keep(flight.wait_call, token)
+    return y
+
+
+class _Start(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, always: Tensor, flight: Flight) -> tuple[Tensor, Tensor]:
+        ctx.flight = flight
+        flight.finish = flight.start_call.start(flight.map, x)
+        return torch.empty(0), torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, ticket_grad: Tensor, _token: Tensor) -> tuple[Tensor, None, None]:
+        flight: Flight = ctx.flight
+        flight.start_call.reached()
+        if flight.adjoint is None:  # nothing depends on the result: y_bar = 0
+            ticket_grad = _start_adjoint(flight, None)
+        adjoint, flight.adjoint = flight.adjoint, None
+        assert adjoint is not None
+        return wait(adjoint, ticket_grad), None, None
+
+
+class _Wait(Function):
+    @staticmethod
+    def forward(ctx: Any, ticket: Tensor, flight: Flight) -> tuple[Tensor, Tensor]:
+        ctx.flight = flight
+        assert flight.finish is not None
+        y = flight.finish()
+        flight.output = y.shape, y.dtype, y.device
+        return y, torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _token: Tensor) -> tuple[Tensor, None]:
+        ctx.flight.wait_call.reached()
+        return _start_adjoint(ctx.flight, grad), None
+
+
+def _start_adjoint(flight: Flight, grad: Tensor | None) -> Tensor:
+    """Put the adjoint under way; its ticket is the gradient of the forward's ticket."""
+    if grad is None:
+        if flight.output is None:
+            raise RuntimeError(
+                f"{flight.start_call.name} was never waited for, so its gradient cannot be computed; "
+                "call wait() on its handle before the backward pass"
+            )
+        shape, dtype, device = flight.output
+        grad = torch.zeros(shape, dtype=dtype, device=device)
+    call = flight.start_call.adjoint
+    call.agree(flight.map.adjoint)
+    flight.adjoint = start(flight.map.adjoint, grad, call)
+    return flight.adjoint.ticket
+
+
+def keep(call: Call, token: Tensor) -> None:
+    order = call.order() if call.order is not None else None
+    if order is not None:
+        order.keep(call, token)

@@ -1,0 +1,103 @@
+"""Maximum, minimum and product over the ranks, with their gradients. They are not linear, so they have no adjoint.
+
+With g = sum_q y_bar_q over ranks for the sum of the ranks' losses, or y_bar itself for one replicated loss:
+
+    y = max_q x_q     x_bar_r = g [x_r = y] / (number of ranks with x_q = y)      likewise min; as torch.amax does
+    y = prod_q x_q    x_bar_r = g prod_{q /= r} x_q
+
+The product of the others is taken from the product P of the nonzero factors and the number Z of zeros, so that it is
+right where a factor is zero: P / x_r if Z = 0, P at the one zero if Z = 1, and 0 elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from .._once import once_differentiable
+from .._precision import accumulation_dtype
+from .call import Call
+from .maps import AllReduce, Finish, Loss, Map
+from .nodes import ALWAYS, apply, is_differentiable, keep
+
+
+@dataclass(frozen=True)
+class Reduction(Map):
+    """y = op_q x_q on every rank; half precision in float32."""
+
+    op: str
+
+    def start(self, x: Tensor) -> Finish:
+        finish = self.transport.all_reduce(x.detach().contiguous().to(accumulation_dtype(x.dtype)), self.op)
+        return lambda: finish().to(x.dtype)
+
+
+def reduce_nonlinearly(x: Tensor, op: str, call: Call, loss: Loss) -> Tensor:
+    """max_q x_q, min_q x_q or prod_q x_q on every rank, differentiable."""
+    reduction = Reduction(call.transport, op)
+    if not is_differentiable(x):
+        return call.run(reduction, x)
+    node = _Product if op == "prod" else _Extremum
+    y, token = node.apply(x, ALWAYS, reduction, call, loss)
+    keep(call, token)
+    return y
+
+
+class _Extremum(Function):
+    """y = max_q x_q or min_q x_q."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, always: Tensor, reduction: Reduction, call: Call, loss: Loss
+    ) -> tuple[Tensor, Tensor]:
+        ctx.call, ctx.loss = call, loss
+        y = call.run(reduction, x)
+        ctx.save_for_backward(x, y)
+        return y, torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _token: Tensor) -> tuple[Tensor, None, None, None, None]:
+        ctx.call.reached()
+        x, y = ctx.saved_tensors
+        total = _over_losses(grad, ctx.call, ctx.loss)
+        attained = (x == y).to(accumulation_dtype(grad.dtype))
+        with torch.no_grad():
+            ties = apply(AllReduce(ctx.call.transport), attained, ctx.call.adjoint)
+        return (total * (attained / ties)).to(grad.dtype), None, None, None, None
+
+
+class _Product(Function):
+    """y = prod_q x_q."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, always: Tensor, reduction: Reduction, call: Call, loss: Loss
+    ) -> tuple[Tensor, Tensor]:
+        ctx.call, ctx.loss, ctx.reduction = call, loss, reduction
+        ctx.save_for_backward(x)
+        return call.run(reduction, x), torch.empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _token: Tensor) -> tuple[Tensor, None, None, None, None]:
+        ctx.call.reached()
+        (x,) = ctx.saved_tensors
+        total = _over_losses(grad, ctx.call, ctx.loss)
+        wide = x.to(accumulation_dtype(x.dtype))
+        is_zero = wide == 0
+        nonzero = wide.masked_fill(is_zero, 1)
+        product = ctx.call.adjoint.run(ctx.reduction, nonzero)
+        zeros = apply(AllReduce(ctx.call.transport), is_zero.to(wide.dtype), ctx.call.adjoint)
+        others = torch.where(is_zero, (zeros == 1) * product, (zeros == 0) * product / nonzero)
+        return (total * others).to(grad.dtype), None, None, None, None
+
+
+def _over_losses(grad: Tensor, call: Call, loss: Loss) -> Tensor:
+    """g: the cotangents of the copies of y, summed over the ranks' losses, or of the one replicated loss."""
+    adjoint = AllReduce(call.transport, loss=loss).adjoint
+    call.adjoint.agree(adjoint)
+    return apply(adjoint, grad, call.adjoint)

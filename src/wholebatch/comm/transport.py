@@ -1,0 +1,132 @@
+"""What moves the bytes. A transport knows nothing of gradients, of checking, or of order: `Communicator` does.
+
+Tensors come in contiguous and without gradient, and go out new. Rows lie along dimension 0. Every operation is put
+under way at once and returns a function that waits for its result.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from torch import Tensor
+
+from .maps import Finish
+
+CHANNELS = 4  # streams of messages that never mix: data, gradients, and what either end says of itself
+
+
+class Transport(ABC):
+    """W ranks that can reach each other."""
+
+    rank: int
+    size: int
+    max_tag: int  # of a message, on the wire
+
+    def __init__(self) -> None:
+        self._own_messages: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+
+    @abstractmethod
+    def check_open(self) -> None:
+        """Raise ValueError if the ranks can no longer be reached."""
+
+    @abstractmethod
+    def split(self, members: Sequence[int], *, member: bool) -> Transport | None:
+        """The transport among `members`, ranks of this one in ascending order, for a `member`; None for the others.
+
+        Collective over this transport; its ranks may pass different members, of which each includes the rank.
+        """
+
+    @abstractmethod
+    def all_gather(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
+        """(n_r, ...) -> (sum n_r, ...)."""
+
+    @abstractmethod
+    def reduce_scatter(self, x: Tensor, counts: tuple[int, ...], op: str) -> Finish:
+        """(sum n_r, ...) -> (n_r, ...), reduced by `op`: "sum", "max", "min" or "prod"."""
+
+    @abstractmethod
+    def all_reduce(self, x: Tensor, op: str) -> Finish:
+        """x, reduced by `op` over the ranks."""
+
+    @abstractmethod
+    def broadcast(self, x: Tensor, root: int) -> Finish:
+        """Root's x."""
+
+    @abstractmethod
+    def reduce(self, x: Tensor, root: int, op: str) -> Finish:
+        """x, reduced by `op` over the ranks, on the root; zeros elsewhere."""
+
+    @abstractmethod
+    def gather(self, x: Tensor, counts: tuple[int, ...], root: int) -> Finish:
+        """(n_r, ...) -> (sum n_r, ...) on the root, (0, ...) elsewhere."""
+
+    @abstractmethod
+    def scatter(self, x: Tensor, counts: tuple[int, ...], root: int) -> Finish:
+        """(sum n_r, ...) on the root, anything of the same trailing shape elsewhere -> (n_r, ...)."""
+
+    @abstractmethod
+    def all_to_all(self, x: Tensor, send_counts: tuple[int, ...], receive_counts: tuple[int, ...]) -> Finish:
+        """(sum of send_counts, ...) -> (sum of receive_counts, ...), the parts in the order of the ranks."""
+
+    def send(self, x: Tensor, dest: int, tag: int, channel: int) -> Finish:
+        """x to rank `dest`; the result is x."""
+        if dest != self.rank:
+            return self._send(x, dest, tag * CHANNELS + channel)
+        self._own_messages[tag, channel].append(x.clone())
+        return lambda: x
+
+    def recv(self, out: Tensor, source: int, tag: int, channel: int) -> Finish:
+        """A tensor like `out`, which may be written to, from rank `source`."""
+        if source != self.rank:
+            return self._recv(out, source, tag * CHANNELS + channel)
+        return lambda: self._own_message(tag, channel)
+
+    def _own_message(self, tag: int, channel: int) -> Tensor:
+        messages = self._own_messages[tag, channel]
+        if not messages:
+            raise ValueError(f"rank {self.rank} waits for a message from itself, tag {tag}, that it has not sent")
+        return messages.popleft()
+
+    @abstractmethod
+    def _send(self, x: Tensor, dest: int, wire_tag: int) -> Finish: ...
+
+    @abstractmethod
+    def _recv(self, out: Tensor, source: int, wire_tag: int) -> Finish: ...
+
+
+def done(y: Tensor) -> Finish:
+    """What there is nothing to wait for."""
+    return lambda: y
+
+
+class CommunicationError(RuntimeError):
+    """An operation failed or timed out under way; the message says which one, on which rank, and what to try."""
+
+
+_T = TypeVar("_T")
+
+
+def named(transport: Transport, what: str, check: bool, act: Callable[[], _T]) -> _T:
+    """act(); a failure of the transport becomes a `CommunicationError` that says what was going on."""
+    try:
+        return act()
+    except CommunicationError:
+        raise
+    except (RuntimeError, TimeoutError) as error:
+        if check:
+            hint = (
+                "checking is on, so no rank made another call: one did not call at all. It may have failed, or its "
+                "loss does not reach this operation; then every rank calls comm.backward(loss), with None for no loss"
+            )
+        else:
+            hint = (
+                "to be told whether another rank made another call, switch checking on: check=True in the communicator "
+                "or the environment variable WHOLEBATCH_CHECK=1"
+            )
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CommunicationError(
+            f"rank {transport.rank} of {transport.size}, in {what}: {reason}. If it waited in vain: {hint}"
+        ) from error
