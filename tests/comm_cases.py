@@ -773,13 +773,18 @@ class LocalOther:
         self.handle.wait()
 
 
+def drop(handles):
+    """Let the last references go."""
+    handles.clear()
+    gc.collect()
+
+
 @case
 def dropped_handles(comm):
     """On one rank: the next call is an error on every rank, once."""
     if comm.rank == 0:
         with pytest.warns(ResourceWarning, match="dropped without wait"):
-            comm.iall_reduce(torch.ones(3))
-            gc.collect()
+            drop([comm.iall_reduce(torch.ones(3))])
     else:
         comm.iall_reduce(torch.ones(3)).wait()
     with refused("handles were dropped without wait.*: iall_reduce"):
@@ -817,6 +822,26 @@ def sends_that_no_loss_reaches(comm):
     with refused(r"cannot reach isend to rank \d.*comm.backward\(loss\)", RuntimeError):
         y.sum().backward()
     assert x.grad is None
+
+
+@case
+def messages_without_gradient(comm):
+    """Data that is sent takes no part in the backward pass at either end; a gradient with no way back is refused."""
+    left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    for like in (torch.empty(2), torch.empty(2).long()):
+        handle = comm.isend(torch.full_like(like, comm.rank), right)
+        y = comm.recv(like, left)
+        handle.wait()
+        assert y.tolist() == [left, left]
+        assert not y.requires_grad
+    x = torch.ones(2, requires_grad=True)
+    comm.all_reduce(x).sum().backward()
+    assert not comm._order._tokens
+    handle = comm.isend(x, right)
+    with torch.no_grad(), refused(f"rank {left} sends what requires a gradient.* rank {comm.rank} receives it under"):
+        comm.recv(torch.empty(2), left)
+    with refused("receives it under torch.no_grad"):
+        handle.wait()
 
 
 @case
@@ -860,9 +885,10 @@ def abandoned_graphs_are_reported(comm):
     comm = with_settings(comm, check=False)
     comm._order = type(comm._order)()
     x = torch.ones(1, requires_grad=True)
+    for _ in range(999):
+        comm.all_reduce(x)
     with pytest.warns(RuntimeWarning, match=r"1000 operations .* torch.no_grad\(\)"):
-        for _ in range(1000):
-            comm.all_reduce(x)
+        comm.all_reduce(x)
 
 
 def adjoint_of_adjoint(comm):

@@ -51,6 +51,12 @@ class Call:
         if order is not None:
             order.reached(self)
 
+    def withdraw(self) -> None:
+        """The backward pass need not come to this call."""
+        order = self.order() if self.order is not None else None
+        if order is not None and self.index is not None:
+            order.withdraw(self.index)
+
     def agree(self, map: Map) -> None:
         """With checking: all ranks are about to make this call, or all raise."""
         if self.check and self.collective and map.moves_data:

@@ -55,7 +55,8 @@ class Communicator:
 
     **Gradients.** An operation takes part in the backward pass on all ranks if gradients are enabled and the dtype is
     floating-point or complex; with checking, only if some rank's input requires a gradient. So a rank whose own
-    input needs none still serves the others, and `torch.no_grad()` has to be entered on all ranks or on none.
+    input needs none still serves the others, and `torch.no_grad()` has to be entered on all ranks or on none. A
+    message takes part if, with checking, what is sent requires a gradient; without checking, always.
 
     **Dtypes and layouts.** Any dtype moves; sums need numbers. float16 and bfloat16 are summed in float32. Inputs may
     be non-contiguous, parts may be empty, parts may differ in size between ranks wherever there are `counts`.
@@ -556,7 +557,7 @@ class Communicator:
 
     def _enter_message(
         self, operation: str, x: Tensor, peer: int, tag: int, *, sends: bool
-    ) -> tuple[_Entry, Callable[[], None] | None]:
+    ) -> tuple[_Entry, Callable[[], bool] | None]:
         """The beginning of a message's end: nothing collective."""
         self.transport.check_open()
         self._refuse_dropped_handles()
@@ -575,7 +576,9 @@ class Communicator:
         verify = None
         if self.check:
             verify = exchange_signatures(self.transport, x, operation, sends=sends, peer=peer, tag=tag)
-        return _Entry(self._order.enter(call), True, None), verify
+        # A receiver learns only at its wait whether what it is sent requires a gradient.
+        joins = x.requires_grad or not sends or not self.check
+        return _Entry(self._order.enter(call), joins, None), verify
 
     def _apply(self, entry: _Entry, map: maps.LinearMap, x: Tensor, dim: int | None = None) -> Tensor:
         """map(x), with the rows of x along `dim`."""
@@ -591,7 +594,7 @@ class Communicator:
         x: Tensor,
         dim: int | None = None,
         *,
-        verify: Callable[[], None] | None = None,
+        verify: Callable[[], bool] | None = None,
         arrange: Callable[[Tensor], Tensor | None] | None = None,
     ) -> Handle:
         """A handle of map(x), with the rows of x along `dim`."""

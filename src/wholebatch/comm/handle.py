@@ -27,7 +27,7 @@ class Handle:
         flight: nodes.Flight,
         x: Tensor,
         *,
-        verify: Callable[[], None] | None = None,
+        verify: Callable[[], bool] | None = None,
         arrange: Callable[[Tensor], Tensor | None],
     ) -> None:
         self._comm, self._flight, self._ticket = comm, flight, flight.ticket
@@ -48,9 +48,10 @@ class Handle:
             raise ValueError(f"{self._name} has been waited for already; wait once and keep the result")
         x, self._x = self._x, None
         try:
-            if self._verify is not None:
-                self._verify()
-            y = nodes.wait(self._flight, self._ticket)
+            if self._verify is not None and not self._verify():
+                y = nodes.wait_without_gradient(self._flight)
+            else:
+                y = nodes.wait(self._flight, self._ticket)
         except Exception:
             self._comm._unfinished.append(self._flight)
             raise

@@ -21,25 +21,35 @@ _CHANNEL_TO_RECEIVER, _CHANNEL_TO_SENDER = 2, 3
 
 def exchange_signatures(
     transport: Transport, x: Tensor, name: str, *, sends: bool, peer: int, tag: int
-) -> Callable[[], None]:
-    """Tell the peer about this end, and return a function that raises ValueError if its end does not fit."""
+) -> Callable[[], bool]:
+    """Tell the peer about this end, and return a function that raises ValueError if its end does not fit.
+
+    It returns whether the message takes part in the backward pass: whether what is sent requires a gradient.
+    """
     here, there = (_CHANNEL_TO_SENDER, _CHANNEL_TO_RECEIVER) if sends else (_CHANNEL_TO_RECEIVER, _CHANNEL_TO_SENDER)
-    mine = {"what": name, "signature": signature(x)}
+    grad = torch.is_grad_enabled() and (x.requires_grad or not sends)
+    mine = {"what": name, "signature": signature(x), "grad": grad}
     text = json.dumps(mine).encode()[:_BYTES].ljust(_BYTES)
     told = transport.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), peer, tag, there)
     heard = transport.recv(torch.empty(_BYTES, dtype=torch.uint8), peer, tag, here)
 
-    def verify() -> None:
+    def verify() -> bool:
         what = f"{name}, {mine['signature']}"
         theirs = json.loads(bytes(named(transport, what, True, heard).tolist()))
         named(transport, what, True, told)
-        if theirs["signature"] != mine["signature"]:
-            ends = [(transport.rank, mine), (peer, theirs)]
-            sender, receiver = ends if sends else ends[::-1]
+        ends = [(transport.rank, mine), (peer, theirs)]
+        (source, sent), (dest, expected) = ends if sends else ends[::-1]
+        if sent["signature"] != expected["signature"]:
             raise ValueError(
-                f"a message must have the same dtype and shape at both ends (tag {tag}): rank {sender[0]} sends "
-                f"{sender[1]['signature']} in {sender[1]['what']}, rank {receiver[0]} expects "
-                f"{receiver[1]['signature']} in {receiver[1]['what']}"
+                f"a message must have the same dtype and shape at both ends (tag {tag}): rank {source} sends "
+                f"{sent['signature']} in {sent['what']}, rank {dest} expects {expected['signature']} in "
+                f"{expected['what']}"
             )
+        if sent["grad"] and not expected["grad"]:
+            raise ValueError(
+                f"rank {source} sends what requires a gradient in {sent['what']}, rank {dest} receives it under "
+                "torch.no_grad(): send x.detach(), or enable gradients at both ends"
+            )
+        return bool(sent["grad"])
 
     return verify

@@ -67,6 +67,10 @@ class Order:
                 stacklevel=4,
             )
 
+    def withdraw(self, index: int) -> None:
+        """The call has turned out to need no adjoint, on any rank."""
+        self._tokens.pop(index, None)
+
     def backward(self, loss: Tensor | None, gradient: Tensor | None, retain_graph: bool) -> None:
         """Run the backward pass from `loss` and from every call that is kept."""
         roots: list[Tensor] = [token for _, token in self._tokens.values()]
@@ -111,7 +115,7 @@ class Order:
             )
 
     def _forget_older(self) -> None:
-        """At the end of a plain pass: what is older and was not reached will only be reached through its own outputs."""
+        """At the end of a plain pass: what is older and was not reached will be reached through its outputs only."""
         newest, self._reached = max(self._reached, default=0), set()
         self._tokens = {index: kept for index, kept in self._tokens.items() if index > newest}
 

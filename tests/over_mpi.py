@@ -1,0 +1,36 @@
+"""Run every case of `comm_cases` under mpiexec, and write each one's outcome on each rank as a line of JSON.
+
+Usage: mpiexec -n N python -m mpi4py tests/over_mpi.py FOLDER [CASE ...]
+"""
+
+import json
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+from comm_cases import CASES, run_case
+
+from wholebatch.comm import MPICommunicator
+
+
+def main() -> None:
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    rank = MPICommunicator().rank
+    with (Path(sys.argv[1]) / f"rank-{rank}.jsonl").open("w") as outcomes:
+        for name in sys.argv[2:] or CASES:
+            error = None
+            try:
+                run_case(name, MPICommunicator(timeout_s=60))
+            except BaseException:
+                error = traceback.format_exc()
+            outcomes.write(json.dumps({"case": name, "error": error}) + "\n")
+            outcomes.flush()
+            if error is not None:
+                sys.exit(f"{name} failed on rank {rank}")  # the others may be inside it still
+
+
+if __name__ == "__main__":
+    main()
