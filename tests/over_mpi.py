@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from comm_cases import CASES, run_case
+from mpi_cases import MPI_CASES
 
 from wholebatch.comm import MPICommunicator
 
@@ -20,10 +21,13 @@ def main() -> None:
     torch.set_num_threads(1)
     rank = MPICommunicator().rank
     with (Path(sys.argv[1]) / f"rank-{rank}.jsonl").open("w") as outcomes:
-        for name in sys.argv[2:] or CASES:
+        for name in sys.argv[2:] or [*CASES, *MPI_CASES]:
             error = None
             try:
-                run_case(name, MPICommunicator(timeout_s=60))
+                if name in MPI_CASES:
+                    MPI_CASES[name]()
+                else:
+                    run_case(name, MPICommunicator(timeout_s=60))
             except BaseException:
                 error = traceback.format_exc()
             outcomes.write(json.dumps({"case": name, "error": error}) + "\n")

@@ -10,7 +10,17 @@ PUBLIC = {
     wb.partition: ["Partition", "Tile", "tiles"],
     wb.reference: ["clip_loss"],
     wb.testing: ["RankError", "RankTimeoutError", "run_ranks"],
-    wb.comm: ["Communicator", "Group", "LocalCommunicator", "TorchCommunicator", "handshake", "select_communicator"],
+    wb.comm: [
+        "CommunicationError",
+        "Communicator",
+        "Group",
+        "Handle",
+        "LocalCommunicator",
+        "MPICommunicator",
+        "TorchCommunicator",
+        "handshake",
+        "select_communicator",
+    ],
 }
 
 

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from .._checks import check_choice
 from ..partition import Partition
-from . import maps, nodes
+from . import compiled, maps, nodes
 from .arguments import OPS, SUMS, check_tensor, checked_counts, checked_dim, checked_op, without
 from .call import Call, signature
+from .compiled import compiles_to, eager
 from .handle import Handle
 from .handshake import SIGNATURE, handshake
 from .maps import LOSSES, Loss
@@ -74,8 +75,6 @@ class Communicator:
         self.calls = 0  # collectives so far, the same on all ranks
         self._messages = 0
         self._dropped: list[str] = []
-        # gloo breaks its connections when an operation under way is forgotten, and MPI would write into freed memory.
-        self._unfinished: list[object] = []
 
     @property
     def rank(self) -> int:
@@ -90,6 +89,7 @@ class Communicator:
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size}, loss={self.loss!r}, check={self.check})"
 
+    @compiles_to(compiled.all_gather)
     def all_gather(
         self, x: Tensor, *, counts: Sequence[int] | None = None, dim: int = 0, check: bool | None = None
     ) -> Tensor:
@@ -114,6 +114,7 @@ class Communicator:
         entry, counts = self._enter_rows("all_gather", x, counts, dim, check)
         return self._apply(entry, maps.AllGather(self.transport, counts, self.loss), x, dim)
 
+    @eager
     def iall_gather(
         self, x: Tensor, *, counts: Sequence[int] | None = None, dim: int = 0, check: bool | None = None
     ) -> Handle:
@@ -121,6 +122,7 @@ class Communicator:
         entry, counts = self._enter_rows("iall_gather", x, counts, dim, check)
         return self._start(entry, maps.AllGather(self.transport, counts, self.loss), x, dim)
 
+    @compiles_to(compiled.reduce_scatter)
     def reduce_scatter(
         self,
         x: Tensor,
@@ -155,6 +157,7 @@ class Communicator:
         with entry.gradients():
             return reduce_nonlinearly(x, op, entry.call, "sum").split(counts, dim)[self.rank].clone()
 
+    @eager
     def ireduce_scatter(
         self,
         x: Tensor,
@@ -168,6 +171,7 @@ class Communicator:
         entry, counts = self._enter_parts("ireduce_scatter", x, op, counts, dim, check, ops=SUMS)
         return self._start(entry, maps.ReduceScatter(self.transport, counts, self._scale(op)), x, dim)
 
+    @compiles_to(compiled.all_reduce)
     def all_reduce(self, x: Tensor, op: str = "sum", *, check: bool | None = None) -> Tensor:
         """Reduce the ranks' tensors elementwise, the result on every rank; adjoint of sum and average: itself.
 
@@ -188,11 +192,13 @@ class Communicator:
         with entry.gradients():
             return reduce_nonlinearly(x, op, entry.call, self.loss)
 
+    @eager
     def iall_reduce(self, x: Tensor, op: str = "sum", *, check: bool | None = None) -> Handle:
         """Start a sum or average :meth:`all_reduce`; adjoint of start and wait: wait and start of an all_reduce."""
         entry = self._enter("iall_reduce", x, lambda: {"op": checked_op(op, x, SUMS)}, check)
         return self._start(entry, maps.AllReduce(self.transport, self._scale(op), self.loss), x)
 
+    @eager
     def broadcast(self, x: Tensor, root: int = 0, *, check: bool | None = None) -> Tensor:
         """Give every rank the tensor of rank `root`; adjoint: :meth:`reduce`.
 
@@ -206,6 +212,7 @@ class Communicator:
         entry = self._enter("broadcast", x, lambda: {"root": self._checked_rank("root", root)}, check)
         return self._apply(entry, maps.Broadcast(self.transport, root, self.loss), x)
 
+    @eager
     def reduce(self, x: Tensor, op: str = "sum", *, root: int = 0, check: bool | None = None) -> Tensor:
         """Reduce the ranks' tensors, the result on rank `root` and zeros elsewhere; adjoint: :meth:`broadcast`.
 
@@ -232,6 +239,7 @@ class Communicator:
             y = reduce_nonlinearly(x, op, entry.call, "sum")
             return y if self.rank == root else y.masked_fill(torch.ones_like(y, dtype=torch.bool), 0)
 
+    @eager
     def gather(
         self,
         x: Tensor,
@@ -261,6 +269,7 @@ class Communicator:
         entry, counts = self._enter_rows("gather", x, counts, dim, check, root=root)
         return self._apply(entry, maps.Gather(self.transport, counts, root), x, dim)
 
+    @eager
     def scatter(
         self,
         x: Tensor | None,
@@ -327,6 +336,7 @@ class Communicator:
             x = x if self.rank == root else x.narrow(dim, 0, 0)
         return self._apply(entry, maps.Scatter(self.transport, tuple(counts), root), x, dim)
 
+    @compiles_to(compiled.all_to_all)
     def all_to_all(
         self,
         x: Tensor,
@@ -382,6 +392,7 @@ class Communicator:
         map = maps.AllToAll(self.transport, tuple(send_counts), tuple(receive_counts))
         return self._apply(entry, map, x, dim)
 
+    @eager
     def send(self, x: Tensor, dest: int, *, tag: int = 0) -> None:
         """Send x to rank `dest`; adjoint: :meth:`recv` of its gradient from there.
 
@@ -393,6 +404,7 @@ class Communicator:
         """
         self.isend(x, dest, tag=tag).wait()
 
+    @eager
     def recv(self, like: Tensor, source: int, *, tag: int = 0) -> Tensor:
         """Receive a tensor with the shape, dtype and device of `like` from rank `source`; adjoint: :meth:`send`.
 
@@ -404,6 +416,7 @@ class Communicator:
         assert y is not None
         return y
 
+    @eager
     def isend(self, x: Tensor, dest: int, *, tag: int = 0) -> Handle:
         """Start to :meth:`send`; adjoint of start and wait: wait and start of a recv."""
         self._checked_rank("dest", dest)
@@ -411,6 +424,7 @@ class Communicator:
         map = maps.Send(self.transport, dest, tag, maps.FORWARD, x.shape)
         return self._start(entry, map, x, verify=verify, arrange=lambda _: None)
 
+    @eager
     def irecv(self, like: Tensor, source: int, *, tag: int = 0) -> Handle:
         """Start to :meth:`recv`; adjoint of start and wait: wait and start of a send."""
         self._checked_rank("source", source)
@@ -418,6 +432,7 @@ class Communicator:
         map = maps.Recv(self.transport, source, tag, maps.FORWARD, like.shape)
         return self._start(entry, map, like.detach().new_empty(0), verify=verify)
 
+    @eager
     def wait(self, handle: Handle) -> Tensor | None:
         """The result of a nonblocking operation, None for a send: `handle.wait()`.
 
@@ -428,6 +443,7 @@ class Communicator:
             raise ValueError(f"handle must be one that this communicator returned, got {handle!r}")
         return handle.wait()
 
+    @eager
     def split(self, color: int | None) -> Communicator | None:
         """The communicator of the ranks that pass the same `color`, in their order here; None for `color=None`.
 
@@ -454,6 +470,7 @@ class Communicator:
         part._order = self._order
         return part
 
+    @eager
     def backward(
         self, loss: Tensor | None = None, gradient: Tensor | None = None, *, retain_graph: bool = False
     ) -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from . import nodes
+from .compiled import eager
+from .transport import ABANDONED
 
 if TYPE_CHECKING:
     from .communicator import Communicator
@@ -36,6 +38,7 @@ class Handle:
         self._verify, self._arrange = verify, arrange
         self._name = flight.start_call.name
 
+    @eager
     def wait(self) -> Tensor | None:
         """The operation's result, None for a send.
 
@@ -53,7 +56,7 @@ class Handle:
             else:
                 y = nodes.wait(self._flight, self._ticket)
         except Exception:
-            self._comm._unfinished.append(self._flight)
+            ABANDONED.append(self._flight)
             raise
         if not x.is_inference() and x._version != self._version:
             raise RuntimeError(
@@ -67,5 +70,5 @@ class Handle:
     def __del__(self) -> None:
         if getattr(self, "_x", None) is not None:
             self._comm._dropped.append(self._name)
-            self._comm._unfinished.append((self._flight, self._verify))
+            ABANDONED.append((self._flight, self._verify))
             warnings.warn(f"the handle of {self._name} was dropped without wait()", ResourceWarning, stacklevel=2)

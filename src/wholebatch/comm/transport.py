@@ -18,6 +18,11 @@ from .maps import Finish
 CHANNELS = 4  # streams of messages that never mix: data, gradients, and what either end says of itself
 
 
+# Operations that nobody will wait for. gloo breaks its connections when one is forgotten while it is under way, and MPI
+# would write into memory that has been freed: so they stay.
+ABANDONED: list[object] = []
+
+
 class Transport(ABC):
     """W ranks that can reach each other."""
 

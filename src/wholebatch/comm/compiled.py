@@ -1,0 +1,128 @@
+"""Under torch.compile: what torch's functional collectives can express becomes part of the graph, the rest leaves it.
+
+A compiled graph cannot hold a handshake. Inside it, all_gather, reduce_scatter, all_reduce and all_to_all become
+functional collectives where they need none: over a process group, with counts that are known and, for the first two,
+equal. They are then not checked and not part of `Communicator.backward`'s order; the graph is their order. Everything
+else breaks the graph and runs as it does eagerly; `fullgraph=True` makes that an error with this reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from .._precision import accumulation_dtype
+from . import _c10d
+
+if TYPE_CHECKING:
+    from .communicator import Communicator
+
+REASON = (
+    "wholebatch runs this communication outside the compiled graph. Inside it go, over a torch.distributed group: "
+    "all_reduce of a sum or average, all_gather and reduce_scatter with equal counts=, all_to_all with both counts"
+)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def eager(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorator: run outside compiled graphs."""
+    return torch.compiler.disable(method, reason=REASON)
+
+
+def compiles_to(functional: Callable[..., Tensor | None]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Decorator: `functional(...)` inside compiled graphs, unless it is None; otherwise the method, eagerly."""
+
+    def decorate(method: Callable[_P, _R]) -> Callable[_P, _R]:
+        eagerly = eager(method)
+
+        @wraps(method)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            if torch.compiler.is_compiling():
+                y = functional(*args, **kwargs)
+                if y is not None:
+                    return y  # type: ignore[return-value]
+            return eagerly(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def all_gather(
+    comm: Communicator,
+    x: Tensor,
+    *,
+    counts: Sequence[int] | None = None,
+    dim: int = 0,
+    check: bool | None = None,
+) -> Tensor | None:
+    """all_gather with known, equal counts."""
+    group = _group(comm)
+    if group is None or counts is None or len(set(counts)) != 1 or len(counts) != comm.size:
+        return None
+    x = x.movedim(dim, 0).contiguous()
+    if comm.loss == "sum":
+        return _c10d.functional.all_gather(x, gather_dim=0, group=group).movedim(0, dim)
+    y = _c10d.functional.all_gather(x.detach(), gather_dim=0, group=group)
+    start = comm.rank * counts[0]
+    return torch.cat([y[:start], x, y[start + counts[0] :]]).movedim(0, dim)
+
+
+def reduce_scatter(
+    comm: Communicator,
+    x: Tensor,
+    op: str = "sum",
+    *,
+    counts: Sequence[int] | None = None,
+    dim: int = 0,
+    check: bool | None = None,
+) -> Tensor | None:
+    """reduce_scatter of a sum or average into equal parts."""
+    group = _group(comm)
+    even = x.dim() > 0 and x.shape[dim] % comm.size == 0 and (counts is None or len(set(counts)) == 1)
+    if group is None or not even or op not in ("sum", "avg"):
+        return None
+    wide = x.movedim(dim, 0).contiguous().to(accumulation_dtype(x.dtype))
+    y = _c10d.functional.reduce_scatter(wide, "sum", scatter_dim=0, group=group)
+    return (y / comm.size if op == "avg" else y).to(x.dtype).movedim(0, dim)
+
+
+def all_reduce(comm: Communicator, x: Tensor, op: str = "sum", *, check: bool | None = None) -> Tensor | None:
+    """all_reduce of a sum or average."""
+    group = _group(comm)
+    if group is None or op not in ("sum", "avg"):
+        return None
+    wide = x.contiguous().to(accumulation_dtype(x.dtype))
+    if comm.loss == "sum":
+        y = _c10d.functional.all_reduce(wide, "sum", group=group)
+    else:
+        y = _c10d.functional.all_reduce(wide.detach(), "sum", group=group) + (wide - wide.detach())
+    return (y / comm.size if op == "avg" else y).to(x.dtype)
+
+
+def all_to_all(
+    comm: Communicator,
+    x: Tensor,
+    *,
+    send_counts: Sequence[int] | None = None,
+    receive_counts: Sequence[int] | None = None,
+    dim: int = 0,
+    check: bool | None = None,
+) -> Tensor | None:
+    """all_to_all with both counts known."""
+    group = _group(comm)
+    if group is None or send_counts is None or receive_counts is None:
+        return None
+    x = x.movedim(dim, 0).contiguous()
+    y = _c10d.functional.all_to_all(x, list(receive_counts), list(send_counts), group=group)
+    return y.movedim(0, dim)
+
+
+def _group(comm: Communicator) -> str | None:
+    """The name of the process group, if there is one."""
+    return getattr(comm.transport, "group_name", None)

@@ -1,0 +1,97 @@
+"""What is particular to MPI: communicators of mpi4py that are null, freed or finalized, and ranks that do not come."""
+
+import os
+
+import pytest
+import torch
+from compare import assert_same
+from mpi4py import MPI
+
+import wholebatch as wb
+from wholebatch.comm import CommunicationError, MPICommunicator, select_communicator
+
+
+def communicators_of_mpi4py():
+    """Losses take them as they are; each has one private duplicate, whatever is sent beside it."""
+    assert isinstance(select_communicator(MPI.COMM_WORLD), MPICommunicator)
+    x = torch.randn(3, 4, dtype=torch.float64)
+    own = wb.functional.clip_loss(x, x, 1.0, group=MPI.COMM_SELF)
+    assert_same(own, wb.reference.clip_loss(x, x, 1.0), relative=1e-12)
+    first, second = MPICommunicator(), MPICommunicator(MPI.COMM_WORLD)
+    assert first.transport._comm == second.transport._comm
+    assert first.transport._comm != MPI.COMM_WORLD
+    left, right = (first.rank - 1) % first.size, (first.rank + 1) % first.size
+    request = MPI.COMM_WORLD.irecv(source=left, tag=0)  # a receive of the program's own: ours must not match it
+    handle = first.isend(torch.ones(2), right)
+    assert first.recv(torch.empty(2), left).tolist() == [1, 1]
+    handle.wait()
+    assert not request.test()[0]
+    MPI.COMM_WORLD.Barrier()
+    sent = MPI.COMM_WORLD.isend("mine", dest=right, tag=0)
+    assert request.wait() == "mine"
+    sent.wait()
+
+
+def communicators_without_this_rank():
+    with pytest.raises(ValueError, match="this process is not in the MPI communicator, or"):
+        MPICommunicator(MPI.COMM_NULL)
+    with pytest.raises(ValueError, match="comm must be an intracommunicator of mpi4py, got int"):
+        MPICommunicator(3)
+    with pytest.raises(ValueError, match=r"must be a wholebatch communicator, .* a communicator of mpi4py or None"):
+        select_communicator("MPI")
+
+
+def freed_communicators():
+    theirs = MPI.COMM_WORLD.Dup()
+    comm = MPICommunicator(theirs)
+    assert comm.all_reduce(torch.tensor(1)).item() == comm.size
+    theirs.Free()
+    with pytest.raises(ValueError, match="the MPI communicator has been freed"):
+        comm.all_reduce(torch.tensor(1))
+    with pytest.raises(ValueError, match="it has been freed"):
+        MPICommunicator(theirs)
+
+
+def launched_without_a_group():
+    """Under mpiexec, a loss without a group would take its own rows for the whole batch."""
+    if MPI.COMM_WORLD.Get_size() > 1:
+        assert any(name in os.environ for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE"))
+        with pytest.raises(
+            ValueError, match=r"each would take its own rows.*group=wholebatch.comm.MPICommunicator\(\)"
+        ):
+            wb.functional.clip_loss(torch.ones(2, 2), torch.ones(2, 2), 1.0)
+
+
+def a_rank_that_does_not_come():
+    """An error after the timeout that says what to try; with checking, that a rank did not call at all."""
+    size = MPI.COMM_WORLD.Get_size()
+    if size == 1:
+        return
+    for check, hint in ((False, "WHOLEBATCH_CHECK=1"), (True, "one did not call at all")):
+        comm = MPICommunicator(MPI.COMM_WORLD.Dup(), check=check, timeout_s=1)
+        if comm.rank:
+            with pytest.raises(CommunicationError, match=rf"rank {comm.rank} of {size}, in all_gather #1.*{hint}"):
+                comm.all_gather(torch.ones(2), counts=[2] * size)
+        MPI.COMM_WORLD.Barrier()
+
+
+def after_finalization():
+    comm = MPICommunicator()
+    MPI.Finalize()
+    with pytest.raises(ValueError, match="MPI has been finalized"):
+        comm.all_reduce(torch.ones(1))
+    with pytest.raises(ValueError, match="MPI has been finalized"):
+        MPICommunicator()
+
+
+MPI_CASES = {
+    case.__name__: case
+    for case in (
+        communicators_of_mpi4py,
+        communicators_without_this_rank,
+        freed_communicators,
+        launched_without_a_group,
+        a_rank_that_does_not_come,
+        after_finalization,  # the last one
+    )
+}

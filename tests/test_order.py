@@ -1,0 +1,126 @@
+"""The order of the backward pass is `Communicator.backward`'s doing: without it, the same graphs hang or go wrong."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from comm_cases import branching
+
+from wholebatch.comm import CommunicationError, TorchCommunicator
+from wholebatch.testing import RankTimeoutError, run_ranks
+
+TIMEOUT = timedelta(seconds=2)
+
+
+def branching_body(ordered, check):
+    comm = TorchCommunicator(check=check)
+    x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    loss = branching(comm, x)
+    if ordered:
+        comm.backward(loss)
+    elif loss is not None:
+        loss.backward()
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_branching_graphs_without_the_order_hang(size):
+    run_ranks(branching_body, size, True, False)
+    with pytest.raises(RankTimeoutError, match="did not finish"):
+        run_ranks(branching_body, size, False, False, timeout_s=3)
+
+
+def test_branching_graphs_without_the_order_are_an_error_with_checking():
+    with pytest.raises(Exception, match=r"the same calls in the same order.*adjoint of"):
+        run_ranks(branching_body, 2, False, True, timeout_s=5)
+
+
+def two_messages(in_order):
+    """Rank 0 sends two tensors of one shape; on rank 1 each has a loss of its own."""
+    comm = TorchCommunicator()
+    if comm.rank == 0:
+        first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
+        comm.send(first, 1)
+        comm.send(second, 1)
+        comm.backward(None)
+        return first.grad, second.grad
+    a, b = comm.recv(torch.empty(2), 0), comm.recv(torch.empty(2), 0)
+    if in_order:
+        comm.backward((a + 10 * b).sum())
+    else:
+        a.sum().backward()
+        (10 * b).sum().backward()
+    return None
+
+
+def test_messages_out_of_order_would_swap_their_gradients():
+    right, _ = run_ranks(two_messages, 2, True)
+    assert [gradient.tolist() for gradient in right] == [[1, 1], [10, 10]]
+    wrong, _ = run_ranks(two_messages, 2, False)
+    assert [gradient.tolist() for gradient in wrong] == [[10, 10], [1, 1]], "the test can see it"
+
+
+def unreached_body(check):
+    """Rank 0 does not call: the others' timeout says where they are, and what to try."""
+    comm = TorchCommunicator(dist.new_group(timeout=TIMEOUT), check=check)
+    if comm.rank == 0:
+        dist.barrier()
+        return ""
+    with pytest.raises(CommunicationError) as caught:
+        comm.all_reduce(torch.ones(2))
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_a_timeout_says_what_to_try():
+    _, message = run_ranks(unreached_body, 2, False)
+    assert message.startswith("rank 1 of 2, in all_reduce #1, float32(2): ")
+    assert "check=True in the communicator or the environment variable WHOLEBATCH_CHECK=1" in message
+    _, message = run_ranks(unreached_body, 2, True)
+    assert message.startswith("rank 1 of 2, in all_reduce #1 of float32(2): ")
+    assert "one did not call at all" in message
+
+
+def two_threads_body():
+    """Calls of two threads have no common order."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    comm = TorchCommunicator()
+    x = torch.ones(1, requires_grad=True)
+    comm.all_reduce(x)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="give each thread a communicator of its own"):
+        pool.submit(comm.all_reduce, x).result()
+
+
+def test_two_threads():
+    run_ranks(two_threads_body, 2)
+
+
+def checkpointed_body():
+    """Recomputation repeats the operation on all ranks, and leaves nothing behind."""
+    from torch.utils.checkpoint import checkpoint
+
+    comm = TorchCommunicator()
+    x = torch.arange(3.0, requires_grad=True)
+    loss = checkpoint(lambda t: comm.all_reduce(t.sin()).cos().sum(), x, use_reentrant=False)
+    comm.backward(loss)
+    expected = torch.arange(3.0, requires_grad=True)
+    ((comm.size * expected.sin()).cos().sum() * comm.size).backward()
+    assert torch.allclose(x.grad, expected.grad / comm.size * 1.0)
+    assert not comm._order._tokens
+
+
+def test_checkpointing():
+    run_ranks(checkpointed_body, 2)
+
+
+def freed_group_body():
+    group = dist.new_group()
+    comm = TorchCommunicator(group)
+    dist.destroy_process_group(group)
+    with pytest.raises(ValueError, match="has been destroyed; make a new communicator"):
+        comm.all_reduce(torch.ones(1))
+
+
+def test_a_destroyed_group():
+    run_ranks(freed_group_body, 2)
