@@ -51,5 +51,5 @@ INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constr
 .venv-%/installed: .venv-%/bin/python pyproject.toml constraints.txt
 	@echo "installing torch, mpi4py and $* into .venv-$*"
 	.venv-$*/bin/python $(INSTALL) torch==2.13.0
-	.venv-$*/bin/python $(INSTALL) --editable '.[mpi,testing]' pytest $*
+	.venv-$*/bin/python $(INSTALL) --editable '.[mpi,train,testing]' pytest $*
 	touch $@

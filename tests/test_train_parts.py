@@ -7,10 +7,10 @@ from glyph_files import write_pairs
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wholebatch._user_error import UserError
 from wholebatch.train.augment import affine_maps, apply_maps
 from wholebatch.train.checkpoint import FILE, load_checkpoint, save_checkpoint
 from wholebatch.train.config import TrainConfig, check_same_run
-from wholebatch.train.errors import UserError
 from wholebatch.train.files import file_pairs
 from wholebatch.train.glyphs import glyph_pairs
 from wholebatch.train.model import DualEncoder, ModelConfig

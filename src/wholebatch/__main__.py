@@ -6,8 +6,11 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-_COMMANDS = {"train": "wholebatch.train.cli"}
-_SUMMARIES = {"train": "train a dual encoder on (image, text) pairs with the exact loss of the global batch"}
+_COMMANDS = {"bench": "wholebatch.bench.cli", "train": "wholebatch.train.cli"}
+_SUMMARIES = {
+    "bench": "time what the library does on this machine",
+    "train": "train a dual encoder on (image, text) pairs with the exact loss of the global batch",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (error.name or "").partition(".")[0] == "wholebatch":
             raise
         return _mistake(prog, f"needs the package {error.name!r}: pip install 'wholebatch[train]'")
-    from wholebatch.train.errors import UserError
+    from wholebatch._user_error import UserError
 
     try:
         command.main(arguments[1:], prog=prog)

@@ -600,7 +600,7 @@ class Communicator:
     def _apply(self, entry: _Entry, map: maps.LinearMap, x: Tensor, dim: int | None = None) -> Tensor:
         """map(x), with the rows of x along `dim`."""
         with entry.gradients():
-            if dim is None:
+            if not dim:
                 return nodes.apply(map, x, entry.call)
             return nodes.apply(map, x.movedim(dim, 0), entry.call).movedim(0, dim)
 

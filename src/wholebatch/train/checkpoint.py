@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import UserError
+from .._user_error import UserError
 
 FILE = "checkpoint.safetensors"
 _FORMAT = "wholebatch-train-1"

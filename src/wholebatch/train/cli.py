@@ -11,8 +11,8 @@ from pathlib import Path
 import matplotlib  # noqa: F401  the fonts and the pictures need it: say so before the run, not after
 import tyro
 
+from .._user_error import UserError
 from .config import TrainConfig, check_same_run
-from .errors import UserError
 from .launch import launcher_size, run
 from .run_folder import read_config
 

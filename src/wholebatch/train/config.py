@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from .errors import UserError
+from .._user_error import UserError
 from .model import ModelConfig
 
 

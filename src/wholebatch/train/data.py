@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from .._user_error import UserError
 from .config import TrainConfig
-from .errors import UserError
 from .files import file_pairs
 from .glyphs import glyph_pairs
 from .pairs import Pairs, Split, split_by_text

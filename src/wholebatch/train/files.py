@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .errors import UserError
+from .._user_error import UserError
 from .pairs import Pairs
 
 _EXAMPLE = {".jsonl": '{"image": "cat.png", "text": "a cat"}', ".csv": "a header line: image,text"}

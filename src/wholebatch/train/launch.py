@@ -19,10 +19,10 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 import wholebatch as wb
 
+from .._user_error import UserError
 from .checkpoint import last_step
 from .config import TrainConfig
 from .data import load_data
-from .errors import UserError
 from .loop import train
 from .pairs import Pairs, Split
 from .progress import ConsoleProgress, Progress

@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
 
+from .._user_error import UserError
 from .augment import affine_maps, apply_maps
 from .checkpoint import FILE, load_checkpoint, save_checkpoint
 from .config import TrainConfig
-from .errors import UserError
 from .evaluation import as_float, held_out_features, tokens
 from .model import DualEncoder
 from .pairs import Pairs, Split, batch_of_step

@@ -19,9 +19,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._user_error import UserError
 from .checkpoint import save_tensors
 from .config import TrainConfig
-from .errors import UserError
 from .pairs import Pairs, Split
 from .pictures import draw_curves, draw_retrieval
 from .retrieval import KS, both_ways

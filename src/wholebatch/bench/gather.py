@@ -1,0 +1,130 @@
+"""Three ways to give every rank's rows to a loss that needs them all, timed over the embedding dimension.
+
+    all-gather with backpropagation      every rank computes the loss; reduce-scatter brings the gradient home
+    all-gather without                   every rank computes the loss; only its own rows carry a gradient
+    gather to root with backpropagation  one rank computes the loss; scatter brings the gradient home
+
+The loss is SimCLR's (Chen et al. 2020, equation 1) on random backbone outputs, so that what is timed is the loss and
+its communication. The experiment is that of Krajsek, "Adjoint MPI for Non-Additive Separable Loss Functions".
+
+And the question under it: the adjoint of an all-gather by reduce-scatter, or by an all-reduce of which each rank keeps
+its slice? The gradients are the same; time and bytes are not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import wholebatch as wb
+from wholebatch.comm import Communicator
+
+STRATEGIES = {
+    "gather": "all-gather with backpropagation",
+    "replicate": "all-gather without backpropagation",
+    "root": "gather to root with backpropagation",
+}
+REDUCE_SCATTER, ALL_REDUCE = "reduce_scatter", "all_reduce + slice"
+_TEMPERATURE = 0.1
+_WARM_UP = 2
+_LOOPBACK = Path("/sys/class/net/lo/statistics/tx_bytes")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure: a step's median time, on the slowest rank."""
+
+    what: str  # a strategy, or a way to take the adjoint
+    ranks: int
+    dim: int
+    rows_per_rank: int
+    step_ms: float
+    wire_bytes_per_rank: float | None  # on the loopback interface; None where nothing was seen there
+
+
+def simclr(z0: Tensor, z1: Tensor) -> Tensor:
+    """NT-Xent: rows i of the two views are a positive pair, all other rows of both are negatives."""
+    z = F.normalize(torch.cat([z0, z1]), dim=1)
+    logits = (z @ z.T / _TEMPERATURE).fill_diagonal_(-torch.inf)
+    return F.cross_entropy(logits, torch.arange(len(z), device=z.device).roll(len(z) // 2))
+
+
+def check(comm: Communicator) -> None:
+    """Every way gives the gradient of one process, or there is nothing to time.
+
+    Raises:
+        AssertionError: if one does not.
+    """
+    generator = torch.Generator().manual_seed(0)
+    views = torch.randn(2, 3 * comm.size, 5, dtype=torch.float64, generator=generator)
+    whole = views.clone().requires_grad_()
+    expected = simclr(*whole)
+    (gradient,) = torch.autograd.grad(expected, whole)
+    rows = slice(3 * comm.rank, 3 * comm.rank + 3)
+    for strategy in STRATEGIES:
+        own = views[:, rows].clone().requires_grad_()
+        loss = wb.WholeBatch(simclr, group=comm, sync=None, strategy=strategy)(*own)  # type: ignore[arg-type]
+        loss.backward()
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(own.grad, gradient[:, rows], rtol=1e-10, atol=1e-12)
+    partial = torch.randn(2 * comm.size, 3, dtype=torch.float64)
+    ways = [adjoint(comm, partial) for adjoint in _adjoints(2).values()]
+    torch.testing.assert_close(*ways, rtol=1e-12, atol=1e-12)
+
+
+def measure(comm: Communicator, dims: Sequence[int], rows: int, steps: int) -> list[Row]:
+    """Every strategy and both adjoints at every dimension; `rows` rows of each view on each rank."""
+    check(comm)
+    results = []
+    for dim in dims:
+        views = torch.randn(2, rows, dim)
+        for strategy in STRATEGIES:
+            loss_fn = wb.WholeBatch(simclr, group=comm, strategy=strategy)  # type: ignore[arg-type]
+
+            def step(loss_fn: torch.nn.Module = loss_fn, views: Tensor = views) -> None:
+                loss_fn(*views.detach().requires_grad_()).backward()
+
+            results.append(Row(strategy, comm.size, dim, rows, *_timed(comm, step, steps)))
+        partial = torch.randn(2 * rows * comm.size, dim)
+        for name, adjoint in _adjoints(2 * rows).items():
+
+            def backward(adjoint: Callable[..., Tensor] = adjoint, partial: Tensor = partial) -> None:
+                adjoint(comm, partial)
+
+            results.append(Row(name, comm.size, dim, rows, *_timed(comm, backward, steps)))
+    return results
+
+
+def _adjoints(rows: int) -> dict[str, Callable[[Communicator, Tensor], Tensor]]:
+    """Two ways from what every rank's loss says about all rows to the gradient of a rank's own."""
+    return {
+        REDUCE_SCATTER: lambda comm, partial: comm.reduce_scatter(partial, counts=[rows] * comm.size, check=False),
+        ALL_REDUCE: lambda comm, partial: comm.all_reduce(partial, check=False).split(rows)[comm.rank].clone(),
+    }
+
+
+def _timed(comm: Communicator, step: Callable[[], None], steps: int) -> tuple[float, float | None]:
+    """Median of a step's time on the slowest rank, in ms; and the bytes that a rank puts on the wire in a step."""
+    times = []
+    for repeat in range(_WARM_UP + steps):
+        comm.all_reduce(torch.zeros(1), check=False)  # all ranks start together
+        if repeat == _WARM_UP:
+            bytes_before = _loopback_bytes()
+        start = time.perf_counter()
+        step()
+        took_ms = torch.tensor([1e3 * (time.perf_counter() - start)])
+        times.append(comm.all_reduce(took_ms, "max", check=False).item())
+    on_wire = (_loopback_bytes() - bytes_before) / steps / comm.size
+    payload_seen = on_wire > 10_000  # less is the timing's own
+    return round(median(times[_WARM_UP:]), 3), round(on_wire) if payload_seen else None
+
+
+def _loopback_bytes() -> int:
+    return int(_LOOPBACK.read_text()) if _LOOPBACK.exists() else 0

@@ -1,0 +1,132 @@
+"""What a benchmark leaves behind: a table on the terminal, rows of JSON, and a picture of all rows in the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import wholebatch as wb
+from wholebatch._user_error import UserError
+
+from .gather import ALL_REDUCE, REDUCE_SCATTER, STRATEGIES, Row
+
+
+def keep(file: Path, backend: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Add the rows to the file, replacing those of the same backend, rank count and rows; return all that it holds.
+
+    Raises:
+        UserError: if the file holds something else, or cannot be written.
+    """
+    ranks, rows_per_rank = rows[0].ranks, rows[0].rows_per_rank
+    old = [
+        row
+        for row in read(file)
+        if (row["backend"], row["ranks"], row["rows_per_rank"]) != (backend, ranks, rows_per_rank)
+    ]
+    about = {
+        "backend": backend,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "torch": torch.__version__,
+        "wholebatch": wb.__version__,
+    }
+    everything = [*old, *({**asdict(row), **about} for row in rows)]
+    partial = file.with_suffix(".partial")
+    try:
+        partial.write_text("[\n" + ",\n".join(json.dumps(row) for row in everything) + "\n]\n")
+        partial.replace(file)
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror}") from error
+    return everything
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """The rows in the file; none if it does not exist.
+
+    Raises:
+        UserError: if the file holds something else.
+    """
+    if file.suffix != ".json":
+        raise UserError(f"--results must be a file that ends in .json, got {file}")
+    if not file.parent.is_dir():
+        raise UserError(f"--results: there is no folder {file.parent}")
+    if not file.exists():
+        return []
+    try:
+        rows = json.loads(file.read_text())
+        assert all({"backend", "what", "ranks", "rows_per_rank", "dim", "step_ms"} <= row.keys() for row in rows)
+    except (ValueError, AssertionError, AttributeError, TypeError, OSError) as error:
+        raise UserError(f"{file} does not hold the results of this benchmark; name another file") from error
+    return list(rows)
+
+
+def print_table(backend: str, rows: Sequence[Row]) -> None:
+    """Times of the three strategies, and of the two adjoints with their bytes."""
+    console = Console()
+    dims = sorted({row.dim for row in rows})
+    by = {(row.what, row.dim): row for row in rows}
+    title = f"{backend}, {rows[0].ranks} ranks, {rows[0].rows_per_rank} rows of each view per rank"
+    table = Table(title=f"SimCLR loss, forward and backward, ms ({title})", title_justify="left")
+    table.add_column("strategy")
+    for dim in dims:
+        table.add_column(f"d = {dim}", justify="right")
+    for strategy, name in STRATEGIES.items():
+        table.add_row(name, *(f"{by[strategy, dim].step_ms:.1f}" for dim in dims))
+    console.print(table)
+    table = Table(title="The all-gather's adjoint, ms (MB that a rank puts on the wire)", title_justify="left")
+    table.add_column("way")
+    for dim in dims:
+        table.add_column(f"d = {dim}", justify="right")
+    for way in (REDUCE_SCATTER, ALL_REDUCE):
+        table.add_row(way, *(_time_and_bytes(by[way, dim]) for dim in dims))
+    console.print(table)
+
+
+def _time_and_bytes(row: Row) -> str:
+    wire = "" if row.wire_bytes_per_rank is None else f" ({row.wire_bytes_per_rank / 1e6:.2f})"
+    return f"{row.step_ms:.2f}{wire}"
+
+
+def plot(file: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Time against embedding dimension: a panel per backend and rank count, a line per strategy."""
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    panels = sorted({(row["backend"], row["ranks"]) for row in rows})
+    backends = sorted({backend for backend, _ in panels})
+    columns = max(sum(backend == other for other, _ in panels) for backend in backends)
+    figure, axes = plt.subplots(
+        len(backends), columns, figsize=(3.4 * columns + 0.6, 2.7 * len(backends) + 0.8), sharex=True, squeeze=False
+    )
+    for line, backend in zip(axes, backends, strict=True):
+        ranks_here = [ranks for other, ranks in panels if other == backend]
+        for position, axis in enumerate(line):
+            if position >= len(ranks_here):
+                axis.set_visible(False)
+                continue
+            here = [row for row in rows if (row["backend"], row["ranks"]) == (backend, ranks_here[position])]
+            for (strategy, name), marker in zip(STRATEGIES.items(), "os^", strict=True):
+                points = sorted((row["dim"], row["step_ms"]) for row in here if row["what"] == strategy)
+                axis.plot(*zip(*points, strict=True), marker=marker, markersize=4, label=name)
+            axis.set_title(f"{backend}, {ranks_here[position]} ranks", fontsize=10)
+            axis.set_xscale("log", base=2)
+            axis.set_ylim(bottom=0)
+            axis.grid(alpha=0.3)
+            if position == 0:
+                axis.set_ylabel("ms per step")
+    for axis in axes[-1]:
+        axis.set_xlabel("embedding dimension")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=3, fontsize=9, frameon=False)
+    figure.tight_layout(rect=(0, 0.35 / figure.get_figheight(), 1, 1))
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
