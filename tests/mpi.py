@@ -28,6 +28,14 @@ SETTINGS = {
 }
 
 
+def available() -> list[str]:
+    """The environments that exist; all of them, or an error, where `make test` has made them."""
+    found = [name for name, folder in ENVIRONMENTS.items() if (folder / "installed").exists()]
+    if os.environ.get("WHOLEBATCH_TEST_MPI") == "required" and len(found) < len(ENVIRONMENTS):
+        raise RuntimeError(f"of {list(ENVIRONMENTS)} only {found} are installed: make test installs them")
+    return found
+
+
 def mpiexec(name: str, size: int, *arguments: str, timeout_s: int = 300) -> subprocess.CompletedProcess[str]:
     """`mpiexec -n size python -m mpi4py arguments` in the environment of that name."""
     environment = ENVIRONMENTS[name]

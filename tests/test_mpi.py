@@ -5,13 +5,12 @@ from __future__ import annotations
 import ast
 import functools
 import json
-import os
 import tempfile
 from pathlib import Path
 
 import pytest
 from comm_cases import CASES
-from mpi import ENVIRONMENTS, mpiexec
+from mpi import ENVIRONMENTS, available, mpiexec
 
 import wholebatch as wb
 
@@ -37,11 +36,8 @@ def outcomes(implementation: str, size: int) -> tuple[dict[str, dict[str, str | 
 
 @pytest.fixture(params=ENVIRONMENTS)
 def implementation(request):
-    if not (ENVIRONMENTS[request.param] / "installed").exists():
-        message = f"{request.param} is not installed: make .venv-{request.param}/installed"
-        if os.environ.get("WHOLEBATCH_TEST_MPI") == "required":
-            pytest.fail(message)
-        pytest.skip(message)
+    if request.param not in available():
+        pytest.skip(f"{request.param} is not installed: make .venv-{request.param}/installed")
     return request.param
 
 

@@ -105,7 +105,12 @@ def plot(file: Path, rows: Sequence[dict[str, Any]]) -> None:
     backends = sorted({backend for backend, _ in panels})
     columns = max(sum(backend == other for other, _ in panels) for backend in backends)
     figure, axes = plt.subplots(
-        len(backends), columns, figsize=(3.4 * columns + 0.6, 2.7 * len(backends) + 0.8), sharex=True, squeeze=False
+        len(backends),
+        columns,
+        figsize=(3.4 * columns + 0.6, 2.7 * len(backends) + 0.8),
+        sharex=True,
+        sharey=True,
+        squeeze=False,
     )
     for line, backend in zip(axes, backends, strict=True):
         ranks_here = [ranks for other, ranks in panels if other == backend]
@@ -118,8 +123,12 @@ def plot(file: Path, rows: Sequence[dict[str, Any]]) -> None:
                 points = sorted((row["dim"], row["step_ms"]) for row in here if row["what"] == strategy)
                 axis.plot(*zip(*points, strict=True), marker=marker, markersize=4, label=name)
             axis.set_title(f"{backend}, {ranks_here[position]} ranks", fontsize=10)
-            axis.set_xscale("log", base=2)
-            axis.set_ylim(bottom=0)
+            dims = sorted({row["dim"] for row in here})
+            axis.set_xscale("log")
+            axis.set_yscale("log")
+            axis.set_xticks(dims, labels=[str(dim) for dim in dims])
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.minorticks_off()
             axis.grid(alpha=0.3)
             if position == 0:
                 axis.set_ylabel("ms per step")
