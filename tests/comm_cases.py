@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import warnings
+import weakref
 from contextlib import contextmanager, redirect_stderr
 from io import StringIO
 from unittest.mock import patch
@@ -691,6 +692,7 @@ def mistakes_on_all_ranks(comm):
         (lambda: comm.all_to_all(square, receive_counts=[7] * size), "receive_counts .* but the ranks send it"),
         (lambda: comm.scatter(None, 0), "must pass the tensor to scatter, got None"),
         (lambda: comm.scatter(square, 0, counts=[3] * size), "ask for .* rows"),
+        (lambda: comm.scatter(None, 0, counts=[4] * size, check=False), "without checking, every rank passes a tensor"),
         (lambda: comm.split("left"), "color must be an integer or None, got 'left'"),
         (
             lambda: wb.WholeBatch(lambda z: z.sum(), group=comm, strategy="root", root=size)(square),
@@ -854,6 +856,39 @@ def a_rank_that_diverges_in_backward(comm):
     with refused("the same calls.*adjoint of all_gather #1; .*adjoint of all_reduce #2"):
         (first if comm.rank == 0 else second).sum().backward()
     comm._order._tokens.clear()
+
+
+@case
+def graphs_are_freed(comm):
+    """Nothing keeps a graph once its backward pass has run, or once all references to it and to its order are gone."""
+    inputs = []
+    for backward in (True, False):
+        ours = with_settings(comm)
+        ours._order = type(ours._order)()
+        for _ in range(3):
+            x = torch.ones(2, requires_grad=True)
+            y = x * 1  # saved by the graph alone
+            inputs.append(weakref.ref(y))
+            z = ours.all_reduce(y) + ours.iall_reduce(y).wait() + ours.all_reduce(y, "max")
+            handle = ours.isend(y, (ours.rank + 1) % ours.size)
+            z = z + ours.recv(torch.empty(2), (ours.rank - 1) % ours.size)
+            handle.wait()
+            if backward:
+                ours.backward(z.sum())
+            del x, y, z, handle
+        if backward:
+            gc.collect()
+            assert not any(ref() is not None for ref in inputs), "after backward"
+    del ours
+    gc.collect()
+    assert not any(ref() is not None for ref in inputs), "after everything was dropped"
+
+
+@case
+def nothing_to_differentiate(comm):
+    with refused("loss does not require a gradient, and no operation of this communicator waits"):
+        comm.backward(torch.ones(()))
+    comm.backward(None)
 
 
 @case

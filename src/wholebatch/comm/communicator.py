@@ -287,8 +287,8 @@ class Communicator:
             x: on rank `root`, sum_r n_r entries along `dim`. On the others None, or a tensor of the same dtype and
                 other dimensions, on the device where the result shall be; its gradient is zero.
             root: the rank that distributes.
-            counts: (n_0, ..., n_{W-1}), the same on all ranks; by default as evenly as possible. Where every rank
-                gives them, and a tensor, no handshake is needed.
+            counts: (n_0, ..., n_{W-1}), the same on all ranks; by default as evenly as possible. Without checking,
+                they and a tensor on every rank save the handshake.
             dim: the dimension that is distributed.
             check: as in :meth:`all_gather`.
 
@@ -299,10 +299,12 @@ class Communicator:
             ValueError: on every rank, if the root has no tensor, dtype or other dimensions contradict the root's,
                 `counts` do not add up, or `root` differs between ranks or is no rank.
         """
-        known = x is not None and counts is not None
+        checking = counts is None or (self.check if check is None else check)
 
         def state() -> dict[str, Any]:
             self._checked_rank("root", root)
+            if x is None and not checking:
+                raise ValueError("without checking, every rank passes a tensor: here for example like.new_empty(0, d)")
             if self.rank == root:
                 if x is None:
                     raise ValueError("rank `root` must pass the tensor to scatter, got None")
@@ -315,7 +317,7 @@ class Communicator:
                 return {"root": root}
             return {"root": root, "dtype": str(x.dtype), "others": without(x.shape, checked_dim(x, dim))}
 
-        entry = self._enter("scatter", x, state, True if not known else check, must_match=("root",))
+        entry = self._enter("scatter", x, state, checking, must_match=("root",))
         if entry.everyone is not None:
             told = entry.everyone[root]
             for rank, facts in enumerate(entry.everyone):
@@ -484,6 +486,9 @@ class Communicator:
             loss: this rank's scalar, or None. Which scalar is differentiated, is the communicator's `loss`.
             gradient: of the objective with respect to `loss`, by default 1.
             retain_graph: keep the graph for another backward pass.
+
+        Raises:
+            ValueError: if there is nothing to differentiate: `loss` requires no gradient, and no call waits for one.
         """
         self._refuse_dropped_handles()
         self._order.backward(loss, gradient, retain_graph)
@@ -617,10 +622,10 @@ class Communicator:
         """A handle of map(x), with the rows of x along `dim`."""
         call = entry.call
         with entry.gradients():
-            flight = nodes.start(map, x if dim is None else x.movedim(dim, 0), call)
+            flight, ticket = nodes.start(map, x if dim is None else x.movedim(dim, 0), call)
         if arrange is None:
             arrange = (lambda y: y) if dim is None else (lambda y: y.movedim(0, dim))
-        return Handle(self, flight, x, verify=verify, arrange=arrange)
+        return Handle(self, flight, ticket, x, verify=verify, arrange=arrange)
 
     def _scale(self, op: str) -> float:
         return 1.0 if op == "sum" else 1.0 / self.size

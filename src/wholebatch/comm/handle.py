@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from . import nodes
@@ -27,12 +28,13 @@ class Handle:
         self,
         comm: Communicator,
         flight: nodes.Flight,
+        ticket: Tensor,
         x: Tensor,
         *,
         verify: Callable[[], bool] | None = None,
         arrange: Callable[[Tensor], Tensor | None],
     ) -> None:
-        self._comm, self._flight, self._ticket = comm, flight, flight.ticket
+        self._comm, self._flight, self._ticket = comm, flight, ticket
         self._x: Tensor | None = x
         self._version = 0 if x.is_inference() else x._version
         self._verify, self._arrange = verify, arrange
@@ -50,11 +52,12 @@ class Handle:
         if self._x is None:
             raise ValueError(f"{self._name} has been waited for already; wait once and keep the result")
         x, self._x = self._x, None
+        ticket, self._ticket = self._ticket, torch.empty(0)
         try:
             if self._verify is not None and not self._verify():
                 y = nodes.wait_without_gradient(self._flight)
             else:
-                y = nodes.wait(self._flight, self._ticket)
+                y = nodes.wait(self._flight, ticket)
         except Exception:
             ABANDONED.append(self._flight)
             raise

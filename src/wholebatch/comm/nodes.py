@@ -61,30 +61,38 @@ class Flight:
     def __init__(self, map: LinearMap, call: Call) -> None:
         self.map, self.start_call = map, call
         self.wait_call = replace(call, name=f"wait for {call.name}", index=None)
-        self.ticket = torch.empty(0)
-        self.finish: Finish | None = None
+        self._finish: Finish | None = None
         self.output: tuple[torch.Size, torch.dtype, torch.device] | None = None
         self.adjoint: Flight | None = None  # put under way by the backward of the wait
 
+    def take_off(self, x: Tensor) -> None:
+        """Put map(x) under way."""
+        self._finish = self.start_call.start(self.map, x)
 
-def start(map: LinearMap, x: Tensor, call: Call) -> Flight:
-    """Put map(x) under way, differentiable."""
+    def land(self) -> Tensor:
+        """Wait for the result; what was kept for it is let go."""
+        assert self._finish is not None
+        y, self._finish = self._finish(), None
+        return y
+
+
+def start(map: LinearMap, x: Tensor, call: Call) -> tuple[Flight, Tensor]:
+    """Put map(x) under way, differentiable; the second result is the ticket to wait with."""
     flight = Flight(map, call)
-    if is_differentiable(x):
-        flight.ticket, token = _Start.apply(x, ALWAYS, flight)
-        keep(call, token)
-    else:
-        flight.finish = call.start(map, x)
-    return flight
+    if not is_differentiable(x):
+        flight.take_off(x)
+        return flight, torch.empty(0)
+    ticket, token = _Start.apply(x, ALWAYS, flight)
+    keep(call, token)
+    return flight, ticket
 
 
 def wait(flight: Flight, ticket: Tensor) -> Tensor:
     """The result of a map that is under way."""
-    assert flight.finish is not None
     if flight.wait_call.order is not None:
         flight.wait_call = flight.wait_call.again()  # its place is where it is called, not where its start was
     if not (torch.is_grad_enabled() and ticket.requires_grad):
-        return flight.finish()
+        return flight.land()
     y, token = _Wait.apply(ticket, flight)
     keep(flight.wait_call, token)
     return y
@@ -92,16 +100,15 @@ def wait(flight: Flight, ticket: Tensor) -> Tensor:
 
 def wait_without_gradient(flight: Flight) -> Tensor:
     """The result of a map under way that turned out to take no part in the backward pass."""
-    assert flight.finish is not None
     flight.start_call.withdraw()
-    return flight.finish()
+    return flight.land()
 
 
 class _Start(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, always: Tensor, flight: Flight) -> tuple[Tensor, Tensor]:
         ctx.flight = flight
-        flight.finish = flight.start_call.start(flight.map, x)
+        flight.take_off(x)
         return torch.empty(0), torch.empty(0)
 
     @staticmethod
@@ -119,8 +126,7 @@ class _Wait(Function):
     @staticmethod
     def forward(ctx: Any, ticket: Tensor, flight: Flight) -> tuple[Tensor, Tensor]:
         ctx.flight = flight
-        assert flight.finish is not None
-        y = flight.finish()
+        y = flight.land()
         flight.output = y.shape, y.dtype, y.device
         return y, torch.empty(0)
 
@@ -142,8 +148,8 @@ def _start_adjoint(flight: Flight, grad: Tensor | None) -> Tensor:
         grad = torch.zeros(shape, dtype=dtype, device=device)
     call = flight.start_call.adjoint
     call.agree(flight.map.adjoint)
-    flight.adjoint = start(flight.map.adjoint, grad, call)
-    return flight.adjoint.ticket
+    flight.adjoint, ticket = start(flight.map.adjoint, grad, call)
+    return ticket
 
 
 def keep(call: Call, token: Tensor) -> None:

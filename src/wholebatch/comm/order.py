@@ -79,6 +79,11 @@ class Order:
             roots.append(loss)
             gradients.append(gradient)
         if not roots:
+            if loss is not None:
+                raise ValueError(
+                    "loss does not require a gradient, and no operation of this communicator waits for one; were the "
+                    "inputs detached, or the loss computed under torch.no_grad()?"
+                )
             return
         kept = dict(self._tokens)
         self._in_backward, self._previous = True, None
