@@ -8,7 +8,7 @@ import itertools
 import os
 import warnings
 import weakref
-from contextlib import contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from io import StringIO
 from unittest.mock import patch
 
@@ -508,6 +508,29 @@ def two_losses_backward_one_by_one(comm):
 
 
 @case
+def results_that_no_loss_uses(comm):
+    """In a program of plain backward passes their graphs do not pile up."""
+    x = torch.ones(2, requires_grad=True)
+    for _ in range(5):
+        comm.all_gather(x)  # looked at, and forgotten
+        comm.all_reduce(x).sum().backward()
+        assert len(comm._order._tokens) <= 2
+
+
+@case
+def a_plain_pass_before_the_ordered_one(comm):
+    """An auxiliary loss of all ranks by plain backward, then the loss of one rank: no call is lost in between."""
+    for _ in range(3):
+        x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+        loss = comm.gather(x.square(), 0).sum() if comm.rank == 0 else None
+        if comm.rank:
+            comm.gather(x.square(), 0)
+        comm.all_reduce(x).sum().backward()
+        comm.backward(loss)
+        assert x.grad.tolist() == [2 + comm.size] * 2
+
+
+@case
 def retained_graphs(comm):
     x = torch.randn(3, dtype=torch.float64, requires_grad=True)
     y = comm.all_reduce(x)
@@ -650,6 +673,42 @@ def losses_of_this_library(comm):
             for mine, whole in zip(own, (x, y), strict=True):
                 assert_same(mine.grad, whole.grad[rows], relative=0, absolute=1e-12, what=str(loss_fn))
             assert_same(summed(comm, own_scale.grad)[0], scale.grad, relative=1e-10, what=str(loss_fn))
+
+
+@case
+def what_moves_in_the_backward_pass(comm):
+    """The strategies differ in it: "replicate" moves nothing, and the replicated loss's adjoints move nothing."""
+    x = torch.randn(4, 3, dtype=torch.float64)
+    moved = []
+
+    def spy(name):
+        original = getattr(comm.transport, name)
+
+        def call(*args):
+            moved.append(name)
+            return original(*args)
+
+        return patch.object(comm.transport, name, call)
+
+    def backward_of(loss):
+        with ExitStack() as spies:
+            for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "gather", "scatter"):
+                spies.enter_context(spy(name))
+            moved.clear()
+            loss.backward()
+        return list(moved)
+
+    for strategy, expected in (("gather", ["reduce_scatter"]), ("replicate", []), ("root", ["scatter"])):
+        own = x.clone().requires_grad_()
+        loss = wb.WholeBatch(lambda z: z.square().sum(), group=comm, strategy=strategy)(own)
+        assert backward_of(loss) == expected, strategy
+        assert not wb.WholeBatch(lambda z: z.square().sum(), group=comm, strategy=strategy)(x).requires_grad
+    comm.loss = "replicated"
+    for operation in (comm.all_gather, comm.all_reduce, comm.broadcast):
+        handshakes = backward_of(operation(x.clone().requires_grad_()).sum())
+        assert not handshakes
+    comm.loss = "sum"
+    assert not comm._order._tokens
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------

@@ -40,6 +40,8 @@ class Order:
         self._previous: int | None = None  # the call that this pass reversed last; only in `backward`
         self._in_backward = False
         self._reached: set[int] = set()  # by a plain backward pass that is under way
+        self._left: set[int] = set()  # older than what the plain pass before reached, and not reached by it
+        self._ordered = False  # whether `backward` has ever been called
 
     def enter(self, call: Call) -> Call:
         """The call, with its place in this order."""
@@ -78,6 +80,7 @@ class Order:
         if loss is not None and loss.requires_grad:
             roots.append(loss)
             gradients.append(gradient)
+        self._ordered = True
         if not roots:
             if loss is not None:
                 raise ValueError(
@@ -120,9 +123,15 @@ class Order:
             )
 
     def _forget_older(self) -> None:
-        """At the end of a plain pass: what is older and was not reached will be reached through its outputs only."""
+        """At the end of a plain pass: let go of what two such passes have left behind.
+
+        A program that never calls `backward` may compute results that no loss uses; their graphs must not pile up. One
+        that does call it may have differentiated another loss just before, and its calls must not be lost.
+        """
         newest, self._reached = max(self._reached, default=0), set()
-        self._tokens = {index: kept for index, kept in self._tokens.items() if index > newest}
+        if not self._ordered:
+            self._tokens = {index: kept for index, kept in self._tokens.items() if index not in self._left}
+            self._left = {index for index in self._tokens if index < newest}
 
 
 def in_backward() -> bool:

@@ -175,13 +175,21 @@ class WholeBatch(nn.Module):
 
 def _gather(comm: Communicator, x: Tensor, partition: Partition) -> Tensor:
     """All rows; the gradient that comes back is the sum over ranks of W equal ones, W dL/dX_r."""
+    if not x.requires_grad:
+        return _gather_without_gradient(comm, x, partition)
     return nodes.apply(AllGather(comm.transport, partition.counts), x, Call(comm.transport, "WholeBatch's all_gather"))
+
+
+def _gather_without_gradient(comm: Communicator, x: Tensor, partition: Partition) -> Tensor:
+    """All rows, as constants."""
+    with torch.no_grad():
+        return comm.all_gather(x, counts=partition.counts, check=False)
 
 
 def _replicate(comm: Communicator, x: Tensor, partition: Partition) -> Tensor:
     """All rows without gradient, and this rank's own with W times theirs."""
     own = partition.rows(comm.rank)
-    full = comm.all_gather(x.detach(), counts=partition.counts, check=False)
+    full = _gather_without_gradient(comm, x, partition)
     if not x.requires_grad:
         return full
     return torch.cat([full[: own.start], _ScaleGradient.apply(x, comm.size), full[own.stop :]])
