@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,12 +34,6 @@ def main(argv: Sequence[str], *, prog: str) -> None:
         check_same_run(saved, config)
         config = dataclasses.replace(config, run_folder=config.resume)
     run(config)
-    if launcher_size() is not None:
-        # gloo's threads outlive destroy_process_group, and now and then abort a process that tears the interpreter down
-        # ("terminate called without an active exception": any DDP program, torch 2.13). All is written; leave at once.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
 
 
 def _with_absolute_data(config: TrainConfig) -> TrainConfig:
