@@ -16,6 +16,7 @@ import pytest
 import torch
 from compare import assert_same
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
 from wholebatch.comm import maps
@@ -490,7 +491,7 @@ def order_across_parts(comm):
     part.all_gather(first)
     part.backward(first.sum() if comm.rank == 0 else None)
     assert_same(x.grad, torch.ones(2, dtype=torch.float64), relative=1e-14)
-    assert not comm._order._tokens
+    assert not comm._order.waiting()
 
 
 @case
@@ -504,7 +505,7 @@ def two_losses_backward_one_by_one(comm):
         losses[1 - first].backward()
         for t, total in zip(x, totals, strict=True):
             assert_same(t.grad, 2 * comm.size * total, relative=1e-12)
-        assert not comm._order._tokens
+        assert not comm._order.waiting()
 
 
 @case
@@ -514,7 +515,33 @@ def results_that_no_loss_uses(comm):
     for _ in range(5):
         comm.all_gather(x)  # looked at, and forgotten
         comm.all_reduce(x).sum().backward()
-        assert len(comm._order._tokens) <= 2
+        gc.collect()
+        assert not comm._order.waiting()
+
+
+@case
+def waits_in_another_order_than_starts(comm):
+    """Gradients find their message at both ends; nonblocking collectives are waited for alike, or that is an error."""
+    left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    for first in (0, 1):
+        x = [torch.ones(2, requires_grad=True) for _ in range(2)]
+        sends = [comm.isend(t, right) for t in x]
+        receives = [comm.irecv(torch.empty(2), left) for _ in range(2)]
+        y = [None, None]
+        for i in (first, 1 - first):
+            y[1 - i] = receives[1 - i].wait()
+            sends[i].wait()
+        comm.backward((y[0] + 100 * y[1]).sum())
+        assert [t.grad.tolist() for t in x] == [[1, 1], [100, 100]]
+    if comm.size > 1:
+        handles = [comm.iall_reduce(torch.ones(2)) for _ in range(2)]
+        order = (0, 1) if comm.rank else (1, 0)
+        with refused("the same calls.*wait for iall_reduce #"):
+            handles[order[0]].wait()
+        with pytest.warns(ResourceWarning, match="dropped"):
+            drop(handles)
+        with refused("dropped"):
+            comm.all_reduce(torch.ones(1))
 
 
 @case
@@ -525,9 +552,10 @@ def a_plain_pass_before_the_ordered_one(comm):
         loss = comm.gather(x.square(), 0).sum() if comm.rank == 0 else None
         if comm.rank:
             comm.gather(x.square(), 0)
-        comm.all_reduce(x).sum().backward()
+        for _ in range(2):
+            comm.all_reduce(x).sum().backward()
         comm.backward(loss)
-        assert x.grad.tolist() == [2 + comm.size] * 2
+        assert x.grad.tolist() == [2 + 2 * comm.size] * 2
 
 
 @case
@@ -567,7 +595,7 @@ def what_needs_no_gradient_costs_none(comm):
         assert not make().requires_grad
     with torch.no_grad():
         assert not comm.all_reduce(torch.ones(2, requires_grad=True)).requires_grad
-    assert not comm._order._tokens
+    assert not comm._order.waiting()
     # One rank's input needs a gradient: then the operation is differentiable on all.
     x = torch.ones(2, requires_grad=comm.rank == 0)
     y = comm.all_reduce(x)
@@ -708,7 +736,7 @@ def what_moves_in_the_backward_pass(comm):
         handshakes = backward_of(operation(x.clone().requires_grad_()).sum())
         assert not handshakes
     comm.loss = "sum"
-    assert not comm._order._tokens
+    assert not comm._order.waiting()
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
@@ -771,6 +799,10 @@ def mistakes_on_all_ranks(comm):
             ),
             (lambda: comm.all_reduce(square.T if wrong else square), r"shape must be the same.*rank 0: \[4, 2\]"),
             (lambda: comm.all_reduce(square, "avg" if wrong else "sum"), "op must be the same"),
+            (lambda: comm.all_gather(torch.ones(2, 2), dim=int(wrong)), "dim must be the same on all ranks"),
+            (lambda: comm.gather(torch.ones(2, 2), dim=int(wrong)), "dim must be the same on all ranks"),
+            (lambda: comm.all_to_all(torch.ones(8, 8), dim=int(wrong)), "dim must be the same on all ranks"),
+            (lambda: comm.scatter(torch.ones(8, 8), dim=int(wrong)), "dim must be those of the root, rank 0: 0"),
             (lambda: comm.broadcast(square, int(wrong)), "root must be the same on all ranks"),
             (lambda: comm.scatter(square if rank == 0 else square.double(), 0), "dtype must be those of the root"),
             (
@@ -846,10 +878,12 @@ def dropped_handles(comm):
     if comm.rank == 0:
         with pytest.warns(ResourceWarning, match="dropped without wait"):
             drop([comm.iall_reduce(torch.ones(3))])
+        with refused("handles were dropped without wait.*: iall_reduce"):
+            comm.all_reduce(torch.ones(1))
     else:
-        comm.iall_reduce(torch.ones(3)).wait()
-    with refused("handles were dropped without wait.*: iall_reduce"):
-        comm.all_reduce(torch.ones(1))
+        handle = comm.iall_reduce(torch.ones(3))
+        with refused("rank 0: handles were dropped without wait.*: iall_reduce"):
+            handle.wait()
     assert comm.all_reduce(torch.tensor(1)).item() == comm.size
 
 
@@ -880,9 +914,10 @@ def sends_that_no_loss_reaches(comm):
     handle = comm.isend(x, (comm.rank + 1) % comm.size)
     y = comm.recv(torch.empty(2), (comm.rank - 1) % comm.size)
     handle.wait()
-    with refused(r"cannot reach isend to rank \d.*comm.backward\(loss\)", RuntimeError):
+    with refused(r"the backward pass of messages \(isend to rank \d.*comm.backward\(loss\)", RuntimeError):
         y.sum().backward()
     assert x.grad is None
+    comm._order._waiting.clear()
 
 
 @case
@@ -897,7 +932,7 @@ def messages_without_gradient(comm):
         assert not y.requires_grad
     x = torch.ones(2, requires_grad=True)
     comm.all_reduce(x).sum().backward()
-    assert not comm._order._tokens
+    assert not comm._order.waiting()
     handle = comm.isend(x, right)
     with torch.no_grad(), refused(f"rank {left} sends what requires a gradient.* rank {comm.rank} receives it under"):
         comm.recv(torch.empty(2), left)
@@ -914,7 +949,7 @@ def a_rank_that_diverges_in_backward(comm):
     first, second = comm.all_gather(x), comm.all_reduce(x)
     with refused("the same calls.*adjoint of all_gather #1; .*adjoint of all_reduce #2"):
         (first if comm.rank == 0 else second).sum().backward()
-    comm._order._tokens.clear()
+    comm._order._waiting.clear()
 
 
 @case
@@ -941,6 +976,57 @@ def graphs_are_freed(comm):
     del ours
     gc.collect()
     assert not any(ref() is not None for ref in inputs), "after everything was dropped"
+
+
+@case
+def unused_results_have_no_gradient(comm):
+    """Not one of zeros either, which an infinite derivative would turn into NaN."""
+    x = torch.zeros(2, requires_grad=True)
+    comm.all_gather(x.sqrt())
+    comm.backward(comm.all_reduce(3 * x).sum())
+    assert x.grad.tolist() == [3 * comm.size] * 2
+
+
+@case
+def recomputed_calls(comm):
+    """Checkpointing, of both kinds: the call is repeated in backward, and its adjoint runs once."""
+    for reentrant in (False, True):
+        x = torch.arange(3.0, dtype=torch.float64, requires_grad=True)
+        y = checkpoint(lambda t: comm.all_reduce(t.sin()), x, use_reentrant=reentrant)
+        comm.backward(comm.all_reduce(y.cos()).sum())
+        z = torch.arange(3.0, dtype=torch.float64, requires_grad=True)
+        (comm.size * (comm.size * z.sin()).cos()).sum().backward()
+        assert_same(x.grad, z.grad, relative=1e-12)
+
+
+@case
+def mistakes_in_backward(comm):
+    """On one rank: an error on all, before anything moves."""
+    loss = comm.all_reduce(torch.ones(2, requires_grad=True))
+    with refused("rank 0: loss must have one element, or come with its gradient; got shape|^backward: loss must"):
+        comm.backward(loss if comm.rank == 0 else loss.sum())
+    if comm.size > 1:
+        if comm.rank == 0:
+            comm._order._waiting.clear()
+        with refused("the collectives that wait for the backward pass must be the same.*rank 0: 0 .*all_reduce #1"):
+            comm.backward(loss.sum())
+    comm._order._waiting.clear()
+
+
+@case
+def facts_that_do_not_fit_one_message(comm):
+    """A second round carries them."""
+    facts = wb.comm.handshake(comm, lambda: {"long": "x" * (5000 * comm.rank)}, caller="test")
+    assert [len(each["long"]) for each in facts] == [5000 * r for r in range(comm.size)]
+
+
+@case
+def one_element_of_any_stride(comm):
+    for x in (torch.ones(1).expand(1), torch.tensor(1.0).expand(1), torch.ones(1, 1).expand(1, 1).T):
+        y = x.detach().requires_grad_()
+        comm.broadcast(y * 1).sum().backward()
+        comm.reduce(y).sum().backward()
+        assert comm.all_reduce(x).sum().item() == comm.size
 
 
 @case
@@ -993,7 +1079,7 @@ def adjoint_of_adjoint(comm):
         maps.AllGather(t, counts), maps.ReduceScatter(t, counts), maps.AllReduce(t), maps.AllReduce(t, 0.5),
         maps.AllReduce(t, 0.5, "replicated"), maps.AllGather(t, counts, "replicated"), maps.Broadcast(t, 0),
         maps.Broadcast(t, 0, "replicated"), maps.Reduce(t, 0), maps.Gather(t, counts, 0), maps.Scatter(t, counts, 0),
-        maps.AllToAll(t, counts, counts[::-1]), maps.Send(t, 0, 1, 0, torch.Size([2])),
+        maps.AllToAll(t, counts, counts[::-1]), maps.Send(t, 0, 1, 0, 7, torch.Size([2])),
     ):  # fmt: skip
         assert a.adjoint.adjoint == a
         assert dataclasses.is_dataclass(a)

@@ -122,3 +122,91 @@ def gradient_penalty_body():
 
 def test_double_backward():
     run_ranks(gradient_penalty_body, 2)
+
+
+class Scaled(nn.Module):
+    """A loss whose parameter may also reach it from outside."""
+
+    def __init__(self):
+        super().__init__()
+        self.log_t = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, z, scale=1.0, other=1.0):
+        self.calls += 1
+        return (self.log_t.exp() * scale * other * z @ z.T).logsumexp(1).mean()
+
+
+def root_parameters_body():
+    """A parameter that reaches the loss by several routes counts once for each; buffers follow the root."""
+    rows = Partition((2, 3)).rows(dist.get_rank())
+    data_full = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    routes = {
+        "twice by keyword": lambda t, m: {"scale": t, "other": t},
+        "the module's own": lambda t, m: {"scale": m.log_t},
+        "derived from the module's own": lambda t, m: {"scale": 2 * m.log_t, "other": m.log_t.exp()},
+    }
+    for what, route in routes.items():
+        gradients = {}
+        for strategy in ("gather", "root", "dense"):
+            module, t = Scaled(), torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+            own = (data_full if strategy == "dense" else data_full[rows]).clone().requires_grad_()
+            if strategy == "dense":
+                module(own, **route(t, module)).backward()
+            else:
+                wb.WholeBatch(module, strategy=strategy, root=1, sync="mean")(own, **route(t, module)).backward()
+                assert module.calls.item() == 1, "on every rank"
+            gradients[strategy] = [x.grad for x in (module.log_t, t) if x.grad is not None]
+        for strategy in ("gather", "root"):
+            for ours, dense in zip(gradients[strategy], gradients["dense"], strict=True):
+                assert_same(ours, dense, relative=1e-10, what=f"{strategy}, {what}")
+
+
+def test_root_and_parameters_by_several_routes():
+    run_ranks(root_parameters_body, 2)
+
+
+def root_limits_body():
+    """Half precision under a gradient scaler, hidden parameters, evaluation, letting go."""
+    x = torch.randn(4, 8).half().requires_grad_()
+    gradients = {}
+    for strategy in ("gather", "root"):
+        x.grad = None
+        loss = wb.WholeBatch(lambda z: (z.float() @ z.float().T).logsumexp(1).mean() * 1e-3, strategy=strategy)(x)
+        (loss * 65536).backward()
+        gradients[strategy] = x.grad.float()
+    assert gradients["root"].isfinite().all()
+    assert_same(gradients["root"], gradients["gather"], relative=2e-3)
+
+    hidden = torch.ones(8, requires_grad=True)
+    frozen = x.detach().float()
+    for rows in (frozen, frozen.clone().requires_grad_()):
+        with pytest.raises(ValueError, match=r"depends on a parameter of shape \(8,\) that it was not given"):
+            wb.WholeBatch(lambda z: (z * hidden).sum(), strategy="root")(rows)
+    modes = []
+    evaluate = wb.WholeBatch(lambda z: modes.append(torch.is_grad_enabled()) or (z * hidden).sum(), strategy="root")
+    with torch.no_grad():
+        evaluate(frozen.requires_grad_())
+    assert modes == ([False] if dist.get_rank() == 0 else [])
+
+    loss = wb.WholeBatch(lambda z: z.square().sum(), strategy="root")(frozen)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+def test_root_at_its_limits():
+    run_ranks(root_limits_body, 2)
+
+
+def only_gather_is_twice_differentiable_body():
+    for strategy in ("replicate", "root"):
+        x = torch.randn(3, 2, requires_grad=True)
+        loss = wb.WholeBatch(lambda z: (z @ z.T).logsumexp(1).sum(), strategy=strategy)(x)
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        with pytest.raises(RuntimeError, match="can be differentiated once"):
+            gradient.square().sum().backward()
+
+
+def test_double_backward_is_refused_where_it_would_be_wrong():
+    run_ranks(only_gather_is_twice_differentiable_body, 2)

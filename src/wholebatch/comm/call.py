@@ -57,10 +57,14 @@ class Call:
         if order is not None and self.index is not None:
             order.withdraw(self.index)
 
-    def agree(self, map: Map) -> None:
-        """With checking: all ranks are about to make this call, or all raise."""
-        if self.check and self.collective and map.moves_data:
-            handshake(self.transport, dict, caller=self.name)
+    def agree(self, map: Map, *, uses: bool = True) -> bool:
+        """With checking: all ranks are about to make this call, or all raise. Returns whether any rank `uses` it."""
+        if not (self.collective and map.moves_data):
+            return uses or not self.collective
+        if not self.check:
+            return True
+        everyone = handshake(self.transport, lambda: {"uses": uses}, caller=self.name)
+        return any(facts["uses"] for facts in everyone)
 
     def run(self, map: Map, x: Tensor) -> Tensor:
         """map(x)."""

@@ -11,7 +11,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -32,6 +34,7 @@ from .transport import CHANNELS, Transport
 
 _GRAD_ENABLED = "torch.is_grad_enabled()"
 _NEEDS_GRAD = "needs grad"
+_WAITING = "the collectives that wait for the backward pass"
 
 
 class Communicator:
@@ -74,6 +77,7 @@ class Communicator:
         self._order = Order()
         self.calls = 0  # collectives so far, the same on all ranks
         self._messages = 0
+        self._slots: dict[tuple[str, int, int], int] = {}
         self._dropped: list[str] = []
 
     @property
@@ -315,17 +319,19 @@ class Communicator:
                 return {"root": root, "counts": list(asked), "dtype": str(x.dtype), "others": others, "dim": rows}
             if x is None:
                 return {"root": root}
-            return {"root": root, "dtype": str(x.dtype), "others": without(x.shape, checked_dim(x, dim))}
+            rows = checked_dim(x, dim)
+            return {"root": root, "dtype": str(x.dtype), "others": without(x.shape, rows), "dim": rows}
 
         entry = self._enter("scatter", x, state, checking, must_match=("root",))
         if entry.everyone is not None:
             told = entry.everyone[root]
             for rank, facts in enumerate(entry.everyone):
-                for name in ("dtype", "others"):
+                for name in ("dtype", "dim", "others"):
                     if name in facts and facts[name] != told[name]:
+                        what = "other dimensions" if name == "others" else name
                         raise ValueError(
-                            f"scatter: {'dtype' if name == 'dtype' else 'other dimensions'} must be those of the "
-                            f"root, rank {root}: {told[name]}; rank {rank}: {facts[name]}"
+                            f"scatter: {what} must be those of the root, rank {root}: {told[name]}; "
+                            f"rank {rank}: {facts[name]}"
                         )
             counts = told["counts"]
             if x is None:
@@ -373,13 +379,16 @@ class Communicator:
             expects = None if receive_counts is None else list(receive_counts)
             return {
                 "dtype": str(x.dtype),
+                "dim": rows,
                 "other dimensions": without(x.shape, rows),
                 "sends": list(asked),
                 "expects": expects,
             }
 
         known = send_counts is not None and receive_counts is not None
-        entry = self._enter("all_to_all", x, state, check if known else True, must_match=("dtype", "other dimensions"))
+        entry = self._enter(
+            "all_to_all", x, state, check if known else True, must_match=("dtype", "dim", "other dimensions")
+        )
         if entry.everyone is not None:
             for rank, facts in enumerate(entry.everyone):
                 comes = [other["sends"][rank] for other in entry.everyone]
@@ -423,7 +432,7 @@ class Communicator:
         """Start to :meth:`send`; adjoint of start and wait: wait and start of a recv."""
         self._checked_rank("dest", dest)
         entry, verify = self._enter_message(f"isend to rank {dest}", x, dest, tag, sends=True)
-        map = maps.Send(self.transport, dest, tag, maps.FORWARD, x.shape)
+        map = maps.Send(self.transport, dest, tag, maps.FORWARD, self._slot("to", dest, tag), x.shape)
         return self._start(entry, map, x, verify=verify, arrange=lambda _: None)
 
     @eager
@@ -431,7 +440,7 @@ class Communicator:
         """Start to :meth:`recv`; adjoint of start and wait: wait and start of a send."""
         self._checked_rank("source", source)
         entry, verify = self._enter_message(f"irecv from rank {source}", like, source, tag, sends=False)
-        map = maps.Recv(self.transport, source, tag, maps.FORWARD, like.shape)
+        map = maps.Recv(self.transport, source, tag, maps.FORWARD, self._slot("from", source, tag), like.shape)
         return self._start(entry, map, like.detach().new_empty(0), verify=verify)
 
     @eager
@@ -488,9 +497,31 @@ class Communicator:
             retain_graph: keep the graph for another backward pass.
 
         Raises:
-            ValueError: if there is nothing to differentiate: `loss` requires no gradient, and no call waits for one.
+            ValueError: with checking, on every rank: if there is nothing to differentiate (`loss` requires no gradient,
+                and no call waits for one), if `loss` is no scalar and has no `gradient`, if a handle was dropped, or if
+                different collectives of this communicator wait for the backward pass on different ranks.
         """
-        self._refuse_dropped_handles()
+
+        def state() -> dict[str, Any]:
+            self._refuse_dropped_handles()
+            if loss is not None and gradient is None and loss.numel() != 1:
+                raise ValueError(
+                    f"loss must have one element, or come with its gradient; got shape {tuple(loss.shape)}"
+                )
+            calls = self._order.waiting()
+            waiting = [call.name for call in calls if call.collective and call.transport is self.transport]
+            if loss is not None and not loss.requires_grad and not calls:
+                raise ValueError(
+                    "loss does not require a gradient, and no operation of this communicator waits for one; were the "
+                    "inputs detached, or the loss computed under torch.no_grad()?"
+                )
+            ends = f", {waiting[0]} to {waiting[-1]}" if waiting else ""
+            return {_WAITING: f"{len(waiting)}{ends} [{crc32(' '.join(waiting).encode()):08x}]"}
+
+        if self.check:
+            handshake(self, state, caller="backward", must_match=(_WAITING,))
+        else:
+            state()
         self._order.backward(loss, gradient, retain_graph)
 
     def _enter(
@@ -542,12 +573,13 @@ class Communicator:
             given = None if counts is None else list(counts)
             return {
                 **options,
+                "dim": rows,
                 "rows": x.shape[rows],
                 "trailing shape": without(x.shape, rows),
                 "counts": given,
             }
 
-        names = ("dtype", "trailing shape", "counts", *options)
+        names = ("dtype", "dim", "trailing shape", "counts", *options)
         entry = self._enter(operation, x, state, True if counts is None else check, names)
         if counts is None:
             assert entry.everyone is not None
@@ -584,8 +616,9 @@ class Communicator:
         self.transport.check_open()
         self._refuse_dropped_handles()
         check_tensor("x" if sends else "like", x)
-        if not isinstance(tag, int) or not 0 <= tag <= self.transport.max_tag // CHANNELS:
-            raise ValueError(f"tag must be an integer from 0 to {self.transport.max_tag // CHANNELS}, got {tag!r}")
+        largest = self.transport.max_tag // (CHANNELS * maps.SLOTS) - 1
+        if not isinstance(tag, int) or not 0 <= tag <= largest:
+            raise ValueError(f"tag must be an integer from 0 to {largest}, got {tag!r}")
         self._messages += 1
         call = Call(
             self.transport,
@@ -605,9 +638,8 @@ class Communicator:
     def _apply(self, entry: _Entry, map: maps.LinearMap, x: Tensor, dim: int | None = None) -> Tensor:
         """map(x), with the rows of x along `dim`."""
         with entry.gradients():
-            if not dim:
-                return nodes.apply(map, x, entry.call)
-            return nodes.apply(map, x.movedim(dim, 0), entry.call).movedim(0, dim)
+            y = nodes.apply(map, x.movedim(dim, 0) if dim else x, entry.call)
+            return y.movedim(0, dim) if dim else y
 
     def _start(
         self,
@@ -625,7 +657,20 @@ class Communicator:
             flight, ticket = nodes.start(map, x if dim is None else x.movedim(dim, 0), call)
         if arrange is None:
             arrange = (lambda y: y) if dim is None else (lambda y: y.movedim(0, dim))
+        if call.collective and call.check:
+            verify = partial(self._agree_to_wait, call)
         return Handle(self, flight, ticket, x, verify=verify, arrange=arrange)
+
+    def _agree_to_wait(self, call: Call) -> bool:
+        """All ranks wait for the same nonblocking collective next: so their adjoints start in the same order, too."""
+        handshake(self, dict, caller=f"wait for {call.name}")
+        return True
+
+    def _slot(self, direction: str, peer: int, tag: int) -> int:
+        """The number of the next message, which its other end counts alike."""
+        number = self._slots.get((direction, peer, tag), 0)
+        self._slots[direction, peer, tag] = number + 1
+        return number % maps.SLOTS
 
     def _scale(self, op: str) -> float:
         return 1.0 if op == "sum" else 1.0 / self.size

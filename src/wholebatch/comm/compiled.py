@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 REASON = (
     "wholebatch runs this communication outside the compiled graph. Inside it go, over a torch.distributed group: "
-    "all_reduce of a sum or average, all_gather and reduce_scatter with equal counts=, all_to_all with both counts"
+    "all_reduce of a sum or average (loss='sum'), all_gather and reduce_scatter with equal counts=, all_to_all with "
+    "both counts"
 )
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -63,7 +64,7 @@ def all_gather(
 ) -> Tensor | None:
     """all_gather with known, equal counts."""
     group = _group(comm)
-    if group is None or counts is None or len(set(counts)) != 1 or len(counts) != comm.size:
+    if group is None or counts is None or x.dim() == 0 or list(counts) != [x.shape[dim]] * comm.size:
         return None
     x = x.movedim(dim, 0).contiguous()
     if comm.loss == "sum":
@@ -84,8 +85,9 @@ def reduce_scatter(
 ) -> Tensor | None:
     """reduce_scatter of a sum or average into equal parts."""
     group = _group(comm)
-    even = x.dim() > 0 and x.shape[dim] % comm.size == 0 and (counts is None or len(set(counts)) == 1)
-    if group is None or not even or op not in ("sum", "avg"):
+    even = x.dim() > 0 and x.shape[dim] % comm.size == 0
+    even = even and (counts is None or list(counts) == [x.shape[dim] // comm.size] * comm.size)
+    if group is None or not even or not _is_sum(op, x):
         return None
     wide = x.movedim(dim, 0).contiguous().to(accumulation_dtype(x.dtype))
     y = _c10d.functional.reduce_scatter(wide, "sum", scatter_dim=0, group=group)
@@ -95,13 +97,10 @@ def reduce_scatter(
 def all_reduce(comm: Communicator, x: Tensor, op: str = "sum", *, check: bool | None = None) -> Tensor | None:
     """all_reduce of a sum or average."""
     group = _group(comm)
-    if group is None or op not in ("sum", "avg"):
+    if group is None or not _is_sum(op, x) or comm.loss == "replicated":
         return None
     wide = x.contiguous().to(accumulation_dtype(x.dtype))
-    if comm.loss == "sum":
-        y = _c10d.functional.all_reduce(wide, "sum", group=group)
-    else:
-        y = _c10d.functional.all_reduce(wide.detach(), "sum", group=group) + (wide - wide.detach())
+    y = _c10d.functional.all_reduce(wide, "sum", group=group)
     return (y / comm.size if op == "avg" else y).to(x.dtype)
 
 
@@ -121,6 +120,10 @@ def all_to_all(
     x = x.movedim(dim, 0).contiguous()
     y = _c10d.functional.all_to_all(x, list(receive_counts), list(send_counts), group=group)
     return y.movedim(0, dim)
+
+
+def _is_sum(op: str, x: Tensor) -> bool:
+    return op == "sum" or (op == "avg" and (x.is_floating_point() or x.is_complex()))
 
 
 def _group(comm: Communicator) -> str | None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SIGNATURE = "signature"  # the fact that says what a rank passed, for the message when the callers differ
 _MESSAGE_BYTES = 2048  # one rank's statement on the wire, as JSON
-_CALLER, _COMPLAINT = "caller", "complaint"
+_CALLER, _COMPLAINT, _LENGTH = "caller", "complaint", "length"
 
 
 @eager
@@ -35,7 +35,7 @@ def handshake(
 ) -> list[dict[str, Any]]:
     """Exchange every rank's facts; raise on every rank if any rank's `state` raises or the facts clash.
 
-    Collective: one all-gather of 2 KiB per rank (none at size 1).
+    Collective: one all-gather of 2 KiB per rank (none at size 1), and a second of what does not fit.
 
     Args:
         comm: the ranks that take part.
@@ -65,14 +65,14 @@ def handshake(
         mine = {_CALLER: caller, _COMPLAINT: text}
     everyone = [mine] if transport.size == 1 else _exchange(transport, mine)
 
+    complaints = {rank: facts[_COMPLAINT] for rank, facts in enumerate(everyone) if _COMPLAINT in facts}
+    if complaints:
+        raise ValueError(f"{caller}: {_by_rank(complaints, transport.size)}") from cause
     callers = {rank: _who(facts) for rank, facts in enumerate(everyone)}
     if len({facts[_CALLER] for facts in everyone}) > 1:
         raise ValueError(
             f"all ranks must make the same calls in the same order, got {_by_rank(callers, transport.size)}"
-        ) from cause
-    complaints = {rank: facts[_COMPLAINT] for rank, facts in enumerate(everyone) if _COMPLAINT in facts}
-    if complaints:
-        raise ValueError(f"{caller}: {_by_rank(complaints, transport.size)}") from cause
+        )
     for name in must_match:
         values = [facts.get(name) for facts in everyone]
         if any(value != values[0] for value in values):
@@ -86,18 +86,24 @@ def _who(facts: Mapping[str, Any]) -> str:
 
 
 def _exchange(transport: Transport, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Every rank's facts: in one round, or in two if some rank has more to say than fits."""
     text = json.dumps(mine).encode()
-    complaint = str(mine.get(_COMPLAINT, "too many facts for one handshake; please report this"))
-    while len(text) > _MESSAGE_BYTES:
-        complaint = complaint[: len(complaint) * 3 // 4]
-        text = json.dumps({_CALLER: mine[_CALLER], _COMPLAINT: complaint + " ..."}).encode()
-    message = torch.frombuffer(bytearray(text.ljust(_MESSAGE_BYTES)), dtype=torch.uint8).unsqueeze(0)
+    fits = len(text) <= _MESSAGE_BYTES
+    everyone = _round(
+        transport, _who(mine), text if fits else json.dumps({_LENGTH: len(text)}).encode(), _MESSAGE_BYTES
+    )
+    longest = max(facts.get(_LENGTH, 0) for facts in everyone)
+    return _round(transport, _who(mine), text, longest) if longest else everyone
 
-    def _all_gather() -> Tensor:
+
+def _round(transport: Transport, who: str, text: bytes, num_bytes: int) -> list[dict[str, Any]]:
+    message = torch.frombuffer(bytearray(text.ljust(num_bytes)), dtype=torch.uint8).unsqueeze(0)
+
+    def all_gather() -> Tensor:
         return transport.all_gather(message, (1,) * transport.size)()
 
     with torch.no_grad():
-        messages = named(transport, _who(mine), True, _all_gather)
+        messages = named(transport, who, True, all_gather)
     return [json.loads(bytes(row)) for row in messages.tolist()]
 
 

@@ -242,15 +242,20 @@ class AllToAll(LinearMap):
 
 @dataclass(frozen=True)
 class Send(LinearMap):
-    """x to rank `dest`; the output has no entries.  A* receives the gradient from there, on its own channel."""
+    """x to rank `dest`; the output has no entries.  A* receives the gradient from there, on its own channel.
+
+    `slot` numbers the messages of one tag, alike at both ends: gradients find their message whatever the order in which
+    the ends waited.
+    """
 
     dest: int
     tag: int
     channel: int
+    slot: int
     shape: torch.Size
 
     def start(self, x: Tensor) -> Finish:
-        finish = self.transport.send(_plain(x), self.dest, self.tag, self.channel)
+        finish = self.transport.send(_plain(x), self.dest, _wire_tag(self), self.channel)
 
         def no_entries() -> Tensor:
             finish()
@@ -260,7 +265,7 @@ class Send(LinearMap):
 
     @property
     def adjoint(self) -> LinearMap:
-        return Recv(self.transport, self.dest, self.tag, _opposite(self.channel), self.shape)
+        return Recv(self.transport, self.dest, self.tag, _opposite(self.channel), self.slot, self.shape)
 
 
 @dataclass(frozen=True)
@@ -270,14 +275,15 @@ class Recv(LinearMap):
     source: int
     tag: int
     channel: int
+    slot: int
     shape: torch.Size
 
     def start(self, x: Tensor) -> Finish:
-        return self.transport.recv(x.new_empty(self.shape), self.source, self.tag, self.channel)
+        return self.transport.recv(x.new_empty(self.shape), self.source, _wire_tag(self), self.channel)
 
     @property
     def adjoint(self) -> LinearMap:
-        return Send(self.transport, self.source, self.tag, _opposite(self.channel), self.shape)
+        return Send(self.transport, self.source, self.tag, _opposite(self.channel), self.slot, self.shape)
 
 
 @dataclass(frozen=True)
@@ -297,6 +303,14 @@ class Scaled(LinearMap):
 
 
 FORWARD, ADJOINT = 0, 1  # a gradient on its way back is never mistaken for a message on its way out
+
+
+SLOTS = 64  # messages of one tag whose gradients may be under way at once
+
+
+def _wire_tag(message: Send | Recv) -> int:
+    """Messages of one tag arrive in the order in which they were sent; gradients are told apart by their slot."""
+    return message.tag * SLOTS + (message.slot if message.channel == ADJOINT else 0)
 
 
 def _opposite(channel: int) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .communicator import Communicator
 from .maps import Finish, Loss
-from .transport import ABANDONED, Transport, done
+from .transport import ABANDONED, Transport, done, named
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -52,7 +52,12 @@ class MPITransport(Transport):
             raise ValueError("the MPI communicator has been freed; make a new MPICommunicator from one that is alive")
 
     def split(self, members: Sequence[int], *, member: bool) -> MPITransport | None:
-        part = self._comm.Split(color=members[0] if member else self._mpi.UNDEFINED, key=self.rank)
+        part = named(
+            self,
+            "split",
+            False,
+            lambda: self._comm.Split(color=members[0] if member else self._mpi.UNDEFINED, key=self.rank),
+        )
         return MPITransport(part, self.timeout_s) if member else None
 
     def all_gather(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
@@ -185,7 +190,7 @@ class MPITransport(Transport):
         """The tensors, flattened and cut alike into pieces that 32 bits can count."""
         if not xs[0].numel():
             return []
-        return list(zip(*(x.view(-1).split(_MAX_ELEMENTS) for x in xs), strict=True))
+        return list(zip(*(x.as_strided((x.numel(),), (1,)).split(_MAX_ELEMENTS) for x in xs), strict=True))
 
     def _after(self, requests: list[Any], result: Callable[[], Tensor], *keep: Tensor, free: Any = None) -> Finish:
         """Test the requests until they are complete, then return `result()`; until then, `keep` stays in memory.
@@ -217,7 +222,8 @@ def _starts(counts: Sequence[int]) -> list[int]:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    return x.view(-1).view(torch.uint8)
+    # not view(-1): of a tensor with one element, the stride may be anything
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 class MPICommunicator(Communicator):

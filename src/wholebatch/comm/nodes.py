@@ -33,7 +33,7 @@ def apply(map: LinearMap, x: Tensor, call: Call) -> Tensor:
     if not is_differentiable(x):
         return call.run(map, x)
     y, token = _Apply.apply(x, ALWAYS, map, call)
-    keep(call, token)
+    keep(call, token, y)
     return y
 
 
@@ -46,13 +46,22 @@ class _Apply(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, always: Tensor, map: LinearMap, call: Call) -> tuple[Tensor, Tensor]:
         ctx.map, ctx.call = map, call
-        return call.run(map, x), torch.empty(0)
+        ctx.set_materialize_grads(False)
+        y = call.run(map, x)
+        ctx.output = y.shape, y.dtype, y.device
+        return y, torch.empty(0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _token: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor | None, _token: Tensor | None) -> tuple[Tensor | None, None, None, None]:
         ctx.call.reached()
-        ctx.call.adjoint.agree(ctx.map.adjoint)
-        return apply(ctx.map.adjoint, grad, ctx.call.adjoint), None, None, None
+        adjoint: LinearMap = ctx.map.adjoint
+        used = ctx.call.adjoint.agree(adjoint, uses=grad is not None)
+        if not used:
+            return None, None, None, None  # no rank's loss depends on it: no gradient, rather than one of zeros
+        if grad is None:
+            shape, dtype, device = ctx.output
+            grad = torch.zeros(shape, dtype=dtype, device=device)
+        return apply(adjoint, grad, ctx.call.adjoint), None, None, None
 
 
 class Flight:
@@ -92,9 +101,10 @@ def wait(flight: Flight, ticket: Tensor) -> Tensor:
     if flight.wait_call.order is not None:
         flight.wait_call = flight.wait_call.again()  # its place is where it is called, not where its start was
     if not (torch.is_grad_enabled() and ticket.requires_grad):
+        flight.start_call.withdraw()
         return flight.land()
     y, token = _Wait.apply(ticket, flight)
-    keep(flight.wait_call, token)
+    keep(flight.wait_call, token, y)
     return y
 
 
@@ -152,7 +162,8 @@ def _start_adjoint(flight: Flight, grad: Tensor | None) -> Tensor:
     return ticket
 
 
-def keep(call: Call, token: Tensor) -> None:
+def keep(call: Call, token: Tensor, y: Tensor | None = None) -> None:
+    """The backward pass has to come to the call, which gave y."""
     order = call.order() if call.order is not None else None
     if order is not None:
-        order.keep(call, token)
+        order.keep(call, token, y)

@@ -19,14 +19,17 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge
 
 from .call import Call
 
+_TOKEN = 1  # which output of a node the token is
 _MANY = 1000  # calls without a backward pass; each keeps the graph of its input
 
 
@@ -34,25 +37,32 @@ class Order:
     """The calls on this rank that no backward pass has reversed yet; shared by a communicator and its parts."""
 
     def __init__(self) -> None:
-        self._tokens: dict[int, tuple[Call, Tensor]] = {}
+        self._waiting: dict[int, _Waiting] = {}
         self._count = 0
         self._thread = threading.get_ident()
         self._previous: int | None = None  # the call that this pass reversed last; only in `backward`
         self._in_backward = False
         self._reached: set[int] = set()  # by a plain backward pass that is under way
-        self._left: set[int] = set()  # older than what the plain pass before reached, and not reached by it
-        self._ordered = False  # whether `backward` has ever been called
+
+    def waiting(self) -> list[Call]:
+        """The calls that have to be reversed, the oldest first."""
+        self._waiting = {index: one for index, one in self._waiting.items() if one.root() is not None}
+        return [one.call for one in self._waiting.values()]
 
     def enter(self, call: Call) -> Call:
-        """The call, with its place in this order."""
+        """The call, with its place in this order.
+
+        None for a call inside a backward pass (recomputed by checkpointing, or a gradient's own graph): that pass
+        reaches it without our help.
+        """
+        if in_backward():
+            return call
         self._count += 1
         return replace(call, index=self._count, order=weakref.ref(self))
 
-    def keep(self, call: Call, token: Tensor) -> None:
-        """The call's node exists, and has to run in the backward pass."""
-        if in_backward():
-            return  # recomputed by checkpointing, or a gradient's own graph: that pass reaches it without our help
-        if not self._tokens:
+    def keep(self, call: Call, token: Tensor, y: Tensor | None = None) -> None:
+        """The call's node exists, and has to run in the backward pass; y is what it gave."""
+        if not self._waiting:
             self._thread = threading.get_ident()
         elif self._thread != threading.get_ident():
             raise RuntimeError(
@@ -60,78 +70,95 @@ class Order:
                 "reverse; give each thread a communicator of its own"
             )
         assert call.index is not None
-        self._tokens[call.index] = call, token
-        if len(self._tokens) == _MANY:
+        self._waiting[call.index] = _Waiting(call, token, has_entries=y is None or y.numel() > 0)
+        if len(self._waiting) % _MANY == 0:
             warnings.warn(
-                f"{_MANY} operations of this communicator wait for a backward pass, and keep the graphs of their "
-                "inputs in memory; compute what needs no gradient under torch.no_grad()",
+                f"{len(self._waiting)} operations of this communicator wait for a backward pass, and keep the graphs "
+                "of their inputs in memory; compute what needs no gradient under torch.no_grad()",
                 RuntimeWarning,
                 stacklevel=4,
             )
 
     def withdraw(self, index: int) -> None:
         """The call has turned out to need no adjoint, on any rank."""
-        self._tokens.pop(index, None)
+        self._waiting.pop(index, None)
 
     def backward(self, loss: Tensor | None, gradient: Tensor | None, retain_graph: bool) -> None:
         """Run the backward pass from `loss` and from every call that is kept."""
-        roots: list[Tensor] = [token for _, token in self._tokens.values()]
-        gradients: list[Tensor | None] = [torch.zeros_like(token) for token in roots]
+        waiting = self.waiting()
+        roots: list[Any] = [one.root() for one in self._waiting.values()]
+        gradients: list[Tensor | None] = [torch.empty(0) for _ in roots]
         if loss is not None and loss.requires_grad:
             roots.append(loss)
             gradients.append(gradient)
-        self._ordered = True
         if not roots:
-            if loss is not None:
-                raise ValueError(
-                    "loss does not require a gradient, and no operation of this communicator waits for one; were the "
-                    "inputs detached, or the loss computed under torch.no_grad()?"
-                )
             return
-        kept = dict(self._tokens)
+        kept = dict(self._waiting)
         self._in_backward, self._previous = True, None
         try:
             with torch.autograd.set_multithreading_enabled(False):
                 torch.autograd.backward(roots, gradients, retain_graph=retain_graph)
-            left = [call.name for call, _ in self._tokens.values()]
+            left = [call.name for call in waiting if call.index in self._waiting]
             assert not left, f"the backward pass left out {left}; please report this"
         finally:
-            self._tokens = kept if retain_graph else {}
+            self._waiting = kept if retain_graph else {}
             self._in_backward = False
 
     def reached(self, call: Call) -> None:
         """The backward pass has come to the call."""
         assert call.index is not None
-        self._tokens.pop(call.index, None)
+        self._waiting.pop(call.index, None)
         if self._in_backward:
             assert self._previous is None or call.index < self._previous, (
                 f"{call.name} was reversed too late; please report this"
             )
             self._previous = call.index
         else:
-            self._refuse_silent()
+            if not call.collective or any(not waiting.collective for waiting in self.waiting()):
+                self._refuse_messages()
             self._reached.add(call.index)
-            _after_this_pass(self._forget_older)
+            _after_this_pass(self._forget_unused)
 
-    def _refuse_silent(self) -> None:
+    def _refuse_messages(self) -> None:
         """A plain backward pass never comes to a send: its gradient would be missing, and its receiver would wait."""
-        silent = [call.name for call, _ in self._tokens.values() if call.silent]
-        if silent:
-            raise RuntimeError(
-                f"loss.backward() cannot reach {', '.join(silent)}: what was sent has no output here, so its gradient "
-                "would be missing. Call comm.backward(loss) in its place, on every rank"
-            )
+        names = [call.name for call in self.waiting() if not call.collective]
+        raise RuntimeError(
+            f"loss.backward() cannot take part in the backward pass of messages ({', '.join(names) or 'a recv'}): what "
+            "was sent has no output, so its gradient would be missing. Call comm.backward(loss) in its place, on both "
+            "ranks"
+        )
 
-    def _forget_older(self) -> None:
-        """At the end of a plain pass: let go of what two such passes have left behind.
+    def _forget_unused(self) -> None:
+        """At the end of a plain pass: what no loss used must not pile up, so it waits only as long as others hold it.
 
-        A program that never calls `backward` may compute results that no loss uses; their graphs must not pile up. One
-        that does call it may have differentiated another loss just before, and its calls must not be lost.
+        Not a result without entries, as on a rank that is not the root of a gather: it is often dropped.
         """
         newest, self._reached = max(self._reached, default=0), set()
-        if not self._ordered:
-            self._tokens = {index: kept for index, kept in self._tokens.items() if index not in self._left}
-            self._left = {index for index in self._tokens if index < newest}
+        for index, one in self._waiting.items():
+            if index < newest and one.has_entries:
+                one.let_go()
+
+
+@dataclass
+class _Waiting:
+    """A call that has to be reversed, and what its backward pass starts from."""
+
+    call: Call
+    token: Tensor | None
+    has_entries: bool
+    node: Callable[[], Any] = lambda: None
+
+    def let_go(self) -> None:
+        """Keep the call's graph no longer than others do."""
+        if self.token is not None:
+            self.node, self.token = weakref.ref(self.token.grad_fn), None
+
+    def root(self) -> Any:
+        """The token, or its place in the graph if that is still alive."""
+        if self.token is not None:
+            return self.token
+        node = self.node()
+        return None if node is None else GradientEdge(node, _TOKEN)
 
 
 def in_backward() -> bool:

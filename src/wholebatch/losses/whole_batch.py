@@ -14,7 +14,7 @@ parameter inside loss_fn: its temperature's gradient is then W times too large a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from .._checks import check_choice, check_finite
+from .._once import once_differentiable
 from ..comm import Communicator, Group, handshake, nodes, select_communicator
 from ..comm.call import Call
 from ..comm.maps import AllGather
@@ -53,7 +54,7 @@ class WholeBatch(nn.Module):
     ranks by rounding (it hands each rank the average), at the price of one reduce-scatter per differentiable input.
     Either way each rank does the work and holds the memory of the whole batch. Under "root" one rank does, and the
     others wait: for one device with more memory than the rest. Only parameters that loss_fn owns as a module, or
-    receives, are allowed then, and the gradient cannot be differentiated again. Where a flat loss exists
+    receives, are allowed then. Only the gradient of "gather" can be differentiated again. Where a flat loss exists
     (`wholebatch.CLIPLoss`), it does 1/W of the work.
 
     Raises:
@@ -102,7 +103,7 @@ class WholeBatch(nn.Module):
         comm = select_communicator(self.group)
         has_rows = [isinstance(x, Tensor) and x.dim() > 0 for x in representations]
         inputs = [x for x, rows in zip(representations, has_rows, strict=True) if rows]
-        parameters = self._parameters_of_the_loss(representations, has_rows, kwargs)
+        passed, owned, buffers = self._of_the_loss(representations, has_rows, kwargs)
 
         def state() -> dict[str, Any]:
             if not inputs:
@@ -115,7 +116,7 @@ class WholeBatch(nn.Module):
                 "sync": self.sync,
                 "strategy": self.strategy,
                 "root": self.root,
-                "parameters": [list(parameter.shape) for parameter in parameters],
+                "parameters": [list(x.shape) for x in (*passed, *owned, *buffers)],
                 "rows": [len(x) for x in inputs],
                 "dtypes": [str(x.dtype) for x in inputs],
                 "device types": [x.device.type for x in inputs],
@@ -144,30 +145,32 @@ class WholeBatch(nn.Module):
         _refuse_gathered_scalars(inputs, partitions)
         _refuse_misaligned_rows(partitions)
 
-        def compute(full: Iterable[Tensor]) -> Any:
-            remaining = iter(full)
-            arguments = [next(remaining) if rows else x for x, rows in zip(representations, has_rows, strict=True)]
-            return self.loss_fn(*arguments, **kwargs)
+        def compute(full: Iterable[Tensor], swap: Mapping[int, Tensor] | None = None) -> Any:
+            remaining, swap = iter(full), swap or {}
+            arguments = [
+                next(remaining) if rows else swap.get(id(x), x)
+                for x, rows in zip(representations, has_rows, strict=True)
+            ]
+            return self.loss_fn(*arguments, **{name: swap.get(id(x), x) for name, x in kwargs.items()})
 
         inputs = join(inputs, everyone)
         if self.strategy == "root":
-            return loss_at_root(comm, self.root, self.sync, compute, inputs, partitions, parameters)
+            return loss_at_root(comm, self.root, self.sync, compute, inputs, partitions, passed, owned, buffers)
         spread = _gather if self.strategy == "gather" else _replicate
         full = [spread(comm, x, partition) for x, partition in zip(inputs, partitions, strict=True)]
         loss = _same_on_all_ranks(comm, lambda: compute(full))
         return _ScaleGradient.apply(loss, replicated_loss_factor(self.sync, comm.size))
 
-    def _parameters_of_the_loss(
+    def _of_the_loss(
         self, representations: tuple[Any, ...], has_rows: list[bool], kwargs: dict[str, Any]
-    ) -> list[Tensor]:
-        """Tensors other than rows that loss_fn may send a gradient to; strategy "root" has to know them."""
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """What strategy "root" has to know besides the rows: parameters that loss_fn receives or owns, its buffers."""
         if self.strategy != "root":
-            return []
-        passed = [x for x, rows in zip(representations, has_rows, strict=True) if not rows]
-        candidates = [*passed, *kwargs.values()]
-        if isinstance(self.loss_fn, nn.Module):
-            candidates += self.loss_fn.parameters()
-        return [x for x in candidates if isinstance(x, Tensor) and x.requires_grad]
+            return [], [], []
+        candidates = [x for x, rows in zip(representations, has_rows, strict=True) if not rows] + [*kwargs.values()]
+        passed = {id(x): x for x in candidates if isinstance(x, Tensor) and x.requires_grad}
+        module = self.loss_fn if isinstance(self.loss_fn, nn.Module) else nn.Module()
+        return [*passed.values()], [x for x in module.parameters() if x.requires_grad], [*module.buffers()]
 
     def extra_repr(self) -> str:
         return f"strategy={self.strategy!r}, sync={self.sync!r}"
@@ -192,7 +195,22 @@ def _replicate(comm: Communicator, x: Tensor, partition: Partition) -> Tensor:
     full = _gather_without_gradient(comm, x, partition)
     if not x.requires_grad:
         return full
-    return torch.cat([full[: own.start], _ScaleGradient.apply(x, comm.size), full[own.stop :]])
+    return torch.cat([full[: own.start], _OwnRows.apply(x, comm.size), full[own.stop :]])
+
+
+class _OwnRows(Function):
+    """The identity, whose gradient is multiplied by W; its gradient again would lack the other ranks' part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
+        ctx.size = size
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.size, None
 
 
 class _ScaleGradient(Function):
