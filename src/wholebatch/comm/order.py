@@ -52,7 +52,7 @@ class Order:
     def enter(self, call: Call) -> Call:
         """The call, with its place in this order.
 
-        None for a call inside a backward pass (recomputed by checkpointing, or a gradient's own graph): that pass
+        A call inside a backward pass (recomputed by checkpointing, or in a gradient's own graph) gets none: that pass
         reaches it without our help.
         """
         if in_backward():
