@@ -85,9 +85,17 @@ def _local_rank(rank: int, config: TrainConfig, folder: str) -> None:
         _run_rank(config, (Path(folder) / "store").as_uri(), local_rank=rank, local_size=config.processes)
     except UserError as error:
         (Path(folder) / f"error-{rank}").write_text(str(error))
-        sys.exit(2)
+        _leave(2)
     except KeyboardInterrupt:
-        sys.exit(130)
+        _leave(130)
+    _leave(0)
+
+
+def _leave(code: int) -> None:
+    """End this process without the interpreter's teardown, in which gloo's threads abort now and then (torch 2.13)."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _run_rank(config: TrainConfig, init_method: str, *, local_rank: int, local_size: int) -> None:
