@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import wholebatch as wb
-from wholebatch.comm import Communicator, MPICommunicator, TorchCommunicator
+from wholebatch.comm import Communicator, MPICommunicator, TorchCommunicator, _c10d
 from wholebatch.testing import run_ranks
 
 RESULTS = Path(__file__).parent / "results" / "comm_overhead.jsonl"
@@ -36,12 +36,9 @@ def raw_c10d(comm: Communicator) -> Callable[[Tensor, Tensor], tuple[Tensor, Ten
 
     def both(x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
         full = x.new_empty(gradient.shape)
-        dist.all_gather_into_tensor(full, x) if not hasattr(dist, "all_gather_single") else dist.all_gather_single(
-            full, x
-        )
+        _c10d.all_gather_single(full, x)
         own = x.new_empty(x.shape)
-        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        reduce_scatter(own, gradient)
+        _c10d.reduce_scatter_single(own, gradient)
         return full, own
 
     return both

@@ -23,6 +23,11 @@ def check_features(name: str, x: object) -> None:
         raise ValueError(
             f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}; pass the encoder's output, not ids"
         )
+    check_dense(name, x)
+
+
+def check_dense(name: str, x: Tensor) -> None:
+    """x has its entries in memory."""
     if x.layout is not torch.strided or x.device.type == "meta":
         raise ValueError(f"{name} must be a dense tensor with data, got layout {x.layout} on device {x.device}")
 

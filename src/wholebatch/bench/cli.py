@@ -14,11 +14,10 @@ import tyro
 import wholebatch as wb
 from wholebatch._user_error import UserError
 from wholebatch.comm import Communicator
+from wholebatch.comm.select import MPI_SIZES
 from wholebatch.testing import RankError, run_ranks
 
 from . import gather, report
-
-_MPI_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def main(argv: Sequence[str], *, prog: str) -> None:
         if not values or min(values) < 1:
             raise UserError(f"--{name} must be at least 1, got {' '.join(map(str, values)) or 'nothing'}")
     report.read(config.results)  # before the run, not after
-    if any(variable in os.environ for variable in _MPI_VARIABLES):
+    if any(variable in os.environ for variable in MPI_SIZES):
         try:
             comm = wb.comm.MPICommunicator()
         except ImportError as error:

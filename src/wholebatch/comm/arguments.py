@@ -7,6 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._checks import check_choice, check_dense
+from ..partition import Partition
+
 SUMS = ("sum", "avg")
 OPS = (*SUMS, "max", "min", "prod")
 
@@ -14,8 +17,7 @@ OPS = (*SUMS, "max", "min", "prod")
 def check_tensor(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
-    if x.layout is not torch.strided or x.device.type == "meta":
-        raise ValueError(f"{name} must be a dense tensor with data, got layout {x.layout} on device {x.device}")
+    check_dense(name, x)
 
 
 def checked_dim(x: Tensor, dim: int) -> int:
@@ -42,10 +44,17 @@ def checked_counts(
         raise ValueError(f"{name} {list(counts)} ask for {expected} rows, x has shape {tuple(x.shape)}")
 
 
+def parts(counts: Sequence[int] | None, size: int, x: Tensor, dim: int, name: str = "counts") -> Sequence[int]:
+    """How x's entries along `dim` are distributed over the ranks; by default as evenly as possible."""
+    if counts is None:
+        return Partition.even(x.shape[dim], size).counts
+    checked_counts(counts, size, x.shape[dim], x, name)
+    return counts
+
+
 def checked_op(op: str, x: Tensor, ops: tuple[str, ...]) -> str:
     """`op` exists and is defined for x's dtype."""
-    if op not in ops:
-        raise ValueError(f"op must be one of {', '.join(map(repr, ops))}; got {op!r}")
+    check_choice("op", op, ops)
     if x.dtype == torch.bool:
         raise ValueError("booleans have no sums; cast x to an integer dtype")
     if op == "avg" and not (x.is_floating_point() or x.is_complex()):

@@ -23,13 +23,12 @@ class Call:
     """What has to be known of a call when it is run, and again when its adjoint is.
 
     `name` is the same on all ranks where the operation is collective. `index` is the call's place in `order`, None
-    where nobody keeps account. A `silent` call has no output through which a loss could reach it.
+    where nobody keeps account.
     """
 
     transport: Transport
     name: str
     collective: bool = True
-    silent: bool = False
     check: bool = False
     trace: bool = False
     index: int | None = None
@@ -40,20 +39,29 @@ class Call:
         """The call that the backward pass makes."""
         return replace(self, name=f"adjoint of {self.name}", index=None, order=None)
 
+    @property
+    def _kept_by(self) -> Order | None:
+        """The order, if there is one and it still exists."""
+        return self.order() if self.order is not None else None
+
     def again(self) -> Call:
         """The call, with the next place in its order."""
-        order = self.order() if self.order is not None else None
+        order = self._kept_by
         return self if order is None else order.enter(self)
+
+    def keep(self, token: Tensor, y: Tensor | None = None) -> None:
+        """The backward pass has to come to this call, which gave y."""
+        if order := self._kept_by:
+            order.keep(self, token, y)
 
     def reached(self) -> None:
         """Tell the order that the backward pass has come to this call."""
-        order = self.order() if self.order is not None else None
-        if order is not None:
+        if order := self._kept_by:
             order.reached(self)
 
     def withdraw(self) -> None:
         """The backward pass need not come to this call."""
-        order = self.order() if self.order is not None else None
+        order = self._kept_by
         if order is not None and self.index is not None:
             order.withdraw(self.index)
 

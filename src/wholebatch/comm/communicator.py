@@ -19,21 +19,18 @@ import torch
 from torch import Tensor
 
 from .._checks import check_choice
-from ..partition import Partition
 from . import compiled, maps, nodes
-from .arguments import OPS, SUMS, check_tensor, checked_counts, checked_dim, checked_op, without
+from .arguments import OPS, SUMS, check_tensor, checked_counts, checked_dim, checked_op, parts, without
 from .call import Call, signature
 from .compiled import compiles_to, eager
 from .handle import Handle
-from .handshake import SIGNATURE, handshake
+from .handshake import GRAD_ENABLED, NEEDS_GRAD, SIGNATURE, handshake
 from .maps import LOSSES, Loss
 from .messages import exchange_signatures
 from .nonlinear import reduce_nonlinearly
 from .order import Order
 from .transport import CHANNELS, Transport
 
-_GRAD_ENABLED = "torch.is_grad_enabled()"
-_NEEDS_GRAD = "needs grad"
 _WAITING = "the collectives that wait for the backward pass"
 
 
@@ -313,8 +310,7 @@ class Communicator:
                 if x is None:
                     raise ValueError("rank `root` must pass the tensor to scatter, got None")
                 rows = checked_dim(x, dim)
-                asked = counts if counts is not None else Partition.even(x.shape[rows], self.size).counts
-                checked_counts(asked, self.size, x.shape[rows], x)
+                asked = parts(counts, self.size, x, rows)
                 others = without(x.shape, rows)
                 return {"root": root, "counts": list(asked), "dtype": str(x.dtype), "others": others, "dim": rows}
             if x is None:
@@ -372,8 +368,7 @@ class Communicator:
 
         def state() -> dict[str, Any]:
             rows = checked_dim(x, dim)
-            asked = send_counts if send_counts is not None else Partition.even(x.shape[rows], self.size).counts
-            checked_counts(asked, self.size, x.shape[rows], x, "send_counts")
+            asked = parts(send_counts, self.size, x, rows, "send_counts")
             if receive_counts is not None:
                 checked_counts(receive_counts, self.size, None, x, "receive_counts")
             expects = None if receive_counts is None else list(receive_counts)
@@ -472,8 +467,8 @@ class Communicator:
 
         self.transport.check_open()
         colors = [facts["color"] for facts in handshake(self.transport, state, caller="split")]
-        parts = {c: [rank for rank, other in enumerate(colors) if other == c] for c in colors}
-        transport = self.transport.split(parts[color], member=color is not None)
+        members = [rank for rank, other in enumerate(colors) if other == color]
+        transport = self.transport.split(members, member=color is not None)
         if transport is None:
             return None
         part: Communicator = object.__new__(type(self))
@@ -543,8 +538,8 @@ class Communicator:
             if x is not None:
                 check_tensor("x", x)
             facts: dict[str, Any] = {
-                _GRAD_ENABLED: torch.is_grad_enabled(),
-                _NEEDS_GRAD: x is not None and x.requires_grad,
+                GRAD_ENABLED: torch.is_grad_enabled(),
+                NEEDS_GRAD: x is not None and x.requires_grad,
             }
             if x is not None:
                 facts |= {"dtype": str(x.dtype), "shape": list(x.shape), SIGNATURE: signature(x)}
@@ -552,10 +547,10 @@ class Communicator:
 
         everyone = None
         if checking:
-            everyone = handshake(self.transport, state, caller=name, must_match=(*must_match, _GRAD_ENABLED))
+            everyone = handshake(self.transport, state, caller=name, must_match=(*must_match, GRAD_ENABLED))
         else:
             state()
-        joins = everyone is None or any(facts[_NEEDS_GRAD] for facts in everyone)
+        joins = everyone is None or any(facts[NEEDS_GRAD] for facts in everyone)
         call = Call(self.transport, name, check=checking, trace=self.trace)
         return _Entry(self._order.enter(call), joins, everyone)
 
@@ -602,8 +597,7 @@ class Communicator:
         def state() -> dict[str, Any]:
             nonlocal asked
             rows = checked_dim(x, dim)
-            asked = Partition.even(x.shape[rows], self.size).counts if counts is None else counts
-            checked_counts(asked, self.size, x.shape[rows], x)
+            asked = parts(counts, self.size, x, rows)
             return {"op": checked_op(op, x, ops), "counts": list(asked), "dim": rows}
 
         entry = self._enter(operation, x, state, check, ("dtype", "shape", "op", "counts", "dim"))
@@ -624,7 +618,6 @@ class Communicator:
             self.transport,
             f"{operation} (message #{self._messages})",
             collective=False,
-            silent=sends,
             check=self.check,
             trace=self.trace,
         )
@@ -635,7 +628,7 @@ class Communicator:
         joins = x.requires_grad or not sends or not self.check
         return _Entry(self._order.enter(call), joins, None), verify
 
-    def _apply(self, entry: _Entry, map: maps.LinearMap, x: Tensor, dim: int | None = None) -> Tensor:
+    def _apply(self, entry: _Entry, map: maps.LinearMap, x: Tensor, dim: int = 0) -> Tensor:
         """map(x), with the rows of x along `dim`."""
         with entry.gradients():
             y = nodes.apply(map, x.movedim(dim, 0) if dim else x, entry.call)
@@ -646,7 +639,7 @@ class Communicator:
         entry: _Entry,
         map: maps.LinearMap,
         x: Tensor,
-        dim: int | None = None,
+        dim: int = 0,
         *,
         verify: Callable[[], bool] | None = None,
         arrange: Callable[[Tensor], Tensor | None] | None = None,
@@ -654,9 +647,9 @@ class Communicator:
         """A handle of map(x), with the rows of x along `dim`."""
         call = entry.call
         with entry.gradients():
-            flight, ticket = nodes.start(map, x if dim is None else x.movedim(dim, 0), call)
+            flight, ticket = nodes.start(map, x.movedim(dim, 0) if dim else x, call)
         if arrange is None:
-            arrange = (lambda y: y) if dim is None else (lambda y: y.movedim(0, dim))
+            arrange = (lambda y: y.movedim(0, dim)) if dim else (lambda y: y)
         if call.collective and call.check:
             verify = partial(self._agree_to_wait, call)
         return Handle(self, flight, ticket, x, verify=verify, arrange=arrange)

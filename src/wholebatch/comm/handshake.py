@@ -20,6 +20,7 @@ from .transport import Transport, named
 if TYPE_CHECKING:
     from .communicator import Communicator
 
+GRAD_ENABLED, NEEDS_GRAD = "torch.is_grad_enabled()", "needs grad"  # facts about gradients
 SIGNATURE = "signature"  # the fact that says what a rank passed, for the message when the callers differ
 _MESSAGE_BYTES = 2048  # one rank's statement on the wire, as JSON
 _CALLER, _COMPLAINT, _LENGTH = "caller", "complaint", "length"

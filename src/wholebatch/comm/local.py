@@ -25,7 +25,7 @@ class LocalTransport(Transport):
     def all_gather(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
         return done(x.clone())
 
-    def reduce_scatter(self, x: Tensor, counts: tuple[int, ...], op: str) -> Finish:
+    def reduce_scatter(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
         return done(x.clone())
 
     def all_reduce(self, x: Tensor, op: str) -> Finish:
@@ -34,7 +34,7 @@ class LocalTransport(Transport):
     def broadcast(self, x: Tensor, root: int) -> Finish:
         return done(x.clone())
 
-    def reduce(self, x: Tensor, root: int, op: str) -> Finish:
+    def reduce(self, x: Tensor, root: int) -> Finish:
         return done(x.clone())
 
     def gather(self, x: Tensor, counts: tuple[int, ...], root: int) -> Finish:

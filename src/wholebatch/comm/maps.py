@@ -113,7 +113,7 @@ class ReduceScatter(LinearMap):
     scale: float = 1.0
 
     def start(self, x: Tensor) -> Finish:
-        return _sum(x, lambda wide: self.transport.reduce_scatter(wide, self.counts, "sum"), self.scale)
+        return _sum(x, lambda wide: self.transport.reduce_scatter(wide, self.counts), self.scale)
 
     @property
     def adjoint(self) -> LinearMap:
@@ -188,7 +188,7 @@ class Reduce(LinearMap):
     scale: float = 1.0
 
     def start(self, x: Tensor) -> Finish:
-        return _sum(x, lambda wide: self.transport.reduce(wide, self.root, "sum"), self.scale)
+        return _sum(x, lambda wide: self.transport.reduce(wide, self.root), self.scale)
 
     @property
     def adjoint(self) -> LinearMap:

@@ -71,25 +71,25 @@ class MPITransport(Transport):
         )
         return self._after([request], lambda: out.to(x.device), wire, free=rows)
 
-    def reduce_scatter(self, x: Tensor, counts: tuple[int, ...], op: str) -> Finish:
+    def reduce_scatter(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
         wire = x.cpu()
         out = wire.new_empty((counts[self.rank], *x.shape[1:]))
         if not wire.numel():
             return done(out.to(x.device))
         row = wire[0].numel()
         if wire.numel() > _MAX_ELEMENTS:
-            return self._reduce_scatter_by_rank(wire, counts, op, x.device)
+            return self._reduce_scatter_by_rank(wire, counts, x.device)
         request = self._comm.Ireduce_scatter(
             [self._buffer(wire), wire.numel(), self._type(wire)],
             [self._buffer(out), out.numel(), self._type(wire)],
             [count * row for count in counts],
-            op=self._ops[op],
+            op=self._mpi.SUM,
         )
         return self._after([request], lambda: out.to(x.device), wire)
 
-    def _reduce_scatter_by_rank(self, wire: Tensor, counts: tuple[int, ...], op: str, device: Any) -> Finish:
+    def _reduce_scatter_by_rank(self, wire: Tensor, counts: tuple[int, ...], device: Any) -> Finish:
         """One reduction per rank's rows: counts beyond 32 bits."""
-        finishes = [self.reduce(part, root, op) for root, part in enumerate(wire.split(counts))]
+        finishes = [self.reduce(part, root) for root, part in enumerate(wire.split(counts))]
         return lambda: [finish() for finish in finishes][self.rank].to(device)
 
     def all_reduce(self, x: Tensor, op: str) -> Finish:
@@ -109,12 +109,12 @@ class MPITransport(Transport):
         ]
         return self._after(requests, lambda: out.to(x.device))
 
-    def reduce(self, x: Tensor, root: int, op: str) -> Finish:
+    def reduce(self, x: Tensor, root: int) -> Finish:
         wire = x.cpu()
         out = torch.zeros_like(wire)
         requests = [
             self._comm.Ireduce(
-                self._numbers(source), self._numbers(target) if self.rank == root else None, op=self._ops[op], root=root
+                self._numbers(source), self._numbers(target) if self.rank == root else None, op=self._mpi.SUM, root=root
             )
             for source, target in self._pieces(wire, out)
         ]

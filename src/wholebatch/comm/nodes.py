@@ -27,13 +27,24 @@ from .maps import Finish, LinearMap
 # An input that always requires a gradient: the node exists, and its adjoint runs, on ranks whose x needs none.
 ALWAYS = torch.empty(0, requires_grad=True)
 
+_Kind = tuple[torch.Size, torch.dtype, torch.device]  # what a cotangent of zeros is made of
+
+
+def _kind(y: Tensor) -> _Kind:
+    return y.shape, y.dtype, y.device
+
+
+def _zeros(kind: _Kind) -> Tensor:
+    shape, dtype, device = kind
+    return torch.zeros(shape, dtype=dtype, device=device)
+
 
 def apply(map: LinearMap, x: Tensor, call: Call) -> Tensor:
     """map(x), differentiable."""
     if not is_differentiable(x):
         return call.run(map, x)
     y, token = _Apply.apply(x, ALWAYS, map, call)
-    keep(call, token, y)
+    call.keep(token, y)
     return y
 
 
@@ -48,7 +59,7 @@ class _Apply(Function):
         ctx.map, ctx.call = map, call
         ctx.set_materialize_grads(False)
         y = call.run(map, x)
-        ctx.output = y.shape, y.dtype, y.device
+        ctx.output = _kind(y)
         return y, torch.empty(0)
 
     @staticmethod
@@ -59,8 +70,7 @@ class _Apply(Function):
         if not used:
             return None, None, None, None  # no rank's loss depends on it: no gradient, rather than one of zeros
         if grad is None:
-            shape, dtype, device = ctx.output
-            grad = torch.zeros(shape, dtype=dtype, device=device)
+            grad = _zeros(ctx.output)
         return apply(adjoint, grad, ctx.call.adjoint), None, None, None
 
 
@@ -71,7 +81,7 @@ class Flight:
         self.map, self.start_call = map, call
         self.wait_call = replace(call, name=f"wait for {call.name}", index=None)
         self._finish: Finish | None = None
-        self.output: tuple[torch.Size, torch.dtype, torch.device] | None = None
+        self.output: _Kind | None = None
         self.adjoint: Flight | None = None  # put under way by the backward of the wait
 
     def take_off(self, x: Tensor) -> None:
@@ -92,19 +102,17 @@ def start(map: LinearMap, x: Tensor, call: Call) -> tuple[Flight, Tensor]:
         flight.take_off(x)
         return flight, torch.empty(0)
     ticket, token = _Start.apply(x, ALWAYS, flight)
-    keep(call, token)
+    call.keep(token)
     return flight, ticket
 
 
 def wait(flight: Flight, ticket: Tensor) -> Tensor:
     """The result of a map that is under way."""
-    if flight.wait_call.order is not None:
-        flight.wait_call = flight.wait_call.again()  # its place is where it is called, not where its start was
+    flight.wait_call = flight.wait_call.again()  # its place is where it is called, not where its start was
     if not (torch.is_grad_enabled() and ticket.requires_grad):
-        flight.start_call.withdraw()
-        return flight.land()
+        return wait_without_gradient(flight)
     y, token = _Wait.apply(ticket, flight)
-    keep(flight.wait_call, token, y)
+    flight.wait_call.keep(token, y)
     return y
 
 
@@ -137,7 +145,7 @@ class _Wait(Function):
     def forward(ctx: Any, ticket: Tensor, flight: Flight) -> tuple[Tensor, Tensor]:
         ctx.flight = flight
         y = flight.land()
-        flight.output = y.shape, y.dtype, y.device
+        flight.output = _kind(y)
         return y, torch.empty(0)
 
     @staticmethod
@@ -154,16 +162,8 @@ def _start_adjoint(flight: Flight, grad: Tensor | None) -> Tensor:
                 f"{flight.start_call.name} was never waited for, so its gradient cannot be computed; "
                 "call wait() on its handle before the backward pass"
             )
-        shape, dtype, device = flight.output
-        grad = torch.zeros(shape, dtype=dtype, device=device)
+        grad = _zeros(flight.output)
     call = flight.start_call.adjoint
     call.agree(flight.map.adjoint)
     flight.adjoint, ticket = start(flight.map.adjoint, grad, call)
     return ticket
-
-
-def keep(call: Call, token: Tensor, y: Tensor | None = None) -> None:
-    """The backward pass has to come to the call, which gave y."""
-    order = call.order() if call.order is not None else None
-    if order is not None:
-        order.keep(call, token, y)

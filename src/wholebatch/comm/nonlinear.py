@@ -22,7 +22,7 @@ from .._once import once_differentiable
 from .._precision import accumulation_dtype
 from .call import Call
 from .maps import AllReduce, Finish, Loss, Map
-from .nodes import ALWAYS, apply, is_differentiable, keep
+from .nodes import ALWAYS, apply, is_differentiable
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def reduce_nonlinearly(x: Tensor, op: str, call: Call, loss: Loss) -> Tensor:
         return call.run(reduction, x)
     node = _Product if op == "prod" else _Extremum
     y, token = node.apply(x, ALWAYS, reduction, call, loss)
-    keep(call, token)
+    call.keep(token)
     return y
 
 

@@ -15,7 +15,8 @@ from .torch_distributed import TorchCommunicator
 Group = Communicator | dist.ProcessGroup | DeviceMesh | None
 
 # How many processes a launcher has started, as it tells them: torchrun, Open MPI, MPICH and its relatives.
-_LAUNCHED = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_LAUNCHED = ("WORLD_SIZE", *MPI_SIZES)
 
 
 def select_communicator(group: object) -> Communicator:

@@ -78,17 +78,17 @@ class TorchTransport(Transport):
                     works.append(dist.broadcast(part, group=self.group, group_src=root, async_op=True))
         return _after(works, lambda: out.to(x.device), wire)
 
-    def reduce_scatter(self, x: Tensor, counts: tuple[int, ...], op: str) -> Finish:
+    def reduce_scatter(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
         wire = self._wire(x)
         own = (counts[self.rank], *x.shape[1:])
         if len(set(counts)) == 1 and "nccl" in self.backend and wire.is_cuda:
             out = wire.new_empty(own)
-            work = _c10d.reduce_scatter_single(out, wire, op=_REDUCE_OPS[op], group=self.group, async_op=True)
+            work = _c10d.reduce_scatter_single(out, wire, group=self.group, async_op=True)
             return _after([work], lambda: out.to(x.device), wire)
-        # Each rank receives its rows from all ranks and reduces them in the order of the ranks: the same bytes as a
+        # Each rank receives its rows from all ranks and adds them in the order of the ranks: the same bytes as a
         # reduce-scatter, any counts, the same bits on every run.
         parts = self.all_to_all(wire, counts, (counts[self.rank],) * self.size)
-        return lambda: _reduce_parts(parts().unflatten(0, (self.size, own[0])), op).to(x.device)
+        return lambda: parts().unflatten(0, (self.size, own[0])).sum(0, dtype=x.dtype).to(x.device)
 
     def all_reduce(self, x: Tensor, op: str) -> Finish:
         out = self._copy(x)
@@ -104,12 +104,12 @@ class TorchTransport(Transport):
         work = dist.broadcast(out, group=self.group, group_src=root, async_op=True)
         return _after([work], lambda: out.to(x.device))
 
-    def reduce(self, x: Tensor, root: int, op: str) -> Finish:
+    def reduce(self, x: Tensor, root: int) -> Finish:
         out = self._copy(x)
         if not out.numel():
             return done(out.to(x.device))
-        work = dist.reduce(out, op=_REDUCE_OPS[op], group=self.group, group_dst=root, async_op=True)
-        # Away from the root the buffer holds partial results.
+        work = dist.reduce(out, op=dist.ReduceOp.SUM, group=self.group, group_dst=root, async_op=True)
+        # Away from the root the buffer holds partial sums.
         return _after([work], lambda: out.to(x.device) if self.rank == root else torch.zeros_like(x))
 
     def gather(self, x: Tensor, counts: tuple[int, ...], root: int) -> Finish:
@@ -166,14 +166,6 @@ def _after(works: Sequence[Any], result: Callable[[], Tensor], *keep: Tensor) ->
         return result()
 
     return finish
-
-
-def _reduce_parts(parts: Tensor, op: str) -> Tensor:
-    if op == "sum":
-        return parts.sum(0, dtype=parts.dtype)
-    if op == "prod":
-        return parts.prod(0, dtype=parts.dtype)
-    return parts.amax(0) if op == "max" else parts.amin(0)
 
 
 class TorchCommunicator(Communicator):

@@ -49,20 +49,20 @@ class Transport(ABC):
         """(n_r, ...) -> (sum n_r, ...)."""
 
     @abstractmethod
-    def reduce_scatter(self, x: Tensor, counts: tuple[int, ...], op: str) -> Finish:
-        """(sum n_r, ...) -> (n_r, ...), reduced by `op`: "sum", "max", "min" or "prod"."""
+    def reduce_scatter(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
+        """(sum n_r, ...) -> (n_r, ...), summed over the ranks."""
 
     @abstractmethod
     def all_reduce(self, x: Tensor, op: str) -> Finish:
-        """x, reduced by `op` over the ranks."""
+        """x, reduced over the ranks by `op`: "sum", "max", "min" or "prod"."""
 
     @abstractmethod
     def broadcast(self, x: Tensor, root: int) -> Finish:
         """Root's x."""
 
     @abstractmethod
-    def reduce(self, x: Tensor, root: int, op: str) -> Finish:
-        """x, reduced by `op` over the ranks, on the root; zeros elsewhere."""
+    def reduce(self, x: Tensor, root: int) -> Finish:
+        """x, summed over the ranks, on the root; zeros elsewhere."""
 
     @abstractmethod
     def gather(self, x: Tensor, counts: tuple[int, ...], root: int) -> Finish:

@@ -13,21 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-GRAD_ENABLED = "torch.is_grad_enabled()"
-_NEEDS_GRAD = "needs grad"
+from ..comm.handshake import GRAD_ENABLED, NEEDS_GRAD
 
 
 def gradient_facts(inputs: Sequence[Tensor | float | None]) -> dict[str, Any]:
     """What a handshake says about gradients; `GRAD_ENABLED` belongs to its `must_match`."""
     return {
         GRAD_ENABLED: torch.is_grad_enabled(),
-        _NEEDS_GRAD: [isinstance(x, Tensor) and x.requires_grad for x in inputs],
+        NEEDS_GRAD: [isinstance(x, Tensor) and x.requires_grad for x in inputs],
     }
 
 
 def join(inputs: Sequence[Tensor | float | None], everyone: Sequence[Mapping[str, Any]]) -> list[Any]:
     """The inputs, each one that needs a gradient on any rank made to need it here as well."""
-    wanted = [any(column) for column in zip(*(facts[_NEEDS_GRAD] for facts in everyone), strict=True)]
+    wanted = [any(column) for column in zip(*(facts[NEEDS_GRAD] for facts in everyone), strict=True)]
     return [_requiring_grad(x) if want else x for x, want in zip(inputs, wanted, strict=True)]
 
 

@@ -21,12 +21,13 @@ from .._checks import check_alike, check_choice, check_features, check_finite, c
 from .._once import once_differentiable
 from .._precision import accumulation_dtype
 from ..comm import Communicator, Group, handshake, select_communicator
+from ..comm.handshake import GRAD_ENABLED
 from ..exchange import GatherExchange
 from ..logsumexp import LogSumExp
 from ..partition import Partition
 from ..sweep import SoftmaxSweep
 from ..sync import Sync, check_sync, feature_factor, loss_parameter_gradient
-from ._joining import GRAD_ENABLED, gradient_facts, join
+from ._joining import gradient_facts, join
 
 
 def clip_loss(

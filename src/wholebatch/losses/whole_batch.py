@@ -25,10 +25,11 @@ from .._checks import check_choice, check_finite
 from .._once import once_differentiable
 from ..comm import Communicator, Group, handshake, nodes, select_communicator
 from ..comm.call import Call
+from ..comm.handshake import GRAD_ENABLED
 from ..comm.maps import AllGather
 from ..partition import Partition
 from ..sync import Sync, check_sync, replicated_loss_factor
-from ._joining import GRAD_ENABLED, gradient_facts, join
+from ._joining import gradient_facts, join
 from ._root import checked_loss, loss_at_root
 
 STRATEGIES = ("gather", "replicate", "root")
