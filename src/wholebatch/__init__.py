@@ -1,8 +1,20 @@
 """Train with losses that need the whole batch: exact gradients, flat memory, any number of processes."""
 
 from . import comm, functional, partition, reference, testing
-from .losses import CLIPLoss, WholeBatch
+from .losses import CLIPLoss, InfoNCELoss, NTXentLoss, SigLIPLoss, WholeBatch
 
 __version__ = "0.1.0"
 
-__all__ = ["CLIPLoss", "WholeBatch", "__version__", "comm", "functional", "partition", "reference", "testing"]
+__all__ = [
+    "CLIPLoss",
+    "InfoNCELoss",
+    "NTXentLoss",
+    "SigLIPLoss",
+    "WholeBatch",
+    "__version__",
+    "comm",
+    "functional",
+    "partition",
+    "reference",
+    "testing",
+]

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from ._precision import accumulation_dtype
+
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -32,6 +34,19 @@ def check_dense(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} must be a dense tensor with data, got layout {x.layout} on device {x.device}")
 
 
+def largest_norm(name: str, x: Tensor) -> float:
+    """The largest norm of x's rows, none of which has an entry that is NaN or infinite; 0 without rows.
+
+    It may be infinite all the same, where squares overflow.
+    """
+    if not len(x):
+        return 0.0
+    largest = torch.linalg.vector_norm(x.detach(), dim=1, dtype=accumulation_dtype(x.dtype)).amax().item()
+    if not math.isfinite(largest):
+        check_finite(name, x)
+    return largest
+
+
 def check_finite(name: str, x: Tensor) -> None:
     """No entry of x is NaN or infinite."""
     if x.numel() and (x.is_floating_point() or x.is_complex()):
@@ -43,10 +58,12 @@ def check_finite(name: str, x: Tensor) -> None:
             )
 
 
-def check_alike(name_x: str, x: Tensor, name_y: str, y: Tensor) -> None:
-    """Two feature matrices have the same shape, dtype and device."""
+def check_alike(name_x: str, x: Tensor, name_y: str, y: Tensor, *, rows: bool) -> None:
+    """Two feature matrices have the same width, dtype and device, and with `rows` the same number of rows."""
     for what, ours, theirs, fix in (
-        ("shape", tuple(x.shape), tuple(y.shape), "row i of one belongs to row i of the other"),
+        ("shape", tuple(x.shape), tuple(y.shape), "row i of one belongs to row i of the other")
+        if rows
+        else ("feature size", x.shape[1], y.shape[1], "each row of one meets each row of the other"),
         ("dtype", x.dtype, y.dtype, "cast one of them"),
         ("device", x.device, y.device, "move one of them"),
     ):
@@ -70,6 +87,23 @@ def check_scalar(name: str, value: object) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, got {number}; clamp it, and look at the learning rate")
     return number
+
+
+def check_temperature(name: str, value: object) -> float:
+    """value is a scalar as for `check_scalar`, and positive."""
+    number = check_scalar(name, value)
+    if number <= 0:
+        raise ValueError(f"{name} must be positive, got {number}; logits are similarities divided by it")
+    return number
+
+
+def check_memory(value: object) -> None:
+    """value is "auto", "flat" or a number of bytes."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value <= 0:
+            raise ValueError(f"memory must be 'auto', 'flat' or a positive number of bytes, got {value}")
+    elif value not in ("auto", "flat"):
+        raise ValueError(f"memory must be one of 'auto', 'flat', or a number of bytes (int); got {value!r}")
 
 
 def check_label_smoothing(value: float) -> None:

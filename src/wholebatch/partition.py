@@ -1,8 +1,7 @@
-"""Who owns which rows: frozen integers, no tensors, no processes.
+"""Who owns which rows, and in which pieces a matrix is worked off: frozen integers, no tensors, no processes.
 
-The global batch is the concatenation of the ranks' rows, rank 0 first. Everything that depends on this
-order (slices, offsets, the place of the positive pairs, the tiles of a sweep) is computed here, once, from
-the row counts alone.
+The global batch is the concatenation of the ranks' rows, rank 0 first. Everything that depends on this order (slices,
+offsets, the place of the positive pairs, the tiles of a sweep) is computed here, once, from the row counts alone.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Partition", "Tile", "tiles"]
+__all__ = ["Diagonal", "Partition", "Tile", "tiles"]
 
 
 @dataclass(frozen=True)
@@ -62,38 +61,56 @@ class Partition:
 
 @dataclass(frozen=True)
 class Tile:
-    """One macro-tile of the similarity matrix: local rows x columns of the block at hand.
-
-    `diagonal` is the diagonal of the tile on which its positive pairs lie: entry (i, i + diagonal) of the
-    tile is a positive pair wherever it falls inside. See :func:`tiles`.
-    """
+    """A rectangle of the similarity matrix: rows of this rank x columns of the global batch."""
 
     rows: slice
     cols: slice
-    diagonal: int
+    own_mirror: bool = False  # of a symmetric matrix: this tile is its own transpose
 
     @property
     def shape(self) -> tuple[int, int]:
         """(number of rows, number of columns)."""
         return self.rows.stop - self.rows.start, self.cols.stop - self.cols.start
 
-    @property
-    def has_positives(self) -> bool:
-        """Whether the positives' diagonal crosses this tile."""
-        num_rows, num_cols = self.shape
-        return -num_rows < self.diagonal < num_cols
 
+def tiles(rows: slice, cols: slice, side: int, *, triangle: bool = False) -> Iterator[Tile]:
+    """Cut rows x cols into tiles of at most side x side, row by row.
 
-def tiles(num_rows: int, num_cols: int, tile_rows: int, tile_cols: int, *, offset: int = 0) -> Iterator[Tile]:
-    """Cut a num_rows x num_cols block into tiles, row blocks outermost.
+    Args:
+        rows, cols: what is cut.
+        side: of a tile.
+        triangle: the matrix is square and symmetric, its columns being its rows: the tiles below the diagonal, mirror
+            images of those above, are left out.
 
-    Row i of the block and column `offset + i` are a positive pair: `offset` is the global index of the
-    block's first row less that of its first column.
-
-    >>> [(t.rows.start, t.cols.start, t.diagonal) for t in tiles(2, 4, 2, 2, offset=2)]
-    [(0, 0, 2), (0, 2, 0)]
+    >>> [(t.rows.start, t.cols.start) for t in tiles(slice(0, 2), slice(4, 8), 2)]
+    [(0, 4), (0, 6)]
+    >>> [(t.rows.start, t.cols.start, t.own_mirror) for t in tiles(slice(0, 4), slice(4, 8), 2, triangle=True)]
+    [(0, 4, True), (0, 6, False), (2, 6, True)]
     """
-    for row in range(0, num_rows, tile_rows):
-        rows = slice(row, min(row + tile_rows, num_rows))
-        for col in range(0, num_cols, tile_cols):
-            yield Tile(rows, slice(col, min(col + tile_cols, num_cols)), row + offset - col)
+    for row in range(rows.start, rows.stop, side):
+        first_col = cols.start + (row - rows.start if triangle else 0)
+        for col in range(first_col, cols.stop, side):
+            yield Tile(
+                slice(row, min(row + side, rows.stop)),
+                slice(col, min(col + side, cols.stop)),
+                own_mirror=triangle and col == first_col,
+            )
+
+
+@dataclass(frozen=True)
+class Diagonal:
+    """The entries (row + k, col + k), 0 <= k < length, of the similarity matrix.
+
+    >>> Diagonal(row=0, col=2, length=3).within(Tile(slice(1, 4), slice(0, 4)))
+    (0, 3, 1)
+    """
+
+    row: int
+    col: int
+    length: int
+
+    def within(self, tile: Tile) -> tuple[int, int, int]:
+        """Where the diagonal enters the tile, (row of the tile, column of the tile), and how many entries lie in it."""
+        first = max(0, tile.rows.start - self.row, tile.cols.start - self.col)
+        last = min(self.length, tile.rows.stop - self.row, tile.cols.stop - self.col)
+        return self.row + first - tile.rows.start, self.col + first - tile.cols.start, max(0, last - first)

@@ -53,3 +53,8 @@ def loss_parameter_gradient(share: Tensor, comm: Communicator, sync: Sync) -> Te
     Collective under "mean": one all-reduce of the share.
     """
     return comm.all_reduce(share, check=False) if sync == "mean" else share
+
+
+def total_or_share(total: Tensor, share: Tensor, sync: Sync) -> Tensor:
+    """The same, where the sum of the shares is known already."""
+    return total if sync == "mean" else share

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .maps import Finish
 
-CHANNELS = 4  # streams of messages that never mix: data, gradients, and what either end says of itself
+# Streams of messages that never mix: data, gradients, what either end says of itself, and the ring exchange's.
+CHANNELS, RING = 5, 4
 
 
 # Operations that nobody will wait for. gloo breaks its connections when one is forgotten while it is under way, and MPI

@@ -1,5 +1,17 @@
-"""How Y travels to the rows of X, and its gradient home. This layer knows no loss."""
+"""How Y's rows reach the ranks that need them, and what those say about them comes home. Knows no loss."""
 
+from .exchange import Exchange
 from .gather import GatherExchange
+from .ring import RingExchange
+from .schedule import num_entries
+from .select import EXCHANGES, ExchangeName, select_exchange
 
-__all__ = ["GatherExchange"]
+__all__ = [
+    "EXCHANGES",
+    "Exchange",
+    "ExchangeName",
+    "GatherExchange",
+    "RingExchange",
+    "num_entries",
+    "select_exchange",
+]

@@ -1,112 +1,199 @@
 """The softmax sweep: tiles of S to row and column sums of exponentials, and tiles of dS to dX and dY.
 
-    S = scale * X Y^T        X: (b, d), the rows at hand        Y: (n, d), a block of columns
+With P = softmax over the row, Q = softmax over the column, and N the number of softmaxes in the loss,
 
-Forward, per tile: one product, then the tile's rows and columns are absorbed into their running log-sum-exp.
-Backward, per tile: the product once more, then, with P = softmax over the row and Q = softmax over the column,
+    N dS_ij = P_ij + Q_ij - positive [i and j are a pair] - uniform
 
-    dS_ij = P_ij + Q_ij - positive * [i and j are a pair] - uniform
-    U_i  += dS_ij y_j             (U = dS Y)
-    V_j  += dS_ij x_i             (V = dS^T X)
+where a loss that uses one direction has one of P and Q. Under one shift c for all (see `logsumexp`), E = exp(S - c)
+serves both:
 
-That is 1 + 3 = 4 units of b * n * d multiply-adds, and two tiles of memory. The positives are subtracted inside
-the tile: where training has gone well P_ii + Q_ii is all but 2, and 2 y_i taken off afterwards would leave rounding.
+    R_i = sum_j E_ij,   C_j = sum_i E_ij,      P_ij + Q_ij = E_ij (1 / R_i + 1 / C_j)
 
-Half-precision features are widened to float32 tile by tile.
+Forward 1 unit of multiply-adds and one exponential per entry, backward 3 and one; 2 and none where E was kept.
+
+Positive pairs get more care, for where training has gone well P_ii + Q_ii is all but 2 and the loss all but 0. The
+target is subtracted inside the tile, in float64, from E_ii / R_i + E_ii / C_i; the target's logit in the loss is
+log E_ii + c, with the rounding that R_i has seen. Then a pair whose E_ii is all of R_i has loss and gradient 0, not
+rounding. And a kept tile in bfloat16 gets its positives back as they were.
+
+A symmetric S (features against themselves) needs the tiles on and above the diagonal only: a tile's column sums are
+the mirrored tile's row sums, and dS + dS^T = E_ij (1 / R_i + 1 / R_j) - ... has the same form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from .._precision import accumulation_dtype
+from .._precision import wide_dtype
 from ..logsumexp import LogSumExp
-from ..partition import Tile, tiles
+from ..partition import Tile
+from .driver import Block, Driver, relative
+from .memory import KeptTiles
+from .pairs import Pairs
 
-TILE = 1024  # rows and columns: two tiles are 8 MiB in float32, and a product is large enough for full speed
+_T = TypeVar("_T", Tensor, LogSumExp)
 
 
 class SoftmaxSweep:
-    """Both directions of a sweep over the block X Y^T, with the buffers that they share.
+    """Passes over the blocks of S, in the same order each time.
 
     Args:
-        x: (b, d).
-        y: (n, d).
-        scale: multiplies every similarity.
-        offset: row i and column `offset + i` are a positive pair.
-        tile: rows and columns of a tile.
+        driver: of the rows.
+        pairs: which entries are positive, which excluded.
+        kept: memory for E, written by `sums` and read by `gradients`; None: E is computed again.
+        positives: for `gradients` with kept tiles, what `sums` left in `positives`.
+        total: whether `sums` totals all logits in `total_logit`.
     """
 
-    def __init__(self, x: Tensor, y: Tensor, scale: float, *, offset: int, tile: int = TILE) -> None:
-        self.x, self.y, self.scale, self.offset, self.tile = x, y, scale, offset, tile
-        self.dtype = accumulation_dtype(x.dtype)
-        self._buffer_size = min(tile, len(x)) * min(tile, len(y))
+    def __init__(
+        self,
+        driver: Driver,
+        pairs: Pairs,
+        *,
+        kept: KeptTiles | None = None,
+        positives: Sequence[Tensor] = (),
+        total: bool = False,
+    ) -> None:
+        self.driver, self.pairs, self.kept, self._total = driver, pairs, kept, total
+        self._device, self._wide = driver.x.device, wide_dtype(driver.x.device)
+        self.positives = list(positives)  # E, where there is one shift, at the positive pairs of each tile with any
+        self.target_logit: Tensor = torch.zeros((), dtype=self._wide, device=self._device)  # of all softmaxes
+        self.total_logit = torch.zeros_like(self.target_logit)  # sum_ij S_ij
 
-    def statistics(self, rows: LogSumExp, cols: LogSumExp, positives: Tensor) -> None:
-        """Absorb the block into `rows` (b pairs) and `cols` (n pairs), and write S_ii into `positives` (b)."""
-        logits_buffer, scratch_buffer = self._buffers()
-        for tile, x, y in self._tiles():
-            logits = _view(logits_buffer, tile)
-            scratch = _view(scratch_buffer, tile)
-            self._logits(x, y, out=logits)
-            if tile.has_positives:
-                diagonal = logits.diagonal(tile.diagonal)
-                first_row = tile.rows.start + max(0, -tile.diagonal)
-                positives[first_row : first_row + len(diagonal)] = diagonal
-            rows.absorb(logits, dim=1, at=tile.rows, scratch=scratch)
-            cols.absorb(logits, dim=0, at=tile.cols, scratch=scratch)
+    def maxima(self, block: Block, row_max: Tensor | None, col_max: Tensor | None) -> None:
+        """Raise `row_max` (b,) and `col_max` (n,) to the block's largest logits; None is left out."""
+        for tile, x, y in self.driver.tiles(block):
+            logits = self._logits(tile, x, y)
+            for largest, dim in _sides(tile, block, row_max, col_max):
+                torch.maximum(largest, logits.amax(dim), out=largest)
+
+    def sums(self, block: Block, rows: LogSumExp | None, cols: LogSumExp | None) -> None:
+        """Add the block's exponentials, relative to the shifts, to `rows.sum` (b,) and `cols.sum` (n,)."""
+        if self._total:
+            x_sum, y_sum = (z.sum(0, dtype=self._wide) for z in (self.driver.x[block.rows], block.y))
+            self.total_logit += self.driver.scale * (x_sum * y_sum).sum()
+        shift = _one_shift(rows, cols)
+        for tile, x, y in self.driver.tiles(block):
+            logits = self._logits(tile, x, y)
+            sides = list(_sides(tile, block, rows, cols))
+            at = self.pairs.positives(tile, self._device)
+            targets = None if at is None else logits[at].to(self._wide)
+            if shift is not None:
+                exponentials = _exp_(logits, shift)
+                if at is not None and targets is not None:
+                    self.positives.append(exponentials[at])
+                    targets = self._as_summed(self.positives[-1], shift, targets)
+                if self.kept is not None:
+                    self.kept.keep(exponentials)
+            if targets is not None:
+                self.target_logit += len(sides) * targets.sum()
+            for pairs, dim in sides:
+                if shift is None:
+                    exponentials = self._exp(logits, pairs, tile, dim)
+                pairs.sum.add_(exponentials.sum(dim))
 
     def gradients(
         self,
-        rows: LogSumExp,
-        cols: LogSumExp,
+        block: Block,
+        rows: LogSumExp | None,
+        cols: LogSumExp | None,
         *,
         positive: float,
         uniform: float,
         u: Tensor | None,
         v: Tensor | None,
     ) -> None:
-        """Add dS Y to `u` (b, d) and dS^T X to `v` (n, d), for the finished `rows` and `cols`; None is left out."""
-        logits_buffer, grad_buffer = self._buffers()
-        inverse_row_sums, inverse_col_sums = rows.sum.reciprocal(), cols.sum.reciprocal()
-        for tile, x, y in self._tiles():
-            logits = _view(logits_buffer, tile)
-            grad = _view(grad_buffer, tile)
-            self._logits(x, y, out=logits)
-            # P_ij
-            torch.sub(logits, rows.shift[tile.rows, None], out=grad).exp_()
-            grad.mul_(inverse_row_sums[tile.rows, None])
-            # + Q_ij
-            logits.sub_(cols.shift[None, tile.cols]).exp_()
-            grad.addcmul_(logits, inverse_col_sums[None, tile.cols])
-            # - positive - uniform
-            if tile.has_positives:
-                grad.diagonal(tile.diagonal).sub_(positive)
+        """Add N dS Y to `u` (b, d) and N dS^T X to `v` (n, d), from finished sums; None is left out."""
+        shift = _one_shift(rows, cols)
+        for tile, x, y in self.driver.tiles(block):
+            of_rows = None if rows is None else rows[tile.rows]
+            of_cols = None if cols is None else cols[relative(tile.cols, block)]
+            if shift is None:
+                grad = self._own_softmax(self._logits(tile, x, y), of_rows, of_cols, tile)
+                at = self.pairs.positives(tile, self._device)
+                if at is not None:
+                    grad[at] -= positive
+            else:
+                grad = self._shared_softmax(tile, x, y, shift, of_rows, of_cols, positive)
             if uniform:
                 grad.sub_(uniform)
-            if u is not None:
-                u[tile.rows].addmm_(grad, y)
-            if v is not None:
-                v[tile.cols].addmm_(grad.T, x)
+            self.driver.products(grad, tile, x, y, block, u, v)
 
-    def _logits(self, x: Tensor, y: Tensor, *, out: Tensor) -> None:
-        out.addmm_(x, y.T, beta=0, alpha=self.scale)
+    def _shared_softmax(
+        self,
+        tile: Tile,
+        x: Tensor,
+        y: Tensor,
+        shift: float,
+        rows: LogSumExp | None,
+        cols: LogSumExp | None,
+        positive: float,
+    ) -> Tensor:
+        """E_ij / R_i + E_ij / C_j - positive [i and j are a pair], of the directions that there are."""
+        at = self.pairs.positives(tile, self._device)
+        exponentials = None if self.kept is None else self.kept.next(tile.shape)
+        if exponentials is None:
+            exponentials = _exp_(self._logits(tile, x, y), shift)
+            of_pairs = None if at is None else exponentials[at]
+        else:
+            of_pairs = None if at is None else self.positives.pop(0)
+        sums = [pairs.sum.unsqueeze(dim) for pairs, dim in ((rows, 1), (cols, 0)) if pairs is not None]
+        if len(sums) == 1:
+            factor = sums[0].reciprocal()
+        else:
+            factor = torch.add(*(total.reciprocal() for total in sums), out=self.driver.scratch(tile))
+        grad = torch.mul(exponentials, factor, out=self.driver.buffer(tile))
+        if at is not None and of_pairs is not None:
+            wide = of_pairs.to(self._wide)
+            softmaxes = sum(wide / total.expand(tile.shape)[at].to(self._wide) for total in sums)
+            grad[at] = (softmaxes - positive).to(grad.dtype)
+        return grad
 
-    def _buffers(self) -> tuple[Tensor, Tensor]:
-        first, second = torch.empty(2, self._buffer_size, dtype=self.dtype, device=self.x.device)
-        return first, second
+    def _own_softmax(self, logits: Tensor, rows: LogSumExp | None, cols: LogSumExp | None, tile: Tile) -> Tensor:
+        """P_ij + Q_ij, of the directions that there are, each relative to shifts of its own."""
+        p = None if rows is None else self._exp(logits, rows, tile, dim=1).div_(rows.sum.unsqueeze(1))
+        if cols is None:
+            assert p is not None
+            return p
+        q = logits.sub_(cols.shift).exp_().div_(cols.sum)
+        return q if p is None else q.add_(p)
 
-    def _tiles(self) -> Iterator[tuple[Tile, Tensor, Tensor]]:
-        x, rows = self.x[:0], slice(0, 0)
-        for tile in tiles(len(self.x), len(self.y), self.tile, self.tile, offset=self.offset):
-            if tile.rows != rows:
-                x, rows = self.x[tile.rows].to(self.dtype), tile.rows
-            yield tile, x, self.y[tile.cols].to(self.dtype)
+    def _logits(self, tile: Tile, x: Tensor, y: Tensor) -> Tensor:
+        logits = self.driver.logits(tile, x, y)
+        at = self.pairs.excluded(tile, self._device)
+        if at is not None:
+            logits[at] = float("-inf")
+        return logits
+
+    def _exp(self, logits: Tensor, pairs: LogSumExp, tile: Tile, dim: int) -> Tensor:
+        """exp(S - shift) relative to the shift of each row (dim 1) or column (dim 0), in the scratch tile."""
+        assert isinstance(pairs.shift, Tensor)
+        return torch.sub(logits, pairs.shift.unsqueeze(dim), out=self.driver.scratch(tile)).exp_()
+
+    def _as_summed(self, exponentials: Tensor, shift: float, logits: Tensor) -> Tensor:
+        """The logits as their exponentials have it: log E + c; as they are where E may have lost more than rounding."""
+        safe = exponentials >= torch.finfo(exponentials.dtype).tiny / torch.finfo(exponentials.dtype).eps
+        return torch.where(safe, exponentials.to(self._wide).log() + shift, logits)
 
 
-def _view(buffer: Tensor, tile: Tile) -> Tensor:
-    num_rows, num_cols = tile.shape
-    return buffer[: num_rows * num_cols].view(num_rows, num_cols)
+def _sides(tile: Tile, block: Block, rows: _T | None, cols: _T | None) -> Iterator[tuple[_T, int]]:
+    """What belongs to the tile's rows, and to its columns unless they only mirror the rows; and what to sum over."""
+    if rows is not None:
+        yield rows[tile.rows], 1
+    if cols is not None and not tile.own_mirror:
+        yield cols[relative(tile.cols, block)], 0
+
+
+def _one_shift(rows: LogSumExp | None, cols: LogSumExp | None) -> float | None:
+    """The shift that all pairs share; None if each has its own."""
+    pairs = rows if rows is not None else cols
+    assert pairs is not None
+    return None if isinstance(pairs.shift, Tensor) else pairs.shift
+
+
+def _exp_(logits: Tensor, shift: float) -> Tensor:
+    return (logits.sub_(shift) if shift else logits).exp_()

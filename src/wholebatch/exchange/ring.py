@@ -1,0 +1,128 @@
+"""Exchange "ring": Y's blocks travel from rank to rank. Memory O(b d), whatever the number of ranks.
+
+In step s, rank r works on the block of rank r - s. Meanwhile that block is already on its way to rank r + 1, and the
+next comes from rank r - 1. What a visit says about a block's columns (sums, or a gradient) follows one step behind: it
+is added to what the ranks before have said, and goes on; from the last rank it goes home.
+
+    step s on rank r     compute    block r - s
+                         send       block r - s to r + 1,  receive block r - s - 1 from r - 1        (while computing)
+                         receive    what the ranks r - s ... r - 1 have said about block r - s       (while computing)
+                         send       the same with r's own added, to r + 1, or home in the last step  (while computing s + 1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..comm.maps import Finish
+from ..comm.transport import RING, named
+from ..sweep import Block
+from .exchange import Exchange, VisitBlock
+
+_COLUMNS, _CARRIED, _SAID, _HOME = range(4)  # tags: what a message holds
+
+
+class RingExchange(Exchange):
+    """Blocks of Y, their columns' numbers, and what is collected about them, all in messages to the next rank."""
+
+    @property
+    def kept_own(self) -> slice:
+        return slice(0, self.columns.counts[self.comm.rank])
+
+    def bring(self, y_local: Tensor) -> Tensor:
+        return y_local
+
+    def collect(
+        self,
+        held: Tensor,
+        visit: VisitBlock,
+        *,
+        carried: Tensor | None = None,
+        initial: Tensor | None = None,
+        op: str = "sum",
+    ) -> Tensor | None:
+        rank, size, steps = self.comm.rank, self.comm.size, len(self.visits)
+        following, previous = (rank + 1) % size, (rank - 1) % size
+        counts, offsets = self.columns.counts, self.columns.offsets
+        combine = torch.Tensor.add_ if op == "sum" else _raise_
+        y, numbers = held.contiguous(), None if carried is None else carried.T.contiguous()
+        own = None if initial is None or not self.symmetric else _repeat(initial, counts[rank])
+        under_way: list[Finish] = []
+        home: Finish | None = None
+        if initial is not None and steps > 1:  # the last visitor of our own block sends it here
+            home = self._receive(_repeat(initial, counts[rank]), (rank + steps - 1) % size, _HOME)
+        said = None
+        for step, planned in enumerate(self.visits):
+            source = planned.source
+            arriving = None
+            if step + 1 < steps:
+                after = counts[(source - 1) % size]
+                arriving = [self._receive(y.new_empty(after, y.shape[1]), previous, _COLUMNS)]
+                under_way.append(self._send(y, following, _COLUMNS))
+                if numbers is not None:
+                    arriving.append(self._receive(numbers.new_empty(after, numbers.shape[1]), previous, _CARRIED))
+                    under_way.append(self._send(numbers, following, _CARRIED))
+            before = None
+            if initial is not None:
+                said = _repeat(initial, counts[source])
+                if step:
+                    before = self._receive(_repeat(initial, counts[source]), previous, _SAID)
+            cols = slice(offsets[source] + planned.cols.start, offsets[source] + planned.cols.stop)
+            visit(
+                Block(y[planned.cols], cols, planned.rows, planned.triangle),
+                None if numbers is None else numbers[planned.cols].T,
+                None if said is None else said[planned.cols],
+                own,
+            )
+            for finish in under_way:
+                finish()
+            under_way = []
+            if said is not None and steps > 1:
+                if before is not None:
+                    said = combine(said, before())
+                last = step + 1 == steps
+                under_way.append(self._send(said, source if last else following, _HOME if last else _SAID))
+            if arriving is not None:
+                y = arriving[0]()
+                numbers = arriving[1]() if numbers is not None else None
+        for finish in under_way:
+            finish()
+        if home is not None:
+            said = home()
+        if own is not None:
+            assert said is not None
+            said = combine(said, own)
+        return said
+
+    def merge(self, collected: Tensor, op: str) -> Tensor:
+        return collected
+
+    def finish(
+        self, sums: Tensor | None, row_numbers: Tensor, column_numbers: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor | None, Tensor]:
+        if sums is not None:
+            row_numbers = row_numbers + column_numbers(sums)
+        return sums, self.comm.all_reduce(row_numbers, check=False)
+
+    def home(self, collected: Tensor) -> Tensor:
+        return collected
+
+    def _send(self, x: Tensor, dest: int, tag: int) -> Finish:
+        transport = self.comm.transport
+        return named(transport, f"ring exchange, to rank {dest}", True, lambda: transport.send(x, dest, tag, RING))
+
+    def _receive(self, out: Tensor, source: int, tag: int) -> Finish:
+        transport, what = self.comm.transport, f"ring exchange, from rank {source}"
+        finish = named(transport, what, True, lambda: transport.recv(out, source, tag, RING))
+        return lambda: named(transport, what, True, finish)
+
+
+def _repeat(initial: Tensor, rows: int) -> Tensor:
+    return initial.repeat(rows, *[1] * (initial.dim() - 1))
+
+
+def _raise_(x: Tensor, other: Tensor) -> Tensor:
+    return torch.maximum(x, other, out=x)

@@ -1,0 +1,72 @@
+"""Which rank's columns meet which rows, and in what order: frozen integers.
+
+Y's blocks pass rank r in the order r, r - 1, r - 2, ... (modulo W), as they do when each travels to the next rank.
+
+Where S is symmetric (X's rows against themselves), half of it suffices: of each pair of ranks one computes the block
+that they share, and each computes the upper triangle of its own. Rank r takes the blocks of the (W - 1) / 2 ranks
+before it; if W is even, the block that it shares with the rank on the opposite side is divided between the two, by the
+rows of the lower one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..partition import Partition
+
+
+@dataclass(frozen=True)
+class Visit:
+    """The columns of one rank that meet rows of this one."""
+
+    source: int  # whose columns
+    cols: slice  # of its own
+    rows: slice  # of this rank's
+    triangle: bool = False
+
+
+def full(rows: int, columns: Partition, rank: int) -> tuple[Visit, ...]:
+    """All of this rank's rows meet all columns.
+
+    >>> [visit.source for visit in full(4, Partition((4, 4, 4)), rank=1)]
+    [1, 0, 2]
+    """
+    size = len(columns.counts)
+    sources = [(rank - step) % size for step in range(size)]
+    return tuple(Visit(source, slice(0, columns.counts[source]), slice(0, rows)) for source in sources)
+
+
+def half(columns: Partition, rank: int) -> tuple[Visit, ...]:
+    """This rank's part of a symmetric matrix, whose rows are its columns.
+
+    >>> [(visit.source, visit.rows, visit.cols) for visit in half(Partition((3, 5)), rank=0)]
+    [(0, slice(0, 3, None), slice(0, 3, None)), (1, slice(0, 2, None), slice(0, 5, None))]
+    >>> [(visit.source, visit.rows, visit.cols) for visit in half(Partition((3, 5)), rank=1)]
+    [(1, slice(0, 5, None), slice(0, 5, None)), (0, slice(0, 5, None), slice(2, 3, None))]
+    """
+    counts, size = columns.counts, len(columns.counts)
+    own = slice(0, counts[rank])
+    visits = [Visit(rank, own, own, triangle=True)]
+    for step in range(1, size // 2 + 1):
+        source = (rank - step) % size
+        whole = slice(0, counts[source])
+        if 2 * step < size:
+            visits.append(Visit(source, whole, own))
+        elif rank < source:
+            visits.append(Visit(source, whole, slice(0, _upper_half(counts[rank]))))
+        else:
+            visits.append(Visit(source, slice(_upper_half(counts[source]), counts[source]), own))
+    return tuple(visits)
+
+
+def _upper_half(rows: int) -> int:
+    return (rows + 1) // 2
+
+
+def num_entries(visits: tuple[Visit, ...], side: int) -> int:
+    """How many entries of S the visits compute, at most, in tiles of side x side."""
+    total = 0
+    for visit in visits:
+        rows, cols = (at.stop - at.start for at in (visit.rows, visit.cols))
+        total += min(rows * cols, rows * (rows + side) // 2) if visit.triangle else rows * cols
+    return total

@@ -1,0 +1,40 @@
+"""From what a user passes as `exchange=` to an exchange."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ..comm import Communicator
+from ..partition import Partition
+from .exchange import Exchange
+from .gather import GatherExchange
+from .ring import RingExchange
+
+ExchangeName = Literal["auto", "gather", "ring"]
+EXCHANGES = ("auto", "gather", "ring")
+_GATHER_BYTES = 2**30  # Y, its gradient, and a buffer of the reduce-scatter
+
+
+def select_exchange(
+    name: ExchangeName,
+    comm: Communicator,
+    rows: int,
+    columns: Partition,
+    *,
+    row_bytes: int,
+    symmetric: bool = False,
+) -> Exchange:
+    """The exchange called `name`. "auto": "gather" while that takes at most 1 GiB per rank, else "ring".
+
+    Args:
+        name: "auto", "gather" or "ring".
+        comm: the ranks.
+        rows: of X on this rank.
+        columns: who owns which of Y's rows.
+        row_bytes: of one of Y's rows, in the accumulation dtype.
+        symmetric: as for every :class:`Exchange`.
+    """
+    if name == "auto":
+        name = "gather" if 3 * columns.total * row_bytes <= _GATHER_BYTES else "ring"
+    kind = GatherExchange if name == "gather" else RingExchange
+    return kind(comm, rows, columns, symmetric=symmetric)

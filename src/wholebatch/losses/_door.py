@@ -1,0 +1,174 @@
+"""The door that all losses share: every rank's arguments are sound and agree, or every rank raises.
+
+It also sees to it that all ranks enter the backward pass together. A rank whose own inputs need no gradient (a frozen
+tower, a rank without rows) would build no graph, never call the collectives of the backward pass, and leave the others
+waiting. So inputs that need a gradient on any rank need one on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._checks import check_alike, check_choice, check_features, check_memory, check_scalar, largest_norm
+from .._precision import accumulation_dtype
+from ..comm import Communicator, Group, handshake, select_communicator
+from ..comm.handshake import GRAD_ENABLED
+from ..exchange import EXCHANGES, Exchange, ExchangeName, num_entries, select_exchange
+from ..partition import Partition
+from ..sweep import Budget, Memory, default_side, fit, smallest_budget
+from ..sync import Sync, check_sync
+from ._joining import gradient_facts, join
+
+_TOLERANCE = 1e-5  # of a scalar between ranks, relative: parameters that engines keep equal differ by rounding at most
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every loss lets its caller choose."""
+
+    group: Group
+    sync: Sync
+    exchange: ExchangeName
+    memory: Memory
+
+    def check(self) -> None:
+        """Raise ValueError unless each of them exists; `group` is looked at when the loss is called."""
+        check_sync(self.sync)
+        check_choice("exchange", self.exchange, EXCHANGES)
+        check_memory(self.memory)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What each rank knows of all ranks' arguments."""
+
+    caller: str
+    options: Options
+    comm: Communicator
+    scalars: dict[str, float]
+    rows: dict[str, Partition]  # of each matrix of features
+    norms: dict[str, float]  # the largest of all rows of all ranks
+    inputs: list[Any]  # scalars, then features; those that need a gradient on any rank need one here
+    memory_by_rank: list[Memory]
+    width: int
+    dtype: torch.dtype  # in which sums are taken
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.comm.rank
+
+    def exchange(self, stays: Partition, travels: Partition, *, symmetric: bool = False) -> tuple[Exchange, Budget]:
+        """The exchange that was asked for, and what this rank's sweep may allocate.
+
+        Raises:
+            ValueError: on every rank, if a rank's `memory` is too little for its part.
+        """
+        side = default_side(self.device)
+        for rank, memory in enumerate(self.memory_by_rank):
+            needed = smallest_budget(stays.counts[rank], travels.total, self.dtype)
+            if isinstance(memory, int) and memory < needed:
+                raise ValueError(
+                    f"{self.caller}: memory must be at least {needed} bytes for the smallest tiles of rank {rank}, got "
+                    f"{memory}; memory='flat' takes what it needs, at most {2 * side * side * self.dtype.itemsize} bytes"
+                )
+        exchange = select_exchange(
+            self.options.exchange,
+            self.comm,
+            stays.counts[self.rank],
+            travels,
+            row_bytes=self.width * self.dtype.itemsize,
+            symmetric=symmetric,
+        )
+        entries = num_entries(exchange.visits, side)
+        return exchange, fit(self.options.memory, entries=entries, side=side, dtype=self.dtype)
+
+
+def agree(
+    caller: str,
+    options: Options,
+    *,
+    scalars: Mapping[str, Tensor | float | None],
+    features: Mapping[str, Tensor | None],
+    paired: tuple[str, str] | None = None,
+    check: Callable[[], Mapping[str, Any]] = dict,
+    must_match: Sequence[str] = (),
+) -> Agreement:
+    """Make sure that every rank's arguments are sound and that they agree. Collective: one handshake.
+
+    Args:
+        caller: the loss, for messages.
+        options: of the caller's.
+        scalars: numbers that are the same on all ranks; None where one was left out.
+        features: matrices of the same width, dtype and device, the first of which has the batch's rows; None where
+            one was left out.
+        paired: names of two of them that have the same rows.
+        check: looks at what else there is, and returns facts about it.
+        must_match: names of such facts that have to be the same on all ranks.
+
+    Raises:
+        ValueError: on every rank, whichever rank made the mistake.
+    """
+    comm = select_communicator(options.group)
+    inputs = [*scalars.values(), *features.values()]
+    given = {name: x for name, x in features.items() if x is not None}
+
+    def state() -> dict[str, Any]:
+        options.check()
+        for name, x in given.items():
+            check_features(name, x)
+        first_name, first = next(iter(given.items()))
+        for name, x in given.items():
+            check_alike(first_name, first, name, x, rows=(first_name, name) == paired)
+        norms = {name: largest_norm(name, x) for name, x in given.items()}
+        return {
+            "arguments": [name for name, value in {**scalars, **features}.items() if value is not None],
+            "rows": {name: len(x) for name, x in given.items()},
+            "norms": norms,
+            "feature size": first.shape[1],
+            "dtype": str(first.dtype),
+            "device type": first.device.type,
+            "scalars": {name: check_scalar(name, value) for name, value in scalars.items() if value is not None},
+            "sync": options.sync,
+            "exchange": options.exchange,
+            "memory": options.memory,
+            **check(),
+            **gradient_facts(inputs),
+        }
+
+    names = ("arguments", "feature size", "dtype", "device type", "sync", "exchange", *must_match, GRAD_ENABLED)
+    everyone = handshake(comm, state, caller=caller, must_match=names)
+    rows = {name: Partition(tuple(facts["rows"][name] for facts in everyone)) for name in given}
+    first_name, first = next(iter(given.items()))
+    if rows[first_name].total == 0:
+        raise ValueError(f"{caller}: the global batch is empty, every rank passed 0 rows")
+    by_rank = {name: [facts["scalars"][name] for facts in everyone] for name in everyone[0]["scalars"]}
+    for name, values in by_rank.items():
+        _check_equal(caller, name, values)
+    return Agreement(
+        caller,
+        options,
+        comm,
+        {name: values[0] for name, values in by_rank.items()},
+        rows,
+        {name: max(facts["norms"][name] for facts in everyone) for name in given},
+        join(inputs, everyone),
+        [facts["memory"] for facts in everyone],
+        first.shape[1],
+        accumulation_dtype(first.dtype),
+        first.device,
+    )
+
+
+def _check_equal(caller: str, name: str, values: Sequence[float]) -> None:
+    if max(values) - min(values) > _TOLERANCE * abs(values[0]):
+        raise ValueError(
+            f"{caller}: {name} must be the same on all ranks, got {values}; give all ranks the same initial "
+            "parameters, and let the engine average its gradient like any other's"
+        )

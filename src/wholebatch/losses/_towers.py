@@ -1,0 +1,109 @@
+"""From a loss's features to X, whose rows stay, and Y, whose rows travel; and from dX and dY back to the features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from .._precision import accumulation_dtype, wide_dtype
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_EPS = 1e-12  # as in torch.nn.functional.normalize
+_CHUNK = 1024  # rows that are projected at a time
+
+
+@dataclass(frozen=True)
+class Towers:
+    """X = the features `stays`, one below the other, Y = the features `travels`; without those, Y is X.
+
+    With `normalise`, the rows of X and Y are those of the features divided by their norms.
+    """
+
+    stays: tuple[int, ...]
+    travels: tuple[int, ...] = ()
+    normalise: bool = False
+
+    def join(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """X, Y, and the norms of X's rows if they were divided by them."""
+        if self.normalise:
+            assert not self.travels, "only features against themselves are normalised here; please report this"
+            x, norms = _normalised([features[i] for i in self.stays])
+            return x, x, norms
+        x = _stacked([features[i] for i in self.stays])
+        return x, _stacked([features[i] for i in self.travels]) if self.travels else x, None
+
+    def wanted(self, features: Sequence[bool]) -> tuple[bool, bool]:
+        """Whether dX and dY are needed, given which features' gradients are."""
+        x, y = (any(features[i] for i in at) for at in (self.stays, self.travels))
+        return (x, y) if self.travels else (False, x)
+
+    def split(
+        self,
+        dx: Tensor | None,
+        dy: Tensor | None,
+        x: Tensor,
+        norms: Tensor | None,
+        features: Sequence[tuple[bool, int, torch.dtype]],
+    ) -> list[Tensor | None]:
+        """The features' gradients, from dX and dY, which are overwritten.
+
+        Args:
+            dx, dy: None where not needed. Where Y is X, all of the gradient is in `dy`.
+            x, norms: from `join`.
+            features: of each, whether its gradient is needed, its rows, its dtype.
+        """
+        if norms is not None and dy is not None:
+            _project_(dy, x, norms)
+        grads: list[Tensor | None] = [None] * len(features)
+        for at, gradient in ((self.stays, dx if self.travels else dy), (self.travels, dy)):
+            first = 0
+            for i in at:
+                needed, rows, dtype = features[i]
+                if needed:
+                    assert gradient is not None
+                    grads[i] = gradient[first : first + rows].to(dtype)
+                first += rows
+        return grads
+
+
+def _stacked(features: Sequence[Tensor]) -> Tensor:
+    return features[0] if len(features) == 1 else torch.cat(list(features))
+
+
+def _normalised(features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """z = x / max(|x|, eps) of all rows, in the accumulation dtype; and max(|x|, eps), (rows, 1)."""
+    rows, width = sum(map(len, features)), features[0].shape[1]
+    z = features[0].new_empty(rows, width, dtype=accumulation_dtype(features[0].dtype))
+    torch.cat([feature.to(z.dtype) for feature in features], out=z)
+    norms = torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp_(min=_EPS)
+    return z.div_(norms), norms
+
+
+def _project_(grad: Tensor, z: Tensor, norms: Tensor) -> None:
+    """dL/dx = (dL/dz - z <z, dL/dz>) / |x|, in place: the part of dL/dz along x is lost in the division by |x|."""
+    for g, unit, norm in zip(grad.split(_CHUNK), z.split(_CHUNK), norms.split(_CHUNK), strict=True):
+        along = torch.linalg.vecdot(unit, g).unsqueeze(1)
+        g.addcmul_(unit, along, value=-1).div_(norm)
+
+
+def inner(a: Tensor, b: Tensor) -> Tensor:
+    """<a, b>, row by row, so that no copy in a wider dtype is made."""
+    return torch.linalg.vecdot(a.to(b.dtype), b).sum(dtype=wide_dtype(b.device))
+
+
+def no_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorator: what is inside runs in the dtypes that it was given; the device is that of the first tensor."""
+
+    @wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        device = next(arg.device.type for arg in reversed(args) if isinstance(arg, Tensor))
+        with torch.autocast(device, enabled=False):
+            return function(*args, **kwargs)
+
+    return run

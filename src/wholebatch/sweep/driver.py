@@ -1,0 +1,98 @@
+"""The driver that all sweeps share: tiles of S = scale X Y^T + bias in, products with X and Y out.
+
+    logits      S_ij = scale x_i . y_j + bias                1 unit of multiply-adds
+    products    U_i += dS_ij y_j,  V_j += dS_ij x_i          2 units       (U = dS Y, V = dS^T X)
+
+What happens to a tile in between is the business of a tile function (`softmax`, `sigmoid`). All buffers are allocated
+once. Half-precision features are widened to float32 tile by tile, so that every product is taken and summed in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .._precision import accumulation_dtype
+from ..partition import Tile, tiles
+
+
+@dataclass(frozen=True)
+class Block:
+    """Columns of the global batch that are at hand, and the rows of this rank that meet them."""
+
+    y: Tensor  # (n, d)
+    cols: slice  # where they lie among all columns
+    rows: slice
+    triangle: bool = False  # they are this rank's own rows, of a symmetric S: its upper triangle says all
+
+
+class Driver:
+    """Tiles of X's rows with one block of columns after another.
+
+    Args:
+        x: (b, d), the rows.
+        scale, bias: of S.
+        side: rows and columns of a tile.
+    """
+
+    def __init__(self, x: Tensor, scale: float, bias: float = 0.0, *, side: int) -> None:
+        self.x, self.scale, self.bias, self.side = x, scale, bias, side
+        self.dtype = accumulation_dtype(x.dtype)
+        self._logits, self._scratch = (x.new_empty(0, dtype=self.dtype) for _ in range(2))
+        self._wide_x, self._wide_y = (x.new_empty(0, x.shape[1], dtype=self.dtype) for _ in range(2))
+
+    def tiles(self, block: Block) -> Iterator[tuple[Tile, Tensor, Tensor]]:
+        """Each tile with its rows of X and of Y, in the accumulation dtype."""
+        self._reserve(block)
+        rows, x = None, self.x[:0]
+        for tile in tiles(block.rows, block.cols, self.side, triangle=block.triangle):
+            if tile.rows != rows:
+                rows, x = tile.rows, _widened(self.x[tile.rows], self._wide_x)
+            yield tile, x, _widened(block.y[relative(tile.cols, block)], self._wide_y)
+
+    def logits(self, tile: Tile, x: Tensor, y: Tensor) -> Tensor:
+        """The tile of S, in a buffer that the next one overwrites."""
+        logits = _view(self._logits, tile).addmm_(x, y.T, beta=0, alpha=self.scale)
+        return logits.add_(self.bias) if self.bias else logits
+
+    def buffer(self, tile: Tile) -> Tensor:
+        """Where the tile of S lies."""
+        return _view(self._logits, tile)
+
+    def scratch(self, tile: Tile) -> Tensor:
+        """Memory for another tile."""
+        return _view(self._scratch, tile)
+
+    def products(
+        self, grad: Tensor, tile: Tile, x: Tensor, y: Tensor, block: Block, u: Tensor | None, v: Tensor | None
+    ) -> None:
+        """Add the tile of dS times its rows of Y to `u`, (b, d), and its transpose times X to `v`, (n, d)."""
+        if u is not None:
+            u[tile.rows].addmm_(grad, y)
+        if v is not None and not tile.own_mirror:
+            v[relative(tile.cols, block)].addmm_(grad.T, x)
+
+    def _reserve(self, block: Block) -> None:
+        rows = min(self.side, block.rows.stop - block.rows.start)
+        cols = min(self.side, block.cols.stop - block.cols.start)
+        if rows * cols > len(self._logits):
+            self._logits, self._scratch = (self._logits.new_empty(rows * cols) for _ in range(2))
+        if self.x.dtype != self.dtype and max(rows, cols) > len(self._wide_x):
+            self._wide_x, self._wide_y = (self._wide_x.new_empty(max(rows, cols), self.x.shape[1]) for _ in range(2))
+
+
+def relative(cols: slice, block: Block) -> slice:
+    """Columns of the global batch as columns of the block."""
+    return slice(cols.start - block.cols.start, cols.stop - block.cols.start)
+
+
+def _widened(x: Tensor, buffer: Tensor) -> Tensor:
+    return x if x.dtype == buffer.dtype else buffer[: len(x)].copy_(x)
+
+
+def _view(buffer: Tensor, tile: Tile) -> Tensor:
+    rows, cols = tile.shape
+    return buffer[: rows * cols].view(rows, cols)
