@@ -76,8 +76,12 @@ def option_mistakes_body():
     x = features()
     for options, message in (
         ({"sync": "average"}, "sync must be 'mean' .* got 'average'"),
-        ({"exchange": "teleport"}, "exchange must be one of 'auto', 'gather'; got 'teleport'"),
-        ({"memory": "none"}, "memory must be one of"),
+        ({"exchange": "teleport"}, "exchange must be one of 'auto', 'gather', 'ring'; got 'teleport'"),
+        ({"memory": "none"}, "memory must be one of 'auto', 'flat', or a number of bytes .* got 'none'"),
+        ({"memory": 1.5}, "memory must be one of"),
+        ({"memory": True}, "memory must be one of"),
+        ({"memory": 0}, "a positive number of bytes, got 0"),
+        ({"memory": -(2**30)}, "a positive number of bytes"),
         ({"label_smoothing": 1.5}, r"label_smoothing must lie in \[0, 1\], got 1.5"),
         ({"logit_bias": torch.ones(3)}, "logit_bias must be a number"),
         ({"group": "world"}, "group must be .* got str"),
@@ -108,10 +112,102 @@ def test_options(world_size):
     run_ranks(option_mistakes_body, world_size, timeout_s=30)
 
 
-def raises_on_rank_1(x):
-    if dist.get_rank() == 1:
-        raise KeyError("only here")
-    return x.mean()
+# A call of each loss that is right, and what rank 1 passes instead: by keyword, for every argument that is new.
+CALLS = {
+    "info_nce_loss": lambda **wrong: wb.functional.info_nce_loss(
+        **{"queries": features(), "keys": features(), "logit_scale": 10.0, "negatives": features(2)} | wrong
+    ),
+    "nt_xent_loss": lambda **wrong: wb.functional.nt_xent_loss(
+        **{"z0": features(), "z1": features(), "temperature": 0.1} | wrong
+    ),
+    "siglip_loss": lambda **wrong: wb.functional.siglip_loss(
+        **{"image_features": features(), "text_features": features(), "logit_scale": 10.0, "logit_bias": -1.0} | wrong
+    ),
+    "clip_loss": lambda **wrong: wb.functional.clip_loss(
+        **{"image_features": features(), "text_features": features(), "logit_scale": 10.0} | wrong
+    ),
+}
+NEW_MISTAKES = [
+    (
+        "info_nce_loss",
+        {"negatives": features(2, 5)},
+        "queries and negatives must have the same feature size, got 4 and 5",
+    ),
+    ("info_nce_loss", {"negatives": features(2).double()}, "queries and negatives must have the same dtype"),
+    ("info_nce_loss", {"negatives": features(2)[0]}, r"negatives must have shape .* got \(4,\)"),
+    ("info_nce_loss", {"negatives": features(2).fill_(float("nan"))}, "negatives must be finite"),
+    ("info_nce_loss", {"negatives": None}, "arguments must be the same on all ranks, got rank 0: .*negatives"),
+    ("info_nce_loss", {"keys": features(2)}, "keys must have at least as many rows as queries, got 2 and 3"),
+    ("info_nce_loss", {"keys": None}, "keys must be a tensor .* got NoneType"),
+    ("info_nce_loss", {"logit_scale": torch.ones(2)}, "logit_scale must be a number"),
+    ("nt_xent_loss", {"temperature": 0.0}, "temperature must be positive, got 0.0"),
+    ("nt_xent_loss", {"temperature": -1.0}, "temperature must be positive, got -1.0"),
+    ("nt_xent_loss", {"temperature": torch.tensor(-0.1)}, "temperature must be positive"),
+    ("nt_xent_loss", {"temperature": float("nan")}, "temperature must be finite"),
+    ("nt_xent_loss", {"temperature": "cold"}, "temperature must be a number .* got str"),
+    ("nt_xent_loss", {"temperature": 0.2}, r"temperature must be the same on all ranks, got \[0.1, 0.2"),
+    ("nt_xent_loss", {"z1": features(2)}, r"z0 and z1 must have the same shape, got \(3, 4\) and \(2, 4\)"),
+    ("siglip_loss", {"logit_bias": None}, "logit_bias must be a number .* got NoneType"),
+    ("siglip_loss", {"logit_bias": -2.0}, r"logit_bias must be the same on all ranks, got \[-1.0, -2.0"),
+    ("siglip_loss", {"text_features": features(2)}, "must have the same shape"),
+    *(
+        (name, {"memory": 3}, "memory must be at least 8 bytes for the smallest tiles of rank 1, got 3")
+        for name in CALLS
+    ),
+    *((name, {"memory": "lots"}, "memory must be one of 'auto', 'flat', or a number of bytes") for name in CALLS),
+    *((name, {"exchange": "teleport"}, "exchange must be one of 'auto', 'gather', 'ring'") for name in CALLS),
+    *(
+        (name, {"exchange": "gather"}, "exchange must be the same on all ranks, got rank 0: auto; rank 1: g")
+        for name in CALLS
+    ),
+    *((name, {"sync": None}, "sync must be the same on all ranks, got rank 0: mean; rank 1: None") for name in CALLS),
+]
+
+
+def new_mistakes_body():
+    rank = dist.get_rank()
+    for name, wrong, message in NEW_MISTAKES:
+        with pytest.raises(ValueError, match=message) as caught:
+            CALLS[name](**(wrong if rank == 1 else {}))
+        assert str(caught.value).startswith(f"{name}: ")
+        assert CALLS[name]().isfinite(), "the group still works after every mistake"
+
+
+def test_every_argument_of_every_loss():
+    run_ranks(new_mistakes_body, 2, timeout_s=60)
+
+
+def empty_body():
+    """All ranks empty is an error; a loss whose negatives alone are empty is not."""
+    none = features(0)
+    empty = "the global batch is empty"
+    with pytest.raises(ValueError, match=empty):
+        CALLS["info_nce_loss"](queries=none, keys=none)
+    with pytest.raises(ValueError, match=empty):
+        CALLS["nt_xent_loss"](z0=none, z1=none)
+    with pytest.raises(ValueError, match=empty):
+        CALLS["siglip_loss"](image_features=none, text_features=none)
+    assert CALLS["info_nce_loss"](negatives=none).isfinite()
+    for name, call in CALLS.items():
+        assert call(exchange="ring").isfinite(), f"{name}: a ring of {dist.get_world_size()}"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_empty_batches_and_rings_of_any_size(world_size):
+    run_ranks(empty_body, world_size, timeout_s=30)
+
+
+@pytest.mark.parametrize("name", ["CLIPLoss", "InfoNCELoss", "NTXentLoss", "SigLIPLoss"])
+def test_modules_refuse_what_does_not_exist_when_they_are_made(name):
+    for options, message in (
+        ({"sync": "average"}, "sync must be"),
+        ({"exchange": "teleport"}, "exchange must be one of"),
+        ({"memory": -1}, "positive number of bytes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            getattr(wb, name)(**options)
+    with pytest.raises(ValueError, match="temperature must be positive"):
+        wb.NTXentLoss(temperature=0)
 
 
 def whole_batch_mistakes_body():

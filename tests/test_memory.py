@@ -1,52 +1,102 @@
-"""The promise: no B x B, forward or backward. Peak memory is that of a process of its own, as the system counts it."""
+"""Nothing of size B x B is ever stored: the rise of the process's peak memory, measured from outside."""
 
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+from torch.nn.functional import normalize
+
+import wholebatch as wb
+from wholebatch.testing import run_ranks
 
 _PROGRAM = """
 import json, sys
-from pathlib import Path
-import torch
-import wholebatch as wb
+from test_memory import rise_of_peak
 
-loss_fn, rows, width = getattr(wb, sys.argv[1]).clip_loss, int(sys.argv[2]), 256
-torch.set_num_threads(2)
+module, name, rows, width = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+rise_of_peak(module, name, 1100, width)  # libraries load, threads start
+print(json.dumps(rise_of_peak(module, name, rows, width)))
+"""
+
 
 def memory_bytes(field):
     status = Path("/proc/self/status").read_text()
     return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith(field)))
 
-def rise_of_peak(rows):
-    x, y = (torch.nn.functional.normalize(torch.randn(rows, width), dim=-1).requires_grad_() for _ in range(2))
+
+def call(module, name, x, y, **options):
+    scale, bias = (torch.tensor(value, requires_grad=True) for value in (14.3, -10.0))
+    loss = getattr(getattr(wb, module), name)
+    arguments = {
+        "clip_loss": {"logit_scale": scale},
+        "info_nce_loss": {"logit_scale": scale},
+        "nt_xent_loss": {},
+        "siglip_loss": {"logit_scale": scale, "logit_bias": bias},
+    }[name]
+    return loss(x, y, **arguments, **options)
+
+
+def rise_of_peak(module, name, rows, width, **options):
+    """Of forward and backward, dX and dY included while they are added to `.grad`."""
+    torch.set_num_threads(2)
+    x, y = (normalize(torch.randn(rows, width), dim=-1).requires_grad_() for _ in range(2))
     for leaf in (x, y):
-        leaf.grad = torch.zeros_like(leaf)  # the gradients' own memory is not the loss's
+        leaf.grad = torch.ones_like(leaf)  # the gradients' own memory, in use already, is not the loss's
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
     before = memory_bytes("VmRSS")
-    loss_fn(x, y, torch.tensor(14.3, requires_grad=True)).backward()
+    call(module, name, x, y, **options).backward()
     return memory_bytes("VmHWM") - before
 
-rise_of_peak(1100)  # libraries load, threads start
-print(json.dumps(rise_of_peak(rows)))
-"""
 
-
-def rise_of_peak(module, rows):
+def measured(module, name, rows, width):
     run = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, module, str(rows)], capture_output=True, text=True, check=True, timeout=300
+        [sys.executable, "-c", _PROGRAM, module, name, str(rows), str(width)],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
     )
     return json.loads(run.stdout)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_transient_memory_is_tiles_and_gradients():
-    """B = 16384, d = 256: S would be 1 GiB; dX and dY before they are added to .grad are 2 x 16 MiB of the 60 MB."""
-    assert rise_of_peak("functional", 16384) <= 60e6
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_measurement_sees_a_stored_matrix():
-    """The dense twin at B = 4096 stores at least two 64 MiB matrices at a time: the same program reports them."""
-    assert rise_of_peak("reference", 4096) >= 130e6
+@linux
+@pytest.mark.parametrize(
+    ("name", "rows"), [("clip_loss", 16384), ("info_nce_loss", 16384), ("siglip_loss", 16384), ("nt_xent_loss", 8192)]
+)
+def test_transient_memory_is_tiles_and_gradients(name, rows):
+    """S would be 1 GiB, of 16384 rows and columns each time; d = 256.
+
+    dX and dY are 34 MB, before they are added to .grad; or, for NT-Xent, dZ 17 MB, and as much for Z. Two tiles are
+    5 MB.
+    """
+    assert measured("functional", name, rows, 256) <= 45e6
+
+
+@linux
+@pytest.mark.parametrize("name", ["clip_loss", "info_nce_loss", "siglip_loss", "nt_xent_loss"])
+def test_the_measurement_sees_a_stored_matrix(name):
+    """The dense twins at 4096 rows and columns store at least two matrices of 64 MiB: the same program reports them."""
+    assert measured("reference", name, 2048 if name == "nt_xent_loss" else 4096, 256) >= 130e6
+
+
+def of_an_exchange(exchange, rows, width):
+    rise_of_peak("functional", "clip_loss", 64, width, exchange=exchange)
+    return rise_of_peak("functional", "clip_loss", rows, width, exchange=exchange)
+
+
+@linux
+def test_a_ring_does_not_hold_the_batch():
+    """4 ranks, 4 MiB of Y each: "gather" holds 3 times the 16 MiB of all, "ring" about 5 blocks; both dX and tiles."""
+    gather, ring = (
+        max(run_ranks(of_an_exchange, 4, exchange, 1024, 1024, timeout_s=120)) for exchange in ("gather", "ring")
+    )
+    block = 4 * 1024 * 1024
+    assert gather >= 8 * block + 2 * block
+    assert ring <= 6 * block + 2 * block + 8e6

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wholebatch.partition import Partition, tiles
+from wholebatch.partition import Diagonal, Partition, tiles
 
 counts = st.lists(st.integers(0, 50), min_size=1, max_size=9).map(tuple)
 
@@ -24,27 +24,37 @@ def test_even_split_gives_the_remainder_to_the_first(total, parts):
     assert split == tuple(total // parts + (part < total % parts) for part in range(parts))
 
 
-@given(
-    num_rows=st.integers(0, 12),
-    num_cols=st.integers(0, 12),
-    tile_rows=st.integers(1, 5),
-    tile_cols=st.integers(1, 5),
-    offset=st.integers(0, 12),
-)
-def test_tiles_cover_every_entry_once_and_know_their_positives(num_rows, num_cols, tile_rows, tile_cols, offset):
-    seen, positives = [], []
-    for tile in tiles(num_rows, num_cols, tile_rows, tile_cols, offset=offset):
-        entries = [(i, j) for i in range(num_rows)[tile.rows] for j in range(num_cols)[tile.cols]]
-        inside = [
-            (tile.rows.start + i, tile.cols.start + i + tile.diagonal)
-            for i in range(tile.shape[0])
-            if 0 <= i + tile.diagonal < tile.shape[1]
-        ]
-        assert tile.has_positives == bool(inside)
-        seen += entries
-        positives += inside
-    assert sorted(seen) == [(i, j) for i in range(num_rows) for j in range(num_cols)]
-    assert sorted(positives) == [(i, i + offset) for i in range(num_rows) if i + offset < num_cols]
+@given(first_row=st.integers(0, 5), rows=st.integers(0, 12), cols=st.integers(0, 12), side=st.integers(1, 5))
+def test_tiles_cover_every_entry_once(first_row, rows, cols, side):
+    seen = []
+    for tile in tiles(slice(first_row, first_row + rows), slice(7, 7 + cols), side):
+        assert max(tile.shape) <= side
+        seen += _entries(tile)
+    assert sorted(seen) == [(i, j) for i in range(first_row, first_row + rows) for j in range(7, 7 + cols)]
+
+
+@given(rows=st.integers(0, 14), offset=st.integers(0, 9), side=st.integers(1, 5))
+def test_a_triangle_and_its_mirror_image_cover_every_entry_once(rows, offset, side):
+    seen = []
+    for tile in tiles(slice(0, rows), slice(offset, offset + rows), side, triangle=True):
+        entries = [(i, j - offset) for i, j in _entries(tile)]
+        mirrored = [(j, i) for i, j in entries]
+        assert (sorted(entries) == sorted(mirrored)) == tile.own_mirror
+        seen += entries if tile.own_mirror else entries + mirrored
+    assert sorted(seen) == [(i, j) for i in range(rows) for j in range(rows)]
+
+
+@given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.integers(1, 5))
+def test_tiles_find_every_entry_of_a_diagonal_once(row, col, length, side):
+    diagonal, seen = Diagonal(row, col, length), []
+    for tile in tiles(slice(0, 18), slice(0, 18), side):
+        i, j, inside = diagonal.within(tile)
+        seen += [(tile.rows.start + i + k, tile.cols.start + j + k) for k in range(inside)]
+    assert sorted(seen) == [(row + k, col + k) for k in range(length)]
+
+
+def _entries(tile):
+    return [(i, j) for i in range(100)[tile.rows] for j in range(100)[tile.cols]]
 
 
 def test_nonsense_is_refused():

@@ -4,11 +4,24 @@ import inspect
 
 import wholebatch as wb
 
+LOSSES = ["clip_loss", "info_nce_loss", "nt_xent_loss", "siglip_loss"]
 PUBLIC = {
-    wb: ["CLIPLoss", "WholeBatch", "__version__", "comm", "functional", "partition", "reference", "testing"],
-    wb.functional: ["clip_loss"],
-    wb.partition: ["Partition", "Tile", "tiles"],
-    wb.reference: ["clip_loss"],
+    wb: [
+        "CLIPLoss",
+        "InfoNCELoss",
+        "NTXentLoss",
+        "SigLIPLoss",
+        "WholeBatch",
+        "__version__",
+        "comm",
+        "functional",
+        "partition",
+        "reference",
+        "testing",
+    ],
+    wb.functional: LOSSES,
+    wb.partition: ["Diagonal", "Partition", "Tile", "tiles"],
+    wb.reference: LOSSES,
     wb.testing: ["RankError", "RankTimeoutError", "run_ranks"],
     wb.comm: [
         "CommunicationError",

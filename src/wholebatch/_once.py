@@ -22,7 +22,7 @@ def once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Callable[..
             results = backward(ctx, *grads)
         if not torch.is_grad_enabled():
             return results
-        anchor = [x for x in (*grads, *ctx.saved_tensors) if x.requires_grad]
+        anchor = [x for x in (*grads, *ctx.saved_tensors) if x is not None and x.requires_grad]
         return tuple(_Constant.apply(x, *anchor) if isinstance(x, Tensor) else x for x in results)
 
     return wrapper

@@ -31,6 +31,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_HOPELESS = 1e6
+
 
 @dataclass(frozen=True)
 class LogSumExp:
@@ -51,13 +53,13 @@ class LogSumExp:
 
 
 def shared_shift(bound: float, terms: int, dtype: torch.dtype) -> float | None:
-    """The lowest shift under which no sum of `terms` exponentials overflows; None if `bound` is no number.
+    """The lowest shift under which no sum of `terms` exponentials overflows; None if `bound` leaves no hope of one.
 
     >>> shared_shift(14.3, 8192, torch.float32), shared_shift(100.0, 8192, torch.float32)
     (0.0, 22.0)
     """
     top = math.log(torch.finfo(dtype).max) - math.log(max(terms, 1)) - 1
-    return float(max(0, math.ceil(bound - top))) if math.isfinite(bound) else None
+    return float(max(0, math.ceil(bound - top))) if bound < _HOPELESS else None
 
 
 def uncertified(sums: Tensor, terms: int) -> Tensor:

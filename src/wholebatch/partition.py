@@ -77,7 +77,8 @@ def tiles(rows: slice, cols: slice, side: int, *, triangle: bool = False) -> Ite
     """Cut rows x cols into tiles of at most side x side, row by row.
 
     Args:
-        rows, cols: what is cut.
+        rows: that are cut.
+        cols: that are cut.
         side: of a tile.
         triangle: the matrix is square and symmetric, its columns being its rows: the tiles below the diagonal, mirror
             images of those above, are left out.

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,7 +21,8 @@ from wholebatch.comm import Communicator
 from wholebatch.comm.select import MPI_SIZES
 from wholebatch.testing import RankError, run_ranks
 
-from . import gather, report
+from . import gather, gather_display, loss, loss_display, records
+from .peers import PEERS, version
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,45 @@ class GatherConfig:
     The picture of all of them lies beside it, as .png."""
 
 
+@dataclass(frozen=True)
+class LossConfig:
+    """Time and memory of the losses, against the torch.mm that they cannot do without, and against installed peers.
+
+    Starts its own processes, on gloo. Each way is checked against the dense float64 twin before it is timed.
+    """
+
+    losses: tuple[Literal["clip", "info_nce", "nt_xent", "siglip"], ...] = ("clip", "info_nce", "nt_xent", "siglip")
+    """Which of them."""
+    rows: int = 4096
+    """Rows of each tower, B, over all ranks."""
+    dim: int = 512
+    """Feature size, d."""
+    ranks: tuple[int, ...] = (1,)
+    """Rank counts, one after the other."""
+    memory: tuple[str, ...] = ("flat", "2")
+    """Ways to use memory, "flat", "auto", or bytes for each entry of S; others are compared to the first."""
+    exchanges: tuple[Literal["auto", "gather", "ring"], ...] = ("auto",)
+    """How the travelling tower travels, on several ranks."""
+    dtypes: tuple[Literal["float32", "bfloat16", "float16", "float64"], ...] = ("float32",)
+    """Of the features."""
+    threads: int | None = None
+    """Of each rank; by default the machine's cores, divided."""
+    steps: int = 5
+    """Steps that are timed of each way, after one that is not; figures are medians."""
+    peers: bool = True
+    """Whether to time the losses of other libraries as well, as far as they are installed."""
+    results: Path = Path("bench_loss.json")
+    """Where figures are kept: those of an earlier run with the same loss, rows, dim and ranks are replaced, others
+    stay. The picture of all of them lies beside it, as .png."""
+
+
+_BENCHMARKS = {"gather": GatherConfig, "loss": LossConfig}
+_GATHER_RUN = ("backend", "ranks", "rows_per_rank")
+_GATHER_FIELDS = (*_GATHER_RUN, "what", "dim", "step_ms")
+_LOSS_RUN = ("loss", "rows", "dim", "ranks")
+_LOSS_FIELDS = (*_LOSS_RUN, "what", "package", "step_ms", "times_floor", "transient_mb")
+
+
 def main(argv: Sequence[str], *, prog: str) -> None:
     """Run a benchmark.
 
@@ -49,20 +93,108 @@ def main(argv: Sequence[str], *, prog: str) -> None:
         SystemExit: 0 after --help, 2 for options that cannot be parsed.
     """
     if not argv or argv[0] in ("-h", "--help"):
-        print(f"usage: {prog} gather [OPTIONS]\n\n  gather  {(GatherConfig.__doc__ or '').splitlines()[0]}")
+        print(f"usage: {prog} {{{','.join(_BENCHMARKS)}}} [OPTIONS]\n")
+        for name, config in _BENCHMARKS.items():
+            print(f"  {name:8}{(config.__doc__ or '').splitlines()[0]}")
         raise SystemExit(0 if argv else 2)
-    if argv[0] != "gather":
-        raise UserError(f"there is no benchmark {argv[0]!r}; choose one of: gather")
-    config = tyro.cli(GatherConfig, args=list(argv[1:]), prog=f"{prog} gather")
-    for name, values in (
-        ("ranks", config.ranks),
-        ("dims", config.dims),
-        ("rows", [config.rows]),
-        ("steps", [config.steps]),
-    ):
-        if not values or min(values) < 1:
-            raise UserError(f"--{name} must be at least 1, got {' '.join(map(str, values)) or 'nothing'}")
-    report.read(config.results)  # before the run, not after
+    if argv[0] not in _BENCHMARKS:
+        raise UserError(f"there is no benchmark {argv[0]!r}; choose one of: {', '.join(_BENCHMARKS)}")
+    options, name = list(argv[1:]), f"{prog} {argv[0]}"
+    if argv[0] == "gather":
+        _gather(tyro.cli(GatherConfig, args=options, prog=name))
+    else:
+        _loss(tyro.cli(LossConfig, args=options, prog=name))
+
+
+def _check_positive(**values: Sequence[int]) -> None:
+    for name, numbers in values.items():
+        if not numbers or min(numbers) < 1:
+            raise UserError(f"--{name} must be at least 1, got {' '.join(map(str, numbers)) or 'nothing'}")
+
+
+def _loss(config: LossConfig) -> None:
+    threads = (
+        config.threads if config.threads is not None else max(1, (os.cpu_count() or 1) // max(config.ranks or [1]))
+    )
+    _check_positive(rows=[config.rows], dim=[config.dim], ranks=config.ranks, steps=[config.steps], threads=[threads])
+    for memory in config.memory:
+        if memory not in ("flat", "auto") and not _is_positive(memory):
+            raise UserError(f"--memory must be 'flat', 'auto', or bytes for each entry of S, got {memory!r}")
+    if not config.memory or not config.exchanges or not config.dtypes or not config.losses:
+        raise UserError("--losses, --memory, --exchanges and --dtypes need at least one value each")
+    if "WORLD_SIZE" in os.environ or any(variable in os.environ for variable in MPI_SIZES):
+        raise UserError("bench loss starts its own processes; run it without a launcher, with --ranks")
+    records.read(config.results, _LOSS_FIELDS)  # before the run, not after
+    packages = sorted({peer.package for name in config.losses for peer in PEERS[name]}) if config.peers else []
+    versions = {package: found for package in packages if (found := version(package)) is not None}
+    for package in packages:
+        if package not in versions:
+            print(f"{package} is not installed: skipped")
+    for ranks in config.ranks:
+        rows = [row for name in config.losses for row in _measured(config, name, ranks, threads, versions)]
+        loss_display.print_table(rows)
+        everything = records.keep(config.results, [asdict(row) for row in rows], _LOSS_RUN)
+    loss_display.plot(config.results.with_suffix(".png"), everything)
+    print(f"{config.results} and {config.results.with_suffix('.png')} hold these figures")
+
+
+def _measured(config: LossConfig, name: str, ranks: int, threads: int, versions: dict[str, str]) -> list[loss.Row]:
+    """One loss on fresh processes, so that no loss finds memory that another has left."""
+    ways = [
+        loss.Way(memory, exchange, dtype)
+        for dtype in config.dtypes
+        for exchange in (config.exchanges if ranks > 1 else config.exchanges[:1])
+        for memory in config.memory
+        if memory in ("flat", "auto") or name != "siglip"  # which has nothing to keep
+    ]
+    arguments = (config, name, ways or [loss.Way()], threads, versions)
+    try:
+        if ranks > 1:
+            return run_ranks(_loss_on_gloo, ranks, *arguments, timeout_s=7200)[0]
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            return pool.submit(_loss_alone, *arguments).result()
+    except (RankError, AssertionError, BrokenProcessPool) as error:
+        raise UserError(f"{name} on {ranks} ranks failed, nothing was timed: {error}") from error
+
+
+def _loss_on_gloo(*arguments: Any) -> list[loss.Row]:
+    return _loss_of(wb.comm.TorchCommunicator(), *arguments)
+
+
+def _loss_alone(*arguments: Any) -> list[loss.Row]:
+    return _loss_of(wb.comm.LocalCommunicator(), *arguments)
+
+
+def _loss_of(
+    comm: Communicator,
+    config: LossConfig,
+    name: str,
+    ways: Sequence[loss.Way],
+    threads: int,
+    versions: dict[str, str],
+) -> list[loss.Row]:
+    return loss.measure(
+        comm,
+        name,
+        ways,
+        rows=config.rows,
+        dim=config.dim,
+        steps=config.steps,
+        threads=threads,
+        versions=versions,
+    )
+
+
+def _is_positive(text: str) -> bool:
+    try:
+        return float(text) > 0
+    except ValueError:
+        return False
+
+
+def _gather(config: GatherConfig) -> None:
+    _check_positive(ranks=config.ranks, dims=config.dims, rows=[config.rows], steps=[config.steps])
+    records.read(config.results, _GATHER_FIELDS)  # before the run, not after
     if any(variable in os.environ for variable in MPI_SIZES):
         try:
             comm = wb.comm.MPICommunicator()
@@ -101,7 +233,8 @@ def _run_here(config: GatherConfig, comm: Communicator, backend: str) -> None:
 
 
 def _finish(config: GatherConfig, backend: str, rows: list[gather.Row]) -> None:
-    report.print_table(backend, rows)
-    everything = report.keep(config.results, backend, rows)
-    report.plot(config.results.with_suffix(".png"), everything)
+    gather_display.print_table(backend, rows)
+    named = [{"backend": backend, **asdict(row)} for row in rows]
+    everything = records.keep(config.results, named, _GATHER_RUN)
+    gather_display.plot(config.results.with_suffix(".png"), everything)
     print(f"{config.results} and {config.results.with_suffix('.png')} hold these figures")

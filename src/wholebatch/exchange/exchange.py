@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
 
 from torch import Tensor
 
@@ -21,15 +20,10 @@ from ..partition import Partition
 from ..sweep import Block
 from .schedule import Visit, full, half
 
-
-class VisitBlock(Protocol):
-    """What a pass does with a block.
-
-    `carried` is (k, n), of the block's columns. `into` is (n, ...), to be added to or maximised. `own` is the same for
-    the columns that this rank's rows are, where S is symmetric.
-    """
-
-    def __call__(self, block: Block, carried: Tensor | None, into: Tensor | None, own: Tensor | None) -> None: ...
+# What a pass does with a block: visit(block, carried, into, own). `carried` is (k, n), of the block's columns. `into`
+# is (n, ...), to be added to or maximised. `own` is the same for the columns that this rank's own rows are, where S is
+# symmetric, else None.
+VisitBlock = Callable[[Block, Tensor | None, Tensor | None, Tensor | None], None]
 
 
 class Exchange(ABC):

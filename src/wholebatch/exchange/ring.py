@@ -4,10 +4,10 @@ In step s, rank r works on the block of rank r - s. Meanwhile that block is alre
 next comes from rank r - 1. What a visit says about a block's columns (sums, or a gradient) follows one step behind: it
 is added to what the ranks before have said, and goes on; from the last rank it goes home.
 
-    step s on rank r     compute    block r - s
-                         send       block r - s to r + 1,  receive block r - s - 1 from r - 1        (while computing)
-                         receive    what the ranks r - s ... r - 1 have said about block r - s       (while computing)
-                         send       the same with r's own added, to r + 1, or home in the last step  (while computing s + 1)
+    step s on rank r    compute   block r - s; meanwhile
+                        send      block r - s to r + 1, receive block r - s - 1 from r - 1
+                        receive   what ranks r - s ... r - 1 have said about block r - s; then, while computing s + 1,
+                        send      the same with r's own added, to r + 1, or home in the last step
 """
 
 from __future__ import annotations
@@ -49,27 +49,28 @@ class RingExchange(Exchange):
         counts, offsets = self.columns.counts, self.columns.offsets
         combine = torch.Tensor.add_ if op == "sum" else _raise_
         y, numbers = held.contiguous(), None if carried is None else carried.T.contiguous()
-        own = None if initial is None or not self.symmetric else _repeat(initial, counts[rank])
+        two, one = (2, 1) if steps > 1 else (1, 0)
+        ys, numberss = _Buffers(y, counts, 2 * one), None if numbers is None else _Buffers(numbers, counts, 2 * one)
+        saids, befores = (None if initial is None else _Buffers(initial, counts, of) for of in (two, one))
+        own = None
+        if initial is not None and self.symmetric:
+            own = _Buffers(initial, counts, 1).take(0, rank, initial)
+        said: Tensor | None = None
         under_way: list[Finish] = []
-        home: Finish | None = None
-        if initial is not None and steps > 1:  # the last visitor of our own block sends it here
-            home = self._receive(_repeat(initial, counts[rank]), (rank + steps - 1) % size, _HOME)
-        said = None
         for step, planned in enumerate(self.visits):
-            source = planned.source
-            arriving = None
-            if step + 1 < steps:
-                after = counts[(source - 1) % size]
-                arriving = [self._receive(y.new_empty(after, y.shape[1]), previous, _COLUMNS)]
+            source, last = planned.source, step + 1 == steps
+            arriving: list[Finish] = []
+            if not last:
+                arriving.append(self._receive(ys.take(step, (source - 1) % size), previous, _COLUMNS))
                 under_way.append(self._send(y, following, _COLUMNS))
-                if numbers is not None:
-                    arriving.append(self._receive(numbers.new_empty(after, numbers.shape[1]), previous, _CARRIED))
+                if numbers is not None and numberss is not None:
+                    arriving.append(self._receive(numberss.take(step, (source - 1) % size), previous, _CARRIED))
                     under_way.append(self._send(numbers, following, _CARRIED))
             before = None
-            if initial is not None:
-                said = _repeat(initial, counts[source])
+            if saids is not None and befores is not None:
+                said = saids.take(step, source, initial)
                 if step:
-                    before = self._receive(_repeat(initial, counts[source]), previous, _SAID)
+                    before = self._receive(befores.take(0, source), previous, _SAID)
             cols = slice(offsets[source] + planned.cols.start, offsets[source] + planned.cols.stop)
             visit(
                 Block(y[planned.cols], cols, planned.rows, planned.triangle),
@@ -82,19 +83,17 @@ class RingExchange(Exchange):
             under_way = []
             if said is not None and steps > 1:
                 if before is not None:
-                    said = combine(said, before())
-                last = step + 1 == steps
+                    combine(said, before())
                 under_way.append(self._send(said, source if last else following, _HOME if last else _SAID))
-            if arriving is not None:
-                y = arriving[0]()
-                numbers = arriving[1]() if numbers is not None else None
+            if arriving:
+                y, *more = (finish() for finish in arriving)
+                numbers = more[0] if more else None
+        if befores is not None and steps > 1:  # from the last visitor of our own block
+            said = self._receive(befores.take(0, rank), (rank + steps - 1) % size, _HOME)()
         for finish in under_way:
             finish()
-        if home is not None:
-            said = home()
-        if own is not None:
-            assert said is not None
-            said = combine(said, own)
+        if own is not None and said is not None:
+            combine(said, own)
         return said
 
     def merge(self, collected: Tensor, op: str) -> Tensor:
@@ -120,8 +119,17 @@ class RingExchange(Exchange):
         return lambda: named(transport, what, True, finish)
 
 
-def _repeat(initial: Tensor, rows: int) -> Tensor:
-    return initial.repeat(rows, *[1] * (initial.dim() - 1))
+class _Buffers:
+    """Memory for blocks of any rank's rows, allocated once and used in turns."""
+
+    def __init__(self, like: Tensor, counts: tuple[int, ...], number: int) -> None:
+        self._counts = counts
+        self._buffers = [like.new_empty(max(counts), *like.shape[1:]) for _ in range(number)]
+
+    def take(self, turn: int, owner: int, initial: Tensor | None = None) -> Tensor:
+        """The buffer whose turn it is, for the rows of `owner`, each of them `initial` if given."""
+        buffer = self._buffers[turn % len(self._buffers)][: self._counts[owner]]
+        return buffer if initial is None else buffer.copy_(initial.expand_as(buffer))
 
 
 def _raise_(x: Tensor, other: Tensor) -> Tensor:

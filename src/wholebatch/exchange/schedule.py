@@ -37,7 +37,7 @@ def full(rows: int, columns: Partition, rank: int) -> tuple[Visit, ...]:
 
 
 def half(columns: Partition, rank: int) -> tuple[Visit, ...]:
-    """This rank's part of a symmetric matrix, whose rows are its columns.
+    """A rank's part of a symmetric matrix, whose rows are its columns.
 
     >>> [(visit.source, visit.rows, visit.cols) for visit in half(Partition((3, 5)), rank=0)]
     [(0, slice(0, 3, None), slice(0, 3, None)), (1, slice(0, 2, None), slice(0, 5, None))]

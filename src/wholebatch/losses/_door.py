@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from ..sweep import Budget, Memory, default_side, fit, smallest_budget
 from ..sync import Sync, check_sync
 from ._joining import gradient_facts, join
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _TOLERANCE = 1e-5  # of a scalar between ranks, relative: parameters that engines keep equal differ by rounding at most
 
 
@@ -60,8 +62,13 @@ class Agreement:
     device: torch.device
 
     @property
+    def differentiable(self) -> bool:
+        """Whether a backward pass may follow."""
+        return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in self.inputs)
+
+    @property
     def rank(self) -> int:
-        """This rank."""
+        """Of this process."""
         return self.comm.rank
 
     def exchange(self, stays: Partition, travels: Partition, *, symmetric: bool = False) -> tuple[Exchange, Budget]:
@@ -76,7 +83,7 @@ class Agreement:
             if isinstance(memory, int) and memory < needed:
                 raise ValueError(
                     f"{self.caller}: memory must be at least {needed} bytes for the smallest tiles of rank {rank}, got "
-                    f"{memory}; memory='flat' takes what it needs, at most {2 * side * side * self.dtype.itemsize} bytes"
+                    f"{memory}; 'flat' takes what it needs, at most {2 * side * side * self.dtype.itemsize} bytes"
                 )
         exchange = select_exchange(
             self.options.exchange,
@@ -90,6 +97,11 @@ class Agreement:
         return exchange, fit(self.options.memory, entries=entries, side=side, dtype=self.dtype)
 
 
+def eager(loss: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorator: a compiled training step leaves its graph for the loss, whose handshake no graph can hold."""
+    return torch.compiler.disable(loss, reason="wholebatch's losses run outside the compiled graph")
+
+
 def agree(
     caller: str,
     options: Options,
@@ -97,6 +109,7 @@ def agree(
     scalars: Mapping[str, Tensor | float | None],
     features: Mapping[str, Tensor | None],
     paired: tuple[str, str] | None = None,
+    optional: Sequence[str] = (),
     check: Callable[[], Mapping[str, Any]] = dict,
     must_match: Sequence[str] = (),
 ) -> Agreement:
@@ -105,10 +118,10 @@ def agree(
     Args:
         caller: the loss, for messages.
         options: of the caller's.
-        scalars: numbers that are the same on all ranks; None where one was left out.
-        features: matrices of the same width, dtype and device, the first of which has the batch's rows; None where
-            one was left out.
+        scalars: numbers that are the same on all ranks.
+        features: matrices of the same width, dtype and device, the first of which has the batch's rows.
         paired: names of two of them that have the same rows.
+        optional: names of scalars and features that may be None.
         check: looks at what else there is, and returns facts about it.
         must_match: names of such facts that have to be the same on all ranks.
 
@@ -117,7 +130,8 @@ def agree(
     """
     comm = select_communicator(options.group)
     inputs = [*scalars.values(), *features.values()]
-    given = {name: x for name, x in features.items() if x is not None}
+    given: dict[str, Any] = {name: x for name, x in features.items() if x is not None or name not in optional}
+    numbers = {name: x for name, x in scalars.items() if x is not None or name not in optional}
 
     def state() -> dict[str, Any]:
         options.check()
@@ -128,13 +142,13 @@ def agree(
             check_alike(first_name, first, name, x, rows=(first_name, name) == paired)
         norms = {name: largest_norm(name, x) for name, x in given.items()}
         return {
-            "arguments": [name for name, value in {**scalars, **features}.items() if value is not None],
+            "arguments": [*numbers, *given],
             "rows": {name: len(x) for name, x in given.items()},
             "norms": norms,
             "feature size": first.shape[1],
             "dtype": str(first.dtype),
             "device type": first.device.type,
-            "scalars": {name: check_scalar(name, value) for name, value in scalars.items() if value is not None},
+            "scalars": {name: check_scalar(name, value) for name, value in numbers.items()},
             "sync": options.sync,
             "exchange": options.exchange,
             "memory": options.memory,
@@ -148,7 +162,7 @@ def agree(
     first_name, first = next(iter(given.items()))
     if rows[first_name].total == 0:
         raise ValueError(f"{caller}: the global batch is empty, every rank passed 0 rows")
-    by_rank = {name: [facts["scalars"][name] for facts in everyone] for name in everyone[0]["scalars"]}
+    by_rank = {name: [facts["scalars"][name] for facts in everyone] for name in numbers}
     for name, values in by_rank.items():
         _check_equal(caller, name, values)
     return Agreement(

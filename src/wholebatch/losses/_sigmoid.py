@@ -35,6 +35,7 @@ class SigmoidPlan:
     rows: int  # n, what the sum over all entries is divided by
     budget: Budget
     sync: Sync
+    differentiable: bool  # whether a backward pass may follow
 
 
 @dataclass
@@ -53,9 +54,9 @@ class Sigmoid(torch.autograd.Function):
 
     @staticmethod
     @no_autocast
-    def forward(ctx: Any, plan: SigmoidPlan, grad_enabled: bool, scale: Any, bias: Any, x: Tensor, y: Tensor) -> Tensor:
+    def forward(ctx: Any, plan: SigmoidPlan, scale: Any, bias: Any, x: Tensor, y: Tensor) -> Tensor:
         held = plan.exchange.bring(y)
-        wanted = ctx.needs_input_grad[2:] if grad_enabled else (False,) * 4
+        wanted = ctx.needs_input_grad[1:] if plan.differentiable else (False,) * 4
         result = _sweep(plan, x, y, held, wanted)
         ctx.plan, ctx.result = plan, result
         scale, bias = (value if isinstance(value, Tensor) else None for value in (scale, bias))
@@ -74,7 +75,7 @@ class Sigmoid(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Any, ...]:
         plan: SigmoidPlan = ctx.plan
         scale, bias, x, y, held = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[2:]
+        wanted = ctx.needs_input_grad[1:]
         result: _Result | None
         result, ctx.result = ctx.result, None
         if result is None:
@@ -85,7 +86,7 @@ class Sigmoid(torch.autograd.Function):
         grad_y = result.v.mul_(factor).to(y.dtype) if want_y and result.v is not None else None
         grad_scale = (grad_loss * result.scale).to(scale).view_as(scale) if want_scale else None
         grad_bias = (grad_loss * result.bias).to(bias).view_as(bias) if want_bias else None
-        return None, None, grad_scale, grad_bias, grad_x, grad_y
+        return None, grad_scale, grad_bias, grad_x, grad_y
 
 
 def _sweep(plan: SigmoidPlan, x: Tensor, y: Tensor, held: Tensor, wanted: tuple[bool, ...]) -> _Result:
@@ -104,7 +105,7 @@ def _sweep(plan: SigmoidPlan, x: Tensor, y: Tensor, held: Tensor, wanted: tuple[
     v = None if v is None else plan.exchange.home(v)
     grad_scale = torch.zeros_like(sweep.loss)
     if want_scale:
-        grad_scale = inner(x, u) if u is not None else inner(y, v)
+        grad_scale = inner(y, v) if v is not None else inner(x, u)
     numbers = torch.stack([sweep.loss, grad_scale, sweep.grad_bias]) / plan.rows
     total = plan.comm.all_reduce(numbers, check=False)
     _, grad_scale, grad_bias = total_or_share(total, numbers, plan.sync)

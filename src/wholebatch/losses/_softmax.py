@@ -41,6 +41,7 @@ class SoftmaxPlan:
     cols: bool
     budget: Budget
     sync: Sync
+    differentiable: bool  # whether a backward pass may follow
     label_smoothing: float = 0.0
 
     @property
@@ -58,6 +59,11 @@ class SoftmaxPlan:
         """What every entry loses in N dS: e / n, the weight of all n candidates, in each direction."""
         return (self.rows + self.cols) * self.label_smoothing / self.longest
 
+    @property
+    def keep(self) -> bool:
+        """Whether exp(S) is kept for the backward pass."""
+        return self.differentiable and self.budget.kept > 0
+
     def sweep(self, x: Tensor, kept: Tensor | None = None, positives: Sequence[Tensor] = ()) -> SoftmaxSweep:
         """A sweep of X's rows."""
         driver = Driver(x, self.scale, side=self.budget.side)
@@ -72,54 +78,38 @@ class SoftmaxPlan:
 
 @dataclass(frozen=True)
 class _Statistics:
-    """What the forward pass finds out and the backward pass needs."""
+    """What the forward pass finds out: L, and what the backward pass needs."""
 
+    loss: Tensor
+    certified: bool  # all sums are exact to rounding
     shift: float | None  # of all sums; None: each has its own
     rows: Tensor | None  # (k, b): sums, and shifts where each has its own; None: symmetric, or no such softmax
     columns: Tensor | None  # (k, columns kept)
     kept: Tensor | None = None
     positives: tuple[Tensor, ...] = ()
 
-    def pairs(self, numbers: Tensor | None) -> LogSumExp | None:
-        """`numbers`, (k, n), as pairs of shift and sum."""
-        if numbers is None:
-            return None
-        return LogSumExp(numbers[1] if self.shift is None else self.shift, numbers[0])
 
-
-class Softmax(torch.autograd.Function):
+def softmax_loss(plan: SoftmaxPlan, scale: Any, bias: Any, features: Sequence[Tensor]) -> Tensor:
     """L of features that `plan.towers` takes apart."""
+    # No entries, but a way back to the features, which are not all saved: by it a second derivative is refused.
+    anchor = torch.cat([feature[:0].flatten() for feature in features])
+    return _Softmax.apply(plan, anchor, scale, bias, *features)
 
+
+class _Softmax(torch.autograd.Function):
     @staticmethod
     @no_autocast
-    def forward(ctx: Any, plan: SoftmaxPlan, scale: Any, bias: Any, *features: Tensor) -> Tensor:
+    def forward(ctx: Any, plan: SoftmaxPlan, anchor: Tensor, scale: Any, bias: Any, *features: Tensor) -> Tensor:
         x, y, norms = plan.towers.join(features)
         held = plan.exchange.bring(y)
-        dtype = accumulation_dtype(x.dtype)
-        shift = shared_shift(plan.bound, plan.longest, dtype)
-        loss = statistics = None
-        if shift is not None:
-            loss, statistics = _one_shift(plan, x, held, shift, keep=any(ctx.needs_input_grad))
-        if loss is None:
-            loss, statistics = _own_shifts(plan, x, held)
-        assert statistics is not None
+        statistics = _statistics(plan, x, held)
 
         ctx.plan, ctx.shift = plan, statistics.shift
         ctx.features = [(len(feature), feature.dtype) for feature in features]
         scale, bias = (value if isinstance(value, Tensor) else None for value in (scale, bias))
-        ctx.save_for_backward(
-            scale,
-            bias,
-            x,
-            y,
-            norms,
-            held,
-            statistics.rows,
-            statistics.columns,
-            statistics.kept,
-            *(statistics.positives if statistics.kept is not None else ()),
-        )
-        return loss.to(dtype)
+        of_forward = (statistics.rows, statistics.columns, statistics.kept, *statistics.positives)
+        ctx.save_for_backward(anchor, scale, bias, x, y, norms, held, *of_forward)
+        return statistics.loss.to(accumulation_dtype(x.dtype))
 
     # With U = N dS Y and V = N dS^T X (see `sweep.softmax` for N dS),
     #
@@ -134,17 +124,16 @@ class Softmax(torch.autograd.Function):
     @no_autocast
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Any, ...]:
         plan: SoftmaxPlan = ctx.plan
-        scale, bias, x, y, norms, held, rows, columns, kept, *positives = ctx.saved_tensors
-        _, want_scale, want_bias, *want_features = ctx.needs_input_grad
+        _, scale, bias, x, y, norms, held, rows, columns, kept, *positives = ctx.saved_tensors
+        _, _, want_scale, want_bias, *want_features = ctx.needs_input_grad
         want_x, want_y = plan.towers.wanted(want_features)
         if want_scale and not want_x and not want_y:
             want_x, want_y = not plan.symmetric, plan.symmetric
-        statistics = _Statistics(ctx.shift, rows, columns, kept, tuple(positives))
-        u, v = _products(plan, x, held, statistics, want_x, want_y)
+        u, v = _products(plan, x, held, ctx.shift, rows, columns, kept, positives, want_x, want_y)
 
         grad_scale = None
         if want_scale:
-            share = inner(x, u) if u is not None else inner(y, v)
+            share = inner(y, v) if v is not None else inner(x, u)
             share = share / (plan.softmaxes * (2 if plan.symmetric else 1))
             grad_scale = grad_loss * loss_parameter_gradient(share, plan.comm, plan.sync)
             grad_scale = grad_scale.to(scale).view_as(scale)
@@ -152,110 +141,126 @@ class Softmax(torch.autograd.Function):
         dx, dy = (None if gradient is None else gradient.mul_(factor) for gradient in (u, v))
         wanted = [(want, *of) for want, of in zip(want_features, ctx.features, strict=True)]
         grads = plan.towers.split(dx, dy, x, norms, wanted)
-        return None, grad_scale, torch.zeros_like(bias) if want_bias else None, *grads
+        return None, None, grad_scale, torch.zeros_like(bias) if want_bias else None, *grads
 
 
-def _one_shift(
-    plan: SoftmaxPlan, x: Tensor, held: Tensor, shift: float, *, keep: bool
-) -> tuple[Tensor, _Statistics] | tuple[None, None]:
-    """L, and all sums relative to one shift; (None, None), on all ranks, if some rank's sums are not certified."""
-    dtype = accumulation_dtype(x.dtype)
-    kept = x.new_empty(plan.budget.kept, dtype=plan.budget.kept_dtype) if keep and plan.budget.kept else None
-    sweep = plan.sweep(x, kept)
-    row_sums = x.new_zeros(len(x), dtype=dtype) if plan.rows and not plan.symmetric else None
-
-    def visit(block: Block, _carried: Tensor | None, into: Tensor | None, own: Tensor | None) -> None:
-        rows, cols = (None if sums is None else LogSumExp(shift, sums) for sums in (_either(own, row_sums), into))
-        sweep.sums(block, rows, cols)
-
-    def numbers(sums: Tensor) -> Tensor:
-        """The sum of the softmaxes' normalisers, and how many of them are not certified."""
-        value = LogSumExp(shift, sums).value(wide_dtype(sums.device)).sum()
-        return torch.stack([value, uncertified(sums, plan.longest).to(value.dtype)])
-
-    col_sums = plan.exchange.collect(held, visit, initial=x.new_zeros(1, dtype=dtype) if plan.cols else None)
-    targets = _targets(plan, sweep)
-    row_numbers = torch.stack([-targets, torch.zeros_like(targets)])
-    if row_sums is not None:
-        row_numbers = row_numbers + numbers(row_sums)
-    col_sums, total = plan.exchange.finish(col_sums, row_numbers, numbers)
-    if total[1].item():
-        return None, None
-    rows, columns = (None if sums is None else sums[None] for sums in (row_sums, col_sums))
-    return total[0] / plan.softmaxes, _Statistics(shift, rows, columns, kept, tuple(sweep.positives))
+def _statistics(plan: SoftmaxPlan, x: Tensor, held: Tensor) -> _Statistics:
+    """L and all sums: relative to one shift if that is certain to do, else each relative to its own maximum."""
+    shift = shared_shift(plan.bound, plan.longest, accumulation_dtype(x.dtype))
+    if shift is not None:
+        kept = x.new_empty(plan.budget.kept, dtype=plan.budget.kept_dtype) if plan.keep else None
+        statistics = _sums(plan, x, held, shift, shift, kept)
+        if statistics.certified:
+            return statistics
+    return _sums(plan, x, held, *_maxima(plan, x, held))
 
 
-def _own_shifts(plan: SoftmaxPlan, x: Tensor, held: Tensor) -> tuple[Tensor, _Statistics]:
-    """L, and each row's and column's sum relative to its own largest logit, for which there is one more pass."""
-    dtype = accumulation_dtype(x.dtype)
-    row_max = x.new_full((len(x),), float("-inf"), dtype=dtype) if plan.rows and not plan.symmetric else None
-
-    def visit_maxima(block: Block, _carried: Tensor | None, into: Tensor | None, own: Tensor | None) -> None:
-        plan.sweep(x).maxima(block, _either(own, row_max), into)
-
-    least = x.new_full((1,), float("-inf"), dtype=dtype) if plan.cols else None
-    col_max = plan.exchange.collect(held, visit_maxima, initial=least, op="max")
-    if col_max is not None:
-        col_max = plan.exchange.merge(col_max, "max")
-    row_shift = col_max[plan.exchange.kept_own] if plan.symmetric and col_max is not None else row_max
-    row_sums = None if row_max is None else torch.zeros_like(row_max)
+def _maxima(plan: SoftmaxPlan, x: Tensor, held: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The largest logit of each row, and of each column kept, of the directions that there are."""
+    nothing = x.new_full((1,), float("-inf"), dtype=accumulation_dtype(x.dtype))
+    row_max = nothing.repeat(len(x)) if plan.rows and not plan.symmetric else None
     sweep = plan.sweep(x)
 
+    def visit(block: Block, _carried: Tensor | None, into: Tensor | None, own: Tensor | None) -> None:
+        sweep.maxima(block, own if plan.symmetric else row_max, into)
+
+    col_max = plan.exchange.collect(held, visit, initial=nothing if plan.cols else None, op="max")
+    if col_max is None:
+        return row_max, None
+    col_max = plan.exchange.merge(col_max, "max")
+    return col_max[plan.exchange.kept_own] if plan.symmetric else row_max, col_max
+
+
+def _sums(
+    plan: SoftmaxPlan,
+    x: Tensor,
+    held: Tensor,
+    row_shift: Tensor | float | None,
+    col_shift: Tensor | float | None,
+    kept: Tensor | None = None,
+) -> _Statistics:
+    """L and all sums, relative to one shift, or to (b,) and (columns kept,) of them."""
+    zero = x.new_zeros(1, dtype=accumulation_dtype(x.dtype))
+    row_sums = zero.repeat(len(x)) if plan.rows and not plan.symmetric else None
+    sweep = plan.sweep(x, kept)
+    carried = col_shift[None] if isinstance(col_shift, Tensor) else None
+
     def visit(block: Block, carried: Tensor | None, into: Tensor | None, own: Tensor | None) -> None:
-        rows = cols = None
-        if row_shift is not None:
-            rows = LogSumExp(row_shift, _either(own, row_sums))
-        if into is not None and carried is not None:
-            cols = LogSumExp(carried[0], into)
-        sweep.sums(block, rows, cols)
+        rows = _pairs(row_shift, own if plan.symmetric else row_sums)
+        sweep.sums(block, rows, _pairs(col_shift if carried is None else carried[0], into))
 
-    def numbers(shift: Tensor, sums: Tensor) -> Tensor:
-        return LogSumExp(shift, sums).value(wide_dtype(sums.device)).sum()[None]
+    col_sums = plan.exchange.collect(held, visit, carried=carried, initial=zero if plan.cols else None)
+    targets = (1 - plan.label_smoothing) * sweep.target_logit + plan.uniform * sweep.total_logit
+    row_numbers = torch.stack([-targets, torch.zeros_like(targets)])
+    if row_sums is not None:
+        row_numbers = row_numbers + _numbers(_pairs(row_shift, row_sums), plan.longest)
+    col_sums, numbers = plan.exchange.finish(
+        col_sums, row_numbers, lambda sums: _numbers(_pairs(col_shift, sums), plan.longest)
+    )
+    return _Statistics(
+        numbers[0] / plan.softmaxes,
+        certified=not numbers[1].item(),
+        shift=None if isinstance(row_shift, Tensor) or isinstance(col_shift, Tensor) else row_shift,
+        rows=_stacked(row_shift, row_sums),
+        columns=_stacked(col_shift, col_sums),
+        kept=kept,
+        positives=() if kept is None else tuple(sweep.positives),
+    )
 
-    initial = x.new_zeros(1, dtype=dtype) if plan.cols else None
-    carried = None if col_max is None else col_max[None]
-    col_sums = plan.exchange.collect(held, visit, carried=carried, initial=initial)
-    row_numbers = -_targets(plan, sweep)[None]
-    if row_max is not None and row_sums is not None:
-        row_numbers = row_numbers + numbers(row_max, row_sums)
-    col_sums, total = plan.exchange.finish(col_sums, row_numbers, lambda sums: numbers(col_max, sums))
-    rows = None if row_sums is None else torch.stack([row_sums, row_max])
-    columns = None if col_sums is None else torch.stack([col_sums, col_max])
-    return total[0] / plan.softmaxes, _Statistics(None, rows, columns)
+
+def _pairs(shift: Tensor | float | None, sums: Tensor | None) -> LogSumExp | None:
+    return None if sums is None or shift is None else LogSumExp(shift, sums)
 
 
-def _targets(plan: SoftmaxPlan, sweep: SoftmaxSweep) -> Tensor:
-    """Of this rank's rows, the sum over all softmaxes of the mean logit under the target distribution."""
-    return (1 - plan.label_smoothing) * sweep.target_logit + plan.uniform * sweep.total_logit
+def _numbers(pairs: LogSumExp | None, longest: int) -> Tensor:
+    """What the softmaxes of rows or columns add to N L, and how many of their sums are not certified."""
+    assert pairs is not None
+    value = pairs.value(wide_dtype(pairs.sum.device)).sum()
+    if isinstance(pairs.shift, Tensor):
+        return torch.stack([value, torch.zeros_like(value)])
+    return torch.stack([value, uncertified(pairs.sum, longest).to(value.dtype)])
+
+
+def _stacked(shift: Tensor | float | None, sums: Tensor | None) -> Tensor | None:
+    """Sums, and shifts where each has its own: (k, n)."""
+    if sums is None:
+        return None
+    return torch.stack([sums, shift]) if isinstance(shift, Tensor) else sums[None]
 
 
 def _products(
-    plan: SoftmaxPlan, x: Tensor, held: Tensor, statistics: _Statistics, want_x: bool, want_y: bool
+    plan: SoftmaxPlan,
+    x: Tensor,
+    held: Tensor,
+    shift: float | None,
+    rows: Tensor | None,
+    columns: Tensor | None,
+    kept: Tensor | None,
+    positives: Sequence[Tensor],
+    want_x: bool,
+    want_y: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """U and V; of a symmetric S, both in one, in the place of V."""
+    """U, and V at home; of a symmetric S, both in one, in the place of V."""
     dtype = accumulation_dtype(x.dtype)
     u = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if want_x else None
-    sweep = plan.sweep(x, statistics.kept, statistics.positives)
-    own_rows = statistics.rows
-    if plan.symmetric and statistics.columns is not None:
-        own_rows = statistics.columns[:, plan.exchange.kept_own]
+    sweep = plan.sweep(x, kept, positives)
+    if plan.symmetric and columns is not None:
+        rows = columns[:, plan.exchange.kept_own]
+
+    def pairs(numbers: Tensor | None) -> LogSumExp | None:
+        return None if numbers is None else LogSumExp(numbers[1] if shift is None else shift, numbers[0])
 
     def visit(block: Block, carried: Tensor | None, into: Tensor | None, own: Tensor | None) -> None:
         sweep.gradients(
             block,
-            statistics.pairs(own_rows),
-            statistics.pairs(carried),
+            pairs(rows),
+            pairs(carried),
             positive=plan.positive,
             uniform=plan.uniform,
-            u=_either(own, u),
+            u=own if plan.symmetric else u,
             v=into,
         )
 
     initial = x.new_zeros(1, x.shape[1], dtype=dtype) if want_y else None
-    v = plan.exchange.collect(held, visit, carried=statistics.columns, initial=initial)
+    v = plan.exchange.collect(held, visit, carried=columns, initial=initial)
     return u, None if v is None else plan.exchange.home(v)
-
-
-def _either(own: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Of a symmetric S, a rank's rows are among the columns: `own`."""
-    return other if own is None else own

@@ -15,7 +15,7 @@ from .._precision import accumulation_dtype, wide_dtype
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _EPS = 1e-12  # as in torch.nn.functional.normalize
-_CHUNK = 1024  # rows that are projected at a time
+_CHUNK = 1024  # rows that are worked on at a time
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,10 @@ class Towers:
         """The features' gradients, from dX and dY, which are overwritten.
 
         Args:
-            dx, dy: None where not needed. Where Y is X, all of the gradient is in `dy`.
-            x, norms: from `join`.
+            dx: None where not needed.
+            dy: None where not needed. Where Y is X, all of the gradient is here.
+            x: from `join`.
+            norms: from `join`.
             features: of each, whether its gradient is needed, its rows, its dtype.
         """
         if norms is not None and dy is not None:
@@ -92,9 +94,13 @@ def _project_(grad: Tensor, z: Tensor, norms: Tensor) -> None:
         g.addcmul_(unit, along, value=-1).div_(norm)
 
 
-def inner(a: Tensor, b: Tensor) -> Tensor:
-    """<a, b>, row by row, so that no copy in a wider dtype is made."""
-    return torch.linalg.vecdot(a.to(b.dtype), b).sum(dtype=wide_dtype(b.device))
+def inner(a: Tensor, b: Tensor | None) -> Tensor:
+    """<a, b>, some rows at a time, for the products of the entries are stored before they are summed."""
+    assert b is not None, "a learnable scale always comes with U or V; please report this"
+    total = torch.zeros((), dtype=wide_dtype(b.device), device=b.device)
+    for some_a, some_b in zip(a.split(_CHUNK), b.split(_CHUNK), strict=True):
+        total += torch.linalg.vecdot(some_a.to(b.dtype), some_b).sum(dtype=total.dtype)
+    return total
 
 
 def no_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -11,7 +11,6 @@ A bias shifts every logit alike, and softmax does not see it: it leaves L unchan
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from .._checks import check_label_smoothing
@@ -20,12 +19,12 @@ from ..exchange import ExchangeName
 from ..partition import Diagonal
 from ..sweep import Memory, Pairs
 from ..sync import Sync
-from ._door import Options, agree
-from ._softmax import Softmax, SoftmaxPlan
+from ._door import Options, agree, eager
+from ._softmax import SoftmaxPlan, softmax_loss
 from ._towers import Towers
 
 
-@torch.compiler.disable
+@eager
 def clip_loss(
     image_features: Tensor,
     text_features: Tensor,
@@ -93,7 +92,7 @@ def clip_loss(
     >>> import torch, wholebatch as wb
     >>> x, y = torch.eye(3, dtype=torch.float64, requires_grad=True), torch.eye(3, dtype=torch.float64)
     >>> wb.functional.clip_loss(x, y, logit_scale=10.0)
-    tensor(9.0796e-05, dtype=torch.float64, grad_fn=<SoftmaxBackward>)
+    tensor(9.0796e-05, dtype=torch.float64, grad_fn=<_SoftmaxBackward>)
     """
 
     def check() -> dict[str, float]:
@@ -106,6 +105,7 @@ def clip_loss(
         scalars={"logit_scale": logit_scale, "logit_bias": logit_bias},
         features={"image_features": image_features, "text_features": text_features},
         paired=("image_features", "text_features"),
+        optional=("logit_bias",),
         check=check,
         must_match=("label_smoothing",),
     )
@@ -124,9 +124,11 @@ def clip_loss(
         cols=True,
         budget=budget,
         sync=sync,
+        differentiable=agreed.differentiable,
         label_smoothing=float(label_smoothing),
     )
-    return Softmax.apply(plan, *agreed.inputs)
+    given_scale, bias, *features = agreed.inputs
+    return softmax_loss(plan, given_scale, bias, features)
 
 
 class CLIPLoss(nn.Module):

@@ -10,7 +10,6 @@ that of a column, and the exchange adds it up.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from ..comm import Group
@@ -18,12 +17,12 @@ from ..exchange import ExchangeName
 from ..partition import Diagonal, Partition
 from ..sweep import Memory, Pairs
 from ..sync import Sync
-from ._door import Options, agree
-from ._softmax import Softmax, SoftmaxPlan
+from ._door import Options, agree, eager
+from ._softmax import SoftmaxPlan, softmax_loss
 from ._towers import Towers
 
 
-@torch.compiler.disable
+@eager
 def info_nce_loss(
     queries: Tensor,
     keys: Tensor,
@@ -47,8 +46,11 @@ def info_nce_loss(
             on all ranks.
         negatives: N_r, (n_r, d), further keys that are nobody's positive, such as mined hard negatives; they count for
             the queries of all ranks. On all ranks or on none; n_r may differ and may be 0.
-        group, sync, exchange, memory: as in :func:`wholebatch.functional.clip_loss`; what travels is the queries, or
-            keys and negatives, whichever are fewer.
+        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
+        sync: "mean", "sum" or None, as there.
+        exchange: "gather", "ring" or "auto", as there; what travels is the queries, or keys and negatives, whichever
+            are fewer.
+        memory: "flat", "auto" or bytes, as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.info_nce_loss` on the concatenated
@@ -88,6 +90,7 @@ def info_nce_loss(
         Options(group, sync, exchange, memory),
         scalars={"logit_scale": logit_scale},
         features={"queries": queries, "keys": keys, "negatives": negatives},
+        optional=("negatives",),
         check=check,
     )
     keyed = [agreed.rows[name].counts for name in ("keys", "negatives") if name in agreed.rows]
@@ -113,9 +116,10 @@ def info_nce_loss(
         cols=queries_travel,
         budget=budget,
         sync=sync,
+        differentiable=agreed.differentiable,
     )
     given_scale, *features = agreed.inputs
-    return Softmax.apply(plan, given_scale, None, *features[: 1 + len(keyed)])
+    return softmax_loss(plan, given_scale, None, features[: 1 + len(keyed)])
 
 
 class InfoNCELoss(nn.Module):

@@ -9,7 +9,6 @@ S is symmetric: the tiles above its diagonal say all, and the work is half of a 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from .._checks import check_temperature
@@ -18,14 +17,14 @@ from ..exchange import ExchangeName
 from ..partition import Diagonal, Partition
 from ..sweep import Memory, Pairs
 from ..sync import Sync
-from ._door import Options, agree
-from ._softmax import Softmax, SoftmaxPlan
+from ._door import Options, agree, eager
+from ._softmax import SoftmaxPlan, softmax_loss
 from ._towers import Towers
 
 _UNIT = 1.001  # no norm is larger, after division and rounding
 
 
-@torch.compiler.disable
+@eager
 def nt_xent_loss(
     z0: Tensor,
     z1: Tensor,
@@ -46,7 +45,10 @@ def nt_xent_loss(
         z1: (b_r, d), the second view; row i is another view of row i of z0.
         temperature: divides the cosines; a positive number or a tensor of shape () or [1], which may be learned; the
             same on all ranks.
-        group, sync, exchange, memory: as in :func:`wholebatch.functional.clip_loss`.
+        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
+        sync: "mean", "sum" or None, as there.
+        exchange: "gather", "ring" or "auto", as there.
+        memory: "flat", "auto" or bytes, as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.nt_xent_loss` on the concatenated
@@ -101,9 +103,10 @@ def nt_xent_loss(
         cols=True,
         budget=budget,
         sync=sync,
+        differentiable=agreed.differentiable,
     )
     given_temperature, *features = agreed.inputs
-    return Softmax.apply(plan, 1 / given_temperature, None, *features)
+    return softmax_loss(plan, 1 / given_temperature, None, features)
 
 
 class NTXentLoss(nn.Module):

@@ -8,7 +8,6 @@ No entry needs another's: the gradient is computed in the forward pass, and S on
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from ..comm import Group
@@ -16,11 +15,11 @@ from ..exchange import ExchangeName
 from ..partition import Diagonal
 from ..sweep import Memory, Pairs
 from ..sync import Sync
-from ._door import Options, agree
+from ._door import Options, agree, eager
 from ._sigmoid import Sigmoid, SigmoidPlan
 
 
-@torch.compiler.disable
+@eager
 def siglip_loss(
     image_features: Tensor,
     text_features: Tensor,
@@ -45,7 +44,9 @@ def siglip_loss(
         logit_scale: multiplies the similarities (1 / temperature, already exponentiated); a number or a tensor of
             shape () or [1], the same on all ranks.
         logit_bias: added to all logits, about -log B at the start of training; as logit_scale.
-        group, sync, exchange: as in :func:`wholebatch.functional.clip_loss`.
+        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
+        sync: "mean", "sum" or None, as there.
+        exchange: "gather", "ring" or "auto", as there.
         memory: of the tiles of S, as in :func:`wholebatch.functional.clip_loss`; there is nothing to keep of them, so
             a number of bytes can only make them smaller.
 
@@ -90,8 +91,9 @@ def siglip_loss(
         rows=rows.total,
         budget=budget,
         sync=sync,
+        differentiable=agreed.differentiable,
     )
-    return Sigmoid.apply(plan, torch.is_grad_enabled(), *agreed.inputs)
+    return Sigmoid.apply(plan, *agreed.inputs)
 
 
 class SigLIPLoss(nn.Module):

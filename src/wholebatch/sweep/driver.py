@@ -55,7 +55,11 @@ class Driver:
 
     def logits(self, tile: Tile, x: Tensor, y: Tensor) -> Tensor:
         """The tile of S, in a buffer that the next one overwrites."""
-        logits = _view(self._logits, tile).addmm_(x, y.T, beta=0, alpha=self.scale)
+        # The scale comes after the product: as its alpha, some libraries round one factor's entries times it.
+        logits = torch.mm(x, y.T, out=_view(self._logits, tile)).mul_(self.scale)
+        if tile.own_mirror:  # a product need not round S_ij and S_ji alike
+            below = torch.triu(logits, 1, out=_view(self._scratch, tile)).T
+            logits.triu_().add_(below)
         return logits.add_(self.bias) if self.bias else logits
 
     def buffer(self, tile: Tile) -> Tensor:

@@ -149,18 +149,19 @@ class SoftmaxSweep:
         grad = torch.mul(exponentials, factor, out=self.driver.buffer(tile))
         if at is not None and of_pairs is not None:
             wide = of_pairs.to(self._wide)
-            softmaxes = sum(wide / total.expand(tile.shape)[at].to(self._wide) for total in sums)
-            grad[at] = (softmaxes - positive).to(grad.dtype)
+            softmaxes = [wide / total.expand(tile.shape)[at].to(self._wide) for total in sums]
+            grad[at] = (torch.stack(softmaxes).sum(0) - positive).to(grad.dtype)
         return grad
 
     def _own_softmax(self, logits: Tensor, rows: LogSumExp | None, cols: LogSumExp | None, tile: Tile) -> Tensor:
         """P_ij + Q_ij, of the directions that there are, each relative to shifts of its own."""
         p = None if rows is None else self._exp(logits, rows, tile, dim=1).div_(rows.sum.unsqueeze(1))
-        if cols is None:
-            assert p is not None
-            return p
-        q = logits.sub_(cols.shift).exp_().div_(cols.sum)
-        return q if p is None else q.add_(p)
+        q = None if cols is None else logits.sub_(cols.shift).exp_().div_(cols.sum)
+        if p is not None and q is not None:
+            return q.add_(p)
+        softmax = p if q is None else q
+        assert softmax is not None
+        return softmax
 
     def _logits(self, tile: Tile, x: Tensor, y: Tensor) -> Tensor:
         logits = self.driver.logits(tile, x, y)

@@ -1,72 +1,16 @@
-"""What a benchmark leaves behind: a table on the terminal, rows of JSON, and a picture of all rows in the file."""
+"""What `bench gather` shows: tables of times and bytes, and a picture of all rows in the file."""
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-import torch
 from rich.console import Console
 from rich.table import Table
 
-import wholebatch as wb
-from wholebatch._user_error import UserError
-
 from .gather import ALL_REDUCE, REDUCE_SCATTER, STRATEGIES, Row
-
-
-def keep(file: Path, backend: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Add the rows to the file, replacing those of the same backend, rank count and rows; return all that it holds.
-
-    Raises:
-        UserError: if the file holds something else, or cannot be written.
-    """
-    ranks, rows_per_rank = rows[0].ranks, rows[0].rows_per_rank
-    old = [
-        row
-        for row in read(file)
-        if (row["backend"], row["ranks"], row["rows_per_rank"]) != (backend, ranks, rows_per_rank)
-    ]
-    about = {
-        "backend": backend,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "torch": torch.__version__,
-        "wholebatch": wb.__version__,
-    }
-    everything = [*old, *({**asdict(row), **about} for row in rows)]
-    partial = file.with_suffix(".partial")
-    try:
-        partial.write_text("[\n" + ",\n".join(json.dumps(row) for row in everything) + "\n]\n")
-        partial.replace(file)
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}") from error
-    return everything
-
-
-def read(file: Path) -> list[dict[str, Any]]:
-    """The rows in the file; none if it does not exist.
-
-    Raises:
-        UserError: if the file holds something else.
-    """
-    if file.suffix != ".json":
-        raise UserError(f"--results must be a file that ends in .json, got {file}")
-    if not file.parent.is_dir():
-        raise UserError(f"--results: there is no folder {file.parent}")
-    if not file.exists():
-        return []
-    try:
-        rows = json.loads(file.read_text())
-        assert all({"backend", "what", "ranks", "rows_per_rank", "dim", "step_ms"} <= row.keys() for row in rows)
-    except (ValueError, AssertionError, AttributeError, TypeError, OSError) as error:
-        raise UserError(f"{file} does not hold the results of this benchmark; name another file") from error
-    return list(rows)
 
 
 def print_table(backend: str, rows: Sequence[Row]) -> None:

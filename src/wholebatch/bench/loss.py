@@ -1,0 +1,279 @@
+"""Time and memory of a loss, forward and backward: against the product that it cannot do without, and against peers.
+
+    floor       one torch.mm of b rows with all B columns, times the units of b B d multiply-adds that the loss takes
+                (CLIP and InfoNCE 4, SigLIP 3, NT-Xent 2 of its 2b x 2B): what this machine does at best
+    transient   how far the peak of the process's memory rises above what is in use before the step, dX and dY included
+
+Every way is checked before it is timed: the library's against the dense float64 twin, value and gradients; a peer's
+value, so that the same loss is timed. Ways take turns, so that a busy moment of the machine meets all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+import wholebatch as wb
+from wholebatch.comm import Communicator
+from wholebatch.partition import Partition
+
+from .peers import PEERS, PairLoss
+
+SCALE, BIAS = 14.3, -10.0
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+DTYPES = tuple(_DTYPES)
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"  # for _CLEAR: the peak starts again from what is resident now
+_GATE_ROWS, _GATE_DIM = 5, 16
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A loss of this library, its twin, and its work in units of (rows) x (columns) x d multiply-adds."""
+
+    call: Callable[..., Tensor]  # functions, two towers, scale, bias, options
+    units: int
+    tower_rows: int = 1  # rows of S for each pair of the batch
+
+
+SUBJECTS = {
+    "clip": Subject(lambda f, x, y, scale, _bias, **options: f.clip_loss(x, y, scale, **options), 4),
+    "info_nce": Subject(
+        lambda f, x, y, scale, _bias, **options: f.info_nce_loss(x, y, logit_scale=scale, **options), 4
+    ),
+    "nt_xent": Subject(
+        lambda f, x, y, _scale, _bias, **options: f.nt_xent_loss(x, y, temperature=1 / SCALE, **options), 2, 2
+    ),
+    "siglip": Subject(lambda f, x, y, scale, bias, **options: f.siglip_loss(x, y, scale, bias, **options), 3),
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """Settings with which the library computes a loss."""
+
+    memory: str = "flat"  # "flat", or bytes for each entry of S
+    exchange: str = "auto"
+    dtype: str = "float32"
+
+    def label(self, default: Way) -> str:
+        """The settings that differ from the default's."""
+        parts = [f"memory={self.memory}"] if self.memory != "flat" else []
+        if self.memory not in ("flat", "auto"):
+            parts = [f"memory={self.memory} bytes per entry"]
+        parts += [f"exchange={self.exchange}"] if self.exchange != default.exchange else []
+        parts += [self.dtype] if self.dtype != default.dtype else []
+        return " ".join(["wholebatch", *parts])
+
+    def options(self, entries: int) -> dict[str, object]:
+        """The loss's arguments."""
+        memory = self.memory if self.memory in ("flat", "auto") else int(float(self.memory) * entries)
+        return {"memory": memory, "exchange": self.exchange}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure: a step of one way, on the slowest rank."""
+
+    loss: str
+    what: str
+    package: str  # whose loss it is, with its version
+    ranks: int
+    threads: int
+    rows: int  # of each tower, on all ranks
+    dim: int
+    dtype: str
+    step_ms: float | None  # None: it did not run, `note` says why
+    times_floor: float | None
+    transient_mb: float | None  # None where it cannot be measured
+    note: str = ""
+
+
+def measure(
+    comm: Communicator,
+    name: str,
+    ways: Sequence[Way],
+    *,
+    rows: int,
+    dim: int,
+    steps: int,
+    threads: int,
+    versions: dict[str, str],
+) -> list[Row]:
+    """Every way of one loss and its peers, on all ranks of `comm`.
+
+    Args:
+        comm: the ranks, each of which runs this.
+        name: of the loss, in SUBJECTS.
+        ways: settings of this library's; the first is what others are compared to.
+        rows: of each tower, over all ranks.
+        dim: feature size.
+        steps: that are timed of each way; figures are medians.
+        threads: of each rank.
+        versions: of the packages whose peers are to be measured.
+
+    Raises:
+        AssertionError: if a way is not exact: then there is nothing to time.
+    """
+    torch.set_num_threads(threads)
+    subject, default = SUBJECTS[name], ways[0]
+    own = Partition.even(rows, comm.size).counts[comm.rank]
+    entries = subject.tower_rows**2 * own * rows
+    generator = torch.Generator().manual_seed(comm.rank)
+    towers = [normalize(torch.randn(own, dim, generator=generator), dim=1) for _ in range(2)]
+
+    runs: list[tuple[Row, Callable[[], None]]] = []
+
+    def add(what: str, package: str, dtype: str, loss: PairLoss) -> None:
+        leaves = [z.to(_DTYPES[dtype], copy=True).requires_grad_() for z in towers]
+        leaves += [torch.tensor(value, requires_grad=True) for value in (SCALE, BIAS)]
+
+        def step() -> None:
+            loss(*leaves).backward()
+
+        for leaf in leaves:
+            leaf.grad = torch.ones_like(leaf)  # memory that is in use already is not the loss's
+        runs.append((Row(name, what, package, comm.size, threads, rows, dim, dtype, None, None, None), step))
+
+    for way in ways:
+        check(comm, name, way)
+        options = way.options(entries)
+        add(
+            way.label(default),
+            f"wholebatch {wb.__version__}",
+            way.dtype,
+            lambda x, y, scale, bias, options=options: subject.call(  # type: ignore[misc]
+                wb.functional, x, y, scale, bias, group=comm, **options
+            ),
+        )
+    refused: list[Row] = []
+    for peer in PEERS[name]:
+        if peer.package not in versions or (comm.size > 1 and not peer.on_ranks):
+            continue
+        package = f"{peer.package} {versions[peer.package]}"
+        try:
+            loss = peer.build(comm, SCALE)
+        except ImportError as error:  # installed, but not with all that it needs
+            note = f"skipped: {error}"
+            refused.append(
+                Row(name, peer.label, package, comm.size, threads, rows, dim, "float32", None, None, None, note)
+            )
+            continue
+        check_peer(comm, name, loss)
+        add(peer.label, package, "float32", loss)
+
+    columns = normalize(torch.randn(subject.tower_rows * rows, dim), dim=1)
+    product = torch.empty(subject.tower_rows * own, subject.tower_rows * rows)
+
+    def floor() -> None:
+        torch.mm(torch.cat([towers[0]] * subject.tower_rows), columns.T, out=product)
+
+    times: dict[int, list[float]] = {}
+    floors: list[float] = []
+    peaks: dict[int, float] = {}
+    for repeat in range(1 + steps):  # the first is not counted
+        floors.append(_timed(comm, floor)[0])
+        for index, (row, step) in enumerate(runs):
+            if index in times and not times[index]:
+                continue
+            try:
+                took, rose = _timed(comm, step)
+            except RuntimeError as error:  # out of memory, on every rank alike
+                if "memory" not in str(error):
+                    raise
+                times[index] = []
+                refused.append(replace(row, note=str(error).strip().splitlines()[0]))
+                continue
+            if repeat:
+                times.setdefault(index, []).append(took)
+                if rose is not None:
+                    peaks[index] = max(peaks.get(index, 0.0), rose)
+    floor_ms = subject.units * median(floors[1:])
+    results = [
+        _with_figures(row, median(times[index]), floor_ms, peaks.get(index))
+        for index, (row, _) in enumerate(runs)
+        if times.get(index)
+    ]
+    return results + refused
+
+
+def check(comm: Communicator, name: str, way: Way) -> None:
+    """One way of the library against the dense float64 twin, on a small batch: loss, and this rank's gradients.
+
+    Raises:
+        AssertionError: if it is wrong.
+    """
+    dtype = _DTYPES[way.dtype]
+    call: Callable[..., Tensor] = SUBJECTS[name].call
+    rows = _GATE_ROWS * comm.size
+    generator = torch.Generator().manual_seed(0)
+    whole = [normalize(torch.randn(rows, _GATE_DIM, generator=generator), dim=1).to(dtype) for _ in range(2)]
+
+    def run(functions: object, towers: Sequence[Tensor], **options: object) -> tuple[Tensor, ...]:
+        leaves = [z.clone().requires_grad_() for z in towers]
+        scale, bias = (torch.tensor(value, dtype=torch.float64) for value in (SCALE, BIAS))
+        loss = call(functions, leaves[0], leaves[1], scale, bias, **options)
+        return loss.detach(), *torch.autograd.grad(loss, leaves)
+
+    expected = run(wb.reference, [z.double() for z in whole])
+    own = slice(_GATE_ROWS * comm.rank, _GATE_ROWS * (comm.rank + 1))
+    entries = SUBJECTS[name].tower_rows ** 2 * _GATE_ROWS * rows
+    actual = run(wb.functional, [z[own] for z in whole], group=comm, sync=None, **way.options(entries))
+    # float32 rounds at 1e-7; a gradient in half precision, and a kept weight in bfloat16, at 4e-3
+    close = 2e-2 if dtype.itemsize == 2 or way.memory not in ("flat", "auto") else 1e-5
+    torch.testing.assert_close(actual[0].double(), expected[0], rtol=1e-5, atol=1e-5)
+    for got, true in zip(actual[1:], expected[1:], strict=True):
+        torch.testing.assert_close(got.double(), true[own], rtol=0, atol=close * true.abs().max().item())
+
+
+def check_peer(comm: Communicator, name: str, loss: PairLoss) -> None:
+    """A peer computes the same loss: its ranks' mean is the twin's value, so that both are timed at the same task.
+
+    Raises:
+        AssertionError: if it is another loss.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows = _GATE_ROWS * comm.size
+    whole = [normalize(torch.randn(rows, _GATE_DIM, generator=generator), dim=1) for _ in range(2)]
+    scale, bias = (torch.tensor(value) for value in (SCALE, BIAS))
+    own = slice(_GATE_ROWS * comm.rank, _GATE_ROWS * (comm.rank + 1))
+    x, y = whole
+    value = comm.all_reduce(loss(x[own], y[own], scale, bias).detach(), "avg", check=False)
+    expected = SUBJECTS[name].call(wb.reference, x, y, scale, bias)
+    torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-4)
+
+
+def _timed(comm: Communicator, step: Callable[[], None]) -> tuple[float, float | None]:
+    """A step's time in ms and the rise of its peak in MB, of the slowest and of the largest rank."""
+    comm.all_reduce(torch.zeros(1), check=False)  # all ranks start together
+    measurable = _CLEAR.exists()
+    if measurable:
+        _CLEAR.write_text(_RESET_PEAK)
+        before = _memory_bytes("VmRSS")
+    start = time.perf_counter()
+    step()
+    took_ms = 1e3 * (time.perf_counter() - start)
+    rise_mb = (_memory_bytes("VmHWM") - before) / 1e6 if measurable else -1.0
+    took_ms, rise_mb = comm.all_reduce(torch.tensor([took_ms, rise_mb]), "max", check=False).tolist()
+    return took_ms, rise_mb if measurable else None
+
+
+def _memory_bytes(field: str) -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(field))
+    return 1024 * int(line.split()[1])
+
+
+def _with_figures(row: Row, step_ms: float, floor_ms: float, peak_mb: float | None) -> Row:
+    return replace(
+        row,
+        step_ms=round(step_ms, 3),
+        times_floor=round(step_ms / floor_ms, 3),
+        transient_mb=None if peak_mb is None else round(peak_mb, 1),
+    )

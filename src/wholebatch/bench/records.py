@@ -1,0 +1,76 @@
+"""What a benchmark leaves behind: rows of JSON, each with the machine, versions and commit that it was seen on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import wholebatch as wb
+from wholebatch._user_error import UserError
+
+
+def keep(file: Path, rows: Iterable[Mapping[str, Any]], same_run: Sequence[str]) -> list[dict[str, Any]]:
+    """Add the rows to the file, replacing those that agree with one of them in all of `same_run`; return all it holds.
+
+    Raises:
+        UserError: if the file holds something else, or cannot be written.
+    """
+    new = [{**row, **about()} for row in rows]
+    runs = {tuple(row[name] for name in same_run) for row in new}
+    old = [row for row in read(file, same_run) if tuple(row[name] for name in same_run) not in runs]
+    partial = file.with_suffix(".partial")
+    try:
+        partial.write_text("[\n" + ",\n".join(json.dumps(row) for row in [*old, *new]) + "\n]\n")
+        partial.replace(file)
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror}") from error
+    return [*old, *new]
+
+
+def read(file: Path, needed: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows in the file, each with at least the fields `needed`; none if it does not exist.
+
+    Raises:
+        UserError: if the file holds something else.
+    """
+    if file.suffix != ".json":
+        raise UserError(f"--results must be a file that ends in .json, got {file}")
+    if not file.parent.is_dir():
+        raise UserError(f"--results: there is no folder {file.parent}")
+    if not file.exists():
+        return []
+    try:
+        rows = json.loads(file.read_text())
+        assert all(set(needed) <= row.keys() for row in rows)
+    except (ValueError, AssertionError, AttributeError, TypeError, OSError) as error:
+        raise UserError(f"{file} does not hold the results of this benchmark; name another file") from error
+    return list(rows)
+
+
+def about() -> dict[str, str]:
+    """The machine, the versions and, in a checkout, the commit."""
+    facts = {
+        "machine": f"{_processor()}, {os.cpu_count()} cores",
+        "torch": torch.__version__,
+        "wholebatch": wb.__version__,
+    }
+    git = ["git", "-C", str(Path(wb.__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):  # no git, or no checkout: installed from a package
+        return facts
+    return {**facts, "commit": commit}
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

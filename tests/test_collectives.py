@@ -1,0 +1,112 @@
+"""How many collectives a step takes, counted where the bytes move."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from loss_cases import LOSSES, rows_of, whole_batch
+
+import wholebatch as wb
+from wholebatch.testing import run_ranks
+
+OPERATIONS = ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "gather", "scatter", "send"]
+
+
+def counted(comm):
+    """Every operation of `comm`'s transport counts itself, with the numbers that it moves; those inside it do not."""
+    counts, inside = Counter(), []
+
+    def wrap(name):
+        operation = getattr(comm.transport, name)
+
+        def call(x, *args):
+            if not inside:
+                handshake = name == "all_gather" and x.dtype == torch.uint8
+                counts["handshake" if handshake else name] += 1
+                if name == "all_reduce":
+                    counts["numbers reduced"] += x.numel()
+            inside.append(name)
+            try:
+                return operation(x, *args)
+            finally:
+                inside.pop()
+
+        setattr(comm.transport, name, call)
+
+    for name in OPERATIONS:
+        wrap(name)
+    return counts
+
+
+def step(name, exchange, counts):
+    """Collectives of the forward pass, and of the backward pass."""
+    comm = wb.comm.TorchCommunicator()
+    seen = counted(comm)
+    case = LOSSES[name]
+    whole = whole_batch(case, counts)
+    own = [z[at].requires_grad_() for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
+    scale, bias = (torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (10.0, -3.0))
+    loss = case.call(wb.functional, *own, scale, bias, exchange=exchange, group=comm)
+    forward = dict(seen)
+    seen.clear()
+    loss.backward()
+    return forward, dict(seen)
+
+
+def body(counts):
+    return {(name, exchange): step(name, exchange, counts) for name in LOSSES for exchange in ("gather", "ring")}
+
+
+@pytest.mark.parametrize("counts", [(4, 4, 4), (5, 0, 6)], ids=str)
+def test_collectives_of_a_step(counts):
+    total, one_number = sum(counts), {"all_reduce": 1, "numbers reduced": 1}
+    for seen in run_ranks(body, 3, counts):
+        forward, backward = seen["clip", "gather"]
+        assert forward == {"handshake": 1, "all_gather": 1, "all_reduce": 1, "numbers reduced": total + 2}
+        assert backward == {"reduce_scatter": 1, **one_number}
+        forward, backward = seen["nt_xent", "gather"]
+        assert forward == {"handshake": 1, "all_gather": 1, "all_reduce": 1, "numbers reduced": 2 * total + 2}
+        assert backward == {"reduce_scatter": 1, **one_number}
+        forward, backward = seen["siglip", "gather"]
+        assert forward == {
+            "handshake": 1,
+            "all_gather": 1,
+            "reduce_scatter": 1,
+            "all_reduce": 1,
+            "numbers reduced": 3,
+        }
+        assert backward == {}
+        # Messages of a rank: its blocks of Y to the next, W - 1; what it says about a block, W; backward, the columns'
+        # sums beside Y. NT-Xent goes half of the way.
+        forward, backward = seen["clip", "ring"]
+        assert forward == {"handshake": 1, "send": 2 + 3, "all_reduce": 1, "numbers reduced": 2}
+        assert backward == {"send": 2 + 2 + 3, **one_number}
+        forward, backward = seen["nt_xent", "ring"]
+        assert forward == {"handshake": 1, "send": 1 + 2, "all_reduce": 1, "numbers reduced": 2}
+        assert backward == {"send": 1 + 1 + 2, **one_number}
+        forward, backward = seen["siglip", "ring"]
+        assert forward == {"handshake": 1, "send": 2 + 3, "all_reduce": 1, "numbers reduced": 3}
+        assert backward == {}
+        # The keys travel to the queries: no column has a softmax.
+        forward, backward = seen["info_nce", "gather"]
+        assert forward == {"handshake": 1, "all_gather": 1, "all_reduce": 1, "numbers reduced": 2}
+        forward, backward = seen["info_nce", "ring"]
+        assert forward == {"handshake": 1, "send": 2, "all_reduce": 1, "numbers reduced": 2}
+
+
+def smaller_tower_body(rows, negatives):
+    """How many numbers the all-gather moves from this rank."""
+    comm = wb.comm.TorchCommunicator()
+    moved = []
+    all_gather = comm.transport.all_gather
+    comm.transport.all_gather = lambda x, counts: (moved.append(x.shape), all_gather(x, counts))[1]
+    queries, keys = torch.randn(2, rows, 4)
+    extra = torch.randn(negatives, 4)
+    wb.functional.info_nce_loss(queries, keys, logit_scale=1.0, negatives=extra, group=comm, exchange="gather")
+    return [shape for shape in moved if shape[1:] == (4,)]
+
+
+@pytest.mark.parametrize("negatives", [0, 1, 50])
+def test_the_smaller_tower_travels(negatives):
+    assert run_ranks(smaller_tower_body, 2, 3, negatives) == [[(3, 4)]] * 2

@@ -1,0 +1,284 @@
+"""Every loss x exchange x memory x ranks x shards equals its dense float64 twin: value 1e-12, every gradient 1e-10.
+
+In float64 both sides are exact to about 1e-15; what the tolerances leave room for is the order of summation, and
+nothing else. Where all pairs are solved, dS_ii is a difference of numbers near 1 or 2: twin and sweep alike know it to
+a few eps, hence the absolute floor `noise`.
+"""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import SCALES, SHARDS, SYNCS
+from compare import assert_same
+from loss_cases import LOSSES, dense, gradients, rows_of, whole_batch
+from torch.nn.functional import normalize
+
+import wholebatch as wb
+from wholebatch.losses import _door
+from wholebatch.partition import Partition
+from wholebatch.testing import run_ranks
+
+VALUE, GRADIENT = 1e-12, 1e-10
+TINY_TILES = 2 * 2 * 2 * 8  # two tiles of 2 x 2 in float64
+KEEP_ALL = 2**25
+MEMORIES = ["auto", "flat", TINY_TILES, KEEP_ALL]
+
+
+def noise(scale, factor=1.0):
+    """Rounding of 1 - P_ii, carried to a feature's gradient."""
+    return 8 * torch.finfo(torch.float64).eps * scale * factor
+
+
+def same_bits_everywhere(value):
+    values = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(values, value.detach())
+    return all(torch.equal(value, values[0]) for value in values)
+
+
+def assert_gradients(name, counts, actual, expected, scale, sync, what):
+    """Loss, and gradients of features and scalars, hold what the contract says for this rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    case = LOSSES[name]
+    factor = size if sync == "mean" else 1
+    assert_same(actual[0], expected[0], relative=VALUE, absolute=VALUE, what=what)
+    rows = rows_of(case, counts, rank)
+    for position, at in enumerate(rows, start=1):
+        whole = factor * expected[position]
+        part = whole[at]
+        size_of_all = whole.abs().max().item() if whole.numel() else 0.0
+        near = GRADIENT * size_of_all + noise(scale, factor)
+        assert_same(actual[position], part, relative=0, absolute=near, what=f"{what}: features {position}")
+    for gradient, whole in zip(actual[1 + len(rows) :], expected[1 + len(rows) :], strict=True):
+        total = gradient.clone()
+        if sync != "mean":
+            dist.all_reduce(total)
+        absolute = noise(1) * (1 + expected[0].item())
+        assert_same(total.reshape(()), whole, relative=GRADIENT, absolute=absolute, what=f"{what}: scalar")
+
+
+def exactness_body(counts):
+    for name in LOSSES:
+        exactness_of(name, counts)
+
+
+def exactness_of(name, counts):
+    case = LOSSES[name]
+    rank = dist.get_rank()
+    whole = whole_batch(case, counts)
+    own = [z[at] for z, at in zip(whole, rows_of(case, counts, rank), strict=True)]
+    for scale in SCALES:
+        expected = dense(case, whole, scale)
+        for exchange in ("gather", "ring"):
+            for memory in MEMORIES:
+                for sync in SYNCS:
+                    scalar = torch.full(() if sync else (1,), scale, dtype=torch.float64)
+                    options = {"exchange": exchange, "memory": memory, "sync": sync}
+                    actual = gradients(case, wb.functional, own, scalar, **options)
+                    assert same_bits_everywhere(actual[0])
+                    assert_gradients(name, counts, actual, expected, scale, sync, f"{name} {counts} {scale} {options}")
+
+
+@pytest.mark.parametrize("counts", SHARDS, ids=str)
+def test_exact(counts):
+    run_ranks(exactness_body, len(counts), counts, timeout_s=300)
+
+
+def planted_body(counts):
+    """The comparator rejects the plausible wrong answers: 1/W, times W, and each rank's own rows only."""
+    for name, case in LOSSES.items():
+        whole = whole_batch(case, counts)
+        expected = dense(case, whole, 14.3)
+        own = [z[at] for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
+        scale = torch.tensor(14.3, dtype=torch.float64)
+        local = {"group": wb.comm.LocalCommunicator()}
+        for factor, options in ((1, {"sync": "sum"}), (dist.get_world_size(), {}), (1, local)):
+            wrong = [factor * g for g in gradients(case, wb.functional, own, scale, **options)]
+            with pytest.raises(AssertionError, match="largest error"):
+                assert_gradients(name, counts, wrong, expected, 14.3, "mean", "planted")
+
+
+def test_plausible_wrong_answers_are_rejected():
+    run_ranks(planted_body, 2, (4, 3))
+
+
+def many_tiles_body(counts):
+    """Shards that end inside a tile, positives that cross tiles, a budget that keeps some tiles: 1000 rows."""
+    side, scale = 200, torch.tensor(30.0, dtype=torch.float64)
+    for name in ("clip", "info_nce, few negatives", "nt_xent", "siglip"):
+        case = LOSSES[name]
+        whole = whole_batch(case, counts, d=8)
+        own = [z[at] for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
+        expected = dense(case, whole, 30.0)
+        for exchange in ("gather", "ring"):
+            for memory in ("flat", 2 * side * side * 8 + 7 * side * side * 8):
+                with patch.object(_door, "default_side", lambda _device: side):
+                    actual = gradients(case, wb.functional, own, scale, exchange=exchange, memory=memory, sync="sum")
+                assert_gradients(name, counts, actual, expected, 30.0, "sum", f"{name} {counts} {exchange} {memory}")
+
+
+@pytest.mark.parametrize("counts", [(1000,), (610, 390), (1, 950, 49)], ids=str)
+def test_many_tiles(counts):
+    run_ranks(many_tiles_body, len(counts), counts, timeout_s=120)
+
+
+def surplus_keys_body():
+    """Keys that outnumber the queries: rows from b_r on are negatives, like those passed as such."""
+    counts, rank = (3, 2), dist.get_rank()
+    case = LOSSES["info_nce, few negatives"]
+    whole = whole_batch(case, counts)
+    queries, keys, negatives = (z[at] for z, at in zip(whole, rows_of(case, counts, rank), strict=True))
+    expected = wb.reference.info_nce_loss(whole[0], whole[1], logit_scale=14.3, negatives=whole[2])
+    together = torch.cat([keys, negatives])
+    assert_same(wb.functional.info_nce_loss(queries, together, logit_scale=14.3), expected, relative=VALUE)
+
+
+def test_keys_may_outnumber_queries():
+    run_ranks(surplus_keys_body, 2)
+
+
+def learned_temperature_body():
+    """A temperature that is a parameter of the loss module, under a sum of shares and under the mean."""
+    counts = (3, 2)
+    case = LOSSES["nt_xent"]
+    z0, z1 = whole_batch(case, counts)
+    temperature = torch.tensor(0.2, dtype=torch.float64, requires_grad=True)
+    wb.reference.nt_xent_loss(z0, z1, temperature=temperature).backward()
+    rows = Partition(counts).rows(dist.get_rank())
+    loss = wb.NTXentLoss(temperature=torch.nn.Parameter(torch.tensor(0.2, dtype=torch.float64)))
+    assert len(list(loss.parameters())) == 1
+    loss(z0[rows], z1[rows]).backward()
+    assert_same(loss.temperature.grad, temperature.grad, relative=GRADIENT)
+
+
+def test_a_learned_temperature():
+    run_ranks(learned_temperature_body, 2)
+
+
+# What the single shift cannot do, and what it can. All in float64 and float32.
+def antipodal(rows, d, generator):
+    """Two narrow cones on opposite sides: every similarity is near -1."""
+    axis = torch.zeros(d, dtype=torch.float64)
+    axis[0] = 1.0
+    spread = 0.2 * torch.randn(2, rows, d, dtype=torch.float64, generator=generator) / d**0.5
+    return normalize(spread[0] + axis, dim=-1), normalize(spread[1] - axis, dim=-1)
+
+
+def features(kind, rows=96, d=16):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(rows, d, dtype=torch.float64, generator=generator)
+    y = x + 1.5 * torch.randn(rows, d, dtype=torch.float64, generator=generator)
+    if kind == "unit":
+        return normalize(x, dim=-1), normalize(y, dim=-1)
+    if kind == "unnormalised":
+        return x, y
+    if kind == "duplicated":
+        return tuple(normalize(z[: rows // 4], dim=-1).repeat(4, 1) for z in (x, y))
+    if kind == "solved":
+        return normalize(x, dim=-1), normalize(x + 0.05 * y, dim=-1)
+    return antipodal(rows, d, generator)
+
+
+KINDS = ["unit", "unnormalised", "duplicated", "solved", "antipodal"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [name for name, case in LOSSES.items() if case.negatives is None])
+def test_extreme_logits(name, kind):
+    case = LOSSES[name]
+    whole = list(features(kind))
+    for scale in (1.0, 14.3, 100.0, 1e4):
+        expected = dense(case, whole, scale)
+        for memory in ("flat", TINY_TILES, KEEP_ALL):
+            actual = gradients(case, wb.functional, whole, torch.tensor(scale, dtype=torch.float64), memory=memory)
+            assert_same(actual[0], expected[0], relative=VALUE, absolute=VALUE * scale)
+            for got, true in zip(actual[1:], expected[1:], strict=True):
+                assert_same(got, true, relative=GRADIENT, absolute=noise(scale), what=f"{name} {kind} {scale} {memory}")
+
+
+def distance(actual, expected):
+    """|actual - expected| / |expected|, in the Euclidean norm."""
+    difference, size = (actual.double() - expected).norm().item(), expected.norm().item()
+    return difference / size if size else difference
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [name for name, case in LOSSES.items() if case.negatives is None])
+def test_float32(name, kind):
+    """Within 3e-6 of float64; where the problem is ill-conditioned, within 1.5 times plain float32 PyTorch's error.
+
+    A scalar's gradient is an inner product, <X, dL/dX> / scale, and is measured against the size of its factors.
+    """
+    case = LOSSES[name]
+    whole = [z.float() for z in features(kind, rows=512, d=64)]
+    for scale in (1.0, 16.0, 100.0):
+        expected = dense(case, whole, scale)
+        plain = gradients(case, wb.reference, whole, torch.tensor(scale))
+        ours = gradients(case, wb.functional, whole, torch.tensor(scale), memory="flat")
+        factors = (whole[0].norm() * expected[1].norm() / scale).item()
+        if expected[0] < 1e-6:  # all pairs solved: nothing to learn, and nothing to measure against but rounding
+            assert all(got.abs().max() <= 1e-7 * scale for got in ours)
+            continue
+        for position, (got, other, true) in enumerate(zip(ours, plain, expected, strict=True)):
+            is_scalar_gradient = position > 0 and got.dim() == 0
+            size = max(true.norm().item(), factors) if is_scalar_gradient else true.norm().item()
+            error, plain_error = ((z.double() - true).norm().item() / size for z in (got, other))
+            assert error <= max(3e-6, 1.5 * plain_error), (name, kind, scale, position, error, plain_error)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", [name for name, case in LOSSES.items() if case.negatives is None])
+def test_half_precision_is_no_worse_than_plain_pytorch(name, dtype):
+    case = LOSSES[name]
+    whole = [z.to(dtype) for z in features("unit", rows=300, d=32)]
+    for scale in (1.0, 16.0, 100.0):  # exact in every dtype
+        expected = dense(case, whole, scale)
+        plain = gradients(case, wb.reference, whole, torch.tensor(scale, dtype=dtype))
+        ours = gradients(case, wb.functional, whole, torch.tensor(scale, dtype=dtype))
+        assert ours[0].dtype == torch.float32
+        assert ours[1].dtype == dtype
+        for got, other, true in zip(ours, plain, expected, strict=True):
+            assert distance(got, true) <= distance(other, true) + torch.finfo(dtype).eps, (name, scale)
+
+
+@pytest.mark.parametrize("name", ["clip", "info_nce", "nt_xent"])
+def test_what_a_budget_in_half_precision_costs(name):
+    """A kept weight is off by 2^-9 at most: so is the gradient. The loss is the flat one's to the bit."""
+    case = LOSSES[name]
+    whole = [z.float() for z in features("unit", rows=1800, d=64)]
+    scale = torch.tensor(16.0)
+    expected = dense(case, whole, 16.0)
+    flat = gradients(case, wb.functional, whole, scale, memory="flat")
+    kept = gradients(case, wb.functional, whole, scale, memory=2**23 + 2 * 1800 * 1800)
+    assert torch.equal(flat[0], kept[0])
+    for got, exact, true in zip(kept[1:], flat[1:], expected[1:], strict=True):
+        assert distance(got, true) <= 2**-9
+        assert distance(exact, true) <= 3e-6
+        assert distance(got, true) > 2 * distance(exact, true), "nothing was kept"
+
+
+def test_all_of_a_budget_is_exact_where_nothing_is_rounded():
+    """4 bytes per entry and more: float32 is kept as it is, and the gradient has the bits of the flat one."""
+    case = LOSSES["clip"]
+    whole = [z.float() for z in features("unit", rows=900, d=32)]
+    flat, kept = (
+        gradients(case, wb.functional, whole, torch.tensor(16.0), memory=memory) for memory in ("flat", 2**26)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(flat, kept, strict=True))
+
+
+def same_bits_body(exchange):
+    results = []
+    for case in LOSSES.values():
+        counts = (350, 0, 300)
+        whole = [z.float() for z in whole_batch(case, counts)]
+        own = [z[at] for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
+        results += gradients(case, wb.functional, own, torch.tensor(14.3), exchange=exchange)
+    return results
+
+
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+def test_the_same_bits_on_every_run(exchange):
+    for once, again in zip(*(run_ranks(same_bits_body, 3, exchange) for _ in range(2)), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
