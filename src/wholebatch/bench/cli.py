@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -103,7 +104,7 @@ def main(argv: Sequence[str], *, prog: str) -> None:
     if argv[0] == "gather":
         _gather(tyro.cli(GatherConfig, args=options, prog=name))
     else:
-        _loss(tyro.cli(LossConfig, args=options, prog=name))
+        run_loss(tyro.cli(LossConfig, args=options, prog=name))
 
 
 def _check_positive(**values: Sequence[int]) -> None:
@@ -112,7 +113,12 @@ def _check_positive(**values: Sequence[int]) -> None:
             raise UserError(f"--{name} must be at least 1, got {' '.join(map(str, numbers)) or 'nothing'}")
 
 
-def _loss(config: LossConfig) -> None:
+def run_loss(config: LossConfig) -> None:
+    """Measure, print and keep.
+
+    Raises:
+        UserError: for a mistake of the user's, and if a way is not exact.
+    """
     threads = (
         config.threads if config.threads is not None else max(1, (os.cpu_count() or 1) // max(config.ranks or [1]))
     )
@@ -165,6 +171,12 @@ def _loss_alone(*arguments: Any) -> list[loss.Row]:
     return _loss_of(wb.comm.LocalCommunicator(), *arguments)
 
 
+def _limit_memory(processes: int) -> None:
+    """A loss that asks for more memory than there is, is refused, where the machine would kill the process later."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    resource.setrlimit(resource.RLIMIT_AS, (physical // processes, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
 def _loss_of(
     comm: Communicator,
     config: LossConfig,
@@ -173,6 +185,7 @@ def _loss_of(
     threads: int,
     versions: dict[str, str],
 ) -> list[loss.Row]:
+    _limit_memory(comm.size)
     return loss.measure(
         comm,
         name,

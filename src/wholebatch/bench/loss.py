@@ -1,7 +1,7 @@
 """Time and memory of a loss, forward and backward: against the product that it cannot do without, and against peers.
 
-    floor       one torch.mm of b rows with all B columns, times the units of b B d multiply-adds that the loss takes
-                (CLIP and InfoNCE 4, SigLIP 3, NT-Xent 2 of its 2b x 2B): what this machine does at best
+    floor       one torch.mm of b rows with all B columns (of 8192 at most, and then in proportion), times the units of
+                b B d multiply-adds that the loss takes (CLIP and InfoNCE 4, SigLIP 3, NT-Xent 2 of its 2b x 2B)
     transient   how far the peak of the process's memory rises above what is in use before the step, dX and dY included
 
 Every way is checked before it is timed: the library's against the dense float64 twin, value and gradients; a peer's
@@ -32,6 +32,7 @@ DTYPES = tuple(_DTYPES)
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # for _CLEAR: the peak starts again from what is resident now
 _GATE_ROWS, _GATE_DIM = 5, 16
+_FLOOR_ROWS = 8192
 
 
 @dataclass(frozen=True)
@@ -169,11 +170,12 @@ def measure(
         check_peer(comm, name, loss)
         add(peer.label, package, "float32", loss)
 
-    columns = normalize(torch.randn(subject.tower_rows * rows, dim), dim=1)
-    product = torch.empty(subject.tower_rows * own, subject.tower_rows * rows)
+    shape = [min(_FLOOR_ROWS, subject.tower_rows * n) for n in (own, rows)]
+    left, right = (torch.randn(n, dim) for n in shape)
+    product = torch.empty(shape)
 
     def floor() -> None:
-        torch.mm(torch.cat([towers[0]] * subject.tower_rows), columns.T, out=product)
+        torch.mm(left, right.T, out=product)
 
     times: dict[int, list[float]] = {}
     floors: list[float] = []
@@ -195,7 +197,7 @@ def measure(
                 times.setdefault(index, []).append(took)
                 if rose is not None:
                     peaks[index] = max(peaks.get(index, 0.0), rose)
-    floor_ms = subject.units * median(floors[1:])
+    floor_ms = subject.units * median(floors[1:]) * entries / product.numel()
     results = [
         _with_figures(row, median(times[index]), floor_ms, peaks.get(index))
         for index, (row, _) in enumerate(runs)

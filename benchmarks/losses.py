@@ -1,0 +1,41 @@
+"""The losses at the sizes that the documentation quotes: time, floor, peers, memory, growth.
+
+    make peers                       # an environment with the libraries to compare with
+    .venv-peers/bin/python benchmarks/losses.py [NAME ...]
+
+Figures go to results/losses.json and results/losses.png; each case is one call of `wholebatch bench loss`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from wholebatch.bench.cli import LossConfig, run_loss
+
+RESULTS = Path(__file__).parent / "results" / "losses.json"
+
+CASES = {
+    "clip": LossConfig(
+        losses=("clip",), rows=8192, memory=("flat", "2", "4.2"), dtypes=("float32", "bfloat16"), results=RESULTS
+    ),
+    "info_nce": LossConfig(losses=("info_nce",), rows=8192, results=RESULTS),
+    "siglip": LossConfig(losses=("siglip",), rows=8192, results=RESULTS),
+    "nt_xent": LossConfig(losses=("nt_xent",), rows=8192, results=RESULTS),
+    "nt_xent 1024": LossConfig(losses=("nt_xent",), rows=1024, results=RESULTS),
+    "two ranks": LossConfig(
+        losses=("clip", "siglip"),
+        rows=8192,
+        ranks=(2,),
+        exchanges=("gather", "ring"),
+        memory=("flat",),
+        results=RESULTS,
+    ),
+    "growth 16k": LossConfig(losses=("clip",), rows=16384, memory=("flat",), peers=False, results=RESULTS),
+    "growth 32k": LossConfig(losses=("clip",), rows=32768, memory=("flat",), peers=False, results=RESULTS),
+}
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or CASES:
+        print(f"== {name}", flush=True)
+        run_loss(CASES[name])
