@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint format clean
+.PHONY: train test peers lint format clean
 
 # The main job: images of Unicode characters and their names. Options: make train ARGS="--processes 2"
 train: .venv/train-installed
@@ -11,6 +11,9 @@ train: .venv/train-installed
 # Everything that continuous integration checks, on gloo and on two implementations of MPI.
 test: lint .venv-mpich/installed .venv-openmpi/installed
 	WHOLEBATCH_TEST_MPI=required $(BIN)/python -W error -m pytest $(ARGS)
+
+# The libraries that benchmarks/losses.py compares with, in an environment of their own.
+peers: .venv-peers/ready
 
 lint: .venv/dev-installed
 	$(BIN)/ruff check
@@ -22,7 +25,7 @@ format: .venv/dev-installed
 	$(BIN)/ruff format
 
 clean:
-	rm -rf .venv .venv-mpich .venv-openmpi .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-mpich .venv-openmpi .venv-peers .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 define make_environment
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -52,4 +55,11 @@ INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constr
 	@echo "installing torch, mpi4py and $* into .venv-$*"
 	.venv-$*/bin/python $(INSTALL) torch==2.13.0
 	.venv-$*/bin/python $(INSTALL) --editable '.[mpi,train,testing]' pytest $*
+	touch $@
+
+.venv-peers/ready: .venv-peers/bin/python pyproject.toml constraints.txt
+	@echo "installing torch and other libraries' losses into .venv-peers"
+	.venv-peers/bin/python $(INSTALL) torch==2.13.0
+	.venv-peers/bin/python $(INSTALL) --editable '.[train,testing]' \
+	  open_clip_torch lightly pytorch-metric-learning sentence-transformers
 	touch $@

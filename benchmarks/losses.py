@@ -32,7 +32,7 @@ CASES = {
         results=RESULTS,
     ),
     "growth 16k": LossConfig(losses=("clip",), rows=16384, memory=("flat",), peers=False, results=RESULTS),
-    "growth 32k": LossConfig(losses=("clip",), rows=32768, memory=("flat",), peers=False, results=RESULTS),
+    "growth 32k": LossConfig(losses=("clip",), rows=32768, memory=("flat",), peers=False, steps=3, results=RESULTS),
 }
 
 if __name__ == "__main__":

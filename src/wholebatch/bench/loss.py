@@ -10,6 +10,9 @@ value, so that the same loss is timed. Ways take turns, so that a busy moment of
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -66,10 +69,10 @@ class Way:
 
     def label(self, default: Way) -> str:
         """The settings that differ from the default's."""
-        parts = [f"memory={self.memory}"] if self.memory != "flat" else []
-        if self.memory not in ("flat", "auto"):
-            parts = [f"memory={self.memory} bytes per entry"]
-        parts += [f"exchange={self.exchange}"] if self.exchange != default.exchange else []
+        parts = []
+        if self.memory != default.memory:
+            parts.append(self.memory if self.memory in ("flat", "auto") else f"{self.memory} bytes/entry")
+        parts += [self.exchange] if self.exchange != default.exchange else []
         parts += [self.dtype] if self.dtype != default.dtype else []
         return " ".join(["wholebatch", *parts])
 
@@ -179,31 +182,26 @@ def measure(
 
     times: dict[int, list[float]] = {}
     floors: list[float] = []
-    peaks: dict[int, float] = {}
-    for repeat in range(1 + steps):  # the first is not counted
-        floors.append(_timed(comm, floor)[0])
-        for index, (row, step) in enumerate(runs):
-            if index in times and not times[index]:
-                continue
-            try:
-                took, rose = _timed(comm, step)
-            except RuntimeError as error:  # out of memory, on every rank alike
-                if "memory" not in str(error):
-                    raise
-                times[index] = []
-                refused.append(replace(row, note=str(error).strip().splitlines()[0]))
-                continue
-            if repeat:
-                times.setdefault(index, []).append(took)
-                if rose is not None:
-                    peaks[index] = max(peaks.get(index, 0.0), rose)
-    floor_ms = subject.units * median(floors[1:]) * entries / product.numel()
-    results = [
-        _with_figures(row, median(times[index]), floor_ms, peaks.get(index))
-        for index, (row, _) in enumerate(runs)
-        if times.get(index)
-    ]
-    return results + refused
+    peaks: dict[int, float | None] = {}
+    running = dict(enumerate(runs))
+    for index, (row, step) in enumerate(runs):
+        try:
+            step()  # libraries load, threads start
+            peaks[index] = _rise_of_peak(comm, step)
+        except RuntimeError as error:  # a way that asks for more memory than there is, on every rank alike
+            asked = re.search(r"allocate (\d+) bytes", str(error))
+            if asked is None:
+                raise
+            refused.append(replace(row, note=f"did not run: asks for {int(asked[1]) / 1e9:.1f} GB at once"))
+            del running[index]
+    for _ in range(steps):
+        floors.append(_time(comm, floor))
+        for index, (_, step) in running.items():
+            times.setdefault(index, []).append(_time(comm, step))
+    floor_ms = subject.units * median(floors) * entries / product.numel()
+    return [
+        _with_figures(row, median(times[index]), floor_ms, peaks[index]) for index, (row, _) in running.items()
+    ] + refused
 
 
 def check(comm: Communicator, name: str, way: Way) -> None:
@@ -252,19 +250,29 @@ def check_peer(comm: Communicator, name: str, loss: PairLoss) -> None:
     torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-4)
 
 
-def _timed(comm: Communicator, step: Callable[[], None]) -> tuple[float, float | None]:
-    """A step's time in ms and the rise of its peak in MB, of the slowest and of the largest rank."""
+def _time(comm: Communicator, step: Callable[[], None]) -> float:
+    """A step's time in ms, on the slowest rank."""
     comm.all_reduce(torch.zeros(1), check=False)  # all ranks start together
-    measurable = _CLEAR.exists()
-    if measurable:
-        _CLEAR.write_text(_RESET_PEAK)
-        before = _memory_bytes("VmRSS")
     start = time.perf_counter()
     step()
-    took_ms = 1e3 * (time.perf_counter() - start)
-    rise_mb = (_memory_bytes("VmHWM") - before) / 1e6 if measurable else -1.0
-    took_ms, rise_mb = comm.all_reduce(torch.tensor([took_ms, rise_mb]), "max", check=False).tolist()
-    return took_ms, rise_mb if measurable else None
+    took_ms = torch.tensor(1e3 * (time.perf_counter() - start))
+    return comm.all_reduce(took_ms, "max", check=False).item()
+
+
+def _rise_of_peak(comm: Communicator, step: Callable[[], None]) -> float | None:
+    """By how many MB a step raises the peak of the largest rank's memory; None where the system does not say."""
+    if not _CLEAR.exists():
+        step()
+        return None
+    gc.collect()
+    release = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if release is not None:
+        release(0)  # what earlier steps have freed goes back to the system, and counts again
+    _CLEAR.write_text(_RESET_PEAK)
+    before = _memory_bytes("VmRSS")
+    step()
+    rise_mb = torch.tensor((_memory_bytes("VmHWM") - before) / 1e6)
+    return comm.all_reduce(rise_mb, "max", check=False).item()
 
 
 def _memory_bytes(field: str) -> int:

@@ -21,16 +21,21 @@ def print_table(rows: Sequence[Row]) -> None:
         first = here[0]
         title = f"{loss}, B = {first.rows}, d = {first.dim}, {first.ranks} ranks of {first.threads} threads"
         table = Table(title=title, title_justify="left")
-        for name in ("", "ms", "x torch.mm floor", "x wholebatch", "transient MB"):
-            table.add_column(name, justify="right" if name else "left")
+        table.add_column("", no_wrap=True)
+        for name in ("ms", "x floor", "x first", "MB"):
+            table.add_column(name, justify="right")
         for row in here:
             if row.step_ms is None:
-                table.add_row(row.what, row.note)
+                table.add_row(row.what, "-", "-", "-", "-")
                 continue
             times_first = "" if first.step_ms is None else f"{row.step_ms / first.step_ms:.2f}"
             transient = "" if row.transient_mb is None else f"{row.transient_mb:.0f}"
             table.add_row(row.what, f"{row.step_ms:.0f}", f"{row.times_floor:.2f}", times_first, transient)
         console.print(table)
+        for row in here:
+            if row.note:
+                console.print(f"{row.what}: {row.note}")
+    console.print("x floor: of torch.mm, the same multiply-adds; MB: transient memory")
 
 
 def plot(file: Path, rows: Sequence[dict[str, Any]]) -> None:
