@@ -1,14 +1,19 @@
-"""`wholebatch bench gather` end to end: on gloo, under mpiexec, and what it says about mistakes."""
+"""`wholebatch bench` end to end: on gloo, gather under mpiexec, and what it says about mistakes."""
 
 import json
+from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 from mpi import mpiexec
 from test_mpi import implementation  # noqa: F401  a fixture
 
+import wholebatch as wb
 from wholebatch.__main__ import main
 from wholebatch.bench.gather import ALL_REDUCE, REDUCE_SCATTER, STRATEGIES, check
-from wholebatch.comm import TorchCommunicator
+from wholebatch.bench.loss import SUBJECTS, Way, check_peer
+from wholebatch.bench.loss import check as check_loss
+from wholebatch.comm import LocalCommunicator, TorchCommunicator
 from wholebatch.testing import RankError, run_ranks
 
 SMALL = ["--dims", "4", "16", "--rows", "3", "--steps", "2"]
@@ -44,8 +49,6 @@ def test_under_mpiexec(tmp_path, implementation):  # noqa: F811
 
 
 def wrong_loss_body():
-    from unittest.mock import patch
-
     from wholebatch.losses import whole_batch
 
     with (
@@ -90,3 +93,67 @@ def test_help(capsys):
         main(["bench", "gather", "--help"])
     assert exit_.value.code == 0
     assert "--results" in capsys.readouterr().out
+
+
+SMALL_LOSSES = ["--rows", "60", "--dim", "8", "--steps", "2"]
+
+
+def losses_of(file):
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    rows = json.loads(file.read_text())
+    assert all(row["step_ms"] > 0 and row["times_floor"] > 0 for row in rows)
+    assert all({"machine", "torch", "wholebatch"} <= row.keys() for row in rows)
+    return {(row["loss"], row["ranks"], row["what"]) for row in rows}, len(rows)
+
+
+def test_losses(tmp_path, capsys):
+    file = tmp_path / "losses.json"
+    for _ in range(2):  # the second run replaces the first's figures
+        assert main(["bench", "loss", *SMALL_LOSSES, "--no-peers", "--results", str(file)]) == 0
+    found, number = losses_of(file)
+    kept = {(name, 1, f"wholebatch{way}") for name in ("clip", "info_nce", "nt_xent") for way in ("", " 2 bytes/entry")}
+    assert found == kept | {("siglip", 1, "wholebatch")}
+    assert number == len(found)
+    assert "nt_xent, B = 60, d = 8" in capsys.readouterr().out
+
+
+def test_losses_on_ranks_and_peers_that_are_missing(tmp_path, capsys):
+    file = tmp_path / "losses.json"
+    options = ["--losses", "clip", "--ranks", "2", "--exchanges", "gather", "ring", "--memory", "flat"]
+    assert main(["bench", "loss", *SMALL_LOSSES, *options, "--results", str(file)]) == 0
+    found, _ = losses_of(file)
+    assert {("clip", 2, "wholebatch"), ("clip", 2, "wholebatch ring")} <= found
+    installed = any(what.startswith("open_clip") for _, _, what in found)
+    assert installed != ("open_clip_torch is not installed: skipped" in capsys.readouterr().out)
+
+
+def test_the_gate_of_the_losses_rejects_what_is_wrong():
+    """A loss whose gradient is right but for a factor, a peer that computes another loss: neither is timed."""
+    comm = LocalCommunicator()
+    right = SUBJECTS["clip"]
+    for name in SUBJECTS:
+        check_loss(comm, name, Way())
+        check_loss(comm, name, Way(memory="2"))
+    doubled = replace(right, call=lambda f, *z, **o: right.call(f, *z, **o) * (2 if f is wb.functional else 1))
+    with patch.dict(SUBJECTS, clip=doubled), pytest.raises(AssertionError, match="not close"):
+        check_loss(comm, "clip", Way())
+    check_peer(comm, "clip", lambda x, y, scale, _bias: wb.reference.clip_loss(x, y, scale))
+    with pytest.raises(AssertionError, match="not close"):
+        check_peer(comm, "clip", lambda x, y, scale, _bias: wb.reference.info_nce_loss(x, y, logit_scale=scale))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rows", "0"], "--rows must be at least 1, got 0"),
+        (["--ranks", "0"], "--ranks must be at least 1, got 0"),
+        (["--threads", "0"], "--threads must be at least 1, got 0"),
+        (["--memory", "lots"], "--memory must be 'flat', 'auto', or bytes for each entry of S, got 'lots'"),
+        (["--memory", "-2"], "--memory must be"),
+        (["--results", "figures.txt"], "must be a file that ends in .json"),
+        (["--results", "no/such/folder.json"], "there is no folder no/such"),
+    ],
+)
+def test_mistakes_with_losses(options, message, capsys):
+    assert main(["bench", "loss", *options]) == 2
+    assert message in capsys.readouterr().err

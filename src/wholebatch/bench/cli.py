@@ -119,10 +119,9 @@ def run_loss(config: LossConfig) -> None:
     Raises:
         UserError: for a mistake of the user's, and if a way is not exact.
     """
-    threads = (
-        config.threads if config.threads is not None else max(1, (os.cpu_count() or 1) // max(config.ranks or [1]))
-    )
-    _check_positive(rows=[config.rows], dim=[config.dim], ranks=config.ranks, steps=[config.steps], threads=[threads])
+    _check_positive(rows=[config.rows], dim=[config.dim], ranks=config.ranks, steps=[config.steps])
+    threads = max(1, (os.cpu_count() or 1) // max(config.ranks)) if config.threads is None else config.threads
+    _check_positive(threads=[threads])
     for memory in config.memory:
         if memory not in ("flat", "auto") and not _is_positive(memory):
             raise UserError(f"--memory must be 'flat', 'auto', or bytes for each entry of S, got {memory!r}")

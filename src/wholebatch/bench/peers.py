@@ -79,7 +79,7 @@ PEERS: dict[str, tuple[Peer, ...]] = {
     "info_nce": (
         Peer(
             "sentence-transformers",
-            "sentence-transformers MultipleNegativesRankingLoss",
+            "sentence-transformers MNRL",
             _sentence_transformers,
             on_ranks=False,
         ),

@@ -46,11 +46,14 @@ class SigmoidSweep:
             if at is not None:
                 grad[at] *= -1
             if bias:
-                self.grad_bias += grad.sum(dtype=self.loss.dtype)
+                self.grad_bias += self._total(grad)
             self.driver.products(grad, tile, x, y, block, u, v)
 
     def _softplus(self, m: Tensor, scratch: Tensor) -> Tensor:
         """sum log(1 + exp(m)) = sum max(m, 0) + log(1 + exp(-|m|))."""
-        positive_part = torch.clamp(m, min=0, out=scratch).sum(dtype=self.loss.dtype)
-        rest = torch.abs(m, out=scratch).neg_().exp_().log1p_().sum(dtype=self.loss.dtype)
-        return positive_part + rest
+        positive_part = self._total(torch.clamp(m, min=0, out=scratch))
+        return positive_part + self._total(torch.abs(m, out=scratch).neg_().exp_().log1p_())
+
+    def _total(self, tile: Tensor) -> Tensor:
+        """Its sum; row by row first, since a sum in a wider dtype would copy the tile."""
+        return tile.sum(1).sum(dtype=self.loss.dtype)
