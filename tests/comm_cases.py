@@ -15,6 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from compare import assert_same
+from loss_cases import LOSSES, dense, gradients, rows_of, whole_batch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -701,6 +702,30 @@ def losses_of_this_library(comm):
             for mine, whole in zip(own, (x, y), strict=True):
                 assert_same(mine.grad, whole.grad[rows], relative=0, absolute=1e-12, what=str(loss_fn))
             assert_same(summed(comm, own_scale.grad)[0], scale.grad, relative=1e-10, what=str(loss_fn))
+
+
+@case
+def flat_losses_and_their_exchanges(comm):
+    """Every loss gathers and rings over any communicator: uneven rows, empty ranks, messages of the user's between."""
+    scale = torch.tensor(7.0, dtype=torch.float64)
+    for counts in splits(comm.size):
+        for name, loss in LOSSES.items():
+            whole = whole_batch(loss, tuple(counts))
+            expected = dense(loss, whole, 7.0)
+            own = [z[at] for z, at in zip(whole, rows_of(loss, tuple(counts), comm.rank), strict=True)]
+            for exchange in ("gather", "ring"):
+                with torch.no_grad():
+                    message = comm.isend(torch.ones(2), (comm.rank + 1) % comm.size)
+                actual = gradients(loss, wb.functional, own, scale, group=comm, sync=None, exchange=exchange)
+                with torch.no_grad():
+                    comm.recv(torch.empty(2), (comm.rank - 1) % comm.size)
+                message.wait()
+                what = f"{name} {exchange} {counts}"
+                assert_same(actual[0], expected[0], relative=1e-12, absolute=1e-12, what=what)
+                features = rows_of(loss, tuple(counts), comm.rank)
+                for got, true, at in zip(actual[1:], expected[1:], features, strict=False):
+                    size = true.abs().max().item() if true.numel() else 0.0
+                    assert_same(got, true[at], relative=0, absolute=1e-11 * size + 1e-14, what=what)
 
 
 @case

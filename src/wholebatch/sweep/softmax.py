@@ -60,7 +60,7 @@ class SoftmaxSweep:
     ) -> None:
         self.driver, self.pairs, self.kept, self._total = driver, pairs, kept, total
         self._device, self._wide = driver.x.device, wide_dtype(driver.x.device)
-        self.positives = list(positives)  # E, where there is one shift, at the positive pairs of each tile with any
+        self.positives = list(positives)  # E of the positive pairs of each tile with any
         self.target_logit: Tensor = torch.zeros((), dtype=self._wide, device=self._device)  # of all softmaxes
         self.total_logit = torch.zeros_like(self.target_logit)  # sum_ij S_ij
 
@@ -78,23 +78,11 @@ class SoftmaxSweep:
             self.total_logit += self.driver.scale * (x_sum * y_sum).sum()
         shift = _one_shift(rows, cols)
         for tile, x, y in self.driver.tiles(block):
-            logits = self._logits(tile, x, y)
             sides = list(_sides(tile, block, rows, cols))
-            at = self.pairs.positives(tile, self._device)
-            targets = None if at is None else logits[at].to(self._wide)
-            if shift is not None:
-                exponentials = _exp_(logits, shift)
-                if at is not None and targets is not None:
-                    self.positives.append(exponentials[at])
-                    targets = self._as_summed(self.positives[-1], shift, targets)
-                if self.kept is not None:
-                    self.kept.keep(exponentials)
-            if targets is not None:
-                self.target_logit += len(sides) * targets.sum()
-            for pairs, dim in sides:
-                if shift is None:
-                    exponentials = self._exp(logits, pairs, tile, dim)
-                pairs.sum.add_(exponentials.sum(dim))
+            if shift is None:
+                self._sum_by_own_shifts(tile, x, y, sides)
+            else:
+                self._sum_by_one_shift(tile, x, y, sides, shift)
 
     def gradients(
         self,
@@ -113,27 +101,41 @@ class SoftmaxSweep:
             of_rows = None if rows is None else rows[tile.rows]
             of_cols = None if cols is None else cols[relative(tile.cols, block)]
             if shift is None:
-                grad = self._own_softmax(self._logits(tile, x, y), of_rows, of_cols, tile)
-                at = self.pairs.positives(tile, self._device)
-                if at is not None:
-                    grad[at] -= positive
+                grad = self._grad_by_own_shifts(tile, x, y, of_rows, of_cols, positive)
             else:
-                grad = self._shared_softmax(tile, x, y, shift, of_rows, of_cols, positive)
+                grad = self._grad_by_one_shift(tile, x, y, of_rows, of_cols, positive, shift)
             if uniform:
                 grad.sub_(uniform)
             self.driver.products(grad, tile, x, y, block, u, v)
 
-    def _shared_softmax(
+    # The tile functions: a tile to its part of the sums, a tile to N dS. First with one shift for all, E = exp(S - c).
+
+    def _sum_by_one_shift(
+        self, tile: Tile, x: Tensor, y: Tensor, sides: Sequence[tuple[LogSumExp, int]], shift: float
+    ) -> None:
+        logits = self._logits(tile, x, y)
+        at = self.pairs.positives(tile, self._device)
+        targets = None if at is None else logits[at].to(self._wide)
+        exponentials = _exp_(logits, shift)
+        if at is not None and targets is not None:
+            of_pairs = exponentials[at]
+            self.positives.append(of_pairs)
+            self.target_logit += len(sides) * self._as_summed(of_pairs, shift, targets).sum()
+        if self.kept is not None:
+            self.kept.keep(exponentials)
+        for side, dim in sides:
+            side.sum.add_(exponentials.sum(dim))
+
+    def _grad_by_one_shift(
         self,
         tile: Tile,
         x: Tensor,
         y: Tensor,
-        shift: float,
         rows: LogSumExp | None,
         cols: LogSumExp | None,
         positive: float,
+        shift: float,
     ) -> Tensor:
-        """E_ij / R_i + E_ij / C_j - positive [i and j are a pair], of the directions that there are."""
         at = self.pairs.positives(tile, self._device)
         exponentials = None if self.kept is None else self.kept.next(tile.shape)
         if exponentials is None:
@@ -141,7 +143,7 @@ class SoftmaxSweep:
             of_pairs = None if at is None else exponentials[at]
         else:
             of_pairs = None if at is None else self.positives.pop(0)
-        sums = [pairs.sum.unsqueeze(dim) for pairs, dim in ((rows, 1), (cols, 0)) if pairs is not None]
+        sums = [side.sum.unsqueeze(dim) for side, dim in ((rows, 1), (cols, 0)) if side is not None]
         if len(sums) == 1:
             factor = sums[0].reciprocal()
         else:
@@ -153,15 +155,28 @@ class SoftmaxSweep:
             grad[at] = (torch.stack(softmaxes).sum(0) - positive).to(grad.dtype)
         return grad
 
-    def _own_softmax(self, logits: Tensor, rows: LogSumExp | None, cols: LogSumExp | None, tile: Tile) -> Tensor:
-        """P_ij + Q_ij, of the directions that there are, each relative to shifts of its own."""
+    # The same with a shift for each row and column: two exponentials per entry.
+
+    def _sum_by_own_shifts(self, tile: Tile, x: Tensor, y: Tensor, sides: Sequence[tuple[LogSumExp, int]]) -> None:
+        logits = self._logits(tile, x, y)
+        at = self.pairs.positives(tile, self._device)
+        if at is not None:
+            self.target_logit += len(sides) * logits[at].sum(dtype=self._wide)
+        for side, dim in sides:
+            side.sum.add_(self._exp(logits, side, tile, dim).sum(dim))
+
+    def _grad_by_own_shifts(
+        self, tile: Tile, x: Tensor, y: Tensor, rows: LogSumExp | None, cols: LogSumExp | None, positive: float
+    ) -> Tensor:
+        logits = self._logits(tile, x, y)
         p = None if rows is None else self._exp(logits, rows, tile, dim=1).div_(rows.sum.unsqueeze(1))
         q = None if cols is None else logits.sub_(cols.shift).exp_().div_(cols.sum)
-        if p is not None and q is not None:
-            return q.add_(p)
-        softmax = p if q is None else q
-        assert softmax is not None
-        return softmax
+        grad = q if p is None else p if q is None else q.add_(p)
+        assert grad is not None
+        at = self.pairs.positives(tile, self._device)
+        if at is not None:
+            grad[at] -= positive
+        return grad
 
     def _logits(self, tile: Tile, x: Tensor, y: Tensor) -> Tensor:
         logits = self.driver.logits(tile, x, y)
@@ -170,10 +185,10 @@ class SoftmaxSweep:
             logits[at] = float("-inf")
         return logits
 
-    def _exp(self, logits: Tensor, pairs: LogSumExp, tile: Tile, dim: int) -> Tensor:
+    def _exp(self, logits: Tensor, side: LogSumExp, tile: Tile, dim: int) -> Tensor:
         """exp(S - shift) relative to the shift of each row (dim 1) or column (dim 0), in the scratch tile."""
-        assert isinstance(pairs.shift, Tensor)
-        return torch.sub(logits, pairs.shift.unsqueeze(dim), out=self.driver.scratch(tile)).exp_()
+        assert isinstance(side.shift, Tensor)
+        return torch.sub(logits, side.shift.unsqueeze(dim), out=self.driver.scratch(tile)).exp_()
 
     def _as_summed(self, exponentials: Tensor, shift: float, logits: Tensor) -> Tensor:
         """The logits as their exponentials have it: log E + c; as they are where E may have lost more than rounding."""
@@ -191,9 +206,9 @@ def _sides(tile: Tile, block: Block, rows: _T | None, cols: _T | None) -> Iterat
 
 def _one_shift(rows: LogSumExp | None, cols: LogSumExp | None) -> float | None:
     """The shift that all pairs share; None if each has its own."""
-    pairs = rows if rows is not None else cols
-    assert pairs is not None
-    return None if isinstance(pairs.shift, Tensor) else pairs.shift
+    side = rows if rows is not None else cols
+    assert side is not None
+    return None if isinstance(side.shift, Tensor) else side.shift
 
 
 def _exp_(logits: Tensor, shift: float) -> Tensor:
