@@ -17,7 +17,7 @@ RESULTS = Path(__file__).parent / "results" / "losses.json"
 
 CASES = {
     "clip": LossConfig(
-        losses=("clip",), rows=8192, memory=("flat", "2", "4.2"), dtypes=("float32", "bfloat16"), results=RESULTS
+        losses=("clip",), rows=8192, keep=(0.0, 2.0, 4.0), dtypes=("float32", "bfloat16"), results=RESULTS
     ),
     "info_nce": LossConfig(losses=("info_nce",), rows=8192, results=RESULTS),
     "siglip": LossConfig(losses=("siglip",), rows=8192, results=RESULTS),
@@ -28,11 +28,11 @@ CASES = {
         rows=8192,
         ranks=(2,),
         exchanges=("gather", "ring"),
-        memory=("flat",),
+        keep=(0.0,),
         results=RESULTS,
     ),
-    "growth 16k": LossConfig(losses=("clip",), rows=16384, memory=("flat",), peers=False, results=RESULTS),
-    "growth 32k": LossConfig(losses=("clip",), rows=32768, memory=("flat",), peers=False, steps=3, results=RESULTS),
+    "growth 16k": LossConfig(losses=("clip",), rows=16384, keep=(0.0,), peers=False, results=RESULTS),
+    "growth 32k": LossConfig(losses=("clip",), rows=32768, keep=(0.0,), peers=False, steps=3, results=RESULTS),
 }
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from wholebatch.bench.gather import ALL_REDUCE, REDUCE_SCATTER, STRATEGIES, chec
 from wholebatch.bench.loss import SUBJECTS, Way, check_peer
 from wholebatch.bench.loss import check as check_loss
 from wholebatch.comm import LocalCommunicator, TorchCommunicator
+from wholebatch.sweep import KeptTiles
 from wholebatch.testing import RankError, run_ranks
 
 SMALL = ["--dims", "4", "16", "--rows", "3", "--steps", "2"]
@@ -111,18 +112,19 @@ def test_losses(tmp_path, capsys):
     for _ in range(2):  # the second run replaces the first's figures
         assert main(["bench", "loss", *SMALL_LOSSES, "--no-peers", "--results", str(file)]) == 0
     found, number = losses_of(file)
-    kept = {(name, 1, f"wholebatch{way}") for name in ("clip", "info_nce", "nt_xent") for way in ("", " 2 bytes/entry")}
-    assert found == kept | {("siglip", 1, "wholebatch")}
+    ways = ("flat", "keep 2 bytes/entry")
+    kept = {(name, 1, f"wholebatch {way}") for name in ("clip", "info_nce", "nt_xent") for way in ways}
+    assert found == kept | {("siglip", 1, "wholebatch flat")}
     assert number == len(found)
     assert "nt_xent, B = 60, d = 8" in capsys.readouterr().out
 
 
 def test_losses_on_ranks_and_peers_that_are_missing(tmp_path, capsys):
     file = tmp_path / "losses.json"
-    options = ["--losses", "clip", "--ranks", "2", "--exchanges", "gather", "ring", "--memory", "flat"]
+    options = ["--losses", "clip", "--ranks", "2", "--exchanges", "gather", "ring", "--keep", "0"]
     assert main(["bench", "loss", *SMALL_LOSSES, *options, "--results", str(file)]) == 0
     found, _ = losses_of(file)
-    assert {("clip", 2, "wholebatch"), ("clip", 2, "wholebatch ring")} <= found
+    assert {("clip", 2, "wholebatch flat gather"), ("clip", 2, "wholebatch flat ring")} <= found
     installed = any(what.startswith("open_clip") for _, _, what in found)
     assert installed != ("open_clip_torch is not installed: skipped" in capsys.readouterr().out)
 
@@ -133,7 +135,10 @@ def test_the_gate_of_the_losses_rejects_what_is_wrong():
     right = SUBJECTS["clip"]
     for name in SUBJECTS:
         check_loss(comm, name, Way())
-        check_loss(comm, name, Way(memory="2"))
+        if name != "siglip":
+            with patch.object(KeptTiles, "keep", autospec=True, side_effect=KeptTiles.keep) as keep:
+                check_loss(comm, name, Way(keep=2.0))
+            assert keep.called, "what is timed is what is checked"
     doubled = replace(right, call=lambda f, *z, **o: right.call(f, *z, **o) * (2 if f is wb.functional else 1))
     with patch.dict(SUBJECTS, clip=doubled), pytest.raises(AssertionError, match="not close"):
         check_loss(comm, "clip", Way())
@@ -148,8 +153,11 @@ def test_the_gate_of_the_losses_rejects_what_is_wrong():
         (["--rows", "0"], "--rows must be at least 1, got 0"),
         (["--ranks", "0"], "--ranks must be at least 1, got 0"),
         (["--threads", "0"], "--threads must be at least 1, got 0"),
-        (["--memory", "lots"], "--memory must be 'flat', 'auto', or bytes for each entry of S, got 'lots'"),
-        (["--memory", "-2"], "--memory must be"),
+        (["--rows", "3", "--ranks", "4"], "--rows must be at least the number of ranks, 4; got 3"),
+        (["--keep", "-2"], "--keep is in bytes for each entry of S, from 0 to 16; got -2"),
+        (["--keep", "0", "2000000"], "--keep is in bytes for each entry of S, from 0 to 16; got 2e+06"),
+        (["--keep", "inf"], "--keep is in bytes"),
+        (["--keep", "nan"], "--keep is in bytes"),
         (["--results", "figures.txt"], "must be a file that ends in .json"),
         (["--results", "no/such/folder.json"], "there is no folder no/such"),
     ],

@@ -103,7 +103,7 @@ def check_memory(value: object) -> None:
         if value <= 0:
             raise ValueError(f"memory must be 'auto', 'flat' or a positive number of bytes, got {value}")
     elif value not in ("auto", "flat"):
-        raise ValueError(f"memory must be one of 'auto', 'flat', or a number of bytes (int); got {value!r}")
+        raise ValueError(f"memory must be one of 'auto', 'flat', or a number of bytes, an int; got {value!r}")
 
 
 def check_label_smoothing(value: float) -> None:

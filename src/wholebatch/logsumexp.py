@@ -7,9 +7,10 @@ Sums of one shift simply add, over tiles and over ranks. Which shift?
 **One shift for all rows and columns.** Then a tile needs one exponential per entry: the same number goes into its row's
 sum and into its column's. By Cauchy-Schwarz |s| <= bound = |scale| max|x| max|y|, so with n terms in the longest sum
 
-    shift = max(0, ceil(bound - top)),      top = log(largest float) - log(n) - 1
+    shift = max(0, ceil(bound - top)),      top = log(largest float) - log(n) - 4
 
-lets no sum overflow, and lies as low as possible: up to a bound of 78 in float32 (n = 8192) it is 0. A whole number is
+lets no sum overflow, nor its reciprocal become denormal, and lies as low as possible: up to a bound of 75 in float32
+(n = 8192) it is 0. A whole number is
 subtracted from the large s without rounding. What may go wrong is underflow, where all of a row's s are far below the
 bound. The sums themselves tell: terms below the smallest normal float t lose at most t each, so
 
@@ -32,6 +33,7 @@ import torch
 from torch import Tensor
 
 _HOPELESS = 1e6
+_MARGIN = 4.0  # 1 / sum stays a normal number, e^4 / (largest float) at least; and bounds are rounded, too
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,9 @@ def shared_shift(bound: float, terms: int, dtype: torch.dtype) -> float | None:
     """The lowest shift under which no sum of `terms` exponentials overflows; None if `bound` leaves no hope of one.
 
     >>> shared_shift(14.3, 8192, torch.float32), shared_shift(100.0, 8192, torch.float32)
-    (0.0, 22.0)
+    (0.0, 25.0)
     """
-    top = math.log(torch.finfo(dtype).max) - math.log(max(terms, 1)) - 1
+    top = math.log(torch.finfo(dtype).max) - math.log(max(terms, 1)) - _MARGIN
     return float(max(0, math.ceil(bound - top))) if bound < _HOPELESS else None
 
 

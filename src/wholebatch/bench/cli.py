@@ -62,8 +62,9 @@ class LossConfig:
     """Feature size, d."""
     ranks: tuple[int, ...] = (1,)
     """Rank counts, one after the other."""
-    memory: tuple[str, ...] = ("flat", "2")
-    """Ways to use memory, "flat", "auto", or bytes for each entry of S; others are compared to the first."""
+    keep: tuple[float, ...] = (0.0, 2.0)
+    """Bytes of memory for each entry of S, to keep exp(S) between forward and backward: 0 is memory="flat", 2 keeps all
+    of it in bfloat16, 4 as it is in float32."""
     exchanges: tuple[Literal["auto", "gather", "ring"], ...] = ("auto",)
     """How the travelling tower travels, on several ranks."""
     dtypes: tuple[Literal["float32", "bfloat16", "float16", "float64"], ...] = ("float32",)
@@ -75,15 +76,15 @@ class LossConfig:
     peers: bool = True
     """Whether to time the losses of other libraries as well, as far as they are installed."""
     results: Path = Path("bench_loss.json")
-    """Where figures are kept: those of an earlier run with the same loss, rows, dim and ranks are replaced, others
-    stay. The picture of all of them lies beside it, as .png."""
+    """Where figures are kept: an earlier run's are replaced where all settings are the same, others stay. The picture
+    of all of them lies beside it, as .png."""
 
 
 _BENCHMARKS = {"gather": GatherConfig, "loss": LossConfig}
 _GATHER_RUN = ("backend", "ranks", "rows_per_rank")
 _GATHER_FIELDS = (*_GATHER_RUN, "what", "dim", "step_ms")
-_LOSS_RUN = ("loss", "rows", "dim", "ranks")
-_LOSS_FIELDS = (*_LOSS_RUN, "what", "package", "step_ms", "times_floor", "transient_mb")
+_LOSS_RUN = ("loss", "rows", "dim", "ranks", "threads", "what")
+_LOSS_FIELDS = (*_LOSS_RUN, "package", "step_ms", "times_floor", "transient_mb")
 
 
 def main(argv: Sequence[str], *, prog: str) -> None:
@@ -122,11 +123,13 @@ def run_loss(config: LossConfig) -> None:
     _check_positive(rows=[config.rows], dim=[config.dim], ranks=config.ranks, steps=[config.steps])
     threads = max(1, (os.cpu_count() or 1) // max(config.ranks)) if config.threads is None else config.threads
     _check_positive(threads=[threads])
-    for memory in config.memory:
-        if memory not in ("flat", "auto") and not _is_positive(memory):
-            raise UserError(f"--memory must be 'flat', 'auto', or bytes for each entry of S, got {memory!r}")
-    if not config.memory or not config.exchanges or not config.dtypes or not config.losses:
-        raise UserError("--losses, --memory, --exchanges and --dtypes need at least one value each")
+    if config.rows < max(config.ranks):
+        raise UserError(f"--rows must be at least the number of ranks, {max(config.ranks)}; got {config.rows}")
+    for keep in config.keep:
+        if not 0 <= keep <= 16:
+            raise UserError(f"--keep is in bytes for each entry of S, from 0 to 16; got {keep:g}")
+    if not config.keep or not config.exchanges or not config.dtypes or not config.losses:
+        raise UserError("--losses, --keep, --exchanges and --dtypes need at least one value each")
     if "WORLD_SIZE" in os.environ or any(variable in os.environ for variable in MPI_SIZES):
         raise UserError("bench loss starts its own processes; run it without a launcher, with --ranks")
     records.read(config.results, _LOSS_FIELDS)  # before the run, not after
@@ -135,8 +138,10 @@ def run_loss(config: LossConfig) -> None:
     for package in packages:
         if package not in versions:
             print(f"{package} is not installed: skipped")
-    for ranks in config.ranks:
-        rows = [row for name in config.losses for row in _measured(config, name, ranks, threads, versions)]
+    for ranks in dict.fromkeys(config.ranks):
+        rows = [
+            row for name in dict.fromkeys(config.losses) for row in _measured(config, name, ranks, threads, versions)
+        ]
         loss_display.print_table(rows)
         everything = records.keep(config.results, [asdict(row) for row in rows], _LOSS_RUN)
     loss_display.plot(config.results.with_suffix(".png"), everything)
@@ -145,21 +150,18 @@ def run_loss(config: LossConfig) -> None:
 
 def _measured(config: LossConfig, name: str, ranks: int, threads: int, versions: dict[str, str]) -> list[loss.Row]:
     """One loss on fresh processes, so that no loss finds memory that another has left."""
-    ways = [
-        loss.Way(memory, exchange, dtype)
-        for dtype in config.dtypes
-        for exchange in (config.exchanges if ranks > 1 else config.exchanges[:1])
-        for memory in config.memory
-        if memory in ("flat", "auto") or name != "siglip"  # which has nothing to keep
-    ]
-    arguments = (config, name, ways or [loss.Way()], threads, versions)
+    keeps = (0.0,) if name == "siglip" else config.keep  # which has nothing to keep
+    exchanges = config.exchanges if ranks > 1 else config.exchanges[:1]
+    ways = [loss.Way(keep, exchange, dtype) for dtype in config.dtypes for exchange in exchanges for keep in keeps]
+    arguments = (config, name, list(dict.fromkeys(ways)), threads, versions)
     try:
         if ranks > 1:
             return run_ranks(_loss_on_gloo, ranks, *arguments, timeout_s=7200)[0]
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             return pool.submit(_loss_alone, *arguments).result()
     except (RankError, AssertionError, BrokenProcessPool) as error:
-        raise UserError(f"{name} on {ranks} ranks failed, nothing was timed: {error}") from error
+        reason = [line for line in str(error).splitlines() if line.strip()][-1].strip()
+        raise UserError(f"{name} on {ranks} ranks failed, nothing was timed: {reason}") from error
 
 
 def _loss_on_gloo(*arguments: Any) -> list[loss.Row]:
@@ -195,13 +197,6 @@ def _loss_of(
         threads=threads,
         versions=versions,
     )
-
-
-def _is_positive(text: str) -> bool:
-    try:
-        return float(text) > 0
-    except ValueError:
-        return False
 
 
 def _gather(config: GatherConfig) -> None:

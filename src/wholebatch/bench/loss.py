@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from torch.nn.functional import normalize
 import wholebatch as wb
 from wholebatch.comm import Communicator
 from wholebatch.partition import Partition
+from wholebatch.sweep import default_side
 
 from .peers import PEERS, PairLoss
 
@@ -34,7 +36,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 DTYPES = tuple(_DTYPES)
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # for _CLEAR: the peak starts again from what is resident now
-_GATE_ROWS, _GATE_DIM = 5, 16
+_GATE_ROWS, _GATE_DIM = 1000, 16  # more than a tile
+_PEER_ROWS = 5  # so few that losses that are alike differ in value
 _FLOOR_ROWS = 8192
 
 
@@ -63,23 +66,24 @@ SUBJECTS = {
 class Way:
     """Settings with which the library computes a loss."""
 
-    memory: str = "flat"  # "flat", or bytes for each entry of S
+    keep: float = 0.0  # bytes for each entry of S, beside the two tiles of a flat sweep
     exchange: str = "auto"
     dtype: str = "float32"
 
-    def label(self, default: Way) -> str:
-        """The settings that differ from the default's."""
-        parts = []
-        if self.memory != default.memory:
-            parts.append(self.memory if self.memory in ("flat", "auto") else f"{self.memory} bytes/entry")
-        parts += [self.exchange] if self.exchange != default.exchange else []
-        parts += [self.dtype] if self.dtype != default.dtype else []
+    def label(self, ranks: int) -> str:
+        """The settings, in the order of their weight."""
+        parts = [f"keep {self.keep:g} bytes/entry" if self.keep else "flat"]
+        parts += [self.exchange] if ranks > 1 else []
+        parts += [self.dtype] if self.dtype != "float32" else []
         return " ".join(["wholebatch", *parts])
 
     def options(self, entries: int) -> dict[str, object]:
-        """The loss's arguments."""
-        memory = self.memory if self.memory in ("flat", "auto") else int(float(self.memory) * entries)
-        return {"memory": memory, "exchange": self.exchange}
+        """The loss's arguments, for a rank that computes so many entries of S."""
+        if not self.keep:
+            return {"memory": "flat", "exchange": self.exchange}
+        tiles = 2 * _DTYPES[self.dtype].itemsize * default_side(torch.device("cpu")) ** 2
+        tiles *= 2 if _DTYPES[self.dtype].itemsize == 2 else 1  # half precision is widened
+        return {"memory": tiles + math.ceil(self.keep * entries), "exchange": self.exchange}
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,8 @@ class Row:
     rows: int  # of each tower, on all ranks
     dim: int
     dtype: str
+    keep: float  # bytes of exp(S) per entry
+    exchange: str
     step_ms: float | None  # None: it did not run, `note` says why
     times_floor: float | None
     transient_mb: float | None  # None where it cannot be measured
@@ -127,7 +133,7 @@ def measure(
         AssertionError: if a way is not exact: then there is nothing to time.
     """
     torch.set_num_threads(threads)
-    subject, default = SUBJECTS[name], ways[0]
+    subject = SUBJECTS[name]
     own = Partition.even(rows, comm.size).counts[comm.rank]
     entries = subject.tower_rows**2 * own * rows
     generator = torch.Generator().manual_seed(comm.rank)
@@ -135,8 +141,12 @@ def measure(
 
     runs: list[tuple[Row, Callable[[], None]]] = []
 
-    def add(what: str, package: str, dtype: str, loss: PairLoss) -> None:
-        leaves = [z.to(_DTYPES[dtype], copy=True).requires_grad_() for z in towers]
+    def row(what: str, package: str, way: Way, note: str = "") -> Row:
+        settings = (comm.size, threads, rows, dim, way.dtype, way.keep, way.exchange)
+        return Row(name, what, package, *settings, None, None, None, note)
+
+    def add(what: str, package: str, way: Way, loss: PairLoss) -> None:
+        leaves = [z.to(_DTYPES[way.dtype], copy=True).requires_grad_() for z in towers]
         leaves += [torch.tensor(value, requires_grad=True) for value in (SCALE, BIAS)]
 
         def step() -> None:
@@ -144,15 +154,15 @@ def measure(
 
         for leaf in leaves:
             leaf.grad = torch.ones_like(leaf)  # memory that is in use already is not the loss's
-        runs.append((Row(name, what, package, comm.size, threads, rows, dim, dtype, None, None, None), step))
+        runs.append((row(what, package, way), step))
 
     for way in ways:
         check(comm, name, way)
         options = way.options(entries)
         add(
-            way.label(default),
+            way.label(comm.size),
             f"wholebatch {wb.__version__}",
-            way.dtype,
+            way,
             lambda x, y, scale, bias, options=options: subject.call(  # type: ignore[misc]
                 wb.functional, x, y, scale, bias, group=comm, **options
             ),
@@ -165,13 +175,10 @@ def measure(
         try:
             loss = peer.build(comm, SCALE)
         except ImportError as error:  # installed, but not with all that it needs
-            note = f"skipped: {error}"
-            refused.append(
-                Row(name, peer.label, package, comm.size, threads, rows, dim, "float32", None, None, None, note)
-            )
+            refused.append(row(peer.label, package, Way(), f"skipped: {error}"))
             continue
         check_peer(comm, name, loss)
-        add(peer.label, package, "float32", loss)
+        add(peer.label, package, Way(exchange=""), loss)
 
     shape = [min(_FLOOR_ROWS, subject.tower_rows * n) for n in (own, rows)]
     left, right = (torch.randn(n, dim) for n in shape)
@@ -184,7 +191,7 @@ def measure(
     floors: list[float] = []
     peaks: dict[int, float | None] = {}
     running = dict(enumerate(runs))
-    for index, (row, step) in enumerate(runs):
+    for index, (waiting, step) in enumerate(runs):
         try:
             step()  # libraries load, threads start
             peaks[index] = _rise_of_peak(comm, step)
@@ -192,7 +199,7 @@ def measure(
             asked = re.search(r"allocate (\d+) bytes", str(error))
             if asked is None:
                 raise
-            refused.append(replace(row, note=f"did not run: asks for {int(asked[1]) / 1e9:.1f} GB at once"))
+            refused.append(replace(waiting, note=f"did not run: asks for {int(asked[1]) / 1e9:.1f} GB at once"))
             del running[index]
     for _ in range(steps):
         floors.append(_time(comm, floor))
@@ -200,37 +207,39 @@ def measure(
             times.setdefault(index, []).append(_time(comm, step))
     floor_ms = subject.units * median(floors) * entries / product.numel()
     return [
-        _with_figures(row, median(times[index]), floor_ms, peaks[index]) for index, (row, _) in running.items()
+        _with_figures(run, median(times[index]), floor_ms, peaks[index]) for index, (run, _) in running.items()
     ] + refused
 
 
 def check(comm: Communicator, name: str, way: Way) -> None:
-    """One way of the library against the dense float64 twin, on a small batch: loss, and this rank's gradients.
+    """One way of the library against the dense float64 twin, on a small batch of several tiles: loss and gradients.
 
     Raises:
         AssertionError: if it is wrong.
     """
     dtype = _DTYPES[way.dtype]
     call: Callable[..., Tensor] = SUBJECTS[name].call
+    own = slice(_GATE_ROWS * comm.rank, _GATE_ROWS * (comm.rank + 1))
     rows = _GATE_ROWS * comm.size
     generator = torch.Generator().manual_seed(0)
     whole = [normalize(torch.randn(rows, _GATE_DIM, generator=generator), dim=1).to(dtype) for _ in range(2)]
 
     def run(functions: object, towers: Sequence[Tensor], **options: object) -> tuple[Tensor, ...]:
         leaves = [z.clone().requires_grad_() for z in towers]
-        scale, bias = (torch.tensor(value, dtype=torch.float64) for value in (SCALE, BIAS))
+        scale, bias = (torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (SCALE, BIAS))
         loss = call(functions, leaves[0], leaves[1], scale, bias, **options)
-        return loss.detach(), *torch.autograd.grad(loss, leaves)
+        wanted = leaves if name == "nt_xent" else [*leaves, scale]  # its temperature is a number here
+        return loss.detach(), *torch.autograd.grad(loss, wanted)
 
     expected = run(wb.reference, [z.double() for z in whole])
-    own = slice(_GATE_ROWS * comm.rank, _GATE_ROWS * (comm.rank + 1))
     entries = SUBJECTS[name].tower_rows ** 2 * _GATE_ROWS * rows
-    actual = run(wb.functional, [z[own] for z in whole], group=comm, sync=None, **way.options(entries))
+    actual = run(wb.functional, [z[own] for z in whole], group=comm, sync="mean", **way.options(entries))
     # float32 rounds at 1e-7; a gradient in half precision, and a kept weight in bfloat16, at 4e-3
-    close = 2e-2 if dtype.itemsize == 2 or way.memory not in ("flat", "auto") else 1e-5
+    close = 2e-2 if dtype.itemsize == 2 or way.keep else 1e-5
     torch.testing.assert_close(actual[0].double(), expected[0], rtol=1e-5, atol=1e-5)
-    for got, true in zip(actual[1:], expected[1:], strict=True):
-        torch.testing.assert_close(got.double(), true[own], rtol=0, atol=close * true.abs().max().item())
+    for position, (got, true) in enumerate(zip(actual[1:], expected[1:], strict=True)):
+        mine = comm.size * true[own] if position < len(whole) else true
+        torch.testing.assert_close(got.double(), mine, rtol=0, atol=close * mine.abs().max().item())
 
 
 def check_peer(comm: Communicator, name: str, loss: PairLoss) -> None:
@@ -240,10 +249,10 @@ def check_peer(comm: Communicator, name: str, loss: PairLoss) -> None:
         AssertionError: if it is another loss.
     """
     generator = torch.Generator().manual_seed(0)
-    rows = _GATE_ROWS * comm.size
+    rows = _PEER_ROWS * comm.size
     whole = [normalize(torch.randn(rows, _GATE_DIM, generator=generator), dim=1) for _ in range(2)]
     scale, bias = (torch.tensor(value) for value in (SCALE, BIAS))
-    own = slice(_GATE_ROWS * comm.rank, _GATE_ROWS * (comm.rank + 1))
+    own = slice(_PEER_ROWS * comm.rank, _PEER_ROWS * (comm.rank + 1))
     x, y = whole
     value = comm.all_reduce(loss(x[own], y[own], scale, bias).detach(), "avg", check=False)
     expected = SUBJECTS[name].call(wb.reference, x, y, scale, bias)
@@ -285,5 +294,5 @@ def _with_figures(row: Row, step_ms: float, floor_ms: float, peak_mb: float | No
         row,
         step_ms=round(step_ms, 3),
         times_floor=round(step_ms / floor_ms, 3),
-        transient_mb=None if peak_mb is None else round(peak_mb, 1),
+        transient_mb=None if peak_mb is None else round(peak_mb, 2),
     )

@@ -19,8 +19,8 @@ def print_table(rows: Sequence[Row]) -> None:
     for loss in dict.fromkeys(row.loss for row in rows):
         here = [row for row in rows if row.loss == loss]
         first = here[0]
-        title = f"{loss}, B = {first.rows}, d = {first.dim}, {first.ranks} ranks of {first.threads} threads"
-        table = Table(title=title, title_justify="left")
+        title = f"{loss}, B = {first.rows}, d = {first.dim}, {_on(first.ranks, first.threads)}"
+        table = Table(title=title, title_justify="left", min_width=len(title) + 2)
         table.add_column("", no_wrap=True)
         for name in ("ms", "x floor", "x first", "MB"):
             table.add_column(name, justify="right")
@@ -29,13 +29,25 @@ def print_table(rows: Sequence[Row]) -> None:
                 table.add_row(row.what, "-", "-", "-", "-")
                 continue
             times_first = "" if first.step_ms is None else f"{row.step_ms / first.step_ms:.2f}"
-            transient = "" if row.transient_mb is None else f"{row.transient_mb:.0f}"
-            table.add_row(row.what, f"{row.step_ms:.0f}", f"{row.times_floor:.2f}", times_first, transient)
+            transient = "" if row.transient_mb is None else _digits(row.transient_mb)
+            table.add_row(row.what, _digits(row.step_ms), f"{row.times_floor:.2f}", times_first, transient)
         console.print(table)
         for row in here:
             if row.note:
                 console.print(f"{row.what}: {row.note}")
-    console.print("x floor: of torch.mm, the same multiply-adds; MB: transient memory")
+    console.print(
+        "x floor: times as long as torch.mm takes for the same multiply-adds; x first: as the first line takes; "
+        "MB: transient memory, dX and dY included"
+    )
+
+
+def _on(ranks: int, threads: int) -> str:
+    return " of ".join(f"{n} {what}{'s' * (n > 1)}" for n, what in ((ranks, "rank"), (threads, "thread")))
+
+
+def _digits(value: float) -> str:
+    """Two significant digits at least."""
+    return f"{value:.0f}" if value >= 99.5 else f"{value:.2g}"
 
 
 def plot(file: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -44,9 +56,10 @@ def plot(file: Path, rows: Sequence[dict[str, Any]]) -> None:
     from matplotlib import pyplot as plt
 
     rows = [row for row in rows if row["step_ms"] is not None]
-    panels = list(dict.fromkeys((row["loss"], row["rows"], row["dim"], row["ranks"]) for row in rows))
+    panels = list(dict.fromkeys((row["loss"], row["rows"], row["dim"], row["ranks"], row["threads"]) for row in rows))
     groups = [
-        [row for row in rows if (row["loss"], row["rows"], row["dim"], row["ranks"]) == panel] for panel in panels
+        [row for row in rows if (row["loss"], row["rows"], row["dim"], row["ranks"], row["threads"]) == panel]
+        for panel in panels
     ]
     heights = [len(group) + 1.2 for group in groups]
     figure, axes = plt.subplots(
@@ -56,23 +69,24 @@ def plot(file: Path, rows: Sequence[dict[str, Any]]) -> None:
         squeeze=False,
         height_ratios=heights,
     )
-    for (loss, batch, dim, ranks), group, (time_axis, memory_axis) in zip(panels, groups, axes, strict=True):
+    for (loss, batch, dim, ranks, threads), group, (time_axis, memory_axis) in zip(panels, groups, axes, strict=True):
         names = [row["what"] for row in group]
         colors = ["tab:blue" if row["package"].startswith("wholebatch") else "tab:gray" for row in group]
-        for axis, field, form in ((time_axis, "times_floor", "%.2f"), (memory_axis, "transient_mb", "%.0f")):
+        for axis, field, form in ((time_axis, "times_floor", "{:.2f}".format), (memory_axis, "transient_mb", _digits)):
             values = [row[field] or 0.0 for row in group]
             bars = axis.barh(names, values, color=colors)
-            axis.bar_label(bars, fmt=form, padding=3, fontsize=8)
+            axis.bar_label(bars, labels=[form(value) for value in values], padding=3, fontsize=8)
             axis.invert_yaxis()
             axis.margins(x=0.12)
             axis.tick_params(labelsize=8)
             axis.spines[["top", "right"]].set_visible(False)
         memory_axis.set_yticks([])
         time_axis.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
-        ranks_named = f", {ranks} ranks" if ranks > 1 else ""
-        time_axis.set_title(f"{loss}, B = {batch}, d = {dim}{ranks_named}", fontsize=9, loc="left")
-    axes[-1][0].set_xlabel("time, as a multiple of the torch.mm floor", fontsize=9)
+        time_axis.set_title(f"{loss}, B = {batch}, d = {dim}, {_on(ranks, threads)}", fontsize=9, loc="left")
+    axes[-1][0].set_xlabel("time; 1: torch.mm for the same multiply-adds", fontsize=9)
     axes[-1][1].set_xlabel("transient memory, MB", fontsize=9)
-    figure.tight_layout()
+    machines = ", ".join(dict.fromkeys(f"{row['machine']}, torch {row['torch']}" for row in rows))
+    figure.text(0.99, 0.005, machines, fontsize=7, ha="right", color="gray")
+    figure.tight_layout(rect=(0, 0.02, 1, 1))
     figure.savefig(file, dpi=120)
     plt.close(figure)

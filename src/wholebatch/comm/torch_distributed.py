@@ -33,6 +33,7 @@ class TorchTransport(Transport):
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.backend = str(dist.get_backend(group))
+        self.tells_tags_apart = "nccl" not in self.backend  # which runs all messages of two ranks in one queue
         self._default_group: Any = dist.group.WORLD
         named: Any = self._default_group if group is None else group
         self.group_name: str = named.group_name

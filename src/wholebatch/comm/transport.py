@@ -30,6 +30,7 @@ class Transport(ABC):
     rank: int
     size: int
     max_tag: int  # of a message, on the wire
+    tells_tags_apart = True  # whether messages with different tags may pass each other
 
     def __init__(self) -> None:
         self._own_messages: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)

@@ -41,6 +41,15 @@ class Exchange(ABC):
         self.visits: tuple[Visit, ...] = half(columns, comm.rank) if symmetric else full(rows, columns, comm.rank)
 
     @property
+    def largest_block(self) -> tuple[int, int]:
+        """The most rows, and the most columns, of a block."""
+        rows, cols = (
+            max(at.stop - at.start for at in ats)
+            for ats in ([visit.rows for visit in self.visits], [visit.cols for visit in self.visits])
+        )
+        return rows, cols
+
+    @property
     @abstractmethod
     def kept_own(self) -> slice:
         """Where this rank's own columns are among those whose statistics it keeps."""

@@ -16,6 +16,11 @@ class GatherExchange(Exchange):
     """Y out by one all-gather, its gradient home by the adjoint, one reduce-scatter; sums by an all-reduce."""
 
     @property
+    def largest_block(self) -> tuple[int, int]:
+        rows, cols = super().largest_block
+        return rows, cols if self.symmetric else self.columns.total
+
+    @property
     def kept_own(self) -> slice:
         return self.columns.rows(self.comm.rank)
 

@@ -88,8 +88,10 @@ class RingExchange(Exchange):
             if arriving:
                 y, *more = (finish() for finish in arriving)
                 numbers = more[0] if more else None
-        if befores is not None and steps > 1:  # from the last visitor of our own block
-            said = self._receive(befores.take(0, rank), (rank + steps - 1) % size, _HOME)()
+        if initial is not None and steps > 1:  # from the last visitor of our own block, into memory of that size
+            del ys, befores
+            out = _Buffers(initial, (counts[rank],), 1).take(0, 0)
+            said = self._receive(out, (rank + steps - 1) % size, _HOME)()
         for finish in under_way:
             finish()
         if own is not None and said is not None:

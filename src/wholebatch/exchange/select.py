@@ -24,7 +24,7 @@ def select_exchange(
     row_bytes: int,
     symmetric: bool = False,
 ) -> Exchange:
-    """The exchange called `name`. "auto": "gather" while that takes at most 1 GiB per rank, else "ring".
+    """The exchange called `name`. "auto": "gather" while that takes at most 1 GiB per rank, else "ring" if it can run.
 
     Args:
         name: "auto", "gather" or "ring".
@@ -35,6 +35,7 @@ def select_exchange(
         symmetric: as for every :class:`Exchange`.
     """
     if name == "auto":
-        name = "gather" if 3 * columns.total * row_bytes <= _GATHER_BYTES else "ring"
+        small = 3 * columns.total * row_bytes <= _GATHER_BYTES
+        name = "gather" if small or not comm.transport.tells_tags_apart else "ring"
     kind = GatherExchange if name == "gather" else RingExchange
     return kind(comm, rows, columns, symmetric=symmetric)

@@ -26,6 +26,7 @@ from ._joining import gradient_facts, join
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_ARGUMENTS = "the arguments that are given (a rank without rows passes shape (0, d), not None)"
 _TOLERANCE = 1e-5  # of a scalar between ranks, relative: parameters that engines keep equal differ by rounding at most
 
 
@@ -135,6 +136,11 @@ def agree(
 
     def state() -> dict[str, Any]:
         options.check()
+        if options.exchange == "ring" and not comm.transport.tells_tags_apart:
+            raise ValueError(
+                "exchange='ring' needs messages that are told apart by their tags, which NCCL does not do; use "
+                "'gather', or a group on gloo or MPI"
+            )
         for name, x in given.items():
             check_features(name, x)
         first_name, first = next(iter(given.items()))
@@ -142,7 +148,7 @@ def agree(
             check_alike(first_name, first, name, x, rows=(first_name, name) == paired)
         norms = {name: largest_norm(name, x) for name, x in given.items()}
         return {
-            "arguments": [*numbers, *given],
+            _ARGUMENTS: [*numbers, *given],
             "rows": {name: len(x) for name, x in given.items()},
             "norms": norms,
             "feature size": first.shape[1],
@@ -156,7 +162,7 @@ def agree(
             **gradient_facts(inputs),
         }
 
-    names = ("arguments", "feature size", "dtype", "device type", "sync", "exchange", *must_match, GRAD_ENABLED)
+    names = (_ARGUMENTS, "feature size", "dtype", "device type", "sync", "exchange", *must_match, GRAD_ENABLED)
     everyone = handshake(comm, state, caller=caller, must_match=names)
     rows = {name: Partition(tuple(facts["rows"][name] for facts in everyone)) for name in given}
     first_name, first = next(iter(given.items()))

@@ -15,18 +15,31 @@ from torch import Tensor
 
 from ..comm.handshake import GRAD_ENABLED, NEEDS_GRAD
 
+_INFERENCE = "made in inference mode"
+
 
 def gradient_facts(inputs: Sequence[Tensor | float | None]) -> dict[str, Any]:
     """What a handshake says about gradients; `GRAD_ENABLED` belongs to its `must_match`."""
     return {
         GRAD_ENABLED: torch.is_grad_enabled(),
         NEEDS_GRAD: [isinstance(x, Tensor) and x.requires_grad for x in inputs],
+        _INFERENCE: any(isinstance(x, Tensor) and x.is_inference() for x in inputs),
     }
 
 
 def join(inputs: Sequence[Tensor | float | None], everyone: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The inputs, each one that needs a gradient on any rank made to need it here as well."""
+    """The inputs, each one that needs a gradient on any rank made to need it here as well.
+
+    Raises:
+        ValueError: on every rank, if gradients are needed but some rank's inputs were made in inference mode.
+    """
     wanted = [any(column) for column in zip(*(facts[NEEDS_GRAD] for facts in everyone), strict=True)]
+    inference = [rank for rank, facts in enumerate(everyone) if facts[_INFERENCE]]
+    if any(wanted) and torch.is_grad_enabled() and inference:
+        raise ValueError(
+            f"tensors of rank {', '.join(map(str, inference))} were made under torch.inference_mode() and cannot take "
+            "part in a backward pass, which others need; make them under torch.no_grad(), or pass x.clone()"
+        )
     return [_requiring_grad(x) if want else x for x, want in zip(inputs, wanted, strict=True)]
 
 

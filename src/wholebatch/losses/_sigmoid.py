@@ -38,11 +38,10 @@ class SigmoidPlan:
     differentiable: bool  # whether a backward pass may follow
 
 
-@dataclass
-class _Result:
-    """L, and n times its gradient with respect to S, times X and Y; for scale and bias, this rank's share."""
+@dataclass(frozen=True)
+class _Gradients:
+    """n times the gradient with respect to S, times Y and X; for scale and bias, what they carry under `sync`."""
 
-    loss: Tensor
     u: Tensor | None
     v: Tensor | None
     scale: Tensor
@@ -55,13 +54,12 @@ class Sigmoid(torch.autograd.Function):
     @staticmethod
     @no_autocast
     def forward(ctx: Any, plan: SigmoidPlan, scale: Any, bias: Any, x: Tensor, y: Tensor) -> Tensor:
-        held = plan.exchange.bring(y)
         wanted = ctx.needs_input_grad[1:] if plan.differentiable else (False,) * 4
-        result = _sweep(plan, x, y, held, wanted)
-        ctx.plan, ctx.result = plan, result
+        loss, gradients = _sweep(plan, x, y, wanted)
+        ctx.plan, ctx.gradients = plan, gradients
         scale, bias = (value if isinstance(value, Tensor) else None for value in (scale, bias))
-        ctx.save_for_backward(scale, bias, x, y, held)
-        return result.loss.to(accumulation_dtype(x.dtype))
+        ctx.save_for_backward(scale, bias, x, y)
+        return loss.to(accumulation_dtype(x.dtype))
 
     # With G = n dS, U = G Y and V = G^T X,
     #
@@ -74,26 +72,27 @@ class Sigmoid(torch.autograd.Function):
     @no_autocast
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Any, ...]:
         plan: SigmoidPlan = ctx.plan
-        scale, bias, x, y, held = ctx.saved_tensors
+        scale, bias, x, y = ctx.saved_tensors
         wanted = ctx.needs_input_grad[1:]
-        result: _Result | None
-        result, ctx.result = ctx.result, None
-        if result is None:
-            result = _sweep(plan, x, y, held, wanted)
+        of_s: _Gradients | None
+        of_s, ctx.gradients = ctx.gradients, None
+        if of_s is None:
+            _, of_s = _sweep(plan, x, y, wanted)
         want_scale, want_bias, want_x, want_y = wanted
         factor = grad_loss * (plan.scale / plan.rows * feature_factor(plan.sync, plan.comm.size))
-        grad_x = result.u.mul_(factor).to(x.dtype) if want_x and result.u is not None else None
-        grad_y = result.v.mul_(factor).to(y.dtype) if want_y and result.v is not None else None
-        grad_scale = (grad_loss * result.scale).to(scale).view_as(scale) if want_scale else None
-        grad_bias = (grad_loss * result.bias).to(bias).view_as(bias) if want_bias else None
+        grad_x = of_s.u.mul_(factor).to(x.dtype) if want_x and of_s.u is not None else None
+        grad_y = of_s.v.mul_(factor).to(y.dtype) if want_y and of_s.v is not None else None
+        grad_scale = (grad_loss * of_s.scale).to(scale).view_as(scale) if want_scale else None
+        grad_bias = (grad_loss * of_s.bias).to(bias).view_as(bias) if want_bias else None
         return None, grad_scale, grad_bias, grad_x, grad_y
 
 
-def _sweep(plan: SigmoidPlan, x: Tensor, y: Tensor, held: Tensor, wanted: tuple[bool, ...]) -> _Result:
+def _sweep(plan: SigmoidPlan, x: Tensor, y: Tensor, wanted: tuple[bool, ...]) -> tuple[Tensor, _Gradients]:
+    """L, and what the backward pass multiplies."""
     want_scale, want_bias, want_x, want_y = wanted
     want_x = want_x or (want_scale and not want_y)
     dtype = accumulation_dtype(x.dtype)
-    driver = Driver(x, plan.scale, plan.bias, side=plan.budget.side)
+    driver = Driver(x, plan.scale, plan.bias, side=plan.budget.side, largest=plan.exchange.largest_block)
     sweep = SigmoidSweep(driver, plan.pairs, wide_dtype(x.device))
     u = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if want_x else None
 
@@ -101,7 +100,7 @@ def _sweep(plan: SigmoidPlan, x: Tensor, y: Tensor, held: Tensor, wanted: tuple[
         sweep.block(block, u, into, bias=want_bias)
 
     initial = x.new_zeros(1, x.shape[1], dtype=dtype) if want_y else None
-    v = plan.exchange.collect(held, visit, initial=initial)
+    v = plan.exchange.collect(plan.exchange.bring(y), visit, initial=initial)
     v = None if v is None else plan.exchange.home(v)
     grad_scale = torch.zeros_like(sweep.loss)
     if want_scale:
@@ -109,4 +108,4 @@ def _sweep(plan: SigmoidPlan, x: Tensor, y: Tensor, held: Tensor, wanted: tuple[
     numbers = torch.stack([sweep.loss, grad_scale, sweep.grad_bias]) / plan.rows
     total = plan.comm.all_reduce(numbers, check=False)
     _, grad_scale, grad_bias = total_or_share(total, numbers, plan.sync)
-    return _Result(total[0], u, v, grad_scale, grad_bias)
+    return total[0].clone(), _Gradients(u, v, grad_scale, grad_bias)

@@ -66,7 +66,7 @@ class SoftmaxPlan:
 
     def sweep(self, x: Tensor, kept: Tensor | None = None, positives: Sequence[Tensor] = ()) -> SoftmaxSweep:
         """A sweep of X's rows."""
-        driver = Driver(x, self.scale, side=self.budget.side)
+        driver = Driver(x, self.scale, side=self.budget.side, largest=self.exchange.largest_block)
         return SoftmaxSweep(
             driver,
             self.pairs,
@@ -129,7 +129,9 @@ class _Softmax(torch.autograd.Function):
         want_x, want_y = plan.towers.wanted(want_features)
         if want_scale and not want_x and not want_y:
             want_x, want_y = not plan.symmetric, plan.symmetric
-        u, v = _products(plan, x, held, ctx.shift, rows, columns, kept, positives, want_x, want_y)
+        u = v = None
+        if want_x or want_y:
+            u, v = _products(plan, x, held, ctx.shift, rows, columns, kept, positives, want_x, want_y)
 
         grad_scale = None
         if want_scale:
@@ -152,6 +154,7 @@ def _statistics(plan: SoftmaxPlan, x: Tensor, held: Tensor) -> _Statistics:
         statistics = _sums(plan, x, held, shift, shift, kept)
         if statistics.certified:
             return statistics
+        del statistics, kept
     return _sums(plan, x, held, *_maxima(plan, x, held))
 
 

@@ -82,7 +82,8 @@ def _normalised(features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """z = x / max(|x|, eps) of all rows, in the accumulation dtype; and max(|x|, eps), (rows, 1)."""
     rows, width = sum(map(len, features)), features[0].shape[1]
     z = features[0].new_empty(rows, width, dtype=accumulation_dtype(features[0].dtype))
-    torch.cat([feature.to(z.dtype) for feature in features], out=z)
+    for part, feature in zip(z.split([len(feature) for feature in features]), features, strict=True):
+        part.copy_(feature)
     norms = torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp_(min=_EPS)
     return z.div_(norms), norms
 

@@ -53,7 +53,7 @@ def clip_loss(
             `wholebatch.comm` communicator, or None for the default group (this process alone if there is none).
         sync: what the engine does with gradients afterwards, see below.
         exchange: how the texts travel: "gather" (all of Y on every rank, memory O(B d)), "ring" (from rank to rank,
-            memory O(b d)), or "auto": "gather" while it takes at most 1 GiB.
+            memory O(b d); on gloo and MPI), or "auto": "gather" while it takes at most 1 GiB, and always on NCCL.
         memory: of the tiles of S. "flat": S is computed twice and never stored; an int: so many bytes per rank, which
             hold exp(S), or part of it, between forward and backward, so that it is computed once; "auto": "flat" but
             for small batches. What is kept in half precision, and what that costs: `wholebatch.sweep.memory`.

@@ -60,8 +60,9 @@ def info_nce_loss(
     `backward` is called on every rank, with the same incoming gradient.
 
     Work: 4 units of b K d multiply-adds per rank, K all keys and negatives; 3 where exp(S) is kept. Memory and
-    collectives: as :func:`wholebatch.functional.clip_loss`, with the travelling tower in the place of Y; where the
-    keys travel, the all-reduce has 2 numbers.
+    collectives: as :func:`wholebatch.functional.clip_loss`, with the travelling tower in the place of Y, and with
+    `negatives` a copy of this rank's keys and negatives below one another; where the keys travel, the all-reduce has 2
+    numbers.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`;

@@ -130,7 +130,11 @@ class NTXentLoss(nn.Module):
         super().__init__()
         Options(group, sync, exchange, memory).check()
         check_temperature("temperature", temperature)
-        self.temperature = temperature
+        self.temperature: Tensor | float
+        if isinstance(temperature, Tensor) and not isinstance(temperature, nn.Parameter):
+            self.register_buffer("temperature", temperature)
+        else:
+            self.temperature = temperature
         self.group, self.sync, self.exchange, self.memory = group, sync, exchange, memory
 
     def forward(self, z0: Tensor, z1: Tensor) -> Tensor:
@@ -146,4 +150,5 @@ class NTXentLoss(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in ("temperature", "sync", "exchange", "memory"))
+        settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in ("sync", "exchange", "memory"))
+        return f"temperature={float(self.temperature):g}, {settings}"

@@ -36,17 +36,21 @@ class Driver:
         x: (b, d), the rows.
         scale, bias: of S.
         side: rows and columns of a tile.
+        largest: rows and columns of the largest block to come, where that is known to be smaller than a tile.
     """
 
-    def __init__(self, x: Tensor, scale: float, bias: float = 0.0, *, side: int) -> None:
+    def __init__(
+        self, x: Tensor, scale: float, bias: float = 0.0, *, side: int, largest: tuple[int, int] | None = None
+    ) -> None:
         self.x, self.scale, self.bias, self.side = x, scale, bias, side
         self.dtype = accumulation_dtype(x.dtype)
-        self._logits, self._scratch = (x.new_empty(0, dtype=self.dtype) for _ in range(2))
-        self._wide_x, self._wide_y = (x.new_empty(0, x.shape[1], dtype=self.dtype) for _ in range(2))
+        rows, cols = (min(side, n) for n in largest or (side, side))
+        self._logits, self._scratch = (x.new_empty(rows * cols, dtype=self.dtype) for _ in range(2))
+        widened = x.dtype != self.dtype
+        self._wide_x, self._wide_y = (x.new_empty(n * widened, x.shape[1], dtype=self.dtype) for n in (rows, cols))
 
     def tiles(self, block: Block) -> Iterator[tuple[Tile, Tensor, Tensor]]:
         """Each tile with its rows of X and of Y, in the accumulation dtype."""
-        self._reserve(block)
         rows, x = None, self.x[:0]
         for tile in tiles(block.rows, block.cols, self.side, triangle=block.triangle):
             if tile.rows != rows:
@@ -78,14 +82,6 @@ class Driver:
             u[tile.rows].addmm_(grad, y)
         if v is not None and not tile.own_mirror:
             v[relative(tile.cols, block)].addmm_(grad.T, x)
-
-    def _reserve(self, block: Block) -> None:
-        rows = min(self.side, block.rows.stop - block.rows.start)
-        cols = min(self.side, block.cols.stop - block.cols.start)
-        if rows * cols > len(self._logits):
-            self._logits, self._scratch = (self._logits.new_empty(rows * cols) for _ in range(2))
-        if self.x.dtype != self.dtype and max(rows, cols) > len(self._wide_x):
-            self._wide_x, self._wide_y = (self._wide_x.new_empty(max(rows, cols), self.x.shape[1]) for _ in range(2))
 
 
 def relative(cols: slice, block: Block) -> slice:

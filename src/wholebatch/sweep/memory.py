@@ -6,6 +6,8 @@
              exp(S), and the backward pass need not compute it again: 3 units for what is kept
     "auto"   "flat", unless all of exp(S) fits into one more tile: then it is kept, as it is
 
+For half precision, a tile's rows of X and of Y in float32 come on top of each.
+
 exp(S) is kept as it is where the budget holds all of it (4 bytes per entry in float32, 8 in float64), and always in
 float64. Otherwise float32 keeps bfloat16, 2 bytes per entry: then each off-diagonal weight P_ij + Q_ij in a kept tile
 carries a relative error of at most 2^-9. The loss, and the weights of positive pairs, are not rounded.

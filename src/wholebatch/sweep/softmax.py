@@ -137,11 +137,12 @@ class SoftmaxSweep:
         shift: float,
     ) -> Tensor:
         at = self.pairs.positives(tile, self._device)
-        exponentials = None if self.kept is None else self.kept.next(tile.shape)
-        if exponentials is None:
+        kept = None if self.kept is None else self.kept.next(tile.shape)
+        if kept is None:
             exponentials = _exp_(self._logits(tile, x, y), shift)
             of_pairs = None if at is None else exponentials[at]
         else:
+            exponentials = kept if kept.dtype == self.driver.dtype else self.driver.buffer(tile).copy_(kept)
             of_pairs = None if at is None else self.positives.pop(0)
         sums = [side.sum.unsqueeze(dim) for side, dim in ((rows, 1), (cols, 0)) if side is not None]
         if len(sums) == 1:
