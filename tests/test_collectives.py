@@ -95,6 +95,24 @@ def test_collectives_of_a_step(counts):
         assert forward == {"handshake": 1, "send": 2, "all_reduce": 1, "numbers reduced": 2}
 
 
+def fallback_body():
+    """All-reduces of a forward pass whose single shift does not do."""
+    comm = wb.comm.TorchCommunicator()
+    x, y = torch.randn(2, 4, 6, dtype=torch.float64)
+    seen = counted(comm)
+    for exchange in ("gather", "ring"):
+        wb.functional.clip_loss(x, y, 1e4, group=comm, exchange=exchange)
+    return dict(seen)
+
+
+def test_collectives_where_one_shift_does_not_do():
+    """Three times in place of one: sums in vain, maxima, sums; of a ring's, the maxima need no all-reduce."""
+    (seen, _) = run_ranks(fallback_body, 2)
+    # ring: 1 block, and 2 messages about blocks, each time; the third time a block's maxima travel beside it
+    assert seen.pop("numbers reduced") == (8 + 2) + 8 + (8 + 2) + 2 + 2
+    assert seen == {"handshake": 2, "all_gather": 1, "all_reduce": 3 + 2, "send": 3 * (1 + 2) + 1}
+
+
 def smaller_tower_body(rows, negatives):
     """How many numbers the all-gather moves from this rank."""
     comm = wb.comm.TorchCommunicator()

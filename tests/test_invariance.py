@@ -1,5 +1,7 @@
 """What must not matter does not: which rank holds which rows, how they are split, tile size, budget, exchange."""
 
+from unittest.mock import patch
+
 import torch
 import torch.distributed as dist
 from compare import assert_same
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 from loss_cases import LOSSES, gradients, rows_of, whole_batch
 
 import wholebatch as wb
+from wholebatch.losses import _door
 from wholebatch.testing import run_ranks
 
 # Every rank draws the same examples, since all draw from the same seed; and none goes looking for a smaller one alone.
@@ -22,7 +25,7 @@ together = settings(
 some_rows = st.integers(0, 6)
 
 
-def assert_alike(case, counts, order, reference_features, options):
+def assert_alike(case, counts, order, reference_features, options, side):
     """Ranks hold the rows in another order and split: same loss, and the same gradient of each row."""
     whole = [z[order] if len(z) == len(order) else z for z in reference_features]
     local = {"group": wb.comm.LocalCommunicator(), "sync": "sum", "memory": "flat"}
@@ -30,7 +33,8 @@ def assert_alike(case, counts, order, reference_features, options):
     expected = gradients(case, wb.functional, reference_features, scale, **local)
     rows = rows_of(case, counts, dist.get_rank())
     own = [z[at] for z, at in zip(whole, rows, strict=True)]
-    actual = gradients(case, wb.functional, own, scale, sync="sum", **options)
+    with patch.object(_door, "default_side", lambda _device: side):
+        actual = gradients(case, wb.functional, own, scale, sync="sum", **options)
     assert_same(actual[0], expected[0], relative=1e-12)
     for position, at in enumerate(rows, start=1):
         moved = expected[position][order] if len(expected[position]) == len(order) else expected[position]
@@ -54,7 +58,7 @@ def body(name):
         randomness.shuffle(order)
         features = whole_batch(case, counts, seed=randomness.randrange(1000))
         options = {"exchange": exchange, "memory": 2 * side * side * 8 + 8 * kept}
-        assert_alike(case, counts, torch.tensor(order), features, options)
+        assert_alike(case, counts, torch.tensor(order), features, options, side)
 
     check()
     return True

@@ -5,6 +5,9 @@ nothing else. Where all pairs are solved, dS_ii is a difference of numbers near 
 a few eps, hence the absolute floor `noise`.
 """
 
+import gc
+import random
+import weakref
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +15,7 @@ import torch
 import torch.distributed as dist
 from cases import SCALES, SHARDS, SYNCS
 from compare import assert_same
-from loss_cases import LOSSES, dense, gradients, rows_of, whole_batch
+from loss_cases import BIAS, LOSSES, dense, gradients, rows_of, whole_batch
 from torch.nn.functional import normalize
 
 import wholebatch as wb
@@ -85,18 +88,90 @@ def test_exact(counts):
     run_ranks(exactness_body, len(counts), counts, timeout_s=300)
 
 
+def fallback_body(counts):
+    """Logits that one shift cannot hold, in float64: maxima, and sums relative to them, through both exchanges."""
+    for name, case in LOSSES.items():
+        whole = whole_batch(case, counts)
+        own = [z[at] for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
+        expected = dense(case, whole, 1e4)
+        for exchange in ("gather", "ring"):
+            for memory in ("flat", TINY_TILES, KEEP_ALL):
+                options = {"exchange": exchange, "memory": memory}
+                actual = gradients(case, wb.functional, own, torch.tensor(1e4, dtype=torch.float64), **options)
+                assert_gradients(name, counts, actual, expected, 1e4, "mean", f"{name} {counts} {options}")
+
+
+@pytest.mark.parametrize("counts", [(7,), (5, 2), (5, 0, 6), (4, 1, 2, 0)], ids=str)
+def test_where_one_shift_does_not_do(counts):
+    run_ranks(fallback_body, len(counts), counts, timeout_s=120)
+
+
+def some_gradients_body(counts):
+    """Any inputs may be constants, on any ranks: every rank still enters every collective, once and again."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    draw = random.Random(0)  # the same on all ranks
+    for name, case in LOSSES.items():
+        whole = whole_batch(case, counts)
+        rows = rows_of(case, counts, rank)
+        _, *expected = dense(case, whole, 14.3)
+        scalars = [torch.tensor(value, dtype=torch.float64) for value in (14.3, BIAS)]
+        for exchange in ("gather", "ring"):
+            for trial in range(6):
+                wants = [[draw.random() < 0.4 for _ in range(len(rows) + 2)] for _ in range(size)][rank]
+                leaves = [z[at].clone() for z, at in zip(whole, rows, strict=True)] + [z.clone() for z in scalars]
+                leaves = [z.requires_grad_(want) for z, want in zip(leaves, wants, strict=True)]
+                options = {"exchange": exchange, "memory": [KEEP_ALL, "flat"][trial % 2]}
+                loss = case.call(wb.functional, *leaves, **options)
+                if not loss.requires_grad:
+                    continue
+                loss.backward(retain_graph=True)
+                loss.backward()
+                for position, (leaf, true) in enumerate(zip(leaves, expected, strict=False)):
+                    assert (leaf.grad is not None) == leaf.requires_grad
+                    if leaf.requires_grad:
+                        mine = 2 * size * true[rows[position]] if position < len(rows) else 2 * true
+                        near = GRADIENT * 2 * size * (true.abs().max().item() if true.numel() else 0) + 1e-13
+                        assert_same(leaf.grad, mine, relative=0, absolute=near, what=f"{name} {options} {wants}")
+
+
+@pytest.mark.parametrize("counts", [(4,), (3, 2), (3, 0, 2)], ids=str)
+def test_some_inputs_need_gradients_on_some_ranks(counts):
+    run_ranks(some_gradients_body, len(counts), counts, timeout_s=60)
+
+
+def inference_body():
+    """Tensors of inference mode cannot join a backward pass: said on all ranks, when another needs one."""
+    rank = dist.get_rank()
+    with torch.inference_mode(rank == 1):
+        x, y = torch.randn(2, 3, 4)
+    with pytest.raises(ValueError, match=r"tensors of rank 1 were made under torch\.inference_mode"):
+        wb.functional.clip_loss(x.requires_grad_(rank == 0) if rank == 0 else x, y, 10.0)
+    assert wb.functional.clip_loss(x.detach(), y, 10.0).isfinite()
+
+
+def test_inference_mode_on_one_rank():
+    run_ranks(inference_body, 2, timeout_s=30)
+
+
 def planted_body(counts):
     """The comparator rejects the plausible wrong answers: 1/W, times W, and each rank's own rows only."""
+    size = dist.get_world_size()
     for name, case in LOSSES.items():
         whole = whole_batch(case, counts)
         expected = dense(case, whole, 14.3)
         own = [z[at] for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
         scale = torch.tensor(14.3, dtype=torch.float64)
-        local = {"group": wb.comm.LocalCommunicator()}
-        for factor, options in ((1, {"sync": "sum"}), (dist.get_world_size(), {}), (1, local)):
-            wrong = [factor * g for g in gradients(case, wb.functional, own, scale, **options)]
-            with pytest.raises(AssertionError, match="largest error"):
+        right = gradients(case, wb.functional, own, scale)
+        assert_gradients(name, counts, right, expected, 14.3, "mean", "right")
+        for factor in (1 / size, size):
+            wrong = [right[0], *(factor * g for g in right[1:])]
+            with pytest.raises(AssertionError, match=r"planted: .*largest error"):
                 assert_gradients(name, counts, wrong, expected, 14.3, "mean", "planted")
+        own_rows_only = gradients(case, wb.functional, own, scale, group=wb.comm.LocalCommunicator())
+        with pytest.raises(AssertionError, match="largest error"):
+            assert_gradients(name, counts, own_rows_only, expected, 14.3, "mean", "planted")
+        with pytest.raises(AssertionError, match="planted: features"):
+            assert_gradients(name, counts, [right[0], *own_rows_only[1:]], expected, 14.3, "mean", "planted")
 
 
 def test_plausible_wrong_answers_are_rejected():
@@ -282,3 +357,32 @@ def same_bits_body(exchange):
 def test_the_same_bits_on_every_run(exchange):
     for once, again in zip(*(run_ranks(same_bits_body, 3, exchange) for _ in range(2)), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+
+
+def test_reciprocals_of_sums_are_no_denormals():
+    """On hardware that flushes them: all rows alike, a loss that no gradient can lower, sums near the largest float."""
+    try:
+        assert torch.set_flush_denormal(True)
+        x = normalize(torch.ones(64, 8), dim=-1)
+        for scale in (40.0, 70.0, 75.0, 80.0, 85.2, 100.0, 150.0):
+            (gradient,) = torch.autograd.grad(wb.functional.clip_loss(x.requires_grad_(), x.detach(), scale), x)
+            assert gradient.abs().max() < 1e-5, scale
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", [name for name, case in LOSSES.items() if case.negatives is None])
+def test_a_loss_that_is_dropped_frees_its_features(name, dtype):
+    """By counting references alone: a cycle would hold them until the collector comes by."""
+    x, y = (z.to(dtype).requires_grad_() for z in features("unit", rows=8))
+    gc.collect()
+    gc.disable()
+    try:
+        hidden = x * 1
+        loss = LOSSES[name].call(wb.functional, hidden, y, torch.tensor(10.0), BIAS)
+        freed = weakref.ref(hidden)
+        del hidden, loss
+        assert freed() is None
+    finally:
+        gc.enable()

@@ -76,8 +76,8 @@ def clip_loss(
     Collectives (none on one process): forward 1 handshake of 2 KiB, then "gather": 1 all-gather of Y and 1 all-reduce
     of B + 2 numbers; "ring": W - 1 messages of a block, W of its b numbers, and 1 all-reduce of 2 numbers. Backward
     1 reduce-scatter of dY, or the ring's messages once more with as many of gradients; and for a learnable scale
-    under "mean" 1 all-reduce of a number. Where one shift does not do (see `wholebatch.logsumexp`), the all-reduce
-    and the ring's messages come three times.
+    under "mean" 1 all-reduce of a number. Where one shift does not do (see `wholebatch.logsumexp`), forward
+    passes over S three times, each with its messages or, but for the ring's maxima, its all-reduce.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: shapes, dtypes, devices or feature sizes that
