@@ -61,12 +61,19 @@ def about() -> dict[str, str]:
         "torch": torch.__version__,
         "wholebatch": wb.__version__,
     }
-    git = ["git", "-C", str(Path(wb.__file__).parent), "describe", "--always", "--dirty"]
     try:
-        commit = subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        commit = _git("rev-parse", "--short", "HEAD")
+        changed = _git(
+            "status", "--porcelain", "--", "."
+        )  # the package; figures that this run has written do not count
     except (OSError, subprocess.SubprocessError):  # no git, or no checkout: installed from a package
         return facts
-    return {**facts, "commit": commit}
+    return {**facts, "commit": f"{commit}-dirty" if changed else commit}
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(Path(wb.__file__).parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
 
 def _processor() -> str:
