@@ -8,6 +8,7 @@ a few eps, hence the absolute floor `noise`.
 import gc
 import random
 import weakref
+from itertools import cycle
 from unittest.mock import patch
 
 import pytest
@@ -67,7 +68,9 @@ def exactness_body(counts):
 
 
 def exactness_of(name, counts):
+    """All exchanges x memories x scales; each with the next `sync` in turn, whose factor comes after all of them."""
     case = LOSSES[name]
+    syncs = cycle(SYNCS)
     rank = dist.get_rank()
     whole = whole_batch(case, counts)
     own = [z[at] for z, at in zip(whole, rows_of(case, counts, rank), strict=True)]
@@ -75,12 +78,12 @@ def exactness_of(name, counts):
         expected = dense(case, whole, scale)
         for exchange in ("gather", "ring"):
             for memory in MEMORIES:
-                for sync in SYNCS:
-                    scalar = torch.full(() if sync else (1,), scale, dtype=torch.float64)
-                    options = {"exchange": exchange, "memory": memory, "sync": sync}
-                    actual = gradients(case, wb.functional, own, scalar, **options)
-                    assert same_bits_everywhere(actual[0])
-                    assert_gradients(name, counts, actual, expected, scale, sync, f"{name} {counts} {scale} {options}")
+                sync = next(syncs)
+                scalar = torch.full(() if sync else (1,), scale, dtype=torch.float64)
+                options = {"exchange": exchange, "memory": memory, "sync": sync}
+                actual = gradients(case, wb.functional, own, scalar, **options)
+                assert same_bits_everywhere(actual[0])
+                assert_gradients(name, counts, actual, expected, scale, sync, f"{name} {counts} {scale} {options}")
 
 
 @pytest.mark.parametrize("counts", SHARDS, ids=str)

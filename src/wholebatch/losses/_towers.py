@@ -15,7 +15,7 @@ from .._precision import accumulation_dtype, wide_dtype
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _EPS = 1e-12  # as in torch.nn.functional.normalize
-_CHUNK = 1024  # rows that are worked on at a time
+_CHUNK = 256  # rows that are worked on at a time
 
 
 @dataclass(frozen=True)

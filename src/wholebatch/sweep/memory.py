@@ -39,7 +39,7 @@ class Budget:
 
 def default_side(device: torch.device) -> int:
     """Rows and columns of a tile: on a CPU, so that two tiles stay in its caches; elsewhere, so that they fill it."""
-    return 768 if device.type == "cpu" else 4096
+    return 640 if device.type == "cpu" else 4096
 
 
 def smallest_budget(rows: int, cols: int, dtype: torch.dtype) -> int:
