@@ -3,7 +3,8 @@
     make peers                       # an environment with the libraries to compare with
     .venv-peers/bin/python benchmarks/losses.py [NAME ...]
 
-Figures go to results/losses.json, their picture beside it (docs/images/bench_loss.png is a copy); each case is one call of `wholebatch bench loss`.
+Figures go to results/losses.json, their picture beside it (docs/images/bench_loss.png is a copy). Each case is one call
+of `wholebatch bench loss`.
 """
 
 from __future__ import annotations
