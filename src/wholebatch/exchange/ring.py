@@ -50,8 +50,9 @@ class RingExchange(Exchange):
         combine = torch.Tensor.add_ if op == "sum" else _raise_
         y, numbers = held.contiguous(), None if carried is None else carried.T.contiguous()
         two, one = (2, 1) if steps > 1 else (1, 0)
-        ys, numberss = _Buffers(y, counts, 2 * one), None if numbers is None else _Buffers(numbers, counts, 2 * one)
-        saids, befores = (None if initial is None else _Buffers(initial, counts, of) for of in (two, one))
+        y_blocks = _Buffers(y, counts, 2 * one)
+        number_blocks = None if numbers is None else _Buffers(numbers, counts, 2 * one)
+        said_blocks, before_block = (None if initial is None else _Buffers(initial, counts, of) for of in (two, one))
         own = None
         if initial is not None and self.symmetric:
             own = _Buffers(initial, counts, 1).take(0, rank, initial)
@@ -61,16 +62,16 @@ class RingExchange(Exchange):
             source, last = planned.source, step + 1 == steps
             arriving: list[Finish] = []
             if not last:
-                arriving.append(self._receive(ys.take(step, (source - 1) % size), previous, _COLUMNS))
+                arriving.append(self._receive(y_blocks.take(step, (source - 1) % size), previous, _COLUMNS))
                 under_way.append(self._send(y, following, _COLUMNS))
-                if numbers is not None and numberss is not None:
-                    arriving.append(self._receive(numberss.take(step, (source - 1) % size), previous, _CARRIED))
+                if numbers is not None and number_blocks is not None:
+                    arriving.append(self._receive(number_blocks.take(step, (source - 1) % size), previous, _CARRIED))
                     under_way.append(self._send(numbers, following, _CARRIED))
             before = None
-            if saids is not None and befores is not None:
-                said = saids.take(step, source, initial)
+            if said_blocks is not None and before_block is not None:
+                said = said_blocks.take(step, source, initial)
                 if step:
-                    before = self._receive(befores.take(0, source), previous, _SAID)
+                    before = self._receive(before_block.take(0, source), previous, _SAID)
             cols = slice(offsets[source] + planned.cols.start, offsets[source] + planned.cols.stop)
             visit(
                 Block(y[planned.cols], cols, planned.rows, planned.triangle),
@@ -89,7 +90,7 @@ class RingExchange(Exchange):
                 y, *more = (finish() for finish in arriving)
                 numbers = more[0] if more else None
         if initial is not None and steps > 1:  # from the last visitor of our own block, into memory of that size
-            del ys, befores
+            del y_blocks, before_block
             out = _Buffers(initial, (counts[rank],), 1).take(0, 0)
             said = self._receive(out, (rank + steps - 1) % size, _HOME)()
         for finish in under_way:
@@ -112,8 +113,9 @@ class RingExchange(Exchange):
         return collected
 
     def _send(self, x: Tensor, dest: int, tag: int) -> Finish:
-        transport = self.comm.transport
-        return named(transport, f"ring exchange, to rank {dest}", True, lambda: transport.send(x, dest, tag, RING))
+        transport, what = self.comm.transport, f"ring exchange, to rank {dest}"
+        finish = named(transport, what, True, lambda: transport.send(x, dest, tag, RING))
+        return lambda: named(transport, what, True, finish)
 
     def _receive(self, out: Tensor, source: int, tag: int) -> Finish:
         transport, what = self.comm.transport, f"ring exchange, from rank {source}"
