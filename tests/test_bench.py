@@ -109,8 +109,8 @@ def losses_of(file):
 
 def test_losses(tmp_path, capsys):
     file = tmp_path / "losses.json"
-    for _ in range(2):  # the second run replaces the first's figures
-        assert main(["bench", "loss", *SMALL_LOSSES, "--no-peers", "--results", str(file)]) == 0
+    for options in ([], ["--losses", "siglip"]):  # the second run replaces the first's figures
+        assert main(["bench", "loss", *SMALL_LOSSES, *options, "--no-peers", "--results", str(file)]) == 0
     found, number = losses_of(file)
     ways = ("flat", "keep 2 bytes/entry")
     kept = {(name, 1, f"wholebatch {way}") for name in ("clip", "info_nce", "nt_xent") for way in ways}
