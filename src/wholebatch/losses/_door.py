@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._checks import check_alike, check_choice, check_features, check_memory, check_scalar, largest_norm
 from .._precision import accumulation_dtype
@@ -44,6 +44,18 @@ class Options:
         check_sync(self.sync)
         check_choice("exchange", self.exchange, EXCHANGES)
         check_memory(self.memory)
+
+
+class LossModule(nn.Module):
+    """A module that holds a loss's settings, checked when it is made; its `forward` calls the function."""
+
+    def __init__(self, group: Group, sync: Sync, exchange: ExchangeName, memory: Memory) -> None:
+        super().__init__()
+        Options(group, sync, exchange, memory).check()
+        self.group, self.sync, self.exchange, self.memory = group, sync, exchange, memory
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in ("sync", "exchange", "memory"))
 
 
 @dataclass(frozen=True)

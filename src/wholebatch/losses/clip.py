@@ -11,7 +11,7 @@ A bias shifts every logit alike, and softmax does not see it: it leaves L unchan
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._checks import check_label_smoothing
 from ..comm import Group
@@ -19,7 +19,7 @@ from ..exchange import ExchangeName
 from ..partition import Diagonal
 from ..sweep import Memory, Pairs
 from ..sync import Sync
-from ._door import Options, agree, eager
+from ._door import LossModule, Options, agree, eager
 from ._softmax import SoftmaxPlan, softmax_loss
 from ._towers import Towers
 
@@ -131,7 +131,7 @@ def clip_loss(
     return softmax_loss(plan, given_scale, bias, features)
 
 
-class CLIPLoss(nn.Module):
+class CLIPLoss(LossModule):
     """Symmetric cross-entropy over the global batch: the settings of :func:`wholebatch.functional.clip_loss`.
 
     A module without parameters; `logit_scale` enters `forward`, so that it can stay inside the model that the
@@ -150,10 +150,8 @@ class CLIPLoss(nn.Module):
         memory: Memory = "auto",
         label_smoothing: float = 0.0,
     ) -> None:
-        super().__init__()
-        Options(group, sync, exchange, memory).check()
+        super().__init__(group, sync, exchange, memory)
         check_label_smoothing(label_smoothing)
-        self.group, self.sync, self.exchange, self.memory = group, sync, exchange, memory
         self.label_smoothing = label_smoothing
 
     def forward(
@@ -178,5 +176,4 @@ class CLIPLoss(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        names = ("sync", "exchange", "memory", "label_smoothing")
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        return f"{super().extra_repr()}, label_smoothing={self.label_smoothing!r}"

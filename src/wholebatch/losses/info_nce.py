@@ -10,14 +10,14 @@ that of a column, and the exchange adds it up.
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..comm import Group
 from ..exchange import ExchangeName
 from ..partition import Diagonal, Partition
 from ..sweep import Memory, Pairs
 from ..sync import Sync
-from ._door import Options, agree, eager
+from ._door import LossModule, Options, agree, eager
 from ._softmax import SoftmaxPlan, softmax_loss
 from ._towers import Towers
 
@@ -123,7 +123,7 @@ def info_nce_loss(
     return softmax_loss(plan, given_scale, None, features[: 1 + len(keyed)])
 
 
-class InfoNCELoss(nn.Module):
+class InfoNCELoss(LossModule):
     """Each query against all keys and negatives: the settings of :func:`wholebatch.functional.info_nce_loss`.
 
     A module without parameters; `logit_scale` enters `forward`, so that it can stay inside the model that the
@@ -141,9 +141,7 @@ class InfoNCELoss(nn.Module):
         exchange: ExchangeName = "auto",
         memory: Memory = "auto",
     ) -> None:
-        super().__init__()
-        Options(group, sync, exchange, memory).check()
-        self.group, self.sync, self.exchange, self.memory = group, sync, exchange, memory
+        super().__init__(group, sync, exchange, memory)
 
     def forward(
         self, queries: Tensor, keys: Tensor, *, logit_scale: Tensor | float, negatives: Tensor | None = None
@@ -159,6 +157,3 @@ class InfoNCELoss(nn.Module):
             exchange=self.exchange,
             memory=self.memory,
         )
-
-    def extra_repr(self) -> str:
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in ("sync", "exchange", "memory"))

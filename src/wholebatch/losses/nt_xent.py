@@ -17,7 +17,7 @@ from ..exchange import ExchangeName
 from ..partition import Diagonal, Partition
 from ..sweep import Memory, Pairs
 from ..sync import Sync
-from ._door import Options, agree, eager
+from ._door import LossModule, Options, agree, eager
 from ._softmax import SoftmaxPlan, softmax_loss
 from ._towers import Towers
 
@@ -109,7 +109,7 @@ def nt_xent_loss(
     return softmax_loss(plan, 1 / given_temperature, None, features)
 
 
-class NTXentLoss(nn.Module):
+class NTXentLoss(LossModule):
     """SimCLR's loss over the global batch: the settings of :func:`wholebatch.functional.nt_xent_loss`.
 
     Args:
@@ -127,15 +127,13 @@ class NTXentLoss(nn.Module):
         exchange: ExchangeName = "auto",
         memory: Memory = "auto",
     ) -> None:
-        super().__init__()
-        Options(group, sync, exchange, memory).check()
+        super().__init__(group, sync, exchange, memory)
         check_temperature("temperature", temperature)
         self.temperature: Tensor | float
         if isinstance(temperature, Tensor) and not isinstance(temperature, nn.Parameter):
             self.register_buffer("temperature", temperature)
         else:
             self.temperature = temperature
-        self.group, self.sync, self.exchange, self.memory = group, sync, exchange, memory
 
     def forward(self, z0: Tensor, z1: Tensor) -> Tensor:
         """See :func:`wholebatch.functional.nt_xent_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
@@ -150,5 +148,4 @@ class NTXentLoss(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in ("sync", "exchange", "memory"))
-        return f"temperature={float(self.temperature):g}, {settings}"
+        return f"temperature={float(self.temperature):g}, {super().extra_repr()}"

@@ -8,14 +8,14 @@ No entry needs another's: the gradient is computed in the forward pass, and S on
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..comm import Group
 from ..exchange import ExchangeName
 from ..partition import Diagonal
 from ..sweep import Memory, Pairs
 from ..sync import Sync
-from ._door import Options, agree, eager
+from ._door import LossModule, Options, agree, eager
 from ._sigmoid import Sigmoid, SigmoidPlan
 
 
@@ -96,7 +96,7 @@ def siglip_loss(
     return Sigmoid.apply(plan, *agreed.inputs)
 
 
-class SigLIPLoss(nn.Module):
+class SigLIPLoss(LossModule):
     """Binary cross-entropy over all pairs: the settings of :func:`wholebatch.functional.siglip_loss`.
 
     A module without parameters; `logit_scale` and `logit_bias` enter `forward`, so that they can stay inside the model
@@ -114,9 +114,7 @@ class SigLIPLoss(nn.Module):
         exchange: ExchangeName = "auto",
         memory: Memory = "auto",
     ) -> None:
-        super().__init__()
-        Options(group, sync, exchange, memory).check()
-        self.group, self.sync, self.exchange, self.memory = group, sync, exchange, memory
+        super().__init__(group, sync, exchange, memory)
 
     def forward(
         self,
@@ -136,6 +134,3 @@ class SigLIPLoss(nn.Module):
             exchange=self.exchange,
             memory=self.memory,
         )
-
-    def extra_repr(self) -> str:
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in ("sync", "exchange", "memory"))
