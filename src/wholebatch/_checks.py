@@ -10,6 +10,7 @@ from torch import Tensor
 from ._precision import accumulation_dtype
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_features(name: str, x: object) -> None:
@@ -71,6 +72,30 @@ def check_alike(name_x: str, x: Tensor, name_y: str, y: Tensor, *, rows: bool) -
             raise ValueError(f"{name_x} and {name_y} must have the same {what}, got {ours} and {theirs}; {fix}")
 
 
+def check_ids(name: str, ids: object, of: str, rows: int) -> None:
+    """ids is one integer for each of the rows of the features `of`."""
+    if not isinstance(ids, Tensor) or ids.dtype not in _INTEGERS:
+        got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"{name} must be a tensor of integers, one for each row of {of}, got {got}; cast with .long()")
+    if ids.shape != (rows,):
+        raise ValueError(f"{name} must have shape ({rows},), one id for each row of {of}, got {tuple(ids.shape)}")
+
+
+def check_weights(name: str, weights: object, of: str, rows: int) -> float:
+    """weights is None, or one number >= 0 for each of the rows of the features `of`; returns their sum."""
+    if weights is None:
+        return 0.0
+    if not isinstance(weights, Tensor) or weights.dtype not in _DTYPES:
+        got = weights.dtype if isinstance(weights, Tensor) else type(weights).__name__
+        raise ValueError(f"{name} must be a floating-point tensor, one number for each row of {of}, got {got}")
+    if weights.shape != (rows,):
+        raise ValueError(f"{name} must have shape ({rows},), one for each row of {of}, got {tuple(weights.shape)}")
+    check_finite(name, weights)
+    if rows and weights.min().item() < 0:
+        raise ValueError(f"{name} must not be negative, got {weights.min().item()}; 0 leaves an example out")
+    return weights.detach().double().sum().item()
+
+
 def check_scalar(name: str, value: object) -> float:
     """value is a finite real number, or a floating-point tensor of one element (shape () or [1])."""
     if isinstance(value, Tensor):
@@ -87,6 +112,13 @@ def check_scalar(name: str, value: object) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, got {number}; clamp it, and look at the learning rate")
     return number
+
+
+def check_number(name: str, value: object) -> float:
+    """value is a finite number, no tensor."""
+    if isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a number, got a tensor; it is not learned")
+    return check_scalar(name, value)
 
 
 def check_temperature(name: str, value: object) -> float:
@@ -106,13 +138,14 @@ def check_memory(value: object) -> None:
         raise ValueError(f"memory must be one of 'auto', 'flat', or a number of bytes, an int; got {value!r}")
 
 
-def check_label_smoothing(value: float) -> None:
+def check_label_smoothing(value: object) -> None:
     """0 <= label_smoothing <= 1."""
     if not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
         raise ValueError(f"label_smoothing must lie in [0, 1], got {value!r}")
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """value is one of the named choices."""
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> object:
+    """value is one of the named choices; returns it."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
+    return value

@@ -10,11 +10,13 @@ sum and into its column's. By Cauchy-Schwarz |s| <= bound = |scale| max|x| max|y
     shift = max(0, ceil(bound - top)),      top = log(largest float) - log(n) - 4
 
 lets no sum overflow, nor its reciprocal become denormal, and lies as low as possible: up to a bound of 75 in float32
-(n = 8192) it is 0. A whole number is
-subtracted from the large s without rounding. What may go wrong is underflow, where all of a row's s are far below the
-bound. The sums themselves tell: terms below the smallest normal float t lose at most t each, so
+(n = 8192) it is 0. A whole number is subtracted from the large s without rounding. What may go wrong is underflow,
+where all of a row's s are far below the bound. Terms below the smallest normal float t lose at most t each, so
 
     sum >= n t / (eps / 2)      proves a relative error of at most eps / 2      (the certificate)
+
+It needs no looking at the sums where no term can be as small as that, exp(-bound - shift) >= n t / (eps / 2): up to a
+bound of 61.
 
 **The largest of each row, and of each column**, where the certificate fails (scale 10^4; features all of whose
 similarities are near -1). Always exact; costs a sweep for the maxima, and a second exponential per entry.
@@ -27,7 +29,6 @@ magnitude of s (4e-6 at scale 100 in float32).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,22 +37,9 @@ _HOPELESS = 1e6
 _MARGIN = 4.0  # 1 / sum stays a normal number, e^4 / (largest float) at least; and bounds are rounded, too
 
 
-@dataclass(frozen=True)
-class LogSumExp:
-    """n pairs (shift, sum): `sum` has shape (n,), `shift` too, or is one number for all of them."""
-
-    shift: Tensor | float
-    sum: Tensor
-
-    def value(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Shift + log(sum), (n,), in `dtype` (default: as stored)."""
-        dtype = self.sum.dtype if dtype is None else dtype
-        shift = self.shift.to(dtype) if isinstance(self.shift, Tensor) else self.shift
-        return shift + self.sum.to(dtype).log()
-
-    def __getitem__(self, at: slice) -> LogSumExp:
-        """The pairs `at`."""
-        return LogSumExp(self.shift[at] if isinstance(self.shift, Tensor) else self.shift, self.sum[at])
+def log_sum_exp(shift: Tensor | float, sums: Tensor) -> Tensor:
+    """shift + log(sum), (n,); -inf for a sum of nothing."""
+    return shift + sums.log()
 
 
 def shared_shift(bound: float, terms: int, dtype: torch.dtype) -> float | None:
@@ -64,7 +52,20 @@ def shared_shift(bound: float, terms: int, dtype: torch.dtype) -> float | None:
     return float(max(0, math.ceil(bound - top))) if bound < _HOPELESS else None
 
 
-def uncertified(sums: Tensor, terms: int) -> Tensor:
-    """How many sums of up to `terms` terms, with one shift, may have lost more than rounding. Shape ()."""
-    info = torch.finfo(sums.dtype)
-    return torch.count_nonzero(~(sums >= terms * info.tiny / (info.eps / 2)))
+def never_small(bound: float, shift: float, terms: int, dtype: torch.dtype) -> bool:
+    """Whether every single exponential is large enough to certify its sum.
+
+    >>> never_small(60.0, 0.0, 8192, torch.float32), never_small(63.0, 0.0, 8192, torch.float32)
+    (True, False)
+    """
+    return -bound - shift >= math.log(_smallest(terms, dtype))
+
+
+def uncertified(sums: Tensor, terms: int, dtype: torch.dtype) -> Tensor:
+    """How many sums of up to `terms` exponentials in `dtype` may have lost more than rounding. Shape ()."""
+    return torch.count_nonzero(~(sums >= _smallest(terms, dtype)))
+
+
+def _smallest(terms: int, dtype: torch.dtype) -> float:
+    info = torch.finfo(dtype)
+    return max(terms, 1) * info.tiny / (info.eps / 2)

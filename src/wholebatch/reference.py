@@ -1,10 +1,13 @@
 """The dense, single-process, differentiable twin of every loss: what the library's exactness is measured against.
 
 Each twin takes the whole batch, stores the whole similarity matrix, and is short enough to be checked by eye
-against its paper. Tests, docs and doubting users all call the same ones.
+against its paper. Tests, docs and doubting users all call the same ones. Arguments mean what they mean in
+`wholebatch.functional`; `ids` and `weights` have one entry for each row of the whole batch.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -19,18 +22,17 @@ def clip_loss(
     logit_scale: Tensor | float,
     *,
     logit_bias: Tensor | float | None = None,
+    ids: Tensor | None = None,
+    equal_ids: str = "positive",
+    weights: Tensor | None = None,
     label_smoothing: float = 0.0,
+    reduction: str = "mean",
 ) -> Tensor:
     """Symmetric cross-entropy between images and texts (Radford et al., 2021, arXiv:2103.00020, figure 3).
 
     S = logit_scale * X Y^T + logit_bias,    L = (CE(S, diagonal) + CE(S^T, diagonal)) / 2
 
-    Args:
-        image_features: X, (B, d), as they are: the caller normalises.
-        text_features: Y, (B, d); row i belongs to row i of X.
-        logit_scale: multiplies the similarities (1 / temperature); a number or a tensor of one element.
-        logit_bias: added to every logit; softmax ignores it.
-        label_smoothing: weight of the uniform distribution in both targets, as in `F.cross_entropy`.
+    With ids, the targets are all pairs of equal ids (Yang et al., 2022, arXiv:2204.03610, equation 3).
 
     >>> x = torch.eye(3, dtype=torch.float64)
     >>> round(clip_loss(x, x, 10.0).item(), 9)
@@ -39,71 +41,202 @@ def clip_loss(
     logits = logit_scale * image_features @ text_features.T
     if logit_bias is not None:
         logits = logits + logit_bias
-    targets = torch.arange(len(logits), device=logits.device)
-    rows = F.cross_entropy(logits, targets, label_smoothing=label_smoothing)
-    cols = F.cross_entropy(logits.T, targets, label_smoothing=label_smoothing)
-    return (rows + cols) / 2
+    positive, excluded = _pairs(len(logits), ids, equal_ids, logits.device)
+    rows = _cross_entropy(logits, positive, excluded, label_smoothing)
+    cols = _cross_entropy(logits.T, positive, excluded, label_smoothing)
+    return _reduce((rows + cols) / 2, weights, reduction)
 
 
 def info_nce_loss(
-    queries: Tensor, keys: Tensor, *, logit_scale: Tensor | float, negatives: Tensor | None = None
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    logit_scale: Tensor | float,
+    negatives: Tensor | None = None,
+    hard_negatives: Tensor | None = None,
+    query_ids: Tensor | None = None,
+    key_ids: Tensor | None = None,
+    negative_ids: Tensor | None = None,
+    equal_ids: str = "excluded",
+    directions: Sequence[str] = ("query_to_key",),
+    partition: str = "joint",
+    margin: float = 0.0,
+    hardness: float = 0.0,
+    exclude_above: float | None = None,
+    exclude_relative: bool = False,
+    query_guides: Tensor | None = None,
+    key_guides: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    weights: Tensor | None = None,
+    reduction: str = "mean",
 ) -> Tensor:
     """Each query's key among all keys and negatives (van den Oord et al., 2018, arXiv:1807.03748, equation 4).
 
     S = logit_scale * Q [K; N]^T,    L = CE(S, i)
 
-    Args:
-        queries: Q, (B, d), as they are: the caller normalises.
-        keys: K, (B, d) or more rows; row i is the positive of query i, further rows are negatives.
-        logit_scale: multiplies the similarities (1 / temperature); a number or a tensor of one element.
-        negatives: N, (n, d), further keys that are nobody's positive.
-
     >>> q = torch.eye(3, dtype=torch.float64)
     >>> round(info_nce_loss(q, q, logit_scale=10.0, negatives=-q).item(), 9)
     0.000181585
     """
-    if negatives is not None:
-        keys = torch.cat([keys, negatives])
-    return F.cross_entropy(logit_scale * queries @ keys.T, torch.arange(len(queries), device=queries.device))
+    n, own = len(queries), torch.arange(len(queries), device=queries.device)
+    every = keys if negatives is None else torch.cat([keys, negatives])
+    q_ids, k_ids = _retrieval_ids(n, len(keys), len(every), query_ids, key_ids, negative_ids, queries.device)
+    guides = (queries, every) if query_guides is None or key_guides is None else (query_guides, key_guides)
+    matched = (guides[0] * guides[1][:n]).sum(1, keepdim=True).detach()
+    towers = {
+        "query_to_key": (queries, every, q_ids, k_ids, guides[0], guides[1]),
+        "key_to_query": (keys[:n], queries, k_ids[:n], q_ids, guides[1][:n], guides[0]),
+        "query_to_query": (queries, queries, q_ids, q_ids, guides[0], guides[0]),
+        "key_to_key": (keys[:n], every, k_ids[:n], k_ids, guides[1][:n], guides[1]),
+    }
+    blocks = []
+    for name in directions:
+        x, y, x_ids, y_ids, x_guide, y_guide = towers[name]
+        similarities = x @ y.T
+        diagonal = torch.zeros_like(similarities, dtype=torch.bool)
+        diagonal[own, own] = True
+        equal = (x_ids[:, None] == y_ids) & (x_ids[:, None] >= 0) & ~diagonal
+        crossing = name in ("query_to_key", "key_to_query")
+        positive = diagonal & crossing if equal_ids == "excluded" else diagonal | equal
+        excluded = (equal if equal_ids == "excluded" else equal & ~positive) | (diagonal & (not crossing))
+        if exclude_above is not None:
+            largest = matched * (1 + exclude_above) if exclude_relative else matched + exclude_above
+            excluded = excluded | ((x_guide @ y_guide.T > largest) & ~positive)
+        logits = logit_scale * (similarities - margin * positive.to(similarities))
+        if name == "query_to_key":
+            logits = logits + hardness * (similarities * ~positive).detach()
+            if hard_negatives is not None:
+                extra = torch.einsum("bd,bhd->bh", queries, hard_negatives)
+                beyond = torch.zeros_like(extra, dtype=torch.bool)
+                if exclude_above is not None and query_guides is None:
+                    beyond = extra > largest
+                logits = torch.cat([logits, logit_scale * extra + hardness * extra.detach()], 1)
+                positive, excluded = torch.cat([positive, 0 * beyond > 0], 1), torch.cat([excluded, beyond], 1)
+        blocks.append((logits, positive, excluded))
+    if partition == "joint":
+        blocks = [tuple(torch.cat(parts, 1) for parts in zip(*blocks, strict=True))]  # type: ignore[misc]
+    target = None
+    if equal_ids == "excluded" or (query_ids is None and key_ids is None):  # the pair's, in each direction's softmax
+        target = (blocks[0][0] * blocks[0][1]).sum(1) / blocks[0][1].sum(1)
+    losses = [_cross_entropy(*block, label_smoothing, target) for block in blocks]
+    return _reduce(torch.stack(losses).mean(0), weights, reduction)
 
 
-def nt_xent_loss(z0: Tensor, z1: Tensor, *, temperature: Tensor | float = 0.1) -> Tensor:
+def nt_xent_loss(
+    z0: Tensor,
+    z1: Tensor,
+    *,
+    temperature: Tensor | float = 0.1,
+    ids: Tensor | None = None,
+    weights: Tensor | None = None,
+    reduction: str = "mean",
+) -> Tensor:
     """Each row's other view among all other rows (Chen et al., 2020, arXiv:2002.05709, equation 1).
 
     S = Z Z^T / temperature without its diagonal,    Z = normalize([Z0; Z1]),    L = CE(S, other view)
-
-    Args:
-        z0: (B, d), the first view; rows are normalised here.
-        z1: (B, d), the second view; row i is another view of row i of z0.
-        temperature: divides the cosines; a number or a tensor of one element.
 
     >>> z = torch.eye(3, dtype=torch.float64)
     >>> round(nt_xent_loss(z, z, temperature=0.5).item(), 9)
     0.432652903
     """
-    z = F.normalize(torch.cat([z0, z1]), dim=1)
-    itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
-    logits = (z @ z.T / temperature).masked_fill(itself, -torch.inf)
-    return F.cross_entropy(logits, torch.arange(len(z), device=z.device).roll(len(z0)))
+    logits, positive, excluded = _two_views(z0, z1, temperature, ids)
+    losses = _cross_entropy(logits, positive, excluded)
+    return _reduce(losses.unflatten(0, (2, -1)).mean(0), weights, reduction)
 
 
 def siglip_loss(
-    image_features: Tensor, text_features: Tensor, logit_scale: Tensor | float, logit_bias: Tensor | float
+    image_features: Tensor,
+    text_features: Tensor,
+    logit_scale: Tensor | float,
+    logit_bias: Tensor | float,
+    *,
+    ids: Tensor | None = None,
+    equal_ids: str = "positive",
+    weights: Tensor | None = None,
+    reduction: str = "mean",
 ) -> Tensor:
     """Binary cross-entropy of every pair (Zhai et al., 2023, arXiv:2303.15343, algorithm 1).
 
     S = logit_scale * X Y^T + logit_bias,    L = -sum_ij log sigmoid(z_ij S_ij) / B,    z_ij = 1 if i = j, else -1
-
-    Args:
-        image_features: X, (B, d), as they are: the caller normalises.
-        text_features: Y, (B, d); row i belongs to row i of X.
-        logit_scale: multiplies the similarities; a number or a tensor of one element.
-        logit_bias: added to every logit; a number or a tensor of one element.
 
     >>> x = torch.eye(3, dtype=torch.float64)
     >>> round(siglip_loss(x, x, 10.0, -5.0).item(), 9)
     0.020146045
     """
     logits = logit_scale * image_features @ text_features.T + logit_bias
-    signs = 2 * torch.eye(len(logits), dtype=logits.dtype, device=logits.device) - 1
-    return -F.logsigmoid(signs * logits).sum() / len(logits)
+    positive, excluded = _pairs(len(logits), ids, equal_ids, logits.device)
+    losses = -F.logsigmoid((2.0 * positive - 1) * logits)
+    return _reduce(losses.masked_fill(excluded, 0).sum(1), weights, reduction)
+
+
+# What several of them are made of.
+
+
+def _cross_entropy(
+    logits: Tensor,
+    positive: Tensor,
+    excluded: Tensor,
+    label_smoothing: float = 0.0,
+    target: Tensor | None = None,
+) -> Tensor:
+    """Of each row: logsumexp over all that is not excluded, less the mean positive; 0 for a row without positives.
+
+    With a `target`, that is subtracted, whether the row has a positive or not.
+    """
+    candidates = (~excluded).sum(1)
+    logsumexp = logits.masked_fill(excluded, -torch.inf).logsumexp(1)
+    uniform = logits.masked_fill(excluded, 0).sum(1) / candidates.clamp(min=1)
+    count = positive.sum(1)
+    mean = logits.masked_fill(~positive, 0).sum(1) / count.clamp(min=1) if target is None else target
+    loss = logsumexp - (1 - label_smoothing) * mean - label_smoothing * uniform
+    return torch.where((candidates > 0) & ((count > 0) if target is None else True), loss, 0.0)
+
+
+def _pairs(n: int, ids: Tensor | None, equal_ids: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which entries are positive, which excluded."""
+    diagonal = torch.eye(n, dtype=torch.bool, device=device)
+    equal = diagonal if ids is None else ids[:, None] == ids
+    return (equal, equal & ~equal) if equal_ids == "positive" else (diagonal, equal & ~diagonal)
+
+
+def _two_views(
+    z0: Tensor, z1: Tensor, temperature: Tensor | float, ids: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits of normalised rows, each one's other view, and the rows that are neither that nor negatives."""
+    z = F.normalize(torch.cat([z0, z1]), dim=1)
+    itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
+    other = itself.roll(len(z0), 0)
+    excluded = itself if ids is None else (ids.repeat(2)[:, None] == ids.repeat(2)) & ~other
+    return z @ z.T / temperature, other, excluded
+
+
+def _retrieval_ids(
+    n: int,
+    keys: int,
+    every: int,
+    query_ids: Tensor | None,
+    key_ids: Tensor | None,
+    negative_ids: Tensor | None,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Of queries, and of keys and negatives; -1 where nothing is equal."""
+    given = torch.full((n,), -1, device=device), torch.full((every,), -1, device=device)
+    q_ids, k_ids = (ids.clone() for ids in given)
+    if key_ids is not None:
+        k_ids[:keys] = key_ids
+        q_ids[:] = key_ids[:n]
+    if query_ids is not None:
+        q_ids[:] = query_ids
+        if key_ids is None:
+            k_ids[:n] = query_ids
+    if negative_ids is not None:
+        k_ids[keys:] = negative_ids
+    return q_ids, k_ids
+
+
+def _reduce(losses: Tensor, weights: Tensor | None, reduction: str) -> Tensor:
+    """Of losses and weights (B,)."""
+    losses = losses if weights is None else weights * losses
+    if reduction == "none":
+        return losses
+    return losses.sum() / (1 if reduction == "sum" else len(losses) if weights is None else weights.sum())

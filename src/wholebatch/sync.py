@@ -17,10 +17,15 @@ W instead, as common recipes do, gets the features right and the temperature wro
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
+from torch.autograd import Function
 
+from ._once import once_differentiable
+from ._precision import wide_dtype
 from .comm import Communicator
 
 Sync = Literal["mean", "sum"] | None
@@ -47,14 +52,63 @@ def replicated_loss_factor(sync: Sync, size: int) -> float:
     return feature_factor(sync, size) / size
 
 
-def loss_parameter_gradient(share: Tensor, comm: Communicator, sync: Sync) -> Tensor:
-    """The gradient that a replicated parameter of the loss (scale, bias) carries, from this rank's share.
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """x, whose gradient is multiplied by a factor."""
+    return x if factor == 1 else _ScaleGradient.apply(x, factor)
 
-    Collective under "mean": one all-reduce of the share.
+
+def loss_parameters(scalars: Sequence[Any], comm: Communicator, sync: Sync) -> list[Any]:
+    """Scalars of a loss, of whose gradients each rank computes a share; what carries one gets what `sync` asks for.
+
+    Collective in backward under "mean": one all-reduce of a number for each.
     """
-    return comm.all_reduce(share, check=False) if sync == "mean" else share
+    at = [i for i, x in enumerate(scalars) if isinstance(x, Tensor) and x.requires_grad]
+    if sync != "mean" or comm.size == 1 or not at:
+        return [*scalars]
+    summed = iter(_SumGradients.apply(comm, *(scalars[i] for i in at)))
+    return [next(summed) if i in at else x for i, x in enumerate(scalars)]
 
 
-def total_or_share(total: Tensor, share: Tensor, sync: Sync) -> Tensor:
-    """The same, where the sum of the shares is known already."""
-    return total if sync == "mean" else share
+def total(comm: Communicator, share: Tensor) -> Tensor:
+    """The sum over ranks of what each adds to one loss, which all of them then have. Collective: one all-reduce.
+
+    Every rank's backward pass starts from this same loss with the same gradient, which is each share's.
+    """
+    return _Total.apply(comm, share)
+
+
+class _ScaleGradient(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+class _SumGradients(Function):
+    @staticmethod
+    def forward(ctx: Any, comm: Communicator, *scalars: Tensor) -> tuple[Tensor, ...]:
+        ctx.comm = comm
+        ctx.save_for_backward(*scalars)
+        return tuple(x.view_as(x) for x in scalars)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *shares: Tensor) -> tuple[Any, ...]:
+        device = shares[0].device
+        numbers = torch.cat([share.reshape(1).to(device, wide_dtype(device)) for share in shares])
+        totals = ctx.comm.all_reduce(numbers, check=False)
+        return None, *(of.to(share).view_as(share) for of, share in zip(totals, shares, strict=True))
+
+
+class _Total(Function):
+    @staticmethod
+    def forward(ctx: Any, comm: Communicator, share: Tensor) -> Tensor:
+        return comm.all_reduce(share, check=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, grad

@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from ..comm import Communicator
@@ -24,6 +25,7 @@ from .schedule import Visit, full, half
 # is (n, ...), to be added to or maximised. `own` is the same for the columns that this rank's own rows are, where S is
 # symmetric, else None.
 VisitBlock = Callable[[Block, Tensor | None, Tensor | None, Tensor | None], None]
+Op = str | tuple[str, ...]
 
 
 class Exchange(ABC):
@@ -58,6 +60,10 @@ class Exchange(ABC):
     def bring(self, y_local: Tensor) -> Tensor:
         """What the passes start from, to be kept for backward: (n_r, d) -> (columns kept, d)."""
 
+    def spread(self, numbers: Tensor) -> Tensor:
+        """Numbers of this rank's own columns, to be carried with them: (k, n_r) -> (k, columns kept)."""
+        return self.bring(numbers.T.contiguous()).T
+
     @abstractmethod
     def collect(
         self,
@@ -66,7 +72,7 @@ class Exchange(ABC):
         *,
         carried: Tensor | None = None,
         initial: Tensor | None = None,
-        op: str = "sum",
+        op: Op = "sum",
     ) -> Tensor | None:
         """One pass over S.
 
@@ -75,31 +81,27 @@ class Exchange(ABC):
             visit: is called for each block.
             carried: (k, columns kept), travels with the columns.
             initial: (1, ...), with which each column's `into` begins; None: there is nothing to collect.
-            op: "sum" or "max", how what two ranks say about a column combines.
+            op: "sum" or "max", how what two ranks say about a column combines; or one of them for each of k numbers.
 
         Returns:
-            (columns kept, ...), to be finished by `merge`, `finish` or `home`; None without `initial`.
+            (columns kept, ...), to be finished by `merge` or `home`; None without `initial`.
         """
 
     @abstractmethod
-    def merge(self, collected: Tensor, op: str) -> Tensor:
-        """Combine what the ranks have collected: then each kept column's number is that of all ranks."""
-
-    @abstractmethod
-    def finish(
-        self, sums: Tensor | None, row_numbers: Tensor, column_numbers: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor | None, Tensor]:
-        """`merge` the sums, and total what rows and columns say. One all-reduce.
-
-        Args:
-            sums: collected, (columns kept,).
-            row_numbers: (k,), of this rank's rows.
-            column_numbers: from merged sums of some columns to their (k,) numbers, which add up over columns.
-
-        Returns:
-            The merged sums; and the (k,) numbers, added up over all rows and all columns, the same on all ranks.
-        """
+    def merge(self, collected: Tensor, op: Op) -> Tensor:
+        """Combine what the ranks have collected: then each kept column's numbers are those of all ranks."""
 
     @abstractmethod
     def home(self, collected: Tensor) -> Tensor:
         """Bring sums to the columns' owners: (columns kept, ...) -> (n_r, ...)."""
+
+
+def combine_(x: Tensor, other: Tensor, op: Op) -> None:
+    """Add `other` to x, or raise x to it, in place; or the one or the other for each of k columns."""
+    if isinstance(op, tuple):
+        for column, of_column in enumerate(op):
+            combine_(x[:, column], other[:, column], of_column)
+    elif op == "sum":
+        x.add_(other)
+    else:
+        x.copy_(torch.maximum(x, other))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
-from .._precision import wide_dtype
 from ..sweep import Block
-from .exchange import Exchange, VisitBlock
+from .exchange import Exchange, Op, VisitBlock
 
 
 class GatherExchange(Exchange):
@@ -36,7 +34,7 @@ class GatherExchange(Exchange):
         *,
         carried: Tensor | None = None,
         initial: Tensor | None = None,
-        op: str = "sum",
+        op: Op = "sum",
     ) -> Tensor | None:
         into = None if initial is None else initial.repeat(len(held), *[1] * (initial.dim() - 1))
         own = into[self.kept_own] if into is not None and self.symmetric else None
@@ -49,18 +47,14 @@ class GatherExchange(Exchange):
             )
         return into
 
-    def merge(self, collected: Tensor, op: str) -> Tensor:
-        return self.comm.all_reduce(collected, op, check=False)
-
-    def finish(
-        self, sums: Tensor | None, row_numbers: Tensor, column_numbers: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor | None, Tensor]:
-        if sums is None:
-            return None, self.comm.all_reduce(row_numbers, check=False)
-        wide = wide_dtype(sums.device)
-        merged = self.comm.all_reduce(torch.cat([sums.to(wide), row_numbers]), check=False)
-        merged_sums = merged[: len(sums)].to(sums.dtype)
-        return merged_sums, merged[len(sums) :] + column_numbers(merged_sums)
+    def merge(self, collected: Tensor, op: Op) -> Tensor:
+        if isinstance(op, str):
+            return self.comm.all_reduce(collected, op, check=False)
+        merged = self.comm.all_reduce(collected, check=False)
+        largest = [column for column, of_column in enumerate(op) if of_column == "max"]
+        if largest:
+            merged[:, largest] = self.comm.all_reduce(collected[:, largest], "max", check=False)
+        return merged
 
     def home(self, collected: Tensor) -> Tensor:
         if self.comm.size == 1:

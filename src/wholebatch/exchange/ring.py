@@ -12,15 +12,12 @@ is added to what the ranks before have said, and goes on; from the last rank it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
 from torch import Tensor
 
 from ..comm.maps import Finish
 from ..comm.transport import RING, named
 from ..sweep import Block
-from .exchange import Exchange, VisitBlock
+from .exchange import Exchange, Op, VisitBlock, combine_
 
 _COLUMNS, _CARRIED, _SAID, _HOME = range(4)  # tags: what a message holds
 
@@ -42,12 +39,11 @@ class RingExchange(Exchange):
         *,
         carried: Tensor | None = None,
         initial: Tensor | None = None,
-        op: str = "sum",
+        op: Op = "sum",
     ) -> Tensor | None:
         rank, size, steps = self.comm.rank, self.comm.size, len(self.visits)
         following, previous = (rank + 1) % size, (rank - 1) % size
         counts, offsets = self.columns.counts, self.columns.offsets
-        combine = torch.Tensor.add_ if op == "sum" else _raise_
         y, numbers = held.contiguous(), None if carried is None else carried.T.contiguous()
         two, one = (2, 1) if steps > 1 else (1, 0)
         y_blocks = _Buffers(y, counts, 2 * one)
@@ -84,7 +80,7 @@ class RingExchange(Exchange):
             under_way = []
             if said is not None and steps > 1:
                 if before is not None:
-                    combine(said, before())
+                    combine_(said, before(), op)
                 under_way.append(self._send(said, source if last else following, _HOME if last else _SAID))
             if arriving:
                 y, *more = (finish() for finish in arriving)
@@ -96,18 +92,11 @@ class RingExchange(Exchange):
         for finish in under_way:
             finish()
         if own is not None and said is not None:
-            combine(said, own)
+            combine_(said, own, op)
         return said
 
-    def merge(self, collected: Tensor, op: str) -> Tensor:
+    def merge(self, collected: Tensor, op: Op) -> Tensor:
         return collected
-
-    def finish(
-        self, sums: Tensor | None, row_numbers: Tensor, column_numbers: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor | None, Tensor]:
-        if sums is not None:
-            row_numbers = row_numbers + column_numbers(sums)
-        return sums, self.comm.all_reduce(row_numbers, check=False)
 
     def home(self, collected: Tensor) -> Tensor:
         return collected
@@ -134,7 +123,3 @@ class _Buffers:
         """The buffer whose turn it is, for the rows of `owner`, each of them `initial` if given."""
         buffer = self._buffers[turn % len(self._buffers)][: self._counts[owner]]
         return buffer if initial is None else buffer.copy_(initial.expand_as(buffer))
-
-
-def _raise_(x: Tensor, other: Tensor) -> Tensor:
-    return torch.maximum(x, other, out=x)

@@ -9,21 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_alike, check_choice, check_features, check_memory, check_scalar, largest_norm
+from .._checks import (
+    check_alike,
+    check_choice,
+    check_features,
+    check_ids,
+    check_memory,
+    check_scalar,
+    check_weights,
+    largest_norm,
+)
 from .._precision import accumulation_dtype
 from ..comm import Communicator, Group, handshake, select_communicator
 from ..comm.handshake import GRAD_ENABLED
 from ..exchange import EXCHANGES, Exchange, ExchangeName, num_entries, select_exchange
 from ..partition import Partition
 from ..sweep import Budget, Memory, default_side, fit, smallest_budget
-from ..sync import Sync, check_sync
+from ..sync import Sync, check_sync, feature_factor, loss_parameters, scale_gradient, total
 from ._joining import gradient_facts, join
 
+Reduction = Literal["mean", "sum", "none"]
+REDUCTIONS = ("mean", "sum", "none")
+_CHOICES = ("exchange", "memory", "reduction")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _ARGUMENTS = "the arguments that are given (a rank without rows passes shape (0, d), not None)"
@@ -36,26 +48,43 @@ class Options:
 
     group: Group
     sync: Sync
-    exchange: ExchangeName
-    memory: Memory
+    exchange: ExchangeName = "auto"
+    memory: Memory = "auto"
+    reduction: Reduction = "mean"
 
     def check(self) -> None:
         """Raise ValueError unless each of them exists; `group` is looked at when the loss is called."""
         check_sync(self.sync)
         check_choice("exchange", self.exchange, EXCHANGES)
         check_memory(self.memory)
+        check_choice("reduction", self.reduction, REDUCTIONS)
 
 
 class LossModule(nn.Module):
-    """A module that holds a loss's settings, checked when it is made; its `forward` calls the function."""
+    """A module that holds a loss's settings, checked when it is made; its `forward` calls the function with them."""
 
-    def __init__(self, group: Group, sync: Sync, exchange: ExchangeName, memory: Memory) -> None:
+    def __init__(self, *, group: Group, sync: Sync, **settings: Any) -> None:
         super().__init__()
-        Options(group, sync, exchange, memory).check()
-        self.group, self.sync, self.exchange, self.memory = group, sync, exchange, memory
+        Options(group, sync, **{name: settings[name] for name in _CHOICES if name in settings}).check()
+        self._names = ("group", "sync", *settings)
+        for name, value in zip(self._names, (group, sync, *settings.values()), strict=True):
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The keyword arguments of every call."""
+        return {name: getattr(self, name) for name in self._names}
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in ("sync", "exchange", "memory"))
+        shown = {name: value for name, value in self.settings.items() if name != "group"}
+        return ", ".join(f"{name}={_shown(value)}" for name, value in shown.items())
+
+
+def _shown(value: object) -> str:
+    return f"{value.item():g}" if isinstance(value, Tensor) and value.numel() == 1 else repr(value)
 
 
 @dataclass(frozen=True)
@@ -68,7 +97,8 @@ class Agreement:
     scalars: dict[str, float]
     rows: dict[str, Partition]  # of each matrix of features
     norms: dict[str, float]  # the largest of all rows of all ranks
-    inputs: list[Any]  # scalars, then features; those that need a gradient on any rank need one here
+    inputs: dict[str, Any]  # scalars, features and weights; those that need a gradient on any rank need one here
+    vectors: dict[str, tuple[Tensor, str]]  # ids, with the features that they belong to
     memory_by_rank: list[Memory]
     width: int
     dtype: torch.dtype  # in which sums are taken
@@ -77,15 +107,36 @@ class Agreement:
     @property
     def differentiable(self) -> bool:
         """Whether a backward pass may follow."""
-        return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in self.inputs)
+        inputs = self.inputs.values()
+        return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
 
     @property
     def rank(self) -> int:
         """Of this process."""
         return self.comm.rank
 
-    def exchange(self, stays: Partition, travels: Partition, *, symmetric: bool = False) -> tuple[Exchange, Budget]:
+    def ids(self, name: str) -> Tensor:
+        """The ids of all ranks' rows, (B,). Collective: one all-gather of integers."""
+        ids, of = self.vectors[name]
+        return self.gathered(ids.to(self.device, torch.int64), self.rows[of])
+
+    def gathered(self, numbers: Tensor, rows: Partition) -> Tensor:
+        """All ranks' numbers, without gradient: (n_r, ...) -> (n, ...). Collective: one all-gather."""
+        if self.comm.size == 1:
+            return numbers.detach()
+        return self.comm.all_gather(numbers.detach(), counts=rows.counts, check=False)
+
+    def exchange(
+        self, stays: Partition, travels: Partition, *, symmetric: bool = False, keep: bool = True, exact: bool = False
+    ) -> tuple[Exchange, Budget]:
         """The exchange that was asked for, and what this rank's sweep may allocate.
+
+        Args:
+            stays: whose rows X's are.
+            travels: whose rows Y's are.
+            symmetric: whether they are the same, and half of S suffices.
+            keep: whether exp(S) may be kept.
+            exact: whether what is kept must not be rounded.
 
         Raises:
             ValueError: on every rank, if a rank's `memory` is too little for its part.
@@ -106,8 +157,24 @@ class Agreement:
             row_bytes=self.width * self.dtype.itemsize,
             symmetric=symmetric,
         )
-        entries = num_entries(exchange.visits, side)
-        return exchange, fit(self.options.memory, entries=entries, side=side, dtype=self.dtype)
+        entries = num_entries(exchange.visits, side) if keep else 0
+        return exchange, fit(self.options.memory, entries=entries, side=side, dtype=self.dtype, exact=exact)
+
+    def reduce(self, losses: Tensor, count: int) -> Tensor:
+        """What the caller asked for, from the losses (b_r,) of this rank's rows of `count` in all."""
+        weights = self.inputs["weights"]
+        if weights is not None:
+            losses = weights.to(losses) * losses
+        if self.options.reduction == "none":
+            return losses.to(self.dtype)
+        return self.total_of(losses.sum(), count)
+
+    def total_of(self, share: Tensor, count: int) -> Tensor:
+        """The same, from this rank's weighted sum. Collective: one all-reduce of a number, two with weights."""
+        loss, weights = total(self.comm, share), self.inputs["weights"]
+        if self.options.reduction == "mean":
+            loss = loss / (count if weights is None else total(self.comm, weights.to(loss).sum()))
+        return loss.to(self.dtype)
 
 
 def eager(loss: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -123,6 +190,8 @@ def agree(
     features: Mapping[str, Tensor | None],
     paired: tuple[str, str] | None = None,
     optional: Sequence[str] = (),
+    ids: Mapping[str, tuple[Tensor | None, str]] | None = None,
+    weights: tuple[Tensor | None, str] = (None, ""),
     check: Callable[[], Mapping[str, Any]] = dict,
     must_match: Sequence[str] = (),
 ) -> Agreement:
@@ -135,6 +204,8 @@ def agree(
         features: matrices of the same width, dtype and device, the first of which has the batch's rows.
         paired: names of two of them that have the same rows.
         optional: names of scalars and features that may be None.
+        ids: integer vectors that may be None, each with the name of the features whose rows it numbers.
+        weights: of examples, or None; and the name of the features whose rows they weigh.
         check: looks at what else there is, and returns facts about it.
         must_match: names of such facts that have to be the same on all ranks.
 
@@ -142,9 +213,10 @@ def agree(
         ValueError: on every rank, whichever rank made the mistake.
     """
     comm = select_communicator(options.group)
-    inputs = [*scalars.values(), *features.values()]
+    inputs = {**scalars, **features, "weights": weights[0]}
     given: dict[str, Any] = {name: x for name, x in features.items() if x is not None or name not in optional}
     numbers = {name: x for name, x in scalars.items() if x is not None or name not in optional}
+    numbering = {name: (x, of) for name, (x, of) in (ids or {}).items() if x is not None}
 
     def state() -> dict[str, Any]:
         options.check()
@@ -158,23 +230,32 @@ def agree(
         first_name, first = next(iter(given.items()))
         for name, x in given.items():
             check_alike(first_name, first, name, x, rows=(first_name, name) == paired)
+        for name, (x, of) in numbering.items():
+            check_ids(name, x, of, len(given[of]))
+        weight = check_weights("weights", weights[0], weights[1], len(given[weights[1]])) if weights[1] else None
         norms = {name: largest_norm(name, x) for name, x in given.items()}
         return {
-            _ARGUMENTS: [*numbers, *given],
+            _ARGUMENTS: [*numbers, *given, *numbering, *["weights"] * (weights[0] is not None)],
             "rows": {name: len(x) for name, x in given.items()},
             "norms": norms,
             "feature size": first.shape[1],
             "dtype": str(first.dtype),
             "device type": first.device.type,
             "scalars": {name: check_scalar(name, value) for name, value in numbers.items()},
+            "weight": weight,
             "sync": options.sync,
             "exchange": options.exchange,
             "memory": options.memory,
+            "reduction": options.reduction,
             **check(),
-            **gradient_facts(inputs),
+            **gradient_facts([*inputs.values()]),
         }
 
-    names = (_ARGUMENTS, "feature size", "dtype", "device type", "sync", "exchange", *must_match, GRAD_ENABLED)
+    names = (
+        *(_ARGUMENTS, "feature size", "dtype", "device type", "sync", "exchange", "reduction"),
+        *must_match,
+        GRAD_ENABLED,
+    )
     everyone = handshake(comm, state, caller=caller, must_match=names)
     rows = {name: Partition(tuple(facts["rows"][name] for facts in everyone)) for name in given}
     first_name, first = next(iter(given.items()))
@@ -183,6 +264,8 @@ def agree(
     by_rank = {name: [facts["scalars"][name] for facts in everyone] for name in numbers}
     for name, values in by_rank.items():
         _check_equal(caller, name, values)
+    if weights[0] is not None and not any(facts["weight"] for facts in everyone):
+        raise ValueError(f"{caller}: weights must not be 0 for every example of every rank: no loss would be left")
     return Agreement(
         caller,
         options,
@@ -190,12 +273,33 @@ def agree(
         {name: values[0] for name, values in by_rank.items()},
         rows,
         {name: max(facts["norms"][name] for facts in everyone) for name in given},
-        join(inputs, everyone),
+        _entering(dict(zip(inputs, join([*inputs.values()], everyone), strict=True)), scalars, comm, options),
+        numbering,
         [facts["memory"] for facts in everyone],
         first.shape[1],
         accumulation_dtype(first.dtype),
         first.device,
     )
+
+
+def _entering(
+    inputs: dict[str, Any], scalars: Mapping[str, Any], comm: Communicator, options: Options
+) -> dict[str, Any]:
+    """The inputs, whose gradients take on what `sync` asks for on their way out. This is the one place for that.
+
+    With reduction "none" every rank has losses of its own and makes a scalar of them; the engine then averages or adds
+    the gradients of these, as it always does, and nothing is to be done here.
+    """
+    if options.reduction == "none":
+        return inputs
+    parameters = loss_parameters([inputs[name] for name in scalars], comm, options.sync)
+    factor = feature_factor(options.sync, comm.size)
+    entering = {
+        name: scale_gradient(x, factor) if isinstance(x, Tensor) and x.requires_grad else x
+        for name, x in inputs.items()
+        if name not in scalars
+    }
+    return dict(zip(scalars, parameters, strict=True)) | entering
 
 
 def _check_equal(caller: str, name: str, values: Sequence[float]) -> None:

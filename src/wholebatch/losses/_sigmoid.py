@@ -1,9 +1,10 @@
 """A loss that is a sum over the entries of S, as one autograd node: the gradient is computed in the forward pass.
 
-    L = 1 / n sum_ij -log sigmoid(z_ij S_ij)
+    L = sum_i w_i l_i,        l_i = sum_j -log sigmoid(z_ij S_ij)
 
-All that the backward pass does is multiply by the incoming gradient. It may do so in place, since nobody else holds
-these gradients, but only once: a second backward pass through the same graph sweeps again.
+Where the weights w_i are known beforehand, all that the backward pass does is multiply by the incoming gradient. It may
+do so in place, since nobody else holds these gradients, but only once: a second backward pass through the same graph
+sweeps again. Where the caller weighs the l_i (reduction "none"), the backward pass sweeps with the weights it is given.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from .._precision import accumulation_dtype, wide_dtype
 from ..comm import Communicator
 from ..exchange import Exchange
 from ..sweep import Block, Budget, Driver, Pairs, SigmoidSweep
-from ..sync import Sync, feature_factor, total_or_share
 from ._towers import inner, no_autocast
 
 
@@ -32,15 +32,14 @@ class SigmoidPlan:
     pairs: Pairs
     scale: float
     bias: float
-    rows: int  # n, what the sum over all entries is divided by
     budget: Budget
-    sync: Sync
     differentiable: bool  # whether a backward pass may follow
+    per_row: bool  # whether the l_i are wanted, and not their sum
 
 
 @dataclass(frozen=True)
 class _Gradients:
-    """n times the gradient with respect to S, times Y and X; for scale and bias, what they carry under `sync`."""
+    """G Y and G^T X of G = dL/dS, and this rank's share of dL/dscale and dL/dbias."""
 
     u: Tensor | None
     v: Tensor | None
@@ -49,51 +48,60 @@ class _Gradients:
 
 
 class Sigmoid(torch.autograd.Function):
-    """L of X and Y."""
+    """A rank's share of L, or its rows' l_i, from X, Y and, if any, weights."""
 
     @staticmethod
     @no_autocast
-    def forward(ctx: Any, plan: SigmoidPlan, scale: Any, bias: Any, x: Tensor, y: Tensor) -> Tensor:
-        wanted = ctx.needs_input_grad[1:] if plan.differentiable else (False,) * 4
-        loss, gradients = _sweep(plan, x, y, wanted)
-        ctx.plan, ctx.gradients = plan, gradients
+    def forward(
+        ctx: Any, plan: SigmoidPlan, scale: Any, bias: Any, weights: Tensor | None, x: Tensor, y: Tensor
+    ) -> Tensor:
+        early = plan.differentiable and not plan.per_row
+        want_scale, want_bias, _, want_x, want_y = ctx.needs_input_grad[1:] if early else (False,) * 5
+        losses, gradients = _sweep(plan, x, y, weights, (want_scale, want_bias, want_x, want_y))
+        ctx.plan, ctx.gradients = plan, gradients if early else None
         scale, bias = (value if isinstance(value, Tensor) else None for value in (scale, bias))
-        ctx.save_for_backward(scale, bias, x, y)
-        return loss.to(accumulation_dtype(x.dtype))
+        ctx.save_for_backward(scale, bias, weights, x, y, losses)
+        if plan.per_row:
+            return losses.clone()
+        return losses.sum() if weights is None else (weights * losses).sum()
 
-    # With G = n dS, U = G Y and V = G^T X,
+    # With G = dL/dS, U = G Y and V = G^T X,
     #
-    #     dL/dX     = scale / n U
-    #     dL/dY     = scale / n V, summed over the ranks
-    #     dL/dscale = 1 / n sum_ij G_ij x_i . y_j = 1 / n <X, U> = 1 / n <Y, V>, summed over the ranks
-    #     dL/dbias  = 1 / n sum_ij G_ij, summed over the ranks
+    #     dL/dX     = scale U
+    #     dL/dY     = scale V, summed over the ranks
+    #     dL/dscale = sum_ij G_ij x_i . y_j = <X, U> = <Y, V>, to be summed over the ranks
+    #     dL/dbias  = sum_ij G_ij, to be summed over the ranks
     @staticmethod
     @once_differentiable
     @no_autocast
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         plan: SigmoidPlan = ctx.plan
-        scale, bias, x, y = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[1:]
+        scale, bias, weights, x, y, losses = ctx.saved_tensors
+        want_scale, want_bias, want_weights, want_x, want_y = ctx.needs_input_grad[1:]
         of_s: _Gradients | None
         of_s, ctx.gradients = ctx.gradients, None
         if of_s is None:
-            _, of_s = _sweep(plan, x, y, wanted)
-        want_scale, want_bias, want_x, want_y = wanted
-        factor = grad_loss * (plan.scale / plan.rows * feature_factor(plan.sync, plan.comm.size))
+            by_row = grad if plan.per_row else weights
+            _, of_s = _sweep(plan, x, y, by_row, (want_scale, want_bias, want_x, want_y))
+        grad = grad.new_ones(()) if plan.per_row else grad
+        factor = grad * plan.scale
         grad_x = of_s.u.mul_(factor).to(x.dtype) if want_x and of_s.u is not None else None
         grad_y = of_s.v.mul_(factor).to(y.dtype) if want_y and of_s.v is not None else None
-        grad_scale = (grad_loss * of_s.scale).to(scale).view_as(scale) if want_scale else None
-        grad_bias = (grad_loss * of_s.bias).to(bias).view_as(bias) if want_bias else None
-        return None, grad_scale, grad_bias, grad_x, grad_y
+        grad_scale = (grad * of_s.scale).to(scale).view_as(scale) if want_scale else None
+        grad_bias = (grad * of_s.bias).to(bias).view_as(bias) if want_bias else None
+        grad_weights = (grad * losses).to(weights) if want_weights else None
+        return None, grad_scale, grad_bias, grad_weights, grad_x, grad_y
 
 
-def _sweep(plan: SigmoidPlan, x: Tensor, y: Tensor, wanted: tuple[bool, ...]) -> tuple[Tensor, _Gradients]:
-    """L, and what the backward pass multiplies."""
+def _sweep(
+    plan: SigmoidPlan, x: Tensor, y: Tensor, weights: Tensor | None, wanted: tuple[bool, ...]
+) -> tuple[Tensor, _Gradients]:
+    """The rows' l_i, and what the backward pass multiplies."""
     want_scale, want_bias, want_x, want_y = wanted
     want_x = want_x or (want_scale and not want_y)
     dtype = accumulation_dtype(x.dtype)
     driver = Driver(x, plan.scale, plan.bias, side=plan.budget.side, largest=plan.exchange.largest_block)
-    sweep = SigmoidSweep(driver, plan.pairs, wide_dtype(x.device))
+    sweep = SigmoidSweep(driver, plan.pairs, wide_dtype(x.device), weights)
     u = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if want_x else None
 
     def visit(block: Block, _carried: Tensor | None, into: Tensor | None, _own: Tensor | None) -> None:
@@ -102,10 +110,7 @@ def _sweep(plan: SigmoidPlan, x: Tensor, y: Tensor, wanted: tuple[bool, ...]) ->
     initial = x.new_zeros(1, x.shape[1], dtype=dtype) if want_y else None
     v = plan.exchange.collect(plan.exchange.bring(y), visit, initial=initial)
     v = None if v is None else plan.exchange.home(v)
-    grad_scale = torch.zeros_like(sweep.loss)
+    grad_scale = torch.zeros_like(sweep.grad_bias)
     if want_scale:
         grad_scale = inner(y, v) if v is not None else inner(x, u)
-    numbers = torch.stack([sweep.loss, grad_scale, sweep.grad_bias]) / plan.rows
-    total = plan.comm.all_reduce(numbers, check=False)
-    _, grad_scale, grad_bias = total_or_share(total, numbers, plan.sync)
-    return total[0].clone(), _Gradients(u, v, grad_scale, grad_bias)
+    return sweep.losses, _Gradients(u, v, grad_scale, sweep.grad_bias)

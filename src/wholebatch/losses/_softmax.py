@@ -1,15 +1,25 @@
-"""Every loss that is a mean of softmax cross-entropies over rows, columns or both of S, as one autograd node.
+"""The numbers that a loss needs of each row and each column of S, as one autograd node.
 
-    N L = sum_i (log R_i + c) + sum_j (log C_j + c) - sum over all softmaxes of their target's logit
+    A_i = logsumexp_j S_ij over row i's candidates,   T_i = sum_j S_ij over its positives,   and likewise for columns
 
-R_i is whole on the row's rank; C_j is partial until the exchange has merged it. A loss says in its `SoftmaxPlan` which
-directions it has, which pairs are positive and which are excluded; the rest is here.
+Losses are made of these vectors in plain PyTorch; S itself is never stored. A row's numbers are whole on the row's
+rank; a column's are partial until the exchange has merged them. A loss says which entries are positive and which are
+candidates, and which numbers it wants; the rest is here.
+
+Backward, with N a number of the size of the batch, U = N dS Y and V = N dS^T X (see `sweep.softmax` for dS),
+
+    d/dX     = scale / N U
+    d/dY     = scale / N V, summed over the ranks, whose rows each see all of Y
+    d/dscale = 1 / N sum_ij N dS_ij x_i . y_j = 1 / N <X, U> = 1 / N <Y, V>, to be summed over the ranks
+
+Of a symmetric S, N (dS + dS^T) Z takes the place of U and V together, and <Z, that> is twice d/dscale. What the node is
+given are the derivatives by this rank's rows' and columns' numbers of one scalar, and what it returns is their adjoint.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -19,159 +29,260 @@ from .._once import once_differentiable
 from .._precision import accumulation_dtype, wide_dtype
 from ..comm import Communicator
 from ..exchange import Exchange
-from ..logsumexp import LogSumExp, shared_shift, uncertified
-from ..sweep import Block, Budget, Driver, KeptTiles, Pairs, SoftmaxSweep
-from ..sync import Sync, feature_factor, loss_parameter_gradient
+from ..logsumexp import log_sum_exp, never_small, shared_shift, uncertified
+from ..partition import Partition
+from ..sweep import Block, Budget, Driver, KeptTiles, Selection, SoftmaxSweep, Sums, Weights
+from ._door import Agreement
 from ._towers import Towers, inner, no_autocast
+
+_DIFFERENTIABLE = ("sum", "target", "logits")  # what of a row has a gradient: A, T and M
 
 
 @dataclass(frozen=True)
 class SoftmaxPlan:
-    """What forward and backward of one call have in common."""
+    """What forward and backward of one call have in common.
+
+    Args:
+        comm: the ranks.
+        exchange: how Y's rows travel.
+        towers: how features become X and Y.
+        selection: what is positive, what is a candidate.
+        scale: of S.
+        bound: no logit is larger.
+        terms: the most candidates of a row or column.
+        size: N, the size of the batch.
+        rows, cols: the numbers wanted (see `sweep.softmax`), "sum" the first; empty for none. Of a symmetric S, `cols`.
+        budget: of tiles.
+        differentiable: whether a backward pass may follow.
+        beside_target: whether the loss adds exp(T_i) to a row's sum: a sum far below it need not be exact.
+        guide: this rank's rows of the guide's features of Y, if the selection has a guide.
+    """
 
     comm: Communicator
     exchange: Exchange
     towers: Towers
-    pairs: Pairs
+    selection: Selection
     scale: float
-    bound: float  # no logit is larger
-    softmaxes: int  # N
-    longest: int  # the most terms of a softmax
-    rows: bool  # whether the rows of S have a softmax
-    cols: bool
+    bound: float
+    terms: int
+    size: int
+    rows: tuple[str, ...]
+    cols: tuple[str, ...]
     budget: Budget
-    sync: Sync
-    differentiable: bool  # whether a backward pass may follow
-    label_smoothing: float = 0.0
+    differentiable: bool
+    beside_target: bool = False
+    guide: Tensor | None = None
 
     @property
     def symmetric(self) -> bool:
-        """Whether the columns of S are its rows: their statistics are then the rows' as well."""
+        """Whether the columns of S are its rows: their numbers are then the rows' as well."""
         return self.exchange.symmetric
-
-    @property
-    def positive(self) -> float:
-        """What a positive pair loses in N dS: 1 - e, the weight of a target, in each direction."""
-        return (self.rows + self.cols) * (1 - self.label_smoothing)
-
-    @property
-    def uniform(self) -> float:
-        """What every entry loses in N dS: e / n, the weight of all n candidates, in each direction."""
-        return (self.rows + self.cols) * self.label_smoothing / self.longest
 
     @property
     def keep(self) -> bool:
         """Whether exp(S) is kept for the backward pass."""
         return self.differentiable and self.budget.kept > 0
 
-    def sweep(self, x: Tensor, kept: Tensor | None = None, positives: Sequence[Tensor] = ()) -> SoftmaxSweep:
+    def sweep(self, x: Tensor, kept: Tensor | None = None) -> SoftmaxSweep:
         """A sweep of X's rows."""
-        driver = Driver(x, self.scale, side=self.budget.side, largest=self.exchange.largest_block)
-        return SoftmaxSweep(
-            driver,
-            self.pairs,
-            kept=None if kept is None else KeptTiles(kept),
-            positives=positives,
-            total=self.uniform > 0,
-        )
+        buffers = 2 if self.selection.bend is None else 3
+        driver = Driver(x, self.scale, side=self.budget.side, largest=self.exchange.largest_block, buffers=buffers)
+        return SoftmaxSweep(driver, self.selection, kept=None if kept is None else KeptTiles(kept))
 
 
 @dataclass(frozen=True)
-class _Statistics:
-    """What the forward pass finds out: L, and what the backward pass needs."""
+class Numbers:
+    """What is known of this rank's rows, or of its columns: each (n,), in float64; None where it was not asked for."""
 
-    loss: Tensor
-    certified: bool  # all sums are exact to rounding
-    shift: float | None  # of all sums; None: each has its own
-    rows: Tensor | None  # (k, b): sums, and shifts where each has its own; None: symmetric, or no such softmax
-    columns: Tensor | None  # (k, columns kept)
-    kept: Tensor | None = None
-    positives: tuple[Tensor, ...] = ()
+    logsumexp: Tensor
+    target: Tensor | None = None
+    logits: Tensor | None = None
+    count: Tensor | None = None
+    largest: Tensor | None = None
+    effective: Tensor | None = None  # (sum E)^2 / sum E^2 over the negatives: as many equal ones would weigh the same
+
+    def first(self, rows: int) -> Numbers:
+        """Those of the first rows."""
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Numbers(**{name: x if x is None else x[:rows] for name, x in values.items()})
 
 
-def softmax_loss(plan: SoftmaxPlan, scale: Any, bias: Any, features: Sequence[Tensor]) -> Tensor:
-    """L of features that `plan.towers` takes apart."""
+def softmax_numbers(
+    agreed: Agreement,
+    scale: tuple[float, Any],
+    features: Sequence[Tensor],
+    *,
+    towers: Towers,
+    stays: Partition,
+    travels: Partition,
+    selection: Selection,
+    bound: float,
+    rows: tuple[str, ...] = (),
+    cols: tuple[str, ...] = (),
+    symmetric: bool = False,
+    beside_target: bool = False,
+    guide: Tensor | None = None,
+) -> tuple[Numbers | None, Numbers | None]:
+    """The numbers of this rank's rows, and of its columns.
+
+    Args:
+        agreed: what the ranks agreed on.
+        scale: of S, as a number; and as what may need a gradient.
+        features: which `towers` takes apart.
+        towers: how features become X and Y.
+        stays: who owns X's rows.
+        travels: who owns Y's rows.
+        selection: what is positive, what is a candidate.
+        bound: no similarity's absolute value is larger.
+        rows: the numbers of rows that are wanted, see `wanted`; empty for none.
+        cols: those of columns; of a symmetric S these, and not the rows'.
+        symmetric: Y is X.
+        beside_target: as in :class:`SoftmaxPlan`.
+        guide: as there.
+    """
+    asked = {*rows, *cols}
+    exact = selection.over != "negatives"
+    keep = "logits" not in asked and selection.bend is None
+    exchange, budget = agreed.exchange(stays, travels, symmetric=symmetric, keep=keep, exact=exact)
+    plan = SoftmaxPlan(
+        agreed.comm,
+        exchange,
+        towers,
+        selection,
+        scale[0],
+        bound=abs(scale[0]) * bound,
+        terms=max(stays.total, travels.total),
+        size=stays.total,
+        rows=rows,
+        cols=cols,
+        budget=budget,
+        differentiable=agreed.differentiable,
+        beside_target=beside_target,
+        guide=guide,
+    )
     # No entries, but a way back to the features, which are not all saved: by it a second derivative is refused.
     anchor = torch.cat([feature[:0].flatten() for feature in features])
-    return _Softmax.apply(plan, anchor, scale, bias, *features)
+    outputs = list(_Softmax.apply(plan, anchor, scale[1], *features))
+    sides: list[Numbers | None] = []
+    for names in (_names(rows), _names(cols)):
+        of_side, outputs = outputs[: len(names)], outputs[len(names) :]
+        sides.append(Numbers(**dict(zip(names, of_side, strict=True))) if names else None)
+    return sides[0], sides[1]
+
+
+def wanted(*, target: bool = True, mean_logit: bool = False, statistics: bool = False) -> tuple[str, ...]:
+    """Names of the numbers of a side: always A; T; M and the candidates' number; what statistics are made of."""
+    names = ["sum", *["target"] * target, *["logits", "count"] * mean_logit]
+    return (*names, *(["largest", "negatives", "squares"] * statistics))
 
 
 class _Softmax(torch.autograd.Function):
     @staticmethod
     @no_autocast
-    def forward(ctx: Any, plan: SoftmaxPlan, anchor: Tensor, scale: Any, bias: Any, *features: Tensor) -> Tensor:
+    def forward(ctx: Any, plan: SoftmaxPlan, anchor: Tensor, scale: Any, *features: Tensor) -> tuple[Tensor, ...]:
         x, y, norms = plan.towers.join(features)
-        held = plan.exchange.bring(y)
-        statistics = _statistics(plan, x, held)
+        travels = y if plan.guide is None else torch.cat([y, plan.guide.to(y.dtype)], dim=1)
+        held = plan.exchange.bring(travels)
+        rows, cols, kept = _statistics(plan, x, held)
 
-        ctx.plan, ctx.shift = plan, statistics.shift
+        ctx.plan, ctx.shifts = plan, [side.shift for side in (rows, cols)]
         ctx.features = [(len(feature), feature.dtype) for feature in features]
-        scale, bias = (value if isinstance(value, Tensor) else None for value in (scale, bias))
-        of_forward = (statistics.rows, statistics.columns, statistics.kept, *statistics.positives)
-        ctx.save_for_backward(anchor, scale, bias, x, y, norms, held, *of_forward)
-        return statistics.loss.to(accumulation_dtype(x.dtype))
+        shifts = [side.shift if isinstance(side.shift, Tensor) else None for side in (rows, cols)]
+        sums = [side.fields.get("sum") for side in (rows, cols)]
+        scale = scale if isinstance(scale, Tensor) else None
+        ctx.save_for_backward(anchor, scale, x, y, norms, held, kept, *sums, *shifts)
+        outputs = [_outputs(side) for side in (rows, cols)]
+        constant = [x for side in outputs for name, x in side.items() if name not in ("logsumexp", "target", "logits")]
+        ctx.mark_non_differentiable(*constant)
+        return tuple(x for side in outputs for x in side.values())
 
-    # With U = N dS Y and V = N dS^T X (see `sweep.softmax` for N dS),
-    #
-    #     dL/dX     = scale / N U
-    #     dL/dY     = scale / N V, summed over the ranks, whose rows each see all of Y
-    #     dL/dscale = 1 / N sum_ij N dS_ij x_i . y_j = 1 / N <X, U> = 1 / N <Y, V>, summed over the ranks
-    #     dL/dbias  = 1 / N sum_ij N dS_ij = 0: P, Q and the targets are distributions
-    #
-    # Of a symmetric S, N (dS + dS^T) Z takes the place of U and V together, and <Z, that> is twice dL/dscale.
     @staticmethod
     @once_differentiable
     @no_autocast
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         plan: SoftmaxPlan = ctx.plan
-        _, scale, bias, x, y, norms, held, rows, columns, kept, *positives = ctx.saved_tensors
-        _, _, want_scale, want_bias, *want_features = ctx.needs_input_grad
+        _, scale, x, y, norms, held, kept, row_sums, col_sums, row_shifts, col_shifts = ctx.saved_tensors
+        _, _, want_scale, *want_features = ctx.needs_input_grad
         want_x, want_y = plan.towers.wanted(want_features)
         if want_scale and not want_x and not want_y:
             want_x, want_y = not plan.symmetric, plan.symmetric
         u = v = None
         if want_x or want_y:
-            u, v = _products(plan, x, held, ctx.shift, rows, columns, kept, positives, want_x, want_y)
+            of_rows, of_cols = grads[: len(_names(plan.rows))], grads[len(_names(plan.rows)) :]
+            rows = _weights(plan, plan.rows, of_rows, row_sums, ctx.shifts[0] if row_shifts is None else row_shifts)
+            cols = _weights(plan, plan.cols, of_cols, col_sums, ctx.shifts[1] if col_shifts is None else col_shifts)
+            u, v = _products(plan, x, held, kept, rows, cols, want_x, want_y)
 
         grad_scale = None
         if want_scale:
             share = inner(y, v) if v is not None else inner(x, u)
-            share = share / (plan.softmaxes * (2 if plan.symmetric else 1))
-            grad_scale = grad_loss * loss_parameter_gradient(share, plan.comm, plan.sync)
-            grad_scale = grad_scale.to(scale).view_as(scale)
-        factor = grad_loss * (plan.scale / plan.softmaxes * feature_factor(plan.sync, plan.comm.size))
+            grad_scale = (share / (plan.size * (2 if plan.symmetric else 1))).to(scale).view_as(scale)
+        factor = plan.scale / plan.size
         dx, dy = (None if gradient is None else gradient.mul_(factor) for gradient in (u, v))
         wanted = [(want, *of) for want, of in zip(want_features, ctx.features, strict=True)]
-        grads = plan.towers.split(dx, dy, x, norms, wanted)
-        return None, None, grad_scale, torch.zeros_like(bias) if want_bias else None, *grads
+        return None, None, grad_scale, *plan.towers.split(dx, dy, x, norms, wanted)
 
 
-def _statistics(plan: SoftmaxPlan, x: Tensor, held: Tensor) -> _Statistics:
-    """L and all sums: relative to one shift if that is certain to do, else each relative to its own maximum."""
-    shift = shared_shift(plan.bound, plan.longest, accumulation_dtype(x.dtype))
+def _names(fields: tuple[str, ...]) -> list[str]:
+    """What of a side goes out."""
+    return [{"sum": "logsumexp", "squares": "effective"}.get(name, name) for name in fields if name != "negatives"]
+
+
+def _outputs(side: Sums) -> dict[str, Tensor]:
+    """The numbers of a side, from its fields."""
+    made = {}
+    for name, field in side.fields.items():
+        if name == "sum":
+            made["logsumexp"] = log_sum_exp(side.shift, field)
+        elif name == "squares":
+            made["effective"] = (side.fields["negatives"].square() / field).nan_to_num(0.0)
+        elif name != "negatives":
+            made[name] = field.clone()
+    return made
+
+
+def _statistics(plan: SoftmaxPlan, x: Tensor, held: Tensor) -> tuple[Sums, Sums, Tensor | None]:
+    """All sums of this rank's rows and columns: under one shift if that is certain to do, else each with its own."""
+    dtype = accumulation_dtype(x.dtype)
+    shift = shared_shift(plan.bound, plan.terms, dtype)
     if shift is not None:
         kept = x.new_empty(plan.budget.kept, dtype=plan.budget.kept_dtype) if plan.keep else None
-        statistics = _sums(plan, x, held, shift, shift, kept)
-        if statistics.certified:
-            return statistics
-        del statistics, kept
-    return _sums(plan, x, held, *_maxima(plan, x, held))
+        rows, cols = _sums(plan, x, held, shift, shift, kept)
+        if never_small(plan.bound, shift, plan.terms, dtype) or _certified(plan, rows, cols, dtype):
+            return rows, cols, kept
+        del rows, cols, kept
+    row_max, col_max = _maxima(plan, x, held)
+    return *_sums(plan, x, held, row_max, col_max, None), None
+
+
+def _certified(plan: SoftmaxPlan, rows: Sums, cols: Sums, dtype: torch.dtype) -> bool:
+    """Whether all sums of all ranks are exact to rounding. Collective: one all-reduce of a number."""
+    bad = torch.zeros((), dtype=torch.int64, device=(rows.fields or cols.fields)["sum"].device)
+    target = {**cols.fields, **rows.fields}.get("target")
+    for side in (rows, cols):
+        if side.fields:
+            sums = side.fields["sum"]
+            if plan.beside_target and target is not None:
+                sums = sums + (target - side.shift).exp()
+            bad = bad + uncertified(sums, plan.terms, dtype)
+    return not plan.comm.all_reduce(bad.to(wide_dtype(bad.device)), check=False).item()
 
 
 def _maxima(plan: SoftmaxPlan, x: Tensor, held: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The largest logit of each row, and of each column kept, of the directions that there are."""
-    nothing = x.new_full((1,), float("-inf"), dtype=accumulation_dtype(x.dtype))
-    row_max = nothing.repeat(len(x)) if plan.rows and not plan.symmetric else None
+    """The largest logit of each row, and of each column kept, where they are wanted; 0 without candidates."""
+    nothing = x.new_full((1, 1), float("-inf"), dtype=accumulation_dtype(x.dtype))
+    row_max = nothing[0].repeat(len(x)) if plan.rows and not plan.symmetric else None
     sweep = plan.sweep(x)
 
     def visit(block: Block, _carried: Tensor | None, into: Tensor | None, own: Tensor | None) -> None:
-        sweep.maxima(block, own if plan.symmetric else row_max, into)
+        rows = own if plan.symmetric else row_max
+        sweep.maxima(block, None if rows is None else rows.view(-1), None if into is None else into[:, 0])
 
     col_max = plan.exchange.collect(held, visit, initial=nothing if plan.cols else None, op="max")
-    if col_max is None:
-        return row_max, None
-    col_max = plan.exchange.merge(col_max, "max")
-    return col_max[plan.exchange.kept_own] if plan.symmetric else row_max, col_max
+    if col_max is not None:
+        col_max = plan.exchange.merge(col_max, "max")[:, 0]
+    row_max, col_max = (None if m is None else m.masked_fill(m.isneginf(), 0.0) for m in (row_max, col_max))
+    return row_max, col_max
 
 
 def _sums(
@@ -180,90 +291,85 @@ def _sums(
     held: Tensor,
     row_shift: Tensor | float | None,
     col_shift: Tensor | float | None,
-    kept: Tensor | None = None,
-) -> _Statistics:
-    """L and all sums, relative to one shift, or to (b,) and (columns kept,) of them."""
-    zero = x.new_zeros(1, dtype=accumulation_dtype(x.dtype))
-    row_sums = zero.repeat(len(x)) if plan.rows and not plan.symmetric else None
+    kept: Tensor | None,
+) -> tuple[Sums, Sums]:
+    """The fields of this rank's rows and columns, relative to one shift, or to (b,) and (columns kept,) of them."""
+    wide, own_cols = wide_dtype(x.device), plan.exchange.kept_own
+    row_fields = _initial(plan.rows, x, wide).repeat(len(x), 1) if plan.rows and not plan.symmetric else None
     sweep = plan.sweep(x, kept)
     carried = col_shift[None] if isinstance(col_shift, Tensor) else None
+    if plan.symmetric and isinstance(col_shift, Tensor):
+        row_shift = col_shift[own_cols]
 
     def visit(block: Block, carried: Tensor | None, into: Tensor | None, own: Tensor | None) -> None:
-        rows = _pairs(row_shift, own if plan.symmetric else row_sums)
-        sweep.sums(block, rows, _pairs(col_shift if carried is None else carried[0], into))
+        rows = _named(row_shift, plan.cols, own) if plan.symmetric else _named(row_shift, plan.rows, row_fields)
+        sweep.sums(block, rows, _named(col_shift if carried is None else carried[0], plan.cols, into))
 
-    col_sums = plan.exchange.collect(held, visit, carried=carried, initial=zero if plan.cols else None)
-    targets = (1 - plan.label_smoothing) * sweep.target_logit + plan.uniform * sweep.total_logit
-    row_numbers = torch.stack([-targets, torch.zeros_like(targets)])
-    if row_sums is not None:
-        row_numbers = row_numbers + _numbers(_pairs(row_shift, row_sums), plan.longest)
-    col_sums, numbers = plan.exchange.finish(
-        col_sums, row_numbers, lambda sums: _numbers(_pairs(col_shift, sums), plan.longest)
+    collected = plan.exchange.collect(
+        held,
+        visit,
+        carried=carried,
+        initial=_initial(plan.cols, x, wide) if plan.cols else None,
+        op=tuple("max" if name == "largest" else "sum" for name in plan.cols),
     )
-    return _Statistics(
-        numbers[0] / plan.softmaxes,
-        certified=not numbers[1].item(),
-        shift=None if isinstance(row_shift, Tensor) or isinstance(col_shift, Tensor) else row_shift,
-        rows=_stacked(row_shift, row_sums),
-        columns=_stacked(col_shift, col_sums),
-        kept=kept,
-        positives=() if kept is None else tuple(sweep.positives),
-    )
+    if collected is not None:
+        ops = tuple("max" if name == "largest" else "sum" for name in plan.cols)
+        collected = plan.exchange.merge(collected, ops)[own_cols].clone()
+        col_shift = col_shift[own_cols] if isinstance(col_shift, Tensor) else col_shift
+    nothing = Sums(0.0, {})
+    return _named(row_shift, plan.rows, row_fields) or nothing, _named(col_shift, plan.cols, collected) or nothing
 
 
-def _pairs(shift: Tensor | float | None, sums: Tensor | None) -> LogSumExp | None:
-    return None if sums is None or shift is None else LogSumExp(shift, sums)
+def _initial(fields: tuple[str, ...], x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What each of the fields begins with, (1, k)."""
+    return x.new_tensor([[float("-inf") if name == "largest" else 0.0 for name in fields]], dtype=dtype)
 
 
-def _numbers(pairs: LogSumExp | None, longest: int) -> Tensor:
-    """What the softmaxes of rows or columns add to N L, and how many of their sums are not certified."""
-    assert pairs is not None
-    value = pairs.value(wide_dtype(pairs.sum.device)).sum()
-    if isinstance(pairs.shift, Tensor):
-        return torch.stack([value, torch.zeros_like(value)])
-    return torch.stack([value, uncertified(pairs.sum, longest).to(value.dtype)])
+def _named(shift: Tensor | float | None, names: tuple[str, ...], fields: Tensor | None) -> Sums | None:
+    """Numbers (n, k) under their names."""
+    if fields is None:
+        return None
+    assert shift is not None
+    return Sums(shift, dict(zip(names, fields.unbind(1), strict=True)))
 
 
-def _stacked(shift: Tensor | float | None, sums: Tensor | None) -> Tensor | None:
-    """Sums, and shifts where each has its own: (k, n)."""
+def _weights(
+    plan: SoftmaxPlan,
+    fields: tuple[str, ...],
+    grads: Sequence[Tensor],
+    sums: Tensor | None,
+    shift: Tensor | float,
+) -> Weights | None:
+    """N times the derivatives by a side's numbers, in the form in which a sweep takes them."""
     if sums is None:
         return None
-    return torch.stack([sums, shift]) if isinstance(shift, Tensor) else sums[None]
+    of = {name: plan.size * grad for name, grad in zip(_names(fields), grads, strict=True)}
+    per_exponential = torch.where(of["logsumexp"] == 0, 0.0, of["logsumexp"] / sums)
+    return Weights(shift, per_exponential, of.get("target"), of.get("logits"))
 
 
 def _products(
     plan: SoftmaxPlan,
     x: Tensor,
     held: Tensor,
-    shift: float | None,
-    rows: Tensor | None,
-    columns: Tensor | None,
     kept: Tensor | None,
-    positives: Sequence[Tensor],
+    rows: Weights | None,
+    cols: Weights | None,
     want_x: bool,
     want_y: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """U, and V at home; of a symmetric S, both in one, in the place of V."""
     dtype = accumulation_dtype(x.dtype)
     u = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if want_x else None
-    sweep = plan.sweep(x, kept, positives)
-    if plan.symmetric and columns is not None:
-        rows = columns[:, plan.exchange.kept_own]
-
-    def pairs(numbers: Tensor | None) -> LogSumExp | None:
-        return None if numbers is None else LogSumExp(numbers[1] if shift is None else shift, numbers[0])
+    sweep = plan.sweep(x, kept)
+    if plan.symmetric:
+        rows = cols
+    carried = None if cols is None else plan.exchange.spread(cols.stacked())
 
     def visit(block: Block, carried: Tensor | None, into: Tensor | None, own: Tensor | None) -> None:
-        sweep.gradients(
-            block,
-            pairs(rows),
-            pairs(carried),
-            positive=plan.positive,
-            uniform=plan.uniform,
-            u=own if plan.symmetric else u,
-            v=into,
-        )
+        of_block = None if cols is None or carried is None else cols.unstacked(carried)
+        sweep.gradients(block, rows, of_block, u=own if plan.symmetric else u, v=into)
 
     initial = x.new_zeros(1, x.shape[1], dtype=dtype) if want_y else None
-    v = plan.exchange.collect(held, visit, carried=columns, initial=initial)
+    v = plan.exchange.collect(held, visit, carried=carried, initial=initial)
     return u, None if v is None else plan.exchange.home(v)

@@ -104,6 +104,14 @@ def inner(a: Tensor, b: Tensor | None) -> Tensor:
     return total
 
 
+@torch.no_grad()
+def paired_products(x: Tensor, y: Tensor) -> Tensor:
+    """x_i . y_i in the accumulation dtype, (rows,), some rows at a time."""
+    dtype = accumulation_dtype(x.dtype)
+    parts = zip(x.split(_CHUNK), y.split(_CHUNK), strict=True)
+    return torch.cat([torch.linalg.vecdot(a.to(dtype), b.to(dtype)) for a, b in parts])
+
+
 def no_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorator: what is inside runs in the dtypes that it was given; the device is that of the first tensor."""
 

@@ -11,17 +11,21 @@ A bias shifts every logit alike, and softmax does not see it: it leaves L unchan
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from .._checks import check_label_smoothing
+from .._checks import check_choice, check_label_smoothing
 from ..comm import Group
 from ..exchange import ExchangeName
-from ..partition import Diagonal
-from ..sweep import Memory, Pairs
+from ..sweep import Memory, Selection
 from ..sync import Sync
-from ._door import LossModule, Options, agree, eager
-from ._softmax import SoftmaxPlan, softmax_loss
+from ._cross_entropy import how_many_equal, many_positives, one_positive
+from ._door import LossModule, Options, Reduction, agree, eager
+from ._pairs import EQUAL_IDS, EqualIdsAre, pairs_of_rows
+from ._softmax import softmax_numbers, wanted
 from ._towers import Towers
+from .statistics import batch_statistics
 
 
 @eager
@@ -31,12 +35,17 @@ def clip_loss(
     logit_scale: Tensor | float,
     *,
     logit_bias: Tensor | float | None = None,
+    ids: Tensor | None = None,
+    equal_ids: EqualIdsAre = "positive",
+    weights: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    reduction: Reduction = "mean",
+    return_statistics: bool = False,
     group: Group = None,
     sync: Sync = "mean",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
-    label_smoothing: float = 0.0,
-) -> Tensor:
+) -> Any:
     r"""Symmetric cross-entropy between the images and texts of all ranks, with its exact gradient.
 
     S = logit_scale * X Y^T + logit_bias,    L = (CE(S, diagonal) + CE(S^T, diagonal)) / 2,    X, Y: all ranks' rows.
@@ -57,7 +66,15 @@ def clip_loss(
         memory: of the tiles of S. "flat": S is computed twice and never stored; an int: so many bytes per rank, which
             hold exp(S), or part of it, between forward and backward, so that it is computed once; "auto": "flat" but
             for small batches. What is kept in half precision, and what that costs: `wholebatch.sweep.memory`.
+        ids: (b_r,) integers; pairs with equal ids (the same caption, the same product) belong together.
+        equal_ids: "positive": all of them are positives, and L is the mean over each row's and column's (UniCL).
+            "excluded": only row i is row i's positive, and the others are left out of its sum.
+        weights: (b_r,), of the pairs, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
         label_smoothing: weight e of the uniform distribution in both targets, 0 <= e <= 1.
+        reduction: "mean", "sum" over all pairs of all ranks, or "none": L_i of this rank's pairs, (b_r,). Each rank
+            then makes a scalar of them; the gradient is that of the sum of these over the ranks, and the engine's
+            averaging makes it that of their mean. `sync` has no part in it.
+        return_statistics: return (L, :class:`wholebatch.BatchStatistics`); one more all-reduce, no more sweeps.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.clip_loss` on the concatenated batch.
@@ -95,40 +112,63 @@ def clip_loss(
     tensor(9.0796e-05, dtype=torch.float64, grad_fn=<_SoftmaxBackward>)
     """
 
-    def check() -> dict[str, float]:
+    def check() -> dict[str, Any]:
         check_label_smoothing(label_smoothing)
-        return {"label_smoothing": float(label_smoothing)}
+        check_choice("equal_ids", equal_ids, EQUAL_IDS)
+        return {"label_smoothing": float(label_smoothing), "equal_ids": equal_ids, "statistics": return_statistics}
 
     agreed = agree(
         "clip_loss",
-        Options(group, sync, exchange, memory),
+        Options(group, sync, exchange, memory, reduction),
         scalars={"logit_scale": logit_scale, "logit_bias": logit_bias},
         features={"image_features": image_features, "text_features": text_features},
         paired=("image_features", "text_features"),
         optional=("logit_bias",),
+        ids={"ids": (ids, "image_features")},
+        weights=(weights, "image_features"),
         check=check,
-        must_match=("label_smoothing",),
+        must_match=("label_smoothing", "equal_ids", "statistics"),
     )
-    rows, norms, scale = agreed.rows["image_features"], agreed.norms, agreed.scalars["logit_scale"]
-    how, budget = agreed.exchange(rows, rows)
-    plan = SoftmaxPlan(
-        agreed.comm,
-        how,
-        Towers(stays=(0,), travels=(1,)),
-        Pairs(positive=(Diagonal(0, rows.offsets[agreed.rank], rows.counts[agreed.rank]),)),
-        scale,
-        bound=abs(scale) * norms["image_features"] * norms["text_features"],
-        softmaxes=2 * rows.total,
-        longest=rows.total,
-        rows=True,
-        cols=True,
-        budget=budget,
-        sync=sync,
-        differentiable=agreed.differentiable,
-        label_smoothing=float(label_smoothing),
+    rows = agreed.rows["image_features"]
+    own = rows.rows(agreed.rank)
+    everyones_ids = None if ids is None else agreed.ids("ids")
+    pairs = pairs_of_rows(own, everyones_ids, equal_ids)
+    several = everyones_ids is not None and equal_ids == "positive"
+    fields = wanted(mean_logit=label_smoothing > 0, statistics=return_statistics)
+    of_images, of_texts = softmax_numbers(
+        agreed,
+        (agreed.scalars["logit_scale"], agreed.inputs["logit_scale"]),
+        [agreed.inputs["image_features"], agreed.inputs["text_features"]],
+        towers=Towers(stays=(0,), travels=(1,)),
+        stays=rows,
+        travels=rows,
+        selection=Selection(pairs, over="all" if several else "negatives"),
+        bound=agreed.norms["image_features"] * agreed.norms["text_features"],
+        rows=fields,
+        cols=fields if several else tuple(name for name in fields if name != "target"),
+        beside_target=not several,
     )
-    given_scale, bias, *features = agreed.inputs
-    return softmax_loss(plan, given_scale, bias, features)
+    assert of_images is not None
+    assert of_texts is not None
+    assert of_images.target is not None
+    if several:
+        assert everyones_ids is not None
+        assert of_texts.target is not None
+        positives = how_many_equal(everyones_ids[own], everyones_ids)
+        losses = [many_positives(side, positives, label_smoothing=label_smoothing) for side in (of_images, of_texts)]
+        targets = [of_images.target / positives, of_texts.target / positives]
+    else:
+        target = of_images.target  # the pair's logit, of its row and of its column
+        losses = [one_positive(side, target, label_smoothing=label_smoothing) for side in (of_images, of_texts)]
+        targets = [target, target]
+    loss = agreed.reduce((losses[0] + losses[1]) / 2, rows.total)
+    bias = agreed.inputs["logit_bias"]
+    if isinstance(bias, Tensor):
+        loss = loss + 0 * bias.to(loss).view(())
+    if not return_statistics:
+        return loss
+    sides = zip((of_images, of_texts), targets, strict=True)
+    return loss, batch_statistics(agreed.comm, agreed.scalars["logit_scale"], list(sides))
 
 
 class CLIPLoss(LossModule):
@@ -138,7 +178,8 @@ class CLIPLoss(LossModule):
     engine wraps.
 
     Args:
-        group, sync, exchange, memory, label_smoothing: as in :func:`wholebatch.functional.clip_loss`.
+        group, sync, exchange, memory, reduction, label_smoothing, equal_ids, return_statistics: as in
+            :func:`wholebatch.functional.clip_loss`.
     """
 
     def __init__(
@@ -148,11 +189,23 @@ class CLIPLoss(LossModule):
         sync: Sync = "mean",
         exchange: ExchangeName = "auto",
         memory: Memory = "auto",
+        reduction: Reduction = "mean",
         label_smoothing: float = 0.0,
+        equal_ids: EqualIdsAre = "positive",
+        return_statistics: bool = False,
     ) -> None:
-        super().__init__(group, sync, exchange, memory)
+        super().__init__(
+            group=group,
+            sync=sync,
+            exchange=exchange,
+            memory=memory,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            equal_ids=equal_ids,
+            return_statistics=return_statistics,
+        )
         check_label_smoothing(label_smoothing)
-        self.label_smoothing = label_smoothing
+        check_choice("equal_ids", equal_ids, EQUAL_IDS)
 
     def forward(
         self,
@@ -161,19 +214,16 @@ class CLIPLoss(LossModule):
         logit_scale: Tensor | float,
         *,
         logit_bias: Tensor | float | None = None,
-    ) -> Tensor:
+        ids: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Any:
         """See :func:`wholebatch.functional.clip_loss`: (b_r, d), (b_r, d), a scalar -> L, the same on all ranks."""
         return clip_loss(
             image_features,
             text_features,
             logit_scale,
             logit_bias=logit_bias,
-            group=self.group,
-            sync=self.sync,
-            exchange=self.exchange,
-            memory=self.memory,
-            label_smoothing=self.label_smoothing,
+            ids=ids,
+            weights=weights,
+            **self.settings,
         )
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, label_smoothing={self.label_smoothing!r}"

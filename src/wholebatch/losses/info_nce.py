@@ -1,25 +1,38 @@
-"""InfoNCE: each query against all keys of the global batch, one direction, with explicit negatives.
+"""InfoNCE: each query's own key against keys, negatives, and other queries of the global batch.
 
-    S_ij = scale q_i . k_j          i: the queries of all ranks          j: their keys, and all ranks' negatives
-    L    = 1/B sum_i [ logsumexp_j S_ij - S_ii ]
+    S_ij = scale q_i . k_j,    T_i = S_ii,    A_i = logsumexp over its negatives
+    L    = 1/B sum_i softplus(A_i - T_i) = 1/B sum_i [ log(exp T_i + exp A_i) - T_i ]
 
-The larger tower stays on its rank, the smaller one travels. If the keys travel, a query's sum is whole on the query's
-rank (rows of S). If there are more keys than queries, the queries travel and S is transposed: a query's sum is then
-that of a column, and the exchange adds it up.
+Which similarities of all ranks are negatives is the caller's choice: directions, exclusions, hard negatives of a
+query's own. All of them are numbers A of one sweep or several (see `_directions`), put together here.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeGuard
+
+import torch
 from torch import Tensor
 
+from .._checks import check_alike, check_choice, check_features, check_label_smoothing, check_number, largest_norm
+from .._precision import wide_dtype
 from ..comm import Group
 from ..exchange import ExchangeName
-from ..partition import Diagonal, Partition
-from ..sweep import Memory, Pairs
+from ..sweep import Memory
 from ..sync import Sync
-from ._door import LossModule, Options, agree, eager
-from ._softmax import SoftmaxPlan, softmax_loss
-from ._towers import Towers
+from ._cross_entropy import many_positives, softplus
+from ._directions import DIRECTIONS, Ceiling, Direction, Retrieval
+from ._door import Agreement, LossModule, Options, Reduction, agree, eager
+from ._pairs import EQUAL_IDS, EqualIdsAre
+from ._softmax import Numbers, wanted
+from ._towers import paired_products
+from .statistics import batch_statistics
+
+PartitionOf = Literal["joint", "per_direction"]
+PARTITIONS = ("joint", "per_direction")
 
 
 @eager
@@ -29,14 +42,41 @@ def info_nce_loss(
     *,
     logit_scale: Tensor | float,
     negatives: Tensor | None = None,
+    hard_negatives: Tensor | None = None,
+    query_ids: Tensor | None = None,
+    key_ids: Tensor | None = None,
+    negative_ids: Tensor | None = None,
+    equal_ids: EqualIdsAre = "excluded",
+    directions: Sequence[Direction] = ("query_to_key",),
+    partition: PartitionOf = "joint",
+    margin: float = 0.0,
+    hardness: float = 0.0,
+    exclude_above: float | None = None,
+    exclude_relative: bool = False,
+    query_guides: Tensor | None = None,
+    key_guides: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    weights: Tensor | None = None,
+    reduction: Reduction = "mean",
+    return_statistics: bool = False,
     group: Group = None,
     sync: Sync = "mean",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
-) -> Tensor:
+) -> Any:
     r"""Cross-entropy of each query's own key among the keys and negatives of all ranks, with its exact gradient.
 
     S = logit_scale * Q [K; N]^T,    L = CE(S, i),    Q, K, N: all ranks' rows.
+
+    With further directions and T_i = S_ii, A^d_i the logsumexp over the negatives of direction d (for queries i, j;
+    keys and negatives j of all ranks)
+
+        query_to_key     S(q_i, k_j), j != i        key_to_query   S(q_j, k_i), j != i
+        query_to_query   S(q_i, q_j), j != i        key_to_key     S(k_i, k_j), j != i
+
+    `partition="joint"` has one softmax, whose sum has exp T_i once for each of the first two directions, and
+    "per_direction" the mean of one logsumexp for each, less T_i. The latter two hold no positive: alone in their sum
+    they are a decoupled term, A^d_i - T_i.
 
     Args:
         queries: Q_r, (b_r, d), this rank's rows as they are: the caller normalises. b_r may differ between ranks and
@@ -46,6 +86,28 @@ def info_nce_loss(
             on all ranks.
         negatives: N_r, (n_r, d), further keys that are nobody's positive, such as mined hard negatives; they count for
             the queries of all ranks. On all ranks or on none; n_r may differ and may be 0.
+        hard_negatives: (b_r, h, d), each query's own, which count for it alone.
+        query_ids: (b_r,) integers; a key with a query's id is no negative of it, nor is another query with that id.
+            Default: those of the queries' keys.
+        key_ids: of the keys, (rows of keys,). Default: those of their queries.
+        negative_ids: of the negatives, (n_r,). Default: none of them is excluded.
+        equal_ids: "excluded": such keys are left out. "positive": they are further positives, L_i is the mean over
+            all of query i's, with the positives of each direction in its sum; for the first two directions.
+        directions: which similarities take part; "query_to_key" always does.
+        partition: "joint" or "per_direction".
+        margin: subtracted from the positive's similarity (in its own softmax, too, as in CosFace).
+        hardness: a: negatives of query_to_key have the logit (logit_scale + a) q . k, with the gradient of
+            logit_scale q . k: harder ones weigh more.
+        exclude_above: m: negatives more similar than the positive by more than m are taken for false, and left out:
+            S_ij > logit_scale (q_i . k_i + m), in each direction. What is left out has no gradient.
+        exclude_relative: the bound is (1 + m) q_i . k_i.
+        query_guides: (b_r, g), features of another model, whose similarities then decide what is left out.
+        key_guides: (rows of keys, and of negatives below them, g). A query's own hard negatives have no guide, and
+            stay.
+        label_smoothing: weight of the uniform distribution over all candidates.
+        weights: (b_r,), of the examples, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
+        reduction: "mean", "sum", or "none": this rank's L_i, (b_r,); see :func:`wholebatch.functional.clip_loss`.
+        return_statistics: return (L, :class:`wholebatch.BatchStatistics`), of the direction query_to_key.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
         exchange: "gather", "ring" or "auto", as there; what travels is the queries, or keys and negatives, whichever
@@ -59,68 +121,89 @@ def info_nce_loss(
     The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
     `backward` is called on every rank, with the same incoming gradient.
 
-    Work: 4 units of b K d multiply-adds per rank, K all keys and negatives; 3 where exp(S) is kept. Memory and
-    collectives: as :func:`wholebatch.functional.clip_loss`, with the travelling tower in the place of Y, and with
-    `negatives` a copy of this rank's keys and negatives below one another; where the keys travel, the all-reduce has 2
-    numbers.
+    Work: 4 units of b K d multiply-adds per rank, K all keys and negatives; 3 where exp(S) is kept. key_to_query adds
+    nothing to that, unless there is `hardness` or `exclude_above`; then each direction is another 4 units.
+    query_to_query is another 2 b B d, key_to_key 2 or 4. Memory and collectives: as
+    :func:`wholebatch.functional.clip_loss` for each sweep, with the travelling tower in the place of Y, and with
+    `negatives` a copy of this rank's keys and negatives below one another; one all-gather of integers for ids.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`;
-            also fewer keys than queries, keys or negatives of another width, and negatives on some ranks only.
+            also fewer keys than queries, keys or negatives of another width, and negatives on some ranks only; ids of
+            the wrong length or type; options that do not exist or do not go together.
         RuntimeError: if the gradient is differentiated again.
 
     Source: van den Oord et al., 2018, arXiv:1807.03748, equation 4; with in-batch negatives, Karpukhin et al., 2020,
-    arXiv:2004.04906, equation 2.
+    arXiv:2004.04906, equation 2; all directions in one softmax, Li et al., 2023, arXiv:2308.03281; false negatives by
+    margin, Zhang et al., 2025, arXiv:2506.05176, by a guide, Solatorio, 2024, arXiv:2402.16829; hardness, Lan et al.,
+    2025, arXiv:2503.04812.
 
     >>> import torch, wholebatch as wb
     >>> q, n = torch.eye(3), -torch.eye(3)
     >>> wb.functional.info_nce_loss(q, q, logit_scale=10.0, negatives=n)
     tensor(0.0002)
     """
+    settings = _Settings(
+        equal_ids=equal_ids,
+        directions=tuple(directions),
+        partition=partition,
+        margin=margin,
+        hardness=hardness,
+        exclude_above=exclude_above,
+        exclude_relative=exclude_relative,
+        label_smoothing=label_smoothing,
+    )
+    several_ids = query_ids is not None or key_ids is not None
+    own_negatives = hard_negatives.flatten(0, 1) if _is_cube(hard_negatives) else hard_negatives
 
-    def check() -> dict[str, str]:
-        if len(keys) < len(queries):
-            raise ValueError(
-                f"keys must have at least as many rows as queries, got {len(keys)} and {len(queries)}; key i is the "
-                "positive of query i"
-            )
-        return {}
+    def check() -> dict[str, Any]:
+        settings.check()
+        settings.check_positives(equal_ids == "positive" and several_ids, hard_negatives)
+        _check_rows(queries, keys, negatives, hard_negatives)
+        _check_ids(several_ids, negative_ids, negatives)
+        guides = _check_guides(queries, keys, negatives, query_guides, key_guides, exclude_above)
+        return {"settings": repr(settings), "guides": guides, "statistics": return_statistics}
 
     agreed = agree(
         "info_nce_loss",
-        Options(group, sync, exchange, memory),
+        Options(group, sync, exchange, memory, reduction),
         scalars={"logit_scale": logit_scale},
-        features={"queries": queries, "keys": keys, "negatives": negatives},
-        optional=("negatives",),
+        features={"queries": queries, "keys": keys, "negatives": negatives, "hard_negatives": own_negatives},
+        optional=("negatives", "hard_negatives"),
+        ids={
+            "query_ids": (query_ids, "queries"),
+            "key_ids": (key_ids, "keys"),
+            "negative_ids": (negative_ids, "negatives"),
+        },
+        weights=(weights, "queries"),
         check=check,
+        must_match=("settings", "guides", "statistics"),
     )
-    keyed = [agreed.rows[name].counts for name in ("keys", "negatives") if name in agreed.rows]
-    query_rows, key_rows = agreed.rows["queries"], Partition(tuple(map(sum, zip(*keyed, strict=True))))
-    key_tower = tuple(range(1, 1 + len(keyed)))
-    queries_travel = query_rows.total < key_rows.total
-    if queries_travel:
-        stays, travels, towers = key_rows, query_rows, Towers(stays=key_tower, travels=(0,))
+    b = len(queries)
+    ceiling = None
+    if exclude_above is not None:
+        ceiling = _ceiling(agreed, b, exclude_above, exclude_relative, query_guides, key_guides)
+    retrieval = Retrieval(agreed, equal_ids, wanted(mean_logit=label_smoothing > 0, statistics=return_statistics))
+    found = retrieval.numbers(settings.directions, hardness=hardness, ceiling=ceiling)
+    target = found["query_to_key"].target
+    assert target is not None
+    if hard_negatives is not None:
+        of_own = _own_negatives(agreed, hard_negatives.shape, hardness, ceiling)
+        found["query_to_key"] = _together(found["query_to_key"], of_own)
+    if retrieval.several:
+        losses = torch.stack(
+            [
+                many_positives(side, retrieval.positives(direction), label_smoothing=label_smoothing)
+                for direction, side in found.items()
+            ]
+        ).mean(0)
+        target = target / retrieval.positives("query_to_key")
     else:
-        stays, travels, towers = query_rows, key_rows, Towers(stays=(0,), travels=key_tower)
-    how, budget = agreed.exchange(stays, travels)
-    rank, scale, norms = agreed.rank, agreed.scalars["logit_scale"], agreed.norms
-    plan = SoftmaxPlan(
-        agreed.comm,
-        how,
-        towers,
-        Pairs(positive=(Diagonal(0, travels.offsets[rank], query_rows.counts[rank]),)),
-        scale,
-        bound=abs(scale) * norms["queries"] * max(norms["keys"], norms.get("negatives", 0.0)),
-        softmaxes=query_rows.total,
-        longest=key_rows.total,
-        rows=not queries_travel,
-        cols=queries_travel,
-        budget=budget,
-        sync=sync,
-        differentiable=agreed.differentiable,
-    )
-    given_scale, *features = agreed.inputs
-    return softmax_loss(plan, given_scale, None, features[: 1 + len(keyed)])
+        losses = settings.cross_entropy(found, target - agreed.inputs["logit_scale"] * margin if margin else target)
+    loss = agreed.reduce(losses, agreed.rows["queries"].total)
+    if not return_statistics:
+        return loss
+    return loss, batch_statistics(agreed.comm, agreed.scalars["logit_scale"], [(found["query_to_key"], target)])
 
 
 class InfoNCELoss(LossModule):
@@ -130,30 +213,263 @@ class InfoNCELoss(LossModule):
     engine wraps.
 
     Args:
-        group, sync, exchange, memory: as in :func:`wholebatch.functional.info_nce_loss`.
+        settings: all keyword arguments of :func:`wholebatch.functional.info_nce_loss` that are neither tensors nor
+            `logit_scale`.
     """
 
     def __init__(
         self,
         *,
+        equal_ids: EqualIdsAre = "excluded",
+        directions: Sequence[Direction] = ("query_to_key",),
+        partition: PartitionOf = "joint",
+        margin: float = 0.0,
+        hardness: float = 0.0,
+        exclude_above: float | None = None,
+        exclude_relative: bool = False,
+        label_smoothing: float = 0.0,
+        reduction: Reduction = "mean",
+        return_statistics: bool = False,
         group: Group = None,
         sync: Sync = "mean",
         exchange: ExchangeName = "auto",
         memory: Memory = "auto",
     ) -> None:
-        super().__init__(group, sync, exchange, memory)
+        settings: dict[str, Any] = {
+            "equal_ids": equal_ids,
+            "directions": tuple(directions),
+            "partition": partition,
+            "margin": margin,
+            "hardness": hardness,
+            "exclude_above": exclude_above,
+            "exclude_relative": exclude_relative,
+            "label_smoothing": label_smoothing,
+        }
+        _Settings(**settings).check()
+        super().__init__(
+            group=group,
+            sync=sync,
+            exchange=exchange,
+            memory=memory,
+            reduction=reduction,
+            return_statistics=return_statistics,
+            **settings,
+        )
 
     def forward(
-        self, queries: Tensor, keys: Tensor, *, logit_scale: Tensor | float, negatives: Tensor | None = None
-    ) -> Tensor:
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        *,
+        logit_scale: Tensor | float,
+        negatives: Tensor | None = None,
+        hard_negatives: Tensor | None = None,
+        query_ids: Tensor | None = None,
+        key_ids: Tensor | None = None,
+        negative_ids: Tensor | None = None,
+        query_guides: Tensor | None = None,
+        key_guides: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Any:
         """See :func:`wholebatch.functional.info_nce_loss`: (b_r, d), (b_r, d), a scalar, (n_r, d) -> L."""
         return info_nce_loss(
             queries,
             keys,
             logit_scale=logit_scale,
             negatives=negatives,
-            group=self.group,
-            sync=self.sync,
-            exchange=self.exchange,
-            memory=self.memory,
+            hard_negatives=hard_negatives,
+            query_ids=query_ids,
+            key_ids=key_ids,
+            negative_ids=negative_ids,
+            query_guides=query_guides,
+            key_guides=key_guides,
+            weights=weights,
+            **self.settings,
         )
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """Options that are no tensors."""
+
+    equal_ids: str
+    directions: tuple[Direction, ...]
+    partition: str
+    margin: float
+    hardness: float
+    exclude_above: float | None
+    exclude_relative: bool
+    label_smoothing: float
+
+    def check(self) -> None:
+        """Raise ValueError unless each of them exists, and they go together."""
+        check_choice("equal_ids", self.equal_ids, EQUAL_IDS)
+        check_choice("partition", self.partition, PARTITIONS)
+        for direction in self.directions:
+            check_choice("directions", direction, DIRECTIONS)
+        if "query_to_key" not in self.directions or len(set(self.directions)) < len(self.directions):
+            raise ValueError(f"directions must be different, one of them 'query_to_key'; got {self.directions}")
+        check_label_smoothing(self.label_smoothing)
+        for name, value in (("margin", self.margin), ("hardness", self.hardness)):
+            check_number(name, value)
+        if self.exclude_above is not None:
+            check_number("exclude_above", self.exclude_above)
+        elif self.exclude_relative:
+            raise ValueError("exclude_relative says how exclude_above is meant: give that, too")
+
+    def check_positives(self, several: bool, hard_negatives: Tensor | None) -> None:
+        """Several positives to a query: what does not go with them."""
+        given = {
+            "margin": self.margin,
+            "hardness": self.hardness,
+            "exclude_above": self.exclude_above is not None,
+            "hard_negatives": hard_negatives is not None,
+            "directions": not set(self.directions) <= {"query_to_key", "key_to_query"},
+            "partition='joint'": self.partition == "joint" and len(self.directions) > 1,
+        }
+        wrong = [name for name, value in given.items() if value]
+        if several and wrong:
+            raise ValueError(
+                f"equal_ids='positive' does not go with {', '.join(wrong)}; it takes the directions query_to_key and "
+                "key_to_query, per direction"
+            )
+
+    def cross_entropy(self, found: dict[Direction, Numbers], target: Tensor) -> Tensor:
+        """L_i of one positive each, whose logit is T_i, (b,)."""
+        least = torch.finfo(target.dtype).min / 4  # of nothing: without the NaN that -inf's gradient would be
+        negatives = {name: side.logsumexp.clamp(min=least) for name, side in found.items()}
+        crossing = [name for name in found if name in ("query_to_key", "key_to_query")]
+        if self.partition == "joint":
+            copies = len(crossing)
+            every = list(negatives.values())
+            together = every[0] if len(every) == 1 else torch.stack(every).logsumexp(0)
+            loss = softplus(together - target - math.log(copies)) + math.log(copies)
+            return loss + self._smoothing(list(found.values()), target, copies)
+        losses = []
+        for name, side in found.items():
+            if name in crossing:
+                losses.append(softplus(negatives[name] - target) + self._smoothing([side], target, 1))
+            else:
+                loss = negatives[name] - target + self._smoothing([side], target, 0)
+                losses.append(torch.where(side.logsumexp.isneginf(), 0.0, loss))  # no other query, or key
+        return torch.stack(losses).mean(0)
+
+    def _smoothing(self, sides: Sequence[Numbers], target: Tensor, copies: int) -> Tensor | float:
+        """e (T - mean logit of all candidates), where the positive is one of them `copies` times."""
+        if not self.label_smoothing:
+            return 0.0
+        logits = torch.stack([side.logits for side in sides if side.logits is not None]).sum(0)
+        count = torch.stack([side.count for side in sides if side.count is not None]).sum(0)
+        return self.label_smoothing * (target - (logits + copies * target) / (count + copies).clamp(min=1))
+
+
+def _is_cube(x: object) -> TypeGuard[Tensor]:
+    return isinstance(x, Tensor) and x.dim() == 3
+
+
+def _ceiling(
+    agreed: Agreement, b: int, above: float, relative: bool, query_guides: Tensor | None, key_guides: Tensor | None
+) -> Ceiling:
+    """Where a similarity begins to be too large for a negative."""
+    if query_guides is None or key_guides is None:
+        of_pairs = paired_products(agreed.inputs["queries"], agreed.inputs["keys"][:b])
+    else:
+        query_guides, key_guides = (guide.detach().to(agreed.dtype) for guide in (query_guides, key_guides))
+        of_pairs = paired_products(query_guides, key_guides[:b])
+    return Ceiling(of_pairs * (1 + above) if relative else of_pairs + above, query_guides, key_guides)
+
+
+def _own_negatives(agreed: Agreement, shape: torch.Size, hardness: float, ceiling: Ceiling | None) -> Numbers:
+    """The numbers of each query's own negatives, (b, h, d): h products for each."""
+    queries, negatives = (agreed.inputs[name].to(agreed.dtype) for name in ("queries", "hard_negatives"))
+    similarities = torch.einsum("bd,bhd->bh", queries, negatives.view(shape))
+    scale = agreed.inputs["logit_scale"]
+    logits = (scale * similarities + hardness * similarities.detach()).to(wide_dtype(agreed.device))
+    least = torch.finfo(logits.dtype).min / 4
+    among = torch.ones_like(logits, dtype=torch.bool)
+    if ceiling is not None and ceiling.query_guides is None:
+        among = similarities.detach() <= ceiling.largest[:, None]
+    if not shape[1]:
+        nothing = logits.new_zeros(shape[0])
+        return Numbers(nothing + least, None, nothing, nothing, nothing - math.inf, nothing)
+    logits = logits.masked_fill(~among, least)
+    logsumexp = logits.logsumexp(1)
+    largest = logits.detach().masked_fill(~among, -math.inf).amax(1)
+    squares = (2 * (logits - logsumexp[:, None])).detach().exp().sum(1)
+    return Numbers(
+        logsumexp,
+        logits=torch.where(among, logits, 0.0).sum(1),
+        count=among.sum(1).to(logits),
+        largest=largest,
+        effective=1 / squares,
+    )
+
+
+def _together(one: Numbers, other: Numbers) -> Numbers:
+    """Of the candidates of both; the target is the one's."""
+    assert other.logits is not None
+    assert other.count is not None
+    assert other.largest is not None
+    assert other.effective is not None
+    least = torch.finfo(one.logsumexp.dtype).min / 4
+    logsumexp = torch.logaddexp(one.logsumexp.clamp(min=least), other.logsumexp)
+    effective = None
+    if one.effective is not None:
+        parts = zip((one, other), (one.effective, other.effective), strict=True)
+        squares = torch.zeros_like(logsumexp)
+        for side, of_side in parts:
+            share = (side.logsumexp - logsumexp).detach().exp()
+            squares = squares + torch.where(of_side > 0, share.square() / of_side, 0.0)
+        effective = 1 / squares
+    return Numbers(
+        logsumexp,
+        one.target,
+        None if one.logits is None else one.logits + other.logits,
+        None if one.count is None else one.count + other.count,
+        None if one.largest is None else torch.maximum(one.largest, other.largest),
+        effective,
+    )
+
+
+def _check_rows(queries: Tensor, keys: Tensor, negatives: Tensor | None, hard_negatives: Tensor | None) -> None:
+    if len(keys) < len(queries):
+        raise ValueError(
+            f"keys must have at least as many rows as queries, got {len(keys)} and {len(queries)}; key i is the "
+            "positive of query i"
+        )
+    if hard_negatives is not None and (hard_negatives.dim() != 3 or len(hard_negatives) != len(queries)):
+        raise ValueError(
+            f"hard_negatives must have shape ({len(queries)}, per query, feature size), got "
+            f"{tuple(hard_negatives.shape)}; what counts for all queries goes into negatives"
+        )
+
+
+def _check_ids(given: bool, negative_ids: Tensor | None, negatives: Tensor | None) -> None:
+    if negative_ids is not None and (not given or negatives is None):
+        raise ValueError("negative_ids are compared with query_ids or key_ids, and need negatives: give these, too")
+
+
+def _check_guides(
+    queries: Tensor,
+    keys: Tensor,
+    negatives: Tensor | None,
+    query_guides: Tensor | None,
+    key_guides: Tensor | None,
+    exclude_above: float | None,
+) -> list[Any] | None:
+    """What ranks have to agree on about the guides."""
+    if query_guides is None and key_guides is None:
+        return None
+    if query_guides is None or key_guides is None or exclude_above is None:
+        raise ValueError(
+            "query_guides, key_guides and exclude_above go together: give all three, or none of the guides"
+        )
+    rows = {"query_guides": len(queries), "key_guides": len(keys) + (0 if negatives is None else len(negatives))}
+    for name, guides in (("query_guides", query_guides), ("key_guides", key_guides)):
+        check_features(name, guides)
+        if len(guides) != rows[name]:
+            below = " (keys, and negatives below them)" if name == "key_guides" else ""
+            raise ValueError(f"{name} must have {rows[name]} rows{below}, got {len(guides)}")
+        largest_norm(name, guides)
+    check_alike("query_guides", query_guides, "key_guides", key_guides, rows=False)
+    return [query_guides.shape[1], str(query_guides.dtype)]

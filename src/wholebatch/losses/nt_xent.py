@@ -9,19 +9,19 @@ S is symmetric: the tiles above its diagonal say all, and the work is half of a 
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from typing import Any
+
+from torch import Tensor
 
 from .._checks import check_temperature
 from ..comm import Group
 from ..exchange import ExchangeName
-from ..partition import Diagonal, Partition
-from ..sweep import Memory, Pairs
+from ..sweep import Memory
 from ..sync import Sync
-from ._door import LossModule, Options, agree, eager
-from ._softmax import SoftmaxPlan, softmax_loss
-from ._towers import Towers
-
-_UNIT = 1.001  # no norm is larger, after division and rounding
+from ._cross_entropy import one_positive
+from ._door import LossModule, Options, Reduction, agree, eager
+from ._views import two_views
+from .statistics import batch_statistics
 
 
 @eager
@@ -30,11 +30,15 @@ def nt_xent_loss(
     z1: Tensor,
     *,
     temperature: Tensor | float = 0.1,
+    ids: Tensor | None = None,
+    weights: Tensor | None = None,
+    reduction: Reduction = "mean",
+    return_statistics: bool = False,
     group: Group = None,
     sync: Sync = "mean",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
-) -> Tensor:
+) -> Any:
     r"""Cross-entropy of each row's other view among all rows of both views but itself, with its exact gradient.
 
     S = Z Z^T / temperature,    L = CE(S without its diagonal, other view),    Z = normalize([Z0; Z1]), all ranks' rows.
@@ -45,6 +49,11 @@ def nt_xent_loss(
         z1: (b_r, d), the second view; row i is another view of row i of z0.
         temperature: divides the cosines; a positive number or a tensor of shape () or [1], which may be learned; the
             same on all ranks.
+        ids: (b_r,) integers; examples with equal ids are no negatives of each other.
+        weights: (b_r,), of the examples, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
+        reduction: "mean", "sum", or "none": of this rank's examples the mean over both views, (b_r,); see
+            :func:`wholebatch.functional.clip_loss`.
+        return_statistics: return (L, :class:`wholebatch.BatchStatistics`).
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
         exchange: "gather", "ring" or "auto", as there.
@@ -76,37 +85,25 @@ def nt_xent_loss(
     """
     agreed = agree(
         "nt_xent_loss",
-        Options(group, sync, exchange, memory),
+        Options(group, sync, exchange, memory, reduction),
         scalars={"temperature": temperature},
         features={"z0": z0, "z1": z1},
         paired=("z0", "z1"),
-        check=lambda: {"temperature": check_temperature("temperature", temperature)},
+        ids={"ids": (ids, "z0")},
+        weights=(weights, "z0"),
+        check=lambda: {
+            "temperature": check_temperature("temperature", temperature),
+            "statistics": return_statistics,
+        },
+        must_match=("statistics",),
     )
-    pairs = agreed.rows["z0"]
-    rows = Partition(tuple(2 * count for count in pairs.counts))
-    how, budget = agreed.exchange(rows, rows, symmetric=True)
-    first, own = rows.offsets[agreed.rank], pairs.counts[agreed.rank]
-    scale = 1 / agreed.scalars["temperature"]
-    plan = SoftmaxPlan(
-        agreed.comm,
-        how,
-        Towers(stays=(0, 1), normalise=True),
-        Pairs(
-            positive=(Diagonal(0, first + own, own), Diagonal(own, first, own)),
-            excluding=(Diagonal(0, first, 2 * own),),
-        ),
-        scale,
-        bound=scale * _UNIT,
-        softmaxes=rows.total,
-        longest=rows.total - 1,
-        rows=True,
-        cols=True,
-        budget=budget,
-        sync=sync,
-        differentiable=agreed.differentiable,
-    )
-    given_temperature, *features = agreed.inputs
-    return softmax_loss(plan, 1 / given_temperature, None, features)
+    numbers = two_views(agreed, statistics=return_statistics)
+    assert numbers.target is not None
+    losses = one_positive(numbers, numbers.target)
+    loss = agreed.reduce(losses.unflatten(0, (2, -1)).mean(0), agreed.rows["z0"].total)
+    if not return_statistics:
+        return loss
+    return loss, batch_statistics(agreed.comm, 1 / agreed.scalars["temperature"], [(numbers, numbers.target)])
 
 
 class NTXentLoss(LossModule):
@@ -115,7 +112,8 @@ class NTXentLoss(LossModule):
     Args:
         temperature: a number, or an `nn.Parameter` to be learned: then wrap the module like the model, so that the
             engine synchronises its gradient.
-        group, sync, exchange, memory: as in :func:`wholebatch.functional.nt_xent_loss`.
+        group, sync, exchange, memory, reduction, return_statistics: as in
+            :func:`wholebatch.functional.nt_xent_loss`.
     """
 
     def __init__(
@@ -126,26 +124,20 @@ class NTXentLoss(LossModule):
         sync: Sync = "mean",
         exchange: ExchangeName = "auto",
         memory: Memory = "auto",
+        reduction: Reduction = "mean",
+        return_statistics: bool = False,
     ) -> None:
-        super().__init__(group, sync, exchange, memory)
-        check_temperature("temperature", temperature)
-        self.temperature: Tensor | float
-        if isinstance(temperature, Tensor) and not isinstance(temperature, nn.Parameter):
-            self.register_buffer("temperature", temperature)
-        else:
-            self.temperature = temperature
-
-    def forward(self, z0: Tensor, z1: Tensor) -> Tensor:
-        """See :func:`wholebatch.functional.nt_xent_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
-        return nt_xent_loss(
-            z0,
-            z1,
-            temperature=self.temperature,
-            group=self.group,
-            sync=self.sync,
-            exchange=self.exchange,
-            memory=self.memory,
+        super().__init__(
+            group=group,
+            sync=sync,
+            temperature=temperature,
+            exchange=exchange,
+            memory=memory,
+            reduction=reduction,
+            return_statistics=return_statistics,
         )
+        check_temperature("temperature", temperature)
 
-    def extra_repr(self) -> str:
-        return f"temperature={float(self.temperature):g}, {super().extra_repr()}"
+    def forward(self, z0: Tensor, z1: Tensor, *, ids: Tensor | None = None, weights: Tensor | None = None) -> Any:
+        """See :func:`wholebatch.functional.nt_xent_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
+        return nt_xent_loss(z0, z1, ids=ids, weights=weights, **self.settings)

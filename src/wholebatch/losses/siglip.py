@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .._checks import check_choice
 from ..comm import Group
 from ..exchange import ExchangeName
-from ..partition import Diagonal
-from ..sweep import Memory, Pairs
+from ..sweep import Memory
 from ..sync import Sync
-from ._door import LossModule, Options, agree, eager
+from ._door import LossModule, Options, Reduction, agree, eager
+from ._pairs import EQUAL_IDS, EqualIdsAre, pairs_of_rows
 from ._sigmoid import Sigmoid, SigmoidPlan
 
 
@@ -26,6 +27,10 @@ def siglip_loss(
     logit_scale: Tensor | float,
     logit_bias: Tensor | float,
     *,
+    ids: Tensor | None = None,
+    equal_ids: EqualIdsAre = "positive",
+    weights: Tensor | None = None,
+    reduction: Reduction = "mean",
     group: Group = None,
     sync: Sync = "mean",
     exchange: ExchangeName = "auto",
@@ -44,6 +49,11 @@ def siglip_loss(
         logit_scale: multiplies the similarities (1 / temperature, already exponentiated); a number or a tensor of
             shape () or [1], the same on all ranks.
         logit_bias: added to all logits, about -log B at the start of training; as logit_scale.
+        ids: (b_r,) integers; pairs with equal ids belong together.
+        equal_ids: "positive": z_ij = 1 for them. "excluded": they are left out of the sum.
+        weights: (b_r,), of the images, >= 0: of all pairs that they are in; L is then divided by their sum.
+        reduction: "mean" over images, "sum", or "none": L_i of this rank's images, (b_r,), for which the backward
+            pass sweeps again; see :func:`wholebatch.functional.clip_loss`.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
         exchange: "gather", "ring" or "auto", as there.
@@ -75,25 +85,40 @@ def siglip_loss(
     """
     agreed = agree(
         "siglip_loss",
-        Options(group, sync, exchange, memory),
+        Options(group, sync, exchange, memory, reduction),
         scalars={"logit_scale": logit_scale, "logit_bias": logit_bias},
         features={"image_features": image_features, "text_features": text_features},
         paired=("image_features", "text_features"),
+        ids={"ids": (ids, "image_features")},
+        weights=(weights, "image_features"),
+        check=lambda: {"equal_ids": check_choice("equal_ids", equal_ids, EQUAL_IDS)},
+        must_match=("equal_ids",),
     )
     rows = agreed.rows["image_features"]
+    pairs = pairs_of_rows(rows.rows(agreed.rank), None if ids is None else agreed.ids("ids"), equal_ids)
     how, budget = agreed.exchange(rows, rows)
+    given = agreed.inputs
+    per_row = reduction == "none"
     plan = SigmoidPlan(
         agreed.comm,
         how,
-        Pairs(positive=(Diagonal(0, rows.offsets[agreed.rank], rows.counts[agreed.rank]),)),
+        pairs,
         agreed.scalars["logit_scale"],
         agreed.scalars["logit_bias"],
-        rows=rows.total,
-        budget=budget,
-        sync=sync,
-        differentiable=agreed.differentiable,
+        budget,
+        agreed.differentiable,
+        per_row,
     )
-    return Sigmoid.apply(plan, *agreed.inputs)
+    weights = given["weights"]
+    loss = Sigmoid.apply(
+        plan,
+        given["logit_scale"],
+        given["logit_bias"],
+        None if per_row else weights,
+        given["image_features"],
+        given["text_features"],
+    )
+    return agreed.reduce(loss, rows.total) if per_row else agreed.total_of(loss, rows.total)
 
 
 class SigLIPLoss(LossModule):
@@ -109,12 +134,17 @@ class SigLIPLoss(LossModule):
     def __init__(
         self,
         *,
+        equal_ids: EqualIdsAre = "positive",
+        reduction: Reduction = "mean",
         group: Group = None,
         sync: Sync = "mean",
         exchange: ExchangeName = "auto",
         memory: Memory = "auto",
     ) -> None:
-        super().__init__(group, sync, exchange, memory)
+        super().__init__(
+            group=group, sync=sync, exchange=exchange, memory=memory, reduction=reduction, equal_ids=equal_ids
+        )
+        check_choice("equal_ids", equal_ids, EQUAL_IDS)
 
     def forward(
         self,
@@ -122,15 +152,11 @@ class SigLIPLoss(LossModule):
         text_features: Tensor,
         logit_scale: Tensor | float,
         logit_bias: Tensor | float,
+        *,
+        ids: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor:
         """See :func:`wholebatch.functional.siglip_loss`: (b_r, d), (b_r, d), two scalars -> L, the same everywhere."""
         return siglip_loss(
-            image_features,
-            text_features,
-            logit_scale,
-            logit_bias,
-            group=self.group,
-            sync=self.sync,
-            exchange=self.exchange,
-            memory=self.memory,
+            image_features, text_features, logit_scale, logit_bias, ids=ids, weights=weights, **self.settings
         )

@@ -28,7 +28,7 @@ from ..comm.call import Call
 from ..comm.handshake import GRAD_ENABLED
 from ..comm.maps import AllGather
 from ..partition import Partition
-from ..sync import Sync, check_sync, replicated_loss_factor
+from ..sync import Sync, check_sync, replicated_loss_factor, scale_gradient
 from ._joining import gradient_facts, join
 from ._root import checked_loss, loss_at_root
 
@@ -160,7 +160,7 @@ class WholeBatch(nn.Module):
         spread = _gather if self.strategy == "gather" else _replicate
         full = [spread(comm, x, partition) for x, partition in zip(inputs, partitions, strict=True)]
         loss = _same_on_all_ranks(comm, lambda: compute(full))
-        return _ScaleGradient.apply(loss, replicated_loss_factor(self.sync, comm.size))
+        return scale_gradient(loss, replicated_loss_factor(self.sync, comm.size))
 
     def _of_the_loss(
         self, representations: tuple[Any, ...], has_rows: list[bool], kwargs: dict[str, Any]
@@ -212,19 +212,6 @@ class _OwnRows(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.size, None
-
-
-class _ScaleGradient(Function):
-    """The identity, whose gradient is multiplied by a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return (grad if ctx.factor == 1 else grad * ctx.factor), None
 
 
 def _refuse_gathered_scalars(inputs: list[Tensor], partitions: list[Partition]) -> None:

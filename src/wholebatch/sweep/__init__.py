@@ -2,19 +2,29 @@
 
 from .driver import Block, Driver
 from .memory import Budget, KeptTiles, Memory, default_side, fit, smallest_budget
-from .pairs import Pairs
+from .pairs import NONE, Diagonals, Entries, EqualIds, Pairs, Union
 from .sigmoid import SigmoidSweep
-from .softmax import SoftmaxSweep
+from .softmax import Bend, Over, Selection, SoftmaxSweep, Sums, Weights
 
 __all__ = [
+    "NONE",
+    "Bend",
     "Block",
     "Budget",
+    "Diagonals",
     "Driver",
+    "Entries",
+    "EqualIds",
     "KeptTiles",
     "Memory",
+    "Over",
     "Pairs",
+    "Selection",
     "SigmoidSweep",
     "SoftmaxSweep",
+    "Sums",
+    "Union",
+    "Weights",
     "default_side",
     "fit",
     "smallest_budget",

@@ -23,7 +23,7 @@ from ..partition import Tile, tiles
 class Block:
     """Columns of the global batch that are at hand, and the rows of this rank that meet them."""
 
-    y: Tensor  # (n, d)
+    y: Tensor  # (n, d), or more: what lies behind the first d numbers of a row is not part of S
     cols: slice  # where they lie among all columns
     rows: slice
     triangle: bool = False  # they are this rank's own rows, of a symmetric S: its upper triangle says all
@@ -37,15 +37,23 @@ class Driver:
         scale, bias: of S.
         side: rows and columns of a tile.
         largest: rows and columns of the largest block to come, where that is known to be smaller than a tile.
+        buffers: tiles in memory; 3 where `spare` is used.
     """
 
     def __init__(
-        self, x: Tensor, scale: float, bias: float = 0.0, *, side: int, largest: tuple[int, int] | None = None
+        self,
+        x: Tensor,
+        scale: float,
+        bias: float = 0.0,
+        *,
+        side: int,
+        largest: tuple[int, int] | None = None,
+        buffers: int = 2,
     ) -> None:
         self.x, self.scale, self.bias, self.side = x, scale, bias, side
-        self.dtype = accumulation_dtype(x.dtype)
+        self.dtype, self.width = accumulation_dtype(x.dtype), x.shape[1]
         rows, cols = (min(side, n) for n in largest or (side, side))
-        self._logits, self._scratch = (x.new_empty(rows * cols, dtype=self.dtype) for _ in range(2))
+        self._logits, self._scratch, *self._spare = (x.new_empty(rows * cols, dtype=self.dtype) for _ in range(buffers))
         widened = x.dtype != self.dtype
         self._wide_x, self._wide_y = (x.new_empty(n * widened, x.shape[1], dtype=self.dtype) for n in (rows, cols))
 
@@ -55,7 +63,7 @@ class Driver:
         for tile in tiles(block.rows, block.cols, self.side, triangle=block.triangle):
             if tile.rows != rows:
                 rows, x = tile.rows, _widened(self.x[tile.rows], self._wide_x)
-            yield tile, x, _widened(block.y[relative(tile.cols, block)], self._wide_y)
+            yield tile, x, _widened(block.y[relative(tile.cols, block), : self.width], self._wide_y)
 
     def logits(self, tile: Tile, x: Tensor, y: Tensor) -> Tensor:
         """The tile of S, in a buffer that the next one overwrites."""
@@ -73,6 +81,10 @@ class Driver:
     def scratch(self, tile: Tile) -> Tensor:
         """Memory for another tile."""
         return _view(self._scratch, tile)
+
+    def spare(self, tile: Tile) -> Tensor:
+        """Memory for one more, of three."""
+        return _view(self._spare[0], tile)
 
     def products(
         self, grad: Tensor, tile: Tile, x: Tensor, y: Tensor, block: Block, u: Tensor | None, v: Tensor | None

@@ -10,7 +10,8 @@ For half precision, a tile's rows of X and of Y in float32 come on top of each.
 
 exp(S) is kept as it is where the budget holds all of it (4 bytes per entry in float32, 8 in float64), and always in
 float64. Otherwise float32 keeps bfloat16, 2 bytes per entry: then each off-diagonal weight P_ij + Q_ij in a kept tile
-carries a relative error of at most 2^-9. The loss, and the weights of positive pairs, are not rounded.
+carries a relative error of at most 2^-9. The loss, and the weights of positive pairs, are not rounded. Where a row has
+several positives, which then compete with each other, nothing is.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def smallest_budget(rows: int, cols: int, dtype: torch.dtype) -> int:
     return _TILES * side * side * dtype.itemsize
 
 
-def fit(memory: Memory, *, entries: int, side: int, dtype: torch.dtype) -> Budget:
+def fit(memory: Memory, *, entries: int, side: int, dtype: torch.dtype, exact: bool = False) -> Budget:
     """The budget of one rank.
 
     Args:
@@ -60,6 +61,7 @@ def fit(memory: Memory, *, entries: int, side: int, dtype: torch.dtype) -> Budge
         entries: of S that this rank computes.
         side: of a tile, where memory does not say otherwise.
         dtype: the accumulation dtype.
+        exact: nothing that is kept may be rounded.
 
     >>> fit(1000, entries=100, side=512, dtype=torch.float32)
     Budget(side=11, kept=0, kept_dtype=torch.float32)
@@ -74,7 +76,7 @@ def fit(memory: Memory, *, entries: int, side: int, dtype: torch.dtype) -> Budge
     spare = memory - _TILES * side * side * dtype.itemsize
     if spare <= 0:
         return Budget(max(1, min(side, isqrt(memory // (_TILES * dtype.itemsize)))), 0, dtype)
-    if dtype == torch.float64 or spare >= entries * dtype.itemsize:
+    if exact or dtype == torch.float64 or spare >= entries * dtype.itemsize:
         return Budget(side, min(entries, spare // dtype.itemsize), dtype)
     return Budget(side, min(entries, spare // 2), torch.bfloat16)
 

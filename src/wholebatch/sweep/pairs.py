@@ -3,16 +3,18 @@
 A sweep asks two questions about a tile. The answer is an index of entries, with which `matrix[index]` reads and writes
 them, or None where there are none:
 
-    positives(tile)    the entries that are targets
-    excluded(tile)     the entries that are no candidates: their exponential is 0, and so is their gradient
+    positive.within(tile)    the entries that are targets
+    excluded.within(tile)    the entries that are no candidates: their exponential is 0, and so is their gradient
 
-Here both are diagonals: row k of one tower belongs to row k of the other.
+All other entries are negatives. Sets of entries are described in O(B) numbers, never as a B x B mask: as diagonals, for
+row k of one tower belongs to row k of the other; or by integer ids of rows and columns, for those with equal ids belong
+together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,27 +24,79 @@ from ..partition import Diagonal, Tile
 Index = tuple[Tensor, Tensor]
 
 
+class Entries(Protocol):
+    """A set of entries, in rows of this rank and columns of the global batch."""
+
+    def within(self, tile: Tile, device: torch.device) -> Index | None:
+        """Those of the tile, relative to its first row and column."""
+        ...
+
+
+class Diagonals:
+    """The entries of some diagonals.
+
+    >>> Diagonals(Diagonal(0, 2, 3)).within(Tile(slice(1, 4), slice(0, 4)), torch.device("cpu"))
+    (tensor([0]), tensor([3]))
+    """
+
+    def __init__(self, *diagonals: Diagonal) -> None:
+        self.diagonals = diagonals
+
+    def within(self, tile: Tile, device: torch.device) -> Index | None:
+        parts = [diagonal.within(tile) for diagonal in self.diagonals]
+        parts = [part for part in parts if part[2]]
+        if not parts:
+            return None
+        rows = torch.cat([torch.arange(row, row + length, device=device) for row, _, length in parts])
+        cols = torch.cat([torch.arange(col, col + length, device=device) for _, col, length in parts])
+        return rows, cols
+
+
+class EqualIds:
+    """The entries whose row and column have the same id, but for some.
+
+    Args:
+        rows: (b,) ids of this rank's rows.
+        cols: (B,) ids of all columns.
+        but: entries that are left out.
+
+    >>> pairs = EqualIds(torch.tensor([7, 8]), torch.tensor([8, 7, 8]), but=Diagonals(Diagonal(0, 1, 2)))
+    >>> pairs.within(Tile(slice(0, 2), slice(0, 3)), torch.device("cpu"))
+    (tensor([1]), tensor([0]))
+    """
+
+    def __init__(self, rows: Tensor, cols: Tensor, *, but: Entries | None = None) -> None:
+        self._rows, self._cols, self._but = rows, cols, but
+
+    def within(self, tile: Tile, device: torch.device) -> Index | None:
+        mask = self._rows[tile.rows, None] == self._cols[None, tile.cols]
+        at = self._but.within(tile, device) if self._but is not None else None
+        if at is not None:
+            mask[at] = False
+        rows, cols = mask.nonzero(as_tuple=True)
+        return (rows, cols) if len(rows) else None
+
+
+class Union:
+    """The entries of several sets that have none in common."""
+
+    def __init__(self, *sets: Entries) -> None:
+        self._sets = sets
+
+    def within(self, tile: Tile, device: torch.device) -> Index | None:
+        found = [at for at in (entries.within(tile, device) for entries in self._sets) if at is not None]
+        if not found:
+            return None
+        rows, cols = zip(*found, strict=True)
+        return torch.cat(rows), torch.cat(cols)
+
+
+NONE = Diagonals()
+
+
 @dataclass(frozen=True)
 class Pairs:
-    """Positive and excluded entries, in rows of this rank and columns of the global batch."""
+    """Positive and excluded entries; the rest is negative."""
 
-    positive: tuple[Diagonal, ...]
-    excluding: tuple[Diagonal, ...] = ()
-
-    def positives(self, tile: Tile, device: torch.device) -> Index | None:
-        """The entries of the tile that are targets."""
-        return _index(self.positive, tile, device)
-
-    def excluded(self, tile: Tile, device: torch.device) -> Index | None:
-        """The entries of the tile that are no candidates."""
-        return _index(self.excluding, tile, device)
-
-
-def _index(diagonals: Sequence[Diagonal], tile: Tile, device: torch.device) -> Index | None:
-    parts = [diagonal.within(tile) for diagonal in diagonals]
-    parts = [part for part in parts if part[2]]
-    if not parts:
-        return None
-    rows = torch.cat([torch.arange(row, row + length, device=device) for row, _, length in parts])
-    cols = torch.cat([torch.arange(col, col + length, device=device) for _, col, length in parts])
-    return rows, cols
+    positive: Entries = NONE
+    excluded: Entries = NONE

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..partition import Tile
 from .driver import Block, Driver
 from .pairs import Pairs
 
@@ -23,37 +24,41 @@ class SigmoidSweep:
 
     Args:
         driver: of the rows.
-        pairs: which entries are positive.
+        pairs: which entries are positive, and which do not count.
         dtype: in which losses are summed.
+        weights: (b,), of the rows, in the gradient; None: 1.
     """
 
-    def __init__(self, driver: Driver, pairs: Pairs, dtype: torch.dtype) -> None:
+    def __init__(self, driver: Driver, pairs: Pairs, dtype: torch.dtype, weights: Tensor | None = None) -> None:
         self.driver, self.pairs = driver, pairs
-        self.loss = torch.zeros((), dtype=dtype, device=driver.x.device)  # sum_ij l_ij of the blocks so far
-        self.grad_bias = torch.zeros_like(self.loss)  # sum_ij d l_ij / d S_ij
+        self._weights = None if weights is None else weights.to(driver.dtype).unsqueeze(1)
+        self.losses = torch.zeros(len(driver.x), dtype=dtype, device=driver.x.device)  # sum_j l_ij of the blocks so far
+        self.grad_bias = torch.zeros((), dtype=dtype, device=driver.x.device)  # sum_ij w_i d l_ij / d S_ij
 
     def block(self, block: Block, u: Tensor | None, v: Tensor | None, *, bias: bool) -> None:
         """Take in a block; add dS Y to `u` (b, d), dS^T X to `v` (n, d), and sum dS for the bias if asked to."""
         for tile, x, y in self.driver.tiles(block):
             m = self.driver.logits(tile, x, y)
-            at = self.pairs.positives(tile, m.device)
+            at = self.pairs.positive.within(tile, m.device)
+            excluded = self.pairs.excluded.within(tile, m.device)
             if at is not None:
                 m[at] *= -1
-            self.loss += self._softplus(m, self.driver.scratch(tile))
+            if excluded is not None:
+                m[excluded] = float("-inf")
+            self._add_softplus(m, tile)
             if u is None and v is None and not bias:
                 continue
             grad = m.sigmoid_()
             if at is not None:
                 grad[at] *= -1
+            if self._weights is not None:
+                grad.mul_(self._weights[tile.rows])
             if bias:
-                self.grad_bias += self._total(grad)
+                self.grad_bias += grad.sum(1).sum(dtype=self.grad_bias.dtype)
             self.driver.products(grad, tile, x, y, block, u, v)
 
-    def _softplus(self, m: Tensor, scratch: Tensor) -> Tensor:
-        """sum log(1 + exp(m)) = sum max(m, 0) + log(1 + exp(-|m|))."""
-        positive_part = self._total(torch.clamp(m, min=0, out=scratch))
-        return positive_part + self._total(torch.abs(m, out=scratch).neg_().exp_().log1p_())
-
-    def _total(self, tile: Tensor) -> Tensor:
-        """Its sum; row by row first, since a sum in a wider dtype would copy the tile."""
-        return tile.sum(1).sum(dtype=self.loss.dtype)
+    def _add_softplus(self, m: Tensor, tile: Tile) -> None:
+        """sum_j log(1 + exp(m)) = sum_j max(m, 0) + log(1 + exp(-|m|))."""
+        scratch, losses = self.driver.scratch(tile), self.losses[tile.rows]
+        losses += torch.clamp(m, min=0, out=scratch).sum(1)
+        losses += torch.abs(m, out=scratch).neg_().exp_().log1p_().sum(1)

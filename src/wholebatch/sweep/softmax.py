@@ -1,41 +1,126 @@
-"""The softmax sweep: tiles of S to row and column sums of exponentials, and tiles of dS to dX and dY.
+"""The softmax sweep: tiles of S to numbers of each row and column, and tiles of dS to dX and dY.
 
-With P = softmax over the row, Q = softmax over the column, and N the number of softmaxes in the loss,
+A pass over S collects, for each row i and likewise for each column j, sums over some of its entries:
 
-    N dS_ij = P_ij + Q_ij - positive [i and j are a pair] - uniform
+    sum        R_i = sum_j exp(S_ij - c)      over the candidates, with a shift c (see `logsumexp`)
+    target     T_i = sum_j S_ij               over the positives
+    logits     M_i = sum_j S_ij               over the candidates
+    count      how many                       of the candidates
+    largest    max_j S_ij                     over the candidates but for positives (if there are other candidates)
+    negatives  sum_j exp(S_ij - c)            over the same
+    squares    sum_j exp(2 (S_ij - c))        over the same
 
-where a loss that uses one direction has one of P and Q. Under one shift c for all (see `logsumexp`), E = exp(S - c)
-serves both:
+and a loss is any differentiable function of A_i = c + log R_i, T_i and M_i. With its derivatives a_i, t_i, m_i by
+those of the rows, and a'_j, t'_j, m'_j by those of the columns,
 
-    R_i = sum_j E_ij,   C_j = sum_i E_ij,      P_ij + Q_ij = E_ij (1 / R_i + 1 / C_j)
+    dS_ij = E_ij (a_i / R_i + a'_j / C_j)     of candidates, E = exp(S - c)
+          + m_i + m'_j                        of candidates
+          + t_i + t'_j                        of positives
 
-Forward 1 unit of multiply-adds and one exponential per entry, backward 3 and one; 2 and none where E was kept.
+Under one shift for all, E serves rows and columns: forward 1 unit of multiply-adds and one exponential per entry,
+backward 3 and one; 2 and none where E was kept.
 
-Positive pairs get more care, for where training has gone well P_ii + Q_ii is all but 2 and the loss all but 0. The
-target is subtracted inside the tile, in float64, from E_ii / R_i + E_ii / C_i; the target's logit in the loss is
-log E_ii + c, with the rounding that R_i has seen. Then a pair whose E_ii is all of R_i has loss and gradient 0, not
-rounding. And a kept tile in bfloat16 gets its positives back as they were.
+The candidates are the negatives, or positives and negatives, or the positives. Where a row has one positive, its
+cross-entropy is softplus(A_i - T_i) over the negatives: no difference of numbers near 1 is left in dS, and where
+training has gone well, loss and gradient vanish as they should. Where positives are among the candidates, the two
+terms of their dS are added in float64, inside the tile.
 
 A symmetric S (features against themselves) needs the tiles on and above the diagonal only: a tile's column sums are
-the mirrored tile's row sums, and dS + dS^T = E_ij (1 / R_i + 1 / R_j) - ... has the same form.
+the mirrored tile's row sums, and dS + dS^T has the same form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from .._precision import wide_dtype
-from ..logsumexp import LogSumExp
 from ..partition import Tile
 from .driver import Block, Driver, relative
 from .memory import KeptTiles
-from .pairs import Pairs
+from .pairs import Index, Pairs
 
-_T = TypeVar("_T", Tensor, LogSumExp)
+_T = TypeVar("_T")
+Over = Literal["negatives", "all", "positives"]
+
+
+class Bend(Protocol):
+    """A function of the logits that takes their place, entry by entry; positives and negatives have each their own."""
+
+    def bend_(self, logits: Tensor, at: Index | None) -> Tensor:
+        """S to f(S), in place; `at` are the positives."""
+        ...
+
+    def slope_(self, logits: Tensor, at: Index | None) -> Tensor:
+        """S to what stands for f'(S), in place."""
+        ...
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which entries a pass sums over.
+
+    Args:
+        pairs: what is positive, what is excluded.
+        over: the candidates.
+        floor, ceiling: (b,), a row's candidates have logits above the one and up to the other.
+        guide: (b, g), features of another model; ceiling then holds for x_guide . y_guide, and Y's rows carry theirs
+            behind their own.
+        bend: takes the place of the logits.
+    """
+
+    pairs: Pairs
+    over: Over = "negatives"
+    floor: Tensor | None = None
+    ceiling: Tensor | None = None
+    guide: Tensor | None = None
+    bend: Bend | None = None
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Where the numbers of rows or of columns are added up."""
+
+    shift: Tensor | float  # one for all, or (n,)
+    fields: Mapping[str, Tensor]  # each (n,)
+
+    def __getitem__(self, at: slice) -> Sums:
+        return Sums(_at(self.shift, at), {name: field[at] for name, field in self.fields.items()})
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A loss's derivatives by the numbers of rows or of columns."""
+
+    shift: Tensor | float
+    of_exponentials: Tensor  # a_i / R_i
+    of_targets: Tensor | None  # t_i
+    of_logits: Tensor | None  # m_i
+
+    def __getitem__(self, at: slice) -> Weights:
+        targets, logits = (None if of is None else of[at] for of in (self.of_targets, self.of_logits))
+        return Weights(_at(self.shift, at), self.of_exponentials[at], targets, logits)
+
+    def stacked(self) -> Tensor:
+        """What there is of them, (k, n), to travel with the columns."""
+        parts = (self.of_exponentials, self.of_targets, self.of_logits, self.shift)
+        return torch.stack([part.to(self.of_exponentials) for part in parts if isinstance(part, Tensor)])
+
+    def unstacked(self, rows: Tensor) -> Weights:
+        """The same kinds of numbers, from `stacked` ones of other columns."""
+        remaining = iter(rows)
+        parts = (self.of_exponentials, self.of_targets, self.of_logits, self.shift)
+        found = [next(remaining) if isinstance(part, Tensor) else part for part in parts]
+        exponentials, targets, logits, shift = found
+        assert isinstance(exponentials, Tensor)
+        assert not isinstance(targets, float)
+        assert not isinstance(logits, float)
+        assert shift is not None
+        return Weights(shift, exponentials, targets, logits)
 
 
 class SoftmaxSweep:
@@ -43,173 +128,208 @@ class SoftmaxSweep:
 
     Args:
         driver: of the rows.
-        pairs: which entries are positive, which excluded.
+        selection: what is summed over.
         kept: memory for E, written by `sums` and read by `gradients`; None: E is computed again.
-        positives: for `gradients` with kept tiles, what `sums` left in `positives`.
-        total: whether `sums` totals all logits in `total_logit`.
     """
 
-    def __init__(
-        self,
-        driver: Driver,
-        pairs: Pairs,
-        *,
-        kept: KeptTiles | None = None,
-        positives: Sequence[Tensor] = (),
-        total: bool = False,
-    ) -> None:
-        self.driver, self.pairs, self.kept, self._total = driver, pairs, kept, total
+    def __init__(self, driver: Driver, selection: Selection, *, kept: KeptTiles | None = None) -> None:
+        self.driver, self.selection, self.kept = driver, selection, kept
         self._device, self._wide = driver.x.device, wide_dtype(driver.x.device)
-        self.positives = list(positives)  # E of the positive pairs of each tile with any
-        self.target_logit: Tensor = torch.zeros((), dtype=self._wide, device=self._device)  # of all softmaxes
-        self.total_logit = torch.zeros_like(self.target_logit)  # sum_ij S_ij
 
-    def maxima(self, block: Block, row_max: Tensor | None, col_max: Tensor | None) -> None:
-        """Raise `row_max` (b,) and `col_max` (n,) to the block's largest logits; None is left out."""
+    def maxima(self, block: Block, rows: Tensor | None, cols: Tensor | None) -> None:
+        """Raise `rows` (b,) and `cols` (n,) to the largest logits of the block's candidates; None is left out."""
         for tile, x, y in self.driver.tiles(block):
-            logits = self._logits(tile, x, y)
-            for largest, dim in _sides(tile, block, row_max, col_max):
-                torch.maximum(largest, logits.amax(dim), out=largest)
+            logits = self._candidates(tile, block, x, y).logits
+            for largest, at, dim in _sides(tile, block, rows, cols):
+                largest[at] = torch.maximum(largest[at], logits.amax(dim))
 
-    def sums(self, block: Block, rows: LogSumExp | None, cols: LogSumExp | None) -> None:
-        """Add the block's exponentials, relative to the shifts, to `rows.sum` (b,) and `cols.sum` (n,)."""
-        if self._total:
-            x_sum, y_sum = (z.sum(0, dtype=self._wide) for z in (self.driver.x[block.rows], block.y))
-            self.total_logit += self.driver.scale * (x_sum * y_sum).sum()
+    def sums(self, block: Block, rows: Sums | None, cols: Sums | None) -> None:
+        """Add the block's part to the fields of `rows` and `cols`; None is left out."""
         shift = _one_shift(rows, cols)
         for tile, x, y in self.driver.tiles(block):
-            sides = list(_sides(tile, block, rows, cols))
+            sides = [(side[at], dim) for side, at, dim in _sides(tile, block, rows, cols)]
+            entries = self._candidates(tile, block, x, y)
+            for side, dim in sides:
+                self._sum_logits(entries, side.fields, dim)
             if shift is None:
-                self._sum_by_own_shifts(tile, x, y, sides)
-            else:
-                self._sum_by_one_shift(tile, x, y, sides, shift)
+                for side, dim in sides:
+                    self._sum_exponentials(self._exp(entries.logits, side.shift, tile, dim), entries.at, [(side, dim)])
+                continue
+            exponentials = _exp_(entries.logits, shift)
+            if self.kept is not None:
+                self.kept.keep(exponentials)
+            self._sum_exponentials(exponentials, entries.at, sides, scratch=self.driver.scratch(tile))
 
     def gradients(
-        self,
-        block: Block,
-        rows: LogSumExp | None,
-        cols: LogSumExp | None,
-        *,
-        positive: float,
-        uniform: float,
-        u: Tensor | None,
-        v: Tensor | None,
+        self, block: Block, rows: Weights | None, cols: Weights | None, u: Tensor | None, v: Tensor | None
     ) -> None:
-        """Add N dS Y to `u` (b, d) and N dS^T X to `v` (n, d), from finished sums; None is left out."""
+        """Add dS Y to `u` (b, d) and dS^T X to `v` (n, d), from a loss's derivatives; None is left out."""
         shift = _one_shift(rows, cols)
         for tile, x, y in self.driver.tiles(block):
-            of_rows = None if rows is None else rows[tile.rows]
-            of_cols = None if cols is None else cols[relative(tile.cols, block)]
-            if shift is None:
-                grad = self._grad_by_own_shifts(tile, x, y, of_rows, of_cols, positive)
-            else:
-                grad = self._grad_by_one_shift(tile, x, y, of_rows, of_cols, positive, shift)
-            if uniform:
-                grad.sub_(uniform)
+            sides = [] if rows is None else [(rows[tile.rows], 1)]
+            if cols is not None:  # of a tile that is its own mirror image, too: its gradient is dS + dS^T
+                sides.append((cols[relative(tile.cols, block)], 0))
+            grad = self._gradient(tile, block, x, y, sides, shift)
             self.driver.products(grad, tile, x, y, block, u, v)
 
-    # The tile functions: a tile to its part of the sums, a tile to N dS. First with one shift for all, E = exp(S - c).
+    # A tile of S: what is candidate in it, and what its rows or columns (`dim` is summed over) have of it.
 
-    def _sum_by_one_shift(
-        self, tile: Tile, x: Tensor, y: Tensor, sides: Sequence[tuple[LogSumExp, int]], shift: float
+    def _candidates(self, tile: Tile, block: Block, x: Tensor, y: Tensor) -> _Entries:
+        """The tile of S, -inf where there is no candidate."""
+        selection, logits = self.selection, self.driver.logits(tile, x, y)
+        at = selection.pairs.positive.within(tile, self._device)
+        slope = None
+        if selection.bend is not None:
+            slope = selection.bend.slope_(self.driver.spare(tile).copy_(logits), at)
+            selection.bend.bend_(logits, at)
+        values = None if at is None else logits[at]
+        candidates = values
+        if selection.ceiling is not None:
+            compared = logits if selection.guide is None else self._guide(selection.guide, tile, block)
+            logits.masked_fill_(compared > selection.ceiling[tile.rows, None], float("-inf"))
+        if selection.floor is not None:
+            logits.masked_fill_(logits <= selection.floor[tile.rows, None], float("-inf"))
+            if at is not None:
+                candidates = logits[at]
+        excluded = selection.pairs.excluded.within(tile, self._device)
+        if excluded is not None:
+            logits[excluded] = float("-inf")
+        if selection.over == "positives":
+            logits.fill_(float("-inf"))
+        if at is not None and candidates is not None:
+            logits[at] = float("-inf") if selection.over == "negatives" else candidates
+        return _Entries(logits, at, values, slope)
+
+    def _guide(self, guide: Tensor, tile: Tile, block: Block) -> Tensor:
+        """The guide's similarities, in the scratch tile; its features of the columns lie behind Y's."""
+        theirs = block.y[relative(tile.cols, block), self.driver.width :].to(self.driver.dtype)
+        return torch.mm(guide[tile.rows], theirs.T, out=self.driver.scratch(tile))
+
+    def _sum_logits(self, entries: _Entries, fields: Mapping[str, Tensor], dim: int) -> None:
+        """Fields that are sums or maxima of the logits themselves."""
+        logits, at, values = entries.logits, entries.at, entries.values
+        if "target" in fields and at is not None and values is not None:
+            fields["target"].index_add_(0, at[1 - dim], values.to(self._wide))
+        if "logits" in fields:
+            candidate = logits > float("-inf")
+            fields["count"].add_(candidate.sum(dim))
+            fields["logits"].add_(torch.where(candidate, logits, 0.0).sum(dim))
+        if "largest" in fields:
+            among_others = self.selection.over == "all" and at is not None
+            if among_others:
+                kept, logits[at] = logits[at], float("-inf")
+            fields["largest"].copy_(torch.maximum(fields["largest"], logits.amax(dim)))
+            if among_others:
+                logits[at] = kept
+
+    def _sum_exponentials(
+        self, exponentials: Tensor, at: Index | None, sides: list[tuple[Sums, int]], scratch: Tensor | None = None
     ) -> None:
-        logits = self._logits(tile, x, y)
-        at = self.pairs.positives(tile, self._device)
-        targets = None if at is None else logits[at].to(self._wide)
-        exponentials = _exp_(logits, shift)
-        if at is not None and targets is not None:
-            of_pairs = exponentials[at]
-            self.positives.append(of_pairs)
-            self.target_logit += len(sides) * self._as_summed(of_pairs, shift, targets).sum()
-        if self.kept is not None:
-            self.kept.keep(exponentials)
+        """Fields that are sums of exponentials, which are overwritten if their squares are wanted."""
         for side, dim in sides:
-            side.sum.add_(exponentials.sum(dim))
+            side.fields["sum"].add_(exponentials.sum(dim))
+        if not any("squares" in side.fields for side, _ in sides):
+            return
+        if at is not None and self.selection.over == "all":
+            exponentials[at] = 0.0
+        for side, dim in sides:
+            side.fields["negatives"].add_(exponentials.sum(dim))
+        squares = torch.mul(exponentials, exponentials, out=exponentials if scratch is None else scratch)
+        for side, dim in sides:
+            side.fields["squares"].add_(squares.sum(dim))
 
-    def _grad_by_one_shift(
-        self,
-        tile: Tile,
-        x: Tensor,
-        y: Tensor,
-        rows: LogSumExp | None,
-        cols: LogSumExp | None,
-        positive: float,
-        shift: float,
+    # A tile of dS, from its rows' and its columns' weights.
+
+    def _gradient(
+        self, tile: Tile, block: Block, x: Tensor, y: Tensor, sides: list[tuple[Weights, int]], shift: float | None
     ) -> Tensor:
-        at = self.pairs.positives(tile, self._device)
         kept = None if self.kept is None else self.kept.next(tile.shape)
         if kept is None:
-            exponentials = _exp_(self._logits(tile, x, y), shift)
-            of_pairs = None if at is None else exponentials[at]
+            entries = self._candidates(tile, block, x, y)
         else:
-            exponentials = kept if kept.dtype == self.driver.dtype else self.driver.buffer(tile).copy_(kept)
-            of_pairs = None if at is None else self.positives.pop(0)
-        sums = [side.sum.unsqueeze(dim) for side, dim in ((rows, 1), (cols, 0)) if side is not None]
-        if len(sums) == 1:
-            factor = sums[0].reciprocal()
+            at = self.selection.pairs.positive.within(tile, self._device)
+            entries = _Entries(kept, at)
+        at, exponentials = entries.at, entries.logits
+        uniform = [side.of_logits.unsqueeze(dim) for side, dim in sides if side.of_logits is not None]
+        candidate = exponentials > float("-inf") if uniform else None
+        if kept is None and shift is not None:
+            _exp_(exponentials, shift)
+        elif kept is not None and kept.dtype != self.driver.dtype:
+            exponentials = self.driver.buffer(tile).copy_(kept)
+        of_pairs = None if at is None else self._gradient_of_pairs(exponentials, at, sides)
+
+        if shift is None:
+            grad = self._weighted_by_own_shifts(exponentials, tile, sides)
         else:
-            factor = torch.add(*(total.reciprocal() for total in sums), out=self.driver.scratch(tile))
-        grad = torch.mul(exponentials, factor, out=self.driver.buffer(tile))
+            factors = [side.of_exponentials.to(self.driver.dtype).unsqueeze(dim) for side, dim in sides]
+            factor = torch.add(*factors, out=self.driver.scratch(tile)) if len(factors) == 2 else factors[0]
+            grad = torch.mul(exponentials, factor, out=self.driver.buffer(tile))
+        if candidate is not None:
+            for of_side in uniform:
+                grad.add_(torch.where(candidate, of_side.to(grad.dtype), 0.0))
         if at is not None and of_pairs is not None:
-            wide = of_pairs.to(self._wide)
-            softmaxes = [wide / total.expand(tile.shape)[at].to(self._wide) for total in sums]
-            grad[at] = (torch.stack(softmaxes).sum(0) - positive).to(grad.dtype)
-        return grad
+            grad[at] = of_pairs.to(grad.dtype)
+        return grad if entries.slope is None else grad.mul_(entries.slope)
 
-    # The same with a shift for each row and column: two exponentials per entry.
-
-    def _sum_by_own_shifts(self, tile: Tile, x: Tensor, y: Tensor, sides: Sequence[tuple[LogSumExp, int]]) -> None:
-        logits = self._logits(tile, x, y)
-        at = self.pairs.positives(tile, self._device)
-        if at is not None:
-            self.target_logit += len(sides) * logits[at].sum(dtype=self._wide)
+    def _gradient_of_pairs(self, entries: Tensor, at: Index, sides: list[tuple[Weights, int]]) -> Tensor:
+        """dS of positive pairs, summed in float64; `entries` are E, or with a shift for each row and column S."""
+        of_entries = entries[at].to(self._wide)
+        total = torch.zeros_like(of_entries)
         for side, dim in sides:
-            side.sum.add_(self._exp(logits, side, tile, dim).sum(dim))
+            here = at[1 - dim]
+            if side.of_targets is not None:
+                total += side.of_targets[here]
+            if self.selection.over == "negatives":
+                continue
+            exponentials = (of_entries - side.shift[here]).exp() if isinstance(side.shift, Tensor) else of_entries
+            total += exponentials * side.of_exponentials[here]
+            if side.of_logits is not None:
+                total += side.of_logits[here]
+        return total
 
-    def _grad_by_own_shifts(
-        self, tile: Tile, x: Tensor, y: Tensor, rows: LogSumExp | None, cols: LogSumExp | None, positive: float
-    ) -> Tensor:
-        logits = self._logits(tile, x, y)
-        p = None if rows is None else self._exp(logits, rows, tile, dim=1).div_(rows.sum.unsqueeze(1))
-        q = None if cols is None else logits.sub_(cols.shift).exp_().div_(cols.sum)
-        grad = q if p is None else p if q is None else q.add_(p)
-        assert grad is not None
-        at = self.pairs.positives(tile, self._device)
-        if at is not None:
-            grad[at] -= positive
+    def _weighted_by_own_shifts(self, logits: Tensor, tile: Tile, sides: list[tuple[Weights, int]]) -> Tensor:
+        """E times its factors where each row and column has a shift of its own: an exponential for each."""
+        (side, dim), *rest = sides
+        grad = self._exp(logits, side.shift, tile, dim).mul_(side.of_exponentials.to(logits.dtype).unsqueeze(dim))
+        for side, dim in rest:
+            assert isinstance(side.shift, Tensor)
+            exponentials = logits.sub_(side.shift.to(logits.dtype).unsqueeze(dim)).exp_()
+            grad.addcmul_(exponentials, side.of_exponentials.to(logits.dtype).unsqueeze(dim))
         return grad
 
-    def _logits(self, tile: Tile, x: Tensor, y: Tensor) -> Tensor:
-        logits = self.driver.logits(tile, x, y)
-        at = self.pairs.excluded(tile, self._device)
-        if at is not None:
-            logits[at] = float("-inf")
-        return logits
-
-    def _exp(self, logits: Tensor, side: LogSumExp, tile: Tile, dim: int) -> Tensor:
+    def _exp(self, logits: Tensor, shift: Tensor | float, tile: Tile, dim: int) -> Tensor:
         """exp(S - shift) relative to the shift of each row (dim 1) or column (dim 0), in the scratch tile."""
-        assert isinstance(side.shift, Tensor)
-        return torch.sub(logits, side.shift.unsqueeze(dim), out=self.driver.scratch(tile)).exp_()
-
-    def _as_summed(self, exponentials: Tensor, shift: float, logits: Tensor) -> Tensor:
-        """The logits as their exponentials have it: log E + c; as they are where E may have lost more than rounding."""
-        safe = exponentials >= torch.finfo(exponentials.dtype).tiny / torch.finfo(exponentials.dtype).eps
-        return torch.where(safe, exponentials.to(self._wide).log() + shift, logits)
+        assert isinstance(shift, Tensor)
+        return torch.sub(logits, shift.to(logits.dtype).unsqueeze(dim), out=self.driver.scratch(tile)).exp_()
 
 
-def _sides(tile: Tile, block: Block, rows: _T | None, cols: _T | None) -> Iterator[tuple[_T, int]]:
-    """What belongs to the tile's rows, and to its columns unless they only mirror the rows; and what to sum over."""
+@dataclass(frozen=True)
+class _Entries:
+    """A tile's candidates."""
+
+    logits: Tensor  # -inf elsewhere; or, if they were kept, the exponentials
+    at: Index | None  # where the positives are
+    values: Tensor | None = None  # the positives' logits, candidates or not
+    slope: Tensor | None = None  # of the bend
+
+
+def _sides(tile: Tile, block: Block, rows: _T | None, cols: _T | None) -> Iterator[tuple[_T, slice, int]]:
+    """What the tile says about its rows, and its columns unless they only mirror the rows; and what to sum over."""
     if rows is not None:
-        yield rows[tile.rows], 1
+        yield rows, tile.rows, 1
     if cols is not None and not tile.own_mirror:
-        yield cols[relative(tile.cols, block)], 0
+        yield cols, relative(tile.cols, block), 0
 
 
-def _one_shift(rows: LogSumExp | None, cols: LogSumExp | None) -> float | None:
+def _one_shift(rows: Sums | Weights | None, cols: Sums | Weights | None) -> float | None:
     """The shift that all pairs share; None if each has its own."""
     side = rows if rows is not None else cols
     assert side is not None
     return None if isinstance(side.shift, Tensor) else side.shift
+
+
+def _at(shift: Tensor | float, at: slice) -> Tensor | float:
+    return shift[at] if isinstance(shift, Tensor) else shift
 
 
 def _exp_(logits: Tensor, shift: float) -> Tensor:

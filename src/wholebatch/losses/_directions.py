@@ -1,0 +1,249 @@
+"""What queries and keys of the global batch are to each other, direction by direction.
+
+    query_to_key   s(q_i, k_j) over keys and negatives j      key_to_query   s(q_j, k_i) over queries j
+    query_to_query s(q_i, q_j) over queries j != i            key_to_key     s(k_i, k_j) over keys and negatives j != i
+
+Each gives numbers to every query i. The first two are the rows and the columns of one S, and share one sweep. The
+larger tower stays on its rank, the smaller one travels. If the keys travel, a query's sum is whole on the query's rank
+(rows of S). If there are more keys than queries, the queries travel and S is transposed: a query's sum is then that of
+a column, and the exchange adds it up. A ceiling on negatives' similarities belongs to a row: then each direction is a
+sweep of its own, with rows that stay; and so it is where one direction has another scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..partition import Diagonal, Partition
+from ..sweep import NONE, Diagonals, Entries, EqualIds, Pairs, Selection, Union
+from ..sync import scale_gradient
+from ._cross_entropy import how_many_equal
+from ._door import Agreement
+from ._pairs import EqualIdsAre
+from ._softmax import Numbers, softmax_numbers
+from ._towers import Towers
+
+Direction = Literal["query_to_key", "key_to_query", "query_to_query", "key_to_key"]
+DIRECTIONS = ("query_to_key", "key_to_query", "query_to_query", "key_to_key")
+_NO_ID = torch.iinfo(torch.int64).min
+
+
+class Retrieval:
+    """Queries and keys of one call, and who is whose positive. Collective: an all-gather for each kind of ids.
+
+    Args:
+        agreed: on "queries", "keys", "logit_scale"; and perhaps "negatives", "query_ids", "key_ids", "negative_ids".
+        equal_ids: what a key is to a query that has its id, and is not its own.
+        fields: the numbers wanted, see :func:`wanted`.
+    """
+
+    def __init__(self, agreed: Agreement, equal_ids: EqualIdsAre, fields: tuple[str, ...]) -> None:
+        self._agreed, self._fields = agreed, fields
+        self._queries = agreed.rows["queries"]
+        counts = [agreed.rows[name].counts for name in ("keys", "negatives") if name in agreed.rows]
+        self._keys = Partition(tuple(map(sum, zip(*counts, strict=True))))  # with negatives
+        rank, own = agreed.rank, self._queries.counts[agreed.rank]
+        self._own = self._queries.rows(rank)
+        self._own_keys = slice(self._keys.offsets[rank], self._keys.offsets[rank] + own)  # of these queries
+        self._query_ids, self._key_ids = self._all_ids()
+        self.several = self._query_ids is not None and equal_ids == "positive"
+        self._norms = {
+            "queries": agreed.norms["queries"],
+            "keys": max(agreed.norms["keys"], agreed.norms.get("negatives", 0.0)),
+        }
+
+    def numbers(
+        self, directions: Sequence[Direction], *, hardness: float = 0.0, ceiling: Ceiling | None = None
+    ) -> dict[Direction, Numbers]:
+        """Of this rank's queries in each direction; "query_to_key" is always there. Collective.
+
+        Args:
+            directions: that are wanted.
+            hardness: added to the scale of negatives in query_to_key, without gradient.
+            ceiling: negatives above it are left out.
+        """
+        found: dict[Direction, Numbers] = {}
+        both = "key_to_query" in directions
+        if ceiling is None and not hardness:
+            found |= self._between(to_key=True, to_query=both)
+        else:
+            found |= self._between(to_key=True, to_query=False, hardness=hardness, ceiling=ceiling)
+            if both:
+                found |= self._between(to_key=False, to_query=True, ceiling=ceiling)
+        if "query_to_query" in directions:
+            found["query_to_query"] = self._among("queries", ceiling)
+        if "key_to_key" in directions:
+            found["key_to_key"] = self._among("keys", ceiling)
+        return found
+
+    def positives(self, direction: Direction) -> Tensor:
+        """How many each of this rank's queries, or their keys, has: (b,)."""
+        assert self._query_ids is not None
+        assert self._key_ids is not None
+        queries, keys = self._query_ids[self._own], self._key_ids[self._own_keys]
+        equal = (
+            how_many_equal(queries, self._key_ids)
+            if direction == "query_to_key"
+            else how_many_equal(keys, self._query_ids)
+        )
+        return equal + (queries != keys)
+
+    def _between(
+        self, *, to_key: bool, to_query: bool, hardness: float = 0.0, ceiling: Ceiling | None = None
+    ) -> dict[Direction, Numbers]:
+        """query_to_key, key_to_query, or both in one sweep."""
+        agreed, (queries, *keys) = self._agreed, self._towers()
+        b = self._own.stop - self._own.start
+        keys_stay = self._queries.total < self._keys.total if ceiling is None else not to_key
+        if ceiling is not None and keys_stay:
+            keys, key_rows = [keys[0][:b]], self._queries  # no other key has a query
+        else:
+            key_rows = self._keys
+        rank = agreed.rank
+        key_tower = tuple(range(1, 1 + len(keys)))
+        if keys_stay:
+            stays, travels, towers = key_rows, self._queries, Towers(stays=key_tower, travels=(0,))
+        else:
+            stays, travels, towers = self._queries, key_rows, Towers(stays=(0,), travels=key_tower)
+        matching = Diagonals(Diagonal(0, travels.offsets[rank], b))
+        of_rows, of_cols = (to_query, to_key) if keys_stay else (to_key, to_query)
+        row_ids, col_ids = (self._key_ids, self._query_ids) if keys_stay else (self._query_ids, self._key_ids)
+        if ceiling is not None and keys_stay and row_ids is not None:
+            ids: Tensor | None = row_ids[self._own_keys]
+        else:
+            ids = None if row_ids is None else row_ids[stays.rows(rank)]
+        scale, given = agreed.scalars["logit_scale"], agreed.inputs["logit_scale"]
+        selection = Selection(
+            self._pairs(matching, ids, col_ids),
+            over="all" if self.several else "negatives",
+            **_below(ceiling, "keys" if keys_stay else "queries", scale + hardness),
+        )
+        harder = scale + hardness
+        if hardness:
+            given = scale_gradient(given + hardness, harder / scale) if isinstance(given, Tensor) else harder
+        rows, cols = softmax_numbers(
+            agreed,
+            (harder, given),
+            [queries, *keys],
+            towers=towers,
+            stays=stays,
+            travels=travels,
+            selection=selection,
+            bound=self._norms["queries"] * self._norms["keys"],
+            rows=self._fields if of_rows else (),
+            cols=self._fields if of_cols else (),
+            beside_target=not self.several,
+            guide=None if ceiling is None else ceiling.traveller("queries" if keys_stay else "keys"),
+        )
+        to_keys, to_queries = (cols, rows) if keys_stay else (rows, cols)
+        found: dict[Direction, Numbers] = {}
+        if to_keys is not None:
+            found["query_to_key"] = to_keys if not hardness else _softened(to_keys, scale / harder)
+        if to_queries is not None:
+            found["key_to_query"] = to_queries.first(b)
+        return found
+
+    def _among(self, tower: Literal["queries", "keys"], ceiling: Ceiling | None) -> Numbers:
+        """query_to_query, or key_to_key: negatives alone."""
+        agreed, (queries, *keys) = self._agreed, self._towers()
+        rank, b = agreed.rank, self._own.stop - self._own.start
+        of_keys = tower == "keys"
+        columns, ids = (self._keys, self._key_ids) if of_keys else (self._queries, self._query_ids)
+        symmetric = columns.total == self._queries.total and ceiling is None
+        itself = Diagonals(Diagonal(0, columns.offsets[rank], b))
+        own_ids = None if ids is None else ids[self._own_keys if of_keys else self._own]
+        excluded: Entries = itself if own_ids is None or ids is None else EqualIds(own_ids, ids)
+        features = [queries] if not of_keys else keys if symmetric else [keys[0][:b], *keys]
+        if symmetric:
+            towers = Towers(stays=tuple(range(len(features))))
+        elif of_keys:
+            towers = Towers(stays=(0,), travels=tuple(range(1, len(features))))
+        else:
+            features, towers = [queries, queries], Towers(stays=(0,), travels=(1,))
+        fields = tuple(name for name in self._fields if name != "target")
+        scale = agreed.scalars["logit_scale"]
+        rows, cols = softmax_numbers(
+            agreed,
+            (scale, agreed.inputs["logit_scale"]),
+            features,
+            towers=towers,
+            stays=self._queries,
+            travels=columns,
+            selection=Selection(Pairs(NONE, excluded), **_below(ceiling, tower, scale)),
+            bound=self._norms[tower] ** 2,
+            rows=() if symmetric else fields,
+            cols=fields if symmetric else (),
+            symmetric=symmetric,
+            guide=None if ceiling is None else ceiling.traveller(tower),
+        )
+        numbers = cols if symmetric else rows
+        assert numbers is not None
+        return numbers
+
+    def _towers(self) -> list[Tensor]:
+        return [self._agreed.inputs[name] for name in ("queries", "keys", "negatives") if name in self._agreed.rows]
+
+    def _pairs(self, matching: Diagonals, row_ids: Tensor | None, col_ids: Tensor | None) -> Pairs:
+        if row_ids is None or col_ids is None:
+            return Pairs(matching)
+        others = EqualIds(row_ids, col_ids, but=matching)
+        return Pairs(Union(matching, others)) if self.several else Pairs(matching, excluded=others)
+
+    def _all_ids(self) -> tuple[Tensor | None, Tensor | None]:
+        """Of all queries, and of all keys and negatives; those that have none have one that nothing else has."""
+        agreed, vectors = self._agreed, self._agreed.vectors
+        if "query_ids" not in vectors and "key_ids" not in vectors:
+            return None, None
+        b, device = self._own.stop - self._own.start, agreed.device
+
+        def none(rows: int) -> Tensor:
+            return torch.full((rows,), _NO_ID, device=device)
+
+        def given(name: str, features: str) -> Tensor | None:
+            if name in vectors:
+                return vectors[name][0].to(device, torch.int64)
+            return none(len(agreed.inputs[features])) if features in agreed.rows else None
+
+        keys = given("key_ids", "keys")
+        assert keys is not None
+        queries = vectors["query_ids"][0].to(device, torch.int64) if "query_ids" in vectors else keys[:b]
+        if "key_ids" not in vectors:
+            keys = torch.cat([queries, keys[b:]])
+        negatives = given("negative_ids", "negatives")
+        all_keys = keys if negatives is None else torch.cat([keys, negatives])
+        return agreed.gathered(queries, self._queries), agreed.gathered(all_keys, self._keys)
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """How similar a negative of query i may be, (b,); with a guide, in the guide's similarities."""
+
+    largest: Tensor
+    query_guides: Tensor | None = None
+    key_guides: Tensor | None = None
+
+    def of(self, tower: Literal["queries", "keys"], scale: float) -> dict[str, Tensor]:
+        """What a selection needs whose rows are this rank's queries, or their keys."""
+        guide = self.traveller(tower)
+        if guide is None:
+            return {"ceiling": scale * self.largest}
+        return {"ceiling": self.largest, "guide": guide[: len(self.largest)]}
+
+    def traveller(self, tower: Literal["queries", "keys"]) -> Tensor | None:
+        """The guide's features that travel with this rank's queries, or keys and negatives."""
+        return self.query_guides if tower == "queries" else self.key_guides
+
+
+def _below(ceiling: Ceiling | None, tower: Literal["queries", "keys"], scale: float) -> dict[str, Any]:
+    return {} if ceiling is None else ceiling.of(tower, scale)
+
+
+def _softened(numbers: Numbers, factor: float) -> Numbers:
+    """Numbers of S whose scale was raised, with the gradient of the scale that it had; and the target's own logit."""
+    assert numbers.target is not None
+    return replace(numbers, logsumexp=scale_gradient(numbers.logsumexp, factor), target=numbers.target * factor)

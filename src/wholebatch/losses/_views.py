@@ -1,0 +1,57 @@
+"""Two views of each example, against themselves: what SimCLR, DCL and their relatives have in common.
+
+    Z = normalize([Z0; Z1]) of all ranks,    S = Z Z^T / temperature without its diagonal
+
+S is symmetric: the tiles above its diagonal say all, and the work is half of a full sweep's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..partition import Diagonal, Partition
+from ..sweep import Diagonals, EqualIds, Pairs, Selection
+from ._door import Agreement
+from ._softmax import Numbers, softmax_numbers, wanted
+from ._towers import Towers
+
+UNIT = 1.001  # no norm is larger, after division and rounding
+
+
+def two_views(
+    agreed: Agreement, *, statistics: bool = False, beside_target: bool = True, sharper: float = 1.0
+) -> Numbers:
+    """The numbers of this rank's rows of Z, those of z0 first: one positive each, and A over the negatives.
+
+    Args:
+        agreed: on "z0", "z1", a "temperature", and perhaps "ids": examples with equal ids are no negatives.
+        statistics: whether they are wanted.
+        beside_target: whether the loss adds the positive's exponential to the negatives'.
+        sharper: multiplies S.
+    """
+    examples = agreed.rows["z0"]
+    rows = Partition(tuple(2 * count for count in examples.counts))
+    own, b = rows.rows(agreed.rank), examples.counts[agreed.rank]
+    matching = Diagonals(Diagonal(0, own.start + b, b), Diagonal(b, own.start, b))
+    itself = Diagonals(Diagonal(0, own.start, 2 * b))
+    excluded: Any = itself
+    if "ids" in agreed.vectors:
+        ids = torch.cat([part.repeat(2) for part in agreed.ids("ids").split(examples.counts)])
+        excluded = EqualIds(ids[own], ids, but=matching)
+    numbers = softmax_numbers(
+        agreed,
+        (sharper / agreed.scalars["temperature"], sharper / agreed.inputs["temperature"]),
+        [agreed.inputs["z0"], agreed.inputs["z1"]],
+        towers=Towers(stays=(0, 1), normalise=True),
+        stays=rows,
+        travels=rows,
+        selection=Selection(Pairs(matching, excluded)),
+        bound=UNIT,
+        cols=wanted(statistics=statistics),
+        symmetric=True,
+        beside_target=beside_target,
+    )[1]
+    assert numbers is not None
+    return numbers
