@@ -1,8 +1,23 @@
 """Every loss as a function; the modules only hold its settings."""
 
+from .losses.circle import circle_loss
 from .losses.clip import clip_loss
+from .losses.dcl import dcl_loss
+from .losses.debiased import debiased_loss
 from .losses.info_nce import info_nce_loss
+from .losses.multi_similarity import multi_similarity_loss
 from .losses.nt_xent import nt_xent_loss
 from .losses.siglip import siglip_loss
+from .losses.sup_con import sup_con_loss
 
-__all__ = ["clip_loss", "info_nce_loss", "nt_xent_loss", "siglip_loss"]
+__all__ = [
+    "circle_loss",
+    "clip_loss",
+    "dcl_loss",
+    "debiased_loss",
+    "info_nce_loss",
+    "multi_similarity_loss",
+    "nt_xent_loss",
+    "siglip_loss",
+    "sup_con_loss",
+]

@@ -8,12 +8,23 @@ against its paper. Tests, docs and doubting users all call the same ones. Argume
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["clip_loss", "info_nce_loss", "nt_xent_loss", "siglip_loss"]
+__all__ = [
+    "circle_loss",
+    "clip_loss",
+    "dcl_loss",
+    "debiased_loss",
+    "info_nce_loss",
+    "multi_similarity_loss",
+    "nt_xent_loss",
+    "siglip_loss",
+    "sup_con_loss",
+]
 
 
 def clip_loss(
@@ -89,7 +100,7 @@ def info_nce_loss(
         "query_to_query": (queries, queries, q_ids, q_ids, guides[0], guides[0]),
         "key_to_key": (keys[:n], every, k_ids[:n], k_ids, guides[1][:n], guides[1]),
     }
-    blocks = []
+    blocks: list[Any] = []
     for name in directions:
         x, y, x_ids, y_ids, x_guide, y_guide = towers[name]
         similarities = x @ y.T
@@ -114,11 +125,13 @@ def info_nce_loss(
                 positive, excluded = torch.cat([positive, 0 * beyond > 0], 1), torch.cat([excluded, beyond], 1)
         blocks.append((logits, positive, excluded))
     if partition == "joint":
-        blocks = [tuple(torch.cat(parts, 1) for parts in zip(*blocks, strict=True))]  # type: ignore[misc]
+        blocks = [tuple(torch.cat(parts, 1) for parts in zip(*blocks, strict=True))]
     target = None
     if equal_ids == "excluded" or (query_ids is None and key_ids is None):  # the pair's, in each direction's softmax
         target = (blocks[0][0] * blocks[0][1]).sum(1) / blocks[0][1].sum(1)
-    losses = [_cross_entropy(*block, label_smoothing, target) for block in blocks]
+    losses = [
+        _cross_entropy(logits, positive, excluded, label_smoothing, target) for logits, positive, excluded in blocks
+    ]
     return _reduce(torch.stack(losses).mean(0), weights, reduction)
 
 
@@ -169,6 +182,142 @@ def siglip_loss(
     return _reduce(losses.masked_fill(excluded, 0).sum(1), weights, reduction)
 
 
+def sup_con_loss(
+    features: Tensor,
+    labels: Tensor,
+    *,
+    temperature: Tensor | float = 0.1,
+    weights: Tensor | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """Each row's class among all other rows (Khosla et al., 2020, arXiv:2004.11362, equation 2).
+
+    S = Z Z^T / temperature,    L_i = logsumexp_{j != i} S_ij - mean_{p in P(i)} S_ip,    mean over rows with positives
+
+    >>> round(sup_con_loss(torch.eye(3, dtype=torch.float64), torch.tensor([0, 0, 1]), temperature=0.5).item(), 9)
+    0.693147181
+    """
+    cosines, positive, itself = _labelled(features, labels)
+    return _reduce(_cross_entropy(cosines / temperature, positive, itself), weights, reduction, positive.any(1))
+
+
+def dcl_loss(
+    z0: Tensor,
+    z1: Tensor,
+    *,
+    temperature: Tensor | float = 0.1,
+    sigma: float | None = None,
+    ids: Tensor | None = None,
+    weights: Tensor | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """Each row's negatives less its other view (Yeh et al., 2021, arXiv:2110.06848, equation 6).
+
+    L_i = logsumexp over negatives of S_ij - w_i S_{i p(i)},    w_i = 2 - B softmax_i(cos_i / sigma) or 1
+
+    >>> z = torch.eye(3, dtype=torch.float64)
+    >>> round(dcl_loss(z, z, temperature=0.5).item(), 9)
+    -0.613705639
+    """
+    logits, positive, excluded = _two_views(z0, z1, temperature, ids)
+    negatives = logits.masked_fill(excluded | positive, -torch.inf)
+    weight = torch.ones(len(z0), dtype=z0.dtype, device=z0.device)
+    if sigma is not None:
+        weight = 2 - len(z0) * (F.cosine_similarity(z0, z1, eps=1e-12) / sigma).softmax(0).detach()
+    losses = negatives.logsumexp(1) - weight.repeat(2) * logits[positive]
+    losses = torch.where((~(excluded | positive)).any(1), losses, 0.0)
+    return _reduce(losses.unflatten(0, (2, -1)).mean(0), weights, reduction)
+
+
+def debiased_loss(
+    z0: Tensor,
+    z1: Tensor,
+    *,
+    temperature: Tensor | float = 0.5,
+    tau_plus: float = 0.1,
+    beta: float = 0.0,
+    weights: Tensor | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """Negatives corrected for false ones, weighed by hardness (Robinson et al., 2021, arXiv:2010.04592, equation 4).
+
+    G = max((n sum e^{(1 + beta) S} / sum e^{beta S} - tau n e^T) / (1 - tau), n e^{-1/t}),    L = -log(e^T / (e^T + G))
+
+    >>> z = torch.eye(3, dtype=torch.float64)
+    >>> round(debiased_loss(z, z, temperature=0.5, tau_plus=0.1, beta=1.0).item(), 9)
+    0.186018503
+    """
+    logits, positive, itself = _two_views(z0, z1, temperature, None)
+    negative, count = ~(positive | itself), 2 * len(z0) - 2
+    if not count:
+        return _reduce(0 * logits.diagonal()[: len(z0)], weights, reduction)
+    similar, own = logits[negative].view(-1, count).exp(), logits[positive].exp()
+    weighed = similar.sum(1) if not beta else count * similar.pow(1 + beta).sum(1) / similar.pow(beta).sum(1)
+    least = count * torch.exp(-1 / torch.as_tensor(temperature, dtype=z0.dtype))
+    corrected = torch.maximum((weighed - tau_plus * count * own) / (1 - tau_plus), least)
+    return _reduce(-torch.log(own / (own + corrected)).unflatten(0, (2, -1)).mean(0), weights, reduction)
+
+
+def multi_similarity_loss(
+    features: Tensor,
+    labels: Tensor,
+    *,
+    alpha: float = 2.0,
+    beta: float = 50.0,
+    base: float = 0.5,
+    epsilon: float | None = None,
+    weights: Tensor | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """Soft maxima over far positives and near negatives (Wang et al., 2019, arXiv:1904.06627, equations 9 and 10).
+
+    L_i = log(1 + sum_p exp(-alpha (c_ip - base))) / alpha + log(1 + sum_n exp(beta (c_in - base))) / beta
+
+    >>> round(multi_similarity_loss(torch.eye(3, dtype=torch.float64), torch.tensor([0, 0, 1])).item(), 9)
+    0.437753792
+    """
+    cosines, positive, itself = _labelled(features, labels)
+    negative = ~positive & ~itself
+    if epsilon is not None:
+        nearest = cosines.masked_fill(~negative, -torch.inf).amax(1, keepdim=True).detach()
+        farthest = cosines.masked_fill(~positive, torch.inf).amin(1, keepdim=True).detach()
+        positive, negative = positive & (cosines < nearest + epsilon), negative & (cosines > farthest - epsilon)
+    of_positives = (torch.exp(-alpha * (cosines - base)) * positive).sum(1)
+    of_negatives = (torch.exp(beta * (cosines - base)) * negative).sum(1)
+    return _reduce(of_positives.log1p() / alpha + of_negatives.log1p() / beta, weights, reduction)
+
+
+def circle_loss(
+    features: Tensor,
+    labels: Tensor,
+    *,
+    m: float = 0.4,
+    gamma: float = 80.0,
+    weights: Tensor | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """Pairs weighed by their distance from the optimum (Sun et al., 2020, arXiv:2002.10857, equations 6 to 8).
+
+    L_i = softplus(logsumexp_n gamma [c + m]_+ (c - m) + logsumexp_p -gamma [1 + m - c]_+ (c - 1 + m))
+
+    >>> round(circle_loss(torch.eye(3, dtype=torch.float64), torch.tensor([0, 0, 1])).item(), 9)
+    54.4
+    """
+    cosines, positive, itself = _labelled(features, labels)
+    negative = ~positive & ~itself
+    fixed = cosines.detach()
+    of_negatives = gamma * (fixed + m).clamp(min=0) * (cosines - m)
+    of_positives = -gamma * (1 + m - fixed).clamp(min=0) * (cosines - 1 + m)
+    both = positive.any(1) & negative.any(1)
+    exponents = [
+        of.masked_fill(~among, -torch.inf)[both].logsumexp(1)
+        for of, among in ((of_negatives, negative), (of_positives, positive))
+    ]
+    losses = torch.zeros(len(cosines), dtype=cosines.dtype, device=cosines.device)
+    losses = losses.index_put((both.nonzero()[:, 0],), F.softplus(exponents[0] + exponents[1], threshold=40))
+    return _reduce(losses, weights, reduction, both)
+
+
 # What several of them are made of.
 
 
@@ -210,6 +359,15 @@ def _two_views(
     return z @ z.T / temperature, other, excluded
 
 
+def _labelled(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cosines of all rows, those of the same label (of all views, if there are several), and the diagonal."""
+    if features.dim() == 3:
+        features, labels = features.flatten(0, 1), labels.repeat_interleave(features.shape[1])
+    z = F.normalize(features, dim=1)
+    itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
+    return z @ z.T, (labels[:, None] == labels) & ~itself, itself
+
+
 def _retrieval_ids(
     n: int,
     keys: int,
@@ -234,9 +392,13 @@ def _retrieval_ids(
     return q_ids, k_ids
 
 
-def _reduce(losses: Tensor, weights: Tensor | None, reduction: str) -> Tensor:
-    """Of losses and weights (B,)."""
-    losses = losses if weights is None else weights * losses
+def _reduce(losses: Tensor, weights: Tensor | None, reduction: str, counted: Tensor | None = None) -> Tensor:
+    """Of losses and weights (B,); the mean is that of the rows that count."""
+    if weights is None:
+        weights = torch.ones_like(losses)
+    if counted is not None:
+        weights = weights * counted
+    losses = weights * losses
     if reduction == "none":
         return losses
-    return losses.sum() / (1 if reduction == "sum" else len(losses) if weights is None else weights.sum())
+    return losses.sum() / (1 if reduction == "sum" or not weights.any() else weights.sum())

@@ -160,20 +160,30 @@ class Agreement:
         entries = num_entries(exchange.visits, side) if keep else 0
         return exchange, fit(self.options.memory, entries=entries, side=side, dtype=self.dtype, exact=exact)
 
-    def reduce(self, losses: Tensor, count: int) -> Tensor:
-        """What the caller asked for, from the losses (b_r,) of this rank's rows of `count` in all."""
+    def reduce(self, losses: Tensor, count: int, counted: Tensor | None = None) -> Tensor:
+        """What the caller asked for, from the losses (b_r,) of this rank's rows.
+
+        Args:
+            losses: of rows that do not count, 0.
+            count: how many rows of all ranks count.
+            counted: (b_r,), which of this rank's do; None: all.
+        """
         weights = self.inputs["weights"]
         if weights is not None:
             losses = weights.to(losses) * losses
         if self.options.reduction == "none":
             return losses.to(self.dtype)
-        return self.total_of(losses.sum(), count)
+        return self.total_of(losses.sum(), count, counted)
 
-    def total_of(self, share: Tensor, count: int) -> Tensor:
+    def total_of(self, share: Tensor, count: int, counted: Tensor | None = None) -> Tensor:
         """The same, from this rank's weighted sum. Collective: one all-reduce of a number, two with weights."""
         loss, weights = total(self.comm, share), self.inputs["weights"]
-        if self.options.reduction == "mean":
-            loss = loss / (count if weights is None else total(self.comm, weights.to(loss).sum()))
+        if self.options.reduction == "mean" and weights is None:
+            loss = loss / max(count, 1)
+        elif self.options.reduction == "mean":
+            weights = weights.to(loss) if counted is None else weights.to(loss) * counted
+            weight = total(self.comm, weights.sum())
+            loss = torch.where(weight > 0, loss / weight.clamp(min=torch.finfo(loss.dtype).tiny), 0.0)
         return loss.to(self.dtype)
 
 
@@ -191,6 +201,7 @@ def agree(
     paired: tuple[str, str] | None = None,
     optional: Sequence[str] = (),
     ids: Mapping[str, tuple[Tensor | None, str]] | None = None,
+    required: Sequence[str] = (),
     weights: tuple[Tensor | None, str] = (None, ""),
     check: Callable[[], Mapping[str, Any]] = dict,
     must_match: Sequence[str] = (),
@@ -205,6 +216,7 @@ def agree(
         paired: names of two of them that have the same rows.
         optional: names of scalars and features that may be None.
         ids: integer vectors that may be None, each with the name of the features whose rows it numbers.
+        required: names of those that may not.
         weights: of examples, or None; and the name of the features whose rows they weigh.
         check: looks at what else there is, and returns facts about it.
         must_match: names of such facts that have to be the same on all ranks.
@@ -216,7 +228,9 @@ def agree(
     inputs = {**scalars, **features, "weights": weights[0]}
     given: dict[str, Any] = {name: x for name, x in features.items() if x is not None or name not in optional}
     numbers = {name: x for name, x in scalars.items() if x is not None or name not in optional}
-    numbering = {name: (x, of) for name, (x, of) in (ids or {}).items() if x is not None}
+    numbering: dict[str, tuple[Any, str]] = {
+        name: (x, of) for name, (x, of) in (ids or {}).items() if x is not None or name in required
+    }
 
     def state() -> dict[str, Any]:
         options.check()

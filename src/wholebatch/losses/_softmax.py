@@ -103,8 +103,11 @@ class Numbers:
 
     def first(self, rows: int) -> Numbers:
         """Those of the first rows."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Numbers(**{name: x if x is None else x[:rows] for name, x in values.items()})
+        cut: dict[str, Any] = {}
+        for field in fields(self):
+            x = getattr(self, field.name)
+            cut[field.name] = None if x is None else x[:rows]
+        return Numbers(**cut)
 
 
 def softmax_numbers(

@@ -77,8 +77,8 @@ def clip_loss(
         return_statistics: return (L, :class:`wholebatch.BatchStatistics`); one more all-reduce, no more sweeps.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.clip_loss` on the concatenated batch.
-        Its dtype is that of the features, float32 for half precision.
+        L, a scalar, the same on every rank: the value of `wholebatch.reference.clip_loss` on the concatenated
+        batch. Its dtype is that of the features, float32 for half precision.
 
     The gradient is that of this one L. `sync="mean"` (DDP, FSDP, DeepSpeed): after the engine's averaging every
     parameter, encoder's or temperature's, holds dL/d(parameter); features that are leaves hold W * dL/dX_r, scale and

@@ -106,7 +106,8 @@ def info_nce_loss(
             stay.
         label_smoothing: weight of the uniform distribution over all candidates.
         weights: (b_r,), of the examples, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
-        reduction: "mean", "sum", or "none": this rank's L_i, (b_r,); see :func:`wholebatch.functional.clip_loss`.
+        reduction: "mean", "sum", or "none": this rank's L_i, (b_r,); see
+            :func:`wholebatch.functional.clip_loss`.
         return_statistics: return (L, :class:`wholebatch.BatchStatistics`), of the direction query_to_key.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.

@@ -61,8 +61,8 @@ def siglip_loss(
             a number of bytes can only make them smaller.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.siglip_loss` on the concatenated batch.
-        Its dtype is that of the features, float32 for half precision.
+        L, a scalar, the same on every rank: the value of `wholebatch.reference.siglip_loss` on the concatenated
+        batch. Its dtype is that of the features, float32 for half precision.
 
     The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`; a
     bias is treated as the scale is. `backward` is called on every rank, with the same incoming gradient; it only

@@ -49,13 +49,13 @@ Over = Literal["negatives", "all", "positives"]
 
 
 class Bend(Protocol):
-    """A function of the logits that takes their place, entry by entry; positives and negatives have each their own."""
+    """A function of the logits that takes their place, entry by entry."""
 
-    def bend_(self, logits: Tensor, at: Index | None) -> Tensor:
-        """S to f(S), in place; `at` are the positives."""
+    def bend_(self, logits: Tensor) -> Tensor:
+        """S to f(S), in place."""
         ...
 
-    def slope_(self, logits: Tensor, at: Index | None) -> Tensor:
+    def slope_(self, logits: Tensor) -> Tensor:
         """S to what stands for f'(S), in place."""
         ...
 
@@ -174,14 +174,15 @@ class SoftmaxSweep:
 
     # A tile of S: what is candidate in it, and what its rows or columns (`dim` is summed over) have of it.
 
-    def _candidates(self, tile: Tile, block: Block, x: Tensor, y: Tensor) -> _Entries:
-        """The tile of S, -inf where there is no candidate."""
+    def _candidates(self, tile: Tile, block: Block, x: Tensor, y: Tensor, *, slope: bool = False) -> _Entries:
+        """The tile of S, -inf where there is no candidate; if asked for, with the slope of the bend that it has."""
         selection, logits = self.selection, self.driver.logits(tile, x, y)
         at = selection.pairs.positive.within(tile, self._device)
-        slope = None
+        steepness = None
         if selection.bend is not None:
-            slope = selection.bend.slope_(self.driver.spare(tile).copy_(logits), at)
-            selection.bend.bend_(logits, at)
+            if slope:
+                steepness = selection.bend.slope_(self.driver.spare(tile).copy_(logits))
+            selection.bend.bend_(logits)
         values = None if at is None else logits[at]
         candidates = values
         if selection.ceiling is not None:
@@ -198,7 +199,7 @@ class SoftmaxSweep:
             logits.fill_(float("-inf"))
         if at is not None and candidates is not None:
             logits[at] = float("-inf") if selection.over == "negatives" else candidates
-        return _Entries(logits, at, values, slope)
+        return _Entries(logits, at, values, steepness)
 
     def _guide(self, guide: Tensor, tile: Tile, block: Block) -> Tensor:
         """The guide's similarities, in the scratch tile; its features of the columns lie behind Y's."""
@@ -245,7 +246,7 @@ class SoftmaxSweep:
     ) -> Tensor:
         kept = None if self.kept is None else self.kept.next(tile.shape)
         if kept is None:
-            entries = self._candidates(tile, block, x, y)
+            entries = self._candidates(tile, block, x, y, slope=True)
         else:
             at = self.selection.pairs.positive.within(tile, self._device)
             entries = _Entries(kept, at)

@@ -1,0 +1,140 @@
+"""Decoupled contrastive loss: SimCLR's, without the positive in its own softmax.
+
+    z    = rows of both views of all ranks, each divided by its norm
+    S_ij = z_i . z_j / temperature
+    L_i  = logsumexp over the negatives of S_ij - w_i S_{i p(i)}          negatives: all but i and its other view p(i)
+
+Work and memory are NT-Xent's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._checks import check_temperature
+from ..comm import Group
+from ..exchange import ExchangeName
+from ..sweep import Memory
+from ..sync import Sync, total
+from ._door import LossModule, Options, Reduction, agree, eager
+from ._views import two_views
+
+
+@eager
+def dcl_loss(
+    z0: Tensor,
+    z1: Tensor,
+    *,
+    temperature: Tensor | float = 0.1,
+    sigma: float | None = None,
+    ids: Tensor | None = None,
+    weights: Tensor | None = None,
+    reduction: Reduction = "mean",
+    group: Group = None,
+    sync: Sync = "mean",
+    exchange: ExchangeName = "auto",
+    memory: Memory = "auto",
+) -> Tensor:
+    r"""Logsumexp over each row's negatives less its positive's logit, over the two views of all ranks.
+
+    S = Z Z^T / temperature,    L_i = logsumexp_{j != i, p(i)} S_ij - w_i S_{i p(i)},    Z = normalize([Z0; Z1]).
+
+    Args:
+        z0: (b_r, d), this rank's rows of the first view; they are normalised inside. b_r may differ between ranks and
+            may be 0. float64, float32, bfloat16 or float16.
+        z1: (b_r, d), the second view; row i is another view of row i of z0.
+        temperature: divides the cosines; a positive number or a tensor of shape () or [1], which may be learned; the
+            same on all ranks.
+        sigma: weigh positives by w_i = 2 - B softmax_i(cos_i / sigma), over all B examples, which takes weight from
+            the pairs that are alike already (DCLW); it carries no gradient. None: w_i = 1.
+        ids: (b_r,) integers; examples with equal ids are no negatives of each other.
+        weights: (b_r,), of the examples, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
+        reduction: "mean", "sum", or "none": of this rank's examples the mean over both views, (b_r,); see
+            :func:`wholebatch.functional.clip_loss`.
+        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
+        sync: "mean", "sum" or None, as there.
+        exchange: "gather", "ring" or "auto", as there.
+        memory: "flat", "auto" or bytes, as there.
+
+    Returns:
+        L, a scalar, the same on every rank: the value of `wholebatch.reference.dcl_loss` on the concatenated
+        batch. Its dtype is that of the features, float32 for half precision.
+
+    The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
+    `backward` is called on every rank, with the same incoming gradient.
+
+    An example without negatives has loss 0. Work, memory and collectives: as
+    :func:`wholebatch.functional.nt_xent_loss`; with sigma one more all-reduce of a number.
+
+    Raises:
+        ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.nt_xent_loss`;
+            also a sigma that is not positive.
+        RuntimeError: if the gradient is differentiated again.
+
+    Source: Yeh et al., 2021, arXiv:2110.06848, equation 6, and for the weights section 3.3.
+
+    >>> import torch, wholebatch as wb
+    >>> z = torch.eye(3)
+    >>> wb.functional.dcl_loss(z, z, temperature=0.5)
+    tensor(-0.6137)
+    """
+    agreed = agree(
+        "dcl_loss",
+        Options(group, sync, exchange, memory, reduction),
+        scalars={"temperature": temperature},
+        features={"z0": z0, "z1": z1},
+        paired=("z0", "z1"),
+        ids={"ids": (ids, "z0")},
+        weights=(weights, "z0"),
+        check=lambda: {
+            "t": check_temperature("temperature", temperature),
+            "sigma": None if sigma is None else check_temperature("sigma", sigma),
+        },
+        must_match=("sigma",),
+    )
+    count = agreed.rows["z0"].total
+    numbers = two_views(agreed, beside_target=False)
+    assert numbers.target is not None
+    target = numbers.target
+    if sigma is not None:
+        cosines = target.detach().unflatten(0, (2, -1))[0] * agreed.scalars["temperature"]
+        similar = ((cosines - 1) / sigma).exp()  # cosines are 1 at most
+        target = target * (2 - count * similar / total(agreed.comm, similar.sum())).repeat(2)
+    losses = torch.where(numbers.logsumexp.isneginf(), 0.0, numbers.logsumexp - target)
+    return agreed.reduce(losses.unflatten(0, (2, -1)).mean(0), count)
+
+
+class DCLLoss(LossModule):
+    """Decoupled contrastive loss over the global batch.
+
+    Args:
+        temperature, sigma, reduction, group, sync, exchange, memory: as in
+            :func:`wholebatch.functional.dcl_loss`.
+    """
+
+    def __init__(
+        self,
+        *,
+        temperature: Tensor | float = 0.1,
+        sigma: float | None = None,
+        reduction: Reduction = "mean",
+        group: Group = None,
+        sync: Sync = "mean",
+        exchange: ExchangeName = "auto",
+        memory: Memory = "auto",
+    ) -> None:
+        super().__init__(
+            temperature=temperature,
+            sigma=sigma,
+            reduction=reduction,
+            group=group,
+            sync=sync,
+            exchange=exchange,
+            memory=memory,
+        )
+        check_temperature("temperature", temperature)
+
+    def forward(self, z0: Tensor, z1: Tensor, *, ids: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+        """See :func:`wholebatch.functional.dcl_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
+        return dcl_loss(z0, z1, ids=ids, weights=weights, **self.settings)

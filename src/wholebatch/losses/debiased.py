@@ -1,0 +1,156 @@
+"""Debiased contrastive loss: negatives corrected for the positives among them, and hard ones weighed up.
+
+    z    = rows of both views of all ranks, each divided by its norm
+    S_ij = z_i . z_j / temperature,    n = 2B - 2 negatives of each row
+    W_i  = n sum_j exp((1 + beta) S_ij) / sum_j exp(beta S_ij)          weighted by exp(beta S_ij); sum_j exp S_ij for 0
+    G_i  = max( (W_i - tau n exp S_{i p(i)}) / (1 - tau),  n exp(-1 / temperature) )
+    L_i  = log(exp S_{i p(i)} + G_i) - S_{i p(i)}
+
+Two sums over the negatives, at different scales: two sweeps of NT-Xent's, one where beta is 0. The rest is O(B).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .._checks import check_number, check_temperature
+from ..comm import Group
+from ..exchange import ExchangeName
+from ..sweep import Memory
+from ..sync import Sync
+from ._cross_entropy import softplus
+from ._door import LossModule, Options, Reduction, agree, eager
+from ._views import two_views
+
+
+@eager
+def debiased_loss(
+    z0: Tensor,
+    z1: Tensor,
+    *,
+    temperature: Tensor | float = 0.5,
+    tau_plus: float = 0.1,
+    beta: float = 0.0,
+    weights: Tensor | None = None,
+    reduction: Reduction = "mean",
+    group: Group = None,
+    sync: Sync = "mean",
+    exchange: ExchangeName = "auto",
+    memory: Memory = "auto",
+) -> Tensor:
+    r"""NT-Xent whose sum over negatives is corrected for false ones, and weighed towards hard ones.
+
+    G_i = max((W_i - tau n exp S_{i p(i)}) / (1 - tau), n exp(-1 / temperature)),    n = 2B - 2,
+    L_i = -log(exp S_{i p(i)} / (exp S_{i p(i)} + G_i)),    W_i = n sum_j exp((1 + beta) S_ij) / sum_j exp(beta S_ij).
+
+    Args:
+        z0: (b_r, d), this rank's rows of the first view; they are normalised inside. b_r may differ between ranks and
+            may be 0. float64, float32, bfloat16 or float16.
+        z1: (b_r, d), the second view; row i is another view of row i of z0.
+        temperature: divides the cosines; a positive number or a tensor of shape () or [1], which may be learned; the
+            same on all ranks.
+        tau_plus: tau, the probability that a negative is of the same class, 0 <= tau < 1.
+        beta: concentration on hard negatives, >= 0; 0 weighs all alike (the debiased loss).
+        weights: (b_r,), of the examples, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
+        reduction: "mean", "sum", or "none": of this rank's examples the mean over both views, (b_r,); see
+            :func:`wholebatch.functional.clip_loss`.
+        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
+        sync: "mean", "sum" or None, as there.
+        exchange: "gather", "ring" or "auto", as there.
+        memory: "flat", "auto" or bytes, as there.
+
+    Returns:
+        L, a scalar, the same on every rank: the value of `wholebatch.reference.debiased_loss` on the concatenated
+        batch. Its dtype is that of the features, float32 for half precision.
+
+    The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
+    `backward` is called on every rank, with the same incoming gradient.
+
+    An example without negatives has loss 0. Work, memory and collectives: as
+    :func:`wholebatch.functional.nt_xent_loss`; twice that with beta.
+
+    Raises:
+        ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.nt_xent_loss`;
+            also tau_plus or beta outside of their range.
+        RuntimeError: if the gradient is differentiated again.
+
+    Source: Chuang et al., 2020, arXiv:2007.00224, equation 8; Robinson et al., 2021, arXiv:2010.04592, equation 4.
+
+    >>> import torch, wholebatch as wb
+    >>> z = torch.eye(3)
+    >>> wb.functional.debiased_loss(z, z, temperature=0.5, tau_plus=0.1, beta=1.0)
+    tensor(0.1860)
+    """
+
+    def check() -> dict[str, float]:
+        if not 0 <= check_number("tau_plus", tau_plus) < 1:
+            raise ValueError(f"tau_plus must lie in [0, 1), got {tau_plus}; it is the share of false negatives")
+        if check_number("beta", beta) < 0:
+            raise ValueError(f"beta must not be negative, got {beta}; 0 weighs all negatives alike")
+        return {"t": check_temperature("temperature", temperature), "tau_plus": tau_plus, "beta": beta}
+
+    agreed = agree(
+        "debiased_loss",
+        Options(group, sync, exchange, memory, reduction),
+        scalars={"temperature": temperature},
+        features={"z0": z0, "z1": z1},
+        paired=("z0", "z1"),
+        weights=(weights, "z0"),
+        check=check,
+        must_match=("tau_plus", "beta"),
+    )
+    count = agreed.rows["z0"].total
+    negatives = 2 * count - 2
+    numbers = two_views(agreed, beside_target=False, sharper=1 + beta)
+    assert numbers.target is not None
+    target, weighted = numbers.target / (1 + beta), numbers.logsumexp
+    if not negatives:
+        return agreed.reduce(0 * target.unflatten(0, (2, -1)).mean(0), count)
+    if beta:
+        weighted = weighted - two_views(agreed, beside_target=False, sharper=beta).logsumexp + math.log(negatives)
+    left = 1 - tau_plus * negatives * (target - weighted).exp()  # what is left of W_i
+    tiny = torch.finfo(left.dtype).tiny
+    corrected = weighted + left.clamp(min=tiny).log() - math.log(1 - tau_plus)
+    floor = math.log(negatives) - 1 / agreed.inputs["temperature"]
+    losses = softplus(torch.maximum(corrected, floor + torch.zeros_like(corrected)) - target)
+    return agreed.reduce(losses.unflatten(0, (2, -1)).mean(0), count)
+
+
+class DebiasedLoss(LossModule):
+    """Debiased and hardness-weighted contrastive loss over the global batch.
+
+    Args:
+        temperature, tau_plus, beta, reduction, group, sync, exchange, memory: as in
+            :func:`wholebatch.functional.debiased_loss`.
+    """
+
+    def __init__(
+        self,
+        *,
+        temperature: Tensor | float = 0.5,
+        tau_plus: float = 0.1,
+        beta: float = 0.0,
+        reduction: Reduction = "mean",
+        group: Group = None,
+        sync: Sync = "mean",
+        exchange: ExchangeName = "auto",
+        memory: Memory = "auto",
+    ) -> None:
+        super().__init__(
+            temperature=temperature,
+            tau_plus=tau_plus,
+            beta=beta,
+            reduction=reduction,
+            group=group,
+            sync=sync,
+            exchange=exchange,
+            memory=memory,
+        )
+        check_temperature("temperature", temperature)
+
+    def forward(self, z0: Tensor, z1: Tensor, *, weights: Tensor | None = None) -> Tensor:
+        """See :func:`wholebatch.functional.debiased_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
+        return debiased_loss(z0, z1, weights=weights, **self.settings)

@@ -1,0 +1,163 @@
+"""Multi-similarity loss: soft maxima over the least similar positives and the most similar negatives of each row.
+
+    L_i = 1/alpha log(1 + sum_{p in P(i)} exp(-alpha (c_ip - base)))
+        + 1/beta  log(1 + sum_{n in N(i)} exp(  beta (c_in - base)))
+
+with cosines c. Each is softplus of a logsumexp over some entries of a scaled S: two sweeps. Mining keeps of i's
+positives those that are less similar than its hardest negative by a margin, and likewise of its negatives; that takes
+two passes more, and all of S in the place of half.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._checks import check_number
+from ..comm import Group
+from ..exchange import ExchangeName
+from ..sweep import Memory
+from ..sync import Sync
+from ._cross_entropy import softplus
+from ._door import LossModule, Options, Reduction, agree, eager
+from ._labelled import Labelled, flattened
+from ._softmax import wanted
+
+
+@eager
+def multi_similarity_loss(
+    features: Tensor,
+    labels: Tensor,
+    *,
+    alpha: float = 2.0,
+    beta: float = 50.0,
+    base: float = 0.5,
+    epsilon: float | None = None,
+    weights: Tensor | None = None,
+    reduction: Reduction = "mean",
+    group: Group = None,
+    sync: Sync = "mean",
+    exchange: ExchangeName = "auto",
+    memory: Memory = "auto",
+) -> Tensor:
+    r"""Soft maxima over each row's far positives and near negatives among the rows of all ranks.
+
+    L_i = log(1 + sum_{p in P(i)} exp(-alpha (c_ip - base))) / alpha
+        + log(1 + sum_{n in N(i)} exp(  beta (c_in - base))) / beta
+
+    with the cosines c of all ranks' rows; P(i): the others with i's label, N(i): those with another.
+
+    Args:
+        features: Z_r, (b_r, d), this rank's rows, or (b_r, v, d) for v views of each example; they are normalised
+            inside. b_r may differ between ranks and may be 0. float64, float32, bfloat16 or float16.
+        labels: (b_r,) integers, the examples' classes.
+        alpha: of positives, > 0.
+        beta: of negatives, > 0.
+        base: the similarity at which both have weight 1.
+        epsilon: mine: only positives with c_ip < max_n c_in + epsilon, and negatives with c_in > min_p c_ip - epsilon,
+            take part; which ones carries no gradient. A row that lacks either kind has none. None: all take part.
+        weights: of the rows, >= 0, one for each (b_r v of them); the mean is sum w_i L_i / sum w_i.
+        reduction: "mean", "sum", or "none": L_i of this rank's rows; see
+            :func:`wholebatch.functional.clip_loss`.
+        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
+        sync: "mean", "sum" or None, as there.
+        exchange: "gather", "ring" or "auto", as there.
+        memory: "flat", "auto" or bytes, as there.
+
+    Returns:
+        L, a scalar, the same on every rank: the value of `wholebatch.reference.multi_similarity_loss` on the concatenated
+        batch. Its dtype is that of the features, float32 for half precision.
+
+    The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
+    `backward` is called on every rank, with the same incoming gradient.
+
+    A row without positives, or without negatives, lacks that term. Work: 4 units of b_r B d multiply-adds per rank,
+    10 with mining. Memory and collectives: twice those of :func:`wholebatch.functional.nt_xent_loss`, four times with
+    mining, and one all-gather of labels.
+
+    Raises:
+        ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.sup_con_loss`;
+            also alpha or beta that is not positive.
+        RuntimeError: if the gradient is differentiated again.
+
+    Source: Wang et al., 2019, arXiv:1904.06627, equations 9 (mining) and 10.
+
+    >>> import torch, wholebatch as wb
+    >>> wb.functional.multi_similarity_loss(torch.eye(3), torch.tensor([0, 0, 1]))
+    tensor(0.4378)
+    """
+
+    def check() -> dict[str, object]:
+        for name, value in (("alpha", alpha), ("beta", beta)):
+            if check_number(name, value) <= 0:
+                raise ValueError(f"{name} must be positive, got {value}; it multiplies similarities")
+        check_number("base", base)
+        if epsilon is not None:
+            check_number("epsilon", epsilon)
+        return {"settings": [alpha, beta, base, epsilon]}
+
+    features, labels = flattened(features, labels)
+    agreed = agree(
+        "multi_similarity_loss",
+        Options(group, sync, exchange, memory, reduction),
+        scalars={},
+        features={"features": features},
+        ids={"labels": (labels, "features")},
+        required=("labels",),
+        weights=(weights, "features"),
+        check=check,
+        must_match=("settings",),
+    )
+    data = Labelled(agreed)
+    positive_floor = negative_floor = None
+    if epsilon is not None:
+        with torch.no_grad():
+            nearest = data.numbers((1.0, 1.0), "negatives", ("sum", "largest")).largest
+            farthest = data.numbers((-1.0, -1.0), "positives", ("sum", "largest")).largest
+        assert nearest is not None
+        assert farthest is not None
+        positive_floor = -alpha * (nearest + epsilon)  # of -alpha c
+        negative_floor = beta * (-farthest - epsilon)  # of beta c
+    fields = wanted(target=False)
+    of_positives = data.numbers((-alpha, -alpha), "positives", fields, floor=positive_floor).logsumexp
+    of_negatives = data.numbers((beta, beta), "negatives", fields, floor=negative_floor).logsumexp
+    losses = softplus(of_positives + alpha * base) / alpha + softplus(of_negatives - beta * base) / beta
+    return agreed.reduce(losses, data.rows.total)
+
+
+class MultiSimilarityLoss(LossModule):
+    """Multi-similarity loss over the global batch.
+
+    Args:
+        alpha, beta, base, epsilon, reduction, group, sync, exchange, memory: as in
+            :func:`wholebatch.functional.multi_similarity_loss`.
+    """
+
+    def __init__(
+        self,
+        *,
+        alpha: float = 2.0,
+        beta: float = 50.0,
+        base: float = 0.5,
+        epsilon: float | None = None,
+        reduction: Reduction = "mean",
+        group: Group = None,
+        sync: Sync = "mean",
+        exchange: ExchangeName = "auto",
+        memory: Memory = "auto",
+    ) -> None:
+        super().__init__(
+            alpha=alpha,
+            beta=beta,
+            base=base,
+            epsilon=epsilon,
+            reduction=reduction,
+            group=group,
+            sync=sync,
+            exchange=exchange,
+            memory=memory,
+        )
+
+    def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
+        """See :func:`wholebatch.functional.multi_similarity_loss`: (b_r, d), (b_r,) -> L, the same on all ranks."""
+        return multi_similarity_loss(features, labels, weights=weights, **self.settings)
