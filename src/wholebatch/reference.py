@@ -15,15 +15,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = [
+    "barlow_twins_loss",
     "circle_loss",
     "clip_loss",
     "dcl_loss",
     "debiased_loss",
+    "global_contrastive_loss",
     "info_nce_loss",
+    "moco_loss",
     "multi_similarity_loss",
     "nt_xent_loss",
     "siglip_loss",
     "sup_con_loss",
+    "triplet_loss",
+    "vicreg_loss",
+    "w_mse_loss",
 ]
 
 
@@ -316,6 +322,137 @@ def circle_loss(
     losses = torch.zeros(len(cosines), dtype=cosines.dtype, device=cosines.device)
     losses = losses.index_put((both.nonzero()[:, 0],), F.softplus(exponents[0] + exponents[1], threshold=40))
     return _reduce(losses, weights, reduction, both)
+
+
+def triplet_loss(
+    features: Tensor,
+    labels: Tensor,
+    *,
+    margin: float | None = 0.2,
+    distance: str = "euclidean",
+    normalise: bool = True,
+    weights: Tensor | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """Each row's farthest positive and nearest negative (Hermans et al., 2017, arXiv:1703.07737, equation 5).
+
+    L_i = max(0, max_p D_ip - min_n D_in + margin), or softplus of the difference; mean over rows that have both
+
+    >>> round(triplet_loss(torch.eye(3, dtype=torch.float64), torch.tensor([0, 0, 1])).item(), 9)
+    0.2
+    """
+    cosines, positive, itself = _labelled(features, labels)
+    z = features.flatten(0, -2)
+    z = F.normalize(z, dim=1) if normalise or distance == "cosine" else z
+    differences = torch.linalg.vector_norm((z[:, None] - z).masked_fill(itself[..., None], 1), dim=2)
+    away = {"euclidean": differences, "squared": differences.square(), "cosine": 1 - cosines}[distance]
+    negative = ~positive & ~itself
+    both = positive.any(1) & negative.any(1)
+    far = away.masked_fill(~positive, -torch.inf).amax(1).masked_fill(~both, 0)
+    near = away.masked_fill(~negative, torch.inf).amin(1).masked_fill(~both, 0)
+    losses = F.softplus(far - near, threshold=40) if margin is None else F.relu(far - near + margin)
+    return _reduce(losses.masked_fill(~both, 0), weights, reduction, both)
+
+
+def moco_loss(
+    queries: Tensor,
+    keys: Tensor,
+    queue: Tensor,
+    *,
+    logit_scale: Tensor | float,
+    weights: Tensor | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """Each query's key among that and a queue (He et al., 2020, arXiv:1911.05722, equation 1).
+
+    >>> x = torch.eye(3, dtype=torch.float64)
+    >>> round(moco_loss(x, x, -x, logit_scale=10.0).item(), 9)
+    9.2983e-05
+    """
+    logits = logit_scale * torch.cat([(queries * keys).sum(1, keepdim=True), queries @ queue.T], dim=1)
+    return _reduce(logits.logsumexp(1) - logits[:, 0], weights, reduction)
+
+
+def global_contrastive_loss(
+    image_features: Tensor,
+    text_features: Tensor,
+    image_log_averages: Tensor,
+    text_log_averages: Tensor,
+    *,
+    temperature: Tensor | float = 0.07,
+    gamma: float = 0.9,
+    epsilon: float = 1e-14,
+    weights: Tensor | None = None,
+    reduction: str = "mean",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums over negatives followed across batches (Yuan et al., 2022, arXiv:2202.12387, algorithm 1).
+
+    u <- (1 - gamma) u + gamma g,    L = t/2 mean [ log(e + u) + log(e + v) ] with dL = t/2 mean [ dg / (e + u) + ... ]
+
+    >>> x, new = torch.eye(3, dtype=torch.float64), torch.full((3,), -torch.inf, dtype=torch.float64)
+    >>> round(global_contrastive_loss(x, x, new, new, temperature=0.5)[0].item(), 9)
+    -1.0
+    """
+    similarities, n = image_features @ text_features.T, len(image_features)
+    other = ~torch.eye(n, dtype=torch.bool, device=similarities.device)
+    if n == 1:
+        return 0 * _reduce(similarities[0], weights, reduction), image_log_averages, text_log_averages
+    losses, after = [], []
+    for rows, before in ((similarities, image_log_averages), (similarities.T, text_log_averages)):
+        g = (((rows - rows.diagonal()[:, None]) / temperature).exp() * other).sum(1) / (n - 1)
+        u = torch.where(before.isneginf(), g, (1 - gamma) * before.exp() + gamma * g).detach()
+        losses.append(temperature * ((epsilon + u).log() + (g - g.detach()) / (epsilon + u)))
+        after.append(u.log())
+    return _reduce((losses[0] + losses[1]) / 2, weights, reduction), after[0], after[1]
+
+
+def barlow_twins_loss(z0: Tensor, z1: Tensor, *, redundancy: float = 5e-3, epsilon: float = 1e-5) -> Tensor:
+    """Correlations of two views against the identity (Zbontar et al., 2021, arXiv:2103.03230, equations 1 and 2).
+
+    >>> z = torch.eye(3, dtype=torch.float64)
+    >>> round(barlow_twins_loss(z, z).item(), 9)
+    0.0075
+    """
+    n0, n1 = ((z - z.mean(0)) / (z.var(0, correction=0) + epsilon).sqrt() for z in (z0, z1))
+    c = n0.T @ n1 / len(z0)
+    return (1 - c.diagonal()).square().sum() + redundancy * (c.square().sum() - c.diagonal().square().sum())
+
+
+def vicreg_loss(
+    z0: Tensor,
+    z1: Tensor,
+    *,
+    invariance: float = 25.0,
+    variance: float = 25.0,
+    covariance: float = 1.0,
+    epsilon: float = 1e-4,
+) -> Tensor:
+    """Distance, variance and covariance of two views (Bardes et al., 2022, arXiv:2105.04906, equations 1 to 6).
+
+    >>> z = torch.eye(3, dtype=torch.float64)
+    >>> round(vicreg_loss(z, 2 * z).item(), 9)
+    13.0
+    """
+    loss = invariance * F.mse_loss(z0, z1)
+    for z in (z0, z1):
+        cov = z.T.cov()
+        loss = loss + variance / 2 * F.relu(1 - (cov.diagonal() + epsilon).sqrt()).mean()
+        loss = loss + covariance * (cov.square().sum() - cov.diagonal().square().sum()) / z.shape[1]
+    return loss
+
+
+def w_mse_loss(z0: Tensor, z1: Tensor, *, epsilon: float = 0.0) -> Tensor:
+    """Distance of whitened views (Ermolov et al., 2021, arXiv:2007.06346, equations 1, 4 and 5).
+
+    >>> z = torch.eye(3, dtype=torch.float64)
+    >>> round(w_mse_loss(z, z, epsilon=0.5).item(), 9)
+    0.0
+    """
+    whitened = []
+    for z in (z0, z1):
+        cov = (1 - epsilon) * z.T.cov() + epsilon * torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
+        whitened.append(F.normalize((z - z.mean(0)) @ torch.linalg.inv(torch.linalg.cholesky(cov)).T, dim=1))
+    return (whitened[0] - whitened[1]).square().sum(1).mean()
 
 
 # What several of them are made of.

@@ -77,6 +77,14 @@ def total(comm: Communicator, share: Tensor) -> Tensor:
     return _Total.apply(comm, share)
 
 
+def shared_sum(comm: Communicator, x: Tensor) -> Tensor:
+    """The sum over ranks, of which each rank makes something of its own: a mean that it subtracts from its rows.
+
+    Collective: one all-reduce, and another in backward: what each rank makes of it counts.
+    """
+    return x if comm.size == 1 else _SharedSum.apply(comm, x)
+
+
 class _ScaleGradient(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
@@ -112,3 +120,16 @@ class _Total(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         return None, grad
+
+
+class _SharedSum(Function):
+    @staticmethod
+    def forward(ctx: Any, comm: Communicator, x: Tensor) -> Tensor:
+        ctx.comm = comm
+        ctx.save_for_backward(x)
+        return comm.all_reduce(x, check=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.comm.all_reduce(grad.contiguous(), check=False)

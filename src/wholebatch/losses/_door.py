@@ -25,7 +25,7 @@ from .._checks import (
     largest_norm,
 )
 from .._precision import accumulation_dtype
-from ..comm import Communicator, Group, handshake, select_communicator
+from ..comm import Communicator, Group, LocalCommunicator, handshake, select_communicator
 from ..comm.handshake import GRAD_ENABLED
 from ..exchange import EXCHANGES, Exchange, ExchangeName, num_entries, select_exchange
 from ..partition import Partition
@@ -127,7 +127,14 @@ class Agreement:
         return self.comm.all_gather(numbers.detach(), counts=rows.counts, check=False)
 
     def exchange(
-        self, stays: Partition, travels: Partition, *, symmetric: bool = False, keep: bool = True, exact: bool = False
+        self,
+        stays: Partition,
+        travels: Partition,
+        *,
+        symmetric: bool = False,
+        keep: bool = True,
+        exact: bool = False,
+        everywhere: bool = False,
     ) -> tuple[Exchange, Budget]:
         """The exchange that was asked for, and what this rank's sweep may allocate.
 
@@ -137,6 +144,7 @@ class Agreement:
             symmetric: whether they are the same, and half of S suffices.
             keep: whether exp(S) may be kept.
             exact: whether what is kept must not be rounded.
+            everywhere: whether every rank holds all of Y, and nothing has to travel.
 
         Raises:
             ValueError: on every rank, if a rank's `memory` is too little for its part.
@@ -151,7 +159,7 @@ class Agreement:
                 )
         exchange = select_exchange(
             self.options.exchange,
-            self.comm,
+            LocalCommunicator() if everywhere else self.comm,
             stays.counts[self.rank],
             travels,
             row_bytes=self.width * self.dtype.itemsize,

@@ -125,6 +125,7 @@ def softmax_numbers(
     symmetric: bool = False,
     beside_target: bool = False,
     guide: Tensor | None = None,
+    everywhere: bool = False,
 ) -> tuple[Numbers | None, Numbers | None]:
     """The numbers of this rank's rows, and of its columns.
 
@@ -142,11 +143,14 @@ def softmax_numbers(
         symmetric: Y is X.
         beside_target: as in :class:`SoftmaxPlan`.
         guide: as there.
+        everywhere: every rank holds all of Y, as `travels`, a partition of one part, says.
     """
     asked = {*rows, *cols}
     exact = selection.over != "negatives"
     keep = "logits" not in asked and selection.bend is None
-    exchange, budget = agreed.exchange(stays, travels, symmetric=symmetric, keep=keep, exact=exact)
+    exchange, budget = agreed.exchange(
+        stays, travels, symmetric=symmetric, keep=keep, exact=exact, everywhere=everywhere
+    )
     plan = SoftmaxPlan(
         agreed.comm,
         exchange,

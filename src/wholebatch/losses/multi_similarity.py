@@ -65,8 +65,8 @@ def multi_similarity_loss(
         memory: "flat", "auto" or bytes, as there.
 
     Returns:
-        L, a scalar, the same on every rank: the value of `wholebatch.reference.multi_similarity_loss` on the concatenated
-        batch. Its dtype is that of the features, float32 for half precision.
+        L, a scalar, the same on every rank: the value of `wholebatch.reference.multi_similarity_loss` on the
+        concatenated batch. Its dtype is that of the features, float32 for half precision.
 
     The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
     `backward` is called on every rank, with the same incoming gradient.

@@ -41,7 +41,7 @@ def sup_con_loss(
 ) -> Any:
     r"""Mean cross-entropy of each row's positives, the others of its class, among all other rows of all ranks.
 
-    S = Z Z^T / temperature,    L_i = logsumexp_{j != i} S_ij - mean_{p in P(i)} S_ip,    Z = normalize(all ranks' rows).
+    S = Z Z^T / temperature,    L_i = logsumexp_{j != i} S_ij - mean_{p in P(i)} S_ip,    Z = normalize(all rows).
 
     L is the mean over the rows that have a positive; the others are negatives of other rows, but no anchors. Where no
     row has one, L is 0.

@@ -1,9 +1,13 @@
 """What happens to a tile of the similarity matrix. Knows no ranks and, but for `pairs`, no loss."""
 
 from .driver import Block, Driver
+from .hardest import HardestSweep
 from .memory import Budget, KeptTiles, Memory, default_side, fit, smallest_budget
+from .nested import NestedSweep
 from .pairs import NONE, Diagonals, Entries, EqualIds, Pairs, Union
+from .ranking import RankingSweep
 from .sigmoid import SigmoidSweep
+from .soft_targets import SoftTargetSweep
 from .softmax import Bend, Over, Selection, SoftmaxSweep, Sums, Weights
 
 __all__ = [
@@ -15,12 +19,16 @@ __all__ = [
     "Driver",
     "Entries",
     "EqualIds",
+    "HardestSweep",
     "KeptTiles",
     "Memory",
+    "NestedSweep",
     "Over",
     "Pairs",
+    "RankingSweep",
     "Selection",
     "SigmoidSweep",
+    "SoftTargetSweep",
     "SoftmaxSweep",
     "Sums",
     "Union",

@@ -37,7 +37,7 @@ class Driver:
         scale, bias: of S.
         side: rows and columns of a tile.
         largest: rows and columns of the largest block to come, where that is known to be smaller than a tile.
-        buffers: tiles in memory; 3 where `spare` is used.
+        buffers: tiles in memory; more than 2 where `spare` is used.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class Driver:
         """Memory for another tile."""
         return _view(self._scratch, tile)
 
-    def spare(self, tile: Tile) -> Tensor:
-        """Memory for one more, of three."""
-        return _view(self._spare[0], tile)
+    def spare(self, tile: Tile, number: int = 0) -> Tensor:
+        """Memory for one more, of those beyond two."""
+        return _view(self._spare[number], tile)
 
     def products(
         self, grad: Tensor, tile: Tile, x: Tensor, y: Tensor, block: Block, u: Tensor | None, v: Tensor | None

@@ -1,0 +1,52 @@
+"""Rows of other ranks, by their index in the global batch: O(b d), and differentiable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._once import once_differentiable
+from ..comm import Communicator
+from ..partition import Partition
+
+
+def fetch_rows(comm: Communicator, x: Tensor, rows: Partition, index: Tensor) -> Tensor:
+    """X[index] of the concatenated X, whose rows the ranks hold; the gradient goes to where the rows came from.
+
+    Args:
+        comm: the ranks.
+        x: this rank's rows, (n_r, d).
+        rows: who holds which.
+        index: (k,), of all rows; k may differ between ranks.
+
+    Returns:
+        (k, d). Collective: 1 all-gather of W numbers, 2 all-to-alls; 1 in backward.
+    """
+    return _FetchRows.apply(comm, rows, index, x)
+
+
+class _FetchRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, comm: Communicator, rows: Partition, index: Tensor, x: Tensor) -> Tensor:
+        order = index.argsort(stable=True)
+        ends = torch.tensor(rows.offsets[1:], dtype=torch.int64, device=index.device)
+        owners = torch.bucketize(index[order], ends, right=True)
+        asked = torch.bincount(owners, minlength=comm.size)
+        table = comm.all_gather(asked[None], counts=(1,) * comm.size, check=False)
+        from_me, to_me = table[:, comm.rank].tolist(), asked.tolist()
+        wanted = comm.all_to_all(index[order], send_counts=to_me, receive_counts=from_me, check=False)
+        local = wanted - rows.offsets[comm.rank]
+        found = comm.all_to_all(x[local], send_counts=from_me, receive_counts=to_me, check=False)
+        ctx.comm, ctx.counts, ctx.rows = comm, (from_me, to_me), len(x)
+        ctx.save_for_backward(x, order, local)
+        return torch.empty_like(found).index_copy_(0, order, found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, Tensor]:
+        x, order, local = ctx.saved_tensors
+        from_me, to_me = ctx.counts
+        home = ctx.comm.all_to_all(grad[order].contiguous(), send_counts=to_me, receive_counts=from_me, check=False)
+        return None, None, None, torch.zeros_like(x).index_add_(0, local, home)

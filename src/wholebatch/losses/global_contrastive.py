@@ -1,0 +1,256 @@
+"""Global contrastive loss (SogCLR): each row's sum over negatives is followed across batches by a moving average.
+
+    g_i  = 1/(B - 1) sum_{j != i} exp((c_ij - c_ii) / t)          of image i; likewise h_i of text i, over images
+    u_i <- (1 - gamma) u_i + gamma g_i                            kept for every example of the data set, v_i for texts
+    L    = t/2 1/B sum_i [ log(e + u_i) + log(e + v_i) ]
+    dL   = t/2 1/B sum_i [ dg_i / (e + u_i) + dh_i / (e + v_i) ]
+
+with similarities c. The gradient is not that of u through gamma: it is the estimate, by this batch, of the gradient of
+the loss over the whole data set, for which u stands. All of it is O(B) arithmetic on the row and column sums of CLIP's
+sweep, in logarithms, because g may be e^100 and e^-100.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._checks import check_finite, check_ids, check_number, check_temperature
+from .._precision import wide_dtype
+from ..comm import Group, handshake, select_communicator
+from ..exchange import ExchangeName
+from ..sweep import Memory, Selection
+from ..sync import Sync
+from ._door import LossModule, Options, Reduction, agree, eager
+from ._pairs import pairs_of_rows
+from ._softmax import softmax_numbers, wanted
+from ._towers import Towers
+
+
+@eager
+def global_contrastive_loss(
+    image_features: Tensor,
+    text_features: Tensor,
+    image_log_averages: Tensor,
+    text_log_averages: Tensor,
+    *,
+    temperature: Tensor | float = 0.07,
+    gamma: float = 0.9,
+    epsilon: float = 1e-14,
+    weights: Tensor | None = None,
+    reduction: Reduction = "mean",
+    group: Group = None,
+    sync: Sync = "mean",
+    exchange: ExchangeName = "auto",
+    memory: Memory = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""CLIP's loss with moving averages in the place of the batch's own sums, for small batches.
+
+    L   = t/2 mean_i [ log(e + u_i) + log(e + v_i) ],
+    u_i = (1 - gamma) u_i' + gamma g_i,    g_i = mean_{j != i} exp((c_ij - c_ii) / t),
+
+    with u' from earlier batches and v likewise over images; dL = t/2 mean_i [ dg_i / (e + u_i) + dh_i / (e + v_i) ].
+
+    :class:`wholebatch.GlobalContrastiveLoss` keeps the averages for you.
+
+    Args:
+        image_features: X_r, (b_r, d), this rank's rows as they are: the caller normalises. b_r may differ between
+            ranks and may be 0. float64, float32, bfloat16 or float16.
+        text_features: Y_r, (b_r, d); row i belongs to row i of X_r.
+        image_log_averages: (b_r,), log u' of these images, -inf for those that are new: u_i is then g_i.
+        text_log_averages: (b_r,), log v' of these texts.
+        temperature: t, divides the similarities; a positive number or a tensor of shape () or [1], the same on all
+            ranks. A learned one gets the gradient log(e + u) + t dg/dt / (e + u), of each half.
+        gamma: weight of this batch in the averages, 0 < gamma <= 1.
+        epsilon: e, keeps weights of solved examples finite; > 0.
+        weights: (b_r,), of the pairs, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
+        reduction: "mean", "sum", or "none": L_i of this rank's pairs, (b_r,); see
+            :func:`wholebatch.functional.clip_loss`.
+        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
+        sync: "mean", "sum" or None, as there.
+        exchange: "gather", "ring" or "auto", as there.
+        memory: "flat", "auto" or bytes, as there.
+
+    Returns:
+        L, a scalar, the same on every rank: the value of `wholebatch.reference.global_contrastive_loss` on the
+        concatenated batch; and log u and log v of this rank's pairs, (b_r,) each, in float64, without gradient.
+
+    Work, memory, collectives and the meaning of `sync`: as :func:`wholebatch.functional.clip_loss`. A pair without
+    negatives has loss 0, and keeps its averages.
+
+    Raises:
+        ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`;
+            also averages that are NaN or not one for each pair, a temperature, gamma or epsilon out of range.
+        RuntimeError: if the gradient is differentiated again.
+
+    Source: Yuan et al., 2022, arXiv:2202.12387, algorithm 1; for two towers, Wei et al., 2024, arXiv:2407.01445.
+
+    >>> import torch, wholebatch as wb
+    >>> x, new = torch.eye(3), torch.full((3,), -torch.inf)
+    >>> loss, *_ = wb.functional.global_contrastive_loss(x, x, new, new, temperature=0.5)
+    >>> loss
+    tensor(-1.)
+    """
+
+    def check() -> dict[str, Any]:
+        for name, value in (("image_log_averages", image_log_averages), ("text_log_averages", text_log_averages)):
+            _check_averages(name, value, len(image_features))
+        if not 0 < check_number("gamma", gamma) <= 1:
+            raise ValueError(f"gamma must lie in (0, 1], got {gamma}; it is the weight of this batch in the averages")
+        if check_number("epsilon", epsilon) <= 0:
+            raise ValueError(f"epsilon must be positive, got {epsilon}; 1e-14 is small")
+        return {"t": check_temperature("temperature", temperature), "gamma": gamma, "epsilon": epsilon}
+
+    agreed = agree(
+        "global_contrastive_loss",
+        Options(group, sync, exchange, memory, reduction),
+        scalars={"temperature": temperature},
+        features={"image_features": image_features, "text_features": text_features},
+        paired=("image_features", "text_features"),
+        weights=(weights, "image_features"),
+        check=check,
+        must_match=("gamma", "epsilon"),
+    )
+    rows = agreed.rows["image_features"]
+    fields = wanted()
+    sides = softmax_numbers(
+        agreed,
+        (1 / agreed.scalars["temperature"], 1 / agreed.inputs["temperature"]),
+        [agreed.inputs["image_features"], agreed.inputs["text_features"]],
+        towers=Towers(stays=(0,), travels=(1,)),
+        stays=rows,
+        travels=rows,
+        selection=Selection(pairs_of_rows(rows.rows(agreed.rank), None, "positive")),
+        bound=agreed.norms["image_features"] * agreed.norms["text_features"],
+        rows=fields,
+        cols=fields[:1],
+    )
+    assert sides[0] is not None
+    target = sides[0].target
+    assert target is not None
+    before = [x.to(agreed.device, wide_dtype(agreed.device)) for x in (image_log_averages, text_log_averages)]
+    if rows.total == 1:
+        return agreed.reduce(0 * target, 1), before[0], before[1]
+    losses, after = [], []
+    for side, log_average in zip(sides, before, strict=True):
+        assert side is not None
+        log_g = side.logsumexp - target - math.log(rows.total - 1)
+        average = _average(log_average, log_g.detach(), gamma)
+        log_weight = torch.logaddexp(average, torch.full_like(average, math.log(epsilon)))
+        ratio = (log_g - log_weight).exp()  # g / (e + u), whose gradient is dg / (e + u)
+        losses.append(agreed.inputs["temperature"] * (log_weight + (ratio - ratio.detach())))
+        after.append(average)
+    return agreed.reduce((losses[0] + losses[1]) / 2, rows.total), after[0], after[1]
+
+
+def _average(before: Tensor, log_g: Tensor, gamma: float) -> Tensor:
+    """log((1 - gamma) u + gamma g), from logarithms; log g where there is no u."""
+    if gamma == 1:
+        return log_g
+    both = torch.logaddexp(before + math.log1p(-gamma), log_g + math.log(gamma))
+    return torch.where(before.isneginf(), log_g, both)
+
+
+def _check_averages(name: str, value: object, rows: int) -> None:
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.shape != (rows,):
+        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{name} must be a floating-point tensor of shape ({rows},), one for each pair, got {got}")
+    check_finite(name, value.nan_to_num(neginf=0.0, nan=torch.nan))
+
+
+class GlobalContrastiveLoss(LossModule):
+    """The global contrastive loss, with the averages of all examples of the data set as buffers, the same on all ranks.
+
+    Args:
+        examples: how many the data set has.
+        dtype: of the averages; 8 bytes per example in float32.
+        temperature, gamma, epsilon, reduction, group, sync, exchange, memory: as in
+            :func:`wholebatch.functional.global_contrastive_loss`.
+
+    Attributes:
+        image_log_averages, text_log_averages: (examples,), log u and log v; -inf for those that were never seen. They
+            are saved with the model, and change in training mode, where gradients are enabled.
+
+    Raises:
+        ValueError: if `examples` is not a positive integer.
+    """
+
+    image_log_averages: Tensor
+    text_log_averages: Tensor
+
+    def __init__(
+        self,
+        examples: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        temperature: Tensor | float = 0.07,
+        gamma: float = 0.9,
+        epsilon: float = 1e-14,
+        reduction: Reduction = "mean",
+        group: Group = None,
+        sync: Sync = "mean",
+        exchange: ExchangeName = "auto",
+        memory: Memory = "auto",
+    ) -> None:
+        super().__init__(
+            group=group,
+            sync=sync,
+            exchange=exchange,
+            memory=memory,
+            reduction=reduction,
+            temperature=temperature,
+            gamma=gamma,
+            epsilon=epsilon,
+        )
+        if not isinstance(examples, int) or examples < 1:
+            raise ValueError(f"examples must be a positive integer, the size of the data set; got {examples!r}")
+        check_temperature("temperature", temperature)
+        for name in ("image_log_averages", "text_log_averages"):
+            self.register_buffer(name, torch.full((examples,), -torch.inf, dtype=dtype))
+
+    def forward(
+        self, image_features: Tensor, text_features: Tensor, indices: Tensor, *, weights: Tensor | None = None
+    ) -> Tensor:
+        """See :func:`wholebatch.functional.global_contrastive_loss`: (b_r, d), (b_r, d), (b_r,) -> L.
+
+        Args:
+            image_features: as there.
+            text_features: as there.
+            indices: (b_r,) integers, which examples of the data set these are. Of equal ones in a batch, the last one's
+                average stays.
+            weights: as there.
+
+        Raises:
+            ValueError: on every rank: as there; also indices that are no integers, not one for each pair, or outside
+                of the data set.
+        """
+        comm, examples = select_communicator(self.group), len(self.image_log_averages)
+
+        def check() -> dict[str, Any]:
+            check_ids("indices", indices, "image_features", len(image_features))
+            if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < examples:
+                raise ValueError(
+                    f"indices must lie between 0 and {examples - 1}, got {int(indices.min())} to {int(indices.max())}; "
+                    "`examples` is the size of the whole data set"
+                )
+            return {"learning": self.training and torch.is_grad_enabled()}
+
+        everyone = handshake(comm, check, caller="GlobalContrastiveLoss", must_match=("learning",))
+        at = indices.to(self.image_log_averages.device, torch.int64)
+        loss, *after = global_contrastive_loss(
+            image_features,
+            text_features,
+            self.image_log_averages[at],
+            self.text_log_averages[at],
+            weights=weights,
+            **self.settings,
+        )
+        if everyone[0]["learning"]:
+            with torch.no_grad():
+                everywhere = comm.all_gather(at)
+                for averages, new in zip((self.image_log_averages, self.text_log_averages), after, strict=True):
+                    averages[everywhere] = comm.all_gather(new.to(averages))
+        return loss

@@ -1,0 +1,208 @@
+"""MoCo: each query's own key against a queue of past keys.
+
+    A_i = logsumexp_j scale q_i . n_j over the queue's keys n_j,    T_i = scale q_i . k_i
+    L   = 1/B sum_i softplus(A_i - T_i)
+
+Every rank holds the whole queue, as MoCo's do: the loss moves nothing between ranks but its value. The queue is a ring
+buffer of the last keys of all ranks, rank 0's first, the same on every rank and for any number of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._checks import check_alike, check_features
+from .._precision import wide_dtype
+from ..comm import Group, handshake, select_communicator
+from ..partition import Partition
+from ..sweep import Memory, Pairs, Selection
+from ..sync import Sync
+from ._cross_entropy import softplus
+from ._door import LossModule, Options, Reduction, agree, eager
+from ._softmax import softmax_numbers, wanted
+from ._towers import Towers
+
+
+@eager
+def moco_loss(
+    queries: Tensor,
+    keys: Tensor,
+    queue: Tensor,
+    *,
+    logit_scale: Tensor | float,
+    weights: Tensor | None = None,
+    reduction: Reduction = "mean",
+    group: Group = None,
+    sync: Sync = "mean",
+    memory: Memory = "auto",
+) -> Tensor:
+    r"""Cross-entropy of each query's own key among that and the keys of a queue, with its exact gradient.
+
+    L_i = log(exp T_i + sum_j exp(logit_scale q_i . n_j)) - T_i,    T_i = logit_scale q_i . k_i.
+
+    Args:
+        queries: Q_r, (b_r, d), this rank's rows as they are: the caller normalises. b_r may differ between ranks and
+            may be 0. float64, float32, bfloat16 or float16.
+        keys: K_r, (b_r, d), of the momentum encoder; row i is the positive of query i. Other queries do not see it.
+        queue: (n, d), the past keys, all of them on every rank: `KeyQueue.keys`.
+        logit_scale: multiplies the similarities (1 / temperature); a number or a tensor of shape () or [1], the same
+            on all ranks.
+        weights: (b_r,), of the queries, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
+        reduction: "mean", "sum", or "none": L_i of this rank's queries; see :func:`wholebatch.functional.clip_loss`.
+        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
+        sync: "mean", "sum" or None, as there. A queue that needs a gradient is a parameter that all ranks hold:
+            under "mean" the ranks' gradients average to its own.
+        memory: "flat", "auto" or bytes, as there.
+
+    Returns:
+        L, a scalar, the same on every rank: the value of `wholebatch.reference.moco_loss` on the concatenated
+        batch. Its dtype is that of the features, float32 for half precision.
+
+    The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
+    `backward` is called on every rank, with the same incoming gradient.
+
+    Work: 3 units of b_r n d multiply-adds per rank, 2 where exp(S) is kept. Memory beyond inputs and gradients: two
+    tiles and O(b_r). Collectives: 1 handshake, and all-reduces of one number.
+
+    Raises:
+        ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`;
+            also a queue whose length differs between ranks.
+        RuntimeError: if the gradient is differentiated again.
+
+    Source: He et al., 2020, arXiv:1911.05722, equation 1 and algorithm 1.
+
+    >>> import torch, wholebatch as wb
+    >>> x = torch.eye(3)
+    >>> wb.functional.moco_loss(x, x, -x, logit_scale=10.0)
+    tensor(9.2983e-05)
+    """
+    agreed = agree(
+        "moco_loss",
+        Options(group, sync, "gather", memory, reduction),
+        scalars={"logit_scale": logit_scale},
+        features={"queries": queries, "keys": keys, "queue": queue},
+        paired=("queries", "keys"),
+        weights=(weights, "queries"),
+        check=lambda: {"length of the queue": len(queue)},
+        must_match=("length of the queue",),
+    )
+    rows, scale, given = agreed.rows["queries"], agreed.scalars["logit_scale"], agreed.inputs
+    numbers, _ = softmax_numbers(
+        agreed,
+        (scale, given["logit_scale"]),
+        [given["queries"], given["queue"]],
+        towers=Towers(stays=(0,), travels=(1,)),
+        stays=rows,
+        travels=Partition((len(queue),)),
+        selection=Selection(Pairs()),
+        bound=agreed.norms["queries"] * agreed.norms["queue"],
+        rows=wanted(target=False),
+        everywhere=True,
+    )
+    assert numbers is not None
+    similarities = torch.linalg.vecdot(given["queries"].to(agreed.dtype), given["keys"].to(agreed.dtype))
+    target = given["logit_scale"] * similarities.to(wide_dtype(agreed.device))
+    return agreed.reduce(softplus(numbers.logsumexp - target), rows.total)
+
+
+class MoCoLoss(LossModule):
+    """Each query against its key and a queue of past keys.
+
+    Args:
+        reduction, group, sync, memory: as in :func:`wholebatch.functional.moco_loss`.
+    """
+
+    def __init__(
+        self,
+        *,
+        reduction: Reduction = "mean",
+        group: Group = None,
+        sync: Sync = "mean",
+        memory: Memory = "auto",
+    ) -> None:
+        super().__init__(group=group, sync=sync, reduction=reduction, memory=memory)
+
+    def forward(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        queue: Tensor,
+        *,
+        logit_scale: Tensor | float,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """See :func:`wholebatch.functional.moco_loss`: (b_r, d), (b_r, d), (n, d), a scalar -> L."""
+        return moco_loss(queries, keys, queue, logit_scale=logit_scale, weights=weights, **self.settings)
+
+
+class KeyQueue(nn.Module):
+    """The last keys of all ranks, rank 0's first: the same buffer on every rank, saved with the model.
+
+    Args:
+        size: how many keys it holds; at least a global batch of them.
+        width: of a key.
+        dtype: of the keys.
+        group: ranks whose keys go in, as in :func:`wholebatch.functional.clip_loss`.
+
+    Attributes:
+        keys: (n, d), those that are in it, n = size once it is full.
+
+    Raises:
+        ValueError: if size or width is not a positive integer.
+
+    >>> import torch, wholebatch as wb
+    >>> queue = wb.KeyQueue(3, 1)
+    >>> for key in (1.0, 2.0):
+    ...     queue.enqueue(torch.tensor([[key], [10 * key]]))
+    >>> queue.keys.flatten()
+    tensor([20., 10.,  2.])
+    """
+
+    ring: Tensor
+    enqueued: Tensor
+
+    def __init__(self, size: int, width: int, *, dtype: torch.dtype = torch.float32, group: Group = None) -> None:
+        super().__init__()
+        for name, value in (("size", size), ("width", width)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        self.group = group
+        self.register_buffer("ring", torch.zeros(size, width, dtype=dtype))
+        self.register_buffer("enqueued", torch.zeros((), dtype=torch.int64))
+
+    @property
+    def keys(self) -> Tensor:
+        return self.ring[: min(int(self.enqueued), len(self.ring))]
+
+    @torch.no_grad()
+    def enqueue(self, keys: Tensor) -> None:
+        """Put this rank's keys, (b_r, d), behind the others'; the oldest go. Collective: a handshake, an all-gather.
+
+        A loss that still needs the queue as it was is not disturbed.
+
+        Raises:
+            ValueError: on every rank: keys of another width or dtype, or more of them than the queue holds.
+        """
+
+        def check() -> dict[str, Any]:
+            check_features("keys", keys)
+            check_alike("keys", keys, "the queue", self.ring, rows=False)
+            return {}
+
+        comm = select_communicator(self.group)
+        handshake(comm, check, caller="KeyQueue.enqueue", must_match=())
+        new = comm.all_gather(keys)
+        if len(new) > len(self.ring):
+            raise ValueError(
+                f"KeyQueue.enqueue: the ranks' {len(new)} keys do not fit into a queue of {len(self.ring)}: some would "
+                "be lost before they were used; make the queue longer"
+            )
+        at = (int(self.enqueued) + torch.arange(len(new), device=new.device)) % len(self.ring)
+        self.ring = self.ring.index_copy(0, at, new)
+        self.enqueued = self.enqueued + len(new)
+
+    def extra_repr(self) -> str:
+        return f"size={len(self.ring)}, width={self.ring.shape[1]}"

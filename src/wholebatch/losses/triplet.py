@@ -1,0 +1,180 @@
+"""Batch-hard triplet loss: each row against its farthest positive and its nearest negative of the whole batch.
+
+    p_i = the row of i's class that is farthest from i,    n_i = the row of another class that is nearest to i
+    L_i = [ |z_i - p_i| - |z_i - n_i| + margin ]_+          or softplus without a margin
+
+One pass over S finds p_i and n_i, which are then fetched from their ranks: everything else is O(b d). Rows that are not
+normalised are compared by x . y - |y|^2 / 2, which orders y by its distance from x.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._checks import check_choice, check_number
+from .._precision import wide_dtype
+from ..comm import Group
+from ..exchange import ExchangeName
+from ..sweep import Block, Driver, HardestSweep, Memory
+from ..sync import Sync
+from ._cross_entropy import softplus
+from ._door import LossModule, Options, Reduction, agree, eager
+from ._fetch import fetch_rows
+from ._labelled import Labelled, flattened
+from ._towers import no_autocast
+
+DISTANCES = ("euclidean", "squared", "cosine")
+
+
+@eager
+def triplet_loss(
+    features: Tensor,
+    labels: Tensor,
+    *,
+    margin: float | None = 0.2,
+    distance: str = "euclidean",
+    normalise: bool = True,
+    weights: Tensor | None = None,
+    reduction: Reduction = "mean",
+    group: Group = None,
+    sync: Sync = "mean",
+    exchange: ExchangeName = "auto",
+    memory: Memory = "auto",
+) -> Tensor:
+    r"""Hinge on the distances to each row's farthest positive and nearest negative among the rows of all ranks.
+
+    L_i = max(0, D(z_i, p_i) - D(z_i, n_i) + margin),
+    p_i = argmax_{j in P(i)} D(z_i, z_j),    n_i = argmin_{j in N(i)} D(z_i, z_j).
+
+    L is the mean over the rows that have both; where no row has, L is 0. Which rows are hardest carries no gradient;
+    between equally hard ones the choice is arbitrary.
+
+    Args:
+        features: Z_r, (b_r, d), this rank's rows, or (b_r, v, d) for v views of each example. b_r may differ between
+            ranks and may be 0. float64, float32, bfloat16 or float16.
+        labels: (b_r,) integers, the examples' classes.
+        margin: of the hinge; None: log(1 + exp(D(z_i, p_i) - D(z_i, n_i))) in its place.
+        distance: D: "euclidean", "squared" (Euclidean), or "cosine", 1 - cos.
+        normalise: divide the rows by their norms first; "cosine" does so anyway.
+        weights: of the rows, >= 0, one for each (b_r v of them); the mean is sum w_i L_i / sum w_i.
+        reduction: "mean", "sum", or "none": L_i of this rank's rows, 0 where there is no positive or no negative; see
+            :func:`wholebatch.functional.clip_loss`.
+        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
+        sync: "mean", "sum" or None, as there.
+        exchange: "gather", "ring" or "auto", as there.
+        memory: "flat", "auto" or bytes, as there; nothing is kept.
+
+    Returns:
+        L, a scalar, the same on every rank: the value of `wholebatch.reference.triplet_loss` on the concatenated
+        batch. Its dtype is that of the features, float32 for half precision.
+
+    The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
+    `backward` is called on every rank, with the same incoming gradient.
+
+    Work: 1 unit of b_r B d multiply-adds per rank. Memory beyond inputs and gradients: two tiles, O(b_r d), and on
+    several ranks what the exchange takes for Z. Collectives: forward 1 handshake, all-gathers of labels and of W
+    numbers, what the exchange needs for Z, 2 all-to-alls, 1 all-reduce of a number; backward 1 all-to-all.
+
+    Raises:
+        ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.sup_con_loss`.
+        RuntimeError: if the gradient is differentiated again.
+
+    Source: Hermans et al., 2017, arXiv:1703.07737, equation 5.
+
+    >>> import torch, wholebatch as wb
+    >>> wb.functional.triplet_loss(torch.eye(3), torch.tensor([0, 0, 1]))
+    tensor(0.2000)
+    """
+
+    def check() -> dict[str, object]:
+        check_choice("distance", distance, DISTANCES)
+        if margin is not None:
+            check_number("margin", margin)
+        return {"settings": [margin, distance, normalise]}
+
+    features, labels = flattened(features, labels)
+    agreed = agree(
+        "triplet_loss",
+        Options(group, sync, exchange, memory, reduction),
+        scalars={},
+        features={"features": features},
+        ids={"labels": (labels, "features")},
+        required=("labels",),
+        weights=(weights, "features"),
+        check=check,
+        must_match=("settings",),
+    )
+    data = Labelled(agreed)
+    unit = normalise or distance == "cosine"
+    z = agreed.inputs["features"].to(agreed.dtype)
+    z = torch.nn.functional.normalize(z, dim=1) if unit else z
+    positives, negatives = _hardest(data, z.detach(), unit)
+    complete = (positives >= 0) & (negatives >= 0)
+    anchors = z[complete]
+    rows = fetch_rows(agreed.comm, z, data.rows, torch.cat([positives[complete], negatives[complete]]))
+    far, near = (_distance(anchors, other, distance) for other in rows.tensor_split(2))
+    violated = softplus(far - near) if margin is None else torch.relu(far - near + margin)
+    losses = z.new_zeros(len(z)).masked_scatter(complete, violated)
+    return agreed.reduce(losses.to(wide_dtype(agreed.device)), data.anchors_with_negatives, complete)
+
+
+@no_autocast
+def _hardest(data: Labelled, z: Tensor, unit: bool) -> tuple[Tensor, Tensor]:
+    """Global indices of each row's farthest positive and nearest negative, -1 where there is none."""
+    x, y = z, z
+    if not unit:
+        x = torch.cat([z, torch.ones_like(z[:, :1])], dim=1)
+        y = torch.cat([z, z.square().sum(1, keepdim=True) / -2], dim=1)
+    exchange, budget = data.agreed.exchange(data.rows, data.rows, keep=False)
+    sweep = HardestSweep(Driver(x, 1.0, side=budget.side, largest=exchange.largest_block), data.pairs)
+
+    def visit(block: Block, _carried: Tensor | None, _into: Tensor | None, _own: Tensor | None) -> None:
+        sweep.block(block)
+
+    exchange.collect(exchange.bring(y), visit)
+    return sweep.positives, sweep.negatives
+
+
+def _distance(x: Tensor, y: Tensor, distance: str) -> Tensor:
+    """Of paired rows, (k,)."""
+    if distance == "cosine":
+        return 1 - (x * y).sum(1)
+    return (x - y).square().sum(1) if distance == "squared" else torch.linalg.vector_norm(x - y, dim=1)
+
+
+class TripletLoss(LossModule):
+    """Batch-hard triplet loss over the global batch.
+
+    Args:
+        margin, distance, normalise, reduction, group, sync, exchange, memory: as in
+            :func:`wholebatch.functional.triplet_loss`.
+    """
+
+    def __init__(
+        self,
+        *,
+        margin: float | None = 0.2,
+        distance: str = "euclidean",
+        normalise: bool = True,
+        reduction: Reduction = "mean",
+        group: Group = None,
+        sync: Sync = "mean",
+        exchange: ExchangeName = "auto",
+        memory: Memory = "auto",
+    ) -> None:
+        super().__init__(
+            margin=margin,
+            distance=distance,
+            normalise=normalise,
+            reduction=reduction,
+            group=group,
+            sync=sync,
+            exchange=exchange,
+            memory=memory,
+        )
+        check_choice("distance", distance, DISTANCES)
+
+    def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
+        """See :func:`wholebatch.functional.triplet_loss`: (b_r, d), (b_r,) -> L, the same on all ranks."""
+        return triplet_loss(features, labels, weights=weights, **self.settings)

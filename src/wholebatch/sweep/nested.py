@@ -1,0 +1,129 @@
+"""The nested sweep: the same sums for several leading parts of the features at once (Matryoshka).
+
+    S^l_ij = scale r^l_i q^l_j sum_{k < m_l} x_ik y_jk,        m_1 < m_2 < ... and r, q the inverse norms of the parts
+
+The products of a part are those of the part before and a few features more: all of them together cost the 1 unit of
+multiply-adds of the largest. So it is backward: with G^l_ij = scale r^l_i q^l_j dS^l_ij, the features between m_{l-1}
+and m_l see the sum of G over l and all larger parts: 3 units in all. Of each part there is a tile in memory.
+
+The derivative by the inverse norms is sum_j dS^l_ij S^l_ij / r^l_i for rows, and likewise for columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .._precision import wide_dtype
+from ..partition import Tile
+from .driver import Block, Driver, relative
+from .pairs import Index, Pairs
+
+
+class NestedSweep:
+    """Passes over the blocks of S, in the same order each time; Y's rows carry their inverse norms behind them.
+
+    Args:
+        driver: of the rows, of scale 1, with a tile for each part beyond two.
+        pairs: what is positive, what is excluded; sums run over the negatives.
+        dims: m_l.
+        inverse_norms: r, (b, number of parts).
+        scale: of S.
+        shift: of all sums.
+    """
+
+    def __init__(
+        self, driver: Driver, pairs: Pairs, dims: Sequence[int], inverse_norms: Tensor, scale: float, shift: float
+    ) -> None:
+        self.driver, self.pairs, self.dims, self.shift = driver, pairs, tuple(dims), shift
+        self._parts = [slice(start, stop) for start, stop in zip((0, *dims[:-1]), dims, strict=True)]
+        self._rows, self._scale = (scale * inverse_norms).to(driver.dtype), scale
+        self._wide = wide_dtype(driver.x.device)
+
+    def sums(self, block: Block, rows: Tensor, targets: Tensor, cols: Tensor | None) -> None:
+        """Add the block's exponentials to `rows` (b, parts) and `cols` (n, parts), the positives' logits to `targets`."""
+        for tile, x, y in self.driver.tiles(block):
+            at, excluded = (of.within(tile, x.device) for of in (self.pairs.positive, self.pairs.excluded))
+            here = relative(tile.cols, block)
+            for part in range(len(self.dims)):
+                logits = self._logits(part, tile, x, y, block)
+                if at is not None:
+                    targets[tile.rows, part].index_add_(0, at[0], logits[at].to(targets.dtype))
+                exponentials = self._exponentials(logits, at, excluded)
+                rows[tile.rows, part] += exponentials.sum(1)
+                if cols is not None:
+                    cols[here, part] += exponentials.sum(0)
+
+    def gradients(
+        self,
+        block: Block,
+        rows: Tensor,
+        targets: Tensor,
+        cols: Tensor | None,
+        u: Tensor | None,
+        v: Tensor | None,
+        of_rows: Tensor,
+        of_cols: Tensor | None,
+    ) -> None:
+        """Add dX to `u` and dY to `v`, but for the factor of a loss.
+
+        Args:
+            block: of columns.
+            rows: a_i / R_i of each part, (b, parts).
+            targets: t_i, (b, parts).
+            cols: a'_j / C_j, (n, parts).
+            u: (b, d), None where not needed.
+            v: (n, d), None where not needed.
+            of_rows: (b, parts), to which sum_j dS_ij S_ij is added.
+            of_cols: (n, parts), to which sum_i dS_ij S_ij is added.
+        """
+        dtype = self.driver.dtype
+        for tile, x, y in self.driver.tiles(block):
+            at, excluded = (of.within(tile, x.device) for of in (self.pairs.positive, self.pairs.excluded))
+            here, inverse = relative(tile.cols, block), self._inverse(block)
+            for part in range(len(self.dims)):
+                grad = self.driver.spare(tile, part).copy_(self._logits(part, tile, x, y, block))
+                exponentials = self._exponentials(self.driver.scratch(tile), at, excluded)
+                factor = rows[tile.rows, part].to(dtype).unsqueeze(1)
+                if cols is not None:
+                    factor = factor + cols[here, part].to(dtype)
+                weights = exponentials.mul_(factor)
+                if at is not None:
+                    weights[at] = targets[tile.rows, part][at[0]].to(dtype)
+                grad.mul_(weights)
+                of_rows[tile.rows, part] += grad.sum(1)
+                if of_cols is not None:
+                    of_cols[here, part] += grad.sum(0)
+                torch.mul(weights, self._rows[tile.rows, part].unsqueeze(1), out=grad)
+                grad.mul_(inverse[here, part])
+            for part in reversed(range(len(self.dims))):
+                grad = self.driver.spare(tile, part)
+                if part + 1 < len(self.dims):
+                    grad.add_(self.driver.spare(tile, part + 1))
+                features = self._parts[part]
+                if u is not None:
+                    u[tile.rows, features].addmm_(grad, y[:, features])
+                if v is not None:
+                    v[here, features].addmm_(grad.T, x[:, features])
+
+    def _logits(self, part: int, tile: Tile, x: Tensor, y: Tensor, block: Block) -> Tensor:
+        """The tile of S^l, in the scratch tile; the products up to here stay in the driver's."""
+        features, products = self._parts[part], self.driver.buffer(tile)
+        if part:
+            products.addmm_(x[:, features], y[:, features].T)
+        else:
+            torch.mm(x[:, features], y[:, features].T, out=products)
+        inverse = self._inverse(block)[relative(tile.cols, block), part]
+        scaled = torch.mul(products, self._rows[tile.rows, part].unsqueeze(1), out=self.driver.scratch(tile))
+        return scaled.mul_(inverse)
+
+    def _inverse(self, block: Block) -> Tensor:
+        return block.y[:, self.driver.width :]
+
+    def _exponentials(self, logits: Tensor, at: Index | None, excluded: Index | None) -> Tensor:
+        for left_out in (at, excluded):
+            if left_out is not None:
+                logits[left_out] = float("-inf")
+        return logits.sub_(self.shift).exp_()
