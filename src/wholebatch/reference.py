@@ -20,12 +20,15 @@ __all__ = [
     "clip_loss",
     "dcl_loss",
     "debiased_loss",
+    "distillation_loss",
     "global_contrastive_loss",
     "info_nce_loss",
+    "matryoshka_loss",
     "moco_loss",
     "multi_similarity_loss",
     "nt_xent_loss",
     "siglip_loss",
+    "smooth_ap_loss",
     "sup_con_loss",
     "triplet_loss",
     "vicreg_loss",
@@ -453,6 +456,88 @@ def w_mse_loss(z0: Tensor, z1: Tensor, *, epsilon: float = 0.0) -> Tensor:
         cov = (1 - epsilon) * z.T.cov() + epsilon * torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
         whitened.append(F.normalize((z - z.mean(0)) @ torch.linalg.inv(torch.linalg.cholesky(cov)).T, dim=1))
     return (whitened[0] - whitened[1]).square().sum(1).mean()
+
+
+def smooth_ap_loss(
+    features: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 0.01,
+    weights: Tensor | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """Average precision with sigmoids for ranks (Brown et al., 2020, arXiv:2007.12163, equations 5 and 6).
+
+    L_i = 1 - mean_p (1 + sum over other positives of s(c_iq - c_ip)) / (1 + sum over others of s(c_ij - c_ip))
+
+    >>> z = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.6, 0.8]], dtype=torch.float64)
+    >>> round(smooth_ap_loss(z, torch.tensor([0, 1, 0]), temperature=0.1).item(), 9)
+    0.450742896
+    """
+    cosines, positive, itself = _labelled(features, labels)
+    larger = ((cosines[:, None, :] - cosines[:, :, None]) / temperature).sigmoid()  # of i, for p, by j
+    larger = larger * ~itself[None] * ~itself[:, None]
+    precision = (1 + (larger * positive[:, None]).sum(2)) / (1 + larger.sum(2))
+    losses = 1 - (precision * positive).sum(1) / positive.sum(1).clamp(min=1)
+    return _reduce(losses.masked_fill(~positive.any(1), 0), weights, reduction, positive.any(1))
+
+
+def distillation_loss(
+    image_features: Tensor,
+    text_features: Tensor,
+    logit_scale: Tensor | float,
+    teacher_image_features: Tensor,
+    teacher_text_features: Tensor,
+    teacher_logit_scale: float,
+    *,
+    weights: Tensor | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """A teacher's softmax for targets (Wu et al., 2023, arXiv:2309.12314, equation 7).
+
+    L = (CE(S, softmax(T)) + CE(S^T, softmax(T^T))) / 2
+
+    >>> x = torch.eye(3, dtype=torch.float64)
+    >>> round(distillation_loss(x, x, 10.0, x, x, 2.0).item(), 9)
+    2.130259937
+    """
+    student = logit_scale * image_features @ text_features.T
+    teacher = (teacher_logit_scale * teacher_image_features @ teacher_text_features.T).detach()
+    rows, cols = (-(t.softmax(1) * s.log_softmax(1)).sum(1) for s, t in ((student, teacher), (student.T, teacher.T)))
+    return _reduce((rows + cols) / 2, weights, reduction)
+
+
+def matryoshka_loss(
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    logit_scale: Tensor | float,
+    dims: Sequence[int],
+    dim_weights: Sequence[float] | None = None,
+    symmetric: bool = True,
+    normalise: bool = True,
+    ids: Tensor | None = None,
+    weights: Tensor | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """CLIP's loss, or InfoNCE's, of leading parts of the features (Kusupati et al., 2022, arXiv:2205.13147, equation 1).
+
+    L = sum_l w_l CE(scale n(Q[:, :m_l]) n(K[:, :m_l])^T)
+
+    >>> x = torch.eye(3, dtype=torch.float64)
+    >>> round(matryoshka_loss(x, x, logit_scale=10.0, dims=(1, 3)).item(), 9)
+    1.098703
+    """
+    loss: Tensor | float = 0.0
+    for m, weight in zip(dims, dim_weights or [1.0] * len(dims), strict=True):
+        x, y = (F.normalize(z[:, :m], dim=1) if normalise else z[:, :m] for z in (queries, keys))
+        if symmetric:
+            part = clip_loss(x, y, logit_scale, ids=ids, equal_ids="excluded", weights=weights, reduction=reduction)
+        else:
+            part = info_nce_loss(x, y, logit_scale=logit_scale, key_ids=ids, weights=weights, reduction=reduction)
+        loss = loss + weight * part
+    assert isinstance(loss, Tensor)
+    return loss
 
 
 # What several of them are made of.

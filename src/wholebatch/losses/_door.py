@@ -99,7 +99,7 @@ class Agreement:
     norms: dict[str, float]  # the largest of all rows of all ranks
     inputs: dict[str, Any]  # scalars, features and weights; those that need a gradient on any rank need one here
     vectors: dict[str, tuple[Tensor, str]]  # ids, with the features that they belong to
-    memory_by_rank: list[Memory]
+    everyone: list[Any]  # what each rank told the others
     width: int
     dtype: torch.dtype  # in which sums are taken
     device: torch.device
@@ -114,6 +114,10 @@ class Agreement:
     def rank(self) -> int:
         """Of this process."""
         return self.comm.rank
+
+    def facts(self, name: str) -> list[Any]:
+        """What each rank told the others about `name`."""
+        return [facts[name] for facts in self.everyone]
 
     def ids(self, name: str) -> Tensor:
         """The ids of all ranks' rows, (B,). Collective: one all-gather of integers."""
@@ -150,7 +154,7 @@ class Agreement:
             ValueError: on every rank, if a rank's `memory` is too little for its part.
         """
         side = default_side(self.device)
-        for rank, memory in enumerate(self.memory_by_rank):
+        for rank, memory in enumerate(self.facts("memory")):
             needed = smallest_budget(stays.counts[rank], travels.total, self.dtype)
             if isinstance(memory, int) and memory < needed:
                 raise ValueError(
@@ -297,7 +301,7 @@ def agree(
         {name: max(facts["norms"][name] for facts in everyone) for name in given},
         _entering(dict(zip(inputs, join([*inputs.values()], everyone), strict=True)), scalars, comm, options),
         numbering,
-        [facts["memory"] for facts in everyone],
+        everyone,
         first.shape[1],
         accumulation_dtype(first.dtype),
         first.device,

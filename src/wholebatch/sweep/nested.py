@@ -26,7 +26,7 @@ class NestedSweep:
     """Passes over the blocks of S, in the same order each time; Y's rows carry their inverse norms behind them.
 
     Args:
-        driver: of the rows, of scale 1, with a tile for each part beyond two.
+        driver: of the rows, of scale 1, with a tile for each part beyond three.
         pairs: what is positive, what is excluded; sums run over the negatives.
         dims: m_l.
         inverse_norms: r, (b, number of parts).
@@ -43,7 +43,7 @@ class NestedSweep:
         self._wide = wide_dtype(driver.x.device)
 
     def sums(self, block: Block, rows: Tensor, targets: Tensor, cols: Tensor | None) -> None:
-        """Add the block's exponentials to `rows` (b, parts) and `cols` (n, parts), the positives' logits to `targets`."""
+        """Add the block's exponentials to `rows` (b, parts) and `cols` (n, parts), positives' logits to `targets`."""
         for tile, x, y in self.driver.tiles(block):
             at, excluded = (of.within(tile, x.device) for of in (self.pairs.positive, self.pairs.excluded))
             here = relative(tile.cols, block)
@@ -88,7 +88,8 @@ class NestedSweep:
                 exponentials = self._exponentials(self.driver.scratch(tile), at, excluded)
                 factor = rows[tile.rows, part].to(dtype).unsqueeze(1)
                 if cols is not None:
-                    factor = factor + cols[here, part].to(dtype)
+                    of_part = cols[here, part].to(dtype)
+                    factor = torch.add(factor, of_part, out=self.driver.spare(tile, len(self.dims)))
                 weights = exponentials.mul_(factor)
                 if at is not None:
                     weights[at] = targets[tile.rows, part][at[0]].to(dtype)

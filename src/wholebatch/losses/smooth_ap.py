@@ -1,0 +1,184 @@
+"""Smooth-AP: a differentiable average precision of each row's class among all other rows.
+
+    AP_i = 1/|P(i)| sum_{p in P(i)} (1 + positive_ip) / (1 + all_ip)
+    L    = mean_i (1 - AP_i)
+
+where all_ip is how many candidates are, softly, more similar to i than p is, and positive_ip how many positives (see
+`sweep.ranking`). Memory is O(b P) for the P positives that a row has at most; time grows with P.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._checks import check_temperature
+from .._once import once_differentiable
+from .._precision import wide_dtype
+from ..comm import Group
+from ..exchange import Exchange, ExchangeName
+from ..sweep import Block, Budget, Driver, Memory, Pairs, RankingSweep
+from ..sync import Sync
+from ._door import LossModule, Options, Reduction, agree, eager
+from ._labelled import Labelled, flattened
+from ._towers import no_autocast
+
+
+@eager
+def smooth_ap_loss(
+    features: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 0.01,
+    weights: Tensor | None = None,
+    reduction: Reduction = "mean",
+    group: Group = None,
+    sync: Sync = "mean",
+    exchange: ExchangeName = "auto",
+    memory: Memory = "auto",
+) -> Tensor:
+    r"""1 - average precision of each row's positives among the rows of all ranks, with ranks made of sigmoids.
+
+    L_i = 1 - mean_{p in P(i)} (1 + sum_{q in P(i), q != p} s(c_iq - c_ip)) / (1 + sum_{j != i, p} s(c_ij - c_ip)),
+    s(x) = sigmoid(x / temperature), with the cosines c of all ranks' rows; P(i): the others with i's label.
+
+    L is the mean over the rows that have a positive; where no row has, L is 0.
+
+    Args:
+        features: Z_r, (b_r, d), this rank's rows, or (b_r, v, d) for v views of each example; they are normalised
+            inside. b_r may differ between ranks and may be 0. float64, float32, bfloat16 or float16.
+        labels: (b_r,) integers, the examples' classes; they need not be equally frequent.
+        temperature: of the sigmoids; a positive number. Small ones are sharp: the gradient then comes from few pairs.
+        weights: of the rows, >= 0, one for each (b_r v of them); the mean is sum w_i L_i / sum w_i.
+        reduction: "mean", "sum", or "none": L_i of this rank's rows, 0 where there is no positive; see
+            :func:`wholebatch.functional.clip_loss`.
+        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
+        sync: "mean", "sum" or None, as there.
+        exchange: "gather", "ring" or "auto", as there.
+        memory: "flat", "auto" or bytes, as there; nothing is kept.
+
+    Returns:
+        L, a scalar, the same on every rank: the value of `wholebatch.reference.smooth_ap_loss` on the concatenated
+        batch. Its dtype is that of the features, float32 for half precision.
+
+    The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
+    `backward` is called on every rank, with the same incoming gradient.
+
+    Work: with P positives of a row at most, 5 units of b_r B d multiply-adds per rank and 2 P sigmoids for each entry
+    of S. Memory beyond inputs and gradients: four tiles, O(b_r P), and on several ranks what the exchange takes for Z.
+    Collectives: forward 1 handshake, 1 all-gather of labels, what the exchange needs for Z, 1 all-reduce of a number;
+    backward what it needs for dZ.
+
+    Raises:
+        ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.sup_con_loss`.
+        RuntimeError: if the gradient is differentiated again.
+
+    Source: Brown et al., 2020, arXiv:2007.12163, equations 5 and 6.
+
+    >>> import torch, wholebatch as wb
+    >>> z = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.6, 0.8]])
+    >>> wb.functional.smooth_ap_loss(z, torch.tensor([0, 1, 0]), temperature=0.1)
+    tensor(0.4507)
+    """
+    features, labels = flattened(features, labels)
+    agreed = agree(
+        "smooth_ap_loss",
+        Options(group, sync, exchange, memory, reduction),
+        scalars={},
+        features={"features": features},
+        ids={"labels": (labels, "features")},
+        required=("labels",),
+        weights=(weights, "features"),
+        check=lambda: {"temperature": check_temperature("temperature", float(temperature))},
+        must_match=("temperature",),
+    )
+    data = Labelled(agreed)
+    how, budget = agreed.exchange(data.rows, data.rows, keep=False)
+    z = torch.nn.functional.normalize(agreed.inputs["features"].to(agreed.dtype), dim=1)
+    count = data.positives
+    most = int(count.max()) if len(count) else 0
+    plan = _Plan(how, data.pairs, most, float(temperature), budget)
+    everyone, positive = _Ranks.apply(plan, z, z)
+    taken = torch.arange(most, device=z.device) < count[:, None]
+    precision = torch.where(taken, (1 + positive) / (1 + everyone), 0.0).sum(1) / count.clamp(min=1)
+    losses = torch.where(count > 0, 1 - precision, 0.0)
+    return agreed.reduce(losses, data.anchors, count > 0)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    exchange: Exchange
+    pairs: Pairs
+    most: int
+    temperature: float
+    budget: Budget
+
+    def sweep(self, x: Tensor) -> RankingSweep:
+        driver = Driver(x, 1.0, side=self.budget.side, largest=self.exchange.largest_block, buffers=4)
+        return RankingSweep(driver, self.pairs, self.most, self.temperature)
+
+
+class _Ranks(torch.autograd.Function):
+    """all_ip and positive_ip of this rank's rows, (b, P) each."""
+
+    @staticmethod
+    @no_autocast
+    def forward(ctx: Any, plan: _Plan, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        held = plan.exchange.bring(y)
+        of_positives = x.new_zeros(len(x), plan.most)
+        sums = x.new_zeros(4, len(x), plan.most, dtype=wide_dtype(x.device))
+        first, second = plan.sweep(x), plan.sweep(x)
+        plan.exchange.collect(held, lambda block, *_: first.similarities(block, of_positives))
+        plan.exchange.collect(held, lambda block, *_: second.sums(block, of_positives, sums))
+        ctx.plan = plan
+        ctx.save_for_backward(x, y, held, of_positives, sums)
+        return sums[0].clone(), sums[1].clone()
+
+    @staticmethod
+    @once_differentiable
+    @no_autocast
+    def backward(ctx: Any, of_all: Tensor, of_positive: Tensor) -> tuple[Any, ...]:
+        plan: _Plan = ctx.plan
+        x, _, held, of_positives, sums = ctx.saved_tensors
+        all_, positive = of_all / plan.temperature, of_positive / plan.temperature
+        own = -(all_ * sums[2] + positive * sums[3])
+        all_, positive, own = (z.to(x.dtype) for z in (all_, positive, own))
+        u, sweep = torch.zeros_like(x), plan.sweep(x)
+
+        def visit(block: Block, _carried: Tensor | None, into: Tensor | None, _own: Tensor | None) -> None:
+            sweep.gradients(block, of_positives, all_, positive, own, u, into)
+
+        v = plan.exchange.collect(held, visit, initial=x.new_zeros(1, x.shape[1]))
+        assert v is not None
+        return None, u, plan.exchange.home(v)
+
+
+class SmoothAPLoss(LossModule):
+    """Smooth average precision over the global batch.
+
+    Args:
+        temperature, reduction, group, sync, exchange, memory: as in
+            :func:`wholebatch.functional.smooth_ap_loss`.
+    """
+
+    def __init__(
+        self,
+        *,
+        temperature: float = 0.01,
+        reduction: Reduction = "mean",
+        group: Group = None,
+        sync: Sync = "mean",
+        exchange: ExchangeName = "auto",
+        memory: Memory = "auto",
+    ) -> None:
+        super().__init__(
+            temperature=temperature, reduction=reduction, group=group, sync=sync, exchange=exchange, memory=memory
+        )
+        check_temperature("temperature", float(temperature))
+
+    def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
+        """See :func:`wholebatch.functional.smooth_ap_loss`: (b_r, d), (b_r,) -> L, the same on all ranks."""
+        return smooth_ap_loss(features, labels, weights=weights, **self.settings)
