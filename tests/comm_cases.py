@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from compare import assert_same
-from loss_cases import LOSSES, dense, gradients, rows_of, whole_batch
+from loss_cases import CORE, dense, gradients, rows_of, whole_batch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -709,7 +709,7 @@ def flat_losses_and_their_exchanges(comm):
     """Every loss gathers and rings over any communicator: uneven rows, empty ranks, messages of the user's between."""
     scale = torch.tensor(7.0, dtype=torch.float64)
     for counts in splits(comm.size):
-        for name, loss in LOSSES.items():
+        for name, loss in CORE.items():
             whole = whole_batch(loss, tuple(counts))
             expected = dense(loss, whole, 7.0)
             own = [z[at] for z, at in zip(whole, rows_of(loss, tuple(counts), comm.rank), strict=True)]

@@ -1,7 +1,7 @@
-"""The table of losses that the tests run over: adding a loss is adding a row.
+"""The table of losses that the tests run over: adding a loss, or one of its options, is adding a row.
 
-A row says how to call a loss and its twin alike, `call(functions, *features, scale, bias, **options)`, with `functions`
-either `wb.functional` or `wb.reference`, and what it takes besides the rows of the batch.
+A row says how to call a loss and its twin alike, `call(functions, *inputs, scale, bias, **options)`, with `functions`
+either `wb.functional` or `wb.reference`, and what its inputs are.
 """
 
 from __future__ import annotations
@@ -18,85 +18,254 @@ from torch.nn.functional import normalize
 import wholebatch as wb
 from wholebatch.partition import Partition
 
+Counts = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Input:
+    """Rows of one argument: how many each rank has, and what they are made of, given the features x and y."""
+
+    make: Callable[[torch.Generator, int, Tensor, Tensor], Tensor]
+    counts: Callable[[Counts], Counts] = lambda counts: counts
+    differentiable: bool = True
+    replicated: bool = False  # every rank holds all of it
+
+
+def _random(*shape: int) -> Callable[[torch.Generator, int, Tensor, Tensor], Tensor]:
+    """Rows of norm 1; of the features' width unless the shape ends with another."""
+
+    def make(generator: torch.Generator, rows: int, x: Tensor, _y: Tensor) -> Tensor:
+        whole = (rows, *shape) if shape and shape[-1] > 0 else (rows, *shape[:-1], x.shape[1])
+        return normalize(torch.randn(whole, dtype=torch.float64, generator=generator), dim=-1)
+
+    return make
+
+
+X = Input(lambda _g, _n, x, _y: x)
+Y = Input(lambda _g, _n, _x, y: y)
+NEGATIVES = Input(_random(), counts=lambda counts: tuple((3 * rank + 1) % 4 for rank in range(len(counts))))
+NO_NEGATIVES = Input(_random(), counts=lambda counts: (0,) * len(counts))
+HARD_NEGATIVES = Input(_random(2, 0))
+IDS = Input(lambda g, n, _x, _y: torch.randint(0, 1 + n // 2, (n,), generator=g), differentiable=False)
+NEGATIVE_IDS = Input(IDS.make, counts=NEGATIVES.counts, differentiable=False)
+WEIGHTS = Input(lambda g, n, _x, _y: torch.rand(n, dtype=torch.float64, generator=g))
+GUIDES = Input(_random(3), differentiable=False)
+QUEUE = Input(lambda g, _n, x, y: _random()(g, 9, x, y), replicated=True)
+TEACHER = Input(_random(4), differentiable=False)
+AVERAGES = Input(lambda g, n, _x, _y: torch.randn(n, dtype=torch.float64, generator=g), differentiable=False)
+NEW = Input(lambda _g, n, _x, _y: torch.full((n,), -torch.inf, dtype=torch.float64), differentiable=False)
+
 
 @dataclass(frozen=True)
 class Case:
     """A loss with its options."""
 
     call: Callable[..., Tensor]
-    negatives: Callable[[int], int] | None = None  # rows of negatives on each rank
+    inputs: tuple[Input, ...] = (X, Y)
+    has_scale: bool = True
     has_bias: bool = False  # whether the bias reaches the loss
     normalises: bool = False
+    core: bool = False  # crossed in full with scales, budgets and steps of training; the others are the core's options
+    choices: tuple[str, ...] = ("exchange", "memory", "reduction")  # what it lets its caller choose
+    at_least: int = 1  # rows of the global batch
+    smooth: bool = True  # no hinge, no choice of the hardest: whose gradients jump
+
+    @property
+    def differentiable(self) -> list[int]:
+        """Positions of inputs that have a gradient."""
+        return [position for position, of in enumerate(self.inputs) if of.differentiable]
 
 
-def clip(f: ModuleType, x: Tensor, y: Tensor, scale: Any, bias: Any, **options: Any) -> Tensor:
-    return f.clip_loss(x, y, scale, logit_bias=bias, **options)
+def clip(**settings: Any) -> Callable[..., Tensor]:
+    return lambda f, x, y, scale, bias, **o: f.clip_loss(x, y, scale, logit_bias=bias, **settings, **o)
 
 
-def clip_smoothed(f: ModuleType, x: Tensor, y: Tensor, scale: Any, bias: Any, **options: Any) -> Tensor:
-    return f.clip_loss(x, y, scale, logit_bias=bias, label_smoothing=0.2, **options)
+def info_nce(**settings: Any) -> Callable[..., Tensor]:
+    return lambda f, x, y, scale, _bias, **o: f.info_nce_loss(x, y, logit_scale=scale, **settings, **o)
 
 
-def info_nce(f: ModuleType, x: Tensor, y: Tensor, scale: Any, _bias: Any, **options: Any) -> Tensor:
-    return f.info_nce_loss(x, y, logit_scale=scale, **options)
+def info_nce_with(*names: str, **settings: Any) -> Callable[..., Tensor]:
+    """Further inputs, in the order of their names."""
+
+    def call(f: ModuleType, x: Tensor, y: Tensor, *more: Any, **options: Any) -> Tensor:
+        *inputs, scale, _bias = more
+        given = dict(zip(names, inputs, strict=True))
+        return f.info_nce_loss(x, y, logit_scale=scale, **given, **settings, **options)
+
+    return call
 
 
-def info_nce_negatives(
-    f: ModuleType, x: Tensor, y: Tensor, n: Tensor, scale: Any, _bias: Any, **options: Any
-) -> Tensor:
-    return f.info_nce_loss(x, y, logit_scale=scale, negatives=n, **options)
+def two_views(name: str, **settings: Any) -> Callable[..., Tensor]:
+    return lambda f, x, y, scale, _bias, **o: getattr(f, name)(x, y, temperature=1 / scale, **settings, **o)
 
 
-def nt_xent(f: ModuleType, x: Tensor, y: Tensor, scale: Any, _bias: Any, **options: Any) -> Tensor:
-    return f.nt_xent_loss(x, y, temperature=1 / scale, **options)
+def labelled(name: str, *, with_temperature: bool = False, **settings: Any) -> Callable[..., Tensor]:
+    def call(f: ModuleType, x: Tensor, labels: Tensor, scale: Any, _bias: Any, **options: Any) -> Tensor:
+        temperature = {"temperature": 1 / scale} if with_temperature else {}
+        return getattr(f, name)(x, labels, **temperature, **settings, **options)
+
+    return call
+
+
+def moments(name: str, **settings: Any) -> Callable[..., Tensor]:
+    return lambda f, x, y, _scale, _bias, **o: getattr(f, name)(x, y, **settings, **o)
 
 
 def siglip(f: ModuleType, x: Tensor, y: Tensor, scale: Any, bias: Any, **options: Any) -> Tensor:
     return f.siglip_loss(x, y, scale, bias, **options)
 
 
+def keyword(call: Callable[..., Tensor], *names: str) -> Callable[..., Tensor]:
+    """The last inputs go by keyword."""
+
+    def with_keywords(f: ModuleType, *arguments: Any, **options: Any) -> Tensor:
+        *inputs, scale, bias = arguments
+        first = len(inputs) - len(names)
+        return call(f, *inputs[:first], scale, bias, **dict(zip(names, inputs[first:], strict=True)), **options)
+
+    return with_keywords
+
+
+def global_contrastive(**settings: Any) -> Callable[..., Tensor]:
+    return lambda f, x, y, u, v, scale, _bias, **o: f.global_contrastive_loss(
+        x, y, u, v, temperature=1 / scale, **settings, **o
+    )[0]
+
+
+def moco(f: ModuleType, x: Tensor, y: Tensor, queue: Tensor, scale: Any, _bias: Any, **options: Any) -> Tensor:
+    return f.moco_loss(x, y, queue, logit_scale=scale, **options)
+
+
+def distillation(f: ModuleType, x: Tensor, y: Tensor, *more: Any, **options: Any) -> Tensor:
+    teacher_x, teacher_y, scale, _bias = more
+    return f.distillation_loss(x, y, scale, teacher_x, teacher_y, 3.0, **options)
+
+
+def matryoshka(**settings: Any) -> Callable[..., Tensor]:
+    return lambda f, x, y, scale, _bias, **o: f.matryoshka_loss(
+        x, y, logit_scale=scale, dims=(1, 2, 5), **settings, **o
+    )
+
+
+ALL_DIRECTIONS = ("query_to_key", "key_to_query", "query_to_query", "key_to_key")
+BOTH_WAYS = ALL_DIRECTIONS[:2]
+LABELLED = {"inputs": (X, IDS), "has_scale": False, "normalises": True}
+MOMENTS = {"has_scale": False, "normalises": True, "choices": (), "at_least": 2}
 LOSSES = {
-    "clip": Case(clip),
-    "clip, label smoothing": Case(clip_smoothed),
-    "info_nce": Case(info_nce),
-    "info_nce, few negatives": Case(info_nce_negatives, negatives=lambda rank: (3 * rank + 1) % 4),
-    "info_nce, no negatives on any rank": Case(info_nce_negatives, negatives=lambda _: 0),
-    "nt_xent": Case(nt_xent, normalises=True),
-    "siglip": Case(siglip, has_bias=True),
+    "clip": Case(clip(), core=True),
+    "clip, label smoothing": Case(clip(label_smoothing=0.2), core=True),
+    "info_nce": Case(info_nce(), core=True),
+    "info_nce, few negatives": Case(info_nce_with("negatives"), inputs=(X, Y, NEGATIVES), core=True),
+    "info_nce, no negatives on any rank": Case(info_nce_with("negatives"), inputs=(X, Y, NO_NEGATIVES), core=True),
+    "nt_xent": Case(two_views("nt_xent_loss"), normalises=True, core=True),
+    "siglip": Case(siglip, has_bias=True, core=True),
+    "clip, ids, weights": Case(keyword(clip(), "ids", "weights"), inputs=(X, Y, IDS, WEIGHTS)),
+    "clip, ids, label smoothing": Case(keyword(clip(label_smoothing=0.2), "ids"), inputs=(X, Y, IDS)),
+    "clip, ids excluded, label smoothing": Case(
+        keyword(clip(label_smoothing=0.2, equal_ids="excluded"), "ids"), inputs=(X, Y, IDS)
+    ),
+    "siglip, ids, weights": Case(keyword(siglip, "ids", "weights"), inputs=(X, Y, IDS, WEIGHTS), has_bias=True),
+    "nt_xent, ids, weights": Case(
+        keyword(two_views("nt_xent_loss"), "ids", "weights"), inputs=(X, Y, IDS, WEIGHTS), normalises=True
+    ),
+    "info_nce, all directions, ids": Case(
+        info_nce_with("query_ids", "key_ids", directions=ALL_DIRECTIONS), inputs=(X, Y, IDS, IDS)
+    ),
+    "info_nce, per direction, negatives": Case(
+        info_nce_with(
+            "negatives",
+            "key_ids",
+            "negative_ids",
+            directions=ALL_DIRECTIONS,
+            partition="per_direction",
+            label_smoothing=0.1,
+        ),
+        inputs=(X, Y, NEGATIVES, IDS, NEGATIVE_IDS),
+    ),
+    "info_nce, several positives": Case(
+        info_nce_with("query_ids", equal_ids="positive", directions=BOTH_WAYS, partition="per_direction"),
+        inputs=(X, Y, IDS),
+    ),
+    "info_nce, hard negatives, margin, hardness, weights": Case(
+        info_nce_with("negatives", "hard_negatives", "weights", margin=0.1, hardness=2.0, directions=BOTH_WAYS),
+        inputs=(X, Y, NEGATIVES, HARD_NEGATIVES, WEIGHTS),
+    ),
+    "info_nce, false negatives by margin": Case(
+        info_nce_with("hard_negatives", directions=ALL_DIRECTIONS, exclude_above=0.1, label_smoothing=0.1),
+        inputs=(X, Y, HARD_NEGATIVES),
+        smooth=False,
+    ),
+    "info_nce, false negatives by guide": Case(
+        info_nce_with(
+            "query_guides", "key_guides", directions=ALL_DIRECTIONS, exclude_above=-0.2, exclude_relative=True
+        ),
+        inputs=(X, Y, GUIDES, GUIDES),
+    ),
+    "sup_con": Case(labelled("sup_con_loss", with_temperature=True), **(LABELLED | {"has_scale": True})),
+    "sup_con, weights": Case(
+        keyword(labelled("sup_con_loss"), "weights"), **(LABELLED | {"inputs": (X, IDS, WEIGHTS)})
+    ),
+    "dcl": Case(two_views("dcl_loss"), normalises=True),
+    "dcl, weighted": Case(
+        keyword(two_views("dcl_loss", sigma=0.5), "ids", "weights"), inputs=(X, Y, IDS, WEIGHTS), normalises=True
+    ),
+    "debiased": Case(two_views("debiased_loss", tau_plus=0.1), normalises=True),
+    "debiased, hard negatives": Case(two_views("debiased_loss", tau_plus=0.02, beta=1.0), normalises=True),
+    "moco": Case(moco, inputs=(X, Y, QUEUE), choices=("memory", "reduction")),
+    "global contrastive": Case(global_contrastive(), inputs=(X, Y, AVERAGES, AVERAGES)),
+    "global contrastive, new examples": Case(global_contrastive(gamma=0.5), inputs=(X, Y, NEW, AVERAGES)),
+    "matryoshka": Case(matryoshka(dim_weights=(1.0, 0.0, 2.0)), inputs=(X, Y)),
+    "matryoshka, one direction, ids": Case(
+        keyword(matryoshka(symmetric=False, normalise=False), "ids"), inputs=(X, Y, IDS)
+    ),
+    "distillation": Case(distillation, inputs=(X, Y, TEACHER, TEACHER)),
+    "barlow_twins": Case(moments("barlow_twins_loss"), **MOMENTS),
+    "vicreg": Case(moments("vicreg_loss"), **MOMENTS, smooth=False),
+    "w_mse": Case(moments("w_mse_loss", epsilon=0.2), **MOMENTS),
+    "triplet": Case(labelled("triplet_loss"), **LABELLED, smooth=False),
+    "triplet, no hinge, not normalised": Case(
+        labelled("triplet_loss", margin=None, distance="squared", normalise=False), **LABELLED, smooth=False
+    ),
+    "multi_similarity": Case(labelled("multi_similarity_loss"), **LABELLED),
+    "multi_similarity, mined": Case(labelled("multi_similarity_loss", epsilon=0.1), **LABELLED, smooth=False),
+    "circle": Case(labelled("circle_loss"), **LABELLED),
+    "smooth_ap": Case(labelled("smooth_ap_loss", temperature=0.1), **LABELLED),
 }
+CORE = {name: case for name, case in LOSSES.items() if case.core}
 BIAS = -2.5
 
 
-def whole_batch(case: Case, counts: tuple[int, ...], *, d: int = 6, seed: int = 0) -> list[Tensor]:
-    """Features of all ranks in float64: pairs that are neither random nor solved."""
+def whole_batch(case: Case, counts: Counts, *, d: int = 6, seed: int = 0) -> list[Tensor]:
+    """The inputs of all ranks in float64: pairs that are neither random nor solved."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(sum(counts), d, dtype=torch.float64, generator=generator)
     y = x + 1.5 * torch.randn(sum(counts), d, dtype=torch.float64, generator=generator)
-    features = [x, y]
-    if case.negatives is not None:
-        rows = sum(map(case.negatives, range(len(counts))))
-        features.append(torch.randn(rows, d, dtype=torch.float64, generator=generator))
-    return features if case.normalises else [normalize(z, dim=-1) for z in features]
+    x, y = (x, y) if case.normalises else (normalize(z, dim=-1) for z in (x, y))
+    return [of.make(generator, sum(of.counts(counts)), x, y) for of in case.inputs]
 
 
-def rows_of(case: Case, counts: tuple[int, ...], rank: int) -> list[slice]:
-    """Where a rank's rows of each matrix of features are."""
-    own = Partition(counts).rows(rank)
-    if case.negatives is None:
-        return [own, own]
-    return [own, own, Partition(tuple(map(case.negatives, range(len(counts))))).rows(rank)]
+def rows_of(case: Case, counts: Counts, rank: int) -> list[slice]:
+    """Where a rank's rows of each input are."""
+    return [slice(None) if of.replicated else Partition(of.counts(counts)).rows(rank) for of in case.inputs]
 
 
-def gradients(case: Case, functions: ModuleType, features: list[Tensor], scale: Tensor, **options: Any) -> list[Tensor]:
-    """The loss; and its gradients with respect to the features, the scale and, where it has one, the bias."""
-    leaves = [z.detach().clone().requires_grad_() for z in features]
+def options_of(case: Case, **options: Any) -> dict[str, Any]:
+    """Those that the loss has."""
+    return {name: value for name, value in options.items() if name in case.choices or name in ("group", "sync")}
+
+
+def gradients(case: Case, functions: ModuleType, inputs: list[Tensor], scale: Tensor, **options: Any) -> list[Tensor]:
+    """The loss; and its gradients: of the inputs that have one, the scale and the bias where it has them."""
+    leaves = [z.detach().clone() for z in inputs]
+    wanted = [leaves[position].requires_grad_() for position in case.differentiable]
     scale = scale.detach().clone().requires_grad_()
     bias = torch.full_like(scale, BIAS).requires_grad_()
-    loss = case.call(functions, *leaves, scale, bias, **options)
-    wanted = [*leaves, scale, bias] if case.has_bias else [*leaves, scale]
+    loss = case.call(functions, *leaves, scale, bias, **options_of(case, **options))
+    wanted += [scale] * case.has_scale + [bias] * case.has_bias
     return [loss.detach(), *torch.autograd.grad(loss, wanted)]
 
 
-def dense(case: Case, features: list[Tensor], scale: float) -> list[Tensor]:
+def dense(case: Case, inputs: list[Tensor], scale: float) -> list[Tensor]:
     """What `gradients` gives for the twin, in float64."""
-    return gradients(case, wb.reference, [z.double() for z in features], torch.tensor(scale, dtype=torch.float64))
+    wide = [z.double() if z.is_floating_point() else z for z in inputs]
+    return gradients(case, wb.reference, wide, torch.tensor(scale, dtype=torch.float64))

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from loss_cases import LOSSES, rows_of, whole_batch
+from loss_cases import CORE, rows_of, whole_batch
 
 import wholebatch as wb
 from wholebatch.testing import run_ranks
@@ -43,7 +43,7 @@ def step(name, exchange, counts):
     """Collectives of the forward pass, and of the backward pass."""
     comm = wb.comm.TorchCommunicator()
     seen = counted(comm)
-    case = LOSSES[name]
+    case = CORE[name]
     whole = whole_batch(case, counts)
     own = [z[at].requires_grad_() for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
     scale, bias = (torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (10.0, -3.0))
@@ -55,44 +55,40 @@ def step(name, exchange, counts):
 
 
 def body(counts):
-    return {(name, exchange): step(name, exchange, counts) for name in LOSSES for exchange in ("gather", "ring")}
+    return {(name, exchange): step(name, exchange, counts) for name in CORE for exchange in ("gather", "ring")}
 
 
 @pytest.mark.parametrize("counts", [(4, 4, 4), (5, 0, 6)], ids=str)
 def test_collectives_of_a_step(counts):
     total, one_number = sum(counts), {"all_reduce": 1, "numbers reduced": 1}
     for seen in run_ranks(body, 3, counts):
+        # Forward, the columns' sums, and the loss; backward, what weighs these sums, and the gradient.
         forward, backward = seen["clip", "gather"]
-        assert forward == {"handshake": 1, "all_gather": 1, "all_reduce": 1, "numbers reduced": total + 2}
-        assert backward == {"reduce_scatter": 1, **one_number}
-        forward, backward = seen["nt_xent", "gather"]
-        assert forward == {"handshake": 1, "all_gather": 1, "all_reduce": 1, "numbers reduced": 2 * total + 2}
-        assert backward == {"reduce_scatter": 1, **one_number}
+        assert forward == {"handshake": 1, "all_gather": 1, "all_reduce": 2, "numbers reduced": total + 1}
+        assert backward == {"all_gather": 1, "reduce_scatter": 1, **one_number}
+        forward, backward = seen["nt_xent", "gather"]  # a positive's logit beside each sum
+        assert forward == {"handshake": 1, "all_gather": 1, "all_reduce": 2, "numbers reduced": 2 * 2 * total + 1}
+        assert backward == {"all_gather": 1, "reduce_scatter": 1, **one_number}
         forward, backward = seen["siglip", "gather"]
-        assert forward == {
-            "handshake": 1,
-            "all_gather": 1,
-            "reduce_scatter": 1,
-            "all_reduce": 1,
-            "numbers reduced": 3,
-        }
-        assert backward == {}
+        assert forward == {"handshake": 1, "all_gather": 1, "reduce_scatter": 1, **one_number}
+        assert backward == {"all_reduce": 1, "numbers reduced": 2}
         # Messages of a rank: its blocks of Y to the next, W - 1; what it says about a block, W; backward, the columns'
-        # sums beside Y. NT-Xent goes half of the way.
+        # weights beside Y. NT-Xent goes half of the way.
         forward, backward = seen["clip", "ring"]
-        assert forward == {"handshake": 1, "send": 2 + 3, "all_reduce": 1, "numbers reduced": 2}
+        assert forward == {"handshake": 1, "send": 2 + 3, **one_number}
         assert backward == {"send": 2 + 2 + 3, **one_number}
         forward, backward = seen["nt_xent", "ring"]
-        assert forward == {"handshake": 1, "send": 1 + 2, "all_reduce": 1, "numbers reduced": 2}
+        assert forward == {"handshake": 1, "send": 1 + 2, **one_number}
         assert backward == {"send": 1 + 1 + 2, **one_number}
         forward, backward = seen["siglip", "ring"]
-        assert forward == {"handshake": 1, "send": 2 + 3, "all_reduce": 1, "numbers reduced": 3}
-        assert backward == {}
+        assert forward == {"handshake": 1, "send": 2 + 3, **one_number}
+        assert backward == {"all_reduce": 1, "numbers reduced": 2}
         # The keys travel to the queries: no column has a softmax.
         forward, backward = seen["info_nce", "gather"]
-        assert forward == {"handshake": 1, "all_gather": 1, "all_reduce": 1, "numbers reduced": 2}
+        assert forward == {"handshake": 1, "all_gather": 1, **one_number}
+        assert backward == {"reduce_scatter": 1, **one_number}
         forward, backward = seen["info_nce", "ring"]
-        assert forward == {"handshake": 1, "send": 2, "all_reduce": 1, "numbers reduced": 2}
+        assert forward == {"handshake": 1, "send": 2, **one_number}
 
 
 def fallback_body():
@@ -106,11 +102,11 @@ def fallback_body():
 
 
 def test_collectives_where_one_shift_does_not_do():
-    """Three times in place of one: sums in vain, maxima, sums; of a ring's, the maxima need no all-reduce."""
+    """Three times in place of one: sums in vain, maxima, sums; and a number to find out that it is needed."""
     (seen, _) = run_ranks(fallback_body, 2)
     # ring: 1 block, and 2 messages about blocks, each time; the third time a block's maxima travel beside it
-    assert seen.pop("numbers reduced") == (8 + 2) + 8 + (8 + 2) + 2 + 2
-    assert seen == {"handshake": 2, "all_gather": 1, "all_reduce": 3 + 2, "send": 3 * (1 + 2) + 1}
+    assert seen.pop("numbers reduced") == (8 + 1 + 8 + 8 + 1) + (1 + 1)
+    assert seen == {"handshake": 2, "all_gather": 1, "all_reduce": 5 + 2, "send": 3 * (1 + 2) + 1}
 
 
 def smaller_tower_body(rows, negatives):

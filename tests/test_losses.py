@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from cases import SCALES, SHARDS, SYNCS
 from compare import assert_same
-from loss_cases import BIAS, LOSSES, dense, gradients, rows_of, whole_batch
+from loss_cases import BIAS, CORE, LOSSES, dense, gradients, rows_of, whole_batch
 from torch.nn.functional import normalize
 
 import wholebatch as wb
@@ -42,42 +42,50 @@ def same_bits_everywhere(value):
 
 
 def assert_gradients(name, counts, actual, expected, scale, sync, what):
-    """Loss, and gradients of features and scalars, hold what the contract says for this rank."""
+    """Loss, and gradients of inputs and scalars, hold what the contract says for this rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     case = LOSSES[name]
     factor = size if sync == "mean" else 1
+    scale = scale if case.has_scale else 100.0
     assert_same(actual[0], expected[0], relative=VALUE, absolute=VALUE, what=what)
     rows = rows_of(case, counts, rank)
-    for position, at in enumerate(rows, start=1):
-        whole = factor * expected[position]
-        part = whole[at]
+    for place, position in enumerate(case.differentiable, start=1):
+        got, whole = actual[place], factor * expected[place]
+        if case.inputs[position].replicated:  # what the engine makes of the ranks' gradients
+            dist.all_reduce(got := got.clone())
+        part = whole[rows[position]]
         size_of_all = whole.abs().max().item() if whole.numel() else 0.0
         near = GRADIENT * size_of_all + noise(scale, factor)
-        assert_same(actual[position], part, relative=0, absolute=near, what=f"{what}: features {position}")
-    for gradient, whole in zip(actual[1 + len(rows) :], expected[1 + len(rows) :], strict=True):
+        assert_same(got, part, relative=0, absolute=near, what=f"{what}: input {position}")
+    scalars = 1 + len(case.differentiable)
+    for gradient, whole in zip(actual[scalars:], expected[scalars:], strict=True):
         total = gradient.clone()
         if sync != "mean":
             dist.all_reduce(total)
-        absolute = noise(1) * (1 + expected[0].item())
+        absolute = noise(1) * (1 + expected[0].abs().item())
         assert_same(total.reshape(()), whole, relative=GRADIENT, absolute=absolute, what=f"{what}: scalar")
 
 
 def exactness_body(counts):
-    for name in LOSSES:
-        exactness_of(name, counts)
+    for name, case in LOSSES.items():
+        if sum(counts) >= case.at_least:
+            exactness_of(name, counts)
 
 
 def exactness_of(name, counts):
-    """All exchanges x memories x scales; each with the next `sync` in turn, whose factor comes after all of them."""
+    """All exchanges x memories x scales; each with the next `sync` in turn, whose factor comes after all of them.
+
+    What is an option of a loss that is crossed in full: both exchanges, with the next budget in turn.
+    """
     case = LOSSES[name]
-    syncs = cycle(SYNCS)
+    syncs, memories = cycle(SYNCS), cycle(MEMORIES[1:])
     rank = dist.get_rank()
     whole = whole_batch(case, counts)
     own = [z[at] for z, at in zip(whole, rows_of(case, counts, rank), strict=True)]
-    for scale in SCALES:
+    for scale in SCALES if case.core else SCALES[1:2]:
         expected = dense(case, whole, scale)
         for exchange in ("gather", "ring"):
-            for memory in MEMORIES:
+            for memory in MEMORIES if case.core else [next(memories)]:
                 sync = next(syncs)
                 scalar = torch.full(() if sync else (1,), scale, dtype=torch.float64)
                 options = {"exchange": exchange, "memory": memory, "sync": sync}
@@ -93,7 +101,8 @@ def test_exact(counts):
 
 def fallback_body(counts):
     """Logits that one shift cannot hold, in float64: maxima, and sums relative to them, through both exchanges."""
-    for name, case in LOSSES.items():
+    for name in [*CORE, "clip, ids, weights", "sup_con", "matryoshka", "distillation", "info_nce, all directions, ids"]:
+        case = LOSSES[name]
         whole = whole_batch(case, counts)
         own = [z[at] for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
         expected = dense(case, whole, 1e4)
@@ -113,7 +122,7 @@ def some_gradients_body(counts):
     """Any inputs may be constants, on any ranks: every rank still enters every collective, once and again."""
     rank, size = dist.get_rank(), dist.get_world_size()
     draw = random.Random(0)  # the same on all ranks
-    for name, case in LOSSES.items():
+    for name, case in CORE.items():
         whole = whole_batch(case, counts)
         rows = rows_of(case, counts, rank)
         _, *expected = dense(case, whole, 14.3)
@@ -160,6 +169,8 @@ def planted_body(counts):
     """The comparator rejects the plausible wrong answers: 1/W, times W, and each rank's own rows only."""
     size = dist.get_world_size()
     for name, case in LOSSES.items():
+        if case.inputs[-1].replicated:
+            continue  # what it compares with is on every rank
         whole = whole_batch(case, counts)
         expected = dense(case, whole, 14.3)
         own = [z[at] for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
@@ -173,7 +184,7 @@ def planted_body(counts):
         own_rows_only = gradients(case, wb.functional, own, scale, group=wb.comm.LocalCommunicator())
         with pytest.raises(AssertionError, match="largest error"):
             assert_gradients(name, counts, own_rows_only, expected, 14.3, "mean", "planted")
-        with pytest.raises(AssertionError, match="planted: features"):
+        with pytest.raises(AssertionError, match="planted: input"):
             assert_gradients(name, counts, [right[0], *own_rows_only[1:]], expected, 14.3, "mean", "planted")
 
 
@@ -214,6 +225,44 @@ def surplus_keys_body():
 
 def test_keys_may_outnumber_queries():
     run_ranks(surplus_keys_body, 2)
+
+
+def scalar_of(case, functions, inputs, scalars, reduction, weighs, **options):
+    """As `gradients`, of a loss that is summed, or of weighed losses of rows."""
+    leaves = [z.clone() for z in (*inputs, *scalars)]
+    wanted = [leaves[i] for i in case.differentiable] + [leaves[-2]] * case.has_scale + [leaves[-1]] * case.has_bias
+    for leaf in wanted:
+        leaf.requires_grad_()
+    loss = case.call(functions, *leaves, reduction=reduction, **options)
+    if reduction == "none":
+        loss = (loss * weighs).sum()
+    return [loss.detach(), *torch.autograd.grad(loss, wanted)]
+
+
+def reduction_body(counts):
+    """reduction="sum"; and "none", where each rank makes a scalar of its rows' losses, whose sum has the gradient."""
+    rank, weighs = dist.get_rank(), torch.arange(1.0, 1 + sum(counts), dtype=torch.float64)
+    for name, case in LOSSES.items():
+        if "reduction" not in case.choices or sum(counts) < case.at_least:
+            continue
+        whole = whole_batch(case, counts)
+        rows = rows_of(case, counts, rank)
+        own = [z[at] for z, at in zip(whole, rows, strict=True)]
+        scalars = [torch.tensor(value, dtype=torch.float64) for value in (14.3, BIAS)]
+        for reduction, sync in (("sum", "mean"), ("none", "mean"), ("none", "sum")):
+            expected = scalar_of(case, wb.reference, whole, scalars, reduction, weighs)
+            here = weighs[Partition(counts).rows(rank)]
+            actual = scalar_of(case, wb.functional, own, scalars, reduction, here, sync=sync)
+            if reduction == "none":
+                dist.all_reduce(actual[0])
+            assert_gradients(
+                name, counts, actual, expected, 14.3, sync if reduction == "sum" else None, f"{name} {reduction}"
+            )
+
+
+@pytest.mark.parametrize("counts", [(5,), (4, 3), (5, 0, 6)], ids=str)
+def test_reductions(counts):
+    run_ranks(reduction_body, len(counts), counts, timeout_s=120)
 
 
 def learned_temperature_body():
@@ -262,7 +311,7 @@ KINDS = ["unit", "unnormalised", "duplicated", "solved", "antipodal"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", [name for name, case in LOSSES.items() if case.negatives is None])
+@pytest.mark.parametrize("name", [name for name, case in CORE.items() if len(case.inputs) == 2])
 def test_extreme_logits(name, kind):
     case = LOSSES[name]
     whole = list(features(kind))
@@ -282,7 +331,7 @@ def distance(actual, expected):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", [name for name, case in LOSSES.items() if case.negatives is None])
+@pytest.mark.parametrize("name", [name for name, case in CORE.items() if len(case.inputs) == 2])
 def test_float32(name, kind):
     """Within 3e-6 of float64; where the problem is ill-conditioned, within 1.5 times plain float32 PyTorch's error.
 
@@ -306,7 +355,7 @@ def test_float32(name, kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", [name for name, case in LOSSES.items() if case.negatives is None])
+@pytest.mark.parametrize("name", [name for name, case in CORE.items() if len(case.inputs) == 2])
 def test_half_precision_is_no_worse_than_plain_pytorch(name, dtype):
     case = LOSSES[name]
     whole = [z.to(dtype) for z in features("unit", rows=300, d=32)]
@@ -348,7 +397,7 @@ def test_all_of_a_budget_is_exact_where_nothing_is_rounded():
 
 def same_bits_body(exchange):
     results = []
-    for case in LOSSES.values():
+    for case in CORE.values():
         counts = (350, 0, 300)
         whole = [z.float() for z in whole_batch(case, counts)]
         own = [z[at] for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
@@ -375,7 +424,7 @@ def test_reciprocals_of_sums_are_no_denormals():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("name", [name for name, case in LOSSES.items() if case.negatives is None])
+@pytest.mark.parametrize("name", [name for name, case in CORE.items() if len(case.inputs) == 2])
 def test_a_loss_that_is_dropped_frees_its_features(name, dtype):
     """By counting references alone: a cycle would hold them until the collector comes by."""
     x, y = (z.to(dtype).requires_grad_() for z in features("unit", rows=8))

@@ -4,13 +4,48 @@ import inspect
 
 import wholebatch as wb
 
-LOSSES = ["clip_loss", "info_nce_loss", "nt_xent_loss", "siglip_loss"]
+LOSSES = [
+    "barlow_twins_loss",
+    "circle_loss",
+    "clip_loss",
+    "dcl_loss",
+    "debiased_loss",
+    "distillation_loss",
+    "global_contrastive_loss",
+    "info_nce_loss",
+    "matryoshka_loss",
+    "moco_loss",
+    "multi_similarity_loss",
+    "nt_xent_loss",
+    "siglip_loss",
+    "smooth_ap_loss",
+    "sup_con_loss",
+    "triplet_loss",
+    "vicreg_loss",
+    "w_mse_loss",
+]
 PUBLIC = {
     wb: [
+        "BarlowTwinsLoss",
+        "BatchStatistics",
         "CLIPLoss",
+        "CircleLoss",
+        "DCLLoss",
+        "DebiasedLoss",
+        "DistillationLoss",
+        "GlobalContrastiveLoss",
         "InfoNCELoss",
+        "KeyQueue",
+        "MatryoshkaLoss",
+        "MoCoLoss",
+        "MultiSimilarityLoss",
         "NTXentLoss",
         "SigLIPLoss",
+        "SmoothAPLoss",
+        "SupConLoss",
+        "TripletLoss",
+        "VICRegLoss",
+        "WMSELoss",
         "WholeBatch",
         "__version__",
         "comm",
@@ -59,3 +94,18 @@ def test_functions_and_their_twins_have_the_same_arguments():
         ours = list(inspect.signature(getattr(wb.functional, name)).parameters)
         twin = list(inspect.signature(getattr(wb.reference, name)).parameters)
         assert [p for p in ours if p in twin] == twin
+
+
+def test_modules_have_their_functions_options():
+    """Whatever is no tensor is a setting of the module; the rest enters its `forward`."""
+    modules = [name for name in PUBLIC[wb] if name.endswith("Loss")]
+    assert len(modules) == len(LOSSES)
+    functions = {name.replace("_", ""): getattr(wb.functional, name) for name in LOSSES}
+    for name in modules:
+        module, function = getattr(wb, name), functions[name.lower()]
+        settings = set(inspect.signature(module.__init__).parameters) - {"self"}
+        inputs = set(inspect.signature(module.forward).parameters) - {"self"}
+        extra = {"examples", "dtype", "indices"} if name == "GlobalContrastiveLoss" else set()
+        kept = {"image_log_averages", "text_log_averages"} if extra else set()
+        assert (settings | inputs) - extra == set(inspect.signature(function).parameters) - kept, name
+        assert not settings & inputs, name

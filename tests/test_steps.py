@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import assert_same
-from loss_cases import BIAS, LOSSES, dense, rows_of, whole_batch
+from loss_cases import BIAS, CORE, LOSSES, dense, rows_of, whole_batch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -32,7 +32,7 @@ def leaves(name, counts=(6,)):
     return loss, own, expected, scale
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", CORE)
 def test_accumulation_and_graphs_used_twice(name):
     loss, (x, *_), (_, dx, *_), _ = leaves(name)
     for _ in range(2):
@@ -51,7 +51,7 @@ def test_accumulation_and_graphs_used_twice(name):
         x.grad = None
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", CORE)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(name, reentrant):
     loss, own, (_, dx, *_), scale = leaves(name)
@@ -60,7 +60,7 @@ def test_activation_checkpointing(name, reentrant):
     assert scale.grad is not None
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", CORE)
 def test_autocast_changes_nothing(name):
     def everything():
         loss, own, _, _ = leaves(name)
@@ -73,7 +73,7 @@ def test_autocast_changes_nothing(name):
     assert all(torch.equal(a, b) for a, b in zip(inside, everything(), strict=True))
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", CORE)
 def test_the_gradient_cannot_be_differentiated_again(name):
     """Not even where another term has a gradient, which would hide that this one's is missing."""
     loss, own, _, scale = leaves(name)
@@ -84,7 +84,7 @@ def test_the_gradient_cannot_be_differentiated_again(name):
                 (gradient.sum() + second.sum()).backward()
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", CORE)
 def test_only_one_input_requires_a_gradient(name):
     case = LOSSES[name]
     whole = whole_batch(case, (5,))
@@ -112,7 +112,7 @@ def compiled_steps_body():
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")  # torch's own, in dynamo
     inputs = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
-    for name, case in LOSSES.items():
+    for name, case in CORE.items():
         results = []
         for compiling in (False, True):
             torch._dynamo.reset()
@@ -123,7 +123,7 @@ def compiled_steps_body():
 
             def step(encoder=encoder, scale=scale, case=case, optimiser=optimiser):
                 features = [nn.functional.normalize(encoder(z), dim=1) for z in inputs]
-                extra = [features[0].detach()[:2]] if case.negatives is not None else []
+                extra = [features[0].detach()[:2]] if len(case.inputs) > 2 else []
                 loss = case.call(wb.functional, *features, *extra, scale, BIAS)
                 loss.backward()
                 for parameter in (*encoder.parameters(), scale):

@@ -9,7 +9,7 @@ import wholebatch as wb
 from wholebatch.exchange import num_entries
 from wholebatch.exchange.schedule import full, half
 from wholebatch.partition import Diagonal, Partition, Tile, tiles
-from wholebatch.sweep import Driver, KeptTiles, Pairs, SoftmaxSweep, fit, smallest_budget
+from wholebatch.sweep import Block, Diagonals, Driver, EqualIds, KeptTiles, Pairs, fit, smallest_budget
 
 counts = st.lists(st.integers(0, 9), min_size=1, max_size=9).map(tuple)
 
@@ -85,29 +85,44 @@ def test_kept_tiles_come_back_in_order_until_one_did_not_fit():
 
 
 def test_pairs_are_read_where_they_are():
-    pairs = Pairs(positive=(Diagonal(0, 5, 4),), excluding=(Diagonal(0, 4, 4),))
+    pairs = Pairs(positive=Diagonals(Diagonal(0, 5, 4)), excluded=Diagonals(Diagonal(0, 4, 4)))
     whole = torch.arange(40.0).view(4, 10)
     seen = []
     for tile in tiles(slice(0, 4), slice(0, 10), 3):
-        at = pairs.positives(tile, torch.device("cpu"))
+        at = pairs.positive.within(tile, torch.device("cpu"))
         if at is not None:
             seen += whole[tile.rows, tile.cols][at].tolist()
     assert sorted(seen) == [5.0, 16.0, 27.0, 38.0]
-    assert pairs.excluded(Tile(slice(0, 4), slice(9, 10)), torch.device("cpu")) is None
+    assert pairs.excluded.within(Tile(slice(0, 4), slice(9, 10)), torch.device("cpu")) is None
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=9), st.integers(0, 9), st.integers(1, 4))
+def test_equal_ids_are_found_where_they_are(ids, first, side):
+    """Tile by tile the same entries as in the whole matrix, but for those that are left out."""
+    cols = torch.tensor(ids)
+    first = min(first, len(ids))
+    rows, itself = cols[first:], Diagonals(Diagonal(0, first, len(ids) - first))
+    entries = EqualIds(rows, cols, but=itself)
+    seen = []
+    for tile in tiles(slice(0, len(rows)), slice(0, len(cols)), side):
+        at = entries.within(tile, torch.device("cpu"))
+        if at is not None:
+            seen += [
+                (tile.rows.start + i, tile.cols.start + j) for i, j in zip(*map(torch.Tensor.tolist, at), strict=True)
+            ]
+    dense = (rows[:, None] == cols) & ~(torch.arange(first, len(ids))[:, None] == torch.arange(len(ids)))
+    assert sorted(seen) == [tuple(entry) for entry in dense.nonzero().tolist()]
 
 
 def test_nothing_is_allocated_after_the_first_tile():
     """The buffers of one sweep are the same memory for every tile."""
     driver = Driver(torch.randn(50, 4), 2.0, side=16)
-    from wholebatch.sweep import Block
-
     block = Block(torch.randn(70, 4), slice(0, 70), slice(0, 50))
     places = {driver.logits(tile, x, y).data_ptr() for tile, x, y in driver.tiles(block)}
     assert len(places) == 1
-    assert SoftmaxSweep(driver, Pairs(())).positives == []
 
 
-@pytest.mark.parametrize("name", ["CLIPLoss", "InfoNCELoss", "NTXentLoss", "SigLIPLoss"])
+@pytest.mark.parametrize("name", ["CLIPLoss", "InfoNCELoss", "NTXentLoss", "SigLIPLoss", "SupConLoss", "CircleLoss"])
 def test_modules_show_their_settings(name):
     text = repr(getattr(wb, name)(exchange="ring", memory=10**6, sync=None))
     assert "exchange='ring'" in text

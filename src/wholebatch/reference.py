@@ -399,7 +399,7 @@ def global_contrastive_loss(
     similarities, n = image_features @ text_features.T, len(image_features)
     other = ~torch.eye(n, dtype=torch.bool, device=similarities.device)
     if n == 1:
-        return 0 * _reduce(similarities[0], weights, reduction), image_log_averages, text_log_averages
+        return 0 * _reduce(similarities[0] / temperature, weights, reduction), image_log_averages, text_log_averages
     losses, after = [], []
     for rows, before in ((similarities, image_log_averages), (similarities.T, text_log_averages)):
         g = (((rows - rows.diagonal()[:, None]) / temperature).exp() * other).sum(1) / (n - 1)

@@ -124,11 +124,12 @@ class Agreement:
         ids, of = self.vectors[name]
         return self.gathered(ids.to(self.device, torch.int64), self.rows[of])
 
+    @torch.no_grad()
     def gathered(self, numbers: Tensor, rows: Partition) -> Tensor:
         """All ranks' numbers, without gradient: (n_r, ...) -> (n, ...). Collective: one all-gather."""
         if self.comm.size == 1:
             return numbers.detach()
-        return self.comm.all_gather(numbers.detach(), counts=rows.counts, check=False)
+        return self.comm.all_gather(numbers, counts=rows.counts, check=False)
 
     def exchange(
         self,

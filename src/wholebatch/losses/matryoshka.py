@@ -184,10 +184,11 @@ def _at_once(
     plan = _Plan(agreed.comm, how, budget, pairs, tuple(dims), scale, shift, rows.total, symmetric)
     of_rows, targets, of_cols = _Nested.apply(plan, agreed.inputs["logit_scale"], *inverse, x, y)
     if not never_small(bound, shift, rows.total, agreed.dtype):
-        sums = [(side - shift).exp() + (targets - shift).exp() for side in (of_rows, of_cols)[: 1 + symmetric]]
-        bad = torch.stack([uncertified(side.detach(), rows.total, agreed.dtype) for side in sums]).sum()
-        if agreed.comm.all_reduce(bad.to(wide_dtype(x.device)), check=False).item():
-            return None
+        with torch.no_grad():
+            sums = [(side - shift).exp() + (targets - shift).exp() for side in (of_rows, of_cols)[: 1 + symmetric]]
+            bad = torch.stack([uncertified(side, rows.total, agreed.dtype) for side in sums]).sum()
+            if agreed.comm.all_reduce(bad.to(wide_dtype(x.device)), check=False).item():
+                return None
     return of_rows, targets, of_cols
 
 

@@ -119,6 +119,7 @@ def triplet_loss(
     return agreed.reduce(losses.to(wide_dtype(agreed.device)), data.anchors_with_negatives, complete)
 
 
+@torch.no_grad()
 @no_autocast
 def _hardest(data: Labelled, z: Tensor, unit: bool) -> tuple[Tensor, Tensor]:
     """Global indices of each row's farthest positive and nearest negative, -1 where there is none."""
