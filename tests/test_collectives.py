@@ -61,28 +61,29 @@ def body(counts):
 @pytest.mark.parametrize("counts", [(4, 4, 4), (5, 0, 6)], ids=str)
 def test_collectives_of_a_step(counts):
     total, one_number = sum(counts), {"all_reduce": 1, "numbers reduced": 1}
+    scale_and_bias = {"all_reduce": 1, "numbers reduced": 2}
     for seen in run_ranks(body, 3, counts):
         # Forward, the columns' sums, and the loss; backward, what weighs these sums, and the gradient.
         forward, backward = seen["clip", "gather"]
         assert forward == {"handshake": 1, "all_gather": 1, "all_reduce": 2, "numbers reduced": total + 1}
-        assert backward == {"all_gather": 1, "reduce_scatter": 1, **one_number}
+        assert backward == {"all_gather": 1, "reduce_scatter": 1, **scale_and_bias}
         forward, backward = seen["nt_xent", "gather"]  # a positive's logit beside each sum
         assert forward == {"handshake": 1, "all_gather": 1, "all_reduce": 2, "numbers reduced": 2 * 2 * total + 1}
         assert backward == {"all_gather": 1, "reduce_scatter": 1, **one_number}
         forward, backward = seen["siglip", "gather"]
         assert forward == {"handshake": 1, "all_gather": 1, "reduce_scatter": 1, **one_number}
-        assert backward == {"all_reduce": 1, "numbers reduced": 2}
+        assert backward == scale_and_bias
         # Messages of a rank: its blocks of Y to the next, W - 1; what it says about a block, W; backward, the columns'
         # weights beside Y. NT-Xent goes half of the way.
         forward, backward = seen["clip", "ring"]
         assert forward == {"handshake": 1, "send": 2 + 3, **one_number}
-        assert backward == {"send": 2 + 2 + 3, **one_number}
+        assert backward == {"send": 2 + 2 + 3, **scale_and_bias}
         forward, backward = seen["nt_xent", "ring"]
         assert forward == {"handshake": 1, "send": 1 + 2, **one_number}
         assert backward == {"send": 1 + 1 + 2, **one_number}
         forward, backward = seen["siglip", "ring"]
         assert forward == {"handshake": 1, "send": 2 + 3, **one_number}
-        assert backward == {"all_reduce": 1, "numbers reduced": 2}
+        assert backward == scale_and_bias
         # The keys travel to the queries: no column has a softmax.
         forward, backward = seen["info_nce", "gather"]
         assert forward == {"handshake": 1, "all_gather": 1, **one_number}

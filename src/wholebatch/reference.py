@@ -520,7 +520,7 @@ def matryoshka_loss(
     weights: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """CLIP's loss, or InfoNCE's, of leading parts of the features (Kusupati et al., 2022, arXiv:2205.13147, equation 1).
+    """CLIP's loss, or InfoNCE's, of leading parts of features (Kusupati et al., 2022, arXiv:2205.13147, equation 1).
 
     L = sum_l w_l CE(scale n(Q[:, :m_l]) n(K[:, :m_l])^T)
 

@@ -63,20 +63,13 @@ def barlow_twins_loss(
     >>> wb.functional.barlow_twins_loss(z, z)
     tensor(0.0025)
     """
-
-    def check() -> dict[str, object]:
-        check_number("redundancy", redundancy)
-        if check_number("epsilon", epsilon) <= 0:
-            raise ValueError(f"epsilon must be positive, got {epsilon}; it is added to variances")
-        return {"settings": [redundancy, epsilon]}
-
     agreed = agree(
         "barlow_twins_loss",
         Options(group, sync),
         scalars={},
         features={"z0": z0, "z1": z1},
         paired=("z0", "z1"),
-        check=check,
+        check=lambda: _checked(redundancy, epsilon),
         must_match=("settings",),
     )
     comm, count = agreed.comm, agreed.rows["z0"].total
@@ -90,6 +83,13 @@ def barlow_twins_loss(
     on_diagonal = correlation.diagonal()
     off_diagonal = correlation.square().sum() - on_diagonal.square().sum()
     return of_all_ranks(comm, (1 - on_diagonal).square().sum() + redundancy * off_diagonal)
+
+
+def _checked(redundancy: float, epsilon: float) -> dict[str, object]:
+    check_number("redundancy", redundancy)
+    if check_number("epsilon", epsilon) <= 0:
+        raise ValueError(f"epsilon must be positive, got {epsilon}; it is added to variances")
+    return {"settings": [redundancy, epsilon]}
 
 
 class BarlowTwinsLoss(LossModule):
@@ -108,6 +108,7 @@ class BarlowTwinsLoss(LossModule):
         sync: Sync = "mean",
     ) -> None:
         super().__init__(group=group, sync=sync, redundancy=redundancy, epsilon=epsilon)
+        _checked(redundancy, epsilon)
 
     def forward(self, z0: Tensor, z1: Tensor) -> Tensor:
         """See :func:`wholebatch.functional.barlow_twins_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""

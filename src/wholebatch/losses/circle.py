@@ -113,12 +113,6 @@ def circle_loss(
     >>> wb.functional.circle_loss(torch.eye(3), torch.tensor([0, 0, 1]))
     tensor(54.4000)
     """
-
-    def check() -> dict[str, object]:
-        if check_number("gamma", gamma) <= 0:
-            raise ValueError(f"gamma must be positive, got {gamma}; it multiplies similarities")
-        return {"settings": [check_number("m", m), gamma]}
-
     features, labels = flattened(features, labels)
     agreed = agree(
         "circle_loss",
@@ -128,7 +122,7 @@ def circle_loss(
         ids={"labels": (labels, "features")},
         required=("labels",),
         weights=(weights, "features"),
-        check=check,
+        check=lambda: _checked(m, gamma),
         must_match=("settings",),
     )
     data, unit, fields = Labelled(agreed), (1.0, 1.0), wanted(target=False)
@@ -138,6 +132,12 @@ def circle_loss(
     both = torch.where(has_both, of_negatives, 0.0) + torch.where(has_both, of_positives, 0.0)
     losses = torch.where(has_both, softplus(both), 0.0)
     return agreed.reduce(losses, data.anchors_with_negatives, has_both)
+
+
+def _checked(m: float, gamma: float) -> dict[str, object]:
+    if check_number("gamma", gamma) <= 0:
+        raise ValueError(f"gamma must be positive, got {gamma}; it multiplies similarities")
+    return {"settings": [check_number("m", m), gamma]}
 
 
 class CircleLoss(LossModule):
@@ -168,6 +168,7 @@ class CircleLoss(LossModule):
             exchange=exchange,
             memory=memory,
         )
+        _checked(m, gamma)
 
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.circle_loss`: (b_r, d), (b_r,) -> L, the same on all ranks."""

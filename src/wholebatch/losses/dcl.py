@@ -87,10 +87,7 @@ def dcl_loss(
         paired=("z0", "z1"),
         ids={"ids": (ids, "z0")},
         weights=(weights, "z0"),
-        check=lambda: {
-            "t": check_temperature("temperature", temperature),
-            "sigma": None if sigma is None else check_temperature("sigma", sigma),
-        },
+        check=lambda: _checked(temperature, sigma),
         must_match=("sigma",),
     )
     count = agreed.rows["z0"].total
@@ -103,6 +100,11 @@ def dcl_loss(
         target = target * (2 - count * similar / total(agreed.comm, similar.sum())).repeat(2)
     losses = torch.where(numbers.logsumexp.isneginf(), 0.0, numbers.logsumexp - target)
     return agreed.reduce(losses.unflatten(0, (2, -1)).mean(0), count)
+
+
+def _checked(temperature: Tensor | float, sigma: float | None) -> dict[str, float | None]:
+    check_temperature("temperature", temperature)
+    return {"sigma": None if sigma is None else check_temperature("sigma", sigma)}
 
 
 class DCLLoss(LossModule):
@@ -133,7 +135,7 @@ class DCLLoss(LossModule):
             exchange=exchange,
             memory=memory,
         )
-        check_temperature("temperature", temperature)
+        _checked(temperature, sigma)
 
     def forward(self, z0: Tensor, z1: Tensor, *, ids: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.dcl_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""

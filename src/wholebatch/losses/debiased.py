@@ -84,14 +84,6 @@ def debiased_loss(
     >>> wb.functional.debiased_loss(z, z, temperature=0.5, tau_plus=0.1, beta=1.0)
     tensor(0.1860)
     """
-
-    def check() -> dict[str, float]:
-        if not 0 <= check_number("tau_plus", tau_plus) < 1:
-            raise ValueError(f"tau_plus must lie in [0, 1), got {tau_plus}; it is the share of false negatives")
-        if check_number("beta", beta) < 0:
-            raise ValueError(f"beta must not be negative, got {beta}; 0 weighs all negatives alike")
-        return {"t": check_temperature("temperature", temperature), "tau_plus": tau_plus, "beta": beta}
-
     agreed = agree(
         "debiased_loss",
         Options(group, sync, exchange, memory, reduction),
@@ -99,7 +91,7 @@ def debiased_loss(
         features={"z0": z0, "z1": z1},
         paired=("z0", "z1"),
         weights=(weights, "z0"),
-        check=check,
+        check=lambda: _checked(temperature, tau_plus, beta),
         must_match=("tau_plus", "beta"),
     )
     count = agreed.rows["z0"].total
@@ -117,6 +109,15 @@ def debiased_loss(
     floor = math.log(negatives) - 1 / agreed.inputs["temperature"]
     losses = softplus(torch.maximum(corrected, floor + torch.zeros_like(corrected)) - target)
     return agreed.reduce(losses.unflatten(0, (2, -1)).mean(0), count)
+
+
+def _checked(temperature: Tensor | float, tau_plus: float, beta: float) -> dict[str, float]:
+    check_temperature("temperature", temperature)
+    if not 0 <= check_number("tau_plus", tau_plus) < 1:
+        raise ValueError(f"tau_plus must lie in [0, 1), got {tau_plus}; it is the share of false negatives")
+    if check_number("beta", beta) < 0:
+        raise ValueError(f"beta must not be negative, got {beta}; 0 weighs all negatives alike")
+    return {"tau_plus": tau_plus, "beta": beta}
 
 
 class DebiasedLoss(LossModule):
@@ -149,7 +150,7 @@ class DebiasedLoss(LossModule):
             exchange=exchange,
             memory=memory,
         )
-        check_temperature("temperature", temperature)
+        _checked(temperature, tau_plus, beta)
 
     def forward(self, z0: Tensor, z1: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.debiased_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""

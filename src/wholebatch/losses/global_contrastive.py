@@ -98,11 +98,7 @@ def global_contrastive_loss(
     def check() -> dict[str, Any]:
         for name, value in (("image_log_averages", image_log_averages), ("text_log_averages", text_log_averages)):
             _check_averages(name, value, len(image_features))
-        if not 0 < check_number("gamma", gamma) <= 1:
-            raise ValueError(f"gamma must lie in (0, 1], got {gamma}; it is the weight of this batch in the averages")
-        if check_number("epsilon", epsilon) <= 0:
-            raise ValueError(f"epsilon must be positive, got {epsilon}; 1e-14 is small")
-        return {"t": check_temperature("temperature", temperature), "gamma": gamma, "epsilon": epsilon}
+        return _checked(temperature, gamma, epsilon)
 
     agreed = agree(
         "global_contrastive_loss",
@@ -152,6 +148,15 @@ def _average(before: Tensor, log_g: Tensor, gamma: float) -> Tensor:
         return log_g
     both = torch.logaddexp(before + math.log1p(-gamma), log_g + math.log(gamma))
     return torch.where(before.isneginf(), log_g, both)
+
+
+def _checked(temperature: Tensor | float, gamma: float, epsilon: float) -> dict[str, float]:
+    check_temperature("temperature", temperature)
+    if not 0 < check_number("gamma", gamma) <= 1:
+        raise ValueError(f"gamma must lie in (0, 1], got {gamma}; it is the weight of this batch in the averages")
+    if check_number("epsilon", epsilon) <= 0:
+        raise ValueError(f"epsilon must be positive, got {epsilon}; 1e-14 is small")
+    return {"gamma": gamma, "epsilon": epsilon}
 
 
 def _check_averages(name: str, value: object, rows: int) -> None:
@@ -207,7 +212,7 @@ class GlobalContrastiveLoss(LossModule):
         )
         if not isinstance(examples, int) or examples < 1:
             raise ValueError(f"examples must be a positive integer, the size of the data set; got {examples!r}")
-        check_temperature("temperature", temperature)
+        _checked(temperature, gamma, epsilon)
         for name in ("image_log_averages", "text_log_averages"):
             self.register_buffer(name, torch.full((examples,), -torch.inf, dtype=dtype))
 

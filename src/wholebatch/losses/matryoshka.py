@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -161,7 +162,7 @@ def _inverse_norms(x: Tensor, dims: Sequence[int], dtype: torch.dtype, normalise
 
 def _lengths(dims: Sequence[int], width: int) -> list[int]:
     ends = [0, *dims, width]
-    return [stop - start for start, stop in zip(ends[:-1], ends[1:], strict=True)]
+    return [stop - start for start, stop in pairwise(ends)]
 
 
 def _at_once(

@@ -86,16 +86,6 @@ def multi_similarity_loss(
     >>> wb.functional.multi_similarity_loss(torch.eye(3), torch.tensor([0, 0, 1]))
     tensor(0.4378)
     """
-
-    def check() -> dict[str, object]:
-        for name, value in (("alpha", alpha), ("beta", beta)):
-            if check_number(name, value) <= 0:
-                raise ValueError(f"{name} must be positive, got {value}; it multiplies similarities")
-        check_number("base", base)
-        if epsilon is not None:
-            check_number("epsilon", epsilon)
-        return {"settings": [alpha, beta, base, epsilon]}
-
     features, labels = flattened(features, labels)
     agreed = agree(
         "multi_similarity_loss",
@@ -105,7 +95,7 @@ def multi_similarity_loss(
         ids={"labels": (labels, "features")},
         required=("labels",),
         weights=(weights, "features"),
-        check=check,
+        check=lambda: _checked(alpha, beta, base, epsilon),
         must_match=("settings",),
     )
     data = Labelled(agreed)
@@ -123,6 +113,16 @@ def multi_similarity_loss(
     of_negatives = data.numbers((beta, beta), "negatives", fields, floor=negative_floor).logsumexp
     losses = softplus(of_positives + alpha * base) / alpha + softplus(of_negatives - beta * base) / beta
     return agreed.reduce(losses, data.rows.total)
+
+
+def _checked(alpha: float, beta: float, base: float, epsilon: float | None) -> dict[str, object]:
+    for name, value in (("alpha", alpha), ("beta", beta)):
+        if check_number(name, value) <= 0:
+            raise ValueError(f"{name} must be positive, got {value}; it multiplies similarities")
+    check_number("base", base)
+    if epsilon is not None:
+        check_number("epsilon", epsilon)
+    return {"settings": [alpha, beta, base, epsilon]}
 
 
 class MultiSimilarityLoss(LossModule):
@@ -157,6 +157,7 @@ class MultiSimilarityLoss(LossModule):
             exchange=exchange,
             memory=memory,
         )
+        _checked(alpha, beta, base, epsilon)
 
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.multi_similarity_loss`: (b_r, d), (b_r,) -> L, the same on all ranks."""

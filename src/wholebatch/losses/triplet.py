@@ -86,13 +86,6 @@ def triplet_loss(
     >>> wb.functional.triplet_loss(torch.eye(3), torch.tensor([0, 0, 1]))
     tensor(0.2000)
     """
-
-    def check() -> dict[str, object]:
-        check_choice("distance", distance, DISTANCES)
-        if margin is not None:
-            check_number("margin", margin)
-        return {"settings": [margin, distance, normalise]}
-
     features, labels = flattened(features, labels)
     agreed = agree(
         "triplet_loss",
@@ -102,7 +95,7 @@ def triplet_loss(
         ids={"labels": (labels, "features")},
         required=("labels",),
         weights=(weights, "features"),
-        check=check,
+        check=lambda: _checked(margin, distance, normalise),
         must_match=("settings",),
     )
     data = Labelled(agreed)
@@ -144,6 +137,13 @@ def _distance(x: Tensor, y: Tensor, distance: str) -> Tensor:
     return (x - y).square().sum(1) if distance == "squared" else torch.linalg.vector_norm(x - y, dim=1)
 
 
+def _checked(margin: float | None, distance: str, normalise: bool) -> dict[str, object]:
+    check_choice("distance", distance, DISTANCES)
+    if margin is not None:
+        check_number("margin", margin)
+    return {"settings": [margin, distance, normalise]}
+
+
 class TripletLoss(LossModule):
     """Batch-hard triplet loss over the global batch.
 
@@ -174,7 +174,7 @@ class TripletLoss(LossModule):
             exchange=exchange,
             memory=memory,
         )
-        check_choice("distance", distance, DISTANCES)
+        _checked(margin, distance, normalise)
 
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.triplet_loss`: (b_r, d), (b_r,) -> L, the same on all ranks."""

@@ -70,21 +70,13 @@ def vicreg_loss(
     >>> wb.functional.vicreg_loss(z, 2 * z)
     tensor(33.1250)
     """
-
-    def check() -> dict[str, object]:
-        for name, value in (("invariance", invariance), ("variance", variance), ("covariance", covariance)):
-            check_number(name, value)
-        if check_number("epsilon", epsilon) <= 0:
-            raise ValueError(f"epsilon must be positive, got {epsilon}; it is added to variances")
-        return {"settings": [invariance, variance, covariance, epsilon]}
-
     agreed = agree(
         "vicreg_loss",
         Options(group, sync),
         scalars={},
         features={"z0": z0, "z1": z1},
         paired=("z0", "z1"),
-        check=check,
+        check=lambda: _checked(invariance, variance, covariance, epsilon),
         must_match=("settings",),
     )
     comm, count = agreed.comm, agreed.rows["z0"].total
@@ -100,6 +92,14 @@ def vicreg_loss(
         loss = loss + variance / 2 * torch.relu(1 - deviations).mean()
         loss = loss + covariance * (cov.square().sum() - cov.diagonal().square().sum()) / width
     return of_all_ranks(comm, loss)
+
+
+def _checked(invariance: float, variance: float, covariance: float, epsilon: float) -> dict[str, object]:
+    for name, value in (("invariance", invariance), ("variance", variance), ("covariance", covariance)):
+        check_number(name, value)
+    if check_number("epsilon", epsilon) <= 0:
+        raise ValueError(f"epsilon must be positive, got {epsilon}; it is added to variances")
+    return {"settings": [invariance, variance, covariance, epsilon]}
 
 
 class VICRegLoss(LossModule):
@@ -122,6 +122,7 @@ class VICRegLoss(LossModule):
         super().__init__(
             group=group, sync=sync, invariance=invariance, variance=variance, covariance=covariance, epsilon=epsilon
         )
+        _checked(invariance, variance, covariance, epsilon)
 
     def forward(self, z0: Tensor, z1: Tensor) -> Tensor:
         """See :func:`wholebatch.functional.vicreg_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""

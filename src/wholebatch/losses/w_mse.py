@@ -64,19 +64,13 @@ def w_mse_loss(
     >>> wb.functional.w_mse_loss(z, z, epsilon=0.5)
     tensor(0.)
     """
-
-    def check() -> dict[str, object]:
-        if not 0 <= check_number("epsilon", epsilon) <= 1:
-            raise ValueError(f"epsilon must lie in [0, 1], got {epsilon}; it is the identity's share")
-        return {"settings": [epsilon]}
-
     agreed = agree(
         "w_mse_loss",
         Options(group, sync),
         scalars={},
         features={"z0": z0, "z1": z1},
         paired=("z0", "z1"),
-        check=check,
+        check=lambda: _checked(epsilon),
         must_match=("settings",),
     )
     comm, count = agreed.comm, agreed.rows["z0"].total
@@ -100,6 +94,12 @@ def w_mse_loss(
     return total(comm, distance) / count
 
 
+def _checked(epsilon: float) -> dict[str, object]:
+    if not 0 <= check_number("epsilon", epsilon) <= 1:
+        raise ValueError(f"epsilon must lie in [0, 1], got {epsilon}; it is the identity's share")
+    return {"settings": [epsilon]}
+
+
 class WMSELoss(LossModule):
     """W-MSE's loss over the global batch.
 
@@ -115,6 +115,7 @@ class WMSELoss(LossModule):
         sync: Sync = "mean",
     ) -> None:
         super().__init__(group=group, sync=sync, epsilon=epsilon)
+        _checked(epsilon)
 
     def forward(self, z0: Tensor, z1: Tensor) -> Tensor:
         """See :func:`wholebatch.functional.w_mse_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
