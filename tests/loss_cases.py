@@ -143,7 +143,7 @@ def distillation(f: ModuleType, x: Tensor, y: Tensor, *more: Any, **options: Any
 
 def matryoshka(**settings: Any) -> Callable[..., Tensor]:
     return lambda f, x, y, scale, _bias, **o: f.matryoshka_loss(
-        x, y, logit_scale=scale, dims=(1, 2, 5), **settings, **o
+        x, y, logit_scale=scale, dims=(2, 3, 5), **settings, **o
     )
 
 

@@ -127,6 +127,46 @@ CALLS = {
         **{"image_features": features(), "text_features": features(), "logit_scale": 10.0} | wrong
     ),
 }
+
+
+def labelled(name):
+    loss = getattr(wb.functional, name)
+    return lambda **wrong: loss(**{"features": features(), "labels": torch.tensor([0, 0, 1])} | wrong)
+
+
+def two_views(name):
+    loss = getattr(wb.functional, name)
+    return lambda **wrong: loss(**{"z0": features(), "z1": features()} | wrong)
+
+
+LABELLED = ["sup_con_loss", "triplet_loss", "multi_similarity_loss", "circle_loss", "smooth_ap_loss"]
+TWO_VIEWS = ["dcl_loss", "debiased_loss", "barlow_twins_loss", "vicreg_loss"]
+CALLS |= {name: labelled(name) for name in LABELLED} | {name: two_views(name) for name in TWO_VIEWS}
+CALLS |= {
+    "w_mse_loss": lambda **wrong: wb.functional.w_mse_loss(
+        **{"z0": features(), "z1": features(), "epsilon": 0.5} | wrong
+    ),
+    "moco_loss": lambda **wrong: wb.functional.moco_loss(
+        **{"queries": features(), "keys": features(), "queue": features(5), "logit_scale": 10.0} | wrong
+    ),
+    "matryoshka_loss": lambda **wrong: wb.functional.matryoshka_loss(
+        **{"queries": features(), "keys": features(), "logit_scale": 10.0, "dims": (2, 4)} | wrong
+    ),
+    "distillation_loss": lambda **wrong: wb.functional.distillation_loss(
+        **{"image_features": features(), "text_features": features(), "logit_scale": 10.0}
+        | {"teacher_image_features": features(3, 2), "teacher_text_features": features(3, 2)}
+        | {"teacher_logit_scale": 10.0}
+        | wrong
+    ),
+    "global_contrastive_loss": lambda **wrong: wb.functional.global_contrastive_loss(
+        **{"image_features": features(), "text_features": features()}
+        | {"image_log_averages": torch.zeros(3), "text_log_averages": torch.zeros(3)}
+        | wrong
+    )[0],
+}
+MOMENTS = ["barlow_twins_loss", "vicreg_loss", "w_mse_loss"]
+SWEEPS = [name for name in CALLS if name not in MOMENTS]
+EXCHANGES = [name for name in SWEEPS if name != "moco_loss"]
 NEW_MISTAKES = [
     (
         "info_nce_loss",
@@ -156,15 +196,91 @@ NEW_MISTAKES = [
     ("siglip_loss", {"text_features": features(2)}, "must have the same shape"),
     *(
         (name, {"memory": 3}, "memory must be at least 8 bytes for the smallest tiles of rank 1, got 3")
-        for name in CALLS
+        for name in SWEEPS
     ),
-    *((name, {"memory": "lots"}, "memory must be one of 'auto', 'flat', or a number of bytes") for name in CALLS),
-    *((name, {"exchange": "teleport"}, "exchange must be one of 'auto', 'gather', 'ring'") for name in CALLS),
+    *((name, {"memory": "lots"}, "memory must be one of 'auto', 'flat', or a number of bytes") for name in SWEEPS),
+    *((name, {"exchange": "teleport"}, "exchange must be one of 'auto', 'gather', 'ring'") for name in EXCHANGES),
     *(
         (name, {"exchange": "gather"}, "exchange must be the same on all ranks, got rank 0: auto; rank 1: g")
-        for name in CALLS
+        for name in EXCHANGES
     ),
     *((name, {"sync": None}, "sync must be the same on all ranks, got rank 0: mean; rank 1: None") for name in CALLS),
+    *((name, {"reduction": "median"}, "reduction must be one of 'mean', 'sum', 'none'; got 'med") for name in SWEEPS),
+    *((name, {"reduction": "sum"}, "reduction must be the same on all ranks, got rank 0: mean;") for name in SWEEPS),
+    *(
+        (name, {"weights": torch.ones(2)}, r"weights must have shape \(3,\), one for each row .* \(2,\)")
+        for name in SWEEPS
+    ),
+    *((name, {"weights": -torch.ones(3)}, r"arguments that are given|weights must not be negative") for name in SWEEPS),
+    *((name, {"weights": [1, 1, 1]}, "weights must be a floating-point tensor, .* got list") for name in SWEEPS),
+    *(
+        (name, {"labels": torch.zeros(2).long()}, r"labels must have shape \(3,\), one id for each")
+        for name in LABELLED
+    ),
+    *(
+        (name, {"labels": torch.zeros(3)}, "labels must be a tensor of integers, .* got torch.float32")
+        for name in LABELLED
+    ),
+    *((name, {"labels": None}, "labels must be a tensor of integers, .* got NoneType") for name in LABELLED),
+    *((name, {"labels": torch.zeros(3, 1).long()}, r"one id for each row .* got \(3, 1\)") for name in LABELLED),
+    *((name, {"ids": torch.zeros(3)}, "ids must be a tensor of integers") for name in ("clip_loss", "nt_xent_loss")),
+    ("clip_loss", {"equal_ids": "ignored"}, "equal_ids must be one of 'positive', 'excluded'; got 'ignored'"),
+    ("siglip_loss", {"equal_ids": "ignored"}, "equal_ids must be one of 'positive', 'excluded'; got 'ignored'"),
+    ("clip_loss", {"ids": torch.zeros(3).long()}, "arguments that are given"),
+    ("info_nce_loss", {"directions": ("key_to_query",)}, "directions must be different, one of them 'query_to_key'"),
+    ("info_nce_loss", {"directions": ("query_to_key",) * 2}, "directions must be different"),
+    ("info_nce_loss", {"directions": ("query_to_key", "sideways")}, "directions must be one of 'query_to_key', .*way"),
+    ("info_nce_loss", {"partition": "both"}, "partition must be one of 'joint', 'per_direction'; got 'both'"),
+    ("info_nce_loss", {"margin": torch.ones(())}, "margin must be a number, got a tensor; it is not learned"),
+    ("info_nce_loss", {"margin": 0.1}, "settings must be the same on all ranks"),
+    ("info_nce_loss", {"exclude_relative": True}, "exclude_relative says how exclude_above is meant"),
+    ("info_nce_loss", {"negative_ids": torch.zeros(2).long()}, "negative_ids are compared with query_ids or key_ids"),
+    ("info_nce_loss", {"query_guides": features()}, "query_guides, key_guides and exclude_above go together"),
+    ("info_nce_loss", {"hard_negatives": features()}, r"hard_negatives must have shape \(3, per query, feature size\)"),
+    (
+        "info_nce_loss",
+        {"query_ids": torch.zeros(3).long(), "equal_ids": "positive", "margin": 0.1},
+        "equal_ids='positive' does not go with margin",
+    ),
+    (
+        "info_nce_loss",
+        {"query_guides": features(), "key_guides": features(), "exclude_above": 0.1},
+        r"key_guides must have 5 rows \(keys, and negatives below them\), got 3",
+    ),
+    ("debiased_loss", {"tau_plus": 1.0}, r"tau_plus must lie in \[0, 1\), got 1.0"),
+    ("debiased_loss", {"beta": -1.0}, "beta must not be negative, got -1.0"),
+    ("dcl_loss", {"sigma": 0.0}, "sigma must be positive, got 0.0"),
+    ("multi_similarity_loss", {"alpha": 0.0}, "alpha must be positive"),
+    ("circle_loss", {"gamma": -1.0}, "gamma must be positive"),
+    ("triplet_loss", {"distance": "far"}, "distance must be one of 'euclidean', 'squared', 'cosine'; got 'far'"),
+    ("smooth_ap_loss", {"temperature": 0.0}, "temperature must be positive"),
+    ("barlow_twins_loss", {"epsilon": 0.0}, "epsilon must be positive"),
+    ("w_mse_loss", {"epsilon": 2.0}, r"epsilon must lie in \[0, 1\]"),
+    (
+        "moco_loss",
+        {"queue": features(6)},
+        "length of the queue must be the same on all ranks, got rank 0: 5; rank 1: 6",
+    ),
+    ("moco_loss", {"queue": features(5, 3)}, "queries and queue must have the same feature size"),
+    ("matryoshka_loss", {"dims": (2, 5)}, "dims must not exceed the feature size 4, got 5"),
+    ("matryoshka_loss", {"dims": (4, 2)}, r"dims must increase, .* got \[4, 2\]"),
+    ("matryoshka_loss", {"dims": (2, 2)}, r"dims must increase, from 1 on, each of them once; got \[2, 2\]"),
+    ("matryoshka_loss", {"dims": (0, 2)}, "dims must increase, from 1 on"),
+    ("matryoshka_loss", {"dims": (2.0, 4.0)}, "dims must be a sequence of integers"),
+    ("matryoshka_loss", {"dims": ()}, "dims must be a sequence of integers"),
+    ("matryoshka_loss", {"dim_weights": (1.0,)}, "dim_weights must be as many as dims, 2, got 1"),
+    ("matryoshka_loss", {"dim_weights": (1.0, -1.0)}, "dim_weights must not be negative, got -1.0"),
+    ("matryoshka_loss", {"dim_weights": (0.0, 0.0)}, "dim_weights must not all be 0"),
+    ("distillation_loss", {"teacher_text_features": features(3, 3)}, "same feature size, got 2 and 3"),
+    (
+        "distillation_loss",
+        {"teacher_image_features": features(2, 2)},
+        "must have as many rows as image_features, 3, got 2",
+    ),
+    ("global_contrastive_loss", {"gamma": 0.0}, r"gamma must lie in \(0, 1\], got 0.0"),
+    ("global_contrastive_loss", {"epsilon": 0.0}, "epsilon must be positive"),
+    ("global_contrastive_loss", {"image_log_averages": torch.zeros(2)}, r"image_log_averages must be .* got \(2,\)"),
+    ("global_contrastive_loss", {"text_log_averages": torch.zeros(3) / 0}, "text_log_averages must be finite"),
 ]
 
 
@@ -192,8 +308,16 @@ def empty_body():
     with pytest.raises(ValueError, match=empty):
         CALLS["siglip_loss"](image_features=none, text_features=none)
     assert CALLS["info_nce_loss"](negatives=none).isfinite()
-    for name, call in CALLS.items():
-        assert call(exchange="ring").isfinite(), f"{name}: a ring of {dist.get_world_size()}"
+    for name in EXCHANGES:
+        assert CALLS[name](exchange="ring").isfinite(), f"{name}: a ring of {dist.get_world_size()}"
+    for name in SWEEPS:
+        with pytest.raises(ValueError, match=f"{name}: weights must not be 0 for every example of every rank"):
+            CALLS[name](weights=torch.zeros(3))
+    for name in MOMENTS:
+        with pytest.raises(ValueError, match="a variance needs at least two rows"):
+            CALLS[name](**dict.fromkeys(("z0", "z1"), features(1 if dist.get_rank() == 0 else 0)))
+    with pytest.raises(ValueError, match=r"the covariance of z0 over .* rows has no inverse"):
+        CALLS["w_mse_loss"](z0=torch.ones(3, 4), epsilon=0.0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -210,8 +334,32 @@ def test_modules_refuse_what_does_not_exist_when_they_are_made(name):
     ):
         with pytest.raises(ValueError, match=message):
             getattr(wb, name)(**options)
-    with pytest.raises(ValueError, match="temperature must be positive"):
-        wb.NTXentLoss(temperature=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("NTXentLoss", {"temperature": 0}, "temperature must be positive"),
+        ("SupConLoss", {"temperature": -1.0}, "temperature must be positive"),
+        ("CLIPLoss", {"reduction": "median"}, "reduction must be one of"),
+        ("CLIPLoss", {"equal_ids": "ignored"}, "equal_ids must be one of"),
+        ("InfoNCELoss", {"directions": ("sideways",)}, "directions must be one of"),
+        ("DCLLoss", {"sigma": 0.0}, "sigma must be positive"),
+        ("DebiasedLoss", {"tau_plus": 1.5}, "tau_plus must lie in"),
+        ("MatryoshkaLoss", {"dims": (3, 2)}, "dims must increase"),
+        ("TripletLoss", {"distance": "far"}, "distance must be one of"),
+        ("MultiSimilarityLoss", {"alpha": 0.0}, "alpha must be positive"),
+        ("CircleLoss", {"gamma": 0.0}, "gamma must be positive"),
+        ("BarlowTwinsLoss", {"epsilon": 0.0}, "epsilon must be positive"),
+        ("WMSELoss", {"epsilon": 2.0}, "epsilon must lie in"),
+        ("GlobalContrastiveLoss", {"examples": 0}, "examples must be a positive integer"),
+        ("GlobalContrastiveLoss", {"examples": 5, "gamma": 0.0}, "gamma must lie in"),
+        ("KeyQueue", {"size": 0, "width": 4}, "size must be a positive integer"),
+    ],
+)
+def test_settings_are_checked_when_a_module_is_made(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        getattr(wb, name)(**options)
 
 
 def whole_batch_mistakes_body():

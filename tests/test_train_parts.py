@@ -104,7 +104,7 @@ def test_every_parameter_has_an_effect():
         torch.rand(6, 1, 16, 16, dtype=torch.float64),
         ["ONE", "TWO", "THREE A", "FOUR B C", "FIVE", "SIX D"],
     )
-    x, y, scale = model(images, tokenize(texts, max_words=12, buckets=256))
+    x, y, scale, _ = model(images, tokenize(texts, max_words=12, buckets=256))
     (scale * (x @ y.T)).log_softmax(1).diagonal().sum().backward()
     sizes = {name: parameter.grad.abs().max().item() for name, parameter in model.named_parameters()}
     assert min(sizes.values()) > 1e-8, sizes
@@ -225,7 +225,7 @@ def test_damaged_checkpoints_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"does not fit this configuration's model: .* model.weight among them"):
         load_checkpoint(tmp_path, *stepped(0, width=4))
     tensors = {name: value for name, value in load_file(tmp_path / FILE).items() if not name.startswith("optimizer.")}
-    metadata = {"format": "wholebatch-train-1", "facts": '{"step": 1, "seconds": 0}'}
+    metadata = {"format": "wholebatch-train-2", "facts": '{"step": 1, "seconds": 0}'}
     save_file(tensors, tmp_path / FILE, metadata)
     with pytest.raises(UserError, match=r"does not fit .* optimizer.0.exp_avg among them"):
         load_checkpoint(tmp_path, model, optimizer)

@@ -116,11 +116,13 @@ def info_nce_loss(
         diagonal = torch.zeros_like(similarities, dtype=torch.bool)
         diagonal[own, own] = True
         equal = (x_ids[:, None] == y_ids) & (x_ids[:, None] >= 0) & ~diagonal
-        crossing = name in ("query_to_key", "key_to_query")
-        positive = diagonal & crossing if equal_ids == "excluded" else diagonal | equal
-        excluded = (equal if equal_ids == "excluded" else equal & ~positive) | (diagonal & (not crossing))
+        positive, excluded = (diagonal, equal) if equal_ids == "excluded" else (diagonal | equal, equal & ~equal)
+        if name in ("query_to_query", "key_to_key"):  # itself gives its place to the pair, or to nobody
+            similarities = torch.where(diagonal, (queries * keys[:n]).sum(1, keepdim=True), similarities)
+            if partition == "joint":
+                positive, excluded = positive & ~diagonal, excluded | diagonal
         if exclude_above is not None:
-            largest = matched * (1 + exclude_above) if exclude_relative else matched + exclude_above
+            largest = matched + exclude_above * (matched.abs() if exclude_relative else 1)
             excluded = excluded | ((x_guide @ y_guide.T > largest) & ~positive)
         logits = logit_scale * (similarities - margin * positive.to(similarities))
         if name == "query_to_key":
@@ -135,12 +137,7 @@ def info_nce_loss(
         blocks.append((logits, positive, excluded))
     if partition == "joint":
         blocks = [tuple(torch.cat(parts, 1) for parts in zip(*blocks, strict=True))]
-    target = None
-    if equal_ids == "excluded" or (query_ids is None and key_ids is None):  # the pair's, in each direction's softmax
-        target = (blocks[0][0] * blocks[0][1]).sum(1) / blocks[0][1].sum(1)
-    losses = [
-        _cross_entropy(logits, positive, excluded, label_smoothing, target) for logits, positive, excluded in blocks
-    ]
+    losses = [_cross_entropy(*block, label_smoothing) for block in blocks]
     return _reduce(torch.stack(losses).mean(0), weights, reduction)
 
 

@@ -37,7 +37,7 @@ def version(package: str) -> str | None:
 
 
 def _open_clip(comm: Communicator, _scale: float) -> PairLoss:
-    _declare_torchvision_operators()
+    declare_torchvision_operators()
     from open_clip.loss import ClipLoss
 
     loss = ClipLoss(local_loss=comm.size > 1, gather_with_grad=comm.size > 1, rank=comm.rank, world_size=comm.size)
@@ -45,14 +45,14 @@ def _open_clip(comm: Communicator, _scale: float) -> PairLoss:
 
 
 def _open_clip_siglip(comm: Communicator, _scale: float) -> PairLoss:
-    _declare_torchvision_operators()
+    declare_torchvision_operators()
     from open_clip.loss import SigLipLoss
 
     return SigLipLoss(rank=comm.rank, world_size=comm.size)
 
 
 def _lightly(comm: Communicator, scale: float) -> PairLoss:
-    _declare_torchvision_operators()
+    declare_torchvision_operators()
     from lightly.loss import NTXentLoss
 
     loss = NTXentLoss(temperature=1 / scale, gather_distributed=comm.size > 1)
@@ -67,7 +67,7 @@ def _metric_learning(_comm: Communicator, scale: float) -> PairLoss:
 
 
 def _sentence_transformers(_comm: Communicator, scale: float) -> PairLoss:
-    _declare_torchvision_operators()
+    declare_torchvision_operators()
     from sentence_transformers.losses import MultipleNegativesRankingLoss
 
     loss = MultipleNegativesRankingLoss(torch.nn.Identity(), scale=scale)
@@ -95,7 +95,7 @@ PEERS: dict[str, tuple[Peer, ...]] = {
 _LIBRARIES: list[torch.library.Library] = []  # what they declare lasts as long as they do
 
 
-def _declare_torchvision_operators() -> None:
+def declare_torchvision_operators() -> None:
     """Let torchvision be imported beside a CPU build of torch, which its compiled operators do not fit.
 
     Three peers import torchvision for their models. It refuses to load without the operators that it describes; the

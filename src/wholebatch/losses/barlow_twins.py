@@ -54,7 +54,7 @@ def barlow_twins_loss(
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`;
             also fewer than two rows in all, and options out of range.
-        RuntimeError: if the gradient is differentiated again.
+        RuntimeError: on several ranks, if the gradient is differentiated again.
 
     Source: Zbontar et al., 2021, arXiv:2103.03230, equations 1 and 2.
 

@@ -74,9 +74,9 @@ def info_nce_loss(
         query_to_key     S(q_i, k_j), j != i        key_to_query   S(q_j, k_i), j != i
         query_to_query   S(q_i, q_j), j != i        key_to_key     S(k_i, k_j), j != i
 
-    `partition="joint"` has one softmax, whose sum has exp T_i once for each of the first two directions, and
-    "per_direction" the mean of one logsumexp for each, less T_i. The latter two hold no positive: alone in their sum
-    they are a decoupled term, A^d_i - T_i.
+    `partition="joint"` has one softmax for all, L_i = log(c exp T_i + sum_d exp A^d_i) - T_i, where the pair itself
+    counts once for each of the first two directions that take part, c in all. "per_direction" has one softmax for
+    each, L_i = mean_d [ log(exp T_i + exp A^d_i) - T_i ].
 
     Args:
         queries: Q_r, (b_r, d), this rank's rows as they are: the caller normalises. b_r may differ between ranks and
@@ -100,7 +100,7 @@ def info_nce_loss(
             logit_scale q . k: harder ones weigh more.
         exclude_above: m: negatives more similar than the positive by more than m are taken for false, and left out:
             S_ij > logit_scale (q_i . k_i + m), in each direction. What is left out has no gradient.
-        exclude_relative: the bound is (1 + m) q_i . k_i.
+        exclude_relative: the bound is q_i . k_i + m |q_i . k_i|.
         query_guides: (b_r, g), features of another model, whose similarities then decide what is left out.
         key_guides: (rows of keys, and of negatives below them, g). A query's own hard negatives have no guide, and
             stay.
@@ -346,13 +346,9 @@ class _Settings:
             together = every[0] if len(every) == 1 else torch.stack(every).logsumexp(0)
             loss = softplus(together - target - math.log(copies)) + math.log(copies)
             return loss + self._smoothing(list(found.values()), target, copies)
-        losses = []
-        for name, side in found.items():
-            if name in crossing:
-                losses.append(softplus(negatives[name] - target) + self._smoothing([side], target, 1))
-            else:
-                loss = negatives[name] - target + self._smoothing([side], target, 0)
-                losses.append(torch.where(side.logsumexp.isneginf(), 0.0, loss))  # no other query, or key
+        losses = [
+            softplus(negatives[name] - target) + self._smoothing([side], target, 1) for name, side in found.items()
+        ]
         return torch.stack(losses).mean(0)
 
     def _smoothing(self, sides: Sequence[Numbers], target: Tensor, copies: int) -> Tensor | float:
@@ -377,7 +373,7 @@ def _ceiling(
     else:
         query_guides, key_guides = (guide.detach().to(agreed.dtype) for guide in (query_guides, key_guides))
         of_pairs = paired_products(query_guides, key_guides[:b])
-    return Ceiling(of_pairs * (1 + above) if relative else of_pairs + above, query_guides, key_guides)
+    return Ceiling(of_pairs + above * (of_pairs.abs() if relative else 1), query_guides, key_guides)
 
 
 def _own_negatives(agreed: Agreement, shape: torch.Size, hardness: float, ceiling: Ceiling | None) -> Numbers:

@@ -118,7 +118,8 @@ def matryoshka_loss(
     )
     rows = agreed.rows["queries"]
     pairs = pairs_of_rows(rows.rows(agreed.rank), None if ids is None else agreed.ids("ids"), "excluded")
-    x, y = agreed.inputs["queries"], agreed.inputs["keys"]
+    # Widened once: the gradients by features and by norms meet before they are rounded.
+    x, y = (agreed.inputs[name].to(agreed.dtype) for name in ("queries", "keys"))
     inverse = [_inverse_norms(z, dims, agreed.dtype, normalise) for z in (x, y)]
     found = _at_once(agreed, x, y, inverse, pairs, dims, symmetric, normalise)
     if found is None:

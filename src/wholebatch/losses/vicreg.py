@@ -61,7 +61,7 @@ def vicreg_loss(
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`;
             also fewer than two rows in all, and options out of range.
-        RuntimeError: if the gradient is differentiated again.
+        RuntimeError: on several ranks, if the gradient is differentiated again.
 
     Source: Bardes et al., 2022, arXiv:2105.04906, equations 1 to 6.
 

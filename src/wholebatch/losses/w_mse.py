@@ -55,7 +55,7 @@ def w_mse_loss(
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`;
             also fewer than two rows in all, and options out of range.
-        RuntimeError: if the gradient is differentiated again.
+        RuntimeError: on several ranks, if the gradient is differentiated again.
 
     Source: Ermolov et al., 2021, arXiv:2007.06346, equations 1, 4 and 5.
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .._user_error import UserError
 
 FILE = "checkpoint.safetensors"
-_FORMAT = "wholebatch-train-1"
+_FORMAT = "wholebatch-train-2"
 
 
 def save_checkpoint(

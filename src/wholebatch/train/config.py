@@ -6,15 +6,20 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from .._user_error import UserError
 from .model import ModelConfig
 
+Loss = Literal[
+    "clip", "siglip", "info_nce", "matryoshka", "nt_xent", "sup_con", "dcl", "debiased", "global_contrastive",
+    "triplet", "multi_similarity", "circle", "smooth_ap", "barlow_twins", "vicreg", "w_mse",
+]  # fmt: skip
+
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Train a dual encoder on (image, text) pairs with the exact CLIP loss of the global batch."""
+    """Train a dual encoder on (image, text) pairs with the exact loss of the global batch, CLIP's by default."""
 
     data: str = "glyphs"
     """"glyphs": images of Unicode characters and their names, made on the spot from the fonts of matplotlib. Or the
@@ -37,8 +42,10 @@ class TrainConfig:
     """Steps of linear warm-up."""
     weight_decay: float = 0.1
     """AdamW's decoupled weight decay, per unit of learning rate; on matrices only."""
+    loss: Loss = "clip"
+    """The loss of the global batch; docs/losses.md says which is for what."""
     label_smoothing: float = 0.0
-    """Weight of the uniform distribution in the targets, 0 to 1."""
+    """Weight of the uniform distribution in the targets of the clip loss, 0 to 1."""
     augment: float = 1.0
     """Strength of the random affine maps of training images: 1 is up to 3.4 degrees, 6 % in size, 1 pixel of 32."""
     image_size: int = 32
@@ -72,6 +79,9 @@ class TrainConfig:
         _require(-(2**63) <= self.seed < 2**63, "seed", "an integer of 64 bits", self.seed)
         _require(self.device in ("auto", "cpu", "cuda"), "device", "'auto', 'cpu' or 'cuda'", self.device)
         _require(self.image_channels in (1, 3), "image_channels", "1 or 3", self.image_channels)
+        _require(self.loss in get_args(Loss), "loss", f"one of {', '.join(get_args(Loss))}", self.loss)
+        only_clip = self.label_smoothing == 0 or self.loss == "clip"
+        _require(only_clip, "label_smoothing", f"0 for --loss {self.loss}, which has none", self.label_smoothing)
         _require(0 <= self.label_smoothing <= 1, "label_smoothing", "in [0, 1]", self.label_smoothing)
         _require(self.image_size % 8 == 0, "image_size", "a multiple of 8", self.image_size)
         for name in ("feature_size", "image_width", "text_width", "text_heads", "text_buckets", "max_words"):

@@ -19,6 +19,7 @@ from .checkpoint import FILE, load_checkpoint, save_checkpoint
 from .config import TrainConfig
 from .evaluation import as_float, held_out_features, tokens
 from .model import DualEncoder
+from .objectives import Objective, make_objective
 from .pairs import Pairs, Split, batch_of_step
 from .progress import Progress
 from .retrieval import both_ways
@@ -42,15 +43,17 @@ def train(
     rows = wb.partition.Partition.even(config.batch_size, size).rows(rank)
 
     torch.manual_seed(config.seed)
-    encoder = DualEncoder(config.model, channels=config.image_channels, image_size=config.image_size).to(device)
+    encoder = DualEncoder(
+        config.model, channels=config.image_channels, image_size=config.image_size, bias=config.loss == "siglip"
+    ).to(device)
+    objective = make_objective(config, len(pairs)).to(device)
+    state = nn.ModuleDict({"encoder": encoder, "objective": objective})
     optimizer = make_optimizer(encoder, config)
     resumed_at, seconds = 0, 0.0
     if config.resume is not None and (config.resume / FILE).exists():
-        facts = load_checkpoint(config.resume, encoder, optimizer)
+        facts = load_checkpoint(config.resume, state, optimizer)
         resumed_at, seconds = facts["step"], facts["seconds"]
     model = DistributedDataParallel(encoder) if size > 1 else encoder
-    loss_fn = make_loss(config)
-
     progress.start(config, pairs, split, size=size, done=resumed_at)
     started = time.monotonic() - seconds
     for step in range(resumed_at, config.steps):
@@ -65,13 +68,12 @@ def train(
         texts = tokens(config, pairs, text_rows[rows], device)
 
         optimizer.zero_grad()
-        image_features, text_features, logit_scale = model(images, texts)
-        loss = loss_of(loss_fn, image_features, text_features, logit_scale, step=step)
+        loss = loss_of(objective, *model(images, texts), text_rows[rows].to(device), step=step)
         loss.backward()
         grad_norm = finite_grad_norm(encoder, step)
         if folder is not None and step % config.checkpoint_every == 0 and step not in (0, resumed_at):
             # Only now is it known that the weights of the last step give a finite loss and gradient.
-            save_checkpoint(folder.path, encoder, optimizer, step=step, seconds=seconds)
+            save_checkpoint(folder.path, state, optimizer, step=step, seconds=seconds)
         optimizer.step()
         encoder.limit_logit_scale()
 
@@ -94,13 +96,8 @@ def train(
         image_features, text_features = held_out_features(encoder, config, pairs, split.test, device)
         if not (image_features.isfinite().all() and text_features.isfinite().all()):
             raise stopped(config.steps, "the features of the test set are not finite")
-        save_checkpoint(folder.path, encoder, optimizer, step=config.steps, seconds=seconds)
+        save_checkpoint(folder.path, state, optimizer, step=config.steps, seconds=seconds)
         folder.finish(encoder, pairs, split, image_features, text_features, seconds)
-
-
-def make_loss(config: TrainConfig) -> nn.Module:
-    """The loss of the global batch; on several ranks DDP averages, which is the loss's default."""
-    return wb.CLIPLoss(label_smoothing=config.label_smoothing)
 
 
 def make_optimizer(encoder: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
@@ -119,10 +116,10 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, ste
         group["lr"] = config.learning_rate * warmup * cosine
 
 
-def loss_of(loss_fn: nn.Module, images: Tensor, texts: Tensor, logit_scale: Tensor, *, step: int) -> Tensor:
+def loss_of(objective: Objective, *features: Any, step: int) -> Tensor:
     """The loss of the global batch, or the end of the run if it is not finite."""
     try:
-        loss: Tensor = loss_fn(images, texts, logit_scale)
+        loss: Tensor = objective(*features)
     except ValueError as error:
         raise stopped(step, str(error)) from error
     if not math.isfinite(loss.item()):

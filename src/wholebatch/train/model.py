@@ -120,18 +120,19 @@ class TextEncoder(nn.Module):
 
 
 class DualEncoder(nn.Module):
-    """Both encoders and the learnable scale, in one module for the engine to wrap."""
+    """Both encoders, the learnable scale and perhaps a bias, in one module for the engine to wrap."""
 
     max_logit_scale = 100.0
 
-    def __init__(self, config: ModelConfig, *, channels: int, image_size: int) -> None:
+    def __init__(self, config: ModelConfig, *, channels: int, image_size: int, bias: bool = False) -> None:
         super().__init__()
         self.image, self.text = ImageEncoder(config, channels, image_size), TextEncoder(config)
         self.log_logit_scale = nn.Parameter(torch.tensor(config.initial_logit_scale).log())
+        self.logit_bias = nn.Parameter(torch.tensor(-10.0)) if bias else None
 
-    def forward(self, images: Tensor, texts: TextBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Images and texts -> unit features (b, d), (b, d), and the scale."""
-        return self.encode_images(images), self.encode_texts(texts), self.logit_scale
+    def forward(self, images: Tensor, texts: TextBatch) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Images and texts -> unit features (b, d), (b, d), the scale, and the bias if there is one."""
+        return self.encode_images(images), self.encode_texts(texts), self.logit_scale, self.logit_bias
 
     def encode_images(self, images: Tensor) -> Tensor:
         """(b, channels, size, size), float in [0, 1] -> (b, d), unit rows."""
