@@ -137,7 +137,7 @@ def info_nce_loss(
         blocks.append((logits, positive, excluded))
     if partition == "joint":
         blocks = [tuple(torch.cat(parts, 1) for parts in zip(*blocks, strict=True))]
-    losses = [_cross_entropy(*block, label_smoothing) for block in blocks]
+    losses = [_cross_entropy(logits, positive, excluded, label_smoothing) for logits, positive, excluded in blocks]
     return _reduce(torch.stack(losses).mean(0), weights, reduction)
 
 

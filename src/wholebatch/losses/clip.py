@@ -91,9 +91,10 @@ def clip_loss(
     reduce-scatter ("gather", 3 B d), or five blocks of Y ("ring", 5 b d).
 
     Collectives (none on one process): forward 1 handshake of 2 KiB, then "gather": 1 all-gather of Y and 1 all-reduce
-    of B + 2 numbers; "ring": W - 1 messages of a block, W of its b numbers, and 1 all-reduce of 2 numbers. Backward
-    1 reduce-scatter of dY, or the ring's messages once more with as many of gradients; and for a learnable scale
-    under "mean" 1 all-reduce of a number. Where one shift does not do (see `wholebatch.logsumexp`), forward
+    of B numbers; "ring": W - 1 messages of a block, W of its b numbers; and 1 all-reduce of the loss, with ids 1
+    all-gather of them, 1 all-reduce of a number where logits may exceed 61. Backward "gather": 1 all-gather of B
+    numbers and 1 reduce-scatter of dY, or the ring's messages once more with as many of gradients; and for learnable
+    scalars under "mean" 1 all-reduce of them. Where one shift does not do (see `wholebatch.logsumexp`), forward
     passes over S three times, each with its messages or, but for the ring's maxima, its all-reduce.
 
     Raises:

@@ -126,7 +126,7 @@ def info_nce_loss(
     nothing to that, unless there is `hardness` or `exclude_above`; then each direction is another 4 units.
     query_to_query is another 2 b B d, key_to_key 2 or 4. Memory and collectives: as
     :func:`wholebatch.functional.clip_loss` for each sweep, with the travelling tower in the place of Y, and with
-    `negatives` a copy of this rank's keys and negatives below one another; one all-gather of integers for ids.
+    `negatives` a copy of this rank's keys and negatives below one another; with ids two all-gathers of them.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`;

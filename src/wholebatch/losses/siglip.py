@@ -70,7 +70,8 @@ def siglip_loss(
 
     Work: 3 units of b B d multiply-adds per rank, all in the forward pass; 1 where no gradient is wanted. Memory
     beyond inputs and gradients: two tiles, and on several ranks what the exchange takes. Collectives: forward 1
-    handshake, what the exchange needs for Y and for dY, and 1 all-reduce of 3 numbers; backward none.
+    handshake, what the exchange needs for Y and for dY, and 1 all-reduce of the loss; backward 1 of the scalars'
+    gradients under "mean".
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`.
