@@ -26,7 +26,9 @@ def main() -> None:
     folder = Path(sys.argv[1])
     config = read_config(folder)
     pairs, split = load_data(config)
-    model = DualEncoder(config.model, channels=config.image_channels, image_size=config.image_size)
+    model = DualEncoder(
+        config.model, channels=config.image_channels, image_size=config.image_size, bias=config.loss == "siglip"
+    )
     model.load_state_dict(load_file(folder / "model.safetensors"))
     device = torch.device("cpu")
     images, texts = held_out_features(model, config, pairs, split.test, device)

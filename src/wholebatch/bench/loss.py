@@ -194,7 +194,7 @@ def measure(
     for index, (waiting, step) in enumerate(runs):
         try:
             step()  # libraries load, threads start
-            peaks[index] = _rise_of_peak(comm, step)
+            peaks[index] = rise_of_peak(comm, step)
         except RuntimeError as error:  # a way that asks for more memory than there is, on every rank alike
             asked = re.search(r"allocate (\d+) bytes", str(error))
             if asked is None:
@@ -268,7 +268,7 @@ def _time(comm: Communicator, step: Callable[[], None]) -> float:
     return comm.all_reduce(took_ms, "max", check=False).item()
 
 
-def _rise_of_peak(comm: Communicator, step: Callable[[], None]) -> float | None:
+def rise_of_peak(comm: Communicator, step: Callable[[], None]) -> float | None:
     """By how many MB a step raises the peak of the largest rank's memory; None where the system does not say."""
     if not _CLEAR.exists():
         step()
