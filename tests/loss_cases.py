@@ -47,6 +47,7 @@ NEGATIVES = Input(_random(), counts=lambda counts: tuple((3 * rank + 1) % 4 for 
 NO_NEGATIVES = Input(_random(), counts=lambda counts: (0,) * len(counts))
 HARD_NEGATIVES = Input(_random(2, 0))
 IDS = Input(lambda g, n, _x, _y: torch.randint(0, 1 + n // 2, (n,), generator=g), differentiable=False)
+HARD_IDS = Input(lambda g, n, _x, _y: torch.randint(0, 1 + n // 2, (n, 2), generator=g), differentiable=False)
 NEGATIVE_IDS = Input(IDS.make, counts=NEGATIVES.counts, differentiable=False)
 WEIGHTS = Input(lambda g, n, _x, _y: torch.rand(n, dtype=torch.float64, generator=g))
 GUIDES = Input(_random(3), differentiable=False)
@@ -191,8 +192,15 @@ LOSSES = {
         inputs=(X, Y, NEGATIVES, HARD_NEGATIVES, WEIGHTS),
     ),
     "info_nce, false negatives by margin": Case(
-        info_nce_with("hard_negatives", directions=ALL_DIRECTIONS, exclude_above=0.1, label_smoothing=0.1),
-        inputs=(X, Y, HARD_NEGATIVES),
+        info_nce_with(
+            "hard_negatives",
+            "query_ids",
+            "hard_negative_ids",
+            directions=ALL_DIRECTIONS,
+            exclude_above=0.1,
+            label_smoothing=0.1,
+        ),
+        inputs=(X, Y, HARD_NEGATIVES, IDS, HARD_IDS),
         smooth=False,
     ),
     "info_nce, false negatives by guide": Case(

@@ -213,8 +213,9 @@ NEW_MISTAKES = [
     ),
     *((name, {"weights": -torch.ones(3)}, r"arguments that are given|weights must not be negative") for name in SWEEPS),
     *((name, {"weights": [1, 1, 1]}, "weights must be a floating-point tensor, .* got list") for name in SWEEPS),
+    *((name, {"weights": torch.ones(3) / 0}, "weights must be finite, got inf") for name in SWEEPS),
     *(
-        (name, {"labels": torch.zeros(2).long()}, r"labels must have shape \(3,\), one id for each")
+        (name, {"labels": torch.zeros(2).long()}, r"labels must have shape \(3,\), one integer for each")
         for name in LABELLED
     ),
     *(
@@ -222,7 +223,7 @@ NEW_MISTAKES = [
         for name in LABELLED
     ),
     *((name, {"labels": None}, "labels must be a tensor of integers, .* got NoneType") for name in LABELLED),
-    *((name, {"labels": torch.zeros(3, 1).long()}, r"one id for each row .* got \(3, 1\)") for name in LABELLED),
+    *((name, {"labels": torch.zeros(3, 1).long()}, r"one integer for each row .* got \(3, 1\)") for name in LABELLED),
     *((name, {"ids": torch.zeros(3)}, "ids must be a tensor of integers") for name in ("clip_loss", "nt_xent_loss")),
     ("clip_loss", {"equal_ids": "ignored"}, "equal_ids must be one of 'positive', 'excluded'; got 'ignored'"),
     ("siglip_loss", {"equal_ids": "ignored"}, "equal_ids must be one of 'positive', 'excluded'; got 'ignored'"),
@@ -235,6 +236,19 @@ NEW_MISTAKES = [
     ("info_nce_loss", {"margin": 0.1}, "settings must be the same on all ranks"),
     ("info_nce_loss", {"exclude_relative": True}, "exclude_relative says how exclude_above is meant"),
     ("info_nce_loss", {"negative_ids": torch.zeros(2).long()}, "negative_ids are compared with query_ids or key_ids"),
+    ("info_nce_loss", {"directions": "key_to_query"}, "directions must be different, one of them 'query_to_key'"),
+    (
+        "info_nce_loss",
+        {"hard_negatives": features().view(3, 1, 4), "query_ids": torch.zeros(3).long()}
+        | {"hard_negative_ids": torch.zeros(3, 2).long()},
+        r"hard_negative_ids must have shape \(3, 1\), one for each of hard_negatives, got \(3, 2\)",
+    ),
+    ("info_nce_loss", {"hard_negatives": features().view(3, 1, 4), "exclude_above": 0.1}, "arguments that are given"),
+    (
+        "sup_con_loss",
+        {"features": features(6).view(3, 2, 4), "labels": torch.zeros(6).long()},
+        r"labels must have shape \(3,\) for features of shape \(3, 2, 4\), \(examples, views, .*\); got \(6,\)",
+    ),
     ("info_nce_loss", {"query_guides": features()}, "query_guides, key_guides and exclude_above go together"),
     ("info_nce_loss", {"hard_negatives": features()}, r"hard_negatives must have shape \(3, per query, feature size\)"),
     (
@@ -263,9 +277,9 @@ NEW_MISTAKES = [
     ),
     ("moco_loss", {"queue": features(5, 3)}, "queries and queue must have the same feature size"),
     ("matryoshka_loss", {"dims": (2, 5)}, "dims must not exceed the feature size 4, got 5"),
-    ("matryoshka_loss", {"dims": (4, 2)}, r"dims must increase, .* got \[4, 2\]"),
-    ("matryoshka_loss", {"dims": (2, 2)}, r"dims must increase, from 1 on, each of them once; got \[2, 2\]"),
-    ("matryoshka_loss", {"dims": (0, 2)}, "dims must increase, from 1 on"),
+    ("matryoshka_loss", {"dims": (4, 2)}, r"dims must be positive, increasing, .* got \[4, 2\]"),
+    ("matryoshka_loss", {"dims": (2, 2)}, r"dims must be positive, increasing, and each of them once; got \[2, 2\]"),
+    ("matryoshka_loss", {"dims": (0, 2)}, "dims must be positive"),
     ("matryoshka_loss", {"dims": (2.0, 4.0)}, "dims must be a sequence of integers"),
     ("matryoshka_loss", {"dims": ()}, "dims must be a sequence of integers"),
     ("matryoshka_loss", {"dim_weights": (1.0,)}, "dim_weights must be as many as dims, 2, got 1"),
@@ -346,7 +360,7 @@ def test_modules_refuse_what_does_not_exist_when_they_are_made(name):
         ("InfoNCELoss", {"directions": ("sideways",)}, "directions must be one of"),
         ("DCLLoss", {"sigma": 0.0}, "sigma must be positive"),
         ("DebiasedLoss", {"tau_plus": 1.5}, "tau_plus must lie in"),
-        ("MatryoshkaLoss", {"dims": (3, 2)}, "dims must increase"),
+        ("MatryoshkaLoss", {"dims": (3, 2)}, "dims must be positive, increasing"),
         ("TripletLoss", {"distance": "far"}, "distance must be one of"),
         ("MultiSimilarityLoss", {"alpha": 0.0}, "alpha must be positive"),
         ("CircleLoss", {"gamma": 0.0}, "gamma must be positive"),

@@ -123,6 +123,13 @@ def test_views_are_rows_with_the_same_label():
         apart = getattr(wb.functional, name)(z.flatten(0, 1), labels.repeat_interleave(3))
         assert_same(together, apart, relative=1e-14)
         assert_same(together, getattr(wb.reference, name)(z, labels), relative=1e-12)
+        weights = torch.rand(5, dtype=torch.float64)
+        by_example = getattr(wb.functional, name)(z, labels, weights=weights)
+        assert_same(
+            by_example, getattr(wb.functional, name)(z, labels, weights=weights[:, None].expand(5, 3)), relative=1e-14
+        )
+        each = getattr(wb.functional, name)(z, labels, weights=weights, reduction="none")
+        assert each.shape == (5, 3)
 
 
 # Statistics.
@@ -289,7 +296,7 @@ def averages_body(counts):
     for wrong, message in (
         (indices[rows].float(), "indices must be a tensor of integers"),
         (indices[rows] + 20, "between 0 and 19"),
-        (torch.cat([indices[rows], indices[:1]]), "one id for each row"),
+        (torch.cat([indices[rows], indices[:1]]), "one integer for each row"),
     ):
         if len(x[rows]):
             with pytest.raises(ValueError, match=message):

@@ -76,9 +76,13 @@ def check_ids(name: str, ids: object, of: str, rows: int) -> None:
     """ids is one integer for each of the rows of the features `of`."""
     if not isinstance(ids, Tensor) or ids.dtype not in _INTEGERS:
         got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-        raise ValueError(f"{name} must be a tensor of integers, one for each row of {of}, got {got}; cast with .long()")
+        fix = "cast with .long()" if isinstance(ids, Tensor) else f"pass torch.tensor({name})"
+        raise ValueError(f"{name} must be a tensor of integers, one for each row of {of}, got {got}; {fix}")
     if ids.shape != (rows,):
-        raise ValueError(f"{name} must have shape ({rows},), one id for each row of {of}, got {tuple(ids.shape)}")
+        raise ValueError(
+            f"{name} must have shape ({rows},), one integer for each row of {of}, got {tuple(ids.shape)}; of one-hot "
+            "rows pass the argmax"
+        )
 
 
 def check_weights(name: str, weights: object, of: str, rows: int) -> float:
@@ -90,7 +94,8 @@ def check_weights(name: str, weights: object, of: str, rows: int) -> float:
         raise ValueError(f"{name} must be a floating-point tensor, one number for each row of {of}, got {got}")
     if weights.shape != (rows,):
         raise ValueError(f"{name} must have shape ({rows},), one for each row of {of}, got {tuple(weights.shape)}")
-    check_finite(name, weights)
+    if not weights.isfinite().all():
+        raise ValueError(f"{name} must be finite, got {weights[~weights.isfinite()][0].item()}")
     if rows and weights.min().item() < 0:
         raise ValueError(f"{name} must not be negative, got {weights.min().item()}; 0 leaves an example out")
     return weights.detach().double().sum().item()

@@ -36,6 +36,9 @@ __all__ = [
 ]
 
 
+_NO_ID = torch.iinfo(torch.int64).min
+
+
 def clip_loss(
     image_features: Tensor,
     text_features: Tensor,
@@ -77,6 +80,7 @@ def info_nce_loss(
     query_ids: Tensor | None = None,
     key_ids: Tensor | None = None,
     negative_ids: Tensor | None = None,
+    hard_negative_ids: Tensor | None = None,
     equal_ids: str = "excluded",
     directions: Sequence[str] = ("query_to_key",),
     partition: str = "joint",
@@ -115,7 +119,7 @@ def info_nce_loss(
         similarities = x @ y.T
         diagonal = torch.zeros_like(similarities, dtype=torch.bool)
         diagonal[own, own] = True
-        equal = (x_ids[:, None] == y_ids) & (x_ids[:, None] >= 0) & ~diagonal
+        equal = (x_ids[:, None] == y_ids) & (x_ids[:, None] != _NO_ID) & ~diagonal
         positive, excluded = (diagonal, equal) if equal_ids == "excluded" else (diagonal | equal, equal & ~equal)
         if name in ("query_to_query", "key_to_key"):  # itself gives its place to the pair, or to nobody
             similarities = torch.where(diagonal, (queries * keys[:n]).sum(1, keepdim=True), similarities)
@@ -132,6 +136,8 @@ def info_nce_loss(
                 beyond = torch.zeros_like(extra, dtype=torch.bool)
                 if exclude_above is not None and query_guides is None:
                     beyond = extra > largest
+                if hard_negative_ids is not None:
+                    beyond = beyond | (hard_negative_ids == q_ids[:, None])
                 logits = torch.cat([logits, logit_scale * extra + hardness * extra.detach()], 1)
                 positive, excluded = torch.cat([positive, 0 * beyond > 0], 1), torch.cat([excluded, beyond], 1)
         blocks.append((logits, positive, excluded))
@@ -596,9 +602,8 @@ def _retrieval_ids(
     negative_ids: Tensor | None,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Of queries, and of keys and negatives; -1 where nothing is equal."""
-    given = torch.full((n,), -1, device=device), torch.full((every,), -1, device=device)
-    q_ids, k_ids = (ids.clone() for ids in given)
+    """Of queries, and of keys and negatives; _NO_ID where nothing is equal."""
+    q_ids, k_ids = (torch.full((rows,), _NO_ID, device=device) for rows in (n, every))
     if key_ids is not None:
         k_ids[:keys] = key_ids
         q_ids[:] = key_ids[:n]
@@ -615,6 +620,9 @@ def _reduce(losses: Tensor, weights: Tensor | None, reduction: str, counted: Ten
     """Of losses and weights (B,); the mean is that of the rows that count."""
     if weights is None:
         weights = torch.ones_like(losses)
+    if weights.numel() < len(losses):  # of examples with several views
+        weights = weights.repeat_interleave(len(losses) // len(weights))
+    weights = weights.flatten()
     if counted is not None:
         weights = weights * counted
     losses = weights * losses

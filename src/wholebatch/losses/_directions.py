@@ -57,6 +57,12 @@ class Retrieval:
             "keys": max(agreed.norms["keys"], agreed.norms.get("negatives", 0.0)),
         }
 
+    @property
+    def own_query_ids(self) -> Tensor:
+        """Of this rank's queries, (b,)."""
+        assert self._query_ids is not None
+        return self._query_ids[self._own]
+
     def numbers(
         self, directions: Sequence[Direction], *, hardness: float = 0.0, ceiling: Ceiling | None = None
     ) -> dict[Direction, Numbers]:

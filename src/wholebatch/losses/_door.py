@@ -257,6 +257,7 @@ def agree(
         first_name, first = next(iter(given.items()))
         for name, x in given.items():
             check_alike(first_name, first, name, x, rows=(first_name, name) == paired)
+        more = check()
         for name, (x, of) in numbering.items():
             check_ids(name, x, of, len(given[of]))
         weight = check_weights("weights", weights[0], weights[1], len(given[weights[1]])) if weights[1] else None
@@ -274,7 +275,7 @@ def agree(
             "exchange": options.exchange,
             "memory": options.memory,
             "reduction": options.reduction,
-            **check(),
+            **more,
             **gradient_facts([*inputs.values()]),
         }
 

@@ -7,6 +7,8 @@ S is symmetric: the tiles above its diagonal say all, and the work is half of a 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,32 +17,77 @@ from torch import Tensor
 from ..partition import Diagonal
 from ..sweep import Bend, Diagonals, EqualIds, Over, Pairs, Selection
 from ._cross_entropy import how_many_equal
-from ._door import Agreement
+from ._door import Agreement, Options, agree
 from ._softmax import Numbers, softmax_numbers
 from ._towers import Towers
 
 UNIT = 1.001  # no norm is larger, after division and rounding
 
 
-def flattened(features: Any, labels: Any) -> tuple[Any, Any]:
-    """(b, v, d) features of v views each, with b labels, as (b v, d) and b v labels; others as they are."""
-    if isinstance(features, Tensor) and features.dim() == 3:
-        if isinstance(labels, Tensor) and labels.dim() == 1:
-            labels = labels.repeat_interleave(features.shape[1])
-        features = features.flatten(0, 1)
-    return features, labels
+def agree_labelled(
+    caller: str,
+    options: Options,
+    features: Tensor,
+    labels: Tensor,
+    weights: Tensor | None,
+    *,
+    scalars: Mapping[str, Tensor | float] = MappingProxyType({}),
+    check: Callable[[], Mapping[str, Any]],
+    must_match: Sequence[str] = (),
+) -> Labelled:
+    """As `agree`, on rows with labels: (b, d), or (b, v, d) for v views of each example, with b labels either way."""
+    shape = features.shape[:-1] if isinstance(features, Tensor) and features.dim() == 3 else None
+
+    def with_views() -> Mapping[str, Any]:
+        if shape is not None:
+            one, each = tuple(shape[:1]), tuple(shape)
+            for name, x, allowed in (("labels", labels, (one,)), ("weights", weights, (one, each))):
+                if isinstance(x, Tensor) and tuple(x.shape) not in allowed:
+                    raise ValueError(
+                        f"{name} must have shape {' or '.join(map(str, allowed))} for features of shape "
+                        f"{tuple(features.shape)}, (examples, views, feature size); got {tuple(x.shape)}"
+                    )
+        return check()
+
+    rows = [features, labels, weights]
+    if shape is not None:
+        rows = [features.flatten(0, 1), *(_of_views(x, shape) for x in (labels, weights))]
+    agreed = agree(
+        caller,
+        options,
+        scalars=scalars,
+        features={"features": rows[0]},
+        ids={"labels": (rows[1], "features")},
+        required=("labels",),
+        weights=(rows[2], "features"),
+        check=with_views,
+        must_match=must_match,
+    )
+    return Labelled(agreed, shape)
+
+
+def _of_views(x: Any, shape: Sequence[int]) -> Any:
+    """(b,) or (b, v) as (b v,); what is neither is refused by the check."""
+    if not isinstance(x, Tensor) or x.dim() not in (1, 2):
+        return x
+    return x.repeat_interleave(shape[1]) if x.dim() == 1 else x.flatten()
 
 
 class Labelled:
     """The "features" and "labels" that ranks agreed on, and who is whose positive. Collective: 1 all-gather of ids."""
 
-    def __init__(self, agreed: Agreement) -> None:
-        self.agreed, self.rows = agreed, agreed.rows["features"]
+    def __init__(self, agreed: Agreement, views: torch.Size | None = None) -> None:
+        self.agreed, self.rows, self._views = agreed, agreed.rows["features"], views
         own = self.rows.rows(agreed.rank)
         self.labels = agreed.ids("labels")
         self.own_labels = self.labels[own]
         itself = Diagonals(Diagonal(0, own.start, own.stop - own.start))
         self.pairs = Pairs(EqualIds(self.own_labels, self.labels, but=itself), itself)
+
+    def reduce(self, losses: Tensor, count: int, counted: Tensor | None = None) -> Tensor:
+        """What the caller asked for: a scalar, or losses in the shape of the rows, (b,) or (b, v)."""
+        loss = self.agreed.reduce(losses, count, counted)
+        return loss if self._views is None or not loss.dim() else loss.view(self._views)
 
     @property
     def positives(self) -> Tensor:

@@ -21,8 +21,8 @@ from ..exchange import ExchangeName
 from ..sweep import Memory
 from ..sync import Sync
 from ._cross_entropy import softplus
-from ._door import LossModule, Options, Reduction, agree, eager
-from ._labelled import Labelled, flattened
+from ._door import LossModule, Options, Reduction, eager
+from ._labelled import agree_labelled
 from ._softmax import wanted
 
 
@@ -84,9 +84,9 @@ def circle_loss(
         labels: (b_r,) integers, the examples' classes.
         m: relaxation, which sets the optima of both and the margin between them.
         gamma: scale, > 0.
-        weights: of the rows, >= 0, one for each (b_r v of them); the mean is sum w_i L_i / sum w_i.
-        reduction: "mean", "sum", or "none": L_i of this rank's rows, 0 where there is no positive or no negative; see
-            :func:`wholebatch.functional.clip_loss`.
+        weights: (b_r,), of the examples, or (b_r, v), >= 0; the mean is sum w_i L_i / sum w_i.
+        reduction: "mean", "sum", or "none": L_i of this rank\'s rows, (b_r,) or
+            (b_r, v), 0 where there is no positive or no negative; see :func:`wholebatch.functional.clip_loss`.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
         exchange: "gather", "ring" or "auto", as there.
@@ -113,25 +113,22 @@ def circle_loss(
     >>> wb.functional.circle_loss(torch.eye(3), torch.tensor([0, 0, 1]))
     tensor(54.4000)
     """
-    features, labels = flattened(features, labels)
-    agreed = agree(
+    data = agree_labelled(
         "circle_loss",
         Options(group, sync, exchange, memory, reduction),
-        scalars={},
-        features={"features": features},
-        ids={"labels": (labels, "features")},
-        required=("labels",),
-        weights=(weights, "features"),
+        features,
+        labels,
+        weights,
         check=lambda: _checked(m, gamma),
         must_match=("settings",),
     )
-    data, unit, fields = Labelled(agreed), (1.0, 1.0), wanted(target=False)
+    unit, fields = (1.0, 1.0), wanted(target=False)
     of_negatives = data.numbers(unit, "negatives", fields, bend=_Negatives(gamma, m), bound=math.inf).logsumexp
     of_positives = data.numbers(unit, "positives", fields, bend=_Positives(gamma, m), bound=math.inf).logsumexp
     has_both = (data.positives > 0) & (data.negatives > 0)
     both = torch.where(has_both, of_negatives, 0.0) + torch.where(has_both, of_positives, 0.0)
     losses = torch.where(has_both, softplus(both), 0.0)
-    return agreed.reduce(losses, data.anchors_with_negatives, has_both)
+    return data.reduce(losses, data.anchors_with_negatives, has_both)
 
 
 def _checked(m: float, gamma: float) -> dict[str, object]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ def info_nce_loss(
     query_ids: Tensor | None = None,
     key_ids: Tensor | None = None,
     negative_ids: Tensor | None = None,
+    hard_negative_ids: Tensor | None = None,
     equal_ids: EqualIdsAre = "excluded",
     directions: Sequence[Direction] = ("query_to_key",),
     partition: PartitionOf = "joint",
@@ -91,19 +92,20 @@ def info_nce_loss(
             Default: those of the queries' keys.
         key_ids: of the keys, (rows of keys,). Default: those of their queries.
         negative_ids: of the negatives, (n_r,). Default: none of them is excluded.
+        hard_negative_ids: of the hard negatives, (b_r, h). Default: none of them is excluded.
         equal_ids: "excluded": such keys are left out. "positive": they are further positives, L_i is the mean over
             all of query i's, with the positives of each direction in its sum; for the first two directions.
         directions: which similarities take part; "query_to_key" always does.
         partition: "joint" or "per_direction".
         margin: subtracted from the positive's similarity (in its own softmax, too, as in CosFace).
-        hardness: a: negatives of query_to_key have the logit (logit_scale + a) q . k, with the gradient of
+        hardness: a, 0 or more: negatives of query_to_key have the logit (logit_scale + a) q . k, with the gradient of
             logit_scale q . k: harder ones weigh more.
         exclude_above: m: negatives more similar than the positive by more than m are taken for false, and left out:
             S_ij > logit_scale (q_i . k_i + m), in each direction. What is left out has no gradient.
         exclude_relative: the bound is q_i . k_i + m |q_i . k_i|.
         query_guides: (b_r, g), features of another model, whose similarities then decide what is left out.
-        key_guides: (rows of keys, and of negatives below them, g). A query's own hard negatives have no guide, and
-            stay.
+        key_guides: (rows of keys, and of negatives below them, g). Guides' similarities are dot products: normalise
+            them. A query's own hard negatives have no guide, and stay.
         label_smoothing: weight of the uniform distribution over all candidates.
         weights: (b_r,), of the examples, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
         reduction: "mean", "sum", or "none": this rank's L_i, (b_r,); see
@@ -146,7 +148,7 @@ def info_nce_loss(
     """
     settings = _Settings(
         equal_ids=equal_ids,
-        directions=tuple(directions),
+        directions=_as_tuple(directions),
         partition=partition,
         margin=margin,
         hardness=hardness,
@@ -161,7 +163,7 @@ def info_nce_loss(
         settings.check()
         settings.check_positives(equal_ids == "positive" and several_ids, hard_negatives)
         _check_rows(queries, keys, negatives, hard_negatives)
-        _check_ids(several_ids, negative_ids, negatives)
+        _check_ids(several_ids, negative_ids, negatives, hard_negative_ids, hard_negatives)
         guides = _check_guides(queries, keys, negatives, query_guides, key_guides, exclude_above)
         return {"settings": repr(settings), "guides": guides, "statistics": return_statistics}
 
@@ -180,7 +182,12 @@ def info_nce_loss(
         check=check,
         must_match=("settings", "guides", "statistics"),
     )
-    b = len(queries)
+    b, scale = len(queries), agreed.scalars["logit_scale"]
+    if (exclude_above is not None or hardness) and min(scale, scale + hardness) <= 0:
+        raise ValueError(
+            f"info_nce_loss: exclude_above and hardness need a logit_scale that is positive, with hardness added, too; "
+            f"got {scale} and a hardness of {hardness}"
+        )
     ceiling = None
     if exclude_above is not None:
         ceiling = _ceiling(agreed, b, exclude_above, exclude_relative, query_guides, key_guides)
@@ -189,7 +196,10 @@ def info_nce_loss(
     target = found["query_to_key"].target
     assert target is not None
     if hard_negatives is not None:
-        of_own = _own_negatives(agreed, hard_negatives.shape, hardness, ceiling)
+        excluded = None
+        if hard_negative_ids is not None:
+            excluded = hard_negative_ids.to(agreed.device) == retrieval.own_query_ids[:, None]
+        of_own = _own_negatives(agreed, hard_negatives.shape, hardness, ceiling, excluded)
         found["query_to_key"] = _together(found["query_to_key"], of_own)
     if retrieval.several:
         losses = torch.stack(
@@ -204,7 +214,7 @@ def info_nce_loss(
     loss = agreed.reduce(losses, agreed.rows["queries"].total)
     if not return_statistics:
         return loss
-    return loss, batch_statistics(agreed.comm, agreed.scalars["logit_scale"], [(found["query_to_key"], target)])
+    return loss, batch_statistics(agreed.comm, scale, [(found["query_to_key"], target)])
 
 
 class InfoNCELoss(LossModule):
@@ -238,7 +248,7 @@ class InfoNCELoss(LossModule):
     ) -> None:
         settings: dict[str, Any] = {
             "equal_ids": equal_ids,
-            "directions": tuple(directions),
+            "directions": _as_tuple(directions),
             "partition": partition,
             "margin": margin,
             "hardness": hardness,
@@ -268,6 +278,7 @@ class InfoNCELoss(LossModule):
         query_ids: Tensor | None = None,
         key_ids: Tensor | None = None,
         negative_ids: Tensor | None = None,
+        hard_negative_ids: Tensor | None = None,
         query_guides: Tensor | None = None,
         key_guides: Tensor | None = None,
         weights: Tensor | None = None,
@@ -282,6 +293,7 @@ class InfoNCELoss(LossModule):
             query_ids=query_ids,
             key_ids=key_ids,
             negative_ids=negative_ids,
+            hard_negative_ids=hard_negative_ids,
             query_guides=query_guides,
             key_guides=key_guides,
             weights=weights,
@@ -360,6 +372,11 @@ class _Settings:
         return self.label_smoothing * (target - (logits + copies * target) / (count + copies).clamp(min=1))
 
 
+def _as_tuple(directions: Sequence[Direction]) -> tuple[Direction, ...]:
+    """Of a lone name a tuple of it, which is what was meant."""
+    return (cast("Direction", directions),) if isinstance(directions, str) else tuple(directions)
+
+
 def _is_cube(x: object) -> TypeGuard[Tensor]:
     return isinstance(x, Tensor) and x.dim() == 3
 
@@ -376,7 +393,9 @@ def _ceiling(
     return Ceiling(of_pairs + above * (of_pairs.abs() if relative else 1), query_guides, key_guides)
 
 
-def _own_negatives(agreed: Agreement, shape: torch.Size, hardness: float, ceiling: Ceiling | None) -> Numbers:
+def _own_negatives(
+    agreed: Agreement, shape: torch.Size, hardness: float, ceiling: Ceiling | None, excluded: Tensor | None
+) -> Numbers:
     """The numbers of each query's own negatives, (b, h, d): h products for each."""
     queries, negatives = (agreed.inputs[name].to(agreed.dtype) for name in ("queries", "hard_negatives"))
     similarities = torch.einsum("bd,bhd->bh", queries, negatives.view(shape))
@@ -386,6 +405,8 @@ def _own_negatives(agreed: Agreement, shape: torch.Size, hardness: float, ceilin
     among = torch.ones_like(logits, dtype=torch.bool)
     if ceiling is not None and ceiling.query_guides is None:
         among = similarities.detach() <= ceiling.largest[:, None]
+    if excluded is not None:
+        among = among & ~excluded
     if not shape[1]:
         nothing = logits.new_zeros(shape[0])
         return Numbers(nothing + least, None, nothing, nothing, nothing - math.inf, nothing)
@@ -441,9 +462,27 @@ def _check_rows(queries: Tensor, keys: Tensor, negatives: Tensor | None, hard_ne
         )
 
 
-def _check_ids(given: bool, negative_ids: Tensor | None, negatives: Tensor | None) -> None:
-    if negative_ids is not None and (not given or negatives is None):
-        raise ValueError("negative_ids are compared with query_ids or key_ids, and need negatives: give these, too")
+def _check_ids(
+    given: bool,
+    negative_ids: Tensor | None,
+    negatives: Tensor | None,
+    hard_negative_ids: Tensor | None,
+    hard_negatives: Tensor | None,
+) -> None:
+    for name, ids, of, rows in (
+        ("negative_ids", negative_ids, "negatives", negatives),
+        ("hard_negative_ids", hard_negative_ids, "hard_negatives", hard_negatives),
+    ):
+        if ids is not None and (not given or rows is None):
+            raise ValueError(f"{name} are compared with query_ids or key_ids, and belong to {of}: give these, too")
+    if hard_negative_ids is not None and hard_negatives is not None:
+        if not isinstance(hard_negative_ids, Tensor) or hard_negative_ids.is_floating_point():
+            raise ValueError("hard_negative_ids must be a tensor of integers, one for each of hard_negatives")
+        if hard_negative_ids.shape != hard_negatives.shape[:2]:
+            raise ValueError(
+                f"hard_negative_ids must have shape {tuple(hard_negatives.shape[:2])}, one for each of hard_negatives, "
+                f"got {tuple(hard_negative_ids.shape)}"
+            )
 
 
 def _check_guides(

@@ -138,7 +138,7 @@ def check_dims(dims: Sequence[int], dim_weights: Sequence[float] | None, width: 
     if not isinstance(listed, list) or not listed or not all(type(m) is int for m in listed):
         raise ValueError(f"dims must be a sequence of integers, such as (64, 128, 256), got {dims!r}")
     if listed != sorted(set(listed)) or listed[0] < 1:
-        raise ValueError(f"dims must increase, from 1 on, each of them once; got {listed}")
+        raise ValueError(f"dims must be positive, increasing, and each of them once; got {listed}")
     if width is not None and listed[-1] > width:
         raise ValueError(f"dims must not exceed the feature size {width}, got {listed[-1]}")
     if dim_weights is None:
@@ -180,7 +180,7 @@ def _at_once(
     rows, scale = agreed.rows["queries"], agreed.scalars["logit_scale"]
     bound = abs(scale) * (1.001 if normalise else agreed.norms["queries"] * agreed.norms["keys"])
     shift = shared_shift(bound, rows.total, agreed.dtype)
-    if shift is None:
+    if shift is None or not scale:  # the derivative by the scale is made of logits, divided by it
         return None
     how, budget = agreed.exchange(rows, rows, keep=False)
     plan = _Plan(agreed.comm, how, budget, pairs, tuple(dims), scale, shift, rows.total, symmetric)

@@ -19,8 +19,8 @@ from ..exchange import ExchangeName
 from ..sweep import Memory
 from ..sync import Sync
 from ._cross_entropy import softplus
-from ._door import LossModule, Options, Reduction, agree, eager
-from ._labelled import Labelled, flattened
+from ._door import LossModule, Options, Reduction, eager
+from ._labelled import agree_labelled
 from ._softmax import wanted
 
 
@@ -56,8 +56,8 @@ def multi_similarity_loss(
         base: the similarity at which both have weight 1.
         epsilon: mine: only positives with c_ip < max_n c_in + epsilon, and negatives with c_in > min_p c_ip - epsilon,
             take part; which ones carries no gradient. A row that lacks either kind has none. None: all take part.
-        weights: of the rows, >= 0, one for each (b_r v of them); the mean is sum w_i L_i / sum w_i.
-        reduction: "mean", "sum", or "none": L_i of this rank's rows; see
+        weights: (b_r,), of the examples, or (b_r, v), >= 0; the mean is sum w_i L_i / sum w_i.
+        reduction: "mean", "sum", or "none": L_i of this rank's rows, (b_r,) or (b_r, v); see
             :func:`wholebatch.functional.clip_loss`.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
@@ -86,19 +86,15 @@ def multi_similarity_loss(
     >>> wb.functional.multi_similarity_loss(torch.eye(3), torch.tensor([0, 0, 1]))
     tensor(0.4378)
     """
-    features, labels = flattened(features, labels)
-    agreed = agree(
+    data = agree_labelled(
         "multi_similarity_loss",
         Options(group, sync, exchange, memory, reduction),
-        scalars={},
-        features={"features": features},
-        ids={"labels": (labels, "features")},
-        required=("labels",),
-        weights=(weights, "features"),
+        features,
+        labels,
+        weights,
         check=lambda: _checked(alpha, beta, base, epsilon),
         must_match=("settings",),
     )
-    data = Labelled(agreed)
     positive_floor = negative_floor = None
     if epsilon is not None:
         with torch.no_grad():
@@ -112,7 +108,7 @@ def multi_similarity_loss(
     of_positives = data.numbers((-alpha, -alpha), "positives", fields, floor=positive_floor).logsumexp
     of_negatives = data.numbers((beta, beta), "negatives", fields, floor=negative_floor).logsumexp
     losses = softplus(of_positives + alpha * base) / alpha + softplus(of_negatives - beta * base) / beta
-    return agreed.reduce(losses, data.rows.total)
+    return data.reduce(losses, data.rows.total)
 
 
 def _checked(alpha: float, beta: float, base: float, epsilon: float | None) -> dict[str, object]:

@@ -22,8 +22,8 @@ from ..comm import Group
 from ..exchange import Exchange, ExchangeName
 from ..sweep import Block, Budget, Driver, Memory, Pairs, RankingSweep
 from ..sync import Sync
-from ._door import LossModule, Options, Reduction, agree, eager
-from ._labelled import Labelled, flattened
+from ._door import LossModule, Options, Reduction, eager
+from ._labelled import agree_labelled
 from ._towers import no_autocast
 
 
@@ -52,9 +52,9 @@ def smooth_ap_loss(
             inside. b_r may differ between ranks and may be 0. float64, float32, bfloat16 or float16.
         labels: (b_r,) integers, the examples' classes; they need not be equally frequent.
         temperature: of the sigmoids; a positive number. Small ones are sharp: the gradient then comes from few pairs.
-        weights: of the rows, >= 0, one for each (b_r v of them); the mean is sum w_i L_i / sum w_i.
-        reduction: "mean", "sum", or "none": L_i of this rank's rows, 0 where there is no positive; see
-            :func:`wholebatch.functional.clip_loss`.
+        weights: (b_r,), of the examples, or (b_r, v), >= 0; the mean is sum w_i L_i / sum w_i.
+        reduction: "mean", "sum", or "none": L_i of this rank\'s rows, (b_r,) or
+            (b_r, v), 0 where there is no positive; see :func:`wholebatch.functional.clip_loss`.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
         exchange: "gather", "ring" or "auto", as there.
@@ -83,19 +83,16 @@ def smooth_ap_loss(
     >>> wb.functional.smooth_ap_loss(z, torch.tensor([0, 1, 0]), temperature=0.1)
     tensor(0.4507)
     """
-    features, labels = flattened(features, labels)
-    agreed = agree(
+    data = agree_labelled(
         "smooth_ap_loss",
         Options(group, sync, exchange, memory, reduction),
-        scalars={},
-        features={"features": features},
-        ids={"labels": (labels, "features")},
-        required=("labels",),
-        weights=(weights, "features"),
+        features,
+        labels,
+        weights,
         check=lambda: {"temperature": check_temperature("temperature", float(temperature))},
         must_match=("temperature",),
     )
-    data = Labelled(agreed)
+    agreed = data.agreed
     how, budget = agreed.exchange(data.rows, data.rows, keep=False)
     z = torch.nn.functional.normalize(agreed.inputs["features"].to(agreed.dtype), dim=1)
     count = data.positives
@@ -105,7 +102,7 @@ def smooth_ap_loss(
     taken = torch.arange(most, device=z.device) < count[:, None]
     precision = torch.where(taken, (1 + positive) / (1 + everyone), 0.0).sum(1) / count.clamp(min=1)
     losses = torch.where(count > 0, 1 - precision, 0.0)
-    return agreed.reduce(losses, data.anchors, count > 0)
+    return data.reduce(losses, data.anchors, count > 0)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from ..exchange import ExchangeName
 from ..sweep import Memory
 from ..sync import Sync
 from ._cross_entropy import many_positives
-from ._door import LossModule, Options, Reduction, agree, eager
-from ._labelled import Labelled, flattened
+from ._door import LossModule, Options, Reduction, eager
+from ._labelled import agree_labelled
 from ._softmax import wanted
 from .statistics import batch_statistics
 
@@ -52,10 +52,10 @@ def sup_con_loss(
         labels: (b_r,) integers, the examples' classes.
         temperature: divides the cosines; a positive number or a tensor of shape () or [1], which may be learned; the
             same on all ranks.
-        weights: of the rows, >= 0, one for each (b_r v of them); the mean is sum w_i L_i / sum w_i over anchors.
+        weights: (b_r,), of the examples, or (b_r, v), >= 0; the mean is sum w_i L_i / sum w_i over anchors.
         return_statistics: return (L, :class:`wholebatch.BatchStatistics`).
-        reduction: "mean", "sum", or "none": L_i of this rank's rows, 0 where there is no positive; see
-            :func:`wholebatch.functional.clip_loss`.
+        reduction: "mean", "sum", or "none": L_i of this rank\'s rows, (b_r,) or
+            (b_r, v), 0 where there is no positive; see :func:`wholebatch.functional.clip_loss`.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
         exchange: "gather", "ring" or "auto", as there.
@@ -84,23 +84,21 @@ def sup_con_loss(
     >>> wb.functional.sup_con_loss(torch.eye(3), torch.tensor([0, 0, 1]), temperature=0.5)
     tensor(0.6931)
     """
-    features, labels = flattened(features, labels)
-    agreed = agree(
+    data = agree_labelled(
         "sup_con_loss",
         Options(group, sync, exchange, memory, reduction),
+        features,
+        labels,
+        weights,
         scalars={"temperature": temperature},
-        features={"features": features},
-        ids={"labels": (labels, "features")},
-        required=("labels",),
-        weights=(weights, "features"),
         check=lambda: {"t": check_temperature("temperature", temperature), "statistics": return_statistics},
         must_match=("statistics",),
     )
-    data = Labelled(agreed)
+    agreed = data.agreed
     scale = 1 / agreed.scalars["temperature"]
     side = data.numbers((scale, 1 / agreed.inputs["temperature"]), "all", wanted(statistics=return_statistics))
     losses = many_positives(side, data.positives)
-    loss = agreed.reduce(losses, data.anchors, data.positives > 0)
+    loss = data.reduce(losses, data.anchors, data.positives > 0)
     if not return_statistics:
         return loss
     assert side.target is not None

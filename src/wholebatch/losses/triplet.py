@@ -19,9 +19,9 @@ from ..exchange import ExchangeName
 from ..sweep import Block, Driver, HardestSweep, Memory
 from ..sync import Sync
 from ._cross_entropy import softplus
-from ._door import LossModule, Options, Reduction, agree, eager
+from ._door import LossModule, Options, Reduction, eager
 from ._fetch import fetch_rows
-from ._labelled import Labelled, flattened
+from ._labelled import Labelled, agree_labelled
 from ._towers import no_autocast
 
 DISTANCES = ("euclidean", "squared", "cosine")
@@ -57,9 +57,9 @@ def triplet_loss(
         margin: of the hinge; None: log(1 + exp(D(z_i, p_i) - D(z_i, n_i))) in its place.
         distance: D: "euclidean", "squared" (Euclidean), or "cosine", 1 - cos.
         normalise: divide the rows by their norms first; "cosine" does so anyway.
-        weights: of the rows, >= 0, one for each (b_r v of them); the mean is sum w_i L_i / sum w_i.
-        reduction: "mean", "sum", or "none": L_i of this rank's rows, 0 where there is no positive or no negative; see
-            :func:`wholebatch.functional.clip_loss`.
+        weights: (b_r,), of the examples, or (b_r, v), >= 0; the mean is sum w_i L_i / sum w_i.
+        reduction: "mean", "sum", or "none": L_i of this rank\'s rows, (b_r,) or
+            (b_r, v), 0 where there is no positive or no negative; see :func:`wholebatch.functional.clip_loss`.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
         exchange: "gather", "ring" or "auto", as there.
@@ -86,19 +86,16 @@ def triplet_loss(
     >>> wb.functional.triplet_loss(torch.eye(3), torch.tensor([0, 0, 1]))
     tensor(0.2000)
     """
-    features, labels = flattened(features, labels)
-    agreed = agree(
+    data = agree_labelled(
         "triplet_loss",
         Options(group, sync, exchange, memory, reduction),
-        scalars={},
-        features={"features": features},
-        ids={"labels": (labels, "features")},
-        required=("labels",),
-        weights=(weights, "features"),
+        features,
+        labels,
+        weights,
         check=lambda: _checked(margin, distance, normalise),
         must_match=("settings",),
     )
-    data = Labelled(agreed)
+    agreed = data.agreed
     unit = normalise or distance == "cosine"
     z = agreed.inputs["features"].to(agreed.dtype)
     z = torch.nn.functional.normalize(z, dim=1) if unit else z
@@ -109,7 +106,7 @@ def triplet_loss(
     far, near = (_distance(anchors, other, distance) for other in rows.tensor_split(2))
     violated = softplus(far - near) if margin is None else torch.relu(far - near + margin)
     losses = z.new_zeros(len(z)).masked_scatter(complete, violated)
-    return agreed.reduce(losses.to(wide_dtype(agreed.device)), data.anchors_with_negatives, complete)
+    return data.reduce(losses.to(wide_dtype(agreed.device)), data.anchors_with_negatives, complete)
 
 
 @torch.no_grad()
