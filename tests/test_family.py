@@ -348,3 +348,156 @@ def test_matryoshka_moves_features_once():
         ("all_gather", (4, 3)),
         ("reduce_scatter", (8, 11)),
     ]
+
+
+# What once was wrong.
+@pytest.mark.parametrize("name", LOSSES)
+def test_autocast_changes_nothing(name):
+    """Not even in what a loss makes of its numbers in plain PyTorch."""
+    case = LOSSES[name]
+    whole = narrow(whole_batch(case, (9,)), torch.float32)
+    found = []
+    for enabled in (False, True):
+        leaves = [z.clone() for z in whole]
+        wanted = [leaves[position].requires_grad_() for position in case.differentiable]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            loss = case.call(wb.functional, *leaves, torch.tensor(9.0), torch.tensor(BIAS))
+        found.append([loss, *torch.autograd.grad(loss, wanted)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def both_ways_body(negatives):
+    """More keys than queries, both directions, logits for which the certificate is asked."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(1)
+    q, k = (normalize(torch.randn(3 * size, 8, generator=generator), dim=1) for _ in range(2))
+    n = normalize(torch.randn(sum(negatives), 8, generator=generator), dim=1)
+    ours = (Partition((3,) * size).rows(rank), Partition((3,) * size).rows(rank), Partition(negatives).rows(rank))
+    options = {"logit_scale": 100.0, "directions": ("query_to_key", "key_to_query")}
+    value = wb.functional.info_nce_loss(q[ours[0]], k[ours[1]], negatives=n[ours[2]], **options)
+    true = wb.reference.info_nce_loss(q.double(), k.double(), negatives=n.double(), **options)
+    assert_same(value, true, relative=1e-6)
+
+
+@pytest.mark.parametrize("negatives", [(4,), (0, 5), (3, 0, 4)], ids=str)
+def test_certificates_of_both_directions(negatives):
+    run_ranks(both_ways_body, len(negatives), negatives, timeout_s=30)
+
+
+def mixed_scale_body():
+    """A scale that is learned on one rank and a number on the other: the same loss as if it were learned on both."""
+    rank, counts = dist.get_rank(), (3, 2)
+    for name, case in LOSSES.items():
+        if not case.has_scale:
+            continue
+        whole = whole_batch(case, counts)
+        rows = [slice(None) if of.replicated else Partition(of.counts(counts)).rows(rank) for of in case.inputs]
+        own = [z[at] for z, at in zip(whole, rows, strict=True)]
+        scale = torch.tensor(9.0, dtype=torch.float64, requires_grad=True) if rank == 0 else 9.0
+        bias = torch.tensor(BIAS, dtype=torch.float64) if rank == 0 else BIAS
+        loss = case.call(wb.functional, *own, scale, bias)
+        (expected, *gradients_) = dense(case, whole, 9.0)
+        assert_same(loss, expected, relative=1e-12, absolute=1e-12, what=name)
+        loss.backward()
+        if rank == 0:
+            true = gradients_[len(case.differentiable)]
+            assert_same(scale.grad, true, relative=1e-9, absolute=1e-13, what=name)
+
+
+def test_a_scale_that_is_learned_on_one_rank():
+    run_ranks(mixed_scale_body, 2, timeout_s=60)
+
+
+def strange_body():
+    """Arguments of strange types, on one rank: every rank says so."""
+    rank, x = dist.get_rank(), torch.randn(3, 4)
+    labels = torch.tensor([0, 0, 1])
+
+    class Flag:
+        pass
+
+    for call, message in (
+        (lambda odd: wb.functional.info_nce_loss(x, x, logit_scale=1.0, directions=None if odd else ("query_to_key",)),
+         "directions must be one of"),
+        (lambda odd: wb.functional.triplet_loss(x, labels, normalise=Flag() if odd else True), "not JSON serializable"),
+        (lambda odd: wb.functional.distillation_loss(x, x, 5.0, x, x, 3.0 if odd else 2.0),
+         r"teacher_logit_scale must be the same on all ranks, got \[2.0, 3.0"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            call(rank == 1)
+    assert wb.functional.triplet_loss(x, labels).isfinite()
+
+
+def test_strange_arguments():
+    run_ranks(strange_body, 2, timeout_s=30)
+
+
+@pytest.mark.parametrize("scale", [50.0, 100.0])
+def test_effective_negatives_in_float32(scale):
+    generator = torch.Generator().manual_seed(2)
+    base = normalize(torch.randn(8, 6, dtype=torch.float64, generator=generator), dim=1)
+    x = normalize(base.repeat(4, 1) + 0.1 * torch.randn(32, 6, dtype=torch.float64, generator=generator), dim=1)
+    options = {"return_statistics": True}
+    for call in (
+        lambda x: wb.functional.clip_loss(x, x, scale, **options),
+        lambda x: wb.functional.sup_con_loss(x, torch.arange(32) // 2, temperature=1 / scale, **options),
+    ):
+        narrowed, wide = (call(z)[1].effective_negatives for z in (x.float(), x))
+        assert wide > 1
+        assert_same(narrowed, wide, relative=1e-3)
+
+
+def test_statistics_are_in_the_units_of_similarities():
+    x, y = whole_batch(LOSSES["clip"], (9,))
+    h = normalize(torch.randn(9, 2, 6, dtype=torch.float64), dim=-1)
+    options = {"logit_scale": 5.0, "hard_negatives": h, "return_statistics": True}
+    (_, plain), (_, harder) = (wb.functional.info_nce_loss(x, y, hardness=a, **options) for a in (0.0, 7.0))
+    for name in ("accuracy", "positive_similarity", "hardest_negative_similarity"):
+        assert_same(getattr(harder, name), getattr(plain, name), relative=1e-12, what=name)
+
+
+def test_triplets_far_from_the_origin():
+    """Distances do not see an offset that all rows share; products of them do."""
+    z = torch.randn(64, 16, generator=torch.Generator().manual_seed(0)) + 300
+    labels = torch.arange(64) // 4
+    value = wb.functional.triplet_loss(z, labels, normalise=False)
+    assert_same(value, wb.reference.triplet_loss(z.double(), labels, normalise=False), relative=1e-5)
+
+
+def test_a_scale_in_half_precision():
+    """Its value is what it is; what is made of it is not rounded again."""
+    x, y = whole_batch(LOSSES["clip"], (9,))
+    scale = torch.tensor(20.25, dtype=torch.bfloat16, requires_grad=True)
+    value = wb.functional.info_nce_loss(x, y, logit_scale=scale, margin=0.3)
+    assert_same(value, wb.reference.info_nce_loss(x, y, logit_scale=20.25, margin=0.3), relative=1e-12)
+    value.backward()
+    assert scale.grad.dtype == torch.bfloat16
+
+
+def test_sharp_temperatures_have_gradients():
+    z = normalize(torch.randn(6, 4, dtype=torch.float64), dim=1).requires_grad_()
+    for temperature in (1e-3, 3e-3):
+        for loss in (
+            wb.functional.debiased_loss(z, z.detach(), temperature=temperature),
+            wb.functional.dcl_loss(z, z.detach(), temperature=temperature),
+            wb.functional.nt_xent_loss(z, z.detach(), temperature=temperature),
+        ):
+            assert torch.autograd.grad(loss, z)[0].isfinite().all()
+
+
+def test_a_queue_filled_in_inference_mode():
+    queue = wb.KeyQueue(4, 3)
+    with torch.inference_mode():
+        queue.enqueue(torch.randn(2, 3))
+    x = torch.randn(2, 3, requires_grad=True)
+    wb.functional.moco_loss(x, x.detach(), queue.keys, logit_scale=5.0).backward()
+    assert x.grad.isfinite().all()
+
+
+def test_the_last_of_equal_indices_stays():
+    loss = wb.GlobalContrastiveLoss(5, dtype=torch.float64, gamma=1.0)
+    x, y = whole_batch(LOSSES["clip"], (3,))
+    loss(x, y, torch.tensor([2, 2, 4]))
+    alone = wb.GlobalContrastiveLoss(5, dtype=torch.float64, gamma=1.0)
+    alone(x, y, torch.tensor([0, 2, 4]))
+    assert torch.equal(loss.image_log_averages[[2, 4]], alone.image_log_averages[[2, 4]])

@@ -491,7 +491,7 @@ def distillation_loss(
     logit_scale: Tensor | float,
     teacher_image_features: Tensor,
     teacher_text_features: Tensor,
-    teacher_logit_scale: float,
+    teacher_logit_scale: Tensor | float,
     *,
     weights: Tensor | None = None,
     reduction: str = "mean",

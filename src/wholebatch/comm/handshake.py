@@ -60,6 +60,7 @@ def handshake(
     cause: Exception | None = None
     try:
         mine = {_CALLER: caller, **state()}
+        json.dumps(mine)  # what cannot be told is a mistake, too: an array for a number
     except Exception as error:
         cause = error
         text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

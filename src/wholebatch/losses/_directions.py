@@ -250,6 +250,11 @@ def _below(ceiling: Ceiling | None, tower: Literal["queries", "keys"], scale: fl
 
 
 def _softened(numbers: Numbers, factor: float) -> Numbers:
-    """Numbers of S whose scale was raised, with the gradient of the scale that it had; and the target's own logit."""
+    """Numbers of S whose scale was raised, with the gradient of the scale that it had; single logits have it, too."""
     assert numbers.target is not None
-    return replace(numbers, logsumexp=scale_gradient(numbers.logsumexp, factor), target=numbers.target * factor)
+    return replace(
+        numbers,
+        logsumexp=scale_gradient(numbers.logsumexp, factor),
+        target=numbers.target * factor,
+        largest=None if numbers.largest is None else numbers.largest * factor,
+    )

@@ -24,7 +24,7 @@ from .._checks import (
     check_weights,
     largest_norm,
 )
-from .._precision import accumulation_dtype
+from .._precision import accumulation_dtype, wide_dtype
 from ..comm import Communicator, Group, LocalCommunicator, handshake, select_communicator
 from ..comm.handshake import GRAD_ENABLED
 from ..exchange import EXCHANGES, Exchange, ExchangeName, num_entries, select_exchange
@@ -32,6 +32,7 @@ from ..partition import Partition
 from ..sweep import Budget, Memory, default_side, fit, smallest_budget
 from ..sync import Sync, check_sync, feature_factor, loss_parameters, scale_gradient, total
 from ._joining import gradient_facts, join
+from ._towers import no_autocast
 
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")
@@ -201,8 +202,11 @@ class Agreement:
 
 
 def eager(loss: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorator: a compiled training step leaves its graph for the loss, whose handshake no graph can hold."""
-    return torch.compiler.disable(loss, reason="wholebatch's losses run outside the compiled graph")
+    """Decorator: a compiled training step leaves its graph for the loss, whose handshake no graph can hold.
+
+    And autocast is off inside: what a loss makes of its numbers needs their precision.
+    """
+    return torch.compiler.disable(no_autocast(loss), reason="wholebatch's losses run outside the compiled graph")
 
 
 def agree(
@@ -317,7 +321,10 @@ def _entering(
 
     With reduction "none" every rank has losses of its own and makes a scalar of them; the engine then averages or adds
     the gradients of these, as it always does, and nothing is to be done here.
+
+    Scalars are widened, whatever they come in: losses are made of few numbers, all of them float64.
     """
+    inputs = {name: _widened(x) if name in scalars else x for name, x in inputs.items()}
     if options.reduction == "none":
         return inputs
     parameters = loss_parameters([inputs[name] for name in scalars], comm, options.sync)
@@ -328,6 +335,10 @@ def _entering(
         if name not in scalars
     }
     return dict(zip(scalars, parameters, strict=True)) | entering
+
+
+def _widened(scalar: Any) -> Any:
+    return scalar.to(wide_dtype(scalar.device)) if isinstance(scalar, Tensor) else scalar
 
 
 def _check_equal(caller: str, name: str, values: Sequence[float]) -> None:

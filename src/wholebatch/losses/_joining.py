@@ -46,4 +46,4 @@ def join(inputs: Sequence[Tensor | float | None], everyone: Sequence[Mapping[str
 def _requiring_grad(x: Tensor | float | None) -> Tensor:
     if isinstance(x, Tensor):
         return x if x.requires_grad else x.detach().requires_grad_()
-    return torch.zeros((), requires_grad=True)
+    return torch.tensor(0.0 if x is None else float(x), dtype=torch.float64, requires_grad=True)

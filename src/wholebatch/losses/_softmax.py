@@ -141,7 +141,7 @@ def softmax_numbers(
         rows: the numbers of rows that are wanted, see `wanted`; empty for none.
         cols: those of columns; of a symmetric S these, and not the rows'.
         symmetric: Y is X.
-        beside_target: as in :class:`SoftmaxPlan`.
+        beside_target: as in :class:`SoftmaxPlan`; not where statistics ask for the negatives alone.
         guide: as there.
         everywhere: every rank holds all of Y, as `travels`, a partition of one part, says.
     """
@@ -164,7 +164,7 @@ def softmax_numbers(
         cols=cols,
         budget=budget,
         differentiable=agreed.differentiable,
-        beside_target=beside_target,
+        beside_target=beside_target and "squares" not in asked,
         guide=guide,
     )
     # No entries, but a way back to the features, which are not all saved: by it a second derivative is refused.
@@ -188,7 +188,7 @@ class _Softmax(torch.autograd.Function):
     @no_autocast
     def forward(ctx: Any, plan: SoftmaxPlan, anchor: Tensor, scale: Any, *features: Tensor) -> tuple[Tensor, ...]:
         x, y, norms = plan.towers.join(features)
-        travels = y if plan.guide is None else torch.cat([y, plan.guide.to(y.dtype)], dim=1)
+        travels = y if plan.guide is None else torch.cat([y.to(plan.guide.dtype), plan.guide], dim=1)
         held = plan.exchange.bring(travels)
         rows, cols, kept = _statistics(plan, x, held)
 
@@ -242,7 +242,7 @@ def _outputs(side: Sums) -> dict[str, Tensor]:
         if name == "sum":
             made["logsumexp"] = log_sum_exp(side.shift, field)
         elif name == "squares":
-            made["effective"] = (side.fields["negatives"].square() / field).nan_to_num(0.0)
+            made["effective"] = torch.where(field > 0, side.fields["negatives"].square() / field, 0.0)
         elif name != "negatives":
             made[name] = field.clone()
     return made
@@ -265,11 +265,11 @@ def _statistics(plan: SoftmaxPlan, x: Tensor, held: Tensor) -> tuple[Sums, Sums,
 def _certified(plan: SoftmaxPlan, rows: Sums, cols: Sums, dtype: torch.dtype) -> bool:
     """Whether all sums of all ranks are exact to rounding. Collective: one all-reduce of a number."""
     bad = torch.zeros((), dtype=torch.int64, device=(rows.fields or cols.fields)["sum"].device)
-    target = {**cols.fields, **rows.fields}.get("target")
-    for side in (rows, cols):
+    for side, other in ((rows, cols), (cols, rows)):
         if side.fields:
             sums = side.fields["sum"]
-            if plan.beside_target and target is not None:
+            if plan.beside_target:  # a pair's logit is that of its row and of its column
+                target = side.fields["target"] if "target" in side.fields else other.fields["target"]
                 sums = sums + (target - side.shift).exp()
             bad = bad + uncertified(sums, plan.terms, dtype)
     return not plan.comm.all_reduce(bad.to(wide_dtype(bad.device)), check=False).item()

@@ -113,12 +113,12 @@ def paired_products(x: Tensor, y: Tensor) -> Tensor:
 
 
 def no_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorator: what is inside runs in the dtypes that it was given; the device is that of the first tensor."""
+    """Decorator: what is inside runs in the dtypes that it was given; the device is that of the last tensor."""
 
     @wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        device = next(arg.device.type for arg in reversed(args) if isinstance(arg, Tensor))
-        with torch.autocast(device, enabled=False):
+        tensors = [arg for arg in (*kwargs.values(), *args) if isinstance(arg, Tensor)]
+        with torch.autocast(tensors[-1].device.type if tensors else "cpu", enabled=False):
             return function(*args, **kwargs)
 
     return run

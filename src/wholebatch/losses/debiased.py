@@ -25,6 +25,8 @@ from ._cross_entropy import softplus
 from ._door import LossModule, Options, Reduction, agree, eager
 from ._views import two_views
 
+_ALL = 60.0  # exp of that is more than any W_i leaves
+
 
 @eager
 def debiased_loss(
@@ -103,7 +105,8 @@ def debiased_loss(
         return agreed.reduce(0 * target.unflatten(0, (2, -1)).mean(0), count)
     if beta:
         weighted = weighted - two_views(agreed, beside_target=False, sharper=beta).logsumexp + math.log(negatives)
-    left = 1 - tau_plus * negatives * (target - weighted).exp()  # what is left of W_i
+    share = (target - weighted).clamp(max=_ALL).exp()  # of the positive in W_i
+    left = 1 - tau_plus * negatives * share
     tiny = torch.finfo(left.dtype).tiny
     corrected = weighted + left.clamp(min=tiny).log() - math.log(1 - tau_plus)
     floor = math.log(negatives) - 1 / agreed.inputs["temperature"]

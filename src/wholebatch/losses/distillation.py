@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import check_alike, check_features, check_scalar, largest_norm
+from .._checks import check_alike, check_features, largest_norm
 from .._once import once_differentiable
 from .._precision import accumulation_dtype, wide_dtype
 from ..comm import Group
@@ -34,7 +34,7 @@ def distillation_loss(
     logit_scale: Tensor | float,
     teacher_image_features: Tensor,
     teacher_text_features: Tensor,
-    teacher_logit_scale: float,
+    teacher_logit_scale: Tensor | float,
     *,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
@@ -90,6 +90,8 @@ def distillation_loss(
         teacher = {"teacher_image_features": teacher_image_features, "teacher_text_features": teacher_text_features}
         for name, features in teacher.items():
             check_features(name, features)
+            if features.device != image_features.device:
+                raise ValueError(f"{name} must be on {image_features.device}, got {features.device}; move it")
             if len(features) != len(image_features):
                 raise ValueError(
                     f"{name} must have as many rows as image_features, {len(image_features)}, got {len(features)}"
@@ -97,16 +99,18 @@ def distillation_loss(
         check_alike(*next(iter(teacher.items())), "teacher_text_features", teacher_text_features, rows=False)
         return {
             "teacher's feature size": teacher_image_features.shape[1],
-            "teacher": [
-                check_scalar("teacher_logit_scale", teacher_logit_scale),
-                *(largest_norm(*item) for item in teacher.items()),
-            ],
+            "teacher's largest norms": [largest_norm(*item) for item in teacher.items()],
         }
 
     agreed = agree(
         "distillation_loss",
         Options(group, sync, exchange, memory, reduction),
-        scalars={"logit_scale": logit_scale},
+        scalars={
+            "logit_scale": logit_scale,
+            "teacher_logit_scale": teacher_logit_scale.detach()
+            if isinstance(teacher_logit_scale, Tensor)
+            else teacher_logit_scale,
+        },
         features={"image_features": image_features, "text_features": text_features},
         paired=("image_features", "text_features"),
         weights=(weights, "image_features"),
@@ -116,8 +120,7 @@ def distillation_loss(
     rows = agreed.rows["image_features"]
     own = [agreed.inputs["image_features"], agreed.inputs["text_features"]]
     of_teacher = [x.detach().to(agreed.dtype) for x in (teacher_image_features, teacher_text_features)]
-    teacher_scale = float(teacher_logit_scale)
-    norms = agreed.facts("teacher")
+    teacher_scale, norms = agreed.scalars["teacher_logit_scale"], agreed.facts("teacher's largest norms")
     common: dict[str, Any] = {
         "towers": Towers(stays=(0,), travels=(1,)),
         "stays": rows,
@@ -127,7 +130,7 @@ def distillation_loss(
         "cols": wanted(target=False),
     }
     with torch.no_grad():
-        bound = max(norm[1] for norm in norms) * max(norm[2] for norm in norms)
+        bound = max(norm[0] for norm in norms) * max(norm[1] for norm in norms)
         targets = softmax_numbers(agreed, (teacher_scale, teacher_scale), of_teacher, bound=bound, **common)
     bound = agreed.norms["image_features"] * agreed.norms["text_features"]
     sides = softmax_numbers(
@@ -246,7 +249,7 @@ class DistillationLoss(LossModule):
         logit_scale: Tensor | float,
         teacher_image_features: Tensor,
         teacher_text_features: Tensor,
-        teacher_logit_scale: float,
+        teacher_logit_scale: Tensor | float,
         *,
         weights: Tensor | None = None,
     ) -> Tensor:

@@ -163,7 +163,7 @@ def _check_averages(name: str, value: object, rows: int) -> None:
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.shape != (rows,):
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{name} must be a floating-point tensor of shape ({rows},), one for each pair, got {got}")
-    check_finite(name, value.nan_to_num(neginf=0.0, nan=torch.nan))
+    check_finite(name, value.masked_fill(value.isneginf(), 0.0))
 
 
 class GlobalContrastiveLoss(LossModule):
@@ -177,7 +177,8 @@ class GlobalContrastiveLoss(LossModule):
 
     Attributes:
         image_log_averages, text_log_averages: (examples,), log u and log v; -inf for those that were never seen. They
-            are saved with the model, and change in training mode, where gradients are enabled.
+            are saved with the model, and change in training mode, where gradients are enabled. Keep this module out
+            of activation checkpointing, which runs the forward pass again: from averages that have changed by then.
 
     Raises:
         ValueError: if `examples` is not a positive integer.
@@ -255,7 +256,10 @@ class GlobalContrastiveLoss(LossModule):
         )
         if everyone[0]["learning"]:
             with torch.no_grad():
-                everywhere = comm.all_gather(at)
+                distinct, place = comm.all_gather(at).unique(return_inverse=True)
+                last = torch.zeros_like(distinct).scatter_reduce_(
+                    0, place, torch.arange(len(place), device=at.device), "amax"
+                )
                 for averages, new in zip((self.image_log_averages, self.text_log_averages), after, strict=True):
-                    averages[everywhere] = comm.all_gather(new.to(averages))
+                    averages[distinct] = comm.all_gather(new.to(averages))[last]
         return loss

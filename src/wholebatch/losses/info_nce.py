@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeGuard, cast
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor
@@ -101,7 +101,8 @@ def info_nce_loss(
         hardness: a, 0 or more: negatives of query_to_key have the logit (logit_scale + a) q . k, with the gradient of
             logit_scale q . k: harder ones weigh more.
         exclude_above: m: negatives more similar than the positive by more than m are taken for false, and left out:
-            S_ij > logit_scale (q_i . k_i + m), in each direction. What is left out has no gradient.
+            S_ij > logit_scale (q_i . k_i + m), in each direction. What is left out has no gradient. Ties are decided
+            by rounding: for m = 0 and keys that occur twice, give ids.
         exclude_relative: the bound is q_i . k_i + m |q_i . k_i|.
         query_guides: (b_r, g), features of another model, whose similarities then decide what is left out.
         key_guides: (rows of keys, and of negatives below them, g). Guides' similarities are dot products: normalise
@@ -372,9 +373,9 @@ class _Settings:
         return self.label_smoothing * (target - (logits + copies * target) / (count + copies).clamp(min=1))
 
 
-def _as_tuple(directions: Sequence[Direction]) -> tuple[Direction, ...]:
-    """Of a lone name a tuple of it, which is what was meant."""
-    return (cast("Direction", directions),) if isinstance(directions, str) else tuple(directions)
+def _as_tuple(directions: Any) -> tuple[Direction, ...]:
+    """Of a lone name a tuple of it, which is what was meant; anything else is refused by the check."""
+    return tuple(directions) if isinstance(directions, list | tuple) else (directions,)
 
 
 def _is_cube(x: object) -> TypeGuard[Tensor]:
@@ -412,7 +413,7 @@ def _own_negatives(
         return Numbers(nothing + least, None, nothing, nothing, nothing - math.inf, nothing)
     logits = logits.masked_fill(~among, least)
     logsumexp = logits.logsumexp(1)
-    largest = logits.detach().masked_fill(~among, -math.inf).amax(1)
+    largest = (agreed.scalars["logit_scale"] * similarities.detach().to(logits)).masked_fill(~among, -math.inf).amax(1)
     squares = (2 * (logits - logsumexp[:, None])).detach().exp().sum(1)
     return Numbers(
         logsumexp,

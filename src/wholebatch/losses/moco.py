@@ -177,6 +177,7 @@ class KeyQueue(nn.Module):
     def keys(self) -> Tensor:
         return self.ring[: min(int(self.enqueued), len(self.ring))]
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def enqueue(self, keys: Tensor) -> None:
         """Put this rank's keys, (b_r, d), behind the others'; the oldest go. Collective: a handshake, an all-gather.

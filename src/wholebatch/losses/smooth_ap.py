@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import check_temperature
+from .._checks import check_number, check_temperature
 from .._once import once_differentiable
 from .._precision import wide_dtype
 from ..comm import Group
@@ -89,7 +89,7 @@ def smooth_ap_loss(
         features,
         labels,
         weights,
-        check=lambda: {"temperature": check_temperature("temperature", float(temperature))},
+        check=lambda: {"temperature": check_temperature("temperature", check_number("temperature", temperature))},
         must_match=("temperature",),
     )
     agreed = data.agreed
@@ -174,7 +174,7 @@ class SmoothAPLoss(LossModule):
         super().__init__(
             temperature=temperature, reduction=reduction, group=group, sync=sync, exchange=exchange, memory=memory
         )
-        check_temperature("temperature", float(temperature))
+        check_temperature("temperature", check_number("temperature", temperature))
 
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.smooth_ap_loss`: (b_r, d), (b_r,) -> L, the same on all ranks."""

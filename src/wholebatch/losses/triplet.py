@@ -114,7 +114,8 @@ def triplet_loss(
 def _hardest(data: Labelled, z: Tensor, unit: bool) -> tuple[Tensor, Tensor]:
     """Global indices of each row's farthest positive and nearest negative, -1 where there is none."""
     x, y = z, z
-    if not unit:
+    if not unit:  # less the mean, which no distance sees, and which would drown their differences
+        z = z - data.agreed.comm.all_reduce(z.sum(0), check=False) / data.rows.total
         x = torch.cat([z, torch.ones_like(z[:, :1])], dim=1)
         y = torch.cat([z, z.square().sum(1, keepdim=True) / -2], dim=1)
     exchange, budget = data.agreed.exchange(data.rows, data.rows, keep=False)

@@ -158,7 +158,7 @@ class SoftmaxSweep:
             exponentials = _exp_(entries.logits, shift)
             if self.kept is not None:
                 self.kept.keep(exponentials)
-            self._sum_exponentials(exponentials, entries.at, sides, scratch=self.driver.scratch(tile))
+            self._sum_exponentials(exponentials, entries.at, sides)
 
     def gradients(
         self, block: Block, rows: Weights | None, cols: Weights | None, u: Tensor | None, v: Tensor | None
@@ -223,9 +223,7 @@ class SoftmaxSweep:
             if among_others:
                 logits[at] = kept
 
-    def _sum_exponentials(
-        self, exponentials: Tensor, at: Index | None, sides: list[tuple[Sums, int]], scratch: Tensor | None = None
-    ) -> None:
+    def _sum_exponentials(self, exponentials: Tensor, at: Index | None, sides: list[tuple[Sums, int]]) -> None:
         """Fields that are sums of exponentials, which are overwritten if their squares are wanted."""
         for side, dim in sides:
             side.fields["sum"].add_(exponentials.sum(dim))
@@ -235,7 +233,7 @@ class SoftmaxSweep:
             exponentials[at] = 0.0
         for side, dim in sides:
             side.fields["negatives"].add_(exponentials.sum(dim))
-        squares = torch.mul(exponentials, exponentials, out=exponentials if scratch is None else scratch)
+        squares = exponentials.to(self._wide).square_()  # of numbers that may be as large as float32 allows
         for side, dim in sides:
             side.fields["squares"].add_(squares.sum(dim))
 
