@@ -61,7 +61,7 @@ def barlow_twins_loss(
     >>> import torch, wholebatch as wb
     >>> z = torch.eye(3)
     >>> wb.functional.barlow_twins_loss(z, z)
-    tensor(0.0025)
+    tensor(0.0075)
     """
     agreed = agree(
         "barlow_twins_loss",

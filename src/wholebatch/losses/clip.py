@@ -110,7 +110,7 @@ def clip_loss(
     >>> import torch, wholebatch as wb
     >>> x, y = torch.eye(3, dtype=torch.float64, requires_grad=True), torch.eye(3, dtype=torch.float64)
     >>> wb.functional.clip_loss(x, y, logit_scale=10.0)
-    tensor(9.0796e-05, dtype=torch.float64, grad_fn=<_SoftmaxBackward>)
+    tensor(9.0796e-05, dtype=torch.float64, grad_fn=<DivBackward0>)
     """
 
     def check() -> dict[str, Any]:

@@ -81,7 +81,7 @@ def smooth_ap_loss(
     >>> import torch, wholebatch as wb
     >>> z = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.6, 0.8]])
     >>> wb.functional.smooth_ap_loss(z, torch.tensor([0, 1, 0]), temperature=0.1)
-    tensor(0.4507)
+    tensor(0.4808)
     """
     data = agree_labelled(
         "smooth_ap_loss",
