@@ -118,7 +118,10 @@ def no_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         tensors = [arg for arg in (*kwargs.values(), *args) if isinstance(arg, Tensor)]
-        with torch.autocast(tensors[-1].device.type if tensors else "cpu", enabled=False):
+        device = tensors[-1].device.type if tensors else "cpu"
+        if not torch.amp.is_autocast_available(device):  # a tensor without data, which the door will refuse
+            return function(*args, **kwargs)
+        with torch.autocast(device, enabled=False):
             return function(*args, **kwargs)
 
     return run
