@@ -8,6 +8,8 @@ With p = softmax over row i's candidates and A, T, M as in `sweep.softmax`,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -20,7 +22,7 @@ _LARGE = 40.0  # softplus(x) is x to float64's rounding
 def one_positive(side: Numbers, target: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
     """Cross-entropy of each row's one positive, whose logit is `target`, among that and the negatives, (n,)."""
     loss = softplus(side.logsumexp - target)
-    return loss if not label_smoothing else loss + label_smoothing * (target - mean_logit(side, target))
+    return loss if not label_smoothing else loss + label_smoothing * (target - mean_logit([side], target))
 
 
 def softplus(x: Tensor) -> Tensor:
@@ -28,11 +30,11 @@ def softplus(x: Tensor) -> Tensor:
     return F.softplus(x, threshold=_LARGE)
 
 
-def mean_logit(side: Numbers, target: Tensor) -> Tensor:
-    """Of the negatives and the positive."""
-    assert side.logits is not None
-    assert side.count is not None
-    return (side.logits + target) / (side.count + 1)
+def mean_logit(sides: Sequence[Numbers], target: Tensor, copies: int = 1) -> Tensor:
+    """Of the negatives of all sides and the positive, which counts `copies` times."""
+    logits = torch.stack([side.logits for side in sides if side.logits is not None]).sum(0)
+    count = torch.stack([side.count for side in sides if side.count is not None]).sum(0)
+    return (logits + copies * target) / (count + copies)
 
 
 def many_positives(side: Numbers, positives: Tensor, *, label_smoothing: float = 0.0) -> Tensor:

@@ -8,6 +8,7 @@ S is symmetric: the tiles above its diagonal say all, and the work is half of a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -19,9 +20,7 @@ from ..sweep import Bend, Diagonals, EqualIds, Over, Pairs, Selection
 from ._cross_entropy import how_many_equal
 from ._door import Agreement, Options, agree
 from ._softmax import Numbers, softmax_numbers
-from ._towers import Towers
-
-UNIT = 1.001  # no norm is larger, after division and rounding
+from ._towers import UNIT, Towers
 
 
 def agree_labelled(
@@ -89,7 +88,7 @@ class Labelled:
         loss = self.agreed.reduce(losses, count, counted)
         return loss if self._views is None or not loss.dim() else loss.view(self._views)
 
-    @property
+    @cached_property
     def positives(self) -> Tensor:
         """How many each of this rank's rows has, (b,)."""
         return how_many_equal(self.own_labels, self.labels) - 1

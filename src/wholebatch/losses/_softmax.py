@@ -35,7 +35,7 @@ from ..sweep import Block, Budget, Driver, KeptTiles, Selection, SoftmaxSweep, S
 from ._door import Agreement
 from ._towers import Towers, inner, no_autocast
 
-_DIFFERENTIABLE = ("sum", "target", "logits")  # what of a row has a gradient: A, T and M
+_DIFFERENTIABLE = ("logsumexp", "target", "logits")  # what of a row has a gradient: A, T and M
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class _Softmax(torch.autograd.Function):
         scale = scale if isinstance(scale, Tensor) else None
         ctx.save_for_backward(anchor, scale, x, y, norms, held, kept, *sums, *shifts)
         outputs = [_outputs(side) for side in (rows, cols)]
-        constant = [x for side in outputs for name, x in side.items() if name not in ("logsumexp", "target", "logits")]
+        constant = [x for side in outputs for name, x in side.items() if name not in _DIFFERENTIABLE]
         ctx.mark_non_differentiable(*constant)
         return tuple(x for side in outputs for x in side.values())
 
@@ -304,6 +304,7 @@ def _sums(
     wide, own_cols = wide_dtype(x.device), plan.exchange.kept_own
     row_fields = _initial(plan.rows, x, wide).repeat(len(x), 1) if plan.rows and not plan.symmetric else None
     sweep = plan.sweep(x, kept)
+    ops = tuple("max" if name == "largest" else "sum" for name in plan.cols)
     carried = col_shift[None] if isinstance(col_shift, Tensor) else None
     if plan.symmetric and isinstance(col_shift, Tensor):
         row_shift = col_shift[own_cols]
@@ -317,10 +318,9 @@ def _sums(
         visit,
         carried=carried,
         initial=_initial(plan.cols, x, wide) if plan.cols else None,
-        op=tuple("max" if name == "largest" else "sum" for name in plan.cols),
+        op=ops,
     )
     if collected is not None:
-        ops = tuple("max" if name == "largest" else "sum" for name in plan.cols)
         collected = plan.exchange.merge(collected, ops)[own_cols].clone()
         col_shift = col_shift[own_cols] if isinstance(col_shift, Tensor) else col_shift
     nothing = Sums(0.0, {})

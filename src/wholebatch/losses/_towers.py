@@ -14,7 +14,8 @@ from .._precision import accumulation_dtype, wide_dtype
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_EPS = 1e-12  # as in torch.nn.functional.normalize
+EPS = 1e-12  # as in torch.nn.functional.normalize
+UNIT = 1.001  # no norm is larger, after division and rounding
 _CHUNK = 256  # rows that are worked on at a time
 
 
@@ -84,7 +85,7 @@ def _normalised(features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     z = features[0].new_empty(rows, width, dtype=accumulation_dtype(features[0].dtype))
     for part, feature in zip(z.split([len(feature) for feature in features]), features, strict=True):
         part.copy_(feature)
-    norms = torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp_(min=_EPS)
+    norms = torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp_(min=EPS)
     return z.div_(norms), norms
 
 

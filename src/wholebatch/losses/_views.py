@@ -15,9 +15,7 @@ from ..partition import Diagonal, Partition
 from ..sweep import Diagonals, EqualIds, Pairs, Selection
 from ._door import Agreement
 from ._softmax import Numbers, softmax_numbers, wanted
-from ._towers import Towers
-
-UNIT = 1.001  # no norm is larger, after division and rounding
+from ._towers import UNIT, Towers
 
 
 def two_views(

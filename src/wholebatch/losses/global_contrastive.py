@@ -242,7 +242,7 @@ class GlobalContrastiveLoss(LossModule):
                     f"indices must lie between 0 and {examples - 1}, got {int(indices.min())} to {int(indices.max())}; "
                     "`examples` is the size of the whole data set"
                 )
-            return {"learning": self.training and torch.is_grad_enabled()}
+            return {"rows": len(indices), "learning": self.training and torch.is_grad_enabled()}
 
         everyone = handshake(comm, check, caller="GlobalContrastiveLoss", must_match=("learning",))
         at = indices.to(self.image_log_averages.device, torch.int64)
@@ -256,10 +256,13 @@ class GlobalContrastiveLoss(LossModule):
         )
         if everyone[0]["learning"]:
             with torch.no_grad():
-                distinct, place = comm.all_gather(at).unique(return_inverse=True)
+                counts = tuple(facts["rows"] for facts in everyone)
+                everywhere = comm.all_gather(at, counts=counts, check=False)
+                distinct, place = everywhere.unique(return_inverse=True)
                 last = torch.zeros_like(distinct).scatter_reduce_(
                     0, place, torch.arange(len(place), device=at.device), "amax"
                 )
-                for averages, new in zip((self.image_log_averages, self.text_log_averages), after, strict=True):
-                    averages[distinct] = comm.all_gather(new.to(averages))[last]
+                new = comm.all_gather(torch.stack(after, dim=1), counts=counts, check=False)[last]
+                for averages, of_tower in zip((self.image_log_averages, self.text_log_averages), new.T, strict=True):
+                    averages[distinct] = of_tower.to(averages)
         return loss

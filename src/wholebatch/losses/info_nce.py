@@ -23,7 +23,7 @@ from ..comm import Group
 from ..exchange import ExchangeName
 from ..sweep import Memory
 from ..sync import Sync
-from ._cross_entropy import many_positives, softplus
+from ._cross_entropy import many_positives, mean_logit, one_positive, softplus
 from ._directions import DIRECTIONS, Ceiling, Direction, Retrieval
 from ._door import Agreement, LossModule, Options, Reduction, agree, eager
 from ._pairs import EQUAL_IDS, EqualIdsAre
@@ -350,27 +350,14 @@ class _Settings:
 
     def cross_entropy(self, found: dict[Direction, Numbers], target: Tensor) -> Tensor:
         """L_i of one positive each, whose logit is T_i, (b,)."""
+        sides, smoothing = list(found.values()), self.label_smoothing
+        if self.partition == "per_direction":
+            return torch.stack([one_positive(side, target, label_smoothing=smoothing) for side in sides]).mean(0)
+        copies = sum(name in ("query_to_key", "key_to_query") for name in found)
         least = torch.finfo(target.dtype).min / 4  # of nothing: without the NaN that -inf's gradient would be
-        negatives = {name: side.logsumexp.clamp(min=least) for name, side in found.items()}
-        crossing = [name for name in found if name in ("query_to_key", "key_to_query")]
-        if self.partition == "joint":
-            copies = len(crossing)
-            every = list(negatives.values())
-            together = every[0] if len(every) == 1 else torch.stack(every).logsumexp(0)
-            loss = softplus(together - target - math.log(copies)) + math.log(copies)
-            return loss + self._smoothing(list(found.values()), target, copies)
-        losses = [
-            softplus(negatives[name] - target) + self._smoothing([side], target, 1) for name, side in found.items()
-        ]
-        return torch.stack(losses).mean(0)
-
-    def _smoothing(self, sides: Sequence[Numbers], target: Tensor, copies: int) -> Tensor | float:
-        """e (T - mean logit of all candidates), where the positive is one of them `copies` times."""
-        if not self.label_smoothing:
-            return 0.0
-        logits = torch.stack([side.logits for side in sides if side.logits is not None]).sum(0)
-        count = torch.stack([side.count for side in sides if side.count is not None]).sum(0)
-        return self.label_smoothing * (target - (logits + copies * target) / (count + copies).clamp(min=1))
+        together = torch.stack([side.logsumexp.clamp(min=least) for side in sides]).logsumexp(0)
+        loss = softplus(together - target - math.log(copies)) + math.log(copies)
+        return loss if not smoothing else loss + smoothing * (target - mean_logit(sides, target, copies))
 
 
 def _as_tuple(directions: Any) -> tuple[Direction, ...]:

@@ -31,9 +31,7 @@ from ._cross_entropy import softplus
 from ._door import Agreement, LossModule, Options, Reduction, agree, eager
 from ._pairs import pairs_of_rows
 from ._softmax import softmax_numbers, wanted
-from ._towers import Towers, no_autocast
-
-_EPS = 1e-12  # as in torch.nn.functional.normalize
+from ._towers import EPS, UNIT, Towers, no_autocast
 
 
 @eager
@@ -158,7 +156,7 @@ def _inverse_norms(x: Tensor, dims: Sequence[int], dtype: torch.dtype, normalise
         return torch.ones(len(x), len(dims), dtype=dtype, device=x.device)
     parts = x.to(dtype).split(_lengths(dims, x.shape[1]), dim=1)[: len(dims)]
     squares = torch.stack([part.square().sum(1) for part in parts], dim=1).cumsum(1)
-    return squares.clamp(min=_EPS**2).rsqrt()
+    return squares.clamp(min=EPS**2).rsqrt()
 
 
 def _lengths(dims: Sequence[int], width: int) -> list[int]:
@@ -178,7 +176,7 @@ def _at_once(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """A of rows, T, and A of columns, (b, parts) each; None if one shift does not do."""
     rows, scale = agreed.rows["queries"], agreed.scalars["logit_scale"]
-    bound = abs(scale) * (1.001 if normalise else agreed.norms["queries"] * agreed.norms["keys"])
+    bound = abs(scale) * (UNIT if normalise else agreed.norms["queries"] * agreed.norms["keys"])
     shift = shared_shift(bound, rows.total, agreed.dtype)
     if shift is None or not scale:  # the derivative by the scale is made of logits, divided by it
         return None
@@ -216,7 +214,7 @@ def _part_by_part(
             stays=agreed.rows["queries"],
             travels=agreed.rows["queries"],
             selection=Selection(pairs),
-            bound=1.001 if normalise else agreed.norms["queries"] * agreed.norms["keys"],
+            bound=UNIT if normalise else agreed.norms["queries"] * agreed.norms["keys"],
             rows=wanted(),
             cols=wanted(target=False) if symmetric else (),
             beside_target=True,

@@ -191,16 +191,17 @@ class KeyQueue(nn.Module):
         def check() -> dict[str, Any]:
             check_features("keys", keys)
             check_alike("keys", keys, "the queue", self.ring, rows=False)
-            return {}
+            return {"rows": len(keys)}
 
         comm = select_communicator(self.group)
-        handshake(comm, check, caller="KeyQueue.enqueue", must_match=())
-        new = comm.all_gather(keys)
-        if len(new) > len(self.ring):
+        everyone = handshake(comm, check, caller="KeyQueue.enqueue", must_match=())
+        counts = tuple(facts["rows"] for facts in everyone)
+        if sum(counts) > len(self.ring):
             raise ValueError(
-                f"KeyQueue.enqueue: the ranks' {len(new)} keys do not fit into a queue of {len(self.ring)}: some would "
-                "be lost before they were used; make the queue longer"
+                f"KeyQueue.enqueue: the ranks' {sum(counts)} keys do not fit into a queue of {len(self.ring)}: some "
+                "would be lost before they were used; make the queue longer"
             )
+        new = comm.all_gather(keys, counts=counts, check=False)
         at = (int(self.enqueued) + torch.arange(len(new), device=new.device)) % len(self.ring)
         self.ring = self.ring.index_copy(0, at, new)
         self.enqueued = self.enqueued + len(new)
