@@ -173,7 +173,7 @@ class Retrieval:
             features, towers = [queries, queries], Towers(stays=(0,), travels=(1,))
         fields = tuple(name for name in self._fields if name != "target")
         scale = agreed.scalars["logit_scale"]
-        rows, cols = softmax_numbers(
+        numbers, _ = softmax_numbers(
             agreed,
             (scale, agreed.inputs["logit_scale"]),
             features,
@@ -182,12 +182,10 @@ class Retrieval:
             travels=columns,
             selection=Selection(Pairs(NONE, excluded), **_below(ceiling, tower, scale)),
             bound=self._norms[tower] ** 2,
-            rows=() if symmetric else fields,
-            cols=fields if symmetric else (),
+            rows=fields,
             symmetric=symmetric,
             guide=None if ceiling is None else ceiling.traveller(tower),
         )
-        numbers = cols if symmetric else rows
         assert numbers is not None
         return numbers
 

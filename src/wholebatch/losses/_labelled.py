@@ -121,7 +121,7 @@ class Labelled:
     ) -> Numbers:
         """Of this rank's rows, normalised. A floor belongs to rows: with one, all of S is computed."""
         z, symmetric = self.agreed.inputs["features"], floor is None
-        rows, cols = softmax_numbers(
+        numbers, _ = softmax_numbers(
             self.agreed,
             scale,
             [z] if symmetric else [torch.nn.functional.normalize(z.to(self.agreed.dtype), dim=1)] * 2,
@@ -130,10 +130,8 @@ class Labelled:
             travels=self.rows,
             selection=Selection(self.pairs, over, floor=floor, bend=bend),
             bound=bound,
-            rows=() if symmetric else fields,
-            cols=fields if symmetric else (),
+            rows=fields,
             symmetric=symmetric,
         )
-        numbers = cols if symmetric else rows
         assert numbers is not None
         return numbers

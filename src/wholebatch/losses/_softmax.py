@@ -139,12 +139,14 @@ def softmax_numbers(
         selection: what is positive, what is a candidate.
         bound: no similarity's absolute value is larger.
         rows: the numbers of rows that are wanted, see `wanted`; empty for none.
-        cols: those of columns; of a symmetric S these, and not the rows'.
+        cols: those of columns; of a symmetric S none, whose columns are its rows.
         symmetric: Y is X.
         beside_target: as in :class:`SoftmaxPlan`; not where statistics ask for the negatives alone.
         guide: as there.
         everywhere: every rank holds all of Y, as `travels`, a partition of one part, says.
     """
+    if symmetric:
+        rows, cols = (), rows
     asked = {*rows, *cols}
     exact = selection.over != "negatives"
     keep = "logits" not in asked and selection.bend is None
@@ -174,7 +176,7 @@ def softmax_numbers(
     for names in (_names(rows), _names(cols)):
         of_side, outputs = outputs[: len(names)], outputs[len(names) :]
         sides.append(Numbers(**dict(zip(names, of_side, strict=True))) if names else None)
-    return sides[0], sides[1]
+    return (sides[1], None) if symmetric else (sides[0], sides[1])
 
 
 def wanted(*, target: bool = True, mean_logit: bool = False, statistics: bool = False) -> tuple[str, ...]:
@@ -255,24 +257,32 @@ def _statistics(plan: SoftmaxPlan, x: Tensor, held: Tensor) -> tuple[Sums, Sums,
     if shift is not None:
         kept = x.new_empty(plan.budget.kept, dtype=plan.budget.kept_dtype) if plan.keep else None
         rows, cols = _sums(plan, x, held, shift, shift, kept)
-        if never_small(plan.bound, shift, plan.terms, dtype) or _certified(plan, rows, cols, dtype):
+        if never_small(plan.bound, shift, plan.terms, dtype) or certified(
+            plan.comm, _in_loss(plan, rows, cols), plan.terms, dtype
+        ):
             return rows, cols, kept
         del rows, cols, kept
     row_max, col_max = _maxima(plan, x, held)
     return *_sums(plan, x, held, row_max, col_max, None), None
 
 
-def _certified(plan: SoftmaxPlan, rows: Sums, cols: Sums, dtype: torch.dtype) -> bool:
-    """Whether all sums of all ranks are exact to rounding. Collective: one all-reduce of a number."""
-    bad = torch.zeros((), dtype=torch.int64, device=(rows.fields or cols.fields)["sum"].device)
+def certified(comm: Communicator, sums: Sequence[Tensor], terms: int, dtype: torch.dtype) -> bool:
+    """Whether all of these sums of all ranks are exact to rounding. Collective: one all-reduce of a number."""
+    bad = torch.stack([uncertified(of_side, terms, dtype) for of_side in sums]).sum()
+    return not comm.all_reduce(bad.to(wide_dtype(bad.device)), check=False).item()
+
+
+def _in_loss(plan: SoftmaxPlan, rows: Sums, cols: Sums) -> list[Tensor]:
+    """The sums as the loss has them: with the pair's own exponential, if it adds that."""
+    sums = []
     for side, other in ((rows, cols), (cols, rows)):
         if side.fields:
-            sums = side.fields["sum"]
+            of_side = side.fields["sum"]
             if plan.beside_target:  # a pair's logit is that of its row and of its column
                 target = side.fields["target"] if "target" in side.fields else other.fields["target"]
-                sums = sums + (target - side.shift).exp()
-            bad = bad + uncertified(sums, plan.terms, dtype)
-    return not plan.comm.all_reduce(bad.to(wide_dtype(bad.device)), check=False).item()
+                of_side = of_side + (target - side.shift).exp()
+            sums.append(of_side)
+    return sums
 
 
 def _maxima(plan: SoftmaxPlan, x: Tensor, held: Tensor) -> tuple[Tensor | None, Tensor | None]:

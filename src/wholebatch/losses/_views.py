@@ -38,7 +38,7 @@ def two_views(
     if "ids" in agreed.vectors:
         ids = torch.cat([part.repeat(2) for part in agreed.ids("ids").split(examples.counts)])
         excluded = EqualIds(ids[own], ids, but=matching)
-    numbers = softmax_numbers(
+    numbers, _ = softmax_numbers(
         agreed,
         (sharper / agreed.scalars["temperature"], sharper / agreed.inputs["temperature"]),
         [agreed.inputs["z0"], agreed.inputs["z1"]],
@@ -47,9 +47,9 @@ def two_views(
         travels=rows,
         selection=Selection(Pairs(matching, excluded)),
         bound=UNIT,
-        cols=wanted(statistics=statistics),
+        rows=wanted(statistics=statistics),
         symmetric=True,
         beside_target=beside_target,
-    )[1]
+    )
     assert numbers is not None
     return numbers

@@ -12,13 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from .._checks import check_alike, check_choice, check_features, check_label_smoothing, check_number, largest_norm
-from .._precision import wide_dtype
 from ..comm import Group
 from ..exchange import ExchangeName
 from ..sweep import Memory
@@ -26,6 +25,7 @@ from ..sync import Sync
 from ._cross_entropy import many_positives, mean_logit, one_positive, softplus
 from ._directions import DIRECTIONS, Ceiling, Direction, Retrieval
 from ._door import Agreement, LossModule, Options, Reduction, agree, eager
+from ._own_negatives import as_rows, check_own_negatives, own_negatives, together
 from ._pairs import EQUAL_IDS, EqualIdsAre
 from ._softmax import Numbers, wanted
 from ._towers import paired_products
@@ -158,13 +158,18 @@ def info_nce_loss(
         label_smoothing=label_smoothing,
     )
     several_ids = query_ids is not None or key_ids is not None
-    own_negatives = hard_negatives.flatten(0, 1) if _is_cube(hard_negatives) else hard_negatives
 
     def check() -> dict[str, Any]:
         settings.check()
         settings.check_positives(equal_ids == "positive" and several_ids, hard_negatives)
-        _check_rows(queries, keys, negatives, hard_negatives)
-        _check_ids(several_ids, negative_ids, negatives, hard_negative_ids, hard_negatives)
+        _check_rows(queries, keys)
+        if hard_negatives is not None:
+            check_own_negatives(queries, hard_negatives, hard_negative_ids)
+        _check_compared(
+            several_ids,
+            {"negative_ids": negative_ids, "hard_negative_ids": hard_negative_ids},
+            {"negatives": negatives, "hard_negatives": hard_negatives},
+        )
         guides = _check_guides(queries, keys, negatives, query_guides, key_guides, exclude_above)
         return {"settings": repr(settings), "guides": guides, "statistics": return_statistics}
 
@@ -172,7 +177,7 @@ def info_nce_loss(
         "info_nce_loss",
         Options(group, sync, exchange, memory, reduction),
         scalars={"logit_scale": logit_scale},
-        features={"queries": queries, "keys": keys, "negatives": negatives, "hard_negatives": own_negatives},
+        features={"queries": queries, "keys": keys, "negatives": negatives, "hard_negatives": as_rows(hard_negatives)},
         optional=("negatives", "hard_negatives"),
         ids={
             "query_ids": (query_ids, "queries"),
@@ -200,8 +205,8 @@ def info_nce_loss(
         excluded = None
         if hard_negative_ids is not None:
             excluded = hard_negative_ids.to(agreed.device) == retrieval.own_query_ids[:, None]
-        of_own = _own_negatives(agreed, hard_negatives.shape, hardness, ceiling, excluded)
-        found["query_to_key"] = _together(found["query_to_key"], of_own)
+        of_own = own_negatives(agreed, hard_negatives.shape, hardness, ceiling, excluded)
+        found["query_to_key"] = together(found["query_to_key"], of_own)
     if retrieval.several:
         losses = torch.stack(
             [
@@ -365,10 +370,6 @@ def _as_tuple(directions: Any) -> tuple[Direction, ...]:
     return tuple(directions) if isinstance(directions, list | tuple) else (directions,)
 
 
-def _is_cube(x: object) -> TypeGuard[Tensor]:
-    return isinstance(x, Tensor) and x.dim() == 3
-
-
 def _ceiling(
     agreed: Agreement, b: int, above: float, relative: bool, query_guides: Tensor | None, key_guides: Tensor | None
 ) -> Ceiling:
@@ -381,96 +382,19 @@ def _ceiling(
     return Ceiling(of_pairs + above * (of_pairs.abs() if relative else 1), query_guides, key_guides)
 
 
-def _own_negatives(
-    agreed: Agreement, shape: torch.Size, hardness: float, ceiling: Ceiling | None, excluded: Tensor | None
-) -> Numbers:
-    """The numbers of each query's own negatives, (b, h, d): h products for each."""
-    queries, negatives = (agreed.inputs[name].to(agreed.dtype) for name in ("queries", "hard_negatives"))
-    similarities = torch.einsum("bd,bhd->bh", queries, negatives.view(shape))
-    scale = agreed.inputs["logit_scale"]
-    logits = (scale * similarities + hardness * similarities.detach()).to(wide_dtype(agreed.device))
-    least = torch.finfo(logits.dtype).min / 4
-    among = torch.ones_like(logits, dtype=torch.bool)
-    if ceiling is not None and ceiling.query_guides is None:
-        among = similarities.detach() <= ceiling.largest[:, None]
-    if excluded is not None:
-        among = among & ~excluded
-    if not shape[1]:
-        nothing = logits.new_zeros(shape[0])
-        return Numbers(nothing + least, None, nothing, nothing, nothing - math.inf, nothing)
-    logits = logits.masked_fill(~among, least)
-    logsumexp = logits.logsumexp(1)
-    largest = (agreed.scalars["logit_scale"] * similarities.detach().to(logits)).masked_fill(~among, -math.inf).amax(1)
-    squares = (2 * (logits - logsumexp[:, None])).detach().exp().sum(1)
-    return Numbers(
-        logsumexp,
-        logits=torch.where(among, logits, 0.0).sum(1),
-        count=among.sum(1).to(logits),
-        largest=largest,
-        effective=1 / squares,
-    )
-
-
-def _together(one: Numbers, other: Numbers) -> Numbers:
-    """Of the candidates of both; the target is the one's."""
-    assert other.logits is not None
-    assert other.count is not None
-    assert other.largest is not None
-    assert other.effective is not None
-    least = torch.finfo(one.logsumexp.dtype).min / 4
-    logsumexp = torch.logaddexp(one.logsumexp.clamp(min=least), other.logsumexp)
-    effective = None
-    if one.effective is not None:
-        parts = zip((one, other), (one.effective, other.effective), strict=True)
-        squares = torch.zeros_like(logsumexp)
-        for side, of_side in parts:
-            share = (side.logsumexp - logsumexp).detach().exp()
-            squares = squares + torch.where(of_side > 0, share.square() / of_side, 0.0)
-        effective = 1 / squares
-    return Numbers(
-        logsumexp,
-        one.target,
-        None if one.logits is None else one.logits + other.logits,
-        None if one.count is None else one.count + other.count,
-        None if one.largest is None else torch.maximum(one.largest, other.largest),
-        effective,
-    )
-
-
-def _check_rows(queries: Tensor, keys: Tensor, negatives: Tensor | None, hard_negatives: Tensor | None) -> None:
+def _check_rows(queries: Tensor, keys: Tensor) -> None:
     if len(keys) < len(queries):
         raise ValueError(
             f"keys must have at least as many rows as queries, got {len(keys)} and {len(queries)}; key i is the "
             "positive of query i"
         )
-    if hard_negatives is not None and (hard_negatives.dim() != 3 or len(hard_negatives) != len(queries)):
-        raise ValueError(
-            f"hard_negatives must have shape ({len(queries)}, per query, feature size), got "
-            f"{tuple(hard_negatives.shape)}; what counts for all queries goes into negatives"
-        )
 
 
-def _check_ids(
-    given: bool,
-    negative_ids: Tensor | None,
-    negatives: Tensor | None,
-    hard_negative_ids: Tensor | None,
-    hard_negatives: Tensor | None,
-) -> None:
-    for name, ids, of, rows in (
-        ("negative_ids", negative_ids, "negatives", negatives),
-        ("hard_negative_ids", hard_negative_ids, "hard_negatives", hard_negatives),
-    ):
-        if ids is not None and (not given or rows is None):
+def _check_compared(given: bool, ids: dict[str, Tensor | None], rows: dict[str, Tensor | None]) -> None:
+    """Ids of negatives have something to be compared with, and negatives to belong to."""
+    for (name, of_ids), (of, of_rows) in zip(ids.items(), rows.items(), strict=True):
+        if of_ids is not None and (not given or of_rows is None):
             raise ValueError(f"{name} are compared with query_ids or key_ids, and belong to {of}: give these, too")
-    if hard_negative_ids is not None and hard_negatives is not None:
-        if not isinstance(hard_negative_ids, Tensor) or hard_negative_ids.is_floating_point():
-            raise ValueError("hard_negative_ids must be a tensor of integers, one for each of hard_negatives")
-        if hard_negative_ids.shape != hard_negatives.shape[:2]:
-            raise ValueError(
-                f"hard_negative_ids must have shape {tuple(hard_negatives.shape[:2])}, one for each of hard_negatives, "
-                f"got {tuple(hard_negative_ids.shape)}"
-            )
 
 
 def _check_guides(

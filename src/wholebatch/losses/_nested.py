@@ -1,0 +1,159 @@
+"""The numbers of rows and columns of several nested S, as one autograd node.
+
+    S^l = scale diag(r^l) X[:, :m_l] Y[:, :m_l]^T diag(c^l)        r^l, c^l: 1 / norms of the first m_l features
+    A^l_i = logsumexp over row i's negatives of S^l,    T^l_i = S^l_ii,    and A of columns
+
+One sweep does all parts (see `sweep.nested`), with one exchange of the features and one of their gradients. Norms come
+as numbers of their own, and get gradients of their own: by plain PyTorch these go on to the features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._once import once_differentiable
+from .._precision import accumulation_dtype, wide_dtype
+from ..comm import Communicator
+from ..exchange import Exchange
+from ..logsumexp import log_sum_exp, never_small, shared_shift
+from ..sweep import Block, Budget, Driver, NestedSweep, Pairs
+from ._door import Agreement
+from ._softmax import certified
+from ._towers import EPS, no_autocast
+
+
+def inverse_norms(x: Tensor, dims: Sequence[int], dtype: torch.dtype, normalise: bool) -> Tensor:
+    """1 / max(|x[:m]|, eps) for each m, (rows, parts)."""
+    if not normalise:
+        return torch.ones(len(x), len(dims), dtype=dtype, device=x.device)
+    parts = x.to(dtype).split(_lengths(dims, x.shape[1]), dim=1)[: len(dims)]
+    squares = torch.stack([part.square().sum(1) for part in parts], dim=1).cumsum(1)
+    return squares.clamp(min=EPS**2).rsqrt()
+
+
+def _lengths(dims: Sequence[int], width: int) -> list[int]:
+    ends = [0, *dims, width]
+    return [stop - start for start, stop in pairwise(ends)]
+
+
+def parts_at_once(
+    agreed: Agreement,
+    x: Tensor,
+    y: Tensor,
+    inverse: Sequence[Tensor],
+    pairs: Pairs,
+    dims: Sequence[int],
+    symmetric: bool,
+    bound: float,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """A of rows, T, and A of columns, (b, parts) each, of similarities up to `bound`; None if one shift does not do."""
+    rows, scale = agreed.rows["queries"], agreed.scalars["logit_scale"]
+    bound = abs(scale) * bound
+    shift = shared_shift(bound, rows.total, agreed.dtype)
+    if shift is None or not scale:  # the derivative by the scale is made of logits, divided by it
+        return None
+    how, budget = agreed.exchange(rows, rows, keep=False)
+    plan = _Plan(agreed.comm, how, budget, pairs, tuple(dims), scale, shift, rows.total, symmetric)
+    of_rows, targets, of_cols = _Nested.apply(plan, agreed.inputs["logit_scale"], *inverse, x, y)
+    if not never_small(bound, shift, rows.total, agreed.dtype):
+        with torch.no_grad():
+            sums = [(side - shift).exp() + (targets - shift).exp() for side in (of_rows, of_cols)[: 1 + symmetric]]
+            if not certified(agreed.comm, sums, rows.total, agreed.dtype):
+                return None
+    return of_rows, targets, of_cols
+
+
+@dataclass(frozen=True)
+class _Plan:
+    comm: Communicator
+    exchange: Exchange
+    budget: Budget
+    pairs: Pairs
+    dims: tuple[int, ...]
+    scale: float
+    shift: float
+    size: int  # N, of the batch
+    symmetric: bool
+
+    def sweep(self, x: Tensor, inverse: Tensor) -> NestedSweep:
+        driver = Driver(
+            x,
+            1.0,
+            side=self.budget.side,
+            largest=self.exchange.largest_block,
+            buffers=3 + len(self.dims),
+        )
+        return NestedSweep(driver, self.pairs, self.dims, inverse, self.scale, self.shift)
+
+
+class _Nested(torch.autograd.Function):
+    """A of rows, T, and A of columns, (b, parts) each, from features and inverse norms."""
+
+    @staticmethod
+    @no_autocast
+    def forward(
+        ctx: Any, plan: _Plan, scale: Any, inverse_x: Tensor, inverse_y: Tensor, x: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide, parts = wide_dtype(x.device), len(plan.dims)
+        held = plan.exchange.bring(torch.cat([y.to(inverse_y.dtype), inverse_y], dim=1))
+        sweep = plan.sweep(x, inverse_x)
+        of_rows, targets = (x.new_zeros(len(x), parts, dtype=wide) for _ in range(2))
+
+        def visit(block: Block, _carried: Tensor | None, into: Tensor | None, _own: Tensor | None) -> None:
+            sweep.sums(block, of_rows, targets, into)
+
+        initial = x.new_zeros(1, parts, dtype=wide) if plan.symmetric else None
+        of_cols = plan.exchange.collect(held, visit, initial=initial)
+        if of_cols is not None:
+            of_cols = plan.exchange.merge(of_cols, "sum")[plan.exchange.kept_own].clone()
+        ctx.plan = plan
+        scale = scale if isinstance(scale, Tensor) else None
+        ctx.save_for_backward(scale, inverse_x, inverse_y, x, y, held, of_rows, of_cols)
+        sums = (of_rows, of_rows if of_cols is None else of_cols)
+        lse_rows, lse_cols = (log_sum_exp(plan.shift, side) for side in sums)
+        return lse_rows, targets, lse_cols
+
+    # With of_rows_il = sum_j N dS^l_ij S^l_ij, and of_cols likewise,
+    #
+    #     d/d inverse norm of i, part l = of_rows_il / (N r_il)        d/dscale = 1 / (N scale) sum_il of_rows_il
+    @staticmethod
+    @once_differentiable
+    @no_autocast
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        plan: _Plan = ctx.plan
+        scale, inverse_x, inverse_y, x, y, held, row_sums, col_sums = ctx.saved_tensors
+        want_scale, _, _, want_x, want_y = ctx.needs_input_grad[1:]
+        a, t, a_cols = (plan.size * grad for grad in grads)
+        rows = torch.where(a == 0, 0.0, a / row_sums)
+        carried = None
+        if col_sums is not None:
+            carried = plan.exchange.spread(torch.where(a_cols == 0, 0.0, a_cols / col_sums).T.contiguous())
+        dtype, parts, d = accumulation_dtype(x.dtype), len(plan.dims), x.shape[1]
+        sweep = plan.sweep(x, inverse_x)
+        u = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if want_x else None
+        of_rows = x.new_zeros(len(x), parts, dtype=wide_dtype(x.device))
+
+        def visit(block: Block, carried: Tensor | None, into: Tensor | None, _own: Tensor | None) -> None:
+            cols = None if carried is None else carried.T
+            v, of_cols = (None, None) if into is None else (into[:, :d], into[:, d:])
+            sweep.gradients(block, rows, t, cols, u, v, of_rows, of_cols)
+
+        initial = x.new_zeros(1, d + parts, dtype=dtype) if want_y else None
+        v = plan.exchange.collect(held, visit, carried=carried, initial=initial)
+        grad_scale = None
+        if want_scale:
+            grad_scale = (of_rows.sum() / (plan.size * plan.scale)).to(scale).view_as(scale)
+        grad_x = grad_y = grad_inverse_x = grad_inverse_y = None
+        if u is not None:
+            grad_x = u.div_(plan.size).to(x.dtype)
+            grad_inverse_x = (of_rows / (plan.size * inverse_x)).to(inverse_x.dtype)
+        if v is not None:
+            v = plan.exchange.home(v).div_(plan.size)
+            grad_y, grad_inverse_y = v[:, :d].to(y.dtype), v[:, d:] / inverse_y
+        return None, grad_scale, grad_inverse_x, grad_inverse_y, grad_x, grad_y
