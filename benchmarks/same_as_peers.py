@@ -20,6 +20,7 @@ from torch.nn.functional import normalize
 
 import wholebatch as wb
 from wholebatch.bench.peers import declare_torchvision_operators
+from wholebatch.bench.records import about
 
 RESULTS = Path(__file__).parent / "results" / "same_as_peers.json"
 Loss = Callable[..., Tensor]
@@ -122,9 +123,10 @@ def from_metric_learning() -> Iterator[tuple[str, str, Loss, Loss, str]]:
 
     f = wb.functional
 
-    def batch_hard(t: dict[str, Tensor]) -> Tensor:
+    def batch_hard(t: dict[str, Tensor], *, smooth: bool = False) -> Tensor:
         found = miners.BatchHardMiner()(t["x"], t["labels"])
-        return losses.TripletMarginLoss(margin=0.2, reducer=reducers.MeanReducer())(t["x"], t["labels"], found)
+        loss = losses.TripletMarginLoss(margin=0.2, smooth_loss=smooth, reducer=reducers.MeanReducer())
+        return loss(t["x"], t["labels"], found)
 
     def mined(t: dict[str, Tensor]) -> Tensor:
         found = miners.MultiSimilarityMiner(epsilon=0.1)(t["x"], t["labels"])
@@ -171,6 +173,13 @@ def from_metric_learning() -> Iterator[tuple[str, str, Loss, Loss, str]]:
         lambda t: f.triplet_loss(t["x"], t["labels"]),
         batch_hard,
         "theirs averages over the triplets that violate the margin unless told otherwise (AvgNonZeroReducer)",
+    )
+    yield (
+        "triplet_loss, smooth",
+        "the same, smooth_loss=True",
+        lambda t: f.triplet_loss(t["x"], t["labels"], smooth=True),
+        lambda t: batch_hard(t, smooth=True),
+        "",
     )
 
     def square(t: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -344,7 +353,7 @@ def main() -> None:
             if max(value, gradient) > 1e-6 and "differ" not in note:
                 raise SystemExit(f"{ours} and {name} differ, and nothing says why")
     versions = {package: version(package) for package in (*packages, "torch")}
-    RESULTS.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+    RESULTS.write_text(json.dumps({"versions": versions, **about(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

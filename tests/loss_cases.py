@@ -191,6 +191,12 @@ LOSSES = {
         info_nce_with("negatives", "hard_negatives", "weights", margin=0.1, hardness=2.0, directions=BOTH_WAYS),
         inputs=(X, Y, NEGATIVES, HARD_NEGATIVES, WEIGHTS),
     ),
+    "info_nce, hardness, label smoothing": Case(
+        info_nce_with("negatives", hardness=2.0, label_smoothing=0.2, directions=BOTH_WAYS), inputs=(X, Y, NEGATIVES)
+    ),
+    "info_nce, keys' queries, keys among themselves": Case(
+        info_nce_with("negatives", "key_ids", directions=("key_to_query", "key_to_key")), inputs=(X, Y, NEGATIVES, IDS)
+    ),
     "info_nce, false negatives by margin": Case(
         info_nce_with(
             "hard_negatives",
@@ -232,7 +238,7 @@ LOSSES = {
     "w_mse": Case(moments("w_mse_loss", epsilon=0.2), **MOMENTS),
     "triplet": Case(labelled("triplet_loss"), **LABELLED, smooth=False),
     "triplet, no hinge, not normalised": Case(
-        labelled("triplet_loss", margin=None, distance="squared", normalise=False), **LABELLED, smooth=False
+        labelled("triplet_loss", smooth=True, distance="squared", normalise=False), **LABELLED, smooth=False
     ),
     "multi_similarity": Case(labelled("multi_similarity_loss"), **LABELLED),
     "multi_similarity, mined": Case(labelled("multi_similarity_loss", epsilon=0.1), **LABELLED, smooth=False),

@@ -225,10 +225,19 @@ NEW_MISTAKES = [
     *((name, {"labels": None}, "labels must be a tensor of integers, .* got NoneType") for name in LABELLED),
     *((name, {"labels": torch.zeros(3, 1).long()}, r"one integer for each row .* got \(3, 1\)") for name in LABELLED),
     *((name, {"ids": torch.zeros(3)}, "ids must be a tensor of integers") for name in ("clip_loss", "nt_xent_loss")),
+    *((name, {"weights": torch.ones(3, device="meta")}, "weights must be a dense tensor with data") for name in SWEEPS),
+    *(
+        (name, {"labels": torch.zeros(3, device="meta").long()}, "labels must be a dense tensor with data")
+        for name in LABELLED
+    ),
+    ("sup_con_loss", {"features": features(6).view(3, 2, 4).to_sparse()}, "features must have shape|dense tensor"),
+    ("info_nce_loss", {"hard_negatives": features().view(3, 1, 4).to_sparse()}, "hard_negatives must (have|be)"),
     ("clip_loss", {"equal_ids": "ignored"}, "equal_ids must be one of 'positive', 'excluded'; got 'ignored'"),
     ("siglip_loss", {"equal_ids": "ignored"}, "equal_ids must be one of 'positive', 'excluded'; got 'ignored'"),
     ("clip_loss", {"ids": torch.zeros(3).long()}, "arguments that are given"),
-    ("info_nce_loss", {"directions": ("key_to_query",)}, "directions must be different, one of them 'query_to_key'"),
+    ("info_nce_loss", {"directions": ("query_to_query",)}, "must have 'query_to_key' or 'key_to_query' among them"),
+    ("info_nce_loss", {"directions": ("key_to_query",), "hardness": 1.0}, "hardness is that of query_to_key"),
+    ("info_nce_loss", {"hardness": -1.0}, "hardness must not be negative, got -1.0"),
     ("info_nce_loss", {"directions": ("query_to_key",) * 2}, "directions must be different"),
     ("info_nce_loss", {"directions": ("query_to_key", "sideways")}, "directions must be one of 'query_to_key', .*way"),
     ("info_nce_loss", {"partition": "both"}, "partition must be one of 'joint', 'per_direction'; got 'both'"),
@@ -236,7 +245,7 @@ NEW_MISTAKES = [
     ("info_nce_loss", {"margin": 0.1}, "settings must be the same on all ranks"),
     ("info_nce_loss", {"exclude_relative": True}, "exclude_relative says how exclude_above is meant"),
     ("info_nce_loss", {"negative_ids": torch.zeros(2).long()}, "negative_ids are compared with query_ids or key_ids"),
-    ("info_nce_loss", {"directions": "key_to_query"}, "directions must be different, one of them 'query_to_key'"),
+    ("info_nce_loss", {"directions": "key_to_key"}, "must have 'query_to_key' or 'key_to_query' among them"),
     (
         "info_nce_loss",
         {"hard_negatives": features().view(3, 1, 4), "query_ids": torch.zeros(3).long()}
@@ -266,6 +275,7 @@ NEW_MISTAKES = [
     ("dcl_loss", {"sigma": 0.0}, "sigma must be positive, got 0.0"),
     ("multi_similarity_loss", {"alpha": 0.0}, "alpha must be positive"),
     ("circle_loss", {"gamma": -1.0}, "gamma must be positive"),
+    ("triplet_loss", {"margin": 0.5}, "settings must be the same on all ranks, got rank 0: .*'margin': 0.2"),
     ("triplet_loss", {"distance": "far"}, "distance must be one of 'euclidean', 'squared', 'cosine'; got 'far'"),
     ("smooth_ap_loss", {"temperature": 0.0}, "temperature must be positive"),
     ("barlow_twins_loss", {"epsilon": 0.0}, "epsilon must be positive"),
@@ -282,7 +292,8 @@ NEW_MISTAKES = [
     ("matryoshka_loss", {"dims": (0, 2)}, "dims must be positive"),
     ("matryoshka_loss", {"dims": (2.0, 4.0)}, "dims must be a sequence of integers"),
     ("matryoshka_loss", {"dims": ()}, "dims must be a sequence of integers"),
-    ("matryoshka_loss", {"dim_weights": (1.0,)}, "dim_weights must be as many as dims, 2, got 1"),
+    ("matryoshka_loss", {"dim_weights": (1.0,)}, r"dim_weights must be as many numbers as dims, 2, got \(1.0,\)"),
+    ("matryoshka_loss", {"dim_weights": 1.0}, "dim_weights must be as many numbers as dims, 2, got 1.0"),
     ("matryoshka_loss", {"dim_weights": (1.0, -1.0)}, "dim_weights must not be negative, got -1.0"),
     ("matryoshka_loss", {"dim_weights": (0.0, 0.0)}, "dim_weights must not all be 0"),
     ("distillation_loss", {"teacher_text_features": features(3, 3)}, "same feature size, got 2 and 3"),
@@ -330,8 +341,10 @@ def empty_body():
     for name in MOMENTS:
         with pytest.raises(ValueError, match="a variance needs at least two rows"):
             CALLS[name](**dict.fromkeys(("z0", "z1"), features(1 if dist.get_rank() == 0 else 0)))
+    with pytest.raises(ValueError, match=r"rows have no invertible covariance of 4 features: it takes more rows"):
+        CALLS["w_mse_loss"](z0=features(2), z1=features(2), epsilon=0.0)
     with pytest.raises(ValueError, match=r"the covariance of z0 over .* rows has no inverse"):
-        CALLS["w_mse_loss"](z0=torch.ones(3, 4), epsilon=0.0)
+        CALLS["w_mse_loss"](z0=torch.ones(6, 4), z1=features(6), epsilon=0.0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -367,6 +380,10 @@ def test_modules_refuse_what_does_not_exist_when_they_are_made(name):
         ("BarlowTwinsLoss", {"epsilon": 0.0}, "epsilon must be positive"),
         ("WMSELoss", {"epsilon": 2.0}, "epsilon must lie in"),
         ("GlobalContrastiveLoss", {"examples": 0}, "examples must be a positive integer"),
+        ("GlobalContrastiveLoss", {"examples": True}, "examples must be a positive integer"),
+        ("GlobalContrastiveLoss", {"examples": 3, "dtype": torch.int64}, "dtype must be a floating-point type"),
+        ("MatryoshkaLoss", {"dims": 3}, "dims must be a sequence of integers"),
+        ("MatryoshkaLoss", {"dims": (2, 3), "dim_weights": 1.0}, "dim_weights must be as many numbers as dims"),
         ("GlobalContrastiveLoss", {"examples": 5, "gamma": 0.0}, "gamma must lie in"),
         ("KeyQueue", {"size": 0, "width": 4}, "size must be a positive integer"),
     ],

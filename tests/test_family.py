@@ -1,6 +1,7 @@
 """What the losses have in common beside their exactness: precision, edges, statistics, state across ranks."""
 
 import math
+import warnings
 from unittest.mock import patch
 
 import pytest
@@ -37,6 +38,48 @@ def test_float32_is_no_worse_than_plain_pytorch(name):
         size = max(true.norm().item(), factors if position and not got.dim() else 1e-6)
         error, plain_error = ((z.double() - true).norm().item() / size for z in (got, other))
         assert error <= max(3e-6, 1.5 * plain_error), (position, error, plain_error)
+
+
+def test_float32_distillation_of_what_is_nearly_solved():
+    """At a scale of 100 a logsumexp is rounded by 10^-5, and the loss is 2 10^-3."""
+    generator = torch.Generator().manual_seed(0)
+    x, tx, dy, dty = (torch.randn(512, 64, dtype=torch.float64, generator=generator) for _ in range(4))
+    x, tx = normalize(x + 1.5, dim=1).float(), normalize(tx + 1.5, dim=1).float()
+    y, ty = (normalize(of + 0.5 * normalize(by, dim=1), dim=1).float() for of, by in ((x, dy), (tx, dty)))
+
+    def found(functions, dtype):
+        leaf = x.to(dtype, copy=True).requires_grad_()
+        loss = functions.distillation_loss(leaf, y.to(dtype), 100.0, tx.to(dtype), ty.to(dtype), 100.0)
+        return loss.detach().double(), torch.autograd.grad(loss, leaf)[0].double()
+
+    true, plain, ours = (
+        found(wb.reference, torch.float64),
+        found(wb.reference, torch.float32),
+        found(wb.functional, torch.float32),
+    )
+    assert (ours[0] - true[0]).abs() <= max(3e-7 * true[0], 3 * (plain[0] - true[0]).abs())
+    assert (ours[1] - true[1]).norm() <= 4 * (plain[1] - true[1]).norm()
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_the_hardest_of_rows_that_lie_close_together(normalise):
+    """In float32 x . y - |y|^2 / 2 cannot tell them apart, and picks others; the twin subtracts first."""
+    generator = torch.Generator().manual_seed(0)
+    if normalise:
+        z = normalize(torch.randn(1, 16, generator=generator), dim=1) + 1e-4 * torch.randn(64, 16, generator=generator)
+    else:
+        z = 300 * torch.randn(8, 16, generator=generator).repeat_interleave(8, 0)
+        z = z + 0.1 * torch.randn(64, 16, generator=generator)
+    labels = torch.arange(64) // 2
+    options = {"margin": 0.0, "smooth": True, "distance": "euclidean", "normalise": normalise, "reduction": "none"}
+    true = wb.reference.triplet_loss(z.double(), labels, **options)
+    plain, ours = (f.triplet_loss(z, labels, **options) for f in (wb.reference, wb.functional))
+    assert_same(ours.double(), plain.double(), relative=1e-6)
+    assert (ours - true).abs().max() <= 2 * (plain - true).abs().max() + 1e-7
+    key = normalize(z, dim=1) if normalise else z - z.mean(0)
+    similar = (key @ key.T - key.square().sum(1) / 2).masked_fill(labels[:, None] == labels, -torch.inf)
+    away = torch.cdist(key.double(), key.double()).masked_fill(labels[:, None] == labels, torch.inf)
+    assert (similar.argmax(1) != away.argmin(1)).any(), "what one sweep in float32 finds"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -181,6 +224,23 @@ def statistics_body(counts):
             wb.functional.nt_xent_loss(x[rows], y[rows], temperature=1 / scale, **options),
             dense_statistics(z @ z.T, other, ~other & ~itself, scale),
         ),
+        "dcl": (
+            wb.functional.dcl_loss(x[rows], y[rows], temperature=1 / scale, sigma=0.5, **options),
+            dense_statistics(z @ z.T, other, ~other & ~itself, scale),
+        ),
+        "moco": (
+            wb.functional.moco_loss(x[rows], y[rows], h[:, 0], logit_scale=scale, **options),
+            dense_statistics(
+                torch.cat([(x * y).sum(1, keepdim=True), x @ h[:, 0].T], 1),
+                torch.arange(len(x) + 1).expand(len(x), -1) == 0,
+                torch.arange(len(x) + 1).expand(len(x), -1) > 0,
+                scale,
+            ),
+        ),
+        "info_nce, key_to_query": (
+            wb.functional.info_nce_loss(x[rows], y[rows], logit_scale=scale, directions="key_to_query", **options),
+            dense_statistics(y @ x.T, diagonal, ~diagonal, scale),
+        ),
         "sup_con": (
             wb.functional.sup_con_loss(x[rows], labels[rows], temperature=1 / scale, **options),
             dense_statistics(x @ x.T, classmates, ~classmates & ~diagonal, scale),
@@ -250,11 +310,22 @@ def queue_body(size):
         (torch.zeros(8, 2), r"do not fit into a queue of 7"),
         (torch.zeros(1, 3), "same feature size, got 3 and 2"),
         (torch.zeros(1, 2).double(), "same dtype"),
+        (torch.full((1, 2), torch.nan), "keys must be finite"),
         ("keys", "must be a tensor"),
     ):
         with pytest.raises(ValueError, match=message):
             queue.enqueue(wrong if dist.get_rank() == 0 else torch.zeros(1, 2))
     assert torch.equal(again.keys, queue.keys)
+    if size > 1:
+        rank = dist.get_rank()
+        for differing, message in ((wb.KeyQueue(7 + rank, 2), "size, width, dtype"), (queue, "keys enqueued")):
+            queue.enqueued += rank
+            with pytest.raises(ValueError, match=f"{message} must be the same on all ranks"):
+                differing.enqueue(torch.zeros(1, 2))
+            queue.enqueued -= rank
+        x = torch.eye(2)
+        with pytest.raises(ValueError, match="examples must be the same on all ranks"):
+            wb.GlobalContrastiveLoss(9 + rank)(x, x, torch.arange(2))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -492,6 +563,30 @@ def test_a_queue_filled_in_inference_mode():
     x = torch.randn(2, 3, requires_grad=True)
     wb.functional.moco_loss(x, x.detach(), queue.keys, logit_scale=5.0).backward()
     assert x.grad.isfinite().all()
+
+
+def test_what_has_state_leaves_a_compiled_graph():
+    queue, loss, x = wb.KeyQueue(4, 3), wb.GlobalContrastiveLoss(5), torch.eye(3, requires_grad=True)
+
+    @torch.compile(backend="eager")
+    def step(x):
+        value = loss(2 * x, x, torch.arange(3))
+        queue.enqueue(x.detach())
+        return 2 * value
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(x).backward()
+    assert not [str(one.message) for one in caught if "Dynamo" in str(one.message)]
+    assert x.grad.isfinite().all()
+    assert len(queue.keys) == 3
+
+
+def test_ids_of_any_strides():
+    x, y, ids = *whole_batch(LOSSES["clip"], (6,)), torch.arange(12).view(6, 2) // 4
+    assert torch.equal(
+        wb.functional.clip_loss(x, y, 5.0, ids=ids[:, 0]), wb.functional.clip_loss(x, y, 5.0, ids=ids[:, 0].clone())
+    )
 
 
 def test_the_last_of_equal_indices_stays():

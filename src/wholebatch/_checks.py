@@ -78,6 +78,7 @@ def check_ids(name: str, ids: object, of: str, rows: int) -> None:
         got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
         fix = "cast with .long()" if isinstance(ids, Tensor) else f"pass torch.tensor({name})"
         raise ValueError(f"{name} must be a tensor of integers, one for each row of {of}, got {got}; {fix}")
+    check_dense(name, ids)
     if ids.shape != (rows,):
         raise ValueError(
             f"{name} must have shape ({rows},), one integer for each row of {of}, got {tuple(ids.shape)}; of one-hot "
@@ -92,6 +93,7 @@ def check_weights(name: str, weights: object, of: str, rows: int) -> float:
     if not isinstance(weights, Tensor) or weights.dtype not in _DTYPES:
         got = weights.dtype if isinstance(weights, Tensor) else type(weights).__name__
         raise ValueError(f"{name} must be a floating-point tensor, one number for each row of {of}, got {got}")
+    check_dense(name, weights)
     if weights.shape != (rows,):
         raise ValueError(f"{name} must have shape ({rows},), one for each row of {of}, got {tuple(weights.shape)}")
     if not weights.isfinite().all():
@@ -117,6 +119,13 @@ def check_scalar(name: str, value: object) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, got {number}; clamp it, and look at the learning rate")
     return number
+
+
+def check_count(name: str, value: object, of: str) -> int:
+    """value is a positive integer."""
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} must be a positive integer, {of}; got {value!r}")
+    return value
 
 
 def check_number(name: str, value: object) -> float:

@@ -334,7 +334,8 @@ def triplet_loss(
     features: Tensor,
     labels: Tensor,
     *,
-    margin: float | None = 0.2,
+    margin: float = 0.2,
+    smooth: bool = False,
     distance: str = "euclidean",
     normalise: bool = True,
     weights: Tensor | None = None,
@@ -342,7 +343,7 @@ def triplet_loss(
 ) -> Tensor:
     """Each row's farthest positive and nearest negative (Hermans et al., 2017, arXiv:1703.07737, equation 5).
 
-    L_i = max(0, max_p D_ip - min_n D_in + margin), or softplus of the difference; mean over rows that have both
+    L_i = max(0, max_p D_ip - min_n D_in + margin), or its softplus; mean over rows that have both
 
     >>> round(triplet_loss(torch.eye(3, dtype=torch.float64), torch.tensor([0, 0, 1])).item(), 9)
     0.2
@@ -356,7 +357,7 @@ def triplet_loss(
     both = positive.any(1) & negative.any(1)
     far = away.masked_fill(~positive, -torch.inf).amax(1).masked_fill(~both, 0)
     near = away.masked_fill(~negative, torch.inf).amin(1).masked_fill(~both, 0)
-    losses = F.softplus(far - near, threshold=40) if margin is None else F.relu(far - near + margin)
+    losses = F.softplus(far - near + margin, threshold=40) if smooth else F.relu(far - near + margin)
     return _reduce(losses.masked_fill(~both, 0), weights, reduction, both)
 
 
@@ -441,7 +442,7 @@ def vicreg_loss(
     """
     loss = invariance * F.mse_loss(z0, z1)
     for z in (z0, z1):
-        cov = z.T.cov()
+        cov = torch.atleast_2d(z.T.cov())
         loss = loss + variance / 2 * F.relu(1 - (cov.diagonal() + epsilon).sqrt()).mean()
         loss = loss + covariance * (cov.square().sum() - cov.diagonal().square().sum()) / z.shape[1]
     return loss

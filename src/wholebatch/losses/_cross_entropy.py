@@ -50,5 +50,5 @@ def many_positives(side: Numbers, positives: Tensor, *, label_smoothing: float =
 
 def how_many_equal(ids: Tensor, among: Tensor) -> Tensor:
     """How many of `among` (n,) each of `ids` (b,) is equal to: (b,) integers."""
-    ordered = among.sort().values
+    ordered, ids = among.sort().values, ids.contiguous()
     return torch.searchsorted(ordered, ids, right=True) - torch.searchsorted(ordered, ids)

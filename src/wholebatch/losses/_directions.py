@@ -66,7 +66,7 @@ class Retrieval:
     def numbers(
         self, directions: Sequence[Direction], *, hardness: float = 0.0, ceiling: Ceiling | None = None
     ) -> dict[Direction, Numbers]:
-        """Of this rank's queries in each direction; "query_to_key" is always there. Collective.
+        """Of this rank's queries in each direction. Collective.
 
         Args:
             directions: that are wanted.
@@ -74,12 +74,13 @@ class Retrieval:
             ceiling: negatives above it are left out.
         """
         found: dict[Direction, Numbers] = {}
-        both = "key_to_query" in directions
+        to_key, to_query = ("query_to_key" in directions, "key_to_query" in directions)
         if ceiling is None and not hardness:
-            found |= self._between(to_key=True, to_query=both)
+            found |= self._between(to_key=to_key, to_query=to_query)
         else:
-            found |= self._between(to_key=True, to_query=False, hardness=hardness, ceiling=ceiling)
-            if both:
+            if to_key:
+                found |= self._between(to_key=True, to_query=False, hardness=hardness, ceiling=ceiling)
+            if to_query:
                 found |= self._between(to_key=False, to_query=True, ceiling=ceiling)
         if "query_to_query" in directions:
             found["query_to_query"] = self._among("queries", ceiling)
@@ -254,5 +255,6 @@ def _softened(numbers: Numbers, factor: float) -> Numbers:
         numbers,
         logsumexp=scale_gradient(numbers.logsumexp, factor),
         target=numbers.target * factor,
+        logits=None if numbers.logits is None else scale_gradient(numbers.logits, factor),
         largest=None if numbers.largest is None else numbers.largest * factor,
     )

@@ -141,6 +141,7 @@ class Agreement:
         keep: bool = True,
         exact: bool = False,
         everywhere: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> tuple[Exchange, Budget]:
         """The exchange that was asked for, and what this rank's sweep may allocate.
 
@@ -151,28 +152,29 @@ class Agreement:
             keep: whether exp(S) may be kept.
             exact: whether what is kept must not be rounded.
             everywhere: whether every rank holds all of Y, and nothing has to travel.
+            dtype: of the sweep, if it is not `self.dtype`.
 
         Raises:
             ValueError: on every rank, if a rank's `memory` is too little for its part.
         """
-        side = default_side(self.device)
+        side, dtype = default_side(self.device), dtype or self.dtype
         for rank, memory in enumerate(self.facts("memory")):
-            needed = smallest_budget(stays.counts[rank], travels.total, self.dtype)
+            needed = smallest_budget(stays.counts[rank], travels.total, dtype)
             if isinstance(memory, int) and memory < needed:
                 raise ValueError(
                     f"{self.caller}: memory must be at least {needed} bytes for the smallest tiles of rank {rank}, got "
-                    f"{memory}; 'flat' takes what it needs, at most {2 * side * side * self.dtype.itemsize} bytes"
+                    f"{memory}; 'flat' takes what it needs, at most {2 * side * side * dtype.itemsize} bytes"
                 )
         exchange = select_exchange(
             self.options.exchange,
             LocalCommunicator() if everywhere else self.comm,
             stays.counts[self.rank],
             travels,
-            row_bytes=self.width * self.dtype.itemsize,
+            row_bytes=self.width * dtype.itemsize,
             symmetric=symmetric,
         )
         entries = num_entries(exchange.visits, side) if keep else 0
-        return exchange, fit(self.options.memory, entries=entries, side=side, dtype=self.dtype, exact=exact)
+        return exchange, fit(self.options.memory, entries=entries, side=side, dtype=dtype, exact=exact)
 
     def reduce(self, losses: Tensor, count: int, counted: Tensor | None = None) -> Tensor:
         """What the caller asked for, from the losses (b_r,) of this rank's rows.

@@ -35,9 +35,10 @@ def agree_labelled(
     must_match: Sequence[str] = (),
 ) -> Labelled:
     """As `agree`, on rows with labels: (b, d), or (b, v, d) for v views of each example, with b labels either way."""
-    shape = features.shape[:-1] if isinstance(features, Tensor) and features.dim() == 3 else None
+    with_views = isinstance(features, Tensor) and features.layout is torch.strided and features.dim() == 3
+    shape = features.shape[:-1] if with_views else None
 
-    def with_views() -> Mapping[str, Any]:
+    def check_views() -> Mapping[str, Any]:
         if shape is not None:
             one, each = tuple(shape[:1]), tuple(shape)
             for name, x, allowed in (("labels", labels, (one,)), ("weights", weights, (one, each))):
@@ -59,7 +60,7 @@ def agree_labelled(
         ids={"labels": (rows[1], "features")},
         required=("labels",),
         weights=(rows[2], "features"),
-        check=with_views,
+        check=check_views,
         must_match=must_match,
     )
     return Labelled(agreed, shape)

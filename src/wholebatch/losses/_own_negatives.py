@@ -46,7 +46,7 @@ def check_own_negatives(queries: Tensor, hard_negatives: Tensor, hard_negative_i
 
 
 def _is_cube(x: object) -> TypeGuard[Tensor]:
-    return isinstance(x, Tensor) and x.dim() == 3
+    return isinstance(x, Tensor) and x.layout is torch.strided and x.dim() == 3
 
 
 def own_negatives(

@@ -31,7 +31,6 @@ def barlow_twins_loss(
 
     L = sum_k (1 - C_kk)^2 + redundancy sum_{k != l} C_kl^2,    C = Z0^T Z1 / B of standardised features.
 
-
     Args:
         z0: (b_r, d), this rank's rows of the first view, as they are. b_r may differ between ranks and may be 0.
             float64, float32, bfloat16 or float16 (the last two are widened to float32).
@@ -89,7 +88,7 @@ def _checked(redundancy: float, epsilon: float) -> dict[str, object]:
     check_number("redundancy", redundancy)
     if check_number("epsilon", epsilon) <= 0:
         raise ValueError(f"epsilon must be positive, got {epsilon}; it is added to variances")
-    return {"settings": [redundancy, epsilon]}
+    return {"settings": {"redundancy": redundancy, "epsilon": epsilon}}
 
 
 class BarlowTwinsLoss(LossModule):

@@ -134,7 +134,7 @@ def circle_loss(
 def _checked(m: float, gamma: float) -> dict[str, object]:
     if check_number("gamma", gamma) <= 0:
         raise ValueError(f"gamma must be positive, got {gamma}; it multiplies similarities")
-    return {"settings": [check_number("m", m), gamma]}
+    return {"settings": {"m": check_number("m", m), "gamma": gamma}}
 
 
 class CircleLoss(LossModule):

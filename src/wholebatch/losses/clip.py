@@ -71,9 +71,9 @@ def clip_loss(
             "excluded": only row i is row i's positive, and the others are left out of its sum.
         weights: (b_r,), of the pairs, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
         label_smoothing: weight e of the uniform distribution in both targets, 0 <= e <= 1.
-        reduction: "mean", "sum" over all pairs of all ranks, or "none": L_i of this rank's pairs, (b_r,). Each rank
-            then makes a scalar of them; the gradient is that of the sum of these over the ranks, and the engine's
-            averaging makes it that of their mean. `sync` has no part in it.
+        reduction: "mean", "sum" over all pairs of all ranks, or "none": L_i of this rank's pairs, (b_r,), times
+            their weights if there are any. Each rank then makes a scalar of them; the gradient is that of the sum of
+            these over the ranks, and the engine's averaging makes it that of their mean. `sync` has no part in it.
         return_statistics: return (L, :class:`wholebatch.BatchStatistics`); one more all-reduce, no more sweeps.
 
     Returns:

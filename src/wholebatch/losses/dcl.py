@@ -9,6 +9,8 @@ Work and memory are NT-Xent's.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from ..sweep import Memory
 from ..sync import Sync, total
 from ._door import LossModule, Options, Reduction, agree, eager
 from ._views import two_views
+from .statistics import batch_statistics
 
 
 @eager
@@ -31,11 +34,12 @@ def dcl_loss(
     ids: Tensor | None = None,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
+    return_statistics: bool = False,
     group: Group = None,
     sync: Sync = "mean",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
-) -> Tensor:
+) -> Any:
     r"""Logsumexp over each row's negatives less its positive's logit, over the two views of all ranks.
 
     S = Z Z^T / temperature,    L_i = logsumexp_{j != i, p(i)} S_ij - w_i S_{i p(i)},    Z = normalize([Z0; Z1]).
@@ -52,6 +56,7 @@ def dcl_loss(
         weights: (b_r,), of the examples, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
         reduction: "mean", "sum", or "none": of this rank's examples the mean over both views, (b_r,); see
             :func:`wholebatch.functional.clip_loss`.
+        return_statistics: return (L, :class:`wholebatch.BatchStatistics`), over all rows of Z.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
         exchange: "gather", "ring" or "auto", as there.
@@ -87,11 +92,11 @@ def dcl_loss(
         paired=("z0", "z1"),
         ids={"ids": (ids, "z0")},
         weights=(weights, "z0"),
-        check=lambda: _checked(temperature, sigma),
-        must_match=("sigma",),
+        check=lambda: {**_checked(temperature, sigma), "statistics": return_statistics},
+        must_match=("sigma", "statistics"),
     )
     count = agreed.rows["z0"].total
-    numbers = two_views(agreed, beside_target=False)
+    numbers = two_views(agreed, statistics=return_statistics, beside_target=False)
     assert numbers.target is not None
     target = numbers.target
     if sigma is not None:
@@ -99,7 +104,10 @@ def dcl_loss(
         similar = ((cosines - 1) / sigma).exp()  # cosines are 1 at most
         target = target * (2 - count * similar / total(agreed.comm, similar.sum())).repeat(2)
     losses = torch.where(numbers.logsumexp.isneginf(), 0.0, numbers.logsumexp - target)
-    return agreed.reduce(losses.unflatten(0, (2, -1)).mean(0), count)
+    loss = agreed.reduce(losses.unflatten(0, (2, -1)).mean(0), count)
+    if not return_statistics:
+        return loss
+    return loss, batch_statistics(agreed.comm, 1 / agreed.scalars["temperature"], [(numbers, numbers.target)])
 
 
 def _checked(temperature: Tensor | float, sigma: float | None) -> dict[str, float | None]:
@@ -111,7 +119,7 @@ class DCLLoss(LossModule):
     """Decoupled contrastive loss over the global batch.
 
     Args:
-        temperature, sigma, reduction, group, sync, exchange, memory: as in
+        temperature, sigma, reduction, return_statistics, group, sync, exchange, memory: as in
             :func:`wholebatch.functional.dcl_loss`.
     """
 
@@ -121,6 +129,7 @@ class DCLLoss(LossModule):
         temperature: Tensor | float = 0.1,
         sigma: float | None = None,
         reduction: Reduction = "mean",
+        return_statistics: bool = False,
         group: Group = None,
         sync: Sync = "mean",
         exchange: ExchangeName = "auto",
@@ -130,6 +139,7 @@ class DCLLoss(LossModule):
             temperature=temperature,
             sigma=sigma,
             reduction=reduction,
+            return_statistics=return_statistics,
             group=group,
             sync=sync,
             exchange=exchange,
@@ -137,6 +147,6 @@ class DCLLoss(LossModule):
         )
         _checked(temperature, sigma)
 
-    def forward(self, z0: Tensor, z1: Tensor, *, ids: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+    def forward(self, z0: Tensor, z1: Tensor, *, ids: Tensor | None = None, weights: Tensor | None = None) -> Any:
         """See :func:`wholebatch.functional.dcl_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
         return dcl_loss(z0, z1, ids=ids, weights=weights, **self.settings)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import check_finite, check_ids, check_number, check_temperature
+from .._checks import check_count, check_dense, check_features, check_finite, check_ids, check_number, check_temperature
 from .._precision import wide_dtype
 from ..comm import Group, handshake, select_communicator
 from ..exchange import ExchangeName
@@ -127,7 +127,7 @@ def global_contrastive_loss(
     assert sides[0] is not None
     target = sides[0].target
     assert target is not None
-    before = [x.to(agreed.device, wide_dtype(agreed.device)) for x in (image_log_averages, text_log_averages)]
+    before = [x.detach().to(agreed.device, wide_dtype(agreed.device)) for x in (image_log_averages, text_log_averages)]
     if rows.total == 1:
         return agreed.reduce(0 * target, 1), before[0], before[1]
     losses, after = [], []
@@ -163,6 +163,7 @@ def _check_averages(name: str, value: object, rows: int) -> None:
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.shape != (rows,):
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{name} must be a floating-point tensor of shape ({rows},), one for each pair, got {got}")
+    check_dense(name, value)
     check_finite(name, value.masked_fill(value.isneginf(), 0.0))
 
 
@@ -211,12 +212,14 @@ class GlobalContrastiveLoss(LossModule):
             gamma=gamma,
             epsilon=epsilon,
         )
-        if not isinstance(examples, int) or examples < 1:
-            raise ValueError(f"examples must be a positive integer, the size of the data set; got {examples!r}")
+        check_count("examples", examples, "the size of the data set")
+        if not dtype.is_floating_point:
+            raise ValueError(f"dtype must be a floating-point type, that of the averages; got {dtype}")
         _checked(temperature, gamma, epsilon)
         for name in ("image_log_averages", "text_log_averages"):
             self.register_buffer(name, torch.full((examples,), -torch.inf, dtype=dtype))
 
+    @eager
     def forward(
         self, image_features: Tensor, text_features: Tensor, indices: Tensor, *, weights: Tensor | None = None
     ) -> Tensor:
@@ -236,15 +239,17 @@ class GlobalContrastiveLoss(LossModule):
         comm, examples = select_communicator(self.group), len(self.image_log_averages)
 
         def check() -> dict[str, Any]:
+            check_features("image_features", image_features)
             check_ids("indices", indices, "image_features", len(image_features))
             if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < examples:
                 raise ValueError(
                     f"indices must lie between 0 and {examples - 1}, got {int(indices.min())} to {int(indices.max())}; "
                     "`examples` is the size of the whole data set"
                 )
-            return {"rows": len(indices), "learning": self.training and torch.is_grad_enabled()}
+            learning = self.training and torch.is_grad_enabled()
+            return {"rows": len(indices), "examples": examples, "learning": learning}
 
-        everyone = handshake(comm, check, caller="GlobalContrastiveLoss", must_match=("learning",))
+        everyone = handshake(comm, check, caller="GlobalContrastiveLoss", must_match=("examples", "learning"))
         at = indices.to(self.image_log_averages.device, torch.int64)
         loss, *after = global_contrastive_loss(
             image_features,

@@ -82,23 +82,24 @@ def info_nce_loss(
     Args:
         queries: Q_r, (b_r, d), this rank's rows as they are: the caller normalises. b_r may differ between ranks and
             may be 0. float64, float32, bfloat16 or float16 (the last two are widened to float32).
-        keys: K_r, (b_r, d) or more rows; row i is the positive of query i, rows from b_r on are negatives.
+        keys: K_r, (b_r, d) or more rows; row i is the positive of query i, rows from b_r on are negatives (in the
+            concatenated batch they lie behind the positives of all ranks).
         logit_scale: multiplies the similarities (1 / temperature); a number or a tensor of shape () or [1], the same
             on all ranks.
         negatives: N_r, (n_r, d), further keys that are nobody's positive, such as mined hard negatives; they count for
             the queries of all ranks. On all ranks or on none; n_r may differ and may be 0.
         hard_negatives: (b_r, h, d), each query's own, which count for it alone.
-        query_ids: (b_r,) integers; a key with a query's id is no negative of it, nor is another query with that id.
-            Default: those of the queries' keys.
+        query_ids: (b_r,) integers, any but -2^63; a key with a query's id is no negative of it, nor is another query
+            with that id. Default: those of the queries' keys.
         key_ids: of the keys, (rows of keys,). Default: those of their queries.
         negative_ids: of the negatives, (n_r,). Default: none of them is excluded.
         hard_negative_ids: of the hard negatives, (b_r, h). Default: none of them is excluded.
         equal_ids: "excluded": such keys are left out. "positive": they are further positives, L_i is the mean over
             all of query i's, with the positives of each direction in its sum; for the first two directions.
-        directions: which similarities take part; "query_to_key" always does.
+        directions: which similarities take part, one of the first two among them.
         partition: "joint" or "per_direction".
         margin: subtracted from the positive's similarity (in its own softmax, too, as in CosFace).
-        hardness: a, 0 or more: negatives of query_to_key have the logit (logit_scale + a) q . k, with the gradient of
+        hardness: a, >= 0: negatives of query_to_key have the logit (logit_scale + a) q . k, with the gradient of
             logit_scale q . k: harder ones weigh more.
         exclude_above: m: negatives more similar than the positive by more than m are taken for false, and left out:
             S_ij > logit_scale (q_i . k_i + m), in each direction. What is left out has no gradient. Ties are decided
@@ -111,7 +112,8 @@ def info_nce_loss(
         weights: (b_r,), of the examples, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
         reduction: "mean", "sum", or "none": this rank's L_i, (b_r,); see
             :func:`wholebatch.functional.clip_loss`.
-        return_statistics: return (L, :class:`wholebatch.BatchStatistics`), of the direction query_to_key.
+        return_statistics: return (L, :class:`wholebatch.BatchStatistics`), of the direction query_to_key, or of
+            key_to_query where that does not take part.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
         exchange: "gather", "ring" or "auto", as there; what travels is the queries, or keys and negatives, whichever
@@ -164,6 +166,8 @@ def info_nce_loss(
         settings.check_positives(equal_ids == "positive" and several_ids, hard_negatives)
         _check_rows(queries, keys)
         if hard_negatives is not None:
+            if "query_to_key" not in settings.directions:
+                raise ValueError("hard_negatives are those of query_to_key: give that direction, too")
             check_own_negatives(queries, hard_negatives, hard_negative_ids)
         _check_compared(
             several_ids,
@@ -189,17 +193,14 @@ def info_nce_loss(
         must_match=("settings", "guides", "statistics"),
     )
     b, scale = len(queries), agreed.scalars["logit_scale"]
-    if (exclude_above is not None or hardness) and min(scale, scale + hardness) <= 0:
-        raise ValueError(
-            f"info_nce_loss: exclude_above and hardness need a logit_scale that is positive, with hardness added, too; "
-            f"got {scale} and a hardness of {hardness}"
-        )
+    if (exclude_above is not None or hardness) and scale <= 0:
+        raise ValueError(f"info_nce_loss: exclude_above and hardness need a positive logit_scale, got {scale}")
     ceiling = None
     if exclude_above is not None:
         ceiling = _ceiling(agreed, b, exclude_above, exclude_relative, query_guides, key_guides)
     retrieval = Retrieval(agreed, equal_ids, wanted(mean_logit=label_smoothing > 0, statistics=return_statistics))
     found = retrieval.numbers(settings.directions, hardness=hardness, ceiling=ceiling)
-    target = found["query_to_key"].target
+    target = found[settings.main].target
     assert target is not None
     if hard_negatives is not None:
         excluded = None
@@ -214,13 +215,13 @@ def info_nce_loss(
                 for direction, side in found.items()
             ]
         ).mean(0)
-        target = target / retrieval.positives("query_to_key")
+        target = target / retrieval.positives(settings.main)
     else:
         losses = settings.cross_entropy(found, target - agreed.inputs["logit_scale"] * margin if margin else target)
     loss = agreed.reduce(losses, agreed.rows["queries"].total)
     if not return_statistics:
         return loss
-    return loss, batch_statistics(agreed.comm, scale, [(found["query_to_key"], target)])
+    return loss, batch_statistics(agreed.comm, scale, [(found[settings.main], target)])
 
 
 class InfoNCELoss(LossModule):
@@ -320,17 +321,27 @@ class _Settings:
     exclude_relative: bool
     label_smoothing: float
 
+    @property
+    def main(self) -> Direction:
+        """The direction whose positives are looked at."""
+        return "query_to_key" if "query_to_key" in self.directions else "key_to_query"
+
     def check(self) -> None:
         """Raise ValueError unless each of them exists, and they go together."""
         check_choice("equal_ids", self.equal_ids, EQUAL_IDS)
         check_choice("partition", self.partition, PARTITIONS)
         for direction in self.directions:
             check_choice("directions", direction, DIRECTIONS)
-        if "query_to_key" not in self.directions or len(set(self.directions)) < len(self.directions):
-            raise ValueError(f"directions must be different, one of them 'query_to_key'; got {self.directions}")
+        if not {"query_to_key", "key_to_query"} & set(self.directions):
+            raise ValueError(f"directions must have 'query_to_key' or 'key_to_query' among them, got {self.directions}")
+        if len(set(self.directions)) < len(self.directions):
+            raise ValueError(f"directions must be different, got {self.directions}")
         check_label_smoothing(self.label_smoothing)
-        for name, value in (("margin", self.margin), ("hardness", self.hardness)):
-            check_number(name, value)
+        check_number("margin", self.margin)
+        if check_number("hardness", self.hardness) < 0:
+            raise ValueError(f"hardness must not be negative, got {self.hardness}; 0 is none")
+        if self.hardness and "query_to_key" not in self.directions:
+            raise ValueError("hardness is that of query_to_key: give that direction, too")
         if self.exclude_above is not None:
             check_number("exclude_above", self.exclude_above)
         elif self.exclude_relative:

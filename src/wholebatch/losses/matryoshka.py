@@ -97,7 +97,8 @@ def matryoshka_loss(
 
     def check() -> dict[str, Any]:
         check_dims(dims, dim_weights, queries.shape[1] if queries.dim() == 2 else None)
-        return {"settings": [list(dims), None if dim_weights is None else list(dim_weights), symmetric, normalise]}
+        settings = {"dims": list(dims), "dim_weights": dim_weights and list(dim_weights)}
+        return {"settings": settings | {"symmetric": symmetric, "normalise": normalise}}
 
     agreed = agree(
         "matryoshka_loss",
@@ -138,8 +139,8 @@ def check_dims(dims: Sequence[int], dim_weights: Sequence[float] | None, width: 
         raise ValueError(f"dims must not exceed the feature size {width}, got {listed[-1]}")
     if dim_weights is None:
         return
-    if len(dim_weights) != len(listed):
-        raise ValueError(f"dim_weights must be as many as dims, {len(listed)}, got {len(dim_weights)}")
+    if not isinstance(dim_weights, Sequence) or len(dim_weights) != len(listed):
+        raise ValueError(f"dim_weights must be as many numbers as dims, {len(listed)}, got {dim_weights!r}")
     for weight in dim_weights:
         if check_number("dim_weights", weight) < 0:
             raise ValueError(f"dim_weights must not be negative, got {weight}; leave the part out of dims")
@@ -202,9 +203,10 @@ class MatryoshkaLoss(LossModule):
         exchange: ExchangeName = "auto",
         memory: Memory = "auto",
     ) -> None:
+        check_dims(dims, dim_weights, None)
         super().__init__(
-            dims=dims,
-            dim_weights=dim_weights,
+            dims=tuple(dims),
+            dim_weights=dim_weights and tuple(dim_weights),
             symmetric=symmetric,
             normalise=normalise,
             reduction=reduction,
@@ -213,7 +215,6 @@ class MatryoshkaLoss(LossModule):
             exchange=exchange,
             memory=memory,
         )
-        check_dims(dims, dim_weights, None)
 
     def forward(
         self,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_alike, check_features
+from .._checks import check_alike, check_count, check_features, check_finite
 from .._precision import wide_dtype
 from ..comm import Group, handshake, select_communicator
 from ..partition import Partition
@@ -24,6 +24,7 @@ from ._cross_entropy import softplus
 from ._door import LossModule, Options, Reduction, agree, eager
 from ._softmax import softmax_numbers, wanted
 from ._towers import Towers
+from .statistics import batch_statistics
 
 
 @eager
@@ -35,10 +36,11 @@ def moco_loss(
     logit_scale: Tensor | float,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
+    return_statistics: bool = False,
     group: Group = None,
     sync: Sync = "mean",
     memory: Memory = "auto",
-) -> Tensor:
+) -> Any:
     r"""Cross-entropy of each query's own key among that and the keys of a queue, with its exact gradient.
 
     L_i = log(exp T_i + sum_j exp(logit_scale q_i . n_j)) - T_i,    T_i = logit_scale q_i . k_i.
@@ -52,6 +54,7 @@ def moco_loss(
             on all ranks.
         weights: (b_r,), of the queries, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
         reduction: "mean", "sum", or "none": L_i of this rank's queries; see :func:`wholebatch.functional.clip_loss`.
+        return_statistics: return (L, :class:`wholebatch.BatchStatistics`).
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there. A queue that needs a gradient is a parameter that all ranks hold:
             under "mean" the ranks' gradients average to its own.
@@ -86,8 +89,8 @@ def moco_loss(
         features={"queries": queries, "keys": keys, "queue": queue},
         paired=("queries", "keys"),
         weights=(weights, "queries"),
-        check=lambda: {"length of the queue": len(queue)},
-        must_match=("length of the queue",),
+        check=lambda: {"length of the queue": len(queue), "statistics": return_statistics},
+        must_match=("length of the queue", "statistics"),
     )
     rows, scale, given = agreed.rows["queries"], agreed.scalars["logit_scale"], agreed.inputs
     numbers, _ = softmax_numbers(
@@ -99,31 +102,35 @@ def moco_loss(
         travels=Partition((len(queue),)),
         selection=Selection(Pairs()),
         bound=agreed.norms["queries"] * agreed.norms["queue"],
-        rows=wanted(target=False),
+        rows=wanted(target=False, statistics=return_statistics),
         everywhere=True,
     )
     assert numbers is not None
     similarities = torch.linalg.vecdot(given["queries"].to(agreed.dtype), given["keys"].to(agreed.dtype))
     target = given["logit_scale"] * similarities.to(wide_dtype(agreed.device))
-    return agreed.reduce(softplus(numbers.logsumexp - target), rows.total)
+    loss = agreed.reduce(softplus(numbers.logsumexp - target), rows.total)
+    return loss if not return_statistics else (loss, batch_statistics(agreed.comm, scale, [(numbers, target)]))
 
 
 class MoCoLoss(LossModule):
     """Each query against its key and a queue of past keys.
 
     Args:
-        reduction, group, sync, memory: as in :func:`wholebatch.functional.moco_loss`.
+        reduction, return_statistics, group, sync, memory: as in :func:`wholebatch.functional.moco_loss`.
     """
 
     def __init__(
         self,
         *,
         reduction: Reduction = "mean",
+        return_statistics: bool = False,
         group: Group = None,
         sync: Sync = "mean",
         memory: Memory = "auto",
     ) -> None:
-        super().__init__(group=group, sync=sync, reduction=reduction, memory=memory)
+        super().__init__(
+            group=group, sync=sync, reduction=reduction, return_statistics=return_statistics, memory=memory
+        )
 
     def forward(
         self,
@@ -133,7 +140,7 @@ class MoCoLoss(LossModule):
         *,
         logit_scale: Tensor | float,
         weights: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Any:
         """See :func:`wholebatch.functional.moco_loss`: (b_r, d), (b_r, d), (n, d), a scalar -> L."""
         return moco_loss(queries, keys, queue, logit_scale=logit_scale, weights=weights, **self.settings)
 
@@ -166,9 +173,8 @@ class KeyQueue(nn.Module):
 
     def __init__(self, size: int, width: int, *, dtype: torch.dtype = torch.float32, group: Group = None) -> None:
         super().__init__()
-        for name, value in (("size", size), ("width", width)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        check_count("size", size, "how many keys it holds")
+        check_count("width", width, "the features of a key")
         self.group = group
         self.register_buffer("ring", torch.zeros(size, width, dtype=dtype))
         self.register_buffer("enqueued", torch.zeros((), dtype=torch.int64))
@@ -177,6 +183,7 @@ class KeyQueue(nn.Module):
     def keys(self) -> Tensor:
         return self.ring[: min(int(self.enqueued), len(self.ring))]
 
+    @eager
     @torch.inference_mode(False)
     @torch.no_grad()
     def enqueue(self, keys: Tensor) -> None:
@@ -185,16 +192,19 @@ class KeyQueue(nn.Module):
         A loss that still needs the queue as it was is not disturbed.
 
         Raises:
-            ValueError: on every rank: keys of another width or dtype, or more of them than the queue holds.
+            ValueError: on every rank: keys of another width or dtype, not finite, or more of them than the queue holds;
+                queues that differ between ranks.
         """
 
         def check() -> dict[str, Any]:
             check_features("keys", keys)
             check_alike("keys", keys, "the queue", self.ring, rows=False)
-            return {"rows": len(keys)}
+            check_finite("keys", keys)
+            ring = [len(self.ring), self.ring.shape[1], str(self.ring.dtype)]
+            return {"rows": len(keys), "size, width, dtype": ring, "keys enqueued": self.enqueued.item()}
 
         comm = select_communicator(self.group)
-        everyone = handshake(comm, check, caller="KeyQueue.enqueue", must_match=())
+        everyone = handshake(comm, check, caller="KeyQueue.enqueue", must_match=("size, width, dtype", "keys enqueued"))
         counts = tuple(facts["rows"] for facts in everyone)
         if sum(counts) > len(self.ring):
             raise ValueError(

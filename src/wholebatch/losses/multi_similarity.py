@@ -118,7 +118,7 @@ def _checked(alpha: float, beta: float, base: float, epsilon: float | None) -> d
     check_number("base", base)
     if epsilon is not None:
         check_number("epsilon", epsilon)
-    return {"settings": [alpha, beta, base, epsilon]}
+    return {"settings": {"alpha": alpha, "beta": beta, "base": base, "epsilon": epsilon}}
 
 
 class MultiSimilarityLoss(LossModule):

@@ -24,7 +24,8 @@ class BatchStatistics:
             equally hard ones would weigh the same.
         temperature: 1 / scale.
 
-    Rows without a positive or without a negative do not take part; where none is left, the mean is NaN.
+    The first two are means over rows with a positive (without a negative, it counts as more similar than all), the next
+    two over rows with a negative; where there is none, the mean is NaN.
     """
 
     accuracy: Tensor

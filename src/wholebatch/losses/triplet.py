@@ -1,10 +1,11 @@
 """Batch-hard triplet loss: each row against its farthest positive and its nearest negative of the whole batch.
 
     p_i = the row of i's class that is farthest from i,    n_i = the row of another class that is nearest to i
-    L_i = [ |z_i - p_i| - |z_i - n_i| + margin ]_+          or softplus without a margin
+    L_i = [ |z_i - p_i| - |z_i - n_i| + margin ]_+          or softplus in the place of the hinge
 
-One pass over S finds p_i and n_i, which are then fetched from their ranks: everything else is O(b d). Rows that are not
-normalised are compared by x . y - |y|^2 / 2, which orders y by its distance from x.
+One pass over S finds p_i and n_i, which are then fetched from their ranks: everything else is O(b d). Rows are compared
+by x . y - |y|^2 / 2, which orders y by its distance from x; its rounding error is a few eps |x|^2. Where a hardest row
+is nearer than that can tell, |x - y| << |x|, all are looked for once more in float64.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ._labelled import Labelled, agree_labelled
 from ._towers import no_autocast
 
 DISTANCES = ("euclidean", "squared", "cosine")
+_NEAR = 1e-3  # |x - y|^2 / |x|^2, of which float32's rounding is then a thousandth
 
 
 @eager
@@ -32,7 +34,8 @@ def triplet_loss(
     features: Tensor,
     labels: Tensor,
     *,
-    margin: float | None = 0.2,
+    margin: float = 0.2,
+    smooth: bool = False,
     distance: str = "euclidean",
     normalise: bool = True,
     weights: Tensor | None = None,
@@ -54,7 +57,8 @@ def triplet_loss(
         features: Z_r, (b_r, d), this rank's rows, or (b_r, v, d) for v views of each example. b_r may differ between
             ranks and may be 0. float64, float32, bfloat16 or float16.
         labels: (b_r,) integers, the examples' classes.
-        margin: of the hinge; None: log(1 + exp(D(z_i, p_i) - D(z_i, n_i))) in its place.
+        margin: of the hinge.
+        smooth: log(1 + exp(x)) in the place of the hinge max(0, x); the paper's soft margin with `margin=0`.
         distance: D: "euclidean", "squared" (Euclidean), or "cosine", 1 - cos.
         normalise: divide the rows by their norms first; "cosine" does so anyway.
         weights: (b_r,), of the examples, or (b_r, v), >= 0; the mean is sum w_i L_i / sum w_i.
@@ -72,9 +76,11 @@ def triplet_loss(
     The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
     `backward` is called on every rank, with the same incoming gradient.
 
-    Work: 1 unit of b_r B d multiply-adds per rank. Memory beyond inputs and gradients: two tiles, O(b_r d), and on
-    several ranks what the exchange takes for Z. Collectives: forward 1 handshake, all-gathers of labels and of W
-    numbers, what the exchange needs for Z, 2 all-to-alls, 1 all-reduce of a number; backward 1 all-to-all.
+    Work: 1 unit of b_r B d multiply-adds per rank; another in float64 where features of lower precision have a hardest
+    row within 3% of their norm (of their distance from the mean, if they are not normalised). Memory beyond inputs and
+    gradients: two tiles, O(b_r d), and on several ranks what the exchange takes for Z. Collectives: forward 1
+    handshake, all-gathers of labels and of W numbers, what the exchange needs for Z, 2 all-to-alls, 2 all-reduces of a
+    number; backward 1 all-to-all.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.sup_con_loss`.
@@ -92,7 +98,7 @@ def triplet_loss(
         features,
         labels,
         weights,
-        check=lambda: _checked(margin, distance, normalise),
+        check=lambda: _checked(margin, smooth, distance, normalise),
         must_match=("settings",),
     )
     agreed = data.agreed
@@ -104,7 +110,8 @@ def triplet_loss(
     anchors = z[complete]
     rows = fetch_rows(agreed.comm, z, data.rows, torch.cat([positives[complete], negatives[complete]]))
     far, near = (_distance(anchors, other, distance) for other in rows.tensor_split(2))
-    violated = softplus(far - near) if margin is None else torch.relu(far - near + margin)
+    violated = far - near + margin
+    violated = softplus(violated) if smooth else torch.relu(violated)
     losses = z.new_zeros(len(z)).masked_scatter(complete, violated)
     return data.reduce(losses.to(wide_dtype(agreed.device)), data.anchors_with_negatives, complete)
 
@@ -113,18 +120,25 @@ def triplet_loss(
 @no_autocast
 def _hardest(data: Labelled, z: Tensor, unit: bool) -> tuple[Tensor, Tensor]:
     """Global indices of each row's farthest positive and nearest negative, -1 where there is none."""
-    x, y = z, z
+    x, y, half = z, z, 0.5
     if not unit:  # less the mean, which no distance sees, and which would drown their differences
         z = z - data.agreed.comm.all_reduce(z.sum(0), check=False) / data.rows.total
         x = torch.cat([z, torch.ones_like(z[:, :1])], dim=1)
-        y = torch.cat([z, z.square().sum(1, keepdim=True) / -2], dim=1)
-    exchange, budget = data.agreed.exchange(data.rows, data.rows, keep=False)
+        y, half = torch.cat([z, z.square().sum(1, keepdim=True) / -2], dim=1), 0.0
+    exchange, budget = data.agreed.exchange(data.rows, data.rows, keep=False, dtype=z.dtype)
     sweep = HardestSweep(Driver(x, 1.0, side=budget.side, largest=exchange.largest_block), data.pairs)
 
     def visit(block: Block, _carried: Tensor | None, _into: Tensor | None, _own: Tensor | None) -> None:
         sweep.block(block)
 
     exchange.collect(exchange.bring(y), visit)
+    if z.dtype != torch.float64:
+        norms = z.square().sum(1)
+        unclear = torch.zeros_like(norms)
+        for found, key in ((sweep.positives, sweep.smallest), (sweep.negatives, sweep.largest)):
+            unclear += (found >= 0) & (norms - 2 * (key - half) < _NEAR * norms)
+        if data.agreed.comm.all_reduce(unclear.sum(), check=False).item():
+            return _hardest(data, z.double(), False)  # norms are 1 to float32's rounding only
     return sweep.positives, sweep.negatives
 
 
@@ -135,25 +149,25 @@ def _distance(x: Tensor, y: Tensor, distance: str) -> Tensor:
     return (x - y).square().sum(1) if distance == "squared" else torch.linalg.vector_norm(x - y, dim=1)
 
 
-def _checked(margin: float | None, distance: str, normalise: bool) -> dict[str, object]:
+def _checked(margin: float, smooth: bool, distance: str, normalise: bool) -> dict[str, object]:
     check_choice("distance", distance, DISTANCES)
-    if margin is not None:
-        check_number("margin", margin)
-    return {"settings": [margin, distance, normalise]}
+    settings = {"margin": check_number("margin", margin), "smooth": smooth, "distance": distance}
+    return {"settings": settings | {"normalise": normalise}}
 
 
 class TripletLoss(LossModule):
     """Batch-hard triplet loss over the global batch.
 
     Args:
-        margin, distance, normalise, reduction, group, sync, exchange, memory: as in
+        margin, smooth, distance, normalise, reduction, group, sync, exchange, memory: as in
             :func:`wholebatch.functional.triplet_loss`.
     """
 
     def __init__(
         self,
         *,
-        margin: float | None = 0.2,
+        margin: float = 0.2,
+        smooth: bool = False,
         distance: str = "euclidean",
         normalise: bool = True,
         reduction: Reduction = "mean",
@@ -164,6 +178,7 @@ class TripletLoss(LossModule):
     ) -> None:
         super().__init__(
             margin=margin,
+            smooth=smooth,
             distance=distance,
             normalise=normalise,
             reduction=reduction,
@@ -172,7 +187,7 @@ class TripletLoss(LossModule):
             exchange=exchange,
             memory=memory,
         )
-        _checked(margin, distance, normalise)
+        _checked(margin, smooth, distance, normalise)
 
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.triplet_loss`: (b_r, d), (b_r,) -> L, the same on all ranks."""

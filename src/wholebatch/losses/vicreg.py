@@ -36,7 +36,6 @@ def vicreg_loss(
     L = invariance mean |Z0 - Z1|^2 + variance / 2 sum_views mean_k [1 - sqrt(Var_k + epsilon)]_+
         + covariance sum_views sum_{k != l} Cov_kl^2 / d,    Var and Cov with B - 1.
 
-
     Args:
         z0: (b_r, d), this rank's rows of the first view, as they are. b_r may differ between ranks and may be 0.
             float64, float32, bfloat16 or float16 (the last two are widened to float32).
@@ -99,7 +98,7 @@ def _checked(invariance: float, variance: float, covariance: float, epsilon: flo
         check_number(name, value)
     if check_number("epsilon", epsilon) <= 0:
         raise ValueError(f"epsilon must be positive, got {epsilon}; it is added to variances")
-    return {"settings": [invariance, variance, covariance, epsilon]}
+    return {"settings": {"invariance": invariance, "variance": variance, "covariance": covariance, "epsilon": epsilon}}
 
 
 class VICRegLoss(LossModule):

@@ -32,7 +32,6 @@ def w_mse_loss(
     L = mean_i |n(w0_i) - n(w1_i)|^2,    n(w) = w / |w|,
     W = (Z - mean) F^-T,    F F^T = (1 - epsilon) Cov + epsilon 1.
 
-
     Args:
         z0: (b_r, d), this rank's rows of the first view, as they are. b_r may differ between ranks and may be 0.
             float64, float32, bfloat16 or float16 (the last two are widened to float32).
@@ -71,11 +70,16 @@ def w_mse_loss(
         features={"z0": z0, "z1": z1},
         paired=("z0", "z1"),
         check=lambda: _checked(epsilon),
-        must_match=("settings",),
+        must_match=("epsilon",),
     )
     comm, count = agreed.comm, agreed.rows["z0"].total
     if count < 2:
         raise ValueError("w_mse_loss: a variance needs at least two rows, got one in all")
+    if count <= agreed.width and not epsilon:
+        raise ValueError(
+            f"w_mse_loss: {count} rows have no invertible covariance of {agreed.width} features: it takes more rows "
+            "than features, or an epsilon above 0"
+        )
     whitened = []
     for name in ("z0", "z1"):
         x = centred(agreed, name)
@@ -85,8 +89,8 @@ def w_mse_loss(
         )
         if failed:
             raise ValueError(
-                f"w_mse_loss: the covariance of {name} over {count} rows has no inverse; there must be more rows than "
-                f"its {agreed.width} features, none of them constant, or an epsilon above 0"
+                f"w_mse_loss: the covariance of {name} over {count} rows has no inverse: one of its {agreed.width} "
+                "features is constant, or made of the others; leave it out, or take an epsilon above 0"
             )
         rows = torch.linalg.solve_triangular(factor, x.T, upper=False).T
         whitened.append(torch.nn.functional.normalize(rows, dim=1))
@@ -97,7 +101,7 @@ def w_mse_loss(
 def _checked(epsilon: float) -> dict[str, object]:
     if not 0 <= check_number("epsilon", epsilon) <= 1:
         raise ValueError(f"epsilon must lie in [0, 1], got {epsilon}; it is the identity's share")
-    return {"settings": [epsilon]}
+    return {"epsilon": epsilon}
 
 
 class WMSELoss(LossModule):

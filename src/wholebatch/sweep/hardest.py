@@ -27,6 +27,8 @@ class HardestSweep:
     Attributes:
         negatives: (b,), the column of each row's largest negative so far; NOBODY where it has none.
         positives: (b,), the column of its smallest positive.
+        largest: (b,), those negatives.
+        smallest: (b,), those positives.
     """
 
     def __init__(self, driver: Driver, pairs: Pairs) -> None:
@@ -34,8 +36,8 @@ class HardestSweep:
         x = driver.x
         self.negatives = torch.full((len(x),), NOBODY, dtype=torch.int64, device=x.device)
         self.positives = self.negatives.clone()
-        self._largest = x.new_full((len(x),), float("-inf"), dtype=driver.dtype)
-        self._smallest = self._largest.neg()
+        self.largest = x.new_full((len(x),), float("-inf"), dtype=driver.dtype)
+        self.smallest = self.largest.neg()
 
     def block(self, block: Block) -> None:
         """Take in a block."""
@@ -48,13 +50,13 @@ class HardestSweep:
                 far = self.driver.scratch(tile).fill_(float("inf"))
                 far[at] = similar[at]
                 smallest, where = far.min(1)
-                nearer = smallest < self._smallest[rows]
-                _take(self._smallest[rows], self.positives[rows], smallest, where + first, nearer)
+                nearer = smallest < self.smallest[rows]
+                _take(self.smallest[rows], self.positives[rows], smallest, where + first, nearer)
                 similar[at] = float("-inf")
             if excluded is not None:
                 similar[excluded] = float("-inf")
             largest, where = similar.max(1)
-            _take(self._largest[rows], self.negatives[rows], largest, where + first, largest > self._largest[rows])
+            _take(self.largest[rows], self.negatives[rows], largest, where + first, largest > self.largest[rows])
 
 
 def _take(best: Tensor, column: Tensor, new: Tensor, new_column: Tensor, better: Tensor) -> None:

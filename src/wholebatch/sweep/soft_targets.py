@@ -1,10 +1,10 @@
 """The soft-target sweep: the mean of a row of S under the softmax of the same row of another matrix.
 
-    K_i = sum_j P_ij S_ij,    P_ij = exp(T_ij - A_i),    A_i = logsumexp_j T_ij of a teacher's similarities T
+    K_i = sum_j P_ij (S_ij - C_i),    P_ij = exp(T_ij - A_i),    A_i = logsumexp_j T_ij of a teacher's similarities T
 
-and the same for columns with Q_ij = exp(T_ij - A'_j). The A are known beforehand, so that no weight exceeds 1. With a
-loss's derivatives k_i and k'_j by K, dS_ij = k_i P_ij + k'_j Q_ij. Forward 2 units of multiply-adds (S and T), backward
-1 for T and 2 for the products.
+and the same for columns with Q_ij = exp(T_ij - A'_j). The A are known beforehand, so that no weight exceeds 1; so are
+the C, near S, so that what is summed is small. With a loss's derivatives k_i and k'_j, dS_ij = k_i P_ij + k'_j Q_ij.
+Forward 2 units of multiply-adds (S and T), backward 1 for T and 2 for the products.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ class SoftTargetSweep:
     def __init__(self, driver: Driver, teacher: Driver) -> None:
         self.driver, self.teacher = driver, teacher
 
-    def sums(self, block: Block, rows: tuple[Tensor, Tensor], cols: tuple[Tensor, Tensor]) -> None:
-        """Add the block's part to K of the rows (b,) and of the columns (n,), each given as (A, K)."""
+    def sums(self, block: Block, rows: tuple[Tensor, Tensor, Tensor], cols: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Add the block's part to K of the rows (b,) and of the columns (n,), each given as (A, C, K)."""
         of_teacher = self._of_teacher(block)
         for tile, x, y in self.driver.tiles(block):
             logits = self.driver.logits(tile, x, y)
             here = relative(tile.cols, block)
             targets = self.teacher.logits(tile, self.teacher.x[tile.rows], of_teacher[here])
-            for (lse, into), at, dim in ((rows, tile.rows, 1), (cols, here, 0)):
-                weights = torch.sub(targets, lse[at].to(targets.dtype).unsqueeze(dim), out=self.driver.scratch(tile))
-                into[at] += weights.exp_().mul_(logits).sum(dim)
+            for (lse, near, into), at, dim in ((rows, tile.rows, 1), (cols, here, 0)):
+                weights = torch.sub(targets, _at(lse, at, dim, targets), out=self.driver.scratch(tile)).exp_()
+                away = torch.sub(logits, _at(near, at, dim, logits), out=self.teacher.scratch(tile))
+                into[at] += weights.mul_(away).sum(dim)
 
     def gradients(
         self, block: Block, rows: tuple[Tensor, Tensor], cols: tuple[Tensor, Tensor], u: Tensor | None, v: Tensor | None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,17 @@ _FORMAT = "wholebatch-train-2"
 
 
 def save_checkpoint(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int, seconds: float
+    folder: Path, state: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, *, step: int, seconds: float
 ) -> None:
-    """Write folder/checkpoint.safetensors: the state after `step` steps and `seconds` of training."""
+    """Write folder/checkpoint.safetensors: the model's state after `step` steps and `seconds` of training."""
     facts = {"step": step, "seconds": seconds, "torch": torch.__version__}
-    save_tensors(folder / FILE, _tensors(model, optimizer), {"format": _FORMAT, "facts": json.dumps(facts)})
+    save_tensors(folder / FILE, _tensors(state, optimizer), {"format": _FORMAT, "facts": json.dumps(facts)})
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
-    for index, state in optimizer.state_dict()["state"].items():
-        tensors |= {f"optimizer.{index}.{name}": value for name, value in state.items()}
+def _tensors(state: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    tensors = {f"model.{name}": value for name, value in state.items()}
+    for index, of_parameter in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer.{index}.{name}": value for name, value in of_parameter.items()}
     return tensors | {"rng.cpu": torch.get_rng_state()}
 
 
@@ -39,7 +40,7 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
     """Put model, optimizer and random state where `save_checkpoint` found them; returns its facts."""
     tensors, facts = _read(folder / FILE, with_tensors=True)
     _create_state(model, optimizer)
-    expected = {name: (value.shape, value.dtype) for name, value in _tensors(model, optimizer).items()}
+    expected = {name: (value.shape, value.dtype) for name, value in _tensors(model.state_dict(), optimizer).items()}
     found = {name: (value.shape, value.dtype) for name, value in tensors.items()}
     if found != expected:
         differing = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))

@@ -68,12 +68,15 @@ def train(
         texts = tokens(config, pairs, text_rows[rows], device)
 
         optimizer.zero_grad()
+        # Some losses have a memory, which the forward pass changes; a run that goes on from here makes this pass again.
+        due = folder is not None and step % config.checkpoint_every == 0 and step not in (0, resumed_at)
+        remembered = {f"objective.{name}": x.clone() for name, x in objective.state_dict().items() if due}
         loss = loss_of(objective, *model(images, texts), text_rows[rows].to(device), step=step)
         loss.backward()
         grad_norm = finite_grad_norm(encoder, step)
-        if folder is not None and step % config.checkpoint_every == 0 and step not in (0, resumed_at):
+        if folder is not None and due:
             # Only now is it known that the weights of the last step give a finite loss and gradient.
-            save_checkpoint(folder.path, state, optimizer, step=step, seconds=seconds)
+            save_checkpoint(folder.path, state.state_dict() | remembered, optimizer, step=step, seconds=seconds)
         optimizer.step()
         encoder.limit_logit_scale()
 
@@ -96,7 +99,7 @@ def train(
         image_features, text_features = held_out_features(encoder, config, pairs, split.test, device)
         if not (image_features.isfinite().all() and text_features.isfinite().all()):
             raise stopped(config.steps, "the features of the test set are not finite")
-        save_checkpoint(folder.path, state, optimizer, step=config.steps, seconds=seconds)
+        save_checkpoint(folder.path, state.state_dict(), optimizer, step=config.steps, seconds=seconds)
         folder.finish(encoder, pairs, split, image_features, text_features, seconds)
 
 

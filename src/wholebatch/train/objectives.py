@@ -66,7 +66,7 @@ def make_objective(config: TrainConfig, texts: int) -> Objective:
             lambda: wb.GlobalContrastiveLoss(texts, temperature=fixed),
             lambda f, x, y, _s, _b, n: f(x, y, n),
         ),
-        "triplet": (lambda: wb.TripletLoss(margin=None), _labelled),
+        "triplet": (lambda: wb.TripletLoss(margin=0.0, smooth=True), _labelled),
         "multi_similarity": (wb.MultiSimilarityLoss, _labelled),
         "circle": (wb.CircleLoss, _labelled),
         "smooth_ap": (wb.SmoothAPLoss, _labelled),
