@@ -74,6 +74,13 @@ def test_the_curve_is_the_same_on_any_number_of_processes(data, uninterrupted, t
     assert difference <= 1e-4
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_curve_is_the_same_with_gradient_caching(data, uninterrupted, tmp_path, processes):
+    finish(TRAIN + options(data, tmp_path / "run", "--processes", str(processes), "--chunk-size", "10", steps=50))
+    difference = max(abs(a - b) for a, b in zip(losses(uninterrupted[0]), losses(tmp_path / "run"), strict=True))
+    assert difference <= 1e-4
+
+
 def test_under_torchrun(data, uninterrupted, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     finish([*torchrun, "wholebatch", "train", *options(data, tmp_path / "run", steps=50)])

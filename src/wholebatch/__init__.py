@@ -1,6 +1,7 @@
 """Train with losses that need the whole batch: exact gradients, flat memory, any number of processes."""
 
-from . import comm, functional, partition, reference, testing
+from . import comm, functional, gradcache, partition, reference, testing
+from .gradcache import GradCache
 from .losses import (
     BarlowTwinsLoss,
     BatchStatistics,
@@ -36,6 +37,7 @@ __all__ = [
     "DebiasedLoss",
     "DistillationLoss",
     "GlobalContrastiveLoss",
+    "GradCache",
     "InfoNCELoss",
     "KeyQueue",
     "MatryoshkaLoss",
@@ -52,6 +54,7 @@ __all__ = [
     "__version__",
     "comm",
     "functional",
+    "gradcache",
     "partition",
     "reference",
     "testing",

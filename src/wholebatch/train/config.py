@@ -36,6 +36,8 @@ class TrainConfig:
     """Optimiser steps in all."""
     batch_size: int = 1024
     """Pairs in the global batch, over all ranks."""
+    chunk_size: int = 0
+    """Pairs of a rank that are encoded at a time, by gradient caching: the same gradient in less memory. 0: all."""
     learning_rate: float = 2e-3
     """Peak of AdamW's learning rate, reached after the warm-up and taken to 0 by a cosine."""
     warmup_steps: int = 20
@@ -73,7 +75,7 @@ class TrainConfig:
         for name in ("processes", "steps", "batch_size", "image_size", "validation_texts", "test_texts",
                      "evaluate_every", "checkpoint_every"):  # fmt: skip
             _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
-        for name in ("warmup_steps", "weight_decay", "augment"):
+        for name in ("warmup_steps", "weight_decay", "augment", "chunk_size"):
             _require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
         _require(0 < self.learning_rate <= 1e30, "learning_rate", "in (0, 1e30]", self.learning_rate)
         _require(-(2**63) <= self.seed < 2**63, "seed", "an integer of 64 bits", self.seed)
@@ -132,7 +134,7 @@ def _typed(default: _Config, values: dict[str, Any]) -> _Config:
 
 
 # May change between a run and its continuation: they do not change what is computed.
-_FREE_ON_RESUME = ("run_folder", "resume", "processes", "device")
+_FREE_ON_RESUME = ("run_folder", "resume", "processes", "device", "chunk_size")
 
 
 def check_same_run(saved: TrainConfig, asked: TrainConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from .pairs import Pairs, Split, batch_of_step
 from .progress import Progress
 from .retrieval import both_ways
 from .run_folder import RunFolder
+from .text import TextBatch
 
 
 def train(
@@ -54,6 +56,7 @@ def train(
         facts = load_checkpoint(config.resume, state, optimizer)
         resumed_at, seconds = facts["step"], facts["seconds"]
     model = DistributedDataParallel(encoder) if size > 1 else encoder
+    train_step = step_of(model, objective, lambda texts: tokens(config, pairs, texts, device), config.chunk_size)
     progress.start(config, pairs, split, size=size, done=resumed_at)
     started = time.monotonic() - seconds
     for step in range(resumed_at, config.steps):
@@ -65,14 +68,13 @@ def train(
         if config.augment:
             maps = affine_maps(config.batch_size, strength=config.augment, step=step, seed=config.seed)
             images = apply_maps(images, maps[rows].to(device))
-        texts = tokens(config, pairs, text_rows[rows], device)
+        texts = text_rows[rows]
 
         optimizer.zero_grad()
         # Some losses have a memory, which the forward pass changes; a run that goes on from here makes this pass again.
         due = folder is not None and step % config.checkpoint_every == 0 and step not in (0, resumed_at)
         remembered = {f"objective.{name}": x.clone() for name, x in objective.state_dict().items() if due}
-        loss = loss_of(objective, *model(images, texts), text_rows[rows].to(device), step=step)
-        loss.backward()
+        loss = train_step(images, texts, step=step, names=texts.to(device))
         grad_norm = finite_grad_norm(encoder, step)
         if folder is not None and due:
             # Only now is it known that the weights of the last step give a finite loss and gradient.
@@ -101,6 +103,33 @@ def train(
             raise stopped(config.steps, "the features of the test set are not finite")
         save_checkpoint(folder.path, state.state_dict(), optimizer, step=config.steps, seconds=seconds)
         folder.finish(encoder, pairs, split, image_features, text_features, seconds)
+
+
+def step_of(
+    model: nn.Module, objective: Objective, tokenize: Callable[[Tensor], TextBatch], chunk_size: int
+) -> Callable[..., Tensor]:
+    """What adds the gradient of a batch to the parameters': (images, texts; step, names) -> the loss."""
+
+    def loss_fn(features: Sequence[Tensor], *, step: int, names: Tensor) -> Tensor:
+        images, texts, scale, *bias = features
+        return loss_of(objective, images, texts, scale, bias[0] if bias else None, names, step=step)
+
+    def chunks(batch: tuple[Tensor, Tensor], size: int) -> list[tuple[Tensor, TextBatch]]:
+        return [(images, tokenize(texts)) for images, texts in zip(*(part.split(size) for part in batch), strict=True)]
+
+    def given(features: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        return tuple(x for x in features if x is not None)
+
+    if chunk_size:
+        cached = wb.GradCache([model], chunk_size, loss_fn, split_input_fn=chunks, get_rep_fn=given)
+        return lambda images, texts, **named: cached((images, texts), **named)
+
+    def whole(images: Tensor, texts: Tensor, **named: Any) -> Tensor:
+        loss = loss_fn(given(model(images, tokenize(texts))), **named)
+        loss.backward()
+        return loss.detach()
+
+    return whole
 
 
 def make_optimizer(encoder: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:

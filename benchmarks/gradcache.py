@@ -1,0 +1,161 @@
+"""Gradient caching: time against the uncached step, memory while the batch grows, and a peer on the same encoder.
+
+    python benchmarks/gradcache.py [time] [memory] [--rows 256] [--chunk 32]
+
+The encoder is a small transformer. "time": one step of each way in turn, medians of their ratios to the uncached step
+of the same batch; first every way's gradient is compared with the uncached one. With sentence-transformers installed
+(`make peers`), its CachedMultipleNegativesRankingLoss encodes with the same weights, chunk and batch. "memory": the
+rise of the process's peak at a fixed chunk, from the smallest batch to 16 times that. Results go to
+results/gradcache.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+import wholebatch as wb
+from wholebatch.bench.loss import rise_of_peak
+from wholebatch.bench.peers import version
+from wholebatch.bench.records import keep
+
+RESULTS = Path(__file__).parent / "results" / "gradcache.json"
+WIDTH, LAYERS, TOKENS, VOCABULARY, SCALE = 128, 4, 32, 1000, 20.0
+WAYS: dict[str, Any] = {"none kept": 0, "half kept": 0.5, "all kept": 1.0, "auto": "auto"}
+
+
+class Encoder(nn.Module):
+    """Tokens (b, n) -> unit features (b, d)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return normalize(self.layers(self.embedding(tokens)).mean(1), dim=1)
+
+
+def loss_fn(queries: Tensor, keys: Tensor) -> Tensor:
+    return wb.functional.info_nce_loss(queries, keys, logit_scale=SCALE)
+
+
+def batch(rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randint(VOCABULARY, (rows, TOKENS), generator=generator) for _ in range(2))
+    return x, torch.where(torch.rand(rows, TOKENS, generator=generator) < 0.7, x, y)
+
+
+def uncached(encoder: nn.Module, x: Tensor, y: Tensor) -> None:
+    loss_fn(encoder(x), encoder(y)).backward()
+
+
+def peers(encoder: nn.Module, chunk: int) -> dict[str, Callable[[Tensor, Tensor], None]]:
+    """sentence-transformers' loss and its cached form, on this encoder."""
+    if version("sentence-transformers") is None:
+        return {}
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.losses import CachedMultipleNegativesRankingLoss, MultipleNegativesRankingLoss
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = encoder
+
+        def forward(self, features: dict[str, Tensor], **_: Any) -> dict[str, Tensor]:
+            return {**features, "sentence_embedding": self.encoder(features["input_ids"])}
+
+    model = SentenceTransformer(modules=[Wrapped()], device="cpu")
+    losses = {
+        "sentence-transformers": MultipleNegativesRankingLoss(model, scale=SCALE),
+        "sentence-transformers, cached": CachedMultipleNegativesRankingLoss(model, scale=SCALE, mini_batch_size=chunk),
+    }
+
+    def step(loss: nn.Module) -> Callable[[Tensor, Tensor], None]:
+        def run(x: Tensor, y: Tensor) -> None:
+            columns = [{"input_ids": z, "attention_mask": torch.ones_like(z)} for z in (x, y)]
+            loss(columns, None).backward()
+
+        return run
+
+    return {name: step(loss) for name, loss in losses.items()}
+
+
+def gradient(encoder: nn.Module) -> Tensor:
+    found = torch.cat([p.grad.flatten() for p in encoder.parameters() if p.grad is not None])
+    encoder.zero_grad()
+    return found
+
+
+def measure_time(rows: int, chunk: int, steps: int) -> list[dict[str, Any]]:
+    encoder = Encoder()
+    x, y = batch(rows)
+    ways: dict[str, Callable[[Tensor, Tensor], Any]] = {"uncached": lambda x, y: uncached(encoder, x, y)}
+    for name, kept in WAYS.items():
+        ways[name] = wb.GradCache([encoder, encoder], chunk, loss_fn, keep_graphs=kept)
+    ways |= peers(encoder, chunk)
+    uncached(encoder, x, y)
+    true = gradient(encoder)
+    for name, way in ways.items():
+        way(x, y)
+        error = ((gradient(encoder) - true).norm() / true.norm()).item()
+        if error > 1e-4:
+            raise SystemExit(f"{name}: its gradient differs from the uncached one by {error:.1e}")
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(steps):
+        for name, way in ways.items():
+            encoder.zero_grad()
+            start = time.perf_counter()
+            way(x, y)
+            seconds[name].append(time.perf_counter() - start)
+    rowset = []
+    for name, taken in seconds.items():
+        ratio = median(a / b for a, b in zip(taken, seconds["uncached"], strict=True))
+        rowset.append(
+            {"what": "time", "rows": rows, "chunk": chunk, "way": name, "seconds": median(taken), "of uncached": ratio}
+        )
+        print(f"| {name} | {1e3 * median(taken):.0f} | {ratio:.3f} |", flush=True)
+    return rowset
+
+
+def measure_memory(smallest: int, chunk: int) -> list[dict[str, Any]]:
+    found = []
+    for rows in (smallest * 2**k for k in range(5)):
+        encoder = Encoder()
+        x, y = batch(rows)
+        cache = wb.GradCache([encoder, encoder], chunk, loss_fn)
+        uncached(encoder, x[:chunk], y[:chunk])  # gradients are there, as in a second step
+        rise = rise_of_peak(wb.comm.LocalCommunicator(), lambda cache=cache, x=x, y=y: cache(x, y))
+        found.append({"what": "memory", "rows": rows, "chunk": chunk, "way": "none kept", "MB": rise})
+        print(f"| {rows} | {rise:.1f} |", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", help="time, memory", default=["time", "memory"])
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--chunk", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=9)
+    arguments = parser.parse_args()
+    torch.set_num_threads(2)
+    if "time" in arguments.what:
+        print("| way | ms | of uncached |\n|---|---|---|")
+        keep(RESULTS, measure_time(arguments.rows, arguments.chunk, arguments.steps), ["what", "rows", "chunk", "way"])
+    if "memory" in arguments.what:
+        print("| rows | MB |\n|---|---|")
+        keep(RESULTS, measure_memory(arguments.rows, arguments.chunk), ["what", "rows", "chunk", "way"])
+
+
+if __name__ == "__main__":
+    main()

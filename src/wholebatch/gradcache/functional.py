@@ -1,0 +1,183 @@
+"""Gradient caching for loops that make a big batch of many small ones: decorators for the model's call and the loss.
+
+@cached                              @cat_input_tensor
+def encode(model, x): ...            def loss_fn(a, b): ...
+
+for x in loader:                     loss = loss_fn(representations)
+    r, again = encode(model, x)      loss.backward()
+    ...                              for again, r in ...: again(r)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import Communicator, LocalCommunicator, TorchCommunicator
+from .inputs import representations
+from .parameter_sync import Synchronised, synchronised
+from .replay import Buffers, Replay, fresh_autocast_cache
+from .two_passes import backward_from, check_same
+
+_PENDING: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[_Again]] = weakref.WeakKeyDictionary()
+
+
+def cached(func: Callable[..., Any]) -> Callable[..., Any]:
+    r"""Decorator of a function that calls a model: its representations come without a graph, and a function with them.
+
+    func(\*args, \**kwargs) -> r becomes (\*args, \**kwargs) -> (r, ..., again).
+
+    Each r is a leaf that requires a gradient. After the loss's backward pass `again(r, ...)`, or `again([r, ...])`,
+    calls func once more, with the random numbers, autocast state and buffers of the first time, and goes backward from
+    r.grad. Modules among the arguments, which an engine synchronises, do so in the last `again` outstanding for them.
+
+    Args:
+        func: returns a tensor, or a tuple of them.
+
+    Raises:
+        ValueError: from func's first call, if it returns something else; from `again`, if an r has no gradient.
+        RuntimeError: from `again`, if the second representation is not the first.
+
+    Source: Gao et al., 2021, arXiv:2101.06983.
+
+    >>> import torch, wholebatch as wb
+    >>> encoder, x = torch.nn.Linear(3, 2), torch.randn(4, 3)
+    >>> encode = wb.gradcache.cached(lambda model, x: model(x))
+    >>> r, again = encode(encoder, x)
+    >>> r.square().sum().backward()
+    >>> again(r)
+    >>> encoder.bias.grad.shape
+    torch.Size([2])
+    """
+
+    @wraps(func)
+    def call(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        again = _Again(func, args, kwargs)
+        return (*again.leaves(), again)
+
+    return call
+
+
+class _Again:
+    """The second pass of a call."""
+
+    def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._call = lambda: representations(func(*args, **kwargs), getattr(func, "__name__", "the function"))[0]
+        self._name = getattr(func, "__name__", type(func).__name__)
+        modules = [x for x in (*args, *kwargs.values(), *_closed_over(func)) if isinstance(x, nn.Module)]
+        self._engines: list[Synchronised] = [engine for module in modules for engine in synchronised(module)]
+        self._buffers, self._replay = Buffers(modules), Replay()
+        before = self._buffers.now()
+        with ExitStack() as stack:
+            for engine in self._engines:
+                stack.enter_context(engine.hold())
+            with torch.no_grad(), fresh_autocast_cache():
+                self._first = self._call()
+        self._before = self._buffers.compare(before)
+        for engine in self._engines:
+            _PENDING.setdefault(engine.module, weakref.WeakSet()).add(self)
+
+    def leaves(self) -> list[Tensor]:
+        """The representations, as leaves."""
+        found = [x.detach() for x in self._first]
+        return [x.requires_grad_() if x.is_floating_point() else x for x in found]
+
+    def __call__(self, *leaves: Tensor | Sequence[Tensor]) -> None:
+        given = [x for leaf in leaves for x in ([leaf] if isinstance(leaf, Tensor) else leaf)]
+        if len(given) != len(self._first):
+            raise ValueError(f"{self._name} gave {len(self._first)} representations, got back {len(given)}")
+        for number, leaf in enumerate(given):
+            if leaf.is_floating_point() and leaf.grad is None:
+                raise ValueError(
+                    f"representation {number} of {self._name} has no gradient: call the loss's backward first, and "
+                    "pass the tensor that came with this function"
+                )
+        after = self._buffers.now()
+        with ExitStack() as stack:
+            for engine in self._engines:
+                pending = _PENDING[engine.module]
+                pending.discard(self)
+                if pending:
+                    stack.enter_context(engine.hold())
+            self._buffers.set(self._before)
+            with self._replay.again(), torch.enable_grad(), fresh_autocast_cache():
+                second = self._call()
+            check_same(self._first, second, self._name)
+            pairs = [
+                (x, leaf.grad)
+                for x, leaf in zip(second, given, strict=True)
+                if x.requires_grad and leaf.grad is not None
+            ]
+            if not pairs:
+                raise ValueError(f"the representation of {self._name} has no gradient: is the model frozen?")
+            backward_from(pairs)
+        self._buffers.set(after)
+
+
+def _closed_over(func: Callable[..., Any]) -> list[Any]:
+    """What a function sees of the scopes around it, and what it is a method of."""
+    func = getattr(func, "__wrapped__", func)
+    cells = [cell.cell_contents for cell in getattr(func, "__closure__", None) or ()]
+    return [*cells, getattr(func, "__self__", None), func]
+
+
+def cat_input_tensor(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of a loss: arguments that are lists of tensors are joined by rows; others are left alone.
+
+    >>> import torch, wholebatch as wb
+    >>> wb.gradcache.cat_input_tensor(lambda x, y: x.shape[0] + y.shape[0])([torch.ones(2, 1)] * 2, y=torch.ones(3, 1))
+    7
+    """
+
+    @wraps(func)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return func(*map(_joined, args), **{name: _joined(x) for name, x in kwargs.items()})
+
+    return call
+
+
+def _joined(x: Any) -> Any:
+    rows = isinstance(x, list | tuple) and x and all(isinstance(part, Tensor) for part in x)
+    return torch.cat([*x]) if rows else x
+
+
+def gather_input_tensor(
+    func: Callable[..., Any] | None = None, axis: int = 0, *, group: Any = None
+) -> Callable[..., Any]:
+    """Decorator of a loss: tensors are joined with those of all ranks, rank 0's first, along an axis.
+
+    Every rank then computes the same loss of all rows; the gradient of a rank's own rows is dL/dx_r, as if L stood on
+    one rank alone. An engine that averages needs `loss * world_size`, or a loss of this library in the place of both.
+
+    Collective: a handshake and an all-gather for each tensor. Rows may differ between ranks.
+
+    Args:
+        func: the loss.
+        axis: along which they are joined.
+        group: ranks that share the batch; None: the default group, or this process alone.
+    """
+    if func is None:
+        return lambda func: gather_input_tensor(func, axis, group=group)
+
+    @wraps(func)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        comm = _communicator(group)
+        spread = [comm.all_gather(x, dim=axis) if isinstance(x, Tensor) and x.dim() else x for x in args]
+        named = {
+            name: comm.all_gather(x, dim=axis) if isinstance(x, Tensor) and x.dim() else x for name, x in kwargs.items()
+        }
+        return func(*spread, **named)
+
+    return call
+
+
+def _communicator(group: Any) -> Communicator:
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return LocalCommunicator()
+    return TorchCommunicator(group, loss="replicated")

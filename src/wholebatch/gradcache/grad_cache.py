@@ -1,0 +1,314 @@
+"""Gradient caching: a step of training whose batch is encoded chunk by chunk, with the gradient of the whole batch.
+
+The story of a step is in `two_passes`; here is what a caller sees of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import Group, handshake, select_communicator
+from .inputs import call_model, representations, rows_of, split_inputs, tensors_of, without_rows
+from .keep import Keeper, KeepGraphs, check_keep_graphs
+from .two_passes import Chunk, Encoder, backward_from, first_pass, leaves_of, second_pass
+
+
+class GradCache:
+    r"""A training step on a batch of any size, in the memory of a chunk, with the gradient of the whole batch.
+
+    dL/dtheta = sum_c (dr_c/dtheta)^T dL/dr_c,    L = loss_fn(r),    r: the representations of all chunks c
+
+    The encoders run over the chunks without a graph; the loss sees all representations and gives their gradients; the
+    encoders run again, chunk by chunk, and backward. Random numbers, autocast and buffers are replayed, and an engine
+    synchronises gradients once per step (see `wholebatch.gradcache.register_sync_control`).
+
+    Args:
+        models: encoders, modules or functions; the same one twice where it encodes both inputs.
+        chunk_sizes: rows of a chunk; one number, or one for each model.
+        loss_fn: (r_0, r_1, ..., \**loss_kwargs) -> L, of one element. r_k has the rows of input k; a model with several
+            representations gives a tuple of them. Its parameters get their gradients, once.
+        split_input_fn: (input, chunk size) -> list of chunks, for inputs that are no trees of tensors.
+        get_rep_fn: what a model returns -> its representation: a tensor with the rows of its input, or a tuple of such.
+            A tensor of shape () among them is one number for the whole batch, such as a learned scale.
+        fp16: run under float16 autocast; needs a scaler. Otherwise the caller's autocast holds, whatever its dtype.
+        scaler: a GradScaler, which scales the loss before its gradient is taken; stepping it is the caller's.
+        keep_graphs: which chunks keep the graph of their first pass, and are not encoded again: a number of them, a
+            fraction, or "auto", as many as fit. More memory, less time.
+        memory_budget: bytes that kept graphs may hold under "auto"; None: most of what is free.
+        group: ranks that make the step together, as in :func:`wholebatch.functional.clip_loss`.
+
+    Raises:
+        ValueError: if an argument is not what it should be.
+
+    Source: Gao et al., 2021, arXiv:2101.06983.
+
+    >>> import torch, wholebatch as wb
+    >>> encoder, x = torch.nn.Linear(3, 2), torch.randn(8, 3)
+    >>> step = wb.GradCache([encoder, encoder], 2, lambda a, b: (a @ b.T).logsumexp(1).mean())
+    >>> loss = step(x, x)
+    >>> encoder.weight.grad.shape
+    torch.Size([2, 3])
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Callable[..., Any]],
+        chunk_sizes: int | Sequence[int],
+        loss_fn: Callable[..., Tensor],
+        split_input_fn: Callable[[Any, int], Sequence[Any]] | None = None,
+        get_rep_fn: Callable[[Any], Any] | None = None,
+        fp16: bool = False,
+        scaler: Any = None,
+        *,
+        keep_graphs: KeepGraphs = 0,
+        memory_budget: int | None = None,
+        group: Group = None,
+    ) -> None:
+        if isinstance(models, nn.Module) or not models or not all(callable(model) for model in models):
+            raise ValueError(f"models must be a list of modules or functions, got {type(models).__name__}")
+        sizes = [*chunk_sizes] if isinstance(chunk_sizes, Sequence) else [chunk_sizes] * len(models)
+        if len(sizes) != len(models):
+            raise ValueError(
+                f"chunk_sizes must be one number, or one for each of the {len(models)} models; got {sizes}"
+            )
+        for size in sizes:
+            if type(size) is not int or size < 1:
+                raise ValueError(f"chunk_sizes must be positive integers, rows of a chunk; got {size!r}")
+        for name, fn in (("loss_fn", loss_fn), ("split_input_fn", split_input_fn), ("get_rep_fn", get_rep_fn)):
+            if not callable(fn) and (fn is not None or name == "loss_fn"):
+                raise ValueError(f"{name} must be callable, got {type(fn).__name__}")
+        if fp16 and scaler is None:
+            raise ValueError("fp16=True needs a scaler: float16 gradients underflow without; or use bfloat16 autocast")
+        check_keep_graphs(keep_graphs, memory_budget)
+        self.models, self.chunk_sizes, self.loss_fn = [*models], sizes, loss_fn
+        self.split_input_fn, self.get_rep_fn = split_input_fn, get_rep_fn
+        self.fp16, self.scaler = fp16, scaler
+        self.keep_graphs, self.memory_budget, self.group = keep_graphs, memory_budget, group
+
+    def __call__(self, *model_inputs: Any, no_sync_except_last: bool = True, **loss_kwargs: Any) -> Tensor:
+        """Same as :meth:`cache_step`."""
+        return self.cache_step(*model_inputs, no_sync_except_last=no_sync_except_last, **loss_kwargs)
+
+    def cache_step(self, *model_inputs: Any, no_sync_except_last: bool = True, **loss_kwargs: Any) -> Tensor:
+        r"""Add the gradient of the loss of these inputs to all parameters'.
+
+        Args:
+            model_inputs: one for each model: a tensor, a list (the model's arguments), a mapping (its keywords), or
+                (list, mapping). Their rows may differ between ranks and may be 0.
+            no_sync_except_last: accepted for programs that pass it: gradients are synchronised once, whatever it says.
+            loss_kwargs: passed on to loss_fn.
+
+        Returns:
+            L, detached, not scaled.
+
+        Collective on several ranks: three handshakes, what loss_fn does, and the engine's one synchronisation.
+
+        Raises:
+            ValueError: on every rank, whichever rank made the mistake, with gradients as they were: inputs that are not
+                as many as models, or disagree on their rows; a representation with other rows, or without gradient; a
+                loss that is not one number, or ignores a representation.
+            RuntimeError: if the second forward pass is not the first (on several ranks a ValueError, like the others);
+                gradients are as they were.
+        """
+        comm = select_communicator(self.group)
+
+        def agree(state: Callable[[], Any]) -> list[Any]:
+            if comm.size == 1:
+                return [state()]
+            everyone = handshake(comm, lambda: {"found": state()}, caller="GradCache")
+            return [facts["found"] for facts in everyone]
+
+        chunks: list[Chunk] = []
+
+        def split() -> list[int]:
+            chunks.extend(self._chunks(model_inputs))
+            return [sum(c.encoder.index == k for c in chunks) for k in range(len(self.models))]
+
+        counts = agree(split)
+        if any(engine.control.collective for chunk in chunks for engine in chunk.encoder.engines):
+            chunks = self._filled_up(chunks, [max(of_model) for of_model in zip(*counts, strict=True)])
+        device = _device_of(model_inputs, self.models)
+        keeper = Keeper(self.keep_graphs, len(chunks), self.memory_budget, device)
+        found: list[list[Tensor]] = []
+
+        def encode() -> None:
+            first_pass(chunks, keeper)
+            found.extend(_joined([c for c in chunks if c.encoder.index == k]) for k in range(len(self.models)))
+
+        with self._autocast(device), torch.enable_grad():
+            agree(encode)
+            single = [chunk.encoder.single for chunk in chunks if chunk.first]
+            reps = [x[0] if one else tuple(x) for x, one in zip(found, single, strict=True)]
+            loss = _checked_loss(self.compute_loss(*reps, **loss_kwargs))
+            of_found, of_parameters = _gradients(loss if self.scaler is None else self.scaler.scale(loss), found)
+            touched = [p for chunk in chunks if chunk.first for p in chunk.encoder.parameters]
+            with _gradients_kept([*touched, *(p for p, _ in of_parameters)]), _moved_once(chunks):
+                owned = _of_engines(chunks)
+                backward_from([pair for pair in of_parameters if id(pair[0]) not in owned])
+                second_pass(chunks, of_found, [pair for pair in of_parameters if id(pair[0]) in owned], agree)
+        return loss.detach()
+
+    # What a subclass may replace.
+    def split_inputs(self, model_input: Any, chunk_size: int) -> Sequence[Any]:
+        """The chunks of an input."""
+        return (
+            split_inputs(model_input, chunk_size)
+            if self.split_input_fn is None
+            else self.split_input_fn(model_input, chunk_size)
+        )
+
+    def model_call(self, model: Callable[..., Any], model_input: Any) -> Any:
+        """A model's output for a chunk."""
+        return call_model(model, model_input)
+
+    def get_reps(self, model_out: Any) -> Any:
+        """The representation in an output."""
+        return model_out if self.get_rep_fn is None else self.get_rep_fn(model_out)
+
+    def compute_loss(self, *reps: Any, **loss_kwargs: Any) -> Tensor:
+        """The loss of all representations."""
+        return self.loss_fn(*reps, **loss_kwargs)
+
+    def _chunks(self, model_inputs: Sequence[Any]) -> list[Chunk]:
+        if len(model_inputs) != len(self.models):
+            raise ValueError(
+                f"there must be one input for each of the {len(self.models)} models, got {len(model_inputs)}"
+            )
+        chunks = []
+        for index, (model, model_input, size) in enumerate(
+            zip(self.models, model_inputs, self.chunk_sizes, strict=True)
+        ):
+            name = f"model {index} ({type(model).__name__})"
+            if self.split_input_fn is None:
+                rows_of(model_input, f"the input of {name}")
+            encoder = Encoder(model, index, name)
+            for number, part in enumerate(self.split_inputs(model_input, size)):
+                chunks.append(self._chunk(encoder, part, first=number == 0))
+        collective = any(engine.control.collective for chunk in chunks for engine in chunk.encoder.engines)
+        if collective and self.keep_graphs == "auto":
+            raise ValueError(
+                "keep_graphs='auto' might keep another number of graphs on each rank, and this engine's passes are "
+                "collective: give a number or a fraction"
+            )
+        return chunks
+
+    def _chunk(self, encoder: Encoder, part: Any, *, first: bool = False) -> Chunk:
+        return Chunk(encoder, partial(self._encode, encoder, part), part, first)
+
+    def _filled_up(self, chunks: Sequence[Chunk], counts: Sequence[int]) -> list[Chunk]:
+        """As many chunks of each model as its counts say, the last ones without rows."""
+        filled = []
+        for index, count in enumerate(counts):
+            own = [chunk for chunk in chunks if chunk.encoder.index == index]
+            nothing = without_rows(own[-1].part)
+            filled += [*own, *(self._chunk(own[0].encoder, nothing) for _ in range(count - len(own)))]
+        return filled
+
+    def _encode(self, encoder: Encoder, part: Any) -> tuple[Tensor, ...]:
+        """The representations of a chunk."""
+        found, encoder.single = representations(self.get_reps(self.model_call(encoder.model, part)), encoder.name)
+        if self.split_input_fn is None:
+            rows = rows_of(part, encoder.name)
+            for number, x in enumerate(found):
+                if x.dim() and len(x) != rows:
+                    raise ValueError(
+                        f"{encoder.name} got {rows} rows and returned {len(x)} as representation {number}: each row of "
+                        "its input must have one"
+                    )
+        return found
+
+    def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        return torch.autocast(device.type, torch.float16) if self.fp16 else nullcontext()
+
+
+def _joined(chunks: Sequence[Chunk]) -> list[Tensor]:
+    """All rows of each of a model's representations, as leaves."""
+    leaves = []
+    for parts in zip(*(chunk.found for chunk in chunks), strict=True):
+        if parts[0].dim():
+            whole = parts[0] if len(parts) == 1 else torch.cat([x.detach() for x in parts])
+        else:
+            whole = parts[0]
+        leaf = whole.detach()
+        leaves.append(leaf.requires_grad_() if leaf.is_floating_point() else leaf)
+    starts = [0] * len(leaves)
+    for chunk in chunks:
+        counts = [len(x) if x.dim() else 0 for x in chunk.found]
+        chunk.rows = [slice(start, start + count) for start, count in zip(starts, counts, strict=True)]
+        starts = [at.stop for at in chunk.rows]
+    return leaves
+
+
+def _checked_loss(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"loss_fn must return a tensor of one element, got {got}; take its mean or sum")
+    if not loss.requires_grad:
+        raise ValueError("the loss has no gradient: loss_fn must not detach representations, or run under no_grad")
+    return loss.reshape(())
+
+
+def _gradients(
+    loss: Tensor, found: Sequence[Sequence[Tensor]]
+) -> tuple[list[list[Tensor | None]], list[tuple[Tensor, Tensor]]]:
+    """Of each model's representations, and of the parameters that the loss uses; nothing is accumulated yet."""
+    leaves = [x for of_model in found for x in of_model if x.requires_grad]
+    known = {id(x) for x in leaves}
+    parameters = [x for x in leaves_of([loss]) if id(x) not in known]
+    grads = torch.autograd.grad(loss, [*leaves, *parameters], allow_unused=True)
+    by_leaf = {id(x): grad for x, grad in zip(leaves, grads, strict=False)}
+    for model, of_model in enumerate(found):
+        for number, x in enumerate(of_model):
+            if x.requires_grad and by_leaf[id(x)] is None:
+                raise ValueError(
+                    f"the loss does not depend on representation {number} of model {model}; what it does not train is "
+                    "not to be encoded here"
+                )
+    used = zip(parameters, grads[len(leaves) :], strict=True)
+    return [[by_leaf.get(id(x)) for x in of_model] for of_model in found], [(p, g) for p, g in used if g is not None]
+
+
+@contextmanager
+def _moved_once(chunks: Sequence[Chunk]) -> Iterator[None]:
+    """Buffers stay where the first pass has left them."""
+    after = [(chunk.encoder.buffers, chunk.encoder.buffers.now()) for chunk in chunks if chunk.first]
+    try:
+        yield
+    finally:
+        for buffers, values in after:
+            buffers.set(values)
+
+
+def _of_engines(chunks: Sequence[Chunk]) -> set[int]:
+    """Ids of the parameters that engines synchronise."""
+    engines = [engine for chunk in chunks if chunk.first for engine in chunk.encoder.engines]
+    return {id(p) for engine in engines for p in engine.module.parameters()}
+
+
+@contextmanager
+def _gradients_kept(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """If what is inside fails, gradients are as they were. While they accumulate, that takes a copy of them."""
+    before = [(p, None if p.grad is None else p.grad.clone()) for p in parameters if p.requires_grad]
+    try:
+        yield
+    except BaseException:
+        for p, grad in before:
+            p.grad = grad
+        raise
+
+
+def _device_of(inputs: Sequence[Any], models: Sequence[object]) -> torch.device:
+    """Where the step runs: where its models are, or its inputs."""
+    for model in models:
+        if isinstance(model, nn.Module):
+            for p in model.parameters():
+                return p.device
+    for x in tensors_of(list(inputs)):
+        return x.device
+    return torch.device("cpu")

@@ -1,0 +1,98 @@
+"""What a model is given: a tree of tensors, cut along the batch; and what it gives back: representations.
+
+    tensor                  model(x)                    list or tuple           model(*x)
+    mapping                 model(**x)                  (list, mapping)         model(*x[0], **x[1])
+
+Mappings are dict, UserDict, BatchEncoding and the like; trees nest. Every tensor in a tree has the batch's rows, but
+for those of shape (), which belong to all chunks alike, as does what is no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+def tensors_of(tree: Any) -> Iterator[Tensor]:
+    """All tensors of a tree, from left to right."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from tensors_of(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from tensors_of(value)
+
+
+def rows_of(tree: Any, name: str) -> int:
+    """How many rows the batch has.
+
+    Raises:
+        ValueError: if no tensor says so, or two disagree.
+    """
+    sizes = [len(x) for x in tensors_of(tree) if x.dim()]
+    if not sizes:
+        raise ValueError(
+            f"{name} must hold tensors with the rows of the batch, got {type(tree).__name__}; what else there is takes "
+            "a split_input_fn(input, chunk_size)"
+        )
+    if len(set(sizes)) > 1:
+        raise ValueError(f"all tensors of {name} must have the rows of the batch, got {sizes} rows")
+    return sizes[0]
+
+
+def split_inputs(tree: Any, chunk_size: int) -> list[Any]:
+    """Chunks of at most chunk_size rows, in order; of an empty batch one empty chunk.
+
+    >>> import torch
+    >>> [chunk["x"].tolist() for chunk in split_inputs({"x": torch.arange(3), "scale": 2.0}, 2)]
+    [[0, 1], [2]]
+    """
+    rows = rows_of(tree, "the input")
+    return [_map(tree, slice(start, start + chunk_size)) for start in range(0, max(rows, 1), chunk_size)]
+
+
+def without_rows(tree: Any) -> Any:
+    """An empty chunk like this one."""
+    return _map(tree, slice(0, 0))
+
+
+def _map(tree: Any, rows: slice) -> Any:
+    if isinstance(tree, Tensor):
+        return tree[rows] if tree.dim() else tree
+    if isinstance(tree, Mapping):
+        return {name: _map(value, rows) for name, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        cut = [_map(value, rows) for value in tree]
+        return cut if isinstance(tree, list) else tuple(cut)
+    return tree
+
+
+def call_model(model: Callable[..., Any], x: Any) -> Any:
+    """The model's output for one chunk."""
+    if isinstance(x, Mapping):
+        return model(**x)
+    if isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], list | tuple) and isinstance(x[1], Mapping):
+        return model(*x[0], **x[1])
+    if isinstance(x, list | tuple):
+        return model(*x)
+    return model(x)
+
+
+def representations(output: Any, name: str) -> tuple[tuple[Tensor, ...], bool]:
+    """The tensors of a representation, and whether it is a single one.
+
+    Raises:
+        ValueError: if it is neither a tensor nor a sequence of tensors.
+    """
+    if isinstance(output, Tensor):
+        return (output,), True
+    if isinstance(output, Sequence) and output and all(isinstance(x, Tensor) for x in output):
+        return tuple(output), False
+    raise ValueError(
+        f"{name} must return a tensor, or a tuple of tensors, got {type(output).__name__}; "
+        "get_rep_fn=lambda output: output.pooler_output (say) takes the representation out of it"
+    )

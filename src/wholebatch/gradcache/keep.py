@@ -1,0 +1,123 @@
+"""Which chunks keep the graph of their first pass, and so need no second one.
+
+number     that many chunks, the first of a step
+fraction   that share of them
+"auto"     as many as fit: what a chunk's graph holds is measured, and room is left for the one that is replayed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+KeepGraphs = int | float | Literal["auto"]
+_SHARE = 0.8  # of the memory that is free; the loss, gradients and the allocator's leftovers have the rest
+
+
+def check_keep_graphs(keep: object, memory_budget: object) -> None:
+    """Raise ValueError unless it is a number of chunks, a fraction of them, or "auto"."""
+    number = type(keep) is int and keep >= 0
+    fraction = isinstance(keep, float) and 0.0 <= keep <= 1.0
+    if not (number or fraction or keep == "auto"):
+        raise ValueError(f"keep_graphs must be a number of chunks, a fraction from 0.0 to 1.0, or 'auto'; got {keep!r}")
+    if memory_budget is not None and (keep != "auto" or type(memory_budget) is not int or memory_budget < 0):
+        raise ValueError(
+            f"memory_budget is a number of bytes for keep_graphs='auto', got {memory_budget!r} for {keep!r}"
+        )
+
+
+class Keeper:
+    """The decision, chunk by chunk.
+
+    Args:
+        keep: "auto", a number or a fraction.
+        chunks: of the step, over all models.
+        budget: bytes that graphs may hold; None: a share of what is free.
+        device: where they are.
+    """
+
+    def __init__(self, keep: KeepGraphs, chunks: int, budget: int | None, device: torch.device) -> None:
+        self._auto, self._device = keep == "auto", device
+        self._left = 0 if isinstance(keep, str) else round(keep * chunks) if isinstance(keep, float) else keep
+        self._bytes = 0
+        if self._auto:
+            self._bytes = int(_SHARE * free_memory(device)) if budget is None else budget
+        self._costs: dict[int, int] = {}
+
+    def wants(self, model: int) -> bool:
+        """Whether the next chunk, of this model, may keep its graph."""
+        if not self._auto:
+            return self._left > 0
+        return self._bytes >= self._costs.get(model, 0) + max(self._costs.values(), default=0)
+
+    @contextmanager
+    def measured(self, model: int, there: Iterable[Tensor]) -> Iterator[None]:
+        """Inside, a graph is made whose memory counts, but for tensors that are there anyway."""
+        if not self._auto:
+            yield
+            return
+        with _graph_memory(self._device, there) as held:
+            yield
+        self._costs[model] = max(self._costs.get(model, 0), held[0])
+
+    def kept(self, model: int) -> bool:
+        """Whether the graph that was just made stays; if so, it is counted."""
+        if not self._auto:
+            self._left -= 1
+            return True
+        if self._bytes < self._costs[model] + max(self._costs.values()):
+            return False
+        self._bytes -= self._costs[model]
+        return True
+
+    def stop(self) -> None:
+        """Keep no more."""
+        self._auto, self._left = False, 0
+
+
+@contextmanager
+def _graph_memory(device: torch.device, there: Iterable[Tensor]) -> Iterator[list[int]]:
+    """A list, whose only entry is afterwards how many bytes the graph holds that was made inside."""
+    held = [0]
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        yield held
+        held[0] = torch.cuda.memory_allocated(device) - before
+        return
+    seen = {x.untyped_storage().data_ptr() for x in there}
+
+    def count(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            held[0] += storage.nbytes()
+        return x.detach()
+
+    with saved_tensors_hooks(count, lambda x: x):
+        yield held
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated: of a GPU with what its allocator holds in reserve, of a CPU within its cgroup.
+
+    Raises:
+        ValueError: on a system that does not say.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+    if device.type != "cpu" or not meminfo.exists():
+        raise ValueError(f"keep_graphs='auto' cannot tell how much memory is free on {device}; give memory_budget=")
+    lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
+    free = 1024 * int(lines["MemAvailable"].split()[0])
+    limit, usage = group / "memory.max", group / "memory.current"
+    if limit.exists() and limit.read_text().strip() != "max":
+        free = min(free, int(limit.read_text()) - int(usage.read_text()))
+    return max(free, 0)

@@ -1,0 +1,706 @@
+"""Gradient caching: the gradient of the batch as a whole, whatever the chunks, the inputs and the engine."""
+
+import copy
+import math
+import random
+import warnings
+from collections import UserDict
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from compare import assert_same
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import normalize
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import wholebatch as wb
+from wholebatch.partition import Partition
+from wholebatch.testing import run_ranks
+
+D, OUT = 5, 4
+KEEP = [0, 2, 0.5, 1.0, "auto"]
+
+
+def mlp(seed, *middle):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(D, 8), nn.Tanh(), *middle, nn.Linear(8, OUT)).double()
+
+
+class Clip(nn.Module):
+    """CLIP's loss with its own scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, x, y, **options):
+        x, y = (normalize(z, dim=1) for z in (x, y))
+        return wb.functional.clip_loss(x, y, self.log_scale.exp(), **options)
+
+
+def batch(rows, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(rows, D, dtype=torch.float64, generator=generator) for _ in range(2)]
+
+
+def gradients_of(*modules):
+    """By name, None where there is none; and no longer there."""
+    found = [p.grad for module in modules for p in module.parameters()]
+    for module in modules:
+        module.zero_grad()
+    return found
+
+
+def assert_all_same(got, expected, relative=1e-10):
+    assert len(got) == len(expected)
+    assert any(z is not None for z in expected)
+    for z, true in zip(got, expected, strict=True):
+        assert (z is None) == (true is None)
+        if true is not None:
+            assert_same(z, true, relative=relative)
+
+
+# Equal to the uncached gradient.
+@pytest.mark.parametrize("keep", KEEP)
+@pytest.mark.parametrize("chunk_sizes", [1, 3, 4, 12, 100, [5, 2]], ids=str)
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_gradient_is_that_of_the_whole_batch(chunk_sizes, tied, keep):
+    one, loss_fn, (x, y) = mlp(0), Clip(), batch(12)
+    models = [one, one if tied else mlp(1)]
+    expected = loss_fn(models[0](x), models[1](y), label_smoothing=0.1)
+    expected.backward()
+    true = gradients_of(*models, loss_fn)
+    cache = wb.GradCache(models, chunk_sizes, loss_fn, keep_graphs=keep)
+    for step in (cache, cache.cache_step):
+        loss = step(x, y, label_smoothing=0.1, no_sync_except_last=True)
+        assert not loss.requires_grad
+        assert_same(loss, expected.detach(), relative=1e-12)
+        assert_all_same(gradients_of(*models, loss_fn), true)
+
+
+class Many(nn.Module):
+    """Takes its input in any form."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = mlp(0)
+
+    def forward(self, a, b=None, options=None):
+        if isinstance(a, dict):
+            a, b = a["a"], a["b"]
+        return SimpleNamespace(pooled=self.inner(a + (2 * b if options is None else options["times"] * b)))
+
+
+FORMS = {
+    "list": lambda a, b: [a, b],
+    "tuple": lambda a, b: (a, b),
+    "dict": lambda a, b: {"a": a, "b": b},
+    "UserDict": lambda a, b: UserDict(a=a, b=b),
+    "list and dict": lambda a, b: ([a], {"b": b}),
+    "nested": lambda a, b: [{"a": a, "b": b}],
+    "with what is no tensor": lambda a, b: {"a": a, "b": b, "options": {"times": 2, "names": ["x"]}},
+    "with a number for all": lambda a, b: {"a": a, "b": b, "options": {"times": torch.tensor(2.0)}},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_inputs_of_any_form(form):
+    model, (a, b), (y, _) = Many(), batch(7), batch(7, seed=1)
+    other, loss_fn = mlp(1), Clip()
+    loss_fn(model(a, b).pooled, other(y)).backward()
+    true = gradients_of(model, other, loss_fn)
+    cache = wb.GradCache([model, other], 3, loss_fn, get_rep_fn=lambda out: getattr(out, "pooled", out))
+    cache(FORMS[form](a, b), y)
+    assert_all_same(gradients_of(model, other, loss_fn), true)
+
+
+def test_a_split_function_of_the_caller():
+    """Texts, which no tensor counts."""
+    words, embedding, loss_fn = ["a", "bb", "ccc", "dd", "e"], nn.Embedding(4, OUT).double(), Clip()
+
+    def encode(texts):
+        return embedding(torch.tensor([len(text) for text in texts]))
+
+    def split(texts, size):
+        return [{"texts": texts[k : k + size]} for k in range(0, len(texts), size)]
+
+    other, (y, _) = mlp(0), batch(5)
+    loss_fn(encode(words), other(y)).backward()
+    true = gradients_of(embedding, other, loss_fn)
+    cache = wb.GradCache(
+        [encode, other], 2, loss_fn, lambda z, size: split(z, size) if isinstance(z, list) else [*z.split(size)]
+    )
+    cache(words, y)
+    assert_all_same(gradients_of(embedding, other, loss_fn), true)
+
+
+class TwoParts(nn.Module):
+    """Two representations, and a scale that belongs to the whole batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.scale = mlp(0), nn.Parameter(torch.tensor(3.0, dtype=torch.float64))
+
+    def forward(self, x):
+        z = self.inner(x)
+        return z, z[:, :2].square(), self.scale
+
+
+@pytest.mark.parametrize("keep", [0, 1, 1.0])
+def test_several_representations_and_a_number_for_the_whole_batch(keep):
+    model, (x, y) = TwoParts(), batch(7)
+
+    def loss_fn(of_x, of_y):
+        (a, a_part, scale), (b, b_part, _) = of_x, of_y
+        both = [wb.functional.info_nce_loss(*pair, logit_scale=scale) for pair in ((a, b), (a_part, b_part))]
+        return both[0] + 2 * both[1] + scale.square() + 0 * of_y[2]
+
+    loss_fn(model(x), model(y)).backward()
+    true = gradients_of(model)
+    wb.GradCache([model, model], 3, loss_fn, keep_graphs=keep)(x, y)
+    assert_all_same(gradients_of(model), true)
+
+
+def test_hard_negatives_by_a_third_model_and_losses_with_keywords():
+    models, (x, y), (n, _) = [mlp(0), mlp(1), mlp(1)], batch(6), batch(9, seed=2)
+    weights = torch.rand(6, dtype=torch.float64)
+
+    def loss_fn(a, b, negatives, weights):
+        return wb.functional.info_nce_loss(a, b, logit_scale=0.3, negatives=negatives, weights=weights)
+
+    loss_fn(models[0](x), models[1](y), models[2](n), weights).backward()
+    true = gradients_of(*models)
+    wb.GradCache(models, [2, 3, 4], loss_fn)(x, y, n, weights=weights)
+    assert_all_same(gradients_of(*models), true)
+
+
+# What is replayed.
+class Noise(nn.Module):
+    """Random numbers of everyone who has some."""
+
+    def forward(self, x):
+        import numpy
+
+        return x * random.random() + numpy.random.rand() * torch.rand_like(x)
+
+
+@pytest.mark.parametrize("keep", [0, 3, 1.0])
+def test_dropout_masks_are_the_same_in_both_passes(keep):
+    models, loss_fn, (x, y) = [mlp(0, nn.Dropout(0.4)), mlp(1, nn.Dropout(0.2), Noise())], Clip(), batch(10)
+    seen = []
+    for model in models:
+        model[2].register_forward_hook(lambda _module, _args, out: seen.append(out == 0))
+    torch.manual_seed(5)
+    random.seed(5)
+    __import__("numpy").random.seed(5)
+    parts = [torch.cat([model(part) for part in z.split(3)]) for model, z in zip(models, (x, y), strict=True)]
+    after = torch.rand(1), random.random()
+    loss_fn(*parts).backward()
+    true, masks = gradients_of(*models, loss_fn), [*seen]
+    seen.clear()
+    torch.manual_seed(5)
+    random.seed(5)
+    __import__("numpy").random.seed(5)
+    wb.GradCache(models, 3, loss_fn, keep_graphs=keep)(x, y)
+    assert (torch.rand(1), random.random()) == after, "generators go on from where the first pass left them"
+    again = seen[len(masks) :]
+    assert len(again) == (8 - round(keep * 8) if isinstance(keep, float) else 8 - keep)
+    assert all(torch.equal(a, b) for a, b in zip(again, masks[len(masks) - len(again) :], strict=True))
+    assert_all_same(gradients_of(*models, loss_fn), true)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 1.0])
+def test_running_averages_count_every_chunk_once(keep):
+    model, loss_fn, (x, y) = mlp(0, nn.BatchNorm1d(8)), Clip(), batch(10)
+    plain = copy.deepcopy(model)
+    loss_fn(*(torch.cat([plain(part) for part in z.split(4)]) for z in (x, y))).backward()
+    true = gradients_of(plain)
+    wb.GradCache([model, model], 4, loss_fn, keep_graphs=keep)(x, y)
+    assert_all_same(gradients_of(model), true)
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name
+    assert int(model[2].num_batches_tracked) == 6
+
+
+def test_buffers_that_the_output_depends_on():
+    """Spectral norm's vectors move in each pass, and the next pass sees them."""
+    model, loss_fn, (x, y) = mlp(0), Clip(), batch(10)
+    nn.utils.parametrizations.spectral_norm(model[0])
+    plain = copy.deepcopy(model)
+    loss_fn(*(torch.cat([plain(part) for part in z.split(4)]) for z in (x, y))).backward()
+    true = gradients_of(plain)
+    wb.GradCache([model, model], 4, loss_fn)(x, y)
+    assert_all_same(gradients_of(model), true)
+
+
+@pytest.mark.parametrize("keep", [0, 2, 1.0])
+def test_under_the_callers_autocast(keep):
+    """A weight that was cast without gradient in the first pass must not serve the second."""
+    model, (x, y) = mlp(0).float(), [z.float() for z in batch(8)]
+
+    def loss_fn(a, b):
+        return wb.functional.clip_loss(normalize(a.float(), dim=1), normalize(b.float(), dim=1), 5.0)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        loss_fn(model(x), model(y)).backward()
+        true = gradients_of(model)
+        wb.GradCache([model, model], 2, loss_fn, keep_graphs=keep)(x, y)
+    found = gradients_of(model)
+    assert all(z is not None for z in found)
+    assert_all_same(found, true, relative=2e-2)
+
+
+def test_float16_with_a_scaler():
+    model, (x, y) = mlp(0).float(), [z.float() for z in batch(8)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def loss_fn(a, b):
+        return wb.functional.clip_loss(normalize(a.float(), dim=1), normalize(b.float(), dim=1), 5.0)
+
+    loss_fn(model(x), model(y)).backward()
+    true = gradients_of(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loss = wb.GradCache([model, model], 2, loss_fn, fp16=True, scaler=scaler)(x, y)
+    assert loss < 10, "as it is, not scaled"
+    scaler.unscale_(optimizer)
+    assert_all_same(gradients_of(model), true, relative=2e-2)
+    scaler.update()
+    wb.GradCache([model, model], 2, lambda a, b: loss_fn(a, b) * math.inf, fp16=True, scaler=scaler)(x, y)
+    before = copy.deepcopy(model.state_dict())
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 512.0, "the step is skipped"
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("keep", [0, 1, "auto"])
+def test_checkpointed_compiled_and_partly_frozen_encoders(keep):
+    loss_fn, (x, y) = Clip(), batch(8)
+    frozen = mlp(1)
+    frozen[0].requires_grad_(False)
+    plain = [mlp(0, nn.Dropout(0.3)), frozen]
+    models = [Checkpointed(plain[0]), torch.compile(frozen, backend="aot_eager")]
+    torch.manual_seed(3)
+    loss_fn(
+        *(torch.cat([model(part) for part in z.split(3)]) for model, z in zip(plain, (x, y), strict=True))
+    ).backward()
+    true = gradients_of(*plain, loss_fn)
+    torch.manual_seed(3)
+    wb.GradCache(models, 3, loss_fn, keep_graphs=keep)(x, y)
+    assert_all_same(gradients_of(*plain, loss_fn), true)
+
+
+def test_accumulation_and_clipping():
+    """Two cached steps add up, and what they add to is not lost."""
+    model, loss_fn = mlp(0), Clip()
+    batches = [batch(6, seed) for seed in (1, 2)]
+    for x, y in batches:
+        (loss_fn(model(x), model(y)) / 2).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    true = gradients_of(model, loss_fn)
+    cache = wb.GradCache([model, model], 4, lambda a, b: loss_fn(a, b) / 2)
+    for x, y in batches:
+        cache(x, y)
+    assert_same(nn.utils.clip_grad_norm_(model.parameters(), 0.01), norm, relative=1e-10)
+    assert_all_same(gradients_of(model, loss_fn), true)
+
+
+# Kept graphs.
+class Counted(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.calls = model, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.model(x)
+
+
+@pytest.mark.parametrize(
+    ("keep", "budget", "passes"),
+    [(0, None, 16), (3, None, 13), (0.5, None, 12), (1.0, None, 8), (100, None, 8), ("auto", None, 8), ("auto", 0, 16)],
+)
+def test_kept_graphs_need_no_second_pass(keep, budget, passes):
+    model, (x, y) = Counted(mlp(0)), batch(8)
+    wb.GradCache([model, model], 2, Clip(), keep_graphs=keep, memory_budget=budget)(x, y)
+    assert model.calls == passes
+
+
+def test_a_budget_keeps_what_fits_and_leaves_room_for_one_more():
+    """A chunk's graph holds tanh's output: 2 rows of 8 numbers of 8 bytes. The input is there anyway."""
+    model, (x, y) = Counted(mlp(0)), batch(8)
+    each = 2 * 8 * 8
+    for room in range(1, 6):
+        model.calls = 0
+        wb.GradCache([model, model], 2, Clip(), keep_graphs="auto", memory_budget=room * each)(x, y)
+        assert 16 - model.calls == room - 1
+
+
+def test_out_of_memory_in_a_kept_graph_keeps_fewer():
+    model, loss_fn, (x, y) = mlp(0), Clip(), batch(12)
+    loss_fn(model(x), model(y)).backward()
+    true = gradients_of(model, loss_fn)
+    calls = []
+
+    def encode(z):
+        calls.append(torch.is_grad_enabled())
+        if len(calls) == 5:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return model(z)
+
+    with pytest.warns(RuntimeWarning, match="out of memory with 4 kept graphs; going on with 2") as caught:
+        wb.GradCache([encode, encode], 2, loss_fn, keep_graphs=1.0)(x, y)
+    assert len(caught) == 1
+    first_of_the_second_model = [True]
+    assert calls[5:13] == [False] * 2 + first_of_the_second_model + [False] * 5, "the one that failed, and what follows"
+    assert len(calls) == 5 + 8 + 10
+    assert_all_same(gradients_of(model, loss_fn), true)
+
+
+# Engines.
+class Joint(nn.Module):
+    """Both towers and the scale in one module, as open_clip has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.image, self.text = mlp(0), mlp(1, nn.BatchNorm1d(8))
+        self.log_scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, x, y):
+        return self.image(x), self.text(y), self.log_scale.exp()
+
+
+def joint_loss(parts):
+    x, y, scale = parts
+    return wb.functional.clip_loss(normalize(x, dim=1), normalize(y, dim=1), scale)
+
+
+def counting(model):
+    """How many buckets DDP reduces."""
+    buckets = []
+
+    def hook(_state, bucket):
+        buckets.append(bucket.index())
+        future = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future()
+        return future.then(lambda done: done.value()[0])
+
+    model.register_comm_hook(None, hook)
+    return buckets
+
+
+def ddp_body(counts, sizes, keep):
+    """Tied and untied encoders, a loss of its own engine, and all in one module: as the whole batch on one process."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows = Partition(counts).rows(rank)
+    size, (x, y) = sizes[rank % len(sizes)], batch(sum(counts))
+
+    for tied in (True, False):
+        plain, loss_fn = [mlp(0), mlp(1)], Clip()
+        if tied:
+            plain[1] = plain[0]
+        dense = copy.deepcopy(plain) if not tied else [copy.deepcopy(plain[0])] * 2
+        single = copy.deepcopy(loss_fn)
+        wb.reference.clip_loss(
+            normalize(dense[0](x), dim=1), normalize(dense[1](y), dim=1), single.log_scale.exp()
+        ).backward()
+        models = [DistributedDataParallel(plain[0])]
+        models.append(models[0] if tied else DistributedDataParallel(plain[1]))
+        engine = DistributedDataParallel(loss_fn)
+        reduced = [counting(model) for model in (*models[: 1 if tied else 2], engine)]
+        for step in range(2):  # DDP arranges its buckets anew after the first
+            wb.GradCache(models, size, engine, keep_graphs=keep)(x[rows], y[rows])
+            assert_all_same(
+                gradients_of(*plain[: 1 if tied else 2], loss_fn), gradients_of_kept(*dense[: 1 if tied else 2], single)
+            )
+            for buckets in reduced:
+                assert buckets == [0], (step, buckets)
+                buckets.clear()
+
+    whole = Joint().train()
+    alone = copy.deepcopy(whole)
+    whole.text[2].eval(), alone.text[2].eval()  # a chunk's own statistics would be another batch's
+    joint_loss_dense(alone(x, y)).backward()
+    model = DistributedDataParallel(whole)
+    reduced = counting(model)
+    for _ in range(2):
+        loss = wb.GradCache([model], size, joint_loss, keep_graphs=keep)([x[rows], y[rows]])
+        assert_same(loss, joint_loss_dense(alone(x, y)).detach(), relative=1e-12)
+        assert_all_same(gradients_of(whole), gradients_of_kept(alone))
+        assert reduced == [0]
+        reduced.clear()
+
+    # A parameter of the model that the loss takes past the engine.
+    def past_the_engine(parts):
+        return joint_loss((*parts[:2], whole.log_scale.exp()))
+
+    wb.GradCache([model], size, past_the_engine, get_rep_fn=lambda out: out[:2], keep_graphs=keep)([x[rows], y[rows]])
+    assert_all_same(gradients_of(whole), gradients_of_kept(alone))
+    assert reduced == [0]
+    return world
+
+
+def gradients_of_kept(*modules):
+    return [p.grad for module in modules for p in module.parameters()]
+
+
+def joint_loss_dense(parts):
+    x, y, scale = parts
+    return wb.reference.clip_loss(normalize(x, dim=1), normalize(y, dim=1), scale)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 1.0])
+@pytest.mark.parametrize(
+    ("counts", "sizes"),
+    [((7,), (3,)), ((4, 4), (1,)), ((7, 2), (2, 2)), ((5, 0, 4), (4, 2, 1)), ((3, 7, 1, 4), (1,)), ((4, 4), (4,))],
+    ids=str,
+)
+def test_under_ddp_with_one_synchronisation(counts, sizes, keep):
+    assert run_ranks(ddp_body, len(counts), counts, sizes, keep, timeout_s=90) == [len(counts)] * len(counts)
+
+
+def fsdp_body(counts, keep):
+    rows = Partition(counts).rows(dist.get_rank())
+    x, y = batch(sum(counts))
+    plain, loss_fn = mlp(0), Clip()
+    alone, single = copy.deepcopy(plain), copy.deepcopy(loss_fn)
+    single_loss = wb.reference.clip_loss(normalize(alone(x), dim=1), normalize(alone(y), dim=1), single.log_scale.exp())
+    single_loss.backward()
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (plain[0], plain[2]):
+        fully_shard(layer, mesh=mesh)
+    model = fully_shard(plain, mesh=mesh)
+    for _ in range(2):
+        loss = wb.GradCache([model, model], 2, loss_fn, keep_graphs=keep)(x[rows], y[rows])
+        assert_same(loss, single_loss.detach(), relative=1e-12)
+        for sharded, p in zip(model.parameters(), alone.parameters(), strict=True):
+            assert_same(sharded.grad.full_tensor(), p.grad, relative=1e-10)
+        assert_same(loss_fn.log_scale.grad, single.log_scale.grad, relative=1e-10)
+        model.zero_grad()
+        loss_fn.zero_grad()
+
+
+@pytest.mark.parametrize("keep", [0, 1, 1.0])
+@pytest.mark.parametrize("counts", [(4, 4), (5, 2), (0, 3)], ids=str)
+def test_under_fsdp2(counts, keep):
+    run_ranks(fsdp_body, 2, counts, keep, timeout_s=90)
+
+
+# The functional form.
+def functional_body(counts, small):
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    rows = Partition(counts).rows(rank)
+    x, y = batch(sum(counts))
+    plain, loss_fn = mlp(0, nn.Dropout(0.3)), Clip()
+    alone, single = copy.deepcopy(plain), copy.deepcopy(loss_fn)
+    model = DistributedDataParallel(plain) if dist.is_initialized() else plain
+    reduced = counting(model) if dist.is_initialized() else [0]
+    part = wb.gradcache.cached(lambda model, *, x: model(x))
+    loss = wb.gradcache.cat_input_tensor(loss_fn)
+
+    torch.manual_seed(rank)
+    found, closures = ([], []), []
+    for tower, z in enumerate((x[rows], y[rows])):
+        for rows_of_part in z.split(small):
+            r, again = part(model, x=rows_of_part)
+            found[tower].append(r)
+            closures.append((again, r))
+    value = loss(found[0], y=found[1])
+    value.backward()
+    torch.rand(3)
+    for again, r in closures:
+        again(r)
+
+    # The same masks on one process: each rank's, in the order in which it drew them.
+    towers = [[], []]
+    for other, count in enumerate(counts):
+        torch.manual_seed(other)
+        at = Partition(counts).rows(other)
+        for tower, z in enumerate((x[at], y[at])):
+            towers[tower] += [alone(part_of) for part_of in (z.split(small) if count else [])]
+    true = single(*(torch.cat(parts) for parts in towers), group=wb.comm.LocalCommunicator())
+    true.backward()
+    assert_same(value.detach(), true.detach(), relative=1e-12)
+    assert_all_same(gradients_of_kept(plain), gradients_of_kept(alone))
+    assert_same(loss_fn.log_scale.grad, single.log_scale.grad, relative=1e-10)
+    assert reduced == [0]
+
+
+def test_the_functional_form():
+    functional_body((7,), 3)
+
+
+@pytest.mark.parametrize("counts", [(4, 4), (6, 3)], ids=str)
+def test_the_functional_form_under_ddp(counts):
+    run_ranks(functional_body, 2, counts, 2, timeout_s=60)
+
+
+def gathered_body(counts):
+    """The recipe of the original: every rank computes the loss of all rows, times the world size; DDP averages."""
+    rows, world = Partition(counts).rows(dist.get_rank()), dist.get_world_size()
+    x, y = batch(sum(counts))
+    plain = mlp(0)
+    alone = copy.deepcopy(plain)
+    wb.reference.info_nce_loss(alone(x), alone(y), logit_scale=0.5).backward()
+    model = DistributedDataParallel(plain)
+
+    @wb.gradcache.cat_input_tensor
+    @wb.gradcache.gather_input_tensor
+    def loss_fn(a, b):
+        return wb.reference.info_nce_loss(a, b, logit_scale=0.5) * world
+
+    encode = wb.gradcache.cached(lambda model, x: model(x))
+    calls = [[encode(model, part) for part in z[rows].split(2)] for z in (x, y)]
+    loss_fn([r for r, _ in calls[0]], b=[r for r, _ in calls[1]]).backward()
+    for tower in calls:
+        for r, again in tower:
+            again([r])
+    assert_all_same(gradients_of_kept(plain), gradients_of_kept(alone))
+
+
+def test_the_originals_recipe_for_several_processes():
+    run_ranks(gathered_body, 2, (4, 3), timeout_s=60)
+
+
+def test_autocast_in_the_functional_form_is_that_of_the_first_call():
+    model, (x, _) = mlp(0).float(), [z.float() for z in batch(4)]
+    encode, dtypes = wb.gradcache.cached(lambda model, x: model(x)), []
+    model.register_forward_hook(lambda _m, _a, out: dtypes.append(out.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        r, again = encode(model, x)
+    r.square().sum().backward()
+    again(r)
+    assert dtypes == [torch.bfloat16] * 2
+    assert all(p.grad is not None for p in model.parameters())
+
+
+# Mistakes.
+def good_loss(a, b):
+    return wb.functional.clip_loss(a, b, 1.0)
+
+
+def good_step(model, x, y):
+    return wb.GradCache([model, model], 2, good_loss)(x, y)
+
+
+MISTAKES = {
+    "one input too few": (lambda m, x, y: wb.GradCache([m, m], 2, good_loss)(x), "one input for each of the 2 models"),
+    "rows disagree": (
+        lambda m, x, y: wb.GradCache([lambda a, b: m(a)], 2, good_loss)([x, y[:3]]),
+        r"must have the rows of the batch, got \[6, 3\] rows",
+    ),
+    "no tensor": (lambda m, x, y: wb.GradCache([m, m], 2, good_loss)("text", y), "takes a split_input_fn"),
+    "other rows": (
+        lambda m, x, y: wb.GradCache([lambda z: m(z)[:1], m], 2, good_loss)(x, y),
+        "got 2 rows and returned 1 as representation 0",
+    ),
+    "no gradient": (lambda m, x, y: wb.GradCache([m, lambda z: m(z).detach()], 2, good_loss)(x, y), "has no gradient"),
+    "model output": (
+        lambda m, x, y: wb.GradCache([lambda z: SimpleNamespace(pooled=m(z)), m], 2, good_loss)(x, y),
+        "must return a tensor, or a tuple of tensors, got SimpleNamespace; get_rep_fn=",
+    ),
+    "vector": (lambda m, x, y: wb.GradCache([m, m], 2, lambda a, b: a - b)(x, y), r"one element, got shape \(6, 4\)"),
+    "number": (lambda m, x, y: wb.GradCache([m, m], 2, lambda a, b: 1.0)(x, y), "must return a tensor of one element"),
+    "ignored": (
+        lambda m, x, y: wb.GradCache([m, m], 2, lambda a, b: a.sum())(x, y),
+        "does not depend on representation 0 of model 1",
+    ),
+    "detached": (
+        lambda m, x, y: wb.GradCache([m, m], 2, lambda a, b: (a - b).detach().sum())(x, y),
+        "the loss has no gradient",
+    ),
+}
+
+
+def mistakes_body():
+    """On the last rank alone: an error on all, gradients as they were, and the next step is right."""
+    model, (x, y) = mlp(0), batch(6)
+    rank, world = dist.get_rank() if dist.is_initialized() else 0, dist.get_world_size() if dist.is_initialized() else 1
+    for name, (call, message) in MISTAKES.items():
+        if world > 1 and name in ("vector", "number", "ignored", "detached"):
+            continue  # of the loss: what they do to the others is the loss's business
+        for accumulated in (False, True):
+            for p in model.parameters():
+                p.grad = torch.ones_like(p) if accumulated else None
+            made = call if rank == world - 1 else good_step
+            with pytest.raises(ValueError, match=message):
+                made(model, x, y)
+            for p in model.parameters():
+                assert torch.equal(p.grad, torch.ones_like(p)) if accumulated else p.grad is None, name
+        assert good_step(model, x, y).isfinite()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_mistakes(world_size):
+    run_ranks(mistakes_body, world_size, timeout_s=60)
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_a_model_with_a_state_of_its_own_is_found_out(accumulated):
+    """In the second chunk's second pass: by then the first chunk's gradient is there, and has to go."""
+    inner, calls, (x, y) = mlp(0), [0], batch(6)
+
+    def encode(z):
+        calls[0] += 1
+        return inner(z) * (1 if calls[0] < 4 else 1.01)
+
+    for p in inner.parameters():
+        p.grad = torch.ones_like(p) if accumulated else None
+    with pytest.raises(RuntimeError, match="gave another representation 0 than the first"):
+        wb.GradCache([encode, inner], 3, good_loss)(x, y)
+    for p in inner.parameters():
+        assert torch.equal(p.grad, torch.ones_like(p)) if accumulated else p.grad is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"chunk_sizes": 0}, "chunk_sizes must be positive integers, rows of a chunk; got 0"),
+        ({"chunk_sizes": 2.0}, "chunk_sizes"),
+        ({"chunk_sizes": True}, "chunk_sizes must be positive integers"),
+        ({"chunk_sizes": [1, 2, 3]}, r"one for each of the 2 models; got \[1, 2, 3\]"),
+        ({"models": nn.Linear(2, 2)}, "models must be a list"),
+        ({"models": []}, "models must be a list"),
+        ({"loss_fn": None}, "loss_fn must be callable, got NoneType"),
+        ({"get_rep_fn": "pooled"}, "get_rep_fn must be callable, got str"),
+        ({"fp16": True}, "fp16=True needs a scaler"),
+        ({"keep_graphs": -1}, "keep_graphs must be a number of chunks"),
+        ({"keep_graphs": 1.5}, "keep_graphs must be a number of chunks"),
+        ({"keep_graphs": "all"}, "keep_graphs must be .* or 'auto'; got 'all'"),
+        ({"memory_budget": 10}, "memory_budget is a number of bytes for keep_graphs='auto'"),
+    ],
+)
+def test_settings(arguments, message):
+    given = {"models": [nn.Linear(2, 2)] * 2, "chunk_sizes": 2, "loss_fn": good_loss} | arguments
+    with pytest.raises(ValueError, match=message):
+        wb.GradCache(**given)
+
+
+def test_what_the_functional_form_refuses():
+    model, (x, _) = mlp(0), batch(4)
+    encode = wb.gradcache.cached(lambda model, x: model(x))
+    r, again = encode(model, x)
+    with pytest.raises(ValueError, match="has no gradient: call the loss's backward first"):
+        again(r)
+    with pytest.raises(ValueError, match="gave 1 representations, got back 2"):
+        again(r, r)
+    with pytest.raises(ValueError, match="must return a tensor, or a tuple of tensors, got dict"):
+        wb.gradcache.cached(lambda: {"x": x})()
+
+
+def test_nothing_warns():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wb.GradCache([mlp(0), mlp(1)], 2, Clip(), keep_graphs="auto")(*batch(6))
