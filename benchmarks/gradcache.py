@@ -24,11 +24,11 @@ from torch.nn.functional import normalize
 
 import wholebatch as wb
 from wholebatch.bench.loss import rise_of_peak
-from wholebatch.bench.peers import version
+from wholebatch.bench.peers import declare_torchvision_operators, version
 from wholebatch.bench.records import keep
 
 RESULTS = Path(__file__).parent / "results" / "gradcache.json"
-WIDTH, LAYERS, TOKENS, VOCABULARY, SCALE = 128, 4, 32, 1000, 20.0
+WIDTH, LAYERS, TOKENS, VOCABULARY, SCALE = 256, 4, 32, 1000, 20.0
 WAYS: dict[str, Any] = {"none kept": 0, "half kept": 0.5, "all kept": 1.0, "auto": "auto"}
 
 
@@ -64,6 +64,7 @@ def peers(encoder: nn.Module, chunk: int) -> dict[str, Callable[[Tensor, Tensor]
     """sentence-transformers' loss and its cached form, on this encoder."""
     if version("sentence-transformers") is None:
         return {}
+    declare_torchvision_operators()
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.losses import CachedMultipleNegativesRankingLoss, MultipleNegativesRankingLoss
 
