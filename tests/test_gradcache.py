@@ -157,7 +157,7 @@ def test_several_representations_and_a_number_for_the_whole_batch(keep):
     def loss_fn(of_x, of_y):
         (a, a_part, scale), (b, b_part, _) = of_x, of_y
         both = [wb.functional.info_nce_loss(*pair, logit_scale=scale) for pair in ((a, b), (a_part, b_part))]
-        return both[0] + 2 * both[1] + scale.square() + 0 * of_y[2]
+        return both[0] + 2 * both[1] + scale.square()
 
     loss_fn(model(x), model(y)).backward()
     true = gradients_of(model)
@@ -433,12 +433,31 @@ def ddp_body(counts, sizes, keep):
     alone = copy.deepcopy(whole)
     whole.text[2].eval(), alone.text[2].eval()  # a chunk's own statistics would be another batch's
     joint_loss_dense(alone(x, y)).backward()
-    model = DistributedDataParallel(whole)
-    reduced = counting(model)
+    model, true = DistributedDataParallel(whole), gradients_of_kept(alone)
+    counted = counting(model)
     for _ in range(2):
         loss = wb.GradCache([model], size, joint_loss, keep_graphs=keep)([x[rows], y[rows]])
         assert_same(loss, joint_loss_dense(alone(x, y)).detach(), relative=1e-12)
-        assert_all_same(gradients_of(whole), gradients_of_kept(alone))
+        assert_all_same(gradients_of(whole), true)
+        assert counted == [0]
+        counted.clear()
+
+    # One encoder for both, with a scale among its outputs, of which the loss takes one.
+    tied = TwoParts()
+    alone = copy.deepcopy(tied)
+    (a, _, scale), (b, _, _) = alone(x), alone(y)
+    joint_loss_dense((a, b, scale)).backward()
+    engine = DistributedDataParallel(tied)
+    reduced = counting(engine)
+    for _ in range(2):
+        wb.GradCache(
+            [engine, engine],
+            size,
+            lambda of_x, of_y: joint_loss((of_x[0], of_y[0], of_x[1])),
+            get_rep_fn=lambda out: (out[0], out[2]),
+            keep_graphs=keep,
+        )(x[rows], y[rows])
+        assert_all_same(gradients_of(tied), gradients_of_kept(alone))
         assert reduced == [0]
         reduced.clear()
 
@@ -447,8 +466,8 @@ def ddp_body(counts, sizes, keep):
         return joint_loss((*parts[:2], whole.log_scale.exp()))
 
     wb.GradCache([model], size, past_the_engine, get_rep_fn=lambda out: out[:2], keep_graphs=keep)([x[rows], y[rows]])
-    assert_all_same(gradients_of(whole), gradients_of_kept(alone))
-    assert reduced == [0]
+    assert_all_same(gradients_of(whole), true)
+    assert counted == [0]
     return world
 
 

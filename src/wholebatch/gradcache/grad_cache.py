@@ -265,7 +265,7 @@ def _gradients(
     by_leaf = {id(x): grad for x, grad in zip(leaves, grads, strict=False)}
     for model, of_model in enumerate(found):
         for number, x in enumerate(of_model):
-            if x.requires_grad and by_leaf[id(x)] is None:
+            if x.requires_grad and x.dim() and by_leaf[id(x)] is None:
                 raise ValueError(
                     f"the loss does not depend on representation {number} of model {model}; what it does not train is "
                     "not to be encoded here"

@@ -139,15 +139,17 @@ def second_pass(
     """
     kept, replayed = [c for c in chunks if c.kept], [c for c in chunks if not c.kept]
     order = [*kept, *replayed]
-    last_of_engine, last_of_model = _last_of_engines(order), {c.encoder.index: c for c in order}
+    last_of_engine, last_of_model = _last_of_engines(order), {id(c.encoder.model): c for c in order}
     engines = {id(engine.module): engine for c in chunks for engine in c.encoder.engines}
 
     def roots(chunk: Chunk) -> list[tuple[Tensor, Tensor]]:
-        last = last_of_model[chunk.encoder.index] is chunk  # it takes the gradient of what belongs to the whole batch
-        pairs = []
-        for x, grad, rows in zip(chunk.found, gradients[chunk.encoder.index], chunk.rows, strict=True):
-            if grad is not None and (grad.dim() or last):
-                pairs.append((x, grad[rows] if grad.dim() else grad))
+        of_chunk, model, pairs = gradients[chunk.encoder.index], chunk.encoder.model, []
+        for number, (x, grad, rows) in enumerate(zip(chunk.found, of_chunk, chunk.rows, strict=True)):
+            if x.dim() and grad is not None:
+                pairs.append((x, grad[rows]))
+            elif not x.dim() and last_of_model[id(model)] is chunk:  # what belongs to the whole batch, once
+                same = {c.encoder.index for c in chunks if c.encoder.model is model}
+                pairs += [(x, of) for k in same if (of := gradients[k][number]) is not None]
         for key, engine in engines.items():
             if last_of_engine[key] is chunk:
                 owned = {id(p) for p in engine.module.parameters()}
