@@ -175,7 +175,7 @@ def stepped(seed, width=3):
 
 def test_checkpoint_restores_weights_optimizer_and_randomness(tmp_path):
     model, optimizer = stepped(0)
-    save_checkpoint(tmp_path, model, optimizer, step=5, seconds=1.5)
+    save_checkpoint(tmp_path, model.state_dict(), optimizer, step=5, seconds=1.5)
     expected = torch.rand(3)
     other = torch.nn.Linear(3, 2)
     other_optimizer = torch.optim.AdamW(other.parameters(), lr=0.5)
@@ -195,7 +195,7 @@ def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     import safetensors.torch
 
     model, optimizer = stepped(0)
-    save_checkpoint(tmp_path, model, optimizer, step=1, seconds=0.0)
+    save_checkpoint(tmp_path, model.state_dict(), optimizer, step=1, seconds=0.0)
     before = (tmp_path / FILE).read_bytes()
 
     def full_disk(tensors, path, metadata):
@@ -204,7 +204,7 @@ def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path, monkeypatch):
 
     monkeypatch.setattr(safetensors.torch, "save_file", full_disk)
     with pytest.raises(UserError, match=r"cannot be written: .*No space left"):
-        save_checkpoint(tmp_path, model, optimizer, step=2, seconds=0.0)
+        save_checkpoint(tmp_path, model.state_dict(), optimizer, step=2, seconds=0.0)
     assert (tmp_path / FILE).read_bytes() == before
 
 
@@ -214,7 +214,7 @@ def test_damaged_checkpoints_are_refused(tmp_path):
     model, optimizer = stepped(0)
     with pytest.raises(UserError, match="there is no checkpoint"):
         load_checkpoint(tmp_path, model, optimizer)
-    save_checkpoint(tmp_path, model, optimizer, step=1, seconds=0.0)
+    save_checkpoint(tmp_path, model.state_dict(), optimizer, step=1, seconds=0.0)
     whole = (tmp_path / FILE).read_bytes()
     torch.save({"a pickle": 1}, tmp_path / "pickle.pt")
     for damaged in (whole[: len(whole) // 2], b"", (tmp_path / "pickle.pt").read_bytes()):

@@ -1,6 +1,7 @@
 """`wholebatch train` as a user runs it: whole runs, on a small data set of real characters."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -117,7 +118,8 @@ def test_killed_and_resumed_gives_the_same_numbers(data, uninterrupted, tmp_path
 
 def test_resume_with_another_number_of_processes(data, uninterrupted, tmp_path):
     run = tmp_path / "run"
-    process = subprocess.Popen(TRAIN + options(data, run, "--processes", "2", steps=50), stdout=subprocess.DEVNULL)
+    command = TRAIN + options(data, run, "--processes", "2", steps=50)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
         deadline = time.monotonic() + 120
         while not (run / "checkpoint.safetensors").exists():
@@ -125,7 +127,7 @@ def test_resume_with_another_number_of_processes(data, uninterrupted, tmp_path):
             assert time.monotonic() < deadline
             time.sleep(0.002)
     finally:
-        process.send_signal(signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         process.wait(timeout=60)
     assert len((run / "metrics.jsonl").read_text().splitlines()) < 50
     finish([*TRAIN, "--resume", str(run), "--processes", "1"])
