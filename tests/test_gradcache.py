@@ -370,6 +370,84 @@ def test_out_of_memory_in_a_kept_graph_keeps_fewer():
     assert_all_same(gradients_of(model, loss_fn), true)
 
 
+def test_out_of_memory_with_running_averages():
+    model, loss_fn, (x, y) = mlp(0, nn.BatchNorm1d(8)), Clip(), batch(12)
+    plain, held, calls = copy.deepcopy(model), dict(model.named_buffers()), [0]
+    loss_fn(*(torch.cat([plain(part) for part in z.split(4)]) for z in (x, y))).backward()
+    true = gradients_of(plain)
+
+    def encode(z):
+        calls[0] += 1
+        found = model(z)
+        if calls[0] == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return found
+
+    with pytest.warns(RuntimeWarning, match="out of memory"):
+        wb.GradCache([encode, encode], 4, loss_fn, keep_graphs=1.0)(x, y)
+    assert_all_same(gradients_of(model), true)
+    for name, buffer in model.named_buffers():
+        assert buffer is held[name]
+        assert torch.equal(plain.get_buffer(name), buffer), name
+
+
+class LateMaximum(nn.Module):
+    """A running maximum, which a chunk with larger entries moves, and which the output depends on."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("largest", torch.ones((), dtype=torch.float64))
+
+    def forward(self, z):
+        with torch.no_grad():
+            self.largest.copy_(torch.maximum(self.largest, z.abs().max()))
+        return z / self.largest.clone()
+
+
+def test_buffers_that_move_late_or_by_another_model():
+    model, loss_fn, (x, y) = mlp(0, LateMaximum()), Clip(), batch(9)
+    x = x / 100
+    x[-3:] *= 1000
+    norm = nn.BatchNorm1d(8).double()
+    models = [
+        nn.Sequential(model, nn.Linear(OUT, 8).double(), norm),
+        nn.Sequential(mlp(1), nn.Linear(OUT, 8).double(), norm),
+    ]
+    plain = copy.deepcopy(models)
+    loss_fn(*(torch.cat([m(part) for part in z.split(3)]) for m, z in zip(plain, (x, y), strict=True))).backward()
+    true = gradients_of(*plain)
+    wb.GradCache(models, 3, loss_fn)(x, y)
+    assert_all_same(gradients_of(*models), true)
+    for (name, buffer), (_, other) in zip(models[0].named_buffers(), plain[0].named_buffers(), strict=True):
+        assert torch.equal(buffer, other), name
+
+
+def test_hooks_of_the_losss_parameters_run_once():
+    model, loss_fn, (x, y) = mlp(0), Clip(), batch(4)
+    calls = []
+    loss_fn.log_scale.register_hook(lambda grad: calls.append(grad) or 0.1 * grad)
+    loss_fn(model(x), model(y)).backward()
+    true = gradients_of(model, loss_fn)
+    wb.GradCache([model, model], 2, loss_fn)(x, y)
+    assert_all_same(gradients_of(model, loss_fn), true)
+    assert len(calls) == 2
+
+
+def test_complex_representations():
+    model, (x, y) = mlp(0), batch(4)
+
+    def loss_fn(a, b):
+        return (a * b.conj()).real.logsumexp(0).sum()
+
+    def encode(z):
+        return torch.view_as_complex(model(z).unflatten(1, (2, 2)))
+
+    loss_fn(encode(x), encode(y)).backward()
+    true = gradients_of(model)
+    wb.GradCache([encode, encode], 2, loss_fn)(x, y)
+    assert_all_same(gradients_of(model), true)
+
+
 # Engines.
 class Joint(nn.Module):
     """Both towers and the scale in one module, as open_clip has them."""
@@ -406,6 +484,7 @@ def ddp_body(counts, sizes, keep):
     rank, world = dist.get_rank(), dist.get_world_size()
     rows = Partition(counts).rows(rank)
     size, (x, y) = sizes[rank % len(sizes)], batch(sum(counts))
+    keep = keep[rank % len(keep)] if isinstance(keep, tuple) else keep
 
     for tied in (True, False):
         plain, loss_fn = [mlp(0), mlp(1)], Clip()
@@ -491,6 +570,9 @@ def joint_loss_dense(parts):
         ((7, 1), (1,), 1.0),
         ((5, 0, 4), (4, 2, 1), 1),
         ((3, 7, 1, 4), (1,), 0),
+        ((7, 2), (2,), 2),
+        ((4, 4), (2,), (0, 1.0)),
+        ((5, 6), (1,), ("auto", 3)),
     ],
     ids=str,
 )
@@ -522,6 +604,148 @@ def fsdp_body(counts, keep):
 @pytest.mark.parametrize(("counts", "keep"), [((4, 4), 0), ((4, 4), 1.0), ((5, 2), 1), ((0, 3), 0)], ids=str)
 def test_under_fsdp2(counts, keep):
     run_ranks(fsdp_body, 2, counts, keep, timeout_s=90)
+
+
+def odd_models_body():
+    """What holds an engine without being one: compiled, a function, a method; and a loss that another engine shards."""
+    rank = dist.get_rank()
+    rows = Partition((6, 3)).rows(rank)
+    x, y = batch(9)
+    plain, alone = mlp(0), mlp(0)
+    wb.reference.clip_loss(alone(x), alone(y), 1.0).backward()
+    true = gradients_of_kept(alone)
+    engine = DistributedDataParallel(plain)
+    reduced = counting(engine)
+    compiled = torch.compile(engine, backend="eager")
+    for model in (compiled, lambda z: 1 * engine(z), engine.forward):
+        for keep in (0, 1, 1.0):
+            wb.GradCache([model, model], 2, good_loss, keep_graphs=keep)(x[rows], y[rows])
+            assert_all_same(gradients_of(plain), true)
+            assert reduced == [0], keep
+            reduced.clear()
+
+    # Two towers in one module, each a model: neither uses all parameters.
+    class Towers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.towers = nn.ModuleList([mlp(0), mlp(1)])
+
+        def forward(self, image=None, text=None):
+            return self.towers[0](image) if text is None else self.towers[1](text)
+
+    towers = Towers()
+    dense = copy.deepcopy(towers)
+    wb.reference.clip_loss(dense(image=x), dense(text=y), 1.0).backward()
+    engine = DistributedDataParallel(towers, find_unused_parameters=True)
+    for keep in (0, 2, 1.0):
+        wb.GradCache([engine, engine], 2, good_loss, keep_graphs=keep)({"image": x[rows]}, {"text": y[rows]})
+        assert_all_same(gradients_of(towers), gradients_of_kept(dense))
+
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    encoder, loss_fn, single = mlp(0), Clip(), Clip()
+    wb.reference.clip_loss(*(normalize(mlp(0)(z), dim=1) for z in (x, y)), single.log_scale.exp()).backward()
+
+    class Shaped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.log_scale = nn.Parameter(torch.tensor([2.0], dtype=torch.float64))
+
+        def forward(self, a, b):
+            return wb.functional.clip_loss(normalize(a, dim=1), normalize(b, dim=1), self.log_scale.exp())
+
+    loss_fn = fully_shard(Shaped(), mesh=mesh)
+    wb.GradCache([encoder, encoder], 2, loss_fn)(x[rows], y[rows])
+    assert_same(loss_fn.log_scale.grad.full_tensor()[0], single.log_scale.grad, relative=1e-10)
+
+
+def test_engines_in_wrappers_and_functions_and_losses():
+    run_ranks(odd_models_body, 2, timeout_s=90)
+
+
+def after_an_error_body(engine):
+    """A second pass that differs, on one rank: all raise, gradients are as they were, and the next step is right."""
+    rank = dist.get_rank()
+    rows = Partition((6, 6)).rows(rank)
+    x, y = batch(12)
+    plain, alone = mlp(0), mlp(0)
+    wb.reference.clip_loss(alone(x), alone(y), 1.0).backward()
+    true = gradients_of_kept(alone)
+    if engine == "ddp":
+        model = DistributedDataParallel(plain)
+    else:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+        for layer in (plain[0], plain[2]):
+            fully_shard(layer, mesh=mesh)
+        model = fully_shard(plain, mesh=mesh)
+    for bad in (7, 8, 12):
+        calls = [0]
+
+        def encode(z, calls=calls, bad=bad):
+            calls[0] += 1
+            return model(z) * (1.5 if calls[0] == bad and rank == 1 else 1.0)
+
+        with pytest.raises(RuntimeError if rank else ValueError, match="gave another representation"):
+            wb.GradCache([encode, encode], 2, good_loss)(x[rows], y[rows])
+        assert all(p.grad is None for p in model.parameters())
+        wb.GradCache([model, model], 2, good_loss)(x[rows], y[rows])
+        found = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+        assert_all_same(found, true)
+        model.zero_grad()
+    return True
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_the_step_after_an_error(engine):
+    assert run_ranks(after_an_error_body, 2, engine, timeout_s=60) == [True, True]
+
+
+def out_of_memory_body():
+    """On one rank, in the second model: the first has kept what it could, and everybody ends in step."""
+    rank = dist.get_rank()
+    rows = Partition((6, 6)).rows(rank)
+    x, y = batch(12)
+    plain, alone = [mlp(0), mlp(1)], [mlp(0), mlp(1)]
+    wb.reference.clip_loss(alone[0](x), alone[1](y), 1.0).backward()
+    models, calls = [DistributedDataParallel(model) for model in plain], [0]
+
+    def second(z):
+        calls[0] += 1
+        if rank == 0 and calls[0] == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return models[1](z)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        wb.GradCache([models[0], second], 2, good_loss, keep_graphs=1.0)(x[rows], y[rows])
+    assert_all_same(gradients_of_kept(*plain), gradients_of_kept(*alone))
+
+
+def test_out_of_memory_on_one_rank():
+    run_ranks(out_of_memory_body, 2, timeout_s=60)
+
+
+def no_empty_chunk_body():
+    """Ranks with other numbers of chunks, of what has no empty form: refused on all, where passes are collective."""
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    model = fully_shard(nn.Embedding(4, OUT).double(), mesh=mesh)
+    texts = ["a", "bb", "ccc"] if dist.get_rank() else ["a"]
+
+    def encode(texts):
+        return model(torch.tensor([len(text) for text in texts]))
+
+    cache = wb.GradCache(
+        [encode, encode], 2, good_loss, lambda z, n: [{"texts": z[k : k + n]} for k in range(0, len(z), n)]
+    )
+    with pytest.raises(ValueError, match=r"different numbers of chunks, \[\[1, 1\], \[2, 2\]\]"):
+        cache(texts, texts)
+    with pytest.raises(ValueError, match="keep_graphs must be the same on all ranks"):
+        wb.GradCache([model, model], 2, good_loss, keep_graphs=dist.get_rank())(*[torch.arange(4)] * 2)
+    with pytest.raises(ValueError, match="keep_graphs='auto' might keep another number"):
+        wb.GradCache([model, model], 2, good_loss, keep_graphs="auto")(*[torch.arange(4)] * 2)
+
+
+def test_what_collective_passes_cannot_have():
+    run_ranks(no_empty_chunk_body, 2, timeout_s=60)
 
 
 # The functional form.
@@ -566,6 +790,25 @@ def functional_body(counts, small):
 
 def test_the_functional_form():
     functional_body((7,), 3)
+
+
+def unused_call_body():
+    """Of two calls one is never gone back to; the other synchronises all the same."""
+    rank = dist.get_rank()
+    model = DistributedDataParallel(mlp(0))
+    encode = wb.gradcache.cached(lambda model, x: model(x))
+    (x, y), alone = batch(4), mlp(0)
+    alone(x).square().sum().div(2).backward()
+    constant, never = encode(model, y[:2])
+    r, again = encode(model, x[2 * rank : 2 * rank + 2])
+    (r.square().sum() + 0 * constant.detach().sum()).backward()
+    again(r)
+    assert_all_same(gradients_of_kept(model), gradients_of_kept(alone))
+    return never is not None
+
+
+def test_a_call_that_is_never_gone_back_to():
+    run_ranks(unused_call_body, 2, timeout_s=60)
 
 
 @pytest.mark.parametrize("counts", [(4, 4), (6, 3)], ids=str)
@@ -655,8 +898,6 @@ def mistakes_body():
     model, (x, y) = mlp(0), batch(6)
     rank, world = dist.get_rank() if dist.is_initialized() else 0, dist.get_world_size() if dist.is_initialized() else 1
     for name, (call, message) in MISTAKES.items():
-        if world > 1 and name in ("vector", "number", "ignored", "detached"):
-            continue  # of the loss: what they do to the others is the loss's business
         for accumulated in (False, True):
             for p in model.parameters():
                 p.grad = torch.ones_like(p) if accumulated else None

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 GRAD_ENABLED, NEEDS_GRAD = "torch.is_grad_enabled()", "needs grad"  # facts about gradients
 SIGNATURE = "signature"  # the fact that says what a rank passed, for the message when the callers differ
 _MESSAGE_BYTES = 2048  # one rank's statement on the wire, as JSON
+_ON_ALL_RANKS = "raised on all ranks"
 _CALLER, _COMPLAINT, _LENGTH = "caller", "complaint", "length"
 
 
@@ -69,18 +70,27 @@ def handshake(
 
     complaints = {rank: facts[_COMPLAINT] for rank, facts in enumerate(everyone) if _COMPLAINT in facts}
     if complaints:
-        raise ValueError(f"{caller}: {_by_rank(complaints, transport.size)}") from cause
+        raise _of_all(f"{caller}: {_by_rank(complaints, transport.size)}") from cause
     callers = {rank: _who(facts) for rank, facts in enumerate(everyone)}
     if len({facts[_CALLER] for facts in everyone}) > 1:
-        raise ValueError(
-            f"all ranks must make the same calls in the same order, got {_by_rank(callers, transport.size)}"
-        )
+        raise _of_all(f"all ranks must make the same calls in the same order, got {_by_rank(callers, transport.size)}")
     for name in must_match:
         values = [facts.get(name) for facts in everyone]
         if any(value != values[0] for value in values):
             by_rank = _by_rank(dict(enumerate(values)), transport.size)
-            raise ValueError(f"{caller}: {name} must be the same on all ranks, got {by_rank}")
+            raise _of_all(f"{caller}: {name} must be the same on all ranks, got {by_rank}")
     return everyone
+
+
+def _of_all(message: str) -> ValueError:
+    error = ValueError(message)
+    error.__dict__[_ON_ALL_RANKS] = True
+    return error
+
+
+def raised_on_all_ranks(error: BaseException) -> bool:
+    """Whether an error is a handshake's, so that the other ranks have it, too."""
+    return _ON_ALL_RANKS in error.__dict__
 
 
 def _who(facts: Mapping[str, Any]) -> str:

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from ..comm import Communicator, LocalCommunicator, TorchCommunicator
 from .inputs import representations
-from .parameter_sync import Synchronised, synchronised
+from .parameter_sync import modules_of, synchronised, watched
 from .replay import Buffers, Replay, fresh_autocast_cache
-from .two_passes import backward_from, check_same
+from .two_passes import backward_from, difference, differentiable, with_graph
 
 _PENDING: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[_Again]] = weakref.WeakKeyDictionary()
 
@@ -42,7 +42,7 @@ def cached(func: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
         ValueError: from func's first call, if it returns something else; from `again`, if an r has no gradient.
-        RuntimeError: from `again`, if the second representation is not the first.
+        RuntimeError: from `again`, if the second representation is not the first; gradients are then to be thrown away.
 
     Source: Gao et al., 2021, arXiv:2101.06983.
 
@@ -70,30 +70,39 @@ class _Again:
     def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._call = lambda: representations(func(*args, **kwargs), getattr(func, "__name__", "the function"))[0]
         self._name = getattr(func, "__name__", type(func).__name__)
-        modules = [x for x in (*args, *kwargs.values(), *_closed_over(func)) if isinstance(x, nn.Module)]
-        self._engines: list[Synchronised] = [engine for module in modules for engine in synchronised(module)]
+        modules = modules_of(*args, *kwargs.values(), func)
+        candidates = synchronised(modules)
         self._buffers, self._replay = Buffers(modules), Replay()
         before = self._buffers.now()
         with ExitStack() as stack:
-            for engine in self._engines:
+            for engine in candidates:
                 stack.enter_context(engine.hold())
-            with torch.no_grad(), fresh_autocast_cache():
+            with torch.no_grad(), fresh_autocast_cache(), watched(candidates) as called:
                 self._first = self._call()
-        self._before = self._buffers.compare(before)
+        self._engines = [*{id(engine.module): engine for engine in called}.values()]
+        self._buffers.look()
+        self._before = before
         for engine in self._engines:
             _PENDING.setdefault(engine.module, weakref.WeakSet()).add(self)
 
     def leaves(self) -> list[Tensor]:
         """The representations, as leaves."""
         found = [x.detach() for x in self._first]
-        return [x.requires_grad_() if x.is_floating_point() else x for x in found]
+        leaves = [x.requires_grad_() if differentiable(x) else x for x in found]
+        self._leaves = [weakref.ref(x) for x in leaves]
+        return leaves
+
+    def outstanding(self) -> bool:
+        """Whether a backward pass has left gradients for this one to take on."""
+        leaves = [leaf() for leaf in self._leaves]
+        return any(leaf is not None and leaf.grad is not None for leaf in leaves)
 
     def __call__(self, *leaves: Tensor | Sequence[Tensor]) -> None:
         given = [x for leaf in leaves for x in ([leaf] if isinstance(leaf, Tensor) else leaf)]
         if len(given) != len(self._first):
             raise ValueError(f"{self._name} gave {len(self._first)} representations, got back {len(given)}")
         for number, leaf in enumerate(given):
-            if leaf.is_floating_point() and leaf.grad is None:
+            if differentiable(leaf) and leaf.grad is None:
                 raise ValueError(
                     f"representation {number} of {self._name} has no gradient: call the loss's backward first, and "
                     "pass the tensor that came with this function"
@@ -103,28 +112,16 @@ class _Again:
             for engine in self._engines:
                 pending = _PENDING[engine.module]
                 pending.discard(self)
-                if pending:
+                if any(other.outstanding() for other in pending):
                     stack.enter_context(engine.hold())
             self._buffers.set(self._before)
-            with self._replay.again(), torch.enable_grad(), fresh_autocast_cache():
-                second = self._call()
-            check_same(self._first, second, self._name)
-            pairs = [
-                (x, leaf.grad)
-                for x, leaf in zip(second, given, strict=True)
-                if x.requires_grad and leaf.grad is not None
-            ]
-            if not pairs:
-                raise ValueError(f"the representation of {self._name} has no gradient: is the model frozen?")
-            backward_from(pairs)
+            with self._replay.again():
+                second = with_graph(self._call, self._name)
+            wrong = difference(self._first, second, self._name)
+            backward_from([(x, y.grad) for x, y in zip(second, given, strict=True) if y.grad is not None])
         self._buffers.set(after)
-
-
-def _closed_over(func: Callable[..., Any]) -> list[Any]:
-    """What a function sees of the scopes around it, and what it is a method of."""
-    func = getattr(func, "__wrapped__", func)
-    cells = [cell.cell_contents for cell in getattr(func, "__closure__", None) or ()]
-    return [*cells, getattr(func, "__self__", None), func]
+        if wrong is not None:
+            raise RuntimeError(wrong)
 
 
 def cat_input_tensor(func: Callable[..., Any]) -> Callable[..., Any]:

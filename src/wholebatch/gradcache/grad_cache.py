@@ -5,7 +5,7 @@ The story of a step is in `two_passes`; here is what a caller sees of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm import Group, handshake, select_communicator
-from .inputs import call_model, representations, rows_of, split_inputs, tensors_of, without_rows
+from ..comm import Communicator, Group, handshake, select_communicator
+from ..comm.handshake import raised_on_all_ranks
+from .inputs import call_model, may_be_empty, representations, rows_of, split_inputs, tensors_of, without_rows
 from .keep import Keeper, KeepGraphs, check_keep_graphs
-from .two_passes import Chunk, Encoder, backward_from, first_pass, leaves_of, second_pass
+from .replay import Buffers
+from .two_passes import Chunk, Encoder, differentiable, first_pass, leaves_of, second_pass
 
 
 class GradCache:
@@ -58,7 +60,7 @@ class GradCache:
 
     def __init__(
         self,
-        models: Sequence[Callable[..., Any]],
+        models: Sequence[Callable[..., Any]] | nn.ModuleList,
         chunk_sizes: int | Sequence[int],
         loss_fn: Callable[..., Tensor],
         split_input_fn: Callable[[Any, int], Sequence[Any]] | None = None,
@@ -70,7 +72,10 @@ class GradCache:
         memory_budget: int | None = None,
         group: Group = None,
     ) -> None:
-        if isinstance(models, nn.Module) or not models or not all(callable(model) for model in models):
+        listed: Any = models
+        if isinstance(listed, nn.Module) and not isinstance(listed, nn.ModuleList):
+            raise ValueError(f"models must be a list of modules or functions, got {type(models).__name__}")
+        if not len(models) or not all(callable(model) for model in models):
             raise ValueError(f"models must be a list of modules or functions, got {type(models).__name__}")
         sizes = [*chunk_sizes] if isinstance(chunk_sizes, Sequence) else [chunk_sizes] * len(models)
         if len(sizes) != len(models):
@@ -107,52 +112,58 @@ class GradCache:
         Returns:
             L, detached, not scaled.
 
-        Collective on several ranks: three handshakes, what loss_fn does, and the engine's one synchronisation.
+        Collective on several ranks: four handshakes, what loss_fn does, and the engine's one synchronisation.
 
         Raises:
             ValueError: on every rank, whichever rank made the mistake, with gradients as they were: inputs that are not
                 as many as models, or disagree on their rows; a representation with other rows, or without gradient; a
                 loss that is not one number, or ignores a representation.
-            RuntimeError: if the second forward pass is not the first (on several ranks a ValueError, like the others);
-                gradients are as they were.
+            RuntimeError: if the second forward pass is not the first; gradients are as they were. On ranks where it is,
+                a ValueError. What a model itself raises is raised as it is, and in the second pass on its rank alone.
         """
         comm = select_communicator(self.group)
 
         def agree(state: Callable[[], Any]) -> list[Any]:
-            if comm.size == 1:
-                return [state()]
-            everyone = handshake(comm, lambda: {"found": state()}, caller="GradCache")
-            return [facts["found"] for facts in everyone]
+            return _agree(comm, state)
 
         chunks: list[Chunk] = []
 
-        def split() -> list[int]:
+        def split() -> list[Any]:
             chunks.extend(self._chunks(model_inputs))
-            return [sum(c.encoder.index == k for c in chunks) for k in range(len(self.models))]
+            counts = [sum(c.encoder.index == k for c in chunks) for k in range(len(self.models))]
+            return [counts, all(may_be_empty(chunk.part) for chunk in chunks), self.keep_graphs]
 
-        counts = agree(split)
+        everyone = agree(split)
         if any(engine.control.collective for chunk in chunks for engine in chunk.encoder.engines):
-            chunks = self._filled_up(chunks, [max(of_model) for of_model in zip(*counts, strict=True)])
+            chunks = self._filled_up(chunks, everyone)
         device = _device_of(model_inputs, self.models)
         keeper = Keeper(self.keep_graphs, len(chunks), self.memory_budget, device)
+        buffers = Buffers(module for chunk in chunks if chunk.first for module in chunk.encoder.modules)
         found: list[list[Tensor]] = []
 
         def encode() -> None:
-            first_pass(chunks, keeper)
+            first_pass(chunks, keeper, buffers)
             found.extend(_joined([c for c in chunks if c.encoder.index == k]) for k in range(len(self.models)))
 
-        with self._autocast(device), torch.enable_grad():
+        with self._autocast(device), torch.enable_grad(), _as_they_were() as kept, _moved_once(buffers) as state:
             agree(encode)
-            single = [chunk.encoder.single for chunk in chunks if chunk.first]
-            reps = [x[0] if one else tuple(x) for x, one in zip(found, single, strict=True)]
-            loss = _checked_loss(self.compute_loss(*reps, **loss_kwargs))
-            of_found, of_parameters = _gradients(loss if self.scaler is None else self.scaler.scale(loss), found)
-            touched = [p for chunk in chunks if chunk.first for p in chunk.encoder.parameters]
-            with _gradients_kept([*touched, *(p for p, _ in of_parameters)]), _moved_once(chunks):
-                owned = _of_engines(chunks)
-                backward_from([pair for pair in of_parameters if id(pair[0]) not in owned])
-                second_pass(chunks, of_found, [pair for pair in of_parameters if id(pair[0]) in owned], agree)
-        return loss.detach()
+            kept(p for chunk in chunks if chunk.first for p in chunk.encoder.parameters)
+            engines = {id(e.module): e for chunk in chunks for e in chunk.encoder.engines}
+            owned = {id(p) for engine in engines.values() for p in engine.module.parameters()}
+
+            def compute() -> tuple[Tensor, list[list[Tensor | None]], list[tuple[Tensor, Tensor]]]:
+                single = [chunk.encoder.single for chunk in chunks if chunk.first]
+                reps = [x[0] if one else tuple(x) for x, one in zip(found, single, strict=True)]
+                loss = _checked_loss(self.compute_loss(*reps, **loss_kwargs))
+                scaled = loss if self.scaler is None else self.scaler.scale(loss)
+                kept(leaves_of([scaled]))
+                return loss.detach(), *_gradients(scaled, found, owned)
+
+            loss, of_found, extra = _agreed(comm, compute)
+            state.extend(buffers.now())
+            wrong = second_pass(chunks, of_found, extra, buffers)
+            agree(lambda: _refuse(wrong))
+        return loss
 
     # What a subclass may replace.
     def split_inputs(self, model_input: Any, chunk_size: int) -> Sequence[Any]:
@@ -185,10 +196,12 @@ class GradCache:
             zip(self.models, model_inputs, self.chunk_sizes, strict=True)
         ):
             name = f"model {index} ({type(model).__name__})"
-            if self.split_input_fn is None:
+            if self._splits_trees:
                 rows_of(model_input, f"the input of {name}")
-            encoder = Encoder(model, index, name)
-            for number, part in enumerate(self.split_inputs(model_input, size)):
+            encoder, parts = Encoder(model, index, name), self.split_inputs(model_input, size)
+            if not len(parts):
+                raise ValueError(f"the input of {name} was split into no chunks; of no rows give one without rows")
+            for number, part in enumerate(parts):
                 chunks.append(self._chunk(encoder, part, first=number == 0))
         collective = any(engine.control.collective for chunk in chunks for engine in chunk.encoder.engines)
         if collective and self.keep_graphs == "auto":
@@ -201,10 +214,25 @@ class GradCache:
     def _chunk(self, encoder: Encoder, part: Any, *, first: bool = False) -> Chunk:
         return Chunk(encoder, partial(self._encode, encoder, part), part, first)
 
-    def _filled_up(self, chunks: Sequence[Chunk], counts: Sequence[int]) -> list[Chunk]:
-        """As many chunks of each model as its counts say, the last ones without rows."""
+    @property
+    def _splits_trees(self) -> bool:
+        """Whether inputs are split here, so that rows can be counted."""
+        return self.split_input_fn is None and type(self).split_inputs is GradCache.split_inputs
+
+    def _filled_up(self, chunks: Sequence[Chunk], everyone: Sequence[Any]) -> list[Chunk]:
+        """As many chunks of each model as the rank with most has, the last ones without rows."""
+        counts, empty, keep = zip(*everyone, strict=True)
+        if any(other != keep[0] for other in keep):
+            raise ValueError(
+                f"this engine's passes are collective: keep_graphs must be the same on all ranks, got {keep}"
+            )
+        if any(other != counts[0] for other in counts) and not all(empty):
+            raise ValueError(
+                f"this engine's passes are collective, and ranks have different numbers of chunks, {[*counts]}: to "
+                "fill them up, chunks must be trees of tensors with rows"
+            )
         filled = []
-        for index, count in enumerate(counts):
+        for index, count in enumerate(max(of_model) for of_model in zip(*counts, strict=True)):
             own = [chunk for chunk in chunks if chunk.encoder.index == index]
             nothing = without_rows(own[-1].part)
             filled += [*own, *(self._chunk(own[0].encoder, nothing) for _ in range(count - len(own)))]
@@ -213,7 +241,7 @@ class GradCache:
     def _encode(self, encoder: Encoder, part: Any) -> tuple[Tensor, ...]:
         """The representations of a chunk."""
         found, encoder.single = representations(self.get_reps(self.model_call(encoder.model, part)), encoder.name)
-        if self.split_input_fn is None:
+        if self._splits_trees:
             rows = rows_of(part, encoder.name)
             for number, x in enumerate(found):
                 if x.dim() and len(x) != rows:
@@ -236,7 +264,7 @@ def _joined(chunks: Sequence[Chunk]) -> list[Tensor]:
         else:
             whole = parts[0]
         leaf = whole.detach()
-        leaves.append(leaf.requires_grad_() if leaf.is_floating_point() else leaf)
+        leaves.append(leaf.requires_grad_() if differentiable(leaf) else leaf)
     starts = [0] * len(leaves)
     for chunk in chunks:
         counts = [len(x) if x.dim() else 0 for x in chunk.found]
@@ -255,51 +283,102 @@ def _checked_loss(loss: Any) -> Tensor:
 
 
 def _gradients(
-    loss: Tensor, found: Sequence[Sequence[Tensor]]
+    loss: Tensor, found: Sequence[Sequence[Tensor]], owned: set[int]
 ) -> tuple[list[list[Tensor | None]], list[tuple[Tensor, Tensor]]]:
-    """Of each model's representations, and of the parameters that the loss uses; nothing is accumulated yet."""
-    leaves = [x for of_model in found for x in of_model if x.requires_grad]
-    known = {id(x) for x in leaves}
-    parameters = [x for x in leaves_of([loss]) if id(x) not in known]
-    grads = torch.autograd.grad(loss, [*leaves, *parameters], allow_unused=True)
-    by_leaf = {id(x): grad for x, grad in zip(leaves, grads, strict=False)}
+    """Of each model's representations; and of those parameters of an engine that the loss used without the engine.
+
+    Other parameters of the loss have theirs then, by its backward pass.
+    """
+    taken = [p for p in leaves_of([loss]) if id(p) in owned]
+    before = [p.grad for p in taken]
+    for p in taken:
+        p.grad = None
+    loss.backward()
+    extra = [(p, p.grad) for p in taken if p.grad is not None]
+    for p, grad in zip(taken, before, strict=True):
+        p.grad = grad
     for model, of_model in enumerate(found):
         for number, x in enumerate(of_model):
-            if x.requires_grad and x.dim() and by_leaf[id(x)] is None:
+            if x.requires_grad and x.dim() and x.grad is None:
                 raise ValueError(
                     f"the loss does not depend on representation {number} of model {model}; what it does not train is "
                     "not to be encoded here"
                 )
-    used = zip(parameters, grads[len(leaves) :], strict=True)
-    return [[by_leaf.get(id(x)) for x in of_model] for of_model in found], [(p, g) for p, g in used if g is not None]
+    return [[x.grad for x in of_model] for of_model in found], extra
 
 
 @contextmanager
-def _moved_once(chunks: Sequence[Chunk]) -> Iterator[None]:
-    """Buffers stay where the first pass has left them."""
-    after = [(chunk.encoder.buffers, chunk.encoder.buffers.now()) for chunk in chunks if chunk.first]
+def _as_they_were() -> Iterator[Callable[[Iterable[Tensor]], None]]:
+    """If what is inside fails, the gradients of the tensors that it named are as they were when it did.
+
+    While gradients accumulate, that takes a copy of them.
+    """
+    before: dict[int, tuple[Tensor, Tensor | None]] = {}
+
+    def remember(tensors: Iterable[Tensor]) -> None:
+        for p in tensors:
+            if p.requires_grad and id(p) not in before:
+                before[id(p)] = p, None if p.grad is None else p.grad.clone()
+
     try:
-        yield
-    finally:
-        for buffers, values in after:
-            buffers.set(values)
-
-
-def _of_engines(chunks: Sequence[Chunk]) -> set[int]:
-    """Ids of the parameters that engines synchronise."""
-    engines = [engine for chunk in chunks if chunk.first for engine in chunk.encoder.engines]
-    return {id(p) for engine in engines for p in engine.module.parameters()}
-
-
-@contextmanager
-def _gradients_kept(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """If what is inside fails, gradients are as they were. While they accumulate, that takes a copy of them."""
-    before = [(p, None if p.grad is None else p.grad.clone()) for p in parameters if p.requires_grad]
-    try:
-        yield
+        yield remember
     except BaseException:
-        for p, grad in before:
+        for p, grad in before.values():
             p.grad = grad
+        raise
+
+
+@contextmanager
+def _moved_once(buffers: Buffers) -> Iterator[list[Tensor]]:
+    """In the end, buffers have the state that is put into the list, or the one that they are in."""
+    state: list[Tensor] = []
+    try:
+        yield state
+    finally:
+        buffers.restore(state or buffers.now())
+
+
+def _refuse(wrong: str | None) -> None:
+    if wrong is not None:
+        raise RuntimeError(wrong)
+
+
+def _agreed(comm: Communicator, compute: Callable[[], Any]) -> Any:
+    """What `compute` returns, which may communicate; an error of all ranks if it raises on one."""
+    result, own = None, None
+    try:
+        result = compute()
+    except Exception as error:
+        if comm.size == 1 or raised_on_all_ranks(error):
+            raise
+        own = error
+
+    def state() -> None:
+        if own is not None:
+            raise own
+
+    _agree(comm, state)
+    return result
+
+
+def _agree(comm: Communicator, state: Callable[[], Any]) -> list[Any]:
+    """What `state` returns on each rank; an error of all of them if it raises on one, there its own."""
+    if comm.size == 1:
+        return [state()]
+    own: list[Exception] = []
+
+    def facts() -> dict[str, Any]:
+        try:
+            return {"found": state()}
+        except Exception as error:
+            own.append(error)
+            raise
+
+    try:
+        return [of_rank["found"] for of_rank in handshake(comm, facts, caller="GradCache")]
+    except ValueError:
+        if own and not isinstance(own[0], ValueError):
+            raise own[0] from None
         raise
 
 

@@ -55,6 +55,15 @@ def split_inputs(tree: Any, chunk_size: int) -> list[Any]:
     return [_map(tree, slice(start, start + chunk_size)) for start in range(0, max(rows, 1), chunk_size)]
 
 
+def may_be_empty(tree: Any) -> bool:
+    """Whether a chunk is made of tensors with rows, numbers and the like, of which there can be an empty one."""
+    if isinstance(tree, Mapping):
+        return all(may_be_empty(value) for value in tree.values())
+    if isinstance(tree, list | tuple):
+        return bool(tree) and all(may_be_empty(value) for value in tree)
+    return isinstance(tree, Tensor | int | float | None)
+
+
 def without_rows(tree: Any) -> Any:
     """An empty chunk like this one."""
     return _map(tree, slice(0, 0))

@@ -11,15 +11,18 @@ last chunk of its module. When it listens differs:
 
 Passes are collective where parameters are gathered for them: all ranks then make the same ones.
 
-Wrappers (of accelerate, Fabric, torch.compile) hold such a module among their children, where it is found.
+Wrappers (of accelerate, Fabric, torch.compile) hold such a module among their children, where it is found: only what a
+module's class says of itself counts, not what a wrapper passes on.
 `register_sync_control` adds an engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from torch import nn
@@ -59,8 +62,8 @@ def _no_sync(module: Any) -> AbstractContextManager[None]:
 
 _CONTROLS = [
     SyncControl(lambda module: isinstance(module, DistributedDataParallel), _no_sync, "forward", collective=False),
-    SyncControl(lambda module: hasattr(module, "set_requires_gradient_sync"), _hold_fully_sharded),
-    SyncControl(lambda module: callable(getattr(module, "no_sync", None)), _no_sync),
+    SyncControl(lambda module: hasattr(type(module), "set_requires_gradient_sync"), _hold_fully_sharded),
+    SyncControl(lambda module: callable(getattr(type(module), "no_sync", None)), _no_sync),
 ]
 
 
@@ -81,11 +84,47 @@ class Synchronised:
         return self.control.hold(self.module)
 
 
-def synchronised(model: object) -> list[Synchronised]:
-    """The outermost modules of the model that an engine synchronises; none, if it is no module."""
-    if not isinstance(model, nn.Module):
-        return []
+def synchronised(modules: Iterable[nn.Module]) -> list[Synchronised]:
+    """The outermost modules among these and their children that an engine synchronises, each once."""
+    found = {id(one.module): one for module in modules for one in _outermost(module)}
+    return [*found.values()]
+
+
+def _outermost(module: nn.Module) -> list[Synchronised]:
     for control in _CONTROLS:
-        if control.matches(model):
-            return [Synchronised(model, control)]
-    return [found for child in model.children() for found in synchronised(child)]
+        if control.matches(module):
+            return [Synchronised(module, control)]
+    return [found for child in module.children() for found in _outermost(child)]
+
+
+@contextmanager
+def watched(engines: Sequence[Synchronised]) -> Iterator[list[Synchronised]]:
+    """A list of those whose modules are called inside."""
+    called: list[Synchronised] = []
+    handles = [
+        engine.module.register_forward_pre_hook(lambda _module, _args, engine=engine: called.append(engine))
+        for engine in engines
+    ]
+    try:
+        yield called
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def modules_of(*objects: object) -> list[nn.Module]:
+    """The modules among these, and those that functions among them are methods of, or see in the scopes around them."""
+    found: list[nn.Module] = []
+    for x in objects:
+        if isinstance(x, nn.Module):
+            found.append(x)
+            continue
+        cells = getattr(inspect.unwrap(x), "__closure__", None) if callable(x) else None
+        seen = [cell.cell_contents for cell in cells or ()] + [getattr(x, "__self__", None)]
+        if isinstance(x, partial):
+            seen += [x.func, *x.args, *x.keywords.values()]
+        for inner in seen:
+            found += [inner] if isinstance(inner, nn.Module) else modules_of(inner) if inspect.isfunction(inner) else []
+            if isinstance(inner, list | tuple):
+                found += [module for module in inner if isinstance(module, nn.Module)]
+    return found

@@ -99,38 +99,55 @@ def _autocast_kinds() -> list[str]:
 
 
 class Buffers:
-    """The buffers of some modules, of which forward passes may change some."""
+    """The buffers of some modules, of which forward passes may change some.
 
-    def __init__(self, modules: Iterable[object]) -> None:
-        owners = {id(owner): owner for module in modules if isinstance(module, nn.Module) for owner in module.modules()}
-        self._all = [(owner, name) for owner in owners.values() for name, x in owner._buffers.items() if x is not None]
-        self._moving: list[tuple[nn.Module, str]] | None = None
+    A state is the list of those that have moved so far; what moves later was, until then, as it was in the beginning.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        owners = {id(owner): owner for module in modules for owner in module.modules()}
+        places = [(owner, name) for owner in owners.values() for name, x in owner._buffers.items() if x is not None]
+        self._still = {(owner, name): _at(owner, name).clone() for owner, name in places}
+        self._moving: dict[tuple[nn.Module, str], Tensor] = {}  # with what they were in the beginning
+        self._replaced: dict[tuple[nn.Module, str], Tensor] = {}
 
     def now(self) -> list[Tensor]:
-        """Copies of those that move; of all of them, as long as nobody knows which do."""
-        return [_buffer(at).clone() for at in (self._all if self._moving is None else self._moving)]
+        """The state."""
+        return [_at(*place).clone() for place in self._moving]
 
-    def compare(self, before: list[Tensor]) -> list[Tensor]:
-        """Find out which have moved since `now` gave the copies; returns those copies."""
-        if self._moving is not None:
-            return before
-        moved = [not torch.equal(_buffer(at), x) for at, x in zip(self._all, before, strict=True)]
-        self._moving = [at for at, has in zip(self._all, moved, strict=True) if has]
-        return [x for x, has in zip(before, moved, strict=True) if has]
+    def look(self) -> None:
+        """Find out which have moved."""
+        for place, beginning in [*self._still.items()]:
+            if not torch.equal(_at(*place), beginning):
+                self._moving[place] = self._still.pop(place)
 
     @torch.no_grad()
-    def set(self, values: list[Tensor]) -> None:
-        """Put them where they were."""
-        for (owner, name), value in zip(self._all if self._moving is None else self._moving, values, strict=True):
-            held = owner._buffers[name]
-            if held is not None and held.shape == value.shape:
-                held.copy_(value)
-            else:
-                owner._buffers[name] = value.clone()
+    def set(self, state: list[Tensor]) -> None:
+        """Put them where they were, in place: no graph that is still to be used may need them."""
+        for place, value in self._values(state):
+            _at(*place).copy_(value)
+
+    def replace(self, state: list[Tensor]) -> None:
+        """The same with other tensors in their place, until `restore`: for graphs that are still to be used."""
+        for (owner, name), value in self._values(state):
+            held = _at(owner, name)
+            self._replaced.setdefault((owner, name), held)
+            owner._buffers[name] = value.clone()
+
+    @torch.no_grad()
+    def restore(self, state: list[Tensor]) -> None:
+        """The buffers themselves again, with this state. Afterwards no graph may need them."""
+        for (owner, name), held in self._replaced.items():
+            owner._buffers[name] = held
+        self._replaced.clear()
+        self.set(state)
+
+    def _values(self, state: list[Tensor]) -> Iterator[tuple[tuple[nn.Module, str], Tensor]]:
+        beginnings = list(self._moving.values())
+        return zip(self._moving, [*state, *beginnings[len(state) :]], strict=True)
 
 
-def _buffer(at: tuple[nn.Module, str]) -> Tensor:
-    owner, name = at
+def _at(owner: nn.Module, name: str) -> Tensor:
     held = owner._buffers[name]
     assert held is not None
     return held

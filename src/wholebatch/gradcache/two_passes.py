@@ -8,6 +8,10 @@
 
 At no time is there more than one chunk's graph, besides those that are kept. The sum is that of autograd over the whole
 batch, so that nothing is approximated; the second r_c must be the first (see `replay`), which is looked at.
+
+Engines synchronise in the last backward pass of their module, and these come in the order of the models on every rank,
+whatever each rank keeps: kept graphs have theirs before, and where an engine decides in the forward pass, no graph of a
+model's last chunk is kept, since between that forward pass and its backward pass there must be no other.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from torch import Tensor, nn
 
 from .inputs import tensors_of
 from .keep import Keeper
-from .parameter_sync import Synchronised, synchronised
+from .parameter_sync import Synchronised, modules_of, synchronised, watched
 from .replay import Buffers, Replay, fresh_autocast_cache
 
 
@@ -31,20 +35,30 @@ class Encoder:
     """A model of a step.
 
     Args:
-        model: a module, or a function.
+        model: a module, or a function of some.
         index: which of the step's models.
         name: for messages.
     """
 
     def __init__(self, model: Callable[..., Any], index: int, name: str) -> None:
         self.model, self.index, self.name = model, index, name
-        self.buffers = Buffers([model])
-        self.engines = synchronised(model)
+        self.modules = modules_of(model)
+        self.engines = synchronised(self.modules)  # those of a function, until it was called: all that it can see
+        self.certain = synchronised(x for x in (model, getattr(model, "__self__", None)) if isinstance(x, nn.Module))
         self.single = True  # whether its representation is a tensor, and not a tuple of them
-        self.parameters: list[Tensor] = [*model.parameters()] if isinstance(model, nn.Module) else []
+        self.parameters: list[Tensor] = [p for module in self.modules for p in module.parameters()]
+
+    @contextmanager
+    def first_call(self) -> Iterator[None]:
+        """Inside, the model is called for the first time: its engines are then those that this has called."""
+        certain = {id(engine.module) for engine in self.certain}
+        with watched([engine for engine in self.engines if id(engine.module) not in certain]) as called:
+            yield
+        also = {id(engine.module): engine for engine in called}
+        self.engines = [*self.certain, *also.values()]
 
 
-@dataclass
+@dataclass(eq=False)
 class Chunk:
     """Some rows of a model's batch.
 
@@ -60,7 +74,7 @@ class Chunk:
     part: Any
     first: bool
     replay: Replay = field(default_factory=Replay)
-    before: list[Tensor] = field(default_factory=list)  # the buffers that the pass moves, as it found them
+    before: list[Tensor] = field(default_factory=list)  # the state of the buffers that the pass found
     found: tuple[Tensor, ...] = ()
     rows: list[slice] = field(default_factory=list)  # where they lie among the model's, for each representation
     kept: bool = False  # found has its graph
@@ -70,7 +84,7 @@ class Chunk:
         self.kept, self.found = False, tuple(x.detach() for x in self.found)
 
 
-def first_pass(chunks: Sequence[Chunk], keeper: Keeper) -> None:
+def first_pass(chunks: Sequence[Chunk], keeper: Keeper, buffers: Buffers) -> None:
     """Find the representations of all chunks.
 
     The first chunk of a model has a graph for a moment in any case: that shows whether there will be gradients.
@@ -78,52 +92,44 @@ def first_pass(chunks: Sequence[Chunk], keeper: Keeper) -> None:
     Raises:
         ValueError: if a representation would have none.
     """
-    last = _last_of_engines(chunks)
+    last = {chunk.encoder.index: chunk for chunk in chunks}
     for chunk in chunks:
         encoder = chunk.encoder
-        chunk.replay, before = Replay(), encoder.buffers.now()
-        wanted = keeper.wants(encoder.index)
+        chunk.replay, chunk.before = Replay(), buffers.now()
+        replayed = last[encoder.index] is chunk and any(e.control.decides == "forward" for e in encoder.engines)
+        wanted = not replayed and keeper.wants(encoder.index)
         if wanted or chunk.first:
-            # What decides in the forward pass synchronises in this one, if there will be no other for its last chunk.
-            whole = {
-                id(engine.module)
-                for engine in encoder.engines
-                if wanted
-                and last[id(engine.module)] is chunk
-                and all(c.kept for c in chunks if c is not chunk and _uses(c, engine))
-            }
             try:
-                with (
-                    keeper.measured(encoder.index, [*encoder.parameters, *tensors_of(chunk.part)]),
-                    _held(encoder.engines, but=whole),
-                ):
-                    chunk.found = _with_graph(chunk)
-                if not isinstance(encoder.model, nn.Module):
+                there = [*encoder.parameters, *tensors_of(chunk.part)]
+                calls = encoder.first_call() if chunk.first else nullcontext()
+                with keeper.measured(encoder.index, there), _held(encoder.engines), calls:
+                    chunk.found = with_graph(chunk.encode, encoder.name)
+                if not encoder.modules:
                     encoder.parameters = leaves_of(chunk.found)
-                chunk.kept = wanted and (keeper.kept(encoder.index) or bool(whole))
+                chunk.kept = wanted and keeper.kept(encoder.index)
             except Exception as error:
                 others_wait = any(engine.control.collective for engine in encoder.engines)
                 if not _out_of_memory(error) or others_wait or not (wanted or any(c.kept for c in chunks)):
                     raise
                 _give_up_graphs(chunks, keeper)
+                buffers.look()
+                buffers.replace(chunk.before)
                 chunk.found = ()
                 chunk.replay.rewind()
-                encoder.buffers.set(before)
-        if not chunk.kept:
-            if chunk.found:
-                chunk.forget()
-            else:
-                with torch.no_grad(), fresh_autocast_cache(), _held(encoder.engines):
-                    chunk.found = chunk.encode()
-        chunk.before = encoder.buffers.compare(before)
+        if chunk.found and not chunk.kept:
+            chunk.forget()
+        elif not chunk.found:
+            with torch.no_grad(), fresh_autocast_cache(), _held(encoder.engines):
+                chunk.found = chunk.encode()
+        buffers.look()
 
 
 def second_pass(
     chunks: Sequence[Chunk],
     gradients: Sequence[Sequence[Tensor | None]],
     extra: Sequence[tuple[Tensor, Tensor]],
-    agree: Callable[[Callable[[], None]], object],
-) -> None:
+    buffers: Buffers,
+) -> str | None:
     """Backward through all chunks: those with a graph, then the others, each after its second forward pass.
 
     Args:
@@ -131,68 +137,46 @@ def second_pass(
         gradients: of each model's representations, all rows.
         extra: parameters of models that the loss used directly, with their gradients: they go into their engine's last
             backward pass.
-        agree: calls a function, and makes what it raises an error of all ranks: all that comes before engines
-            synchronise, so that none waits for a rank that has failed.
+        buffers: of all models.
 
-    Raises:
-        RuntimeError: if a second representation is not the first.
+    Returns:
+        What is wrong, if a second representation is not the first. All passes have been made even so: engines and other
+        ranks are where they should be, and gradients can be put back.
     """
-    kept, replayed = [c for c in chunks if c.kept], [c for c in chunks if not c.kept]
-    order = [*kept, *replayed]
+    order = [*(c for c in chunks if c.kept), *(c for c in chunks if not c.kept)]
     last_of_engine, last_of_model = _last_of_engines(order), {id(c.encoder.model): c for c in order}
-    engines = {id(engine.module): engine for c in chunks for engine in c.encoder.engines}
-
-    def roots(chunk: Chunk) -> list[tuple[Tensor, Tensor]]:
-        of_chunk, model, pairs = gradients[chunk.encoder.index], chunk.encoder.model, []
-        for number, (x, grad, rows) in enumerate(zip(chunk.found, of_chunk, chunk.rows, strict=True)):
-            if x.dim() and grad is not None:
-                pairs.append((x, grad[rows]))
-            elif not x.dim() and last_of_model[id(model)] is chunk:  # what belongs to the whole batch, once
-                same = {c.encoder.index for c in chunks if c.encoder.model is model}
-                pairs += [(x, of) for k in same if (of := gradients[k][number]) is not None]
-        for key, engine in engines.items():
-            if last_of_engine[key] is chunk:
-                owned = {id(p) for p in engine.module.parameters()}
-                pairs += [(p, grad) for p, grad in extra if id(p) in owned]
-        return pairs
-
-    def backward(of: Sequence[Chunk]) -> None:
-        pairs = [pair for chunk in of for pair in roots(chunk)]
-        with _held(engines.values(), but=finished(of)):
-            backward_from(pairs)
-        for chunk in of:
-            chunk.forget()
-
-    def finished(of: Sequence[Chunk]) -> set[int]:
-        return {key for key, chunk in last_of_engine.items() if any(chunk is c for c in of)}
-
-    def forward(of: Sequence[Chunk]) -> None:
-        for chunk in of:
-            if chunk.kept:
-                continue
+    wrong = None
+    for chunk in order:
+        engines = chunk.encoder.engines
+        done = {id(engine.module) for engine in engines if last_of_engine[id(engine.module)] is chunk}
+        if not chunk.kept:
             first = chunk.found
-            chunk.encoder.buffers.set(chunk.before)
-            with chunk.replay.again(), _held(engines.values(), but=finished(of)):
-                chunk.found = _with_graph(chunk)
-            check_same(first, chunk.found, chunk.encoder.name)
+            buffers.set(chunk.before)
+            with chunk.replay.again(), _held(engines, but=done):
+                chunk.found = with_graph(chunk.encode, chunk.encoder.name)
+            wrong = wrong or difference(first, chunk.found, chunk.encoder.name)
+        pairs = _roots(chunk, chunks, gradients, last=last_of_model[id(chunk.encoder.model)] is chunk)
+        owned = {id(p) for e in engines if id(e.module) in done for p in e.module.parameters()}
+        pairs += [(p, grad) for p, grad in extra if id(p) in owned]
+        with _held(engines, but=done):
+            backward_from(pairs)
+        del pairs
+        chunk.forget()
+    return wrong
 
-    # Kept graphs come first: an engine that was prepared in a forward pass takes the next backward pass for its last.
-    # One that was prepared in the first pass already, since all of its graphs are kept, gets them in one backward pass.
-    at_once = any(engine.control.decides == "forward" and last_of_engine[key].kept for key, engine in engines.items())
-    groups = [*([kept] if at_once else [[chunk] for chunk in kept]), *([chunk] for chunk in replayed)]
-    first_to_sync = next((k for k, group in enumerate(groups) if finished(group)), len(groups) - 1)
 
-    def before_sync() -> None:
-        for group in groups[:first_to_sync]:
-            forward(group)
-            backward(group)
-        forward(groups[first_to_sync])
-
-    agree(before_sync)
-    backward(groups[first_to_sync])
-    for group in groups[first_to_sync + 1 :]:
-        forward(group)
-        backward(group)
+def _roots(
+    chunk: Chunk, chunks: Sequence[Chunk], gradients: Sequence[Sequence[Tensor | None]], *, last: bool
+) -> list[tuple[Tensor, Tensor]]:
+    """A chunk's representations with their gradients; the last of a model's has those of the whole batch's numbers."""
+    pairs = []
+    for number, (x, grad, rows) in enumerate(zip(chunk.found, gradients[chunk.encoder.index], chunk.rows, strict=True)):
+        if x.dim() and grad is not None:
+            pairs.append((x, grad[rows]))
+        elif not x.dim() and last:
+            same = {c.encoder.index for c in chunks if c.encoder.model is chunk.encoder.model}
+            pairs += [(x, of) for k in same if (of := gradients[k][number]) is not None]
+    return pairs
 
 
 def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
@@ -217,35 +201,44 @@ def backward_from(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
 
 
-def _with_graph(chunk: Chunk) -> tuple[Tensor, ...]:
+def with_graph(encode: Callable[[], tuple[Tensor, ...]], name: str) -> tuple[Tensor, ...]:
+    """A pass whose representations have gradients.
+
+    Raises:
+        ValueError: if one has none.
+    """
     with torch.enable_grad(), fresh_autocast_cache():
-        found = chunk.encode()
+        found = encode()
     for number, x in enumerate(found):
-        if x.is_floating_point() and not x.requires_grad:
+        if differentiable(x) and not x.requires_grad:
             raise ValueError(
-                f"representation {number} of {chunk.encoder.name} has no gradient: is the model frozen, or its output "
-                "detached? What is not trained goes to the loss as a keyword argument"
+                f"representation {number} of {name} has no gradient: is the model frozen, its output detached, or this "
+                "inference mode? What is not trained goes to the loss as a keyword argument"
             )
     return found
 
 
-def check_same(first: Sequence[Tensor], second: Sequence[Tensor], name: str) -> None:
+def differentiable(x: Tensor) -> bool:
+    """Whether a tensor of this type can have a gradient."""
+    return x.is_floating_point() or x.is_complex()
+
+
+def difference(first: Sequence[Tensor], second: Sequence[Tensor], name: str) -> str | None:
+    """What to say if the second pass's representations are not the first's, up to a kernel's order of summation."""
     for number, (x, y) in enumerate(zip(first, second, strict=True)):
         y = y.detach()
-        if x.shape == y.shape and (torch.equal(x, y) or not x.is_floating_point()):
+        if x.shape == y.shape and (torch.equal(x, y) or not differentiable(x) or not x.isfinite().all()):
             continue
-        size = torch.linalg.vector_norm(x.double()) if x.shape == y.shape else torch.zeros(())
-        away = torch.linalg.vector_norm((x - y).double()) if x.shape == y.shape else torch.ones(())
-        if not away <= torch.finfo(x.dtype).eps ** 0.5 * size and x.isfinite().all():
-            raise RuntimeError(
+        away, size = float("nan"), torch.linalg.vector_norm(x).item()
+        if x.shape == y.shape:
+            away = torch.linalg.vector_norm(x - y).item()
+        if not away <= torch.finfo(x.dtype).eps ** 0.5 * size:
+            return (
                 f"the second forward pass of {name} gave another representation {number} than the first (they differ "
-                f"by {away.item():.1e} of {size.item():.1e}): the gradient would be wrong. Random numbers of PyTorch, "
-                "Python and NumPy and registered buffers are set back; does it change a tensor or a number of its own?"
+                f"by {away:.1e} of {size:.1e}): the gradient would be wrong. Random numbers of PyTorch, Python and "
+                "NumPy and registered buffers are set back; does it change a tensor or a number of its own?"
             )
-
-
-def _uses(chunk: Chunk, engine: Synchronised) -> bool:
-    return any(own.module is engine.module for own in chunk.encoder.engines)
+    return None
 
 
 def _last_of_engines(chunks: Iterable[Chunk]) -> dict[int, Chunk]:
