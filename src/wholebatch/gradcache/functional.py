@@ -73,7 +73,6 @@ class _Again:
         modules = modules_of(*args, *kwargs.values(), func)
         candidates = synchronised(modules)
         self._buffers, self._replay = Buffers(modules), Replay()
-        before = self._buffers.now()
         with ExitStack() as stack:
             for engine in candidates:
                 stack.enter_context(engine.hold())
@@ -81,7 +80,6 @@ class _Again:
                 self._first = self._call()
         self._engines = [*{id(engine.module): engine for engine in called}.values()]
         self._buffers.look()
-        self._before = before
         for engine in self._engines:
             _PENDING.setdefault(engine.module, weakref.WeakSet()).add(self)
 
@@ -114,14 +112,14 @@ class _Again:
                 pending.discard(self)
                 if any(other.outstanding() for other in pending):
                     stack.enter_context(engine.hold())
-            self._buffers.set(self._before)
+            self._buffers.set([])  # as they were in the beginning
             with self._replay.again():
                 second = with_graph(self._call, self._name)
             wrong = difference(self._first, second, self._name)
             backward_from([(x, y.grad) for x, y in zip(second, given, strict=True) if y.grad is not None])
         self._buffers.set(after)
         if wrong is not None:
-            raise RuntimeError(wrong)
+            raise wrong
 
 
 def cat_input_tensor(func: Callable[..., Any]) -> Callable[..., Any]:

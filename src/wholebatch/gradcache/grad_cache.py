@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._graph import checked_loss, leaves_of
 from ..comm import Communicator, Group, handshake, select_communicator
 from ..comm.handshake import raised_on_all_ranks
 from .inputs import call_model, may_be_empty, representations, rows_of, split_inputs, tensors_of, without_rows
 from .keep import Keeper, KeepGraphs, check_keep_graphs
 from .replay import Buffers
-from .two_passes import Chunk, Encoder, differentiable, first_pass, leaves_of, second_pass
+from .two_passes import Chunk, Encoder, differentiable, first_pass, second_pass
 
 
 class GradCache:
@@ -122,10 +123,6 @@ class GradCache:
                 a ValueError. What a model itself raises is raised as it is, and in the second pass on its rank alone.
         """
         comm = select_communicator(self.group)
-
-        def agree(state: Callable[[], Any]) -> list[Any]:
-            return _agree(comm, state)
-
         chunks: list[Chunk] = []
 
         def split() -> list[Any]:
@@ -133,7 +130,7 @@ class GradCache:
             counts = [sum(c.encoder.index == k for c in chunks) for k in range(len(self.models))]
             return [counts, all(may_be_empty(chunk.part) for chunk in chunks), self.keep_graphs]
 
-        everyone = agree(split)
+        everyone = _agree(comm, split)
         if any(engine.control.collective for chunk in chunks for engine in chunk.encoder.engines):
             chunks = self._filled_up(chunks, everyone)
         device = _device_of(model_inputs, self.models)
@@ -146,7 +143,7 @@ class GradCache:
             found.extend(_joined([c for c in chunks if c.encoder.index == k]) for k in range(len(self.models)))
 
         with self._autocast(device), torch.enable_grad(), _as_they_were() as kept, _moved_once(buffers) as state:
-            agree(encode)
+            _agree(comm, encode)
             kept(p for chunk in chunks if chunk.first for p in chunk.encoder.parameters)
             engines = {id(e.module): e for chunk in chunks for e in chunk.encoder.engines}
             owned = {id(p) for engine in engines.values() for p in engine.module.parameters()}
@@ -154,15 +151,18 @@ class GradCache:
             def compute() -> tuple[Tensor, list[list[Tensor | None]], list[tuple[Tensor, Tensor]]]:
                 single = [chunk.encoder.single for chunk in chunks if chunk.first]
                 reps = [x[0] if one else tuple(x) for x, one in zip(found, single, strict=True)]
-                loss = _checked_loss(self.compute_loss(*reps, **loss_kwargs))
+                loss = checked_loss(self.compute_loss(*reps, **loss_kwargs)).reshape(())
+                if not loss.requires_grad:
+                    raise ValueError(
+                        "the loss has no gradient: loss_fn must not detach representations, or run under no_grad"
+                    )
                 scaled = loss if self.scaler is None else self.scaler.scale(loss)
                 kept(leaves_of([scaled]))
                 return loss.detach(), *_gradients(scaled, found, owned)
 
             loss, of_found, extra = _agreed(comm, compute)
             state.extend(buffers.now())
-            wrong = second_pass(chunks, of_found, extra, buffers)
-            agree(lambda: _refuse(wrong))
+            _end_together(comm, second_pass(chunks, of_found, extra, buffers))
         return loss
 
     # What a subclass may replace.
@@ -203,12 +203,6 @@ class GradCache:
                 raise ValueError(f"the input of {name} was split into no chunks; of no rows give one without rows")
             for number, part in enumerate(parts):
                 chunks.append(self._chunk(encoder, part, first=number == 0))
-        collective = any(engine.control.collective for chunk in chunks for engine in chunk.encoder.engines)
-        if collective and self.keep_graphs == "auto":
-            raise ValueError(
-                "keep_graphs='auto' might keep another number of graphs on each rank, and this engine's passes are "
-                "collective: give a number or a fraction"
-            )
         return chunks
 
     def _chunk(self, encoder: Encoder, part: Any, *, first: bool = False) -> Chunk:
@@ -225,6 +219,11 @@ class GradCache:
         if any(other != keep[0] for other in keep):
             raise ValueError(
                 f"this engine's passes are collective: keep_graphs must be the same on all ranks, got {keep}"
+            )
+        if self.keep_graphs == "auto":
+            raise ValueError(
+                "keep_graphs='auto' might keep another number of graphs on each rank, and this engine's passes are "
+                "collective: give a number or a fraction"
             )
         if any(other != counts[0] for other in counts) and not all(empty):
             raise ValueError(
@@ -259,11 +258,8 @@ def _joined(chunks: Sequence[Chunk]) -> list[Tensor]:
     """All rows of each of a model's representations, as leaves."""
     leaves = []
     for parts in zip(*(chunk.found for chunk in chunks), strict=True):
-        if parts[0].dim():
-            whole = parts[0] if len(parts) == 1 else torch.cat([x.detach() for x in parts])
-        else:
-            whole = parts[0]
-        leaf = whole.detach()
+        rows = parts[0].dim() and len(parts) > 1
+        leaf = torch.cat([x.detach() for x in parts]) if rows else parts[0].detach()
         leaves.append(leaf.requires_grad_() if differentiable(leaf) else leaf)
     starts = [0] * len(leaves)
     for chunk in chunks:
@@ -271,15 +267,6 @@ def _joined(chunks: Sequence[Chunk]) -> list[Tensor]:
         chunk.rows = [slice(start, start + count) for start, count in zip(starts, counts, strict=True)]
         starts = [at.stop for at in chunk.rows]
     return leaves
-
-
-def _checked_loss(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"loss_fn must return a tensor of one element, got {got}; take its mean or sum")
-    if not loss.requires_grad:
-        raise ValueError("the loss has no gradient: loss_fn must not detach representations, or run under no_grad")
-    return loss.reshape(())
 
 
 def _gradients(
@@ -338,11 +325,6 @@ def _moved_once(buffers: Buffers) -> Iterator[list[Tensor]]:
         buffers.restore(state or buffers.now())
 
 
-def _refuse(wrong: str | None) -> None:
-    if wrong is not None:
-        raise RuntimeError(wrong)
-
-
 def _agreed(comm: Communicator, compute: Callable[[], Any]) -> Any:
     """What `compute` returns, which may communicate; an error of all ranks if it raises on one."""
     result, own = None, None
@@ -352,13 +334,18 @@ def _agreed(comm: Communicator, compute: Callable[[], Any]) -> Any:
         if comm.size == 1 or raised_on_all_ranks(error):
             raise
         own = error
+    _end_together(comm, own)
+    return result
+
+
+def _end_together(comm: Communicator, error: Exception | None) -> None:
+    """Go on if no rank has an error; else none does."""
 
     def state() -> None:
-        if own is not None:
-            raise own
+        if error is not None:
+            raise error
 
     _agree(comm, state)
-    return result
 
 
 def _agree(comm: Communicator, state: Callable[[], Any]) -> list[Any]:

@@ -1,7 +1,7 @@
 """The second forward pass of a chunk must be the first one again: random numbers, autocast, and buffers that move.
 
 random numbers   of the CPU, of every accelerator, of Python and of NumPy: set back, and afterwards where they were
-autocast         as it was, and its cache of weights empty: one made without gradient would cut the weights off
+autocast         as it was; and in every pass its cache of weights empty: one made without gradient cuts weights off
 buffers          such as BatchNorm's running averages: set back to what the chunk saw, and in the end to what the
                  first passes left: they count every chunk once
 """
@@ -53,8 +53,7 @@ class Replay:
             with ExitStack() as stack:
                 for kind, enabled, dtype in self._autocast:
                     stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=self._cache))
-                with fresh_autocast_cache():
-                    yield
+                yield
         finally:
             _set(outside)
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._graph import leaves_of
 from .inputs import tensors_of
 from .keep import Keeper
 from .parameter_sync import Synchronised, modules_of, synchronised, watched
@@ -73,7 +74,7 @@ class Chunk:
     encode: Callable[[], tuple[Tensor, ...]]
     part: Any
     first: bool
-    replay: Replay = field(default_factory=Replay)
+    replay: Replay = field(init=False)
     before: list[Tensor] = field(default_factory=list)  # the state of the buffers that the pass found
     found: tuple[Tensor, ...] = ()
     rows: list[slice] = field(default_factory=list)  # where they lie among the model's, for each representation
@@ -129,7 +130,7 @@ def second_pass(
     gradients: Sequence[Sequence[Tensor | None]],
     extra: Sequence[tuple[Tensor, Tensor]],
     buffers: Buffers,
-) -> str | None:
+) -> RuntimeError | None:
     """Backward through all chunks: those with a graph, then the others, each after its second forward pass.
 
     Args:
@@ -140,7 +141,7 @@ def second_pass(
         buffers: of all models.
 
     Returns:
-        What is wrong, if a second representation is not the first. All passes have been made even so: engines and other
+        An error, if a second representation is not the first. All passes have been made even so: engines and other
         ranks are where they should be, and gradients can be put back.
     """
     order = [*(c for c in chunks if c.kept), *(c for c in chunks if not c.kept)]
@@ -179,22 +180,6 @@ def _roots(
     return pairs
 
 
-def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
-    """The leaves of the graph of these tensors that require a gradient."""
-    found, seen = [], set()
-    stack = [x.grad_fn for x in outputs]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            found.append(variable)
-        stack.extend(following for following, _ in node.next_functions)
-    return found
-
-
 def backward_from(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """One backward pass from all of these tensors, each with its gradient."""
     if pairs:
@@ -223,8 +208,8 @@ def differentiable(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-def difference(first: Sequence[Tensor], second: Sequence[Tensor], name: str) -> str | None:
-    """What to say if the second pass's representations are not the first's, up to a kernel's order of summation."""
+def difference(first: Sequence[Tensor], second: Sequence[Tensor], name: str) -> RuntimeError | None:
+    """The error, if the second pass's representations are not the first's, up to a kernel's order of summation."""
     for number, (x, y) in enumerate(zip(first, second, strict=True)):
         y = y.detach()
         if x.shape == y.shape and (torch.equal(x, y) or not differentiable(x) or not x.isfinite().all()):
@@ -233,7 +218,7 @@ def difference(first: Sequence[Tensor], second: Sequence[Tensor], name: str) -> 
         if x.shape == y.shape:
             away = torch.linalg.vector_norm(x - y).item()
         if not away <= torch.finfo(x.dtype).eps ** 0.5 * size:
-            return (
+            return RuntimeError(
                 f"the second forward pass of {name} gave another representation {number} than the first (they differ "
                 f"by {away:.1e} of {size:.1e}): the gradient would be wrong. Random numbers of PyTorch, Python and "
                 "NumPy and registered buffers are set back; does it change a tensor or a number of its own?"

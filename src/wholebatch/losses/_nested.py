@@ -19,7 +19,6 @@ from torch import Tensor
 
 from .._once import once_differentiable
 from .._precision import accumulation_dtype, wide_dtype
-from ..comm import Communicator
 from ..exchange import Exchange
 from ..logsumexp import log_sum_exp, never_small, shared_shift
 from ..sweep import Block, Budget, Driver, NestedSweep, Pairs
@@ -59,7 +58,7 @@ def parts_at_once(
     if shift is None or not scale:  # the derivative by the scale is made of logits, divided by it
         return None
     how, budget = agreed.exchange(rows, rows, keep=False)
-    plan = _Plan(agreed.comm, how, budget, pairs, tuple(dims), scale, shift, rows.total, symmetric)
+    plan = _Plan(how, budget, pairs, tuple(dims), scale, shift, rows.total, symmetric)
     of_rows, targets, of_cols = _Nested.apply(plan, agreed.inputs["logit_scale"], *inverse, x, y)
     if not never_small(bound, shift, rows.total, agreed.dtype):
         with torch.no_grad():
@@ -71,7 +70,6 @@ def parts_at_once(
 
 @dataclass(frozen=True)
 class _Plan:
-    comm: Communicator
     exchange: Exchange
     budget: Budget
     pairs: Pairs

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from .._graph import checked_loss, leaves_of
 from .._once import once_differentiable
 from ..comm import Communicator, handshake
 from ..partition import Partition
@@ -136,29 +137,13 @@ class _LossAtRoot(Function):
         return (None, None, None, None, None, None, *results)
 
 
-def checked_loss(loss: Any) -> Tensor:
-    """The loss, if it is one number."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"loss_fn must return a tensor of one element, got {got}; reduce it, e.g. by .mean()")
-    return loss
-
-
 def _refuse_hidden_parameters(loss: Tensor, known: Sequence[Tensor]) -> None:
     """Every leaf that the loss depends on is among `known`."""
-    leaves = {id(x) for x in known}
-    seen: set[Any] = set()
-    todo = [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in leaves:
+    given = {id(x) for x in known}
+    for leaf in leaves_of([loss]):
+        if id(leaf) not in given:
             raise ValueError(
                 f"loss_fn depends on a parameter of shape {tuple(leaf.shape)} that it was not given; under "
                 "strategy='root' only the root would see its gradient. Pass it to forward (by keyword, or in shape () "
                 "by position), or make loss_fn a torch.nn.Module that owns it"
             )
-        todo += [parent for parent, _ in node.next_functions]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from .._checks import check_choice, check_finite
+from .._graph import checked_loss
 from .._once import once_differentiable
 from ..comm import Communicator, Group, handshake, nodes, select_communicator
 from ..comm.call import Call
@@ -30,7 +31,7 @@ from ..comm.maps import AllGather
 from ..partition import Partition
 from ..sync import Sync, check_sync, replicated_loss_factor, scale_gradient
 from ._joining import gradient_facts, join
-from ._root import checked_loss, loss_at_root
+from ._root import loss_at_root
 
 STRATEGIES = ("gather", "replicate", "root")
 
