@@ -580,6 +580,14 @@ def test_under_ddp_with_one_synchronisation(counts, sizes, keep):
     assert run_ranks(ddp_body, len(counts), counts, sizes, keep, timeout_s=90) == [len(counts)] * len(counts)
 
 
+def sharded(module, *parts):
+    """By FSDP2, over all ranks: the parts each by itself, then the rest."""
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in parts:
+        fully_shard(part, mesh=mesh)
+    return fully_shard(module, mesh=mesh)
+
+
 def fsdp_body(counts, keep):
     rows = Partition(counts).rows(dist.get_rank())
     x, y = batch(sum(counts))
@@ -587,15 +595,12 @@ def fsdp_body(counts, keep):
     alone, single = copy.deepcopy(plain), copy.deepcopy(loss_fn)
     single_loss = wb.reference.clip_loss(normalize(alone(x), dim=1), normalize(alone(y), dim=1), single.log_scale.exp())
     single_loss.backward()
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in (plain[0], plain[2]):
-        fully_shard(layer, mesh=mesh)
-    model = fully_shard(plain, mesh=mesh)
+    model = sharded(plain, plain[0], plain[2])
     for _ in range(2):
         loss = wb.GradCache([model, model], 2, loss_fn, keep_graphs=keep)(x[rows], y[rows])
         assert_same(loss, single_loss.detach(), relative=1e-12)
-        for sharded, p in zip(model.parameters(), alone.parameters(), strict=True):
-            assert_same(sharded.grad.full_tensor(), p.grad, relative=1e-10)
+        for own, p in zip(model.parameters(), alone.parameters(), strict=True):
+            assert_same(own.grad.full_tensor(), p.grad, relative=1e-10)
         assert_same(loss_fn.log_scale.grad, single.log_scale.grad, relative=1e-10)
         model.zero_grad()
         loss_fn.zero_grad()
@@ -606,14 +611,19 @@ def test_under_fsdp2(counts, keep):
     run_ranks(fsdp_body, 2, counts, keep, timeout_s=90)
 
 
+def dense_gradients(model, x, y):
+    """Of the whole batch on one process."""
+    wb.reference.clip_loss(model(x), model(y), 1.0).backward()
+    return gradients_of_kept(model)
+
+
 def odd_models_body():
     """What holds an engine without being one: compiled, a function, a method; and a loss that another engine shards."""
     rank = dist.get_rank()
     rows = Partition((6, 3)).rows(rank)
     x, y = batch(9)
-    plain, alone = mlp(0), mlp(0)
-    wb.reference.clip_loss(alone(x), alone(y), 1.0).backward()
-    true = gradients_of_kept(alone)
+    plain = mlp(0)
+    true = dense_gradients(mlp(0), x, y)
     engine = DistributedDataParallel(plain)
     reduced = counting(engine)
     compiled = torch.compile(engine, backend="eager")
@@ -641,8 +651,7 @@ def odd_models_body():
         wb.GradCache([engine, engine], 2, good_loss, keep_graphs=keep)({"image": x[rows]}, {"text": y[rows]})
         assert_all_same(gradients_of(towers), gradients_of_kept(dense))
 
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
-    encoder, loss_fn, single = mlp(0), Clip(), Clip()
+    encoder, single = mlp(0), Clip()
     wb.reference.clip_loss(*(normalize(mlp(0)(z), dim=1) for z in (x, y)), single.log_scale.exp()).backward()
 
     class Shaped(nn.Module):
@@ -653,7 +662,7 @@ def odd_models_body():
         def forward(self, a, b):
             return wb.functional.clip_loss(normalize(a, dim=1), normalize(b, dim=1), self.log_scale.exp())
 
-    loss_fn = fully_shard(Shaped(), mesh=mesh)
+    loss_fn = sharded(Shaped())
     wb.GradCache([encoder, encoder], 2, loss_fn)(x[rows], y[rows])
     assert_same(loss_fn.log_scale.grad.full_tensor()[0], single.log_scale.grad, relative=1e-10)
 
@@ -667,16 +676,9 @@ def after_an_error_body(engine):
     rank = dist.get_rank()
     rows = Partition((6, 6)).rows(rank)
     x, y = batch(12)
-    plain, alone = mlp(0), mlp(0)
-    wb.reference.clip_loss(alone(x), alone(y), 1.0).backward()
-    true = gradients_of_kept(alone)
-    if engine == "ddp":
-        model = DistributedDataParallel(plain)
-    else:
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
-        for layer in (plain[0], plain[2]):
-            fully_shard(layer, mesh=mesh)
-        model = fully_shard(plain, mesh=mesh)
+    plain = mlp(0)
+    true = dense_gradients(mlp(0), x, y)
+    model = DistributedDataParallel(plain) if engine == "ddp" else sharded(plain, plain[0], plain[2])
     for bad in (7, 8, 12):
         calls = [0]
 
@@ -726,8 +728,7 @@ def test_out_of_memory_on_one_rank():
 
 def no_empty_chunk_body():
     """Ranks with other numbers of chunks, of what has no empty form: refused on all, where passes are collective."""
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
-    model = fully_shard(nn.Embedding(4, OUT).double(), mesh=mesh)
+    model = sharded(nn.Embedding(4, OUT).double())
     texts = ["a", "bb", "ccc"] if dist.get_rank() else ["a"]
 
     def encode(texts):
