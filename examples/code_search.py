@@ -4,10 +4,11 @@
 
 Pairs are docstrings and bodies of the functions in the standard library and in the installed packages of the
 interpreter that runs this. Whole packages are held out: what is searched in the end, no training step has seen.
-Contrastive batches of 64, 256 and 1024 pairs train on the same pairs in the same memory, that of a chunk, by gradient
-caching; a table and a picture show what the larger batch is worth.
+Contrastive batches of 64, 256 and 1024 pairs train on the same pairs, as often, in the same memory, that of a chunk, by
+gradient caching; a table and a picture show what the larger batch is worth.
 
 Needs wholebatch[train] and transformers. Without a network, any folder with a model's files will do for --model.
+Runs go from the smallest batch to the largest, in one process: its peak of memory shows that it does not grow.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import platform
 import random
+import resource
+import sys
 import sysconfig
 import textwrap
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +46,22 @@ class Config:
     """Name on the hub, or a folder with a transformers model and its tokenizer."""
     batch_sizes: tuple[int, ...] = (64, 256, 1024)
     """Pairs in a contrastive batch, a run each."""
-    pairs: int = 4096
-    """Pairs that each run trains on."""
+    pairs: int = 16384
+    """Pairs that each run trains on, once."""
     candidates: int = 1000
     """Held-out functions among which each docstring's own is searched."""
     chunk_size: int = 32
     """Pairs that are encoded at a time: this bounds the memory, whatever the batch."""
     learning_rate: float = 1e-4
     """Peak of AdamW's, scaled with the square root of the batch over 256."""
-    doc_tokens: int = 32
+    doc_tokens: int = 24
     """Of a docstring, at most."""
-    code_tokens: int = 96
+    code_tokens: int = 64
     """Of a body, at most."""
     seed: int = 0
-    """Of the split and the order."""
+    """Of the split, the order and dropout."""
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    """Where the encoder runs."""
     results: Path = Path("code_search.json")
     """Where the figures go; the picture lies beside it."""
 
@@ -134,27 +140,31 @@ class Encoder(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         states = self.transformer(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        mask = attention_mask[..., None].to(states.dtype)
+        mask = attention_mask[..., None]
         return normalize((states * mask).sum(1) / mask.sum(1), dim=1), self.log_scale.exp()
 
 
-def tokens(tokenizer: Any, texts: list[str], length: int) -> dict[str, Tensor]:
-    found = tokenizer(texts, truncation=True, max_length=length, padding=True, return_tensors="pt")
-    return {name: found[name] for name in ("input_ids", "attention_mask")}
+def tokens(tokenizer: Any, pairs: list[Pair], config: Config) -> list[Any]:
+    """What the encoder takes: docstrings, and bodies."""
+    sides = ([pair.docstring for pair in pairs], config.doc_tokens), ([pair.body for pair in pairs], config.code_tokens)
+    return [
+        tokenizer(
+            texts, truncation=True, max_length=length, padding=True, return_token_type_ids=False, return_tensors="pt"
+        ).to(config.device)
+        for texts, length in sides
+    ]
 
 
 @torch.no_grad()
 def search(encoder: Encoder, tokenizer: Any, pairs: list[Pair], config: Config) -> dict[str, float]:
     """Mean reciprocal rank of each docstring's own body among all bodies, and how often it is among ten."""
     encoder.eval()
-    sides = []
-    for texts, length in (
-        ([pair.docstring for pair in pairs], config.doc_tokens),
-        ([pair.body for pair in pairs], config.code_tokens),
-    ):
-        parts = [encoder(**tokens(tokenizer, texts[k : k + 64], length))[0] for k in range(0, len(texts), 64)]
-        sides.append(torch.cat(parts))
-    similar = sides[0] @ sides[1].T
+    found = []
+    for start in range(0, len(pairs), config.chunk_size):
+        sides = tokens(tokenizer, pairs[start : start + config.chunk_size], config)
+        found.append([encoder(**side)[0] for side in sides])
+    docs, bodies = (torch.cat(side) for side in zip(*found, strict=True))
+    similar = docs @ bodies.T
     ranks = 1 + (similar > similar.diagonal()[:, None]).sum(1)
     return {"MRR": (1 / ranks).mean().item(), "recall@10": (ranks <= 10).double().mean().item()}
 
@@ -170,34 +180,75 @@ def train(encoder: Encoder, tokenizer: Any, pairs: list[Pair], batch_size: int, 
     rate = config.learning_rate * (batch_size / 256) ** 0.5
     optimizer = torch.optim.AdamW(encoder.parameters(), lr=rate, weight_decay=0.01)
     steps = len(pairs) // batch_size
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps + 1, pct_start=0.2)
+    warm = max(steps // 5, 1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warm, (steps - step) / (steps - warm + 1))
+    )
     step = wb.GradCache([encoder, encoder], config.chunk_size, loss_fn)
     losses = []
     for number in range(steps):
         batch = pairs[number * batch_size : (number + 1) * batch_size]
         optimizer.zero_grad()
-        loss = step(
-            tokens(tokenizer, [pair.docstring for pair in batch], config.doc_tokens),
-            tokens(tokenizer, [pair.body for pair in batch], config.code_tokens),
-        )
+        loss = step(*tokens(tokenizer, batch, config))
         nn.utils.clip_grad_norm_(encoder.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         losses.append(loss.item())
+        print(f"\rbatch {batch_size}: step {number + 1} of {steps}, loss {loss:.3f} ", end="", flush=True)
+    print()
     return losses
 
 
-def picture(rows: list[dict[str, Any]], path: Path) -> None:
+def peak_memory(device: str) -> float:
+    """Of the process so far, or of its GPU since the last time this was asked; MB."""
+    if device.startswith("cuda"):
+        peak = torch.cuda.max_memory_allocated() / 1e6
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1e3)
+
+
+def runs(tokenizer: Any, pairs: list[Pair], held_out: list[Pair], config: Config) -> Iterator[dict[str, Any]]:
+    """The figures of the encoder as it comes, and after training with each size of batch."""
+    for batch_size in (0, *sorted(config.batch_sizes)):
+        torch.manual_seed(config.seed)
+        encoder, start, cpu = Encoder(config.model).to(config.device), time.monotonic(), time.process_time()
+        losses = train(encoder, tokenizer, pairs, batch_size, config) if batch_size else []
+        times = {"seconds": time.monotonic() - start, "cpu seconds": time.process_time() - cpu}
+        found = search(encoder, tokenizer, held_out, config)
+        yield {
+            "batch": batch_size or "before",
+            "steps": len(losses),
+            **times,
+            "peak MB": peak_memory(config.device),
+            **found,
+            "losses": losses,
+        }
+
+
+def table(rows: list[dict[str, Any]], title: str) -> Table:
+    shown = Table(title=title)
+    for name in ("batch", "steps", "minutes", "peak MB", "MRR", "recall@10"):
+        shown.add_column(name, justify="right")
+    for row in rows:
+        minutes = f"{row['seconds'] / 60:.1f}"
+        figures = (f"{row['peak MB']:.0f}", f"{row['MRR']:.3f}", f"{row['recall@10']:.3f}")
+        shown.add_row(str(row["batch"]), str(row["steps"]), minutes, *figures)
+    return shown
+
+
+def picture(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
-    for axis, measure in zip(axes, ("MRR", "recall@10"), strict=True):
+    figure, axes = plt.subplots(1, 3, figsize=(9, 3.2), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    for axis, measure, form in zip(axes, ("MRR", "recall@10", "peak MB"), ("%.3f", "%.3f", "%.0f"), strict=True):
         names = [str(row["batch"]) for row in rows]
         bars = axis.bar(names, [row[measure] for row in rows], color=["0.6", *["C0"] * (len(rows) - 1)])
-        axis.bar_label(bars, fmt="%.3f")
+        axis.bar_label(bars, fmt=form, fontsize=8)
         axis.set(title=measure, xlabel="contrastive batch", ylim=(0, 1.15 * max(row[measure] for row in rows)))
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
@@ -205,6 +256,8 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     config = tyro.cli(Config)
+    if not all(1 < size <= config.pairs for size in config.batch_sizes):
+        raise SystemExit(f"code_search: --batch-sizes must lie between 2 and --pairs {config.pairs}")
     from transformers import AutoTokenizer
 
     console = Console()
@@ -215,29 +268,14 @@ def main() -> None:
         f"{len(pairs)} functions of {packages[0]} packages to train on, {len(held_out)} of {packages[1]} others to find"
     )
     rows = []
-    for batch_size in (0, *config.batch_sizes):
-        torch.manual_seed(config.seed)
-        encoder, start, losses = Encoder(config.model), time.monotonic(), [float("nan")]
-        if batch_size:
-            losses = train(encoder, tokenizer, pairs, batch_size, config)
-        seconds = time.monotonic() - start
-        row = {"batch": batch_size or "before", "steps": len(pairs) // batch_size if batch_size else 0}
-        rows.append(row | {"seconds": seconds, "last loss": losses[-1], **search(encoder, tokenizer, held_out, config)})
-        console.print({name: round(x, 4) if isinstance(x, float) else x for name, x in rows[-1].items()})
-    table = Table(title=f"Each docstring's own function among {len(held_out)} never seen")
-    for name in ("batch", "steps", "seconds", "MRR", "recall@10"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(
-            str(row["batch"]),
-            str(row["steps"]),
-            f"{row['seconds']:.0f}",
-            f"{row['MRR']:.3f}",
-            f"{row['recall@10']:.3f}",
-        )
-    console.print(table)
-    config.results.write_text(json.dumps({"rows": rows, "pairs": len(pairs), "packages": packages}, indent=1) + "\n")
-    picture(rows, config.results.with_suffix(".png"))
+    for row in runs(tokenizer, pairs, held_out, config):
+        rows.append(row)
+        about = {"torch": torch.__version__, "wholebatch": wb.__version__, "machine": platform.machine()}
+        asked = {name: value for name, value in asdict(config).items() if name not in ("model", "results")}
+        config.results.write_text(json.dumps({**about, **asked, "packages": packages, "rows": rows}, indent=1) + "\n")
+    title = f"Each docstring's own function among {len(held_out)} never seen"
+    console.print(table(rows, title))
+    picture(rows, title, config.results.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import math
 import random
 import warnings
 from collections import UserDict
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -318,6 +319,61 @@ def test_accumulation_and_clipping():
     assert_all_same(gradients_of(model, loss_fn), true)
 
 
+# The plausible wrong answers.
+def naive_step(model, size, loss_fn, x, y):
+    """Two passes and nothing else: no replay, no engine told to wait."""
+    with torch.no_grad():
+        found = [torch.cat([model(part) for part in z.split(size)]).requires_grad_() for z in (x, y)]
+    loss_fn(*found).backward()
+    for z, r in zip((x, y), found, strict=True):
+        for part, grad in zip(z.split(size), r.grad.split(size), strict=True):
+            model(part).backward(grad)
+
+
+def away(found, true):
+    return max(((z - t).norm() / t.norm()).item() for z, t in zip(found, true, strict=True))
+
+
+def test_two_passes_without_replay_are_wrong():
+    """Right where nothing is to be replayed, wrong with dropout; buffers move twice; the sum of chunks' losses is wrong."""
+    loss_fn, (x, y) = Clip(), batch(10)
+    plain = mlp(0)
+    loss_fn(plain(x), plain(y)).backward()
+    true = gradients_of(plain)
+    naive_step(plain, 3, loss_fn, x, y)
+    assert away(gradients_of(plain), true) < 1e-10
+    for a, b in zip(x.split(5), y.split(5), strict=True):
+        (loss_fn(plain(a), plain(b)) / 2).backward()
+    assert away(gradients_of(plain), true) > 0.02, "gradient accumulation"
+
+    dropped = mlp(0, nn.Dropout(0.4), nn.BatchNorm1d(8))
+    torch.manual_seed(1)
+    loss_fn(*(torch.cat([dropped(part) for part in z.split(5)]) for z in (x, y))).backward()
+    true = gradients_of(dropped)
+    for step, right in (
+        (wb.GradCache([dropped] * 2, 5, loss_fn), True),
+        (partial(naive_step, dropped, 5, loss_fn), False),
+    ):
+        before = int(dropped[3].num_batches_tracked)
+        torch.manual_seed(1)
+        step(x, y)
+        assert (away(gradients_of(dropped), true) < 1e-10) is right
+        assert int(dropped[3].num_batches_tracked) - before == (4 if right else 8)
+
+
+def naive_body():
+    rows = Partition((6, 6)).rows(dist.get_rank())
+    x, y = batch(12)
+    model = DistributedDataParallel(mlp(0))
+    reduced = counting(model)
+    naive_step(model, 2, good_loss, x[rows], y[rows])
+    return len(reduced)
+
+
+def test_two_passes_under_ddp_reduce_in_every_chunk():
+    assert run_ranks(naive_body, 2, timeout_s=60) == [6, 6]
+
+
 # Kept graphs.
 class Counted(nn.Module):
     def __init__(self, model):
@@ -578,6 +634,66 @@ def joint_loss_dense(parts):
 )
 def test_under_ddp_with_one_synchronisation(counts, sizes, keep):
     assert run_ranks(ddp_body, len(counts), counts, sizes, keep, timeout_s=90) == [len(counts)] * len(counts)
+
+
+def training_body(counts, sizes, keep, engine):
+    """Dropout, hard negatives by a third input of their own number, a learned temperature: a step as it is trained."""
+    rank = dist.get_rank()
+    rows, own = Partition(counts).rows(rank), Partition([2 * count for count in counts]).rows(rank)
+    size, (x, y), (n, _) = sizes[rank % len(sizes)], batch(sum(counts)), batch(2 * sum(counts), seed=1)
+    plain, loss_fn = mlp(0, nn.Dropout(0.4)), Hard()
+    alone, single = copy.deepcopy(plain), copy.deepcopy(loss_fn)
+    model = DistributedDataParallel(plain) if engine == "ddp" else sharded(plain, plain[0], plain[3])
+    of_loss = DistributedDataParallel(loss_fn)
+    reduced = [counting(of_loss), *([counting(model)] if engine == "ddp" else [])]
+    torch.manual_seed(7 + rank)
+    loss = wb.GradCache([model] * 3, size, of_loss, keep_graphs=keep)(x[rows], y[rows], n[own])
+
+    # The same masks on one process: each rank's, in the order in which it drew them.
+    towers = [[], [], []]
+    for other in range(len(counts)):
+        torch.manual_seed(7 + other)
+        at, of_other = Partition(counts).rows(other), Partition([2 * c for c in counts]).rows(other)
+        for tower, z in zip(towers, (x[at], y[at], n[of_other]), strict=True):
+            tower += [alone(part) for part in z.split(sizes[other % len(sizes)])]
+    features = [torch.cat(parts) for parts in towers]
+    true = single(*features, loss=wb.reference.info_nce_loss)
+    true.backward()
+    assert_same(loss, true.detach(), relative=1e-12)
+    found = [p.grad.full_tensor() if engine == "fsdp2" else p.grad for p in model.parameters()]
+    assert_all_same(found, gradients_of_kept(alone))
+    assert_all_same(gradients_of_kept(loss_fn), gradients_of_kept(single))
+    assert reduced == [[0]] * len(reduced)
+
+
+class Hard(nn.Module):
+    """InfoNCE against hard negatives, with its own temperature."""
+
+    def __init__(self):
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
+
+    def forward(self, x, y, n, loss=wb.functional.info_nce_loss):
+        x, y, n = (normalize(z, dim=1) for z in (x, y, n))
+        return loss(x, y, logit_scale=self.log_scale.exp(), negatives=n)
+
+
+@pytest.mark.parametrize(
+    ("counts", "sizes", "keep", "engine"),
+    [
+        ((7,), (3,), 0, "ddp"),
+        ((7, 3), (2,), 0, "ddp"),
+        ((3, 6), (4, 1), 0.5, "ddp"),
+        ((4, 0, 5), (2,), 1, "ddp"),
+        ((2, 5, 3, 4), (1, 2), 0, "ddp"),
+        ((5, 4, 1, 3), (2,), "auto", "ddp"),
+        ((4, 4), (2,), 0, "fsdp2"),
+        ((5, 4), (2,), 1, "fsdp2"),
+    ],
+    ids=str,
+)
+def test_dropout_hard_negatives_and_a_learned_temperature(counts, sizes, keep, engine):
+    run_ranks(training_body, len(counts), counts, sizes, keep, engine, timeout_s=90)
 
 
 def sharded(module, *parts):
