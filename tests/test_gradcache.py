@@ -335,7 +335,7 @@ def away(found, true):
 
 
 def test_two_passes_without_replay_are_wrong():
-    """Right where nothing is to be replayed, wrong with dropout; buffers move twice; the sum of chunks' losses is wrong."""
+    """Right where nothing is to be replayed, wrong with dropout; buffers move twice; chunks' losses do not add up."""
     loss_fn, (x, y) = Clip(), batch(10)
     plain = mlp(0)
     loss_fn(plain(x), plain(y)).backward()
@@ -1072,7 +1072,7 @@ def test_settings(arguments, message):
         wb.GradCache(**given)
 
 
-def test_what_the_functional_form_refuses():
+def test_what_the_functional_form_refuses(monkeypatch):
     model, (x, _) = mlp(0), batch(4)
     encode = wb.gradcache.cached(lambda model, x: model(x))
     r, again = encode(model, x)
@@ -1082,6 +1082,9 @@ def test_what_the_functional_form_refuses():
         again(r, r)
     with pytest.raises(ValueError, match="must return a tensor, or a tuple of tensors, got dict"):
         wb.gradcache.cached(lambda: {"x": x})()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="a launcher has started 2 processes"):
+        wb.gradcache.gather_input_tensor(good_loss)(x, x)
 
 
 def test_nothing_warns():

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm import Communicator, LocalCommunicator, TorchCommunicator
+from ..comm import Communicator, Group, select_communicator
 from .inputs import representations
 from .parameter_sync import modules_of, synchronised, watched
 from .replay import Buffers, Replay, fresh_autocast_cache
@@ -143,7 +143,7 @@ def _joined(x: Any) -> Any:
 
 
 def gather_input_tensor(
-    func: Callable[..., Any] | None = None, axis: int = 0, *, group: Any = None
+    func: Callable[..., Any] | None = None, axis: int = 0, *, group: Group = None
 ) -> Callable[..., Any]:
     """Decorator of a loss: tensors are joined with those of all ranks, rank 0's first, along an axis.
 
@@ -155,24 +155,22 @@ def gather_input_tensor(
     Args:
         func: the loss.
         axis: along which they are joined.
-        group: ranks that share the batch; None: the default group, or this process alone.
+        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
+
+    Raises:
+        ValueError: on every rank, if tensors differ in dtype or in another dimension than `axis`, or if a launcher has
+            started several processes and there is no process group.
     """
     if func is None:
         return lambda func: gather_input_tensor(func, axis, group=group)
 
     @wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
-        comm = _communicator(group)
-        spread = [comm.all_gather(x, dim=axis) if isinstance(x, Tensor) and x.dim() else x for x in args]
-        named = {
-            name: comm.all_gather(x, dim=axis) if isinstance(x, Tensor) and x.dim() else x for name, x in kwargs.items()
-        }
-        return func(*spread, **named)
+        comm = Communicator(select_communicator(group).transport, loss="replicated")
+
+        def of_all_ranks(x: Any) -> Any:
+            return comm.all_gather(x, dim=axis) if isinstance(x, Tensor) and x.dim() else x
+
+        return func(*map(of_all_ranks, args), **{name: of_all_ranks(x) for name, x in kwargs.items()})
 
     return call
-
-
-def _communicator(group: Any) -> Communicator:
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return LocalCommunicator()
-    return TorchCommunicator(group, loss="replicated")
