@@ -4,6 +4,7 @@ import copy
 import math
 import random
 import warnings
+import weakref
 from collections import UserDict
 from functools import partial
 from types import SimpleNamespace
@@ -117,6 +118,36 @@ def test_inputs_of_any_form(form):
     cache = wb.GradCache([model, other], 3, loss_fn, get_rep_fn=lambda out: getattr(out, "pooled", out))
     cache(FORMS[form](a, b), y)
     assert_all_same(gradients_of(model, other, loss_fn), true)
+
+
+def test_a_model_that_writes_into_its_input():
+    """As sentence-transformers' modules do: what they write is not there in the second pass, and does not stay."""
+    inner, other, loss_fn, (x, y), written = mlp(0), mlp(1), Clip(), batch(6), []
+
+    def encode(features):
+        assert "states" not in features
+        features["states"] = inner[0](features["x"])
+        written.append(weakref.ref(features["states"]))
+        features["found"] = inner[1:](features["states"])
+        return features
+
+    def loss_of(a, b):
+        assert not any(states() is not None for states in written), "no states of the first pass are left"
+        return loss_fn(a, b)
+
+    loss_fn(inner(x), other(y)).backward()
+    true = gradients_of(inner, other, loss_fn)
+    given = {"x": x}
+    wb.GradCache([encode, other], 2, loss_of, get_rep_fn=lambda out: out["found"] if isinstance(out, dict) else out)(
+        [given], y
+    )
+    assert_all_same(gradients_of(inner, other, loss_fn), true)
+    assert len(written) == 6
+    assert given.keys() == {"x"}
+    r, again = wb.gradcache.cached(lambda features: encode(features)["found"])(given)
+    r.sum().backward()
+    again(r)
+    assert given.keys() == {"x"}
 
 
 def test_a_split_function_of_the_caller():

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import Communicator, Group, select_communicator
-from .inputs import representations
+from .inputs import own_containers, representations
 from .parameter_sync import modules_of, synchronised, watched
 from .replay import Buffers, Replay, fresh_autocast_cache
 from .two_passes import backward_from, difference, differentiable, with_graph
@@ -68,8 +68,8 @@ class _Again:
     """The second pass of a call."""
 
     def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._call = lambda: representations(func(*args, **kwargs), getattr(func, "__name__", "the function"))[0]
         self._name = getattr(func, "__name__", type(func).__name__)
+        self._call = lambda: representations(func(*own_containers(args), **own_containers(kwargs)), self._name)[0]
         modules = modules_of(*args, *kwargs.values(), func)
         candidates = synchronised(modules)
         self._buffers, self._replay = Buffers(modules), Replay()

@@ -16,7 +16,16 @@ from torch import Tensor, nn
 from .._graph import checked_loss, leaves_of
 from ..comm import Communicator, Group, handshake, select_communicator
 from ..comm.handshake import raised_on_all_ranks
-from .inputs import call_model, may_be_empty, representations, rows_of, split_inputs, tensors_of, without_rows
+from .inputs import (
+    call_model,
+    may_be_empty,
+    own_containers,
+    representations,
+    rows_of,
+    split_inputs,
+    tensors_of,
+    without_rows,
+)
 from .keep import Keeper, KeepGraphs, check_keep_graphs
 from .replay import Buffers
 from .two_passes import Chunk, Encoder, differentiable, first_pass, second_pass
@@ -239,7 +248,8 @@ class GradCache:
 
     def _encode(self, encoder: Encoder, part: Any) -> tuple[Tensor, ...]:
         """The representations of a chunk."""
-        found, encoder.single = representations(self.get_reps(self.model_call(encoder.model, part)), encoder.name)
+        out = self.model_call(encoder.model, own_containers(part))
+        found, encoder.single = representations(self.get_reps(out), encoder.name)
         if self._splits_trees:
             rows = rows_of(part, encoder.name)
             for number, x in enumerate(found):

@@ -9,7 +9,9 @@ for those of shape (), which belong to all chunks alike, as does what is no tens
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 from torch import Tensor
@@ -77,6 +79,22 @@ def _map(tree: Any, rows: slice) -> Any:
     if isinstance(tree, list | tuple):
         cut = [_map(value, rows) for value in tree]
         return cut if isinstance(tree, list) else tuple(cut)
+    return tree
+
+
+def own_containers(tree: Any) -> Any:
+    """The same tensors in containers of their own.
+
+    Some models write their results into the mapping that they are given (sentence-transformers' modules do): in one
+    that outlives the call, these would stay, a chunk's states for each chunk.
+    """
+    if isinstance(tree, dict | UserDict):
+        own = copy(tree)
+        for name, value in tree.items():
+            own[name] = own_containers(value)
+        return own
+    if type(tree) in (list, tuple):
+        return type(tree)(map(own_containers, tree))
     return tree
 
 
