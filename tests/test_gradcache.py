@@ -1028,6 +1028,10 @@ MISTAKES = {
         lambda m, x, y: wb.GradCache([lambda z: SimpleNamespace(pooled=m(z)), m], 2, good_loss)(x, y),
         "must return a tensor, or a tuple of tensors, got SimpleNamespace; get_rep_fn=",
     ),
+    "other lengths": (
+        lambda m, x, y: wb.GradCache([lambda z: (m(z), m(z)[:, : 1 + int(z[0, 0] != x[0, 0])]), m], 2, good_loss)(x, y),
+        r"representation 1 of model 0 \(function\) must have the same shape in all chunks.* pad to one length",
+    ),
     "vector": (lambda m, x, y: wb.GradCache([m, m], 2, lambda a, b: a - b)(x, y), r"one element, got shape \(6, 4\)"),
     "number": (lambda m, x, y: wb.GradCache([m, m], 2, lambda a, b: 1.0)(x, y), "must return a tensor of one element"),
     "ignored": (

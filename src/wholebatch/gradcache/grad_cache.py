@@ -265,18 +265,29 @@ class GradCache:
 
 
 def _joined(chunks: Sequence[Chunk]) -> list[Tensor]:
-    """All rows of each of a model's representations, as leaves."""
+    """All rows of each of a model's representations, as leaves; what chunks have found are then slices of these.
+
+    Raises:
+        ValueError: if a chunk's differ from another's in more than rows.
+    """
     leaves = []
-    for parts in zip(*(chunk.found for chunk in chunks), strict=True):
+    for number, parts in enumerate(zip(*(chunk.found for chunk in chunks), strict=True)):
+        alike = {(x.dtype, x.dim(), x.shape[1:]) for x in parts}
+        if len(alike) > 1:
+            raise ValueError(
+                f"representation {number} of {chunks[0].encoder.name} must have the same shape in all chunks, but for "
+                f"its rows, and the same dtype; got {[(*x.shape, x.dtype) for x in parts]}: pad to one length"
+            )
         rows = parts[0].dim() and len(parts) > 1
-        leaf = torch.cat([x.detach() for x in parts]) if rows else parts[0].detach()
-        leaves.append(leaf.requires_grad_() if differentiable(leaf) else leaf)
+        leaves.append(torch.cat([x.detach() for x in parts]) if rows else parts[0].detach())
     starts = [0] * len(leaves)
     for chunk in chunks:
         counts = [len(x) if x.dim() else 0 for x in chunk.found]
         chunk.rows = [slice(start, start + count) for start, count in zip(starts, counts, strict=True)]
         starts = [at.stop for at in chunk.rows]
-    return leaves
+        if not chunk.kept:
+            chunk.found = tuple(x[at] if x.dim() else x for x, at in zip(leaves, chunk.rows, strict=True))
+    return [leaf.detach().requires_grad_(differentiable(leaf)) for leaf in leaves]
 
 
 def _gradients(
