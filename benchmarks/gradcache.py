@@ -5,8 +5,8 @@
 The encoder is a small transformer. "time": one step of each way in turn, medians of their ratios to the uncached step
 of the same batch; first every way's gradient is compared with the uncached one. With sentence-transformers installed
 (`make peers`), its CachedMultipleNegativesRankingLoss encodes with the same weights, chunk and batch. "memory": the
-rise of the process's peak at a fixed chunk, from the smallest batch to 16 times that. Results go to
-results/gradcache.json.
+rise of the process's peak at a fixed chunk, from half of --rows to 16 times that, the loss included. Results go to
+results/gradcache.json, the picture to results/gradcache.png.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.nn.functional import normalize
 import wholebatch as wb
 from wholebatch.bench.loss import rise_of_peak
 from wholebatch.bench.peers import declare_torchvision_operators, version
-from wholebatch.bench.records import keep
+from wholebatch.bench.records import keep, read
 
 RESULTS = Path(__file__).parent / "results" / "gradcache.json"
 WIDTH, LAYERS, TOKENS, VOCABULARY, SCALE = 256, 4, 32, 1000, 20.0
@@ -149,6 +149,40 @@ def measure_memory(smallest: int, chunk: int) -> list[dict[str, Any]]:
     return found
 
 
+def picture(rows: list[dict[str, Any]], path: Path) -> None:
+    """Memory over the batch, and time of each way."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (memory, times) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    for way, label in (("uncached", "uncached"), ("none kept", "cached, no graph kept")):
+        points = sorted((row["rows"], row["MB"]) for row in rows if row["what"] == "memory" and row["way"] == way)
+        memory.plot(*zip(*points, strict=True), "o-", label=label, color="0.5" if way == "uncached" else "C0")
+        for x, y in points:
+            memory.annotate(f"{y:.0f}", (x, y), xytext=(0, 5), textcoords="offset points", ha="center", fontsize=8)
+    memory.set(xscale="log", yscale="log", xlabel="pairs in the batch", ylabel="MB that a step adds")
+    ticks = sorted({row["rows"] for row in rows if row["what"] == "memory"})
+    memory.set_xticks(ticks, ticks)
+    memory.minorticks_off()
+    memory.legend(frameon=False)
+    bars = [row for row in rows if row["what"] == "time"]
+    names = [row["way"].replace("e-t", "e-\nt").replace(", ", ",\n") for row in bars]
+    drawn = times.barh(
+        names,
+        [row["of uncached"] for row in bars],
+        color=["0.5" if "uncached" in n or "sentence" in n else "C0" for n in names],
+    )
+    times.bar_label(drawn, fmt=" %.2f", fontsize=8)
+    times.set(xlabel="time of a step, of the uncached one's")
+    times.margins(x=0.15)
+    times.invert_yaxis()
+    for axis in (memory, times):
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
 def with_exact_memory() -> None:
     """Start again with an allocator that gives back what is freed: its reserves would be counted for the step's."""
     if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
@@ -172,7 +206,8 @@ def main() -> None:
             sys.argv = [sys.argv[0], "memory", "--rows", str(arguments.rows), "--chunk", str(arguments.chunk)]
         with_exact_memory()
         print("| way | rows | MB |\n|---|---|---|")
-        keep(RESULTS, measure_memory(arguments.rows, arguments.chunk), ["what", "rows", "chunk", "way"])
+        keep(RESULTS, measure_memory(arguments.rows // 2, arguments.chunk), ["what", "rows", "chunk", "way"])
+        picture(read(RESULTS, ["what"]), RESULTS.with_suffix(".png"))
 
 
 if __name__ == "__main__":
