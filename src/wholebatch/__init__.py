@@ -2,6 +2,7 @@
 
 from . import comm, functional, gradcache, partition, reference, testing
 from .gradcache import GradCache
+from .heads import AdaFace, ArcFace, CombinedMargin, CosFace, MagFace, NormFace, SphereFace
 from .losses import (
     BarlowTwinsLoss,
     BatchStatistics,
@@ -29,10 +30,14 @@ from .losses import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaFace",
+    "ArcFace",
     "BarlowTwinsLoss",
     "BatchStatistics",
     "CLIPLoss",
     "CircleLoss",
+    "CombinedMargin",
+    "CosFace",
     "DCLLoss",
     "DebiasedLoss",
     "DistillationLoss",
@@ -40,12 +45,15 @@ __all__ = [
     "GradCache",
     "InfoNCELoss",
     "KeyQueue",
+    "MagFace",
     "MatryoshkaLoss",
     "MoCoLoss",
     "MultiSimilarityLoss",
     "NTXentLoss",
+    "NormFace",
     "SigLIPLoss",
     "SmoothAPLoss",
+    "SphereFace",
     "SupConLoss",
     "TripletLoss",
     "VICRegLoss",

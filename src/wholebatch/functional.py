@@ -1,5 +1,6 @@
 """Every loss as a function; the modules only hold its settings."""
 
+from .heads.partial_fc_loss import partial_fc_loss
 from .losses.barlow_twins import barlow_twins_loss
 from .losses.circle import circle_loss
 from .losses.clip import clip_loss
@@ -32,6 +33,7 @@ __all__ = [
     "moco_loss",
     "multi_similarity_loss",
     "nt_xent_loss",
+    "partial_fc_loss",
     "siglip_loss",
     "smooth_ap_loss",
     "sup_con_loss",

@@ -27,6 +27,7 @@ __all__ = [
     "moco_loss",
     "multi_similarity_loss",
     "nt_xent_loss",
+    "partial_fc_loss",
     "siglip_loss",
     "smooth_ap_loss",
     "sup_con_loss",
@@ -630,3 +631,52 @@ def _reduce(losses: Tensor, weights: Tensor | None, reduction: str, counted: Ten
     if reduction == "none":
         return losses
     return losses.sum() / (1 if reduction == "sum" or not weights.any() else weights.sum())
+
+
+def partial_fc_loss(
+    embeddings: Tensor,
+    labels: Tensor,
+    centres: Tensor,
+    *,
+    margin: Any,
+    margin_grad: str = "exact",
+    class_ids: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    weights: Tensor | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """Softmax over classes with a margin (An et al., 2020, arXiv:2010.05222), all logits in memory.
+
+    L_i = -log softmax_j(s c_ij, with s phi(c_iy) for the own class),    c: cosines of embeddings and centres
+
+    >>> from wholebatch import CosFace
+    >>> x = torch.eye(3, 4)
+    >>> round(partial_fc_loss(x, torch.arange(3), x, margin=CosFace(4.0, 0.5)).item(), 4)
+    0.2395
+    """
+    from .heads.margins import Targets
+
+    counted = labels != ignore_index
+    ids = torch.arange(len(centres), device=labels.device) if class_ids is None else class_ids
+    own = torch.searchsorted(ids, labels).clamp(max=len(ids) - 1)
+    units, directions = F.normalize(embeddings, dim=1), F.normalize(centres, dim=1)
+    targets = Targets(_angles(units, directions[own]), embeddings.norm(dim=1))
+    phi = margin(targets)
+    if margin_grad == "straight_through":
+        phi = targets.angles.cos() + (phi - targets.angles.cos()).detach()
+    logits = margin.s * (units @ directions.T).scatter(1, own[:, None], phi[:, None])
+    losses = F.cross_entropy(logits, own, reduction="none", label_smoothing=label_smoothing)
+    if hasattr(margin, "regulariser"):
+        losses = losses + margin.regulariser(targets)
+    losses = losses[counted] if reduction != "none" else torch.where(counted, losses, 0.0)
+    weights = weights if weights is None or reduction == "none" else weights[counted]
+    return _reduce(losses, weights, reduction)
+
+
+def _angles(x: Tensor, w: Tensor) -> Tensor:
+    """Of unit vectors (Kahan, 2006, How futile are mindless assessments of roundoff, section 12); at 0 and pi flat."""
+    apart, together = x - w, x + w
+    same = 16 * torch.finfo(x.dtype).eps
+    lengths = [torch.where(z.norm(dim=1, keepdim=True) <= same, 0.0, z).norm(dim=1) for z in (apart, together)]
+    return 2 * torch.atan2(*lengths)

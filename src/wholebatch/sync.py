@@ -44,6 +44,18 @@ def feature_factor(sync: Sync, size: int) -> int:
     return size if sync == "mean" else 1
 
 
+def shard_factor(sync: Sync, size: int, *, whole: bool) -> float:
+    """What the gradient of a parameter is multiplied by of which each rank holds a part, which no engine touches.
+
+    Args:
+        sync: what the engine does with the others.
+        size: W.
+        whole: whether L is one scalar, the same on all ranks; else each has its own, and under "mean" the engine makes
+            the gradients of the others those of the ranks' mean.
+    """
+    return 1 / size if sync == "mean" and not whole else 1
+
+
 def replicated_loss_factor(sync: Sync, size: int) -> float:
     """What the gradient of a loss is multiplied by that every rank computes in full.
 

@@ -86,7 +86,14 @@ class SoftmaxPlan:
     def sweep(self, x: Tensor, kept: Tensor | None = None) -> SoftmaxSweep:
         """A sweep of X's rows."""
         buffers = 2 if self.selection.bend is None else 3
-        driver = Driver(x, self.scale, side=self.budget.side, largest=self.exchange.largest_block, buffers=buffers)
+        driver = Driver(
+            x,
+            self.scale,
+            side=self.budget.side,
+            largest=self.exchange.largest_block,
+            buffers=buffers,
+            norms=self.towers.stay_norms,
+        )
         return SoftmaxSweep(driver, self.selection, kept=None if kept is None else KeptTiles(kept))
 
 
@@ -161,7 +168,7 @@ def softmax_numbers(
         scale[0],
         bound=abs(scale[0]) * bound,
         terms=max(stays.total, travels.total),
-        size=stays.total,
+        size=(stays if rows or symmetric else travels).total,
         rows=rows,
         cols=cols,
         budget=budget,
@@ -214,7 +221,8 @@ class _Softmax(torch.autograd.Function):
         _, _, want_scale, *want_features = ctx.needs_input_grad
         want_x, want_y = plan.towers.wanted(want_features)
         if want_scale and not want_x and not want_y:
-            want_x, want_y = not plan.symmetric, plan.symmetric
+            want_y = plan.symmetric or norms is not None
+            want_x = not want_y
         u = v = None
         if want_x or want_y:
             of_rows, of_cols = grads[: len(_names(plan.rows))], grads[len(_names(plan.rows)) :]

@@ -23,21 +23,23 @@ _CHUNK = 256  # rows that are worked on at a time
 class Towers:
     """X = the features `stays`, one below the other, Y = the features `travels`; without those, Y is X.
 
-    With `normalise`, the rows of X and Y are those of the features divided by their norms.
+    With `normalise`, the rows of X and Y are those of the features divided by their norms. With `stay_norms`, (b, 1),
+    X's rows are divided by these, but never all at once: X holds them as they are, the sweep divides.
     """
 
     stays: tuple[int, ...]
     travels: tuple[int, ...] = ()
     normalise: bool = False
+    stay_norms: Tensor | None = None
 
     def join(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """X, Y, and the norms of X's rows if they were divided by them."""
+        """X, Y, and the norms of X's rows if they are divided by them."""
         if self.normalise:
             assert not self.travels, "only features against themselves are normalised here; please report this"
             x, norms = _normalised([features[i] for i in self.stays])
             return x, x, norms
         x = _stacked([features[i] for i in self.stays])
-        return x, _stacked([features[i] for i in self.travels]) if self.travels else x, None
+        return x, _stacked([features[i] for i in self.travels]) if self.travels else x, self.stay_norms
 
     def wanted(self, features: Sequence[bool]) -> tuple[bool, bool]:
         """Whether dX and dY are needed, given which features' gradients are."""
@@ -61,7 +63,9 @@ class Towers:
             norms: from `join`.
             features: of each, whether its gradient is needed, its rows, its dtype.
         """
-        if norms is not None and dy is not None:
+        if self.stay_norms is not None and dx is not None:
+            _project_(dx, x, self.stay_norms, divide=True)
+        elif norms is not None and dy is not None:
             _project_(dy, x, norms)
         grads: list[Tensor | None] = [None] * len(features)
         for at, gradient in ((self.stays, dx if self.travels else dy), (self.travels, dy)):
@@ -89,9 +93,13 @@ def _normalised(features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return z.div_(norms), norms
 
 
-def _project_(grad: Tensor, z: Tensor, norms: Tensor) -> None:
-    """dL/dx = (dL/dz - z <z, dL/dz>) / |x|, in place: the part of dL/dz along x is lost in the division by |x|."""
+def _project_(grad: Tensor, z: Tensor, norms: Tensor, *, divide: bool = False) -> None:
+    """dL/dx = (dL/dz - z <z, dL/dz>) / |x|, in place: the part of dL/dz along x is lost in the division by |x|.
+
+    With `divide`, z is x.
+    """
     for g, unit, norm in zip(grad.split(_CHUNK), z.split(_CHUNK), norms.split(_CHUNK), strict=True):
+        unit = unit / norm if divide else unit
         along = torch.linalg.vecdot(unit, g).unsqueeze(1)
         g.addcmul_(unit, along, value=-1).div_(norm)
 

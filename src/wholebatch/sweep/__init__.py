@@ -4,7 +4,7 @@ from .driver import Block, Driver
 from .hardest import HardestSweep
 from .memory import Budget, KeptTiles, Memory, default_side, fit, smallest_budget
 from .nested import NestedSweep
-from .pairs import NONE, Diagonals, Entries, EqualIds, Pairs, Union
+from .pairs import NONE, Diagonals, Entries, EqualIds, NamedRows, Pairs, Union
 from .ranking import RankingSweep
 from .sigmoid import SigmoidSweep
 from .soft_targets import SoftTargetSweep
@@ -22,6 +22,7 @@ __all__ = [
     "HardestSweep",
     "KeptTiles",
     "Memory",
+    "NamedRows",
     "NestedSweep",
     "Over",
     "Pairs",

@@ -38,6 +38,7 @@ class Driver:
         side: rows and columns of a tile.
         largest: rows and columns of the largest block to come, where that is known to be smaller than a tile.
         buffers: tiles in memory; more than 2 where `spare` is used.
+        norms: (b, 1), by which X's rows are divided, a tile's at a time; None: they are taken as they are.
     """
 
     def __init__(
@@ -49,21 +50,28 @@ class Driver:
         side: int,
         largest: tuple[int, int] | None = None,
         buffers: int = 2,
+        norms: Tensor | None = None,
     ) -> None:
-        self.x, self.scale, self.bias, self.side = x, scale, bias, side
+        self.x, self.scale, self.bias, self.side, self.norms = x, scale, bias, side, norms
         self.dtype, self.width = accumulation_dtype(x.dtype), x.shape[1]
         rows, cols = (min(side, n) for n in largest or (side, side))
         self._logits, self._scratch, *self._spare = (x.new_empty(rows * cols, dtype=self.dtype) for _ in range(buffers))
         widened = x.dtype != self.dtype
-        self._wide_x, self._wide_y = (x.new_empty(n * widened, x.shape[1], dtype=self.dtype) for n in (rows, cols))
+        self._wide_x = x.new_empty(rows * (widened or norms is not None), x.shape[1], dtype=self.dtype)
+        self._wide_y = x.new_empty(cols * widened, x.shape[1], dtype=self.dtype)
 
     def tiles(self, block: Block) -> Iterator[tuple[Tile, Tensor, Tensor]]:
         """Each tile with its rows of X and of Y, in the accumulation dtype."""
         rows, x = None, self.x[:0]
         for tile in tiles(block.rows, block.cols, self.side, triangle=block.triangle):
             if tile.rows != rows:
-                rows, x = tile.rows, _widened(self.x[tile.rows], self._wide_x)
+                rows, x = tile.rows, self._rows(tile.rows)
             yield tile, x, _widened(block.y[relative(tile.cols, block), : self.width], self._wide_y)
+
+    def _rows(self, rows: slice) -> Tensor:
+        if self.norms is None:
+            return _widened(self.x[rows], self._wide_x)
+        return torch.div(self.x[rows], self.norms[rows], out=self._wide_x[: rows.stop - rows.start])
 
     def logits(self, tile: Tile, x: Tensor, y: Tensor) -> Tensor:
         """The tile of S, in a buffer that the next one overwrites."""

@@ -77,6 +77,25 @@ class EqualIds:
         return (rows, cols) if len(rows) else None
 
 
+class NamedRows:
+    """The entries of the row that each column names.
+
+    Args:
+        rows: (B,) for each column a row of this rank, or -1 where it is not here.
+
+    >>> NamedRows(torch.tensor([2, -1, 1])).within(Tile(slice(1, 3), slice(0, 3)), torch.device("cpu"))
+    (tensor([1, 0]), tensor([0, 2]))
+    """
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = rows
+
+    def within(self, tile: Tile, device: torch.device) -> Index | None:
+        rows = self._rows[tile.cols]
+        (cols,) = ((rows >= tile.rows.start) & (rows < tile.rows.stop)).nonzero(as_tuple=True)
+        return (rows[cols] - tile.rows.start, cols) if len(cols) else None
+
+
 class Union:
     """The entries of several sets that have none in common."""
 

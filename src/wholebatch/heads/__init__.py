@@ -1,0 +1,17 @@
+"""Softmax over classes whose centres lie on many ranks (PartialFC), and its margins."""
+
+from .margins import AdaFace, ArcFace, CombinedMargin, CosFace, MagFace, Margin, NormFace, SphereFace, Targets
+from .partial_fc_loss import partial_fc_loss
+
+__all__ = [
+    "AdaFace",
+    "ArcFace",
+    "CombinedMargin",
+    "CosFace",
+    "MagFace",
+    "Margin",
+    "NormFace",
+    "SphereFace",
+    "Targets",
+    "partial_fc_loss",
+]

@@ -1,0 +1,97 @@
+r"""Angles between embeddings and their own classes' centres, and their gradient where it is: also near 0 and pi.
+
+    theta = 2 atan2(|x - w|, |x + w|),        x, w unit vectors
+
+is exact to rounding at any angle, where acos(x . w) knows small ones to sqrt(eps) only. Its gradient is a unit vector,
+and the projection that a normalised vector's gradient takes has been made,
+
+    d theta / dx = -(w - c x) / sin theta,        c = cos theta
+
+in which w - c x = (w - x) + 2 sin^2(theta/2) x for small angles, and (w + x) - 2 cos^2(theta/2) x for large ones, loses
+no digits. So a margin is a smooth function of theta, and nothing has to be kept away from 0: only at 0 and pi
+themselves, where x and w span no plane, is there no direction, and the gradient is taken for 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._once import once_differentiable
+from .._precision import wide_dtype
+from .classes import NOT_HERE
+
+_CHUNK = 256  # pairs that are worked on at a time
+_SAME = 16  # times eps: unit vectors that are nearer to each other are taken for the same
+
+
+def target_angles(x: Tensor, centres: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    """The angle of each embedding with its class's centre, and the centres for whatever else is made of them.
+
+    Args:
+        x: (B, d), embeddings of any length.
+        centres: (C_r, d), of any length.
+        at: (B,), the row of each embedding's centre, or NOT_HERE.
+
+    Returns:
+        (B,), float64, 0 where the centre is not here; and the centres, whose other gradient is to arrive by these: it
+        is taken on here, in place, and not stored twice.
+    """
+    angles, again = _Angles.apply(x, centres, at)
+    return angles, again
+
+
+class _Angles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, centres: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        angles = torch.zeros(len(x), dtype=wide_dtype(x.device), device=x.device)
+        for cols, rows in _pairs(at):
+            u, w = (_unit(z) for z in (x[cols], centres[rows]))
+            angles[cols] = 2 * torch.atan2(_length(u - w), _length(u + w))
+        ctx.save_for_backward(x, centres, at, angles)
+        return angles, centres.view_as(centres)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, of_centres: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, centres, at, angles = ctx.saved_tensors
+        of_x = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
+        for cols, rows in _pairs(at):
+            theta, weight = angles[cols, None], grad[cols, None]
+            (u, u_norm), (w, w_norm) = (_unit_and_norm(z) for z in (x[cols], centres[rows]))
+            if of_x is not None:
+                of_x[cols] = (_away(u, w, theta) * weight / u_norm).to(of_x.dtype)
+            if ctx.needs_input_grad[1]:
+                of_centres.index_add_(0, rows, (_away(w, u, theta) * weight / w_norm).to(of_centres.dtype))
+        return of_x, of_centres if ctx.needs_input_grad[1] else None, None
+
+
+def _away(x: Tensor, w: Tensor, theta: Tensor) -> Tensor:
+    """d theta / dx: the unit vector in which x leaves w."""
+    near = theta < torch.pi / 2
+    difference = torch.where(near, w - x, w + x)
+    half = torch.where(near, 2 * (theta / 2).sin().square(), -2 * (theta / 2).cos().square())
+    same = _length(difference)[:, None] <= _SAME * torch.finfo(x.dtype).eps
+    return torch.where(same, 0.0, -(difference + half * x) / theta.sin())
+
+
+def _pairs(at: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Columns whose centre is here, with its row, some at a time."""
+    (cols,) = (at != NOT_HERE).nonzero(as_tuple=True)
+    return [(some, at[some]) for some in cols.split(_CHUNK)] if len(cols) else []
+
+
+def _unit(x: Tensor) -> Tensor:
+    return _unit_and_norm(x)[0]
+
+
+def _unit_and_norm(x: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.to(wide_dtype(x.device))
+    norm = _length(x)[:, None]
+    return x / norm, norm
+
+
+def _length(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=1)

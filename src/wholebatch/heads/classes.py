@@ -1,0 +1,69 @@
+"""Which rank has which class's centre: consecutive classes, or a sample of them by their ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..comm import Communicator
+from ..partition import Partition
+
+NOT_HERE = -1
+
+
+@dataclass(frozen=True)
+class HeldClasses:
+    """The classes of this rank's centres.
+
+    Args:
+        partition: how many centres each rank has.
+        rank: of this process.
+        ids: (C_r,), ascending; None: each rank has consecutive classes, rank 0 the first.
+    """
+
+    partition: Partition
+    rank: int
+    ids: Tensor | None = None
+
+    def rows_of(self, labels: Tensor) -> Tensor:
+        """Where each label's centre is among this rank's, or NOT_HERE; (B,)."""
+        if self.ids is None:
+            own = self.partition.rows(self.rank)
+            return torch.where((labels >= own.start) & (labels < own.stop), labels - own.start, NOT_HERE)
+        ids = self.ids.to(labels)
+        if not len(ids):
+            return torch.full_like(labels, NOT_HERE)
+        at = torch.searchsorted(ids, labels).clamp_(max=len(ids) - 1)
+        return torch.where(ids[at] == labels, at, NOT_HERE)
+
+    def check_complete(self, comm: Communicator, caller: str, rows: Tensor) -> None:
+        """Each of the labels whose `rows_of` these are is one rank's. Collective with ids: one all-reduce, (B,).
+
+        Raises:
+            ValueError: on every rank.
+        """
+        if self.ids is None:
+            return
+        owners = comm.all_reduce((rows != NOT_HERE).to(torch.int64), check=False)
+        wrong = (owners != 1).nonzero()
+        if len(wrong):
+            raise ValueError(
+                f"{caller}: each label's class must be among class_ids of one rank; for {len(wrong)} of "
+                f"{len(rows)} labels {int(owners[wrong[0]])} ranks have it. Positive classes belong to every sample"
+            )
+
+
+def check_ids(ids: object) -> None:
+    """Ids of classes are ascending; that they are integers is looked at elsewhere."""
+    if isinstance(ids, Tensor) and ids.dim() == 1 and len(ids) > 1 and not bool((ids[1:] > ids[:-1]).all()):
+        raise ValueError("class_ids must be ascending, each id once; sort them, and the centres with them")
+
+
+def label_range(labels: object, ignore_index: int) -> tuple[int, int] | None:
+    """The smallest and the largest label; None where there is none."""
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        return None
+    labels = labels[labels != ignore_index]
+    return (int(labels.min()), int(labels.max())) if len(labels) else None

@@ -1,0 +1,225 @@
+r"""Margins: what an example's own class has to be better by. Functions of the angle to its centre alone.
+
+    theta = angle of x and w_y,        logit of the own class s phi(theta), of the others s cos theta_j
+
+    ArcFace       phi = cos(theta + m)                    CosFace      phi = cos theta - m
+    SphereFace    phi = cos(m theta)                      combined     phi = cos(m1 theta + m2) - m3
+    AdaFace       phi = cos(theta - m u) - (m u + m)      u in [-1, 1]: the norm of x, standardised
+    MagFace       phi = cos(theta + m(a))                 a = |x|
+
+Their gradient is that of the same function, d phi / d theta = -m1 sin(m1 theta + m2). By the cosine, as it is often
+written, that is m1 sin(m1 theta + m2) / sin theta, unbounded at 0 and pi; by the angle (see `angles`) it is bounded.
+
+Beyond m1 theta + m2 = pi the cosine turns around: an angle that large would be rewarded. What is done there is `fold`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .._checks import check_choice, check_number
+
+Fold = Literal["extend", "linear", "clip", "none"]
+FOLDS = ("extend", "linear", "clip", "none")
+_ADAFACE_NORMS = (1e-3, 100.0)
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What a margin may look at, of this rank's rows.
+
+    Args:
+        angles: (b_r,), of embeddings and their classes' centres, in [0, pi], float64; 0 where there is no label.
+        norms: (b_r,), of the embeddings, float64.
+    """
+
+    angles: Tensor
+    norms: Tensor
+
+
+class Margin(Protocol):
+    """A margin; of your own, too."""
+
+    @property
+    def s(self) -> float:
+        """The scale of the logits."""
+        ...
+
+    def __call__(self, targets: Targets) -> Tensor:
+        """phi, (b_r,)."""
+        ...
+
+
+@dataclass(frozen=True)
+class CombinedMargin:
+    r"""phi = cos(m1 theta + m2) - m3, with scale s.
+
+    Args:
+        s: multiplies all cosines.
+        m1: multiplies the angle (SphereFace).
+        m2: radians that are added to it (ArcFace).
+        m3: is subtracted from the cosine (CosFace).
+        fold: beyond m1 theta + m2 = pi, "extend": (-1)^k cos - 2k, SphereFace's, which goes on falling, smoothly;
+            "linear": cos theta - m2 sin(m2), as in ArcFace's published code, for m1 = 1 only; "clip": -1, without a
+            gradient; "none": the cosine, which rises again.
+
+    Source: Deng et al., 2019, arXiv:1801.07698, equation 4; the fold, Liu et al., 2017, arXiv:1704.08063, section 3.3.
+    """
+
+    s: float
+    m1: float
+    m2: float
+    m3: float
+    fold: Fold = "extend"
+
+    def __post_init__(self) -> None:
+        for name in ("s", "m1", "m2", "m3"):
+            check_number(name, getattr(self, name))
+        if self.s <= 0 or self.m1 <= 0:
+            raise ValueError(f"s and m1 must be positive, got {self.s} and {self.m1}")
+        if self.m2 < 0 or self.m3 < 0:
+            raise ValueError(f"margins m2 and m3 must not be negative, got {self.m2} and {self.m3}")
+        check_choice("fold", self.fold, FOLDS)
+        if self.fold == "linear" and self.m1 != 1:
+            raise ValueError(f"fold='linear' is defined for m1 = 1, got {self.m1}")
+
+    def __call__(self, targets: Targets) -> Tensor:
+        return angular(targets, self.m1, self.m2, self.fold) - self.m3
+
+
+class ArcFace(CombinedMargin):
+    """phi = cos(theta + m): an angle more.
+
+    Source: Deng et al., 2019, arXiv:1801.07698, equation 3.
+    """
+
+    def __init__(self, s: float = 64.0, m: float = 0.5, *, fold: Fold = "extend") -> None:
+        super().__init__(s, 1.0, m, 0.0, fold)
+
+
+class CosFace(CombinedMargin):
+    """phi = cos theta - m.
+
+    Source: Wang et al., 2018, arXiv:1801.09414, equation 4.
+    """
+
+    def __init__(self, s: float = 64.0, m: float = 0.4) -> None:
+        super().__init__(s, 1.0, 0.0, m)
+
+
+class SphereFace(CombinedMargin):
+    """phi = cos(m theta), going on falling beyond pi.
+
+    Source: Liu et al., 2017, arXiv:1704.08063, equation 7, with a scale s in the place of the norm.
+    """
+
+    def __init__(self, s: float = 64.0, m: float = 1.35) -> None:
+        super().__init__(s, m, 0.0, 0.0)
+
+
+class NormFace(CombinedMargin):
+    """phi = cos theta: a scaled softmax of cosines, without a margin.
+
+    Source: Wang et al., 2017, arXiv:1704.06369, section 3.3.
+    """
+
+    def __init__(self, s: float = 64.0) -> None:
+        super().__init__(s, 1.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class MagFace:
+    r"""phi = cos(theta + m(a)), m growing with the norm a = |x|, which has a regulariser.
+
+    m(a) = m_low + (m_high - m_low) (a - a_low) / (a_high - a_low),   a within [a_low, a_high]
+    L    = mean CE + weight mean(1 / a + a / a_high^2)
+
+    Args:
+        s: multiplies all cosines.
+        norms: a_low, a_high.
+        margins: m_low, m_high.
+        weight: of the regulariser, which the loss adds.
+        fold: as in :class:`CombinedMargin`.
+
+    Source: Meng et al., 2021, arXiv:2103.06627, equations 5 and 6, and its code's constants.
+    """
+
+    s: float = 64.0
+    norms: tuple[float, float] = (10.0, 110.0)
+    margins: tuple[float, float] = (0.45, 0.8)
+    weight: float = 35.0
+    fold: Fold = "extend"
+
+    def __post_init__(self) -> None:
+        check_choice("fold", self.fold, FOLDS)
+        if not (0 < self.norms[0] < self.norms[1] and 0 <= self.margins[0] <= self.margins[1]):
+            raise ValueError(f"norms and margins must be ranges, (low, high); got {self.norms} and {self.margins}")
+
+    def __call__(self, targets: Targets) -> Tensor:
+        (low, high), (least, most) = self.norms, self.margins
+        norms = targets.norms.clamp(low, high)
+        return angular(targets, 1.0, least + (most - least) * (norms - low) / (high - low), self.fold)
+
+    def regulariser(self, targets: Targets) -> Tensor:
+        """Of each row, (n,)."""
+        norms = targets.norms.clamp(*self.norms)
+        return self.weight * (1 / norms + norms / self.norms[1] ** 2)
+
+
+class AdaFace(nn.Module):
+    r"""phi = cos(theta - m u) - (m u + m), with u from the norm of the embedding: hard examples of good quality count.
+
+    u = clip(h (|x| - mean) / std, -1, 1),    mean and std: running averages over the global batches' norms, in
+    training; |x| within [0.001, 100] and without a gradient. The angle stays within [0, pi].
+
+    Args:
+        s: multiplies all cosines.
+        m: the margin.
+        h: how soon u is at its ends.
+        t_alpha: the share of the new batch in the running averages.
+
+    Source: Kim et al., 2022, arXiv:2204.00964, equations 12 to 15.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, s: float = 64.0, m: float = 0.4, h: float = 0.333, t_alpha: float = 0.01) -> None:
+        super().__init__()
+        for name, value in (("s", s), ("m", m), ("h", h), ("t_alpha", t_alpha)):
+            check_number(name, value)
+        self.s, self.m, self.h, self.t_alpha = s, m, h, t_alpha
+        self.register_buffer("mean", torch.tensor(20.0, dtype=torch.float64))
+        self.register_buffer("std", torch.tensor(100.0, dtype=torch.float64))
+
+    @torch.no_grad()
+    def observe(self, norms: Tensor) -> None:
+        """Take the norms of all ranks' rows into the averages."""
+        if self.training and len(norms) > 1:
+            norms = norms.to(self.mean).clamp(*_ADAFACE_NORMS)
+            self.mean.lerp_(norms.mean(), self.t_alpha)
+            self.std.lerp_(norms.std(), self.t_alpha)
+
+    def forward(self, targets: Targets) -> Tensor:
+        norms = targets.norms.detach().to(self.mean).clamp(*_ADAFACE_NORMS)
+        u = ((norms - self.mean) / (self.std + 1e-3) * self.h).clamp(-1, 1)
+        return angular(targets, 1.0, -self.m * u, "clip") - (self.m * u + self.m)
+
+
+def angular(targets: Targets, m1: float, m2: Tensor | float, fold: Fold = "extend") -> Tensor:
+    """cos(m1 theta + m2), and beyond pi what the fold says; (b_r,)."""
+    angles = m1 * targets.angles + m2
+    if fold == "none":
+        return angles.cos()
+    if fold == "clip":
+        return angles.clamp(0, math.pi).cos()
+    if fold == "linear":
+        m = torch.as_tensor(m2)
+        return torch.where(angles > math.pi, targets.angles.cos() - m.sin() * m, angles.cos())
+    turns = (angles.detach() / math.pi).floor().clamp_(min=0)
+    return (1 - 2 * (turns % 2)) * angles.cos() - 2 * turns
