@@ -3,11 +3,14 @@
 import copy
 import math
 import random
+import sys
 import warnings
 import weakref
 from collections import UserDict
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -896,6 +899,416 @@ def test_what_collective_passes_cannot_have():
     run_ranks(no_empty_chunk_body, 2, timeout_s=60)
 
 
+# Where a function has its models from.
+HIDDEN = {}
+
+
+class Trainer:
+    """Holds a model, and is none."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def encode(self, z):
+        return self.model(z)
+
+    def scaled(self, z, by):
+        return by * self.model(z)
+
+
+def by_global(z):
+    return HIDDEN["model"](z)
+
+
+def ways_to(model):
+    """Functions that call a model which they do not hold themselves."""
+    HIDDEN["model"], trainer = model, Trainer(model)
+
+    def by_itself(z, depth=1):
+        return model(z) if not depth else by_itself(z, depth - 1)
+
+    return {
+        "a global": by_global,
+        "a method": trainer.encode,
+        "a partial of a method": partial(trainer.scaled, by=1.0),
+        "a list in a closure": lambda z, models=None: [trainer][0].encode(z),
+        "a function that calls itself": by_itself,
+        "a function that calls a function": lambda z: 1 * by_global(z),
+    }
+
+
+def test_functions_that_hide_their_models():
+    """Whatever they are called through, running averages count once."""
+    loss_fn, (x, y) = Clip(), batch(8)
+    for name in ways_to(None):
+        model = mlp(0, nn.BatchNorm1d(8))
+        plain = copy.deepcopy(model)
+        loss_fn(*(torch.cat([plain(part) for part in z.split(4)]) for z in (x, y))).backward()
+        true, encode = gradients_of(plain), ways_to(model)[name]
+        wb.GradCache([encode, encode], 4, loss_fn)(x, y)
+        assert_all_same(gradients_of(model), true)
+        assert int(model[2].num_batches_tracked) == 4, name
+        r, again = wb.gradcache.cached(encode)(x)
+        r.sum().backward()
+        again(r)
+        assert int(model[2].num_batches_tracked) == 5, name
+
+
+def hidden_body(counts):
+    rank = dist.get_rank()
+    rows = Partition(counts).rows(rank)
+    x, y = batch(sum(counts))
+    true = dense_gradients(mlp(0), x, y)
+    for name in ways_to(None):
+        plain = mlp(0)
+        engine = DistributedDataParallel(plain)
+        reduced, encode = counting(engine), ways_to(engine)[name]
+        wb.GradCache([encode, encode], 2, good_loss)(x[rows], y[rows])
+        assert_all_same(gradients_of(plain), true)
+        assert reduced == [0], name
+        reduced.clear()
+        calls = [[wb.gradcache.cached(encode)(part) for part in z[rows].split(2)] for z in (x, y)]
+        wb.gradcache.cat_input_tensor(good_loss)(*([r for r, _ in tower] for tower in calls)).backward()
+        for r, again in [*calls[0], *calls[1]]:
+            again(r)
+        assert_all_same(gradients_of(plain), true)
+        assert reduced == [0], name
+
+        plain = mlp(0)
+        encode = ways_to(sharded(plain, plain[0], plain[2]))[name]
+        with reductions() as reduced:
+            wb.GradCache([encode, encode], 2, good_loss)(x[rows], y[rows])
+        assert_all_same([p.grad.full_tensor() for p in plain.parameters()], true)
+        assert reduced == [2], name
+    return True
+
+
+@contextmanager
+def reductions():
+    """How many groups of parameters FSDP2 reduces."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    reduce, count = _fsdp_param_group.foreach_reduce, [0]
+
+    def counted(*args, **kwargs):
+        count[0] += 1
+        return reduce(*args, **kwargs)
+
+    _fsdp_param_group.foreach_reduce = counted
+    try:
+        yield count
+    finally:
+        _fsdp_param_group.foreach_reduce = reduce
+
+
+@pytest.mark.parametrize("counts", [(4, 4), (6, 2)], ids=str)
+def test_engines_in_functions_that_hide_them(counts):
+    run_ranks(hidden_body, 2, counts, timeout_s=90)
+
+
+def test_passes_that_turn_out_to_be_collective():
+    """Of a model that only the call finds, with other numbers of chunks on each rank: refused on all of them."""
+    run_ranks(unforeseen_body, 2, timeout_s=60)
+
+
+def unforeseen_body():
+    plain = mlp(0)
+    HIDDEN["deep"] = sharded(plain, plain[0], plain[2])
+    x, y = batch(2 + 4 * dist.get_rank())
+
+    def encode(z):
+        return getattr(sys.modules[__name__], "HID" + "DEN")["deep"](z)
+
+    with pytest.raises(ValueError, match="collective, which could not be seen before the call"):
+        wb.GradCache([encode, encode], 2, good_loss)(x, y)
+
+
+def fsdp_state_body():
+    """What the caller has switched off stays off; what an error leaves behind does not come back."""
+    rows = Partition((4, 4)).rows(dist.get_rank())
+    x, y = batch(8)
+    true = dense_gradients(mlp(0), x, y)
+    plain, calls = mlp(0), [0]
+    model = sharded(plain, plain[0], plain[2])
+    step = wb.GradCache([model, model], 2, good_loss)
+    with reductions() as reduced:
+        model.set_requires_gradient_sync(False)
+        step(x[rows], y[rows])
+        assert reduced == [0]
+        model.set_requires_gradient_sync(True)
+        step(x[rows], y[rows])
+        assert reduced == [2]
+    assert_all_same([p.grad.full_tensor() for p in model.parameters()], [2 * z for z in true])
+    model.zero_grad()
+
+    def fails(z):
+        calls[0] += 1
+        found = model(z)
+        if calls[0] == 6:
+            raise MemoryError("in the second chunk's second pass, on all ranks")
+        return found
+
+    with pytest.raises(MemoryError):
+        wb.GradCache([fails, fails], 2, good_loss)(x[rows], y[rows])
+    assert all(p.grad is None for p in model.parameters())
+    step(x[rows], y[rows])
+    assert_all_same([p.grad.full_tensor() for p in model.parameters()], true)
+    model.zero_grad()
+
+    calls[0] = 0
+
+    def loses_a_row(z):
+        calls[0] += 1
+        found = model(z)
+        return found[:1] if calls[0] == 1 and dist.get_rank() else found
+
+    with pytest.raises(ValueError, match="got 2 rows and returned 1"):
+        wb.GradCache([loses_a_row, loses_a_row], 2, good_loss)(x[rows], y[rows])
+    step(x[rows], y[rows])
+    assert_all_same([p.grad.full_tensor() for p in model.parameters()], true)
+
+
+def test_what_fsdp2_keeps_to_itself():
+    run_ranks(fsdp_state_body, 2, timeout_s=60)
+
+
+def broadcast_body(counts):
+    """DDP sets buffers to rank 0's in a step's first pass, which the second passes must see, too."""
+    rank = dist.get_rank()
+    rows = Partition(counts).rows(rank)
+    x, y = batch(sum(counts))
+    x[rows] *= 1 + 4 * rank
+    model = DistributedDataParallel(nn.Sequential(LateMaximum(), mlp(0)))
+    for _ in range(3):
+        plain = copy.deepcopy(model.module)
+        for buffer in plain.buffers():
+            dist.broadcast(buffer, 0)
+        towers = [torch.cat([plain(part) for part in z[rows].split(2)]) for z in (x, y)]
+        good_loss(*towers).backward()  # its own rows' gradients, W times, as an engine averages them
+        true = [p.grad / dist.get_world_size() for p in plain.parameters()]
+        for z in true:
+            dist.all_reduce(z)
+        wb.GradCache([model, model], 2, good_loss)(x[rows], y[rows])
+        assert_all_same(gradients_of(model), true)
+        assert torch.equal(model.module[0].largest, plain[0].largest)
+
+
+@pytest.mark.parametrize("counts", [(4, 4), (6, 2)], ids=str)
+def test_buffers_that_ddp_broadcasts(counts):
+    run_ranks(broadcast_body, 2, counts, timeout_s=60)
+
+
+def no_graph_body():
+    """A later chunk's representation has no graph, on one rank: an error on both, and the next step is right."""
+    rank, calls = dist.get_rank(), [0]
+    rows = Partition((6, 6)).rows(rank)
+    x, y = batch(12)
+    model = DistributedDataParallel(mlp(0))
+
+    def encode(z):
+        calls[0] += 1
+        found = model(z)
+        return found.detach() if rank and calls[0] in (8, 12) else found
+
+    with pytest.raises((RuntimeError, ValueError), match="in the second pass, what model 0"):
+        wb.GradCache([encode, encode], 2, good_loss)(x[rows], y[rows])
+    assert all(p.grad is None for p in model.parameters())
+    wb.GradCache([model, model], 2, good_loss)(x[rows], y[rows])
+    assert_all_same(gradients_of(model), dense_gradients(mlp(0), x, y))
+
+
+def test_a_graph_that_is_missing_in_the_second_pass():
+    run_ranks(no_graph_body, 2, timeout_s=60)
+
+
+# What would be silently wrong.
+class InPlace(nn.Module):
+    """A running maximum that the gradient needs, and that later chunks overwrite."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("largest", torch.ones((), dtype=torch.float64))
+
+    def forward(self, z):
+        with torch.no_grad():
+            self.largest.copy_(torch.maximum(self.largest, z.abs().max()))
+        return z / self.largest
+
+
+@pytest.mark.parametrize("keep", [1.0, "auto"])
+def test_kept_graphs_whose_tensors_are_overwritten(keep):
+    model, (x, y) = nn.Sequential(nn.Linear(D, 8).double(), InPlace(), nn.Linear(8, OUT).double()), batch(8)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        wb.GradCache([model, model], 2, good_loss, keep_graphs=keep)(x, 10 * y)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("keep", [0, 1.0])
+def test_numbers_of_the_whole_batch_that_are_numbers_of_chunks(keep):
+    model, (x, y) = mlp(0), batch(8)
+
+    def encode(z):
+        found = model(z)
+        return found, found.square().mean()
+
+    step = wb.GradCache([encode, model], 2, lambda a, b: good_loss(a[0], b) + a[1], keep_graphs=keep)
+    with pytest.raises(ValueError, match=r"representation 1 of model 0 .* must be the same in every chunk"):
+        step(x, y)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 1.0])
+def test_one_model_with_other_representations_for_each_input(keep):
+    inner = mlp(0)
+    scale, bias = (nn.Parameter(torch.tensor(value, dtype=torch.float64)) for value in (3.0, 0.5))
+
+    class Found(NamedTuple):
+        z: torch.Tensor
+        bias: torch.Tensor
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.scale, self.bias = inner, scale, bias
+
+        def forward(self, z, text=False):
+            return Found(self.inner(z), self.bias) if text else (self.inner(z), self.scale, self.bias)
+
+    def loss_fn(image, text):
+        return wb.functional.siglip_loss(image[0], text.z, image[1], image[2] + 2 * text.bias)
+
+    model, (x, y) = Model(), batch(7)
+    loss_fn(model(x), model(y, text=True)).backward()
+    true = gradients_of(model)
+    wb.GradCache([model, model], 3, loss_fn, keep_graphs=keep)([x], ([y], {"text": True}))
+    assert_all_same(gradients_of(model), true)
+
+
+def test_representations_of_which_some_are_frozen():
+    """A locked tower, and a fixed scale, beside what is trained."""
+    model, frozen, (x, y) = mlp(0), mlp(1).requires_grad_(False), batch(6)
+    scale = torch.tensor(2.0, dtype=torch.float64)
+
+    def encode(a, b):
+        return frozen(a), model(b), scale
+
+    def loss_fn(found):
+        return wb.functional.clip_loss(*found)
+
+    loss_fn(encode(x, y)).backward()
+    true = gradients_of(model)
+    wb.GradCache([encode], 2, loss_fn)([x, y])
+    assert_all_same(gradients_of(model), true)
+
+
+def test_what_runs_in_every_backward_pass_is_refused():
+    model, (x, y) = mlp(0), batch(6)
+    hook = model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(ValueError, match="has a hook for when its gradient is accumulated"):
+        wb.GradCache([model, model], 2, good_loss)(x, y)
+    hook.remove()
+    wb.GradCache([model, model], 2, good_loss)(x, y)
+    with pytest.raises(ValueError, match=r"the input of model 1 .* has a graph"):
+        wb.GradCache([model, nn.Linear(8, OUT).double()], 2, good_loss)(x, nn.Linear(D, 8).double()(y))
+    with pytest.raises(ValueError, match="a list of 6 things that are no tensors"):
+        wb.GradCache([lambda z, names: model(z), model], 2, good_loss)([x, ["name"] * 6], y)
+
+
+def test_gradients_of_free_parameters_are_put_back():
+    """Of a parameter beside a module, and of modules that only later chunks call."""
+    experts, free, calls, (x, y) = {"a": mlp(0), "b": mlp(1)}, nn.Parameter(torch.ones(OUT).double()), [0], batch(6)
+    held = free.grad = torch.ones_like(free)
+
+    def encode(z):
+        calls[0] += 1
+        found = experts["a" if calls[0] % 3 == 1 else "b"](z) * free
+        return found * (1.01 if calls[0] == 6 else 1)
+
+    with pytest.raises(RuntimeError, match="gave another representation 0 than the first"):
+        wb.GradCache([encode, mlp(2)], 2, good_loss)(x, y)
+    assert all(p.grad is None for model in experts.values() for p in model.parameters())
+    assert free.grad is held
+    assert torch.equal(held, torch.ones_like(free))
+
+
+def test_a_second_pass_of_another_shape():
+    model, calls, (x, y) = mlp(0), [0], batch(6)
+
+    def encode(z):
+        calls[0] += 1
+        found = model(z)
+        return found if calls[0] < 4 else (found, found)
+
+    with pytest.raises(RuntimeError, match=r"gave shapes \[\(2, 4\), \(2, 4\)\], and the first \[\(2, 4\)\]"):
+        wb.GradCache([encode, mlp(1)], 2, good_loss)(x, y)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_sparse_matrices_and_buffers_that_grow():
+    (x, y), adjacency = batch(6), torch.eye(D, dtype=torch.float64).to_sparse()
+    inner = mlp(0)
+
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = inner
+            self.register_buffer("adjacency", adjacency)
+            self.register_buffer("seen", torch.zeros(0, dtype=torch.float64))
+
+        def forward(self, z):
+            self.seen = torch.cat([self.seen, z.detach().mean()[None]])
+            return self.inner(torch.sparse.mm(self.adjacency, z.T).T * (1 + self.seen.sum()))
+
+    model = Graph()
+    plain = copy.deepcopy(model)
+    good_loss(*(torch.cat([plain(part) for part in z.split(2)]) for z in (x, y))).backward()
+    for keep in (0, 1, "auto"):
+        cached = copy.deepcopy(model)
+        wb.GradCache([cached, cached], 2, good_loss, keep_graphs=keep)(x, y)
+        assert_all_same(gradients_of(cached), gradients_of_kept(plain))
+        assert torch.equal(cached.seen, plain.seen)
+
+
+def test_a_transformer_in_evaluation_with_a_mask():
+    """Without gradients PyTorch has a faster way, whose rows behind the mask are zeros."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dtype=torch.float64)
+    inner = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    x, y = torch.randn(2, 6, 4, 8, dtype=torch.float64)
+    mask = torch.arange(4)[None] >= torch.randint(1, 5, (6, 1))
+
+    def encode(z, mask):
+        return inner(z, src_key_padding_mask=mask).mean(1)
+
+    good_loss(encode(x, mask), encode(y, mask)).backward()
+    true = gradients_of(inner)
+    wb.GradCache([encode, encode], 2, good_loss)([x, mask], [y, mask])
+    assert_all_same(gradients_of(inner), true)
+
+
+def test_one_chunk_of_activations_is_alive_at_a_time():
+    """Whatever the batch: in both passes, and while the loss is computed."""
+    model, states, most = mlp(0), [], [0]
+
+    def alive():
+        most[0] = max(most[0], sum(state() is not None for state in states))
+
+    model[2].register_forward_pre_hook(lambda _module, args: alive() or states.append(weakref.ref(args[0])))
+
+    def loss_fn(a, b):
+        alive()
+        return good_loss(a, b)
+
+    for rows in (8, 32, 128):
+        x, y = batch(rows)
+        most[0] = 0
+        wb.GradCache([model, model], 4, loss_fn)(x, y)
+        assert most == [0], "of earlier chunks, when the next one comes"
+        assert len(states) == 2 * 2 * rows // 4
+        states.clear()
+    wb.GradCache([model, model], 4, loss_fn, keep_graphs=3)(x, y)
+    assert most == [3]
+
+
 # The functional form.
 def functional_body(counts, small):
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -1115,6 +1528,14 @@ def test_what_the_functional_form_refuses(monkeypatch):
         again(r)
     with pytest.raises(ValueError, match="gave 1 representations, got back 2"):
         again(r, r)
+    r.sum().backward()
+    other = torch.zeros_like(r)
+    other.grad = r.grad
+    with pytest.raises(ValueError, match="is not the one that came with this call"):
+        again(other)
+    again(r)
+    with pytest.raises(ValueError, match="has been gone back through, and its gradient counted"):
+        again(r)
     with pytest.raises(ValueError, match="must return a tensor, or a tuple of tensors, got dict"):
         wb.gradcache.cached(lambda: {"x": x})()
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -7,11 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from compare import assert_same
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
-from wholebatch.heads import Targets
 from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from ..comm import Communicator, Group, select_communicator
 from .inputs import own_containers, representations
-from .parameter_sync import modules_of, synchronised, watched
-from .replay import Buffers, Replay, fresh_autocast_cache
+from .observe import Observer
+from .replay import Buffers, Replay, without_graph
 from .two_passes import backward_from, difference, differentiable, with_graph
 
 _PENDING: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[_Again]] = weakref.WeakKeyDictionary()
@@ -70,16 +70,12 @@ class _Again:
     def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._name = getattr(func, "__name__", type(func).__name__)
         self._call = lambda: representations(func(*own_containers(args), **own_containers(kwargs)), self._name)[0]
-        modules = modules_of(*args, *kwargs.values(), func)
-        candidates = synchronised(modules)
-        self._buffers, self._replay = Buffers(modules), Replay()
-        with ExitStack() as stack:
-            for engine in candidates:
-                stack.enter_context(engine.hold())
-            with torch.no_grad(), fresh_autocast_cache(), watched(candidates) as called:
-                self._first = self._call()
-        self._engines = [*{id(engine.module): engine for engine in called}.values()]
+        self._buffers, self._replay, self._done = Buffers(), Replay(), False
+        with Observer(self._buffers).call(func) as called, without_graph():
+            self._first = self._call()
+        self._engines = called.engines
         self._buffers.look()
+        self._buffers.forget_still()
         for engine in self._engines:
             _PENDING.setdefault(engine.module, weakref.WeakSet()).add(self)
 
@@ -97,6 +93,8 @@ class _Again:
 
     def __call__(self, *leaves: Tensor | Sequence[Tensor]) -> None:
         given = [x for leaf in leaves for x in ([leaf] if isinstance(leaf, Tensor) else leaf)]
+        if self._done:
+            raise ValueError(f"this call of {self._name} has been gone back through, and its gradient counted")
         if len(given) != len(self._first):
             raise ValueError(f"{self._name} gave {len(self._first)} representations, got back {len(given)}")
         for number, leaf in enumerate(given):
@@ -105,8 +103,11 @@ class _Again:
                     f"representation {number} of {self._name} has no gradient: call the loss's backward first, and "
                     "pass the tensor that came with this function"
                 )
-        after = self._buffers.now()
+            if leaf is not self._leaves[number]():
+                raise ValueError(f"representation {number} is not the one that came with this call of {self._name}")
+        self._done, after = True, self._buffers.now()
         with ExitStack() as stack:
+            stack.callback(self._buffers.set, after)
             for engine in self._engines:
                 pending = _PENDING[engine.module]
                 pending.discard(self)
@@ -116,8 +117,8 @@ class _Again:
             with self._replay.again():
                 second = with_graph(self._call, self._name)
             wrong = difference(self._first, second, self._name)
-            backward_from([(x, y.grad) for x, y in zip(second, given, strict=True) if y.grad is not None])
-        self._buffers.set(after)
+            pairs = zip(second, given, strict=True) if wrong is None else ()
+            backward_from([(x, y.grad) for x, y in pairs if x.requires_grad and y.grad is not None])
         if wrong is not None:
             raise wrong
 

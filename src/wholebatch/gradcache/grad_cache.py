@@ -18,6 +18,7 @@ from ..comm import Communicator, Group, handshake, select_communicator
 from ..comm.handshake import raised_on_all_ranks
 from .inputs import (
     call_model,
+    check_input,
     may_be_empty,
     own_containers,
     representations,
@@ -27,8 +28,12 @@ from .inputs import (
     without_rows,
 )
 from .keep import Keeper, KeepGraphs, check_keep_graphs
+from .observe import Observer
+from .parameter_sync import Synchronised, modules_of, synchronised
 from .replay import Buffers
 from .two_passes import Chunk, Encoder, differentiable, first_pass, second_pass
+
+_Remember = Callable[..., None]  # of tensors, and of engines
 
 
 class GradCache:
@@ -137,29 +142,34 @@ class GradCache:
         def split() -> list[Any]:
             chunks.extend(self._chunks(model_inputs))
             counts = [sum(c.encoder.index == k for c in chunks) for k in range(len(self.models))]
-            return [counts, all(may_be_empty(chunk.part) for chunk in chunks), self.keep_graphs]
+            visible = synchronised(modules_of(*self.models)) if comm.size > 1 else []
+            collective = any(engine.control.collective for engine in visible)
+            return [counts, all(may_be_empty(chunk.part) for chunk in chunks), self.keep_graphs, collective]
 
         everyone = _agree(comm, split)
-        if any(engine.control.collective for chunk in chunks for engine in chunk.encoder.engines):
+        if any(collective for *_, collective in everyone):
             chunks = self._filled_up(chunks, everyone)
+        alike = all(facts == everyone[0] for facts in everyone) and self.keep_graphs != "auto"
         device = _device_of(model_inputs, self.models)
         keeper = Keeper(self.keep_graphs, len(chunks), self.memory_budget, device)
-        buffers = Buffers(module for chunk in chunks if chunk.first for module in chunk.encoder.modules)
+        buffers = Buffers()
         found: list[list[Tensor]] = []
 
         def encode() -> None:
-            first_pass(chunks, keeper, buffers)
+            first_pass(chunks, keeper, Observer(buffers, may_be_collective=alike or everyone[0][-1]))
+            for chunk in chunks:
+                _check_parameters(chunk)
             found.extend(_joined([c for c in chunks if c.encoder.index == k]) for k in range(len(self.models)))
 
         with self._autocast(device), torch.enable_grad(), _as_they_were() as kept, _moved_once(buffers) as state:
             _agree(comm, encode)
-            kept(p for chunk in chunks if chunk.first for p in chunk.encoder.parameters)
-            engines = {id(e.module): e for chunk in chunks for e in chunk.encoder.engines}
+            engines = {id(e.module): e for chunk in chunks for e in chunk.engines}
+            kept((p for chunk in chunks if chunk.first for p in chunk.encoder.parameters.values()), engines.values())
             owned = {id(p) for engine in engines.values() for p in engine.module.parameters()}
 
             def compute() -> tuple[Tensor, list[list[Tensor | None]], list[tuple[Tensor, Tensor]]]:
-                single = [chunk.encoder.single for chunk in chunks if chunk.first]
-                reps = [x[0] if one else tuple(x) for x, one in zip(found, single, strict=True)]
+                forms = [chunk.encoder.form for chunk in chunks if chunk.first]
+                reps = [form(x) for form, x in zip(forms, found, strict=True)]
                 loss = checked_loss(self.compute_loss(*reps, **loss_kwargs)).reshape(())
                 if not loss.requires_grad:
                     raise ValueError(
@@ -171,7 +181,7 @@ class GradCache:
 
             loss, of_found, extra = _agreed(comm, compute)
             state.extend(buffers.now())
-            _end_together(comm, second_pass(chunks, of_found, extra, buffers))
+            _end_together(comm, second_pass(chunks, of_found, extra, buffers, kept))
         return loss
 
     # What a subclass may replace.
@@ -206,16 +216,20 @@ class GradCache:
         ):
             name = f"model {index} ({type(model).__name__})"
             if self._splits_trees:
-                rows_of(model_input, f"the input of {name}")
-            encoder, parts = Encoder(model, index, name), self.split_inputs(model_input, size)
-            if not len(parts):
+                check_input(model_input, f"the input of {name}", size)
+            encoder, parts = Encoder(model, index, name), [*self.split_inputs(model_input, size)]
+            if not parts:
                 raise ValueError(f"the input of {name} was split into no chunks; of no rows give one without rows")
             for number, part in enumerate(parts):
                 chunks.append(self._chunk(encoder, part, first=number == 0))
+            chunks[-1].last = True
         return chunks
 
     def _chunk(self, encoder: Encoder, part: Any, *, first: bool = False) -> Chunk:
-        return Chunk(encoder, partial(self._encode, encoder, part), part, first)
+        def call() -> Any:
+            return self.model_call(encoder.model, own_containers(part))
+
+        return Chunk(encoder, call, partial(self._read, encoder, part), part, first)
 
     @property
     def _splits_trees(self) -> bool:
@@ -224,7 +238,7 @@ class GradCache:
 
     def _filled_up(self, chunks: Sequence[Chunk], everyone: Sequence[Any]) -> list[Chunk]:
         """As many chunks of each model as the rank with most has, the last ones without rows."""
-        counts, empty, keep = zip(*everyone, strict=True)
+        counts, empty, keep, _ = zip(*everyone, strict=True)
         if any(other != keep[0] for other in keep):
             raise ValueError(
                 f"this engine's passes are collective: keep_graphs must be the same on all ranks, got {keep}"
@@ -243,13 +257,14 @@ class GradCache:
         for index, count in enumerate(max(of_model) for of_model in zip(*counts, strict=True)):
             own = [chunk for chunk in chunks if chunk.encoder.index == index]
             nothing = without_rows(own[-1].part)
+            own[-1].last = False
             filled += [*own, *(self._chunk(own[0].encoder, nothing) for _ in range(count - len(own)))]
+            filled[-1].last = True
         return filled
 
-    def _encode(self, encoder: Encoder, part: Any) -> tuple[Tensor, ...]:
-        """The representations of a chunk."""
-        out = self.model_call(encoder.model, own_containers(part))
-        found, encoder.single = representations(self.get_reps(out), encoder.name)
+    def _read(self, encoder: Encoder, part: Any, out: Any) -> tuple[Tensor, ...]:
+        """The representations of a chunk, in what the model gave."""
+        found, encoder.form = representations(self.get_reps(out), encoder.name)
         if self._splits_trees:
             rows = rows_of(part, encoder.name)
             for number, x in enumerate(found):
@@ -278,6 +293,11 @@ def _joined(chunks: Sequence[Chunk]) -> list[Tensor]:
                 f"representation {number} of {chunks[0].encoder.name} must have the same shape in all chunks, but for "
                 f"its rows, and the same dtype; got {[(*x.shape, x.dtype) for x in parts]}: pad to one length"
             )
+        if not parts[0].dim() and any(not torch.equal(x, parts[0]) for x in parts):
+            raise ValueError(
+                f"representation {number} of {chunks[0].encoder.name} has shape (), one number for all rows, and must "
+                f"be the same in every chunk; got {[x.item() for x in parts]}. Numbers of rows have shape (rows,)"
+            )
         rows = parts[0].dim() and len(parts) > 1
         leaves.append(torch.cat([x.detach() for x in parts]) if rows else parts[0].detach())
     starts = [0] * len(leaves)
@@ -287,7 +307,20 @@ def _joined(chunks: Sequence[Chunk]) -> list[Tensor]:
         starts = [at.stop for at in chunk.rows]
         if not chunk.kept:
             chunk.found = tuple(x[at] if x.dim() else x for x, at in zip(leaves, chunk.rows, strict=True))
-    return [leaf.detach().requires_grad_(differentiable(leaf)) for leaf in leaves]
+    trained = chunks[0].encoder.trained or [differentiable(leaf) for leaf in leaves]
+    return [leaf.detach().requires_grad_(of) for leaf, of in zip(leaves, trained, strict=True)]
+
+
+def _check_parameters(chunk: Chunk) -> None:
+    """No parameter has its optimiser step in its backward pass, of which there are many."""
+    owned = {id(p) for engine in chunk.engines for p in engine.module.parameters()}
+    for p in chunk.encoder.parameters.values() if chunk.last else ():
+        if id(p) not in owned and getattr(p, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"a parameter of {chunk.encoder.name}, of shape {tuple(p.shape)}, has a hook for "
+                "when its gradient is accumulated (an optimiser in the backward pass?), which is in every chunk. Step "
+                "the optimiser after the cached step"
+            )
 
 
 def _gradients(
@@ -316,23 +349,29 @@ def _gradients(
 
 
 @contextmanager
-def _as_they_were() -> Iterator[Callable[[Iterable[Tensor]], None]]:
-    """If what is inside fails, the gradients of the tensors that it named are as they were when it did.
+def _as_they_were() -> Iterator[_Remember]:
+    """If what is inside fails, the gradients of the tensors and engines that it named are as they were when it did.
 
     While gradients accumulate, that takes a copy of them.
     """
-    before: dict[int, tuple[Tensor, Tensor | None]] = {}
+    before: dict[int, tuple[Tensor, Tensor | None, Tensor | None]] = {}
+    put_back: list[Callable[[], None]] = []
 
-    def remember(tensors: Iterable[Tensor]) -> None:
+    def remember(tensors: Iterable[Tensor], engines: Iterable[Synchronised] = ()) -> None:
         for p in tensors:
             if p.requires_grad and id(p) not in before:
-                before[id(p)] = p, None if p.grad is None else p.grad.clone()
+                before[id(p)] = p, p.grad, None if p.grad is None else p.grad.clone()
+        put_back.extend(e.control.remember(e.module) for e in engines if e.control.remember is not None)
 
     try:
         yield remember
     except BaseException:
-        for p, grad in before.values():
+        for p, grad, value in before.values():
             p.grad = grad
+            if grad is not None and value is not None:
+                grad.detach().copy_(value)
+        for restore in put_back:
+            restore()
         raise
 
 

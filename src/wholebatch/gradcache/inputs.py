@@ -29,6 +29,38 @@ def tensors_of(tree: Any) -> Iterator[Tensor]:
             yield from tensors_of(value)
 
 
+def lists_of(tree: Any) -> Iterator[list[Any]]:
+    """The lists of a tree that hold no tensors or containers: names, numbers, texts."""
+    if isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from lists_of(value)
+    elif isinstance(tree, list | tuple):
+        if tree and not any(isinstance(value, Tensor | Mapping | list | tuple) for value in tree):
+            yield list(tree)
+        for value in tree:
+            yield from lists_of(value)
+
+
+def check_input(tree: Any, name: str, chunk_size: int) -> None:
+    """An input can be cut into chunks, all of it, and goes through the model alone.
+
+    Raises:
+        ValueError: if its tensors disagree on their rows, have a graph, or lie beside a list that may be of rows, too.
+    """
+    rows = rows_of(tree, name)
+    if any(x.grad_fn is not None for x in tensors_of(tree)):
+        raise ValueError(
+            f"{name} has a graph, which each of its chunks would go back through: make what it comes from part of the "
+            "model, or detach it"
+        )
+    for x in lists_of(tree):
+        if len(x) == rows > chunk_size:
+            raise ValueError(
+                f"{name} holds a list of {rows} things that are no tensors, as many as there are rows: are they one of "
+                "each row? A split_input_fn(input, chunk_size) cuts them, too"
+            )
+
+
 def rows_of(tree: Any, name: str) -> int:
     """How many rows the batch has.
 
@@ -109,16 +141,16 @@ def call_model(model: Callable[..., Any], x: Any) -> Any:
     return model(x)
 
 
-def representations(output: Any, name: str) -> tuple[tuple[Tensor, ...], bool]:
-    """The tensors of a representation, and whether it is a single one.
+def representations(output: Any, name: str) -> tuple[tuple[Tensor, ...], Callable[[Sequence[Any]], Any]]:
+    """The tensors of a representation, and what makes one of the same form of others.
 
     Raises:
         ValueError: if it is neither a tensor nor a sequence of tensors.
     """
     if isinstance(output, Tensor):
-        return (output,), True
+        return (output,), lambda found: found[0]
     if isinstance(output, Sequence) and output and all(isinstance(x, Tensor) for x in output):
-        return tuple(output), False
+        return tuple(output), (lambda found: type(output)(*found)) if hasattr(output, "_fields") else tuple
     raise ValueError(
         f"{name} must return a tensor, or a tuple of tensors, got {type(output).__name__}; "
         "get_rep_fn=lambda output: output.pooler_output (say) takes the representation out of it"

@@ -17,6 +17,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 KeepGraphs = int | float | Literal["auto"]
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+}
 _SHARE = 0.8  # of the memory that is free; the loss, gradients and the allocator's leftovers have the rest
 
 
@@ -90,17 +95,35 @@ def _graph_memory(device: torch.device, there: Iterable[Tensor]) -> Iterator[lis
         yield held
         held[0] = torch.cuda.memory_allocated(device) - before
         return
-    seen = {x.untyped_storage().data_ptr() for x in there}
+    seen = {memory.data_ptr() for x in there for memory in _memory_of(x)}
 
-    def count(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            held[0] += storage.nbytes()
-        return x.detach()
+    def count(x: Tensor) -> tuple[Tensor, int]:
+        for memory in _memory_of(x):
+            if memory.data_ptr() not in seen:
+                seen.add(memory.data_ptr())
+                held[0] += memory.nbytes()
+        return x.detach(), x._version
 
-    with saved_tensors_hooks(count, lambda x: x):
+    with saved_tensors_hooks(count, _unchanged):
         yield held
+
+
+def _unchanged(saved: tuple[Tensor, int]) -> Tensor:
+    """What was saved. With hooks, it is not autograd that looks whether it has been changed since."""
+    x, version = saved
+    if x._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(x.shape)} that the gradient needs has been modified by an inplace operation "
+            "after its chunk's forward pass: clone what later chunks change, or keep no graphs"
+        )
+    return x
+
+
+def _memory_of(x: Tensor) -> list[torch.UntypedStorage]:
+    if x.layout is torch.strided:
+        return [x.untyped_storage()]
+    parts = [getattr(x, part, None) for part in _PARTS[x.layout]] if x.layout in _PARTS else []
+    return [part.untyped_storage() for part in (part() for part in parts if part is not None)]
 
 
 def free_memory(device: torch.device) -> int:

@@ -3,13 +3,13 @@
 A step makes a backward pass for every chunk, and an engine would synchronise in each. It is told not to, but for the
 last chunk of its module. When it listens differs:
 
-    engine                       is told by                            and decides             its passes are
-    ---------------------------  ------------------------------------  ----------------------  --------------
-    DistributedDataParallel      no_sync()                             in the forward pass     this rank's own
+    engine                       switch                                looks at it             passes
+    DDP                          no_sync()                             in the forward pass     each rank its own
     FSDP2 (fully_shard)          set_requires_gradient_sync(False)     in the backward pass    collective
     FSDP1, DeepSpeed, and so on  no_sync()                             in the backward pass    collective
 
-Passes are collective where parameters are gathered for them: all ranks then make the same ones.
+Passes are collective where parameters are gathered for them: all ranks then make the same ones. What the caller has
+switched off stays off.
 
 Wrappers (of accelerate, Fabric, torch.compile) hold such a module among their children, where it is found: only what a
 module's class says of itself counts, not what a wrapper passes on.
@@ -18,15 +18,18 @@ module's class says of itself counts, not what a wrapper passes on.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+_DEPTH, _MANY = 6, 1000  # how far, and among how many objects, a function's modules are looked for
 
 
 @dataclass(frozen=True)
@@ -38,21 +41,17 @@ class SyncControl:
         hold: a context in which the module's passes leave gradients on their rank.
         decides: the pass in which the engine looks at its switch.
         collective: whether all ranks have to make the same passes.
+        remember: looks at gradients that the engine keeps to itself until it synchronises; what it returns puts them
+            back. None: it keeps none, they are the parameters' own.
+        check: raises ValueError if the module's settings do not go with several backward passes.
     """
 
     matches: Callable[[nn.Module], bool]
     hold: Callable[[Any], AbstractContextManager[None]]
     decides: Literal["forward", "backward"] = "backward"
     collective: bool = True
-
-
-@contextmanager
-def _hold_fully_sharded(module: Any) -> Iterator[None]:
-    module.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        module.set_requires_gradient_sync(True)
+    remember: Callable[[Any], Callable[[], None]] | None = None
+    check: Callable[[Any], None] | None = None
 
 
 def _no_sync(module: Any) -> AbstractContextManager[None]:
@@ -60,9 +59,66 @@ def _no_sync(module: Any) -> AbstractContextManager[None]:
     return held
 
 
+def _check_ddp(module: Any) -> None:
+    if module.static_graph:
+        raise ValueError(
+            "DistributedDataParallel(static_graph=True) takes every backward pass for the only one, and does not go "
+            "with chunks; leave static_graph out"
+        )
+
+
+def _shards_of(module: nn.Module) -> list[Any]:
+    """FSDP2's groups of parameters in a module. Their switches and gradients have no public names."""
+    groups: list[Any] = []
+    for inner in module.modules():
+        if hasattr(type(inner), "set_requires_gradient_sync"):
+            state: Any = inner._get_fsdp_state()  # type: ignore[operator]
+            several = getattr(state, "_fsdp_param_groups", None)  # in newer releases of torch
+            groups += [g for g in ([state._fsdp_param_group] if several is None else several) if g is not None]
+    return groups
+
+
+@contextmanager
+def _hold_fully_sharded(module: Any) -> Iterator[None]:
+    before = [(group, group.reduce_grads, group.all_reduce_grads) for group in _shards_of(module)]
+    module.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        for group, reduce, all_reduce in before:
+            group.reduce_grads, group.all_reduce_grads = reduce, all_reduce
+
+
+def _remember_fully_sharded(module: Any) -> Callable[[], None]:
+    """Gradients of whole parameters, which accumulate before they are reduced to shards."""
+    before = []
+    for shard in (shard for group in _shards_of(module) for shard in group.fsdp_params):
+        whole = getattr(shard, "_unsharded_param", None)
+        held = shard.unsharded_accumulated_grad, None if whole is None else whole.grad
+        before.append((shard, *(None if x is None else x.clone() for x in held)))
+
+    def put_back() -> None:
+        for shard, accumulated, grad in before:
+            shard.unsharded_accumulated_grad = accumulated
+            if hasattr(shard, "_unsharded_param"):
+                shard._unsharded_param.grad = grad
+
+    return put_back
+
+
 _CONTROLS = [
-    SyncControl(lambda module: isinstance(module, DistributedDataParallel), _no_sync, "forward", collective=False),
-    SyncControl(lambda module: hasattr(type(module), "set_requires_gradient_sync"), _hold_fully_sharded),
+    SyncControl(
+        lambda module: isinstance(module, DistributedDataParallel),
+        _no_sync,
+        decides="forward",
+        collective=False,
+        check=_check_ddp,
+    ),
+    SyncControl(
+        lambda module: hasattr(type(module), "set_requires_gradient_sync"),
+        _hold_fully_sharded,
+        remember=_remember_fully_sharded,
+    ),
     SyncControl(lambda module: callable(getattr(type(module), "no_sync", None)), _no_sync),
 ]
 
@@ -70,6 +126,11 @@ _CONTROLS = [
 def register_sync_control(control: SyncControl) -> None:
     """Let gradient caching know another engine; it is asked before those that are there."""
     _CONTROLS.insert(0, control)
+
+
+def control_of(module: nn.Module) -> SyncControl | None:
+    """The switch of the engine whose module this is."""
+    return next((control for control in _CONTROLS if control.matches(module)), None)
 
 
 @dataclass(frozen=True)
@@ -91,40 +152,64 @@ def synchronised(modules: Iterable[nn.Module]) -> list[Synchronised]:
 
 
 def _outermost(module: nn.Module) -> list[Synchronised]:
-    for control in _CONTROLS:
-        if control.matches(module):
-            return [Synchronised(module, control)]
+    control = control_of(module)
+    if control is not None:
+        return [Synchronised(module, control)]
     return [found for child in module.children() for found in _outermost(child)]
 
 
-@contextmanager
-def watched(engines: Sequence[Synchronised]) -> Iterator[list[Synchronised]]:
-    """A list of those whose modules are called inside."""
-    called: list[Synchronised] = []
-    handles = [
-        engine.module.register_forward_pre_hook(lambda _module, _args, engine=engine: called.append(engine))
-        for engine in engines
-    ]
-    try:
-        yield called
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def modules_of(*objects: object) -> list[nn.Module]:
-    """The modules among these, and those that functions among them are methods of, or see in the scopes around them."""
-    found: list[nn.Module] = []
-    for x in objects:
-        if isinstance(x, nn.Module):
+    """The modules that these can see: themselves, what functions refer to, what objects and containers hold.
+
+    By this, and before anything is called, ranks know whether passes are collective. Which modules a function calls is
+    then observed.
+    """
+    found: dict[int, nn.Module] = {}
+    seen: set[int] = set()
+    level: list[object] = [*objects]
+    for _ in range(_DEPTH):
+        level = [x for x in level if id(x) not in seen and not isinstance(x, str | bytes | int | float | type)][:_MANY]
+        seen.update(map(id, level))
+        found |= {id(x): x for x in level if isinstance(x, nn.Module)}
+        level = [inner for x in level if not isinstance(x, nn.Module) for inner in _within(x)]
+    return [*found.values()]
+
+
+def _within(x: Any) -> Iterable[object]:
+    """What an object refers to."""
+    if isinstance(x, functools.partial):
+        return [x.func, *x.args, *x.keywords.values()]
+    if isinstance(x, types.MethodType):
+        return [x.__func__, x.__self__]
+    if isinstance(x, types.FunctionType):
+        unwrapped = inspect.unwrap(x)
+        cells = [cell.cell_contents for cell in x.__closure__ or () if _filled(cell)]
+        return [*cells, *_globals_of(x.__code__, x.__globals__), *([] if unwrapped is x else [unwrapped])]
+    if isinstance(x, Mapping):
+        return list(x.values()) if len(x) <= _MANY else []
+    if isinstance(x, list | tuple | set | frozenset):
+        return list(x) if len(x) <= _MANY else []
+    return list(vars(x).values()) if hasattr(x, "__dict__") and not isinstance(x, types.ModuleType) else []
+
+
+def _globals_of(code: types.CodeType, names: Mapping[str, object]) -> list[object]:
+    """The globals that a function names, and functions in it; of Python modules, what it names of them."""
+    found = []
+    for name in code.co_names:
+        x = names.get(name)
+        if isinstance(x, types.ModuleType):
+            found += [vars(x).get(inner) for inner in code.co_names]
+        else:
             found.append(x)
-            continue
-        cells = getattr(inspect.unwrap(x), "__closure__", None) if callable(x) else None
-        seen = [cell.cell_contents for cell in cells or ()] + [getattr(x, "__self__", None)]
-        if isinstance(x, partial):
-            seen += [x.func, *x.args, *x.keywords.values()]
-        for inner in seen:
-            found += [inner] if isinstance(inner, nn.Module) else modules_of(inner) if inspect.isfunction(inner) else []
-            if isinstance(inner, list | tuple):
-                found += [module for module in inner if isinstance(module, nn.Module)]
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found += _globals_of(constant, names)
     return found
+
+
+def _filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 _State = list[tuple[Callable[[Any], None], Any]]
+_Place = tuple[nn.Module, str]
 
 
 class Replay:
@@ -68,6 +70,21 @@ def fresh_autocast_cache() -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
+@contextmanager
+def without_graph() -> Iterator[None]:
+    """Inside, a forward pass makes no graph, and computes what it would compute if it did.
+
+    nn.TransformerEncoder has a faster way without gradients, whose rows behind a padding mask are others.
+    """
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad(), fresh_autocast_cache():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
 def _random_state() -> _State:
     """Functions that set generators, each with what sets it to where it is."""
     state: _State = [(torch.set_rng_state, torch.get_rng_state()), (random.setstate, random.getstate())]
@@ -98,39 +115,61 @@ def _autocast_kinds() -> list[str]:
 
 
 class Buffers:
-    """The buffers of some modules, of which forward passes may change some.
+    """The buffers of the modules that a step calls, some of which forward passes change.
 
     A state is the list of those that have moved so far; what moves later was, until then, as it was in the beginning.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        owners = {id(owner): owner for module in modules for owner in module.modules()}
-        places = [(owner, name) for owner in owners.values() for name, x in owner._buffers.items() if x is not None]
-        self._still = {(owner, name): _at(owner, name).clone() for owner, name in places}
-        self._moving: dict[tuple[nn.Module, str], Tensor] = {}  # with what they were in the beginning
-        self._replaced: dict[tuple[nn.Module, str], Tensor] = {}
+    def __init__(self) -> None:
+        self._still: dict[_Place, Tensor] = {}  # with what they were in the beginning
+        self._moving: dict[_Place, Tensor] = {}
+        self._replaced: dict[_Place, Tensor] = {}
+
+    def add(self, module: nn.Module) -> None:
+        """Look after those of a module, which is about to be called for the first time.
+
+        Raises:
+            ValueError: if one is not there yet.
+        """
+        for place in _places(module):
+            if place not in self._still and place not in self._moving:
+                self._still[place] = _at(place).clone()
+
+    def begin(self, module: nn.Module) -> None:
+        """What the module's buffers are now is what they were in the beginning: an engine has just set them."""
+        for place in _places(module):
+            if place in self._still:
+                self._still[place] = _at(place).clone()
 
     def now(self) -> list[Tensor]:
         """The state."""
-        return [_at(*place).clone() for place in self._moving]
+        return [_at(place).clone() for place in self._moving]
 
     def look(self) -> None:
         """Find out which have moved."""
         for place, beginning in [*self._still.items()]:
-            if not torch.equal(_at(*place), beginning):
+            if not torch.equal(_at(place), beginning):
                 self._moving[place] = self._still.pop(place)
+
+    def forget_still(self) -> None:
+        """There are no more passes to come that could move others."""
+        self._still.clear()
 
     @torch.no_grad()
     def set(self, state: list[Tensor]) -> None:
         """Put them where they were, in place: no graph that is still to be used may need them."""
         for place, value in self._values(state):
-            _at(*place).copy_(value)
+            held = _at(place)
+            if held.shape == value.shape:
+                held.copy_(value)
+            else:
+                held.data = value.clone()
 
     def replace(self, state: list[Tensor]) -> None:
         """The same with other tensors in their place, until `restore`: for graphs that are still to be used."""
-        for (owner, name), value in self._values(state):
-            held = _at(owner, name)
-            self._replaced.setdefault((owner, name), held)
+        for place, value in self._values(state):
+            owner, name = place
+            self._replaced.setdefault(place, _at(place))
             owner._buffers[name] = value.clone()
 
     @torch.no_grad()
@@ -141,12 +180,26 @@ class Buffers:
         self._replaced.clear()
         self.set(state)
 
-    def _values(self, state: list[Tensor]) -> Iterator[tuple[tuple[nn.Module, str], Tensor]]:
+    def _values(self, state: list[Tensor]) -> Iterator[tuple[_Place, Tensor]]:
         beginnings = list(self._moving.values())
         return zip(self._moving, [*state, *beginnings[len(state) :]], strict=True)
 
 
-def _at(owner: nn.Module, name: str) -> Tensor:
+def _places(module: nn.Module) -> Iterator[_Place]:
+    """Where a module and its children have buffers; sparse ones, which no layer of PyTorch changes, are left out."""
+    for owner in module.modules():
+        for name, x in owner._buffers.items():
+            if x is not None and is_lazy(x):
+                raise ValueError(
+                    f"buffer {name} of {type(owner).__name__} is not there before a first call, which a step would "
+                    "make twice; call the model once before"
+                )
+            if x is not None and x.layout is torch.strided:
+                yield owner, name
+
+
+def _at(place: _Place) -> Tensor:
+    owner, name = place
     held = owner._buffers[name]
     assert held is not None
     return held

@@ -28,8 +28,13 @@ from torch import Tensor, nn
 from .._graph import leaves_of
 from .inputs import tensors_of
 from .keep import Keeper
-from .parameter_sync import Synchronised, modules_of, synchronised, watched
-from .replay import Buffers, Replay, fresh_autocast_cache
+from .observe import Observer
+from .parameter_sync import Synchronised, synchronised
+from .replay import Buffers, Replay, fresh_autocast_cache, without_graph
+
+
+class NoGraphError(ValueError):
+    """A representation that was to have a gradient has none."""
 
 
 class Encoder:
@@ -43,20 +48,16 @@ class Encoder:
 
     def __init__(self, model: Callable[..., Any], index: int, name: str) -> None:
         self.model, self.index, self.name = model, index, name
-        self.modules = modules_of(model)
-        self.engines = synchronised(self.modules)  # those of a function, until it was called: all that it can see
-        self.certain = synchronised(x for x in (model, getattr(model, "__self__", None)) if isinstance(x, nn.Module))
-        self.single = True  # whether its representation is a tensor, and not a tuple of them
-        self.parameters: list[Tensor] = [p for module in self.modules for p in module.parameters()]
+        own = [x for x in (model, getattr(model, "__self__", None)) if isinstance(x, nn.Module)]
+        self.own = own[:1]  # the module that it is, or is a method of
+        self.engines = synchronised(self.own)  # if calls show none
+        self.form: Callable[[Sequence[Any]], Any] = tuple  # of its representations
+        self.trained: list[bool] = []  # which of them have a gradient
+        self.parameters: dict[int, Tensor] = {id(p): p for module in self.own for p in module.parameters()}
 
-    @contextmanager
-    def first_call(self) -> Iterator[None]:
-        """Inside, the model is called for the first time: its engines are then those that this has called."""
-        certain = {id(engine.module) for engine in self.certain}
-        with watched([engine for engine in self.engines if id(engine.module) not in certain]) as called:
-            yield
-        also = {id(engine.module): engine for engine in called}
-        self.engines = [*self.certain, *also.values()]
+    def add_parameters(self, tensors: Iterable[Tensor]) -> None:
+        """Take these for the model's."""
+        self.parameters |= {id(x): x for x in tensors}
 
 
 @dataclass(eq=False)
@@ -65,64 +66,99 @@ class Chunk:
 
     Args:
         encoder: of the model.
-        encode: the pass: the representations of these rows.
+        call: the model, on these rows.
+        read: the representations in what it gives.
         part: what it is given, a tree of tensors.
-        first: whether it is the model's first chunk.
+        first, last: whether it is the model's first chunk, its last one.
     """
 
     encoder: Encoder
-    encode: Callable[[], tuple[Tensor, ...]]
+    call: Callable[[], Any]
+    read: Callable[[Any], tuple[Tensor, ...]]
     part: Any
     first: bool
+    last: bool = False
     replay: Replay = field(init=False)
     before: list[Tensor] = field(default_factory=list)  # the state of the buffers that the pass found
+    engines: list[Synchronised] = field(default_factory=list)  # that the pass has called
     found: tuple[Tensor, ...] = ()
     rows: list[slice] = field(default_factory=list)  # where they lie among the model's, for each representation
     kept: bool = False  # found has its graph
+    called: bool = False  # the model has come to its end, whatever comes of what it gave
+
+    def encode(self) -> tuple[Tensor, ...]:
+        """The pass."""
+        self.called = False
+        out = self.call()
+        self.called = True
+        return self.read(out)
 
     def forget(self) -> None:
         """Let go of the graph."""
         self.kept, self.found = False, tuple(x.detach() for x in self.found)
 
 
-def first_pass(chunks: Sequence[Chunk], keeper: Keeper, buffers: Buffers) -> None:
+def first_pass(chunks: Sequence[Chunk], keeper: Keeper, observer: Observer) -> None:
     """Find the representations of all chunks.
 
     The first chunk of a model has a graph for a moment in any case: that shows whether there will be gradients.
 
     Raises:
-        ValueError: if a representation would have none.
+        ValueError: if a representation would have none. Where passes are collective, after all of them.
     """
-    last = {chunk.encoder.index: chunk for chunk in chunks}
+    wrong: Exception | None = None
     for chunk in chunks:
-        encoder = chunk.encoder
-        chunk.replay, chunk.before = Replay(), buffers.now()
-        replayed = last[encoder.index] is chunk and any(e.control.decides == "forward" for e in encoder.engines)
-        wanted = not replayed and keeper.wants(encoder.index)
-        if wanted or chunk.first:
-            try:
-                there = [*encoder.parameters, *tensors_of(chunk.part)]
-                calls = encoder.first_call() if chunk.first else nullcontext()
-                with keeper.measured(encoder.index, there), _held(encoder.engines), calls:
-                    chunk.found = with_graph(chunk.encode, encoder.name)
-                if not encoder.modules:
-                    encoder.parameters = leaves_of(chunk.found)
-                chunk.kept = wanted and keeper.kept(encoder.index)
-            except Exception as error:
-                others_wait = any(engine.control.collective for engine in encoder.engines)
-                if not _out_of_memory(error) or others_wait or not (wanted or any(c.kept for c in chunks)):
-                    raise
-                _give_up_graphs(chunks, keeper)
-                buffers.look()
-                buffers.replace(chunk.before)
-                chunk.found = ()
-                chunk.replay.rewind()
-        if chunk.found and not chunk.kept:
-            chunk.forget()
-        elif not chunk.found:
-            with torch.no_grad(), fresh_autocast_cache(), _held(encoder.engines):
-                chunk.found = chunk.encode()
-        buffers.look()
+        try:
+            _first_pass(chunk, chunks, keeper, observer)
+        except Exception as error:
+            if not (chunk.called and any(engine.control.collective for engine in chunk.engines)):
+                raise
+            wrong = wrong or error
+    if wrong is not None:
+        raise wrong
+
+
+def _first_pass(chunk: Chunk, chunks: Sequence[Chunk], keeper: Keeper, observer: Observer) -> None:
+    encoder, buffers = chunk.encoder, observer.buffers
+    chunk.replay, chunk.before = Replay(), buffers.now()
+    replayed = chunk.last and any(engine.control.decides == "forward" for engine in encoder.engines)
+    wanted = not replayed and keeper.wants(encoder.index)
+    if wanted or chunk.first:
+        try:
+            there = [*encoder.parameters.values(), *tensors_of(chunk.part)]
+            with keeper.measured(encoder.index, there), _observed(chunk, observer):
+                chunk.found = _with_graph(chunk)
+            if not encoder.own:
+                encoder.add_parameters(leaves_of(chunk.found))
+            decided = chunk.last and any(engine.control.decides == "forward" for engine in chunk.engines)
+            chunk.kept = wanted and not decided and keeper.kept(encoder.index)
+        except Exception as error:
+            others_wait = any(engine.control.collective for engine in chunk.engines)
+            if not _out_of_memory(error) or others_wait or not (wanted or any(c.kept for c in chunks)):
+                raise
+            _give_up_graphs(chunks, keeper)
+            buffers.look()
+            buffers.replace(chunk.before)
+            chunk.found = ()
+            chunk.replay.rewind()
+    if chunk.found and not chunk.kept:
+        chunk.forget()
+    elif not chunk.found:
+        with without_graph(), _observed(chunk, observer):
+            chunk.found = chunk.encode()
+    buffers.look()
+
+
+@contextmanager
+def _observed(chunk: Chunk, observer: Observer) -> Iterator[None]:
+    """Inside, the chunk's model is called for the first time, and held; afterwards it is known what it called."""
+    encoder = chunk.encoder
+    with observer.call(encoder.model) as called:
+        try:
+            yield
+        finally:
+            chunk.engines = called.engines or encoder.engines
+            encoder.add_parameters(p for module in called.modules for p in module.parameters())
 
 
 def second_pass(
@@ -130,6 +166,7 @@ def second_pass(
     gradients: Sequence[Sequence[Tensor | None]],
     extra: Sequence[tuple[Tensor, Tensor]],
     buffers: Buffers,
+    about_to_change: Callable[[Iterable[Tensor]], None],
 ) -> RuntimeError | None:
     """Backward through all chunks: those with a graph, then the others, each after its second forward pass.
 
@@ -139,26 +176,36 @@ def second_pass(
         extra: parameters of models that the loss used directly, with their gradients: they go into their engine's last
             backward pass.
         buffers: of all models.
+        about_to_change: is told whose gradients come next, where they were not known before.
 
     Returns:
         An error, if a second representation is not the first. All passes have been made even so: engines and other
         ranks are where they should be, and gradients can be put back.
     """
     order = [*(c for c in chunks if c.kept), *(c for c in chunks if not c.kept)]
-    last_of_engine, last_of_model = _last_of_engines(order), {id(c.encoder.model): c for c in order}
+    last_of_engine = _last_of_engines(order)
     wrong = None
     for chunk in order:
-        engines = chunk.encoder.engines
+        engines = chunk.engines
         done = {id(engine.module) for engine in engines if last_of_engine[id(engine.module)] is chunk}
+        given = [None if grad is None else grad[at] if x.dim() else grad for x, grad, at in _of_chunk(chunk, gradients)]
+        owned = {id(p): p for e in engines if id(e.module) in done for p in e.module.parameters() if p.requires_grad}
+        pairs = [(p, grad) for p, grad in extra if id(p) in owned]
         if not chunk.kept:
             first = chunk.found
             buffers.set(chunk.before)
             with chunk.replay.again(), _held(engines, but=done):
-                chunk.found = with_graph(chunk.encode, chunk.encoder.name)
-            wrong = wrong or difference(first, chunk.found, chunk.encoder.name)
-        pairs = _roots(chunk, chunks, gradients, last=last_of_model[id(chunk.encoder.model)] is chunk)
-        owned = {id(p) for e in engines if id(e.module) in done for p in e.module.parameters()}
-        pairs += [(p, grad) for p, grad in extra if id(p) in owned]
+                try:
+                    chunk.found = _with_graph(chunk)
+                    different = difference(first, chunk.found, chunk.encoder.name)
+                except NoGraphError as error:
+                    chunk.found, different = (), RuntimeError(f"in the second pass, {error}")
+                    pairs += [(p, torch.zeros_like(p)) for p in owned.values()]  # their engine waits for them
+            if different is not None:
+                wrong, given = wrong or different, [None] * len(chunk.found)
+            if not chunk.encoder.own:
+                about_to_change(leaves_of(chunk.found))
+        pairs += _roots(chunk, given, whole=bool(done))
         with _held(engines, but=done):
             backward_from(pairs)
         del pairs
@@ -166,17 +213,26 @@ def second_pass(
     return wrong
 
 
-def _roots(
-    chunk: Chunk, chunks: Sequence[Chunk], gradients: Sequence[Sequence[Tensor | None]], *, last: bool
-) -> list[tuple[Tensor, Tensor]]:
-    """A chunk's representations with their gradients; the last of a model's has those of the whole batch's numbers."""
+def _of_chunk(
+    chunk: Chunk, gradients: Sequence[Sequence[Tensor | None]]
+) -> Iterator[tuple[Tensor, Tensor | None, slice]]:
+    return zip(chunk.found, gradients[chunk.encoder.index], chunk.rows, strict=True)
+
+
+def _roots(chunk: Chunk, given: Sequence[Tensor | None], *, whole: bool) -> list[tuple[Tensor, Tensor]]:
+    """A chunk's representations with their gradients.
+
+    A number of the whole batch, of shape (), has its gradient in the model's last chunk. In the last pass of an engine
+    (`whole`), which waits for the gradients of all parameters, what has none gets zeros.
+    """
     pairs = []
-    for number, (x, grad, rows) in enumerate(zip(chunk.found, gradients[chunk.encoder.index], chunk.rows, strict=True)):
-        if x.dim() and grad is not None:
-            pairs.append((x, grad[rows]))
-        elif not x.dim() and last:
-            same = {c.encoder.index for c in chunks if c.encoder.model is chunk.encoder.model}
-            pairs += [(x, of) for k in same if (of := gradients[k][number]) is not None]
+    for x, grad in zip(chunk.found, given, strict=True):
+        if not x.requires_grad:
+            continue
+        if grad is not None and (x.dim() or chunk.last):
+            pairs.append((x, grad))
+        elif x.dim() or whole:
+            pairs.append((x, torch.zeros_like(x)))
     return pairs
 
 
@@ -187,19 +243,29 @@ def backward_from(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def with_graph(encode: Callable[[], tuple[Tensor, ...]], name: str) -> tuple[Tensor, ...]:
-    """A pass whose representations have gradients.
+    """A pass with its graph.
 
     Raises:
-        ValueError: if one has none.
+        NoGraphError: if nothing that it returns has a gradient.
     """
     with torch.enable_grad(), fresh_autocast_cache():
         found = encode()
-    for number, x in enumerate(found):
-        if differentiable(x) and not x.requires_grad:
-            raise ValueError(
-                f"representation {number} of {name} has no gradient: is the model frozen, its output detached, or this "
-                "inference mode? What is not trained goes to the loss as a keyword argument"
-            )
+    if not any(x.requires_grad for x in found):
+        raise NoGraphError(
+            f"what {name} returns has no gradient: is it frozen, its output detached, or this inference mode? "
+            "What is not trained goes to the loss as a keyword argument"
+        )
+    return found
+
+
+def _with_graph(chunk: Chunk) -> tuple[Tensor, ...]:
+    """The same of a chunk; its model's first such pass says which representations have a gradient."""
+    encoder = chunk.encoder
+    found = with_graph(chunk.encode, encoder.name)
+    encoder.trained = encoder.trained or [x.requires_grad for x in found]
+    for number, (x, trained) in enumerate(zip(found, encoder.trained, strict=False)):
+        if trained and not x.requires_grad:
+            raise NoGraphError(f"representation {number} of {encoder.name} has a gradient in some chunks, not in all")
     return found
 
 
@@ -209,26 +275,35 @@ def differentiable(x: Tensor) -> bool:
 
 
 def difference(first: Sequence[Tensor], second: Sequence[Tensor], name: str) -> RuntimeError | None:
-    """The error, if the second pass's representations are not the first's, up to a kernel's order of summation."""
-    for number, (x, y) in enumerate(zip(first, second, strict=True)):
-        y = y.detach()
-        if x.shape == y.shape and (torch.equal(x, y) or not differentiable(x) or not x.isfinite().all()):
-            continue
-        away, size = float("nan"), torch.linalg.vector_norm(x).item()
-        if x.shape == y.shape:
-            away = torch.linalg.vector_norm(x - y).item()
-        if not away <= torch.finfo(x.dtype).eps ** 0.5 * size:
-            return RuntimeError(
-                f"the second forward pass of {name} gave another representation {number} than the first (they differ "
-                f"by {away:.1e} of {size:.1e}): the gradient would be wrong. Random numbers of PyTorch, Python and "
-                "NumPy and registered buffers are set back; does it change a tensor or a number of its own?"
-            )
-    return None
+    """The error, if the second pass's representations are not the first's, up to a kernel's order of summation.
+
+    They may differ by sqrt(eps) of their norm, in half precision by 4 eps.
+    """
+    what = None
+    if [x.shape for x in first] != [x.shape for x in second]:
+        what = f"shapes {[tuple(x.shape) for x in second]}, and the first {[tuple(x.shape) for x in first]}"
+    else:
+        for number, (x, y) in enumerate(zip(first, second, strict=True)):
+            y = y.detach()
+            if torch.equal(x, y) or not differentiable(x) or not x.isfinite().all():
+                continue
+            away, size = torch.linalg.vector_norm(x - y).item(), torch.linalg.vector_norm(x).item()
+            eps = torch.finfo(x.dtype).eps
+            if not away <= min(eps**0.5, 4 * eps if x.dtype.itemsize == 2 else 1.0) * size:
+                what = f"another representation {number} than the first (they differ by {away:.1e} of {size:.1e})"
+                break
+    if what is None:
+        return None
+    return RuntimeError(
+        f"the second forward pass of {name} gave {what}: the gradient would be wrong. "
+        "Random numbers of PyTorch, Python and NumPy and registered buffers are set back; does it change a tensor or a "
+        "number of its own?"
+    )
 
 
 def _last_of_engines(chunks: Iterable[Chunk]) -> dict[int, Chunk]:
     """By module, the last chunk of an engine's."""
-    return {id(engine.module): chunk for chunk in chunks for engine in chunk.encoder.engines}
+    return {id(engine.module): chunk for chunk in chunks for engine in chunk.engines}
 
 
 @contextmanager
@@ -256,5 +331,5 @@ def _give_up_graphs(chunks: Sequence[Chunk], keeper: Keeper) -> None:
         f"gradient caching: out of memory with {len(kept)} kept graphs; going on with {len(kept) // 2} in this step, "
         f"keep_graphs={len(kept) // 2} avoids the attempt",
         RuntimeWarning,
-        stacklevel=2,
+        stacklevel=6,  # the caller of cache_step
     )

@@ -1,0 +1,117 @@
+"""Which modules a call calls, wherever it has them from: a closure, a global, an object's attribute.
+
+A hook on all modules sees them. The outermost ones are the call's models: their buffers are looked after, and their
+parameters' gradients. Those that an engine synchronises are told not to, before their forward pass decides.
+
+What runs inside a compiled graph is not seen; a compiled module is, with all that it holds.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from .parameter_sync import Synchronised, control_of, modules_of, synchronised
+from .replay import Buffers
+
+
+class Observer:
+    """The modules that the calls of a step have called.
+
+    Args:
+        buffers: of these modules; looked after from their first call on.
+        may_be_collective: whether a call may turn out to be of an engine whose passes are collective.
+    """
+
+    def __init__(self, buffers: Buffers, *, may_be_collective: bool = True) -> None:
+        self.buffers, self.may_be_collective = buffers, may_be_collective
+        self._broadcast: set[int] = set()  # engines that have been called: DDP broadcasts buffers in the first
+
+    @contextmanager
+    def call(self, model: object) -> Iterator[Called]:
+        """Inside, a model is called once; what it calls is held."""
+        with ExitStack() as stack:
+            called = Called(self, stack)
+            own = getattr(model, "__self__", model)
+            if isinstance(own, nn.Module):
+                called.add(own)
+                if own is not model:  # a method, by which its module's call is not seen
+                    called.add_engines(engine for engine in synchronised([own]) if engine.module is own)
+            for module in [own] if isinstance(own, nn.Module) else modules_of(model):
+                if _compiled(module):  # nor is any inside
+                    called.add(module)
+                    called.add_engines(synchronised([module]))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
+            handle = register_module_forward_pre_hook(called.see)
+            stack.callback(handle.remove)
+            yield called
+
+
+class Called:
+    """What one call has called."""
+
+    def __init__(self, observer: Observer, stack: ExitStack) -> None:
+        self.modules: list[nn.Module] = []
+        self.engines: list[Synchronised] = []
+        self._observer, self._stack = observer, stack
+        self._seen: set[int] = set()  # all that is inside these modules
+        self._inside: set[int] = set()  # or inside these engines
+        self._after_broadcast: set[int] = set()
+
+    def add(self, module: nn.Module) -> None:
+        """Take a module for called, whose call is not seen."""
+        if id(module) not in self._seen:
+            self.modules.append(module)
+            self._seen.update(id(inner) for inner in module.modules())
+            self._observer.buffers.add(module)
+
+    def add_engines(self, engines: Iterable[Synchronised]) -> None:
+        """The same of modules that an engine synchronises."""
+        for engine in engines:
+            self._add_engine(engine)
+
+    def _add_engine(self, engine: Synchronised) -> None:
+        module = engine.module
+        if id(module) in self._inside:
+            return
+        if engine.control.collective and not self._observer.may_be_collective:
+            raise ValueError(
+                f"{type(module).__name__} has an engine whose passes are collective, which could not be seen before "
+                "the call, and ranks have different numbers of chunks or keep different graphs: give the module itself "
+                "as the model, or a function that refers to it directly"
+            )
+        if engine.control.check is not None:
+            engine.control.check(module)
+        self.engines.append(engine)
+        self._inside.update(id(inner) for inner in module.modules())
+        self._stack.enter_context(engine.hold())
+        if isinstance(module, DistributedDataParallel) and id(module) not in self._observer._broadcast:
+            self._observer._broadcast.add(id(module))
+            self._after_broadcast.add(id(module.module))
+
+    def see(self, module: nn.Module, _args: Any) -> None:
+        """The hook."""
+        if torch.compiler.is_compiling():
+            return
+        self.add(module)
+        control = control_of(module)
+        if control is not None:
+            self._add_engine(Synchronised(module, control))
+        elif _compiled(module):
+            self.add_engines(synchronised([module]))
+        if id(module) in self._after_broadcast:
+            self._after_broadcast.remove(id(module))
+            self._observer.buffers.begin(module)
+
+
+def _compiled(module: nn.Module) -> bool:
+    """Whether calls inside the module are made by compiled code."""
+    return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
