@@ -19,6 +19,7 @@ from ..comm.handshake import raised_on_all_ranks
 from .inputs import (
     call_model,
     check_input,
+    check_parts,
     may_be_empty,
     own_containers,
     representations,
@@ -90,8 +91,9 @@ class GradCache:
         listed: Any = models
         if isinstance(listed, nn.Module) and not isinstance(listed, nn.ModuleList):
             raise ValueError(f"models must be a list of modules or functions, got {type(models).__name__}")
-        if not len(models) or not all(callable(model) for model in models):
-            raise ValueError(f"models must be a list of modules or functions, got {type(models).__name__}")
+        models = [*models]
+        if not models or not all(callable(model) for model in models):
+            raise ValueError(f"models must be a list of modules or functions, got {models}")
         sizes = [*chunk_sizes] if isinstance(chunk_sizes, Sequence) else [chunk_sizes] * len(models)
         if len(sizes) != len(models):
             raise ValueError(
@@ -106,7 +108,7 @@ class GradCache:
         if fp16 and scaler is None:
             raise ValueError("fp16=True needs a scaler: float16 gradients underflow without; or use bfloat16 autocast")
         check_keep_graphs(keep_graphs, memory_budget)
-        self.models, self.chunk_sizes, self.loss_fn = [*models], sizes, loss_fn
+        self.models, self.chunk_sizes, self.loss_fn = models, sizes, loss_fn
         self.split_input_fn, self.get_rep_fn = split_input_fn, get_rep_fn
         self.fp16, self.scaler = fp16, scaler
         self.keep_graphs, self.memory_budget, self.group = keep_graphs, memory_budget, group
@@ -220,6 +222,8 @@ class GradCache:
             encoder, parts = Encoder(model, index, name), [*self.split_inputs(model_input, size)]
             if not parts:
                 raise ValueError(f"the input of {name} was split into no chunks; of no rows give one without rows")
+            if not self._splits_trees:
+                check_parts(model_input, parts, f"the input of {name}")
             for number, part in enumerate(parts):
                 chunks.append(self._chunk(encoder, part, first=number == 0))
             chunks[-1].last = True

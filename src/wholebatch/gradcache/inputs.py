@@ -61,6 +61,21 @@ def check_input(tree: Any, name: str, chunk_size: int) -> None:
             )
 
 
+def check_parts(tree: Any, parts: Sequence[Any], name: str) -> None:
+    """Chunks that someone else has cut have all rows, as far as tensors show it.
+
+    Raises:
+        ValueError: if there are more or fewer.
+    """
+    whole, *cut = ({len(x) for x in tensors_of(one) if x.dim()} for one in (tree, *parts))
+    if all(len(rows) == 1 for rows in (whole, *cut)):
+        sizes = [rows.pop() for rows in cut]
+        if sum(sizes) != (rows := whole.pop()):
+            raise ValueError(
+                f"{name} has {rows} rows, its chunks have {sizes}: split_input_fn must give all of them, once"
+            )
+
+
 def rows_of(tree: Any, name: str) -> int:
     """How many rows the batch has.
 
