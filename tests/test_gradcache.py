@@ -1211,7 +1211,9 @@ def test_what_runs_in_every_backward_pass_is_refused():
         wb.GradCache([model, nn.Linear(8, OUT).double()], 2, good_loss)(x, nn.Linear(D, 8).double()(y))
     with pytest.raises(ValueError, match="a list of 6 things that are no tensors"):
         wb.GradCache([lambda z, names: model(z), model], 2, good_loss)([x, ["name"] * 6], y)
-    with pytest.raises(ValueError, match=r"has 6 rows, its chunks have \[2, 2\]: split_input_fn must give all, once"):
+    with pytest.raises(
+        ValueError, match=r"has 6 rows, its chunks have \[2, 2\]: split_input_fn must give all of them, once"
+    ):
         wb.GradCache([model, model], 2, good_loss, lambda z, size: [z[:size], z[size : 2 * size]])(x, y)
 
 
