@@ -7,8 +7,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from compare import assert_same
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
+from wholebatch.heads import Targets
 from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
 
@@ -98,3 +101,336 @@ def exact_body(rows, classes):
 @pytest.mark.parametrize(("rows", "classes"), SPLITS, ids=str)
 def test_the_loss_and_all_gradients_are_the_dense_twins(rows, classes):
     run_ranks(exact_body, len(rows), rows, classes, timeout_s=90)
+
+
+# The module: samples, optimisers, any number of ranks.
+RATES = [1.0, 0.3, 0.0]
+
+
+def trained(world_rows, rate, optimiser, steps=4, classes=CLASSES, **options):
+    """A backbone and a head, trained for some steps on the ranks of this call; what all ranks have in the end."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    own = Partition(world_rows).rows(rank)
+    torch.manual_seed(0)
+    backbone = nn.Linear(5, D).double()
+    model = DistributedDataParallel(backbone) if dist.is_initialized() else backbone
+    head = wb.PartialFC(D, classes, margin=wb.ArcFace(10.0, 0.3), sample_rate=rate, dtype=torch.float64, **options)
+    first = optimiser(head.parameters())
+    second = torch.optim.SGD(backbone.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(sum(world_rows), 5, dtype=torch.float64, generator=generator)[own]
+        y = torch.randint(classes, (sum(world_rows),), generator=generator)[own]
+        loss = head(model(x), y)
+        loss.backward()
+        losses.append(loss.item())
+        for one in (first, second):
+            one.step()
+            one.zero_grad()
+    gathered = [None] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if dist.is_initialized():
+        dist.all_gather_object(gathered, head.weight.detach())
+    else:
+        gathered = [head.weight.detach()]
+    return losses, torch.cat(gathered), backbone.weight.detach()
+
+
+def sgd(params):
+    return wb.SparseSGD(params, lr=0.5, momentum=0.9, weight_decay=0.01)
+
+
+def adamw(params):
+    return wb.SparseAdamW(params, lr=0.05, weight_decay=0.1)
+
+
+def trained_body(rows, rate, optimiser, unbiased):
+    found = trained(rows, rate, optimiser, unbiased=unbiased)
+    if dist.get_rank() == 0:
+        return found
+    return None
+
+
+@pytest.mark.parametrize(("rate", "optimiser", "unbiased"), [(1.0, sgd, False), (0.3, sgd, True), (0.3, adamw, False)])
+def test_training_is_the_same_on_any_number_of_ranks(rate, optimiser, unbiased):
+    """Centres at the start, samples, losses, and what the optimisers make of them."""
+    losses, centres, backbone = trained((6,), rate, optimiser, unbiased=unbiased)
+    assert len({*losses}) == 4
+    for rows in ((4, 2), (3, 0, 3)):
+        found = run_ranks(trained_body, len(rows), rows, rate, optimiser, unbiased, timeout_s=60)[0]
+        assert found[0] == pytest.approx(losses, rel=1e-12)
+        assert_same(found[1], centres, relative=1e-10)
+        assert_same(found[2], backbone, relative=1e-10)
+
+
+def sampled_body(rows, rate):
+    """The loss and gradients of a sample are the dense twin's of the same classes."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    own = Partition(rows).rows(rank)
+    x, labels, _ = data(sum(rows))
+    kept = labels[labels != IGNORED]
+    for name, margin in MARGINS.items():
+        for unbiased in (False, True) if rate else (False,):
+            head = wb.PartialFC(D, CLASSES, margin=margin, sample_rate=rate, unbiased=unbiased, dtype=torch.float64)
+            embeddings = x[own].clone().requires_grad_()
+            loss = head(embeddings, labels[own])
+            loss.backward()
+            gathered = [None] * world
+            grad = head.weight.grad
+            index = grad.coalesce().indices()[0] if grad.is_sparse else torch.arange(len(grad))
+            dist.all_gather_object(gathered, (head.weight.detach(), head.classes.start + index, grad.to_dense()))
+            centres, ids, grads = (torch.cat(parts) for parts in zip(*gathered, strict=True))
+            assert set(kept.tolist()) <= set(ids.tolist())
+            log_weights = None
+            if unbiased and rate < 1:
+                log_weights = torch.where(torch.isin(ids, kept), 0.0, -math.log(rate)).double()
+            twin_x, twin = x.clone().requires_grad_(), centres.clone().requires_grad_()
+            true = wb.reference.partial_fc_loss(
+                twin_x, labels, twin[ids], margin=margin, class_ids=ids, log_weights=log_weights
+            )
+            true.backward()
+            assert_same(loss.detach(), true.detach(), relative=1e-12, what=name)
+            assert_same(embeddings.grad, world * twin_x.grad[own], relative=0, absolute=1e-10 * twin_x.grad.abs().max())
+            assert_same(grads, twin.grad, relative=1e-10, what=name)
+
+
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("rows", [rows for rows, _ in SPLITS[:4]], ids=str)
+def test_samples_have_the_dense_twins_gradient(rows, rate):
+    run_ranks(sampled_body, len(rows), rows, rate, timeout_s=60)
+
+
+def test_a_sample_is_a_function_of_seed_step_and_class():
+    head = wb.PartialFC(4, 5000, sample_rate=0.1, seed=3)
+    x, y = torch.randn(2, 4), torch.tensor([4999, 17])
+    samples = []
+    for _ in range(3):
+        head.zero_grad()
+        head(x, y).backward()
+        samples.append(head.weight.grad.coalesce().indices()[0])
+    assert all(300 < len(sample) < 700 and torch.isin(y, sample).all() for sample in samples)
+    assert not torch.equal(samples[0], samples[1])
+    again = wb.PartialFC(4, 5000, sample_rate=0.1, seed=3)
+    again.load_state_dict(head.state_dict() | {"step": torch.tensor(1)})
+    again(x, y).backward()
+    assert torch.equal(again.weight.grad.coalesce().indices()[0], samples[1])
+    head.eval()
+    head(x, y), head(x, y)
+    assert int(head.step) == 3, "evaluation draws the sample of the step to come"
+
+
+def test_unbiased_samples_estimate_the_sum_of_all_negatives():
+    head = wb.PartialFC(4, 400, margin=wb.NormFace(4.0), dtype=torch.float64)
+    x, y = torch.randn(3, 4, dtype=torch.float64), torch.tensor([1, 2, 3])
+    full, found = head(x, y, weights=None).item(), {}
+    for unbiased in (True, False):
+        sampled = wb.PartialFC(
+            4, 400, margin=wb.NormFace(4.0), sample_rate=0.25, unbiased=unbiased, dtype=torch.float64
+        )
+        with torch.no_grad():
+            found[unbiased] = sum(sampled(x, y).item() for _ in range(300)) / 300
+    assert abs(found[True] - full) < 0.02
+    assert full - found[False] > 1.0, "the usual recipe's is log(rate) off"
+
+
+# Optimisers.
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_dense_gradients_are_stepped_as_by_pytorch(nesterov):
+    torch.manual_seed(0)
+    for ours, theirs in (
+        (
+            lambda p: wb.SparseSGD([p], 0.1, 0.9, 0.01, nesterov=nesterov),
+            lambda p: torch.optim.SGD([p], 0.1, 0.9, weight_decay=0.01, nesterov=nesterov),
+        ),
+        (lambda p: wb.SparseAdamW([p], 0.1), lambda p: torch.optim.AdamW([p], 0.1)),
+    ):
+        a = nn.Parameter(torch.randn(5, 3, dtype=torch.float64))
+        b = nn.Parameter(a.detach().clone())
+        steps = ours(a), theirs(b)
+        for _ in range(5):
+            a.grad = b.grad = torch.randn(5, 3, dtype=torch.float64)
+            for one in steps:
+                one.step()
+        assert_same(a, b, relative=1e-12)
+
+
+def test_rows_without_a_gradient_stand_still_and_others_go_on():
+    """A row is stepped as if the steps in which it has a gradient were all there are."""
+    torch.manual_seed(0)
+    for optimiser in (sgd, adamw):
+        p = nn.Parameter(torch.randn(6, 3, dtype=torch.float64))
+        alone = [nn.Parameter(p[row : row + 1].detach().clone()) for row in range(6)]
+        ours, each = optimiser([p]), [optimiser([row]) for row in alone]
+        for step in range(6):
+            index = torch.arange(6)[torch.arange(6) % (step + 1) == 0]
+            grad = torch.randn(len(index), 3, dtype=torch.float64)
+            p.grad = torch.sparse_coo_tensor(index[None], grad, p.shape, check_invariants=True)
+            for row, of_row in zip(index.tolist(), grad, strict=True):
+                alone[row].grad = of_row[None]
+                each[row].step()
+            ours.step()
+        assert_same(p.detach(), torch.cat([row.detach() for row in alone]), relative=1e-12)
+
+
+def test_sampled_gradients_accumulate():
+    x, y = torch.randn(2, 4, D, dtype=torch.float64), torch.randint(50, (2, 4))
+    heads = [wb.PartialFC(D, 50, sample_rate=0.2, dtype=torch.float64) for _ in range(2)]
+    for step in range(2):
+        heads[0](x[step], y[step]).backward()
+    total = torch.zeros_like(heads[1].weight)
+    for step in range(2):
+        heads[1].zero_grad()
+        heads[1](x[step], y[step]).backward()
+        total += heads[1].weight.grad.to_dense()
+    assert_same(heads[0].weight.grad.to_dense(), total, relative=1e-12)
+
+
+# Margins.
+def test_margins_are_the_papers():
+    """By the formulas with acos, away from its ends."""
+    theta = torch.linspace(0.2, 2.2, 50, dtype=torch.float64)
+    norms = torch.linspace(5.0, 130.0, 50, dtype=torch.float64)
+    targets, c = Targets(theta, norms), theta.cos()
+    assert_same(wb.ArcFace(m=0.5)(targets), (c.acos() + 0.5).cos(), relative=1e-12)
+    assert_same(wb.CosFace(m=0.4)(targets), c - 0.4, relative=1e-12)
+    assert_same(wb.SphereFace(m=1.3)(targets), (1.3 * c.acos()).cos(), relative=1e-12)
+    combined = wb.CombinedMargin(64.0, 1.2, 0.3, 0.1)
+    assert_same(combined(targets), (1.2 * c.acos() + 0.3).cos() - 0.1, relative=1e-12)
+    a = norms.clamp(10, 110)
+    assert_same(wb.MagFace()(targets), (theta + 0.35 / 100 * (a - 10) + 0.45).cos(), relative=1e-12)
+    ada = wb.AdaFace()
+    ada.observe(norms)
+    mean, std = 0.99 * 20 + 0.01 * norms.clamp(max=100).mean(), 0.99 * 100 + 0.01 * norms.clamp(max=100).std()
+    u = ((norms.clamp(max=100) - mean) / (std + 1e-3) * 0.333).clamp(-1, 1)
+    assert_same(ada(targets), (theta - 0.4 * u).clamp(0, math.pi).cos() - 0.4 * u - 0.4, relative=1e-12)
+    assert_same(ada.mean, mean, relative=1e-12)
+
+
+@pytest.mark.parametrize("margin", [wb.ArcFace(m=0.5), wb.SphereFace(m=3.3), wb.CombinedMargin(64.0, 2.0, 0.5, 0.1)])
+def test_a_larger_angle_is_never_rewarded(margin):
+    """Beyond pi, too; and the plain cosine would be."""
+    theta = torch.linspace(0, math.pi, 2000, dtype=torch.float64)
+    phi = margin(Targets(theta, theta))
+    assert (phi.diff() <= 1e-12).all()
+    assert phi.diff().abs().max() < 0.01, "without a jump"
+    plain = wb.CombinedMargin(64.0, margin.m1, margin.m2, margin.m3, fold="none")
+    assert (plain(Targets(theta, theta)).diff() > 1e-6).any()
+
+
+def test_the_straight_through_gradient_is_another():
+    """As insightface's code has it: smaller by sin(theta + m) / sin(theta) at the target."""
+    x, labels, centres = data(6)
+    exact, through = (
+        dense(x, labels, centres, margin=wb.ArcFace(), margin_grad=g) for g in ("exact", "straight_through")
+    )
+    assert_same(exact[0], through[0], relative=1e-15)
+    assert (exact[2] - through[2]).norm() > 0.05 * exact[2].norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_precision(dtype):
+    """Against the float64 twin on the same numbers, those at the ends of the angle included."""
+    x, labels, centres = data(30, 40, dtype)
+    for name, margin in MARGINS.items():
+        true = dense(x.double(), labels, centres.double(), margin=margin)
+        found = sharded((30,), (40,), x, labels, centres, margin=margin)
+        for z, t in zip(found, true, strict=True):
+            error = ((z.double() - t).norm() / t.norm()).item()
+            assert error < (3e-6 if dtype == torch.float32 else 1e-2), (name, error)
+
+
+# Mistakes.
+def good_call(x, y, w):
+    return wb.functional.partial_fc_loss(x, y, w)
+
+
+BAD = {
+    "label too large": (lambda x, y, w: good_call(x, y + CLASSES, w), r"labels must lie in \[0, 11\)"),
+    "label negative": (lambda x, y, w: good_call(x, y - CLASSES, w), r"labels must lie in \[0, 11\)"),
+    "float labels": (lambda x, y, w: good_call(x, y.float(), w), "labels must be a tensor of integers"),
+    "zero embedding": (lambda x, y, w: good_call(0 * x, y, w), "embeddings must not have a row of zeros"),
+    "zero centre": (
+        lambda x, y, w: good_call(x, y, torch.cat([0 * w[:1], w[1:]])),
+        "centres must not have a row of zeros",
+    ),
+    "NaN": (lambda x, y, w: good_call(x, y, w / 0 * 0), "centres must be finite"),
+    "width": (lambda x, y, w: good_call(x, y, w[:, 1:]), "must have the same feature size"),
+    "margin": (lambda x, y, w: wb.functional.partial_fc_loss(x, y, w, margin=0.5), "margin must be one such as"),
+    "other margin": (
+        lambda x, y, w: wb.functional.partial_fc_loss(x, y, w, margin=wb.CosFace()),
+        "margin|must be one",
+    ),
+    "classes": (lambda x, y, w: wb.functional.partial_fc_loss(x, y, w, num_classes=12), "num_classes"),
+    "class left out": (
+        lambda x, y, w: wb.functional.partial_fc_loss(x, y, w, class_ids=torch.arange(len(w)) + 100),
+        "each label's class must be among|whether there are class_ids",
+    ),
+    "order": (
+        lambda x, y, w: wb.functional.partial_fc_loss(x, y, w, class_ids=torch.arange(len(w)).flip(0)),
+        "class_ids must be ascending|whether there are",
+    ),
+}
+
+
+def bad_body():
+    """On the last rank alone: an error on all, and the next call is right."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x, labels, centres = data(6)
+    labels[4] = 0
+    rows, classes = Partition.even(6, world), Partition.even(CLASSES, world)
+    mine = x[rows.rows(rank)], labels[rows.rows(rank)], centres[classes.rows(rank)]
+    for name, (call, message) in BAD.items():
+        if world == 1 and name == "other margin":
+            continue
+        with pytest.raises(ValueError, match=message):
+            (call if rank == world - 1 else good_call)(*mine)
+        true = wb.reference.partial_fc_loss(x, labels, centres, margin=wb.ArcFace())
+        assert_same(good_call(*mine), true, relative=1e-12, what=name)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_mistakes(world):
+    run_ranks(bad_body, world, timeout_s=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sample_rate": 1.5}, r"sample_rate must lie in \[0, 1\], got 1.5"),
+        ({"num_classes": 0}, "num_classes must be a positive integer"),
+        ({"embedding_size": 2.0}, "embedding_size must be a positive integer"),
+        ({"margin_grad": "sometimes"}, "margin_grad must be one of 'exact', 'straight_through'"),
+        ({"unbiased": True, "sample_rate": 0.0}, "unbiased needs a sample_rate above 0"),
+        ({"seed": "x"}, "seed must be an integer"),
+        ({"margin": None}, "margin must be one such as"),
+    ],
+)
+def test_settings(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        wb.PartialFC(**{"embedding_size": 4, "num_classes": 10} | arguments)
+
+
+def few_classes_body():
+    with pytest.raises(ValueError, match="a class for each of the 2 ranks, got num_classes=1"):
+        wb.PartialFC(4, 1)
+
+
+def test_more_ranks_than_classes():
+    run_ranks(few_classes_body, 2, timeout_s=60)
+
+
+def wrapped_body():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.backbone, self.head = nn.Linear(5, 4), wb.PartialFC(4, 10)
+
+        def forward(self, x, y):
+            return self.head(self.backbone(x), y)
+
+    with pytest.raises(ValueError, match="PartialFC must stay outside of DistributedDataParallel"):
+        DistributedDataParallel(Model())(torch.randn(2, 5), torch.tensor([0, 1]))
+
+
+def test_a_head_inside_ddp_is_refused():
+    run_ranks(wrapped_body, 2, timeout_s=60)

@@ -48,6 +48,9 @@ PUBLIC = {
         "MultiSimilarityLoss",
         "NTXentLoss",
         "NormFace",
+        "PartialFC",
+        "SparseAdamW",
+        "SparseSGD",
         "SigLIPLoss",
         "SmoothAPLoss",
         "SphereFace",
@@ -104,6 +107,8 @@ def test_every_public_name_is_documented():
                 assert value.__doc__, name
             if inspect.isclass(value):
                 for method, function in inspect.getmembers(value, inspect.isfunction):
+                    if not function.__module__.startswith("wholebatch"):
+                        continue  # of the class that it is derived from
                     assert method.startswith("_") or inspect.getdoc(function), f"{name}.{method}"
 
 
@@ -117,7 +122,7 @@ def test_functions_and_their_twins_have_the_same_arguments():
 def test_modules_have_their_functions_options():
     """Whatever is no tensor is a setting of the module; the rest enters its `forward`."""
     modules = [name for name in PUBLIC[wb] if name.endswith("Loss")]
-    assert len(modules) == len(LOSSES)
+    assert len(modules) == len(LOSSES) - 1, "all but PartialFC, which has centres"
     functions = {name.replace("_", ""): getattr(wb.functional, name) for name in LOSSES}
     for name in modules:
         module, function = getattr(wb, name), functions[name.lower()]

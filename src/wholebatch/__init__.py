@@ -2,7 +2,18 @@
 
 from . import comm, functional, gradcache, partition, reference, testing
 from .gradcache import GradCache
-from .heads import AdaFace, ArcFace, CombinedMargin, CosFace, MagFace, NormFace, SphereFace
+from .heads import (
+    AdaFace,
+    ArcFace,
+    CombinedMargin,
+    CosFace,
+    MagFace,
+    NormFace,
+    PartialFC,
+    SparseAdamW,
+    SparseSGD,
+    SphereFace,
+)
 from .losses import (
     BarlowTwinsLoss,
     BatchStatistics,
@@ -51,8 +62,11 @@ __all__ = [
     "MultiSimilarityLoss",
     "NTXentLoss",
     "NormFace",
+    "PartialFC",
     "SigLIPLoss",
     "SmoothAPLoss",
+    "SparseAdamW",
+    "SparseSGD",
     "SphereFace",
     "SupConLoss",
     "TripletLoss",

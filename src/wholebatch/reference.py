@@ -641,6 +641,7 @@ def partial_fc_loss(
     margin: Any,
     margin_grad: str = "exact",
     class_ids: Tensor | None = None,
+    log_weights: Tensor | None = None,
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
     weights: Tensor | None = None,
@@ -665,7 +666,8 @@ def partial_fc_loss(
     phi = margin(targets)
     if margin_grad == "straight_through":
         phi = targets.angles.cos() + (phi - targets.angles.cos()).detach()
-    logits = margin.s * (units @ directions.T).scatter(1, own[:, None], phi[:, None])
+    logits = margin.s * units @ directions.T + (0 if log_weights is None else log_weights)
+    logits = logits.scatter(1, own[:, None], margin.s * phi[:, None])
     losses = F.cross_entropy(logits, own, reduction="none", label_smoothing=label_smoothing)
     if hasattr(margin, "regulariser"):
         losses = losses + margin.regulariser(targets)

@@ -1,6 +1,8 @@
 """Softmax over classes whose centres lie on many ranks (PartialFC), and its margins."""
 
 from .margins import AdaFace, ArcFace, CombinedMargin, CosFace, MagFace, Margin, NormFace, SphereFace, Targets
+from .optim import SparseAdamW, SparseSGD
+from .partial_fc import PartialFC
 from .partial_fc_loss import partial_fc_loss
 
 __all__ = [
@@ -11,6 +13,9 @@ __all__ = [
     "MagFace",
     "Margin",
     "NormFace",
+    "PartialFC",
+    "SparseAdamW",
+    "SparseSGD",
     "SphereFace",
     "Targets",
     "partial_fc_loss",

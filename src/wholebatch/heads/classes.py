@@ -55,9 +55,9 @@ class HeldClasses:
             )
 
 
-def check_ids(ids: object) -> None:
-    """Ids of classes are ascending; that they are integers is looked at elsewhere."""
-    if isinstance(ids, Tensor) and ids.dim() == 1 and len(ids) > 1 and not bool((ids[1:] > ids[:-1]).all()):
+def check_ascending(ids: Tensor) -> None:
+    """Ids of classes are in order."""
+    if len(ids) > 1 and not bool((ids[1:] > ids[:-1]).all()):
         raise ValueError("class_ids must be ascending, each id once; sort them, and the centres with them")
 
 

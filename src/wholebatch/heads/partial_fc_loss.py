@@ -15,24 +15,25 @@ in which no 1 is subtracted from a probability near 1. Both are autograd's, of t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._checks import check_choice, check_label_smoothing
+from .._checks import check_alike, check_choice, check_features, check_finite, check_ids, check_label_smoothing
 from .._precision import accumulation_dtype
-from ..comm import Communicator, Group
-from ..exchange import ExchangeName
+from ..comm import Communicator, Group, handshake
 from ..losses._cross_entropy import one_positive
 from ..losses._door import Agreement, Options, Reduction, agree, eager
 from ..losses._softmax import Numbers, softmax_numbers, wanted
 from ..losses._towers import UNIT, Towers
 from ..partition import Partition
 from ..sweep import Memory, NamedRows, Pairs, Selection
-from ..sync import Sync
+from ..sync import Sync, scale_gradient, shard_factor
 from .angles import target_angles
-from .classes import HeldClasses, check_ids, label_range
+from .classes import HeldClasses, check_ascending, label_range
 from .margins import AdaFace, ArcFace, MagFace, Margin, Targets
 
 GRADIENTS = ("exact", "straight_through")
@@ -47,6 +48,7 @@ def partial_fc_loss(
     margin: Margin = ArcFace(),  # noqa: B008  # it is frozen
     margin_grad: str = "exact",
     class_ids: Tensor | None = None,
+    log_weights: Tensor | None = None,
     num_classes: int | None = None,
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
@@ -54,7 +56,6 @@ def partial_fc_loss(
     reduction: Reduction = "mean",
     group: Group = None,
     sync: Sync = "mean",
-    exchange: ExchangeName = "auto",
     memory: Memory = "auto",
 ) -> Tensor:
     r"""Cross-entropy over the classes of all ranks, with a margin for the example's own, and its exact gradient.
@@ -70,6 +71,8 @@ def partial_fc_loss(
         margin_grad: "exact", or "straight_through": d phi / d c is taken for 1, as in insightface's code.
         class_ids: (C_r,) ascending integers, the ids of the centres' classes, for a sample of them; every label of the
             batch is among some rank's. None: ranks hold consecutive classes, rank 0's first, and all there are.
+        log_weights: (C_r,), added to the logits of these classes where they are negatives: minus the logarithms of the
+            probabilities with which they were sampled make the sum over negatives that of all classes, on average.
         num_classes: C, where it is known: labels must be smaller. None: C is the number of all centres.
         label_smoothing: weight of the mean over all classes at hand, in [0, 1].
         ignore_index: a label that says that there is none.
@@ -78,7 +81,6 @@ def partial_fc_loss(
         group: ranks that share the batch and the classes, as in :func:`wholebatch.functional.clip_loss`.
         sync: what an engine does with the embeddings' gradients, as there. The centres' are this rank's own: dL/dW in
             full, whatever `sync` says, and no engine may touch them.
-        exchange: how embeddings travel, as there.
         memory: "flat", "auto" or bytes, as there, of this rank's classes times the batch.
 
     Returns:
@@ -88,9 +90,9 @@ def partial_fc_loss(
     Work: 4 units of B C_r d multiply-adds per rank, 3 where exp(S) is kept. Memory beyond inputs and gradients: two
     tiles, a tile's centres, and on several ranks all embeddings, their gradient and a buffer of the reduce-scatter.
 
-    Collectives (none on one process): forward 1 handshake, 1 all-gather of labels, 1 of embeddings, 1 all-reduce of
-    2 B numbers, 2 of one number; backward 1 all-gather of 2 B numbers and 1 reduce-scatter of the embeddings' gradient.
-    An :class:`wholebatch.AdaFace` in training: 1 all-gather of norms.
+    Collectives (none on one process): forward 2 handshakes, 1 all-gather of labels, 1 of embeddings, 1 all-to-all of
+    2 B numbers, 1 all-reduce of one number, with class_ids 1 of B; backward 1 all-to-all of 2 B numbers and 1
+    reduce-scatter of the embeddings' gradient.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`; also
@@ -104,61 +106,115 @@ def partial_fc_loss(
     >>> round(wb.functional.partial_fc_loss(x, torch.arange(3), centres, margin=wb.CosFace(4.0, 0.5)).item(), 4)
     0.2395
     """
-    dtype = accumulation_dtype(centres.dtype) if isinstance(centres, Tensor) else torch.float32
-    if isinstance(embeddings, Tensor) and embeddings.is_floating_point() and isinstance(centres, Tensor):
-        embeddings = embeddings.to(centres.dtype)
-    norms: dict[str, Tensor] = {}
+
+    def given(_labels: Tensor) -> Sample:
+        return Sample(centres, class_ids, log_weights)
+
+    return class_softmax(
+        "partial_fc_loss",
+        embeddings,
+        labels,
+        given,
+        dtype=centres.dtype if isinstance(centres, Tensor) else torch.float32,
+        options=Options(group, sync, exchange="gather", memory=memory, reduction=reduction),
+        margin=margin,
+        margin_grad=margin_grad,
+        num_classes=num_classes,
+        label_smoothing=label_smoothing,
+        ignore_index=ignore_index,
+        weights=weights,
+    )
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A rank's part of the classes of one step.
+
+    Args:
+        centres: (K_r, d).
+        ids: (K_r,), ascending, of their classes; None: all of them, consecutive.
+        log_weights: (K_r,), added to the logits of negatives.
+        complete: whether it is known that every label's class is there.
+    """
+
+    centres: Tensor
+    ids: Tensor | None = None
+    log_weights: Tensor | None = None
+    complete: bool = False
+
+
+def class_softmax(
+    caller: str,
+    embeddings: Tensor,
+    labels: Tensor,
+    choose: Callable[[Tensor], Sample],
+    *,
+    dtype: torch.dtype,
+    options: Options,
+    margin: Margin,
+    margin_grad: str,
+    num_classes: int | None,
+    label_smoothing: float,
+    ignore_index: int,
+    weights: Tensor | None,
+) -> Tensor:
+    """The loss over the classes that are chosen when the labels of all ranks, (B,), are known.
+
+    Two handshakes: of the batch, and of the centres chosen for it.
+    """
+    if isinstance(embeddings, Tensor) and embeddings.is_floating_point():
+        embeddings = embeddings.to(dtype)
 
     def check() -> dict[str, Any]:
         check_label_smoothing(label_smoothing)
         check_margin(margin, margin_grad)
-        check_ids(class_ids)
-        with torch.no_grad():
-            for name, x in (("embeddings", embeddings), ("centres", centres)):
-                norms[name] = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=dtype)
-                _check_directions(name, norms[name])
+        check_directions("embeddings", embeddings)
         return {
             "margin": repr(margin),
             "margin_grad": margin_grad,
             "label_smoothing": float(label_smoothing),
             "ignore_index": ignore_index,
-            "whether there are class_ids": class_ids is not None,
             "num_classes": num_classes,
             "labels": label_range(labels, ignore_index),
         }
 
     agreed = agree(
-        "partial_fc_loss",
-        Options(group, sync, exchange, memory, reduction),
+        caller,
+        options,
         scalars={},
-        features={"embeddings": embeddings, "centres": centres},
-        sharded=("centres",),
-        ids={"labels": (labels, "embeddings"), "class_ids": (class_ids, "centres")},
+        features={"embeddings": embeddings},
+        ids={"labels": (labels, "embeddings")},
         required=("labels",),
         weights=(weights, "embeddings"),
         check=check,
         must_match=("margin", "margin_grad", "label_smoothing", "ignore_index", "num_classes"),
     )
-    rows, partition = agreed.rows["embeddings"], agreed.rows["centres"]
-    _check_labels(agreed, num_classes, None if class_ids is not None else partition.total)
+    if num_classes is not None:
+        _check_labels(agreed, num_classes)
+    rows, comm = agreed.rows["embeddings"], Communicator(agreed.comm.transport, loss="sum")
     everyones, own = agreed.ids("labels"), rows.rows(agreed.rank)
     counts = everyones != ignore_index
-    held = HeldClasses(partition, agreed.rank, class_ids)
+    sample, partition, norms = _agree_on_centres(agreed, lambda: choose(everyones), num_classes)
+    if num_classes is None and sample.ids is None:
+        _check_labels(agreed, partition.total)
+    held = HeldClasses(partition, agreed.rank, sample.ids)
     at = held.rows_of(everyones)
-    held.check_complete(agreed.comm, "partial_fc_loss", at[counts])
+    if not sample.complete:
+        held.check_complete(comm, caller, at[counts])
 
-    comm = Communicator(agreed.comm.transport, loss="sum")
     x = comm.all_gather(agreed.inputs["embeddings"], counts=rows.counts, check=False)
-    lengths = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=dtype)
-    angles, here = target_angles(x, agreed.inputs["centres"], at)
+    lengths = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=agreed.dtype)
+    whole = options.reduction != "none"
+    centres = scale_gradient(sample.centres, shard_factor(options.sync, comm.size, whole=whole))
+    angles, centres = target_angles(x, centres, at)
     _, numbers = softmax_numbers(
         agreed,
         (margin.s, margin.s),
-        [here, x / lengths],
-        towers=Towers(stays=(0,), travels=(1,), stay_norms=norms["centres"]),
+        [centres, x / lengths],
+        towers=Towers(stays=(0,), travels=(1,), stay_norms=norms),
         stays=partition,
         travels=Partition((rows.total,)),
-        selection=Selection(Pairs(excluded=NamedRows(at))),
+        selection=Selection(Pairs(excluded=NamedRows(at)), offsets=sample.log_weights),
         bound=UNIT**2,
         cols=wanted(target=False, mean_logit=label_smoothing > 0),
         everywhere=True,
@@ -197,13 +253,60 @@ def _of_own_rows(comm: Communicator, rows: Partition, numbers: Numbers, angles: 
     return Numbers(total, None, *summed) if summed else Numbers(total), angle.sum(0)
 
 
-def _check_directions(name: str, norms: Tensor) -> None:
+def _agree_on_centres(
+    agreed: Agreement, choose: Callable[[], Sample], num_classes: int | None
+) -> tuple[Sample, Partition, Tensor]:
+    """The classes of this rank, how many each rank has, and its centres' norms, (K_r, 1). Collective: 1 handshake."""
+    chosen: list[tuple[Sample, Tensor]] = []
+
+    def state() -> dict[str, Any]:
+        sample = choose()
+        check_features("centres", sample.centres)
+        check_alike("embeddings", agreed.inputs["embeddings"], "centres", sample.centres, rows=False)
+        if sample.ids is not None:
+            check_ids("class_ids", sample.ids, "centres", len(sample.centres))
+            check_ascending(sample.ids)
+        if sample.log_weights is not None and sample.log_weights.shape != sample.centres.shape[:1]:
+            raise ValueError(
+                f"log_weights must have shape ({len(sample.centres)},), one for each of the centres, got "
+                f"{tuple(sample.log_weights.shape)}"
+            )
+        chosen.append((sample, check_directions("centres", sample.centres)))
+        return {
+            "centres": len(sample.centres),
+            "whether there are class_ids": sample.ids is not None,
+            "whether the centres need a gradient": sample.centres.requires_grad,
+        }
+
+    everyone = handshake(
+        agreed.comm,
+        state,
+        caller=agreed.caller,
+        must_match=("whether there are class_ids", "whether the centres need a gradient"),
+    )
+    sample, norms = chosen[0]
+    partition = Partition(tuple(facts["centres"] for facts in everyone))
+    if sample.ids is None and num_classes is not None and partition.total != num_classes:
+        raise ValueError(
+            f"{agreed.caller}: the ranks' centres must be num_classes={num_classes}, got {partition.total} on ranks "
+            f"with {partition.counts}"
+        )
+    return sample, partition, norms
+
+
+@torch.no_grad()
+def check_directions(name: str, x: Tensor) -> Tensor:
+    """No row of x is NaN, infinite or 0; returns their norms, (n, 1)."""
+    norms = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=accumulation_dtype(x.dtype))
+    if not norms.isfinite().all():
+        check_finite(name, x)
     zero = (norms == 0).flatten().nonzero()
     if len(zero):
         raise ValueError(
             f"{name} must not have a row of zeros, which has no direction; row {int(zero[0])} has "
             f"{'one' if len(zero) == 1 else f'one, and {len(zero) - 1} others'}"
         )
+    return norms
 
 
 def check_margin(margin: object, margin_grad: object) -> None:
@@ -213,18 +316,11 @@ def check_margin(margin: object, margin_grad: object) -> None:
     check_choice("margin_grad", margin_grad, GRADIENTS)
 
 
-def _check_labels(agreed: Agreement, num_classes: int | None, centres: int | None) -> None:
-    """All ranks' labels are those of classes, which are as many as the centres, if those are not a sample."""
-    if num_classes is not None and centres is not None and centres != num_classes:
-        raise ValueError(
-            f"{agreed.caller}: the ranks' centres must be num_classes={num_classes}, got {centres} on ranks with "
-            f"{agreed.rows['centres'].counts}"
-        )
-    total = num_classes if num_classes is not None else centres
+def _check_labels(agreed: Agreement, classes: int) -> None:
+    """All ranks' labels are those of classes."""
     for rank, found in enumerate(agreed.facts("labels")):
         for label in found or ():
-            if label < 0 or (total is not None and label >= total):
+            if not 0 <= label < classes:
                 raise ValueError(
-                    f"{agreed.caller}: labels must lie in [0, {'C' if total is None else total}), or be ignore_index; "
-                    f"rank {rank} got {label}"
+                    f"{agreed.caller}: labels must lie in [0, {classes}), or be ignore_index; rank {rank} got {label}"
                 )

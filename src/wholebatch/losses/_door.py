@@ -30,7 +30,7 @@ from ..comm.handshake import GRAD_ENABLED
 from ..exchange import EXCHANGES, Exchange, ExchangeName, num_entries, select_exchange
 from ..partition import Partition
 from ..sweep import Budget, Memory, default_side, fit, smallest_budget
-from ..sync import Sync, check_sync, feature_factor, loss_parameters, scale_gradient, shard_factor, total
+from ..sync import Sync, check_sync, feature_factor, loss_parameters, scale_gradient, total
 from ._joining import gradient_facts, join
 from ._towers import no_autocast
 
@@ -224,7 +224,6 @@ def agree(
     weights: tuple[Tensor | None, str] = (None, ""),
     check: Callable[[], Mapping[str, Any]] = dict,
     must_match: Sequence[str] = (),
-    sharded: Sequence[str] = (),
 ) -> Agreement:
     """Make sure that every rank's arguments are sound and that they agree. Collective: one handshake.
 
@@ -240,7 +239,6 @@ def agree(
         weights: of examples, or None; and the name of the features whose rows they weigh.
         check: looks at what else there is, and returns facts about it.
         must_match: names of such facts that have to be the same on all ranks.
-        sharded: names of features that are parameters, of which each rank holds a part; the first may not be.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake.
@@ -309,7 +307,7 @@ def agree(
         {name: values[0] for name, values in by_rank.items()},
         rows,
         {name: max(facts["norms"][name] for facts in everyone) for name in given},
-        _entering(dict(zip(inputs, join([*inputs.values()], everyone), strict=True)), scalars, comm, options, sharded),
+        _entering(dict(zip(inputs, join([*inputs.values()], everyone), strict=True)), scalars, comm, options),
         numbering,
         everyone,
         first.shape[1],
@@ -323,7 +321,6 @@ def _entering(
     scalars: Mapping[str, Any],
     comm: Communicator,
     options: Options,
-    sharded: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The inputs, whose gradients take on what `sync` asks for on their way out. This is the one place for that.
 
@@ -332,20 +329,17 @@ def _entering(
 
     Scalars are widened, whatever they come in: losses are made of few numbers, all of them float64.
     """
-    whole = options.reduction != "none"
-    of_shards = shard_factor(options.sync, comm.size, whole=whole)
     inputs = {name: _widened(x) if name in scalars else x for name, x in inputs.items()}
-    inputs |= {name: scale_gradient(inputs[name], of_shards) for name in sharded}
-    if not whole:
+    if options.reduction == "none":
         return inputs
     parameters = loss_parameters([inputs[name] for name in scalars], comm, options.sync)
     factor = feature_factor(options.sync, comm.size)
     entering = {
         name: scale_gradient(x, factor) if isinstance(x, Tensor) and x.requires_grad else x
         for name, x in inputs.items()
-        if name not in scalars and name not in sharded
+        if name not in scalars
     }
-    return inputs | dict(zip(scalars, parameters, strict=True)) | entering
+    return dict(zip(scalars, parameters, strict=True)) | entering
 
 
 def _widened(scalar: Any) -> Any:

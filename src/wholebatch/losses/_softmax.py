@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .._once import once_differentiable
 from .._precision import accumulation_dtype, wide_dtype
-from ..comm import Communicator
+from ..comm import Communicator, LocalCommunicator
 from ..exchange import Exchange
 from ..logsumexp import log_sum_exp, never_small, shared_shift, uncertified
 from ..partition import Partition
@@ -150,10 +150,12 @@ def softmax_numbers(
         symmetric: Y is X.
         beside_target: as in :class:`SoftmaxPlan`; not where statistics ask for the negatives alone.
         guide: as there.
-        everywhere: every rank holds all of Y, as `travels`, a partition of one part, says.
+        everywhere: every rank holds all of Y, as `travels`, a partition of one part, says. Numbers are then of this
+            rank's rows alone, and nothing is communicated.
     """
     if symmetric:
         rows, cols = (), rows
+    offsets = 0.0 if selection.offsets is None or not len(selection.offsets) else selection.offsets.abs().max().item()
     asked = {*rows, *cols}
     exact = selection.over != "negatives"
     keep = "logits" not in asked and selection.bend is None
@@ -161,12 +163,12 @@ def softmax_numbers(
         stays, travels, symmetric=symmetric, keep=keep, exact=exact, everywhere=everywhere
     )
     plan = SoftmaxPlan(
-        agreed.comm,
+        LocalCommunicator() if everywhere else agreed.comm,
         exchange,
         towers,
         selection,
         scale[0],
-        bound=abs(scale[0]) * bound,
+        bound=abs(scale[0]) * bound + offsets,
         terms=max(stays.total, travels.total),
         size=(stays if rows or symmetric else travels).total,
         rows=rows,

@@ -71,6 +71,7 @@ class Selection:
         guide: (b, g), features of another model; ceiling then holds for x_guide . y_guide, and Y's rows carry theirs
             behind their own.
         bend: takes the place of the logits.
+        offsets: (b,), added to a row's logits.
     """
 
     pairs: Pairs
@@ -79,6 +80,7 @@ class Selection:
     ceiling: Tensor | None = None
     guide: Tensor | None = None
     bend: Bend | None = None
+    offsets: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,8 @@ class SoftmaxSweep:
         """The tile of S, -inf where there is no candidate; if asked for, with the slope of the bend that it has."""
         selection, logits = self.selection, self.driver.logits(tile, x, y)
         at = selection.pairs.positive.within(tile, self._device)
+        if selection.offsets is not None:
+            logits.add_(selection.offsets[tile.rows, None])
         steepness = None
         if selection.bend is not None:
             if slope:

@@ -1,0 +1,126 @@
+r"""Optimisers that touch the rows of a sparse gradient, and no others: a step costs by the sample of classes.
+
+    SGD       b <- momentum b + (g + decay w),                        w <- w - lr b
+    AdamW     m <- beta1 m + (1 - beta1) g,  v <- beta2 v + (1 - beta2) g^2,  n <- n + 1
+              w <- (1 - lr decay) w - lr m / (1 - beta1^n) / (sqrt(v / (1 - beta2^n)) + eps)
+
+are PyTorch's, each row with its own n. What differs from a dense optimiser: a row without a gradient stands still. It
+is not moved by its momentum, not decayed, and its step is not counted. With dense gradients both are PyTorch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .._checks import check_number
+
+
+class _SparseOptimizer(Optimizer):
+    """Goes through the parameters' rows that have a gradient."""
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+        for name, value in defaults.items():
+            for number in value if isinstance(value, tuple) else (value,):
+                if check_number(name, number) < 0:
+                    raise ValueError(f"{name} must not be negative, got {value}")
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step; with a closure that computes the loss again, after it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if p.grad.is_sparse:
+                    grad = p.grad.coalesce()
+                    rows: Any = grad.indices()[0]
+                    if grad.sparse_dim() != 1:
+                        raise ValueError(f"a sparse gradient must be of rows, got {grad.sparse_dim()} dimensions")
+                    self._step(p, rows, grad.values(), group)
+                else:
+                    self._step(p, slice(None), p.grad, group)
+        return loss
+
+    def _step(self, p: Tensor, rows: Any, grad: Tensor, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class SparseSGD(_SparseOptimizer):
+    """SGD with momentum and weight decay, on rows that have a gradient.
+
+    Args:
+        params: parameters, or groups of them; sparse gradients are of their rows.
+        lr: of a step.
+        momentum: with which earlier gradients of a row go on, from the step in which it last had one.
+        weight_decay: of a row, in steps in which it has a gradient.
+        nesterov: look ahead, as in torch.optim.SGD.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.1,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        nesterov: bool = False,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": +nesterov})
+
+    def _step(self, p: Tensor, rows: Any, grad: Tensor, group: dict[str, Any]) -> None:
+        of_rows = p[rows]
+        grad = grad.add(of_rows, alpha=group["weight_decay"]) if group["weight_decay"] else grad
+        if group["momentum"]:
+            state = self.state[p]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            buffer = state["momentum_buffer"][rows].mul_(group["momentum"]).add_(grad)
+            state["momentum_buffer"][rows] = buffer
+            grad = grad.add(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer
+        p[rows] = of_rows.add(grad, alpha=-group["lr"])
+
+
+class SparseAdamW(_SparseOptimizer):
+    """AdamW on rows that have a gradient, each with the number of its own steps.
+
+    Args:
+        params: parameters, or groups of them; sparse gradients are of their rows.
+        lr: of a step.
+        betas: of the averages of a row's gradients, and of their squares.
+        eps: beside the root of the latter.
+        weight_decay: of a row, times lr, in steps in which it has a gradient.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def _step(self, p: Tensor, rows: Any, grad: Tensor, group: dict[str, Any]) -> None:
+        state, (beta1, beta2) = self.state[p], group["betas"]
+        if not state:
+            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(p) for _ in range(2))
+            state["steps"] = torch.zeros(p.shape[:1], dtype=torch.float32, device=p.device)
+        mean = state["exp_avg"][rows].lerp_(grad, 1 - beta1)
+        square = state["exp_avg_sq"][rows].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        steps = state["steps"][rows] + 1
+        state["exp_avg"][rows], state["exp_avg_sq"][rows], state["steps"][rows] = mean, square, steps
+        n = steps.to(torch.float64).view(-1, *[1] * (p.dim() - 1))
+        first, second = ((1 - beta**n).to(p.dtype) for beta in (beta1, beta2))
+        change = (mean / first).div_((square / second).sqrt_().add_(group["eps"]))
+        p[rows] = p[rows].mul_(1 - group["lr"] * group["weight_decay"]).add_(change, alpha=-group["lr"])

@@ -1,0 +1,173 @@
+"""PartialFC: a classifier whose classes are spread over the ranks, and of which a step may take a sample.
+
+    rank r has the classes [offset_r, offset_r + C_r) of C, the remainder going to the first ranks
+    a step's classes: those of its labels, and each other one with probability `sample_rate`
+
+Which others is a function of seed, step and class (see `sampling`): the same for any number of ranks. So are the
+centres at the start. The gradient of a sample is sparse: `SparseSGD` and `SparseAdamW` touch its rows, and no others.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .._checks import check_count, check_label_smoothing
+from ..comm import Group, select_communicator
+from ..losses._door import Options, Reduction, eager
+from ..partition import Partition
+from ..sweep import Memory
+from ..sync import Sync
+from .margins import ArcFace, Margin
+from .partial_fc_loss import Sample, check_margin, class_softmax
+from .rows import take_rows
+from .sampling import bernoulli
+
+_BLOCK = 1024  # classes whose centres are drawn together
+
+
+class PartialFC(nn.Module):
+    r"""Softmax over millions of classes with a margin, their centres spread over the ranks, the logits never stored.
+
+    L_i = log(exp(s phi(c_iy)) + sum_{j != y} exp(s c_ij)) - s phi(c_iy),    c = cosines of embeddings and centres
+
+    `weight`, (C_r, d), holds this rank's centres. The module must not be wrapped by an engine (DDP, FSDP): its gradient
+    is this rank's own, and already dL/dW. Where there are several ranks, they are all in `group` when it is made.
+
+    Args:
+        embedding_size: d.
+        num_classes: C, on all ranks together; at least one for each rank.
+        margin: phi and s.
+        margin_grad: "exact" or "straight_through".
+        sample_rate: of the classes without a label in the batch, the probability with which each is in a step; 1: all.
+            The gradient of `weight` is then a sparse tensor, for `SparseSGD` or `SparseAdamW`.
+        unbiased: sampled negatives weigh 1 / sample_rate, so that their sum is that of all classes on average.
+        label_smoothing, reduction, group, sync, memory: as in :func:`wholebatch.functional.partial_fc_loss`.
+        seed: of the centres at the start and of all samples; the same on all ranks.
+        device, dtype: of the centres.
+
+    Raises:
+        ValueError: if an argument is not what it should be.
+
+    Source: An et al., 2022, arXiv:2203.15565.
+
+    >>> import torch, wholebatch as wb
+    >>> head = wb.PartialFC(8, 1000, margin=wb.CosFace(16.0, 0.2), sample_rate=0.1)
+    >>> head(torch.randn(4, 8), torch.tensor([3, 999, 0, 3])).backward()
+    >>> head.weight.grad.layout, 50 < head.weight.grad._nnz() < 150
+    (torch.sparse_coo, True)
+    """
+
+    step: Tensor
+
+    def __init__(
+        self,
+        embedding_size: int,
+        num_classes: int,
+        *,
+        margin: Margin = ArcFace(),  # noqa: B008  # it is frozen
+        margin_grad: str = "exact",
+        sample_rate: float = 1.0,
+        unbiased: bool = False,
+        label_smoothing: float = 0.0,
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+        group: Group = None,
+        sync: Sync = "mean",
+        memory: Memory = "auto",
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_count("embedding_size", embedding_size, "numbers of an embedding")
+        check_count("num_classes", num_classes, "classes of all ranks")
+        check_margin(margin, margin_grad)
+        check_label_smoothing(label_smoothing)
+        if not isinstance(sample_rate, int | float) or not 0.0 <= sample_rate <= 1.0:
+            raise ValueError(f"sample_rate must lie in [0, 1], got {sample_rate!r}")
+        if unbiased and (not sample_rate or label_smoothing):
+            raise ValueError("unbiased needs a sample_rate above 0, and no label_smoothing")
+        if type(seed) is not int:
+            raise ValueError(f"seed must be an integer, got {seed!r}")
+        self.options = Options(group, sync, memory=memory, reduction=reduction)
+        self.options.check()
+        comm = select_communicator(group)
+        if num_classes < comm.size:
+            raise ValueError(f"there must be a class for each of the {comm.size} ranks, got num_classes={num_classes}")
+        self.embedding_size, self.num_classes = embedding_size, num_classes
+        self.margin, self.margin_grad = margin, margin_grad
+        self.sample_rate, self.unbiased = float(sample_rate), unbiased
+        self.label_smoothing, self.ignore_index, self.seed = label_smoothing, ignore_index, seed
+        self.classes = Partition.even(num_classes, comm.size).rows(comm.rank)
+        held = self.classes.stop - self.classes.start
+        self.weight = nn.Parameter(torch.empty(held, embedding_size, device=device, dtype=dtype))
+        self.register_buffer("step", torch.zeros((), dtype=torch.int64))  # samples drawn so far, in training
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the centres, each from the seed and its class: on any number of ranks the same."""
+        first = self.classes.start - self.classes.start % _BLOCK
+        for start in range(first, self.classes.stop, _BLOCK):
+            generator = torch.Generator().manual_seed((self.seed << 32) + start // _BLOCK)
+            block = torch.randn(_BLOCK, self.embedding_size, generator=generator)
+            low, high = max(start, self.classes.start), min(start + _BLOCK, self.classes.stop)
+            self.weight[low - self.classes.start : high - self.classes.start] = 0.01 * block[low - start : high - start]
+
+    @eager
+    def forward(self, embeddings: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
+        """(b_r, d), (b_r,) -> L, the same on all ranks; see :func:`wholebatch.functional.partial_fc_loss`."""
+        loss = class_softmax(
+            "PartialFC",
+            embeddings,
+            labels,
+            self._choose,
+            dtype=self.weight.dtype,
+            options=self.options,
+            margin=self.margin,
+            margin_grad=self.margin_grad,
+            num_classes=self.num_classes,
+            label_smoothing=self.label_smoothing,
+            ignore_index=self.ignore_index,
+            weights=weights,
+        )
+        if self.training and self.sample_rate < 1:
+            self.step += 1
+        return loss
+
+    def _choose(self, labels: Tensor) -> Sample:
+        """What this rank has of a step's classes.
+
+        Raises:
+            ValueError: if DDP reduces the gradient of the centres.
+        """
+        engine = DistributedDataParallel._active_ddp_module
+        if engine is not None and any(
+            p is self.weight and name not in engine.parameters_to_ignore for name, p in engine.module.named_parameters()
+        ):
+            raise ValueError(
+                "PartialFC must stay outside of DistributedDataParallel, which has made all ranks' centres those of rank "
+                "0 and averages gradients of different classes: wrap the backbone alone, and make the head anew"
+            )
+        if self.sample_rate == 1.0:
+            return Sample(self.weight, complete=True)
+        ids = torch.arange(self.classes.start, self.classes.stop, device=self.weight.device)
+        drawn = bernoulli(self.sample_rate, ids, seed=self.seed, step=int(self.step))
+        here = labels[(labels >= self.classes.start) & (labels < self.classes.stop)] - self.classes.start
+        positive = torch.zeros_like(drawn)
+        positive[here] = True
+        (index,) = (drawn | positive).nonzero(as_tuple=True)
+        log_weights = None
+        if self.unbiased:
+            log_weights = torch.where(positive[index], 0.0, -math.log(self.sample_rate)).to(self.weight.dtype)
+        return Sample(take_rows(self.weight, index), ids[index], log_weights, complete=True)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.embedding_size}, {self.num_classes}, margin={self.margin}, sample_rate={self.sample_rate}, "
+            f"classes {self.classes.start} to {self.classes.stop} here"
+        )

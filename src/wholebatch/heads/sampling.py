@@ -1,0 +1,54 @@
+"""Numbers that depend on a seed, a step and a class alone: not on the rank that has the class, nor on its device.
+
+A counter-based generator (SplitMix64: Steele, Lea and Flood, 2014, doi:10.1145/2660193.2660195) is a function of a
+number, and not of what was drawn before. So a sample of classes is the same on one rank as on many, after a restart on
+another number of ranks, and on a GPU as on a CPU.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_FACTORS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_BITS = 53  # of a uniform number
+
+
+def bernoulli(rate: float, ids: Tensor, *, seed: int, step: int) -> Tensor:
+    """Whether each id is drawn, with probability `rate`, independently; ids are int64, (n,).
+
+    >>> import torch
+    >>> ids = torch.arange(100_000)
+    >>> drawn = bernoulli(0.25, ids, seed=0, step=3)
+    >>> round(drawn.double().mean().item(), 2)
+    0.25
+    >>> torch.equal(bernoulli(0.25, ids[7:9], seed=0, step=3), drawn[7:9])
+    True
+    """
+    return _mixed(ids, key=_mix(_mix(seed) + step)) < int(rate * 2**_BITS)
+
+
+def _mixed(ids: Tensor, *, key: int) -> Tensor:
+    """Numbers in [0, 2^53), int64."""
+    x = (ids + 1) * _signed(_GOLDEN) + _signed(key)
+    for shift, factor in _FACTORS:
+        x = (x ^ _shifted(x, shift)) * _signed(factor)
+    return _shifted(x ^ _shifted(x, 31), 64 - _BITS)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """x / 2^bits of an unsigned number, which int64 holds as a signed one."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: int) -> int:
+    """The same function of one number."""
+    mask = (1 << 64) - 1
+    x = (x + 1) * _GOLDEN & mask
+    for shift, factor in _FACTORS:
+        x = (x ^ x >> shift) * factor & mask
+    return x ^ x >> 31
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >= 1 << 63 else x
