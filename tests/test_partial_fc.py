@@ -434,3 +434,63 @@ def wrapped_body():
 
 def test_a_head_inside_ddp_is_refused():
     run_ranks(wrapped_body, 2, timeout_s=60)
+
+
+# Checkpoints.
+def steps_body(folder, optimiser, rate, saved_after, steps):
+    """Train, save, or load and go on; the losses."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    own = Partition.even(10, world).rows(rank)
+    head = wb.PartialFC(D, 23, margin=wb.ArcFace(10.0, 0.3), sample_rate=rate, dtype=torch.float64, seed=5)
+    one = optimiser(head.parameters())
+    first = 0
+    if saved_after is None:
+        wb.heads.load_head(folder, head, one)
+        first = int(head.step)
+    losses = []
+    for step in range(first, first + steps):
+        if step == saved_after:
+            wb.heads.save_head(folder, head, one)
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(10, D, dtype=torch.float64, generator=generator)[own]
+        y = torch.randint(23, (10,), generator=generator)[own]
+        loss = head(x, y)
+        loss.backward()
+        losses.append(loss.item())
+        one.step()
+        one.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("optimiser", [sgd, adamw])
+def test_checkpoints_of_three_ranks_go_on_with_any_number(optimiser, tmp_path):
+    """Centres, momentum and samples: the next ten losses are those of the run that was not interrupted."""
+    folder = tmp_path / "head"
+    losses = run_ranks(steps_body, 3, folder, optimiser, 0.4, 4, 14, timeout_s=90)[0]
+    for world in (1, 2, 5):
+        found = run_ranks(steps_body, world, folder, optimiser, 0.4, None, 10, timeout_s=90)[0]
+        assert found == pytest.approx(losses[4:], rel=1e-10), world
+
+
+def test_what_a_checkpoint_is_not_loaded_into(tmp_path):
+    head = wb.PartialFC(4, 10)
+    optimizer = wb.SparseSGD(head.parameters())
+    head(torch.randn(2, 4), torch.tensor([0, 1])).backward()
+    optimizer.step()
+    wb.heads.save_head(tmp_path / "a", head, optimizer)
+    for other, one, message in (
+        (wb.PartialFC(5, 10), None, "embeddings have 4 numbers, the head's 5"),
+        (wb.PartialFC(4, 11), None, "has 10 classes, the head 11"),
+        (wb.PartialFC(4, 10), wb.SparseAdamW, "the checkpoint's optimizer has"),
+    ):
+        before = other.weight.detach().clone()
+        with pytest.raises(ValueError, match=message):
+            wb.heads.load_head(tmp_path / "a", other, one and one(other.parameters()))
+        assert torch.equal(other.weight, before)
+    with pytest.raises(ValueError, match="holds no checkpoint"):
+        wb.heads.load_head(tmp_path / "b", head)
+    more = wb.PartialFC(4, 12)
+    last = more.weight[10:].detach().clone()
+    wb.heads.load_head(tmp_path / "a", more, new_classes=True)
+    assert torch.equal(more.weight[:10], head.weight)
+    assert torch.equal(more.weight[10:], last)

@@ -1,6 +1,6 @@
 """Train with losses that need the whole batch: exact gradients, flat memory, any number of processes."""
 
-from . import comm, functional, gradcache, partition, reference, testing
+from . import comm, functional, gradcache, heads, partition, reference, testing
 from .gradcache import GradCache
 from .heads import (
     AdaFace,
@@ -77,6 +77,7 @@ __all__ = [
     "comm",
     "functional",
     "gradcache",
+    "heads",
     "partition",
     "reference",
     "testing",

@@ -1,5 +1,6 @@
 """Softmax over classes whose centres lie on many ranks (PartialFC), and its margins."""
 
+from .checkpoint import load_head, save_head
 from .margins import AdaFace, ArcFace, CombinedMargin, CosFace, MagFace, Margin, NormFace, SphereFace, Targets
 from .optim import SparseAdamW, SparseSGD
 from .partial_fc import PartialFC
@@ -18,5 +19,7 @@ __all__ = [
     "SparseSGD",
     "SphereFace",
     "Targets",
+    "load_head",
     "partial_fc_loss",
+    "save_head",
 ]

@@ -23,6 +23,8 @@ from .._checks import check_number
 class _SparseOptimizer(Optimizer):
     """Goes through the parameters' rows that have a gradient."""
 
+    of_rows: tuple[str, ...]  # names of what it knows of each row
+
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         for name, value in defaults.items():
             for number in value if isinstance(value, tuple) else (value,):
@@ -66,6 +68,8 @@ class SparseSGD(_SparseOptimizer):
         nesterov: look ahead, as in torch.optim.SGD.
     """
 
+    of_rows = ("momentum_buffer",)
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -100,6 +104,8 @@ class SparseAdamW(_SparseOptimizer):
         eps: beside the root of the latter.
         weight_decay: of a row, times lr, in steps in which it has a gradient.
     """
+
+    of_rows = ("exp_avg", "exp_avg_sq", "steps")
 
     def __init__(
         self,

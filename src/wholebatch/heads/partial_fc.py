@@ -150,8 +150,8 @@ class PartialFC(nn.Module):
             p is self.weight and name not in engine.parameters_to_ignore for name, p in engine.module.named_parameters()
         ):
             raise ValueError(
-                "PartialFC must stay outside of DistributedDataParallel, which has made all ranks' centres those of rank "
-                "0 and averages gradients of different classes: wrap the backbone alone, and make the head anew"
+                "PartialFC must stay outside of DistributedDataParallel, which has made all ranks' centres those of "
+                "rank 0 and averages gradients of different classes: wrap the backbone alone, and make the head anew"
             )
         if self.sample_rate == 1.0:
             return Sample(self.weight, complete=True)
