@@ -462,12 +462,12 @@ def steps_body(folder, optimiser, rate, saved_after, steps):
     return losses
 
 
-@pytest.mark.parametrize("optimiser", [sgd, adamw])
-def test_checkpoints_of_three_ranks_go_on_with_any_number(optimiser, tmp_path):
+@pytest.mark.parametrize(("optimiser", "worlds"), [(sgd, (2, 5)), (adamw, (1,))])
+def test_checkpoints_of_three_ranks_go_on_with_any_number(optimiser, worlds, tmp_path):
     """Centres, momentum and samples: the next ten losses are those of the run that was not interrupted."""
     folder = tmp_path / "head"
     losses = run_ranks(steps_body, 3, folder, optimiser, 0.4, 4, 14, timeout_s=90)[0]
-    for world in (1, 2, 5):
+    for world in worlds:
         found = run_ranks(steps_body, world, folder, optimiser, 0.4, None, 10, timeout_s=90)[0]
         assert found == pytest.approx(losses[4:], rel=1e-10), world
 
@@ -494,3 +494,65 @@ def test_what_a_checkpoint_is_not_loaded_into(tmp_path):
     wb.heads.load_head(tmp_path / "a", more, new_classes=True)
     assert torch.equal(more.weight[:10], head.weight)
     assert torch.equal(more.weight[10:], last)
+
+
+# Gradients of what all hold and of what each has a part of.
+def clipped_body():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    whole, backbone = torch.arange(1.0, 8.0).double(), nn.Parameter(torch.ones(3).double())
+    for sparse in (False, True):
+        backbone.grad = torch.tensor([3.0, 0.0, 4.0]).double()
+        own = whole[Partition.even(7, world).rows(rank)]
+        head = nn.Parameter(torch.ones(len(own), 1).double())
+        head.grad = own[:, None].clone()
+        if sparse:
+            index = torch.arange(len(own))
+            twice = torch.cat([index, index])[None]
+            head.grad = torch.sparse_coo_tensor(twice, head.grad.repeat(2, 1) / 2, head.shape, check_invariants=True)
+        norm = wb.heads.clip_grad_norm_([backbone], [head], 2.0)
+        true = math.sqrt(25 + float(whole.square().sum()))
+        assert abs(norm.item() - true) < 1e-12
+        assert_same(backbone.grad, torch.tensor([3.0, 0.0, 4.0]).double() * 2 / true, relative=1e-6)
+        assert_same(head.grad.to_dense()[:, 0], own * 2 / true, relative=1e-6)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_clipping_by_the_norm_of_the_whole_gradient(world):
+    run_ranks(clipped_body, world, timeout_s=60)
+
+
+def overflow_body(agree):
+    """Infinity in one rank's part of the head."""
+    rank = dist.get_rank()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    backbone, head = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, 2))
+    optimizers = [torch.optim.SGD([backbone], 1.0), wb.SparseSGD([head], 1.0)]
+    scaler.scale(torch.zeros(()))
+    backbone.grad = torch.ones(2)
+    head.grad = torch.full((2, 2), math.inf if rank == 1 else 1.0)
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    if agree:
+        wb.heads.agree_on_overflow(scaler, *optimizers)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale(), bool((head == 1).all())
+
+
+def test_an_overflow_of_one_rank_is_everyones():
+    assert run_ranks(overflow_body, 2, False, timeout_s=60) == [(8.0, False), (4.0, True)], "without: they part"
+    assert run_ranks(overflow_body, 2, True, timeout_s=60) == [(4.0, True), (4.0, True)]
+
+
+def export_body():
+    head = wb.PartialFC(3, 2500, seed=2)
+    whole = head.full_weight(root=1)
+    assert (whole is None) == (dist.get_rank() != 1)
+    return whole
+
+
+def test_the_whole_classifier_is_the_same_for_any_number_of_ranks():
+    alone = wb.PartialFC(3, 2500, seed=2).full_weight()
+    assert torch.equal(run_ranks(export_body, 3, timeout_s=60)[1], alone)
+    assert len(alone.unique(dim=0)) == 2500, "no two ranks start with the same centres"

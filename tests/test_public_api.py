@@ -90,6 +90,8 @@ PUBLIC = {
         "SparseSGD",
         "SphereFace",
         "Targets",
+        "agree_on_overflow",
+        "clip_grad_norm_",
         "load_head",
         "partial_fc_loss",
         "save_head",

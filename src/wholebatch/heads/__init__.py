@@ -1,6 +1,7 @@
 """Softmax over classes whose centres lie on many ranks (PartialFC), and its margins."""
 
 from .checkpoint import load_head, save_head
+from .gradients import agree_on_overflow, clip_grad_norm_
 from .margins import AdaFace, ArcFace, CombinedMargin, CosFace, MagFace, Margin, NormFace, SphereFace, Targets
 from .optim import SparseAdamW, SparseSGD
 from .partial_fc import PartialFC
@@ -19,6 +20,8 @@ __all__ = [
     "SparseSGD",
     "SphereFace",
     "Targets",
+    "agree_on_overflow",
+    "clip_grad_norm_",
     "load_head",
     "partial_fc_loss",
     "save_head",

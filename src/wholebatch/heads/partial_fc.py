@@ -166,6 +166,14 @@ class PartialFC(nn.Module):
             log_weights = torch.where(positive[index], 0.0, -math.log(self.sample_rate)).to(self.weight.dtype)
         return Sample(take_rows(self.weight, index), ids[index], log_weights, complete=True)
 
+    @torch.no_grad()
+    def full_weight(self, root: int = 0) -> Tensor | None:
+        """All centres, (C, d), on rank `root`; None on the others. Collective: 1 gather."""
+        comm = select_communicator(self.options.group)
+        counts = Partition.even(self.num_classes, comm.size).counts
+        whole = comm.gather(self.weight.detach(), root, counts=counts)
+        return whole if comm.rank == root else None
+
     def extra_repr(self) -> str:
         return (
             f"{self.embedding_size}, {self.num_classes}, margin={self.margin}, sample_rate={self.sample_rate}, "

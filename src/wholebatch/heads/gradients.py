@@ -1,0 +1,79 @@
+"""What a step does with the gradients of a backbone that all ranks hold and of a head of which each has a part.
+
+The norm is that of the one gradient that they are: the backbone's counts once, the head's parts add up. And a step is
+made on all ranks or on none, for an overflow in one rank's part is one of the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .._precision import wide_dtype
+from ..comm import Group, select_communicator
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    replicated: Iterable[Tensor], sharded: Iterable[Tensor], max_norm: float, *, group: Group = None
+) -> Tensor:
+    """Scale all gradients by min(1, max_norm / norm), norm that of the whole gradient; sparse ones too.
+
+    Args:
+        replicated: parameters that all ranks hold, after their engine has averaged their gradients.
+        sharded: parameters of which each rank holds a part, such as `head.parameters()`.
+        max_norm: that the norm may have.
+        group: ranks that share the head.
+
+    Returns:
+        The norm before, shape (), float64, the same on all ranks. Collective: 1 all-reduce of a number.
+    """
+    everyone, own = [p for p in replicated if p.grad is not None], [p for p in sharded if p.grad is not None]
+    comm = select_communicator(group)
+    device = next((p.device for p in (*everyone, *own)), torch.device("cpu"))
+    squares = [torch.zeros((), dtype=wide_dtype(device), device=device) for _ in range(2)]
+    for square, parameters in zip(squares, (everyone, own), strict=True):
+        for p in parameters:
+            square += torch.linalg.vector_norm(_values(p), dtype=square.dtype) ** 2
+    norm = (squares[0] + comm.all_reduce(squares[1], check=False)).sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for p in (*everyone, *own):
+        _values(p).mul_(factor.to(p.dtype))
+    return norm
+
+
+@torch.no_grad()
+def agree_on_overflow(scaler: Any, *optimizers: Optimizer, group: Group = None) -> None:
+    """After `scaler.unscale_`: an overflow that one rank has found is every rank's, so that all skip the step or none.
+
+    Args:
+        scaler: a torch.amp.GradScaler that has unscaled these optimisers' gradients.
+        optimizers: of the backbone and of the head.
+        group: ranks that share the head. Collective: 1 all-reduce of a number for each optimiser.
+    """
+    comm = select_communicator(group)
+    for optimizer in optimizers:
+        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        if not found and comm.size == 1:
+            continue
+        device = next(p.device for of_group in optimizer.param_groups for p in of_group["params"])
+        own = torch.stack([x.to(device) for x in found.values()]).amax() if found else torch.zeros((), device=device)
+        of_all = comm.all_reduce(own.reshape(()), "max", check=False)
+        for x in found.values():
+            x.fill_(of_all.item())
+        if not found:
+            found[device] = of_all.reshape(1)
+
+
+def _values(p: Tensor) -> Tensor:
+    """The entries of a gradient."""
+    assert p.grad is not None
+    if not p.grad.is_sparse:
+        return p.grad
+    if not p.grad.is_coalesced():
+        p.grad = p.grad.coalesce()
+    return p.grad._values()
