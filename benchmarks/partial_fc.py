@@ -1,0 +1,223 @@
+"""Softmax over many classes: time against the torch.mm floor and other ways, memory, samples, and a million classes.
+
+    python benchmarks/partial_fc.py [time] [memory] [sample] [million]
+
+"time": forward and backward of ArcFace over 100,000 classes, in turns: PartialFC with flat memory, with exponentials
+kept, a dense transcription of PartialFC's second version (ours, of its algorithm: logits and softmax stored, margin on
+the target under no_grad), and torch.nn.functional.linear_cross_entropy, where torch has it, on normalised embeddings
+without a margin. The floor is 8 B C d flops of torch.mm. First every way with a margin is compared with the float64 twin
+at a size where that fits. "memory": what a step adds beyond centres, their gradient and inputs, at 200,000 classes.
+"sample": whole steps with an optimiser, a tenth of the classes against all. "million": steps over 1,000,000 classes.
+Results go to results/partial_fc.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import wholebatch as wb
+from wholebatch.bench.loss import rise_of_peak
+from wholebatch.bench.records import keep
+
+RESULTS = Path(__file__).parent / "results" / "partial_fc.json"
+ROWS, DIM, S, M = 2048, 256, 64.0, 0.5
+KEPT = 4 * ROWS * 100_000 + 2**24  # bytes: all exponentials of the timed size, and tiles
+
+
+class _DenseSoftmax(torch.autograd.Function):
+    """Cross-entropy whose logits become the softmax, and the softmax the gradient, in place."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        logits.sub_(logits.amax(1, keepdim=True)).exp_()
+        logits.div_(logits.sum(1, keepdim=True))
+        ctx.save_for_backward(logits, labels)
+        return -logits.gather(1, labels[:, None]).clamp_min(1e-30).log().mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        logits, labels = ctx.saved_tensors
+        logits[torch.arange(len(labels)), labels] -= 1
+        return logits.mul_(grad / len(labels)), None
+
+
+def dense(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    cosines = F.linear(F.normalize(x), F.normalize(w)).clamp(-1, 1)
+    with torch.no_grad():
+        target = cosines.gather(1, y[:, None])
+        cosines.scatter_(1, y[:, None], (target.acos() + M).cos())
+    return _DenseSoftmax.apply(cosines * S, y)
+
+
+def ours(x: Tensor, w: Tensor, y: Tensor, *, memory: Any = "flat", margin_grad: str = "exact") -> Tensor:
+    return wb.functional.partial_fc_loss(x, y, w, margin=wb.ArcFace(S, M), memory=memory, margin_grad=margin_grad)
+
+
+def torchs(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    return F.linear_cross_entropy(F.normalize(x), w, y)
+
+
+def data(rows: int, classes: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(rows, dim), torch.randn(classes, dim), torch.randint(classes, (rows,))
+
+
+def gate(ways: dict[str, Callable[..., Tensor]]) -> None:
+    """Loss and gradients against the dense twin, in float64, on the same numbers."""
+    x, w, y = data(300, 2000, 32)
+    for name, (way, margin_grad) in {
+        "flat": (ways["flat"], "exact"),
+        "kept": (ways["kept"], "exact"),
+        "dense transcription": (ways["dense transcription"], "straight_through"),
+    }.items():
+        found, true = [], []
+        for into, call, dtype in (
+            (found, way, torch.float32),
+            (true, partial(_twin, margin_grad=margin_grad), torch.float64),
+        ):
+            a, b = x.to(dtype, copy=True).requires_grad_(), w.to(dtype, copy=True).requires_grad_()
+            loss = call(a, b, y)
+            loss.backward()
+            into += [loss.detach(), a.grad, b.grad]
+        error = max(((z.double() - t).norm() / t.norm()).item() for z, t in zip(found, true, strict=True))
+        if error > 1e-4:
+            raise SystemExit(f"{name}: differs from the dense twin by {error:.1e}")
+
+
+def _twin(x: Tensor, w: Tensor, y: Tensor, *, margin_grad: str) -> Tensor:
+    return wb.reference.partial_fc_loss(x, y, w, margin=wb.ArcFace(S, M), margin_grad=margin_grad)
+
+
+def floor(rows: int, classes: int, dim: int, some: int = 8192) -> float:
+    a, b, out = torch.randn(rows, dim), torch.randn(some, dim), torch.empty(rows, some)
+    start = time.perf_counter()
+    torch.mm(a, b.T, out=out)
+    return (time.perf_counter() - start) * classes / some * 4
+
+
+def measure_time(classes: int, steps: int) -> list[dict[str, Any]]:
+    ways: dict[str, Callable[..., Tensor]] = {
+        "flat": ours,
+        "kept": partial(ours, memory=KEPT),
+        "dense transcription": dense,
+    }
+    if hasattr(F, "linear_cross_entropy"):
+        ways["linear_cross_entropy"] = torchs
+    gate(ways)
+    x, w, y = data(ROWS, classes, DIM)
+    x.requires_grad_(), w.requires_grad_()
+    seconds: dict[str, list[float]] = {"floor": [], **{name: [] for name in ways}}
+    for step in range(steps + 1):
+        seconds["floor"].append(median(floor(ROWS, classes, DIM) for _ in range(5)))
+        for name, way in ways.items():
+            x.grad = w.grad = None
+            start = time.perf_counter()
+            way(x, w, y).backward()
+            seconds[name].append(time.perf_counter() - start)
+        if not step:
+            seconds = {name: [] for name in seconds}  # the first is not counted
+    rows = []
+    for name, taken in seconds.items():
+        of_floor, of_dense = (
+            median(a / b for a, b in zip(taken, seconds[other], strict=True))
+            for other in ("floor", "dense transcription")
+        )
+        rows.append(
+            {"what": "time", "rows": ROWS, "classes": classes, "dim": DIM, "way": name, "seconds": median(taken)}
+            | {"of floor": of_floor, "of dense": of_dense}
+        )
+        print(f"| {name} | {median(taken):.2f} | {of_floor:.2f} | {of_dense:.2f} |", flush=True)
+    return rows
+
+
+def measure_memory(classes: int) -> list[dict[str, Any]]:
+    found = []
+    for rows in (ROWS // 4, ROWS, 4 * ROWS):
+        x, w, y = data(rows, classes, DIM)
+        x.requires_grad_(), w.requires_grad_()
+        rise = rise_of_peak(wb.comm.LocalCommunicator(), lambda x=x, w=w, y=y: ours(x, w, y).backward())
+        assert rise is not None
+        beyond = rise - 4 * (classes + rows) * DIM / 1e6
+        found.append({"what": "memory", "rows": rows, "classes": classes, "dim": DIM, "way": "flat", "MB": beyond})
+        print(f"| {rows} | {classes} | {beyond:.0f} | {4e-6 * rows * classes:.0f} |", flush=True)
+    return found
+
+
+def whole_step(
+    head: wb.PartialFC, optimizer: torch.optim.Optimizer, rows: int, dim: int, generator: torch.Generator
+) -> float:
+    x = torch.randn(rows, dim, generator=generator).requires_grad_()
+    y = torch.randint(head.num_classes, (rows,), generator=generator)
+    start = time.perf_counter()
+    head(x, y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return time.perf_counter() - start
+
+
+def measure_samples(classes: int, steps: int) -> list[dict[str, Any]]:
+    generator, ways = torch.Generator().manual_seed(0), {}
+    for rate in (1.0, 0.1):
+        head = wb.PartialFC(DIM, classes, margin=wb.ArcFace(S, M), sample_rate=rate, memory="flat")
+        ways[rate] = head, wb.SparseSGD(head.parameters(), lr=0.1), []
+    for _ in range(steps + 1):
+        for head, optimizer, seconds in ways.values():
+            seconds.append(whole_step(head, optimizer, ROWS, DIM, generator))
+    full, sampled = (seconds[1:] for *_, seconds in ways.values())
+    share = median(a / b for a, b in zip(sampled, full, strict=True))
+    print(f"| whole steps | {median(full):.2f} | sampled {median(sampled):.2f} | {share:.3f} |", flush=True)
+    row = {"what": "sample", "rows": ROWS, "classes": classes, "dim": DIM, "way": "0.1 of all"}
+    return [row | {"seconds": median(sampled), "seconds of all": median(full), "of all": share}]
+
+
+def measure_million(steps: int, rows: int = 1024, dim: int = 128, classes: int = 1_000_000) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    head = wb.PartialFC(dim, classes, margin=wb.ArcFace(S, M), sample_rate=0.1)
+    optimizer = wb.SparseSGD(head.parameters(), lr=0.1)
+    seconds = [whole_step(head, optimizer, rows, dim, generator) for _ in range(steps + 1)][1:]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    print(f"| a million classes | {median(seconds):.2f} s per step | {peak:.0f} MB, the process |", flush=True)
+    row = {"what": "million", "rows": rows, "classes": classes, "dim": dim, "way": "0.1 of all"}
+    return [row | {"seconds": median(seconds), "process MB": peak}]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    all_of = ["time", "sample", "million", "memory"]
+    parser.add_argument("what", nargs="*", help=", ".join(all_of), default=all_of)
+    parser.add_argument("--steps", type=int, default=5)
+    arguments = parser.parse_args()
+    torch.set_num_threads(2)
+    rows: list[dict[str, Any]] = []
+    if "million" in arguments.what:  # first: it reports the process's peak
+        rows += measure_million(arguments.steps)
+    if "time" in arguments.what:
+        print("| way | s | of floor | of dense |\n|---|---|---|---|")
+        rows += measure_time(100_000, arguments.steps)
+    if "sample" in arguments.what:
+        rows += measure_samples(100_000, arguments.steps)
+    if rows:
+        keep(RESULTS, rows, ["what", "rows", "classes", "dim", "way"])
+    if "memory" in arguments.what:
+        if "MALLOC_MMAP_THRESHOLD_" not in os.environ:  # an allocator that gives back what is freed
+            os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+            os.execv(sys.executable, [sys.executable, sys.argv[0], "memory"])
+        print("| rows | classes | MB | MB of logits |\n|---|---|---|---|")
+        keep(RESULTS, measure_memory(200_000), ["what", "rows", "classes", "dim", "way"])
+
+
+if __name__ == "__main__":
+    main()
