@@ -6,8 +6,10 @@
 kept, a dense transcription of PartialFC's second version (ours, of its algorithm: logits and softmax stored, margin on
 the target under no_grad), and torch.nn.functional.linear_cross_entropy, where torch has it, on normalised embeddings
 without a margin. The floor is 8 B C d flops of torch.mm. First every way with a margin is compared with the float64
-twin at a size where that fits. "memory": what a step adds beyond centres, their gradient and inputs, at 200,000 classes.
-"sample": whole steps with an optimiser, a tenth of the classes against all. "million": steps over 1,000,000 classes.
+twin at a size where that fits.
+"memory": what a step adds beyond centres, their gradient and inputs, at 200,000 classes.
+"sample": whole steps with an optimiser, a tenth of the classes against all.
+"million": steps over 1,000,000 classes.
 Results go to results/partial_fc.json.
 """
 

@@ -76,7 +76,13 @@ def exact_body(rows, classes):
     x, labels, centres = data(sum(rows))
     weights = torch.rand(sum(rows), dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     for name, margin in MARGINS.items():
-        for options in ({}, {"margin_grad": "straight_through"}, {"label_smoothing": 0.2}, {"reduction": "sum"}):
+        for options in (
+            {},
+            {"margin_grad": "straight_through"},
+            {"label_smoothing": 0.2},
+            {"reduction": "sum"},
+            {"exclude_above": 0.2},
+        ):
             true = dense(x, labels, centres, margin=margin, **options)
             found = sharded(rows, classes, x, labels, centres, margin=margin, sync="sum", **options)
             assert_same(found[0], true[0], relative=1e-12, what=name)
@@ -403,6 +409,7 @@ def test_mistakes(world):
         ({"unbiased": True, "sample_rate": 0.0}, "unbiased needs a sample_rate above 0"),
         ({"seed": "x"}, "seed must be an integer"),
         ({"margin": None}, "margin must be one such as"),
+        ({"exclude_above": 2.0}, "exclude_above must be a cosine from -1 to 1"),
     ],
 )
 def test_settings(arguments, message):
@@ -556,3 +563,34 @@ def test_the_whole_classifier_is_the_same_for_any_number_of_ranks():
     alone = wb.PartialFC(3, 2500, seed=2).full_weight()
     assert torch.equal(run_ranks(export_body, 3, timeout_s=60)[1], alone)
     assert len(alone.unique(dim=0)) == 2500, "no two ranks start with the same centres"
+
+
+def insightface_body(folder):
+    head = wb.PartialFC(4, 11)
+    optimizer = wb.SparseSGD(head.parameters())
+    wb.heads.load_insightface(folder, head, optimizer if (folder / "rank_0_softmax_weight_mom.pt").exists() else None)
+    return head.weight.detach(), optimizer.state[head.weight].get("momentum_buffer")
+
+
+def test_shards_of_insightface(tmp_path):
+    """Of three ranks, on one and on two."""
+    whole, momentum = torch.randn(11, 4), torch.randn(11, 4)
+    for version in ("1", "2"):
+        (tmp_path / version).mkdir()
+    for rank in range(3):
+        rows = Partition.even(11, 3).rows(rank)
+        torch.save(whole[rows].clone(), tmp_path / "1" / f"rank_{rank}_softmax_weight.pt")
+        torch.save(momentum[rows].clone(), tmp_path / "1" / f"rank_{rank}_softmax_weight_mom.pt")
+        torch.save({"weight": whole[rows].clone()}, tmp_path / "2" / f"softmax_fc_gpu_{rank}.pt")
+    for world in (1, 2):
+        for version in ("1", "2"):
+            found = run_ranks(insightface_body, world, tmp_path / version, timeout_s=60)
+            assert torch.equal(torch.cat([weight for weight, _ in found]), whole)
+            if version == "1":
+                assert torch.equal(torch.cat([of_rank for _, of_rank in found]), momentum)
+    for other, message in ((wb.PartialFC(4, 12), "have 11 classes"), (wb.PartialFC(5, 11), r"of \[4\] numbers")):
+        with pytest.raises(ValueError, match=message):
+            wb.heads.load_insightface(tmp_path / "2", other)
+    (tmp_path / "2" / "softmax_fc_gpu_1.pt").unlink()
+    with pytest.raises(ValueError, match=r"those of \[1\] are missing"):
+        wb.heads.load_insightface(tmp_path / "2", wb.PartialFC(4, 11))

@@ -93,6 +93,7 @@ PUBLIC = {
         "agree_on_overflow",
         "clip_grad_norm_",
         "load_head",
+        "load_insightface",
         "partial_fc_loss",
         "save_head",
     ],

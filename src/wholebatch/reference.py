@@ -642,6 +642,7 @@ def partial_fc_loss(
     margin_grad: str = "exact",
     class_ids: Tensor | None = None,
     log_weights: Tensor | None = None,
+    exclude_above: float | None = None,
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
     weights: Tensor | None = None,
@@ -667,6 +668,8 @@ def partial_fc_loss(
     if margin_grad == "straight_through":
         phi = targets.angles.cos() + (phi - targets.angles.cos()).detach()
     logits = margin.s * units @ directions.T + (0 if log_weights is None else log_weights)
+    if exclude_above is not None:
+        logits = logits.masked_fill(units @ directions.T > exclude_above, float("-inf"))
     logits = logits.scatter(1, own[:, None], margin.s * phi[:, None])
     losses = F.cross_entropy(logits, own, reduction="none", label_smoothing=label_smoothing)
     if hasattr(margin, "regulariser"):

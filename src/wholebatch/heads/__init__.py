@@ -2,6 +2,7 @@
 
 from .checkpoint import load_head, save_head
 from .gradients import agree_on_overflow, clip_grad_norm_
+from .insightface import load_insightface
 from .margins import AdaFace, ArcFace, CombinedMargin, CosFace, MagFace, Margin, NormFace, SphereFace, Targets
 from .optim import SparseAdamW, SparseSGD
 from .partial_fc import PartialFC
@@ -23,6 +24,7 @@ __all__ = [
     "agree_on_overflow",
     "clip_grad_norm_",
     "load_head",
+    "load_insightface",
     "partial_fc_loss",
     "save_head",
 ]

@@ -22,7 +22,7 @@ from ..partition import Partition
 from ..sweep import Memory
 from ..sync import Sync
 from .margins import ArcFace, Margin
-from .partial_fc_loss import Sample, check_margin, class_softmax
+from .partial_fc_loss import Sample, check_exclude_above, check_margin, class_softmax
 from .rows import take_rows
 from .sampling import bernoulli
 
@@ -45,7 +45,8 @@ class PartialFC(nn.Module):
         sample_rate: of the classes without a label in the batch, the probability with which each is in a step; 1: all.
             The gradient of `weight` is then a sparse tensor, for `SparseSGD` or `SparseAdamW`.
         unbiased: sampled negatives weigh 1 / sample_rate, so that their sum is that of all classes on average.
-        label_smoothing, reduction, group, sync, memory: as in :func:`wholebatch.functional.partial_fc_loss`.
+        exclude_above, label_smoothing, ignore_index, reduction, group, sync, memory: as in
+            :func:`wholebatch.functional.partial_fc_loss`.
         seed: of the centres at the start and of all samples; the same on all ranks.
         device, dtype: of the centres.
 
@@ -72,6 +73,7 @@ class PartialFC(nn.Module):
         margin_grad: str = "exact",
         sample_rate: float = 1.0,
         unbiased: bool = False,
+        exclude_above: float | None = None,
         label_smoothing: float = 0.0,
         ignore_index: int = -100,
         reduction: Reduction = "mean",
@@ -87,6 +89,7 @@ class PartialFC(nn.Module):
         check_count("num_classes", num_classes, "classes of all ranks")
         check_margin(margin, margin_grad)
         check_label_smoothing(label_smoothing)
+        check_exclude_above(exclude_above)
         if not isinstance(sample_rate, int | float) or not 0.0 <= sample_rate <= 1.0:
             raise ValueError(f"sample_rate must lie in [0, 1], got {sample_rate!r}")
         if unbiased and (not sample_rate or label_smoothing):
@@ -100,7 +103,7 @@ class PartialFC(nn.Module):
             raise ValueError(f"there must be a class for each of the {comm.size} ranks, got num_classes={num_classes}")
         self.embedding_size, self.num_classes = embedding_size, num_classes
         self.margin, self.margin_grad = margin, margin_grad
-        self.sample_rate, self.unbiased = float(sample_rate), unbiased
+        self.sample_rate, self.unbiased, self.exclude_above = float(sample_rate), unbiased, exclude_above
         self.label_smoothing, self.ignore_index, self.seed = label_smoothing, ignore_index, seed
         self.classes = Partition.even(num_classes, comm.size).rows(comm.rank)
         held = self.classes.stop - self.classes.start
@@ -130,6 +133,7 @@ class PartialFC(nn.Module):
             options=self.options,
             margin=self.margin,
             margin_grad=self.margin_grad,
+            exclude_above=self.exclude_above,
             num_classes=self.num_classes,
             label_smoothing=self.label_smoothing,
             ignore_index=self.ignore_index,

@@ -49,6 +49,7 @@ def partial_fc_loss(
     margin_grad: str = "exact",
     class_ids: Tensor | None = None,
     log_weights: Tensor | None = None,
+    exclude_above: float | None = None,
     num_classes: int | None = None,
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
@@ -73,6 +74,7 @@ def partial_fc_loss(
             batch is among some rank's. None: ranks hold consecutive classes, rank 0's first, and all there are.
         log_weights: (C_r,), added to the logits of these classes where they are negatives: minus the logarithms of the
             probabilities with which they were sampled make the sum over negatives that of all classes, on average.
+        exclude_above: a cosine; negatives that are more similar are left out: one class under two labels, perhaps.
         num_classes: C, where it is known: labels must be smaller. None: C is the number of all centres.
         label_smoothing: weight of the mean over all classes at hand, in [0, 1].
         ignore_index: a label that says that there is none.
@@ -119,6 +121,7 @@ def partial_fc_loss(
         options=Options(group, sync, exchange="gather", memory=memory, reduction=reduction),
         margin=margin,
         margin_grad=margin_grad,
+        exclude_above=exclude_above,
         num_classes=num_classes,
         label_smoothing=label_smoothing,
         ignore_index=ignore_index,
@@ -153,6 +156,7 @@ def class_softmax(
     options: Options,
     margin: Margin,
     margin_grad: str,
+    exclude_above: float | None,
     num_classes: int | None,
     label_smoothing: float,
     ignore_index: int,
@@ -168,10 +172,12 @@ def class_softmax(
     def check() -> dict[str, Any]:
         check_label_smoothing(label_smoothing)
         check_margin(margin, margin_grad)
+        check_exclude_above(exclude_above)
         check_directions("embeddings", embeddings)
         return {
             "margin": repr(margin),
             "margin_grad": margin_grad,
+            "exclude_above": exclude_above,
             "label_smoothing": float(label_smoothing),
             "ignore_index": ignore_index,
             "num_classes": num_classes,
@@ -187,7 +193,7 @@ def class_softmax(
         required=("labels",),
         weights=(weights, "embeddings"),
         check=check,
-        must_match=("margin", "margin_grad", "label_smoothing", "ignore_index", "num_classes"),
+        must_match=("margin", "margin_grad", "exclude_above", "label_smoothing", "ignore_index", "num_classes"),
     )
     if num_classes is not None:
         _check_labels(agreed, num_classes)
@@ -207,6 +213,11 @@ def class_softmax(
     whole = options.reduction != "none"
     centres = scale_gradient(sample.centres, shard_factor(options.sync, comm.size, whole=whole))
     angles, centres = target_angles(x, centres, at)
+    ceiling = None
+    if exclude_above is not None:
+        ceiling = norms.new_full((len(norms),), margin.s * exclude_above)
+        if sample.log_weights is not None:
+            ceiling += sample.log_weights
     _, numbers = softmax_numbers(
         agreed,
         (margin.s, margin.s),
@@ -214,7 +225,7 @@ def class_softmax(
         towers=Towers(stays=(0,), travels=(1,), stay_norms=norms),
         stays=partition,
         travels=Partition((rows.total,)),
-        selection=Selection(Pairs(excluded=NamedRows(at)), offsets=sample.log_weights),
+        selection=Selection(Pairs(excluded=NamedRows(at)), ceiling=ceiling, offsets=sample.log_weights),
         bound=UNIT**2,
         cols=wanted(target=False, mean_logit=label_smoothing > 0),
         everywhere=True,
@@ -307,6 +318,12 @@ def check_directions(name: str, x: Tensor) -> Tensor:
             f"{'one' if len(zero) == 1 else f'one, and {len(zero) - 1} others'}"
         )
     return norms
+
+
+def check_exclude_above(cosine: object) -> None:
+    """A cosine, or None."""
+    if cosine is not None and not (isinstance(cosine, int | float) and -1.0 <= cosine <= 1.0):
+        raise ValueError(f"exclude_above must be a cosine from -1 to 1, or None; got {cosine!r}")
 
 
 def check_margin(margin: object, margin_grad: object) -> None:
