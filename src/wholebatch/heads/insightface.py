@@ -64,8 +64,8 @@ def _shards(folder: Path, patterns: tuple[str, ...], head: PartialFC) -> list[Te
         rows, widths = sum(map(len, shards)), {shard.shape[1] for shard in shards}
         if rows != head.num_classes or widths != {head.embedding_size}:
             raise ValueError(
-                f"the files in {folder} have {rows} classes of {sorted(widths)} numbers, the head {head.num_classes} of "
-                f"{head.embedding_size}"
+                f"the files in {folder} have {rows} classes of {sorted(widths)} numbers, the head has "
+                f"{head.num_classes} of {head.embedding_size}"
             )
         return shards
     raise ValueError(f"{folder} holds no file whose name is {' or '.join(patterns)}")
