@@ -934,6 +934,7 @@ def ways_to(model):
         "a list in a closure": lambda z, models=None: [trainer][0].encode(z),
         "a function that calls itself": by_itself,
         "a function that calls a function": lambda z: 1 * by_global(z),
+        "a method of the module": getattr(model, "forward", None),
     }
 
 
@@ -952,6 +953,25 @@ def test_functions_that_hide_their_models():
         r.sum().backward()
         again(r)
         assert int(model[2].num_batches_tracked) == 5, name
+
+
+def test_modules_compiled_in_place():
+    """Whose inner calls no hook sees."""
+    (x, y), true = batch(8), None
+    for compiled in (False, True):
+        model = mlp(0, nn.BatchNorm1d(8))
+        if compiled:
+            model.compile(backend="eager")
+        HIDDEN["model"] = model
+        wb.GradCache([by_global, model], 4, good_loss)(x, y)
+        found = gradients_of(model)
+        assert_all_same(found, true or found)
+        true = found
+        assert int(model[2].num_batches_tracked) == 4
+        r, again = wb.gradcache.cached(lambda model, z: model(z))(model, x)
+        r.sum().backward()
+        again(r)
+        assert int(model[2].num_batches_tracked) == 5
 
 
 def hidden_body(counts):

@@ -72,7 +72,8 @@ class _Again:
         self._name = getattr(func, "__name__", type(func).__name__)
         self._call = lambda: representations(func(*own_containers(args), **own_containers(kwargs)), self._name)[0]
         self._buffers, self._replay, self._done = Buffers(), Replay(), False
-        with Observer(self._buffers).call(func) as called, without_graph():
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)]
+        with Observer(self._buffers).call(func, *given) as called, without_graph():
             self._first = self._call()
         self._engines = called.engines
         self._buffers.look()

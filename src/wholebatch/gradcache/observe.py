@@ -35,16 +35,22 @@ class Observer:
         self._broadcast: set[int] = set()  # engines that have been called: DDP broadcasts buffers in the first
 
     @contextmanager
-    def call(self, model: object) -> Iterator[Called]:
-        """Inside, a model is called once; what it calls is held."""
+    def call(self, *objects: object) -> Iterator[Called]:
+        """Inside, a model is called once; what it calls is held.
+
+        Args:
+            objects: the model, and modules that it is given: what is compiled among these, or in their sight, is taken
+                for called.
+        """
         with ExitStack() as stack:
             called = Called(self, stack)
-            own = getattr(model, "__self__", model)
-            if isinstance(own, nn.Module):
-                called.add(own)
-                if own is not model:  # a method, by which its module's call is not seen
-                    called.add_engines(engine for engine in synchronised([own]) if engine.module is own)
-            for module in [own] if isinstance(own, nn.Module) else modules_of(model):
+            for x in objects:
+                own = getattr(x, "__self__", x)
+                if isinstance(own, nn.Module):
+                    called.add(own)
+                    if own is not x:  # a method, by which its module's call is not seen
+                        called.add_engines(engine for engine in synchronised([own]) if engine.module is own)
+            for module in modules_of(*objects):
                 if _compiled(module):  # nor is any inside
                     called.add(module)
                     called.add_engines(synchronised([module]))
