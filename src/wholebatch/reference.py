@@ -667,9 +667,13 @@ def partial_fc_loss(
     phi = margin(targets)
     if margin_grad == "straight_through":
         phi = targets.angles.cos() + (phi - targets.angles.cos()).detach()
-    logits = margin.s * units @ directions.T + (0 if log_weights is None else log_weights)
+    cosines = units @ directions.T
+    if hasattr(margin, "of_negatives"):
+        hard = cosines > (targets.angles + margin.m).cos()[:, None]
+        cosines = torch.where(hard, cosines * (margin.t + cosines), cosines)
+    logits = margin.s * cosines + (0 if log_weights is None else log_weights)
     if exclude_above is not None:
-        logits = logits.masked_fill(units @ directions.T > exclude_above, float("-inf"))
+        logits = logits.masked_fill(cosines > exclude_above, float("-inf"))
     logits = logits.scatter(1, own[:, None], margin.s * phi[:, None])
     losses = F.cross_entropy(logits, own, reduction="none", label_smoothing=label_smoothing)
     if hasattr(margin, "regulariser"):

@@ -3,7 +3,18 @@
 from .checkpoint import load_head, save_head
 from .gradients import agree_on_overflow, clip_grad_norm_
 from .insightface import load_insightface
-from .margins import AdaFace, ArcFace, CombinedMargin, CosFace, MagFace, Margin, NormFace, SphereFace, Targets
+from .margins import (
+    AdaFace,
+    ArcFace,
+    CombinedMargin,
+    CosFace,
+    CurricularFace,
+    MagFace,
+    Margin,
+    NormFace,
+    SphereFace,
+    Targets,
+)
 from .optim import SparseAdamW, SparseSGD
 from .partial_fc import PartialFC
 from .partial_fc_loss import partial_fc_loss
@@ -13,6 +24,7 @@ __all__ = [
     "ArcFace",
     "CombinedMargin",
     "CosFace",
+    "CurricularFace",
     "MagFace",
     "Margin",
     "NormFace",

@@ -211,6 +211,67 @@ class AdaFace(nn.Module):
         return angular(targets, 1.0, -self.m * u, "clip") - (self.m * u + self.m)
 
 
+class CurricularFace(nn.Module):
+    r"""phi = cos(theta + m); a negative that is nearer than that, c_j > cos(theta + m), has c_j (t + c_j) in its place.
+
+    t: the running average of the targets' cosines over the global batches, in training: as training goes on, hard
+    negatives weigh more. It has no gradient, nor has the decision which negatives are hard.
+
+    Args:
+        s: multiplies all cosines.
+        m: the margin, radians.
+        alpha: the share of the new batch in the running average.
+        fold: as in :class:`CombinedMargin`.
+
+    Source: Huang et al., 2020, arXiv:2004.00288, equations 5 to 8.
+    """
+
+    t: Tensor
+
+    def __init__(self, s: float = 64.0, m: float = 0.5, alpha: float = 0.01, *, fold: Fold = "extend") -> None:
+        super().__init__()
+        for name, value in (("s", s), ("m", m), ("alpha", alpha)):
+            check_number(name, value)
+        check_choice("fold", fold, FOLDS)
+        self.s, self.m, self.alpha, self.fold = s, m, alpha, fold
+        self.register_buffer("t", torch.zeros((), dtype=torch.float64))
+
+    @torch.no_grad()
+    def observe(self, angles: Tensor) -> None:
+        """Take the targets' angles of all ranks' rows into the average."""
+        if self.training and len(angles):
+            self.t.lerp_(angles.cos().mean(), self.alpha)
+
+    def forward(self, targets: Targets) -> Tensor:
+        return angular(targets, 1.0, self.m, self.fold)
+
+    def of_negatives(self, angles: Tensor) -> HardNegatives:
+        """What becomes of the negatives of rows with these target angles, (n,)."""
+        return HardNegatives(self.s, float(self.t), (angles.detach() + self.m).cos())
+
+
+@dataclass(frozen=True)
+class HardNegatives:
+    """z = s c, where c > limit, to z (t + c): a bend of logits, whose columns are the examples."""
+
+    s: float
+    t: float
+    limits: Tensor  # (n,)
+
+    def bend_(self, logits: Tensor, cols: slice) -> Tensor:
+        """To what takes their place."""
+        hard = self._hard(logits, cols)
+        return torch.where(hard, logits * (self.t + logits / self.s), logits, out=logits)
+
+    def slope_(self, logits: Tensor, cols: slice) -> Tensor:
+        """To its derivative."""
+        easy = ~self._hard(logits, cols)
+        return logits.mul_(2 / self.s).add_(self.t).masked_fill_(easy, 1.0)
+
+    def _hard(self, logits: Tensor, cols: slice) -> Tensor:
+        return logits > self.s * self.limits[cols].to(logits.dtype)
+
+
 def angular(targets: Targets, m1: float, m2: Tensor | float, fold: Fold = "extend") -> Tensor:
     """cos(m1 theta + m2), and beyond pi what the fold says; (b_r,)."""
     angles = m1 * targets.angles + m2

@@ -34,7 +34,7 @@ from ..sweep import Memory, NamedRows, Pairs, Selection
 from ..sync import Sync, scale_gradient, shard_factor
 from .angles import target_angles
 from .classes import HeldClasses, check_ascending, label_range
-from .margins import AdaFace, ArcFace, MagFace, Margin, Targets
+from .margins import AdaFace, ArcFace, CurricularFace, MagFace, Margin, Targets
 
 GRADIENTS = ("exact", "straight_through")
 
@@ -94,7 +94,7 @@ def partial_fc_loss(
 
     Collectives (none on one process): forward 2 handshakes, 1 all-gather of labels, 1 of embeddings, 1 all-to-all of
     2 B numbers, 1 all-reduce of one number, with class_ids 1 of B; backward 1 all-to-all of 2 B numbers and 1
-    reduce-scatter of the embeddings' gradient.
+    reduce-scatter of the embeddings' gradient. A :class:`wholebatch.CurricularFace`: 1 all-reduce of B numbers more.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`; also
@@ -173,6 +173,8 @@ def class_softmax(
         check_label_smoothing(label_smoothing)
         check_margin(margin, margin_grad)
         check_exclude_above(exclude_above)
+        if exclude_above is not None and isinstance(margin, CurricularFace):
+            raise ValueError("CurricularFace weighs similar negatives up; with exclude_above they would be left out")
         check_directions("embeddings", embeddings)
         return {
             "margin": repr(margin),
@@ -213,6 +215,11 @@ def class_softmax(
     whole = options.reduction != "none"
     centres = scale_gradient(sample.centres, shard_factor(options.sync, comm.size, whole=whole))
     angles, centres = target_angles(x, centres, at)
+    bend = None
+    if isinstance(margin, CurricularFace):
+        everyones_angles = comm.all_reduce(angles.detach(), check=False)
+        margin.observe(everyones_angles[counts])
+        bend = margin.of_negatives(everyones_angles)
     ceiling = None
     if exclude_above is not None:
         ceiling = norms.new_full((len(norms),), margin.s * exclude_above)
@@ -225,8 +232,8 @@ def class_softmax(
         towers=Towers(stays=(0,), travels=(1,), stay_norms=norms),
         stays=partition,
         travels=Partition((rows.total,)),
-        selection=Selection(Pairs(excluded=NamedRows(at)), ceiling=ceiling, offsets=sample.log_weights),
-        bound=UNIT**2,
+        selection=Selection(Pairs(excluded=NamedRows(at)), ceiling=ceiling, bend=bend, offsets=sample.log_weights),
+        bound=UNIT**2 if bend is None else UNIT**2 * (1 + abs(bend.t)),
         cols=wanted(target=False, mean_logit=label_smoothing > 0),
         everywhere=True,
     )

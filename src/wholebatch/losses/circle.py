@@ -32,11 +32,11 @@ class _Negatives:
     def __init__(self, gamma: float, m: float) -> None:
         self._gamma, self._m = gamma, m
 
-    def bend_(self, logits: Tensor) -> Tensor:
+    def bend_(self, logits: Tensor, _cols: slice) -> Tensor:
         weight = (logits + self._m).clamp_(min=0)
         return logits.sub_(self._m).mul_(weight).mul_(self._gamma)
 
-    def slope_(self, logits: Tensor) -> Tensor:
+    def slope_(self, logits: Tensor, _cols: slice) -> Tensor:
         return logits.add_(self._m).clamp_(min=0).mul_(self._gamma)
 
 
@@ -46,11 +46,11 @@ class _Positives:
     def __init__(self, gamma: float, m: float) -> None:
         self._gamma, self._m = gamma, m
 
-    def bend_(self, logits: Tensor) -> Tensor:
+    def bend_(self, logits: Tensor, _cols: slice) -> Tensor:
         weight = (1 + self._m - logits).clamp_(min=0)
         return logits.sub_(1 - self._m).mul_(weight).mul_(-self._gamma)
 
-    def slope_(self, logits: Tensor) -> Tensor:
+    def slope_(self, logits: Tensor, _cols: slice) -> Tensor:
         return logits.neg_().add_(1 + self._m).clamp_(min=0).mul_(-self._gamma)
 
 

@@ -49,13 +49,13 @@ Over = Literal["negatives", "all", "positives"]
 
 
 class Bend(Protocol):
-    """A function of the logits that takes their place, entry by entry."""
+    """A function of the logits that takes their place, entry by entry; `cols` says which columns these are."""
 
-    def bend_(self, logits: Tensor) -> Tensor:
+    def bend_(self, logits: Tensor, cols: slice, /) -> Tensor:
         """S to f(S), in place."""
         ...
 
-    def slope_(self, logits: Tensor) -> Tensor:
+    def slope_(self, logits: Tensor, cols: slice, /) -> Tensor:
         """S to what stands for f'(S), in place."""
         ...
 
@@ -71,7 +71,7 @@ class Selection:
         guide: (b, g), features of another model; ceiling then holds for x_guide . y_guide, and Y's rows carry theirs
             behind their own.
         bend: takes the place of the logits.
-        offsets: (b,), added to a row's logits.
+        offsets: (b,), added to a row's logits, bent or not.
     """
 
     pairs: Pairs
@@ -180,13 +180,13 @@ class SoftmaxSweep:
         """The tile of S, -inf where there is no candidate; if asked for, with the slope of the bend that it has."""
         selection, logits = self.selection, self.driver.logits(tile, x, y)
         at = selection.pairs.positive.within(tile, self._device)
-        if selection.offsets is not None:
-            logits.add_(selection.offsets[tile.rows, None])
         steepness = None
         if selection.bend is not None:
             if slope:
-                steepness = selection.bend.slope_(self.driver.spare(tile).copy_(logits))
-            selection.bend.bend_(logits)
+                steepness = selection.bend.slope_(self.driver.spare(tile).copy_(logits), tile.cols)
+            selection.bend.bend_(logits, tile.cols)
+        if selection.offsets is not None:
+            logits.add_(selection.offsets[tile.rows, None])
         values = None if at is None else logits[at]
         candidates = values
         if selection.ceiling is not None:
