@@ -115,6 +115,31 @@ def exact_body(rows, classes):
     assert_same(found[2] * world, true[2][held], relative=0, absolute=1e-10 * true[2].abs().max().item())
 
 
+def several_body(rows, classes):
+    """Up to three labels for each example, on any number of ranks; of one each, the same as without."""
+    rank = dist.get_rank()
+    own, held = Partition(rows).rows(rank), Partition(classes).rows(rank)
+    x, labels, centres = data(sum(rows))
+    generator = torch.Generator().manual_seed(1)
+    others = torch.stack([torch.randperm(CLASSES, generator=generator)[:3] for _ in range(sum(rows))])
+    others[::2, 1:] = IGNORED
+    others[1::4, 2] = IGNORED
+    for name in ("ArcFace", "combined", "MagFace", "AdaFace"):
+        true = dense(x, others, centres, margin=MARGINS[name])
+        found = sharded(rows, classes, x, others, centres, margin=MARGINS[name], sync="sum")
+        assert_same(found[0], true[0], relative=1e-12, what=name)
+        assert_same(found[1], true[1][own], relative=0, absolute=1e-10 * true[1].abs().max().item())
+        assert_same(found[2], true[2][held], relative=0, absolute=1e-10 * true[2].abs().max().item())
+    padded = torch.stack([labels, torch.full_like(labels, IGNORED)], 1)
+    one = sharded(rows, classes, x, labels, centres, margin=MARGINS["ArcFace"])
+    assert_same(sharded(rows, classes, x, padded, centres, margin=MARGINS["ArcFace"])[0], one[0], relative=1e-14)
+
+
+@pytest.mark.parametrize(("rows", "classes"), SPLITS[:4], ids=str)
+def test_several_labels_for_each_example(rows, classes):
+    run_ranks(several_body, len(rows), rows, classes, timeout_s=60)
+
+
 @pytest.mark.parametrize(("rows", "classes"), SPLITS, ids=str)
 def test_the_loss_and_all_gradients_are_the_dense_twins(rows, classes):
     run_ranks(exact_body, len(rows), rows, classes, timeout_s=90)
@@ -307,6 +332,7 @@ def test_margins_are_the_papers():
     """By the formulas with acos, away from its ends."""
     theta = torch.linspace(0.2, 2.2, 50, dtype=torch.float64)
     norms = torch.linspace(5.0, 130.0, 50, dtype=torch.float64)
+    theta, norms = theta[:, None], norms[:, None]
     targets, c = Targets(theta, norms), theta.cos()
     assert_same(wb.ArcFace(m=0.5)(targets), (c.acos() + 0.5).cos(), relative=1e-12)
     assert_same(wb.CosFace(m=0.4)(targets), c - 0.4, relative=1e-12)
@@ -326,7 +352,7 @@ def test_margins_are_the_papers():
     assert_same(curricular.t, 0.01 * c.mean(), relative=1e-12)
     negatives = torch.linspace(-1, 1, 50, dtype=torch.float64).expand(50, 50).T.contiguous()
     bent = curricular.of_negatives(theta).bend_(10 * negatives, slice(0, 50)) / 10
-    hard = negatives > (theta + 0.5).cos()
+    hard = negatives > (theta[:, 0] + 0.5).cos()
     assert hard.any()
     assert not hard.all()
     assert_same(bent, torch.where(hard, negatives * (0.01 * c.mean() + negatives), negatives), relative=1e-12)
@@ -335,12 +361,12 @@ def test_margins_are_the_papers():
 @pytest.mark.parametrize("margin", [wb.ArcFace(m=0.5), wb.SphereFace(m=3.3), wb.CombinedMargin(64.0, 2.0, 0.5, 0.1)])
 def test_a_larger_angle_is_never_rewarded(margin):
     """Beyond pi, too; and the plain cosine would be."""
-    theta = torch.linspace(0, math.pi, 2000, dtype=torch.float64)
-    phi = margin(Targets(theta, theta))
-    assert (phi.diff() <= 1e-12).all()
-    assert phi.diff().abs().max() < 0.01, "without a jump"
+    theta = torch.linspace(0, math.pi, 2000, dtype=torch.float64)[:, None]
+    change = margin(Targets(theta, theta)).diff(dim=0)
+    assert (change <= 1e-12).all()
+    assert change.abs().max() < 0.01, "without a jump"
     plain = wb.CombinedMargin(64.0, margin.m1, margin.m2, margin.m3, fold="none")
-    assert (plain(Targets(theta, theta)).diff() > 1e-6).any()
+    assert (plain(Targets(theta, theta)).diff(dim=0) > 1e-6).any()
 
 
 def test_the_straight_through_gradient_is_another():
@@ -378,6 +404,10 @@ BAD = {
     "zero centre": (
         lambda x, y, w: good_call(x, y, torch.cat([0 * w[:1], w[1:]])),
         "centres must not have a row of zeros",
+    ),
+    "a label twice": (
+        lambda x, y, w: good_call(x, torch.stack([y, y], 1), w),
+        "must be different ones|labels of an example",
     ),
     "NaN": (lambda x, y, w: good_call(x, y, w / 0 * 0), "centres must be finite"),
     "width": (lambda x, y, w: good_call(x, y, w[:, 1:]), "must have the same feature size"),

@@ -659,28 +659,37 @@ def partial_fc_loss(
     """
     from .heads.margins import Targets
 
+    labels = labels.view(len(labels), -1)
     counted = labels != ignore_index
     ids = torch.arange(len(centres), device=labels.device) if class_ids is None else class_ids
     own = torch.searchsorted(ids, labels).clamp(max=len(ids) - 1)
     units, directions = F.normalize(embeddings, dim=1), F.normalize(centres, dim=1)
-    targets = Targets(_angles(units, directions[own]), embeddings.norm(dim=1))
+    angles = torch.stack([_angles(units, directions[of]) for of in own.unbind(1)], 1)
+    targets = Targets(angles, embeddings.norm(dim=1, keepdim=True))
     phi = margin(targets)
     if margin_grad == "straight_through":
-        phi = targets.angles.cos() + (phi - targets.angles.cos()).detach()
+        phi = angles.cos() + (phi - angles.cos()).detach()
     cosines = units @ directions.T
     if hasattr(margin, "of_negatives"):
-        hard = cosines > (targets.angles + margin.m).cos()[:, None]
+        hard = cosines > (angles + margin.m).cos()
         cosines = torch.where(hard, cosines * (margin.t + cosines), cosines)
     logits = margin.s * cosines + (0 if log_weights is None else log_weights)
     if exclude_above is not None:
         logits = logits.masked_fill(cosines > exclude_above, float("-inf"))
-    logits = logits.scatter(1, own[:, None], margin.s * phi[:, None])
-    losses = F.cross_entropy(logits, own, reduction="none", label_smoothing=label_smoothing)
+    positive = (counted[:, :, None] & (own[:, :, None] == torch.arange(len(ids), device=own.device))).any(1)
+    negatives = logits.masked_fill(positive, float("-inf"))
+    losses = []
+    for of, of_phi in zip(own.unbind(1), phi.unbind(1), strict=True):
+        of_label = negatives.scatter(1, of[:, None], margin.s * of_phi[:, None])
+        losses.append(F.cross_entropy(of_label, of, reduction="none", label_smoothing=label_smoothing))
+    per_label = torch.stack(losses, 1)
     if hasattr(margin, "regulariser"):
-        losses = losses + margin.regulariser(targets)
-    losses = losses[counted] if reduction != "none" else torch.where(counted, losses, 0.0)
-    weights = weights if weights is None or reduction == "none" else weights[counted]
-    return _reduce(losses, weights, reduction)
+        per_label = per_label + margin.regulariser(targets)
+    per_row = torch.where(counted, per_label, 0.0).sum(1) / counted.sum(1).clamp(min=1)
+    some = counted.any(1)
+    if reduction == "none":
+        return _reduce(per_row, weights, reduction)
+    return _reduce(per_row[some], weights if weights is None else weights[some], reduction)
 
 
 def _angles(x: Tensor, w: Tensor) -> Tensor:

@@ -33,10 +33,10 @@ def target_angles(x: Tensor, centres: Tensor, at: Tensor) -> tuple[Tensor, Tenso
     Args:
         x: (B, d), embeddings of any length.
         centres: (C_r, d), of any length.
-        at: (B,), the row of each embedding's centre, or NOT_HERE.
+        at: (B, k), the rows of the centres of each embedding's classes, or NOT_HERE.
 
     Returns:
-        (B,), float64, 0 where the centre is not here; and the centres, whose other gradient is to arrive by these: it
+        (B, k), float64, 0 where the centre is not here; and the centres, whose other gradient is to arrive by these: it
         is taken on here, in place, and not stored twice.
     """
     angles, again = _Angles.apply(x, centres, at)
@@ -46,10 +46,10 @@ def target_angles(x: Tensor, centres: Tensor, at: Tensor) -> tuple[Tensor, Tenso
 class _Angles(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, centres: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        angles = torch.zeros(len(x), dtype=wide_dtype(x.device), device=x.device)
-        for cols, rows in _pairs(at):
+        angles = torch.zeros(at.shape, dtype=wide_dtype(x.device), device=x.device)
+        for cols, slots, rows in _pairs(at):
             u, w = (_unit(z) for z in (x[cols], centres[rows]))
-            angles[cols] = 2 * torch.atan2(_length(u - w), _length(u + w))
+            angles[cols, slots] = 2 * torch.atan2(_length(u - w), _length(u + w))
         ctx.save_for_backward(x, centres, at, angles)
         return angles, centres.view_as(centres)
 
@@ -58,11 +58,11 @@ class _Angles(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, of_centres: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, centres, at, angles = ctx.saved_tensors
         of_x = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
-        for cols, rows in _pairs(at):
-            theta, weight = angles[cols, None], grad[cols, None]
+        for cols, slots, rows in _pairs(at):
+            theta, weight = angles[cols, slots, None], grad[cols, slots, None]
             (u, u_norm), (w, w_norm) = (_unit_and_norm(z) for z in (x[cols], centres[rows]))
             if of_x is not None:
-                of_x[cols] = (_away(u, w, theta) * weight / u_norm).to(of_x.dtype)
+                of_x.index_add_(0, cols, (_away(u, w, theta) * weight / u_norm).to(of_x.dtype))
             if ctx.needs_input_grad[1]:
                 of_centres.index_add_(0, rows, (_away(w, u, theta) * weight / w_norm).to(of_centres.dtype))
         return of_x, of_centres if ctx.needs_input_grad[1] else None, None
@@ -77,10 +77,10 @@ def _away(x: Tensor, w: Tensor, theta: Tensor) -> Tensor:
     return torch.where(same, 0.0, -(difference + half * x) / theta.sin())
 
 
-def _pairs(at: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Columns whose centre is here, with its row, some at a time."""
-    (cols,) = (at != NOT_HERE).nonzero(as_tuple=True)
-    return [(some, at[some]) for some in cols.split(_CHUNK)] if len(cols) else []
+def _pairs(at: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Embeddings and which of their classes, where its centre is here, with its row; some at a time."""
+    places = (at != NOT_HERE).nonzero()
+    return [(cols, slots, at[cols, slots]) for cols, slots in (some.T for some in places.split(_CHUNK)) if len(cols)]
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class HeldClasses:
     ids: Tensor | None = None
 
     def rows_of(self, labels: Tensor) -> Tensor:
-        """Where each label's centre is among this rank's, or NOT_HERE; (B,)."""
+        """Where each label's centre is among this rank's, or NOT_HERE; in the shape of the labels."""
         if self.ids is None:
             own = self.partition.rows(self.rank)
             return torch.where((labels >= own.start) & (labels < own.stop), labels - own.start, NOT_HERE)

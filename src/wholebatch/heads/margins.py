@@ -34,8 +34,8 @@ class Targets:
     """What a margin may look at, of this rank's rows.
 
     Args:
-        angles: (b_r,), of embeddings and their classes' centres, in [0, pi], float64; 0 where there is no label.
-        norms: (b_r,), of the embeddings, float64.
+        angles: (b_r, k), of embeddings and their classes' centres, in [0, pi], float64; 0 where there is no label.
+        norms: (b_r, 1), of the embeddings, float64.
     """
 
     angles: Tensor
@@ -51,7 +51,7 @@ class Margin(Protocol):
         ...
 
     def __call__(self, targets: Targets) -> Tensor:
-        """phi, (b_r,)."""
+        """phi, (b_r, k)."""
         ...
 
 
@@ -166,7 +166,7 @@ class MagFace:
         return angular(targets, 1.0, least + (most - least) * (norms - low) / (high - low), self.fold)
 
     def regulariser(self, targets: Targets) -> Tensor:
-        """Of each row, (n,)."""
+        """Of each row, (b_r, 1)."""
         norms = targets.norms.clamp(*self.norms)
         return self.weight * (1 / norms + norms / self.norms[1] ** 2)
 
@@ -246,8 +246,8 @@ class CurricularFace(nn.Module):
         return angular(targets, 1.0, self.m, self.fold)
 
     def of_negatives(self, angles: Tensor) -> HardNegatives:
-        """What becomes of the negatives of rows with these target angles, (n,)."""
-        return HardNegatives(self.s, float(self.t), (angles.detach() + self.m).cos())
+        """What becomes of the negatives of rows with these target angles, (n, 1)."""
+        return HardNegatives(self.s, float(self.t), (angles.detach() + self.m).cos().view(-1))
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ class HardNegatives:
 
 
 def angular(targets: Targets, m1: float, m2: Tensor | float, fold: Fold = "extend") -> Tensor:
-    """cos(m1 theta + m2), and beyond pi what the fold says; (b_r,)."""
+    """cos(m1 theta + m2), and beyond pi what the fold says; (b_r, k)."""
     angles = m1 * targets.angles + m2
     if fold == "none":
         return angles.cos()

@@ -66,7 +66,9 @@ def partial_fc_loss(
     Args:
         embeddings: (b_r, d), this rank's rows; normalised inside. b_r may differ between ranks and may be 0. float64,
             float32, bfloat16 or float16; of another dtype than the centres', they are cast to that.
-        labels: (b_r,) integers, the ids of their classes among all C; ignore_index: the row does not count.
+        labels: (b_r,) integers, the ids of their classes among all C; ignore_index: the row does not count. Or
+            (b_r, k): a row has up to k classes, none of which is a negative of another, and L_i is the mean over them;
+            where it has fewer, the rest is ignore_index.
         centres: (C_r, d), this rank's classes; normalised inside. C_r may differ between ranks and may be 0.
         margin: phi and s, such as :class:`wholebatch.ArcFace`.
         margin_grad: "exact", or "straight_through": d phi / d c is taken for 1, as in insightface's code.
@@ -175,6 +177,9 @@ def class_softmax(
         check_exclude_above(exclude_above)
         if exclude_above is not None and isinstance(margin, CurricularFace):
             raise ValueError("CurricularFace weighs similar negatives up; with exclude_above they would be left out")
+        several = _check_several(labels, ignore_index)
+        if several > 1 and (label_smoothing or isinstance(margin, CurricularFace)):
+            raise ValueError("several labels for each example go neither with label_smoothing nor with CurricularFace")
         check_directions("embeddings", embeddings)
         return {
             "margin": repr(margin),
@@ -184,6 +189,7 @@ def class_softmax(
             "ignore_index": ignore_index,
             "num_classes": num_classes,
             "labels": label_range(labels, ignore_index),
+            "labels of an example": several,
         }
 
     agreed = agree(
@@ -191,16 +197,21 @@ def class_softmax(
         options,
         scalars={},
         features={"embeddings": embeddings},
-        ids={"labels": (labels, "embeddings")},
+        ids={"labels": (labels[:, 0] if isinstance(labels, Tensor) and labels.dim() == 2 else labels, "embeddings")},
         required=("labels",),
         weights=(weights, "embeddings"),
         check=check,
-        must_match=("margin", "margin_grad", "exclude_above", "label_smoothing", "ignore_index", "num_classes"),
+        must_match=(
+            *("margin", "margin_grad", "exclude_above", "label_smoothing", "ignore_index", "num_classes"),
+            "labels of an example",
+        ),
     )
     if num_classes is not None:
         _check_labels(agreed, num_classes)
     rows, comm = agreed.rows["embeddings"], Communicator(agreed.comm.transport, loss="sum")
-    everyones, own = agreed.ids("labels"), rows.rows(agreed.rank)
+    own = rows.rows(agreed.rank)
+    slots = labels.shape[1] if labels.dim() == 2 else 1
+    everyones = agreed.gathered(labels.to(agreed.device, torch.int64).reshape(len(labels), slots), rows)
     counts = everyones != ignore_index
     sample, partition, norms = _agree_on_centres(agreed, lambda: choose(everyones), num_classes)
     if num_classes is None and sample.ids is None:
@@ -240,18 +251,21 @@ def class_softmax(
     assert numbers is not None
     numbers, angles = _of_own_rows(comm, rows, numbers, angles)
     wide = lengths.to(angles)[:, 0]
-    targets = Targets(angles, wide[own])
+    targets = Targets(angles, wide[own, None])
     if isinstance(margin, AdaFace):
-        margin.observe(wide[counts])
+        margin.observe(wide[counts.any(1)])
     phi = margin(targets)
     if margin_grad == "straight_through":
         cosines = angles.cos()
         phi = cosines + (phi - cosines).detach()
-    losses = one_positive(numbers, margin.s * phi, label_smoothing=label_smoothing)
+    losses = torch.stack(
+        [one_positive(numbers, margin.s * of_label, label_smoothing=label_smoothing) for of_label in phi.unbind(1)], 1
+    )
     if isinstance(margin, MagFace):
         losses = losses + margin.regulariser(targets)
-    counted = counts[own]
-    return agreed.reduce(torch.where(counted, losses, 0.0), int(counts.sum()), counted)
+    labelled = counts[own]
+    losses = torch.where(labelled, losses, 0.0).sum(1) / labelled.sum(1).clamp(min=1)
+    return agreed.reduce(losses, int(counts.any(1).sum()), labelled.any(1))
 
 
 def _of_own_rows(comm: Communicator, rows: Partition, numbers: Numbers, angles: Tensor) -> tuple[Numbers, Tensor]:
@@ -259,16 +273,17 @@ def _of_own_rows(comm: Communicator, rows: Partition, numbers: Numbers, angles: 
 
     Collective: 1 all-to-all of 2 B numbers, with label smoothing 4 B; the same in backward.
     """
-    parts = [x for x in (numbers.logsumexp, angles, numbers.logits, numbers.count) if x is not None]
+    parts = [x for x in (numbers.logsumexp, numbers.logits, numbers.count) if x is not None] + [*angles.unbind(1)]
     mine = rows.counts[comm.rank]
     found = comm.all_to_all(
         torch.stack(parts, dim=1), send_counts=rows.counts, receive_counts=(mine,) * comm.size, check=False
     )
-    logsumexp, angle, *others = found.view(comm.size, mine, len(parts)).unbind(2)
+    logsumexp, *others = found.view(comm.size, mine, len(parts)).unbind(2)
     none = logsumexp.isneginf().all(0)  # no negatives at all: the gradient of this is 0, and not 0 / 0
     total = torch.where(none, float("-inf"), torch.where(none, 0.0, logsumexp).logsumexp(0))
     summed = [x.sum(0) for x in others]
-    return Numbers(total, None, *summed) if summed else Numbers(total), angle.sum(0)
+    of_labels = torch.stack(summed[-angles.shape[1] :], 1)
+    return Numbers(total, None, *summed[: -angles.shape[1]]), of_labels
 
 
 def _agree_on_centres(
@@ -325,6 +340,18 @@ def check_directions(name: str, x: Tensor) -> Tensor:
             f"{'one' if len(zero) == 1 else f'one, and {len(zero) - 1} others'}"
         )
     return norms
+
+
+def _check_several(labels: object, ignore_index: int) -> int:
+    """How many labels an example may have; none has one twice."""
+    if not isinstance(labels, Tensor) or labels.dim() != 2:
+        return 1
+    if not labels.shape[1]:
+        raise ValueError(f"labels must have shape (rows,) or (rows, k), k >= 1, got {tuple(labels.shape)}")
+    ordered = labels.sort(1).values
+    if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != ignore_index)).any()):
+        raise ValueError("the labels of an example must be different ones; fill up with ignore_index")
+    return labels.shape[1]
 
 
 def check_exclude_above(cosine: object) -> None:

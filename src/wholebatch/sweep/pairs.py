@@ -78,22 +78,22 @@ class EqualIds:
 
 
 class NamedRows:
-    """The entries of the row that each column names.
+    """The entries of the rows that each column names.
 
     Args:
-        rows: (B,) for each column a row of this rank, or -1 where it is not here.
+        rows: (B, k) or (B,), for each column rows of this rank, or -1 where one is not here; none twice.
 
     >>> NamedRows(torch.tensor([2, -1, 1])).within(Tile(slice(1, 3), slice(0, 3)), torch.device("cpu"))
     (tensor([1, 0]), tensor([0, 2]))
     """
 
     def __init__(self, rows: Tensor) -> None:
-        self._rows = rows
+        self._rows = rows.view(len(rows), -1)
 
     def within(self, tile: Tile, device: torch.device) -> Index | None:
         rows = self._rows[tile.cols]
-        (cols,) = ((rows >= tile.rows.start) & (rows < tile.rows.stop)).nonzero(as_tuple=True)
-        return (rows[cols] - tile.rows.start, cols) if len(cols) else None
+        at = ((rows >= tile.rows.start) & (rows < tile.rows.stop)).nonzero(as_tuple=True)
+        return (rows[at] - tile.rows.start, at[0]) if len(at[0]) else None
 
 
 class Union:
