@@ -21,8 +21,8 @@ from ..losses._door import Options, Reduction, eager
 from ..partition import Partition
 from ..sweep import Memory
 from ..sync import Sync
+from .class_softmax import Sample, check_exclude_above, check_margin, class_softmax
 from .margins import ArcFace, Margin
-from .partial_fc_loss import Sample, check_exclude_above, check_margin, class_softmax
 from .rows import take_rows
 from .sampling import bernoulli
 
