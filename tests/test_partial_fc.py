@@ -114,6 +114,33 @@ def exact_body(rows, classes):
     assert_same(found[2] * world, true[2][held], relative=0, absolute=1e-10 * true[2].abs().max().item())
 
 
+class Own:
+    """A margin of the user's."""
+
+    s = 7.0
+
+    def __call__(self, targets):
+        return (targets.angles.cos() - 0.1 * targets.norms / (1 + targets.norms)).clamp(min=-1.0)
+
+
+def own_margin_body():
+    rank = dist.get_rank()
+    own, held = Partition((4, 3)).rows(rank), Partition((6, 5)).rows(rank)
+    x, labels, centres = data(7)
+    true = dense(x, labels, centres, margin=Own())
+    found = sharded((4, 3), (6, 5), x, labels, centres, margin=Own(), sync="sum")
+    assert_same(found[0], true[0], relative=1e-12)
+    assert_same(found[1], true[1][own], relative=0, absolute=1e-10 * true[1].abs().max().item())
+    assert_same(found[2], true[2][held], relative=0, absolute=1e-10 * true[2].abs().max().item())
+    margin = wb.AdaFace(20.0) if rank else wb.AdaFace(30.0)
+    with pytest.raises(ValueError, match="margin"):
+        wb.functional.partial_fc_loss(x[own], labels[own], centres[held], margin=margin)
+
+
+def test_a_margin_of_ones_own():
+    run_ranks(own_margin_body, 2, timeout_s=60)
+
+
 def several_body(rows, classes):
     """Up to three labels for each example, on any number of ranks; of one each, the same as without."""
     rank = dist.get_rank()

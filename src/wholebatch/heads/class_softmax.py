@@ -17,11 +17,11 @@ in which no 1 is subtracted from a probability near 1.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._checks import check_alike, check_choice, check_features, check_finite, check_ids, check_label_smoothing
 from .._precision import accumulation_dtype
@@ -91,7 +91,7 @@ def class_softmax(
             raise ValueError("several labels for each example go neither with label_smoothing nor with CurricularFace")
         check_directions("embeddings", embeddings)
         return {
-            "margin": repr(margin),
+            "margin": _told(margin),
             "margin_grad": margin_grad,
             "exclude_above": exclude_above,
             "label_smoothing": float(label_smoothing),
@@ -267,6 +267,11 @@ def check_exclude_above(cosine: object) -> None:
     """A cosine, or None."""
     if cosine is not None and not (isinstance(cosine, int | float) and -1.0 <= cosine <= 1.0):
         raise ValueError(f"exclude_above must be a cosine from -1 to 1, or None; got {cosine!r}")
+
+
+def _told(margin: Margin) -> str:
+    """What ranks compare: settings, where the margin shows them; of your own, at least its type."""
+    return repr(margin) if is_dataclass(margin) or isinstance(margin, nn.Module) else type(margin).__qualname__
 
 
 def check_margin(margin: object, margin_grad: object) -> None:

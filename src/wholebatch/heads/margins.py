@@ -197,6 +197,9 @@ class AdaFace(nn.Module):
         self.register_buffer("mean", torch.tensor(20.0, dtype=torch.float64))
         self.register_buffer("std", torch.tensor(100.0, dtype=torch.float64))
 
+    def extra_repr(self) -> str:
+        return f"s={self.s}, m={self.m}, h={self.h}, t_alpha={self.t_alpha}"
+
     @torch.no_grad()
     def observe(self, norms: Tensor) -> None:
         """Take the norms of all ranks' rows into the averages."""
@@ -235,6 +238,9 @@ class CurricularFace(nn.Module):
         check_choice("fold", fold, FOLDS)
         self.s, self.m, self.alpha, self.fold = s, m, alpha, fold
         self.register_buffer("t", torch.zeros((), dtype=torch.float64))
+
+    def extra_repr(self) -> str:
+        return f"s={self.s}, m={self.m}, alpha={self.alpha}, fold={self.fold!r}"
 
     @torch.no_grad()
     def observe(self, angles: Tensor) -> None:
