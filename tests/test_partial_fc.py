@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from compare import assert_same
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
@@ -283,8 +284,10 @@ def test_a_sample_is_a_function_of_seed_step_and_class():
     again(x, y).backward()
     assert torch.equal(again.weight.grad.coalesce().indices()[0], samples[1])
     head.eval()
-    head(x, y), head(x, y)
-    assert int(head.step) == 3, "evaluation draws the sample of the step to come"
+    head.zero_grad()
+    head(x, y).backward()
+    assert head.weight.grad.layout == torch.strided
+    assert int(head.step) == 3, "evaluation is of all classes"
 
 
 def test_unbiased_samples_estimate_the_sum_of_all_negatives():
@@ -503,19 +506,45 @@ def test_more_ranks_than_classes():
 
 
 def wrapped_body():
+    """By DDP or FSDP2, called in their forward pass or outside of it; before there are ranks; with another's state."""
+
     class Model(nn.Module):
-        def __init__(self):
+        def __init__(self, head):
             super().__init__()
-            self.backbone, self.head = nn.Linear(5, 4), wb.PartialFC(4, 10)
+            self.backbone, self.head = nn.Linear(5, 4), head
 
-        def forward(self, x, y):
-            return self.head(self.backbone(x), y)
+        def forward(self, x, y=None):
+            return self.backbone(x) if y is None else self.head(self.backbone(x), y)
 
-    with pytest.raises(ValueError, match="PartialFC must stay outside of DistributedDataParallel"):
-        DistributedDataParallel(Model())(torch.randn(2, 5), torch.tensor([0, 1]))
+    x, y = torch.randn(2, 5), torch.tensor([0, 1])
+    refused = "rank 1: the head holds another rank's centres|the head holds another rank's centres"
+    for rate in (1.0, 0.3):
+        model = DistributedDataParallel(Model(wb.PartialFC(4, 10, sample_rate=rate)))
+        with pytest.raises(ValueError, match=refused):
+            model(x, y)
+        with pytest.raises(ValueError, match=refused):
+            model.module.head(model(x), y)
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+        model = fully_shard(Model(wb.PartialFC(4, 10, sample_rate=rate)), mesh=mesh)
+        with pytest.raises(ValueError, match="must stay outside of FSDP"):
+            model(x, y)
+        early = wb.PartialFC(4, 10, sample_rate=rate, group=wb.comm.LocalCommunicator())
+        early.options = wb.PartialFC(4, 10).options
+        with pytest.raises(ValueError, match="make it after"):
+            early(torch.randn(2, 4), y)
+        head = wb.PartialFC(4, 10, sample_rate=rate)
+        states = [None, None]
+        dist.all_gather_object(states, head.state_dict())
+        head.load_state_dict(states[0])
+        with pytest.raises(ValueError, match=refused):
+            head(torch.randn(2, 4), y)
+    for one in ({"sample_rate": 0.5}, {"unbiased": True}, {"seed": 1}):
+        head = wb.PartialFC(4, 10, **({"sample_rate": 0.3} | (one if dist.get_rank() else {})))
+        with pytest.raises(ValueError, match="sample_rate, unbiased, seed, step and training must be the same"):
+            head(torch.randn(2, 4), y)
 
 
-def test_a_head_inside_ddp_is_refused():
+def test_heads_that_are_not_this_ranks_are_refused():
     run_ranks(wrapped_body, 2, timeout_s=60)
 
 
@@ -557,7 +586,7 @@ def test_checkpoints_of_three_ranks_go_on_with_any_number(optimiser, worlds, tmp
 
 def test_what_a_checkpoint_is_not_loaded_into(tmp_path):
     head = wb.PartialFC(4, 10)
-    optimizer = wb.SparseSGD(head.parameters())
+    optimizer = wb.SparseSGD(head.parameters(), momentum=0.9)
     head(torch.randn(2, 4), torch.tensor([0, 1])).backward()
     optimizer.step()
     wb.heads.save_head(tmp_path / "a", head, optimizer)
@@ -565,11 +594,14 @@ def test_what_a_checkpoint_is_not_loaded_into(tmp_path):
         (wb.PartialFC(5, 10), None, "embeddings have 4 numbers, the head's 5"),
         (wb.PartialFC(4, 11), None, "has 10 classes, the head 11"),
         (wb.PartialFC(4, 10), wb.SparseAdamW, "the checkpoint's optimizer has"),
+        (wb.PartialFC(4, 10), torch.optim.AdamW, "must be a SparseSGD or SparseAdamW, or None; got AdamW"),
     ):
         before = other.weight.detach().clone()
         with pytest.raises(ValueError, match=message):
             wb.heads.load_head(tmp_path / "a", other, one and one(other.parameters()))
         assert torch.equal(other.weight, before)
+    with pytest.raises(ValueError, match="what a AdamW knows of each class is not known here"):
+        wb.heads.save_head(tmp_path / "c", head, torch.optim.AdamW(head.parameters()))
     with pytest.raises(ValueError, match="holds no checkpoint"):
         wb.heads.load_head(tmp_path / "b", head)
     more = wb.PartialFC(4, 12)

@@ -40,6 +40,11 @@ def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None =
         head: the ranks' parts of it.
         optimizer: whose only parameter, or one of them, is `head.weight`; what it knows of others is not written.
     """
+    if optimizer is not None and not _names_of(optimizer):
+        raise ValueError(
+            f"what a {type(optimizer).__name__} knows of each class is not known here: use wholebatch.SparseSGD or "
+            "SparseAdamW, which are PyTorch's on dense gradients, or save the optimiser yourself"
+        )
     tensors: dict[str, Any] = {}
     for name, x in _rows_of(head, optimizer).items():
         for start in range(0, len(x), _ROWS):
@@ -48,7 +53,7 @@ def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None =
         "num_classes": head.num_classes,
         "embedding_size": head.embedding_size,
         "step": int(head.step),
-        "seed": head.seed,
+        "seed": int(head.seed),
         "optimizer": sorted(name for name in _rows_of(head, optimizer) if name != "weight"),
     }
     comm = select_communicator(head.options.group)
@@ -95,7 +100,7 @@ def load_head(
         _read_rows(folder, found["metadata"], name, x, head.classes.start)
     with torch.no_grad():
         head.step.fill_(facts["step"])
-    head.seed = facts["seed"]
+        head.seed.fill_(facts["seed"])
 
 
 def _read_facts(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -123,6 +128,8 @@ def _check(facts: dict[str, Any], head: PartialFC, optimizer: Optimizer | None, 
             "it with new_classes=True"
         )
     if optimizer is not None:
+        if not _names_of(optimizer):
+            raise ValueError(f"optimizer must be a SparseSGD or SparseAdamW, or None; got {type(optimizer).__name__}")
         if not any(p is head.weight for group in optimizer.param_groups for p in group["params"]):
             raise ValueError("the optimizer must have head.weight among its parameters")
         known = {f"optimizer/{name}" for name in _names_of(optimizer)}

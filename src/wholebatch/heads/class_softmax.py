@@ -16,7 +16,7 @@ in which no 1 is subtracted from a probability near 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ from .angles import target_angles
 from .classes import HeldClasses, check_ascending, label_range
 from .margins import AdaFace, CurricularFace, MagFace, Margin, Targets
 
+_DRAWN = "sample_rate, unbiased, seed, step and training"
 GRADIENTS = ("exact", "straight_through")
 
 
@@ -49,12 +50,14 @@ class Sample:
         ids: (K_r,), ascending, of their classes; None: all of them, consecutive.
         log_weights: (K_r,), added to the logits of negatives.
         complete: whether it is known that every label's class is there.
+        settings: by which it was drawn, the same on all ranks.
     """
 
     centres: Tensor
     ids: Tensor | None = None
     log_weights: Tensor | None = None
     complete: bool = False
+    settings: Sequence[Any] = ()
 
 
 def class_softmax(
@@ -86,7 +89,7 @@ def class_softmax(
         check_exclude_above(exclude_above)
         if exclude_above is not None and isinstance(margin, CurricularFace):
             raise ValueError("CurricularFace weighs similar negatives up; with exclude_above they would be left out")
-        several = _check_several(labels, ignore_index)
+        several = _check_several(labels, ignore_index, num_classes)
         if several > 1 and (label_smoothing or isinstance(margin, CurricularFace)):
             raise ValueError("several labels for each example go neither with label_smoothing nor with CurricularFace")
         check_directions("embeddings", embeddings)
@@ -218,13 +221,14 @@ def _agree_on_centres(
             "centres": len(sample.centres),
             "whether there are class_ids": sample.ids is not None,
             "whether the centres need a gradient": sample.centres.requires_grad,
+            _DRAWN: [*sample.settings],
         }
 
     everyone = handshake(
         agreed.comm,
         state,
         caller=agreed.caller,
-        must_match=("whether there are class_ids", "whether the centres need a gradient"),
+        must_match=(_DRAWN, "whether there are class_ids", "whether the centres need a gradient"),
     )
     sample, norms = chosen[0]
     partition = Partition(tuple(facts["centres"] for facts in everyone))
@@ -251,7 +255,7 @@ def check_directions(name: str, x: Tensor) -> Tensor:
     return norms
 
 
-def _check_several(labels: object, ignore_index: int) -> int:
+def _check_several(labels: object, ignore_index: int, num_classes: int | None) -> int:
     """How many labels an example may have; none has one twice."""
     if not isinstance(labels, Tensor) or labels.dim() != 2:
         return 1
@@ -259,7 +263,15 @@ def _check_several(labels: object, ignore_index: int) -> int:
         raise ValueError(f"labels must have shape (rows,) or (rows, k), k >= 1, got {tuple(labels.shape)}")
     ordered = labels.sort(1).values
     if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != ignore_index)).any()):
-        raise ValueError("the labels of an example must be different ones; fill up with ignore_index")
+        raise ValueError(
+            "the labels of an example must be different ones, filled up with ignore_index; of one-hot rows pass the "
+            "argmax"
+        )
+    if num_classes is not None and labels.shape[1] >= num_classes:
+        raise ValueError(
+            f"labels of shape {tuple(labels.shape)} say that an example may have {labels.shape[1]} of {num_classes} "
+            "classes, which leaves no negatives; of one-hot rows pass the argmax"
+        )
     return labels.shape[1]
 
 

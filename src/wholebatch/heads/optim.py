@@ -73,8 +73,8 @@ class SparseSGD(_SparseOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 0.1,
-        momentum: float = 0.9,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
         weight_decay: float = 0.0,
         *,
         nesterov: bool = False,

@@ -13,7 +13,6 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from .._checks import check_count, check_label_smoothing
 from ..comm import Group, select_communicator
@@ -35,15 +34,17 @@ class PartialFC(nn.Module):
     L_i = log(exp(s phi(c_iy)) + sum_{j != y} exp(s c_ij)) - s phi(c_iy),    c = cosines of embeddings and centres
 
     `weight`, (C_r, d), holds this rank's centres. The module must not be wrapped by an engine (DDP, FSDP): its gradient
-    is this rank's own, and already dL/dW. Where there are several ranks, they are all in `group` when it is made.
+    is this rank's own, and already dL/dW. It is made on every rank, after `init_process_group`. With samples it does
+    not go under activation checkpointing, where the second forward pass would draw another one.
 
     Args:
         embedding_size: d.
         num_classes: C, on all ranks together; at least one for each rank.
         margin: phi and s.
         margin_grad: "exact" or "straight_through".
-        sample_rate: of the classes without a label in the batch, the probability with which each is in a step; 1: all.
-            The gradient of `weight` is then a sparse tensor, for `SparseSGD` or `SparseAdamW`.
+        sample_rate: of the classes without a label in the batch, the probability with which each is in a step of
+            training; 1: all. In evaluation all are there. With samples the gradient of `weight` is a sparse tensor,
+            for `SparseSGD` or `SparseAdamW`.
         unbiased: sampled negatives weigh 1 / sample_rate, so that their sum is that of all classes on average.
         exclude_above, label_smoothing, ignore_index, reduction, group, sync, memory: as in
             :func:`wholebatch.functional.partial_fc_loss`.
@@ -62,7 +63,9 @@ class PartialFC(nn.Module):
     (torch.sparse_coo, True)
     """
 
+    seed: Tensor
     step: Tensor
+    first_class: Tensor
 
     def __init__(
         self,
@@ -104,11 +107,14 @@ class PartialFC(nn.Module):
         self.embedding_size, self.num_classes = embedding_size, num_classes
         self.margin, self.margin_grad = margin, margin_grad
         self.sample_rate, self.unbiased, self.exclude_above = float(sample_rate), unbiased, exclude_above
-        self.label_smoothing, self.ignore_index, self.seed = label_smoothing, ignore_index, seed
+        self.label_smoothing, self.ignore_index = label_smoothing, ignore_index
         self.classes = Partition.even(num_classes, comm.size).rows(comm.rank)
         held = self.classes.stop - self.classes.start
         self.weight = nn.Parameter(torch.empty(held, embedding_size, device=device, dtype=dtype))
-        self.register_buffer("step", torch.zeros((), dtype=torch.int64))  # samples drawn so far, in training
+        self._made_with = [self.weight]  # in a list, where no module sees it
+        self.register_buffer("seed", torch.tensor(seed))
+        self.register_buffer("step", torch.tensor(0))  # samples drawn so far, in training
+        self.register_buffer("first_class", torch.tensor(self.classes.start))  # whose centres these are
         self.reset_parameters()
 
     @torch.no_grad()
@@ -116,7 +122,7 @@ class PartialFC(nn.Module):
         """Draw the centres, each from the seed and its class: on any number of ranks the same."""
         first = self.classes.start - self.classes.start % _BLOCK
         for start in range(first, self.classes.stop, _BLOCK):
-            generator = torch.Generator().manual_seed((self.seed << 32) + start // _BLOCK)
+            generator = torch.Generator().manual_seed((int(self.seed) << 32) + start // _BLOCK)
             block = torch.randn(_BLOCK, self.embedding_size, generator=generator)
             low, high = max(start, self.classes.start), min(start + _BLOCK, self.classes.stop)
             self.weight[low - self.classes.start : high - self.classes.start] = 0.01 * block[low - start : high - start]
@@ -144,23 +150,13 @@ class PartialFC(nn.Module):
         return loss
 
     def _choose(self, labels: Tensor) -> Sample:
-        """What this rank has of a step's classes.
-
-        Raises:
-            ValueError: if DDP reduces the gradient of the centres.
-        """
-        engine = DistributedDataParallel._active_ddp_module
-        if engine is not None and any(
-            p is self.weight and name not in engine.parameters_to_ignore for name, p in engine.module.named_parameters()
-        ):
-            raise ValueError(
-                "PartialFC must stay outside of DistributedDataParallel, which has made all ranks' centres those of "
-                "rank 0 and averages gradients of different classes: wrap the backbone alone, and make the head anew"
-            )
-        if self.sample_rate == 1.0:
-            return Sample(self.weight, complete=True)
+        """What this rank has of a step's classes: in evaluation all of them."""
+        self._check_own()
+        settings = [self.sample_rate, self.unbiased, int(self.seed), int(self.step), self.training]
+        if self.sample_rate == 1.0 or not self.training:
+            return Sample(self.weight, complete=True, settings=settings)
         ids = torch.arange(self.classes.start, self.classes.stop, device=self.weight.device)
-        drawn = bernoulli(self.sample_rate, ids, seed=self.seed, step=int(self.step))
+        drawn = bernoulli(self.sample_rate, ids, seed=int(self.seed), step=int(self.step))
         here = labels[(labels >= self.classes.start) & (labels < self.classes.stop)] - self.classes.start
         positive = torch.zeros_like(drawn)
         positive[here] = True
@@ -168,7 +164,31 @@ class PartialFC(nn.Module):
         log_weights = None
         if self.unbiased:
             log_weights = torch.where(positive[index], 0.0, -math.log(self.sample_rate)).to(self.weight.dtype)
-        return Sample(take_rows(self.weight, index), ids[index], log_weights, complete=True)
+        return Sample(take_rows(self.weight, index), ids[index], log_weights, complete=True, settings=settings)
+
+    def _check_own(self) -> None:
+        """The centres are those of this rank's classes, and no engine's.
+
+        Raises:
+            ValueError: if an engine has taken them, another rank's have been loaded, or ranks have come since.
+        """
+        comm = select_communicator(self.options.group)
+        if Partition.even(self.num_classes, comm.size).rows(comm.rank) != self.classes:
+            raise ValueError(
+                f"the head has classes {self.classes.start} to {self.classes.stop}, which are not those of rank "
+                f"{comm.rank} of {comm.size}: make it after torch.distributed.init_process_group, on each rank"
+            )
+        if comm.size > 1 and self.weight is not self._made_with[0]:
+            raise ValueError(
+                "head.weight is not the parameter that the head was made with: PartialFC must stay outside of FSDP, "
+                "which shards it once more (other values go in by head.weight.data.copy_ or load_state_dict)"
+            )
+        if int(self.first_class) != self.classes.start:
+            raise ValueError(
+                "the head holds another rank's centres: has DistributedDataParallel wrapped it, or was another rank's "
+                "state_dict loaded? Wrap the backbone alone, and make the head anew; wholebatch.heads.load_head loads "
+                "on any number of ranks"
+            )
 
     @torch.no_grad()
     def full_weight(self, root: int = 0) -> Tensor | None:
