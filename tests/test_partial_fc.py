@@ -702,3 +702,29 @@ def test_shards_of_insightface(tmp_path):
     (tmp_path / "2" / "softmax_fc_gpu_1.pt").unlink()
     with pytest.raises(ValueError, match=r"those of \[1\] are missing"):
         wb.heads.load_insightface(tmp_path / "2", wb.PartialFC(4, 11))
+
+
+def cached_body(rows, rate):
+    """The head as the loss of gradient caching: every gradient that of the step without, the centres' once."""
+    rank = dist.get_rank()
+    own = Partition(rows).rows(rank)
+    torch.manual_seed(0)
+    x, y = torch.randn(sum(rows), 5).double(), torch.randint(CLASSES, (sum(rows),))
+    found = []
+    for cached in (False, True):
+        torch.manual_seed(1)
+        backbone = DistributedDataParallel(nn.Linear(5, D).double())
+        head = wb.PartialFC(D, CLASSES, margin=wb.ArcFace(10.0, 0.3), sample_rate=rate, dtype=torch.float64)
+        if cached:
+            loss = wb.GradCache([backbone], 2, head)(x[own], labels=y[own])
+        else:
+            loss = head(backbone(x[own]), y[own])
+            loss.backward()
+        found.append([loss.detach(), *(p.grad for p in backbone.parameters()), head.weight.grad.to_dense()])
+    for a, b in zip(*found, strict=True):
+        assert_same(a, b, relative=1e-12)
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.3])
+def test_with_gradient_caching(rate):
+    run_ranks(cached_body, 2, (5, 3), rate, timeout_s=60)
