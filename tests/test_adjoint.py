@@ -13,7 +13,8 @@ def on_gloo(name):
 
 
 # Five ranks for adjoints and for orders of calls; on MPI, where a launch runs all cases, for everything.
-SIZES = {name: (1, 2, 3, 5) if name.startswith(("dot", "chain", "token", "graphs")) else (1, 2, 3) for name in CASES}
+FIVE = ("dot_test_float64_sum", "dot_test_in_parts", "chain", "token", "graphs")
+SIZES = {name: (1, 2, 3, 5) if name.startswith(FIVE) else (1, 2, 3) for name in CASES}
 
 
 @pytest.mark.parametrize(("name", "size"), [(name, size) for name, sizes in SIZES.items() for size in sizes])
