@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import assert_same
+from ddp import counting
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import normalize
@@ -558,19 +559,6 @@ class Joint(nn.Module):
 def joint_loss(parts):
     x, y, scale = parts
     return wb.functional.clip_loss(normalize(x, dim=1), normalize(y, dim=1), scale)
-
-
-def counting(model):
-    """How many buckets DDP reduces."""
-    buckets = []
-
-    def hook(_state, bucket):
-        buckets.append(bucket.index())
-        future = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future()
-        return future.then(lambda done: done.value()[0])
-
-    model.register_comm_hook(None, hook)
-    return buckets
 
 
 def ddp_body(counts, sizes, keep):

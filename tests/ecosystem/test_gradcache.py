@@ -12,6 +12,7 @@ import socket
 import pytest
 import torch
 import torch.distributed as dist
+from ddp import counting
 from torch import nn
 from torch.nn.functional import normalize
 
@@ -157,19 +158,6 @@ def as_launched(port):
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none"}
-
-
-def counting(engine):
-    """How many buckets DDP reduces."""
-    buckets = []
-
-    def hook(_state, bucket):
-        buckets.append(bucket.index())
-        future = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future()
-        return future.then(lambda done: done.value()[0])
-
-    engine.register_comm_hook(None, hook)
-    return buckets
 
 
 def engine_in(wrapped):

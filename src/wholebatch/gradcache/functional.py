@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..comm import Communicator, Group, select_communicator
 from .inputs import own_containers, representations
 from .observe import Observer
+from .parameter_sync import modules_of
 from .replay import Buffers, Replay, without_graph
 from .two_passes import backward_from, difference, differentiable, with_graph
 
@@ -73,7 +74,8 @@ class _Again:
         self._call = lambda: representations(func(*own_containers(args), **own_containers(kwargs)), self._name)[0]
         self._buffers, self._replay, self._done = Buffers(), Replay(), False
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)]
-        with Observer(self._buffers).call(func, *given) as called, without_graph():
+        visible = modules_of(func, *given)
+        with Observer(self._buffers).call(func, *given, visible=visible) as called, without_graph():
             self._first = self._call()
         self._engines = called.engines
         self._buffers.look()

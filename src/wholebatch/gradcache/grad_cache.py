@@ -30,7 +30,7 @@ from .inputs import (
 )
 from .keep import Keeper, KeepGraphs, check_keep_graphs
 from .observe import Observer
-from .parameter_sync import Synchronised, modules_of, synchronised
+from .parameter_sync import Synchronised, synchronised
 from .replay import Buffers
 from .two_passes import Chunk, Encoder, differentiable, first_pass, second_pass
 
@@ -144,8 +144,8 @@ class GradCache:
         def split() -> list[Any]:
             chunks.extend(self._chunks(model_inputs))
             counts = [sum(c.encoder.index == k for c in chunks) for k in range(len(self.models))]
-            visible = synchronised(modules_of(*self.models)) if comm.size > 1 else []
-            collective = any(engine.control.collective for engine in visible)
+            visible = synchronised(module for chunk in chunks if chunk.first for module in chunk.encoder.visible)
+            collective = comm.size > 1 and any(engine.control.collective for engine in visible)
             return [counts, all(may_be_empty(chunk.part) for chunk in chunks), self.keep_graphs, collective]
 
         everyone = _agree(comm, split)
@@ -160,7 +160,8 @@ class GradCache:
         def encode() -> None:
             first_pass(chunks, keeper, Observer(buffers, may_be_collective=alike or everyone[0][-1]))
             for chunk in chunks:
-                _check_parameters(chunk)
+                if chunk.last:
+                    _check_parameters(chunk)
             found.extend(_joined([c for c in chunks if c.encoder.index == k]) for k in range(len(self.models)))
 
         with self._autocast(device), torch.enable_grad(), _as_they_were() as kept, _moved_once(buffers) as state:
@@ -318,7 +319,7 @@ def _joined(chunks: Sequence[Chunk]) -> list[Tensor]:
 def _check_parameters(chunk: Chunk) -> None:
     """No parameter has its optimiser step in its backward pass, of which there are many."""
     owned = {id(p) for engine in chunk.engines for p in engine.module.parameters()}
-    for p in chunk.encoder.parameters.values() if chunk.last else ():
+    for p in chunk.encoder.parameters.values():
         if id(p) not in owned and getattr(p, "_post_accumulate_grad_hooks", None):
             raise ValueError(
                 f"a parameter of {chunk.encoder.name}, of shape {tuple(p.shape)}, has a hook for "

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from .parameter_sync import Synchronised, control_of, modules_of, synchronised
+from .parameter_sync import Synchronised, control_of, synchronised
 from .replay import Buffers
 
 
@@ -35,12 +35,12 @@ class Observer:
         self._broadcast: set[int] = set()  # engines that have been called: DDP broadcasts buffers in the first
 
     @contextmanager
-    def call(self, *objects: object) -> Iterator[Called]:
+    def call(self, *objects: object, visible: Iterable[nn.Module]) -> Iterator[Called]:
         """Inside, a model is called once; what it calls is held.
 
         Args:
-            objects: the model, and modules that it is given: what is compiled among these, or in their sight, is taken
-                for called.
+            objects: the model, and modules that it is given.
+            visible: the modules that these can see (`modules_of`), of which the compiled ones are taken for called.
         """
         with ExitStack() as stack:
             called = Called(self, stack)
@@ -50,7 +50,7 @@ class Observer:
                     called.add(own)
                     if own is not x:  # a method, by which its module's call is not seen
                         called.add_engines(engine for engine in synchronised([own]) if engine.module is own)
-            for module in modules_of(*objects):
+            for module in visible:
                 if _compiled(module):  # nor is any inside
                     called.add(module)
                     called.add_engines(synchronised([module]))

@@ -29,7 +29,7 @@ from .._graph import leaves_of
 from .inputs import tensors_of
 from .keep import Keeper
 from .observe import Observer
-from .parameter_sync import Synchronised, synchronised
+from .parameter_sync import Synchronised, modules_of, synchronised
 from .replay import Buffers, Replay, fresh_autocast_cache, without_graph
 
 
@@ -50,6 +50,7 @@ class Encoder:
         self.model, self.index, self.name = model, index, name
         own = [x for x in (model, getattr(model, "__self__", None)) if isinstance(x, nn.Module)]
         self.own = own[:1]  # the module that it is, or is a method of
+        self.visible = modules_of(model)  # looked for once: its calls are many
         self.engines = synchronised(self.own)  # if calls show none
         self.form: Callable[[Sequence[Any]], Any] = tuple  # of its representations
         self.trained: list[bool] = []  # which of them have a gradient
@@ -153,7 +154,7 @@ def _first_pass(chunk: Chunk, chunks: Sequence[Chunk], keeper: Keeper, observer:
 def _observed(chunk: Chunk, observer: Observer) -> Iterator[None]:
     """Inside, the chunk's model is called for the first time, and held; afterwards it is known what it called."""
     encoder = chunk.encoder
-    with observer.call(encoder.model) as called:
+    with observer.call(encoder.model, visible=encoder.visible) as called:
         try:
             yield
         finally:

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from ..comm import handshake, select_communicator
 from ..comm.torch_distributed import TorchTransport
 from .partial_fc import PartialFC
+from .rows import overlap
 
 _ROWS = 65536  # of a slice
 _FACTS = "head"  # what the checkpoint is of
@@ -45,8 +46,8 @@ def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None =
             f"what a {type(optimizer).__name__} knows of each class is not known here: use wholebatch.SparseSGD or "
             "SparseAdamW, which are PyTorch's on dense gradients, or save the optimiser yourself"
         )
-    tensors: dict[str, Any] = {}
-    for name, x in _rows_of(head, optimizer).items():
+    tensors, of_classes = dict[str, Any](), _rows_of(head, optimizer)
+    for name, x in of_classes.items():
         for start in range(0, len(x), _ROWS):
             tensors[f"{name}/{head.classes.start + start:012d}"] = x[start : start + _ROWS].detach()
     facts = {
@@ -54,7 +55,7 @@ def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None =
         "embedding_size": head.embedding_size,
         "step": int(head.step),
         "seed": int(head.seed),
-        "optimizer": sorted(name for name in _rows_of(head, optimizer) if name != "weight"),
+        "optimizer": sorted(of_classes.keys() - {"weight"}),
     }
     comm = select_communicator(head.options.group)
     if comm.size > 1 and not isinstance(comm.transport, TorchTransport):
@@ -176,12 +177,12 @@ def _rows_of(head: PartialFC, optimizer: Optimizer | None) -> dict[str, Tensor]:
 def _read_rows(folder: Path, metadata: dict[str, Any], name: str, into: Tensor, first: int) -> None:
     """Rows [first, first + n) of a tensor, one slice at a time."""
     for key, start, size, dtype in _slices(metadata, name):
-        low, high = max(start, first), min(start + size[0], first + len(into))
-        if low < high:
+        shared = overlap(start, size[0], first, len(into))
+        if shared is not None:
             wanted = {key: torch.empty(size, dtype=dtype)}
             with _without_a_warning():
                 load(wanted, checkpoint_id=folder, no_dist=True)
-            into[low - first : high - first] = wanted[key][low - start : high - start].to(into)
+            into[shared[1]] = wanted[key][shared[0]].to(into)
 
 
 @contextmanager

@@ -30,8 +30,7 @@ class HeldClasses:
     def rows_of(self, labels: Tensor) -> Tensor:
         """Where each label's centre is among this rank's, or NOT_HERE; in the shape of the labels."""
         if self.ids is None:
-            own = self.partition.rows(self.rank)
-            return torch.where((labels >= own.start) & (labels < own.stop), labels - own.start, NOT_HERE)
+            return rows_within(labels, self.partition.rows(self.rank))
         ids = self.ids.to(labels)
         if not len(ids):
             return torch.full_like(labels, NOT_HERE)
@@ -53,6 +52,11 @@ class HeldClasses:
                 f"{caller}: each label's class must be among class_ids of one rank; for {len(wrong)} of "
                 f"{len(rows)} labels {int(owners[wrong[0]])} ranks have it. Positive classes belong to every sample"
             )
+
+
+def rows_within(labels: Tensor, own: slice) -> Tensor:
+    """Where each label's centre is among those of consecutive classes, or NOT_HERE; in the shape of the labels."""
+    return torch.where((labels >= own.start) & (labels < own.stop), labels - own.start, NOT_HERE)
 
 
 def check_ascending(ids: Tensor) -> None:

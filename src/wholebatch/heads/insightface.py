@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from ..comm import handshake, select_communicator
 from .partial_fc import PartialFC
+from .rows import overlap
 
 _WEIGHTS = (r"rank_(\d+)_softmax_weight\.pt", r"softmax_fc_gpu_(\d+)\.pt")
 _MOMENTA = (r"rank_(\d+)_softmax_weight_mom\.pt",)
@@ -83,7 +84,7 @@ def _copy(shards: list[Tensor], into: Tensor, first: int) -> None:
     """Rows [first, first + n) of all of them."""
     start = 0
     for shard in shards:
-        low, high = max(start, first), min(start + len(shard), first + len(into))
-        if low < high:
-            into[low - first : high - first] = shard[low - start : high - start].to(into)
+        shared = overlap(start, len(shard), first, len(into))
+        if shared is not None:
+            into[shared[1]] = shard[shared[0]].to(into)
         start += len(shard)

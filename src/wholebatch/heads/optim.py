@@ -10,6 +10,7 @@ is not moved by its momentum, not decayed, and its step is not counted. With den
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 from .._checks import check_number
 
 
-class _SparseOptimizer(Optimizer):
+class _SparseOptimizer(Optimizer, ABC):
     """Goes through the parameters' rows that have a gradient."""
 
     of_rows: tuple[str, ...]  # names of what it knows of each row
@@ -53,8 +54,9 @@ class _SparseOptimizer(Optimizer):
                     self._step(p, slice(None), p.grad, group)
         return loss
 
+    @abstractmethod
     def _step(self, p: Tensor, rows: Any, grad: Tensor, group: dict[str, Any]) -> None:
-        raise NotImplementedError
+        """The same of one parameter: `rows` index those that `grad` is of."""
 
 
 class SparseSGD(_SparseOptimizer):

@@ -21,8 +21,9 @@ from ..partition import Partition
 from ..sweep import Memory
 from ..sync import Sync
 from .class_softmax import Sample, check_exclude_above, check_margin, class_softmax
+from .classes import NOT_HERE, rows_within
 from .margins import ArcFace, Margin
-from .rows import take_rows
+from .rows import overlap, take_rows
 from .sampling import bernoulli
 
 _BLOCK = 1024  # classes whose centres are drawn together
@@ -124,8 +125,9 @@ class PartialFC(nn.Module):
         for start in range(first, self.classes.stop, _BLOCK):
             generator = torch.Generator().manual_seed((int(self.seed) << 32) + start // _BLOCK)
             block = torch.randn(_BLOCK, self.embedding_size, generator=generator)
-            low, high = max(start, self.classes.start), min(start + _BLOCK, self.classes.stop)
-            self.weight[low - self.classes.start : high - self.classes.start] = 0.01 * block[low - start : high - start]
+            shared = overlap(start, _BLOCK, self.classes.start, len(self.weight))
+            assert shared is not None
+            self.weight[shared[1]] = 0.01 * block[shared[0]]
 
     @eager
     def forward(self, embeddings: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
@@ -157,9 +159,9 @@ class PartialFC(nn.Module):
             return Sample(self.weight, complete=True, settings=settings)
         ids = torch.arange(self.classes.start, self.classes.stop, device=self.weight.device)
         drawn = bernoulli(self.sample_rate, ids, seed=int(self.seed), step=int(self.step))
-        here = labels[(labels >= self.classes.start) & (labels < self.classes.stop)] - self.classes.start
+        at = rows_within(labels, self.classes)
         positive = torch.zeros_like(drawn)
-        positive[here] = True
+        positive[at[at != NOT_HERE]] = True
         (index,) = (drawn | positive).nonzero(as_tuple=True)
         log_weights = None
         if self.unbiased:

@@ -1,4 +1,4 @@
-"""Some rows of a parameter, whose gradient is of these rows alone."""
+"""Some rows of a tensor: by their index, with a gradient of these rows alone; and where two runs of rows overlap."""
 
 from __future__ import annotations
 
@@ -13,6 +13,16 @@ from .._once import once_differentiable
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
     """x[index], whose gradient by x is a sparse tensor: (n, d), (k,) ascending -> (k, d)."""
     return _Rows.apply(x, index)
+
+
+def overlap(start: int, count: int, first: int, held: int) -> tuple[slice, slice] | None:
+    """The rows that [start, start + count) and [first, first + held) share, as rows of the one and of the other.
+
+    >>> overlap(0, 4, 3, 5), overlap(0, 3, 3, 5)
+    ((slice(3, 4, None), slice(0, 1, None)), None)
+    """
+    low, high = max(start, first), min(start + count, first + held)
+    return (slice(low - start, high - start), slice(low - first, high - first)) if low < high else None
 
 
 class _Rows(torch.autograd.Function):

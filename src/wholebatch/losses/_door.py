@@ -317,10 +317,7 @@ def agree(
 
 
 def _entering(
-    inputs: dict[str, Any],
-    scalars: Mapping[str, Any],
-    comm: Communicator,
-    options: Options,
+    inputs: dict[str, Any], scalars: Mapping[str, Any], comm: Communicator, options: Options
 ) -> dict[str, Any]:
     """The inputs, whose gradients take on what `sync` asks for on their way out. This is the one place for that.
 
