@@ -167,6 +167,108 @@ def test_several_labels_for_each_example(rows, classes):
     run_ranks(several_body, len(rows), rows, classes, timeout_s=60)
 
 
+FORMS = [
+    {"sub_centres": 3},
+    {"sub_centres": 2, "margin": MARGINS["CurricularFace"], "bias": True},
+    {"sub_centres": 2, "normalise": "centres", "label_smoothing": 0.1},
+    {"bias": True, "exclude_above": 0.3},
+    {"bias": True, "label_smoothing": 0.1, "log_weights": True},
+    *({"normalise": name, "bias": bias} for name in ("centres", "embeddings", "none") for bias in (False, True)),
+    {"normalise": "none", "margin": wb.NormFace(1.0), "bias": True},
+    {"normalise": "none", "margin": wb.NormFace(1.0), "margin_grad": "straight_through"},
+]
+
+
+def forms(classes=CLASSES):
+    """Sub-centres, biases, and what is normalised: centres, bias and other settings of each form."""
+    generator = torch.Generator().manual_seed(2)
+    for form in FORMS:
+        form = dict(form)
+        shape = (classes, form.pop("sub_centres")) if "sub_centres" in form else (classes,)
+        centres, bias, log_weights = (
+            torch.randn(*of, dtype=torch.float64, generator=generator) for of in ((*shape, D), (classes,), (classes,))
+        )
+        form |= {"bias": bias if form.get("bias") else None, "log_weights": log_weights * form.get("log_weights", 0)}
+        yield centres, {"margin": MARGINS["combined"]} | form
+
+
+def form_gradients(loss_fn, x, labels, centres, *, bias, **options):
+    x, centres, bias = (None if z is None else z.clone().requires_grad_() for z in (x, centres, bias))
+    loss = loss_fn(x, labels, centres, bias=bias, **options)
+    loss.backward()
+    return [loss.detach(), x.grad, centres.grad, None if bias is None else bias.grad]
+
+
+def forms_body(rows, classes):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    own, held = Partition(rows).rows(rank), Partition(classes).rows(rank)
+    x, labels, _ = data(sum(rows))
+    for memory in ("flat", 3 * 8 * 40):  # tiles smaller than the classes, in which groups of sub-centres stay together
+        for centres, options in forms():
+            true = form_gradients(wb.reference.partial_fc_loss, x, labels, centres, **options)
+            sliced = {n: z[held] for n, z in options.items() if n in ("bias", "log_weights") and z is not None}
+            found = form_gradients(
+                wb.functional.partial_fc_loss, x[own], labels[own], centres[held], memory=memory, **(options | sliced)
+            )
+            assert_same(found[0], true[0], relative=1e-12, what=options)
+            for z, t, part, times in zip(found[1:], true[1:], (own, held, held), (world, 1, 1), strict=True):
+                if t is not None:
+                    assert_same(z, times * t[part], relative=0, absolute=1e-10 * times * t.abs().max().item())
+
+
+@pytest.mark.parametrize(("rows", "classes"), SPLITS[:4], ids=str)
+def test_sub_centres_biases_and_what_is_normalised(rows, classes):
+    run_ranks(forms_body, len(rows), rows, classes, timeout_s=60)
+
+
+def test_only_the_nearest_sub_centre_counts():
+    """All of them as classes of their own would be another loss; plain logits are those of torch's cross-entropy."""
+    x, labels, _ = data(4)
+    centres = torch.randn(CLASSES, 2, D, dtype=torch.float64)
+    centres[:, 1] = centres[:, 0]  # equal ones count once
+    margin = wb.CosFace(20.0, 0.3)
+    once = wb.functional.partial_fc_loss(x, labels, centres[:, 0], margin=margin)
+    assert_same(wb.functional.partial_fc_loss(x, labels, centres, margin=margin), once, relative=1e-12)
+    twice = wb.functional.partial_fc_loss(x, 2 * labels, centres.flatten(0, 1), margin=margin)
+    assert abs(twice - once) > 0.01
+    bias = torch.randn(CLASSES, dtype=torch.float64)
+    linear = wb.functional.partial_fc_loss(
+        x, labels, centres[:, 0], margin=wb.NormFace(1.0), normalise="none", bias=bias
+    )
+    assert_same(linear, F.cross_entropy(F.linear(x, centres[:, 0], bias), labels), relative=1e-12)
+
+
+def top_body(rows, classes):
+    """The best classes by the module, against those of the whole matrix of logits."""
+    rank = dist.get_rank()
+    own = Partition(rows).rows(rank)
+    x = torch.randn(sum(rows), D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for settings in ({}, {"sub_centres": 3}, {"normalise": "none", "bias": True}, {"normalise": "embeddings"}):
+        head = wb.PartialFC(D, classes, margin=wb.CosFace(8.0, 0.3), dtype=torch.float64, **settings)
+        whole = wb.PartialFC(
+            D, classes, dtype=torch.float64, group=wb.comm.LocalCommunicator(), **settings
+        ).weight.detach()
+        bias = torch.arange(classes).double() / 100 if settings.get("bias") else torch.zeros(classes).double()
+        if head.bias is not None:
+            head.bias.data.copy_(bias[head.classes])
+        z = F.normalize(x) if settings.get("normalise") != "none" else x
+        w = whole if "normalise" in settings else F.normalize(whole, dim=-1)
+        logits = 8.0 * (z @ w.view(-1, D).T).unflatten(1, (classes, -1)).amax(2) + bias
+        for k in (1, 4):
+            found = head.top_classes(x[own], k)
+            true = logits.topk(k, dim=1)
+            assert torch.equal(found.classes, true.indices[own]), settings
+            assert_same(found.logits, true.values[own], relative=1e-12)
+    wrong = (x[own], 4 if rank else 3) if len(rows) > 1 else (x[own], 12)
+    with pytest.raises(ValueError, match="k must be"):
+        head.top_classes(*wrong)
+
+
+@pytest.mark.parametrize("rows", [(5,), (4, 0, 3)], ids=str)
+def test_the_most_similar_classes(rows):
+    run_ranks(top_body, len(rows), rows, CLASSES, timeout_s=60)
+
+
 @pytest.mark.parametrize(("rows", "classes"), SPLITS, ids=str)
 def test_the_loss_and_all_gradients_are_the_dense_twins(rows, classes):
     run_ranks(exact_body, len(rows), rows, classes, timeout_s=90)
@@ -450,6 +552,15 @@ BAD = {
         lambda x, y, w: wb.functional.partial_fc_loss(x, y, w, class_ids=torch.arange(len(w)) + 100),
         "each label's class must be among|whether there are class_ids",
     ),
+    "bias": (
+        lambda x, y, w: wb.functional.partial_fc_loss(x, y, w, bias=torch.zeros(len(w) + 1)),
+        "bias must have shape|whether there is a bias",
+    ),
+    "sub-centres": (
+        lambda x, y, w: good_call(x, y, torch.stack([w, w], 1)[..., None]),
+        "centres must have shape",
+    ),
+    "sub-centres of one rank": (lambda x, y, w: good_call(x, y, torch.stack([w, w], 1)), "sub-centres of a class"),
     "order": (
         lambda x, y, w: wb.functional.partial_fc_loss(x, y, w, class_ids=torch.arange(len(w)).flip(0)),
         "class_ids must be ascending|whether there are",
@@ -465,7 +576,7 @@ def bad_body():
     rows, classes = Partition.even(6, world), Partition.even(CLASSES, world)
     mine = x[rows.rows(rank)], labels[rows.rows(rank)], centres[classes.rows(rank)]
     for name, (call, message) in BAD.items():
-        if world == 1 and name == "other margin":
+        if world == 1 and name in ("other margin", "sub-centres of one rank"):
             continue
         with pytest.raises(ValueError, match=message):
             (call if rank == world - 1 else good_call)(*mine)
@@ -489,6 +600,10 @@ def test_mistakes(world):
         ({"seed": "x"}, "seed must be an integer"),
         ({"margin": None}, "margin must be one such as"),
         ({"exclude_above": 2.0}, "exclude_above must be a cosine from -1 to 1"),
+        ({"exclude_above": 0.5, "normalise": "none"}, "they need normalise='both', got 'none'"),
+        ({"normalise": True}, "normalise must be one of 'both', 'centres', 'embeddings', 'none'"),
+        ({"sub_centres": 0}, "sub_centres must be a positive integer"),
+        ({"sub_centres": 2, "normalise": "none"}, "sub-centres are compared as unit vectors"),
     ],
 )
 def test_settings(arguments, message):
@@ -604,11 +719,40 @@ def test_what_a_checkpoint_is_not_loaded_into(tmp_path):
         wb.heads.save_head(tmp_path / "c", head, torch.optim.AdamW(head.parameters()))
     with pytest.raises(ValueError, match="holds no checkpoint"):
         wb.heads.load_head(tmp_path / "b", head)
-    more = wb.PartialFC(4, 12)
-    last = more.weight[10:].detach().clone()
-    wb.heads.load_head(tmp_path / "a", more, new_classes=True)
-    assert torch.equal(more.weight[:10], head.weight)
-    assert torch.equal(more.weight[10:], last)
+    for other, classes, message in (
+        (wb.PartialFC(4, 12), torch.arange(9), r"classes must have shape \(10,\)"),
+        (wb.PartialFC(4, 12), torch.arange(10) + 3, r"classes must lie in \[0, 12\), or be -1; got 3 to 12"),
+        (wb.PartialFC(4, 10, bias=True), None, "bias: the checkpoint has False, the head True"),
+        (wb.PartialFC(4, 10, sub_centres=2), None, "sub-centres of a class: the checkpoint has 1, the head 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wb.heads.load_head(tmp_path / "a", other, classes=classes)
+
+
+def merged_body(folder, classes):
+    head = wb.PartialFC(4, 9, bias=True, sub_centres=2)
+    optimizer = wb.SparseSGD(head.parameters(), momentum=0.9)
+    wb.heads.load_head(folder, head, optimizer, classes=classes)
+    state = optimizer.state[head.weight]["momentum_buffer"]
+    return head.weight.detach(), head.bias.detach(), state
+
+
+def test_classes_that_come_go_and_become_one(tmp_path):
+    """Of ten classes 2 and 3 become one, 5 goes, and the last is new; on one rank and on two."""
+    head = wb.PartialFC(4, 10, bias=True, sub_centres=2)
+    optimizer = wb.SparseSGD(head.parameters(), momentum=0.9)
+    head(torch.randn(2, 4), torch.tensor([0, 1])).backward()
+    optimizer.step()
+    wb.heads.save_head(tmp_path / "a", head, optimizer)
+    old = head.weight.detach(), head.bias.detach(), optimizer.state[head.weight]["momentum_buffer"]
+    new = wb.PartialFC(4, 9, bias=True, sub_centres=2).weight.detach()
+    classes = torch.tensor([0, 1, 2, 2, 3, -1, 4, 5, 6, 7])
+    for world in (1, 2):
+        found = run_ranks(merged_body, world, tmp_path / "a", classes, timeout_s=60)
+        for x, was in zip((torch.cat(parts) for parts in zip(*found, strict=True)), old, strict=True):
+            assert torch.equal(x[[0, 1, 3, 4, 5, 6, 7]], was[[0, 1, 4, 6, 7, 8, 9]])
+            assert_same(x[2], was[2:4].mean(0), relative=1e-6)
+            assert torch.equal(x[8], new[8] if x.shape == new.shape and was is old[0] else torch.zeros_like(x[8]))
 
 
 # Gradients of what all hold and of what each has a part of.

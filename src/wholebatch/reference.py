@@ -640,6 +640,8 @@ def partial_fc_loss(
     *,
     margin: Any,
     margin_grad: str = "exact",
+    normalise: str = "both",
+    bias: Tensor | None = None,
     class_ids: Tensor | None = None,
     log_weights: Tensor | None = None,
     exclude_above: float | None = None,
@@ -652,6 +654,9 @@ def partial_fc_loss(
 
     L_i = -log softmax_j(s c_ij, with s phi(c_iy) for the own class),    c: cosines of embeddings and centres
 
+    Of (C, K, d) centres the nearest of each K counts. Logits are times the norms of what is not normalised, and a bias
+    is added.
+
     >>> from wholebatch import CosFace
     >>> x = torch.eye(3, 4)
     >>> round(partial_fc_loss(x, torch.arange(3), x, margin=CosFace(4.0, 0.5)).item(), 4)
@@ -663,24 +668,31 @@ def partial_fc_loss(
     counted = labels != ignore_index
     ids = torch.arange(len(centres), device=labels.device) if class_ids is None else class_ids
     own = torch.searchsorted(ids, labels).clamp(max=len(ids) - 1)
-    units, directions = F.normalize(embeddings, dim=1), F.normalize(centres, dim=1)
-    angles = torch.stack([_angles(units, directions[of]) for of in own.unbind(1)], 1)
-    targets = Targets(angles, embeddings.norm(dim=1, keepdim=True))
+    centres = centres.view(len(centres), -1, centres.shape[-1])
+    units, directions = F.normalize(embeddings, dim=1), F.normalize(centres, dim=2)
+    of_sub_centres = [_angles(units[:, None], directions[of]) for of in own.unbind(1)]
+    angles = torch.stack([angles.min(1).values for angles in of_sub_centres], 1)
+    norms, lengths = embeddings.norm(dim=1, keepdim=True), centres.norm(dim=2)[:, 0]
+    targets = Targets(angles, norms)
     phi = margin(targets)
     if margin_grad == "straight_through":
         phi = angles.cos() + (phi - angles.cos()).detach()
-    cosines = units @ directions.T
+    cosines = (units @ directions.flatten(0, 1).T).unflatten(1, directions.shape[:2]).max(2).values
     if hasattr(margin, "of_negatives"):
         hard = cosines > (angles + margin.m).cos()
         cosines = torch.where(hard, cosines * (margin.t + cosines), cosines)
-    logits = margin.s * cosines + (0 if log_weights is None else log_weights)
+    n = norms if normalise in ("centres", "none") else torch.ones_like(norms)
+    m = lengths if normalise in ("embeddings", "none") else torch.ones_like(lengths)
+    b = torch.zeros_like(lengths) if bias is None else bias
+    logits = margin.s * cosines * n * m + b + (0 if log_weights is None else log_weights)
+    own_logits = margin.s * phi * n * m[own] + b[own]
     if exclude_above is not None:
         logits = logits.masked_fill(cosines > exclude_above, float("-inf"))
     positive = (counted[:, :, None] & (own[:, :, None] == torch.arange(len(ids), device=own.device))).any(1)
     negatives = logits.masked_fill(positive, float("-inf"))
     losses = []
-    for of, of_phi in zip(own.unbind(1), phi.unbind(1), strict=True):
-        of_label = negatives.scatter(1, of[:, None], margin.s * of_phi[:, None])
+    for of, own_logit in zip(own.unbind(1), own_logits.unbind(1), strict=True):
+        of_label = negatives.scatter(1, of[:, None], own_logit[:, None])
         losses.append(F.cross_entropy(of_label, of, reduction="none", label_smoothing=label_smoothing))
     per_label = torch.stack(losses, 1)
     if hasattr(margin, "regulariser"):
@@ -696,5 +708,5 @@ def _angles(x: Tensor, w: Tensor) -> Tensor:
     """Of unit vectors (Kahan, 2006, How futile are mindless assessments of roundoff, section 12); at 0 and pi flat."""
     apart, together = x - w, x + w
     same = 16 * torch.finfo(x.dtype).eps
-    lengths = [torch.where(z.norm(dim=1, keepdim=True) <= same, 0.0, z).norm(dim=1) for z in (apart, together)]
+    lengths = [torch.where(z.norm(dim=-1, keepdim=True) <= same, 0.0, z).norm(dim=-1) for z in (apart, together)]
     return 2 * torch.atan2(*lengths)

@@ -27,7 +27,16 @@ _CHUNK = 256  # pairs that are worked on at a time
 _SAME = 16  # times eps: unit vectors that are nearer to each other are taken for the same
 
 
-def target_angles(x: Tensor, centres: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+@torch.no_grad()
+def nearest(x: Tensor, centres: Tensor, rows: Tensor) -> Tensor:
+    """Of several rows of the centres, (B, k, K), that of the smallest angle with each embedding, (B, k)."""
+    if rows.shape[2] == 1:
+        return rows[..., 0]
+    angles, *_ = target_angles(x, centres, rows.flatten(1))
+    return rows.gather(2, angles.view(rows.shape).argmin(2, keepdim=True))[..., 0]
+
+
+def target_angles(x: Tensor, centres: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The angle of each embedding with its class's centre, and the centres for whatever else is made of them.
 
     Args:
@@ -36,26 +45,29 @@ def target_angles(x: Tensor, centres: Tensor, at: Tensor) -> tuple[Tensor, Tenso
         at: (B, k), the rows of the centres of each embedding's classes, or NOT_HERE.
 
     Returns:
-        (B, k), float64, 0 where the centre is not here; and the centres, whose other gradient is to arrive by these: it
-        is taken on here, in place, and not stored twice.
+        The angles, and the lengths of the centres, both (B, k), float64, 0 where the centre is not here; and the
+        centres, whose other gradient is to arrive by these: it is taken on here, in place, and not stored twice.
     """
-    angles, again = _Angles.apply(x, centres, at)
-    return angles, again
+    angles, lengths, again = _Angles.apply(x, centres, at)
+    return angles, lengths, again
 
 
 class _Angles(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, centres: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        angles = torch.zeros(at.shape, dtype=wide_dtype(x.device), device=x.device)
+    def forward(ctx: Any, x: Tensor, centres: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        angles, lengths = (torch.zeros(at.shape, dtype=wide_dtype(x.device), device=x.device) for _ in range(2))
         for cols, slots, rows in _pairs(at):
-            u, w = (_unit(z) for z in (x[cols], centres[rows]))
+            u, (w, w_norm) = _unit(x[cols]), _unit_and_norm(centres[rows])
+            lengths[cols, slots] = w_norm[:, 0]
             angles[cols, slots] = 2 * torch.atan2(_length(u - w), _length(u + w))
         ctx.save_for_backward(x, centres, at, angles)
-        return angles, centres.view_as(centres)
+        return angles, lengths, centres.view_as(centres)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, of_centres: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(
+        ctx: Any, grad: Tensor, of_lengths: Tensor, of_centres: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None]:
         x, centres, at, angles = ctx.saved_tensors
         of_x = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
         for cols, slots, rows in _pairs(at):
@@ -64,7 +76,8 @@ class _Angles(torch.autograd.Function):
             if of_x is not None:
                 of_x.index_add_(0, cols, (_away(u, w, theta) * weight / u_norm).to(of_x.dtype))
             if ctx.needs_input_grad[1]:
-                of_centres.index_add_(0, rows, (_away(w, u, theta) * weight / w_norm).to(of_centres.dtype))
+                of_w = _away(w, u, theta) * weight / w_norm + w * of_lengths[cols, slots, None]
+                of_centres.index_add_(0, rows, of_w.to(of_centres.dtype))
         return of_x, of_centres if ctx.needs_input_grad[1] else None, None
 
 

@@ -3,15 +3,16 @@
 A folder of torch.distributed.checkpoint holds, of each tensor with a row for each class, slices of at most 65536 rows
 under the name of their first class,
 
-    weight/000000000000, weight/000000065536, ...;   optimizer/momentum_buffer/000000000000, ...
+    weight/000000000000, weight/000000065536, ...;   optimizer/weight/momentum_buffer/000000000000, ...
 
-A rank that loads reads the slices that overlap with its classes, and takes its rows out of them.
+A rank that loads reads the slices with rows of its classes, and takes these out of them.
 """
 
 from __future__ import annotations
 
 import json
 import warnings
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,10 +25,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
+from .._checks import check_ids
 from ..comm import handshake, select_communicator
 from ..comm.torch_distributed import TorchTransport
+from .classes import NOT_HERE, rows_within
 from .partial_fc import PartialFC
-from .rows import overlap
 
 _ROWS = 65536  # of a slice
 _FACTS = "head"  # what the checkpoint is of
@@ -39,7 +41,7 @@ def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None =
     Args:
         folder: that all ranks see; it may not hold another checkpoint.
         head: the ranks' parts of it.
-        optimizer: whose only parameter, or one of them, is `head.weight`; what it knows of others is not written.
+        optimizer: with `head.parameters()` among its own; what it knows of others is not written.
     """
     if optimizer is not None and not _names_of(optimizer):
         raise ValueError(
@@ -53,9 +55,11 @@ def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None =
     facts = {
         "num_classes": head.num_classes,
         "embedding_size": head.embedding_size,
+        "sub_centres": head.sub_centres,
+        "bias": head.bias is not None,
         "step": int(head.step),
         "seed": int(head.seed),
-        "optimizer": sorted(of_classes.keys() - {"weight"}),
+        "optimizer": sorted({name.rpartition("/")[2] for name in of_classes if name.startswith("optimizer/")}),
     }
     comm = select_communicator(head.options.group)
     if comm.size > 1 and not isinstance(comm.transport, TorchTransport):
@@ -73,7 +77,7 @@ def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None =
 
 
 def load_head(
-    folder: Path | str, head: PartialFC, optimizer: Optimizer | None = None, *, new_classes: bool = False
+    folder: Path | str, head: PartialFC, optimizer: Optimizer | None = None, *, classes: Tensor | None = None
 ) -> None:
     """Read a head that `save_head` has written, on any number of ranks. Collective.
 
@@ -81,7 +85,10 @@ def load_head(
         folder: of the checkpoint.
         head: takes its centres, and goes on with its samples.
         optimizer: takes its state; None: that is left alone.
-        new_classes: whether the head may have more classes than the checkpoint: these, the last ones, stay as they are.
+        classes: (C,) integers, which of the head's classes each of the checkpoint's C is to be, the same on all ranks;
+            -1: none, it is left out. A class that several become, as two that turned out to be one, gets the mean of
+            their centres and of what the optimiser knows of them; one that none becomes stays as it is. So
+            torch.arange(C) is for a head with new classes behind the old ones. None: the classes are the same.
 
     Raises:
         ValueError: on every rank, with head and optimizer as they were: there is no checkpoint of a head, or it is of
@@ -91,14 +98,15 @@ def load_head(
 
     def state() -> dict[str, Any]:
         found["metadata"], found["facts"] = _read_facts(folder)
-        _check(found["facts"], head, optimizer, new_classes=new_classes)
-        return {}
+        _check(found["facts"], head, optimizer, classes)
+        return {"classes": None if classes is None else zlib.crc32(classes.cpu().numpy().tobytes())}
 
-    handshake(select_communicator(head.options.group), state, caller="load_head")
+    handshake(select_communicator(head.options.group), state, caller="load_head", must_match=("classes",))
     facts = found["facts"]
     _fill(head, optimizer, facts["optimizer"])
+    becomes = torch.arange(facts["num_classes"]) if classes is None else classes.cpu().long()
     for name, x in _rows_of(head, optimizer).items():
-        _read_rows(folder, found["metadata"], name, x, head.classes.start)
+        _read_rows(folder, found["metadata"], name, x, rows_within(becomes, head.classes))
     with torch.no_grad():
         head.step.fill_(facts["step"])
         head.seed.fill_(facts["seed"])
@@ -118,22 +126,38 @@ def _read_facts(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return metadata, json.loads(read[_FACTS])
 
 
-def _check(facts: dict[str, Any], head: PartialFC, optimizer: Optimizer | None, *, new_classes: bool) -> None:
+def _check(facts: dict[str, Any], head: PartialFC, optimizer: Optimizer | None, classes: Tensor | None) -> None:
     if facts["embedding_size"] != head.embedding_size:
         raise ValueError(
             f"the checkpoint's embeddings have {facts['embedding_size']} numbers, the head's {head.embedding_size}"
         )
-    if facts["num_classes"] != head.num_classes and not (new_classes and facts["num_classes"] < head.num_classes):
+    for name, own, one in (
+        ("sub-centres of a class", head.sub_centres, facts["sub_centres"]),
+        ("bias", head.bias is not None, facts["bias"]),
+    ):
+        if own != one:
+            raise ValueError(f"{name}: the checkpoint has {one}, the head {own}")
+    count = facts["num_classes"]
+    if classes is None and count != head.num_classes:
         raise ValueError(
-            f"the checkpoint has {facts['num_classes']} classes, the head {head.num_classes}; a head with more takes "
-            "it with new_classes=True"
+            f"the checkpoint has {count} classes, the head {head.num_classes}; which of these each of those is to be, "
+            f"say with classes=: torch.arange({count}) if the head has new ones behind them"
         )
+    if classes is not None:
+        check_ids("classes", classes, "the checkpoint's centres", count)
+        if count and not -1 <= int(classes.min()) <= int(classes.max()) < head.num_classes:
+            raise ValueError(
+                f"classes must lie in [0, {head.num_classes}), or be -1; got {int(classes.min())} to "
+                f"{int(classes.max())}"
+            )
     if optimizer is not None:
         if not _names_of(optimizer):
             raise ValueError(f"optimizer must be a SparseSGD or SparseAdamW, or None; got {type(optimizer).__name__}")
-        if not any(p is head.weight for group in optimizer.param_groups for p in group["params"]):
-            raise ValueError("the optimizer must have head.weight among its parameters")
-        known = {f"optimizer/{name}" for name in _names_of(optimizer)}
+        has = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        missing = [name for name, p in head.named_parameters() if id(p) not in has]
+        if missing:
+            raise ValueError(f"the optimizer must have head.parameters() among its own; it lacks {', '.join(missing)}")
+        known = {*_names_of(optimizer)}
         if known != set(facts["optimizer"]) and facts["optimizer"]:
             raise ValueError(
                 f"the checkpoint's optimizer has {facts['optimizer']} of each class, a {type(optimizer).__name__} has "
@@ -151,38 +175,40 @@ def _fill(head: PartialFC, optimizer: Optimizer | None, names: list[str]) -> Non
     """The optimiser's state, of which there is none before its first step."""
     if optimizer is None:
         return
-    state = optimizer.state[head.weight]
-    for name in _names_of(optimizer):
-        if f"optimizer/{name}" in names:
-            shape = head.weight.shape[:1] if name == "steps" else head.weight.shape
-            dtype = torch.float32 if name == "steps" else head.weight.dtype
-            state[name] = torch.zeros(shape, dtype=dtype, device=head.weight.device)
-        else:
-            state.pop(name, None)
+    for p in head.parameters():
+        state = optimizer.state[p]
+        for name in _names_of(optimizer):
+            if name in names:
+                shape, dtype = (p.shape[:1], torch.float32) if name == "steps" else (p.shape, p.dtype)
+                state[name] = torch.zeros(shape, dtype=dtype, device=p.device)
+            else:
+                state.pop(name, None)
 
 
 def _rows_of(head: PartialFC, optimizer: Optimizer | None) -> dict[str, Tensor]:
     """Tensors with a row for each of this rank's classes."""
-    found = {"weight": head.weight.detach()}
-    if optimizer is not None:
-        state = optimizer.state.get(head.weight, {})
-        found |= {
-            f"optimizer/{name}": x
-            for name, x in state.items()
-            if isinstance(x, Tensor) and x.dim() and len(x) == len(head.weight)
-        }
+    found = {}
+    for name, p in head.named_parameters():
+        found[name] = p.detach()
+        if optimizer is not None:
+            known = optimizer.state.get(p, {})
+            found |= {f"optimizer/{name}/{of}": known[of] for of in _names_of(optimizer) if of in known}
     return found
 
 
-def _read_rows(folder: Path, metadata: dict[str, Any], name: str, into: Tensor, first: int) -> None:
-    """Rows [first, first + n) of a tensor, one slice at a time."""
+def _read_rows(folder: Path, metadata: dict[str, Any], name: str, into: Tensor, at: Tensor) -> None:
+    """The tensor's row i to row at[i], or nowhere where that is NOT_HERE, one slice at a time; of several the mean."""
+    count = torch.bincount(at[at != NOT_HERE], minlength=len(into))
+    into[(count > 0).to(into.device)] = 0
     for key, start, size, dtype in _slices(metadata, name):
-        shared = overlap(start, size[0], first, len(into))
-        if shared is not None:
+        to = at[start : start + size[0]]
+        here = to != NOT_HERE
+        if here.any():
             wanted = {key: torch.empty(size, dtype=dtype)}
             with _without_a_warning():
                 load(wanted, checkpoint_id=folder, no_dist=True)
-            into[shared[1]] = wanted[key][shared[0]].to(into)
+            share = wanted[key][here] / count[to[here]].view(-1, *[1] * (into.dim() - 1))
+            into.index_add_(0, to[here].to(into.device), share.to(into))
 
 
 @contextmanager

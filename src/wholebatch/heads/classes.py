@@ -59,6 +59,17 @@ def rows_within(labels: Tensor, own: slice) -> Tensor:
     return torch.where((labels >= own.start) & (labels < own.stop), labels - own.start, NOT_HERE)
 
 
+def rows_of_groups(at: Tensor, of: int) -> Tensor:
+    """The rows of each class's sub-centres, (B, k, of), from the places of the classes, (B, k), or NOT_HERE.
+
+    >>> rows_of_groups(torch.tensor([[2, -1]]), 2)
+    tensor([[[ 4,  5],
+             [-1, -1]]])
+    """
+    each = of * at[..., None] + torch.arange(of, device=at.device)
+    return torch.where(at[..., None] == NOT_HERE, NOT_HERE, each)
+
+
 def check_ascending(ids: Tensor) -> None:
     """Ids of classes are in order."""
     if len(ids) > 1 and not bool((ids[1:] > ids[:-1]).all()):

@@ -63,6 +63,8 @@ def _shards(folder: Path, patterns: tuple[str, ...], head: PartialFC) -> list[Te
             raise ValueError(f"{folder} has files of ranks {sorted(files)}, those of {sorted(missing)} are missing")
         shards = [_tensor(files[rank]) for rank in sorted(files)]
         rows, widths = sum(map(len, shards)), {shard.shape[1] for shard in shards}
+        if head.sub_centres > 1 or head.bias is not None:
+            raise ValueError("the files hold one centre for each class and no bias; the head has others")
         if rows != head.num_classes or widths != {head.embedding_size}:
             raise ValueError(
                 f"the files in {folder} have {rows} classes of {sorted(widths)} numbers, the head has "

@@ -14,17 +14,19 @@ import math
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_count, check_label_smoothing
+from .._checks import check_count
 from ..comm import Group, select_communicator
 from ..losses._door import Options, Reduction, eager
 from ..partition import Partition
 from ..sweep import Memory
 from ..sync import Sync
-from .class_softmax import Sample, check_exclude_above, check_margin, class_softmax
+from .class_softmax import Sample, class_softmax
 from .classes import NOT_HERE, rows_within
+from .logits import Logits, Normalise
 from .margins import ArcFace, Margin
 from .rows import overlap, take_rows
 from .sampling import bernoulli
+from .top_classes import TopClasses, top_classes
 
 _BLOCK = 1024  # classes whose centres are drawn together
 
@@ -42,13 +44,15 @@ class PartialFC(nn.Module):
         embedding_size: d.
         num_classes: C, on all ranks together; at least one for each rank.
         margin: phi and s.
-        margin_grad: "exact" or "straight_through".
+        sub_centres: K of each class, of which the one nearest to an embedding counts: for noisy labels. `weight` is
+            then (C_r, K, d).
+        bias: whether there is one, (C_r,), 0 at the start.
+        margin_grad, normalise: as in :func:`wholebatch.functional.partial_fc_loss`.
         sample_rate: of the classes without a label in the batch, the probability with which each is in a step of
             training; 1: all. In evaluation all are there. With samples the gradient of `weight` is a sparse tensor,
             for `SparseSGD` or `SparseAdamW`.
         unbiased: sampled negatives weigh 1 / sample_rate, so that their sum is that of all classes on average.
-        exclude_above, label_smoothing, ignore_index, reduction, group, sync, memory: as in
-            :func:`wholebatch.functional.partial_fc_loss`.
+        exclude_above, label_smoothing, ignore_index, reduction, group, sync, memory: as there.
         seed: of the centres at the start and of all samples; the same on all ranks.
         device, dtype: of the centres.
 
@@ -74,7 +78,10 @@ class PartialFC(nn.Module):
         num_classes: int,
         *,
         margin: Margin = ArcFace(),  # noqa: B008  # it is frozen
+        sub_centres: int = 1,
+        bias: bool = False,
         margin_grad: str = "exact",
+        normalise: Normalise = "both",
         sample_rate: float = 1.0,
         unbiased: bool = False,
         exclude_above: float | None = None,
@@ -91,9 +98,10 @@ class PartialFC(nn.Module):
         super().__init__()
         check_count("embedding_size", embedding_size, "numbers of an embedding")
         check_count("num_classes", num_classes, "classes of all ranks")
-        check_margin(margin, margin_grad)
-        check_label_smoothing(label_smoothing)
-        check_exclude_above(exclude_above)
+        check_count("sub_centres", sub_centres, "sub-centres of a class")
+        self.logits = Logits(margin, margin_grad, normalise, exclude_above, label_smoothing, ignore_index)
+        self.logits.check()
+        self.logits.check_sub_centres(sub_centres)
         if not isinstance(sample_rate, int | float) or not 0.0 <= sample_rate <= 1.0:
             raise ValueError(f"sample_rate must lie in [0, 1], got {sample_rate!r}")
         if unbiased and (not sample_rate or label_smoothing):
@@ -106,12 +114,13 @@ class PartialFC(nn.Module):
         if num_classes < comm.size:
             raise ValueError(f"there must be a class for each of the {comm.size} ranks, got num_classes={num_classes}")
         self.embedding_size, self.num_classes = embedding_size, num_classes
-        self.margin, self.margin_grad = margin, margin_grad
-        self.sample_rate, self.unbiased, self.exclude_above = float(sample_rate), unbiased, exclude_above
-        self.label_smoothing, self.ignore_index = label_smoothing, ignore_index
+        self.margin, self.sub_centres = margin, sub_centres
+        self.sample_rate, self.unbiased = float(sample_rate), unbiased
         self.classes = Partition.even(num_classes, comm.size).rows(comm.rank)
         held = self.classes.stop - self.classes.start
-        self.weight = nn.Parameter(torch.empty(held, embedding_size, device=device, dtype=dtype))
+        shape = (held, embedding_size) if sub_centres == 1 else (held, sub_centres, embedding_size)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(held, device=device, dtype=dtype)) if bias else None
         self._made_with = [self.weight]  # in a list, where no module sees it
         self.register_buffer("seed", torch.tensor(seed))
         self.register_buffer("step", torch.tensor(0))  # samples drawn so far, in training
@@ -124,10 +133,12 @@ class PartialFC(nn.Module):
         first = self.classes.start - self.classes.start % _BLOCK
         for start in range(first, self.classes.stop, _BLOCK):
             generator = torch.Generator().manual_seed((int(self.seed) << 32) + start // _BLOCK)
-            block = torch.randn(_BLOCK, self.embedding_size, generator=generator)
+            block = torch.randn(_BLOCK, *self.weight.shape[1:], generator=generator)
             shared = overlap(start, _BLOCK, self.classes.start, len(self.weight))
             assert shared is not None
             self.weight[shared[1]] = 0.01 * block[shared[0]]
+        if self.bias is not None:
+            self.bias.zero_()
 
     @eager
     def forward(self, embeddings: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
@@ -137,14 +148,10 @@ class PartialFC(nn.Module):
             embeddings,
             labels,
             self._choose,
+            self.logits,
             dtype=self.weight.dtype,
             options=self.options,
-            margin=self.margin,
-            margin_grad=self.margin_grad,
-            exclude_above=self.exclude_above,
             num_classes=self.num_classes,
-            label_smoothing=self.label_smoothing,
-            ignore_index=self.ignore_index,
             weights=weights,
         )
         if self.training and self.sample_rate < 1:
@@ -156,7 +163,7 @@ class PartialFC(nn.Module):
         self._check_own()
         settings = [self.sample_rate, self.unbiased, int(self.seed), int(self.step), self.training]
         if self.sample_rate == 1.0 or not self.training:
-            return Sample(self.weight, complete=True, settings=settings)
+            return Sample(self.weight, bias=self.bias, complete=True, settings=settings)
         ids = torch.arange(self.classes.start, self.classes.stop, device=self.weight.device)
         drawn = bernoulli(self.sample_rate, ids, seed=int(self.seed), step=int(self.step))
         at = rows_within(labels, self.classes)
@@ -166,7 +173,8 @@ class PartialFC(nn.Module):
         log_weights = None
         if self.unbiased:
             log_weights = torch.where(positive[index], 0.0, -math.log(self.sample_rate)).to(self.weight.dtype)
-        return Sample(take_rows(self.weight, index), ids[index], log_weights, complete=True, settings=settings)
+        bias = None if self.bias is None else take_rows(self.bias, index)
+        return Sample(take_rows(self.weight, index), ids[index], bias, log_weights, complete=True, settings=settings)
 
     def _check_own(self) -> None:
         """The centres are those of this rank's classes, and no engine's.
@@ -192,9 +200,28 @@ class PartialFC(nn.Module):
                 "on any number of ranks"
             )
 
+    def top_classes(self, embeddings: Tensor, k: int = 1) -> TopClasses:
+        """The k classes of all ranks that each of this rank's rows is most like: (b_r, d) -> 2 of (b_r, k).
+
+        The logits are without a margin. They are never stored. Collective: 1 handshake, 1 all-gather of the embeddings,
+        2 all-to-alls of k B numbers.
+
+        Raises:
+            ValueError: on every rank, for what is no embedding, and for k above the number of classes.
+
+        >>> import torch, wholebatch as wb
+        >>> head = wb.PartialFC(8, 1000)
+        >>> head.top_classes(head.weight[[7, 999]], k=1).classes.tolist()
+        [[7], [999]]
+        """
+        comm = select_communicator(self.options.group)
+        return top_classes(
+            embeddings, k, self.weight, self.bias, self.logits, self.classes.start, comm, self._check_own
+        )
+
     @torch.no_grad()
     def full_weight(self, root: int = 0) -> Tensor | None:
-        """All centres, (C, d), on rank `root`; None on the others. Collective: 1 gather."""
+        """All centres, (C, d) or (C, K, d), on rank `root`; None on the others. Collective: 1 gather."""
         comm = select_communicator(self.options.group)
         counts = Partition.even(self.num_classes, comm.size).counts
         whole = comm.gather(self.weight.detach(), root, counts=counts)

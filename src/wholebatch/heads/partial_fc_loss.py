@@ -10,6 +10,7 @@ from ..losses._door import Options, Reduction, eager
 from ..sweep import Memory
 from ..sync import Sync
 from .class_softmax import Sample, class_softmax
+from .logits import Logits, Normalise
 from .margins import ArcFace, Margin
 
 
@@ -21,6 +22,8 @@ def partial_fc_loss(
     *,
     margin: Margin = ArcFace(),  # noqa: B008  # it is frozen
     margin_grad: str = "exact",
+    normalise: Normalise = "both",
+    bias: Tensor | None = None,
     class_ids: Tensor | None = None,
     log_weights: Tensor | None = None,
     exclude_above: float | None = None,
@@ -43,9 +46,14 @@ def partial_fc_loss(
         labels: (b_r,) integers, the ids of their classes among all C; ignore_index: the row does not count. Or
             (b_r, k): a row has up to k classes, none of which is a negative of another, and L_i is the mean over them;
             where it has fewer, the rest is ignore_index.
-        centres: (C_r, d), this rank's classes; normalised inside. C_r may differ between ranks and may be 0.
+        centres: (C_r, d), this rank's classes; normalised inside. C_r may differ between ranks and may be 0. Or
+            (C_r, K, d): K sub-centres of each class, of which the one nearest to an embedding counts (Deng et al.,
+            2020, doi:10.1007/978-3-030-58621-8_43).
         margin: phi and s, such as :class:`wholebatch.ArcFace`.
         margin_grad: "exact", or "straight_through": d phi / d c is taken for 1, as in insightface's code.
+        normalise: "both", or only "centres", "embeddings" or "none": a logit is s times the cosine, or the margin,
+            times the norms of what is not normalised. Rows of zeros have no angle, and are refused all the same.
+        bias: (C_r,), added to the logits of these classes.
         class_ids: (C_r,) ascending integers, the ids of the centres' classes, for a sample of them; every label of the
             batch is among some rank's. None: ranks hold consecutive classes, rank 0's first, and all there are.
         log_weights: (C_r,), added to the logits of these classes where they are negatives: minus the logarithms of the
@@ -58,7 +66,7 @@ def partial_fc_loss(
         reduction: "mean" over the rows that count, "sum", or "none": L_i of this rank's rows, (b_r,).
         group: ranks that share the batch and the classes, as in :func:`wholebatch.functional.clip_loss`.
         sync: what an engine does with the embeddings' gradients, as there. The centres' are this rank's own: dL/dW in
-            full, whatever `sync` says, and no engine may touch them.
+            full, whatever `sync` says, and no engine may touch them. So is that of `bias`.
         memory: "flat", "auto" or bytes, as there, of this rank's classes times the batch.
 
     Returns:
@@ -69,8 +77,9 @@ def partial_fc_loss(
     tiles, a tile's centres, and on several ranks all embeddings, their gradient and a buffer of the reduce-scatter.
 
     Collectives (none on one process): forward 2 handshakes, 1 all-gather of labels, 1 of embeddings, 1 all-to-all of
-    2 B numbers, 1 all-reduce of one number, with class_ids 1 of B; backward 1 all-to-all of 2 B numbers and 1
-    reduce-scatter of the embeddings' gradient. A :class:`wholebatch.CurricularFace`: 1 all-reduce of B numbers more.
+    2 B numbers (B more each for a bias, and for centres that are not normalised), 1 all-reduce of one number, with
+    class_ids 1 of B; backward the same all-to-all and 1 reduce-scatter of the embeddings' gradient. A
+    :class:`wholebatch.CurricularFace`: 1 all-reduce of B numbers more.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`; also
@@ -86,20 +95,16 @@ def partial_fc_loss(
     """
 
     def given(_labels: Tensor) -> Sample:
-        return Sample(centres, class_ids, log_weights)
+        return Sample(centres, class_ids, bias, log_weights)
 
     return class_softmax(
         "partial_fc_loss",
         embeddings,
         labels,
         given,
+        Logits(margin, margin_grad, normalise, exclude_above, label_smoothing, ignore_index),
         dtype=centres.dtype if isinstance(centres, Tensor) else torch.float32,
         options=Options(group, sync, exchange="gather", memory=memory, reduction=reduction),
-        margin=margin,
-        margin_grad=margin_grad,
-        exclude_above=exclude_above,
         num_classes=num_classes,
-        label_smoothing=label_smoothing,
-        ignore_index=ignore_index,
         weights=weights,
     )

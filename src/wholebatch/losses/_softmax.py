@@ -11,6 +11,7 @@ Backward, with N a number of the size of the batch, U = N dS Y and V = N dS^T X 
     d/dX     = scale / N U
     d/dY     = scale / N V, summed over the ranks, whose rows each see all of Y
     d/dscale = 1 / N sum_ij N dS_ij x_i . y_j = 1 / N <X, U> = 1 / N <Y, V>, to be summed over the ranks
+    d/doffset_i = 1 / N sum_j N dS_ij, where rows have offsets
 
 Of a symmetric S, N (dS + dS^T) Z takes the place of U and V together, and <Z, that> is twice d/dscale. What the node is
 given are the derivatives by this rank's rows' and columns' numbers of one scalar, and what it returns is their adjoint.
@@ -19,7 +20,7 @@ given are the derivatives by this rank's rows' and columns' numbers of one scala
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -86,10 +87,11 @@ class SoftmaxPlan:
     def sweep(self, x: Tensor, kept: Tensor | None = None) -> SoftmaxSweep:
         """A sweep of X's rows."""
         buffers = 2 if self.selection.bend is None else 3
+        group = self.selection.best_of
         driver = Driver(
             x,
             self.scale,
-            side=self.budget.side,
+            side=max(1, self.budget.side // group) * group,  # no group in two tiles
             largest=self.exchange.largest_block,
             buffers=buffers,
             norms=self.towers.stay_norms,
@@ -155,7 +157,10 @@ def softmax_numbers(
     """
     if symmetric:
         rows, cols = (), rows
-    offsets = 0.0 if selection.offsets is None or not len(selection.offsets) else selection.offsets.abs().max().item()
+    offsets = selection.offsets
+    if offsets is not None:
+        selection = replace(selection, offsets=offsets.detach())
+    largest_offset = 0.0 if offsets is None or not len(offsets) else offsets.detach().abs().max().item()
     asked = {*rows, *cols}
     exact = selection.over != "negatives"
     keep = "logits" not in asked and selection.bend is None
@@ -168,7 +173,7 @@ def softmax_numbers(
         towers,
         selection,
         scale[0],
-        bound=abs(scale[0]) * bound + offsets,
+        bound=abs(scale[0]) * bound + largest_offset,
         terms=max(stays.total, travels.total),
         size=(stays if rows or symmetric else travels).total,
         rows=rows,
@@ -180,7 +185,7 @@ def softmax_numbers(
     )
     # No entries, but a way back to the features, which are not all saved: by it a second derivative is refused.
     anchor = torch.cat([feature[:0].flatten() for feature in features])
-    outputs = list(_Softmax.apply(plan, anchor, scale[1], *features))
+    outputs = list(_Softmax.apply(plan, anchor, scale[1], offsets, *features))
     sides: list[Numbers | None] = []
     for names in (_names(rows), _names(cols)):
         of_side, outputs = outputs[: len(names)], outputs[len(names) :]
@@ -197,13 +202,16 @@ def wanted(*, target: bool = True, mean_logit: bool = False, statistics: bool = 
 class _Softmax(torch.autograd.Function):
     @staticmethod
     @no_autocast
-    def forward(ctx: Any, plan: SoftmaxPlan, anchor: Tensor, scale: Any, *features: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, plan: SoftmaxPlan, anchor: Tensor, scale: Any, offsets: Any, *features: Tensor
+    ) -> tuple[Tensor, ...]:
         x, y, norms = plan.towers.join(features)
         travels = y if plan.guide is None else torch.cat([y.to(plan.guide.dtype), plan.guide], dim=1)
         held = plan.exchange.bring(travels)
         rows, cols, kept = _statistics(plan, x, held)
 
         ctx.plan, ctx.shifts = plan, [side.shift for side in (rows, cols)]
+        ctx.offsets_dtype = None if offsets is None else offsets.dtype
         ctx.features = [(len(feature), feature.dtype) for feature in features]
         shifts = [side.shift if isinstance(side.shift, Tensor) else None for side in (rows, cols)]
         sums = [side.fields.get("sum") for side in (rows, cols)]
@@ -220,26 +228,30 @@ class _Softmax(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         plan: SoftmaxPlan = ctx.plan
         _, scale, x, y, norms, held, kept, row_sums, col_sums, row_shifts, col_shifts = ctx.saved_tensors
-        _, _, want_scale, *want_features = ctx.needs_input_grad
+        _, _, want_scale, want_offsets, *want_features = ctx.needs_input_grad
         want_x, want_y = plan.towers.wanted(want_features)
         if want_scale and not want_x and not want_y:
             want_y = plan.symmetric or norms is not None
             want_x = not want_y
-        u = v = None
-        if want_x or want_y:
+        u = v = of_offsets = None
+        if want_offsets:
+            of_offsets = torch.zeros(len(x), dtype=accumulation_dtype(x.dtype), device=x.device)
+        if want_x or want_y or want_offsets:
             of_rows, of_cols = grads[: len(_names(plan.rows))], grads[len(_names(plan.rows)) :]
             rows = _weights(plan, plan.rows, of_rows, row_sums, ctx.shifts[0] if row_shifts is None else row_shifts)
             cols = _weights(plan, plan.cols, of_cols, col_sums, ctx.shifts[1] if col_shifts is None else col_shifts)
-            u, v = _products(plan, x, held, kept, rows, cols, want_x, want_y)
+            u, v = _products(plan, x, held, kept, rows, cols, want_x, want_y, of_offsets)
 
         grad_scale = None
         if want_scale:
             share = inner(y, v) if v is not None else inner(x, u)
             grad_scale = (share / (plan.size * (2 if plan.symmetric else 1))).to(scale).view_as(scale)
+        if of_offsets is not None:
+            of_offsets = of_offsets.div_(plan.size).to(ctx.offsets_dtype)
         factor = plan.scale / plan.size
         dx, dy = (None if gradient is None else gradient.mul_(factor) for gradient in (u, v))
         wanted = [(want, *of) for want, of in zip(want_features, ctx.features, strict=True)]
-        return None, None, grad_scale, *plan.towers.split(dx, dy, x, norms, wanted)
+        return None, None, grad_scale, of_offsets, *plan.towers.split(dx, dy, x, norms, wanted)
 
 
 def _names(fields: tuple[str, ...]) -> list[str]:
@@ -384,8 +396,9 @@ def _products(
     cols: Weights | None,
     want_x: bool,
     want_y: bool,
+    of_offsets: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """U, and V at home; of a symmetric S, both in one, in the place of V."""
+    """U, and V at home; of a symmetric S, both in one, in the place of V. N times the offsets' gradient is added up."""
     dtype = accumulation_dtype(x.dtype)
     u = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if want_x else None
     sweep = plan.sweep(x, kept)
@@ -395,7 +408,7 @@ def _products(
 
     def visit(block: Block, carried: Tensor | None, into: Tensor | None, own: Tensor | None) -> None:
         of_block = None if cols is None or carried is None else cols.unstacked(carried)
-        sweep.gradients(block, rows, of_block, u=own if plan.symmetric else u, v=into)
+        sweep.gradients(block, rows, of_block, u=own if plan.symmetric else u, v=into, of_offsets=of_offsets)
 
     initial = x.new_zeros(1, x.shape[1], dtype=dtype) if want_y else None
     v = plan.exchange.collect(held, visit, carried=carried, initial=initial)

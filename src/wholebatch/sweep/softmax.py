@@ -72,6 +72,7 @@ class Selection:
             behind their own.
         bend: takes the place of the logits.
         offsets: (b,), added to a row's logits, bent or not.
+        best_of: rows come in groups of so many, and of a group a column's one candidate is that with the largest logit.
     """
 
     pairs: Pairs
@@ -81,6 +82,7 @@ class Selection:
     guide: Tensor | None = None
     bend: Bend | None = None
     offsets: Tensor | None = None
+    best_of: int = 1
 
 
 @dataclass(frozen=True)
@@ -163,15 +165,25 @@ class SoftmaxSweep:
             self._sum_exponentials(exponentials, entries.at, sides)
 
     def gradients(
-        self, block: Block, rows: Weights | None, cols: Weights | None, u: Tensor | None, v: Tensor | None
+        self,
+        block: Block,
+        rows: Weights | None,
+        cols: Weights | None,
+        u: Tensor | None,
+        v: Tensor | None,
+        of_offsets: Tensor | None = None,
     ) -> None:
-        """Add dS Y to `u` (b, d) and dS^T X to `v` (n, d), from a loss's derivatives; None is left out."""
+        """Add dS Y to `u` (b, d), dS^T X to `v` (n, d) and dS 1 to `of_offsets` (b,); None is left out."""
         shift = _one_shift(rows, cols)
         for tile, x, y in self.driver.tiles(block):
             sides = [] if rows is None else [(rows[tile.rows], 1)]
             if cols is not None:  # of a tile that is its own mirror image, too: its gradient is dS + dS^T
                 sides.append((cols[relative(tile.cols, block)], 0))
-            grad = self._gradient(tile, block, x, y, sides, shift)
+            grad, slope = self._gradient(tile, block, x, y, sides, shift)
+            if of_offsets is not None:
+                of_offsets[tile.rows] += grad.sum(1)
+            if slope is not None:
+                grad.mul_(slope)
             self.driver.products(grad, tile, x, y, block, u, v)
 
     # A tile of S: what is candidate in it, and what its rows or columns (`dim` is summed over) have of it.
@@ -180,6 +192,8 @@ class SoftmaxSweep:
         """The tile of S, -inf where there is no candidate; if asked for, with the slope of the bend that it has."""
         selection, logits = self.selection, self.driver.logits(tile, x, y)
         at = selection.pairs.positive.within(tile, self._device)
+        if selection.best_of > 1:
+            _keep_the_best_(logits, selection.best_of)
         steepness = None
         if selection.bend is not None:
             if slope:
@@ -245,7 +259,8 @@ class SoftmaxSweep:
 
     def _gradient(
         self, tile: Tile, block: Block, x: Tensor, y: Tensor, sides: list[tuple[Weights, int]], shift: float | None
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
+        """By the logits after the bend, and the bend's slope."""
         kept = None if self.kept is None else self.kept.next(tile.shape)
         if kept is None:
             entries = self._candidates(tile, block, x, y, slope=True)
@@ -272,7 +287,7 @@ class SoftmaxSweep:
                 grad.add_(torch.where(candidate, of_side.to(grad.dtype), 0.0))
         if at is not None and of_pairs is not None:
             grad[at] = of_pairs.to(grad.dtype)
-        return grad if entries.slope is None else grad.mul_(entries.slope)
+        return grad, entries.slope
 
     def _gradient_of_pairs(self, entries: Tensor, at: Index, sides: list[tuple[Weights, int]]) -> Tensor:
         """dS of positive pairs, summed in float64; `entries` are E, or with a shift for each row and column S."""
@@ -333,6 +348,13 @@ def _one_shift(rows: Sums | Weights | None, cols: Sums | Weights | None) -> floa
 
 def _at(shift: Tensor | float, at: slice) -> Tensor | float:
     return shift[at] if isinstance(shift, Tensor) else shift
+
+
+def _keep_the_best_(logits: Tensor, of: int) -> None:
+    """-inf in the place of all but the largest of each `of` rows, in place."""
+    groups = logits.view(-1, of, logits.shape[1])
+    others = torch.ones_like(groups, dtype=torch.bool).scatter_(1, groups.argmax(1, keepdim=True), False)
+    groups.masked_fill_(others, float("-inf"))
 
 
 def _exp_(logits: Tensor, shift: float) -> Tensor:

@@ -1,0 +1,149 @@
+r"""What the logits of a classifier are, and what must be true of labels and centres before any is computed.
+
+    z_ij = s c_ij n_i m_j + b_j         of another class,    c_ij: cosine of embedding i and centre j
+    z_iy = s phi(theta_iy) n_i m_y + b_y       of the own,    theta: their angle, phi: the margin
+
+with n_i = |x_i| where embeddings are not normalised, m_j = |w_j| where centres are not, else 1. Both: ArcFace and all
+that came after. Centres alone: SphereFace as it was published. Neither: s x_i . w_j + b_j, a linear classifier, and
+with a margin the large-margin softmax (Liu et al., 2016, arXiv:1612.02295).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, is_dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .._checks import check_choice, check_dense, check_features, check_finite, check_label_smoothing
+from .._precision import accumulation_dtype
+from ..losses._door import Agreement
+from .margins import CurricularFace, Margin
+
+GRADIENTS = ("exact", "straight_through")
+Normalise = Literal["both", "centres", "embeddings", "none"]
+NORMALISE = ("both", "centres", "embeddings", "none")
+
+
+@dataclass(frozen=True)
+class Logits:
+    """What a logit is, and which count; as in :func:`wholebatch.functional.partial_fc_loss`."""
+
+    margin: Margin
+    margin_grad: str = "exact"
+    normalise: Normalise = "both"
+    exclude_above: float | None = None
+    label_smoothing: float = 0.0
+    ignore_index: int = -100
+
+    @property
+    def of_unit_embeddings(self) -> bool:
+        """Whether embeddings are normalised."""
+        return self.normalise in ("both", "embeddings")
+
+    @property
+    def of_unit_centres(self) -> bool:
+        """Whether centres are."""
+        return self.normalise in ("both", "centres")
+
+    def check(self) -> None:
+        """Raise ValueError unless each setting exists, and goes with the others."""
+        margin, cosine = self.margin, self.exclude_above
+        if not callable(margin) or not isinstance(getattr(margin, "s", None), int | float):
+            raise ValueError(f"margin must be one such as wholebatch.ArcFace(), with a scale s; got {margin!r}")
+        check_choice("margin_grad", self.margin_grad, GRADIENTS)
+        check_choice("normalise", self.normalise, NORMALISE)
+        check_label_smoothing(self.label_smoothing)
+        if cosine is not None and not (isinstance(cosine, int | float) and -1.0 <= cosine <= 1.0):
+            raise ValueError(f"exclude_above must be a cosine from -1 to 1, or None; got {cosine!r}")
+        if cosine is not None and isinstance(margin, CurricularFace):
+            raise ValueError("CurricularFace weighs similar negatives up; with exclude_above they would be left out")
+        if self.normalise != "both" and (cosine is not None or isinstance(margin, CurricularFace)):
+            raise ValueError(
+                "CurricularFace and exclude_above look at the cosines of negatives: they need normalise='both', got "
+                f"{self.normalise!r}"
+            )
+
+    def check_sub_centres(self, count: int) -> None:
+        """Raise ValueError where each class has several, and the nearest is not that of the largest logit."""
+        if count > 1 and not self.of_unit_centres:
+            raise ValueError(
+                f"sub-centres are compared as unit vectors: normalise must be 'both' or 'centres', got "
+                f"{self.normalise!r}"
+            )
+
+    def facts(self) -> dict[str, Any]:
+        """What must be the same on all ranks: of a margin its settings where it shows them; of your own its type."""
+        margin = self.margin
+        shown = is_dataclass(margin) or isinstance(margin, nn.Module)
+        return {
+            "margin": repr(margin) if shown else type(margin).__qualname__,
+            "margin_grad": self.margin_grad,
+            "normalise": self.normalise,
+            "exclude_above": self.exclude_above,
+            "label_smoothing": float(self.label_smoothing),
+            "ignore_index": self.ignore_index,
+        }
+
+
+@torch.no_grad()
+def check_directions(name: str, x: Tensor) -> Tensor:
+    """No row of x is NaN, infinite or 0; returns their norms, (n, 1)."""
+    norms = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=accumulation_dtype(x.dtype))
+    if not norms.isfinite().all():
+        check_finite(name, x)
+    zero = (norms == 0).flatten().nonzero()
+    if len(zero):
+        raise ValueError(
+            f"{name} must not have a row of zeros, which has no direction; row {int(zero[0])} has "
+            f"{'one' if len(zero) == 1 else f'one, and {len(zero) - 1} others'}"
+        )
+    return norms
+
+
+def check_several(labels: object, ignore_index: int, num_classes: int | None) -> int:
+    """How many labels an example may have; none has one twice."""
+    if not isinstance(labels, Tensor) or labels.dim() != 2:
+        return 1
+    if not labels.shape[1]:
+        raise ValueError(f"labels must have shape (rows,) or (rows, k), k >= 1, got {tuple(labels.shape)}")
+    ordered = labels.sort(1).values
+    if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != ignore_index)).any()):
+        raise ValueError(
+            "the labels of an example must be different ones, filled up with ignore_index; of one-hot rows pass the "
+            "argmax"
+        )
+    if num_classes is not None and labels.shape[1] >= num_classes:
+        raise ValueError(
+            f"labels of shape {tuple(labels.shape)} say that an example may have {labels.shape[1]} of {num_classes} "
+            "classes, which leaves no negatives; of one-hot rows pass the argmax"
+        )
+    return labels.shape[1]
+
+
+def check_labels(agreed: Agreement, classes: int) -> None:
+    """All ranks' labels are those of classes."""
+    for rank, found in enumerate(agreed.facts("labels")):
+        for label in found or ():
+            if not 0 <= label < classes:
+                raise ValueError(
+                    f"{agreed.caller}: labels must lie in [0, {classes}), or be ignore_index; rank {rank} got {label}"
+                )
+
+
+def flat(centres: Tensor) -> tuple[Tensor, int]:
+    """Centres (C_r, d), or the sub-centres of (C_r, K, d) one below the other; and K.
+
+    Raises:
+        ValueError: if they are neither.
+    """
+    if not isinstance(centres, Tensor) or centres.dim() != 3:
+        check_features("centres", centres)
+        return centres, 1
+    check_dense("centres", centres)
+    if not centres.shape[1]:
+        raise ValueError(f"centres must have shape (C_r, d), or (C_r, K, d) with K >= 1, got {tuple(centres.shape)}")
+    matrix = centres.flatten(0, 1)
+    check_features("centres", matrix)
+    return matrix, centres.shape[1]
