@@ -117,7 +117,7 @@ def _context() -> Any:
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
     if "forkserver" in methods:
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel"])
+        context.set_forkserver_preload(["torch", "torch.nn.parallel", __name__])
     return context
 
 
