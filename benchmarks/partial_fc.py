@@ -4,9 +4,9 @@
 
 "time": forward and backward of ArcFace over 100,000 classes, in turns: PartialFC with flat memory, with exponentials
 kept, a dense transcription of PartialFC's second version (ours, of its algorithm: logits and softmax stored, margin on
-the target under no_grad), and torch.nn.functional.linear_cross_entropy, where torch has it, on normalised embeddings
-without a margin. The floor is 8 B C d flops of torch.mm. First every way with a margin is compared with the float64
-twin at a size where that fits.
+the target under no_grad), torch.nn.functional.linear_cross_entropy, where torch has it, on normalised embeddings
+without a margin, and ArcFaceLoss of pytorch-metric-learning, where that is installed (`make peers`). The floor is
+8 B C d flops of torch.mm. First every way with a margin is compared with the float64 twin at a size where that fits.
 "memory": what a step adds beyond centres, their gradient and inputs, at 200,000 classes.
 "sample": whole steps with an optimiser, a tenth of the classes against all.
 "million": steps over 1,000,000 classes.
@@ -16,6 +16,8 @@ Results go to results/partial_fc.json.
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import math
 import os
 import resource
 import sys
@@ -36,6 +38,7 @@ from wholebatch.bench.records import keep
 
 RESULTS = Path(__file__).parent / "results" / "partial_fc.json"
 ROWS, DIM, S, M = 2048, 256, 64.0, 0.5
+PEER = "pytorch-metric-learning"
 KEPT = 4 * ROWS * 100_000 + 2**24  # bytes: all exponentials of the timed size, and tiles
 
 
@@ -76,6 +79,20 @@ def torchs(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
     return F.linear_cross_entropy(F.normalize(x), w, y)
 
 
+class _PytorchMetricLearnings:
+    """Its classifier has weights of its own, (d, C): they are set before each step."""
+
+    def __init__(self) -> None:
+        from pytorch_metric_learning.losses import ArcFaceLoss
+
+        self._made, self._loss = None, ArcFaceLoss
+
+    def __call__(self, x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        if self._made is None or self._made.num_classes != len(w):
+            self._made = self._loss(len(w), w.shape[1], margin=math.degrees(M), scale=S)
+        return torch.func.functional_call(self._made, {"W": w.T}, (x, y))
+
+
 def data(rows: int, classes: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     return torch.randn(rows, dim), torch.randn(classes, dim), torch.randint(classes, (rows,))
@@ -89,6 +106,7 @@ def gate(ways: dict[str, Callable[..., Tensor]]) -> None:
         "kept": (ways["kept"], "exact"),
         "dense transcription": (ways["dense transcription"], "straight_through"),
         "dense, target's angle alone": (ways["dense, target's angle alone"], "straight_through"),
+        **({PEER: (ways[PEER], "exact")} if PEER in ways else {}),
     }.items():
         found, true = [], []
         for into, call, dtype in (
@@ -122,6 +140,8 @@ def measure_time(classes: int, steps: int) -> list[dict[str, Any]]:
     ways |= {"dense transcription": dense, "dense, target's angle alone": partial(dense, all_angles=False)}
     if hasattr(F, "linear_cross_entropy"):
         ways["linear_cross_entropy"] = torchs
+    if importlib.util.find_spec("pytorch_metric_learning"):
+        ways[PEER] = _PytorchMetricLearnings()
     gate(ways)
     x, w, y = data(ROWS, classes, DIM)
     x.requires_grad_(), w.requires_grad_()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import unicodedata
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -13,17 +14,18 @@ from PIL import Image, ImageDraw, ImageFont
 BLOCKS = [range(0x41, 0x5B), range(0x61, 0x7B), range(0x391, 0x3A2), range(0x3B1, 0x3CA), range(0x410, 0x450)]
 
 
-def write_pairs(folder: Path, name: str = "pairs.csv") -> Path:
-    """About 160 characters as PNG files, and a .csv or .jsonl file of (image, text) pairs."""
-    path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
-    font = ImageFont.truetype(str(path), 12, layout_engine=ImageFont.Layout.BASIC)
+def write_pairs(folder: Path, name: str = "pairs.csv", *, faces: Sequence[str] = ("DejaVuSans",)) -> Path:
+    """About 160 characters in each face as PNG files, and a .csv or .jsonl file of (image, text) pairs."""
     (folder / "images").mkdir(parents=True)
     rows = []
-    for code in (code for block in BLOCKS for code in block):
-        image = Image.new("L", (16, 16))
-        ImageDraw.Draw(image).text((8, 8), chr(code), fill=255, font=font, anchor="mm")
-        image.save(folder / "images" / f"{code:x}.png")
-        rows.append({"image": f"images/{code:x}.png", "text": unicodedata.name(chr(code))})
+    for face in faces:
+        path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{face}.ttf"
+        font = ImageFont.truetype(str(path), 12, layout_engine=ImageFont.Layout.BASIC)
+        for code in (code for block in BLOCKS for code in block):
+            image = Image.new("L", (16, 16))
+            ImageDraw.Draw(image).text((8, 8), chr(code), fill=255, font=font, anchor="mm")
+            image.save(folder / "images" / f"{face}-{code:x}.png")
+            rows.append({"image": f"images/{face}-{code:x}.png", "text": unicodedata.name(chr(code))})
     target = folder / name
     with target.open("w", newline="", encoding="utf-8") as file:
         if target.suffix == ".csv":

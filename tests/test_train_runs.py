@@ -1,45 +1,19 @@
 """`wholebatch train` as a user runs it: whole runs, on a small data set of real characters."""
 
 import json
-import os
 import signal
-import subprocess
 import sys
-import time
 
 import pytest
-from glyph_files import SMALL, write_pairs
+from glyph_files import write_pairs
+from train_runs import TRAIN, difference, finish, killed, losses, metrics, options, recorded
 
 from wholebatch.__main__ import main
-
-TRAIN = [sys.executable, "-W", "error", "-m", "wholebatch", "train"]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return write_pairs(tmp_path_factory.mktemp("data"))
-
-
-def options(data, run, *more, steps=12):
-    every = ["--evaluate-every", "6", "--checkpoint-every", "5"]
-    return ["--data", str(data), "--run-folder", str(run), "--steps", str(steps), *every, *SMALL, *more]
-
-
-def finish(command, expect=0):
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == expect, done.stdout + done.stderr
-    return done
-
-
-def metrics(run):
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for row in rows:
-        del row["seconds"]
-    return rows
-
-
-def losses(run):
-    return [row["loss"] for row in metrics(run)]
 
 
 @pytest.fixture(scope="module")
@@ -71,22 +45,19 @@ def test_a_run_leaves_everything_it_promises(uninterrupted):
 @pytest.mark.parametrize("processes", [2, 3])
 def test_the_curve_is_the_same_on_any_number_of_processes(data, uninterrupted, tmp_path, processes):
     finish(TRAIN + options(data, tmp_path / "run", "--processes", str(processes), steps=50))
-    difference = max(abs(a - b) for a, b in zip(losses(uninterrupted[0]), losses(tmp_path / "run"), strict=True))
-    assert difference <= 1e-4
+    assert difference(uninterrupted[0], tmp_path / "run") <= 1e-4
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_curve_is_the_same_with_gradient_caching(data, uninterrupted, tmp_path, processes):
     finish(TRAIN + options(data, tmp_path / "run", "--processes", str(processes), "--chunk-size", "10", steps=50))
-    difference = max(abs(a - b) for a, b in zip(losses(uninterrupted[0]), losses(tmp_path / "run"), strict=True))
-    assert difference <= 1e-4
+    assert difference(uninterrupted[0], tmp_path / "run") <= 1e-4
 
 
 def test_under_torchrun(data, uninterrupted, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     finish([*torchrun, "wholebatch", "train", *options(data, tmp_path / "run", steps=50)])
-    difference = max(abs(a - b) for a, b in zip(losses(uninterrupted[0]), losses(tmp_path / "run"), strict=True))
-    assert difference <= 1e-4
+    assert difference(uninterrupted[0], tmp_path / "run") <= 1e-4
 
 
 @pytest.mark.parametrize("loss", ["clip", "global_contrastive"])
@@ -99,17 +70,8 @@ def test_killed_and_resumed_gives_the_same_numbers(data, uninterrupted, tmp_path
     if loss != "clip":
         whole = tmp_path / "whole"
         finish(TRAIN + options(data, whole, "--loss", loss, steps=50))
-    process = subprocess.Popen(TRAIN + options(data, run, "--loss", loss, steps=50), stdout=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 120
-        while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_text().splitlines()) < 13:
-            assert process.poll() is None, "it ended before it could be killed"
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-    finally:
-        process.kill()
-        process.wait()
-    assert len((run / "metrics.jsonl").read_text().splitlines()) < 50
+    killed(TRAIN + options(data, run, "--loss", loss, steps=50), when=lambda: recorded(run) >= 13)
+    assert recorded(run) < 50
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 99, "lo')  # what a kill in the middle of a write leaves
     finish([*TRAIN, "--resume", str(run)])
@@ -119,20 +81,10 @@ def test_killed_and_resumed_gives_the_same_numbers(data, uninterrupted, tmp_path
 def test_resume_with_another_number_of_processes(data, uninterrupted, tmp_path):
     run = tmp_path / "run"
     command = TRAIN + options(data, run, "--processes", "2", steps=50)
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
-    try:
-        deadline = time.monotonic() + 120
-        while not (run / "checkpoint.safetensors").exists():
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-    finally:
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        process.wait(timeout=60)
-    assert len((run / "metrics.jsonl").read_text().splitlines()) < 50
+    killed(command, when=(run / "checkpoint.safetensors").exists, kill=signal.SIGINT)  # as a terminal does
+    assert recorded(run) < 50
     finish([*TRAIN, "--resume", str(run), "--processes", "1"])
-    difference = max(abs(a - b) for a, b in zip(losses(uninterrupted[0]), losses(run), strict=True))
-    assert difference <= 1e-4
+    assert difference(uninterrupted[0], run) <= 1e-4
 
 
 def one_line(capsys, code, *argv):

@@ -18,6 +18,7 @@ from .margins import (
 from .optim import SparseAdamW, SparseSGD
 from .partial_fc import PartialFC
 from .partial_fc_loss import partial_fc_loss
+from .top_classes import TopClasses
 
 __all__ = [
     "AdaFace",
@@ -33,6 +34,7 @@ __all__ = [
     "SparseSGD",
     "SphereFace",
     "Targets",
+    "TopClasses",
     "agree_on_overflow",
     "clip_grad_norm_",
     "load_head",

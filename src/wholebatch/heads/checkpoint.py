@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -52,11 +52,14 @@ def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None =
     for name, x in of_classes.items():
         for start in range(0, len(x), _ROWS):
             tensors[f"{name}/{head.classes.start + start:012d}"] = x[start : start + _ROWS].detach()
+    for name, x in _of_margin(head).items():
+        tensors[f"margin/{name}"] = x
     facts = {
         "num_classes": head.num_classes,
         "embedding_size": head.embedding_size,
         "sub_centres": head.sub_centres,
         "bias": head.bias is not None,
+        "margin": sorted(_of_margin(head)),
         "step": int(head.step),
         "seed": int(head.seed),
         "optimizer": sorted({name.rpartition("/")[2] for name in of_classes if name.startswith("optimizer/")}),
@@ -108,6 +111,8 @@ def load_head(
     for name, x in _rows_of(head, optimizer).items():
         _read_rows(folder, found["metadata"], name, x, rows_within(becomes, head.classes))
     with torch.no_grad():
+        for name, x in _of_margin(head).items():
+            x.copy_(_read(folder, f"margin/{name}", torch.empty_like(x, device="cpu")))
         head.step.fill_(facts["step"])
         head.seed.fill_(facts["seed"])
 
@@ -120,10 +125,15 @@ def _read_facts(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ValueError(f"{folder} holds no checkpoint: {error}") from error
     if _FACTS not in metadata:
         raise ValueError(f"{folder} is a checkpoint, but none of a head that save_head has written")
-    read = {_FACTS: ""}
+    return metadata, json.loads(_read(folder, _FACTS, ""))
+
+
+def _read(folder: Path, key: str, like: Any) -> Any:
+    """One of the things in a checkpoint."""
+    read = {key: like}
     with _without_a_warning():
         load(read, checkpoint_id=folder, no_dist=True)
-    return metadata, json.loads(read[_FACTS])
+    return read[key]
 
 
 def _check(facts: dict[str, Any], head: PartialFC, optimizer: Optimizer | None, classes: Tensor | None) -> None:
@@ -134,6 +144,7 @@ def _check(facts: dict[str, Any], head: PartialFC, optimizer: Optimizer | None, 
     for name, own, one in (
         ("sub-centres of a class", head.sub_centres, facts["sub_centres"]),
         ("bias", head.bias is not None, facts["bias"]),
+        ("what the margin remembers", sorted(_of_margin(head)), facts["margin"]),
     ):
         if own != one:
             raise ValueError(f"{name}: the checkpoint has {one}, the head {own}")
@@ -185,6 +196,11 @@ def _fill(head: PartialFC, optimizer: Optimizer | None, names: list[str]) -> Non
                 state.pop(name, None)
 
 
+def _of_margin(head: PartialFC) -> dict[str, Tensor]:
+    """What a margin learns from the batches, the same on all ranks."""
+    return dict(head.margin.named_buffers()) if isinstance(head.margin, nn.Module) else {}
+
+
 def _rows_of(head: PartialFC, optimizer: Optimizer | None) -> dict[str, Tensor]:
     """Tensors with a row for each of this rank's classes."""
     found = {}
@@ -204,10 +220,9 @@ def _read_rows(folder: Path, metadata: dict[str, Any], name: str, into: Tensor, 
         to = at[start : start + size[0]]
         here = to != NOT_HERE
         if here.any():
-            wanted = {key: torch.empty(size, dtype=dtype)}
-            with _without_a_warning():
-                load(wanted, checkpoint_id=folder, no_dist=True)
-            share = wanted[key][here] / count[to[here]].view(-1, *[1] * (into.dim() - 1))
+            share = _read(folder, key, torch.empty(size, dtype=dtype))[here] / count[to[here]].view(
+                -1, *[1] * (into.dim() - 1)
+            )
             into.index_add_(0, to[here].to(into.device), share.to(into))
 
 

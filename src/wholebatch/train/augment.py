@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .config import TrainConfig
 from .randomness import seeded
 
 
@@ -24,3 +25,11 @@ def apply_maps(images: Tensor, maps: Tensor) -> Tensor:
     """(b, c, h, w) in [0, 1], (b, 2, 3) -> the same images, moved; what comes in from outside is 0."""
     grid = F.affine_grid(maps, list(images.shape), align_corners=False)
     return F.grid_sample(images, grid, align_corners=False)
+
+
+def augmented(images: Tensor, config: TrainConfig, rows: slice, step: int) -> Tensor:
+    """These rows of the step's global batch, moved as the configuration says."""
+    if not config.augment:
+        return images
+    maps = affine_maps(config.batch_size, strength=config.augment, step=step, seed=config.seed)
+    return apply_maps(images, maps[rows].to(images.device))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -17,10 +18,34 @@ Loss = Literal[
 ]  # fmt: skip
 
 
+Margin = Literal["arcface", "cosface", "sphereface", "normface", "adaface", "magface", "curricularface"]
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """The classifier of --task identify."""
+
+    margin: Margin = "cosface"
+    """What an image's own class has to be better by; docs/classification.md says which is what."""
+    scale: float = 32.0
+    """Multiplies the cosines."""
+    m: float | None = None
+    """Size of the margin, in radians or of the cosine; None: that of its paper."""
+    sample_rate: float = 1.0
+    """Of the classes that are not in the batch, the part that is drawn for each step."""
+    sub_centres: int = 1
+    """Of each class; the one nearest to an image counts."""
+    learning_rate: float = 0.01
+    """Peak of the learning rate of the centres."""
+
+
 @dataclass(frozen=True)
 class TrainConfig:
-    """Train a dual encoder on (image, text) pairs with the exact loss of the global batch, CLIP's by default."""
+    """Train with the exact loss of the global batch: a dual encoder on pairs, or an encoder and a classifier."""
 
+    task: Literal["retrieve", "identify"] = "retrieve"
+    """"retrieve": a dual encoder on (image, text) pairs, with CLIP's loss by default, tested on texts never seen.
+    "identify": an encoder of images and a classifier whose classes are the texts, tested on images never seen."""
     data: str = "glyphs"
     """"glyphs": images of Unicode characters and their names, made on the spot from the fonts of matplotlib. Or the
     path of a .jsonl or .csv file of (image, text) pairs; image paths are relative to that file."""
@@ -45,9 +70,9 @@ class TrainConfig:
     weight_decay: float = 0.1
     """AdamW's decoupled weight decay, per unit of learning rate; on matrices only."""
     loss: Loss = "clip"
-    """The loss of the global batch; docs/losses.md says which is for what."""
+    """The loss of the global batch, to retrieve; docs/losses.md says which is for what."""
     label_smoothing: float = 0.0
-    """Weight of the uniform distribution in the targets of the clip loss, 0 to 1."""
+    """Weight of the uniform distribution in the targets of the clip loss or of the classifier, 0 to 1."""
     augment: float = 1.0
     """Strength of the random affine maps of training images: 1 is up to 3.4 degrees, 6 % in size, 1 pixel of 32."""
     image_size: int = 32
@@ -55,9 +80,10 @@ class TrainConfig:
     image_channels: Literal[1, 3] = 1
     """1: grey, 3: colour."""
     validation_texts: int = 325
-    """Texts kept for validation, whose recall is followed during training."""
+    """Texts kept for validation, which is made during training; to identify, texts of which one image is kept."""
     test_texts: int = 650
-    """Texts kept for the final report."""
+    """Texts kept for the final report, to retrieve. To identify it is two faces, or of a file the last two images of
+    each text that has three or more."""
     evaluate_every: int = 50
     """Steps between two validations."""
     checkpoint_every: int = 50
@@ -65,6 +91,7 @@ class TrainConfig:
     seed: int = 0
     """Seed of the split, the initial weights, the order of the data and the augmentation."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    head: HeadConfig = field(default_factory=HeadConfig)
 
     def check(self) -> None:
         """Refuse numbers that make no sense, before anything is loaded.
@@ -82,6 +109,8 @@ class TrainConfig:
         _require(self.device in ("auto", "cpu", "cuda"), "device", "'auto', 'cpu' or 'cuda'", self.device)
         _require(self.image_channels in (1, 3), "image_channels", "1 or 3", self.image_channels)
         _require(self.loss in get_args(Loss), "loss", f"one of {', '.join(get_args(Loss))}", self.loss)
+        _require(self.task in ("retrieve", "identify"), "task", "'retrieve' or 'identify'", self.task)
+        self._check_head()
         only_clip = self.label_smoothing == 0 or self.loss == "clip"
         _require(only_clip, "label_smoothing", f"0 for --loss {self.loss}, which has none", self.label_smoothing)
         _require(0 <= self.label_smoothing <= 1, "label_smoothing", "in [0, 1]", self.label_smoothing)
@@ -95,6 +124,24 @@ class TrainConfig:
         _require(width % heads == 0, "model.text_width", f"a multiple of model.text_heads ({heads})", width)
         _require(self.model.image_width % 8 == 0, "model.image_width", "a multiple of 8", self.model.image_width)
 
+    def _check_head(self) -> None:
+        head = self.head
+        if self.task == "retrieve":
+            for f in dataclasses.fields(head):
+                _require(getattr(head, f.name) == f.default, f"head.{f.name}", "left out without --task identify",
+                         getattr(head, f.name))  # fmt: skip
+            return
+        _require(self.loss == "clip", "loss", "left out for --task identify, whose loss is --head.margin", self.loss)
+        _require(head.margin in get_args(Margin), "head.margin", f"one of {', '.join(get_args(Margin))}", head.margin)
+        _require(0 < head.scale <= 1e4, "head.scale", "in (0, 1e4]", head.scale)
+        _require(0 <= head.sample_rate <= 1, "head.sample_rate", "in [0, 1]", head.sample_rate)
+        _require(head.sub_centres >= 1, "head.sub_centres", "at least 1", head.sub_centres)
+        _require(0 < head.learning_rate <= 1e30, "head.learning_rate", "in (0, 1e30]", head.learning_rate)
+        own = head.margin not in ("normface", "magface")
+        _require(head.m is None or own, "head.m", f"left out for --head.margin {head.margin}", head.m)
+        smallest = 1.0 if head.margin == "sphereface" else 0.0
+        _require(head.m is None or smallest <= head.m <= 10, "head.m", f"in [{smallest:g}, 10]", head.m)
+
     def to_json(self) -> str:
         """The configuration as JSON; `from_json` is its inverse."""
         return json.dumps(dataclasses.asdict(self), indent=2, default=str)
@@ -104,17 +151,18 @@ class TrainConfig:
         """Read what `to_json` wrote; `source` is named in errors."""
         try:
             values = json.loads(text)
-            model = _typed(ModelConfig(), values.pop("model"))
+            parts = {name: _typed(part(), values.pop(name)) for name, part in _PARTS.items()}
             for name in ("run_folder", "resume"):
                 values[name] = None if values[name] is None else Path(values[name])
-            config = _typed(cls(), values | {"model": model})
+            config = _typed(cls(), values | parts)
             config.check()
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(f"{source} is not the configuration of a run of this version: {error}") from error
         return config
 
 
-_Config = TypeVar("_Config", TrainConfig, ModelConfig)
+_PARTS: dict[str, Any] = {"model": ModelConfig, "head": HeadConfig}
+_Config = TypeVar("_Config", TrainConfig, ModelConfig, HeadConfig)
 
 
 def _typed(default: _Config, values: dict[str, Any]) -> _Config:
@@ -152,12 +200,12 @@ def check_same_run(saved: TrainConfig, asked: TrainConfig) -> None:
 
 
 def _names(config: TrainConfig) -> list[str]:
-    own = [f.name for f in dataclasses.fields(config) if f.name != "model"]
-    return own + [f"model.{f.name}" for f in dataclasses.fields(config.model)]
+    own = [f.name for f in dataclasses.fields(config) if f.name not in _PARTS]
+    return own + [f"{part}.{f.name}" for part in _PARTS for f in dataclasses.fields(getattr(config, part))]
 
 
 def _get(config: TrainConfig, name: str) -> Any:
-    return getattr(config.model, name.removeprefix("model.")) if name.startswith("model.") else getattr(config, name)
+    return reduce(getattr, name.split("."), config)
 
 
 def _require(condition: bool, name: str, expected: str, got: object) -> None:

@@ -1,24 +1,43 @@
-"""From `--data` to pairs and their split."""
+"""From `--data` to what the task trains with."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from .._user_error import UserError
 from .config import TrainConfig
 from .files import file_pairs
-from .glyphs import glyph_pairs
+from .glyphs import glyph_classes, glyph_pairs
+from .identify import Identify
+from .labelled import LabelledImages, classes_of_texts
 from .pairs import Pairs, Split, split_by_text
+from .retrieve import Retrieve
+from .task import Task
+
+Data = tuple[Pairs, Split] | LabelledImages
 
 
-def load_data(config: TrainConfig) -> tuple[Pairs, Split]:
-    """All pairs, and which texts are for training, validation and test."""
-    if config.data == "glyphs":
-        if config.image_channels != 1:
-            raise UserError("--data glyphs are grey: --image-channels must be 1")
-        pairs = glyph_pairs(config.image_size)
-    else:
-        pairs = file_pairs(Path(config.data), image_size=config.image_size, channels=config.image_channels)
+def load_data(config: TrainConfig) -> Data:
+    """All pairs, and which texts are for training, validation and test; or all images of classes, and which are."""
+    glyphs = config.data == "glyphs"
+    if glyphs and config.image_channels != 1:
+        raise UserError("--data glyphs are grey: --image-channels must be 1")
+    return _classes(config, glyphs) if config.task == "identify" else _pairs(config, glyphs)
+
+
+def make_task(config: TrainConfig, data: Data, device: torch.device, *, rank: int, size: int) -> Task:
+    """What is to be trained, this rank's part of it."""
+    if isinstance(data, LabelledImages):
+        if len(data) < size:
+            raise UserError(f"there are {len(data)} classes to spread over {size} processes; each needs one")
+        return Identify(config, data, device, rank=rank, size=size)
+    return Retrieve(config, *data, device, rank=rank, size=size)
+
+
+def _pairs(config: TrainConfig, glyphs: bool) -> tuple[Pairs, Split]:
+    pairs = glyph_pairs(config.image_size) if glyphs else _file(config)
     split = split_by_text(pairs, validation=config.validation_texts, test=config.test_texts, seed=config.seed)
     if len(split.train) < config.batch_size:
         raise UserError(
@@ -27,3 +46,18 @@ def load_data(config: TrainConfig) -> tuple[Pairs, Split]:
             "test. Lower --batch-size, --validation-texts or --test-texts"
         )
     return pairs, split
+
+
+def _classes(config: TrainConfig, glyphs: bool) -> LabelledImages:
+    how = {"validation": config.validation_texts, "seed": config.seed}
+    data = glyph_classes(config.image_size, **how) if glyphs else classes_of_texts(_file(config), **how)
+    if len(data.train) < config.batch_size:
+        raise UserError(
+            f"--batch-size {config.batch_size} needs as many images to train on, got {len(data.train)}, of "
+            f"{len(data)} texts. Lower --batch-size"
+        )
+    return data
+
+
+def _file(config: TrainConfig) -> Pairs:
+    return file_pairs(Path(config.data), image_size=config.image_size, channels=config.image_channels)

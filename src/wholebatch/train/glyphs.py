@@ -6,7 +6,9 @@ import unicodedata
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from .labelled import LabelledImages, with_split
 from .pairs import Pairs
 
 # The upright sans face first: it has the most characters, and the first image of a character is the one it is
@@ -18,15 +20,36 @@ FACES = (
 )  # fmt: skip
 
 
+# With these kept for the test, the other ten have 6,494 characters, and all kinds of faces among them.
+TEST_FACES = ("DejaVuSerif-Bold", "DejaVuSans-Oblique")
+
+
 def glyph_pairs(image_size: int) -> Pairs:
-    """Every (face, character) with a name and a visible shape: about 47,000 images of 6,700 characters."""
+    """Images of characters and the characters' names."""
+    images, names, _ = _draw(image_size)
+    return Pairs.grouped_by_text(images, names)
+
+
+def glyph_classes(image_size: int, *, validation: int, seed: int) -> LabelledImages:
+    """Images of characters, each character a class; two faces are for the test."""
+    images, names, faces = _draw(image_size)
+    for_test = torch.tensor([face in TEST_FACES for face in faces])
+    return with_split(images, names, for_test, validation=validation, seed=seed, what_is_new="faces never seen")
+
+
+def _draw(image_size: int) -> tuple[Tensor, list[str], list[str]]:
+    """Every (face, character) with a name and a visible shape: about 47,000 images of 6,700 characters.
+
+    Returns:
+        The images (n, 1, size, size), the characters' names, and the faces.
+    """
     import matplotlib
     import numpy as np
     from matplotlib.ft2font import FT2Font
     from PIL import Image, ImageDraw, ImageFont
 
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
-    images, names = [], []
+    images, names, faces = [], [], []
     for face in FACES:
         path = str(folder / f"{face}.ttf")
         # The em is a little smaller than the picture; BASIC layout: no shaping library, same pixels everywhere.
@@ -41,4 +64,5 @@ def glyph_pairs(image_size: int) -> Pairs:
             if pixels.any():
                 images.append(pixels)
                 names.append(name)
-    return Pairs.grouped_by_text(torch.from_numpy(np.stack(images)).unsqueeze(1), names)
+                faces.append(face)
+    return torch.from_numpy(np.stack(images)).unsqueeze(1), names, faces

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,8 @@ import wholebatch as wb
 from .._user_error import UserError
 from .checkpoint import last_step
 from .config import TrainConfig
-from .data import load_data
+from .data import Data, load_data, make_task
 from .loop import train
-from .pairs import Pairs, Split
 from .progress import ConsoleProgress, Progress
 from .run_folder import RunFolder
 
@@ -128,13 +127,15 @@ def _device(config: TrainConfig, local_rank: int, local_size: int) -> torch.devi
 
 def _train_on_this_rank(config: TrainConfig, device: torch.device) -> None:
     """Load the data, prepare the run folder on rank 0, train, report; a mistake on any rank ends all ranks."""
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    pairs, split, folder = _together(lambda: _prepare(config, is_first=is_first))
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    is_first = rank == 0
+    (data, folder), path = _together(lambda: _prepare(config, is_first=is_first))
     progress = ConsoleProgress() if is_first else Progress()
     try:
         if folder is not None:
             progress.show_folder(folder.path)
-        train(config, pairs, split, folder, progress, device)
+        task = make_task(config, data, device, rank=rank, size=size)
+        train(config, task, path, folder, progress, size=size)
     except KeyboardInterrupt:
         if folder is not None:
             progress.stop()
@@ -143,38 +144,41 @@ def _train_on_this_rank(config: TrainConfig, device: torch.device) -> None:
     finally:
         progress.stop()
     if folder is not None:
-        progress.report(folder.path)
+        progress.report(folder, task)
 
 
-_T = TypeVar("_T")
+_Prepared = tuple[Data, RunFolder | None]
 
 
-def _together(prepare: Callable[[], _T]) -> _T:
-    """What `prepare` returns, once it has succeeded on all ranks; the UserError of one rank is raised on all."""
-    result: _T | None = None
+def _together(prepare: Callable[[], _Prepared]) -> tuple[_Prepared, Path]:
+    """What `prepare` returns, once it has succeeded on all ranks, and where rank 0 writes.
+
+    The UserError of one rank is raised on all.
+    """
+    prepared: list[_Prepared] = []
 
     def state() -> dict[str, Any]:
-        nonlocal result
-        result = prepare()
-        return {}
+        prepared.append(prepare())
+        folder = prepared[0][1]
+        return {"folder": None if folder is None else str(folder.path)}
 
     try:
-        wb.comm.handshake(wb.comm.select_communicator(None), state, caller="set-up")
+        everyone = wb.comm.handshake(wb.comm.select_communicator(None), state, caller="set-up")
     except ValueError as error:
         if error.__cause__ is not None and not isinstance(error.__cause__, UserError):
             raise  # a bug of ours, with its traceback
         raise UserError(str(error).removeprefix("set-up: ")) from error
-    return cast(_T, result)
+    return prepared[0], Path(everyone[0]["folder"])
 
 
-def _prepare(config: TrainConfig, *, is_first: bool) -> tuple[Pairs, Split, RunFolder | None]:
+def _prepare(config: TrainConfig, *, is_first: bool) -> _Prepared:
     """The data on every rank, and then, so that a mistake in them leaves nothing behind, the folder on rank 0."""
-    pairs, split = load_data(config)
+    data = load_data(config)
     if not is_first:
-        return pairs, split, None
+        return data, None
     if config.resume is not None:
         recorded = len(RunFolder(config.resume).metrics())
         step = last_step(config.resume, recorded=recorded, checkpoint_every=config.checkpoint_every)
-        return pairs, split, RunFolder.reopen(config.resume, step=step)
+        return data, RunFolder.reopen(config.resume, step=step)
     path = config.run_folder or Path("runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    return pairs, split, RunFolder.create(path, dataclasses.replace(config, run_folder=path))
+    return data, RunFolder.create(path, dataclasses.replace(config, run_folder=path))

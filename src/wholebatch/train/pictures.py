@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import textwrap
 import warnings
+from collections.abc import Sequence
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,13 @@ from torch import Tensor
 from .pairs import Pairs
 from .randomness import seeded
 from .retrieval import ranks_of_partner
+from .task import Curve
 
 _SHOWN, _TOP = 12, 5
 
 
-def draw_curves(metrics: list[dict[str, Any]], path: Path) -> None:
-    """Training loss, and validation recall both ways, over the steps."""
+def draw_curves(metrics: list[dict[str, Any]], curves: Sequence[Curve], title: str, path: Path) -> None:
+    """Training loss, and what validations say, over the steps."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
@@ -26,14 +30,11 @@ def draw_curves(metrics: list[dict[str, Any]], path: Path) -> None:
     left.plot([row["step"] for row in metrics], [row["loss"] for row in metrics], color="tab:blue", linewidth=1)
     left.set(xlabel="step", ylabel="loss of the global batch", ylim=(0, None), title="training")
     validated = [row for row in metrics if "validation" in row]
-    for direction, style in (("image_to_text", "-"), ("text_to_image", "--")):
-        for k, color in ((1, "tab:green"), (10, "tab:orange")):
-            right.plot(
-                [row["step"] for row in validated],
-                [row["validation"][direction][f"recall@{k}"] for row in validated],
-                style, color=color, marker=".", label=f"recall@{k}, {direction.replace('_', ' ')}",
-            )  # fmt: skip
-    right.set(xlabel="step", ylabel="recall", ylim=(0, 1), title="validation: texts not trained on")
+    for curve in curves:
+        values = [reduce(getitem, curve.keys, row["validation"]) for row in validated]
+        steps = [row["step"] for row in validated]
+        right.plot(steps, values, curve.style, color=curve.color, marker=".", label=curve.label)
+    right.set(xlabel="step", ylabel="fraction", ylim=(0, 1), title=title)
     right.legend(fontsize="small", loc="lower right")
     for axes in (left, right):
         axes.grid(alpha=0.3)

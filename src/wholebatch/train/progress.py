@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from .config import TrainConfig
-from .pairs import Pairs, Split
-from .retrieval import KS
+from .run_folder import RunFolder
+from .task import Task
 
 _LINE_EVERY = 10  # steps between two plain lines
 
@@ -24,7 +23,7 @@ class Progress:
     def show_folder(self, folder: Path) -> None:
         """Where the run's files will be."""
 
-    def start(self, config: TrainConfig, pairs: Pairs, split: Split, *, size: int, done: int) -> None:
+    def start(self, config: TrainConfig, task: Task, *, size: int, done: int) -> None:
         """The data are loaded and training begins after `done` steps."""
 
     def step(self, metrics: dict[str, Any]) -> None:
@@ -36,7 +35,7 @@ class Progress:
     def show_how_to_resume(self, folder: Path) -> None:
         """The run was interrupted."""
 
-    def report(self, folder: Path) -> None:
+    def report(self, folder: RunFolder, task: Task) -> None:
         """The run is finished."""
 
 
@@ -46,17 +45,16 @@ class ConsoleProgress(Progress):
     def __init__(self) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
         self._bar: Bar | None = None
-        self._recall = ""
+        self._found = ""
 
-    def start(self, config: TrainConfig, pairs: Pairs, split: Split, *, size: int, done: int) -> None:
+    def start(self, config: TrainConfig, task: Task, *, size: int, done: int) -> None:
+        self._task = task
         self._console.print(
-            f"{len(pairs.images):,} images of {len(pairs):,} texts: {len(split.train):,} for training, "
-            f"{len(split.validation):,} for validation, {len(split.test):,} for test\n"
+            f"{task.describe()}\n"
             f"global batch {config.batch_size:,} on {size} process{'es' if size > 1 else ''}"
             + (f", going on after step {done}" if done else "")
             + (", starting again: there was no checkpoint yet" if config.resume is not None and not done else "")
         )
-        self._among = len(split.validation)
         if self._console.is_terminal:
             self._bar = Bar(
                 TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"),
@@ -67,16 +65,13 @@ class ConsoleProgress(Progress):
         self._last = config.steps
 
     def step(self, metrics: dict[str, Any]) -> None:
-        recall = ""
-        if "validation" in metrics:
-            recall = f", validation recall@1 {metrics['validation']['image_to_text']['recall@1']:.3f}"
-            recall += f" among {self._among}"
+        found = f", validation {self._task.headline(metrics['validation'])}" if "validation" in metrics else ""
         state = f"loss {metrics['loss']:.4f}"
         if self._bar is not None:
-            self._recall = recall or self._recall  # the bar keeps the last one in sight
-            self._bar.update(self._bar.task_ids[0], completed=metrics["step"], description=state + self._recall)
+            self._found = found or self._found  # the bar keeps the last one in sight
+            self._bar.update(self._bar.task_ids[0], completed=metrics["step"], description=state + self._found)
         elif metrics["step"] % _LINE_EVERY == 0 or metrics["step"] == self._last or "validation" in metrics:
-            self._console.print(f"step {metrics['step']:4d}/{self._last}  {state}, {metrics['seconds']:.0f} s{recall}")
+            self._console.print(f"step {metrics['step']:4d}/{self._last}  {state}, {metrics['seconds']:.0f} s{found}")
 
     def stop(self) -> None:
         if self._bar is not None:
@@ -88,17 +83,13 @@ class ConsoleProgress(Progress):
     def show_how_to_resume(self, folder: Path) -> None:
         self._console.print(f"go on from the last checkpoint with: wholebatch train --resume {folder}")
 
-    def report(self, folder: Path) -> None:
-        report = json.loads((folder / "report.json").read_text())
-        table = Table(title=f"Retrieval among {report['test_texts']} texts never seen in training")
-        table.add_column("")
-        for k in KS:
-            table.add_column(f"recall@{k}", justify="right")
-        for label, key in (
-            ("image -> text", "image_to_text"),
-            ("text -> image", "text_to_image"),
-            ("chance", "chance"),
-        ):
-            table.add_row(label, *(f"{report[key][f'recall@{k}']:.4f}" for k in KS))
+    def report(self, folder: RunFolder, task: Task) -> None:
+        report = folder.report()
+        title, columns, rows = task.table(report)
+        table = Table(title=title, show_header=any(columns))
+        for column in columns:
+            table.add_column(column, justify="right" if column != columns[0] or table.columns else "left")
+        for row in rows:
+            table.add_row(*row)
         self._console.print(table)
-        self._console.print(f"trained for {report['seconds']:.0f} s; pictures and checkpoint are in {folder}")
+        self._console.print(f"trained for {report['seconds']:.0f} s; pictures and checkpoint are in {folder.path}")

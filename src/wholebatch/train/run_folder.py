@@ -4,9 +4,11 @@ config.json              the configuration, read back by --resume
 metrics.jsonl            one line per step
 checkpoint.safetensors   weights, optimiser and random state after the last checkpointed step
 model.safetensors        the final weights alone
-report.json              recall on texts never seen in training, beside chance
-curves.png               loss and validation recall over the steps
-retrieval.png            held-out images beside the five texts that the model finds most similar
+head-STEP/               of --task identify: the classifier after as many steps, every rank's part of it
+report.json              what the test set says, beside chance
+curves.png               loss and validation over the steps
+retrieval.png            of --task retrieve: held-out images beside the five texts that the model finds most similar
+look_alikes.png          of --task identify: which classes are taken for which
 """
 
 from __future__ import annotations
@@ -17,14 +19,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._user_error import UserError
 from .checkpoint import save_tensors
 from .config import TrainConfig
-from .pairs import Pairs, Split
-from .pictures import draw_curves, draw_retrieval
-from .retrieval import KS, both_ways
+from .pictures import draw_curves
+from .task import Task
 
 
 class RunFolder:
@@ -82,27 +83,17 @@ class RunFolder:
             raise UserError(f"{self._metrics} cannot be read as the metrics of a run ({error})") from error
         return rows
 
-    def finish(
-        self,
-        encoder: nn.Module,
-        pairs: Pairs,
-        split: Split,
-        image_features: Tensor,
-        text_features: Tensor,
-        seconds: float,
-    ) -> None:
+    def finish(self, task: Task, report: dict[str, Any], weights: dict[str, Tensor]) -> None:
         """Final weights, report and pictures."""
-        report = {
-            "test_texts": len(split.test),
-            "seconds": round(seconds, 1),
-            "chance": {f"recall@{k}": min(1.0, k / len(split.test)) for k in KS},
-            **both_ways(image_features, text_features),
-        }
-        save_tensors(self.path / "model.safetensors", dict(encoder.state_dict()), {})
+        save_tensors(self.path / "model.safetensors", weights, {})
         with _writing(self.path):
             (self.path / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-            draw_curves(self.metrics(), self.path / "curves.png")
-            draw_retrieval(pairs, split.test, image_features, text_features, self.path / "retrieval.png")
+            draw_curves(self.metrics(), task.curves, task.validation_title, self.path / "curves.png")
+            task.draw(self.path)
+
+    def report(self) -> dict[str, Any]:
+        """What `finish` has written."""
+        return dict(json.loads((self.path / "report.json").read_text()))
 
 
 def read_config(path: Path) -> TrainConfig:

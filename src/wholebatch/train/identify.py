@@ -1,0 +1,203 @@
+"""`--task identify`: an encoder of images, and a classifier that is spread over the ranks: wholebatch.PartialFC."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import wholebatch as wb
+
+from .augment import augmented
+from .checkpoint import load_checkpoint, save_checkpoint
+from .config import HeadConfig, TrainConfig
+from .evaluation import as_float
+from .labelled import LabelledImages, images_of_step
+from .look_alikes import draw_look_alikes
+from .model import ImageEncoder
+from .task import Curve, Task, finite_loss, make_adamw
+from .verification import accepted_at, best_possible
+
+FAR = 1e-3
+_TOP = 5
+
+
+class Identify(Task):
+    """Which of the classes of training an image shows that is new."""
+
+    curves = (Curve("top-1", ("top_1",), "tab:green"), Curve(f"top-{_TOP}", (f"top_{_TOP}",), "tab:orange"))
+    validation_title = "validation: images not trained on"
+
+    def __init__(
+        self, config: TrainConfig, data: LabelledImages, device: torch.device, *, rank: int, size: int
+    ) -> None:
+        self._config, self._data, self._device, self._rank = config, data, device, rank
+        self._rows = wb.partition.Partition.even(config.batch_size, size).rows(rank)
+        torch.manual_seed(config.seed)
+        self.encoder = ImageEncoder(config.model, config.image_channels, config.image_size).to(device)
+        self.head = make_head(config, len(data), device)
+        head_rate = config.head.learning_rate
+        of_head = [{"params": list(self.head.parameters()), "peak": head_rate}]
+        self._head_optimizer = wb.SparseSGD(of_head, lr=head_rate, momentum=0.9)
+        self._optimizer = make_adamw(self.encoder, config)
+        self.optimizers = [self._optimizer, self._head_optimizer]
+        # The head stays outside: each rank has classes of its own, and their gradient is complete.
+        self._model = DistributedDataParallel(self.encoder) if size > 1 else self.encoder
+        self._cached = wb.GradCache([self._model], config.chunk_size, self._loss) if config.chunk_size else None
+        self._found: tuple[Tensor, Tensor] | None = None
+
+    def describe(self) -> str:
+        data = self._data
+        return (
+            f"{len(data):,} classes: {len(data.train):,} images for training, {len(data.validation):,} for validation, "
+            f"{len(data.test):,} of {data.what_is_new} for test"
+        )
+
+    def add_gradients(self, step: int) -> Tensor:
+        config = self._config
+        chosen = images_of_step(self._data, batch_size=config.batch_size, step=step, seed=config.seed)[self._rows]
+        images = augmented(as_float(self._data.images[chosen], self._device), config, self._rows, step)
+        named: dict[str, Any] = {"step": step, "labels": self._data.labels[chosen].to(self._device)}
+        if self._cached is not None:
+            return self._cached(images, **named)
+        loss = self._loss(self._model(images), **named)
+        loss.backward()
+        return loss.detach()
+
+    def _loss(self, embeddings: Tensor, *, step: int, labels: Tensor) -> Tensor:
+        return finite_loss(self.head, embeddings, labels, step=step)
+
+    def grad_norm(self) -> float:
+        return wb.heads.clip_grad_norm_(self.encoder.parameters(), self.head.parameters(), float("inf")).item()
+
+    def validate(self) -> dict[str, Any]:
+        return self._accuracy(self._data.validation)[0]
+
+    def _accuracy(self, rows: Tensor) -> tuple[dict[str, Any], Tensor, wb.heads.TopClasses]:
+        """Of these images, all of them on rank 0; with their embeddings, and the classes that were found."""
+        embeddings = self._embeddings(rows if self._rank == 0 else rows[:0])
+        found = self.head.top_classes(embeddings.to(self._device), min(_TOP, len(self._data)))
+        right = found.classes.cpu() == self._data.labels[rows[: len(embeddings)], None]
+        figures = {f"top_{k}": right[:, :k].any(1).double().mean().item() for k in (1, _TOP)} if len(right) else {}
+        return figures, embeddings, found
+
+    @torch.no_grad()
+    def _embeddings(self, rows: Tensor) -> Tensor:
+        """Unit vectors, on the CPU, without augmentation."""
+        parts = [self.encoder(as_float(self._data.images[some], self._device)).cpu() for some in rows.split(512)]
+        return F.normalize(torch.cat(parts)) if len(rows) else torch.empty(0, self._config.model.feature_size)
+
+    def headline(self, validation: Mapping[str, Any]) -> str:
+        return f"top-1 {validation['top_1']:.3f} among {len(self._data)} classes"
+
+    def memory(self) -> dict[str, Tensor]:
+        return {name: x.clone() for name, x in self.head.named_buffers()}
+
+    def save(self, folder: Path, memory: Mapping[str, Tensor], *, step: int, seconds: float) -> None:
+        present = self.memory()
+        _put(self.head, memory)
+        of_head = _of_head(folder, step)
+        if self._rank == 0:
+            shutil.rmtree(of_head, ignore_errors=True)  # of a run that was killed while it wrote this
+        _wait()
+        wb.heads.save_head(of_head, self.head, self._head_optimizer)
+        _put(self.head, present)
+        if self._rank == 0:
+            save_checkpoint(folder, self.encoder.state_dict(), self._optimizer, step=step, seconds=seconds)
+            for other in folder.glob(_of_head(folder, "*").name):
+                if other != of_head:
+                    shutil.rmtree(other)
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        facts = load_checkpoint(folder, self.encoder, self._optimizer)
+        wb.heads.load_head(_of_head(folder, facts["step"]), self.head, self._head_optimizer)
+        return facts
+
+    def judge(self) -> dict[str, Any]:
+        data, rows = self._data, self._data.test
+        figures, embeddings, found = self._accuracy(rows)
+        if self._rank:
+            return {}
+        self._found = found.classes.cpu()[:, 0], found.logits.cpu()[:, 0]
+        tar, threshold = accepted_at(embeddings, data.labels[rows], FAR)
+        return {
+            "classes": len(data),
+            "test_images": len(rows),
+            **figures,
+            "top_1_at_most": best_possible(data.images[rows], data.labels[rows]),
+            "chance": 1 / len(data),
+            "far": FAR,
+            "tar": tar,
+            "threshold": threshold,
+        }
+
+    def table(self, report: Mapping[str, Any]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
+        title = f"{report['test_images']:,} images of {self._data.what_is_new}, {report['classes']:,} classes"
+        rows = [
+            ["top-1 accuracy", f"{report['top_1']:.4f}"],
+            [f"top-{_TOP} accuracy", f"{report[f'top_{_TOP}']:.4f}"],
+            ["top-1 at most: some classes have equal pictures", f"{report['top_1_at_most']:.4f}"],
+            ["top-1 by chance", f"{report['chance']:.4f}"],
+            [f"verification: TAR at FAR {report['far']:g}", f"{report['tar']:.4f}"],
+        ]
+        return title, ["", ""], rows
+
+    def weights(self) -> dict[str, Tensor]:
+        centres = self.head.full_weight()
+        return dict(self.encoder.state_dict()) | ({} if centres is None else {"centres": centres})
+
+    def draw(self, folder: Path) -> None:
+        assert self._found is not None
+        draw_look_alikes(self._data, *self._found, folder / "look_alikes.png")
+
+
+def make_head(config: TrainConfig, classes: int, device: torch.device) -> wb.PartialFC:
+    """The classifier, this rank's part of it."""
+    head = config.head
+    return wb.PartialFC(
+        config.model.feature_size,
+        classes,
+        margin=make_margin(head),
+        sub_centres=head.sub_centres,
+        sample_rate=head.sample_rate,
+        label_smoothing=config.label_smoothing,
+        seed=config.seed,
+        device=device,
+    )
+
+
+def make_margin(head: HeadConfig) -> Any:
+    """The margin with its scale, and its size unless that is the margin's own."""
+    margins: dict[str, Callable[..., Any]] = {
+        "arcface": wb.ArcFace,
+        "cosface": wb.CosFace,
+        "sphereface": wb.SphereFace,
+        "normface": wb.NormFace,
+        "adaface": wb.AdaFace,
+        "magface": wb.MagFace,
+        "curricularface": wb.CurricularFace,
+    }
+    size = {} if head.m is None else {"m": head.m}
+    return margins[head.margin](s=head.scale, **size)
+
+
+def _of_head(folder: Path, step: int | str) -> Path:
+    return folder / f"head-{step}"
+
+
+def _put(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    for name, x in module.named_buffers():
+        if name in values:
+            x.copy_(values[name])
+
+
+def _wait() -> None:
+    if dist.is_initialized():
+        dist.barrier()

@@ -1,0 +1,128 @@
+"""The confusion picture: which classes are taken for which, and what they look like."""
+
+from __future__ import annotations
+
+import textwrap
+import warnings
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .labelled import LabelledImages
+
+_IN_MATRIX, _IN_LIST = 24, 12
+
+
+def draw_look_alikes(data: LabelledImages, found: Tensor, logits: Tensor, path: Path) -> None:
+    """The classes that are confused most, as a matrix; beside it the surest mistakes about pictures that do differ.
+
+    Args:
+        data: with its test images.
+        found: (n,), the class that was found for each test image.
+        logits: (n,), how similar it was.
+        path: of the picture.
+    """
+    from matplotlib.figure import Figure
+
+    labels = data.labels[data.test]
+    wrong = (found != labels).nonzero()[:, 0]
+    equal = _equal_pictures(data, wrong, found)
+    figure = Figure(figsize=(14, 7.6))
+    figure.suptitle(
+        f"{len(wrong):,} of {len(labels):,} test images are taken for another class; for {int(equal.sum()):,} of these "
+        "that class has the same picture, pixel by pixel"
+    )
+    if len(wrong):
+        _draw_matrix(figure, data, labels, found)
+        _draw_list(figure, data, labels, found, wrong[~equal], logits)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        figure.savefig(path, dpi=110)
+
+
+def _equal_pictures(data: LabelledImages, wrong: Tensor, found: Tensor) -> Tensor:
+    """Whether the class that an image was mistaken for has the very same one, in some face; (number of mistakes,)."""
+    known: dict[int, set[bytes]] = defaultdict(set)
+    asked = {*found[wrong].tolist()}
+    for row in range(len(data.labels)):
+        label = int(data.labels[row])
+        if label in asked:
+            known[label].add(data.images[row].numpy().tobytes())
+    mistakes = ((data.images[data.test[i]].numpy().tobytes(), int(found[i])) for i in wrong.tolist())
+    return torch.tensor([picture in known[label] for picture, label in mistakes], dtype=torch.bool)
+
+
+def confused_classes(labels: Tensor, found: Tensor, most: int) -> list[int]:
+    """At most so many classes: of the pairs that are confused most, those confused with one another side by side.
+
+    >>> confused_classes(torch.tensor([0, 0, 1, 2, 3, 4]), torch.tensor([3, 3, 1, 4, 3, 2]), 4)
+    [0, 3, 2, 4]
+    """
+    counts = Counter(tuple(sorted(pair)) for pair in zip(labels.tolist(), found.tolist(), strict=True))
+    group_of: dict[int, list[int]] = {}
+    for a, b in sorted((pair for pair in counts if pair[0] != pair[1]), key=lambda pair: (-counts[pair], pair)):
+        if len(group_of.keys() | {a, b}) <= most:
+            one, other = group_of.get(a, [a]), group_of.get(b, [b])
+            joined = one if one is other else one + other
+            group_of |= dict.fromkeys(joined, joined)
+    groups = {id(group): group for group in group_of.values()}.values()
+    return [label for group in sorted(groups, key=len, reverse=True) for label in group]
+
+
+def _draw_matrix(figure: Any, data: LabelledImages, labels: Tensor, found: Tensor) -> None:
+    classes = confused_classes(labels, found, _IN_MATRIX)
+    place = {label: index for index, label in enumerate(classes)}
+    counts = torch.zeros(len(classes), len(classes))
+    for a, b in zip(labels.tolist(), found.tolist(), strict=True):
+        if a in place and b in place:
+            counts[place[a], place[b]] += 1
+    axes = figure.add_axes((0.06, 0.05, 0.43, 0.8))
+    diagonal, largest = torch.eye(len(classes), dtype=torch.bool), 1.5 * counts.max().item()
+    for colors, others in (("Purples", diagonal), ("Greens", ~diagonal)):
+        cells = counts.masked_fill(others | (counts == 0), float("nan"))
+        axes.imshow(cells.numpy(), cmap=colors, vmin=0, vmax=largest)
+    for a, b in counts.nonzero().tolist():
+        axes.text(b, a, f"{int(counts[a, b])}", ha="center", va="center", fontsize=7)
+    axes.set(xticks=[], yticks=[])
+    axes.set_title("taken for; the classes that are confused most (green: right)", fontsize=9, pad=24)
+    axes.set_ylabel("shown", labelpad=24, fontsize=9)
+    size = 0.9 / len(classes)
+    for index, label in enumerate(classes):
+        picture = data.images[data.train[data.labels[data.train] == label][0]]
+        at = (index + 0.5) / len(classes)
+        _thumbnail(axes.inset_axes((at - size / 2, 1.005, size, size)), picture)
+        _thumbnail(axes.inset_axes((-size - 0.005, 1 - at - size / 2, size, size)), picture)
+
+
+def _draw_list(figure: Any, data: LabelledImages, labels: Tensor, found: Tensor, wrong: Tensor, logits: Tensor) -> None:
+    """Each mistaken image, and one in training of the class that it was taken for."""
+    by_pair: dict[tuple[int, int], int] = {}
+    for i in wrong[logits[wrong].argsort(descending=True)].tolist():
+        a, b = int(labels[i]), int(found[i])
+        by_pair.setdefault((min(a, b), max(a, b)), i)  # each pair once
+    surest = [*by_pair.values()][:_IN_LIST]
+    grid = figure.add_gridspec(
+        _IN_LIST, 3, left=0.53, right=0.99, top=0.85, bottom=0.05, width_ratios=[1, 1, 9], wspace=0.05
+    )
+    figure.text(0.53, 0.88, "the surest mistakes about pictures that differ: shown, and a picture of", fontsize=9)
+    figure.text(0.53, 0.86, "the class that it was taken for", fontsize=9)
+    for line, i in enumerate(surest):
+        taken = int(found[i])
+        other = data.images[data.train[data.labels[data.train] == taken][0]]
+        for column, picture in enumerate((data.images[data.test[i]], other)):
+            _thumbnail(figure.add_subplot(grid[line, column]), picture)
+        axes = figure.add_subplot(grid[line, 2])
+        axes.axis("off")
+        names = (("shown", int(labels[i]), "tab:green"), ("taken for", taken, "tab:red"))
+        for row, (what, label, color) in enumerate(names):
+            name = textwrap.shorten(data.names[label], 62, placeholder=" …")
+            axes.text(0, 0.72 - 0.45 * row, f"{what}: {name}", fontsize=7.5, color=color, va="center", parse_math=False)
+
+
+def _thumbnail(axes: Any, picture: Tensor) -> None:
+    pixels = picture[0] if len(picture) == 1 else picture.permute(1, 2, 0)
+    axes.imshow(pixels.numpy(), cmap="gray", vmin=0, vmax=255)
+    axes.axis("off")

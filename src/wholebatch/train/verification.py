@@ -1,0 +1,48 @@
+"""Verification: are two images of one class? And how well a picture could be told apart at best."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import torch
+from torch import Tensor
+
+_ROWS = 512
+
+
+def accepted_at(features: Tensor, labels: Tensor, far: float) -> tuple[float, float]:
+    """(TAR, threshold): of pairs of one class the fraction that is more similar than all but `far` of other pairs.
+
+    Args:
+        features: (n, d), unit rows.
+        labels: (n,).
+        far: false accept rate, of all pairs of different classes.
+
+    >>> x = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
+    >>> accepted_at(x, torch.tensor([0, 0, 1, 1]), 0.25)  # others: 0, 0, 0.6, 0.6; one of four may be accepted
+    (1.0, 0.6000000238418579)
+    """
+    n = len(labels)
+    same_pairs = int((torch.bincount(labels.unique(return_inverse=True)[1]).pow(2).sum() - n) // 2)
+    other_pairs = n * (n - 1) // 2 - same_pairs
+    allowed = int(far * other_pairs)
+    if not same_pairs or not other_pairs:
+        return float("nan"), float("nan")
+    same, others = [], torch.empty(0)
+    for start in range(0, n, _ROWS):
+        similarity = features[start : start + _ROWS] @ features.T
+        later = torch.arange(n) > torch.arange(start, start + len(similarity))[:, None]
+        alike = labels[start : start + _ROWS, None] == labels
+        same.append(similarity[later & alike])
+        others = torch.cat([others, similarity[later & ~alike]])
+        others = others.topk(min(len(others), allowed + 1)).values  # the largest that may be, and one more
+    threshold = others[-1].item()
+    return (torch.cat(same) > threshold).double().mean().item(), threshold
+
+
+def best_possible(images: Tensor, labels: Tensor) -> float:
+    """The largest accuracy of anything that sees pictures alone: equal ones, (n, ...), get equal answers."""
+    classes: dict[bytes, Counter[int]] = defaultdict(Counter)
+    for image, label in zip(images, labels.tolist(), strict=True):
+        classes[image.numpy().tobytes()][label] += 1
+    return sum(max(counts.values()) for counts in classes.values()) / len(labels)

@@ -1,0 +1,185 @@
+"""`wholebatch train --task identify`: the classifier is spread over the ranks, and the numbers are one process's."""
+
+import json
+import signal
+
+import pytest
+import torch
+from glyph_files import write_pairs
+from safetensors.torch import load_file
+from train_runs import TRAIN, difference, finish, killed, losses, metrics, options, recorded
+
+from wholebatch.__main__ import main
+from wholebatch._user_error import UserError
+from wholebatch.train.config import HeadConfig, TrainConfig
+from wholebatch.train.glyphs import TEST_FACES, glyph_classes
+from wholebatch.train.labelled import images_of_step, with_split
+from wholebatch.train.verification import accepted_at, best_possible
+
+FACES = ("DejaVuSans", "DejaVuSerif", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSerif-Bold")
+# A margin with a memory, and a sample of classes: both go on after a resume as if nothing had been.
+HEAD = ["--head.margin", "adaface", "--head.scale", "16", "--head.sample-rate", "0.4"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_pairs(tmp_path_factory.mktemp("data"), faces=FACES)
+
+
+def command(data, run, *more, steps=30):
+    return TRAIN + options(data, run, "--task", "identify", *HEAD, *more, steps=steps)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(data, tmp_path_factory):
+    run = tmp_path_factory.mktemp("runs") / "whole"
+    return run, finish(command(data, run)).stdout
+
+
+def test_a_run_leaves_everything_it_promises(uninterrupted):
+    run, output = uninterrupted
+    assert {path.name for path in run.iterdir()} == {
+        "config.json", "metrics.jsonl", "checkpoint.safetensors", "head-30", "model.safetensors", "report.json",
+        "curves.png", "look_alikes.png",
+    }  # fmt: skip
+    assert [row["step"] for row in metrics(run)] == list(range(1, 31))
+    assert losses(run)[-1] < 0.8 * losses(run)[0], "it learns"
+    report = json.loads((run / "report.json").read_text())
+    assert (report["classes"], report["test_images"]) == (158, 316)
+    assert report["top_1_at_most"] >= report["top_1"] > 20 * report["chance"]
+    assert report["top_5"] > report["top_1"]
+    assert 0 < report["tar"] <= 1
+    for picture in ("curves.png", "look_alikes.png"):
+        assert (run / picture).read_bytes().startswith(b"\x89PNG")
+    assert load_file(run / "model.safetensors")["centres"].shape == (158, 32)
+    assert "top-1 accuracy" in output
+    assert "158 classes: 458 images for training, 16 for validation, 316 of images for test" in output
+
+
+@pytest.mark.parametrize(
+    "more", [["--processes", "2"], ["--processes", "3"], ["--processes", "2", "--chunk-size", "9"]]
+)
+def test_the_curve_is_the_same_on_any_number_of_processes(data, uninterrupted, tmp_path, more):
+    finish(command(data, tmp_path / "run", *more))
+    assert difference(uninterrupted[0], tmp_path / "run") <= 1e-4
+    found, true = (load_file(run / "model.safetensors")["centres"] for run in (tmp_path / "run", uninterrupted[0]))
+    assert (found - true).norm() < 1e-3 * true.norm()
+
+
+def test_killed_and_resumed_gives_the_same_numbers(data, uninterrupted, tmp_path):
+    run = tmp_path / "run"
+    killed(command(data, run), when=lambda: recorded(run) >= 13)
+    assert recorded(run) < 30
+    finish([*TRAIN, "--resume", str(run)])
+    assert metrics(run) == metrics(uninterrupted[0])
+
+
+def test_resume_with_another_number_of_processes(data, uninterrupted, tmp_path):
+    run = tmp_path / "run"
+    when = (run / "checkpoint.safetensors").exists
+    killed(command(data, run, "--processes", "3"), when=when, kill=signal.SIGINT)
+    assert recorded(run) < 30
+    finish([*TRAIN, "--resume", str(run), "--processes", "2"])
+    assert difference(uninterrupted[0], run) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("margin", "more"),
+    [(margin, []) for margin in ("arcface", "cosface", "sphereface", "normface", "magface", "curricularface")]
+    + [("arcface", ["--head.m", "0.2", "--head.sub-centres", "2", "--label-smoothing", "0.1"])],
+)
+def test_other_margins_train(data, tmp_path, margin, more, capsys):
+    every = options(data, tmp_path / "run", "--task", "identify", "--head.margin", margin, "--head.scale", "16", *more)
+    assert main(["train", *every]) == 0
+    assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"head": HeadConfig(sample_rate=0.1)}, "--head.sample-rate must be left out without --task identify, got 0.1"),
+        ({"task": "identify", "loss": "siglip"}, "--loss must be left out for --task identify"),
+        ({"task": "identify", "head": HeadConfig(sample_rate=1.5)}, r"--head.sample-rate must be in \[0, 1\], got 1.5"),
+        ({"task": "identify", "head": HeadConfig(margin="normface", m=0.1)}, "--head.m must be left out for"),
+        (
+            {"task": "identify", "head": HeadConfig(margin="sphereface", m=0.1)},
+            r"--head.m must be in \[1, 10\], got 0.1",
+        ),
+        ({"task": "recognise"}, "--task must be 'retrieve' or 'identify', got recognise"),
+    ],
+)
+def test_configurations_that_make_no_sense(settings, message):
+    with pytest.raises(UserError, match=message):
+        TrainConfig(**settings).check()
+
+
+def test_mistakes_are_one_line(data, tmp_path):
+    pairs = write_pairs(tmp_path / "once")
+    for where, more, message in (
+        (pairs, [], "--validation-texts 16 needs as many texts with two images to train on, got 0"),
+        (pairs, ["--validation-texts", "1"], "needs as many texts with two images"),
+        (data, ["--batch-size", "4096"], "--batch-size 4096 needs as many images to train on, got 458, of 158 texts"),
+    ):
+        done = finish(TRAIN + options(where, tmp_path / "run", "--task", "identify", *more), expect=2)
+        assert done.stderr.count("\n") == 1
+        assert message in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_head_that_was_removed_is_missed(data, uninterrupted, tmp_path, capsys):
+    import shutil
+
+    run = tmp_path / "run"
+    shutil.copytree(uninterrupted[0], run)
+    shutil.rmtree(run / "head-30")
+    assert main(["train", "--resume", str(run)]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert "head-30 holds no checkpoint" in lines[0]
+
+
+# Its parts.
+def test_faces_of_the_test_are_not_in_training():
+    data = glyph_classes(16, validation=325, seed=0)
+    assert len(TEST_FACES) == 2
+    assert (len(data), len(data.train), len(data.validation), len(data.test)) == (6494, 38159, 325, 8278)
+    for part in (data.train, data.validation, data.test):
+        assert (data.labels[part] >= 0).all()
+    together = torch.cat([data.train, data.validation, data.test])
+    assert len(together.unique()) == len(together)
+    assert len(data.labels[data.train].unique()) == 6494, "each class has an image to train on"
+    a, b = (images_of_step(data, batch_size=64, step=step, seed=0) for step in (0, 1))
+    assert len(torch.cat([a, b]).unique()) == 128
+    assert torch.isin(a, data.train).all()
+    assert torch.equal(a, images_of_step(data, batch_size=64, step=0, seed=0))
+
+
+def test_validation_takes_one_image_of_some_classes():
+    names = ["a", "a", "a", "b", "b", "c", "d"]
+    images = torch.zeros(7, 1, 8, 8, dtype=torch.uint8)
+    for_test = torch.tensor([True, False, False, False, False, False, True])
+    data = with_split(images, names, for_test, validation=2, seed=0)
+    assert data.names == ("a", "b", "c")
+    assert sorted(data.labels[data.validation].tolist()) == [0, 1]
+    assert sorted(data.labels[data.train].tolist()) == [0, 1, 2]
+    assert data.test.tolist() == [0], "what is no class of training is left out"
+
+
+def test_verification_is_that_of_all_pairs():
+    """By the definition, with all similarities in memory; blocks smaller than the rows."""
+    torch.manual_seed(0)
+    labels = torch.randint(200, (1300,))
+    x = torch.nn.functional.normalize(torch.randn(200, 8)[labels] + torch.randn(1300, 8))
+    i, j = torch.triu_indices(1300, 1300, 1)
+    similarity, same = (x @ x.T)[i, j], labels[i] == labels[j]
+    for far in (0.0, 1e-3, 0.3):
+        tar, threshold = accepted_at(x, labels, far)
+        accepted = similarity > threshold
+        assert accepted[~same].double().mean() <= far
+        assert (similarity[~same] >= threshold).double().mean() > far, "no smaller threshold would do"
+        assert tar == pytest.approx(accepted[same].double().mean().item(), abs=1e-3)
+
+
+def test_what_pictures_can_tell_at_best():
+    images = torch.tensor([[1, 2], [1, 2], [1, 2], [3, 4]], dtype=torch.uint8)
+    assert best_possible(images, torch.tensor([0, 0, 1, 2])) == 0.75
