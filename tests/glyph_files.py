@@ -24,8 +24,9 @@ def write_pairs(folder: Path, name: str = "pairs.csv", *, faces: Sequence[str] =
         for code in (code for block in BLOCKS for code in block):
             image = Image.new("L", (16, 16))
             ImageDraw.Draw(image).text((8, 8), chr(code), fill=255, font=font, anchor="mm")
-            image.save(folder / "images" / f"{face}-{code:x}.png")
-            rows.append({"image": f"images/{face}-{code:x}.png", "text": unicodedata.name(chr(code))})
+            stem = f"{code:x}" if len(faces) == 1 else f"{face}-{code:x}"
+            image.save(folder / "images" / f"{stem}.png")
+            rows.append({"image": f"images/{stem}.png", "text": unicodedata.name(chr(code))})
     target = folder / name
     with target.open("w", newline="", encoding="utf-8") as file:
         if target.suffix == ".csv":

@@ -48,7 +48,7 @@ def test_a_run_leaves_everything_it_promises(uninterrupted):
     assert (report["classes"], report["test_images"]) == (158, 316)
     assert report["top_1_at_most"] >= report["top_1"] > 20 * report["chance"]
     assert report["top_5"] > report["top_1"]
-    assert 0 < report["tar"] <= 1
+    assert 0 <= report["tar"] <= 1, "one in a thousand of the other pairs are the same picture here"
     for picture in ("curves.png", "look_alikes.png"):
         assert (run / picture).read_bytes().startswith(b"\x89PNG")
     assert load_file(run / "model.safetensors")["centres"].shape == (158, 32)
@@ -140,7 +140,7 @@ def test_a_head_that_was_removed_is_missed(data, uninterrupted, tmp_path, capsys
 
 # Its parts.
 def test_faces_of_the_test_are_not_in_training():
-    data = glyph_classes(16, validation=325, seed=0)
+    data = glyph_classes(32, validation=325, seed=0)
     assert len(TEST_FACES) == 2
     assert (len(data), len(data.train), len(data.validation), len(data.test)) == (6494, 38159, 325, 8278)
     for part in (data.train, data.validation, data.test):

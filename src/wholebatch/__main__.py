@@ -10,7 +10,7 @@ from collections.abc import Sequence
 _COMMANDS = {"bench": "wholebatch.bench.cli", "train": "wholebatch.train.cli"}
 _SUMMARIES = {
     "bench": "time what the library does on this machine",
-    "train": "train a dual encoder on (image, text) pairs with the exact loss of the global batch",
+    "train": "train a dual encoder, or an encoder and a classifier, with the exact loss of the global batch",
 }
 
 

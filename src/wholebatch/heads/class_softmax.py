@@ -35,7 +35,7 @@ from ..sync import scale_gradient, shard_factor
 from .angles import nearest, target_angles
 from .classes import HeldClasses, check_ascending, label_range, rows_of_groups
 from .logits import Logits, check_directions, check_labels, check_several, flat
-from .margins import AdaFace, CurricularFace, MagFace, Targets
+from .margins import AdaFace, CurricularFace, HardNegatives, MagFace, Targets
 
 _DRAWN = "sample_rate, unbiased, seed, step and training"
 _OF_CENTRES = (
@@ -83,49 +83,14 @@ def class_softmax(
 
     Two handshakes: of the batch, and of the centres chosen for it.
     """
-    if isinstance(embeddings, Tensor) and embeddings.is_floating_point():
-        embeddings = embeddings.to(dtype)
-    margin, ignore_index = logits.margin, logits.ignore_index
-
-    def check() -> dict[str, Any]:
-        logits.check()
-        several = check_several(labels, ignore_index, num_classes)
-        if several > 1 and (logits.label_smoothing or isinstance(margin, CurricularFace)):
-            raise ValueError("several labels for each example go neither with label_smoothing nor with CurricularFace")
-        check_directions("embeddings", embeddings)
-        return {
-            **logits.facts(),
-            "num_classes": num_classes,
-            "labels": label_range(labels, ignore_index),
-            "labels of an example": several,
-        }
-
-    agreed = agree(
-        caller,
-        options,
-        scalars={},
-        features={"embeddings": embeddings},
-        ids={"labels": (labels[:, 0] if isinstance(labels, Tensor) and labels.dim() == 2 else labels, "embeddings")},
-        required=("labels",),
-        weights=(weights, "embeddings"),
-        check=check,
-        must_match=(
-            *("margin", "margin_grad", "normalise", "exclude_above", "label_smoothing", "ignore_index", "num_classes"),
-            "labels of an example",
-        ),
+    agreed, everyones = _agree_on_batch(
+        caller, embeddings, labels, logits, dtype=dtype, options=options, num_classes=num_classes, weights=weights
     )
-    if num_classes is not None:
-        check_labels(agreed, num_classes)
-    rows, comm = agreed.rows["embeddings"], Communicator(agreed.comm.transport, loss="sum")
-    own = rows.rows(agreed.rank)
-    slots = labels.shape[1] if labels.dim() == 2 else 1
-    everyones = agreed.gathered(labels.to(agreed.device, torch.int64).reshape(len(labels), slots), rows)
-    counts = everyones != ignore_index
+    counts = everyones != logits.ignore_index
     sample, partition, norms = _agree_on_centres(agreed, lambda: choose(everyones), logits, num_classes)
-    if num_classes is None and sample.ids is None:
-        check_labels(agreed, partition.total)
     held = HeldClasses(partition, agreed.rank, sample.ids)
     at = held.rows_of(everyones)
+    rows, comm = agreed.rows["embeddings"], Communicator(agreed.comm.transport, loss="sum")
     if not sample.complete:
         held.check_complete(comm, caller, at[counts])
 
@@ -133,61 +98,35 @@ def class_softmax(
     lengths = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=agreed.dtype)
     factor = shard_factor(options.sync, comm.size, whole=options.reduction != "none")
     centres, best_of = flat(scale_gradient(sample.centres, factor))
-    subrows = rows_of_groups(at, best_of)
     bias = None if sample.bias is None else scale_gradient(sample.bias, factor)
-    angles, target_lengths, centres = target_angles(x, centres, nearest(x, centres, subrows))
-    of_targets = [angles]  # what else an own class's logit is made of
-    if not logits.of_unit_centres:
-        of_targets.append(target_lengths)
-    if bias is not None:
-        of_targets.append(torch.cat([bias, bias.new_zeros(1)])[at])  # NOT_HERE is the last
-    bend = None
+    places = rows_of_groups(at, best_of)
+    angles, target_lengths, centres = target_angles(x, centres, nearest(x, centres, places))
+    bend, margin = None, logits.margin
     if isinstance(margin, CurricularFace):
         everyones_angles = comm.all_reduce(angles.detach(), check=False)
         margin.observe(everyones_angles[counts])
         bend = margin.of_negatives(everyones_angles)
-    offsets = _sum(bias, sample.log_weights)
-    if offsets is not None:
-        offsets = offsets.repeat_interleave(best_of)
-    ceiling = None
-    if logits.exclude_above is not None:
-        ceiling = norms.new_full((len(norms),), margin.s * logits.exclude_above)
-        if offsets is not None:
-            ceiling += offsets.detach()
-    bound = UNIT**2 if bend is None else UNIT**2 * (1 + abs(bend.t))
-    for of_unit, of in ((logits.of_unit_embeddings, lengths), (logits.of_unit_centres, norms)):
-        bound *= 1.0 if of_unit else float(of.detach().amax()) if len(of) else 0.0
-    _, numbers = softmax_numbers(
+    numbers = _negatives(
         agreed,
-        (margin.s, margin.s),
-        [centres, x / lengths if logits.of_unit_embeddings else x],
-        towers=Towers(stays=(0,), travels=(1,), stay_norms=norms if logits.of_unit_centres else None),
-        stays=Partition(tuple(best_of * count for count in partition.counts)),
-        travels=Partition((rows.total,)),
-        selection=Selection(
-            Pairs(excluded=NamedRows(subrows.flatten(1))), ceiling=ceiling, bend=bend, offsets=offsets, best_of=best_of
-        ),
-        bound=bound,
-        cols=wanted(target=False, mean_logit=logits.label_smoothing > 0),
-        everywhere=True,
+        logits,
+        Shards(centres, norms, partition, best_of, _sum(bias, sample.log_weights)),
+        x,
+        lengths,
+        own_classes=places,
+        bend=bend,
     )
-    assert numbers is not None
-    numbers, angles, *factors = _of_own_rows(comm, rows, numbers, of_targets)
-    wide = lengths.to(angles)[:, 0]
-    targets = Targets(angles, wide[own, None])
+
+    of_targets = {"angles": angles}  # and what else an own class's logit is made of
+    if not logits.of_unit_centres:
+        of_targets["lengths"] = target_lengths
+    if bias is not None:
+        of_targets["bias"] = torch.cat([bias, bias.new_zeros(1)])[at]  # the last is for those that are NOT_HERE
+    numbers, of_targets = _of_own_rows(comm, rows, numbers, of_targets)
+    own, wide = rows.rows(agreed.rank), lengths.to(angles)[:, 0]
     if isinstance(margin, AdaFace):
         margin.observe(wide[counts.any(1)])
-    phi = margin(targets)
-    if logits.margin_grad == "straight_through":
-        cosines = angles.cos()
-        phi = cosines + (phi - cosines).detach()
-    of_labels = margin.s * phi
-    if not logits.of_unit_embeddings:
-        of_labels = of_labels * targets.norms
-    if not logits.of_unit_centres:
-        of_labels = of_labels * factors.pop(0)
-    if bias is not None:
-        of_labels = of_labels + factors.pop(0)
+    targets = Targets(of_targets["angles"], wide[own, None])
+    of_labels = logits.of_targets(targets, of_targets.get("lengths"), of_targets.get("bias"))
     smoothing = logits.label_smoothing
     losses = torch.stack([one_positive(numbers, z, label_smoothing=smoothing) for z in of_labels.unbind(1)], 1)
     if isinstance(margin, MagFace):
@@ -197,7 +136,72 @@ def class_softmax(
     return agreed.reduce(losses, int(counts.any(1).sum()), labelled.any(1))
 
 
-def _of_own_rows(comm: Communicator, rows: Partition, numbers: Numbers, of_targets: list[Tensor]) -> tuple[Any, ...]:
+@dataclass(frozen=True)
+class Shards:
+    """The rows of S: this rank's part of all centres.
+
+    Args:
+        centres: (K_r K, d), of any length, sub-centres one below the other.
+        norms: (K_r K, 1), theirs.
+        partition: how many classes each rank has.
+        best_of: K, sub-centres of a class.
+        offsets: (K_r,), added to the logits of these classes, or None.
+    """
+
+    centres: Tensor
+    norms: Tensor
+    partition: Partition
+    best_of: int
+    offsets: Tensor | None
+
+
+def _negatives(
+    agreed: Agreement,
+    logits: Logits,
+    shards: Shards,
+    x: Tensor,
+    lengths: Tensor,
+    *,
+    own_classes: Tensor,
+    bend: HardNegatives | None,
+) -> Numbers:
+    """The numbers of all embeddings, (B, d), over this rank's classes but for an embedding's own, (B, k, K)."""
+    s, best_of, offsets, ceiling = logits.margin.s, shards.best_of, shards.offsets, None
+    if offsets is not None:
+        offsets = offsets.repeat_interleave(best_of)
+    if logits.exclude_above is not None:
+        ceiling = torch.full_like(shards.norms[:, 0], s * logits.exclude_above)
+        if offsets is not None:
+            ceiling += offsets.detach()
+    bound = UNIT**2 if bend is None else UNIT**2 * (1 + abs(bend.t))
+    for of_unit, norms in ((logits.of_unit_embeddings, lengths), (logits.of_unit_centres, shards.norms)):
+        if not of_unit:
+            bound *= norms.detach().amax().item() if len(norms) else 0.0
+    _, numbers = softmax_numbers(
+        agreed,
+        (s, s),
+        [shards.centres, x / lengths if logits.of_unit_embeddings else x],
+        towers=Towers(stays=(0,), travels=(1,), stay_norms=shards.norms if logits.of_unit_centres else None),
+        stays=Partition(tuple(best_of * count for count in shards.partition.counts)),
+        travels=Partition((len(x),)),
+        selection=Selection(
+            Pairs(excluded=NamedRows(own_classes.flatten(1))),
+            ceiling=ceiling,
+            bend=bend,
+            offsets=offsets,
+            best_of=best_of,
+        ),
+        bound=bound,
+        cols=wanted(target=False, mean_logit=logits.label_smoothing > 0),
+        everywhere=True,
+    )
+    assert numbers is not None
+    return numbers
+
+
+def _of_own_rows(
+    comm: Communicator, rows: Partition, numbers: Numbers, of_targets: dict[str, Tensor]
+) -> tuple[Numbers, dict[str, Tensor]]:
     """From each rank's numbers of all rows, over its own classes, those of this rank's rows over all classes.
 
     Args:
@@ -211,19 +215,66 @@ def _of_own_rows(comm: Communicator, rows: Partition, numbers: Numbers, of_targe
         for all but the first of `of_targets`; the same in backward.
     """
     of_negatives = [x for x in (numbers.logsumexp, numbers.logits, numbers.count) if x is not None]
-    parts = of_negatives + [column.to(of_negatives[0]) for x in of_targets for column in x.unbind(1)]
-    mine = rows.counts[comm.rank]
+    parts = [x[:, None] for x in of_negatives] + [x.to(of_negatives[0]) for x in of_targets.values()]
+    mine, widths = rows.counts[comm.rank], [x.shape[1] for x in parts]
     found = comm.all_to_all(
-        torch.stack(parts, dim=1), send_counts=rows.counts, receive_counts=(mine,) * comm.size, check=False
+        torch.cat(parts, dim=1), send_counts=rows.counts, receive_counts=(mine,) * comm.size, check=False
     )
-    logsumexp, *rest = found.view(comm.size, mine, len(parts)).unbind(2)
+    each = found.view(comm.size, mine, sum(widths)).split(widths, dim=2)
+    logsumexp, *others = (x[..., 0] for x in each[: len(of_negatives)])
     none = logsumexp.isneginf().all(0)  # no negatives at all: the gradient of this is 0, and not 0 / 0
     total = torch.where(none, float("-inf"), torch.where(none, 0.0, logsumexp).logsumexp(0))
-    summed = [x.sum(0) for x in rest]
-    others, of_labels = summed[: len(of_negatives) - 1], summed[len(of_negatives) - 1 :]
-    slots = len(of_labels) // len(of_targets)
-    each = [torch.stack(of_labels[first : first + slots], 1) for first in range(0, len(of_labels), slots)]
-    return Numbers(total, None, *others), *each
+    summed = {name: x.sum(0) for name, x in zip(of_targets, each[len(of_negatives) :], strict=True)}
+    return Numbers(total, None, *(x.sum(0) for x in others)), summed
+
+
+def _agree_on_batch(
+    caller: str,
+    embeddings: Tensor,
+    labels: Tensor,
+    logits: Logits,
+    *,
+    dtype: torch.dtype,
+    options: Options,
+    num_classes: int | None,
+    weights: Tensor | None,
+) -> tuple[Agreement, Tensor]:
+    """What the ranks agree on, and the labels of all, (B, k). Collective: 1 handshake, 1 all-gather of the labels."""
+    if isinstance(embeddings, Tensor) and embeddings.is_floating_point():
+        embeddings = embeddings.to(dtype)
+
+    def check() -> dict[str, Any]:
+        logits.check()
+        several = check_several(labels, logits.ignore_index, num_classes)
+        if several > 1 and (logits.label_smoothing or isinstance(logits.margin, CurricularFace)):
+            raise ValueError("several labels for each example go neither with label_smoothing nor with CurricularFace")
+        check_directions("embeddings", embeddings)
+        return {
+            **logits.facts(),
+            "num_classes": num_classes,
+            "labels": label_range(labels, logits.ignore_index),
+            "labels of an example": several,
+        }
+
+    several = isinstance(labels, Tensor) and labels.dim() == 2
+    agreed = agree(
+        caller,
+        options,
+        scalars={},
+        features={"embeddings": embeddings},
+        ids={"labels": (labels[:, 0] if several else labels, "embeddings")},
+        required=("labels",),
+        weights=(weights, "embeddings"),
+        check=check,
+        must_match=(
+            *("margin", "margin_grad", "normalise", "exclude_above", "label_smoothing", "ignore_index", "num_classes"),
+            "labels of an example",
+        ),
+    )
+    if num_classes is not None:
+        check_labels(agreed, num_classes)
+    columns = labels.to(agreed.device, torch.int64).reshape(len(labels), labels.shape[1] if several else 1)
+    return agreed, agreed.gathered(columns, agreed.rows["embeddings"])
 
 
 def _agree_on_centres(
@@ -269,6 +320,8 @@ def _agree_on_centres(
             f"{agreed.caller}: the ranks' centres must be num_classes={num_classes}, got {partition.total} on ranks "
             f"with {partition.counts}"
         )
+    if num_classes is None and sample.ids is None:
+        check_labels(agreed, partition.total)
     return sample, partition, norms
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .._checks import check_choice, check_dense, check_features, check_finite, check_label_smoothing
 from .._precision import accumulation_dtype
 from ..losses._door import Agreement
-from .margins import CurricularFace, Margin
+from .margins import CurricularFace, Margin, Targets
 
 GRADIENTS = ("exact", "straight_through")
 Normalise = Literal["both", "centres", "embeddings", "none"]
@@ -72,6 +72,19 @@ class Logits:
                 f"sub-centres are compared as unit vectors: normalise must be 'both' or 'centres', got "
                 f"{self.normalise!r}"
             )
+
+    def of_targets(self, targets: Targets, lengths: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Logits of own classes, (b_r, k), from the lengths of centres that are not normalised, and biases."""
+        phi = self.margin(targets)
+        if self.margin_grad == "straight_through":
+            cosines = targets.angles.cos()
+            phi = cosines + (phi - cosines).detach()
+        found = self.margin.s * phi
+        if not self.of_unit_embeddings:
+            found = found * targets.norms
+        if lengths is not None:
+            found = found * lengths
+        return found if bias is None else found + bias
 
     def facts(self) -> dict[str, Any]:
         """What must be the same on all ranks: of a margin its settings where it shows them; of your own its type."""

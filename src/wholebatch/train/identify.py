@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
 
+from .._user_error import UserError
 from .augment import augmented
 from .checkpoint import load_checkpoint, save_checkpoint
 from .config import HeadConfig, TrainConfig
@@ -117,7 +118,10 @@ class Identify(Task):
 
     def load(self, folder: Path) -> dict[str, Any]:
         facts = load_checkpoint(folder, self.encoder, self._optimizer)
-        wb.heads.load_head(_of_head(folder, facts["step"]), self.head, self._head_optimizer)
+        try:
+            wb.heads.load_head(_of_head(folder, facts["step"]), self.head, self._head_optimizer)
+        except ValueError as error:
+            raise UserError(f"{error}; was the run folder edited?") from error
         return facts
 
     def judge(self) -> dict[str, Any]:
