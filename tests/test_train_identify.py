@@ -113,6 +113,15 @@ def test_configurations_that_make_no_sense(settings, message):
         TrainConfig(**settings).check()
 
 
+def test_a_task_has_its_own_defaults(monkeypatch):
+    """And what is said holds, also where it is the other task's default."""
+    asked = []
+    monkeypatch.setattr("wholebatch.train.cli.run", asked.append)
+    for argv in ([], ["--task", "identify"], ["--task", "identify", "--steps", "300"]):
+        assert main(["train", *argv]) == 0
+    assert [(config.steps, config.learning_rate) for config in asked] == [(300, 2e-3), (450, 1e-3), (300, 1e-3)]
+
+
 def test_mistakes_are_one_line(data, tmp_path):
     pairs = write_pairs(tmp_path / "once")
     for where, more, message in (

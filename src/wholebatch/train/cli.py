@@ -10,7 +10,7 @@ import matplotlib  # noqa: F401  the fonts and the pictures need it: say so befo
 import tyro
 
 from .._user_error import UserError
-from .config import TrainConfig, check_same_run
+from .config import DEFAULTS, TrainConfig, check_same_run
 from .launch import launcher_size, run
 from .run_folder import read_config
 
@@ -23,7 +23,9 @@ def main(argv: Sequence[str], *, prog: str) -> None:
         SystemExit: 0 after --help, 2 for options that cannot be parsed.
     """
     config = parse(argv, prog)
-    if config.resume is not None:
+    if config.resume is None:
+        config = parse(argv, prog, default=DEFAULTS[config.task])
+    else:
         # Once more, on top of the saved configuration: whatever still differs was asked for on the command line.
         if config.run_folder is not None:
             raise UserError("--resume writes into the folder of the run; leave --run-folder out")

@@ -27,10 +27,10 @@ class HeadConfig:
 
     margin: Margin = "cosface"
     """What an image's own class has to be better by; docs/classification.md says which is what."""
-    scale: float = 32.0
+    scale: float = 16.0
     """Multiplies the cosines."""
     m: float | None = None
-    """Size of the margin, in radians or of the cosine; None: that of its paper."""
+    """Size of the margin, in radians or of the cosine. None: that of its paper, but 0.1 for cosface."""
     sample_rate: float = 1.0
     """Of the classes that are not in the batch, the part that is drawn for each step."""
     sub_centres: int = 1
@@ -58,13 +58,13 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; "auto": CUDA if there is a GPU for each rank of this machine, else the CPU."""
     steps: int = 300
-    """Optimiser steps in all."""
+    """Optimiser steps in all; to identify 450, if not said."""
     batch_size: int = 1024
     """Pairs in the global batch, over all ranks."""
     chunk_size: int = 0
     """Pairs of a rank that are encoded at a time, by gradient caching: the same gradient in less memory. 0: all."""
     learning_rate: float = 2e-3
-    """Peak of AdamW's learning rate, reached after the warm-up and taken to 0 by a cosine."""
+    """Peak of AdamW's learning rate, reached after the warm-up and taken to 0 by a cosine; to identify 0.001."""
     warmup_steps: int = 20
     """Steps of linear warm-up."""
     weight_decay: float = 0.1
@@ -180,6 +180,12 @@ def _typed(default: _Config, values: dict[str, Any]) -> _Config:
             raise TypeError(f"{name} must be {expected.__name__}, got {value!r}")
     return dataclasses.replace(default, **values)
 
+
+# What a task begins with, where that is not what the fields above say.
+DEFAULTS = {
+    "retrieve": TrainConfig(),
+    "identify": TrainConfig(task="identify", steps=450, learning_rate=1e-3),
+}
 
 # May change between a run and its continuation: they do not change what is computed.
 _FREE_ON_RESUME = ("run_folder", "resume", "processes", "device", "chunk_size")

@@ -28,6 +28,7 @@ from .verification import accepted_at, best_possible
 
 FAR = 1e-3
 _TOP = 5
+_COSFACE_M = 0.1  # a few images of each class, and many classes that look alike
 
 
 class Identify(Task):
@@ -46,7 +47,7 @@ class Identify(Task):
         self.head = make_head(config, len(data), device)
         head_rate = config.head.learning_rate
         of_head = [{"params": list(self.head.parameters()), "peak": head_rate}]
-        self._head_optimizer = wb.SparseSGD(of_head, lr=head_rate, momentum=0.9)
+        self._head_optimizer = wb.SparseAdamW(of_head, lr=head_rate, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.0)
         self._optimizer = make_adamw(self.encoder, config)
         self.optimizers = [self._optimizer, self._head_optimizer]
         # The head stays outside: each rank has classes of its own, and their gradient is complete.
@@ -188,8 +189,8 @@ def make_margin(head: HeadConfig) -> Any:
         "magface": wb.MagFace,
         "curricularface": wb.CurricularFace,
     }
-    size = {} if head.m is None else {"m": head.m}
-    return margins[head.margin](s=head.scale, **size)
+    m = _COSFACE_M if head.m is None and head.margin == "cosface" else head.m
+    return margins[head.margin](s=head.scale, **({} if m is None else {"m": m}))
 
 
 def _of_head(folder: Path, step: int | str) -> Path:
