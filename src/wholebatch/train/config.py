@@ -64,7 +64,7 @@ class TrainConfig:
     chunk_size: int = 0
     """Pairs of a rank that are encoded at a time, by gradient caching: the same gradient in less memory. 0: all."""
     learning_rate: float = 2e-3
-    """Peak of AdamW's learning rate, reached after the warm-up and taken to 0 by a cosine; to identify 0.001."""
+    """Peak of AdamW's learning rate, reached after the warm-up and taken to 0 by a cosine."""
     warmup_steps: int = 20
     """Steps of linear warm-up."""
     weight_decay: float = 0.1
@@ -184,7 +184,7 @@ def _typed(default: _Config, values: dict[str, Any]) -> _Config:
 # What a task begins with, where that is not what the fields above say.
 DEFAULTS = {
     "retrieve": TrainConfig(),
-    "identify": TrainConfig(task="identify", steps=450, learning_rate=1e-3),
+    "identify": TrainConfig(task="identify", steps=450),
 }
 
 # May change between a run and its continuation: they do not change what is computed.
