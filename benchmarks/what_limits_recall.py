@@ -25,7 +25,7 @@ def main() -> None:
     """Print a table of kinds of characters, and how often each is found."""
     folder = Path(sys.argv[1])
     config = read_config(folder)
-    pairs, split = load_data(config)
+    pairs, split = load_data(config, 1)
     model = DualEncoder(
         config.model, channels=config.image_channels, image_size=config.image_size, bias=config.loss == "siglip"
     )

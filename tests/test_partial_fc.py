@@ -44,6 +44,7 @@ OPTIONS = [
     {"label_smoothing": 0.2},
     {"reduction": "sum"},
     {"exclude_above": 0.2},
+    {"exclude_above": 0.2, "label_smoothing": 0.2},
 ]
 SPLITS = [((7,), (11,)), ((4, 3), (6, 5)), ((5, 0, 2), (1, 7, 3)), ((1, 3, 2, 1), (3, 3, 3, 2)), ((0, 1), (11, 0))]
 
@@ -195,7 +196,7 @@ def forms(classes=CLASSES):
 def form_gradients(loss_fn, x, labels, centres, *, bias, **options):
     x, centres, bias = (None if z is None else z.clone().requires_grad_() for z in (x, centres, bias))
     loss = loss_fn(x, labels, centres, bias=bias, **options)
-    loss.backward()
+    loss.sum().backward()
     return [loss.detach(), x.grad, centres.grad, None if bias is None else bias.grad]
 
 
@@ -214,11 +215,50 @@ def forms_body(rows, classes):
             for z, t, part, times in zip(found[1:], true[1:], (own, held, held), (world, 1, 1), strict=True):
                 if t is not None:
                     assert_same(z, times * t[part], relative=0, absolute=1e-10 * times * t.abs().max().item())
+    generator = torch.Generator().manual_seed(1)
+    several = torch.stack([torch.randperm(CLASSES, generator=generator)[:3] for _ in range(sum(rows))])
+    several[::2, 1:] = IGNORED
+    weights = torch.rand(sum(rows), dtype=torch.float64, generator=generator)
+    for centres, options in forms():
+        if "label_smoothing" in options or options["margin"] is MARGINS["CurricularFace"]:
+            continue
+        true = form_gradients(
+            wb.reference.partial_fc_loss, x, several, centres, weights=weights, reduction="none", **options
+        )
+        sliced = {n: z[held] for n, z in options.items() if n in ("bias", "log_weights") and z is not None}
+        found = form_gradients(
+            wb.functional.partial_fc_loss,
+            *(x[own], several[own], centres[held]),
+            weights=weights[own],
+            reduction="none",
+            **(options | sliced),
+        )
+        assert_same(found[0], true[0][own], relative=1e-12, what=options)
+        for z, t, part, times in zip(found[1:], true[1:], (own, held, held), (1, 1 / world, 1 / world), strict=True):
+            if t is not None:
+                assert_same(z, times * t[part], relative=0, absolute=1e-10 * t.abs().max().item())
 
 
 @pytest.mark.parametrize(("rows", "classes"), SPLITS[:4], ids=str)
 def test_sub_centres_biases_and_what_is_normalised(rows, classes):
     run_ranks(forms_body, len(rows), rows, classes, timeout_s=60)
+
+
+def test_a_bias_of_half_precision_has_the_gradient_of_many_rows():
+    """More than bfloat16 could count one by one."""
+    x, w = torch.randn(2048, D).bfloat16(), torch.randn(CLASSES, D).bfloat16()
+    labels, found = torch.zeros(2048, dtype=torch.int64), []
+    for loss_fn, dtype in (
+        (wb.functional.partial_fc_loss, torch.bfloat16),
+        (wb.reference.partial_fc_loss, torch.float64),
+    ):
+        bias = torch.full((CLASSES,), 10.1).bfloat16().to(dtype).requires_grad_()
+        log_weights = torch.full((CLASSES,), -2.3).bfloat16().to(dtype)
+        loss = loss_fn(x.to(dtype), labels, w.to(dtype), margin=wb.CosFace(8.0), bias=bias, log_weights=log_weights)
+        loss.backward()
+        found.append((loss.item(), bias.grad.double()))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-3)
+    assert_same(found[0][1], found[1][1], relative=1e-2)
 
 
 def test_only_the_nearest_sub_centre_counts():
@@ -243,21 +283,23 @@ def top_body(rows, classes):
     rank = dist.get_rank()
     own = Partition(rows).rows(rank)
     x = torch.randn(sum(rows), D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    for settings in ({}, {"sub_centres": 3}, {"normalise": "none", "bias": True}, {"normalise": "embeddings"}):
+    forms = [{}, {"sub_centres": 3}, {"normalise": "none", "bias": True}, {"normalise": "embeddings"}]
+    for settings in [*forms, {"normalise": "centres", "sub_centres": 2}]:
         head = wb.PartialFC(D, classes, margin=wb.CosFace(8.0, 0.3), dtype=torch.float64, **settings)
         whole = wb.PartialFC(
             D, classes, dtype=torch.float64, group=wb.comm.LocalCommunicator(), **settings
         ).weight.detach()
         bias = torch.arange(classes).double() / 100 if settings.get("bias") else torch.zeros(classes).double()
         if head.bias is not None:
-            head.bias.data.copy_(bias[head.classes])
-        z = F.normalize(x) if settings.get("normalise") != "none" else x
-        w = whole if "normalise" in settings else F.normalize(whole, dim=-1)
+            head.bias.data.copy_(bias[head.own_classes])
+        normalise = settings.get("normalise", "both")
+        z = F.normalize(x) if normalise in ("both", "embeddings") else x
+        w = F.normalize(whole, dim=-1) if normalise in ("both", "centres") else whole
         logits = 8.0 * (z @ w.view(-1, D).T).unflatten(1, (classes, -1)).amax(2) + bias
         for k in (1, 4):
             found = head.top_classes(x[own], k)
             true = logits.topk(k, dim=1)
-            assert torch.equal(found.classes, true.indices[own]), settings
+            assert torch.equal(found.class_ids, true.indices[own]), settings
             assert_same(found.logits, true.values[own], relative=1e-12)
     wrong = (x[own], 4 if rank else 3) if len(rows) > 1 else (x[own], 12)
     with pytest.raises(ValueError, match="k must be"):
@@ -349,7 +391,7 @@ def sampled_body(rows, rate):
             gathered = [None] * world
             grad = head.weight.grad
             index = grad.coalesce().indices()[0] if grad.is_sparse else torch.arange(len(grad))
-            dist.all_gather_object(gathered, (head.weight.detach(), head.classes.start + index, grad.to_dense()))
+            dist.all_gather_object(gathered, (head.weight.detach(), head.own_classes.start + index, grad.to_dense()))
             centres, ids, grads = (torch.cat(parts) for parts in zip(*gathered, strict=True))
             assert set(kept.tolist()) <= set(ids.tolist())
             log_weights = None
@@ -589,6 +631,17 @@ def test_mistakes(world):
     run_ranks(bad_body, world, timeout_s=60)
 
 
+class Learned(nn.Module):
+    s = 8.0
+
+    def __init__(self):
+        super().__init__()
+        self.m = nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, targets):
+        return targets.angles.cos() - self.m
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -597,7 +650,10 @@ def test_mistakes(world):
         ({"embedding_size": 2.0}, "embedding_size must be a positive integer"),
         ({"margin_grad": "sometimes"}, "margin_grad must be one of 'exact', 'straight_through'"),
         ({"unbiased": True, "sample_rate": 0.0}, "unbiased needs a sample_rate above 0"),
-        ({"seed": "x"}, "seed must be an integer"),
+        ({"seed": "x"}, "seed must be an integer of 64 bits"),
+        ({"seed": 2**64}, "seed must be an integer of 64 bits"),
+        ({"margin": wb.AdaFace(s=-1.0)}, "the margin's scale s must be a positive number, got -1.0"),
+        ({"margin": Learned()}, "a margin must have no parameters to learn"),
         ({"margin": None}, "margin must be one such as"),
         ({"exclude_above": 2.0}, "exclude_above must be a cosine from -1 to 1"),
         ({"exclude_above": 0.5, "normalise": "none"}, "they need normalise='both', got 'none'"),
@@ -727,6 +783,65 @@ def test_what_a_checkpoint_is_not_loaded_into(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             wb.heads.load_head(tmp_path / "a", other, classes=classes)
+
+
+def refused_saves_body(folder):
+    """What one rank alone does wrong, all ranks are told; then a checkpoint is written that is no other's."""
+    rank = dist.get_rank()
+    head = wb.PartialFC(4, 10)
+    good, bad = wb.SparseSGD(head.parameters()), torch.optim.AdamW(head.parameters())
+    with pytest.raises(ValueError, match="what a AdamW knows of each class is not known here"):
+        wb.heads.save_head(folder / "a", head, bad if rank else good)
+    with pytest.raises(ValueError, match="folder must be the same on all ranks"):
+        wb.heads.save_head(folder / f"a{rank}", head, good)
+    with pytest.raises(ValueError, match="head must be the same on all ranks"):
+        wb.heads.save_head(folder / "a", head, good if rank else None)
+    other = wb.PartialFC(4, 10)
+    other.first_class.fill_(rank)
+    with pytest.raises(ValueError, match="the head holds another rank's centres"):
+        wb.heads.save_head(folder / "a", other)
+    wb.heads.save_head(folder / "a", head)
+    with pytest.raises(ValueError, match="has a checkpoint already"):
+        wb.heads.save_head(folder / "a", head)
+    with pytest.raises(ValueError, match="the head holds another rank's centres"):
+        wb.heads.load_head(folder / "a", other)
+    with pytest.raises(ValueError, match="the checkpoint was saved without an optimizer"):
+        wb.heads.load_head(folder / "a", head, good)
+
+
+def test_what_is_not_saved(tmp_path):
+    run_ranks(refused_saves_body, 2, tmp_path, timeout_s=60)
+
+
+def damaged_body(folder):
+    """A slice that one rank alone needs: none of them is changed."""
+    head = wb.PartialFC(4, 10, seed=1)
+    before = head.weight.detach().clone()
+    with pytest.raises(ValueError, match="cannot be read, it is damaged"):
+        wb.heads.load_head(folder, head)
+    assert torch.equal(head.weight, before)
+
+
+def saved_body(folder):
+    wb.heads.save_head(folder, wb.PartialFC(4, 10))
+
+
+def test_a_damaged_checkpoint_changes_nothing(tmp_path):
+    run_ranks(saved_body, 2, tmp_path / "a", timeout_s=60)
+    (file,) = (tmp_path / "a").glob("__1_*.distcp")
+    file.write_bytes(file.read_bytes()[:40])
+    run_ranks(damaged_body, 2, tmp_path / "a", timeout_s=60)
+
+
+def test_what_a_margin_remembers_is_part_of_a_checkpoint(tmp_path):
+    heads = [wb.PartialFC(4, 10, margin=wb.AdaFace()) for _ in range(2)]
+    heads[0](torch.randn(3, 4), torch.tensor([0, 1, 2]))
+    wb.heads.save_head(tmp_path / "a", heads[0])
+    wb.heads.load_head(tmp_path / "a", heads[1])
+    assert heads[0].margin.mean != 20.0
+    assert torch.equal(heads[1].margin.mean, heads[0].margin.mean)
+    with pytest.raises(ValueError, match="what the margin remembers"):
+        wb.heads.load_head(tmp_path / "a", wb.PartialFC(4, 10))
 
 
 def merged_body(folder, classes):

@@ -1,6 +1,7 @@
 """`wholebatch train --task identify`: the classifier is spread over the ranks, and the numbers are one process's."""
 
 import json
+import shutil
 import signal
 
 import pytest
@@ -48,7 +49,8 @@ def test_a_run_leaves_everything_it_promises(uninterrupted):
     assert (report["classes"], report["test_images"]) == (158, 316)
     assert report["top_1_at_most"] >= report["top_1"] > 20 * report["chance"]
     assert report["top_5"] > report["top_1"]
-    assert 0 <= report["tar"] <= 1, "one in a thousand of the other pairs are the same picture here"
+    assert report["tar"] == 0.0, "of the other pairs more than one in a thousand are the same picture here"
+    assert report["threshold"] > 0.99
     for picture in ("curves.png", "look_alikes.png"):
         assert (run / picture).read_bytes().startswith(b"\x89PNG")
     assert load_file(run / "model.safetensors")["centres"].shape == (158, 32)
@@ -135,9 +137,7 @@ def test_mistakes_are_one_line(data, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_head_that_was_removed_is_missed(data, uninterrupted, tmp_path, capsys):
-    import shutil
-
+def test_a_head_that_was_removed_is_missed(uninterrupted, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(uninterrupted[0], run)
     shutil.rmtree(run / "head-30")
@@ -145,6 +145,24 @@ def test_a_head_that_was_removed_is_missed(data, uninterrupted, tmp_path, capsys
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1
     assert "head-30 holds no checkpoint" in lines[0]
+
+
+def test_a_head_that_is_damaged_is_missed(uninterrupted, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(uninterrupted[0], run)
+    for file in (run / "head-30").glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[:100])
+    assert main(["train", "--resume", str(run)]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "it is damaged" in line
+
+
+@pytest.mark.parametrize("more", [[], ["--processes", "2"]])
+def test_a_model_that_is_not_finite_stops_the_run(data, tmp_path, more):
+    wild = ["--learning-rate", "1e30", "--warmup-steps", "0", *more]
+    done = finish(TRAIN + options(data, tmp_path / "run", "--task", "identify", *wild, steps=1), expect=2)
+    assert done.stderr.count("\n") == 1
+    assert "training stopped in step 1" in done.stderr
 
 
 # Its parts.

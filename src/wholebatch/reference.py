@@ -693,7 +693,9 @@ def partial_fc_loss(
     losses = []
     for of, own_logit in zip(own.unbind(1), own_logits.unbind(1), strict=True):
         of_label = negatives.scatter(1, of[:, None], own_logit[:, None])
-        losses.append(F.cross_entropy(of_label, of, reduction="none", label_smoothing=label_smoothing))
+        log_p, counts = of_label.log_softmax(1), of_label > float("-inf")
+        mean = torch.where(counts, log_p, 0.0).sum(1) / counts.sum(1)
+        losses.append(-(1 - label_smoothing) * log_p.gather(1, of[:, None])[:, 0] - label_smoothing * mean)
     per_label = torch.stack(losses, 1)
     if hasattr(margin, "regulariser"):
         per_label = per_label + margin.regulariser(targets)

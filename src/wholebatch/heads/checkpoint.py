@@ -5,7 +5,8 @@ under the name of their first class,
 
     weight/000000000000, weight/000000065536, ...;   optimizer/weight/momentum_buffer/000000000000, ...
 
-A rank that loads reads the slices with rows of its classes, and takes these out of them.
+A rank that loads reads the slices with rows of its classes, and takes these out of them. Only when all ranks have read
+theirs is anything changed.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from .._checks import check_ids
+from .._precision import accumulation_dtype
 from ..comm import handshake, select_communicator
 from ..comm.torch_distributed import TorchTransport
 from .classes import NOT_HERE, rows_within
@@ -39,44 +42,49 @@ def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None =
     """Write a head, and what its optimiser knows of each class. Collective.
 
     Args:
-        folder: that all ranks see; it may not hold another checkpoint.
+        folder: that all ranks see, the same on all; it may not hold another checkpoint.
         head: the ranks' parts of it.
         optimizer: with `head.parameters()` among its own; what it knows of others is not written.
+
+    Raises:
+        ValueError: on every rank: another rank's head, an optimiser whose state of each class is not known here, a
+            folder that has a checkpoint or cannot be written.
     """
-    if optimizer is not None and not _names_of(optimizer):
-        raise ValueError(
-            f"what a {type(optimizer).__name__} knows of each class is not known here: use wholebatch.SparseSGD or "
-            "SparseAdamW, which are PyTorch's on dense gradients, or save the optimiser yourself"
-        )
-    tensors, of_classes = dict[str, Any](), _rows_of(head, optimizer)
-    for name, x in of_classes.items():
+    folder, comm = Path(folder), select_communicator(head.options.group)
+
+    def state() -> dict[str, Any]:
+        head.check_own()
+        if optimizer is not None and not _names_of(optimizer):
+            raise ValueError(
+                f"what a {type(optimizer).__name__} knows of each class is not known here: use wholebatch.SparseSGD or "
+                "SparseAdamW, which are PyTorch's on dense gradients, or save the optimiser yourself"
+            )
+        if comm.size > 1 and not isinstance(comm.transport, TorchTransport):
+            raise ValueError(
+                "checkpoints of several ranks are written by torch.distributed, and this head's group is another"
+            )
+        if (folder / ".metadata").exists():
+            raise ValueError(f"{folder} has a checkpoint already")
+        return {"folder": str(folder), "head": _facts(head, optimizer)}
+
+    handshake(comm, state, caller="save_head", must_match=("folder", "head"))
+    tensors = dict[str, Any]()
+    for name, x in _rows_of(head, optimizer).items():
         for start in range(0, len(x), _ROWS):
-            tensors[f"{name}/{head.classes.start + start:012d}"] = x[start : start + _ROWS].detach()
+            tensors[f"{name}/{head.own_classes.start + start:012d}"] = x[start : start + _ROWS]
     for name, x in _of_margin(head).items():
         tensors[f"margin/{name}"] = x
-    facts = {
-        "num_classes": head.num_classes,
-        "embedding_size": head.embedding_size,
-        "sub_centres": head.sub_centres,
-        "bias": head.bias is not None,
-        "margin": sorted(_of_margin(head)),
-        "step": int(head.step),
-        "seed": int(head.seed),
-        "optimizer": sorted({name.rpartition("/")[2] for name in of_classes if name.startswith("optimizer/")}),
-    }
-    comm = select_communicator(head.options.group)
-    if comm.size > 1 and not isinstance(comm.transport, TorchTransport):
-        raise ValueError(
-            "checkpoints of several ranks are written by torch.distributed, and this head's group is another"
-        )
-    group = comm.transport.group if isinstance(comm.transport, TorchTransport) else None
-    with _without_a_warning():
-        save(
-            {**tensors, _FACTS: json.dumps(facts)},
-            checkpoint_id=Path(folder),
-            process_group=group,
-            no_dist=not isinstance(comm.transport, TorchTransport),
-        )
+    transport = comm.transport
+    try:
+        with _without_a_warning():
+            save(
+                {**tensors, _FACTS: json.dumps(_facts(head, optimizer))},
+                checkpoint_id=folder,
+                process_group=transport.group if isinstance(transport, TorchTransport) else None,
+                no_dist=not isinstance(transport, TorchTransport),
+            )
+    except (CheckpointException, OSError, RuntimeError) as error:
+        raise ValueError(f"save_head: {folder} cannot be written: {_first_line(error)}") from error
 
 
 def load_head(
@@ -94,35 +102,65 @@ def load_head(
             torch.arange(C) is for a head with new classes behind the old ones. None: the classes are the same.
 
     Raises:
-        ValueError: on every rank, with head and optimizer as they were: there is no checkpoint of a head, or it is of
-            another number of classes or size of embeddings, or has no state of this kind of optimiser.
+        ValueError: on every rank, with head and optimizer as they were: there is no checkpoint of a head, or a damaged
+            one, or it is of another number of classes or size of embeddings, or has no state of this kind of optimiser.
     """
-    folder, found = Path(folder), dict[str, Any]()
+    folder, comm, found = Path(folder), select_communicator(head.options.group), dict[str, Any]()
 
-    def state() -> dict[str, Any]:
+    def first() -> dict[str, Any]:
+        head.check_own()
         found["metadata"], found["facts"] = _read_facts(folder)
         _check(found["facts"], head, optimizer, classes)
-        return {"classes": None if classes is None else zlib.crc32(classes.cpu().numpy().tobytes())}
+        return {"classes": None if classes is None else zlib.crc32(classes.cpu().long().numpy().tobytes())}
 
-    handshake(select_communicator(head.options.group), state, caller="load_head", must_match=("classes",))
+    def second() -> dict[str, Any]:
+        count = found["facts"]["num_classes"]
+        becomes = torch.arange(count) if classes is None else classes.cpu().long()
+        at = rows_within(becomes, head.own_classes)
+        present = _rows_of(head, optimizer, found["facts"]["optimizer"] or ())
+        found["rows"] = {name: _rows(folder, found["metadata"], name, x, at) for name, x in present.items()}
+        found["margin"] = {
+            name: _read(folder, f"margin/{name}", torch.empty_like(x, device="cpu"))
+            for name, x in _of_margin(head).items()
+        }
+        return {}
+
+    handshake(comm, first, caller="load_head", must_match=("classes",))
+    handshake(comm, second, caller="load_head")
     facts = found["facts"]
-    _fill(head, optimizer, facts["optimizer"])
-    becomes = torch.arange(facts["num_classes"]) if classes is None else classes.cpu().long()
-    for name, x in _rows_of(head, optimizer).items():
-        _read_rows(folder, found["metadata"], name, x, rows_within(becomes, head.classes))
     with torch.no_grad():
+        _make_state(head, optimizer, facts["optimizer"] or ())
+        for name, x in _rows_of(head, optimizer).items():
+            x.copy_(found["rows"][name])
         for name, x in _of_margin(head).items():
-            x.copy_(_read(folder, f"margin/{name}", torch.empty_like(x, device="cpu")))
+            x.copy_(found["margin"][name])
         head.step.fill_(facts["step"])
         head.seed.fill_(facts["seed"])
+
+
+def _facts(head: PartialFC, optimizer: Optimizer | None) -> dict[str, Any]:
+    """What a checkpoint is of; of the optimiser None where it is not part of it."""
+    known = None
+    if optimizer is not None:
+        known = sorted({name for p in head.parameters() for name in _known(optimizer, p)})
+    return {
+        "num_classes": head.num_classes,
+        "embedding_size": head.embedding_size,
+        "sub_centres": head.sub_centres,
+        "bias": head.bias is not None,
+        "margin": sorted(_of_margin(head)),
+        "step": int(head.step),
+        "seed": int(head.seed),
+        "optimizer": known,
+    }
 
 
 def _read_facts(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What there is in a checkpoint, and of which head."""
     try:
         metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
-    except (OSError, RuntimeError) as error:
-        raise ValueError(f"{folder} holds no checkpoint: {error}") from error
+    except (OSError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{folder} holds no checkpoint: {_first_line(error)}") from error
     if _FACTS not in metadata:
         raise ValueError(f"{folder} is a checkpoint, but none of a head that save_head has written")
     return metadata, json.loads(_read(folder, _FACTS, ""))
@@ -131,8 +169,11 @@ def _read_facts(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def _read(folder: Path, key: str, like: Any) -> Any:
     """One of the things in a checkpoint."""
     read = {key: like}
-    with _without_a_warning():
-        load(read, checkpoint_id=folder, no_dist=True)
+    try:
+        with _without_a_warning():
+            load(read, checkpoint_id=folder, no_dist=True)
+    except (CheckpointException, OSError, RuntimeError, EOFError) as error:
+        raise ValueError(f"the checkpoint {folder} cannot be read, it is damaged: {_first_line(error)}") from error
     return read[key]
 
 
@@ -156,24 +197,27 @@ def _check(facts: dict[str, Any], head: PartialFC, optimizer: Optimizer | None, 
         )
     if classes is not None:
         check_ids("classes", classes, "the checkpoint's centres", count)
-        if count and not -1 <= int(classes.min()) <= int(classes.max()) < head.num_classes:
-            raise ValueError(
-                f"classes must lie in [0, {head.num_classes}), or be -1; got {int(classes.min())} to "
-                f"{int(classes.max())}"
-            )
+        low, high = int(classes.min()), int(classes.max())
+        if not -1 <= low <= high < head.num_classes:
+            raise ValueError(f"classes must lie in [0, {head.num_classes}), or be -1; got {low} to {high}")
     if optimizer is not None:
-        if not _names_of(optimizer):
-            raise ValueError(f"optimizer must be a SparseSGD or SparseAdamW, or None; got {type(optimizer).__name__}")
-        has = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        missing = [name for name, p in head.named_parameters() if id(p) not in has]
-        if missing:
-            raise ValueError(f"the optimizer must have head.parameters() among its own; it lacks {', '.join(missing)}")
-        known = {*_names_of(optimizer)}
-        if known != set(facts["optimizer"]) and facts["optimizer"]:
-            raise ValueError(
-                f"the checkpoint's optimizer has {facts['optimizer']} of each class, a {type(optimizer).__name__} has "
-                f"{sorted(known)}"
-            )
+        _check_optimizer(facts["optimizer"], head, optimizer)
+
+
+def _check_optimizer(saved: list[str] | None, head: PartialFC, optimizer: Optimizer) -> None:
+    names = _names_of(optimizer)
+    if not names:
+        raise ValueError(f"optimizer must be a SparseSGD or SparseAdamW, or None; got {type(optimizer).__name__}")
+    has = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [name for name, p in head.named_parameters() if id(p) not in has]
+    if missing:
+        raise ValueError(f"the optimizer must have head.parameters() among its own; it lacks {', '.join(missing)}")
+    if saved is None:
+        raise ValueError("the checkpoint was saved without an optimizer; leave it out, and its state stays as it is")
+    if saved and {*saved} != {*names}:
+        raise ValueError(
+            f"the checkpoint's optimizer has {saved} of each class, a {type(optimizer).__name__} has {sorted(names)}"
+        )
 
 
 def _names_of(optimizer: Optimizer) -> tuple[str, ...]:
@@ -182,18 +226,23 @@ def _names_of(optimizer: Optimizer) -> tuple[str, ...]:
     return names
 
 
-def _fill(head: PartialFC, optimizer: Optimizer | None, names: list[str]) -> None:
-    """The optimiser's state, of which there is none before its first step."""
-    if optimizer is None:
-        return
-    for p in head.parameters():
-        state = optimizer.state[p]
-        for name in _names_of(optimizer):
-            if name in names:
-                shape, dtype = (p.shape[:1], torch.float32) if name == "steps" else (p.shape, p.dtype)
-                state[name] = torch.zeros(shape, dtype=dtype, device=p.device)
-            else:
-                state.pop(name, None)
+def _known(optimizer: Optimizer, p: Tensor) -> dict[str, Tensor]:
+    """What it does know: nothing before its first step."""
+    state = optimizer.state.get(p, {})
+    return {name: state[name] for name in _names_of(optimizer) if name in state}
+
+
+def _make_state(head: PartialFC, optimizer: Optimizer | None, names: list[str] | tuple[str, ...]) -> None:
+    """The optimiser has as much state as the checkpoint."""
+    for p in head.parameters() if optimizer is not None else ():
+        assert optimizer is not None
+        known = _known(optimizer, p)
+        optimizer.state[p] = {name: known.get(name, _nothing(name, p)) for name in names}
+
+
+def _nothing(name: str, p: Tensor) -> Tensor:
+    """What an optimiser knows of rows that have had no step."""
+    return p.new_zeros(p.shape[:1], dtype=torch.float32) if name == "steps" else torch.zeros_like(p).detach()
 
 
 def _of_margin(head: PartialFC) -> dict[str, Tensor]:
@@ -201,29 +250,31 @@ def _of_margin(head: PartialFC) -> dict[str, Tensor]:
     return dict(head.margin.named_buffers()) if isinstance(head.margin, nn.Module) else {}
 
 
-def _rows_of(head: PartialFC, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """Tensors with a row for each of this rank's classes."""
+def _rows_of(
+    head: PartialFC, optimizer: Optimizer | None, names: list[str] | tuple[str, ...] = ()
+) -> dict[str, Tensor]:
+    """Tensors with a row for each of this rank's classes; of the optimiser also what it has not yet, by these names."""
     found = {}
     for name, p in head.named_parameters():
         found[name] = p.detach()
         if optimizer is not None:
-            known = optimizer.state.get(p, {})
-            found |= {f"optimizer/{name}/{of}": known[of] for of in _names_of(optimizer) if of in known}
+            state = {of: _nothing(of, p) for of in names} | _known(optimizer, p)
+            found |= {f"optimizer/{name}/{of}": x for of, x in state.items()}
     return found
 
 
-def _read_rows(folder: Path, metadata: dict[str, Any], name: str, into: Tensor, at: Tensor) -> None:
-    """The tensor's row i to row at[i], or nowhere where that is NOT_HERE, one slice at a time; of several the mean."""
-    count = torch.bincount(at[at != NOT_HERE], minlength=len(into))
-    into[(count > 0).to(into.device)] = 0
+def _rows(folder: Path, metadata: dict[str, Any], name: str, present: Tensor, at: Tensor) -> Tensor:
+    """The present rows, but row at[i] is the checkpoint's row i, of several the mean; NOT_HERE: it is nowhere."""
+    count = torch.bincount(at[at != NOT_HERE], minlength=len(present))
+    into = present.detach().to("cpu", accumulation_dtype(present.dtype), copy=True)
+    into[count > 0] = 0
     for key, start, size, dtype in _slices(metadata, name):
         to = at[start : start + size[0]]
         here = to != NOT_HERE
         if here.any():
-            share = _read(folder, key, torch.empty(size, dtype=dtype))[here] / count[to[here]].view(
-                -1, *[1] * (into.dim() - 1)
-            )
-            into.index_add_(0, to[here].to(into.device), share.to(into))
+            rows = _read(folder, key, torch.empty(size, dtype=dtype))[here].to(into.dtype)
+            into.index_add_(0, to[here], rows / count[to[here]].view(-1, *[1] * (into.dim() - 1)))
+    return into
 
 
 @contextmanager
@@ -239,3 +290,9 @@ def _slices(metadata: dict[str, Any], name: str) -> Iterator[tuple[str, int, tor
         stem, _, start = key.rpartition("/")
         if stem == name:
             yield key, int(start), of.size, of.properties.dtype
+
+
+def _first_line(error: BaseException) -> str:
+    """Enough of an error that holds the tracebacks of all ranks."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]

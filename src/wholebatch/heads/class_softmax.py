@@ -98,7 +98,8 @@ def class_softmax(
     lengths = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=agreed.dtype)
     factor = shard_factor(options.sync, comm.size, whole=options.reduction != "none")
     centres, best_of = flat(scale_gradient(sample.centres, factor))
-    bias = None if sample.bias is None else scale_gradient(sample.bias, factor)
+    # Of many rows one bias gets a gradient from each: half precision would not hold the sum.
+    bias = None if sample.bias is None else scale_gradient(sample.bias, factor).to(agreed.dtype)
     places = rows_of_groups(at, best_of)
     angles, target_lengths, centres = target_angles(x, centres, nearest(x, centres, places))
     bend, margin = None, logits.margin
@@ -298,7 +299,12 @@ def _agree_on_centres(
                     f"{tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}"
                 )
             if x is not None:
+                if not x.is_floating_point():
+                    raise ValueError(f"{name} must be floating-point, got {x.dtype}")
                 check_finite(name, x)
+        for name, x in (("log_weights", sample.log_weights), ("bias", sample.bias), ("class_ids", sample.ids)):
+            if x is not None and x.device != sample.centres.device:
+                raise ValueError(f"{name} must be on the centres' device, {sample.centres.device}, got {x.device}")
         chosen.append((sample, check_directions("centres", matrix)))
         each = (sample.ids is not None, sample.centres.requires_grad, best_of, sample.bias is not None)
         return {
@@ -328,4 +334,4 @@ def _agree_on_centres(
 def _sum(*parts: Tensor | None) -> Tensor | None:
     """Of those that there are."""
     found = [x for x in parts if x is not None]
-    return torch.stack(found).sum(0) if found else None
+    return sum(found[1:], start=found[0]) if found else None

@@ -46,10 +46,10 @@ def load_insightface(folder: Path | str, head: PartialFC, optimizer: Optimizer |
 
     handshake(comm, state, caller="load_insightface")
     with torch.no_grad():
-        _copy(found["weight"], head.weight, head.classes.start)
+        _copy(found["weight"], head.weight, head.own_classes.start)
         if optimizer is not None:
             momentum = optimizer.state[head.weight].setdefault("momentum_buffer", torch.zeros_like(head.weight))
-            _copy(found["momentum"], momentum, head.classes.start)
+            _copy(found["momentum"], momentum, head.own_classes.start)
 
 
 def _shards(folder: Path, patterns: tuple[str, ...], head: PartialFC) -> list[Tensor]:

@@ -10,8 +10,9 @@ with a margin the large-margin softmax (Liu et al., 2016, arXiv:1612.02295).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, is_dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,6 @@ from .margins import CurricularFace, Margin, Targets
 
 GRADIENTS = ("exact", "straight_through")
 Normalise = Literal["both", "centres", "embeddings", "none"]
-NORMALISE = ("both", "centres", "embeddings", "none")
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,15 @@ class Logits:
         margin, cosine = self.margin, self.exclude_above
         if not callable(margin) or not isinstance(getattr(margin, "s", None), int | float):
             raise ValueError(f"margin must be one such as wholebatch.ArcFace(), with a scale s; got {margin!r}")
+        if not 0.0 < margin.s < math.inf:
+            raise ValueError(f"the margin's scale s must be a positive number, got {margin.s}")
+        if isinstance(margin, nn.Module) and any(True for _ in margin.parameters()):
+            raise ValueError(
+                "a margin must have no parameters to learn: their gradients would be neither shared nor averaged; "
+                "buffers may be"
+            )
         check_choice("margin_grad", self.margin_grad, GRADIENTS)
-        check_choice("normalise", self.normalise, NORMALISE)
+        check_choice("normalise", self.normalise, get_args(Normalise))
         check_label_smoothing(self.label_smoothing)
         if cosine is not None and not (isinstance(cosine, int | float) and -1.0 <= cosine <= 1.0):
             raise ValueError(f"exclude_above must be a cosine from -1 to 1, or None; got {cosine!r}")

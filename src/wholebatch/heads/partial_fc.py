@@ -25,7 +25,7 @@ from .classes import NOT_HERE, rows_within
 from .logits import Logits, Normalise
 from .margins import ArcFace, Margin
 from .rows import overlap, take_rows
-from .sampling import bernoulli
+from .sampling import bernoulli, mix
 from .top_classes import TopClasses, top_classes
 
 _BLOCK = 1024  # classes whose centres are drawn together
@@ -106,8 +106,8 @@ class PartialFC(nn.Module):
             raise ValueError(f"sample_rate must lie in [0, 1], got {sample_rate!r}")
         if unbiased and (not sample_rate or label_smoothing):
             raise ValueError("unbiased needs a sample_rate above 0, and no label_smoothing")
-        if type(seed) is not int:
-            raise ValueError(f"seed must be an integer, got {seed!r}")
+        if type(seed) is not int or not -(2**63) <= seed < 2**63:
+            raise ValueError(f"seed must be an integer of 64 bits, got {seed!r}")
         self.options = Options(group, sync, memory=memory, reduction=reduction)
         self.options.check()
         comm = select_communicator(group)
@@ -116,25 +116,25 @@ class PartialFC(nn.Module):
         self.embedding_size, self.num_classes = embedding_size, num_classes
         self.margin, self.sub_centres = margin, sub_centres
         self.sample_rate, self.unbiased = float(sample_rate), unbiased
-        self.classes = Partition.even(num_classes, comm.size).rows(comm.rank)
-        held = self.classes.stop - self.classes.start
+        self.own_classes = Partition.even(num_classes, comm.size).rows(comm.rank)
+        held = self.own_classes.stop - self.own_classes.start
         shape = (held, embedding_size) if sub_centres == 1 else (held, sub_centres, embedding_size)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(held, device=device, dtype=dtype)) if bias else None
         self._made_with = [self.weight]  # in a list, where no module sees it
         self.register_buffer("seed", torch.tensor(seed))
         self.register_buffer("step", torch.tensor(0))  # samples drawn so far, in training
-        self.register_buffer("first_class", torch.tensor(self.classes.start))  # whose centres these are
+        self.register_buffer("first_class", torch.tensor(self.own_classes.start))  # whose centres these are
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw the centres, each from the seed and its class: on any number of ranks the same."""
-        first = self.classes.start - self.classes.start % _BLOCK
-        for start in range(first, self.classes.stop, _BLOCK):
-            generator = torch.Generator().manual_seed((int(self.seed) << 32) + start // _BLOCK)
+        first = self.own_classes.start - self.own_classes.start % _BLOCK
+        for start in range(first, self.own_classes.stop, _BLOCK):
+            generator = torch.Generator().manual_seed(mix(mix(int(self.seed)) + start // _BLOCK))
             block = torch.randn(_BLOCK, *self.weight.shape[1:], generator=generator)
-            shared = overlap(start, _BLOCK, self.classes.start, len(self.weight))
+            shared = overlap(start, _BLOCK, self.own_classes.start, len(self.weight))
             assert shared is not None
             self.weight[shared[1]] = 0.01 * block[shared[0]]
         if self.bias is not None:
@@ -160,46 +160,47 @@ class PartialFC(nn.Module):
 
     def _choose(self, labels: Tensor) -> Sample:
         """What this rank has of a step's classes: in evaluation all of them."""
-        self._check_own()
+        self.check_own()
         settings = [self.sample_rate, self.unbiased, int(self.seed), int(self.step), self.training]
         if self.sample_rate == 1.0 or not self.training:
             return Sample(self.weight, bias=self.bias, complete=True, settings=settings)
-        ids = torch.arange(self.classes.start, self.classes.stop, device=self.weight.device)
+        ids = torch.arange(self.own_classes.start, self.own_classes.stop, device=self.weight.device)
         drawn = bernoulli(self.sample_rate, ids, seed=int(self.seed), step=int(self.step))
-        at = rows_within(labels, self.classes)
+        at = rows_within(labels, self.own_classes)
         positive = torch.zeros_like(drawn)
         positive[at[at != NOT_HERE]] = True
         (index,) = (drawn | positive).nonzero(as_tuple=True)
         log_weights = None
         if self.unbiased:
-            log_weights = torch.where(positive[index], 0.0, -math.log(self.sample_rate)).to(self.weight.dtype)
+            log_weights = torch.where(positive[index], 0.0, -math.log(self.sample_rate))
         bias = None if self.bias is None else take_rows(self.bias, index)
         return Sample(take_rows(self.weight, index), ids[index], bias, log_weights, complete=True, settings=settings)
 
-    def _check_own(self) -> None:
+    def check_own(self) -> None:
         """The centres are those of this rank's classes, and no engine's.
 
         Raises:
             ValueError: if an engine has taken them, another rank's have been loaded, or ranks have come since.
         """
         comm = select_communicator(self.options.group)
-        if Partition.even(self.num_classes, comm.size).rows(comm.rank) != self.classes:
+        if Partition.even(self.num_classes, comm.size).rows(comm.rank) != self.own_classes:
             raise ValueError(
-                f"the head has classes {self.classes.start} to {self.classes.stop}, which are not those of rank "
-                f"{comm.rank} of {comm.size}: make it after torch.distributed.init_process_group, on each rank"
+                f"the head has classes {self.own_classes.start} to {self.own_classes.stop}, which are not those of "
+                f"rank {comm.rank} of {comm.size}: make it after torch.distributed.init_process_group, on each rank"
             )
         if comm.size > 1 and self.weight is not self._made_with[0]:
             raise ValueError(
                 "head.weight is not the parameter that the head was made with: PartialFC must stay outside of FSDP, "
                 "which shards it once more (other values go in by head.weight.data.copy_ or load_state_dict)"
             )
-        if int(self.first_class) != self.classes.start:
+        if int(self.first_class) != self.own_classes.start:
             raise ValueError(
                 "the head holds another rank's centres: has DistributedDataParallel wrapped it, or was another rank's "
                 "state_dict loaded? Wrap the backbone alone, and make the head anew; wholebatch.heads.load_head loads "
                 "on any number of ranks"
             )
 
+    @eager
     def top_classes(self, embeddings: Tensor, k: int = 1) -> TopClasses:
         """The k classes of all ranks that each of this rank's rows is most like: (b_r, d) -> 2 of (b_r, k).
 
@@ -211,24 +212,32 @@ class PartialFC(nn.Module):
 
         >>> import torch, wholebatch as wb
         >>> head = wb.PartialFC(8, 1000)
-        >>> head.top_classes(head.weight[[7, 999]], k=1).classes.tolist()
+        >>> head.top_classes(head.weight[[7, 999]], k=1).class_ids.tolist()
         [[7], [999]]
         """
         comm = select_communicator(self.options.group)
         return top_classes(
-            embeddings, k, self.weight, self.bias, self.logits, self.classes.start, comm, self._check_own
+            embeddings, k, self.weight, self.bias, self.logits, self.own_classes.start, comm, self.check_own
         )
 
-    @torch.no_grad()
     def full_weight(self, root: int = 0) -> Tensor | None:
         """All centres, (C, d) or (C, K, d), on rank `root`; None on the others. Collective: 1 gather."""
+        return self._full(self.weight, root)
+
+    def full_bias(self, root: int = 0) -> Tensor | None:
+        """All biases, (C,), on rank `root`; None on the others, and where there are none. Collective: 1 gather."""
+        return None if self.bias is None else self._full(self.bias, root)
+
+    @torch.no_grad()
+    def _full(self, of_classes: Tensor, root: int) -> Tensor | None:
         comm = select_communicator(self.options.group)
         counts = Partition.even(self.num_classes, comm.size).counts
-        whole = comm.gather(self.weight.detach(), root, counts=counts)
+        whole = comm.gather(of_classes.detach(), root, counts=counts)
         return whole if comm.rank == root else None
 
     def extra_repr(self) -> str:
         return (
             f"{self.embedding_size}, {self.num_classes}, margin={self.margin}, sample_rate={self.sample_rate}, "
-            f"classes {self.classes.start} to {self.classes.stop} here"
+            f"sub_centres={self.sub_centres}, bias={self.bias is not None}, normalise={self.logits.normalise!r}, "
+            f"classes {self.own_classes.start} to {self.own_classes.stop} here"
         )

@@ -25,7 +25,7 @@ def bernoulli(rate: float, ids: Tensor, *, seed: int, step: int) -> Tensor:
     >>> torch.equal(bernoulli(0.25, ids[7:9], seed=0, step=3), drawn[7:9])
     True
     """
-    return _mixed(ids, key=_mix(_mix(seed) + step)) < int(rate * 2**_BITS)
+    return _mixed(ids, key=mix(mix(seed) + step)) < int(rate * 2**_BITS)
 
 
 def _mixed(ids: Tensor, *, key: int) -> Tensor:
@@ -41,8 +41,8 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mix(x: int) -> int:
-    """The same function of one number."""
+def mix(x: int) -> int:
+    """The same function of one number: 64 bits, unsigned."""
     mask = (1 << 64) - 1
     x = (x + 1) * _GOLDEN & mask
     for shift, factor in _FACTORS:

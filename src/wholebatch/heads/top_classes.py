@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from .._checks import check_alike, check_count, check_features
+from .._checks import check_alike, check_count, check_features, check_finite
 from .._precision import accumulation_dtype
 from ..comm import Communicator, handshake
 from ..partition import Partition
@@ -21,7 +22,7 @@ class TopClasses(NamedTuple):
     """Of each row the k largest logits, descending, and their classes: both (b_r, k)."""
 
     logits: Tensor
-    classes: Tensor
+    class_ids: Tensor
 
 
 @torch.no_grad()
@@ -49,6 +50,8 @@ def top_classes(
         check_alike("embeddings", embeddings, "centres", flat(centres)[0], rows=False)
         check_directions("embeddings", embeddings)
         check_directions("centres", flat(centres)[0])
+        if bias is not None:
+            check_finite("bias", bias)
         return {"k": k, "rows": len(embeddings), "classes": len(centres)}
 
     everyone = handshake(comm, state, caller="top_classes", must_match=("k",))
@@ -57,8 +60,7 @@ def top_classes(
         raise ValueError(f"top_classes: k must be at most the number of classes, {total}, got {k}")
     rows = Partition(tuple(facts["rows"] for facts in everyone))
     x = comm.all_gather(embeddings, counts=rows.counts, check=False)
-    parts = [_of_some(some, k, centres, bias, logits, first) for some in x.split(_ROWS)] or [_none(x, k)]
-    found = (torch.cat(part) for part in zip(*parts, strict=True))
+    found = _of_own_classes(x, k, centres, bias, logits, first)
     mine = rows.counts[comm.rank]
     values, classes = (
         comm.all_to_all(part, send_counts=rows.counts, receive_counts=(mine,) * comm.size, check=False)
@@ -70,33 +72,29 @@ def top_classes(
     return _best(values, classes, k)
 
 
-def _of_some(
-    x: Tensor, k: int, centres: Tensor, bias: Tensor | None, logits: Logits, first: int
-) -> tuple[Tensor, Tensor]:
-    """Of this rank's classes; where it has fewer than k, -inf and -1."""
+def _of_own_classes(x: Tensor, k: int, centres: Tensor, bias: Tensor | None, logits: Logits, first: int) -> TopClasses:
+    """Of this rank's classes, a tile of classes and rows at a time; where it has fewer than k, -inf and -1."""
     x = x.to(accumulation_dtype(x.dtype))
-    best = _none(x, k)
-    for start, tile in _tiles(torch.nn.functional.normalize(x) if logits.of_unit_embeddings else x, centres, logits):
-        tile = logits.margin.s * tile
-        if bias is not None:
-            tile += bias[start : start + tile.shape[1]]
-        values, at = tile.topk(min(k, tile.shape[1]), dim=1)
-        best = _best(torch.cat([best[0], values], 1), torch.cat([best[1], at + (first + start)], 1), k)
-    return best
-
-
-def _tiles(x: Tensor, centres: Tensor, logits: Logits) -> Iterator[tuple[int, Tensor]]:
-    """Products with some classes' centres, the nearest of each, (b, n), and the first of these classes."""
+    x = F.normalize(x) if logits.of_unit_embeddings else x
+    values, class_ids = _none(x, k)
     for start in range(0, len(centres), _CLASSES):
         some, best_of = flat(centres[start : start + _CLASSES])
-        some = some.to(x.dtype)
-        some = torch.nn.functional.normalize(some) if logits.of_unit_centres else some
-        yield start, (x @ some.T).unflatten(1, (-1, best_of)).amax(2)
+        some = F.normalize(some.to(x.dtype)) if logits.of_unit_centres else some.to(x.dtype)
+        for row in range(0, len(x), _ROWS):
+            rows = slice(row, row + _ROWS)
+            tile = logits.margin.s * (x[rows] @ some.T).unflatten(1, (-1, best_of)).amax(2)
+            if bias is not None:
+                tile += bias[start : start + _CLASSES]
+            best, at = tile.topk(min(k, tile.shape[1]), dim=1)
+            values[rows], class_ids[rows] = _best(
+                torch.cat([values[rows], best], 1), torch.cat([class_ids[rows], at + (first + start)], 1), k
+            )
+    return TopClasses(values, class_ids)
 
 
-def _none(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _none(x: Tensor, k: int) -> TopClasses:
     values = x.new_full((len(x), k), float("-inf"), dtype=accumulation_dtype(x.dtype))
-    return values, torch.full((len(x), k), -1, device=x.device)
+    return TopClasses(values, torch.full((len(x), k), -1, device=x.device))
 
 
 def _best(values: Tensor, classes: Tensor, k: int) -> TopClasses:

@@ -19,19 +19,22 @@ from .task import Task
 Data = tuple[Pairs, Split] | LabelledImages
 
 
-def load_data(config: TrainConfig) -> Data:
-    """All pairs, and which texts are for training, validation and test; or all images of classes, and which are."""
+def load_data(config: TrainConfig, size: int) -> Data:
+    """All pairs, and which texts are for training, validation and test; or all images of classes, and which are.
+
+    Args:
+        config: of the run.
+        size: how many ranks there are.
+    """
     glyphs = config.data == "glyphs"
     if glyphs and config.image_channels != 1:
         raise UserError("--data glyphs are grey: --image-channels must be 1")
-    return _classes(config, glyphs) if config.task == "identify" else _pairs(config, glyphs)
+    return _classes(config, glyphs, size) if config.task == "identify" else _pairs(config, glyphs)
 
 
 def make_task(config: TrainConfig, data: Data, device: torch.device, *, rank: int, size: int) -> Task:
     """What is to be trained, this rank's part of it."""
     if isinstance(data, LabelledImages):
-        if len(data) < size:
-            raise UserError(f"there are {len(data)} classes to spread over {size} processes; each needs one")
         return Identify(config, data, device, rank=rank, size=size)
     return Retrieve(config, *data, device, rank=rank, size=size)
 
@@ -48,13 +51,18 @@ def _pairs(config: TrainConfig, glyphs: bool) -> tuple[Pairs, Split]:
     return pairs, split
 
 
-def _classes(config: TrainConfig, glyphs: bool) -> LabelledImages:
+def _classes(config: TrainConfig, glyphs: bool, size: int) -> LabelledImages:
     how = {"validation": config.validation_texts, "seed": config.seed}
     data = glyph_classes(config.image_size, **how) if glyphs else classes_of_texts(_file(config), **how)
     if len(data.train) < config.batch_size:
         raise UserError(
             f"--batch-size {config.batch_size} needs as many images to train on, got {len(data.train)}, of "
             f"{len(data)} texts. Lower --batch-size"
+        )
+    if len(data) < max(2, size):
+        raise UserError(
+            f"there are {len(data)} classes, which are too few: each of the {size} processes needs one, and there must "
+            "be two"
         )
     return data
 

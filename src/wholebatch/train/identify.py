@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +25,7 @@ from .evaluation import as_float
 from .labelled import LabelledImages, images_of_step
 from .look_alikes import draw_look_alikes
 from .model import ImageEncoder
-from .task import Curve, Task, finite_loss, make_adamw
+from .task import Curve, Task, finite_loss, make_adamw, stopped
 from .verification import accepted_at, best_possible
 
 FAR = 1e-3
@@ -43,16 +45,17 @@ class Identify(Task):
         self._config, self._data, self._device, self._rank = config, data, device, rank
         self._rows = wb.partition.Partition.even(config.batch_size, size).rows(rank)
         torch.manual_seed(config.seed)
-        self.encoder = ImageEncoder(config.model, config.image_channels, config.image_size).to(device)
+        self._encoder = ImageEncoder(config.model, config.image_channels, config.image_size).to(device)
         self.head = make_head(config, len(data), device)
         head_rate = config.head.learning_rate
         of_head = [{"params": list(self.head.parameters()), "peak": head_rate}]
         self._head_optimizer = wb.SparseAdamW(of_head, lr=head_rate, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.0)
-        self._optimizer = make_adamw(self.encoder, config)
+        self._optimizer = make_adamw(self._encoder, config)
         self.optimizers = [self._optimizer, self._head_optimizer]
         # The head stays outside: each rank has classes of its own, and their gradient is complete.
-        self._model = DistributedDataParallel(self.encoder) if size > 1 else self.encoder
+        self._model = DistributedDataParallel(self._encoder) if size > 1 else self._encoder
         self._cached = wb.GradCache([self._model], config.chunk_size, self._loss) if config.chunk_size else None
+        self._step = 0
         self._found: tuple[Tensor, Tensor] | None = None
 
     def describe(self) -> str:
@@ -63,7 +66,7 @@ class Identify(Task):
         )
 
     def add_gradients(self, step: int) -> Tensor:
-        config = self._config
+        config, self._step = self._config, step
         chosen = images_of_step(self._data, batch_size=config.batch_size, step=step, seed=config.seed)[self._rows]
         images = augmented(as_float(self._data.images[chosen], self._device), config, self._rows, step)
         named: dict[str, Any] = {"step": step, "labels": self._data.labels[chosen].to(self._device)}
@@ -77,7 +80,7 @@ class Identify(Task):
         return finite_loss(self.head, embeddings, labels, step=step)
 
     def grad_norm(self) -> float:
-        return wb.heads.clip_grad_norm_(self.encoder.parameters(), self.head.parameters(), float("inf")).item()
+        return wb.heads.clip_grad_norm_(self._encoder.parameters(), self.head.parameters(), float("inf")).item()
 
     def validate(self) -> dict[str, Any]:
         return self._accuracy(self._data.validation)[0]
@@ -85,15 +88,18 @@ class Identify(Task):
     def _accuracy(self, rows: Tensor) -> tuple[dict[str, Any], Tensor, wb.heads.TopClasses]:
         """Of these images, all of them on rank 0; with their embeddings, and the classes that were found."""
         embeddings = self._embeddings(rows if self._rank == 0 else rows[:0])
-        found = self.head.top_classes(embeddings.to(self._device), min(_TOP, len(self._data)))
-        right = found.classes.cpu() == self._data.labels[rows[: len(embeddings)], None]
+        try:
+            found = self.head.top_classes(embeddings.to(self._device), min(_TOP, len(self._data)))
+        except ValueError as error:
+            raise stopped(self._step, str(error)) from error
+        right = found.class_ids.cpu() == self._data.labels[rows[: len(embeddings)], None]
         figures = {f"top_{k}": right[:, :k].any(1).double().mean().item() for k in (1, _TOP)} if len(right) else {}
         return figures, embeddings, found
 
     @torch.no_grad()
     def _embeddings(self, rows: Tensor) -> Tensor:
         """Unit vectors, on the CPU, without augmentation."""
-        parts = [self.encoder(as_float(self._data.images[some], self._device)).cpu() for some in rows.split(512)]
+        parts = [self._encoder(as_float(self._data.images[some], self._device)).cpu() for some in rows.split(512)]
         return F.normalize(torch.cat(parts)) if len(rows) else torch.empty(0, self._config.model.feature_size)
 
     def headline(self, validation: Mapping[str, Any]) -> str:
@@ -109,16 +115,19 @@ class Identify(Task):
         if self._rank == 0:
             shutil.rmtree(of_head, ignore_errors=True)  # of a run that was killed while it wrote this
         _wait()
-        wb.heads.save_head(of_head, self.head, self._head_optimizer)
+        try:
+            wb.heads.save_head(of_head, self.head, self._head_optimizer)
+        except ValueError as error:
+            raise UserError(str(error)) from error
         _put(self.head, present)
         if self._rank == 0:
-            save_checkpoint(folder, self.encoder.state_dict(), self._optimizer, step=step, seconds=seconds)
+            save_checkpoint(folder, self._encoder.state_dict(), self._optimizer, step=step, seconds=seconds)
             for other in folder.glob(_of_head(folder, "*").name):
                 if other != of_head:
                     shutil.rmtree(other)
 
     def load(self, folder: Path) -> dict[str, Any]:
-        facts = load_checkpoint(folder, self.encoder, self._optimizer)
+        facts = load_checkpoint(folder, self._encoder, self._optimizer)
         try:
             wb.heads.load_head(_of_head(folder, facts["step"]), self.head, self._head_optimizer)
         except ValueError as error:
@@ -130,7 +139,7 @@ class Identify(Task):
         figures, embeddings, found = self._accuracy(rows)
         if self._rank:
             return {}
-        self._found = found.classes.cpu()[:, 0], found.logits.cpu()[:, 0]
+        self._found = found.class_ids.cpu()[:, 0], found.logits.cpu()[:, 0]
         tar, threshold = accepted_at(embeddings, data.labels[rows], FAR)
         return {
             "classes": len(data),
@@ -139,24 +148,28 @@ class Identify(Task):
             "top_1_at_most": best_possible(data.images[rows], data.labels[rows]),
             "chance": 1 / len(data),
             "far": FAR,
-            "tar": tar,
-            "threshold": threshold,
+            "tar": None if math.isnan(tar) else tar,
+            "threshold": None if math.isnan(threshold) else threshold,
         }
 
     def table(self, report: Mapping[str, Any]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
         title = f"{report['test_images']:,} images of {self._data.what_is_new}, {report['classes']:,} classes"
+        tar = report["tar"]
         rows = [
             ["top-1 accuracy", f"{report['top_1']:.4f}"],
             [f"top-{_TOP} accuracy", f"{report[f'top_{_TOP}']:.4f}"],
             ["top-1 at most: some classes have equal pictures", f"{report['top_1_at_most']:.4f}"],
             ["top-1 by chance", f"{report['chance']:.4f}"],
-            [f"verification: TAR at FAR {report['far']:g}", f"{report['tar']:.4f}"],
+            [f"verification: TAR at FAR {report['far']:g}", "no pairs" if tar is None else f"{tar:.4f}"],
         ]
         return title, ["", ""], rows
 
     def weights(self) -> dict[str, Tensor]:
         centres = self.head.full_weight()
-        return dict(self.encoder.state_dict()) | ({} if centres is None else {"centres": centres})
+        return dict(self._encoder.state_dict()) | ({} if centres is None else {"centres": centres})
+
+    def facts(self) -> dict[str, str]:
+        return {"classes": json.dumps(self._data.names)}
 
     def draw(self, folder: Path) -> None:
         assert self._found is not None

@@ -129,7 +129,7 @@ def _train_on_this_rank(config: TrainConfig, device: torch.device) -> None:
     """Load the data, prepare the run folder on rank 0, train, report; a mistake on any rank ends all ranks."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     is_first = rank == 0
-    (data, folder), path = _together(lambda: _prepare(config, is_first=is_first))
+    (data, folder), path = _together(lambda: _prepare(config, size, is_first=is_first))
     progress = ConsoleProgress() if is_first else Progress()
     try:
         if folder is not None:
@@ -171,9 +171,9 @@ def _together(prepare: Callable[[], _Prepared]) -> tuple[_Prepared, Path]:
     return prepared[0], Path(everyone[0]["folder"])
 
 
-def _prepare(config: TrainConfig, *, is_first: bool) -> _Prepared:
+def _prepare(config: TrainConfig, size: int, *, is_first: bool) -> _Prepared:
     """The data on every rank, and then, so that a mistake in them leaves nothing behind, the folder on rank 0."""
-    data = load_data(config)
+    data = load_data(config, size)
     if not is_first:
         return data, None
     if config.resume is not None:

@@ -64,7 +64,8 @@ def train(
             progress.step(metrics)
 
     report = task.judge()
-    task.save(path, task.memory(), step=config.steps, seconds=seconds)
+    if resumed_at < config.steps:
+        task.save(path, task.memory(), step=config.steps, seconds=seconds)
     weights = task.weights()
     if folder is not None:
         folder.finish(task, report | {"seconds": round(seconds, 1)}, weights)

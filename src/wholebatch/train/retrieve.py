@@ -41,14 +41,14 @@ class Retrieve(Task):
         self._config, self._pairs, self._split, self._device, self._rank = config, pairs, split, device, rank
         self._rows = wb.partition.Partition.even(config.batch_size, size).rows(rank)
         torch.manual_seed(config.seed)
-        self.encoder: DualEncoder = DualEncoder(
+        self._encoder = DualEncoder(
             config.model, channels=config.image_channels, image_size=config.image_size, bias=config.loss == "siglip"
         ).to(device)
         self._objective = make_objective(config, len(pairs)).to(device)
-        self._state = nn.ModuleDict({"encoder": self.encoder, "objective": self._objective})
-        self._optimizer = make_adamw(self.encoder, config)
+        self._state = nn.ModuleDict({"encoder": self._encoder, "objective": self._objective})
+        self._optimizer = make_adamw(self._encoder, config)
         self.optimizers = [self._optimizer]
-        self._model = DistributedDataParallel(self.encoder) if size > 1 else self.encoder
+        self._model = DistributedDataParallel(self._encoder) if size > 1 else self._encoder
         self._cached = None
         if config.chunk_size:
             self._cached = wb.GradCache(
@@ -90,19 +90,19 @@ class Retrieve(Task):
         return tokens(self._config, self._pairs, texts, self._device)
 
     def grad_norm(self) -> float:
-        return nn.utils.get_total_norm([p.grad for p in self.encoder.parameters() if p.grad is not None]).item()
+        return nn.utils.get_total_norm([p.grad for p in self._encoder.parameters() if p.grad is not None]).item()
 
     def after_step(self) -> None:
-        self.encoder.limit_logit_scale()
+        self._encoder.limit_logit_scale()
 
     def metrics(self) -> dict[str, Any]:
-        return {"logit_scale": self.encoder.logit_scale.item()}
+        return {"logit_scale": self._encoder.logit_scale.item()}
 
     def validate(self) -> dict[str, Any]:
         return both_ways(*self._features(self._split.validation)) if self._rank == 0 else {}
 
     def _features(self, texts: Tensor) -> tuple[Tensor, Tensor]:
-        return held_out_features(self.encoder, self._config, self._pairs, texts, self._device)
+        return held_out_features(self._encoder, self._config, self._pairs, texts, self._device)
 
     def headline(self, validation: Mapping[str, Any]) -> str:
         return f"recall@1 {validation['image_to_text']['recall@1']:.3f} among {len(self._split.validation)}"
@@ -135,7 +135,7 @@ class Retrieve(Task):
         return title, ["", *(f"recall@{k}" for k in KS)], rows
 
     def weights(self) -> dict[str, Tensor]:
-        return dict(self.encoder.state_dict())
+        return dict(self._encoder.state_dict())
 
     def draw(self, folder: Path) -> None:
         assert self._found is not None

@@ -3,7 +3,7 @@
 config.json              the configuration, read back by --resume
 metrics.jsonl            one line per step
 checkpoint.safetensors   weights, optimiser and random state after the last checkpointed step
-model.safetensors        the final weights alone
+model.safetensors        the final weights alone; of --task identify with the centres, and the classes' names beside
 head-STEP/               of --task identify: the classifier after as many steps, every rank's part of it
 report.json              what the test set says, beside chance
 curves.png               loss and validation over the steps
@@ -85,7 +85,7 @@ class RunFolder:
 
     def finish(self, task: Task, report: dict[str, Any], weights: dict[str, Tensor]) -> None:
         """Final weights, report and pictures."""
-        save_tensors(self.path / "model.safetensors", weights, {})
+        save_tensors(self.path / "model.safetensors", weights, task.facts())
         with _writing(self.path):
             (self.path / "report.json").write_text(json.dumps(report, indent=2) + "\n")
             draw_curves(self.metrics(), task.curves, task.validation_title, self.path / "curves.png")

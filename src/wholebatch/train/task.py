@@ -29,10 +29,8 @@ class Curve:
 class Task(ABC):
     """One rank's part of it. Calls marked "all ranks" communicate."""
 
-    encoder: nn.Module
-    """What all ranks hold; their gradients are averaged."""
     optimizers: Sequence[Optimizer]
-    """Of the encoder, and of what each rank has of its own; their groups say `peak`, the largest learning rate."""
+    """Of what all ranks hold, and of what each has of its own; their groups say `peak`, the largest learning rate."""
     curves: Sequence[Curve]
     """Of the validations."""
     validation_title: str
@@ -88,6 +86,10 @@ class Task(ABC):
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:
         """The final weights, on rank 0. All ranks."""
+
+    def facts(self) -> dict[str, str]:
+        """What is written beside the final weights."""
+        return {}
 
     @abstractmethod
     def draw(self, folder: Path) -> None:
