@@ -39,6 +39,7 @@ def load_insightface(folder: Path | str, head: PartialFC, optimizer: Optimizer |
     comm, found = select_communicator(head.options.group), dict[str, list[Tensor]]()
 
     def state() -> dict[str, Any]:
+        head.check_own()
         found["weight"] = _shards(Path(folder), _WEIGHTS, head)
         if optimizer is not None:
             found["momentum"] = _shards(Path(folder), _MOMENTA, head)
