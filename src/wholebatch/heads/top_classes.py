@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .._checks import check_alike, check_count, check_features, check_finite
@@ -75,11 +74,11 @@ def top_classes(
 def _of_own_classes(x: Tensor, k: int, centres: Tensor, bias: Tensor | None, logits: Logits, first: int) -> TopClasses:
     """Of this rank's classes, a tile of classes and rows at a time; where it has fewer than k, -inf and -1."""
     x = x.to(accumulation_dtype(x.dtype))
-    x = F.normalize(x) if logits.of_unit_embeddings else x
+    x = _unit(x) if logits.of_unit_embeddings else x
     values, class_ids = _none(x, k)
     for start in range(0, len(centres), _CLASSES):
         some, best_of = flat(centres[start : start + _CLASSES])
-        some = F.normalize(some.to(x.dtype)) if logits.of_unit_centres else some.to(x.dtype)
+        some = _unit(some.to(x.dtype)) if logits.of_unit_centres else some.to(x.dtype)
         for row in range(0, len(x), _ROWS):
             rows = slice(row, row + _ROWS)
             tile = logits.margin.s * (x[rows] @ some.T).unflatten(1, (-1, best_of)).amax(2)
@@ -90,6 +89,10 @@ def _of_own_classes(x: Tensor, k: int, centres: Tensor, bias: Tensor | None, log
                 torch.cat([values[rows], best], 1), torch.cat([class_ids[rows], at + (first + start)], 1), k
             )
     return TopClasses(values, class_ids)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x / torch.linalg.vector_norm(x, dim=1, keepdim=True)
 
 
 def _none(x: Tensor, k: int) -> TopClasses:
