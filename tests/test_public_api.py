@@ -92,6 +92,7 @@ PUBLIC = {
         "SparseSGD",
         "SphereFace",
         "Targets",
+        "TopClasses",
         "agree_on_overflow",
         "clip_grad_norm_",
         "load_head",
