@@ -796,6 +796,8 @@ def refused_saves_body(folder):
         wb.heads.save_head(folder / f"a{rank}", head, good)
     with pytest.raises(ValueError, match="head must be the same on all ranks"):
         wb.heads.save_head(folder / "a", head, good if rank else None)
+    with pytest.raises(ValueError, match="it lacks weight"):
+        wb.heads.save_head(folder / "a", head, wb.SparseSGD(wb.PartialFC(4, 10).parameters()) if rank else good)
     other = wb.PartialFC(4, 10)
     other.first_class.fill_(rank)
     with pytest.raises(ValueError, match="the head holds another rank's centres"):
@@ -845,7 +847,7 @@ def test_what_a_margin_remembers_is_part_of_a_checkpoint(tmp_path):
 
 
 def merged_body(folder, classes):
-    head = wb.PartialFC(4, 9, bias=True, sub_centres=2)
+    head = wb.PartialFC(4, 9, bias=True)
     optimizer = wb.SparseSGD(head.parameters(), momentum=0.9)
     wb.heads.load_head(folder, head, optimizer, classes=classes)
     state = optimizer.state[head.weight]["momentum_buffer"]
@@ -854,13 +856,13 @@ def merged_body(folder, classes):
 
 def test_classes_that_come_go_and_become_one(tmp_path):
     """Of ten classes 2 and 3 become one, 5 goes, and the last is new; on one rank and on two."""
-    head = wb.PartialFC(4, 10, bias=True, sub_centres=2)
+    head = wb.PartialFC(4, 10, bias=True)
     optimizer = wb.SparseSGD(head.parameters(), momentum=0.9)
     head(torch.randn(2, 4), torch.tensor([0, 1])).backward()
     optimizer.step()
     wb.heads.save_head(tmp_path / "a", head, optimizer)
     old = head.weight.detach(), head.bias.detach(), optimizer.state[head.weight]["momentum_buffer"]
-    new = wb.PartialFC(4, 9, bias=True, sub_centres=2).weight.detach()
+    new = wb.PartialFC(4, 9, bias=True).weight.detach()
     classes = torch.tensor([0, 1, 2, 2, 3, -1, 4, 5, 6, 7])
     for world in (1, 2):
         found = run_ranks(merged_body, world, tmp_path / "a", classes, timeout_s=60)
@@ -868,6 +870,11 @@ def test_classes_that_come_go_and_become_one(tmp_path):
             assert torch.equal(x[[0, 1, 3, 4, 5, 6, 7]], was[[0, 1, 4, 6, 7, 8, 9]])
             assert_same(x[2], was[2:4].mean(0), relative=1e-6)
             assert torch.equal(x[8], new[8] if x.shape == new.shape and was is old[0] else torch.zeros_like(x[8]))
+    several = wb.PartialFC(4, 10, sub_centres=2)
+    wb.heads.save_head(tmp_path / "b", several)
+    with pytest.raises(ValueError, match="classes with several sub-centres cannot become one"):
+        wb.heads.load_head(tmp_path / "b", wb.PartialFC(4, 9, sub_centres=2), classes=classes)
+    wb.heads.load_head(tmp_path / "b", several, classes=torch.arange(10).flip(0))
 
 
 # Gradients of what all hold and of what each has a part of.
@@ -888,6 +895,30 @@ def clipped_body():
         assert abs(norm.item() - true) < 1e-12
         assert_same(backbone.grad, torch.tensor([3.0, 0.0, 4.0]).double() * 2 / true, relative=1e-6)
         assert_same(head.grad.to_dense()[:, 0], own * 2 / true, relative=1e-6)
+
+
+def wrong_clips_body():
+    """On one rank alone, and where the other does something else."""
+    rank = dist.get_rank()
+    head, backbone = wb.PartialFC(4, 10), nn.Linear(4, 4)
+    for wrong, message in (
+        (
+            lambda: wb.heads.clip_grad_norm_([*backbone.parameters(), *head.parameters()], head.parameters(), 1.0),
+            "not both",
+        ),
+        (lambda: wb.heads.clip_grad_norm_(backbone.parameters(), head.weight, -1.0), "max_norm must be at least 0"),
+        (lambda: head(torch.randn(2, 4), torch.tensor([0, 1])), "all ranks must make the same calls"),
+        (
+            lambda: wb.heads.agree_on_overflow(torch.amp.GradScaler("cpu"), wb.SparseSGD(head.parameters())),
+            "call scaler.unscale_|same calls",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong() if rank else wb.heads.clip_grad_norm_(backbone.parameters(), head.weight, 1.0)
+
+
+def test_mistakes_in_clipping():
+    run_ranks(wrong_clips_body, 2, timeout_s=60)
 
 
 @pytest.mark.parametrize("world", [1, 3])

@@ -55,7 +55,7 @@ def test_a_run_leaves_everything_it_promises(uninterrupted):
         assert (run / picture).read_bytes().startswith(b"\x89PNG")
     assert load_file(run / "model.safetensors")["centres"].shape == (158, 32)
     assert "top-1 accuracy" in output
-    assert "158 classes: 458 images for training, 16 for validation, 316 of images for test" in output
+    assert "158 classes: 458 images for training, 16 for validation, 316 for test (images never seen)" in output
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,8 @@ def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None =
                 f"what a {type(optimizer).__name__} knows of each class is not known here: use wholebatch.SparseSGD or "
                 "SparseAdamW, which are PyTorch's on dense gradients, or save the optimiser yourself"
             )
+        if optimizer is not None:
+            _check_has(optimizer, head)
         if comm.size > 1 and not isinstance(comm.transport, TorchTransport):
             raise ValueError(
                 "checkpoints of several ranks are written by torch.distributed, and this head's group is another"
@@ -98,8 +100,9 @@ def load_head(
         optimizer: takes its state; None: that is left alone.
         classes: (C,) integers, which of the head's classes each of the checkpoint's C is to be, the same on all ranks;
             -1: none, it is left out. A class that several become, as two that turned out to be one, gets the mean of
-            their centres and of what the optimiser knows of them; one that none becomes stays as it is. So
-            torch.arange(C) is for a head with new classes behind the old ones. None: the classes are the same.
+            their centres and of what the optimiser knows of them (not with sub-centres, which have no order that two
+            classes share); one that none becomes stays as it is. So torch.arange(C) is for a head with new classes
+            behind the old ones. None: the classes are the same.
 
     Raises:
         ValueError: on every rank, with head and optimizer as they were: there is no checkpoint of a head, or a damaged
@@ -200,6 +203,12 @@ def _check(facts: dict[str, Any], head: PartialFC, optimizer: Optimizer | None, 
         low, high = int(classes.min()), int(classes.max())
         if not -1 <= low <= high < head.num_classes:
             raise ValueError(f"classes must lie in [0, {head.num_classes}), or be -1; got {low} to {high}")
+        kept = classes[classes != NOT_HERE]
+        if head.sub_centres > 1 and len(kept.unique()) < len(kept):
+            raise ValueError(
+                "classes with several sub-centres cannot become one: the sub-centres of one are in no order that is "
+                "another's"
+            )
     if optimizer is not None:
         _check_optimizer(facts["optimizer"], head, optimizer)
 
@@ -208,16 +217,20 @@ def _check_optimizer(saved: list[str] | None, head: PartialFC, optimizer: Optimi
     names = _names_of(optimizer)
     if not names:
         raise ValueError(f"optimizer must be a SparseSGD or SparseAdamW, or None; got {type(optimizer).__name__}")
-    has = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    missing = [name for name, p in head.named_parameters() if id(p) not in has]
-    if missing:
-        raise ValueError(f"the optimizer must have head.parameters() among its own; it lacks {', '.join(missing)}")
+    _check_has(optimizer, head)
     if saved is None:
         raise ValueError("the checkpoint was saved without an optimizer; leave it out, and its state stays as it is")
     if saved and {*saved} != {*names}:
         raise ValueError(
             f"the checkpoint's optimizer has {saved} of each class, a {type(optimizer).__name__} has {sorted(names)}"
         )
+
+
+def _check_has(optimizer: Optimizer, head: PartialFC) -> None:
+    has = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [name for name, p in head.named_parameters() if id(p) not in has]
+    if missing:
+        raise ValueError(f"the optimizer must have head.parameters() among its own; it lacks {', '.join(missing)}")
 
 
 def _names_of(optimizer: Optimizer) -> tuple[str, ...]:

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from .._precision import wide_dtype
-from ..comm import Group, select_communicator
+from ..comm import Group, handshake, select_communicator
 
 
 @torch.no_grad()
@@ -30,10 +31,25 @@ def clip_grad_norm_(
         group: ranks that share the head.
 
     Returns:
-        The norm before, shape (), float64, the same on all ranks. Collective: 1 all-reduce of a number.
+        The norm before, shape (), float64, the same on all ranks. Collective: 1 handshake, 1 all-reduce of a number.
+
+    Raises:
+        ValueError: on every rank: a parameter is in both lists, or max_norm is negative or NaN.
     """
-    everyone, own = [p for p in replicated if p.grad is not None], [p for p in sharded if p.grad is not None]
     comm = select_communicator(group)
+    everyone, own = ([x] if isinstance(x, Tensor) else [*x] for x in (replicated, sharded))
+
+    def state() -> dict[str, Any]:
+        if {id(p) for p in everyone} & {id(p) for p in own}:
+            raise ValueError(
+                "a parameter must be replicated or sharded, not both: leave head.parameters() out of the first list"
+            )
+        if not max_norm >= 0.0:
+            raise ValueError(f"max_norm must be at least 0, got {max_norm}")
+        return {"max_norm": str(max_norm)}
+
+    handshake(comm, state, caller="clip_grad_norm_", must_match=("max_norm",))
+    everyone, own = ([p for p in parameters if p.grad is not None] for parameters in (everyone, own))
     device = next((p.device for p in (*everyone, *own)), torch.device("cpu"))
     squares = [torch.zeros((), dtype=wide_dtype(device), device=device) for _ in range(2)]
     for square, parameters in zip(squares, (everyone, own), strict=True):
@@ -53,9 +69,22 @@ def agree_on_overflow(scaler: Any, *optimizers: Optimizer, group: Group = None) 
     Args:
         scaler: a torch.amp.GradScaler that has unscaled these optimisers' gradients.
         optimizers: of the backbone and of the head.
-        group: ranks that share the head. Collective: 1 all-reduce of a number for each optimiser.
+        group: ranks that share the head. Collective: 1 handshake, 1 all-reduce of a number for each optimiser.
+
+    Raises:
+        ValueError: on every rank: an optimiser's gradients have not been unscaled, so that nothing is known of them.
     """
+    if not scaler.is_enabled():
+        return
     comm = select_communicator(group)
+
+    def state() -> dict[str, Any]:
+        for optimizer in optimizers:
+            if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+                raise ValueError("call scaler.unscale_(optimizer) before, for each of the optimizers")
+        return {"optimizers": len(optimizers)}
+
+    handshake(comm, state, caller="agree_on_overflow", must_match=("optimizers",))
     for optimizer in optimizers:
         found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         if not found and comm.size == 1:

@@ -62,7 +62,7 @@ class Identify(Task):
         data = self._data
         return (
             f"{len(data):,} classes: {len(data.train):,} images for training, {len(data.validation):,} for validation, "
-            f"{len(data.test):,} of {data.what_is_new} for test"
+            f"{len(data.test):,} for test ({data.what_is_new})"
         )
 
     def add_gradients(self, step: int) -> Tensor:
@@ -153,7 +153,7 @@ class Identify(Task):
         }
 
     def table(self, report: Mapping[str, Any]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
-        title = f"{report['test_images']:,} images of {self._data.what_is_new}, {report['classes']:,} classes"
+        title = f"{report['test_images']:,} test images ({self._data.what_is_new}), {report['classes']:,} classes"
         tar = report["tar"]
         rows = [
             ["top-1 accuracy", f"{report['top_1']:.4f}"],

@@ -28,8 +28,8 @@ class LabelledImages:
     """Indices of images."""
     validation: Tensor
     test: Tensor
-    what_is_new: str = "images"
-    """That the test set is of: of faces, or just images, that are not in training."""
+    what_is_new: str = "images never seen"
+    """What the test set is of: of faces, or just images, that are not in training."""
 
     def __len__(self) -> int:
         """Number of classes."""
@@ -37,7 +37,13 @@ class LabelledImages:
 
 
 def with_split(
-    images: Tensor, names: list[str], for_test: Tensor, *, validation: int, seed: int, what_is_new: str = "images"
+    images: Tensor,
+    names: list[str],
+    for_test: Tensor,
+    *,
+    validation: int,
+    seed: int,
+    what_is_new: str = "images never seen",
 ) -> LabelledImages:
     """Classes are the names of images that are not `for_test` (n,); of `validation` classes one of these is kept apart.
 

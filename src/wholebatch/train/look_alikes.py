@@ -30,7 +30,7 @@ def draw_look_alikes(data: LabelledImages, found: Tensor, logits: Tensor, path: 
     labels = data.labels[data.test]
     wrong = (found != labels).nonzero()[:, 0]
     equal = _equal_pictures(data, wrong, found)
-    figure = Figure(figsize=(14, 7.6))
+    figure = Figure(figsize=(14, 7.6 if len(wrong) else 0.8))
     figure.suptitle(
         f"{len(wrong):,} of {len(labels):,} test images are taken for another class; for {int(equal.sum()):,} of these "
         "that class has the same picture, pixel by pixel"
