@@ -1,6 +1,7 @@
 """Softmax over class shards: the loss and every gradient are those of the dense twin, on any number of ranks."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -688,13 +689,19 @@ def wrapped_body():
             return self.backbone(x) if y is None else self.head(self.backbone(x), y)
 
     x, y = torch.randn(2, 5), torch.tensor([0, 1])
-    refused = "rank 1: the head holds another rank's centres|the head holds another rank's centres"
+    refused = "the head holds another rank's centres|DistributedDataParallel has wrapped the head"
     for rate in (1.0, 0.3):
         model = DistributedDataParallel(Model(wb.PartialFC(4, 10, sample_rate=rate)))
         with pytest.raises(ValueError, match=refused):
             model(x, y)
         with pytest.raises(ValueError, match=refused):
             model.module.head(model(x), y)
+        for how in ({"broadcast_buffers": False}, {"broadcast_buffers": False, "init_sync": False}):
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")  # users still say it
+                model = DistributedDataParallel(Model(wb.PartialFC(4, 10, sample_rate=rate)), **how)
+            with pytest.raises(ValueError, match="DistributedDataParallel has wrapped the head"):
+                model(x, y)
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
         model = fully_shard(Model(wb.PartialFC(4, 10, sample_rate=rate)), mesh=mesh)
         with pytest.raises(ValueError, match="must stay outside of FSDP"):

@@ -13,6 +13,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .._checks import check_count
 from ..comm import Group, select_communicator
@@ -192,6 +193,14 @@ class PartialFC(nn.Module):
             raise ValueError(
                 "head.weight is not the parameter that the head was made with: PartialFC must stay outside of FSDP, "
                 "which shards it once more (other values go in by head.weight.data.copy_ or load_state_dict)"
+            )
+        active = getattr(DistributedDataParallel, "_active_ddp_module", None)  # where its forward pass is under way
+        if active is not None and any(
+            p is self.weight and name not in active.parameters_to_ignore for name, p in active.module.named_parameters()
+        ):
+            raise ValueError(
+                "DistributedDataParallel has wrapped the head: it overwrites the centres with rank 0's and averages "
+                "gradients of different classes. Wrap the backbone alone, and make the head anew"
             )
         if int(self.first_class) != self.own_classes.start:
             raise ValueError(
