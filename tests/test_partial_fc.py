@@ -809,6 +809,9 @@ def refused_saves_body(folder):
     other.first_class.fill_(rank)
     with pytest.raises(ValueError, match="the head holds another rank's centres"):
         wb.heads.save_head(folder / "a", other)
+    (folder / "file").write_text("in the way")
+    with pytest.raises(ValueError, match=r"file cannot be written: .*(exists|directory)"):
+        wb.heads.save_head(folder / "file", head)
     wb.heads.save_head(folder / "a", head)
     with pytest.raises(ValueError, match="has a checkpoint already"):
         wb.heads.save_head(folder / "a", head)

@@ -114,7 +114,11 @@ def load_head(
         head.check_own()
         found["metadata"], found["facts"] = _read_facts(folder)
         _check(found["facts"], head, optimizer, classes)
-        return {"classes": None if classes is None else zlib.crc32(classes.cpu().long().numpy().tobytes())}
+        return {
+            "classes": None
+            if classes is None
+            else f"of checksum {zlib.crc32(classes.cpu().long().numpy().tobytes()):08x}"
+        }
 
     def second() -> dict[str, Any]:
         count = found["facts"]["num_classes"]
@@ -191,12 +195,14 @@ def _check(facts: dict[str, Any], head: PartialFC, optimizer: Optimizer | None, 
         ("what the margin remembers", sorted(_of_margin(head)), facts["margin"]),
     ):
         if own != one:
-            raise ValueError(f"{name}: the checkpoint has {one}, the head {own}")
+            raise ValueError(
+                f"{name}: the checkpoint has {one}, the head {own}; make a head like the one that was saved"
+            )
     count = facts["num_classes"]
     if classes is None and count != head.num_classes:
         raise ValueError(
             f"the checkpoint has {count} classes, the head {head.num_classes}; which of these each of those is to be, "
-            f"say with classes=: torch.arange({count}) if the head has new ones behind them"
+            f"say with classes=: torch.arange({count}) if the head has new ones behind them, -1 for those that go"
         )
     if classes is not None:
         check_ids("classes", classes, "the checkpoint's centres", count)
@@ -222,7 +228,8 @@ def _check_optimizer(saved: list[str] | None, head: PartialFC, optimizer: Optimi
         raise ValueError("the checkpoint was saved without an optimizer; leave it out, and its state stays as it is")
     if saved and {*saved} != {*names}:
         raise ValueError(
-            f"the checkpoint's optimizer has {saved} of each class, a {type(optimizer).__name__} has {sorted(names)}"
+            f"the checkpoint's optimizer has {saved} of each class, a {type(optimizer).__name__} has {sorted(names)}; "
+            "pass one of the kind that was saved, or none"
         )
 
 
@@ -306,6 +313,8 @@ def _slices(metadata: dict[str, Any], name: str) -> Iterator[tuple[str, int, tor
 
 
 def _first_line(error: BaseException) -> str:
-    """Enough of an error that holds the tracebacks of all ranks."""
+    """Enough of an error that may hold those of all ranks, with their tracebacks: of these the first."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0]
