@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,9 +69,9 @@ def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None =
             raise ValueError(f"{folder} has a checkpoint already")
         return {"folder": str(folder), "head": _facts(head, optimizer)}
 
-    handshake(comm, state, caller="save_head", must_match=("folder", "head"))
+    everyone = handshake(comm, state, caller="save_head", must_match=("folder", "head"))
     tensors = dict[str, Any]()
-    for name, x in _rows_of(head, optimizer).items():
+    for name, x in _rows_of(head, _known(optimizer, head)).items():
         for start in range(0, len(x), _ROWS):
             tensors[f"{name}/{head.own_classes.start + start:012d}"] = x[start : start + _ROWS]
     for name, x in _of_margin(head).items():
@@ -80,7 +80,7 @@ def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None =
     try:
         with _without_a_warning():
             save(
-                {**tensors, _FACTS: json.dumps(_facts(head, optimizer))},
+                {**tensors, _FACTS: json.dumps(everyone[comm.rank]["head"])},
                 checkpoint_id=folder,
                 process_group=transport.group if isinstance(transport, TorchTransport) else None,
                 no_dist=not isinstance(transport, TorchTransport),
@@ -124,8 +124,9 @@ def load_head(
         count = found["facts"]["num_classes"]
         becomes = torch.arange(count) if classes is None else classes.cpu().long()
         at = rows_within(becomes, head.own_classes)
-        present = _rows_of(head, optimizer, found["facts"]["optimizer"] or ())
-        found["rows"] = {name: _rows(folder, found["metadata"], name, x, at) for name, x in present.items()}
+        found["state"] = _state_with(optimizer, head, found["facts"]["optimizer"] or ())
+        found["into"] = _rows_of(head, found["state"])
+        found["rows"] = {name: _rows(folder, found["metadata"], name, x, at) for name, x in found["into"].items()}
         found["margin"] = {
             name: _read(folder, f"margin/{name}", torch.empty_like(x, device="cpu"))
             for name, x in _of_margin(head).items()
@@ -136,8 +137,9 @@ def load_head(
     handshake(comm, second, caller="load_head")
     facts = found["facts"]
     with torch.no_grad():
-        _make_state(head, optimizer, facts["optimizer"] or ())
-        for name, x in _rows_of(head, optimizer).items():
+        if optimizer is not None:
+            optimizer.state.update(found["state"])
+        for name, x in found["into"].items():
             x.copy_(found["rows"][name])
         for name, x in _of_margin(head).items():
             x.copy_(found["margin"][name])
@@ -149,7 +151,7 @@ def _facts(head: PartialFC, optimizer: Optimizer | None) -> dict[str, Any]:
     """What a checkpoint is of; of the optimiser None where it is not part of it."""
     known = None
     if optimizer is not None:
-        known = sorted({name for p in head.parameters() for name in _known(optimizer, p)})
+        known = sorted({name for state in _known(optimizer, head).values() for name in state})
     return {
         "num_classes": head.num_classes,
         "embedding_size": head.embedding_size,
@@ -246,22 +248,21 @@ def _names_of(optimizer: Optimizer) -> tuple[str, ...]:
     return names
 
 
-def _known(optimizer: Optimizer, p: Tensor) -> dict[str, Tensor]:
-    """What it does know: nothing before its first step."""
-    state = optimizer.state.get(p, {})
-    return {name: state[name] for name in _names_of(optimizer) if name in state}
+def _known(optimizer: Optimizer | None, head: PartialFC) -> dict[Tensor, dict[str, Tensor]]:
+    """What it does know of the rows of each parameter: nothing before its first step."""
+    if optimizer is None:
+        return {}
+    states = {p: optimizer.state.get(p, {}) for p in head.parameters()}
+    return {p: {name: state[name] for name in _names_of(optimizer) if name in state} for p, state in states.items()}
 
 
-def _make_state(head: PartialFC, optimizer: Optimizer | None, names: list[str] | tuple[str, ...]) -> None:
-    """The optimiser has as much state as the checkpoint."""
-    for p in head.parameters() if optimizer is not None else ():
-        assert optimizer is not None
-        known = _known(optimizer, p)
-        optimizer.state[p] = {name: known.get(name, _nothing(name, p)) for name in names}
+def _state_with(optimizer: Optimizer | None, head: PartialFC, names: Sequence[str]) -> dict[Tensor, dict[str, Tensor]]:
+    """What it knows by these names, and of what it does not yet know that of rows that have had no step."""
+    known = _known(optimizer, head)
+    return {p: {of: state[of] if of in state else _nothing(of, p) for of in names} for p, state in known.items()}
 
 
 def _nothing(name: str, p: Tensor) -> Tensor:
-    """What an optimiser knows of rows that have had no step."""
     return p.new_zeros(p.shape[:1], dtype=torch.float32) if name == "steps" else torch.zeros_like(p).detach()
 
 
@@ -270,16 +271,12 @@ def _of_margin(head: PartialFC) -> dict[str, Tensor]:
     return dict(head.margin.named_buffers()) if isinstance(head.margin, nn.Module) else {}
 
 
-def _rows_of(
-    head: PartialFC, optimizer: Optimizer | None, names: list[str] | tuple[str, ...] = ()
-) -> dict[str, Tensor]:
-    """Tensors with a row for each of this rank's classes; of the optimiser also what it has not yet, by these names."""
+def _rows_of(head: PartialFC, state: Mapping[Tensor, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Tensors with a row for each of this rank's classes: the head's own, and an optimiser's state of these."""
     found = {}
     for name, p in head.named_parameters():
         found[name] = p.detach()
-        if optimizer is not None:
-            state = {of: _nothing(of, p) for of in names} | _known(optimizer, p)
-            found |= {f"optimizer/{name}/{of}": x for of, x in state.items()}
+        found |= {f"optimizer/{name}/{of}": x for of, x in state.get(p, {}).items()}
     return found
 
 

@@ -17,7 +17,7 @@ in which no 1 is subtracted from a probability near 1.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -267,10 +267,7 @@ def _agree_on_batch(
         required=("labels",),
         weights=(weights, "embeddings"),
         check=check,
-        must_match=(
-            *("margin", "margin_grad", "normalise", "exclude_above", "label_smoothing", "ignore_index", "num_classes"),
-            "labels of an example",
-        ),
+        must_match=(*(field.name for field in fields(Logits)), "num_classes", "labels of an example"),
     )
     if num_classes is not None:
         check_labels(agreed, num_classes)

@@ -46,9 +46,10 @@ def top_classes(
         check()
         check_count("k", k, "classes for each row")
         check_features("embeddings", embeddings)
-        check_alike("embeddings", embeddings, "centres", flat(centres)[0], rows=False)
+        matrix, _ = flat(centres)
+        check_alike("embeddings", embeddings, "centres", matrix, rows=False)
         check_directions("embeddings", embeddings)
-        check_directions("centres", flat(centres)[0])
+        check_directions("centres", matrix)
         if bias is not None:
             check_finite("bias", bias)
         return {"k": k, "rows": len(embeddings), "classes": len(centres)}

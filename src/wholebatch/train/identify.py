@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -110,7 +110,7 @@ class Identify(Task):
 
     def save(self, folder: Path, memory: Mapping[str, Tensor], *, step: int, seconds: float) -> None:
         present = self.memory()
-        _put(self.head, memory)
+        self.head.load_state_dict(memory, strict=False)
         of_head = _of_head(folder, step)
         if self._rank == 0:
             shutil.rmtree(of_head, ignore_errors=True)  # of a run that was killed while it wrote this
@@ -119,7 +119,7 @@ class Identify(Task):
             wb.heads.save_head(of_head, self.head, self._head_optimizer)
         except ValueError as error:
             raise UserError(str(error)) from error
-        _put(self.head, present)
+        self.head.load_state_dict(present, strict=False)
         if self._rank == 0:
             save_checkpoint(folder, self._encoder.state_dict(), self._optimizer, step=step, seconds=seconds)
             for other in folder.glob(_of_head(folder, "*").name):
@@ -208,12 +208,6 @@ def make_margin(head: HeadConfig) -> Any:
 
 def _of_head(folder: Path, step: int | str) -> Path:
     return folder / f"head-{step}"
-
-
-def _put(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    for name, x in module.named_buffers():
-        if name in values:
-            x.copy_(values[name])
 
 
 def _wait() -> None:

@@ -35,6 +35,10 @@ class LabelledImages:
         """Number of classes."""
         return len(self.names)
 
+    def example(self, label: int) -> Tensor:
+        """The first image of a class in training."""
+        return self.images[self.train[self.labels[self.train] == label][0]]
+
 
 def with_split(
     images: Tensor,
@@ -60,8 +64,8 @@ def with_split(
         )
     chosen = able[torch.randperm(len(able), generator=seeded(seed, "validation"))[:validation]]
     order = train[torch.randperm(len(train), generator=seeded(seed, "validation images"))]
-    first = torch.full((len(known),), -1)
-    first[labels[order].flip(0)] = order.flip(0)  # an image of each class, at random
+    by_class = order[labels[order].argsort(stable=True)]
+    first = by_class[count.cumsum(0) - count]  # an image of each class, at random
     held = first[chosen].sort().values
     test = (for_test & (labels >= 0)).nonzero()[:, 0]
     if not len(test):

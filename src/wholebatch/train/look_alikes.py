@@ -91,7 +91,7 @@ def _draw_matrix(figure: Any, data: LabelledImages, labels: Tensor, found: Tenso
     axes.set_ylabel("shown", labelpad=24, fontsize=9)
     size = 0.9 / len(classes)
     for index, label in enumerate(classes):
-        picture = data.images[data.train[data.labels[data.train] == label][0]]
+        picture = data.example(label)
         at = (index + 0.5) / len(classes)
         _thumbnail(axes.inset_axes((at - size / 2, 1.005, size, size)), picture)
         _thumbnail(axes.inset_axes((-size - 0.005, 1 - at - size / 2, size, size)), picture)
@@ -111,8 +111,7 @@ def _draw_list(figure: Any, data: LabelledImages, labels: Tensor, found: Tensor,
     figure.text(0.53, 0.86, "the class that it was taken for", fontsize=9)
     for line, i in enumerate(surest):
         taken = int(found[i])
-        other = data.images[data.train[data.labels[data.train] == taken][0]]
-        for column, picture in enumerate((data.images[data.test[i]], other)):
+        for column, picture in enumerate((data.images[data.test[i]], data.example(taken))):
             _thumbnail(figure.add_subplot(grid[line, column]), picture)
         axes = figure.add_subplot(grid[line, 2])
         axes.axis("off")

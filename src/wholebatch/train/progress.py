@@ -87,8 +87,8 @@ class ConsoleProgress(Progress):
         report = folder.report()
         title, columns, rows = task.table(report)
         table = Table(title=title, show_header=any(columns))
-        for column in columns:
-            table.add_column(column, justify="right" if column != columns[0] or table.columns else "left")
+        for place, column in enumerate(columns):
+            table.add_column(column, justify="right" if place else "left")
         for row in rows:
             table.add_row(*row)
         self._console.print(table)
