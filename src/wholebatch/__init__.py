@@ -1,6 +1,7 @@
 """Train with losses that need the whole batch: exact gradients, flat memory, any number of processes."""
 
 from . import comm, functional, gradcache, heads, partition, reference, testing
+from .auditing import Problem, audit
 from .gradcache import GradCache
 from .heads import (
     AdaFace,
@@ -65,6 +66,7 @@ __all__ = [
     "NTXentLoss",
     "NormFace",
     "PartialFC",
+    "Problem",
     "SigLIPLoss",
     "SmoothAPLoss",
     "SparseAdamW",
@@ -76,6 +78,7 @@ __all__ = [
     "WMSELoss",
     "WholeBatch",
     "__version__",
+    "audit",
     "comm",
     "functional",
     "gradcache",

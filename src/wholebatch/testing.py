@@ -74,6 +74,13 @@ def run_ranks(
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     if world_size == 1:
         return [_run_in_process(fn, args, backend)]
+    return run_processes(fn, world_size, *args, backend=backend, timeout_s=timeout_s)
+
+
+def run_processes(
+    fn: Callable[..., Any], world_size: int, *args: Any, backend: str = "gloo", timeout_s: float = 60
+) -> list[Any]:
+    """As :func:`run_ranks`, but one rank, too, is a process of its own."""
     call = _pickled(fn, args)
     context = _context()
     with tempfile.TemporaryDirectory(prefix="wholebatch-ranks-") as folder:

@@ -1,0 +1,362 @@
+"""The audit: one process, then several, then what explains the difference."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import platform
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .._user_error import UserError
+from . import causes, one_process, several
+from .compare import Comparison, compare, directions, grouped, norm, number
+from .differences import CLOSE, smooth_step
+from .measure import Facts, Quiet, Trial
+from .problem import checked_factory, unheard
+from .report import Finding, Report, Row
+from .runs import FailureError, Measured, Runs, Truth
+
+_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
+_WHOLE = Trial((-1,), ())  # all rows, on one rank
+
+
+def audit(
+    problem: Any,
+    world_sizes: Sequence[int] = (1, 2, 3),
+    *,
+    tolerance: float | None = None,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    diagnose: bool = True,
+    timeout_s: float = 120,
+    name: str | None = None,
+) -> Report:
+    r"""Compare the gradient that W ranks end with with that of one process on the whole batch, and say why it differs.
+
+    ratio = <g, t> / <t, t>,   cosine = <g, t> / |g| |t|,   relative error = |g - t| / |t|;   g: W ranks', t: one's
+
+    The problem is run on real processes (gloo, CPU), with the batch split evenly and, if the problem says that it is
+    made for that, unevenly, its gradients reduced as its engine would; all that is in float64. On one process the
+    gradient is compared with the reference, or with differences of the returned loss. Where a gradient is wrong,
+    further runs find out why (see `docs/audit.md`). No process outlives the call.
+
+    Args:
+        problem: a function that returns a :class:`wholebatch.Problem`, or (model, batch, loss); or its name,
+            "module:function". It is called on every rank, many times, always after the same seeds.
+        world_sizes: numbers of ranks W. The batch should have a multiple of each; if it has not, and the problem is not
+            `uneven`, its last rows are left out.
+        tolerance: of the relative error; None: 1e-5 in float64, 1e-3 in float32.
+        dtype: torch.float64 or torch.float32. Where the model cannot be run in float64, it is run in float32, and a
+            note says so.
+        seed: of everything that draws random numbers.
+        diagnose: whether causes are looked for.
+        timeout_s: for each group of processes.
+        name: of the problem in the report.
+
+    Returns:
+        :class:`wholebatch.auditing.Report`: print it; `exact` is the verdict, `causes` are the causes' names.
+
+    Raises:
+        ValueError: if the problem is not what it should be, raises on one process, or is not deterministic there.
+
+    >>> import wholebatch as wb
+    >>> report = wb.audit("my_project.audits:clip", world_sizes=(1, 2))  # doctest: +SKIP
+    >>> assert report.exact, report  # doctest: +SKIP
+    """
+    started = time.monotonic()
+    _check(world_sizes, dtype, tolerance, timeout_s)
+    with unheard():
+        checked_factory(problem)
+    runs, facts, notes = _first_run(problem, dtype, seed, timeout_s)
+    truth, more = _truth(runs, facts, world_sizes, tolerance or _TOLERANCES[runs.dtype])
+    notes += more
+    made = _Audit(runs, facts, truth, diagnose=diagnose)
+    made.one_process()
+    for size in world_sizes:
+        if size > 1:
+            made.several(size)
+    return Report(
+        name or str(problem if isinstance(problem, str) else getattr(problem, "__name__", "problem")),
+        tuple(made.rows),
+        tuple(sorted(_each_once(made.findings), key=lambda finding: not finding.cause.wrong)),
+        tuple(dict.fromkeys(notes + made.notes)),
+        made.values,
+        str(runs.dtype).removeprefix("torch."),
+        truth.tolerance,
+        time.monotonic() - started,
+        _versions(),
+    )
+
+
+def _check(world_sizes: Sequence[int], dtype: torch.dtype, tolerance: float | None, timeout_s: float) -> None:
+    if not world_sizes or any(type(size) is not int or not 1 <= size <= 64 for size in world_sizes):
+        raise UserError(f"world_sizes must be numbers of ranks from 1 to 64, as in (1, 2, 3); got {world_sizes!r}")
+    if dtype not in _TOLERANCES:
+        raise UserError(f"dtype must be torch.float64 or torch.float32, got {dtype}")
+    if tolerance is not None and not (isinstance(tolerance, float) and 0 < tolerance < 1):
+        raise UserError(f"tolerance must be a relative error between 0 and 1, got {tolerance!r}")
+    if not timeout_s > 0:
+        raise UserError(f"timeout_s must be a positive number of seconds, got {timeout_s!r}")
+
+
+def _first_run(problem: Any, dtype: torch.dtype, seed: int, timeout_s: float) -> tuple[Runs, Facts, list[str]]:
+    """The way in which the problem can be run on one process, twice, with the same outcome.
+
+    Raises:
+        UserError: if there is none.
+    """
+    first: FailureError | None = None
+    for of in dict.fromkeys((dtype, torch.float32)):
+        for inputs in (True, False):
+            runs = Runs(problem, of, seed, timeout_s, inputs)
+            try:
+                one, other = runs.measure([_WHOLE, _WHOLE])
+            except FailureError as failure:
+                first = first or failure
+                continue
+            _check_deterministic(one, other)
+            answer = one.answers[0]
+            assert answer.facts is not None
+            notes = []
+            if of != dtype:
+                notes.append(f"computed in float32: in float64 it raises {_last_line(first)}")
+            elif not inputs:
+                notes.append(f"no gradients by the batch: with them it raises {_last_line(first)}")
+            if answer.said:
+                notes.append(
+                    f"what the problem prints is left out ({answer.said.strip().partition(chr(10))[0]!r}, ...)"
+                )
+            return runs, answer.facts, notes
+        if not _is_about_dtypes(first):
+            break
+    raise UserError(f"on one process the problem failed: {_last_line(first)}") from first
+
+
+def _is_about_dtypes(failure: FailureError | None) -> bool:
+    return any(word in str(failure) for word in ("dtype", "Double", "float64", "scalar type"))
+
+
+def _last_line(failure: FailureError | None) -> str:
+    """What was raised, and where."""
+    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
+    frames = [line for line in lines if line.startswith("File ")]
+    return f"{lines[-1]}{f' ({frames[-1]})' if frames else ''}" if lines else "nothing"
+
+
+def _check_deterministic(one: Measured, other: Measured) -> None:
+    differ = [
+        name for name, x in one.gradients.items() if not torch.allclose(x, other.gradients[name], rtol=1e-9, atol=0)
+    ]
+    if one.losses != other.losses or differ:
+        what = f"losses {one.losses[0]!r} and {other.losses[0]!r}"
+        raise UserError(
+            f"two runs of one process differ ({what}), though both began with the same seeds: data and weights must "
+            "come from torch's, numpy's or random's own generator, or from one with a seed"
+        )
+
+
+def _truth(runs: Runs, facts: Facts, world_sizes: Sequence[int], tolerance: float) -> tuple[Truth, list[str]]:
+    """What one process finds, for the rows that all splits have."""
+    notes, rows = [], facts.rows
+    if not facts.uneven:
+        multiple = math.lcm(*world_sizes)
+        rows -= rows % multiple
+        if not rows:
+            raise UserError(
+                f"a batch of {facts.rows} rows cannot be split evenly over {_listed(world_sizes)} ranks: give it a "
+                f"multiple of {multiple} rows, or uneven=True where ranks may have different numbers"
+            )
+        if rows != facts.rows:
+            notes.append(f"the first {rows} of {facts.rows} rows, which can be split evenly over all numbers of ranks")
+    elif rows < max(world_sizes):
+        raise UserError(f"a batch of {rows} rows cannot be split over {max(world_sizes)} ranks: give it more rows")
+    whole = Trial((rows,), tuple(range(rows)))
+    trials = [whole, Trial(whole.counts, whole.rows, reference=True)] if facts.has_reference else [whole]
+    own, *references = runs.measure(trials)
+    reference = references[0] if references else own
+    total = norm(reference.gradients)
+    if not total or not math.isfinite(total):
+        raise UserError(
+            f"on one process the norm of the whole gradient is {total}: there is nothing to compare (a batch of one "
+            "row, or a loss that is constant?)"
+        )
+    groups = grouped(reference.gradients)
+    quiet: tuple[Quiet, ...] = ()
+    if own.answers[0].drew and max(world_sizes) > 1:
+        quiet = _quiet(runs, whole)
+        modules = "its dropout modules" if quiet == ("dropout",) else "the model"
+        notes.append(f"on several ranks with {modules} in evaluation mode, for ranks draw different random numbers")
+    made = directions(reference.gradients, groups)
+    return Truth(own, reference, groups, made, total, tolerance, None, quiet), notes
+
+
+def _quiet(runs: Runs, whole: Trial) -> tuple[Quiet, ...]:
+    """Which modules have to be in evaluation mode for nothing to be drawn."""
+    choices: tuple[tuple[Quiet, ...], ...] = (("dropout",), ("all",))
+    for quiet in choices:
+        (measured,) = runs.measure([Trial(whole.counts, whole.rows, quiet=quiet)])
+        if not measured.answers[0].drew:
+            return quiet
+    raise UserError(
+        "the forward pass draws random numbers, in evaluation mode, too, and ranks draw others than one process: make "
+        "them part of the batch, or audit with world_sizes=(1,) alone"
+    )
+
+
+class _Audit:
+    """Rows and findings, split by split."""
+
+    def __init__(self, runs: Runs, facts: Facts, truth: Truth, *, diagnose: bool) -> None:
+        self.runs, self.facts, self.truth, self.diagnose = runs, facts, truth, diagnose
+        self.rows: list[Row] = []
+        self.findings: list[Finding] = []
+        self.notes: list[str] = []
+        self.values: dict[tuple[int, ...], tuple[float, ...]] = {}
+        self.by_differences: dict[str, float] | None = None  # the truth along directions, where one process is wrong
+
+    def one_process(self) -> None:
+        """The gradient of the returned loss, or of the reference."""
+        truth, runs = self.truth, self.runs
+        own, tolerance = truth.own, truth.tolerance
+        counts = own.trial.counts
+        self.values[counts] = (own.losses[0],)
+        step: float | None = None
+        found: dict[str, float] = {}
+        try:
+            step, found = smooth_step(runs, truth, own.trial)
+        except FailureError as failure:
+            self.notes.append(f"differences of the loss could not be taken: {_last_line(failure)}")
+        self.truth = truth = Truth(**{**vars(truth), "step": step})
+        if self.facts.has_reference:
+            compared = one_process.against_reference(truth)
+        elif step is not None:
+            compared, tolerance = one_process.against_differences(truth, own, found), CLOSE[runs.dtype]
+        else:
+            self.notes.append("the loss is not smooth enough to check one process's gradient by differences")
+            compared = {}
+        self._add(counts, compared, tolerance)
+        unused = [name for name in own.answers[0].missing if not truth.reference.gradients[name].count_nonzero()]
+        if unused:
+            self.findings.append(Finding(causes.UNUSED, counts, tuple(unused), "grad is None"))
+        if self.diagnose:
+            self.findings += one_process.diagnose(runs, truth, compared, tolerance)
+        if not self.facts.has_reference and any(c.verdict(tolerance) != "exact" for c in compared.values()):
+            self.by_differences = found
+        if truth.quiet:  # on several ranks nothing is drawn; neither is in what they are compared with
+            trials = [
+                Trial(m.trial.counts, m.trial.rows, m.trial.reference, truth.quiet) for m in (own, truth.reference)
+            ]
+            new_own, new_reference = runs.measure(trials)
+            self.truth = Truth(**{**vars(truth), "own": new_own, "reference": new_reference})
+
+    def several(self, size: int) -> None:
+        """Equal parts, and those that the problem is made for."""
+        even: Measured | None = None
+        for counts in splits(len(self.truth.own.trial.rows), size, uneven=self.facts.uneven, empty=self.facts.empty):
+            try:
+                (measured,) = self.runs.measure([Trial(counts, self.truth.own.trial.rows, quiet=self.truth.quiet)])
+            except FailureError as failure:
+                cause = causes.HANGS if failure.hangs else causes.RAISES
+                self.findings.append(Finding(cause, counts, (), str(failure)))
+                continue
+            self.values[counts] = tuple(measured.losses)
+            if self.by_differences is not None:
+                self._add(
+                    counts,
+                    one_process.against_differences(self.truth, measured, self.by_differences),
+                    CLOSE[self.runs.dtype],
+                )
+                self.notes.append(
+                    "what is wrong on one process is wrong on several: causes there are looked for once it is mended"
+                )
+                continue
+            compared = self._compared(measured)
+            right = self._add(counts, compared, self.truth.tolerance)
+            self._add_inputs(measured)
+            if right:
+                self._look_at_values(measured)
+                even = even or measured
+            elif self.diagnose:
+                self.findings += several.diagnose(self.runs, self.truth, measured, compared, even)
+
+    def _compared(self, measured: Measured) -> dict[str, Comparison]:
+        """Each group; the worst rank's, where every rank keeps its own."""
+        true, everyone = self.truth.reference.gradients, measured.answers
+        of_ranks = [answer.gradients for answer in everyone if answer.gradients]
+        return {
+            group: max((compare(of, true, names, self.truth.total) for of in of_ranks), key=lambda c: c.error)
+            for group, names in self.truth.groups.items()
+        }
+
+    def _add(self, counts: tuple[int, ...], compared: dict[str, Comparison], tolerance: float) -> bool:
+        """Rows; whether all are exact."""
+        new = [Row(counts, "parameters", group, c, c.verdict(tolerance)) for group, c in compared.items()]
+        self.rows += new
+        return all(row.exact for row in new)
+
+    def _add_inputs(self, measured: Measured) -> None:
+        if self.facts.engine == "none":  # whose share of what a rank's rows get, only the step knows
+            return
+        true = self.truth.reference.inputs
+        for name, x in measured.inputs.items():
+            if name in true:
+                total = norm({name: true[name]})
+                compared = compare({name: x}, true, [name], total)
+                verdict = compared.verdict(self.truth.tolerance)
+                self.rows.append(Row(measured.trial.counts, "input", name, compared, verdict))
+
+    def _look_at_values(self, measured: Measured) -> None:
+        """What is worth knowing where gradients are right."""
+        losses, true = measured.losses, self.truth.reference.losses[0]
+        mean = sum(losses) / len(losses)
+        shown = f"{' and '.join(map(number, losses))}, one process {number(true)}"
+        if abs(mean - true) > 1e-6 * abs(true):
+            self.findings.append(Finding(causes.VALUE_IS_ANOTHER, measured.trial.counts, (), shown))
+        elif any(abs(x - mean) > 1e-6 * abs(mean) for x in losses):
+            self.findings.append(Finding(causes.VALUES_DIFFER, measured.trial.counts, (), shown))
+
+
+def splits(rows: int, size: int, *, uneven: bool, empty: bool) -> list[tuple[int, ...]]:
+    """Rows of each rank: equal parts first.
+
+    >>> splits(12, 3, uneven=True, empty=True)
+    [(4, 4, 4), (2, 4, 6), (6, 0, 6)]
+    """
+    base, rest = divmod(rows, size)
+    made = [tuple(base + (rank < rest) for rank in range(size))]
+    if uneven and rows > size:
+        weights = [rank + 1 for rank in range(size)]
+        parts = [max(1, rows * weight // sum(weights)) for weight in weights]
+        parts[-1] += rows - sum(parts)
+        made.append(tuple(parts))
+    if empty and size > 1:
+        kept, over = divmod(rows, size - 1)
+        parts = [kept + (rank < over) for rank in range(size - 1)]
+        made.append((*parts[:1], 0, *parts[1:]))
+    return list(dict.fromkeys(made))
+
+
+def _each_once(findings: Sequence[Finding]) -> list[Finding]:
+    """The first of each cause; where there is a particular one, none that says no more than the figures do."""
+    first: dict[str, Finding] = {}
+    for finding in findings:
+        first.setdefault(finding.cause.name, finding)
+    particular = any(finding.cause.wrong and name not in causes.GENERAL for name, finding in first.items())
+    return [finding for name, finding in first.items() if not (particular and name in causes.GENERAL)]
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "wholebatch": importlib.metadata.version("wholebatch"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }

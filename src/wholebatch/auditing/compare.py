@@ -1,0 +1,99 @@
+"""Two gradients compared: by what factor, in what direction, how far apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Gradients = Mapping[str, Tensor]
+_NOTHING = 1e-8  # of the whole gradient: a group with less has none
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of a gradient g with the true one, t.
+
+    Args:
+        ratio: <g, t> / <t, t>.
+        cosine: <g, t> / |g| |t|.
+        error: |g - t| / |t|. Where t is 0 but for rounding, |g| as a part of the norm of all groups' true gradient, and
+            ratio and cosine are NaN.
+        beside: |g - ratio t| / |g|, what is not along t.
+    """
+
+    ratio: float
+    cosine: float
+    error: float
+    beside: float
+
+    def verdict(self, tolerance: float) -> str:
+        """In a word or two."""
+        if self.error <= tolerance:
+            return "exact"
+        if math.isnan(self.ratio):
+            return "should be 0"
+        if self.ratio == 0 and self.beside == 0:
+            return "no gradient"
+        if self.beside <= tolerance:
+            return f"x {number(self.ratio)}"
+        return "wrong direction"
+
+
+def number(x: float) -> str:
+    """Four digits, and no more of them than it has: 0.5, 3, 0.3333."""
+    return f"{x:.4g}"
+
+
+def compare(got: Gradients, true: Gradients, names: Sequence[str], total: float) -> Comparison:
+    """The gradients of some parameters; `total` is the norm of the true gradient of all."""
+    g, t = (torch.cat([of[name].double().flatten() for name in names]) for of in (got, true))
+    of_g, of_t = g.norm().item(), t.norm().item()
+    if of_t <= _NOTHING * total:
+        return Comparison(math.nan, math.nan, of_g / total if total else of_g, math.nan)
+    ratio = (g @ t).item() / of_t**2
+    beside = (g - ratio * t).norm().item() / of_g if of_g else 0.0
+    return Comparison(ratio, ratio * of_t / of_g if of_g else math.nan, (g - t).norm().item() / of_t, beside)
+
+
+def norm(gradients: Gradients) -> float:
+    """Of all together."""
+    return math.sqrt(sum(x.double().square().sum().item() for x in gradients.values()))
+
+
+def inner(gradients: Gradients, direction: Gradients) -> float:
+    """<g, v> over the direction's parameters."""
+    return sum((gradients[name].double() * v.double()).sum().item() for name, v in direction.items())
+
+
+def grouped(gradients: Gradients) -> dict[str, list[str]]:
+    """Parameters by the module they are in: as far down as it takes to tell two groups apart; scalars alone.
+
+    >>> shapes = {"net.image.weight": (2, 3), "net.image.bias": (2,), "net.text.weight": (2, 3), "net.scale": ()}
+    >>> grouped({name: torch.zeros(shape) for name, shape in shapes.items()})
+    {'net.image': ['net.image.weight', 'net.image.bias'], 'net.text': ['net.text.weight'], 'net.scale': ['net.scale']}
+    """
+    depth, paths = 1, {name: name.split(".") for name, x in gradients.items() if x.numel() > 1}
+    while paths and len({tuple(path[:depth]) for path in paths.values()}) == 1 < max(map(len, paths.values())) - depth:
+        depth += 1
+    groups: dict[str, list[str]] = {}
+    for name in gradients:
+        groups.setdefault(".".join(paths[name][:depth]) if name in paths else name, []).append(name)
+    return groups
+
+
+def directions(true: Gradients, groups: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Tensor]]:
+    """For each group a unit vector, half along its true gradient and half at random."""
+    generator = torch.Generator().manual_seed(0)
+    made = {}
+    for group, names in groups.items():
+        chance = {name: torch.randn(true[name].shape, generator=generator, dtype=torch.float64) for name in names}
+        along = {name: true[name].double() for name in names}
+        of_chance, of_along = norm(chance), norm(along)
+        mixed = {name: chance[name] / of_chance + (along[name] / of_along if of_along else 0) for name in names}
+        whole = norm(mixed)
+        made[group] = {name: x / whole for name, x in mixed.items()}
+    return made

@@ -1,0 +1,345 @@
+"""What a rank does: one step of the problem on its rows, and what came of it, observed from outside.
+
+Hooks on the parameters see each gradient that a backward pass brings, before any engine does; hooks on the model see
+which of its calls got a gradient back.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parallel import DistributedDataParallel
+
+from .._user_error import UserError
+from ..partition import Partition
+from .frozen import Recording, Replaying
+from .problem import (
+    Factory,
+    Problem,
+    build,
+    num_rows,
+    parameters,
+    seed_all,
+    sharded_names,
+    take,
+    unheard,
+    with_gradient,
+)
+
+Quiet = Literal["dropout", "batch_norm", "all"]
+_FORWARD_SEED = 1000  # what the forward pass draws does not depend on how much the factory drew
+
+
+@dataclass(frozen=True)
+class Nudge:
+    """A group of parameters is moved along its direction, on one rank, or with communication held fixed on all."""
+
+    group: str
+    rank: int | None
+    by: float
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One evaluation of the problem.
+
+    Args:
+        counts: rows of each rank; (-1,): all of them on one.
+        rows: of the global batch, in order, rank 0's first.
+        reference: the problem's reference is evaluated, on one rank.
+        quiet: modules that are in evaluation mode: "dropout", "batch_norm", "all".
+        nudge: is applied before; then no gradient is taken.
+        inputs: whether the gradient by the batch's floating-point tensors is taken.
+    """
+
+    counts: tuple[int, ...]
+    rows: tuple[int, ...]
+    reference: bool = False
+    quiet: tuple[Quiet, ...] = ()
+    nudge: Nudge | None = None
+    inputs: bool = True
+
+
+@dataclass(frozen=True)
+class Job:
+    """Trials of one problem, in order, on the ranks of a process group."""
+
+    factory: Factory | str
+    trials: tuple[Trial, ...]
+    dtype: torch.dtype
+    seed: int
+    directions: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)  # of each group's parameters
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a trial showed on one rank.
+
+    Args:
+        loss: its value.
+        gradients: by parameter, as the optimiser finds them: from rank 0 (all ranks, without an engine).
+        contributed: what the engine would have made of the sum of everything that backward passes brought; from rank 0.
+        last: the same of what the last one brought.
+        passes: how many brought something.
+        missing: parameters that got none on this rank.
+        inputs: the gradients of this rank's rows.
+        calls: for each call of the model with gradients on, whether its output got one.
+        drew: whether torch's generator has moved.
+        said: what was printed.
+        problem: facts about it.
+    """
+
+    loss: float
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    contributed: dict[str, Tensor] = field(default_factory=dict)
+    last: dict[str, Tensor] = field(default_factory=dict)
+    passes: dict[str, int] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    calls: tuple[bool, ...] = ()
+    drew: bool = False
+    said: str = ""
+    facts: Facts | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the parent needs to know of a problem that only ranks have seen."""
+
+    rows: int
+    engine: str
+    uneven: bool
+    empty: bool
+    has_reference: bool
+    has_batch_norm: bool
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """Of the user's, in the words that he is to read."""
+
+    message: str
+
+
+def run_trials(job: Job) -> list[Answer] | Mistake:
+    """A rank's part of a job."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the audit is of CPU processes, wherever it runs
+    torch.set_num_threads(1)
+    recorded: Recording | None = None
+    answers = []
+    try:
+        for trial in job.trials:
+            if trial.nudge is None or trial.nudge.rank is not None:
+                answers.append(_run_trial(job, trial, nullcontext()))
+                continue
+            if recorded is None:
+                recorded = Recording()
+                _run_trial(job, replace(trial, nudge=replace(trial.nudge, by=0.0)), recorded)
+            answers.append(_run_trial(job, trial, Replaying(recorded)))
+    except UserError as error:
+        return Mistake(str(error))
+    return answers
+
+
+def _run_trial(job: Job, trial: Trial, communication: AbstractContextManager[Any]) -> Answer:
+    rank = dist.get_rank()
+    with unheard() as said:
+        problem = build(job.factory, job.seed, job.dtype)
+        own_parts = sharded_names(problem)
+        _share_start(problem, own_parts)
+        _quieten(problem.model, trial.quiet)
+        if trial.nudge is not None:
+            _apply(trial.nudge, parameters(problem), job.directions, rank)
+        batch, inputs = problem.batch, dict[str, Tensor]()
+        if trial.counts != (-1,):
+            batch = take(batch, trial.rows[Partition(trial.counts).rows(rank)])
+        if trial.inputs and trial.nudge is None:
+            batch, inputs = with_gradient(batch)
+        seed_all(_FORWARD_SEED + job.seed + rank)
+        before = torch.get_rng_state()
+        seen = _Seen(problem)
+        given: nn.Module = problem.model
+        if problem.engine == "ddp" and not trial.reference:
+            ours = [name.removeprefix("loss.") for name in own_parts]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(given, ours)
+            given = DistributedDataParallel(given)
+        with communication:
+            loss = _evaluate(problem, given, batch, reference=trial.reference, backward=trial.nudge is None)
+        drew = not torch.equal(before, torch.get_rng_state())
+    facts = Facts(
+        num_rows(problem.batch),
+        problem.engine,
+        problem.uneven,
+        problem.empty,
+        problem.reference is not None,
+        any(isinstance(module, _BatchNorm) for module in problem.model.modules()),
+    )
+    if trial.nudge is not None:
+        return Answer(loss, facts=facts)
+    found = {name: p for name, p in parameters(problem).items() if p.requires_grad}
+    engine = "sum" if trial.reference else problem.engine
+    before_ddp = "mean" if engine == "ddp" else engine  # when hooks saw what backward passes brought
+    gradients = _after(
+        "none" if engine == "ddp" else engine, _dense({n: p.grad for n, p in found.items()}, found), own_parts
+    )
+    contributed = _after(before_ddp, _dense(seen.total, found), own_parts)
+    last = _after(before_ddp, _dense(seen.last, found), own_parts)
+    tells = rank == 0 or engine == "none"
+    return Answer(
+        loss,
+        gradients if tells else {},
+        contributed if tells else {},
+        last if tells else {},
+        seen.passes,
+        tuple(name for name, p in found.items() if p.grad is None),
+        {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in inputs.items()},
+        tuple(seen.calls),
+        drew,
+        said.getvalue(),
+        facts,
+    )
+
+
+def _evaluate(problem: Problem, model: nn.Module, batch: Any, *, reference: bool, backward: bool) -> float:
+    """The value of the loss; gradients are in the parameters."""
+    call = problem.reference if reference else problem.call
+    what = "reference" if reference else "loss" if problem.step is None else "step"
+    assert call is not None
+    try:
+        loss = call(model, batch)
+    except SystemExit as error:
+        raise RuntimeError(f"{what} left by exit({error.code!r})") from error
+    if what == "step" and isinstance(loss, int | float):
+        return float(loss)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise UserError(f"{what}(model, batch) must return the loss, a tensor of one number; got {got}")
+    if not loss.isfinite():
+        raise UserError(f"the loss is {loss.item()}: nothing can be compared")
+    if what != "step" and backward:
+        if not loss.requires_grad:
+            raise UserError(
+                f"what {what}(model, batch) returned has no gradient; if it calls backward() itself, give it as step="
+            )
+        loss.backward()
+    return loss.item()
+
+
+def _share_start(problem: Problem, own_parts: Sequence[str]) -> None:
+    """All ranks start from rank 0's parameters and buffers, as engines see to it."""
+    if dist.get_world_size() == 1:
+        return
+    kept = {id(p) for name, p in parameters(problem).items() if name in own_parts}
+    heads = {name.rpartition(".")[0] for name in own_parts}
+    for module in (problem.model, problem.loss, problem.step):
+        if not isinstance(module, nn.Module):
+            continue
+        for p in module.parameters():
+            if id(p) not in kept:
+                dist.broadcast(p.data, 0)
+        for name, buffer in module.named_buffers():
+            if name.rpartition(".")[0] not in heads:
+                dist.broadcast(buffer.data, 0)
+
+
+def _quieten(model: nn.Module, quiet: Sequence[Quiet]) -> None:
+    for module in model.modules():
+        if (
+            "all" in quiet
+            or ("dropout" in quiet and isinstance(module, _DropoutNd))
+            or ("batch_norm" in quiet and isinstance(module, _BatchNorm))
+        ):
+            module.training = False
+
+
+@torch.no_grad()
+def _apply(
+    nudge: Nudge, found: Mapping[str, Tensor], directions: Mapping[str, Mapping[str, Tensor]], rank: int
+) -> None:
+    if nudge.rank in (rank, None):
+        for name, direction in directions[nudge.group].items():
+            found[name].add_(direction.to(found[name]), alpha=nudge.by)
+
+
+class _Seen:
+    """What hooks on parameters and model see during a step."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.total: dict[str, Tensor] = {}
+        self.last: dict[str, Tensor] = {}
+        self.passes: dict[str, int] = {}
+        self.calls: list[bool] = []
+        for name, p in parameters(problem).items():
+            if p.requires_grad:
+                p.register_hook(lambda grad, name=name: self._brought(name, grad))
+        problem.model.register_forward_hook(self._called)
+
+    def _brought(self, name: str, grad: Tensor) -> None:
+        grad = grad.detach().to_dense() if grad.is_sparse else grad.detach().clone()
+        self.last[name] = grad
+        self.total[name] = self.total[name] + grad if name in self.total else grad
+        self.passes[name] = self.passes.get(name, 0) + 1
+
+    def _called(self, _model: nn.Module, _inputs: Any, output: Any) -> None:
+        outputs = [x for x in _tensors(output) if x.requires_grad and x.grad_fn is not None]
+        if not torch.is_grad_enabled() or not outputs:
+            return
+        number = len(self.calls)
+        self.calls.append(False)
+
+        def got(grad: Tensor) -> None:
+            self.calls[number] = self.calls[number] or bool(grad.count_nonzero())
+
+        for x in outputs:
+            if x.numel() > 1:  # a scale is its own affair
+                x.register_hook(got)
+
+
+def _tensors(tree: Any) -> Iterable[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, Mapping):
+        return [x for value in tree.values() for x in _tensors(value)]
+    if isinstance(tree, list | tuple):
+        return [x for value in tree for x in _tensors(value)]
+    return []
+
+
+def _dense(grads: Mapping[str, Tensor | None], found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each parameter's gradient, 0 where there is none."""
+    made = {}
+    for name, p in found.items():
+        grad = grads.get(name)
+        made[name] = torch.zeros_like(p) if grad is None else (grad.to_dense() if grad.is_sparse else grad)
+    return made
+
+
+def _after(engine: str, of_rank: Mapping[str, Tensor], own_parts: Sequence[str]) -> dict[str, Tensor]:
+    """What the engine makes of the ranks' gradients; of parameters in parts, all of them. Collective."""
+    made, size = {}, dist.get_world_size()
+    for name, x in of_rank.items():
+        if name in own_parts:
+            made[name] = _joined(x)
+        elif engine == "none":
+            made[name] = x.detach()
+        else:
+            summed = x.detach().clone()
+            dist.all_reduce(summed)
+            made[name] = summed / size if engine == "mean" else summed
+    return made
+
+
+def _joined(x: Tensor) -> Tensor:
+    """All ranks' rows. Collective."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, x)
+    return torch.cat(parts)

@@ -1,0 +1,110 @@
+"""On one process: whether the gradient is that of the loss that is returned.
+
+With a reference it is compared with that of the reference. Without one, its products with a direction for each group
+are compared with differences of the loss itself. What is wrong here is wrong on any number of ranks: gradient
+accumulation and caching get dropout, temperatures and chunks wrong without any other process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from . import causes
+from .compare import Comparison, compare, inner, number
+from .differences import CLOSE, derivatives
+from .report import Finding
+from .runs import FailureError, Measured, Runs, Truth
+
+
+def against_reference(truth: Truth) -> dict[str, Comparison]:
+    """Each group's gradient and the reference's."""
+    return {
+        group: compare(truth.own.gradients, truth.reference.gradients, names, truth.total)
+        for group, names in truth.groups.items()
+    }
+
+
+def against_differences(truth: Truth, measured: Measured, found: dict[str, float]) -> dict[str, Comparison]:
+    """Each group's gradient along its direction, and what differences of the loss say of it."""
+    made = {}
+    for group, direction in truth.directions.items():
+        ours, true = inner(measured.gradients, direction), found[group]
+        if abs(true) <= 1e-6 * truth.total:
+            made[group] = Comparison(float("nan"), float("nan"), abs(ours - true) / truth.total, float("nan"))
+        else:
+            made[group] = Comparison(ours / true, float("nan"), abs(ours / true - 1), 0.0)
+    return made
+
+
+def diagnose(runs: Runs, truth: Truth, compared: dict[str, Comparison], tolerance: float) -> list[Finding]:
+    """Why groups are wrong on one process."""
+    wrong = [g for g, c in compared.items() if c.verdict(tolerance) != "exact"]
+    if not wrong:
+        return []
+    own = truth.own
+    answer, counts = own.answers[0], own.trial.counts
+
+    def finding(cause: causes.Cause, groups: list[str], evidence: str) -> list[Finding]:
+        return [Finding(cause, counts, tuple(groups), evidence)]
+
+    without = [g for g in wrong if compared[g].verdict(tolerance) == "no gradient"]
+    if len(answer.calls) > 1 and answer.calls[-1] and not any(answer.calls[:-1]):
+        return finding(
+            causes.LAST_CHUNK_ONLY,
+            wrong,
+            f"of {len(answer.calls)} calls of the model with gradients on, only the last one's output got one",
+        )
+    if _is_last(own, wrong, truth):
+        steps = max(answer.passes.values())
+        return finding(
+            causes.LAST_CHUNK_ONLY,
+            wrong,
+            f"{steps} backward passes brought gradients, and the parameters hold what the last one brought",
+        )
+    if answer.drew and truth.step is not None and _right_when_quiet(runs, truth, wrong):
+        return finding(
+            causes.DROPOUT_NOT_REPLAYED, wrong, "with dropout switched off, the gradient is that of the returned loss"
+        )
+    found = []
+    ratios = {g: compared[g].ratio for g in wrong if g not in without}
+    passes = {answer.passes.get(name, 0) for g in ratios for name in truth.groups[g]}
+    n = passes.pop() if len(passes) == 1 else 1
+    if n > 1 and all(abs(ratio / n - 1) < 10 * tolerance for ratio in ratios.values()):
+        cause = causes.SCALE_TIMES_STEPS if set(ratios) <= set(truth.scalars) else causes.EVERYTHING_TIMES_STEPS
+        found += finding(cause, [*ratios], f"{n} backward passes, and {n} times the gradient")
+    if without:
+        found += finding(causes.NO_GRADIENT, without, "their gradient is 0 or None")
+    if not found:
+        figures = ", ".join(f"{g} x {number(r)}" for g, r in ratios.items())
+        found += finding(causes.NOT_OF_ITS_LOSS, wrong, f"along a direction of each group: {figures}")
+    return found
+
+
+def _is_last(own: Measured, wrong: list[str], truth: Truth) -> bool:
+    """Whether the parameters hold what the last of several backward passes brought."""
+    answer = own.answers[0]
+    names = [name for g in wrong for name in truth.groups[g]]
+    if max((answer.passes.get(name, 0) for name in names), default=0) < 2:
+        return False
+    last, total = (compare(own.gradients, of, names, truth.total) for of in (answer.last, answer.contributed))
+    return last.error <= 1e-9 and total.error > truth.tolerance
+
+
+def _right_when_quiet(runs: Runs, truth: Truth, wrong: list[str]) -> bool:
+    """Whether differences agree with the gradient once nothing is drawn."""
+    assert truth.step is not None
+    for quiet in (("dropout",), ("all",)):
+        trial = replace(truth.own.trial, quiet=quiet)
+        try:
+            (measured,) = runs.measure([trial])
+            if measured.answers[0].drew:
+                continue
+            found = derivatives(runs, truth, trial, wrong, truth.step)
+        except FailureError:
+            return False
+        return all(
+            abs(inner(measured.gradients, truth.directions[g]) - found[g].item())
+            <= CLOSE[runs.dtype] * max(abs(found[g].item()), 1e-6 * truth.total)
+            for g in wrong
+        )
+    return False

@@ -1,0 +1,297 @@
+"""What is audited: a model, a global batch, and what training code makes of them on each rank.
+
+A factory gives all three, for every rank makes its own. It is called many times, each time with the same seeds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from .._user_error import UserError
+from ..heads import PartialFC
+
+Engine = Literal["mean", "sum", "ddp", "none"]
+Factory = Callable[[], Any]
+FORM = (
+    "a function without arguments that returns wholebatch.Problem(model, batch, loss), where loss(model, batch) is "
+    "what a rank computes of its rows of the batch"
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model, a global batch, and what a rank does with its rows of it.
+
+    Args:
+        model: with the parameters whose gradients are compared, the temperature's among them.
+        batch: of all ranks: a tree (mappings, lists, tuples) of tensors with the batch's rows first, and of lists with
+            one text or number for each row. Tensors of shape () and other things are the same on all ranks.
+        loss: `loss(model, batch)`, a rank's forward pass from its rows of the batch to the scalar that it calls
+            `backward()` of. In it `torch.distributed` is initialised, with one rank, too.
+        step: in the place of `loss`, where training code calls `backward()` itself (gradient caching, accumulation):
+            `step(model, batch)` leaves the gradients in the parameters and returns the value of the loss.
+        reference: `reference(model, batch)`, the loss that one process computes of the whole batch, where `loss` or
+            `step` on one rank is not to be trusted with it.
+        engine: what happens to the gradients afterwards. "mean": they are averaged over ranks; "sum": added; "ddp": the
+            model is wrapped by a real `DistributedDataParallel`, of which `loss` gets the wrapper; "none": nothing, the
+            step itself leaves the final gradient on every rank.
+        uneven: whether it is made for ranks with different numbers of rows; then these are audited, too.
+        empty: whether it is made for ranks without any.
+        sharded: names, or beginnings of names, of parameters that each rank holds a part of, rank 0's rows first; no
+            engine touches their gradients. The parameters of a `wholebatch.PartialFC` are found without.
+    """
+
+    model: nn.Module
+    batch: Any
+    loss: Callable[[Any, Any], Any] | None = None
+    _: KW_ONLY
+    step: Callable[[Any, Any], Any] | None = None
+    reference: Callable[[Any, Any], Any] | None = None
+    engine: Engine = "mean"
+    uneven: bool = False
+    empty: bool = False
+    sharded: Sequence[str] = field(default=())
+
+    @property
+    def call(self) -> Callable[[Any, Any], Any]:
+        """`loss` or `step`."""
+        found = self.loss or self.step
+        assert found is not None
+        return found
+
+    def check(self) -> None:
+        """Raise UserError for what is no problem."""
+        if not isinstance(self.model, nn.Module):
+            raise UserError(
+                f"Problem's model must be a torch.nn.Module, got {type(self.model).__name__}; several go into a "
+                "torch.nn.ModuleDict"
+            )
+        if (self.loss is None) == (self.step is None) or not callable(self.loss or self.step):
+            raise UserError(
+                "Problem needs loss=, a function loss(model, batch) that returns the scalar to call backward() of, or "
+                "step=, one that has called it; one of the two"
+            )
+        if self.reference is not None and not callable(self.reference):
+            raise UserError(f"Problem's reference must be a function, got {type(self.reference).__name__}")
+        if self.engine not in get_args(Engine):
+            raise UserError(f"Problem's engine must be one of {', '.join(get_args(Engine))}; got {self.engine!r}")
+        trained = {name: p for name, p in parameters(self).items() if p.requires_grad}
+        if not trained:
+            raise UserError("Problem's model has no parameters that need a gradient: there is nothing to audit")
+        for name, p in trained.items():
+            if p.device.type != "cpu":
+                raise UserError(
+                    f"the parameter {name} is on {p.device}; the audit runs on CPU processes: build it on the CPU"
+                )
+            if p.dtype not in (torch.float64, torch.float32):
+                raise UserError(
+                    f"the parameter {name} is {p.dtype}, whose rounding would hide what is looked for: build the model "
+                    "in float32; the audit runs it in float64"
+                )
+        num_rows(self.batch)
+
+
+def parameters(problem: Problem) -> dict[str, nn.Parameter]:
+    """All parameters by name: the model's, and as `loss. ...` those of a loss that is a module."""
+    found = dict(problem.model.named_parameters())
+    ids = {id(p) for p in found.values()}
+    for function in (problem.loss, problem.step):
+        if isinstance(function, nn.Module):
+            found |= {f"loss.{name}": p for name, p in function.named_parameters() if id(p) not in ids}
+    return found
+
+
+def sharded_names(problem: Problem) -> list[str]:
+    """The parameters of which each rank holds a part."""
+    heads = [id(p) for m in problem.model.modules() if isinstance(m, PartialFC) for p in m.parameters()]
+    if isinstance(problem.loss, PartialFC):
+        heads += [id(p) for p in problem.loss.parameters()]
+    return [
+        name for name, p in parameters(problem).items() if id(p) in heads or name.startswith(tuple(problem.sharded))
+    ]
+
+
+def find(name: str) -> Factory:
+    """The factory that `MODULE:NAME` names.
+
+    Raises:
+        UserError: if there is no such module, or it cannot be imported, or has no such function.
+    """
+    module_name, colon, attribute = name.partition(":")
+    if not colon or not module_name or not attribute:
+        raise UserError(f"name the problem as MODULE:FUNCTION, as in my_project.audits:clip; got {name!r}")
+    if "" not in sys.path and "." not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise UserError(
+                f"there is no module {module_name!r} here: give it as in an import, from the folder it lies in"
+            ) from error
+        raise UserError(f"{module_name} cannot be imported: it needs {error.name!r}") from error
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{module_name} cannot be imported: {type(error).__name__}: {error}") from error
+    try:
+        found = getattr(module, attribute)
+    except AttributeError:
+        offers = [n for n, of in vars(module).items() if callable(of) and getattr(of, "__module__", "") == module_name]
+        raise UserError(
+            f"{module_name} has no {attribute!r}; it defines {', '.join(offers) or 'no functions'}"
+        ) from None
+    return _checked(found, name)
+
+
+def checked_factory(problem: Any) -> Factory:
+    """A factory, or the one that a name stands for."""
+    return find(problem) if isinstance(problem, str) else _checked(problem, "problem")
+
+
+def _checked(found: Any, name: str) -> Factory:
+    if isinstance(found, Problem):
+        raise UserError(f"{name} is a Problem: give the function that makes it, for each rank makes its own")
+    if not callable(found):
+        raise UserError(f"{name} must be {FORM}; got {type(found).__name__}")
+    factory: Factory = found
+    return factory
+
+
+def build(factory: Factory | str, seed: int, dtype: torch.dtype) -> Problem:
+    """A problem as the factory makes it, in the dtype.
+
+    Raises:
+        UserError: if the factory fails, or makes something else.
+    """
+    function = find(factory) if isinstance(factory, str) else factory
+    seed_all(seed)
+    try:
+        made = function()
+    except SystemExit as error:
+        raise UserError(f"the factory left by exit({error.code!r}); it must be {FORM}") from error
+    except UserError:
+        raise
+    except Exception as error:
+        if any(word in str(error) for word in ("CUDA", "NVIDIA", "cuda")):
+            raise UserError(
+                f"the factory asks for a GPU ({_first_line(error)}); the audit runs on CPU processes: build model and "
+                "batch on the CPU"
+            ) from error
+        raise UserError(f"the factory raised {type(error).__name__}: {_first_line(error)}") from error
+    if isinstance(made, tuple) and 2 < len(made) < 4:
+        made = Problem(*made)
+    if not isinstance(made, Problem):
+        raise UserError(f"the factory must be {FORM}; it returned {type(made).__name__}")
+    made.check()
+    for module in (made.model, made.loss, made.step):
+        if isinstance(module, nn.Module):
+            module.to(dtype)
+    return Problem(**{**vars(made), "batch": _map(made.batch, partial(_converted, dtype=dtype))})
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _converted(x: Any, dtype: torch.dtype) -> Any:
+    return x.detach().to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def seed_all(seed: int) -> None:
+    """Whatever draws random numbers without a generator of its own draws the same ones from here on."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed)
+
+
+@contextlib.contextmanager
+def unheard() -> Iterator[io.StringIO]:
+    """What is printed inside goes here."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        yield said
+
+
+# The batch: a tree whose leaves have rows, or are the same on all ranks.
+
+
+def num_rows(batch: Any) -> int:
+    """The rows of the global batch.
+
+    Raises:
+        UserError: if nothing in it has rows, or two things have different numbers of them.
+    """
+    counts = {name: len(x) for name, x in leaves(batch).items() if _has_rows(x)}
+    if not counts:
+        raise UserError(
+            "Problem's batch must hold tensors, or lists, with a row for each example; it is a tree of them: "
+            f"got {type(batch).__name__}"
+        )
+    if len(set(counts.values())) > 1:
+        raise UserError(f"everything in Problem's batch must have the same rows, got {counts}")
+    return next(iter(counts.values()))
+
+
+def leaves(tree: Any, name: str = "") -> dict[str, Any]:
+    """What the tree holds, by where it is."""
+    if isinstance(tree, Mapping):
+        parts = [leaves(value, f"{name}.{key}" if name else str(key)) for key, value in tree.items()]
+    elif isinstance(tree, list | tuple) and not _has_rows(tree):
+        parts = [leaves(value, f"{name}[{at}]") for at, value in enumerate(tree)]
+    else:
+        return {name or "batch": tree}
+    return {name: leaf for part in parts for name, leaf in part.items()}
+
+
+def take(batch: Any, rows: Sequence[int]) -> Any:
+    """Some rows of the batch."""
+    index = torch.tensor(rows, dtype=torch.int64)
+
+    def of(x: Any) -> Any:
+        if not _has_rows(x):
+            return x
+        return x[index] if isinstance(x, Tensor) else type(x)([x[row] for row in rows])
+
+    return _map(batch, of)
+
+
+def with_gradient(batch: Any) -> tuple[Any, dict[str, Tensor]]:
+    """The batch with leaves in the place of floating-point tensors, and these leaves."""
+    found: dict[str, Tensor] = {}
+    names = iter(leaves(batch))
+
+    def of(x: Any) -> Any:
+        name = next(names)
+        if isinstance(x, Tensor) and x.is_floating_point() and x.dim():
+            found[name] = x = x.detach().clone().requires_grad_()
+        return x
+
+    return _map(batch, of), found
+
+
+def _has_rows(x: Any) -> bool:
+    if isinstance(x, Tensor):
+        return x.dim() > 0
+    return isinstance(x, list | tuple) and bool(x) and all(isinstance(value, str | int | float) for value in x)
+
+
+def _map(tree: Any, of: Callable[[Any], Any]) -> Any:
+    if isinstance(tree, Mapping):
+        items = {key: _map(value, of) for key, value in tree.items()}
+        return items if type(tree) is dict else type(tree)(items)  # type: ignore[call-arg]
+    if isinstance(tree, list | tuple) and not _has_rows(tree):
+        made = [_map(value, of) for value in tree]
+        return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
+    return of(tree)

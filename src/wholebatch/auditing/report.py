@@ -1,0 +1,175 @@
+"""What an audit found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .causes import Cause
+from .compare import Comparison, number
+
+
+@dataclass(frozen=True)
+class Row:
+    """One group of parameters, or one input, on one split of the batch.
+
+    Args:
+        counts: rows of each rank.
+        kind: "parameters" or "input".
+        name: of the group or input.
+        comparison: with one process.
+        verdict: "exact", "x 0.5", "wrong direction", "no gradient", "should be 0".
+    """
+
+    counts: tuple[int, ...]
+    kind: str
+    name: str
+    comparison: Comparison
+    verdict: str
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is right."""
+        return self.verdict == "exact"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A cause, where it was found, and what shows it."""
+
+    cause: Cause
+    counts: tuple[int, ...]
+    groups: tuple[str, ...]
+    evidence: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of :func:`wholebatch.audit`.
+
+    Args:
+        problem: its name.
+        rows: every comparison.
+        findings: causes, wrong ones first, each once.
+        notes: on how it was looked at.
+        values: for each split, the loss of each rank; () on one process: the true loss.
+        dtype: in which everything was computed.
+        tolerance: of relative errors, for "exact".
+        seconds: that it took.
+        versions: of packages.
+    """
+
+    problem: str
+    rows: tuple[Row, ...]
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    values: Mapping[tuple[int, ...], tuple[float, ...]]
+    dtype: str
+    tolerance: float
+    seconds: float
+    versions: Mapping[str, str]
+
+    @property
+    def exact(self) -> bool:
+        """Whether every gradient is that of one process on the whole batch."""
+        return all(row.exact for row in self.rows) and not any(finding.cause.wrong for finding in self.findings)
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """Names of what makes a gradient wrong."""
+        return tuple(dict.fromkeys(finding.cause.name for finding in self.findings if finding.cause.wrong))
+
+    def row(self, name: str, counts: tuple[int, ...]) -> Row:
+        """That of a group or input, on a split."""
+        return next(row for row in self.rows if row.name == name and row.counts == counts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "problem": self.problem,
+            "exact": self.exact,
+            "causes": list(self.causes),
+            "findings": [
+                {
+                    "cause": finding.cause.name,
+                    "wrong": finding.cause.wrong,
+                    "counts": list(finding.counts),
+                    "groups": list(finding.groups),
+                    "title": finding.cause.title,
+                    "evidence": finding.evidence,
+                    "fix": finding.cause.fix,
+                }
+                for finding in self.findings
+            ],
+            "rows": [
+                {
+                    "counts": list(row.counts),
+                    "kind": row.kind,
+                    "name": row.name,
+                    "ratio": _plain(row.comparison.ratio),
+                    "cosine": _plain(row.comparison.cosine),
+                    "relative_error": _plain(row.comparison.error),
+                    "verdict": row.verdict,
+                }
+                for row in self.rows
+            ],
+            "losses": [{"counts": list(counts), "of_ranks": list(of)} for counts, of in self.values.items()],
+            "notes": list(self.notes),
+            "dtype": self.dtype,
+            "tolerance": self.tolerance,
+            "seconds": round(self.seconds, 3),
+            "versions": dict(self.versions),
+        }
+
+    def __str__(self) -> str:
+        widths = [max(len(line[at]) for line in table(self)) for at in range(7)]
+        lines = [
+            "  ".join(f"{cell:<{w}}" for cell, w in zip(line, widths, strict=True)).rstrip() for line in table(self)
+        ]
+        return "\n".join([f"audit of {self.problem}: {headline(self)}", "", *lines, *explanations(self)])
+
+
+def headline(report: Report) -> str:
+    """The verdict in a line."""
+    if report.exact:
+        return "every gradient is that of one process on the whole batch"
+    wrong = sum(not row.exact for row in report.rows)
+    named = ", ".join(report.causes) or "cause unknown"
+    return f"WRONG ({named}): {wrong} of {len(report.rows)} gradients are not those of one process on the whole batch"
+
+
+def table(report: Report) -> list[list[str]]:
+    """Header and rows, as text."""
+    lines = [["ranks", "rows of each", "gradient of", "ratio", "cosine", "relative error", "verdict"]]
+    for row in report.rows:
+        compared = row.comparison
+        lines.append(
+            [
+                str(len(row.counts)),
+                " + ".join(map(str, row.counts)),
+                row.name if row.kind == "parameters" else f"{row.name} (input)",
+                *("" if math.isnan(x) else number(x) for x in (compared.ratio, compared.cosine)),
+                f"{compared.error:.1e}",
+                row.verdict,
+            ]
+        )
+    return lines
+
+
+def explanations(report: Report) -> list[str]:
+    """Causes with evidence and fix, and notes, a line each."""
+    lines = []
+    for finding in report.findings:
+        where = f"{len(finding.counts)} rank{'s' * (len(finding.counts) > 1)} ({' + '.join(map(str, finding.counts))})"
+        of = f", {', '.join(finding.groups)}" if finding.groups else ""
+        lines += ["", f"{finding.cause.name}: {finding.cause.title}", f"  seen on {where}{of}: {finding.evidence}"]
+        lines += [f"  fix: {finding.cause.fix}"] if finding.cause.wrong else [f"  {finding.cause.fix}"]
+    if report.notes:
+        lines += ["", *(f"note: {note}" for note in report.notes)]
+    return lines
+
+
+def _plain(x: float) -> float | None:
+    return None if math.isnan(x) else x

@@ -1,0 +1,133 @@
+"""The processes that an audit starts, and what it knows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._user_error import UserError
+from ..testing import RankError, RankTimeoutError, run_processes
+from .compare import Gradients
+from .measure import Answer, Job, Mistake, Quiet, Trial, run_trials
+from .problem import Factory
+
+
+class FailureError(Exception):
+    """The problem raised, or hung, on several ranks; the message says where."""
+
+    def __init__(self, error: RankError | str) -> None:
+        super().__init__(str(error))
+        self.hangs = isinstance(error, RankTimeoutError)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One trial with a gradient: every rank's answer."""
+
+    trial: Trial
+    answers: tuple[Answer, ...]
+
+    @property
+    def ranks(self) -> int:
+        """W."""
+        return len(self.answers)
+
+    @property
+    def gradients(self) -> Gradients:
+        """As the optimiser finds them."""
+        return self.answers[0].gradients
+
+    @property
+    def losses(self) -> list[float]:
+        """Each rank's value."""
+        return [answer.loss for answer in self.answers]
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """By all rows of the batch, as the engine's averaging makes it count."""
+        facts = self.answers[0].facts
+        assert facts is not None
+        factor = 1 / self.ranks if facts.engine in ("mean", "ddp") and not self.trial.reference else 1.0
+        return {name: factor * torch.cat([a.inputs[name] for a in self.answers]) for name in self.answers[0].inputs}
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Starts processes for one problem; none outlives a call."""
+
+    factory: Factory | str
+    dtype: torch.dtype
+    seed: int
+    timeout_s: float
+    inputs: bool = True  # whether the batch's tensors may be leaves with a gradient
+
+    def answers(
+        self,
+        trials: Sequence[Trial],
+        directions: Mapping[str, Mapping[str, Tensor]] | None = None,
+    ) -> list[tuple[Answer, ...]]:
+        """Each trial's answers, all on as many ranks as the first one has counts.
+
+        Raises:
+            UserError: if the problem is none.
+            FailureError: if it raises or hangs.
+        """
+        trials = [replace(trial, inputs=trial.inputs and self.inputs) for trial in trials]
+        job = Job(self.factory, tuple(trials), self.dtype, self.seed, directions or {})
+        try:
+            of_ranks: list[Any] = run_processes(
+                run_trials, len(trials[0].counts), job, timeout_s=self.timeout_s, backend="gloo"
+            )
+        except RankError as error:
+            raise FailureError(error) from error
+        except ValueError as error:  # what cannot travel to another process
+            raise UserError(f"the problem's factory must be a function of a module: {error}") from error
+        for of_rank in of_ranks:
+            if isinstance(of_rank, Mistake):
+                if len(of_ranks) == 1:
+                    raise UserError(of_rank.message)
+                raise FailureError(of_rank.message)
+        return [*zip(*of_ranks, strict=True)]
+
+    def measure(self, trials: Sequence[Trial]) -> list[Measured]:
+        """Trials with a gradient."""
+        return [Measured(t, of_ranks) for t, of_ranks in zip(trials, self.answers(trials), strict=True)]
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What one process finds for the whole batch, and how others are compared with it.
+
+    Args:
+        own: of the problem's own loss or step.
+        reference: the truth: the same, or of the problem's reference.
+        groups: of parameters.
+        directions: of each group, for differences.
+        total: norm of the true gradient.
+        tolerance: of relative errors.
+        step: of differences; None if the loss is not smooth enough for any.
+        quiet: modules in evaluation mode on several ranks, for what they draw differs between ranks.
+    """
+
+    own: Measured
+    reference: Measured
+    groups: Mapping[str, Sequence[str]]
+    directions: Mapping[str, Mapping[str, Tensor]]
+    total: float
+    tolerance: float
+    step: float | None
+    quiet: tuple[Quiet, ...]
+
+    @property
+    def scalars(self) -> list[str]:
+        """Groups of one number: temperatures, biases."""
+        return [g for g, names in self.groups.items() if sum(self.reference.gradients[n].numel() for n in names) == 1]
+
+    @property
+    def encoders(self) -> list[str]:
+        """The other groups."""
+        return [group for group in self.groups if group not in self.scalars]

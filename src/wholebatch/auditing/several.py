@@ -1,0 +1,267 @@
+"""On several ranks: why the gradient is not that of one process.
+
+Three questions, each answered by a measurement:
+
+    does the backward pass fit the forward pass?   M = <gradient, v> against sum_sr D_sr / W of `differences`
+    does the forward pass compute L?               the ranks' losses against L, on this batch and on batches made so
+                                                   that a mistake of one kind does no harm
+    which rows count?                              one process's gradient on a batch that lacks or repeats some
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from ..partition import Partition
+from . import causes
+from .causes import Cause
+from .compare import Comparison, compare, inner, number
+from .differences import CLOSE, derivatives, derivatives_within
+from .report import Finding
+from .runs import FailureError, Measured, Runs, Truth
+
+_EQUAL = 1e-6  # losses, relatively
+
+
+def diagnose(
+    runs: Runs, truth: Truth, measured: Measured, compared: dict[str, Comparison], even: Measured | None
+) -> list[Finding]:
+    """Why groups are wrong; `even` is a split into equal parts that was found right, if any."""
+    return _Case(runs, truth, measured, compared).findings(even)
+
+
+class _Case:
+    def __init__(self, runs: Runs, truth: Truth, measured: Measured, compared: dict[str, Comparison]) -> None:
+        self.runs, self.truth, self.measured, self.compared = runs, truth, measured, compared
+        self.ranks, self.counts = measured.ranks, measured.trial.counts
+        verdicts = {group: c.verdict(truth.tolerance) for group, c in compared.items()}
+        self.wrong = [group for group, verdict in verdicts.items() if verdict != "exact"]
+        self.without = [group for group in self.wrong if verdicts[group] == "no gradient"]
+        self.true_loss = truth.reference.losses[0]
+        self.mean = sum(measured.losses) / self.ranks
+        self.replicated = all(_same(x, measured.losses[0]) for x in measured.losses)
+
+    def findings(self, even: Measured | None) -> list[Finding]:
+        """The first explanation that holds."""
+        if self.without and self.without != [*self.truth.groups]:
+            rest = [group for group in self.wrong if group not in self.without]
+            found = [self._finding(causes.NO_GRADIENT, self.without, "0 or None on all ranks")]
+            if not rest:
+                return found
+            self.wrong = rest
+            return found + self._explained(even)
+        return self._explained(even)
+
+    def _explained(self, even: Measured | None) -> list[Finding]:
+        found = self._batch_statistics()
+        if not found and even is not None:
+            found = self._unequal_ranks()
+        if not found and self.truth.step is not None:
+            found = self._by_differences()
+        return found or [self._finding(causes.UNKNOWN, self.wrong, self._figures())]
+
+    def _finding(self, cause: Cause, groups: Sequence[str], evidence: str) -> Finding:
+        return Finding(cause, self.counts, tuple(groups), evidence)
+
+    def _figures(self) -> str:
+        return ", ".join(
+            f"{group}: ratio {number(self.compared[group].ratio)}, cosine {number(self.compared[group].cosine)}"
+            for group in self.wrong
+        )
+
+    # By evaluating modules differently.
+
+    def _batch_statistics(self) -> list[Finding]:
+        facts = self.measured.answers[0].facts
+        if facts is None or not facts.has_batch_norm:
+            return []
+        quiet = (*self.truth.quiet, "batch_norm")
+        try:
+            (one,) = self.runs.measure([replace(self.truth.own.trial, quiet=quiet)])
+            (here,) = self.runs.measure([replace(self.measured.trial, quiet=quiet)])
+        except FailureError:
+            return []
+        names = [name for group in self.truth.groups.values() for name in group]
+        if compare(here.gradients, one.gradients, names, self.truth.total).error > self.truth.tolerance:
+            return []
+        evidence = "with BatchNorm in evaluation mode the gradient is that of one process"
+        return [self._finding(causes.BATCH_STATISTICS, self.wrong, evidence)]
+
+    # By one process's gradient on a batch with other rows.
+
+    def _unequal_ranks(self) -> list[Finding]:
+        """Equal parts are right, and these are not."""
+        total = sum(self.counts)
+        weighted = sum(n * x for n, x in zip(self.counts, self.measured.losses, strict=True)) / total
+        if not self.replicated and _same(weighted, self.true_loss) and not _same(self.mean, self.true_loss):
+            evidence = (
+                f"equal parts are right; here the losses of the ranks have the mean {number(self.mean)}, and L, "
+                f"{number(self.true_loss)}, if each counts as often as it has rows"
+            )
+            return [self._finding(causes.UNEQUAL_RANKS_COUNT_ALIKE, self.wrong, evidence)]
+        parts = [list(range(self.counts[r])) for r in range(self.ranks)]
+        rows, least, most = Partition(self.counts), min(self.counts), max(self.counts)
+        own = [[rows.rows(r).start + at for at in part] for r, part in enumerate(parts)]
+        supposed = [(causes.ROWS_DROPPED, [part[:least] for part in own], f"the first {least} rows of each rank alone")]
+        if least:
+            supposed += [
+                (causes.ROWS_REPEATED, [part + part[-1:] * (most - len(part)) for part in own], "last rows repeated"),
+                (causes.ROWS_REPEATED, [(part * most)[:most] for part in own], "rows repeated from the first"),
+            ]
+        for cause, batch, what in supposed:
+            flat = tuple(row for part in batch for row in part)
+            trial = replace(self.truth.reference.trial, counts=(len(flat),), rows=flat)
+            try:
+                (one,) = self.runs.measure([trial])
+            except FailureError:
+                continue
+            names = [name for group in self.wrong for name in self.truth.groups[group]]
+            if compare(self.measured.gradients, one.gradients, names, self.truth.total).beside <= self.truth.tolerance:
+                evidence = f"the gradient is that of one process on a batch of {what}"
+                return [self._finding(cause, self.wrong, evidence)]
+        return []
+
+    # By differences of losses.
+
+    def _by_differences(self) -> list[Finding]:
+        encoders = [g for g in self.truth.encoders if g in self.wrong]
+        scalars = [g for g in self.truth.scalars if g in self.wrong]
+        if encoders:
+            try:
+                return self._of_encoders(encoders)
+            except FailureError:
+                return []
+        return self._of_scalars(scalars)
+
+    def _of_encoders(self, wrong: list[str]) -> list[Finding]:
+        w, step, trial = self.ranks, self.truth.step, self.measured.trial
+        assert step is not None
+        of_groups = derivatives(self.runs, self.truth, trial, wrong, step)
+        held = {g: inner(self.measured.gradients, self.truth.directions[g]) for g in wrong}
+        whole = {g: of_groups[g].sum().item() / w for g in wrong}
+        alone = all(self._close(whole[g], of_groups[g].diagonal().sum().item() / w) for g in wrong)
+
+        def holds(expected: dict[str, float]) -> bool:
+            return all(self._close(held[g], expected[g]) for g in wrong)
+
+        everything = set(self.wrong) == {g for g, c in self.compared.items() if not math.isnan(c.ratio)}
+        for factor, cause in ((w, causes.EVERYTHING_TIMES_W), (1 / w, causes.EVERYTHING_OVER_W)):
+            if everything and self.truth.scalars and self._all_ratios(factor):
+                return [self._finding(cause, self.wrong, f"{self._values()}: {self._ratios()}")]
+        if not alone:
+            within = derivatives_within(self.runs, self.truth, trial, wrong, step)
+            through = {g: whole[g] - within[g] for g in wrong}
+            figures = ", ".join(f"{g} {number(whole[g])}, of which {number(through[g])}" for g in wrong)
+            evidence = (
+                f"differences of the ranks' mean loss along a direction of each group: {figures} through what "
+                f"collectives give; the gradient has {', '.join(f'{g} {number(held[g])}' for g in wrong)}"
+            )
+            if holds(within):
+                cause = causes.GATHER_WITHOUT_GRADIENT if self.replicated else causes.KEY_SIDE_MISSING
+                return [self._finding(cause, wrong, f"{evidence}: nothing of that, {self._ratios()}")]
+            for factor, cause in ((1 / w, causes.GATHER_AVERAGES), (w, causes.GATHER_TIMES_W)):
+                if holds({g: within[g] + factor * through[g] for g in wrong}):
+                    return [self._finding(cause, wrong, f"{evidence}: that times {number(factor)}, {self._ratios()}")]
+        for factor, cause in ((w, causes.EVERYTHING_TIMES_W), (1 / w, causes.EVERYTHING_OVER_W)):
+            if everything and self._all_ratios(factor):
+                return [self._finding(cause, self.wrong, f"{self._values()}: {self._ratios()}")]
+        return self._of_values(alone=alone) if holds(whole) else []
+
+    def _of_scalars(self, wrong: list[str]) -> list[Finding]:
+        """Encoders are right."""
+        passes = {n for a in self.measured.answers for g in wrong for n in (a.passes.get(self.truth.groups[g][0], 0),)}
+        steps = passes.pop() if len(passes) == 1 else 1
+        for cause, factor in (
+            (causes.SCALE_TIMES_STEPS, steps),
+            (causes.SCALE_TIMES_W, self.ranks),
+            (causes.SCALE_OVER_W, 1 / self.ranks),
+        ):
+            if factor != 1 and all(abs(self.compared[g].ratio / factor - 1) < 10 * self.truth.tolerance for g in wrong):
+                evidence = f"{self._ratios(wrong)}, and encoders exact"
+                if cause is causes.SCALE_TIMES_STEPS:
+                    evidence += f"; {steps} backward passes in a step"
+                return [self._finding(cause, wrong, evidence)]
+        return []
+
+    def _of_values(self, *, alone: bool) -> list[Finding]:
+        """The backward pass fits the forward pass, which computes something else than L."""
+        values = self._values()
+        if alone and not self.replicated:
+            evidence = f"{values}; no rank's loss changes with how another rank's rows are encoded"
+            return [self._finding(causes.NOT_GATHERED, self.wrong, evidence)]
+        try:
+            constant, twice, rotated = self._constant(), self._twice(), self._rotated()
+        except FailureError:
+            constant, twice, rotated = False, False, []
+        if constant and twice and rotated and rotated[0] and not all(rotated):
+            evidence = (
+                f"{values}; rank 0's is right, whatever rows it is given, and where all are given its rows all are"
+            )
+            cause = causes.LABELS_NOT_OFFSET if self._at_rank_0() else causes.RANK_ORDER_MIXED
+            return [self._finding(cause, self.wrong, evidence)]
+        if constant:
+            evidence = (
+                f"{values}; with one and the same row everywhere all are L: as many terms as L has, of other rows"
+            )
+            return [self._finding(causes.RANK_ORDER_MIXED, self.wrong, evidence)]
+        evidence = f"{values}; the gradient is that of the ranks' mean loss"
+        return [self._finding(causes.ANOTHER_LOSS, self.wrong, evidence)]
+
+    # Batches that make mistakes of one kind harmless. Each says whether the ranks' losses are then right.
+
+    def _constant(self) -> bool:
+        """One row everywhere: no loss can tell which is which, only how many there are."""
+        rows = self.measured.trial.rows
+        losses, true = self._losses_of([(rows[0],) * len(rows)])
+        return _same(sum(losses[0]) / self.ranks, true[0])
+
+    def _twice(self) -> bool:
+        """The same rows on all ranks."""
+        if len(set(self.counts)) > 1:
+            return False
+        rows = self.measured.trial.rows[: self.counts[0]]
+        losses, true = self._losses_of([rows * self.ranks])
+        return _same(sum(losses[0]) / self.ranks, true[0])
+
+    def _rotated(self) -> list[bool]:
+        """For each rank, whether its losses average to L while the parts of the batch go round."""
+        if len(set(self.counts)) > 1:
+            return []
+        rows, n = self.measured.trial.rows, self.counts[0]
+        losses, _ = self._losses_of([rows[k * n :] + rows[: k * n] for k in range(self.ranks)])
+        return [_same(sum(of_rank) / self.ranks, self.true_loss) for of_rank in zip(*losses, strict=True)]
+
+    def _at_rank_0(self) -> bool:
+        """Rank 2 of 3, given rank 0's rows, has its loss: it is not among rank 1's that its positives are sought."""
+        rows, n = self.measured.trial.rows, self.counts[0]
+        trial = replace(self.measured.trial, counts=(n, n, n), rows=rows[: 2 * n] + rows[:n])
+        (measured,) = self.runs.measure([trial])
+        return _same(measured.losses[0], measured.losses[2])
+
+    def _losses_of(self, batches: Sequence[tuple[int, ...]]) -> tuple[list[list[float]], list[float]]:
+        """Of these rows, each rank's losses, and one process's."""
+        here = [replace(self.measured.trial, rows=rows) for rows in batches]
+        one = [replace(self.truth.reference.trial, rows=rows) for rows in batches]
+        return [m.losses for m in self.runs.measure(here)], [m.losses[0] for m in self.runs.measure(one)]
+
+    # Words.
+
+    def _close(self, a: float, b: float) -> bool:
+        return abs(a - b) <= CLOSE[self.runs.dtype] * max(abs(a), abs(b)) + 1e-7 * self.truth.total
+
+    def _all_ratios(self, factor: float) -> bool:
+        return all(abs(self.compared[g].ratio / factor - 1) < 10 * self.truth.tolerance for g in self.wrong)
+
+    def _ratios(self, groups: Sequence[str] | None = None) -> str:
+        return ", ".join(f"{g} x {number(self.compared[g].ratio)}" for g in groups or self.truth.groups)
+
+    def _values(self) -> str:
+        return f"losses {' and '.join(map(number, self.measured.losses))}, L = {number(self.true_loss)}"
+
+
+def _same(a: float, b: float) -> bool:
+    return abs(a - b) <= _EQUAL * max(abs(a), abs(b), torch.finfo(torch.float32).tiny)

@@ -1,0 +1,487 @@
+"""Small problems to be audited: right ones, and each with one mistake planted."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Function
+from torch.nn.functional import cross_entropy, dropout, normalize
+
+import wholebatch as wb
+from wholebatch import Problem
+
+ROWS, D, OUT = 12, 6, 4
+
+
+class Encoders(nn.Module):
+    """Two towers and a temperature."""
+
+    def __init__(self, *middle):
+        super().__init__()
+        self.image = nn.Sequential(nn.Linear(D, 8), *middle, nn.Tanh(), nn.Linear(8, OUT))
+        self.text = nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, OUT))
+        self.log_scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, images, texts):
+        return normalize(self.image(images), dim=1), normalize(self.text(texts), dim=1), self.log_scale.exp()
+
+
+def batch(rows=ROWS):
+    return {"images": torch.randn(rows, D), "texts": torch.randn(rows, D)}
+
+
+def size():
+    return dist.get_world_size()
+
+
+def gathered(x, *, own=True):
+    """All ranks' rows, of which at most the own ones have a gradient."""
+    parts = [torch.zeros_like(x) for _ in range(size())]
+    dist.all_gather(parts, x.detach().contiguous())
+    if own:
+        parts[dist.get_rank()] = x
+    return torch.cat(parts)
+
+
+class GatherWithGradient(Function):
+    """Backward by an all-reduce, of which each rank takes its rows; `factor` is applied on the way."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.rows, ctx.factor = len(x), factor
+        return gathered(x, own=False)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        first = dist.get_rank() * ctx.rows
+        return ctx.factor * grad[first : first + ctx.rows], None
+
+
+def with_gradient(x, factor=1.0):
+    return GatherWithGradient.apply(x, factor)
+
+
+def clip(x, y, scale):
+    """Of the whole batch."""
+    logits = scale * x @ y.T
+    labels = torch.arange(len(x))
+    return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
+
+
+def local(x, y, scale, all_x, all_y, offset=None):
+    """Of this rank's rows against all."""
+    labels = torch.arange(len(x)) + (dist.get_rank() * len(x) if offset is None else offset)
+    return (cross_entropy(scale * x @ all_y.T, labels) + cross_entropy(scale * y @ all_x.T, labels)) / 2
+
+
+def problem(loss, model=None, rows=ROWS, **options):
+    """Of loss(x, y, scale)."""
+
+    def of_rank(model, batch):
+        return loss(*model(batch["images"], batch["texts"]))
+
+    return Problem(Encoders() if model is None else model, batch(rows), of_rank, **options)
+
+
+# Right ones.
+
+
+def right_replicated():
+    return problem(lambda x, y, s: clip(with_gradient(x), with_gradient(y), s))
+
+
+def right_local():
+    return problem(lambda x, y, s: local(x, y, s, with_gradient(x), with_gradient(y)))
+
+
+def right_sum():
+    return problem(lambda x, y, s: local(x, y, s, with_gradient(x), with_gradient(y)) / size(), engine="sum")
+
+
+def right_ddp():
+    return problem(lambda x, y, s: local(x, y, s, with_gradient(x), with_gradient(y)), engine="ddp")
+
+
+def right_engine_of_its_own():
+    def step(model, batch):
+        x, y, scale = model(batch["images"], batch["texts"])
+        loss = local(x, y, scale, with_gradient(x), with_gradient(y))
+        loss.backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= size()
+        return loss
+
+    return Problem(Encoders(), batch(), step=step, engine="none")
+
+
+def right_separable():
+    """A mean over examples: any number of ranks, equal parts."""
+    return problem(lambda x, y, s: (s * (x - y)).square().sum(1).mean())
+
+
+def right_wholebatch():
+    return problem(wb.CLIPLoss(), uneven=True, empty=True)
+
+
+def right_with_dropout():
+    return problem(wb.CLIPLoss(), Encoders(nn.Dropout(0.3)), uneven=True)
+
+
+def right_accumulated():
+    """Of a loss that is a mean over examples, in four steps."""
+
+    def step(model, batch):
+        total = 0.0
+        for images, texts in zip(batch["images"].chunk(4), batch["texts"].chunk(4), strict=True):
+            x, y, scale = model(images, texts)
+            loss = (scale * (x - y)).square().sum(1).mean() / 4
+            loss.backward()
+            total += loss.item()
+        return total
+
+    return Problem(Encoders(), batch(24), step=step)
+
+
+def right_cached():
+    def step(model, batch):
+        cache = wb.GradCache(
+            [model.image, model.text],
+            3,
+            lambda x, y: wb.functional.clip_loss(normalize(x, dim=1), normalize(y, dim=1), model.log_scale.exp()),
+        )
+        return cache(batch["images"], batch["texts"])
+
+    return Problem(Encoders(nn.Dropout(0.3)), batch(), step=step, uneven=True)
+
+
+# A mistake each. In the name: the cause that should be found.
+
+
+def everything_times_w():
+    return problem(lambda x, y, s: size() * clip(with_gradient(x), with_gradient(y), s))
+
+
+def everything_times_w_sum():
+    """Shares that are whole losses, under an engine that adds."""
+    return problem(lambda x, y, s: local(x, y, s, with_gradient(x), with_gradient(y)), engine="sum")
+
+
+def everything_over_w():
+    return problem(lambda x, y, s: local(x, y, s, with_gradient(x), with_gradient(y)) / size())
+
+
+def gather_without_gradient():
+    return problem(lambda x, y, s: clip(gathered(x), gathered(y), s))
+
+
+def key_side_missing():
+    def loss(x, y, s):
+        if size() == 1:
+            return clip(x, y, s)
+        return local(x, y, s, gathered(x, own=False), gathered(y, own=False))
+
+    return problem(loss)
+
+
+def key_side_missing_own():
+    """Own rows are put back among the gathered ones."""
+    return problem(lambda x, y, s: local(x, y, s, gathered(x), gathered(y)))
+
+
+def gather_averages():
+    return problem(lambda x, y, s: local(x, y, s, with_gradient(x, 1 / size()), with_gradient(y, 1 / size())))
+
+
+def scale_times_w():
+    return problem(lambda x, y, s: size() * clip(gathered(x), gathered(y), s))
+
+
+def not_gathered():
+    return problem(clip)
+
+
+def labels_not_offset():
+    return problem(lambda x, y, s: local(x, y, s, with_gradient(x), with_gradient(y), offset=0))
+
+
+def gather_averages_all():
+    """Own rows go through the gather, too."""
+
+    def loss(x, y, s):
+        all_x, all_y = with_gradient(x, 1 / size()), with_gradient(y, 1 / size())
+        own = slice(dist.get_rank() * len(x), (dist.get_rank() + 1) * len(x))
+        return local(all_x[own], all_y[own], s, all_x, all_y)
+
+    return problem(loss)
+
+
+def gather_times_w():
+    return problem(lambda x, y, s: local(x, y, s, with_gradient(x, size()), with_gradient(y, size())))
+
+
+def rank_order_mixed():
+    """Own rows come first."""
+
+    def own_first(x):
+        parts = [*with_gradient(x).split(len(x))]
+        return torch.cat([parts.pop(dist.get_rank()), *parts])
+
+    return problem(lambda x, y, s: local(x, y, s, own_first(x), own_first(y)))
+
+
+def views_interleaved():
+    """Views are joined before they are gathered, and looked for as if they had been gathered one by one."""
+
+    def loss(x, y, _scale):
+        z = with_gradient(torch.cat([x, y]))
+        n = len(z) // 2
+        logits = (z @ z.T / 0.3).fill_diagonal_(float("-inf"))
+        return cross_entropy(logits, (torch.arange(2 * n) + n) % (2 * n))
+
+    return problem(loss)
+
+
+def no_gradient():
+    return problem(lambda x, y, s: clip(with_gradient(x), with_gradient(y), s.detach() if size() > 1 else s))
+
+
+def batch_statistics():
+    return problem(wb.CLIPLoss(), Encoders(nn.BatchNorm1d(8)))
+
+
+def ranks_count_alike():
+    def loss(x, y, s):
+        return (s * (x - y)).square().sum(1).mean()
+
+    return problem(loss, uneven=True)
+
+
+def rows_dropped():
+    def loss(x, y, s):
+        least = torch.tensor(len(x))
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        return wb.functional.clip_loss(x[:least], y[:least], s)
+
+    return problem(loss, uneven=True)
+
+
+def rows_repeated():
+    def loss(x, y, s):
+        most = torch.tensor(len(x))
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        at = torch.arange(int(most)).clamp(max=len(x) - 1)
+        return wb.functional.clip_loss(x[at], y[at], s)
+
+    return problem(loss, uneven=True)
+
+
+def accumulated(model, batch, steps, *, scaled=1.0):
+    """As open_clip does: features without gradient first, then each chunk's with gradient among the others'."""
+    chunks = [*zip(batch["images"].chunk(steps), batch["texts"].chunk(steps), strict=True)]
+    with torch.no_grad():
+        found = [model(*chunk)[:2] for chunk in chunks]
+    for at, chunk in enumerate(chunks):
+        *own, scale = model(*chunk)
+        x, y = (torch.cat([own[k] if j == at else other[k] for j, other in enumerate(found)]) for k in range(2))
+        loss = scaled * wb.functional.clip_loss(x, y, scale)
+        loss.backward()
+    return loss
+
+
+def scale_times_steps():
+    return Problem(Encoders(), batch(), step=lambda model, batch: accumulated(model, batch, 4 // size() or 1))
+
+
+def scale_times_steps_reference():
+    """With the truth beside it."""
+
+    def reference(model, batch):
+        return clip(*model(batch["images"], batch["texts"]))
+
+    return Problem(Encoders(), batch(), step=lambda model, batch: accumulated(model, batch, 3), reference=reference)
+
+
+def everything_times_steps():
+    def step(model, batch):
+        losses = []
+        for images, texts in zip(batch["images"].chunk(3), batch["texts"].chunk(3), strict=True):
+            x, y, scale = model(images, texts)
+            losses.append((scale * (x - y)).square().sum(1).mean())
+            losses[-1].backward()
+        return sum(losses) / 3
+
+    return Problem(Encoders(), batch(), step=step)
+
+
+def dropout_not_replayed():
+    """Cached by hand: the second pass draws anew."""
+
+    def step(model, batch):
+        with torch.no_grad():
+            found = [z.requires_grad_() for z in model(batch["images"], batch["texts"])]
+        loss = wb.functional.clip_loss(*found)
+        loss.backward()
+        for images, texts, dx, dy in zip(
+            *(z.chunk(2) for z in (batch["images"], batch["texts"], found[0].grad, found[1].grad)), strict=True
+        ):
+            x, y, _ = model(images, texts)
+            torch.autograd.backward([x, y], [dx, dy])
+        torch.autograd.backward(model.log_scale.exp(), found[2].grad)
+        return loss
+
+    return Problem(Encoders(nn.Dropout(0.3)), batch(), step=step)
+
+
+def last_chunk_only():
+    """Only the last chunk's graph is there when backward begins."""
+
+    def step(model, batch):
+        parts = [*zip(batch["images"].chunk(3), batch["texts"].chunk(3), strict=True)]
+        found = [model(*part)[:2] for part in parts]
+        x, y = (torch.cat([*(of[k].detach() for of in found[:-1]), found[-1][k]]) for k in range(2))
+        loss = wb.functional.clip_loss(x, y, model.log_scale.exp())
+        loss.backward()
+        return loss
+
+    return Problem(Encoders(), batch(), step=step)
+
+
+def last_chunk_only_overwritten():
+    """Each chunk's backward pass finds no gradient to add to."""
+
+    def step(model, batch):
+        total = 0.0
+        for images, texts in zip(batch["images"].chunk(3), batch["texts"].chunk(3), strict=True):
+            model.zero_grad()
+            x, y, scale = model(images, texts)
+            loss = (scale * (x - y)).square().sum(1).mean() / 3
+            loss.backward()
+            total += loss.item()
+        return total
+
+    return Problem(Encoders(), batch(), step=step)
+
+
+# Worth knowing, and not wrong.
+
+
+def values_differ():
+    return right_local()
+
+
+def unused():
+    model = Encoders()
+    model.image.spare = nn.Parameter(torch.ones(3))
+    model.image.forward = lambda x: nn.Sequential.forward(model.image[:3], x)
+    return problem(wb.CLIPLoss(), model)
+
+
+# No problems.
+
+
+def not_deterministic():
+    made = problem(wb.CLIPLoss())
+    made.batch["images"] += torch.randn(ROWS, D, generator=fresh())
+    return made
+
+
+def fresh():
+    generator = torch.Generator()
+    generator.seed()
+    return generator
+
+
+def needs_cuda():
+    return Problem(Encoders().cuda(), batch(), clip)
+
+
+def exits():
+    raise SystemExit(3)
+
+
+def dies():
+    import os
+
+    os._exit(7)
+
+
+def prints():
+    print("loading the data set")
+    return right_wholebatch()
+
+
+def half():
+    return Problem(Encoders().bfloat16(), batch(), clip)
+
+
+def three_things():
+    return Encoders(), batch(), lambda model, batch: wb.functional.clip_loss(*model(**batch))
+
+
+def two_things():
+    return Encoders(), batch()
+
+
+def uneven_rows():
+    return Problem(Encoders(), {"images": torch.rand(4, D), "texts": torch.rand(5, D)}, clip)
+
+
+def few_rows():
+    return problem(wb.CLIPLoss(), rows=4)
+
+
+def thirteen_rows():
+    return problem(wb.CLIPLoss(), rows=13)
+
+
+def raises_on_ranks():
+    def loss(x, y, s):
+        if dist.get_rank() == 1:
+            raise KeyError("rank 1 has no such thing")
+        return wb.functional.clip_loss(x, y, s)
+
+    return problem(loss)
+
+
+def raises():
+    def loss(x, y, s):
+        raise KeyError("no such thing")
+
+    return problem(loss)
+
+
+def hangs():
+    def loss(x, y, s):
+        if dist.get_rank() == 1:
+            dist.barrier()
+        return wb.functional.clip_loss(x, y, s)
+
+    return problem(loss)
+
+
+def only_float32():
+    def loss(x, y, s):
+        return wb.functional.clip_loss(x @ torch.eye(OUT), y @ torch.eye(OUT), s)
+
+    return problem(loss)
+
+
+def no_loss():
+    return problem(lambda x, y, s: wb.functional.clip_loss(x, y, s).detach())
+
+
+def drawn_everywhere():
+    def loss(x, y, s):
+        return wb.functional.clip_loss(dropout(x, 0.2), y, s)
+
+    return problem(loss)
+
+
+def random_module():
+    return random.random()
