@@ -145,7 +145,7 @@ def right_accumulated():
             total += loss.item()
         return total
 
-    return Problem(Encoders(), batch(24), step=step)
+    return Problem(Encoders(), batch(48), step=step)
 
 
 def right_cached():
@@ -194,12 +194,68 @@ def key_side_missing_own():
     return problem(lambda x, y, s: local(x, y, s, gathered(x), gathered(y)))
 
 
+def key_side_missing_everywhere():
+    """On one process, too, for it gathers there as well."""
+    return problem(lambda x, y, s: local(x, y, s, gathered(x, own=False), gathered(y, own=False)))
+
+
 def gather_averages():
     return problem(lambda x, y, s: local(x, y, s, with_gradient(x, 1 / size()), with_gradient(y, 1 / size())))
 
 
 def scale_times_w():
     return problem(lambda x, y, s: size() * clip(gathered(x), gathered(y), s))
+
+
+def scale_over_w():
+    """Each rank brings its share of the temperature's gradient, and W times its features'."""
+
+    def loss(x, y, s):
+        x, y = (TimesW.apply(z) for z in (x, y))
+        return local(x, y, s, with_gradient(x), with_gradient(y)) / size()
+
+    return problem(loss)
+
+
+class TimesW(Function):
+    """In backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return size() * grad
+
+
+def another_loss():
+    """Own negatives count twice."""
+
+    def loss(x, y, s):
+        logits = s * x @ with_gradient(y).T
+        own = dist.get_rank() * len(x) + torch.arange(len(x))
+        more = logits[:, own] if size() > 1 else logits[:, :0]
+        return cross_entropy(torch.cat([logits, more], 1), own)
+
+    return problem(loss)
+
+
+def own_statistics():
+    """Each rank's rows are standardised by their own mean and variance."""
+
+    def loss(x, y, s):
+        x, y = ((z - z.mean(0)) / z.std(0, correction=0) for z in (x, y))
+        return s * (x.T @ y / len(x)).square().sum()
+
+    def gathered_loss(x, y, s):
+        n = torch.tensor(float(len(x)))
+        dist.all_reduce(n)
+        x, y = ((z - z.mean(0)) / z.std(0, correction=0) for z in (x, y))
+        all_x, all_y = with_gradient(x), with_gradient(y)
+        return s * (all_x.T @ all_y / n).square().sum()
+
+    return problem(loss if size() == 1 else gathered_loss)
 
 
 def not_gathered():
@@ -249,6 +305,11 @@ def views_interleaved():
 
 def no_gradient():
     return problem(lambda x, y, s: clip(with_gradient(x), with_gradient(y), s.detach() if size() > 1 else s))
+
+
+def no_gradient_anywhere():
+    """On one process, too."""
+    return problem(lambda x, y, s: wb.functional.clip_loss(x, y, s.detach()))
 
 
 def batch_statistics():
@@ -375,6 +436,11 @@ def values_differ():
     return right_local()
 
 
+def detached():
+    """On purpose: how much the batch counts is not learned."""
+    return problem(lambda x, y, s: wb.functional.clip_loss(x, y, s) * s.detach().square())
+
+
 def unused():
     model = Encoders()
     model.image.spare = nn.Parameter(torch.ones(3))
@@ -485,3 +551,35 @@ def drawn_everywhere():
 
 def random_module():
     return random.random()
+
+
+def no_rows():
+    return Problem(Encoders(), {"temperature": torch.tensor(3.0)}, clip)
+
+
+def no_parameters():
+    return Problem(Encoders().requires_grad_(False), batch(), clip)
+
+
+def both():
+    return Problem(Encoders(), batch(), clip, step=clip)
+
+
+def wrong_engine():
+    return Problem(Encoders(), batch(), clip, engine="fsdp")
+
+
+def not_a_module():
+    return Problem({"image": Encoders()}, batch(), clip)
+
+
+def a_matrix():
+    return problem(lambda x, y, s: s * x @ y.T)
+
+
+def not_finite():
+    return problem(lambda x, y, s: clip(x, y, s) * float("nan"))
+
+
+def no_gradient_at_all():
+    return problem(lambda x, y, s: 0 * clip(x, y, s))

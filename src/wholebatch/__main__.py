@@ -7,15 +7,19 @@ import os
 import sys
 from collections.abc import Sequence
 
-_COMMANDS = {"bench": "wholebatch.bench.cli", "train": "wholebatch.train.cli"}
+_COMMANDS = {"audit": "wholebatch.auditing.cli", "bench": "wholebatch.bench.cli", "train": "wholebatch.train.cli"}
 _SUMMARIES = {
+    "audit": "compare the gradient that ranks end with with one process's, and say why it differs",
     "bench": "time what the library does on this machine",
     "train": "train a dual encoder, or an encoder and a classifier, with the exact loss of the global batch",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 0 if it succeeded, 2 for a mistake of the user's, which is one line on stderr."""
+    """Run a command; 0 if it succeeded, 1 if an audit found a wrong gradient, 2 for a mistake of the user's.
+
+    The mistake is one line on stderr.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage())
@@ -37,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from wholebatch._user_error import UserError
 
     try:
-        command.main(arguments[1:], prog=prog)
+        code = command.main(arguments[1:], prog=prog) or 0
     except UserError as error:
         return _mistake(prog, str(error))
     except KeyboardInterrupt:
@@ -49,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # written; leave at once.
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
-    return 0
+        os._exit(code)
+    return int(code)
 
 
 def _usage() -> str:

@@ -18,7 +18,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,10 +27,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankError", "RankTimeoutError", "run_ranks"]
+__all__ = ["RankError", "RankTimeoutError", "assert_exact", "preload", "run_ranks"]
 
 _GRACE_S = 5.0  # how long the other ranks may take to notice that one has failed
 _STACK_SIGNAL = getattr(signal, "SIGUSR1", None)  # asks a rank where it is; not on Windows
+
+
+_PRELOADED = ["torch", "torch.nn.parallel", __name__]
 
 
 class RankError(RuntimeError):
@@ -75,6 +78,38 @@ def run_ranks(
     if world_size == 1:
         return [_run_in_process(fn, args, backend)]
     return run_processes(fn, world_size, *args, backend=backend, timeout_s=timeout_s)
+
+
+def assert_exact(problem: Any, world_sizes: Sequence[int] = (1, 2, 3), **options: Any) -> None:
+    """Assert that the gradient that W ranks end with is that of one process on the whole batch.
+
+    Args:
+        problem: as in :func:`wholebatch.audit`.
+        world_sizes: as there.
+        **options: as there.
+
+    Raises:
+        AssertionError: if it is not, with the whole report: what is wrong, why, and what mends it.
+        ValueError: as :func:`wholebatch.audit`.
+
+    >>> import wholebatch as wb
+    >>> def test_my_training_step():
+    ...     wb.testing.assert_exact("my_project.audits:clip", world_sizes=(1, 2, 4))
+    """
+    __tracebackhide__ = True
+    from .auditing import audit  # a layer above this one
+
+    report = audit(problem, world_sizes, **options)
+    if not report.exact:
+        raise AssertionError(str(report))
+
+
+def preload(*modules: str) -> None:
+    """Have these modules imported once, before the first call of :func:`run_ranks`, and not by each rank anew.
+
+    They must not compute anything when they are imported.
+    """
+    _PRELOADED.extend(module for module in modules if module not in _PRELOADED)
 
 
 def run_processes(
@@ -124,7 +159,7 @@ def _context() -> Any:
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
     if "forkserver" in methods:
-        context.set_forkserver_preload(["torch", "torch.nn.parallel", __name__])
+        context.set_forkserver_preload(_PRELOADED)
     return context
 
 

@@ -7,6 +7,7 @@ import math
 import platform
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -123,9 +124,9 @@ def _first_run(problem: Any, dtype: torch.dtype, seed: int, timeout_s: float) ->
             assert answer.facts is not None
             notes = []
             if of != dtype:
-                notes.append(f"computed in float32: in float64 it raises {_last_line(first)}")
+                notes.append(f"computed in float32: in float64 it raises {first.summary if first else ''}")
             elif not inputs:
-                notes.append(f"no gradients by the batch: with them it raises {_last_line(first)}")
+                notes.append(f"no gradients by the batch: with them it raises {first.summary if first else ''}")
             if answer.said:
                 notes.append(
                     f"what the problem prints is left out ({answer.said.strip().partition(chr(10))[0]!r}, ...)"
@@ -133,18 +134,11 @@ def _first_run(problem: Any, dtype: torch.dtype, seed: int, timeout_s: float) ->
             return runs, answer.facts, notes
         if not _is_about_dtypes(first):
             break
-    raise UserError(f"on one process the problem failed: {_last_line(first)}") from first
+    raise UserError(f"on one process the problem failed: {first.summary if first else ''}") from first
 
 
 def _is_about_dtypes(failure: FailureError | None) -> bool:
     return any(word in str(failure) for word in ("dtype", "Double", "float64", "scalar type"))
-
-
-def _last_line(failure: FailureError | None) -> str:
-    """What was raised, and where."""
-    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
-    frames = [line for line in lines if line.startswith("File ")]
-    return f"{lines[-1]}{f' ({frames[-1]})' if frames else ''}" if lines else "nothing"
 
 
 def _check_deterministic(one: Measured, other: Measured) -> None:
@@ -229,8 +223,8 @@ class _Audit:
         try:
             step, found = smooth_step(runs, truth, own.trial)
         except FailureError as failure:
-            self.notes.append(f"differences of the loss could not be taken: {_last_line(failure)}")
-        self.truth = truth = Truth(**{**vars(truth), "step": step})
+            self.notes.append(f"differences of the loss could not be taken: {failure.summary}")
+        self.truth = truth = replace(truth, step=step)
         if self.facts.has_reference:
             compared = one_process.against_reference(truth)
         elif step is not None:
@@ -238,20 +232,22 @@ class _Audit:
         else:
             self.notes.append("the loss is not smooth enough to check one process's gradient by differences")
             compared = {}
-        self._add(counts, compared, tolerance)
+        found_here = one_process.diagnose(runs, truth, compared, tolerance) if self.diagnose else []
+        if not any(finding.cause is causes.DETACHED for finding in found_here):
+            right = self._add(counts, compared, tolerance)
+            self.by_differences = None if right or self.facts.has_reference else found
+        else:
+            self.truth = truth = replace(truth, detached=True)
+        self.findings += found_here
         unused = [name for name in own.answers[0].missing if not truth.reference.gradients[name].count_nonzero()]
         if unused:
             self.findings.append(Finding(causes.UNUSED, counts, tuple(unused), "grad is None"))
-        if self.diagnose:
-            self.findings += one_process.diagnose(runs, truth, compared, tolerance)
-        if not self.facts.has_reference and any(c.verdict(tolerance) != "exact" for c in compared.values()):
-            self.by_differences = found
         if truth.quiet:  # on several ranks nothing is drawn; neither is in what they are compared with
             trials = [
                 Trial(m.trial.counts, m.trial.rows, m.trial.reference, truth.quiet) for m in (own, truth.reference)
             ]
             new_own, new_reference = runs.measure(trials)
-            self.truth = Truth(**{**vars(truth), "own": new_own, "reference": new_reference})
+            self.truth = replace(truth, own=new_own, reference=new_reference)
 
     def several(self, size: int) -> None:
         """Equal parts, and those that the problem is made for."""
@@ -261,7 +257,7 @@ class _Audit:
                 (measured,) = self.runs.measure([Trial(counts, self.truth.own.trial.rows, quiet=self.truth.quiet)])
             except FailureError as failure:
                 cause = causes.HANGS if failure.hangs else causes.RAISES
-                self.findings.append(Finding(cause, counts, (), str(failure)))
+                self.findings.append(Finding(cause, counts, (), failure.summary))
                 continue
             self.values[counts] = tuple(measured.losses)
             if self.by_differences is not None:
@@ -294,7 +290,8 @@ class _Audit:
 
     def _add(self, counts: tuple[int, ...], compared: dict[str, Comparison], tolerance: float) -> bool:
         """Rows; whether all are exact."""
-        new = [Row(counts, "parameters", group, c, c.verdict(tolerance)) for group, c in compared.items()]
+        scalars = self.truth.scalars
+        new = [Row(counts, "parameters", g, c, c.verdict(tolerance), g in scalars) for g, c in compared.items()]
         self.rows += new
         return all(row.exact for row in new)
 

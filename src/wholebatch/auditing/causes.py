@@ -105,6 +105,13 @@ RANK_ORDER_MIXED = Cause(
     "gather each view for itself and in the same rank order; when views are joined first, rows of rank 0's views come "
     "before rank 1's, not view by view",
 )
+OWN_STATISTICS = Cause(
+    "own-statistics",
+    "something that belongs to the whole batch is computed from each rank's own rows: the loss is right where all "
+    "ranks have the same rows",
+    "take means, variances, normalisations and weights over the rows of all ranks (wholebatch.comm.all_reduce has the "
+    "gradient)",
+)
 ANOTHER_LOSS = Cause(
     "another-loss",
     "the gradient is that of the loss that the ranks compute, but this is not the loss of the whole batch",
@@ -128,8 +135,8 @@ ROWS_REPEATED = Cause(
 NO_GRADIENT = Cause(
     "no-gradient",
     "parameters get no gradient that have one on one process",
-    "look for detach(), no_grad() or .item() on the way; under DDP, parameters must be reached through the wrapped "
-    "model's forward",
+    "look for detach(), no_grad() or .item() on the way; what is not to be trained has requires_grad=False; under DDP, "
+    "parameters must be reached through the wrapped model's forward",
 )
 DROPOUT_NOT_REPLAYED = Cause(
     "dropout-not-replayed",
@@ -155,6 +162,12 @@ NOT_OF_ITS_LOSS = Cause(
 )
 GENERAL = ("not-of-its-loss", "another-loss", "unknown")  # what is said where nothing more is known
 UNKNOWN = Cause("unknown", "the gradient is wrong, and the cause is none of those known here", "see the figures")
+DETACHED = Cause(
+    "detached",
+    "something in the loss is detached: on one process its gradient is not that of its value, which is taken as meant",
+    "if it is not, give reference=, the loss that it should be",
+    wrong=False,
+)
 VALUES_DIFFER = Cause(
     "values-differ",
     "each rank returns a loss of its own; their mean is that of the whole batch",

@@ -94,6 +94,8 @@ def directions(true: Gradients, groups: Mapping[str, Sequence[str]]) -> dict[str
         along = {name: true[name].double() for name in names}
         of_chance, of_along = norm(chance), norm(along)
         mixed = {name: chance[name] / of_chance + (along[name] / of_along if of_along else 0) for name in names}
+        if sum(x.numel() for x in mixed.values()) == 1:  # there is one direction, and its opposite
+            mixed = {name: torch.ones_like(x) for name, x in mixed.items()}
         whole = norm(mixed)
         made[group] = {name: x / whole for name, x in mixed.items()}
     return made

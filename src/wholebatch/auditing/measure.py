@@ -7,6 +7,7 @@ which of its calls got a gradient back.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -120,6 +121,7 @@ class Facts:
     uneven: bool
     empty: bool
     has_reference: bool
+    calls_backward: bool
     has_batch_norm: bool
 
 
@@ -136,6 +138,7 @@ def run_trials(job: Job) -> list[Answer] | Mistake:
     torch.set_num_threads(1)
     recorded: Recording | None = None
     answers = []
+    warnings.simplefilter("ignore")  # they have been seen in training, and come from every rank and trial
     try:
         for trial in job.trials:
             if trial.nudge is None or trial.nudge.rank is not None:
@@ -157,8 +160,6 @@ def _run_trial(job: Job, trial: Trial, communication: AbstractContextManager[Any
         own_parts = sharded_names(problem)
         _share_start(problem, own_parts)
         _quieten(problem.model, trial.quiet)
-        if trial.nudge is not None:
-            _apply(trial.nudge, parameters(problem), job.directions, rank)
         batch, inputs = problem.batch, dict[str, Tensor]()
         if trial.counts != (-1,):
             batch = take(batch, trial.rows[Partition(trial.counts).rows(rank)])
@@ -172,6 +173,8 @@ def _run_trial(job: Job, trial: Trial, communication: AbstractContextManager[Any
             ours = [name.removeprefix("loss.") for name in own_parts]
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(given, ours)
             given = DistributedDataParallel(given)
+        if trial.nudge is not None:  # only now: DDP begins with rank 0's parameters
+            _apply(trial.nudge, parameters(problem), job.directions, rank)
         with communication:
             loss = _evaluate(problem, given, batch, reference=trial.reference, backward=trial.nudge is None)
         drew = not torch.equal(before, torch.get_rng_state())
@@ -181,6 +184,7 @@ def _run_trial(job: Job, trial: Trial, communication: AbstractContextManager[Any
         problem.uneven,
         problem.empty,
         problem.reference is not None,
+        problem.step is not None,
         any(isinstance(module, _BatchNorm) for module in problem.model.modules()),
     )
     if trial.nudge is not None:

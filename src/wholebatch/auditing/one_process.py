@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from . import causes
 from .compare import Comparison, compare, inner, number
-from .differences import CLOSE, derivatives
+from .differences import CLOSE, derivatives, derivatives_within
 from .report import Finding
 from .runs import FailureError, Measured, Runs, Truth
 
@@ -74,10 +74,25 @@ def diagnose(runs: Runs, truth: Truth, compared: dict[str, Comparison], toleranc
         found += finding(cause, [*ratios], f"{n} backward passes, and {n} times the gradient")
     if without:
         found += finding(causes.NO_GRADIENT, without, "their gradient is 0 or None")
-    if not found:
-        figures = ", ".join(f"{g} x {number(r)}" for g, r in ratios.items())
-        found += finding(causes.NOT_OF_ITS_LOSS, wrong, f"along a direction of each group: {figures}")
-    return found
+    if found:
+        return found
+    figures = f"along a direction of each group, {', '.join(f'{g} x {number(r)}' for g, r in ratios.items())}"
+    if answer.facts is not None and (answer.facts.calls_backward or answer.facts.has_reference):
+        return finding(causes.NOT_OF_ITS_LOSS, wrong, figures)
+    if _stops_at_collectives(runs, truth, wrong):
+        return finding(causes.KEY_SIDE_MISSING, wrong, f"what collectives give carries no gradient: {figures}")
+    return finding(causes.DETACHED, wrong, figures)
+
+
+def _stops_at_collectives(runs: Runs, truth: Truth, wrong: list[str]) -> bool:
+    """Whether the gradient is what differences find with everything fixed that collectives give."""
+    if truth.step is None:
+        return False
+    try:
+        within = derivatives_within(runs, truth, truth.own.trial, wrong, truth.step)
+    except FailureError:
+        return False
+    return all(_agrees(runs, truth, inner(truth.own.gradients, truth.directions[g]), within[g]) for g in wrong)
 
 
 def _is_last(own: Measured, wrong: list[str], truth: Truth) -> bool:
@@ -102,9 +117,10 @@ def _right_when_quiet(runs: Runs, truth: Truth, wrong: list[str]) -> bool:
             found = derivatives(runs, truth, trial, wrong, truth.step)
         except FailureError:
             return False
-        return all(
-            abs(inner(measured.gradients, truth.directions[g]) - found[g].item())
-            <= CLOSE[runs.dtype] * max(abs(found[g].item()), 1e-6 * truth.total)
-            for g in wrong
-        )
+        of = measured.gradients
+        return all(_agrees(runs, truth, inner(of, truth.directions[g]), found[g].item()) for g in wrong)
     return False
+
+
+def _agrees(runs: Runs, truth: Truth, gradient: float, difference: float) -> bool:
+    return abs(gradient - difference) <= CLOSE[runs.dtype] * max(abs(difference), 1e-6 * truth.total)

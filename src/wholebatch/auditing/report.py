@@ -21,6 +21,7 @@ class Row:
         name: of the group or input.
         comparison: with one process.
         verdict: "exact", "x 0.5", "wrong direction", "no gradient", "should be 0".
+        scalar: whether it is one number: a temperature, a bias.
     """
 
     counts: tuple[int, ...]
@@ -28,6 +29,7 @@ class Row:
     name: str
     comparison: Comparison
     verdict: str
+    scalar: bool = False
 
     @property
     def exact(self) -> bool:
@@ -136,20 +138,22 @@ def headline(report: Report) -> str:
     if report.exact:
         return "every gradient is that of one process on the whole batch"
     wrong = sum(not row.exact for row in report.rows)
-    named = ", ".join(report.causes) or "cause unknown"
+    named = ", ".join(report.causes) or "cause not looked for"
+    if not wrong:
+        return f"WRONG ({named})"
     return f"WRONG ({named}): {wrong} of {len(report.rows)} gradients are not those of one process on the whole batch"
 
 
 def table(report: Report) -> list[list[str]]:
     """Header and rows, as text."""
-    lines = [["ranks", "rows of each", "gradient of", "ratio", "cosine", "relative error", "verdict"]]
+    lines = [["ranks", "rows", "gradient of", "ratio", "cosine", "error", "verdict"]]
     for row in report.rows:
         compared = row.comparison
         lines.append(
             [
                 str(len(row.counts)),
                 " + ".join(map(str, row.counts)),
-                row.name if row.kind == "parameters" else f"{row.name} (input)",
+                row.name if row.kind == "parameters" else f"input {row.name}",
                 *("" if math.isnan(x) else number(x) for x in (compared.ratio, compared.cosine)),
                 f"{compared.error:.1e}",
                 row.verdict,

@@ -23,6 +23,25 @@ class FailureError(Exception):
         super().__init__(str(error))
         self.hangs = isinstance(error, RankTimeoutError)
 
+    @property
+    def summary(self) -> str:
+        """What was raised first, and where; of ranks that hang, where each is."""
+        if self.hangs:
+            blocks = str(self).split("--- ")[1:]
+            return "; ".join(f"{block.partition(' ')[0]} {block.split()[1]} {_place(block)}" for block in blocks)
+        # Other ranks then lose their connection, and may be heard of first.
+        blocks = [block.partition("failed:\n")[2] for block in str(self).split("--- rank ")[1:]]
+        blocks = [block.strip() for block in blocks if block.strip()] or [str(self)]
+        block = min(blocks, key=lambda block: "onnection" in block.splitlines()[-1])
+        frames = [line.strip() for line in block.splitlines() if line.strip().startswith("File ")]
+        return f"{block.splitlines()[-1].strip()}{f' ({frames[-1]})' if frames else ''}"
+
+
+def _place(block: str) -> str:
+    """The innermost frame outside of torch, of a stack whose innermost frame comes first."""
+    frames = [line.strip() for line in block.splitlines() if line.strip().startswith("File ")]
+    return next((f"is at {frame}" for frame in frames if "/torch/" not in frame), "has ended")
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -111,6 +130,7 @@ class Truth:
         tolerance: of relative errors.
         step: of differences; None if the loss is not smooth enough for any.
         quiet: modules in evaluation mode on several ranks, for what they draw differs between ranks.
+        detached: the gradient is not that of the loss's value, so that differences say nothing about it.
     """
 
     own: Measured
@@ -121,6 +141,7 @@ class Truth:
     tolerance: float
     step: float | None
     quiet: tuple[Quiet, ...]
+    detached: bool = False
 
     @property
     def scalars(self) -> list[str]:

@@ -11,11 +11,13 @@ Three questions, each answered by a measurement:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
+from .._user_error import UserError
 from ..partition import Partition
 from . import causes
 from .causes import Cause
@@ -24,6 +26,7 @@ from .differences import CLOSE, derivatives, derivatives_within
 from .report import Finding
 from .runs import FailureError, Measured, Runs, Truth
 
+_T = TypeVar("_T")
 _EQUAL = 1e-6  # losses, relatively
 
 
@@ -60,7 +63,9 @@ class _Case:
         found = self._batch_statistics()
         if not found and even is not None:
             found = self._unequal_ranks()
-        if not found and self.truth.step is not None:
+        if not found and self.truth.detached:
+            found = self._of_values(alone=False)
+        elif not found and self.truth.step is not None:
             found = self._by_differences()
         return found or [self._finding(causes.UNKNOWN, self.wrong, self._figures())]
 
@@ -155,17 +160,17 @@ class _Case:
         if not alone:
             within = derivatives_within(self.runs, self.truth, trial, wrong, step)
             through = {g: whole[g] - within[g] for g in wrong}
-            figures = ", ".join(f"{g} {number(whole[g])}, of which {number(through[g])}" for g in wrong)
+            most = max(wrong, key=lambda g: abs(through[g]))
             evidence = (
-                f"differences of the ranks' mean loss along a direction of each group: {figures} through what "
-                f"collectives give; the gradient has {', '.join(f'{g} {number(held[g])}' for g in wrong)}"
+                f"along a direction in {most} the ranks' mean loss changes by {number(whole[most])}, "
+                f"{number(through[most])} of it through what collectives give; the gradient has {number(held[most])}"
             )
             if holds(within):
                 cause = causes.GATHER_WITHOUT_GRADIENT if self.replicated else causes.KEY_SIDE_MISSING
-                return [self._finding(cause, wrong, f"{evidence}: nothing of that, {self._ratios()}")]
+                return [self._finding(cause, wrong, f"{evidence}: that is missing")]
             for factor, cause in ((1 / w, causes.GATHER_AVERAGES), (w, causes.GATHER_TIMES_W)):
                 if holds({g: within[g] + factor * through[g] for g in wrong}):
-                    return [self._finding(cause, wrong, f"{evidence}: that times {number(factor)}, {self._ratios()}")]
+                    return [self._finding(cause, wrong, f"{evidence}: that is multiplied by {number(factor)}")]
         for factor, cause in ((w, causes.EVERYTHING_TIMES_W), (1 / w, causes.EVERYTHING_OVER_W)):
             if everything and self._all_ratios(factor):
                 return [self._finding(cause, self.wrong, f"{self._values()}: {self._ratios()}")]
@@ -193,10 +198,7 @@ class _Case:
         if alone and not self.replicated:
             evidence = f"{values}; no rank's loss changes with how another rank's rows are encoded"
             return [self._finding(causes.NOT_GATHERED, self.wrong, evidence)]
-        try:
-            constant, twice, rotated = self._constant(), self._twice(), self._rotated()
-        except FailureError:
-            constant, twice, rotated = False, False, []
+        constant, twice, rotated = _if_it_can(self._constant), _if_it_can(self._twice), _if_it_can(self._rotated)
         if constant and twice and rotated and rotated[0] and not all(rotated):
             evidence = (
                 f"{values}; rank 0's is right, whatever rows it is given, and where all are given its rows all are"
@@ -208,16 +210,20 @@ class _Case:
                 f"{values}; with one and the same row everywhere all are L: as many terms as L has, of other rows"
             )
             return [self._finding(causes.RANK_ORDER_MIXED, self.wrong, evidence)]
+        if twice and not _same(self.mean, self.true_loss):
+            return [self._finding(causes.OWN_STATISTICS, self.wrong, f"{values}; L where all are given the same rows")]
         evidence = f"{values}; the gradient is that of the ranks' mean loss"
         return [self._finding(causes.ANOTHER_LOSS, self.wrong, evidence)]
 
     # Batches that make mistakes of one kind harmless. Each says whether the ranks' losses are then right.
 
-    def _constant(self) -> bool:
-        """One row everywhere: no loss can tell which is which, only how many there are."""
+    def _constant(self) -> bool | None:
+        """One row everywhere: no loss can tell which is which, only how many there are; None if it cannot even that."""
         rows = self.measured.trial.rows
         losses, true = self._losses_of([(rows[0],) * len(rows)])
-        return _same(sum(losses[0]) / self.ranks, true[0])
+        fewer = replace(self.truth.reference.trial, counts=(self.counts[0],), rows=(rows[0],) * self.counts[0])
+        (own,) = self.runs.measure([fewer])
+        return None if _same(own.losses[0], true[0]) else _same(sum(losses[0]) / self.ranks, true[0])
 
     def _twice(self) -> bool:
         """The same rows on all ranks."""
@@ -261,6 +267,14 @@ class _Case:
 
     def _values(self) -> str:
         return f"losses {' and '.join(map(number, self.measured.losses))}, L = {number(self.true_loss)}"
+
+
+def _if_it_can(look: Callable[[], _T]) -> _T | None:
+    """What one finds, or None where the loss cannot be computed of such a batch."""
+    try:
+        return look()
+    except (FailureError, UserError):
+        return None
 
 
 def _same(a: float, b: float) -> bool:

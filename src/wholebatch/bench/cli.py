@@ -17,13 +17,14 @@ import torch.distributed as dist
 import tyro
 
 import wholebatch as wb
+from wholebatch._peers import version
 from wholebatch._user_error import UserError
 from wholebatch.comm import Communicator
 from wholebatch.comm.select import MPI_SIZES
 from wholebatch.testing import RankError, run_ranks
 
 from . import gather, gather_display, loss, loss_display, records
-from .peers import PEERS, version
+from .peers import PEERS
 
 
 @dataclass(frozen=True)

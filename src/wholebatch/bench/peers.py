@@ -5,14 +5,13 @@ A peer is built for the losses that it has, as its documentation tells a user of
 
 from __future__ import annotations
 
-import importlib.metadata
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from wholebatch._peers import declare_torchvision_operators
 from wholebatch.comm import Communicator
 
 PairLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # two towers, scale, bias
@@ -26,14 +25,6 @@ class Peer:
     label: str
     build: Callable[[Communicator, float], PairLoss]  # from the ranks and the value of the scale
     on_ranks: bool = True  # whether it is made for several
-
-
-def version(package: str) -> str | None:
-    """The installed version of a package; None if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _open_clip(comm: Communicator, _scale: float) -> PairLoss:
@@ -90,23 +81,3 @@ PEERS: dict[str, tuple[Peer, ...]] = {
     ),
     "siglip": (Peer("open_clip_torch", "open_clip SigLipLoss", _open_clip_siglip),),
 }
-
-
-_LIBRARIES: list[torch.library.Library] = []  # what they declare lasts as long as they do
-
-
-def declare_torchvision_operators() -> None:
-    """Let torchvision be imported beside a CPU build of torch, which its compiled operators do not fit.
-
-    Three peers import torchvision for their models. It refuses to load without the operators that it describes; the
-    losses never call them.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            import torchvision  # noqa: F401
-        except RuntimeError:
-            library = torch.library.Library("torchvision", "DEF")
-            for name in ("nms", "qnms"):
-                library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            _LIBRARIES.append(library)

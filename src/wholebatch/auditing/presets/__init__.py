@@ -1,0 +1,55 @@
+"""Problems that are audited by name: what people run, as they run it.
+
+A preset is a module with SETTINGS, a problem for each. Encoders are small, batches too; the losses, and where a library
+has one, its training loop, are the installed library's own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+
+from ..._peers import version
+from ..._user_error import UserError
+from ..problem import Problem
+
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "recipes": (),
+    "open_clip": ("open_clip_torch",),
+    "sentence_transformers": ("sentence-transformers",),
+    "lightly": ("lightly",),
+    "pml": ("pytorch-metric-learning",),
+    "wholebatch": (),
+}
+_MODULES = {"pml": "pytorch_metric_learning", "wholebatch": "own"}
+
+
+def settings(name: str) -> Mapping[str, Callable[[], Problem]]:
+    """A preset's problems, by setting.
+
+    Raises:
+        UserError: if there is no such preset, or its packages are not installed.
+    """
+    if name not in PACKAGES:
+        raise UserError(f"there is no preset {name!r}; choose one of: {', '.join(PACKAGES)}")
+    missing = [package for package in PACKAGES[name] if version(package) is None]
+    if missing:
+        raise UserError(f"preset {name!r} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    found: Mapping[str, Callable[[], Problem]] = importlib.import_module(module_name(name)).SETTINGS
+    return found
+
+
+def versions(name: str) -> dict[str, str]:
+    """Of a preset's packages, as far as they are installed."""
+    found = {package: version(package) for package in PACKAGES[name]}
+    return {package: of for package, of in found.items() if of is not None}
+
+
+def installed() -> list[str]:
+    """The presets whose packages are there."""
+    return [name for name, packages in PACKAGES.items() if len(versions(name)) == len(packages)]
+
+
+def module_name(name: str) -> str:
+    """Of a preset."""
+    return f"{__name__}.{_MODULES.get(name, name)}"

@@ -1,0 +1,80 @@
+"""Small encoders and batches for presets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from ..problem import Engine, Problem
+
+ROWS, IN, OUT = 12, 6, 5
+
+
+def mlp(width: int = IN) -> nn.Sequential:
+    """A network with one hidden layer."""
+    return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, OUT))
+
+
+class TwoTowers(nn.Module):
+    """Images and texts to features of norm 1, and a learned scale; with a bias on request."""
+
+    def __init__(self, *, bias: bool = False) -> None:
+        super().__init__()
+        self.image, self.text = mlp(), mlp()
+        self.logit_scale = nn.Parameter(torch.tensor(1.5))
+        self.logit_bias = nn.Parameter(torch.tensor(-1.0)) if bias else None
+
+    def forward(self, images: Tensor, texts: Tensor) -> tuple[Tensor, ...]:
+        """(b, IN), (b, IN) -> 2 of (b, OUT), scale, and the bias if there is one."""
+        features = (normalize(self.image(images), dim=1), normalize(self.text(texts), dim=1))
+        rest = () if self.logit_bias is None else (self.logit_bias,)
+        return *features, self.logit_scale.exp(), *rest
+
+
+class OneTower(nn.Module):
+    """Both views through one encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = mlp()
+
+    def forward(self, *views: Tensor) -> tuple[Tensor, ...]:
+        """Of (b, IN) each, in one pass: each (b, OUT)."""
+        found: tuple[Tensor, ...] = self.encoder(torch.cat(views)).chunk(len(views))
+        return found
+
+
+def two_towers(loss: Callable[..., Tensor], *, bias: bool = False, engine: Engine = "ddp", **options: Any) -> Problem:
+    """Of a loss of image features, text features, scale and perhaps bias."""
+
+    def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return loss(*model(batch["images"], batch["texts"]))
+
+    batch = {"images": torch.randn(ROWS, IN), "texts": torch.randn(ROWS, IN)}
+    return Problem(TwoTowers(bias=bias), batch, of_rank, engine=engine, **options)
+
+
+def two_views(loss: Callable[..., Tensor], *, engine: Engine = "ddp", **options: Any) -> Problem:
+    """Of a loss of two views of the same examples."""
+
+    def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return loss(*model(batch["view_0"], batch["view_1"]))
+
+    view = torch.randn(ROWS, IN)
+    batch = {"view_0": view, "view_1": view + 0.3 * torch.randn(ROWS, IN)}
+    return Problem(OneTower(), batch, of_rank, engine=engine, **options)
+
+
+def labelled(loss: Callable[..., Tensor], *, engine: Engine = "ddp", classes: int = 3, **options: Any) -> Problem:
+    """Of a loss of features and labels."""
+
+    def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        (features,) = model(batch["images"])
+        return loss(features, batch["labels"])
+
+    batch = {"images": torch.randn(ROWS, IN), "labels": torch.arange(ROWS) % classes}
+    return Problem(OneTower(), batch, of_rank, engine=engine, **options)

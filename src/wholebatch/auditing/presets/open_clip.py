@@ -1,0 +1,129 @@
+"""open_clip: its model, its losses, and its training loop, which also accumulates."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import wholebatch as wb
+
+from ..._peers import declare_torchvision_operators
+from ..problem import Problem
+
+declare_torchvision_operators()
+import open_clip  # noqa: E402
+from open_clip.loss import ClipLoss, SigLipLoss  # noqa: E402
+from open_clip_train.train import train_one_epoch  # noqa: E402
+
+_ROWS, _WORDS, _LENGTH, _PIXELS = 24, 32, 5, 8
+
+
+class _Data:
+    """A rank's batch, in parts for accumulation, as open_clip's loop wants it."""
+
+    def __init__(self, images: Tensor, texts: Tensor, parts: int) -> None:
+        self._parts = [*zip(images.chunk(parts), texts.chunk(parts), strict=True)]
+        self.num_batches, self.num_samples = parts, len(images)
+
+    @property
+    def dataloader(self) -> _Data:
+        """What is iterated over."""
+        return self
+
+    def set_epoch(self, _epoch: int) -> None:
+        """There is one."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(self._parts)
+
+
+def _train_step(loss: nn.Module, steps: int, model: nn.Module, batch: Mapping[str, Tensor]) -> float:
+    """open_clip's `train_one_epoch` on one batch, with an optimiser that leaves the parameters alone."""
+    values: list[float] = []
+
+    def remembered(*args: Any, **kwargs: Any) -> Any:
+        found = loss(*args, **kwargs)
+        values.append(sum(x.item() for x in found.values()))
+        return found
+
+    args = SimpleNamespace(
+        device="cpu",
+        precision="fp32",
+        distill=False,
+        accum_freq=steps,
+        skip_scheduler=True,
+        horovod=False,
+        grad_clip_norm=None,
+        log_every_n_steps=1,
+        rank=dist.get_rank(),
+        local_rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        batch_size=len(batch["images"]) // steps,
+        wandb=False,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    data = {"train": _Data(batch["images"], batch["texts"], steps)}
+    logging.disable(logging.INFO)
+    try:
+        train_one_epoch(model, data, remembered, 0, optimizer, None, None, None, args)
+    finally:
+        logging.disable(logging.NOTSET)
+    return values[-1]
+
+
+def _model(*, bias: bool) -> nn.Module:
+    return open_clip.CLIP(
+        8,
+        {"layers": 1, "width": 8, "head_width": 4, "patch_size": 4, "image_size": _PIXELS},
+        {"context_length": _LENGTH, "vocab_size": _WORDS, "width": 8, "heads": 2, "layers": 1},
+        init_logit_scale=math.log(10.0),
+        init_logit_bias=-2.0 if bias else None,
+        output_dict=True,
+    )
+
+
+def _problem(build: Callable[..., nn.Module], reference: Callable[..., Tensor], steps: int, *, bias: bool) -> Problem:
+    loss = build(rank=dist.get_rank(), world_size=dist.get_world_size())
+    batch = {
+        "images": torch.randn(_ROWS, 3, _PIXELS, _PIXELS),
+        "texts": torch.randint(1, _WORDS, (_ROWS, _LENGTH)),
+    }
+
+    def of_whole_batch(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        out = model(batch["images"], batch["texts"])
+        return reference(*out.values())
+
+    return Problem(
+        _model(bias=bias), batch, step=partial(_train_step, loss, steps), reference=of_whole_batch, engine="ddp"
+    )
+
+
+def _clip(steps: int = 1, **flags: bool) -> Problem:
+    return _problem(partial(ClipLoss, **flags), wb.reference.clip_loss, steps, bias=False)
+
+
+def _siglip(dist_impl: str) -> Problem:
+    return _problem(partial(SigLipLoss, dist_impl=dist_impl), wb.reference.siglip_loss, 1, bias=True)
+
+
+_EXACT: Sequence[str] = ("local_loss", "gather_with_grad")
+SETTINGS: dict[str, Callable[[], Problem]] = {
+    "ClipLoss, default flags": _clip,
+    "ClipLoss, --local-loss": partial(_clip, local_loss=True),
+    "ClipLoss, --gather-with-grad": partial(_clip, gather_with_grad=True),
+    "ClipLoss, --local-loss --gather-with-grad": partial(_clip, **dict.fromkeys(_EXACT, True)),
+    "the same, --accum-freq 2": partial(_clip, 2, **dict.fromkeys(_EXACT, True)),
+    "the same, --accum-freq 4": partial(_clip, 4, **dict.fromkeys(_EXACT, True)),
+    "SigLipLoss, bidir": partial(_siglip, "bidir"),
+    "SigLipLoss, shift": partial(_siglip, "shift"),
+    "SigLipLoss, reduce": partial(_siglip, "reduce"),
+    "SigLipLoss, gather": partial(_siglip, "gather"),
+}

@@ -1,0 +1,55 @@
+"""sentence-transformers: its in-batch losses, plain and cached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._peers import declare_torchvision_operators
+from ..problem import Problem
+from .encoders import IN, ROWS, mlp
+
+declare_torchvision_operators()
+from sentence_transformers import losses  # noqa: E402
+
+
+class _Encoder(nn.Module):
+    """What these losses call: features of tokens in, an embedding beside them out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = mlp()
+
+    def __getitem__(self, at: int) -> nn.Module:
+        return self.encoder[at]  # a loss looks at the first module, whether it can be given parts of a batch
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        """{"sentence_embedding": (b, OUT)}, of {"input_ids": (b, IN)}."""
+        return {**features, "sentence_embedding": self.encoder(features["input_ids"])}
+
+
+def _ranking(loss: str, **options: Any) -> Problem:
+    def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        columns = [{"input_ids": batch[name]} for name in ("anchor", "positive", "negative")]
+        made = getattr(losses, loss)(getattr(model, "module", model), **options)
+        made.model = model  # as the trainer does with what it has wrapped
+        found: Tensor = made(columns, None)
+        return found
+
+    batch = {name: torch.randn(ROWS, IN) for name in ("anchor", "positive", "negative")}
+    return Problem(_Encoder(), batch, of_rank, engine="ddp")
+
+
+_PLAIN, _CACHED = "MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss"
+_BOTH = ("query_to_doc", "doc_to_query")
+SETTINGS: dict[str, Callable[[], Problem]] = {
+    f"{_PLAIN}, default": partial(_ranking, _PLAIN),
+    f"{_PLAIN}, gather_across_devices=True": partial(_ranking, _PLAIN, gather_across_devices=True),
+    "the same, both directions": partial(_ranking, _PLAIN, gather_across_devices=True, directions=_BOTH),
+    f"{_CACHED}, default": partial(_ranking, _CACHED, mini_batch_size=2),
+    f"{_CACHED}, gather_across_devices=True": partial(_ranking, _CACHED, mini_batch_size=2, gather_across_devices=True),
+}

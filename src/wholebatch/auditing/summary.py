@@ -1,0 +1,68 @@
+"""A report in a line: what encoders get, what the temperature gets, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .compare import number
+from .report import Report, Row
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Of one report.
+
+    Args:
+        setting: its name.
+        encoders: what groups of many parameters get.
+        scalars: what groups of one get: temperatures, biases.
+        causes: names of what is wrong; "" if nothing is.
+        exact: whether all is right.
+    """
+
+    setting: str
+    encoders: str
+    scalars: str
+    causes: str
+    exact: bool
+
+
+def summarise(report: Report) -> Summary:
+    """One line for all numbers of ranks."""
+    of_parameters = [row for row in report.rows if row.kind == "parameters"]
+    scalars = [row for row in of_parameters if row.scalar]
+    encoders = [row for row in of_parameters if not row.scalar]
+    return Summary(report.problem, _in_words(encoders), _in_words(scalars), ", ".join(report.causes), report.exact)
+
+
+def markdown(summaries: Sequence[tuple[str, Summary]]) -> str:
+    """A table of libraries and their settings."""
+    lines = ["| | encoders | temperature | why |", "|---|---|---|---|"]
+    library = None
+    for of, summary in summaries:
+        if of != library:
+            lines.append(f"| **{of}** | | | |")
+            library = of
+        cells = (summary.setting, summary.encoders, summary.scalars, summary.causes)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def _in_words(rows: Sequence[Row]) -> str:
+    """exact; 1/W; W; x 2; wrong direction."""
+    if not rows:
+        return "-"
+    wrong = [row for row in rows if not row.exact]
+    if not wrong:
+        return "exact"
+    if all(row.verdict.startswith("x ") for row in wrong):
+        ratios = [(len(row.counts), row.comparison.ratio) for row in wrong]
+        for words, factor in (("1/W", lambda w: 1 / w), ("x W", lambda w: w)):
+            if all(w > 1 and abs(ratio / factor(w) - 1) < 1e-3 for w, ratio in ratios):
+                return words
+        return ", ".join(dict.fromkeys(f"x {number(ratio)}" for _, ratio in ratios))
+    if all(row.verdict == "no gradient" for row in wrong):
+        return "no gradient"
+    cosines = sorted(row.comparison.cosine for row in wrong if row.comparison.cosine == row.comparison.cosine)
+    return f"wrong direction, cosine from {cosines[0]:.2f}" if cosines else "wrong"

@@ -1,0 +1,335 @@
+"""The audit: right problems pass, each planted mistake is found and named, mistakes of the user's are said clearly."""
+
+import json
+import math
+import multiprocessing.forkserver
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import audit_problems
+import pytest
+import torch
+
+import wholebatch as wb
+from wholebatch.__main__ import main
+from wholebatch.auditing import presets
+from wholebatch.auditing.summary import markdown, summarise
+from wholebatch.testing import assert_exact
+
+RIGHT = [name for name in vars(audit_problems) if name.startswith("right_")]
+# What is planted, and what it should be called.
+PLANTED = {
+    "everything_times_w": "everything-times-w",
+    "everything_times_w_sum": "everything-times-w",
+    "everything_over_w": "everything-over-w",
+    "gather_without_gradient": "gather-without-gradient",
+    "key_side_missing": "key-side-missing",
+    "key_side_missing_own": "key-side-missing",
+    "key_side_missing_everywhere": "key-side-missing",
+    "gather_averages": "gather-averages",
+    "gather_averages_all": "gather-averages",
+    "gather_times_w": "gather-times-w",
+    "scale_times_w": "scale-times-w",
+    "scale_over_w": "scale-over-w",
+    "scale_times_steps": "scale-times-steps",
+    "scale_times_steps_reference": "scale-times-steps",
+    "everything_times_steps": "everything-times-steps",
+    "not_gathered": "not-gathered",
+    "labels_not_offset": "labels-not-offset",
+    "rank_order_mixed": "rank-order-mixed",
+    "views_interleaved": "rank-order-mixed",
+    "own_statistics": "own-statistics",
+    "another_loss": "another-loss",
+    "no_gradient": "no-gradient",
+    "no_gradient_anywhere": "no-gradient",
+    "batch_statistics": "batch-statistics",
+    "ranks_count_alike": "ranks-count-alike",
+    "rows_dropped": "rows-dropped",
+    "rows_repeated": "rows-repeated",
+    "dropout_not_replayed": "dropout-not-replayed",
+    "last_chunk_only": "last-chunk-only",
+    "last_chunk_only_overwritten": "last-chunk-only",
+    "raises_on_ranks": "raises",
+}
+
+
+def problem(name):
+    return getattr(audit_problems, name)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_right_passes(name):
+    report = wb.audit(problem(name), (1, 2, 3, 4))
+    assert report.exact, report
+    assert not report.causes
+    # Not by looking away: every group, on every number of ranks.
+    groups = {row.name for row in report.rows if row.kind == "parameters"}
+    assert {"image", "text", "log_scale"} <= groups
+    for size in (1, 2, 3, 4):
+        assert {row.name for row in report.rows if len(row.counts) == size} >= groups
+
+
+@pytest.mark.parametrize(("name", "cause"), PLANTED.items(), ids=PLANTED)
+def test_what_is_wrong_is_named(name, cause):
+    report = wb.audit(problem(name))
+    assert report.causes == (cause,), report
+    assert not report.exact
+    finding = next(finding for finding in report.findings if finding.cause.name == cause)
+    assert finding.cause.fix
+    assert finding.evidence
+
+
+@pytest.mark.parametrize("name", ["values_differ", "detached", "unused"])
+def test_what_is_worth_knowing_is_said_and_is_not_wrong(name):
+    report = wb.audit(problem(name))
+    assert report.exact, report
+    assert name.replace("_", "-") in [finding.cause.name for finding in report.findings]
+
+
+@pytest.mark.parametrize("setting", presets.settings("wholebatch"))
+def test_no_false_alarm_about_what_this_library_does(setting):
+    report = wb.audit(presets.settings("wholebatch")[setting], (1, 2, 3, 4))
+    assert report.exact, report
+    uneven = {row.counts for row in report.rows if len(set(row.counts)) > 1}
+    assert any(0 in counts for counts in uneven)
+    assert any(0 not in counts for counts in uneven)
+    assert all(row.comparison.error < 1e-9 for row in report.rows if len(row.counts) > 1)
+
+
+# What the figures are, where they are known.
+def test_ratios_are_those_of_the_algebra():
+    report = wb.audit(audit_problems.gather_without_gradient, (2, 4))
+    for size in (2, 4):
+        counts = (12 // size,) * size
+        for group in ("image", "text", "images", "texts"):
+            row = report.row(group, counts)
+            assert math.isclose(row.comparison.ratio, 1 / size, rel_tol=1e-9)
+            assert math.isclose(row.comparison.cosine, 1, rel_tol=1e-9)
+            assert row.verdict == f"x {1 / size}"
+        assert report.row("log_scale", counts).exact
+    wrong = wb.audit(audit_problems.key_side_missing, (2,)).row("image", (6, 6))
+    assert wrong.comparison.cosine < 0.99
+    assert wrong.verdict == "wrong direction"
+
+
+def test_the_gradient_of_a_wrong_recipe_is_the_one_that_is_reported():
+    """Key side missing: by hand, each rank's own rows against the others' features held constant."""
+    torch.manual_seed(0)
+    planted = audit_problems.key_side_missing()
+    model = planted.model.double()
+    images, texts = (x.double() for x in planted.batch.values())
+    true = torch.autograd.grad(audit_problems.clip(*model(images, texts)), list(model.image.parameters()))
+    parts = [slice(0, 6), slice(6, 12)]
+    losses = []
+    for own in parts:
+        x, y, scale = model(images[own], texts[own])
+        all_x, all_y, _ = (z.detach() for z in model(images, texts))
+        labels = torch.arange(own.start, own.stop)
+        ce = torch.nn.functional.cross_entropy
+        losses.append((ce(scale * x @ all_y.T, labels) + ce(scale * y @ all_x.T, labels)) / 2)
+    wrong = torch.autograd.grad(sum(losses) / 2, list(model.image.parameters()))
+    g, t = (torch.cat([x.flatten() for x in of]) for of in (wrong, true))
+    row = wb.audit(audit_problems.key_side_missing, (2,)).row("image", (6, 6))
+    assert math.isclose(row.comparison.ratio, (g @ t / (t @ t)).item(), rel_tol=1e-9)
+    assert math.isclose(row.comparison.error, ((g - t).norm() / t.norm()).item(), rel_tol=1e-9)
+
+
+@pytest.mark.parametrize("rank_count", [2, 3])
+def test_recipes(rank_count):
+    found = {
+        setting: summarise(wb.audit(of, (1, rank_count), name=setting))
+        for setting, of in presets.settings("recipes").items()
+    }
+    nothing, whole, times_w, local, summed, averaged, ours = found.values()
+    assert nothing.causes == "not-gathered"
+    assert (whole.encoders, whole.scalars, whole.causes) == ("1/W", "exact", "gather-without-gradient")
+    assert (times_w.encoders, times_w.scalars, times_w.causes) == ("exact", "x W", "scale-times-w")
+    assert local.encoders.startswith("wrong direction")
+    assert (local.scalars, local.causes) == ("exact", "key-side-missing")
+    assert (averaged.encoders, averaged.scalars, averaged.causes) == ("1/W", "exact", "gather-averages")
+    assert (summed.exact, ours.exact) == (True, True)
+    assert (
+        markdown([("recipes", times_w)]).splitlines()[-1]
+        == "| the same, the loss times W | exact | x W | scale-times-w |"
+    )
+
+
+def test_where_a_model_wants_float32_it_gets_it():
+    report = wb.audit(audit_problems.only_float32)
+    assert report.exact, report
+    assert report.dtype == "float32"
+    assert any("float32" in note for note in report.notes)
+    # and what is wrong is wrong there, too
+    assert wb.audit(audit_problems.gather_without_gradient, dtype=torch.float32).causes == ("gather-without-gradient",)
+    assert wb.audit(audit_problems.scale_times_steps, dtype=torch.float32).causes == ("scale-times-steps",)
+
+
+def test_what_is_printed_is_left_out_and_said(capfd):
+    report = wb.audit(audit_problems.prints, (1, 2))
+    assert report.exact
+    assert any("loading the data set" in note for note in report.notes)
+    assert capfd.readouterr().out == ""
+
+
+def test_rows_that_cannot_be_split_evenly_are_left_out():
+    report = wb.audit(audit_problems.thirteen_rows)
+    assert any("first 12 of 13 rows" in note for note in report.notes)
+    assert {sum(row.counts) for row in report.rows} == {12}
+
+
+MISTAKES = {
+    "not_deterministic": "two runs of one process differ",
+    "needs_cuda": "the factory asks for a GPU",
+    "exits": r"left by exit\(3\)",
+    "dies": "exit code 7",
+    "half": "torch.bfloat16, whose rounding would hide",
+    "two_things": r"must be a function .* returns wholebatch.Problem\(model, batch, loss\).* it returned tuple",
+    "uneven_rows": r"must have the same rows, got \{'images': 4, 'texts': 5\}",
+    "few_rows": "cannot be split evenly over 1, 2 and 3 ranks: give it a multiple of 6 rows",
+    "raises": r"KeyError: 'no such thing' \(File .*audit_problems.py",
+    "no_loss": "has no gradient; if it calls backward",
+    "drawn_everywhere": "draws random numbers, in evaluation mode, too",
+    "no_rows": "must hold tensors, or lists, with a row for each example",
+    "no_parameters": "no parameters that need a gradient",
+    "both": "one of the two",
+    "wrong_engine": "must be one of mean, sum, ddp, none; got 'fsdp'",
+    "not_a_module": "must be a torch.nn.Module, got dict",
+    "a_matrix": r"a tensor of one number; got shape \(12, 12\)",
+    "not_finite": "the loss is nan",
+    "no_gradient_at_all": "the norm of the whole gradient is 0.0",
+}
+
+
+@pytest.mark.parametrize(("name", "message"), MISTAKES.items(), ids=MISTAKES)
+def test_mistakes_are_said(name, message):
+    with pytest.raises(ValueError, match=message):
+        wb.audit(problem(name))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nowhere.at_all:problem",), "there is no module 'nowhere.at_all' here"),
+        (("audit_problems",), "as MODULE:FUNCTION"),
+        (("audit_problems:missing",), "has no 'missing'; it defines .*right_local"),
+        (("audit_problems:ROWS",), "must be a function .*; got int"),
+        ((audit_problems.right_local(),), "is a Problem: give the function"),
+        ((3,), "got int"),
+        ((audit_problems.right_local, ()), "world_sizes must be numbers of ranks"),
+        ((audit_problems.right_local, (0,)), "world_sizes must be numbers of ranks"),
+    ],
+)
+def test_arguments_that_are_not_what_they_should_be(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        wb.audit(*arguments)
+    with pytest.raises(ValueError, match="dtype must be"):
+        wb.audit(audit_problems.right_local, dtype=torch.float16)
+    with pytest.raises(ValueError, match="tolerance must be"):
+        wb.audit(audit_problems.right_local, tolerance=2.0)
+
+
+def test_a_module_that_cannot_be_imported(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "leaves.py").write_text("raise SystemExit(4)")
+    (tmp_path / "needs.py").write_text("import surely_not_installed")
+    (tmp_path / "broken.py").write_text("def f(:")
+    for module, message in (
+        ("leaves", "cannot be imported: SystemExit: 4"),
+        ("needs", "cannot be imported: it needs 'surely_not_installed'"),
+        ("broken", "cannot be imported: SyntaxError"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wb.audit(f"{module}:f")
+
+
+def children_of_server():
+    """Processes that the server of `run_ranks` has started and that are still there."""
+    server = multiprocessing.forkserver._forkserver._forkserver_pid
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = stat.read_text().rpartition(")")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        state, parent = rest.split()[:2]
+        if int(parent) == server and state != "Z":
+            found.append(name)
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes as Linux shows them")
+def test_no_process_is_left_behind():
+    report = wb.audit(audit_problems.hangs, (1, 2), timeout_s=5)
+    assert report.causes == ("hangs",)
+    (finding,) = report.findings
+    assert "rank 1 is at" in finding.evidence
+    assert "in loss" in finding.evidence
+    for name in ("dies", "raises_on_ranks", "exits"):
+        try:
+            wb.audit(problem(name), (1, 2))
+        except ValueError:
+            assert name != "raises_on_ranks"
+    deadline = time.monotonic() + 10
+    while children_of_server() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not children_of_server()
+
+
+def test_assert_exact():
+    assert_exact(audit_problems.right_local, (1, 2))
+    with pytest.raises(AssertionError, match=r"scale-times-w: .*\n.*seen on 2 ranks .6 \+ 6., log_scale"):
+        assert_exact(audit_problems.scale_times_w, (1, 2))
+
+
+def test_a_problem_made_by_a_partial_or_a_lambda():
+    assert wb.audit(partial(audit_problems.problem, wb.CLIPLoss(), rows=6), (1, 2)).exact
+    assert wb.audit(lambda: audit_problems.problem(wb.CLIPLoss(), rows=6), (1, 2)).exact
+
+
+# The command line.
+def test_exit_codes(capsys, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parent)
+    assert main(["audit", "audit_problems:right_local", "--ranks", "1", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "every gradient is that of one process" in out
+    assert "values-differ" in out
+    assert main(["audit", "audit_problems:scale_times_w", "--ranks", "1", "2", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["causes"] == ["scale-times-w"]
+    assert report["exact"] is False
+    (row,) = (row for row in report["rows"] if row["name"] == "log_scale" and row["counts"] == [6, 6])
+    assert math.isclose(row["ratio"], 2)
+    assert main(["audit", "audit_problems:needs_cuda"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("wholebatch audit: error: the factory asks for a GPU")
+    assert len(captured.err.splitlines()) == 1
+    for arguments, message in (
+        ([], "name a problem"),
+        (["audit_problems:right_local", "--preset", "recipes"], "one of the two"),
+        (["--preset", "openclip"], "there is no preset 'openclip'; choose one of: recipes, open_clip"),
+        (["--preset", "recipes", "--setting", "nothing like it"], "has 'nothing like it' in its name"),
+        (["audit_problems:right_local", "--markdown"], "--markdown is of presets"),
+    ):
+        assert main(["audit", *arguments]) == 2
+        assert message in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    completed = subprocess.run(
+        [sys.executable, "-m", "wholebatch", "audit", "audit_problems:right_local"],
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert completed.returncode == 2
+    assert "run it without torchrun" in completed.stderr
+
+
+def test_a_preset_in_a_table_in_markdown_and_in_full(capsys):
+    assert main(["audit", "--preset", "recipes", "--setting", "ED4CT", "--ranks", "1", "2"]) == 0
+    assert "input images" in capsys.readouterr().out
+    assert main(["audit", "--preset", "recipes", "--ranks", "2", "--setting", "times W", "--markdown"]) == 1
+    assert "| the same, the loss times W | exact | x W | scale-times-w |" in capsys.readouterr().out
