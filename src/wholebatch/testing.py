@@ -29,11 +29,9 @@ import torch.distributed as dist
 
 __all__ = ["RankError", "RankTimeoutError", "assert_exact", "preload", "run_ranks"]
 
+_PRELOADED = "WHOLEBATCH_PRELOAD"  # read by `wholebatch._preload`
 _GRACE_S = 5.0  # how long the other ranks may take to notice that one has failed
 _STACK_SIGNAL = getattr(signal, "SIGUSR1", None)  # asks a rank where it is; not on Windows
-
-
-_PRELOADED = ["torch", "torch.nn.parallel", __name__]
 
 
 class RankError(RuntimeError):
@@ -109,7 +107,8 @@ def preload(*modules: str) -> None:
 
     They must not compute anything when they are imported.
     """
-    _PRELOADED.extend(module for module in modules if module not in _PRELOADED)
+    before = os.environ.get(_PRELOADED, "").split(",")
+    os.environ[_PRELOADED] = ",".join(dict.fromkeys(name for name in (*before, *modules) if name))
 
 
 def run_processes(
@@ -159,7 +158,7 @@ def _context() -> Any:
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
     if "forkserver" in methods:
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload(["torch", "torch.nn.parallel", __name__, "wholebatch._preload"])
     return context
 
 

@@ -72,8 +72,10 @@ def audit(
     _check(world_sizes, dtype, tolerance, timeout_s)
     with unheard():
         checked_factory(problem)
-    runs, facts, notes = _first_run(problem, dtype, seed, timeout_s)
-    truth, more = _truth(runs, facts, world_sizes, tolerance or _TOLERANCES[runs.dtype])
+    runs, own, reference, notes = _first_run(problem, dtype, seed, timeout_s)
+    facts = own.answers[0].facts
+    assert facts is not None
+    truth, more = _truth(runs, facts, own, reference, world_sizes, tolerance or _TOLERANCES[runs.dtype])
     notes += more
     made = _Audit(runs, facts, truth, diagnose=diagnose)
     made.one_process()
@@ -104,8 +106,10 @@ def _check(world_sizes: Sequence[int], dtype: torch.dtype, tolerance: float | No
         raise UserError(f"timeout_s must be a positive number of seconds, got {timeout_s!r}")
 
 
-def _first_run(problem: Any, dtype: torch.dtype, seed: int, timeout_s: float) -> tuple[Runs, Facts, list[str]]:
-    """The way in which the problem can be run on one process, twice, with the same outcome.
+def _first_run(
+    problem: Any, dtype: torch.dtype, seed: int, timeout_s: float
+) -> tuple[Runs, Measured, Measured, list[str]]:
+    """The way in which the problem can be run on one process, twice, with the same outcome; and that of its reference.
 
     Raises:
         UserError: if there is none.
@@ -115,13 +119,12 @@ def _first_run(problem: Any, dtype: torch.dtype, seed: int, timeout_s: float) ->
         for inputs in (True, False):
             runs = Runs(problem, of, seed, timeout_s, inputs)
             try:
-                one, other = runs.measure([_WHOLE, _WHOLE])
+                one, other, reference = runs.measure([_WHOLE, _WHOLE, replace(_WHOLE, reference=True)])
             except FailureError as failure:
                 first = first or failure
                 continue
             _check_deterministic(one, other)
             answer = one.answers[0]
-            assert answer.facts is not None
             notes = []
             if of != dtype:
                 notes.append(f"computed in float32: in float64 it raises {first.summary if first else ''}")
@@ -131,7 +134,7 @@ def _first_run(problem: Any, dtype: torch.dtype, seed: int, timeout_s: float) ->
                 notes.append(
                     f"what the problem prints is left out ({answer.said.strip().partition(chr(10))[0]!r}, ...)"
                 )
-            return runs, answer.facts, notes
+            return runs, one, reference, notes
         if not _is_about_dtypes(first):
             break
     raise UserError(f"on one process the problem failed: {first.summary if first else ''}") from first
@@ -153,7 +156,9 @@ def _check_deterministic(one: Measured, other: Measured) -> None:
         )
 
 
-def _truth(runs: Runs, facts: Facts, world_sizes: Sequence[int], tolerance: float) -> tuple[Truth, list[str]]:
+def _truth(
+    runs: Runs, facts: Facts, own: Measured, reference: Measured, world_sizes: Sequence[int], tolerance: float
+) -> tuple[Truth, list[str]]:
     """What one process finds, for the rows that all splits have."""
     notes, rows = [], facts.rows
     if not facts.uneven:
@@ -169,9 +174,10 @@ def _truth(runs: Runs, facts: Facts, world_sizes: Sequence[int], tolerance: floa
     elif rows < max(world_sizes):
         raise UserError(f"a batch of {rows} rows cannot be split over {max(world_sizes)} ranks: give it more rows")
     whole = Trial((rows,), tuple(range(rows)))
-    trials = [whole, Trial(whole.counts, whole.rows, reference=True)] if facts.has_reference else [whole]
-    own, *references = runs.measure(trials)
-    reference = references[0] if references else own
+    if rows == facts.rows:
+        own, reference = replace(own, trial=whole), replace(reference, trial=replace(whole, reference=True))
+    else:
+        own, reference = runs.measure([whole, replace(whole, reference=True)])
     total = norm(reference.gradients)
     if not total or not math.isfinite(total):
         raise UserError(
@@ -252,13 +258,10 @@ class _Audit:
     def several(self, size: int) -> None:
         """Equal parts, and those that the problem is made for."""
         even: Measured | None = None
-        for counts in splits(len(self.truth.own.trial.rows), size, uneven=self.facts.uneven, empty=self.facts.empty):
-            try:
-                (measured,) = self.runs.measure([Trial(counts, self.truth.own.trial.rows, quiet=self.truth.quiet)])
-            except FailureError as failure:
-                cause = causes.HANGS if failure.hangs else causes.RAISES
-                self.findings.append(Finding(cause, counts, (), failure.summary))
-                continue
+        rows = self.truth.own.trial.rows
+        of_sizes = splits(len(rows), size, uneven=self.facts.uneven, empty=self.facts.empty)
+        for measured in self._measured([Trial(counts, rows, quiet=self.truth.quiet) for counts in of_sizes]):
+            counts = measured.trial.counts
             self.values[counts] = tuple(measured.losses)
             if self.by_differences is not None:
                 self._add(
@@ -278,6 +281,17 @@ class _Audit:
                 even = even or measured
             elif self.diagnose:
                 self.findings += several.diagnose(self.runs, self.truth, measured, compared, even)
+
+    def _measured(self, trials: Sequence[Trial]) -> list[Measured]:
+        """Of these trials the ones that end; for the others a finding."""
+        try:
+            return self.runs.measure(trials)
+        except FailureError as failure:
+            if len(trials) > 1:  # one of them: which
+                return [measured for trial in trials for measured in self._measured([trial])]
+            cause = causes.HANGS if failure.hangs else causes.RAISES
+            self.findings.append(Finding(cause, trials[0].counts, (), failure.summary))
+            return []
 
     def _compared(self, measured: Measured) -> dict[str, Comparison]:
         """Each group; the worst rank's, where every rank keeps its own."""

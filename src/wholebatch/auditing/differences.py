@@ -27,18 +27,27 @@ CLOSE = {torch.float64: 1e-3, torch.float32: 5e-2}
 
 def derivatives(runs: Runs, truth: Truth, trial: Trial, groups: Sequence[str], step: float) -> dict[str, Tensor]:
     """D of each group, (W losses, W ranks whose rows are moved)."""
+    return _derivatives(runs, truth, trial, groups, [step])[0]
+
+
+def _derivatives(
+    runs: Runs, truth: Truth, trial: Trial, groups: Sequence[str], steps: Sequence[float]
+) -> list[dict[str, Tensor]]:
+    """With each of several steps."""
     ranks = range(len(trial.counts))
-    trials = [
-        replace(trial, nudge=Nudge(group, rank, by)) for group in groups for rank in ranks for by in (step, -step)
-    ]
+    nudges = [Nudge(g, rank, by) for step in steps for g in groups for rank in ranks for by in (step, -step)]
+    trials = [replace(trial, nudge=nudge) for nudge in nudges]
     of_trials = iter(runs.answers(trials, {group: truth.directions[group] for group in groups}))
-    made = {}
-    for group in groups:
-        columns = []
-        for _ in ranks:
-            plus, minus = (torch.tensor([a.loss for a in next(of_trials)], dtype=torch.float64) for _ in range(2))
-            columns.append((plus - minus) / (2 * step))
-        made[group] = torch.stack(columns, 1)
+    made = []
+    for step in steps:
+        found = {}
+        for group in groups:
+            columns = []
+            for _ in ranks:
+                plus, minus = (torch.tensor([a.loss for a in next(of_trials)], dtype=torch.float64) for _ in range(2))
+                columns.append((plus - minus) / (2 * step))
+            found[group] = torch.stack(columns, 1)
+        made.append(found)
     return made
 
 
@@ -55,14 +64,15 @@ def derivatives_within(runs: Runs, truth: Truth, trial: Trial, groups: Sequence[
 
 def smooth_step(runs: Runs, truth: Truth, trial: Trial) -> tuple[float | None, dict[str, float]]:
     """The first step of which the next one finds the same derivatives, and these; None if there is none."""
-    before: dict[str, float] | None = None
-    steps = STEPS[runs.dtype]
-    for at, step in enumerate(steps):
-        found = {g: d.item() for g, d in derivatives(runs, truth, trial, [*truth.groups], step).items()}
-        if before is not None:
-            size = max(map(abs, before.values()))
-            close = CLOSE[runs.dtype] / 4
-            if all(abs(found[g] - before[g]) <= close * max(abs(before[g]), 1e-3 * size) for g in found):
-                return steps[at - 1], before
-        before = found
+    found: list[dict[str, float]] = []
+    steps, close = STEPS[runs.dtype], CLOSE[runs.dtype] / 4
+    for some in (steps[:2], steps[2:]):  # the first two do, but for what rounds more than its dtype says
+        found += [
+            {group: d.item() for group, d in of_step.items()}
+            for of_step in _derivatives(runs, truth, trial, [*truth.groups], some)
+        ]
+        for step, one, other in zip(steps, found, found[1:], strict=False):
+            size = max(map(abs, one.values()))
+            if all(abs(other[g] - one[g]) <= close * max(abs(one[g]), 1e-3 * size) for g in one):
+                return step, one
     return None, {}

@@ -56,7 +56,7 @@ class Trial:
     Args:
         counts: rows of each rank; (-1,): all of them on one.
         rows: of the global batch, in order, rank 0's first.
-        reference: the problem's reference is evaluated, on one rank.
+        reference: the problem's reference is evaluated, on one rank; its own loss if it has none.
         quiet: modules that are in evaluation mode: "dropout", "batch_norm", "all".
         nudge: is applied before; then no gradient is taken.
         inputs: whether the gradient by the batch's floating-point tensors is taken.
@@ -157,6 +157,7 @@ def _run_trial(job: Job, trial: Trial, communication: AbstractContextManager[Any
     rank = dist.get_rank()
     with unheard() as said:
         problem = build(job.factory, job.seed, job.dtype)
+        by_reference = trial.reference and problem.reference is not None
         own_parts = sharded_names(problem)
         _share_start(problem, own_parts)
         _quieten(problem.model, trial.quiet)
@@ -169,14 +170,14 @@ def _run_trial(job: Job, trial: Trial, communication: AbstractContextManager[Any
         before = torch.get_rng_state()
         seen = _Seen(problem)
         given: nn.Module = problem.model
-        if problem.engine == "ddp" and not trial.reference:
+        if problem.engine == "ddp" and not by_reference:
             ours = [name.removeprefix("loss.") for name in own_parts]
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(given, ours)
             given = DistributedDataParallel(given)
         if trial.nudge is not None:  # only now: DDP begins with rank 0's parameters
             _apply(trial.nudge, parameters(problem), job.directions, rank)
         with communication:
-            loss = _evaluate(problem, given, batch, reference=trial.reference, backward=trial.nudge is None)
+            loss = _evaluate(problem, given, batch, reference=by_reference, backward=trial.nudge is None)
         drew = not torch.equal(before, torch.get_rng_state())
     facts = Facts(
         num_rows(problem.batch),
@@ -190,7 +191,7 @@ def _run_trial(job: Job, trial: Trial, communication: AbstractContextManager[Any
     if trial.nudge is not None:
         return Answer(loss, facts=facts)
     found = {name: p for name, p in parameters(problem).items() if p.requires_grad}
-    engine = "sum" if trial.reference else problem.engine
+    engine = "sum" if by_reference else problem.engine
     before_ddp = "mean" if engine == "ddp" else engine  # when hooks saw what backward passes brought
     gradients = _after(
         "none" if engine == "ddp" else engine, _dense({n: p.grad for n, p in found.items()}, found), own_parts

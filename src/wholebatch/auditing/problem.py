@@ -10,9 +10,10 @@ import importlib
 import io
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from .._user_error import UserError
 from ..heads import PartialFC
+from ..testing import preload
 
 Engine = Literal["mean", "sum", "ddp", "none"]
 Factory = Callable[[], Any]
@@ -131,8 +133,7 @@ def find(name: str) -> Factory:
     module_name, colon, attribute = name.partition(":")
     if not colon or not module_name or not attribute:
         raise UserError(f"name the problem as MODULE:FUNCTION, as in my_project.audits:clip; got {name!r}")
-    if "" not in sys.path and "." not in sys.path:
-        sys.path.insert(0, "")
+    known = set(sys.modules)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -150,7 +151,20 @@ def find(name: str) -> Factory:
         raise UserError(
             f"{module_name} has no {attribute!r}; it defines {', '.join(offers) or 'no functions'}"
         ) from None
+    preload(*_installed_packages(set(sys.modules) - known))
+    if module_name.startswith("wholebatch."):
+        preload(module_name)
     return _checked(found, name)
+
+
+def _installed_packages(modules: Iterable[str]) -> list[str]:
+    """Those that are installed, and no modules of the user's, which may do anything when they are imported."""
+    found = []
+    for name in sorted({module.partition(".")[0] for module in modules}):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is not None and "site-packages" in Path(file).parts:
+            found.append(name)
+    return found
 
 
 def checked_factory(problem: Any) -> Factory:

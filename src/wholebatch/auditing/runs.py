@@ -70,7 +70,7 @@ class Measured:
         """By all rows of the batch, as the engine's averaging makes it count."""
         facts = self.answers[0].facts
         assert facts is not None
-        factor = 1 / self.ranks if facts.engine in ("mean", "ddp") and not self.trial.reference else 1.0
+        factor = 1 / self.ranks if facts.engine in ("mean", "ddp") else 1.0
         return {name: factor * torch.cat([a.inputs[name] for a in self.answers]) for name in self.answers[0].inputs}
 
 

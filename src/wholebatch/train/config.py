@@ -90,6 +90,8 @@ class TrainConfig:
     """Steps between two checkpoints; the last step has one too."""
     seed: int = 0
     """Seed of the split, the initial weights, the order of the data and the augmentation."""
+    audit: bool = True
+    """At the start, compare the gradient of a few examples with that of the dense loss on one process."""
     model: ModelConfig = field(default_factory=ModelConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
 
@@ -188,7 +190,7 @@ DEFAULTS = {
 }
 
 # May change between a run and its continuation: they do not change what is computed.
-_FREE_ON_RESUME = ("run_folder", "resume", "processes", "device", "chunk_size")
+_FREE_ON_RESUME = ("run_folder", "resume", "processes", "device", "chunk_size", "audit")
 
 
 def check_same_run(saved: TrainConfig, asked: TrainConfig) -> None:

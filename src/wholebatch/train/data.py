@@ -32,11 +32,13 @@ def load_data(config: TrainConfig, size: int) -> Data:
     return _classes(config, glyphs, size) if config.task == "identify" else _pairs(config, glyphs)
 
 
-def make_task(config: TrainConfig, data: Data, device: torch.device, *, rank: int, size: int) -> Task:
-    """What is to be trained, this rank's part of it."""
+def make_task(
+    config: TrainConfig, data: Data, device: torch.device, *, rank: int, size: int, dense: bool = False
+) -> Task:
+    """What is to be trained, this rank's part of it; with `dense`, by a loss that computes all on this process."""
     if isinstance(data, LabelledImages):
-        return Identify(config, data, device, rank=rank, size=size)
-    return Retrieve(config, *data, device, rank=rank, size=size)
+        return Identify(config, data, device, rank=rank, size=size, dense=dense)
+    return Retrieve(config, *data, device, rank=rank, size=size, dense=dense)
 
 
 def _pairs(config: TrainConfig, glyphs: bool) -> tuple[Pairs, Split]:

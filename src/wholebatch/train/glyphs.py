@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -24,21 +25,21 @@ FACES = (
 TEST_FACES = ("DejaVuSerif-Bold", "DejaVuSans-Oblique")
 
 
-def glyph_pairs(image_size: int) -> Pairs:
+def glyph_pairs(image_size: int, faces: Sequence[str] = FACES) -> Pairs:
     """Images of characters and the characters' names."""
-    images, names, _ = _draw(image_size)
+    images, names, _ = _draw(image_size, faces)
     return Pairs.grouped_by_text(images, names)
 
 
 def glyph_classes(image_size: int, *, validation: int, seed: int) -> LabelledImages:
     """Images of characters, each character a class; two faces are for the test."""
-    images, names, faces = _draw(image_size)
+    images, names, faces = _draw(image_size, FACES)
     for_test = torch.tensor([face in TEST_FACES for face in faces])
     return with_split(images, names, for_test, validation=validation, seed=seed, what_is_new="faces never seen")
 
 
-def _draw(image_size: int) -> tuple[Tensor, list[str], list[str]]:
-    """Every (face, character) with a name and a visible shape: about 47,000 images of 6,700 characters.
+def _draw(image_size: int, of_faces: Sequence[str]) -> tuple[Tensor, list[str], list[str]]:
+    """Every (face, character) with a name and a visible shape: of all faces about 47,000 images of 6,700 characters.
 
     Returns:
         The images (n, 1, size, size), the characters' names, and the faces.
@@ -50,7 +51,7 @@ def _draw(image_size: int) -> tuple[Tensor, list[str], list[str]]:
 
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     images, names, faces = [], [], []
-    for face in FACES:
+    for face in of_faces:
         path = str(folder / f"{face}.ttf")
         # The em is a little smaller than the picture; BASIC layout: no shaping library, same pixels everywhere.
         font = ImageFont.truetype(path, round(0.72 * image_size), layout_engine=ImageFont.Layout.BASIC)

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,21 @@ class Identify(Task):
     validation_title = "validation: images not trained on"
 
     def __init__(
-        self, config: TrainConfig, data: LabelledImages, device: torch.device, *, rank: int, size: int
+        self,
+        config: TrainConfig,
+        data: LabelledImages,
+        device: torch.device,
+        *,
+        rank: int,
+        size: int,
+        dense: bool = False,
     ) -> None:
         self._config, self._data, self._device, self._rank = config, data, device, rank
         self._rows = wb.partition.Partition.even(config.batch_size, size).rows(rank)
         torch.manual_seed(config.seed)
         self._encoder = ImageEncoder(config.model, config.image_channels, config.image_size).to(device)
-        self.head = make_head(config, len(data), device)
+        self._dense = dense
+        self.head = make_head(config, len(data), device, wb.comm.LocalCommunicator() if dense else None)
         head_rate = config.head.learning_rate
         of_head = [{"params": list(self.head.parameters()), "peak": head_rate}]
         self._head_optimizer = wb.SparseAdamW(of_head, lr=head_rate, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.0)
@@ -77,7 +86,21 @@ class Identify(Task):
         return loss.detach()
 
     def _loss(self, embeddings: Tensor, *, step: int, labels: Tensor) -> Tensor:
+        if self._dense and has_twin(self._config.head):
+            margin, smoothing = self.head.margin, self._config.label_smoothing
+            twin = partial(wb.reference.partial_fc_loss, margin=margin, label_smoothing=smoothing)
+            return finite_loss(twin, embeddings, labels, self.head.weight, step=step)
         return finite_loss(self.head, embeddings, labels, step=step)
+
+    def gradients(self) -> dict[str, Tensor]:
+        found = {name: p.grad for name, p in self._encoder.named_parameters() if p.grad is not None}
+        assert self.head.weight.grad is not None
+        of_head = self.head.weight.grad.to_dense()
+        parts: list[Any] = [of_head]
+        if dist.is_initialized() and not self._dense:
+            parts = [None] * dist.get_world_size()
+            dist.all_gather_object(parts, of_head.cpu())
+        return found | {"head": torch.cat(parts)}
 
     def grad_norm(self) -> float:
         return wb.heads.clip_grad_norm_(self._encoder.parameters(), self.head.parameters(), float("inf")).item()
@@ -176,7 +199,7 @@ class Identify(Task):
         draw_look_alikes(self._data, *self._found, folder / "look_alikes.png")
 
 
-def make_head(config: TrainConfig, classes: int, device: torch.device) -> wb.PartialFC:
+def make_head(config: TrainConfig, classes: int, device: torch.device, group: Any = None) -> wb.PartialFC:
     """The classifier, this rank's part of it."""
     head = config.head
     return wb.PartialFC(
@@ -187,8 +210,14 @@ def make_head(config: TrainConfig, classes: int, device: torch.device) -> wb.Par
         sample_rate=head.sample_rate,
         label_smoothing=config.label_smoothing,
         seed=config.seed,
+        group=group,
         device=device,
     )
+
+
+def has_twin(head: HeadConfig) -> bool:
+    """Whether the head's loss is a function of one batch, of all centres."""
+    return head.sample_rate == 1.0 and head.margin in ("arcface", "cosface", "sphereface", "normface")
 
 
 def make_margin(head: HeadConfig) -> Any:

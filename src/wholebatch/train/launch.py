@@ -20,6 +20,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 import wholebatch as wb
 
 from .._user_error import UserError
+from .audited import audit_start
 from .checkpoint import last_step
 from .config import TrainConfig
 from .data import Data, load_data, make_task
@@ -134,6 +135,8 @@ def _train_on_this_rank(config: TrainConfig, device: torch.device) -> None:
     try:
         if folder is not None:
             progress.show_folder(folder.path)
+        if config.audit and config.resume is None:
+            progress.show_audit(audit_start(config, data, device, rank=rank, size=size))
         task = make_task(config, data, device, rank=rank, size=size)
         train(config, task, path, folder, progress, size=size)
     except KeyboardInterrupt:

@@ -7,6 +7,7 @@ examples of the class that is the name. What needs a scale learns it, unless the
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,72 +17,76 @@ import wholebatch as wb
 
 from .config import TrainConfig
 
-_Call = Callable[[nn.Module, Tensor, Tensor, Tensor, Any, Tensor], Tensor]
+# (wholebatch.functional, or wholebatch.reference; features of images and of texts, scale, bias, names) -> L
+_Call = Callable[[Any, Tensor, Tensor, Tensor, Any, Tensor], Tensor]
 
 
 class Objective(nn.Module):
     """A loss of a batch's features, whatever it makes of them; the same call for all."""
 
-    def __init__(self, loss: nn.Module, call: _Call) -> None:
+    def __init__(self, call: Callable[[Tensor, Tensor, Tensor, Any, Tensor], Tensor]) -> None:
         super().__init__()
-        self.loss, self._call = loss, call
+        self._call = call
 
     def forward(self, images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor | None, names: Tensor) -> Tensor:
         """(b_r, d), (b_r, d), (), () or None, and which text each row has, (b_r,) -> L."""
-        loss = self._call(self.loss, images, texts, scale, bias, names)
+        loss = self._call(images, texts, scale, bias, names)
         return loss + 0 * scale  # so that an engine finds the scale used, where the loss has none
 
 
-def make_objective(config: TrainConfig, texts: int) -> Objective:
+class _Remembering(Objective):
+    """The loss that remembers sums of earlier batches."""
+
+    def __init__(self, loss: wb.GlobalContrastiveLoss) -> None:
+        super().__init__(lambda x, y, _s, _b, n: loss(x, y, n))
+        self.loss = loss
+
+
+def make_objective(config: TrainConfig, texts: int, *, dense: bool = False) -> Objective:
     """The loss of the global batch; on several ranks DDP averages, which is every loss's default.
 
     Args:
         config: of the run.
         texts: how many there are in all.
+        dense: the loss's twin, which computes all of it on this process.
     """
-    d, scale = config.model.feature_size, config.model.initial_logit_scale
-    fixed = 1 / scale
-    losses: dict[str, tuple[Callable[[], nn.Module], _Call]] = {
-        "clip": (lambda: wb.CLIPLoss(label_smoothing=config.label_smoothing), lambda f, x, y, s, _b, _n: f(x, y, s)),
-        "siglip": (wb.SigLIPLoss, lambda f, x, y, s, b, _n: f(x, y, s, b)),
-        "info_nce": (
-            lambda: wb.InfoNCELoss(directions=("query_to_key", "key_to_query", "query_to_query", "key_to_key")),
-            lambda f, x, y, s, _b, _n: f(x, y, logit_scale=s),
-        ),
-        "matryoshka": (
-            lambda: wb.MatryoshkaLoss(dims=sorted({max(1, d // part) for part in (8, 4, 2, 1)})),
-            lambda f, x, y, s, _b, _n: f(x, y, logit_scale=s),
-        ),
-        "nt_xent": (nn.Identity, lambda _f, x, y, s, _b, _n: wb.functional.nt_xent_loss(x, y, temperature=1 / s)),
-        "sup_con": (
-            nn.Identity,
-            lambda _f, x, y, s, _b, n: wb.functional.sup_con_loss(_both(x, y), n, temperature=1 / s),
-        ),
-        "dcl": (lambda: wb.DCLLoss(temperature=fixed), lambda f, x, y, *_: f(x, y)),
-        "debiased": (
-            lambda: wb.DebiasedLoss(temperature=fixed, tau_plus=1e-3, beta=0.5),
-            lambda f, x, y, *_: f(x, y),
-        ),
-        "global_contrastive": (
-            lambda: wb.GlobalContrastiveLoss(texts, temperature=fixed),
-            lambda f, x, y, _s, _b, n: f(x, y, n),
-        ),
-        "triplet": (lambda: wb.TripletLoss(margin=0.0, smooth=True), _labelled),
-        "multi_similarity": (wb.MultiSimilarityLoss, _labelled),
-        "circle": (wb.CircleLoss, _labelled),
-        "smooth_ap": (wb.SmoothAPLoss, _labelled),
-        "barlow_twins": (wb.BarlowTwinsLoss, lambda f, x, y, *_: f(x, y)),
-        "vicreg": (wb.VICRegLoss, lambda f, x, y, *_: f(x * d**0.5, y * d**0.5)),  # entries of variance 1
-        "w_mse": (lambda: wb.WMSELoss(epsilon=1e-2), lambda f, x, y, *_: f(x, y)),
+    if config.loss == "global_contrastive" and not dense:
+        return _Remembering(wb.GlobalContrastiveLoss(texts, temperature=1 / config.model.initial_logit_scale))
+    functions = wb.reference if dense else wb.functional
+    return Objective(partial(_call(config), functions))
+
+
+def _call(config: TrainConfig) -> _Call:
+    d, fixed = config.model.feature_size, 1 / config.model.initial_logit_scale
+    all_directions = ("query_to_key", "key_to_query", "query_to_query", "key_to_key")
+    dims = sorted({max(1, d // part) for part in (8, 4, 2, 1)})
+    calls: dict[str, _Call] = {
+        "clip": lambda f, x, y, s, _b, _n: f.clip_loss(x, y, s, label_smoothing=config.label_smoothing),
+        "siglip": lambda f, x, y, s, b, _n: f.siglip_loss(x, y, s, b),
+        "info_nce": lambda f, x, y, s, _b, _n: f.info_nce_loss(x, y, logit_scale=s, directions=all_directions),
+        "matryoshka": lambda f, x, y, s, _b, _n: f.matryoshka_loss(x, y, logit_scale=s, dims=dims),
+        "nt_xent": lambda f, x, y, s, _b, _n: f.nt_xent_loss(x, y, temperature=1 / s),
+        "sup_con": lambda f, x, y, s, _b, n: f.sup_con_loss(_both(x, y), n, temperature=1 / s),
+        "dcl": lambda f, x, y, *_: f.dcl_loss(x, y, temperature=fixed),
+        "debiased": lambda f, x, y, *_: f.debiased_loss(x, y, temperature=fixed, tau_plus=1e-3, beta=0.5),
+        "global_contrastive": lambda f, x, y, *_: _from_nothing(f, x, y, fixed),
+        "triplet": lambda f, x, y, _s, _b, n: f.triplet_loss(_both(x, y), n, margin=0.0, smooth=True),
+        "multi_similarity": lambda f, x, y, _s, _b, n: f.multi_similarity_loss(_both(x, y), n),
+        "circle": lambda f, x, y, _s, _b, n: f.circle_loss(_both(x, y), n),
+        "smooth_ap": lambda f, x, y, _s, _b, n: f.smooth_ap_loss(_both(x, y), n),
+        "barlow_twins": lambda f, x, y, *_: f.barlow_twins_loss(x, y),
+        "vicreg": lambda f, x, y, *_: f.vicreg_loss(x * d**0.5, y * d**0.5),  # entries of variance 1
+        "w_mse": lambda f, x, y, *_: f.w_mse_loss(x, y, epsilon=1e-2),
     }
-    make, call = losses[config.loss]
-    return Objective(make(), call)
+    return calls[config.loss]
 
 
 def _both(images: Tensor, texts: Tensor) -> Tensor:
     return torch.stack([images, texts], dim=1)
 
 
-def _labelled(loss: nn.Module, images: Tensor, texts: Tensor, _scale: Tensor, _bias: Any, names: Tensor) -> Tensor:
-    found: Tensor = loss(_both(images, texts), names)
-    return found
+def _from_nothing(functions: Any, images: Tensor, texts: Tensor, temperature: float) -> Tensor:
+    """In a first step, when nothing is remembered."""
+    nothing = images.new_full((len(images),), float("-inf"), dtype=torch.float64)
+    loss: Tensor = functions.global_contrastive_loss(images, texts, nothing, nothing, temperature=temperature)[0]
+    return loss

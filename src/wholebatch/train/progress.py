@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from .audited import Outcome
 from .config import TrainConfig
 from .run_folder import RunFolder
 from .task import Task
@@ -22,6 +23,9 @@ class Progress:
 
     def show_folder(self, folder: Path) -> None:
         """Where the run's files will be."""
+
+    def show_audit(self, outcome: Outcome) -> None:
+        """The gradient has been looked at."""
 
     def start(self, config: TrainConfig, task: Task, *, size: int, done: int) -> None:
         """The data are loaded and training begins after `done` steps."""
@@ -79,6 +83,9 @@ class ConsoleProgress(Progress):
 
     def show_folder(self, folder: Path) -> None:
         self._console.print(f"run folder: {folder}")
+
+    def show_audit(self, outcome: Outcome) -> None:
+        self._console.print(str(outcome))
 
     def show_how_to_resume(self, folder: Path) -> None:
         self._console.print(f"go on from the last checkpoint with: wholebatch train --resume {folder}")

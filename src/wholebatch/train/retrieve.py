@@ -36,7 +36,15 @@ class Retrieve(Task):
     validation_title = "validation: texts not trained on"
 
     def __init__(
-        self, config: TrainConfig, pairs: Pairs, split: Split, device: torch.device, *, rank: int, size: int
+        self,
+        config: TrainConfig,
+        pairs: Pairs,
+        split: Split,
+        device: torch.device,
+        *,
+        rank: int,
+        size: int,
+        dense: bool = False,
     ) -> None:
         self._config, self._pairs, self._split, self._device, self._rank = config, pairs, split, device, rank
         self._rows = wb.partition.Partition.even(config.batch_size, size).rows(rank)
@@ -44,7 +52,7 @@ class Retrieve(Task):
         self._encoder = DualEncoder(
             config.model, channels=config.image_channels, image_size=config.image_size, bias=config.loss == "siglip"
         ).to(device)
-        self._objective = make_objective(config, len(pairs)).to(device)
+        self._objective = make_objective(config, len(pairs), dense=dense).to(device)
         self._state = nn.ModuleDict({"encoder": self._encoder, "objective": self._objective})
         self._optimizer = make_adamw(self._encoder, config)
         self.optimizers = [self._optimizer]
@@ -88,6 +96,9 @@ class Retrieve(Task):
 
     def _tokens(self, texts: Tensor) -> TextBatch:
         return tokens(self._config, self._pairs, texts, self._device)
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self._encoder.named_parameters() if p.grad is not None}
 
     def grad_norm(self) -> float:
         return nn.utils.get_total_norm([p.grad for p in self._encoder.parameters() if p.grad is not None]).item()

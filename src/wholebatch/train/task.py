@@ -45,6 +45,10 @@ class Task(ABC):
         """The loss of the step's global batch, its gradient added to all parameters'. All ranks."""
 
     @abstractmethod
+    def gradients(self) -> dict[str, Tensor]:
+        """By parameter, as the optimisers find them; what ranks have parts of, whole. All ranks."""
+
+    @abstractmethod
     def grad_norm(self) -> float:
         """Euclidean norm of the whole gradient. All ranks."""
 

@@ -1,0 +1,129 @@
+"""The audit at the start of a run, of what is about to be trained; and the same as problems for `wholebatch audit`.
+
+    wholebatch audit wholebatch.train.audited:retrieve
+    wholebatch audit wholebatch.train.audited:identify
+
+At the start it is the cheap form: the ranks that there are, in the run's own precision, on the first examples of the
+first batch; each compares the gradient that it ends with with that of the loss's dense twin, which it computes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import wholebatch as wb
+
+from .._user_error import UserError
+from .config import DEFAULTS, TrainConfig
+from .data import Data, make_task
+from .evaluation import as_float
+from .glyphs import FACES, glyph_pairs
+from .identify import make_head
+from .model import DualEncoder, ImageEncoder
+from .objectives import make_objective
+from .pairs import Pairs
+from .text import tokenize
+
+_EXAMPLES = 64
+_WANT_MORE = ("barlow_twins", "vicreg", "w_mse")  # statistics of d features take more examples than d
+_WRONG = 0.02  # a relative error; rounding in float32 or TF32 gives less, the smallest of known mistakes more
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of the audit at the start.
+
+    Args:
+        examples: how many were looked at.
+        ranks: W.
+        error: |gradient - dense twin's| / |dense twin's|, over all parameters.
+    """
+
+    examples: int
+    ranks: int
+    error: float
+
+    def __str__(self) -> str:
+        on = f"{self.ranks} process{'es' if self.ranks > 1 else ''}"
+        return (
+            f"audit: on {on} the gradient of {self.examples} examples is that of the dense loss on one, relative error "
+            f"{self.error:.0e}"
+        )
+
+
+def audit_start(config: TrainConfig, data: Data, device: torch.device, *, rank: int, size: int) -> Outcome:
+    """Compare the gradient that this rank would end with with that of one process. All ranks.
+
+    Raises:
+        UserError: if it is another.
+    """
+    examples = config.batch_size if config.loss in _WANT_MORE else max(size, min(_EXAMPLES, config.batch_size))
+    some = replace(config, batch_size=examples, chunk_size=min(config.chunk_size, max(1, examples // size // 2)))
+    together = make_task(some, data, device, rank=rank, size=size)
+    alone = make_task(replace(some, chunk_size=0), data, device, rank=0, size=1, dense=True)
+    for task in (together, alone):
+        task.add_gradients(0)
+    found, true = together.gradients(), alone.gradients()
+    if found.keys() != true.keys():
+        raise UserError(f"audit: parameters without a gradient: {', '.join(sorted(true.keys() ^ found.keys()))}")
+    difference, whole = (
+        torch.stack([x.double().square().sum().cpu() for x in of]).sum().sqrt().item()
+        for of in ([found[name].to(true[name]) - true[name] for name in true], true.values())
+    )
+    outcome = Outcome(examples, size, difference / whole if whole else difference)
+    if not outcome.error < _WRONG:
+        raise UserError(
+            f"the gradient of {examples} examples on {size} processes is not that of the dense loss on one: relative "
+            f"error {outcome.error:.2g}. Nothing was trained; --no-audit trains all the same"
+        )
+    return outcome
+
+
+@cache
+def _characters(image_size: int) -> Pairs:
+    """Those of one face. They are drawn once in a process; the problem is made many times."""
+    return glyph_pairs(image_size, FACES[:1])
+
+
+def retrieve() -> wb.Problem:
+    """Characters and their names, with the encoder and the loss of `wholebatch train`."""
+    config = replace(DEFAULTS["retrieve"], batch_size=48)
+    pairs = _characters(config.image_size)
+    texts = torch.randperm(len(pairs))[: config.batch_size]
+    objective = make_objective(config, len(pairs))
+
+    def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        words = tokenize(batch["names"], max_words=config.model.max_words, buckets=config.model.text_buckets)
+        images, names, scale, _ = model(batch["images"], words)
+        found: Tensor = objective(images, names, scale, None, batch["texts"])
+        return found
+
+    batch = {
+        "images": as_float(pairs.images[pairs.first[texts]], torch.device("cpu")),
+        "names": [pairs.texts[i] for i in texts.tolist()],
+        "texts": texts,
+    }
+    encoder = DualEncoder(config.model, channels=1, image_size=config.image_size, bias=False)
+    return wb.Problem(encoder, batch, loss, engine="ddp", uneven=True)
+
+
+def identify() -> wb.Problem:
+    """Images of characters and which they are, with the encoder and the classifier of `wholebatch train`."""
+    config = replace(DEFAULTS["identify"], batch_size=48)
+    characters = _characters(config.image_size)
+    labels = torch.randperm(len(characters))[: config.batch_size]
+    encoder = ImageEncoder(config.model, 1, config.image_size)
+    head = make_head(config, len(characters), torch.device("cpu"))
+
+    def loss(model: nn.ModuleDict, batch: Mapping[str, Tensor]) -> Tensor:
+        found: Tensor = model["head"](model["encoder"](batch["images"]), batch["labels"])
+        return found
+
+    batch = {"images": as_float(characters.images[labels], torch.device("cpu")), "labels": labels}
+    return wb.Problem(nn.ModuleDict({"encoder": encoder, "head": head}), batch, loss, uneven=True)
