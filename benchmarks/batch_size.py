@@ -39,7 +39,7 @@ import sys
 import torch
 import wholebatch as wb
 from wholebatch.__main__ import main
-from wholebatch.train import loop
+from wholebatch.train import retrieve
 
 group = int(sys.argv[1])
 
@@ -48,7 +48,7 @@ class Grouped(torch.nn.Module):
         pairs = zip(images.split(group), texts.split(group), strict=True)
         return torch.stack([wb.functional.clip_loss(x, y, scale) for x, y in pairs]).mean()
 
-loop.make_objective = lambda config, texts: Grouped()
+retrieve.make_objective = lambda config, texts, dense=False: Grouped()
 sys.exit(main(sys.argv[2:]))
 """
 

@@ -291,6 +291,26 @@ def rank_order_mixed():
     return problem(lambda x, y, s: local(x, y, s, own_first(x), own_first(y)))
 
 
+def rank_order_mixed_reversed():
+    """Texts are gathered from the last rank to the first."""
+
+    def from_the_last(y):
+        return torch.cat([*with_gradient(y).split(len(y))][::-1])
+
+    return problem(lambda x, y, s: clip(with_gradient(x), from_the_last(y), s))
+
+
+def own_weights():
+    """Rows weigh by how they compare with the others of their rank; on one process, with all."""
+
+    def loss(x, y, s):
+        logits = s * with_gradient(x) @ with_gradient(y).T
+        weights = with_gradient(torch.softmax((x * y).sum(1), 0).detach() / size())
+        return (weights * cross_entropy(logits, torch.arange(len(logits)), reduction="none")).sum()
+
+    return problem(loss)
+
+
 def views_interleaved():
     """Views are joined before they are gathered, and looked for as if they had been gathered one by one."""
 

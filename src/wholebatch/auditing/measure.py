@@ -60,6 +60,7 @@ class Trial:
         quiet: modules that are in evaluation mode: "dropout", "batch_norm", "all".
         nudge: is applied before; then no gradient is taken.
         inputs: whether the gradient by the batch's floating-point tensors is taken.
+        but: one of the batch's inputs, and other rows that it gives in their place.
     """
 
     counts: tuple[int, ...]
@@ -68,6 +69,7 @@ class Trial:
     quiet: tuple[Quiet, ...] = ()
     nudge: Nudge | None = None
     inputs: bool = True
+    but: tuple[str, tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,8 @@ def _run_trial(job: Job, trial: Trial, communication: AbstractContextManager[Any
         _quieten(problem.model, trial.quiet)
         batch, inputs = problem.batch, dict[str, Tensor]()
         if trial.counts != (-1,):
-            batch = take(batch, trial.rows[Partition(trial.counts).rows(rank)])
+            own = Partition(trial.counts).rows(rank)
+            batch = take(batch, trial.rows[own], but=(trial.but[0], trial.but[1][own]) if trial.but else None)
         if trial.inputs and trial.nudge is None:
             batch, inputs = with_gradient(batch)
         seed_all(_FORWARD_SEED + job.seed + rank)

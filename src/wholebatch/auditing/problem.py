@@ -269,14 +269,17 @@ def leaves(tree: Any, name: str = "") -> dict[str, Any]:
     return {name: leaf for part in parts for name, leaf in part.items()}
 
 
-def take(batch: Any, rows: Sequence[int]) -> Any:
-    """Some rows of the batch."""
-    index = torch.tensor(rows, dtype=torch.int64)
+def take(batch: Any, rows: Sequence[int], *, but: tuple[str, Sequence[int]] | None = None) -> Any:
+    """Some rows of the batch, and of one of its inputs perhaps others."""
+    names = iter(leaves(batch))
 
     def of(x: Any) -> Any:
+        wanted = but[1] if but is not None and next(names) == but[0] else rows
         if not _has_rows(x):
             return x
-        return x[index] if isinstance(x, Tensor) else type(x)([x[row] for row in rows])
+        if isinstance(x, Tensor):
+            return x[torch.tensor(wanted, dtype=torch.int64)]
+        return type(x)([x[row] for row in wanted])
 
     return _map(batch, of)
 

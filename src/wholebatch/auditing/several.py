@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import permutations
 from typing import TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from .report import Finding
 from .runs import FailureError, Measured, Runs, Truth
 
 _T = TypeVar("_T")
+_FEW_RANKS = 3  # whose orders are tried
 _EQUAL = 1e-6  # losses, relatively
 
 
@@ -205,13 +207,17 @@ class _Case:
             )
             cause = causes.LABELS_NOT_OFFSET if self._at_rank_0() else causes.RANK_ORDER_MIXED
             return [self._finding(cause, self.wrong, evidence)]
+        order = _if_it_can(self._order)
+        if order is not None:
+            evidence = f"{values}; it is the loss of a batch whose {order[0]} come from ranks {order[1]}, in this order"
+            return [self._finding(causes.RANK_ORDER_MIXED, self.wrong, evidence)]
+        if twice:
+            return [self._finding(causes.OWN_STATISTICS, self.wrong, f"{values}; L where all are given the same rows")]
         if constant:
             evidence = (
                 f"{values}; with one and the same row everywhere all are L: as many terms as L has, of other rows"
             )
             return [self._finding(causes.RANK_ORDER_MIXED, self.wrong, evidence)]
-        if twice and not _same(self.mean, self.true_loss):
-            return [self._finding(causes.OWN_STATISTICS, self.wrong, f"{values}; L where all are given the same rows")]
         evidence = f"{values}; the gradient is that of the ranks' mean loss"
         return [self._finding(causes.ANOTHER_LOSS, self.wrong, evidence)]
 
@@ -226,12 +232,33 @@ class _Case:
         return None if _same(own.losses[0], true[0]) else _same(sum(losses[0]) / self.ranks, true[0])
 
     def _twice(self) -> bool:
-        """The same rows on all ranks."""
+        """The same rows on all ranks; and on two, where rows that alternate do not happen to fall on their own."""
+        n = self.counts[0]
         if len(set(self.counts)) > 1:
             return False
-        rows = self.measured.trial.rows[: self.counts[0]]
-        losses, true = self._losses_of([rows * self.ranks])
-        return _same(sum(losses[0]) / self.ranks, true[0])
+        for ranks in {2, self.ranks}:
+            rows = self.measured.trial.rows[:n] * ranks
+            here = replace(self.measured.trial, counts=(n,) * ranks, rows=rows)
+            one = replace(self.truth.reference.trial, counts=(len(rows),), rows=rows)
+            (measured,), (true,) = self.runs.measure([here]), self.runs.measure([one])
+            if not _same(sum(measured.losses) / ranks, true.losses[0]):
+                return False
+        return True
+
+    def _order(self) -> tuple[str, str] | None:
+        """An input whose parts, in another order of ranks, give the loss that was found on one process."""
+        if len(set(self.counts)) > 1 or not self.replicated or self.ranks > _FEW_RANKS:
+            return None
+        rows, n = self.measured.trial.rows, self.counts[0]
+        for name in self.measured.inputs:
+            for order in permutations(range(self.ranks)):
+                mixed = tuple(row for rank in order for row in rows[rank * n : (rank + 1) * n])
+                if mixed == rows:
+                    continue
+                (one,) = self.runs.measure([replace(self.truth.reference.trial, but=(name, mixed))])
+                if _same(one.losses[0], self.mean):
+                    return name, ", ".join(map(str, order))
+        return None
 
     def _rotated(self) -> list[bool]:
         """For each rank, whether its losses average to L while the parts of the batch go round."""

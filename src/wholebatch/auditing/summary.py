@@ -65,4 +65,5 @@ def _in_words(rows: Sequence[Row]) -> str:
     if all(row.verdict == "no gradient" for row in wrong):
         return "no gradient"
     cosines = sorted(row.comparison.cosine for row in wrong if row.comparison.cosine == row.comparison.cosine)
-    return f"wrong direction, cosine from {cosines[0]:.2f}" if cosines else "wrong"
+    digits = 2 if cosines and cosines[0] < 0.995 else 6
+    return f"wrong direction, cosine from {cosines[0]:.{digits}f}" if cosines else "wrong"
