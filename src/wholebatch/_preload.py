@@ -11,5 +11,5 @@ import importlib
 import os
 
 for _name in filter(None, os.environ.get("WHOLEBATCH_PRELOAD", "").split(",")):
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception, SystemExit):
         importlib.import_module(_name)

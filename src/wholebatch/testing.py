@@ -6,6 +6,7 @@ server that has imported torch and nothing else, so a call costs a fraction of a
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import multiprocessing.connection
@@ -15,6 +16,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -115,7 +117,7 @@ def run_processes(
     fn: Callable[..., Any], world_size: int, *args: Any, backend: str = "gloo", timeout_s: float = 60
 ) -> list[Any]:
     """As :func:`run_ranks`, but one rank, too, is a process of its own."""
-    call = _pickled(fn, args)
+    call = pickled((fn, args))
     context = _context()
     with tempfile.TemporaryDirectory(prefix="wholebatch-ranks-") as folder:
         connections: list[Connection] = []
@@ -140,6 +142,8 @@ def run_processes(
             for process in processes:
                 process.join(0.5)
                 process.kill()
+                with contextlib.suppress(ProcessLookupError, PermissionError, AttributeError):
+                    os.killpg(process.pid, signal.SIGKILL)  # and what it has started
                 process.join()
 
 
@@ -162,13 +166,14 @@ def _context() -> Any:
     return context
 
 
-def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+def pickled(value: Any) -> bytes:
+    """A function, or what holds some, for other processes."""
     try:
         import cloudpickle
     except ImportError:
         cloudpickle = None
     try:
-        return (cloudpickle or pickle).dumps((fn, args))
+        return bytes((cloudpickle or pickle).dumps(value))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         hint = "" if cloudpickle else "; define it at the top level of a module, or pip install cloudpickle"
         raise ValueError(f"fn and its arguments must be picklable to reach other processes: {error}{hint}") from error
@@ -243,6 +248,9 @@ def _rank_main(
     filters: list[Any],
 ) -> None:
     """The life of one rank's process."""
+    if hasattr(os, "setsid"):
+        os.setsid()  # a group of its own, so that what it starts ends with it
+    threading.Thread(target=_end_with_the_caller, daemon=True).start()
     sys.path[:] = path
     warnings.filters[:] = filters  # type: ignore[index]
     torch.set_num_threads(1)
@@ -274,6 +282,16 @@ def _rank_main(
         sys.stderr.flush()
         # Collectives under way have threads that would keep a failed rank's process alive.
         os._exit(0 if outcome[0] else 1)
+
+
+def _end_with_the_caller() -> None:
+    """Wait for the end of the process that called `run_ranks`; a rank without it has nobody to tell."""
+    caller = multiprocessing.parent_process()
+    if caller is not None:
+        multiprocessing.connection.wait([caller.sentinel])
+        with contextlib.suppress(AttributeError):
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
 
 
 def _use_loopback() -> None:

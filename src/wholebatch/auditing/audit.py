@@ -70,6 +70,9 @@ def audit(
     """
     started = time.monotonic()
     _check(world_sizes, dtype, tolerance, timeout_s)
+    if type(seed) is not int or not 0 <= seed < 2**32 - 2000:
+        raise UserError(f"seed must be an integer from 0 on, got {seed!r}")
+    world_sizes = tuple(dict.fromkeys(world_sizes))
     with unheard():
         checked_factory(problem)
     runs, own, reference, notes = _first_run(problem, dtype, seed, timeout_s)
@@ -80,7 +83,7 @@ def audit(
     made = _Audit(runs, facts, truth, diagnose=diagnose)
     made.one_process()
     for size in world_sizes:
-        if size > 1:
+        if size > 1 and not made.hangs:  # for it would again, for as long
             made.several(size)
     return Report(
         name or str(problem if isinstance(problem, str) else getattr(problem, "__name__", "problem")),
@@ -96,13 +99,14 @@ def audit(
 
 
 def _check(world_sizes: Sequence[int], dtype: torch.dtype, tolerance: float | None, timeout_s: float) -> None:
-    if not world_sizes or any(type(size) is not int or not 1 <= size <= 64 for size in world_sizes):
+    sizes = list(world_sizes) if isinstance(world_sizes, list | tuple | range) else []
+    if not sizes or any(type(size) is not int or not 1 <= size <= 64 for size in sizes):
         raise UserError(f"world_sizes must be numbers of ranks from 1 to 64, as in (1, 2, 3); got {world_sizes!r}")
     if dtype not in _TOLERANCES:
         raise UserError(f"dtype must be torch.float64 or torch.float32, got {dtype}")
     if tolerance is not None and not (isinstance(tolerance, float) and 0 < tolerance < 1):
         raise UserError(f"tolerance must be a relative error between 0 and 1, got {tolerance!r}")
-    if not timeout_s > 0:
+    if not (isinstance(timeout_s, int | float) and timeout_s > 0):
         raise UserError(f"timeout_s must be a positive number of seconds, got {timeout_s!r}")
 
 
@@ -152,7 +156,8 @@ def _check_deterministic(one: Measured, other: Measured) -> None:
         what = f"losses {one.losses[0]!r} and {other.losses[0]!r}"
         raise UserError(
             f"two runs of one process differ ({what}), though both began with the same seeds: data and weights must "
-            "come from torch's, numpy's or random's own generator, or from one with a seed"
+            "come from torch's, numpy's or random's own generator, or from one with a seed; and each call of the "
+            "factory must make its own model"
         )
 
 
@@ -181,8 +186,8 @@ def _truth(
     total = norm(reference.gradients)
     if not total or not math.isfinite(total):
         raise UserError(
-            f"on one process the norm of the whole gradient is {total}: there is nothing to compare (a batch of one "
-            "row, or a loss that is constant?)"
+            f"on one process the norm of the whole gradient is {total}: there is nothing to compare. Does the step end "
+            "with zero_grad(), is everything detached, or is the loss constant, as with one row?"
         )
     groups = grouped(reference.gradients)
     quiet: tuple[Quiet, ...] = ()
@@ -191,7 +196,7 @@ def _truth(
         modules = "its dropout modules" if quiet == ("dropout",) else "the model"
         notes.append(f"on several ranks with {modules} in evaluation mode, for ranks draw different random numbers")
     made = directions(reference.gradients, groups)
-    return Truth(own, reference, groups, made, total, tolerance, None, quiet), notes
+    return Truth(own, reference, groups, made, total, tolerance, None, quiet, CLOSE[runs.dtype]), notes
 
 
 def _quiet(runs: Runs, whole: Trial) -> tuple[Quiet, ...]:
@@ -216,6 +221,8 @@ class _Audit:
         self.findings: list[Finding] = []
         self.notes: list[str] = []
         self.values: dict[tuple[int, ...], tuple[float, ...]] = {}
+        self.with_inputs = True
+        self.hangs = False
         self.by_differences: dict[str, float] | None = None  # the truth along directions, where one process is wrong
 
     def one_process(self) -> None:
@@ -225,16 +232,20 @@ class _Audit:
         counts = own.trial.counts
         self.values[counts] = (own.losses[0],)
         step: float | None = None
+        close = truth.close
         found: dict[str, float] = {}
         try:
-            step, found = smooth_step(runs, truth, own.trial)
+            step, found, close = smooth_step(runs, truth, own.trial)
         except FailureError as failure:
             self.notes.append(f"differences of the loss could not be taken: {failure.summary}")
-        self.truth = truth = replace(truth, step=step)
+        self.truth = truth = replace(truth, step=step, close=close)
         if self.facts.has_reference:
             compared = one_process.against_reference(truth)
         elif step is not None:
-            compared, tolerance = one_process.against_differences(truth, own, found), CLOSE[runs.dtype]
+            compared, tolerance = one_process.against_differences(truth, own, found), close
+        elif self.facts.calls_backward:
+            compared = {}
+            self.findings.append(Finding(causes.NOT_CHECKED, counts, (), "differences with several steps disagree"))
         else:
             self.notes.append("the loss is not smooth enough to check one process's gradient by differences")
             compared = {}
@@ -245,6 +256,9 @@ class _Audit:
         else:
             self.truth = truth = replace(truth, detached=True)
         self.findings += found_here
+        if self.facts.has_reference and any(row.kind == "input" and not row.exact for row in self._inputs(own)):
+            self.with_inputs = False
+            self.notes.append("inputs are left out: on one process their gradient is not the reference's")
         unused = [name for name in own.answers[0].missing if not truth.reference.gradients[name].count_nonzero()]
         if unused:
             self.findings.append(Finding(causes.UNUSED, counts, tuple(unused), "grad is None"))
@@ -257,37 +271,34 @@ class _Audit:
 
     def several(self, size: int) -> None:
         """Equal parts, and those that the problem is made for."""
-        even: Measured | None = None
         rows = self.truth.own.trial.rows
         of_sizes = splits(len(rows), size, uneven=self.facts.uneven, empty=self.facts.empty)
         for measured in self._measured([Trial(counts, rows, quiet=self.truth.quiet) for counts in of_sizes]):
             counts = measured.trial.counts
             self.values[counts] = tuple(measured.losses)
             if self.by_differences is not None:
-                self._add(
-                    counts,
-                    one_process.against_differences(self.truth, measured, self.by_differences),
-                    CLOSE[self.runs.dtype],
-                )
+                compared = one_process.against_differences(self.truth, measured, self.by_differences)
+                self._add(counts, compared, self.truth.close)
                 self.notes.append(
                     "what is wrong on one process is wrong on several: causes there are looked for once it is mended"
                 )
                 continue
             compared = self._compared(measured)
             right = self._add(counts, compared, self.truth.tolerance)
-            self._add_inputs(measured)
+            if self.with_inputs and self.facts.engine != "none":  # there only the step knows what a rank's rows get
+                self.rows += self._inputs(measured)
             if right:
                 self._look_at_values(measured)
-                even = even or measured
             elif self.diagnose:
-                self.findings += several.diagnose(self.runs, self.truth, measured, compared, even)
+                self.findings += several.diagnose(self.runs, self.truth, measured, compared)
 
     def _measured(self, trials: Sequence[Trial]) -> list[Measured]:
         """Of these trials the ones that end; for the others a finding."""
         try:
             return self.runs.measure(trials)
         except FailureError as failure:
-            if len(trials) > 1:  # one of them: which
+            self.hangs = failure.hangs
+            if len(trials) > 1 and not failure.hangs:  # one of them: which
                 return [measured for trial in trials for measured in self._measured([trial])]
             cause = causes.HANGS if failure.hangs else causes.RAISES
             self.findings.append(Finding(cause, trials[0].counts, (), failure.summary))
@@ -298,7 +309,7 @@ class _Audit:
         true, everyone = self.truth.reference.gradients, measured.answers
         of_ranks = [answer.gradients for answer in everyone if answer.gradients]
         return {
-            group: max((compare(of, true, names, self.truth.total) for of in of_ranks), key=lambda c: c.error)
+            group: max((compare(of, true, names, self.truth.total) for of in of_ranks), key=_how_wrong)
             for group, names in self.truth.groups.items()
         }
 
@@ -309,26 +320,26 @@ class _Audit:
         self.rows += new
         return all(row.exact for row in new)
 
-    def _add_inputs(self, measured: Measured) -> None:
-        if self.facts.engine == "none":  # whose share of what a rank's rows get, only the step knows
-            return
-        true = self.truth.reference.inputs
-        for name, x in measured.inputs.items():
-            if name in true:
-                total = norm({name: true[name]})
-                compared = compare({name: x}, true, [name], total)
-                verdict = compared.verdict(self.truth.tolerance)
-                self.rows.append(Row(measured.trial.counts, "input", name, compared, verdict))
+    def _inputs(self, measured: Measured) -> list[Row]:
+        true, found = self.truth.reference.inputs, measured.inputs
+        compared = {name: compare(found, true, [name], norm(true)) for name in true if name in found}
+        of = self.truth.tolerance
+        return [Row(measured.trial.counts, "input", name, c, c.verdict(of)) for name, c in compared.items()]
 
     def _look_at_values(self, measured: Measured) -> None:
         """What is worth knowing where gradients are right."""
         losses, true = measured.losses, self.truth.reference.losses[0]
-        mean = sum(losses) / len(losses)
+        counted = 1.0 if self.facts.engine == "sum" else 1 / len(losses)
+        mean = counted * sum(losses)
         shown = f"{' and '.join(map(number, losses))}, one process {number(true)}"
         if abs(mean - true) > 1e-6 * abs(true):
             self.findings.append(Finding(causes.VALUE_IS_ANOTHER, measured.trial.counts, (), shown))
-        elif any(abs(x - mean) > 1e-6 * abs(mean) for x in losses):
+        elif any(abs(x - losses[0]) > 1e-6 * abs(mean) for x in losses):
             self.findings.append(Finding(causes.VALUES_DIFFER, measured.trial.counts, (), shown))
+
+
+def _how_wrong(compared: Comparison) -> float:
+    return math.inf if math.isnan(compared.error) else compared.error
 
 
 def splits(rows: int, size: int, *, uneven: bool, empty: bool) -> list[tuple[int, ...]]:

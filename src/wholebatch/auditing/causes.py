@@ -155,6 +155,22 @@ BATCH_STATISTICS = Cause(
 )
 RAISES = Cause("raises", "it raises on several ranks", "see the message")
 HANGS = Cause("hangs", "it does not end: ranks wait for each other", "see where each rank was")
+SCALED_ALIKE = Cause(
+    "scaled-alike",
+    "all gradients are multiplied by one factor",
+    "leave out of the step what comes after backward(): clipping, loss scaling (or unscale before it returns)",
+)
+NOT_REDUCED = Cause(
+    "not-reduced",
+    "ranks end with different gradients",
+    "under DDP, parameters must be reached through the wrapped model's forward, not through model.module, and belong "
+    "to what is wrapped; a step with engine='none' reduces all gradients itself",
+)
+NOT_CHECKED = Cause(
+    "not-checked",
+    "the loss is not smooth enough to tell by differences whether the step's gradient is its own",
+    "give reference=, the loss that one process should compute of the whole batch",
+)
 NOT_OF_ITS_LOSS = Cause(
     "not-of-its-loss",
     "on one process the gradient is not that of the loss that is returned",
@@ -183,6 +199,7 @@ VALUE_IS_ANOTHER = Cause(
 UNUSED = Cause(
     "unused",
     "parameters have no gradient, on one process either",
-    "under DDP, parameters that a loss does not use need find_unused_parameters=True",
+    "under DDP, parameters that a loss does not use need find_unused_parameters=True (here: engine=partial("
+    "DistributedDataParallel, find_unused_parameters=True))",
     wrong=False,
 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 Gradients = Mapping[str, Tensor]
-_NOTHING = 1e-8  # of the whole gradient: a group with less has none
+_NOTHING = {torch.float64: 1e-8, torch.float32: 1e-5}  # of the whole gradient: a group with less has none
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class Comparison:
 
     def verdict(self, tolerance: float) -> str:
         """In a word or two."""
+        if not math.isfinite(self.error):
+            return "not finite"
         if self.error <= tolerance:
             return "exact"
         if math.isnan(self.ratio):
@@ -52,8 +54,10 @@ def compare(got: Gradients, true: Gradients, names: Sequence[str], total: float)
     """The gradients of some parameters; `total` is the norm of the true gradient of all."""
     g, t = (torch.cat([of[name].double().flatten() for name in names]) for of in (got, true))
     of_g, of_t = g.norm().item(), t.norm().item()
-    if of_t <= _NOTHING * total:
+    if of_t <= _NOTHING[true[names[0]].dtype] * total:
         return Comparison(math.nan, math.nan, of_g / total if total else of_g, math.nan)
+    if not math.isfinite(of_g):
+        return Comparison(math.nan, math.nan, math.inf, math.nan)
     ratio = (g @ t).item() / of_t**2
     beside = (g - ratio * t).norm().item() / of_g if of_g else 0.0
     return Comparison(ratio, ratio * of_t / of_g if of_g else math.nan, (g - t).norm().item() / of_t, beside)

@@ -21,7 +21,7 @@ from torch import Tensor
 from .measure import Nudge, Trial
 from .runs import Runs, Truth
 
-STEPS = {torch.float64: (1e-6, 1e-5, 1e-4, 1e-3), torch.float32: (3e-3, 1e-2, 3e-2)}
+STEPS = {torch.float64: (1e-6, 1e-5, 1e-4), torch.float32: (3e-3, 1e-2, 3e-2)}
 CLOSE = {torch.float64: 1e-3, torch.float32: 5e-2}
 
 
@@ -62,17 +62,20 @@ def derivatives_within(runs: Runs, truth: Truth, trial: Trial, groups: Sequence[
     return made
 
 
-def smooth_step(runs: Runs, truth: Truth, trial: Trial) -> tuple[float | None, dict[str, float]]:
-    """The first step of which the next one finds the same derivatives, and these; None if there is none."""
-    found: list[dict[str, float]] = []
-    steps, close = STEPS[runs.dtype], CLOSE[runs.dtype] / 4
-    for some in (steps[:2], steps[2:]):  # the first two do, but for what rounds more than its dtype says
-        found += [
+def smooth_step(runs: Runs, truth: Truth, trial: Trial) -> tuple[float | None, dict[str, float], float]:
+    """The first step of which the next one finds the same derivatives, these, and how close they are to others.
+
+    A loss may be computed in float32 whatever it is given: then larger steps, which are less exact. None: there is no
+    step that does.
+    """
+    for dtype in dict.fromkeys((runs.dtype, torch.float32)):
+        steps, close = STEPS[dtype], CLOSE[dtype]
+        found = [
             {group: d.item() for group, d in of_step.items()}
-            for of_step in _derivatives(runs, truth, trial, [*truth.groups], some)
+            for of_step in _derivatives(runs, truth, trial, [*truth.groups], steps)
         ]
         for step, one, other in zip(steps, found, found[1:], strict=False):
             size = max(map(abs, one.values()))
-            if all(abs(other[g] - one[g]) <= close * max(abs(one[g]), 1e-3 * size) for g in one):
-                return step, one
-    return None, {}
+            if all(abs(other[g] - one[g]) <= close / 4 * max(abs(one[g]), 1e-3 * size) for g in one):
+                return step, one, close
+    return None, {}, CLOSE[runs.dtype]

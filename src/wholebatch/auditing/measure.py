@@ -7,6 +7,7 @@ which of its calls got a gradient back.
 from __future__ import annotations
 
 import os
+import pickle
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,21 +21,23 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 
+from .._graph import leaves_of
 from .._user_error import UserError
 from ..partition import Partition
 from .frozen import Recording, Replaying
 from .problem import (
-    Factory,
     Problem,
     build,
     num_rows,
     parameters,
+    random_state,
     seed_all,
     sharded_names,
     take,
     unheard,
     with_gradient,
 )
+from .sync_batch_norm import make_runnable
 
 Quiet = Literal["dropout", "batch_norm", "all"]
 _FORWARD_SEED = 1000  # what the forward pass draws does not depend on how much the factory drew
@@ -76,7 +79,7 @@ class Trial:
 class Job:
     """Trials of one problem, in order, on the ranks of a process group."""
 
-    factory: Factory | str
+    factory: bytes | str  # pickled
     trials: tuple[Trial, ...]
     dtype: torch.dtype
     seed: int
@@ -98,7 +101,8 @@ class Answer:
         calls: for each call of the model with gradients on, whether its output got one.
         drew: whether torch's generator has moved.
         said: what was printed.
-        problem: facts about it.
+        facts: about the problem.
+        dtype: of the loss.
     """
 
     loss: float
@@ -112,6 +116,7 @@ class Answer:
     drew: bool = False
     said: str = ""
     facts: Facts | None = None
+    dtype: torch.dtype = torch.float64
 
 
 @dataclass(frozen=True)
@@ -125,17 +130,20 @@ class Facts:
     has_reference: bool
     calls_backward: bool
     has_batch_norm: bool
+    sharded: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """Of the user's, in the words that he is to read."""
+    """Of the user's, on one process, in the words that he is to read."""
 
     message: str
 
 
 def run_trials(job: Job) -> list[Answer] | Mistake:
     """A rank's part of a job."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the audit is of CPU processes, wherever it runs
     torch.set_num_threads(1)
     recorded: Recording | None = None
@@ -151,6 +159,8 @@ def run_trials(job: Job) -> list[Answer] | Mistake:
                 _run_trial(job, replace(trial, nudge=replace(trial.nudge, by=0.0)), recorded)
             answers.append(_run_trial(job, trial, Replaying(recorded)))
     except UserError as error:
+        if dist.get_world_size() > 1:
+            raise  # other ranks may be waiting for this one
         return Mistake(str(error))
     return answers
 
@@ -158,11 +168,14 @@ def run_trials(job: Job) -> list[Answer] | Mistake:
 def _run_trial(job: Job, trial: Trial, communication: AbstractContextManager[Any]) -> Answer:
     rank = dist.get_rank()
     with unheard() as said:
-        problem = build(job.factory, job.seed, job.dtype)
+        factory = job.factory if isinstance(job.factory, str) else pickle.loads(job.factory)
+        problem = build(factory, job.seed, job.dtype)
         by_reference = trial.reference and problem.reference is not None
         own_parts = sharded_names(problem)
         _share_start(problem, own_parts)
-        _quieten(problem.model, trial.quiet)
+        for module in _modules(problem):
+            _quieten(module, trial.quiet)
+            make_runnable(module)
         batch, inputs = problem.batch, dict[str, Tensor]()
         if trial.counts != (-1,):
             own = Partition(trial.counts).rows(rank)
@@ -170,38 +183,41 @@ def _run_trial(job: Job, trial: Trial, communication: AbstractContextManager[Any
         if trial.inputs and trial.nudge is None:
             batch, inputs = with_gradient(batch)
         seed_all(_FORWARD_SEED + job.seed + rank)
-        before = torch.get_rng_state()
+        before = random_state()
         seen = _Seen(problem)
         given: nn.Module = problem.model
-        if problem.engine == "ddp" and not by_reference:
+        if problem.wraps and not by_reference:
             ours = [name.removeprefix("loss.") for name in own_parts]
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(given, ours)
-            given = DistributedDataParallel(given)
+            given = problem.engine(given) if callable(problem.engine) else DistributedDataParallel(given)
         if trial.nudge is not None:  # only now: DDP begins with rank 0's parameters
             _apply(trial.nudge, parameters(problem), job.directions, rank)
         with communication:
-            loss = _evaluate(problem, given, batch, reference=by_reference, backward=trial.nudge is None)
-        drew = not torch.equal(before, torch.get_rng_state())
+            loss, dtype = _evaluate(
+                problem, given, batch, inputs.values(), reference=by_reference, backward=trial.nudge is None
+            )
+        drew = random_state() != before
     facts = Facts(
         num_rows(problem.batch),
-        problem.engine,
+        "ddp" if callable(problem.engine) else problem.engine,
         problem.uneven,
         problem.empty,
         problem.reference is not None,
         problem.step is not None,
         any(isinstance(module, _BatchNorm) for module in problem.model.modules()),
+        tuple(own_parts),
     )
     if trial.nudge is not None:
         return Answer(loss, facts=facts)
     found = {name: p for name, p in parameters(problem).items() if p.requires_grad}
-    engine = "sum" if by_reference else problem.engine
+    engine = "sum" if by_reference else facts.engine
     before_ddp = "mean" if engine == "ddp" else engine  # when hooks saw what backward passes brought
     gradients = _after(
         "none" if engine == "ddp" else engine, _dense({n: p.grad for n, p in found.items()}, found), own_parts
     )
     contributed = _after(before_ddp, _dense(seen.total, found), own_parts)
     last = _after(before_ddp, _dense(seen.last, found), own_parts)
-    tells = rank == 0 or engine == "none"
+    tells = rank == 0 or engine in ("none", "ddp")  # where nothing makes the ranks' gradients one
     return Answer(
         loss,
         gradients if tells else {},
@@ -212,13 +228,21 @@ def _run_trial(job: Job, trial: Trial, communication: AbstractContextManager[Any
         {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in inputs.items()},
         tuple(seen.calls),
         drew,
-        said.getvalue(),
+        said(),
         facts,
+        dtype,
     )
 
 
-def _evaluate(problem: Problem, model: nn.Module, batch: Any, *, reference: bool, backward: bool) -> float:
-    """The value of the loss; gradients are in the parameters."""
+def _modules(problem: Problem) -> list[nn.Module]:
+    """The model, and what else of the problem is a module."""
+    return [module for module in (problem.model, problem.loss, problem.step) if isinstance(module, nn.Module)]
+
+
+def _evaluate(
+    problem: Problem, model: nn.Module, batch: Any, inputs: Iterable[Tensor], *, reference: bool, backward: bool
+) -> tuple[float, torch.dtype]:
+    """The value of the loss, and its dtype; gradients are in the parameters."""
     call = problem.reference if reference else problem.call
     what = "reference" if reference else "loss" if problem.step is None else "step"
     assert call is not None
@@ -227,7 +251,7 @@ def _evaluate(problem: Problem, model: nn.Module, batch: Any, *, reference: bool
     except SystemExit as error:
         raise RuntimeError(f"{what} left by exit({error.code!r})") from error
     if what == "step" and isinstance(loss, int | float):
-        return float(loss)
+        loss = torch.tensor(float(loss), dtype=torch.float64)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise UserError(f"{what}(model, batch) must return the loss, a tensor of one number; got {got}")
@@ -238,8 +262,16 @@ def _evaluate(problem: Problem, model: nn.Module, batch: Any, *, reference: bool
             raise UserError(
                 f"what {what}(model, batch) returned has no gradient; if it calls backward() itself, give it as step="
             )
+        known = {id(p) for p in parameters(problem).values()} | {id(x) for x in inputs}
+        learned = [leaf for leaf in leaves_of([loss]) if isinstance(leaf, nn.Parameter)]
+        others = [tuple(leaf.shape) for leaf in learned if id(leaf) not in known]
+        if others:
+            raise UserError(
+                f"the loss has something learned, of shape {others[0]}, that is not among the model's parameters: "
+                "put it into Problem's model, as in ModuleDict(model=..., loss=...), for an engine has to find it"
+            )
         loss.backward()
-    return loss.item()
+    return loss.item(), loss.dtype
 
 
 def _share_start(problem: Problem, own_parts: Sequence[str]) -> None:
@@ -248,21 +280,27 @@ def _share_start(problem: Problem, own_parts: Sequence[str]) -> None:
         return
     kept = {id(p) for name, p in parameters(problem).items() if name in own_parts}
     heads = {name.rpartition(".")[0] for name in own_parts}
-    for module in (problem.model, problem.loss, problem.step):
-        if not isinstance(module, nn.Module):
-            continue
+    for module in _modules(problem):
         for p in module.parameters():
             if id(p) not in kept:
-                dist.broadcast(p.data, 0)
+                _as_on_rank_0(p.data)
         for name, buffer in module.named_buffers():
             if name.rpartition(".")[0] not in heads:
-                dist.broadcast(buffer.data, 0)
+                _as_on_rank_0(buffer.data)
+
+
+def _as_on_rank_0(x: Tensor) -> None:
+    """As bytes, for not every dtype travels as it is. Collective."""
+    if x.numel():
+        sent = x.detach().clone().reshape(-1).view(torch.uint8)
+        dist.broadcast(sent, 0)
+        x.copy_(sent.view(x.dtype).view(x.shape))
 
 
 def _quieten(model: nn.Module, quiet: Sequence[Quiet]) -> None:
     for module in model.modules():
         if (
-            "all" in quiet
+            ("all" in quiet and not isinstance(module, _BatchNorm))
             or ("dropout" in quiet and isinstance(module, _DropoutNd))
             or ("batch_norm" in quiet and isinstance(module, _BatchNorm))
         ):

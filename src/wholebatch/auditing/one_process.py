@@ -7,11 +7,12 @@ accumulation and caching get dropout, temperatures and chunks wrong without any 
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from . import causes
 from .compare import Comparison, compare, inner, number
-from .differences import CLOSE, derivatives, derivatives_within
+from .differences import derivatives, derivatives_within
 from .report import Finding
 from .runs import FailureError, Measured, Runs, Truth
 
@@ -43,12 +44,15 @@ def diagnose(runs: Runs, truth: Truth, compared: dict[str, Comparison], toleranc
         return []
     own = truth.own
     answer, counts = own.answers[0], own.trial.counts
+    facts = answer.facts
+    assert facts is not None
+    trusted = not facts.calls_backward and not facts.has_reference  # autograd's own gradient of what was returned
 
     def finding(cause: causes.Cause, groups: list[str], evidence: str) -> list[Finding]:
         return [Finding(cause, counts, tuple(groups), evidence)]
 
     without = [g for g in wrong if compared[g].verdict(tolerance) == "no gradient"]
-    if len(answer.calls) > 1 and answer.calls[-1] and not any(answer.calls[:-1]):
+    if not trusted and len(answer.calls) > 1 and answer.calls[-1] and not any(answer.calls[:-1]):
         return finding(
             causes.LAST_CHUNK_ONLY,
             wrong,
@@ -77,7 +81,12 @@ def diagnose(runs: Runs, truth: Truth, compared: dict[str, Comparison], toleranc
     if found:
         return found
     figures = f"along a direction of each group, {', '.join(f'{g} x {number(r)}' for g, r in ratios.items())}"
-    if answer.facts is not None and (answer.facts.calls_backward or answer.facts.has_reference):
+    alike = max(ratios.values()) - min(ratios.values()) <= 10 * tolerance * abs(max(ratios.values()))
+    if alike and not trusted and set(ratios) == {g for g, c in compared.items() if not math.isnan(c.ratio)}:
+        return finding(causes.SCALED_ALIKE, wrong, figures)
+    factor = max(ratios.values())
+    clean = alike and any(abs(f - round(f)) <= 10 * tolerance and round(f) > 1 for f in (factor, 1 / factor))
+    if clean or not trusted:
         return finding(causes.NOT_OF_ITS_LOSS, wrong, figures)
     if _stops_at_collectives(runs, truth, wrong):
         return finding(causes.KEY_SIDE_MISSING, wrong, f"what collectives give carries no gradient: {figures}")
@@ -92,7 +101,7 @@ def _stops_at_collectives(runs: Runs, truth: Truth, wrong: list[str]) -> bool:
         within = derivatives_within(runs, truth, truth.own.trial, wrong, truth.step)
     except FailureError:
         return False
-    return all(_agrees(runs, truth, inner(truth.own.gradients, truth.directions[g]), within[g]) for g in wrong)
+    return all(_agrees(truth, inner(truth.own.gradients, truth.directions[g]), within[g]) for g in wrong)
 
 
 def _is_last(own: Measured, wrong: list[str], truth: Truth) -> bool:
@@ -118,9 +127,9 @@ def _right_when_quiet(runs: Runs, truth: Truth, wrong: list[str]) -> bool:
         except FailureError:
             return False
         of = measured.gradients
-        return all(_agrees(runs, truth, inner(of, truth.directions[g]), found[g].item()) for g in wrong)
+        return all(_agrees(truth, inner(of, truth.directions[g]), found[g].item()) for g in wrong)
     return False
 
 
-def _agrees(runs: Runs, truth: Truth, gradient: float, difference: float) -> bool:
-    return abs(gradient - difference) <= CLOSE[runs.dtype] * max(abs(difference), 1e-6 * truth.total)
+def _agrees(truth: Truth, gradient: float, difference: float) -> bool:
+    return abs(gradient - difference) <= truth.close * max(abs(difference), 1e-6 * truth.total)

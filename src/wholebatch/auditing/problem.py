@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import io
+import os
 import random
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .._user_error import UserError
 from ..heads import PartialFC
 from ..testing import preload
 
-Engine = Literal["mean", "sum", "ddp", "none"]
+Engine = Literal["mean", "sum", "ddp", "none"] | Callable[[nn.Module], nn.Module]
+_ENGINES = ("mean", "sum", "ddp", "none")
 Factory = Callable[[], Any]
 FORM = (
     "a function without arguments that returns wholebatch.Problem(model, batch, loss), where loss(model, batch) is "
@@ -46,8 +49,9 @@ class Problem:
         reference: `reference(model, batch)`, the loss that one process computes of the whole batch, where `loss` or
             `step` on one rank is not to be trusted with it.
         engine: what happens to the gradients afterwards. "mean": they are averaged over ranks; "sum": added; "ddp": the
-            model is wrapped by a real `DistributedDataParallel`, of which `loss` gets the wrapper; "none": nothing, the
-            step itself leaves the final gradient on every rank.
+            model is wrapped by a real `DistributedDataParallel`, of which `loss` gets the wrapper; a function of the
+            model: as "ddp", and it is what wraps (`partial(DistributedDataParallel, find_unused_parameters=True)`);
+            "none": nothing, the step itself leaves the final gradient on every rank.
         uneven: whether it is made for ranks with different numbers of rows; then these are audited, too.
         empty: whether it is made for ranks without any.
         sharded: names, or beginnings of names, of parameters that each rank holds a part of, rank 0's rows first; no
@@ -64,6 +68,11 @@ class Problem:
     uneven: bool = False
     empty: bool = False
     sharded: Sequence[str] = field(default=())
+
+    @property
+    def wraps(self) -> bool:
+        """Whether the engine wraps the model."""
+        return self.engine == "ddp" or callable(self.engine)
 
     @property
     def call(self) -> Callable[[Any, Any], Any]:
@@ -86,8 +95,16 @@ class Problem:
             )
         if self.reference is not None and not callable(self.reference):
             raise UserError(f"Problem's reference must be a function, got {type(self.reference).__name__}")
-        if self.engine not in get_args(Engine):
-            raise UserError(f"Problem's engine must be one of {', '.join(get_args(Engine))}; got {self.engine!r}")
+        if not callable(self.engine) and self.engine not in _ENGINES:
+            raise UserError(
+                f"Problem's engine must be one of {', '.join(_ENGINES)}, or a function that wraps the model; got "
+                f"{self.engine!r}"
+            )
+        if isinstance(self.model, DistributedDataParallel):
+            raise UserError(
+                "Problem's model is wrapped by DistributedDataParallel: give the module itself, and engine='ddp', or "
+                "engine=partial(DistributedDataParallel, find_unused_parameters=True)"
+            )
         trained = {name: p for name, p in parameters(self).items() if p.requires_grad}
         if not trained:
             raise UserError("Problem's model has no parameters that need a gradient: there is nothing to audit")
@@ -96,12 +113,42 @@ class Problem:
                 raise UserError(
                     f"the parameter {name} is on {p.device}; the audit runs on CPU processes: build it on the CPU"
                 )
+            if p.dtype.is_complex:
+                raise UserError(f"the parameter {name} is {p.dtype}: the audit is of real numbers")
             if p.dtype not in (torch.float64, torch.float32):
                 raise UserError(
                     f"the parameter {name} is {p.dtype}, whose rounding would hide what is looked for: build the model "
                     "in float32; the audit runs it in float64"
                 )
         num_rows(self.batch)
+        held = {id(p) for p in parameters(self).values()}
+        for function in (self.loss, self.step):
+            others = [p for p in _learned_in(function) if id(p) not in held]
+            if others:
+                raise UserError(
+                    f"the loss has something learned, of shape {tuple(others[0].shape)}, that is not among the model's "
+                    "parameters: put it into Problem's model, as in ModuleDict(model=..., loss=...), for an engine has "
+                    "to find it too"
+                )
+
+
+def _learned_in(function: Any, depth: int = 3) -> Iterator[Tensor]:
+    """Parameters that a function has at hand: in what it closes over, is bound to, or was given beforehand."""
+    if isinstance(function, nn.Module):
+        yield from (p for p in function.parameters() if p.requires_grad)
+    elif isinstance(function, Tensor):
+        if function.requires_grad and function.is_leaf:
+            yield function
+    elif depth:
+        at_hand: list[Any] = [getattr(function, "__self__", None)]
+        for cell in getattr(function, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # not filled yet
+                at_hand.append(cell.cell_contents)
+        if isinstance(function, partial):
+            at_hand += [function.func, *function.args, *function.keywords.values()]
+        for thing in at_hand:
+            if callable(thing) or isinstance(thing, Tensor):
+                yield from _learned_in(thing, depth - 1)
 
 
 def parameters(problem: Problem) -> dict[str, nn.Parameter]:
@@ -139,7 +186,7 @@ def find(name: str) -> Factory:
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise UserError(
-                f"there is no module {module_name!r} here: give it as in an import, from the folder it lies in"
+                f"there is no module {module_name!r} here: give it as in an import, without .py, from its folder"
             ) from error
         raise UserError(f"{module_name} cannot be imported: it needs {error.name!r}") from error
     except (Exception, SystemExit) as error:
@@ -202,10 +249,11 @@ def build(factory: Factory | str, seed: int, dtype: torch.dtype) -> Problem:
                 "batch on the CPU"
             ) from error
         raise UserError(f"the factory raised {type(error).__name__}: {_first_line(error)}") from error
-    if isinstance(made, tuple) and 2 < len(made) < 4:
+    if isinstance(made, tuple) and len(made) == 3:
         made = Problem(*made)
     if not isinstance(made, Problem):
-        raise UserError(f"the factory must be {FORM}; it returned {type(made).__name__}")
+        got = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+        raise UserError(f"the factory must be {FORM}; it returned {got}")
     made.check()
     for module in (made.model, made.loss, made.step):
         if isinstance(module, nn.Module):
@@ -230,12 +278,33 @@ def seed_all(seed: int) -> None:
         numpy.random.seed(seed)
 
 
+def random_state() -> tuple[Any, ...]:
+    """Of torch's, random's and numpy's generators."""
+    numpy = sys.modules.get("numpy")
+    of_numpy = None
+    if numpy is not None:
+        _, words, *rest = numpy.random.get_state()
+        of_numpy = (words.tobytes(), *rest)
+    return bytes(torch.get_rng_state().tolist()), random.getstate(), of_numpy
+
+
 @contextlib.contextmanager
-def unheard() -> Iterator[io.StringIO]:
-    """What is printed inside goes here."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        yield said
+def unheard() -> Iterator[Callable[[], str]]:
+    """What is printed inside, by libraries in C too, is not; what is yielded tells what it was."""
+    with tempfile.TemporaryFile("w+") as said:
+        sys.stdout.flush()
+        kept = os.dup(1)
+        os.dup2(said.fileno(), 1)
+        heard: list[str] = []
+        try:
+            with contextlib.redirect_stdout(said):
+                yield lambda: "".join(heard)
+        finally:
+            said.flush()
+            os.dup2(kept, 1)
+            os.close(kept)
+            said.seek(0)
+            heard.append(said.read())
 
 
 # The batch: a tree whose leaves have rows, or are the same on all ranks.
@@ -307,7 +376,7 @@ def _has_rows(x: Any) -> bool:
 def _map(tree: Any, of: Callable[[Any], Any]) -> Any:
     if isinstance(tree, Mapping):
         items = {key: _map(value, of) for key, value in tree.items()}
-        return items if type(tree) is dict else type(tree)(items)  # type: ignore[call-arg]
+        return items if isinstance(tree, dict) else type(tree)(items)  # type: ignore[call-arg]
     if isinstance(tree, list | tuple) and not _has_rows(tree):
         made = [_map(value, of) for value in tree]
         return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)

@@ -56,7 +56,7 @@ class Report:
         rows: every comparison.
         findings: causes, wrong ones first, each once.
         notes: on how it was looked at.
-        values: for each split, the loss of each rank; () on one process: the true loss.
+        values: for each split, the loss of each rank.
         dtype: in which everything was computed.
         tolerance: of relative errors, for "exact".
         seconds: that it took.
@@ -138,7 +138,7 @@ def headline(report: Report) -> str:
     if report.exact:
         return "every gradient is that of one process on the whole batch"
     wrong = sum(not row.exact for row in report.rows)
-    named = ", ".join(report.causes) or "cause not looked for"
+    named = ", ".join(report.causes) or "no cause named"
     if not wrong:
         return f"WRONG ({named})"
     return f"WRONG ({named}): {wrong} of {len(report.rows)} gradients are not those of one process on the whole batch"
@@ -176,4 +176,4 @@ def explanations(report: Report) -> list[str]:
 
 
 def _plain(x: float) -> float | None:
-    return None if math.isnan(x) else x
+    return x if math.isfinite(x) else None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._user_error import UserError
-from ..testing import RankError, RankTimeoutError, run_processes
+from ..testing import RankError, RankTimeoutError, pickled, run_processes
 from .compare import Gradients
 from .measure import Answer, Job, Mistake, Quiet, Trial, run_trials
 from .problem import Factory
@@ -33,7 +33,11 @@ class FailureError(Exception):
         blocks = [block.partition("failed:\n")[2] for block in str(self).split("--- rank ")[1:]]
         blocks = [block.strip() for block in blocks if block.strip()] or [str(self)]
         block = min(blocks, key=lambda block: "onnection" in block.splitlines()[-1])
+        if "died without a word" in block:
+            return f"{block.splitlines()[-1].strip()} (in a script, calls stand under if __name__ == '__main__')"
         frames = [line.strip() for line in block.splitlines() if line.strip().startswith("File ")]
+        if "UserError: " in block:
+            return block.rpartition("UserError: ")[2].strip()
         return f"{block.splitlines()[-1].strip()}{f' ({frames[-1]})' if frames else ''}"
 
 
@@ -96,8 +100,9 @@ class Runs:
             FailureError: if it raises or hangs.
         """
         trials = [replace(trial, inputs=trial.inputs and self.inputs) for trial in trials]
-        job = Job(self.factory, tuple(trials), self.dtype, self.seed, directions or {})
         try:
+            factory = self.factory if isinstance(self.factory, str) else pickled(self.factory)
+            job = Job(factory, tuple(trials), self.dtype, self.seed, directions or {})
             of_ranks: list[Any] = run_processes(
                 run_trials, len(trials[0].counts), job, timeout_s=self.timeout_s, backend="gloo"
             )
@@ -130,6 +135,7 @@ class Truth:
         tolerance: of relative errors.
         step: of differences; None if the loss is not smooth enough for any.
         quiet: modules in evaluation mode on several ranks, for what they draw differs between ranks.
+        close: relative error of differences.
         detached: the gradient is not that of the loss's value, so that differences say nothing about it.
     """
 
@@ -141,6 +147,7 @@ class Truth:
     tolerance: float
     step: float | None
     quiet: tuple[Quiet, ...]
+    close: float
     detached: bool = False
 
     @property

@@ -23,7 +23,7 @@ from ..partition import Partition
 from . import causes
 from .causes import Cause
 from .compare import Comparison, compare, inner, number
-from .differences import CLOSE, derivatives, derivatives_within
+from .differences import derivatives, derivatives_within
 from .report import Finding
 from .runs import FailureError, Measured, Runs, Truth
 
@@ -32,11 +32,9 @@ _FEW_RANKS = 3  # whose orders are tried
 _EQUAL = 1e-6  # losses, relatively
 
 
-def diagnose(
-    runs: Runs, truth: Truth, measured: Measured, compared: dict[str, Comparison], even: Measured | None
-) -> list[Finding]:
-    """Why groups are wrong; `even` is a split into equal parts that was found right, if any."""
-    return _Case(runs, truth, measured, compared).findings(even)
+def diagnose(runs: Runs, truth: Truth, measured: Measured, compared: dict[str, Comparison]) -> list[Finding]:
+    """Why groups are wrong."""
+    return _Case(runs, truth, measured, compared).findings()
 
 
 class _Case:
@@ -47,26 +45,44 @@ class _Case:
         self.wrong = [group for group, verdict in verdicts.items() if verdict != "exact"]
         self.without = [group for group in self.wrong if verdicts[group] == "no gradient"]
         self.true_loss = truth.reference.losses[0]
-        self.mean = sum(measured.losses) / self.ranks
+        facts = measured.answers[0].facts
+        assert facts is not None
+        self.facts = facts
+        self.counted = 1.0 if facts.engine == "sum" else 1 / self.ranks  # how much each rank's loss counts
+        self.mean = self.counted * sum(measured.losses)
         self.replicated = all(_same(x, measured.losses[0]) for x in measured.losses)
 
-    def findings(self, even: Measured | None) -> list[Finding]:
+    def findings(self) -> list[Finding]:
         """The first explanation that holds."""
+        apart = self._apart()
+        if apart:
+            return [self._finding(causes.NOT_REDUCED, apart, "rank 0's and another rank's differ after the step")]
         if self.without and self.without != [*self.truth.groups]:
             rest = [group for group in self.wrong if group not in self.without]
             found = [self._finding(causes.NO_GRADIENT, self.without, "0 or None on all ranks")]
             if not rest:
                 return found
             self.wrong = rest
-            return found + self._explained(even)
-        return self._explained(even)
+            return found + self._explained()
+        return self._explained()
 
-    def _explained(self, even: Measured | None) -> list[Finding]:
+    def _apart(self) -> list[str]:
+        """The groups whose gradients are not the same on all ranks."""
+        of_ranks = [answer.gradients for answer in self.measured.answers if answer.gradients]
+        return [
+            group
+            for group, names in self.truth.groups.items()
+            if any(
+                compare(of, of_ranks[0], names, self.truth.total).error > self.truth.tolerance for of in of_ranks[1:]
+            )
+        ]
+
+    def _explained(self) -> list[Finding]:
         found = self._batch_statistics()
-        if not found and even is not None:
+        if not found and len(set(self.counts)) > 1:
             found = self._unequal_ranks()
         if not found and self.truth.detached:
-            found = self._of_values(alone=False)
+            found = self._by_ratios() if _same(self.mean, self.true_loss) else self._of_values(alone=False)
         elif not found and self.truth.step is not None:
             found = self._by_differences()
         return found or [self._finding(causes.UNKNOWN, self.wrong, self._figures())]
@@ -83,8 +99,7 @@ class _Case:
     # By evaluating modules differently.
 
     def _batch_statistics(self) -> list[Finding]:
-        facts = self.measured.answers[0].facts
-        if facts is None or not facts.has_batch_norm:
+        if not self.facts.has_batch_norm:
             return []
         quiet = (*self.truth.quiet, "batch_norm")
         try:
@@ -101,12 +116,12 @@ class _Case:
     # By one process's gradient on a batch with other rows.
 
     def _unequal_ranks(self) -> list[Finding]:
-        """Equal parts are right, and these are not."""
+        """Ranks have different numbers of rows."""
         total = sum(self.counts)
         weighted = sum(n * x for n, x in zip(self.counts, self.measured.losses, strict=True)) / total
         if not self.replicated and _same(weighted, self.true_loss) and not _same(self.mean, self.true_loss):
             evidence = (
-                f"equal parts are right; here the losses of the ranks have the mean {number(self.mean)}, and L, "
+                f"the losses of the ranks have the mean {number(self.mean)}, and L, "
                 f"{number(self.true_loss)}, if each counts as often as it has rows"
             )
             return [self._finding(causes.UNEQUAL_RANKS_COUNT_ALIKE, self.wrong, evidence)]
@@ -134,47 +149,64 @@ class _Case:
 
     # By differences of losses.
 
+    def _by_ratios(self) -> list[Finding]:
+        """Where something is detached on purpose, differences say nothing; the loss that ranks compute is L."""
+        groups = [g for g, c in self.compared.items() if not math.isnan(c.ratio)]
+        for factor, everything in ((1 / self.ranks, causes.EVERYTHING_OVER_W), (self.ranks, causes.EVERYTHING_TIMES_W)):
+            if not self._all_ratios(factor):
+                continue
+            if set(self.wrong) == set(groups) and self.truth.scalars:
+                return [self._finding(everything, self.wrong, f"{self._values()}: {self._ratios()}")]
+            if factor < 1 and set(self.wrong) == {g for g in groups if g in self.truth.encoders}:
+                return [
+                    self._finding(causes.GATHER_WITHOUT_GRADIENT, self.wrong, f"{self._values()}: {self._ratios()}")
+                ]
+        return []
+
     def _by_differences(self) -> list[Finding]:
-        encoders = [g for g in self.truth.encoders if g in self.wrong]
+        parts = {g for g, names in self.truth.groups.items() if any(name in self.facts.sharded for name in names)}
+        encoders = [g for g in self.truth.encoders if g in self.wrong and g not in parts]
         scalars = [g for g in self.truth.scalars if g in self.wrong]
         if encoders:
             try:
                 return self._of_encoders(encoders)
             except FailureError:
                 return []
-        return self._of_scalars(scalars)
+        return self._of_scalars(scalars) if scalars else []
 
     def _of_encoders(self, wrong: list[str]) -> list[Finding]:
         w, step, trial = self.ranks, self.truth.step, self.measured.trial
         assert step is not None
         of_groups = derivatives(self.runs, self.truth, trial, wrong, step)
         held = {g: inner(self.measured.gradients, self.truth.directions[g]) for g in wrong}
-        whole = {g: of_groups[g].sum().item() / w for g in wrong}
-        alone = all(self._close(whole[g], of_groups[g].diagonal().sum().item() / w) for g in wrong)
+        whole = {g: self.counted * of_groups[g].sum().item() for g in wrong}
+        own = {g: self.counted * of_groups[g].diagonal().sum().item() for g in wrong}
+        alone = all(self._close(whole[g], own[g]) for g in wrong)
 
         def holds(expected: dict[str, float]) -> bool:
             return all(self._close(held[g], expected[g]) for g in wrong)
 
         everything = set(self.wrong) == {g for g, c in self.compared.items() if not math.isnan(c.ratio)}
         for factor, cause in ((w, causes.EVERYTHING_TIMES_W), (1 / w, causes.EVERYTHING_OVER_W)):
-            if everything and self.truth.scalars and self._all_ratios(factor):
+            if everything and self.truth.scalars and self._all_ratios(factor) and holds(whole):
                 return [self._finding(cause, self.wrong, f"{self._values()}: {self._ratios()}")]
         if not alone:
             within = derivatives_within(self.runs, self.truth, trial, wrong, step)
+            within = {g: w * self.counted * within[g] for g in wrong}
             through = {g: whole[g] - within[g] for g in wrong}
             most = max(wrong, key=lambda g: abs(through[g]))
             evidence = (
                 f"along a direction in {most} the ranks' mean loss changes by {number(whole[most])}, "
                 f"{number(through[most])} of it through what collectives give; the gradient has {number(held[most])}"
             )
-            if holds(within):
+            if holds(within) or holds(own):  # the latter where rows go from rank to rank, which is not held fixed
                 cause = causes.GATHER_WITHOUT_GRADIENT if self.replicated else causes.KEY_SIDE_MISSING
                 return [self._finding(cause, wrong, f"{evidence}: that is missing")]
             for factor, cause in ((1 / w, causes.GATHER_AVERAGES), (w, causes.GATHER_TIMES_W)):
                 if holds({g: within[g] + factor * through[g] for g in wrong}):
                     return [self._finding(cause, wrong, f"{evidence}: that is multiplied by {number(factor)}")]
         for factor, cause in ((w, causes.EVERYTHING_TIMES_W), (1 / w, causes.EVERYTHING_OVER_W)):
-            if everything and self._all_ratios(factor):
+            if everything and self._all_ratios(factor) and holds(whole):
                 return [self._finding(cause, self.wrong, f"{self._values()}: {self._ratios()}")]
         return self._of_values(alone=alone) if holds(whole) else []
 
@@ -229,7 +261,7 @@ class _Case:
         losses, true = self._losses_of([(rows[0],) * len(rows)])
         fewer = replace(self.truth.reference.trial, counts=(self.counts[0],), rows=(rows[0],) * self.counts[0])
         (own,) = self.runs.measure([fewer])
-        return None if _same(own.losses[0], true[0]) else _same(sum(losses[0]) / self.ranks, true[0])
+        return None if _same(own.losses[0], true[0]) else _same(self.counted * sum(losses[0]), true[0])
 
     def _twice(self) -> bool:
         """The same rows on all ranks; and on two, where rows that alternate do not happen to fall on their own."""
@@ -241,7 +273,8 @@ class _Case:
             here = replace(self.measured.trial, counts=(n,) * ranks, rows=rows)
             one = replace(self.truth.reference.trial, counts=(len(rows),), rows=rows)
             (measured,), (true,) = self.runs.measure([here]), self.runs.measure([one])
-            if not _same(sum(measured.losses) / ranks, true.losses[0]):
+            counted = 1.0 if self.facts.engine == "sum" else 1 / ranks
+            if not _same(counted * sum(measured.losses), true.losses[0]):
                 return False
         return True
 
@@ -266,7 +299,7 @@ class _Case:
             return []
         rows, n = self.measured.trial.rows, self.counts[0]
         losses, _ = self._losses_of([rows[k * n :] + rows[: k * n] for k in range(self.ranks)])
-        return [_same(sum(of_rank) / self.ranks, self.true_loss) for of_rank in zip(*losses, strict=True)]
+        return [_same(self.counted * sum(of_rank), self.true_loss) for of_rank in zip(*losses, strict=True)]
 
     def _at_rank_0(self) -> bool:
         """Rank 2 of 3, given rank 0's rows, has its loss: it is not among rank 1's that its positives are sought."""
@@ -284,7 +317,7 @@ class _Case:
     # Words.
 
     def _close(self, a: float, b: float) -> bool:
-        return abs(a - b) <= CLOSE[self.runs.dtype] * max(abs(a), abs(b)) + 1e-7 * self.truth.total
+        return abs(a - b) <= self.truth.close * max(abs(a), abs(b)) + 1e-7 * self.truth.total
 
     def _all_ratios(self, factor: float) -> bool:
         return all(abs(self.compared[g].ratio / factor - 1) < 10 * self.truth.tolerance for g in self.wrong)

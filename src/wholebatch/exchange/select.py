@@ -35,7 +35,20 @@ def select_exchange(
         symmetric: as for every :class:`Exchange`.
     """
     if name == "auto":
-        small = 3 * columns.total * row_bytes <= _GATHER_BYTES
-        name = "gather" if small or not comm.transport.tells_tags_apart else "ring"
+        name = automatic(columns.total, row_bytes, rings=comm.transport.tells_tags_apart)
     kind = GatherExchange if name == "gather" else RingExchange
     return kind(comm, rows, columns, symmetric=symmetric)
+
+
+def automatic(total: int, row_bytes: int, *, rings: bool = True) -> Literal["gather", "ring"]:
+    """What "auto" is.
+
+    Args:
+        total: rows of Y, on all ranks.
+        row_bytes: of one of them, in the accumulation dtype.
+        rings: whether "ring" can run.
+
+    >>> automatic(65536, 4 * 512), automatic(262144, 4 * 1024)
+    ('gather', 'ring')
+    """
+    return "gather" if 3 * total * row_bytes <= _GATHER_BYTES or not rings else "ring"
