@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
+from collections import defaultdict
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Function
 from torch.nn.functional import cross_entropy, dropout, normalize
+from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
 from wholebatch import Problem
@@ -158,6 +162,70 @@ def right_cached():
         return cache(batch["images"], batch["texts"])
 
     return Problem(Encoders(nn.Dropout(0.3)), batch(), step=step, uneven=True)
+
+
+def right_with_sync_batch_norm():
+    model = Encoders(nn.BatchNorm1d(8))
+    return problem(wb.CLIPLoss(), nn.SyncBatchNorm.convert_sync_batchnorm(model), uneven=True)
+
+
+def right_with_unused_parameters():
+    made = unused()
+    return Problem(
+        made.model, made.batch, made.loss, engine=partial(DistributedDataParallel, find_unused_parameters=True)
+    )
+
+
+def right_as_launchers_say():
+    """How many ranks there are is read from the environment."""
+    assert int(os.environ["RANK"]) == int(os.environ["LOCAL_RANK"]) == dist.get_rank()
+
+    def loss(x, y, s):
+        several = int(os.environ["WORLD_SIZE"]) > 1
+        return clip(with_gradient(x), with_gradient(y), s) if several else clip(x, y, s)
+
+    return problem(loss)
+
+
+def right_whatever_the_model_holds():
+    """Buffers that do not travel as they are, and inputs without an effect."""
+    model = Encoders()
+    model.register_buffer("mask", torch.tensor([True, False]))
+    model.register_buffer("counts", torch.zeros(3, dtype=torch.int16))
+
+    def loss(model, batch):
+        x, y, scale = model(batch["images"] * 1.0, batch["texts"])
+        return wb.functional.clip_loss(normalize(batch["gains"][:, None].exp() * x, dim=1), y, scale)
+
+    return Problem(model, defaultdict(list, batch(), gains=torch.randn(ROWS)), loss, uneven=True)
+
+
+def right_scaled():
+    """A loss scaler that is unscaled: only what lies before the parameters has its factor."""
+
+    def step(model, batch):
+        loss = wb.functional.clip_loss(*model(**batch))
+        (1024 * loss).backward()
+        for p in model.parameters():
+            p.grad /= 1024
+        return loss
+
+    return Problem(Encoders(), batch(), step=step, reference=lambda model, batch: clip(*model(**batch)))
+
+
+def right_sharded():
+    """Each rank has rows of a classifier, and its gradient is complete."""
+    made = wb.PartialFC(OUT, 10, margin=wb.CosFace(8.0, 0.1))
+    model = Encoders()
+    model.head = nn.Linear(1, 1, bias=False)
+    model.head.weight = nn.Parameter(made.weight.detach().clone())
+
+    def loss(model, batch):
+        x, y, scale = model(batch["images"], batch["texts"])
+        head = wb.functional.partial_fc_loss(x, batch["labels"], model.head.weight, margin=wb.CosFace(8.0, 0.1))
+        return head + wb.functional.clip_loss(x, y, scale)
+
+    return Problem(model, {**batch(), "labels": torch.arange(ROWS) % 10}, loss, sharded=["head"])
 
 
 # A mistake each. In the name: the cause that should be found.
@@ -449,7 +517,147 @@ def last_chunk_only_overwritten():
     return Problem(Encoders(), batch(), step=step)
 
 
+def nan_on_a_rank():
+    return problem(lambda x, y, s: wb.functional.clip_loss(x, y, s) * (float("nan") if dist.get_rank() else 1.0))
+
+
+def sum_gather_without_gradient():
+    return problem(lambda x, y, s: clip(gathered(x), gathered(y), s) / size(), engine="sum")
+
+
+def sum_key_side_missing():
+    return problem(lambda x, y, s: local(x, y, s, gathered(x), gathered(y)) / size(), engine="sum")
+
+
+def sum_labels_not_offset():
+    def loss(x, y, s):
+        return local(x, y, s, with_gradient(x), with_gradient(y), offset=0) / size()
+
+    return problem(loss, engine="sum")
+
+
+def sum_not_gathered():
+    return problem(lambda x, y, s: clip(x, y, s) / size(), engine="sum")
+
+
+def ring_without_gradient():
+    """Rows go from rank to rank in messages."""
+
+    def gone_round(x):
+        rank, w, parts, block = dist.get_rank(), size(), {}, x.detach().clone()
+        parts[rank] = x
+        for step in range(1, w):
+            sent, came = dist.isend(block, (rank + 1) % w), torch.empty_like(block)
+            dist.recv(came, (rank - 1) % w)
+            sent.wait()
+            parts[(rank - step) % w] = block = came
+        return torch.cat([parts[r] for r in range(w)])
+
+    return problem(lambda x, y, s: clip(gone_round(x), gone_round(y), s))
+
+
+def detached_and_gather_without_gradient():
+    return problem(lambda x, y, s: clip(gathered(x), gathered(y), s) * s.detach())
+
+
+class Noise(nn.Module):
+    def forward(self, x):
+        return x + 0.1 * torch.randn_like(x) if self.training else x
+
+
+def batch_statistics_and_noise():
+    return problem(wb.CLIPLoss(), Encoders(nn.BatchNorm1d(8), Noise()))
+
+
+def thirteen_rows_count_alike():
+    return problem(lambda x, y, s: (s * (x - y)).square().sum(1).mean(), rows=13, uneven=True)
+
+
+def reduced_by_hand(spoil):
+    def step(model, batch):
+        x, y, scale = model(batch["images"], batch["texts"])
+        loss = local(x, y, scale, with_gradient(x), with_gradient(y))
+        loss.backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= size()
+        if dist.get_rank() == 1:
+            spoil(model)
+        return loss
+
+    return Problem(Encoders(), batch(), step=step, engine="none")
+
+
+def not_reduced():
+    return reduced_by_hand(lambda model: model.image[0].weight.grad.mul_(2))
+
+
+def not_reduced_nan():
+    return reduced_by_hand(lambda model: model.image[0].weight.grad.fill_(float("nan")))
+
+
+def bypassed():
+    """DDP's forward is not called."""
+
+    def loss(model, batch):
+        x, y, scale = getattr(model, "module", model)(batch["images"], batch["texts"])
+        return local(x, y, scale, with_gradient(x), with_gradient(y))
+
+    return Problem(Encoders(), batch(), loss, engine="ddp")
+
+
+def scaled_alike():
+    def step(model, batch):
+        loss = wb.functional.clip_loss(*model(**batch))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        return loss
+
+    return Problem(Encoders(), batch(), step=step)
+
+
+def scale_times_steps_in_float32():
+    """What is returned rounds as float32 does."""
+
+    def step(model, batch):
+        return accumulated(lambda *x: tuple(z.float() for z in model(*x)), batch, 2)
+
+    return Problem(Encoders(), batch(), step=step)
+
+
+def not_of_its_loss():
+    """A backward pass by hand that doubles the temperature's gradient."""
+
+    class Twice(Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    return problem(lambda x, y, s: wb.functional.clip_loss(x, y, Twice.apply(s)))
+
+
+def sharded_times_w():
+    made = right_sharded()
+    return Problem(made.model, made.batch, lambda model, batch: size() * made.loss(model, batch), sharded=["head"])
+
+
 # Worth knowing, and not wrong.
+
+
+def detached_first_call():
+    """A target from the same model."""
+
+    def loss(model, batch):
+        x, y, scale = model(batch["images"], batch["texts"])
+        target = (x + y).detach()
+        x, y, scale = model(batch["images"], batch["texts"])
+        return scale * ((x + y).square() * target.exp()).sum(1).mean()
+
+    return Problem(Encoders(), batch(), loss)
 
 
 def values_differ():
@@ -571,6 +779,43 @@ def drawn_everywhere():
 
 def random_module():
     return random.random()
+
+
+def learned_elsewhere():
+    scale = nn.Parameter(torch.tensor(2.0))
+    return problem(lambda x, y, _s: clip(x, y, scale))
+
+
+def learned_elsewhere_hidden():
+    """Where no one looks before it is used."""
+    found = {"scale": nn.Parameter(torch.tensor(2.0, dtype=torch.float64))}
+    return problem(lambda x, y, _s: clip(x, y, found["scale"]))
+
+
+def random_elsewhere():
+    return problem(lambda x, y, s: wb.functional.clip_loss(x, y, s * (1 + random.random())))
+
+
+def wrapped():
+    return Problem(DistributedDataParallel(Encoders()), batch(), clip)
+
+
+def step_not_finite():
+    return Problem(Encoders(), batch(), step=lambda model, batch: float("nan"))
+
+
+MODEL = Encoders()
+
+
+def same_model_twice():
+    """And what it does to the model stays."""
+
+    def loss(model, batch):
+        with torch.no_grad():
+            model.log_scale += 0.1
+        return wb.functional.clip_loss(*model(**batch))
+
+    return Problem(MODEL, batch(), loss)
 
 
 def no_rows():

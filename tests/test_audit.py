@@ -56,6 +56,22 @@ PLANTED = {
     "last_chunk_only": "last-chunk-only",
     "last_chunk_only_overwritten": "last-chunk-only",
     "raises_on_ranks": "raises",
+    "nan_on_a_rank": "raises",
+    "sum_gather_without_gradient": "gather-without-gradient",
+    "sum_key_side_missing": "key-side-missing",
+    "sum_labels_not_offset": "labels-not-offset",
+    "sum_not_gathered": "not-gathered",
+    "ring_without_gradient": "gather-without-gradient",
+    "detached_and_gather_without_gradient": "gather-without-gradient",
+    "batch_statistics_and_noise": "batch-statistics",
+    "thirteen_rows_count_alike": "ranks-count-alike",
+    "not_reduced": "not-reduced",
+    "not_reduced_nan": "not-reduced",
+    "bypassed": "not-reduced",
+    "scaled_alike": "scaled-alike",
+    "scale_times_steps_in_float32": "scale-times-steps",
+    "not_of_its_loss": "not-of-its-loss",
+    "sharded_times_w": "everything-times-w",
 }
 
 
@@ -85,11 +101,11 @@ def test_what_is_wrong_is_named(name, cause):
     assert finding.evidence
 
 
-@pytest.mark.parametrize("name", ["values_differ", "detached", "unused"])
+@pytest.mark.parametrize("name", ["values_differ", "detached", "detached_first_call", "unused"])
 def test_what_is_worth_knowing_is_said_and_is_not_wrong(name):
     report = wb.audit(problem(name))
     assert report.exact, report
-    assert name.replace("_", "-") in [finding.cause.name for finding in report.findings]
+    assert name.replace("_first_call", "").replace("_", "-") in [finding.cause.name for finding in report.findings]
 
 
 @pytest.mark.parametrize("setting", presets.settings("wholebatch"))
@@ -203,6 +219,12 @@ MISTAKES = {
     "a_matrix": r"a tensor of one number; got shape \(12, 12\)",
     "not_finite": "the loss is nan",
     "no_gradient_at_all": "the norm of the whole gradient is 0.0",
+    "learned_elsewhere": r"something learned, of shape \(\), that is not among the model's parameters",
+    "learned_elsewhere_hidden": r"something learned, of shape \(\), that is not among the model's parameters",
+    "random_elsewhere": "draws random numbers, in evaluation mode, too",
+    "wrapped": "is wrapped by DistributedDataParallel: give the module itself",
+    "step_not_finite": "the loss is nan",
+    "same_model_twice": "each call of the factory must make its own model",
 }
 
 
@@ -223,6 +245,8 @@ def test_mistakes_are_said(name, message):
         ((3,), "got int"),
         ((audit_problems.right_local, ()), "world_sizes must be numbers of ranks"),
         ((audit_problems.right_local, (0,)), "world_sizes must be numbers of ranks"),
+        ((audit_problems.right_local, 2), "world_sizes must be numbers of ranks"),
+        (("audit_problems.py:right_local",), "without .py"),
     ],
 )
 def test_arguments_that_are_not_what_they_should_be(arguments, message):
@@ -279,6 +303,48 @@ def test_no_process_is_left_behind():
     while children_of_server() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not children_of_server()
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes as Linux shows them")
+def test_ranks_end_with_the_process_that_audits(tmp_path):
+    """Killed from outside, as continuous integration does when time is up."""
+    (tmp_path / "endless.py").write_text(
+        "import os, pathlib, time, torch, wholebatch as wb\n"
+        "def problem():\n"
+        f"    pathlib.Path({str(tmp_path)!r}, f'pid-{{os.getpid()}}').touch()\n"
+        "    while True: time.sleep(0.05)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-m", "wholebatch", "audit", "endless:problem"], cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("pid-*")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    (rank,) = (int(file.name.partition("-")[2]) for file in tmp_path.glob("pid-*"))
+    process.kill()
+    process.wait()
+    while Path(f"/proc/{rank}/cmdline").exists() and Path(f"/proc/{rank}/cmdline").read_bytes():
+        assert time.monotonic() < deadline, "the rank is still there"
+        time.sleep(0.1)
+
+
+def test_what_a_library_in_c_prints_does_not_reach_json(tmp_path):
+    (tmp_path / "loud.py").write_text(
+        "import os, sys\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import audit_problems\n"
+        "os.system('echo imported')\n"
+        "def problem():\n"
+        "    os.system('echo built')\n"
+        "    return audit_problems.right_local()\n"
+    )
+    completed = subprocess.run(
+        [sys.executable, "-m", "wholebatch", "audit", "loud:problem", "--ranks", "1", "2", "--json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert completed.returncode == 0, completed.stderr
+    assert json.loads(completed.stdout)["exact"] is True
 
 
 def test_assert_exact():

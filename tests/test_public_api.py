@@ -90,7 +90,6 @@ PUBLIC = {
         "Margin",
         "NormFace",
         "PartialFC",
-        "Problem",
         "SparseAdamW",
         "SparseSGD",
         "SphereFace",

@@ -164,7 +164,7 @@ NOT_REDUCED = Cause(
     "not-reduced",
     "ranks end with different gradients",
     "under DDP, parameters must be reached through the wrapped model's forward, not through model.module, and belong "
-    "to what is wrapped; a step with engine='none' reduces all gradients itself",
+    "to what is wrapped (unused ones: find_unused_parameters=True); a step with engine='none' reduces all itself",
 )
 NOT_CHECKED = Cause(
     "not-checked",

@@ -194,12 +194,14 @@ class _Case:
             within = derivatives_within(self.runs, self.truth, trial, wrong, step)
             within = {g: w * self.counted * within[g] for g in wrong}
             through = {g: whole[g] - within[g] for g in wrong}
+            if holds(own):  # rows go from rank to rank, in messages, which are not held fixed
+                within, through = own, {g: whole[g] - own[g] for g in wrong}
             most = max(wrong, key=lambda g: abs(through[g]))
             evidence = (
-                f"along a direction in {most} the ranks' mean loss changes by {number(whole[most])}, "
-                f"{number(through[most])} of it through what collectives give; the gradient has {number(held[most])}"
+                f"along a direction in {most} the ranks' loss changes by {number(whole[most])}, "
+                f"{number(through[most])} of it through what others receive; the gradient has {number(held[most])}"
             )
-            if holds(within) or holds(own):  # the latter where rows go from rank to rank, which is not held fixed
+            if holds(within):
                 cause = causes.GATHER_WITHOUT_GRADIENT if self.replicated else causes.KEY_SIDE_MISSING
                 return [self._finding(cause, wrong, f"{evidence}: that is missing")]
             for factor, cause in ((1 / w, causes.GATHER_AVERAGES), (w, causes.GATHER_TIMES_W)):
@@ -245,7 +247,7 @@ class _Case:
             return [self._finding(causes.RANK_ORDER_MIXED, self.wrong, evidence)]
         if twice:
             return [self._finding(causes.OWN_STATISTICS, self.wrong, f"{values}; L where all are given the same rows")]
-        if constant:
+        if constant and self.replicated:
             evidence = (
                 f"{values}; with one and the same row everywhere all are L: as many terms as L has, of other rows"
             )

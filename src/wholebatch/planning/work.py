@@ -1,23 +1,23 @@
 """What a step of a loss takes on one rank: multiply-adds, exponentials, bytes in memory, bytes on the wire.
 
-All of it is known before anything runs, from the shapes alone. With b rows on this rank, B on all W, d numbers each, of s
-bytes as features and of a bytes in sums (4; 8 for float64), one unit being b B d multiply-adds:
+All of it is known before anything runs, from the shapes alone. With b rows on this rank, B on all W, d numbers each, of
+s bytes as features and of a bytes in sums (4; 8 for float64), one unit being b B d multiply-adds:
 
-               multiply-adds     entries of S    memory, beside features and their gradients
-    CLIP       4 units           b B             tiles, and  gather: B d (s + 2a) + 2 b d a
-    InfoNCE    4 units           b B                         ring:   6 b d a, on three ranks and more 7
-                                                             alone:  2 b d a
-    SigLIP     3 units           b B             the same, but gather: 2 B d a + 2 b d a
-    NT-Xent    4 units of half   (2b)(2B) / 2    as CLIP's of 2b rows, and Z
+               multiply-adds    entries of S   memory, beside features and their gradients
+    CLIP       4 units          b B            tiles, and   gather: B d (s + 2a) + 2 b d a
+    InfoNCE    4 units          b B                         ring:   6 b d a, on three ranks and more 7
+                                                            alone:  2 b d a
+    SigLIP     3 units          b B            the same, but gather: 2 B d a + 2 b d a
+    NT-Xent    4 units of half  (2b)(2B) / 2   as CLIP's of 2b rows, and Z
 
 (Gather: Y, its gradient, the buffer of the reduce-scatter; the gradients of X and of own rows of Y. Ring: X's gradient,
-two blocks of Y, two of its gradient, one that arrives. Alone: both gradients.) The tiles are two of side x side, and for
-half precision the rows that are widened. Gradients in half precision are made beside those in float32.
+two blocks of Y, two of its gradient, one that arrives. Alone: both gradients.) The tiles are two of side x side, and
+for half precision the rows that are widened. Gradients in half precision are made beside those in float32.
 
 What `memory=` keeps of exp(S) is not computed again: its entries save one unit in four, and one of two exponentials.
 
-The wire, sent by each rank: Y out and its gradient home, (W - 1)/W B d numbers each by "gather", (W - 1) b d and W b d by
-"ring"; and O(B) sums.
+The wire, sent by each rank: Y out and its gradient home, (W - 1)/W B d numbers each by "gather", (W - 1) b d and W b d
+by "ring"; and O(B) sums.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def work_of(shapes: Shapes, exchange: Exchange, memory: Memory) -> Work:
 
     >>> work = work_of(Shapes("clip", 8192, 512, 1), "gather", "flat")
     >>> work.flops / (2 * 8192**2 * 512), work.loss // 10**6
-    (4.0, 36)
+    (4.0, 37)
     >>> kept = work_of(Shapes("clip", 8192, 512, 1), "gather", 2**30)
     >>> kept.flops / work.flops, kept.again
     (0.75, 0)

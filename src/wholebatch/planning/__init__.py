@@ -1,0 +1,1 @@
+"""What a step takes, before it runs."""
