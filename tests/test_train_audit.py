@@ -1,0 +1,83 @@
+"""The audit at the start of a run: right for every loss, on any ranks; a wrong gradient is refused before training."""
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+from glyph_files import SMALL, write_pairs
+from train_runs import TRAIN, finish
+
+from wholebatch._user_error import UserError
+from wholebatch.testing import run_ranks
+from wholebatch.train import retrieve
+from wholebatch.train.audited import audit_start
+from wholebatch.train.config import HeadConfig, Loss, TrainConfig
+from wholebatch.train.data import load_data
+from wholebatch.train.model import ModelConfig
+from wholebatch.train.objectives import Objective, make_objective
+
+CONFIG = TrainConfig(
+    batch_size=24,
+    image_size=16,
+    validation_texts=2,
+    test_texts=2,
+    model=ModelConfig(feature_size=16, image_width=8, text_width=16, text_buckets=256),
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return str(write_pairs(tmp_path_factory.mktemp("pairs"), "pairs.csv"))
+
+
+@pytest.fixture(scope="module")
+def faces(tmp_path_factory):
+    of = ("DejaVuSans", "DejaVuSerif", "DejaVuSansMono", "DejaVuSans-Bold")
+    return str(write_pairs(tmp_path_factory.mktemp("faces"), "pairs.csv", faces=of))
+
+
+def audited(config):
+    """By the ranks that there are."""
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if size > 1 else 0
+    return audit_start(config, load_data(config, size), torch.device("cpu"), rank=rank, size=size)
+
+
+@pytest.mark.parametrize("loss", get_args(Loss))
+def test_every_loss_is_that_of_its_twin(data, loss):
+    config = replace(CONFIG, data=data, loss=loss)
+    for outcome in (audited(config), audited(replace(config, chunk_size=5)), run_ranks(audited, 2, config)[0]):
+        assert outcome.examples == 24
+        assert outcome.error < 1e-3
+    assert str(outcome).startswith("audit: on 2 processes the gradient of 24 examples is that of the dense loss on one")
+
+
+@pytest.mark.parametrize(
+    "head", [HeadConfig(), HeadConfig(margin="adaface"), HeadConfig(sample_rate=0.5, sub_centres=2)]
+)
+def test_classifiers(faces, head):
+    config = replace(CONFIG, task="identify", data=faces, head=head)
+    for outcome in (audited(config), *run_ranks(audited, 3, config)):
+        assert outcome.error < 1e-4
+
+
+def test_a_wrong_gradient_is_refused(data, monkeypatch):
+    """W times too large, as it is with one rank too many."""
+
+    def wrong(config, texts, *, dense=False):
+        right = make_objective(config, texts, dense=dense)
+        return right if dense else Objective(lambda *inputs: 2 * right(*inputs))
+
+    monkeypatch.setattr(retrieve, "make_objective", wrong)
+    with pytest.raises(
+        UserError, match=r"is not that of the dense loss on one: relative error 1\..*Nothing was trained"
+    ):
+        audited(replace(CONFIG, data=data))
+
+
+def test_a_run_says_so_unless_it_is_asked_not_to(tmp_path, data):
+    command = [*TRAIN, "--data", data, "--steps", "1", *SMALL, "--processes", "2", "--run-folder"]
+    assert "audit: on 2 processes the gradient of" in finish([*command, str(tmp_path / "a")]).stdout
+    assert "audit" not in finish([*command, str(tmp_path / "b"), "--no-audit"]).stdout
