@@ -223,6 +223,7 @@ class _Audit:
         self.values: dict[tuple[int, ...], tuple[float, ...]] = {}
         self.with_inputs = True
         self.hangs = False
+        self.explained: set[tuple[bool, frozenset[str]]] = set()  # unequal parts or not, and which groups are wrong
         self.by_differences: dict[str, float] | None = None  # the truth along directions, where one process is wrong
 
     def one_process(self) -> None:
@@ -290,7 +291,19 @@ class _Audit:
             if right:
                 self._look_at_values(measured)
             elif self.diagnose:
-                self.findings += several.diagnose(self.runs, self.truth, measured, compared)
+                self._explain(measured, compared)
+
+    def _explain(self, measured: Measured, compared: dict[str, Comparison]) -> None:
+        """Why, unless fewer ranks with the same symptoms have shown a particular cause."""
+        verdicts = {group: c.verdict(self.truth.tolerance) for group, c in compared.items()}
+        wrong = frozenset(group for group, verdict in verdicts.items() if verdict != "exact")
+        symptoms = (len(set(measured.trial.counts)) > 1, wrong)
+        if symptoms in self.explained:
+            return
+        found = several.diagnose(self.runs, self.truth, measured, compared)
+        self.findings += found
+        if any(finding.cause.name not in causes.GENERAL for finding in found):
+            self.explained.add(symptoms)
 
     def _measured(self, trials: Sequence[Trial]) -> list[Measured]:
         """Of these trials the ones that end; for the others a finding."""
