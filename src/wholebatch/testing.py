@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import pickle
 import signal
@@ -111,6 +112,12 @@ def preload(*modules: str) -> None:
     """
     before = os.environ.get(_PRELOADED, "").split(",")
     os.environ[_PRELOADED] = ",".join(dict.fromkeys(name for name in (*before, *modules) if name))
+
+
+def start_server() -> None:
+    """Let the server of rank processes begin with its imports now, and not when the first rank is wanted."""
+    if _context().get_start_method() == "forkserver":
+        multiprocessing.forkserver.ensure_running()
 
 
 def run_processes(

@@ -40,7 +40,7 @@ def print_summaries(summaries: Sequence[tuple[str, Summary]]) -> None:
     console = Console()
     shown = Table()
     for name in ("setting", "encoders", "temperature", "why"):
-        shown.add_column(name)
+        shown.add_column(name, overflow="fold")
     library = None
     for of, summary in summaries:
         if of != library:

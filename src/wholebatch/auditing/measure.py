@@ -92,9 +92,9 @@ class Answer:
 
     Args:
         loss: its value.
-        gradients: by parameter, as the optimiser finds them: from rank 0 (all ranks, without an engine).
-        contributed: what the engine would have made of the sum of everything that backward passes brought; from rank 0.
-        last: the same of what the last one brought.
+        gradients: by parameter, as the optimiser finds them: from rank 0, and from ranks where they are others.
+        contributed: on one process, the sum of everything that backward passes brought.
+        last: there, what the last one brought.
         passes: how many brought something.
         missing: parameters that got none on this rank.
         inputs: the gradients of this rank's rows.
@@ -211,18 +211,15 @@ def _run_trial(job: Job, trial: Trial, communication: AbstractContextManager[Any
         return Answer(loss, facts=facts)
     found = {name: p for name, p in parameters(problem).items() if p.requires_grad}
     engine = "sum" if by_reference else facts.engine
-    before_ddp = "mean" if engine == "ddp" else engine  # when hooks saw what backward passes brought
-    gradients = _after(
-        "none" if engine == "ddp" else engine, _dense({n: p.grad for n, p in found.items()}, found), own_parts
-    )
-    contributed = _after(before_ddp, _dense(seen.total, found), own_parts)
-    last = _after(before_ddp, _dense(seen.last, found), own_parts)
-    tells = rank == 0 or engine in ("none", "ddp")  # where nothing makes the ranks' gradients one
+    gradients = _after(engine, _dense({n: p.grad for n, p in found.items()}, found), own_parts)
+    others = engine in ("none", "ddp") and _differ_from_rank_0(gradients)  # nothing here has made them one
+    tells = rank == 0 or others
+    alone = dist.get_world_size() == 1
     return Answer(
         loss,
         gradients if tells else {},
-        contributed if tells else {},
-        last if tells else {},
+        _dense(seen.total, found) if alone else {},
+        _dense(seen.last, found) if alone else {},
         seen.passes,
         tuple(name for name, p in found.items() if p.grad is None),
         {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in inputs.items()},
@@ -375,13 +372,23 @@ def _after(engine: str, of_rank: Mapping[str, Tensor], own_parts: Sequence[str])
     for name, x in of_rank.items():
         if name in own_parts:
             made[name] = _joined(x)
-        elif engine == "none":
+        elif engine in ("none", "ddp"):
             made[name] = x.detach()
         else:
             summed = x.detach().clone()
             dist.all_reduce(summed)
             made[name] = summed / size if engine == "mean" else summed
     return made
+
+
+def _differ_from_rank_0(gradients: Mapping[str, Tensor]) -> bool:
+    """Whether this rank's are others than rank 0's. Collective."""
+    differ = False
+    for x in gradients.values():
+        of_rank_0 = x.detach().clone()
+        dist.broadcast(of_rank_0, 0)
+        differ = differ or not torch.allclose(x, of_rank_0, rtol=1e-9, atol=0)
+    return differ
 
 
 def _joined(x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._user_error import UserError
 from ..heads import PartialFC
-from ..testing import preload
+from ..testing import preload, start_server
 
 Engine = Literal["mean", "sum", "ddp", "none"] | Callable[[nn.Module], nn.Module]
 _ENGINES = ("mean", "sum", "ddp", "none")
@@ -181,6 +181,9 @@ def find(name: str) -> Factory:
     if not colon or not module_name or not attribute:
         raise UserError(f"name the problem as MODULE:FUNCTION, as in my_project.audits:clip; got {name!r}")
     known = set(sys.modules)
+    if module_name.startswith("wholebatch."):
+        preload(module_name)
+        start_server()  # which imports it at the same time
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -199,8 +202,6 @@ def find(name: str) -> Factory:
             f"{module_name} has no {attribute!r}; it defines {', '.join(offers) or 'no functions'}"
         ) from None
     preload(*_installed_packages(set(sys.modules) - known))
-    if module_name.startswith("wholebatch."):
-        preload(module_name)
     return _checked(found, name)
 
 
