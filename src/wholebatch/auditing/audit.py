@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .._user_error import UserError
+from ..partition import Partition
 from . import causes, one_process, several
 from .compare import Comparison, compare, directions, grouped, norm, number
 from .differences import CLOSE, smooth_step
@@ -69,15 +70,12 @@ def audit(
     >>> assert report.exact, report  # doctest: +SKIP
     """
     started = time.monotonic()
-    _check(world_sizes, dtype, tolerance, timeout_s)
-    if type(seed) is not int or not 0 <= seed < 2**32 - 2000:
-        raise UserError(f"seed must be an integer from 0 on, got {seed!r}")
+    _check(world_sizes, dtype, tolerance, timeout_s, seed)
     world_sizes = tuple(dict.fromkeys(world_sizes))
     with unheard():
         checked_factory(problem)
     runs, own, reference, notes = _first_run(problem, dtype, seed, timeout_s)
-    facts = own.answers[0].facts
-    assert facts is not None
+    facts = own.facts
     truth, more = _truth(runs, facts, own, reference, world_sizes, tolerance or _TOLERANCES[runs.dtype])
     notes += more
     made = _Audit(runs, facts, truth, diagnose=diagnose)
@@ -98,7 +96,9 @@ def audit(
     )
 
 
-def _check(world_sizes: Sequence[int], dtype: torch.dtype, tolerance: float | None, timeout_s: float) -> None:
+def _check(
+    world_sizes: Sequence[int], dtype: torch.dtype, tolerance: float | None, timeout_s: float, seed: int
+) -> None:
     sizes = list(world_sizes) if isinstance(world_sizes, list | tuple | range) else []
     if not sizes or any(type(size) is not int or not 1 <= size <= 64 for size in sizes):
         raise UserError(f"world_sizes must be numbers of ranks from 1 to 64, as in (1, 2, 3); got {world_sizes!r}")
@@ -108,6 +108,8 @@ def _check(world_sizes: Sequence[int], dtype: torch.dtype, tolerance: float | No
         raise UserError(f"tolerance must be a relative error between 0 and 1, got {tolerance!r}")
     if not (isinstance(timeout_s, int | float) and timeout_s > 0):
         raise UserError(f"timeout_s must be a positive number of seconds, got {timeout_s!r}")
+    if type(seed) is not int or not 0 <= seed < 2**32 - 2000:
+        raise UserError(f"seed must be an integer from 0 on, got {seed!r}")
 
 
 def _first_run(
@@ -341,9 +343,7 @@ class _Audit:
 
     def _look_at_values(self, measured: Measured) -> None:
         """What is worth knowing where gradients are right."""
-        losses, true = measured.losses, self.truth.reference.losses[0]
-        counted = 1.0 if self.facts.engine == "sum" else 1 / len(losses)
-        mean = counted * sum(losses)
+        losses, mean, true = measured.losses, measured.mean, self.truth.reference.losses[0]
         shown = f"{' and '.join(map(number, losses))}, one process {number(true)}"
         if abs(mean - true) > 1e-6 * abs(true):
             self.findings.append(Finding(causes.VALUE_IS_ANOTHER, measured.trial.counts, (), shown))
@@ -361,17 +361,15 @@ def splits(rows: int, size: int, *, uneven: bool, empty: bool) -> list[tuple[int
     >>> splits(12, 3, uneven=True, empty=True)
     [(4, 4, 4), (2, 4, 6), (6, 0, 6)]
     """
-    base, rest = divmod(rows, size)
-    made = [tuple(base + (rank < rest) for rank in range(size))]
+    made = [Partition.even(rows, size).counts]
     if uneven and rows > size:
         weights = [rank + 1 for rank in range(size)]
         parts = [max(1, rows * weight // sum(weights)) for weight in weights]
         parts[-1] += rows - sum(parts)
         made.append(tuple(parts))
     if empty and size > 1:
-        kept, over = divmod(rows, size - 1)
-        parts = [kept + (rank < over) for rank in range(size - 1)]
-        made.append((*parts[:1], 0, *parts[1:]))
+        first, *others = Partition.even(rows, size - 1).counts
+        made.append((first, 0, *others))
     return list(dict.fromkeys(made))
 
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..gradcache.inputs import tensors_of
+
 _COLLECTIVES = ("allgather", "allreduce", "reduce_scatter", "alltoall", "broadcast", "scatter", "gather", "reduce_")
 
 
@@ -58,14 +60,8 @@ def _is_collective(func: Any) -> bool:
 def _outputs(func: Any, out: Any, args: Sequence[Any]) -> list[Tensor]:
     """The tensors that a collective has written, once it has."""
     if func.namespace == "_c10d_functional":
-        return [torch.ops._c10d_functional.wait_tensor(x) for x in _tensors(out)]
+        return [torch.ops._c10d_functional.wait_tensor(x) for x in tensors_of(out)]
     for x in out if isinstance(out, tuple) else (out,):
         if isinstance(x, torch.ScriptObject):
             x.wait()  # type: ignore[attr-defined]  # of torchbind
-    return _tensors(out) or _tensors(args[0])
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    if isinstance(tree, Tensor):
-        return [tree]
-    return [x for part in tree for x in _tensors(part)] if isinstance(tree, list | tuple) else []
+    return list(tensors_of(out)) or list(tensors_of(args[0]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -23,11 +23,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._graph import leaves_of
 from .._user_error import UserError
+from ..gradcache.inputs import tensors_of
 from ..partition import Partition
 from .frozen import Recording, Replaying
 from .problem import (
     Problem,
     build,
+    check_known,
+    modules,
     num_rows,
     parameters,
     random_state,
@@ -102,7 +105,6 @@ class Answer:
         drew: whether torch's generator has moved.
         said: what was printed.
         facts: about the problem.
-        dtype: of the loss.
     """
 
     loss: float
@@ -116,7 +118,6 @@ class Answer:
     drew: bool = False
     said: str = ""
     facts: Facts | None = None
-    dtype: torch.dtype = torch.float64
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ def _run_trial(job: Job, trial: Trial, communication: AbstractContextManager[Any
         by_reference = trial.reference and problem.reference is not None
         own_parts = sharded_names(problem)
         _share_start(problem, own_parts)
-        for module in _modules(problem):
+        for module in modules(problem):
             _quieten(module, trial.quiet)
             make_runnable(module)
         batch, inputs = problem.batch, dict[str, Tensor]()
@@ -193,7 +194,7 @@ def _run_trial(job: Job, trial: Trial, communication: AbstractContextManager[Any
         if trial.nudge is not None:  # only now: DDP begins with rank 0's parameters
             _apply(trial.nudge, parameters(problem), job.directions, rank)
         with communication:
-            loss, dtype = _evaluate(
+            loss = _evaluate(
                 problem, given, batch, inputs.values(), reference=by_reference, backward=trial.nudge is None
             )
         drew = random_state() != before
@@ -227,19 +228,13 @@ def _run_trial(job: Job, trial: Trial, communication: AbstractContextManager[Any
         drew,
         said(),
         facts,
-        dtype,
     )
 
 
-def _modules(problem: Problem) -> list[nn.Module]:
-    """The model, and what else of the problem is a module."""
-    return [module for module in (problem.model, problem.loss, problem.step) if isinstance(module, nn.Module)]
-
-
 def _evaluate(
-    problem: Problem, model: nn.Module, batch: Any, inputs: Iterable[Tensor], *, reference: bool, backward: bool
-) -> tuple[float, torch.dtype]:
-    """The value of the loss, and its dtype; gradients are in the parameters."""
+    problem: Problem, model: nn.Module, batch: Any, inputs: Collection[Tensor], *, reference: bool, backward: bool
+) -> float:
+    """The value of the loss; gradients are in the parameters."""
     call = problem.reference if reference else problem.call
     what = "reference" if reference else "loss" if problem.step is None else "step"
     assert call is not None
@@ -259,16 +254,10 @@ def _evaluate(
             raise UserError(
                 f"what {what}(model, batch) returned has no gradient; if it calls backward() itself, give it as step="
             )
-        known = {id(p) for p in parameters(problem).values()} | {id(x) for x in inputs}
         learned = [leaf for leaf in leaves_of([loss]) if isinstance(leaf, nn.Parameter)]
-        others = [tuple(leaf.shape) for leaf in learned if id(leaf) not in known]
-        if others:
-            raise UserError(
-                f"the loss has something learned, of shape {others[0]}, that is not among the model's parameters: "
-                "put it into Problem's model, as in ModuleDict(model=..., loss=...), for an engine has to find it"
-            )
+        check_known(problem, [leaf for leaf in learned if not any(leaf is x for x in inputs)])
         loss.backward()
-    return loss.item(), loss.dtype
+    return loss.item()
 
 
 def _share_start(problem: Problem, own_parts: Sequence[str]) -> None:
@@ -277,7 +266,7 @@ def _share_start(problem: Problem, own_parts: Sequence[str]) -> None:
         return
     kept = {id(p) for name, p in parameters(problem).items() if name in own_parts}
     heads = {name.rpartition(".")[0] for name in own_parts}
-    for module in _modules(problem):
+    for module in modules(problem):
         for p in module.parameters():
             if id(p) not in kept:
                 _as_on_rank_0(p.data)
@@ -333,7 +322,7 @@ class _Seen:
         self.passes[name] = self.passes.get(name, 0) + 1
 
     def _called(self, _model: nn.Module, _inputs: Any, output: Any) -> None:
-        outputs = [x for x in _tensors(output) if x.requires_grad and x.grad_fn is not None]
+        outputs = [x for x in tensors_of(output) if x.requires_grad and x.grad_fn is not None]
         if not torch.is_grad_enabled() or not outputs:
             return
         number = len(self.calls)
@@ -345,16 +334,6 @@ class _Seen:
         for x in outputs:
             if x.numel() > 1:  # a scale is its own affair
                 x.register_hook(got)
-
-
-def _tensors(tree: Any) -> Iterable[Tensor]:
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, Mapping):
-        return [x for value in tree.values() for x in _tensors(value)]
-    if isinstance(tree, list | tuple):
-        return [x for value in tree for x in _tensors(value)]
-    return []
 
 
 def _dense(grads: Mapping[str, Tensor | None], found: Mapping[str, Tensor]) -> dict[str, Tensor]:

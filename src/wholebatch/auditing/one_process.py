@@ -44,8 +44,7 @@ def diagnose(runs: Runs, truth: Truth, compared: dict[str, Comparison], toleranc
         return []
     own = truth.own
     answer, counts = own.answers[0], own.trial.counts
-    facts = answer.facts
-    assert facts is not None
+    facts = own.facts
     trusted = not facts.calls_backward and not facts.has_reference  # autograd's own gradient of what was returned
 
     def finding(cause: causes.Cause, groups: list[str], evidence: str) -> list[Finding]:

@@ -121,15 +121,19 @@ class Problem:
                     "in float32; the audit runs it in float64"
                 )
         num_rows(self.batch)
-        held = {id(p) for p in parameters(self).values()}
         for function in (self.loss, self.step):
-            others = [p for p in _learned_in(function) if id(p) not in held]
-            if others:
-                raise UserError(
-                    f"the loss has something learned, of shape {tuple(others[0].shape)}, that is not among the model's "
-                    "parameters: put it into Problem's model, as in ModuleDict(model=..., loss=...), for an engine has "
-                    "to find it too"
-                )
+            check_known(self, _learned_in(function))
+
+
+def check_known(problem: Problem, learned: Iterable[Tensor]) -> None:
+    """Raise UserError for what a loss has learned and no engine would find."""
+    known = {id(p) for p in parameters(problem).values()}
+    for p in learned:
+        if id(p) not in known:
+            raise UserError(
+                f"the loss has something learned, of shape {tuple(p.shape)}, that is not among the model's parameters: "
+                "put it into Problem's model, as in ModuleDict(model=..., loss=...), for an engine has to find it too"
+            )
 
 
 def _learned_in(function: Any, depth: int = 3) -> Iterator[Tensor]:
@@ -151,6 +155,11 @@ def _learned_in(function: Any, depth: int = 3) -> Iterator[Tensor]:
                 yield from _learned_in(thing, depth - 1)
 
 
+def modules(problem: Problem) -> list[nn.Module]:
+    """The model, and what else of the problem is a module."""
+    return [module for module in (problem.model, problem.loss, problem.step) if isinstance(module, nn.Module)]
+
+
 def parameters(problem: Problem) -> dict[str, nn.Parameter]:
     """All parameters by name: the model's, and as `loss. ...` those of a loss that is a module."""
     found = dict(problem.model.named_parameters())
@@ -163,11 +172,10 @@ def parameters(problem: Problem) -> dict[str, nn.Parameter]:
 
 def sharded_names(problem: Problem) -> list[str]:
     """The parameters of which each rank holds a part."""
-    heads = [id(p) for m in problem.model.modules() if isinstance(m, PartialFC) for p in m.parameters()]
-    if isinstance(problem.loss, PartialFC):
-        heads += [id(p) for p in problem.loss.parameters()]
+    heads = [m for module in modules(problem) for m in module.modules() if isinstance(m, PartialFC)]
+    of_heads = {id(p) for head in heads for p in head.parameters()}
     return [
-        name for name, p in parameters(problem).items() if id(p) in heads or name.startswith(tuple(problem.sharded))
+        name for name, p in parameters(problem).items() if id(p) in of_heads or name.startswith(tuple(problem.sharded))
     ]
 
 
@@ -256,9 +264,8 @@ def build(factory: Factory | str, seed: int, dtype: torch.dtype) -> Problem:
         got = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
         raise UserError(f"the factory must be {FORM}; it returned {got}")
     made.check()
-    for module in (made.model, made.loss, made.step):
-        if isinstance(module, nn.Module):
-            module.to(dtype)
+    for module in modules(made):
+        module.to(dtype)
     return Problem(**{**vars(made), "batch": _map(made.batch, partial(_converted, dtype=dtype))})
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._user_error import UserError
 from ..testing import RankError, RankTimeoutError, pickled, run_processes
 from .compare import Gradients
-from .measure import Answer, Job, Mistake, Quiet, Trial, run_trials
+from .measure import Answer, Facts, Job, Mistake, Quiet, Trial, run_trials
 from .problem import Factory
 
 
@@ -70,11 +70,26 @@ class Measured:
         return [answer.loss for answer in self.answers]
 
     @property
-    def inputs(self) -> dict[str, Tensor]:
-        """By all rows of the batch, as the engine's averaging makes it count."""
+    def facts(self) -> Facts:
+        """About the problem."""
         facts = self.answers[0].facts
         assert facts is not None
-        factor = 1 / self.ranks if facts.engine in ("mean", "ddp") else 1.0
+        return facts
+
+    @property
+    def counted(self) -> float:
+        """How much each rank's loss counts: an engine averages or adds."""
+        return 1.0 if self.facts.engine == "sum" else 1 / self.ranks
+
+    @property
+    def mean(self) -> float:
+        """The loss whose gradient the engine makes of the ranks'."""
+        return self.counted * sum(self.losses)
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """By all rows of the batch, as the engine's averaging makes it count."""
+        factor = 1 / self.ranks if self.facts.engine in ("mean", "ddp") else 1.0
         return {name: factor * torch.cat([a.inputs[name] for a in self.answers]) for name in self.answers[0].inputs}
 
 

@@ -45,11 +45,7 @@ class _Case:
         self.wrong = [group for group, verdict in verdicts.items() if verdict != "exact"]
         self.without = [group for group in self.wrong if verdicts[group] == "no gradient"]
         self.true_loss = truth.reference.losses[0]
-        facts = measured.answers[0].facts
-        assert facts is not None
-        self.facts = facts
-        self.counted = 1.0 if facts.engine == "sum" else 1 / self.ranks  # how much each rank's loss counts
-        self.mean = self.counted * sum(measured.losses)
+        self.facts, self.counted, self.mean = measured.facts, measured.counted, measured.mean
         self.replicated = all(_same(x, measured.losses[0]) for x in measured.losses)
 
     def findings(self) -> list[Finding]:
@@ -125,9 +121,8 @@ class _Case:
                 f"{number(self.true_loss)}, if each counts as often as it has rows"
             )
             return [self._finding(causes.UNEQUAL_RANKS_COUNT_ALIKE, self.wrong, evidence)]
-        parts = [list(range(self.counts[r])) for r in range(self.ranks)]
-        rows, least, most = Partition(self.counts), min(self.counts), max(self.counts)
-        own = [[rows.rows(r).start + at for at in part] for r, part in enumerate(parts)]
+        rows, least, most = range(total), min(self.counts), max(self.counts)
+        own = [list(rows[Partition(self.counts).rows(rank)]) for rank in range(self.ranks)]
         supposed = [(causes.ROWS_DROPPED, [part[:least] for part in own], f"the first {least} rows of each rank alone")]
         if least:
             supposed += [
@@ -187,9 +182,12 @@ class _Case:
             return all(self._close(held[g], expected[g]) for g in wrong)
 
         everything = set(self.wrong) == {g for g, c in self.compared.items() if not math.isnan(c.ratio)}
+        alike: list[Finding] = []
         for factor, cause in ((w, causes.EVERYTHING_TIMES_W), (1 / w, causes.EVERYTHING_OVER_W)):
-            if everything and self.truth.scalars and self._all_ratios(factor) and holds(whole):
-                return [self._finding(cause, self.wrong, f"{self._values()}: {self._ratios()}")]
+            if everything and self._all_ratios(factor) and holds(whole):
+                alike = [self._finding(cause, self.wrong, f"{self._values()}: {self._ratios()}")]
+        if alike and self.truth.scalars:  # without any, a gather may be why
+            return alike
         if not alone:
             within = derivatives_within(self.runs, self.truth, trial, wrong, step)
             within = {g: w * self.counted * within[g] for g in wrong}
@@ -207,10 +205,7 @@ class _Case:
             for factor, cause in ((1 / w, causes.GATHER_AVERAGES), (w, causes.GATHER_TIMES_W)):
                 if holds({g: within[g] + factor * through[g] for g in wrong}):
                     return [self._finding(cause, wrong, f"{evidence}: that is multiplied by {number(factor)}")]
-        for factor, cause in ((w, causes.EVERYTHING_TIMES_W), (1 / w, causes.EVERYTHING_OVER_W)):
-            if everything and self._all_ratios(factor) and holds(whole):
-                return [self._finding(cause, self.wrong, f"{self._values()}: {self._ratios()}")]
-        return self._of_values(alone=alone) if holds(whole) else []
+        return alike or (self._of_values(alone=alone) if holds(whole) else [])
 
     def _of_scalars(self, wrong: list[str]) -> list[Finding]:
         """Encoders are right."""
@@ -275,8 +270,7 @@ class _Case:
             here = replace(self.measured.trial, counts=(n,) * ranks, rows=rows)
             one = replace(self.truth.reference.trial, counts=(len(rows),), rows=rows)
             (measured,), (true,) = self.runs.measure([here]), self.runs.measure([one])
-            counted = 1.0 if self.facts.engine == "sum" else 1 / ranks
-            if not _same(counted * sum(measured.losses), true.losses[0]):
+            if not _same(measured.mean, true.losses[0]):
                 return False
         return True
 
