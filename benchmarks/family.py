@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import wholebatch as wb
-from wholebatch.bench.loss import rise_of_peak
+from wholebatch._meter import rise_of_peak
 from wholebatch.bench.records import keep
 
 RESULTS = Path(__file__).parent / "results" / "family.json"
@@ -120,7 +120,9 @@ def main() -> None:
                     start = time.perf_counter()
                     step(CASES[subject], batch)
                     seconds.append(time.perf_counter() - start)
-                memory.append(rise_of_peak(comm, lambda name=name, batch=batch: step(CASES[name], batch)))
+                rise = rise_of_peak(comm, lambda name=name, batch=batch: step(CASES[name], batch))
+                assert rise is not None
+                memory.append(rise / 1e6)
             row[f"MB at {rows}"] = round(max(memory), 1)
             row[f"of CLIP's time at {rows}"] = round(median(times[name]) / median(times["clip_loss"]), 2)
         print("| " + " | ".join(str(value) for value in row.values()) + " |", flush=True)

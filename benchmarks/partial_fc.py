@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import wholebatch as wb
-from wholebatch.bench.loss import rise_of_peak
+from wholebatch._meter import rise_of_peak
 from wholebatch.bench.records import keep
 
 RESULTS = Path(__file__).parent / "results" / "partial_fc.json"
@@ -176,7 +176,7 @@ def measure_memory(classes: int) -> list[dict[str, Any]]:
         x.requires_grad_(), w.requires_grad_()
         rise = rise_of_peak(wb.comm.LocalCommunicator(), lambda x=x, w=w, y=y: ours(x, w, y).backward())
         assert rise is not None
-        beyond = rise - 4 * (classes + rows) * DIM / 1e6
+        beyond = (rise - 4 * (classes + rows) * DIM) / 1e6
         found.append({"what": "memory", "rows": rows, "classes": classes, "dim": DIM, "way": "flat", "MB": beyond})
         print(f"| {rows} | {classes} | {beyond:.0f} | {4e-6 * rows * classes:.0f} |", flush=True)
     return found

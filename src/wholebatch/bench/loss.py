@@ -10,14 +10,10 @@ value, so that the same loss is timed. Ways take turns, so that a busy moment of
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import math
 import re
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -25,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import wholebatch as wb
+from wholebatch._meter import rise_of_peak, seconds_of
 from wholebatch.comm import Communicator
 from wholebatch.partition import Partition
 from wholebatch.sweep import default_side
@@ -34,8 +31,6 @@ from .peers import PEERS, PairLoss
 SCALE, BIAS = 14.3, -10.0
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 DTYPES = tuple(_DTYPES)
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"  # for _CLEAR: the peak starts again from what is resident now
 _GATE_ROWS, _GATE_DIM = 1000, 16  # more than a tile
 _PEER_ROWS = 5  # so few that losses that are alike differ in value
 _FLOOR_ROWS = 8192
@@ -189,7 +184,7 @@ def measure(
 
     times: dict[int, list[float]] = {}
     floors: list[float] = []
-    peaks: dict[int, float | None] = {}
+    peaks: dict[int, int | None] = {}
     running = dict(enumerate(runs))
     for index, (waiting, step) in enumerate(runs):
         try:
@@ -202,9 +197,9 @@ def measure(
             refused.append(replace(waiting, note=f"did not run: asks for {int(asked[1]) / 1e9:.1f} GB at once"))
             del running[index]
     for _ in range(steps):
-        floors.append(_time(comm, floor))
+        floors.append(1e3 * seconds_of(comm, floor))
         for index, (_, step) in running.items():
-            times.setdefault(index, []).append(_time(comm, step))
+            times.setdefault(index, []).append(1e3 * seconds_of(comm, step))
     floor_ms = subject.units * median(floors) * entries / product.numel()
     return [
         _with_figures(run, median(times[index]), floor_ms, peaks[index]) for index, (run, _) in running.items()
@@ -259,40 +254,10 @@ def check_peer(comm: Communicator, name: str, loss: PairLoss) -> None:
     torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-4)
 
 
-def _time(comm: Communicator, step: Callable[[], None]) -> float:
-    """A step's time in ms, on the slowest rank."""
-    comm.all_reduce(torch.zeros(1), check=False)  # all ranks start together
-    start = time.perf_counter()
-    step()
-    took_ms = torch.tensor(1e3 * (time.perf_counter() - start))
-    return comm.all_reduce(took_ms, "max", check=False).item()
-
-
-def rise_of_peak(comm: Communicator, step: Callable[[], None]) -> float | None:
-    """By how many MB a step raises the peak of the largest rank's memory; None where the system does not say."""
-    if not _CLEAR.exists():
-        step()
-        return None
-    gc.collect()
-    release = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if release is not None:
-        release(0)  # what earlier steps have freed goes back to the system, and counts again
-    _CLEAR.write_text(_RESET_PEAK)
-    before = _memory_bytes("VmRSS")
-    step()
-    rise_mb = torch.tensor((_memory_bytes("VmHWM") - before) / 1e6)
-    return comm.all_reduce(rise_mb, "max", check=False).item()
-
-
-def _memory_bytes(field: str) -> int:
-    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(field))
-    return 1024 * int(line.split()[1])
-
-
-def _with_figures(row: Row, step_ms: float, floor_ms: float, peak_mb: float | None) -> Row:
+def _with_figures(row: Row, step_ms: float, floor_ms: float, peak: int | None) -> Row:
     return replace(
         row,
         step_ms=round(step_ms, 3),
         times_floor=round(step_ms / floor_ms, 3),
-        transient_mb=None if peak_mb is None else round(peak_mb, 2),
+        transient_mb=None if peak is None else round(peak / 1e6, 2),
     )

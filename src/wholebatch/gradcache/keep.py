@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+
+from .._meter import free_memory
 
 KeepGraphs = int | float | Literal["auto"]
 _PARTS = {
@@ -52,7 +53,7 @@ class Keeper:
         self._left = 0 if isinstance(keep, str) else round(keep * chunks) if isinstance(keep, float) else keep
         self._bytes = 0
         if self._auto:
-            self._bytes = int(_SHARE * free_memory(device)) if budget is None else budget
+            self._bytes = _share_of_free(device) if budget is None else budget
         self._costs: dict[int, int] = {}
 
     def wants(self, model: int) -> bool:
@@ -126,21 +127,8 @@ def _memory_of(x: Tensor) -> list[torch.UntypedStorage]:
     return [part.untyped_storage() for part in (part() for part in parts if part is not None)]
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated: of a GPU with what its allocator holds in reserve, of a CPU within its cgroup.
-
-    Raises:
-        ValueError: on a system that does not say.
-    """
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
-    if device.type != "cpu" or not meminfo.exists():
+def _share_of_free(device: torch.device) -> int:
+    free = free_memory(device)
+    if free is None:
         raise ValueError(f"keep_graphs='auto' cannot tell how much memory is free on {device}; give memory_budget=")
-    lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
-    free = 1024 * int(lines["MemAvailable"].split()[0])
-    limit, usage = group / "memory.max", group / "memory.current"
-    if limit.exists() and limit.read_text().strip() != "max":
-        free = min(free, int(limit.read_text()) - int(usage.read_text()))
-    return max(free, 0)
+    return int(_SHARE * free)

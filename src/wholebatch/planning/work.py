@@ -3,28 +3,33 @@
 All of it is known before anything runs, from the shapes alone. With b rows on this rank, B on all W, d numbers each, of
 s bytes as features and of a bytes in sums (4; 8 for float64), one unit being b B d multiply-adds:
 
-               multiply-adds    entries of S   memory, beside features and their gradients
-    CLIP       4 units          b B            tiles, and   gather: B d (s + 2a) + 2 b d a
-    InfoNCE    4 units          b B                         ring:   6 b d a, on three ranks and more 7
+               multiply-adds   entries of S    memory, beside features and their gradients
+    CLIP       4 units         b B             tiles, and   gather: B d (s + 2a) + 2 b d a
+    InfoNCE    4 units         b B                          ring:   b d (2s + 4a)
                                                             alone:  2 b d a
-    SigLIP     3 units          b B            the same, but gather: 2 B d a + 2 b d a
-    NT-Xent    4 units of half  (2b)(2B) / 2   as CLIP's of 2b rows, and Z
+    SigLIP     3 units         b B             as CLIP, but gather: 2 B d a + 2 b d a
+    NT-Xent    4 of half       (2b)(2B) / 2    as CLIP with 2b rows in a bytes, and   ring: b d a more
+    SupCon     4 of half       b B / 2         the same with b rows
+    PartialFC  4 k B d         k B             k d a, and the larger of tiles + B d (2s + a), B d (5s + a)
 
-(Gather: Y, its gradient, the buffer of the reduce-scatter; the gradients of X and of own rows of Y. Ring: X's gradient,
-two blocks of Y, two of its gradient, one that arrives. Alone: both gradients.) The tiles are two of side x side, and
-for half precision the rows that are widened. Gradients in half precision are made beside those in float32.
+Gather: Y, its gradient, the buffer of the reduce-scatter; the gradients of X and of own rows of Y. Ring: X's gradient,
+two blocks of Y, two of its gradient, one that arrives. Alone: both gradients, or of a symmetric S the rows of unit
+length and their gradient. PartialFC, of k classes on each rank: the gradient of their centres, which of a sample takes
+the place of the last step's; of all ranks' embeddings they, of unit length and their gradient, then what becomes of it
+when the tiles are gone. The tiles are two of side x side, and for half precision the rows that are widened; in half
+precision, a gradient is beside the one in float32 that it is rounded from.
 
 What `memory=` keeps of exp(S) is not computed again: its entries save one unit in four, and one of two exponentials.
 
 The wire, sent by each rank: Y out and its gradient home, (W - 1)/W B d numbers each by "gather", (W - 1) b d and W b d
-by "ring"; and O(B) sums.
+by "ring"; and O(B) sums. Of PartialFC embeddings out and their gradient home.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -36,9 +41,9 @@ from ..partition import Partition
 from ..sweep import default_side
 from ..sweep.memory import Budget, Memory, fit
 
-LossName = Literal["clip", "info_nce", "siglip", "nt_xent"]
-LOSSES: tuple[LossName, ...] = ("clip", "info_nce", "siglip", "nt_xent")
-Exchange = Literal["gather", "ring"]
+LossName = Literal["clip", "info_nce", "siglip", "nt_xent", "sup_con", "partial_fc"]
+LOSSES: tuple[LossName, ...] = get_args(LossName)
+ExchangeUsed = Literal["gather", "ring"]
 
 
 @dataclass(frozen=True)
@@ -47,19 +52,38 @@ class Shapes:
 
     Args:
         loss: its name.
-        batch: B, pairs on all ranks.
+        batch: B, examples on all ranks: pairs, or images of classes.
         dim: d.
         ranks: W.
         dtype: of the features.
         device: "cpu" or "cuda", on which the side of a tile depends.
+        classes: C, of PartialFC, on all ranks.
+        sample_rate: of PartialFC.
     """
 
     loss: LossName
     batch: int
     dim: int
-    ranks: int
+    ranks: int = 1
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
+    classes: int = 0
+    sample_rate: float = 1.0
+
+    @property
+    def sums_size(self) -> int:
+        """a, bytes of a number in sums and gradients."""
+        return accumulation_dtype(self.dtype).itemsize
+
+    @property
+    def size(self) -> int:
+        """s, bytes of a number that travels; rows of unit length are made in the precision of sums."""
+        return self.sums_size if self.symmetric else self.dtype.itemsize
+
+    @property
+    def towers(self) -> int:
+        """Features of each example."""
+        return 1 if self.loss in ("sup_con", "partial_fc") else 2
 
     @property
     def rows(self) -> int:
@@ -67,15 +91,28 @@ class Shapes:
         return ceil(self.batch / self.ranks)
 
     @property
+    def centres(self) -> int:
+        """Of classes, on the rank that has most."""
+        return ceil(self.classes / self.ranks)
+
+    @property
+    def sampled(self) -> int:
+        """Classes of a step on a rank, on average: labels that differ, and of the others each with one probability."""
+        if not self.classes:
+            return 0
+        with_label = self.classes * (1 - (1 - 1 / self.classes) ** self.batch)
+        return ceil((with_label + self.sample_rate * (self.classes - with_label)) / self.ranks)
+
+    @property
     def symmetric(self) -> bool:
-        """Whether S is features against themselves; its rows are then those of both views."""
-        return self.loss == "nt_xent"
+        """Whether S is features against themselves."""
+        return self.loss in ("nt_xent", "sup_con")
 
     @property
     def partition(self) -> Partition:
-        """Who owns which rows of S."""
+        """Who owns which rows of Y; of a symmetric S they are those of all views."""
         counts = Partition.even(self.batch, self.ranks).counts
-        return Partition(tuple(2 * n for n in counts)) if self.symmetric else Partition(counts)
+        return Partition(tuple(2 * n for n in counts)) if self.loss == "nt_xent" else Partition(counts)
 
     @property
     def side(self) -> int:
@@ -84,20 +121,35 @@ class Shapes:
 
     @property
     def entries(self) -> int:
-        """Of S, that the rank with most computes."""
+        """Of S, on the first rank, which has most rows."""
+        if self.loss == "partial_fc":
+            return self.sampled * self.batch
         columns = self.partition
-        if self.symmetric:
-            return max(num_entries(half(columns, rank), self.side) for rank in range(self.ranks))
-        return num_entries(full(columns.counts[0], columns, 0), self.side)
+        visits = half(columns, 0) if self.symmetric else full(columns.counts[0], columns, 0)
+        return num_entries(visits, self.side)
 
-    def exchange(self) -> Exchange:
-        """What "auto" is for them."""
-        return automatic(self.partition.total, self.dim * accumulation_dtype(self.dtype).itemsize)
+    def exchange(self) -> ExchangeUsed:
+        """What "auto" is for them; a "ring" on NCCL is a "gather" all the same."""
+        if self.loss == "partial_fc":
+            return "gather"
+        rings = self.device == "cpu"
+        return automatic(self.partition.total, self.dim * self.sums_size, rings=rings)
 
     def budget(self, memory: Memory) -> Budget:
-        """What `memory=` is for them; SigLIP keeps nothing."""
+        """What `memory=` is for them. SigLIP keeps nothing; SupCon, which has several positives, nothing rounded."""
         entries = 0 if self.loss == "siglip" else self.entries
-        return fit(memory, entries=entries, side=self.side, dtype=accumulation_dtype(self.dtype))
+        dtype = accumulation_dtype(self.dtype)
+        return fit(memory, entries=entries, side=self.side, dtype=dtype, exact=self.loss == "sup_con")
+
+    def memory_for(self, itemsize: int) -> int:
+        """The bytes with which all of exp(S) is kept, in so many bytes for each entry."""
+        return 2 * self.side**2 * self.sums_size + self.entries * itemsize
+
+    def kept_sizes(self) -> tuple[int, ...]:
+        """Bytes of an entry of exp(S), of all ways to keep it."""
+        if self.loss == "siglip":
+            return ()
+        return (self.sums_size,) if self.sums_size == 8 or self.loss == "sup_con" else (2, self.sums_size)
 
 
 @dataclass(frozen=True)
@@ -106,9 +158,10 @@ class Work:
 
     Args:
         flops: two for each multiply-add.
-        entries: of S, of the forward pass.
-        again: of S, that the backward pass computes once more.
-        features: bytes of X and Y and of their gradients.
+        entries: of S.
+        kept: of them, from the forward pass for the backward pass.
+        kept_size: bytes of each that is kept.
+        features: bytes of X and Y, or of embeddings and centres, and of their gradients.
         loss: bytes at the peak of the loss, beside these.
         wire: bytes that it sends.
         messages: collectives, or messages to other ranks, one after the other.
@@ -116,65 +169,102 @@ class Work:
 
     flops: float
     entries: int
-    again: int
+    kept: int
+    kept_size: int
     features: int
     loss: int
     wire: float
     messages: int
 
 
-def work_of(shapes: Shapes, exchange: Exchange, memory: Memory) -> Work:
+def work_of(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> Work:
     """A step with these settings.
 
-    >>> work = work_of(Shapes("clip", 8192, 512, 1), "gather", "flat")
+    >>> work = work_of(Shapes("clip", 8192, 512), "gather", "flat")
     >>> work.flops / (2 * 8192**2 * 512), work.loss // 10**6
     (4.0, 37)
-    >>> kept = work_of(Shapes("clip", 8192, 512, 1), "gather", 2**30)
-    >>> kept.flops / work.flops, kept.again
-    (0.75, 0)
+    >>> kept = work_of(Shapes("clip", 8192, 512), "gather", 2**30)
+    >>> kept.flops / work.flops, kept.kept == kept.entries
+    (0.75, True)
     """
-    w, d = shapes.ranks, shapes.dim
-    s, a = shapes.dtype.itemsize, accumulation_dtype(shapes.dtype).itemsize
     budget = shapes.budget(memory)
     entries, kept = shapes.entries, min(budget.kept, shapes.entries)
-    backward = 2 if shapes.loss == "siglip" else 3
     again = 0 if shapes.loss == "siglip" else entries - kept
-    flops = 2 * d * (entries * (1 + min(backward, 2)) + again)
+    held = _of_tiles(shapes, budget) + kept * budget.kept_dtype.itemsize
+    wire, messages = _wire(shapes, exchange)
+    return Work(
+        flops=2 * shapes.dim * (3 * entries + again - _mirrored(shapes)),
+        entries=entries,
+        kept=kept,
+        kept_size=budget.kept_dtype.itemsize,
+        features=_of_features(shapes),
+        loss=_of_classes(shapes, held) if shapes.loss == "partial_fc" else held + _moved(shapes, exchange),
+        wire=wire,
+        messages=messages,
+    )
 
-    columns = shapes.partition
-    b, total = max(columns.counts), columns.total
-    cells = 2 * budget.side**2 * a + (2 * budget.side * d * a if s < a else 0)
-    blocks = min(budget.side, b) * min(budget.side, total) / budget.side**2
-    tiles = int(cells * blocks) + budget.kept * budget.kept_dtype.itemsize
+
+def _mirrored(shapes: Shapes) -> int:
+    """Entries of tiles on the diagonal of a symmetric S, whose gradient is multiplied by their rows alone."""
+    if not shapes.symmetric:
+        return 0
+    tiles, rest = divmod(shapes.partition.counts[0], shapes.side)
+    return tiles * shapes.side**2 + rest**2
+
+
+def _of_features(shapes: Shapes) -> int:
+    """Bytes of features and their gradients, of centres and theirs."""
+    numbers = 2 * shapes.towers * shapes.rows
+    if shapes.loss == "partial_fc":
+        numbers += shapes.centres + (shapes.centres if shapes.sample_rate == 1 else shapes.sampled)
+    return numbers * shapes.dim * shapes.dtype.itemsize
+
+
+def _of_tiles(shapes: Shapes, budget: Budget) -> int:
+    """Bytes of the tiles; where rows alone have weights, one of the two is never touched."""
+    side, sums = budget.side, shapes.sums_size
+    rows = shapes.sampled if shapes.loss == "partial_fc" else max(shapes.partition.counts)
+    number = 1 if shapes.loss == "info_nce" else 2
+    widened = 0 if shapes.symmetric or shapes.dtype.itemsize == sums else 2 * side * shapes.dim
+    filled = min(side, rows) * min(side, shapes.partition.total) / side**2
+    return int(filled * (number * side**2 + widened) * sums)
+
+
+def _moved(shapes: Shapes, exchange: ExchangeUsed) -> int:
+    """Bytes of what travels, and of gradients before they are the features'."""
+    s, a, d, w = shapes.size, shapes.sums_size, shapes.dim, shapes.ranks
+    b, total = max(shapes.partition.counts), shapes.partition.total
     if w == 1:
-        moved = 2 * b * d * a if not shapes.symmetric else b * d * a
+        rounded = 0 if shapes.dtype.itemsize == a or shapes.loss == "sup_con" else shapes.rows * d * 2
+        moved = 2 * b * d * a + rounded
     elif exchange == "ring":
-        moved = (6 if w == 2 else 7) * b * d * a
+        moved = b * d * (2 * s + 4 * a) + (b * d * a if shapes.symmetric else 0) + (b * d * s if s < a else 0)
     elif shapes.loss == "siglip":
         moved = 2 * total * d * a + 2 * b * d * a
     else:
         moved = total * d * (s + 2 * a) + 2 * b * d * a
-    if shapes.symmetric:
-        moved += b * d * a  # Z, made of both views
-    if s < a:
-        moved += 2 * shapes.rows * d * s
-    numbers = 8 * 6 * total if exchange == "gather" else 8 * 6 * 2 * b
-    return Work(
-        flops,
-        entries,
-        again,
-        features=4 * shapes.rows * d * s,
-        loss=tiles + moved + numbers,
-        wire=_wire(shapes, exchange, b, total, s, a),
-        messages=0 if w == 1 else 6 if exchange == "gather" else 5 * w,
-    )
+    return moved + 8 * 6 * (total if exchange == "gather" else 2 * b)
 
 
-def _wire(shapes: Shapes, exchange: Exchange, b: int, total: int, s: int, a: int) -> float:
-    w, d = shapes.ranks, shapes.dim
+def _of_classes(shapes: Shapes, held: int) -> int:
+    """Bytes of PartialFC: a gradient of the centres, and the larger of what there is in the sweep and behind it."""
+    s, a, embeddings = shapes.size, shapes.sums_size, shapes.batch * shapes.dim
+    centres = shapes.sampled * shapes.dim * (a + s if s < a else a)
+    if shapes.sample_rate < 1:
+        centres += 16 * shapes.centres  # which of them are drawn
+    behind = 5 * s + a if shapes.ranks == 1 else 2 * s + 4 * a
+    return centres + max(held + embeddings * (2 * s + a), embeddings * behind)
+
+
+def _wire(shapes: Shapes, exchange: ExchangeUsed) -> tuple[float, int]:
+    """Bytes that a rank sends, and messages one after the other."""
+    s, a, d, w = shapes.size, shapes.sums_size, shapes.dim, shapes.ranks
+    b, total = max(shapes.partition.counts), shapes.partition.total
     if w == 1:
-        return 0
+        return 0, 0
+    if shapes.loss == "partial_fc":
+        return (w - 1) / w * total * (2 * d * s + 4 * 8), 9
     if exchange == "gather":
-        return (w - 1) / w * total * (d * (s + a) + 3 * 8)
+        return (w - 1) / w * total * (d * (s + a) + 3 * 8), 6
     steps = w // 2 if shapes.symmetric else w - 1
-    return steps * b * (2 * d * s + 2 * 8) + (steps + 1) * b * (d * a + 8)
+    return steps * b * (2 * d * s + 2 * 8) + (steps + 1) * b * (d * a + 8), 5 * w

@@ -1,0 +1,97 @@
+"""Time and memory: of a step on the slowest rank and on the largest, and what is free."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from .comm import Communicator
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"  # for _CLEAR: the peak starts again from what is resident now
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # as mallopt calls them
+_CPU = torch.device("cpu")
+
+
+def seconds_of(comm: Communicator, step: Callable[[], object], device: torch.device = _CPU) -> float:
+    """A step's time, on the slowest rank; all ranks start together. Collective."""
+    comm.all_reduce(torch.zeros(1, device=device), check=False)
+    _synchronize(device)
+    start = time.perf_counter()
+    step()
+    _synchronize(device)
+    took = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
+    return comm.all_reduce(took, "max", check=False).item()
+
+
+def rise_of_peak(comm: Communicator, step: Callable[[], object], device: torch.device = _CPU) -> int | None:
+    """By how many bytes a step raises the peak of the largest rank's memory; None where the system does not say.
+
+    Collective, of a GPU's memory what its allocator has given out, of a CPU's what is resident.
+    """
+    if device.type == "cpu" and not _CLEAR.exists():
+        step()
+        return None
+    gc.collect()
+    if device.type == "cuda":
+        _synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step()
+        _synchronize(device)
+        rise = torch.cuda.max_memory_allocated(device) - before
+    else:
+        release = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if release is not None:
+            release(0)  # what earlier steps have freed goes back to the system, and counts again
+        _CLEAR.write_text(_RESET_PEAK)
+        before = _resident("VmRSS")
+        step()
+        rise = _resident("VmHWM") - before
+    return int(comm.all_reduce(torch.tensor(rise, device=device), "max", check=False).item())
+
+
+def map_each_tensor() -> None:
+    """From now on, what a tensor held goes back to the system at once, and resident memory is what tensors hold.
+
+    glibc does so with every tensor above 32 MB; smaller ones it takes from a heap, where some remains behind. Elsewhere
+    nothing changes.
+    """
+    option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if option is not None:
+        for name in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
+            option(name, 2**18)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be allocated: of a GPU with what its allocator holds in reserve, of a CPU within its cgroup.
+
+    None on a system that does not say.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+    if device.type != "cpu" or not meminfo.exists():
+        return None
+    lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
+    free = 1024 * int(lines["MemAvailable"].split()[0])
+    limit, usage = group / "memory.max", group / "memory.current"
+    if limit.exists() and limit.read_text().strip() != "max":
+        free = min(free, int(limit.read_text()) - int(usage.read_text()))
+    return max(free, 0)
+
+
+def _resident(field: str) -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(field))
+    return 1024 * int(line.split()[1])
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,84 @@
+"""A step of a loss with random features, to be timed: what `work` describes, and a call to paste says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from ..comm import Communicator
+from ..functional import clip_loss, info_nce_loss, nt_xent_loss, siglip_loss, sup_con_loss
+from ..heads import CosFace, PartialFC
+from ..partition import Partition
+from ..sweep import Memory
+from .work import Shapes
+
+_SCALE, _BIAS = 14.3, -10.0
+_PER_CLASS = 4  # examples of a class, of sup_con
+
+
+def make_step(
+    comm: Communicator, shapes: Shapes, exchange: str, memory: Memory, device: torch.device
+) -> Callable[[], None]:
+    """Forward and backward of this rank's rows, whose gradients have their memory already, as in a second step.
+
+    Args:
+        comm: the ranks, as many as `shapes` says.
+        shapes: of the step.
+        exchange, memory: as for the loss.
+        device: of the features.
+    """
+    rows = Partition.even(shapes.batch, comm.size).counts[comm.rank]
+    generator = torch.Generator().manual_seed(comm.rank)
+    features = [
+        normalize(torch.randn(rows, shapes.dim, generator=generator), dim=1).to(device, shapes.dtype).requires_grad_()
+        for _ in range(shapes.towers)
+    ]
+    for x in features:
+        x.grad = torch.ones_like(x)
+    options: dict[str, Any] = {"group": comm, "memory": memory}
+    if shapes.loss == "partial_fc":
+        return _classify(shapes, features[0], options, generator)
+    loss = _LOSSES[shapes.loss]
+    scale, bias = (torch.tensor(of, device=device, requires_grad=True) for of in (_SCALE, _BIAS))
+    options["exchange"] = exchange
+
+    def step() -> None:
+        loss(features, scale, bias, options).backward()
+
+    return step
+
+
+def _classify(shapes: Shapes, x: Tensor, options: dict[str, Any], generator: torch.Generator) -> Callable[[], None]:
+    head = PartialFC(
+        shapes.dim, shapes.classes, margin=CosFace(16.0, 0.1), sample_rate=shapes.sample_rate, device=x.device,
+        dtype=shapes.dtype, **options,
+    )  # fmt: skip
+    labels = torch.randint(shapes.classes, (len(x),), generator=generator).to(x.device)
+    dense = shapes.sample_rate == 1
+    if dense:
+        head.weight.grad = torch.ones_like(head.weight)
+
+    def step() -> None:
+        if not dense:
+            head.weight.grad = None  # a sample's has other rows each time
+        head(x, labels).backward()
+
+    return step
+
+
+def _sup_con(features: list[Tensor], _scale: Tensor, _bias: Tensor, options: dict[str, Any]) -> Tensor:
+    labels = torch.arange(len(features[0]), device=features[0].device) // _PER_CLASS
+    return sup_con_loss(features[0], labels, temperature=1 / _SCALE, **options)
+
+
+_LOSSES: dict[str, Callable[[list[Tensor], Tensor, Tensor, dict[str, Any]], Tensor]] = {
+    "clip": lambda z, scale, _, options: clip_loss(z[0], z[1], scale, **options),
+    "info_nce": lambda z, scale, _, options: info_nce_loss(z[0], z[1], logit_scale=scale, **options),
+    "siglip": lambda z, scale, bias, options: siglip_loss(z[0], z[1], scale, bias, **options),
+    "nt_xent": lambda z, _s, _b, options: nt_xent_loss(z[0], z[1], temperature=1 / _SCALE, **options),
+    "sup_con": _sup_con,
+}
