@@ -1,6 +1,6 @@
 """Train with losses that need the whole batch: exact gradients, flat memory, any number of processes."""
 
-from . import comm, functional, gradcache, heads, partition, reference, testing
+from . import comm, functional, gradcache, heads, partition, planning, reference, testing
 from .auditing import Problem, audit
 from .gradcache import GradCache
 from .heads import (
@@ -39,6 +39,7 @@ from .losses import (
     WholeBatch,
     WMSELoss,
 )
+from .planning import plan
 
 __version__ = "0.1.0"
 
@@ -84,6 +85,8 @@ __all__ = [
     "gradcache",
     "heads",
     "partition",
+    "plan",
+    "planning",
     "reference",
     "testing",
 ]

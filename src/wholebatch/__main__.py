@@ -7,16 +7,18 @@ import os
 import sys
 from collections.abc import Sequence
 
-_COMMANDS = {"audit": "wholebatch.auditing.cli", "bench": "wholebatch.bench.cli", "train": "wholebatch.train.cli"}
+_COMMANDS = {"audit": "wholebatch.auditing.cli", "bench": "wholebatch.bench.cli",
+             "plan": "wholebatch.planning.cli", "train": "wholebatch.train.cli"}  # fmt: skip
 _SUMMARIES = {
     "audit": "compare the gradient that ranks end with with one process's, and say why it differs",
     "bench": "time what the library does on this machine",
+    "plan": "what fits: memory, time and bytes sent of each way to compute a loss, and the largest batch",
     "train": "train a dual encoder, or an encoder and a classifier, with the exact loss of the global batch",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 0 if it succeeded, 1 if an audit found a wrong gradient, 2 for a mistake of the user's.
+    """Run a command; 0 if it succeeded, 1 if a gradient is wrong or nothing fits, 2 for a mistake of the user's.
 
     The mistake is one line on stderr.
     """

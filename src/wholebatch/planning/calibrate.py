@@ -18,6 +18,7 @@ import torch
 from .._meter import seconds_of
 from .._precision import accumulation_dtype
 from ..comm import Communicator, LocalCommunicator
+from ..sweep import Memory
 from .rates import Rates
 from .subject import make_step
 from .work import LossName, Shapes, work_of
@@ -57,11 +58,11 @@ def calibrate(
 
     alone = LocalCommunicator()
 
-    def of_loss(loss: LossName, batch: int, dim: int, kept: int) -> tuple[float, Shapes, int | str]:
+    def of_loss(loss: LossName, batch: int, dim: int, kept: int) -> tuple[float, Shapes, Memory]:
         classes = _CLASSES * batch if loss == "partial_fc" else 0
         batch = batch // 2 if loss in ("nt_xent", "partial_fc") else batch
         shapes = Shapes(loss, batch, dim, 1, dtype, device.type, classes=classes)
-        memory = shapes.memory_for(kept) if kept else "flat"
+        memory: Memory = shapes.memory_for(kept) if kept else "flat"
         return took(make_step(alone, shapes, "gather", memory, device)), shapes, memory
 
     products = {_LEAST: _of_tiles(took, Shapes("clip", _BATCH, _LEAST, 1, dtype, device.type), device)}
@@ -96,6 +97,7 @@ def calibrate(
         memory,
         wire,
         message,
+        encoders=products[_WIDTHS[-1]],
         side_of=device.type,
     )
 

@@ -28,7 +28,8 @@ def make_step(
     Args:
         comm: the ranks, as many as `shapes` says.
         shapes: of the step.
-        exchange, memory: as for the loss.
+        exchange: as for the loss.
+        memory: as for the loss.
         device: of the features.
     """
     rows = Partition.even(shapes.batch, comm.size).counts[comm.rank]

@@ -25,6 +25,7 @@ from .checkpoint import last_step
 from .config import TrainConfig
 from .data import Data, load_data, make_task
 from .loop import train
+from .planned import plan_start
 from .progress import ConsoleProgress, Progress
 from .run_folder import RunFolder
 
@@ -135,6 +136,7 @@ def _train_on_this_rank(config: TrainConfig, device: torch.device) -> None:
     try:
         if folder is not None:
             progress.show_folder(folder.path)
+        progress.show_plan(plan_start(config, data, device, size=size))
         if config.audit and config.resume is None:
             progress.show_audit(audit_start(config, data, device, rank=rank, size=size))
         task = make_task(config, data, device, rank=rank, size=size)

@@ -27,6 +27,9 @@ class Progress:
     def show_audit(self, outcome: Outcome) -> None:
         """The gradient has been looked at."""
 
+    def show_plan(self, line: str) -> None:
+        """What the loss is going to take."""
+
     def start(self, config: TrainConfig, task: Task, *, size: int, done: int) -> None:
         """The data are loaded and training begins after `done` steps."""
 
@@ -86,6 +89,9 @@ class ConsoleProgress(Progress):
 
     def show_audit(self, outcome: Outcome) -> None:
         self._console.print(str(outcome))
+
+    def show_plan(self, line: str) -> None:
+        self._console.print(line, highlight=False, soft_wrap=True)
 
     def show_how_to_resume(self, folder: Path) -> None:
         self._console.print(f"go on from the last checkpoint with: wholebatch train --resume {folder}")

@@ -1,0 +1,214 @@
+"""The planner against this machine: memory and time of settings that its rates were not taken on.
+
+    python benchmarks/plan.py
+
+Rates come from small batches (`wholebatch.planning.calibrate`: d = 16, 64, 256, 1024, at most 4608 rows, ranks that do
+not talk). The settings here have other widths, larger batches, all exchanges, 1, 2 and 4 ranks, samples of classes and
+gradient caching. Each round calibrates anew and then runs every setting; figures are medians of the rounds, so that a
+busy moment of the machine meets predictions and measurements alike. Writes results/plan.json and the table of
+docs/planning.md.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+import wholebatch as wb
+from wholebatch._meter import map_each_tensor, rise_of_peak, seconds_of
+from wholebatch.bench.records import keep
+from wholebatch.planning.calibrate import threads_of_a_rank
+from wholebatch.planning.check import check, rates_here
+from wholebatch.planning.rates import Rates
+from wholebatch.planning.work import ExchangeUsed, LossName, Shapes
+from wholebatch.testing import run_ranks
+
+HERE = Path(__file__).parent
+RESULTS, PAGE, MARK = HERE / "results" / "plan.json", HERE.parent / "docs" / "planning.md", "<!-- plan -->"
+ROUNDS, PATIENCE_S = 3, 1000.0
+WIDTH, LAYERS = 1024, 6  # of the encoders that are cached
+
+
+@dataclass(frozen=True)
+class Case:
+    """A setting of a loss; with a chunk, of two encoders and CLIP's loss."""
+
+    loss: LossName
+    ranks: int
+    batch: int
+    dim: int
+    exchange: ExchangeUsed = "gather"
+    kept_size: int = 0
+    classes: int = 0
+    sample_rate: float = 1.0
+    chunk: int = 0
+    kept_graphs: int = 0
+
+    def shapes(self) -> Shapes:
+        return Shapes(self.loss, self.batch, self.dim, self.ranks, classes=self.classes, sample_rate=self.sample_rate)
+
+    def label(self) -> str:
+        parts = [self.loss, f"B = {self.batch}", f"d = {self.dim}"]
+        parts += [f"{self.classes:,} classes"] if self.classes else []
+        parts += [f"{self.sample_rate:.0%} of them"] if self.sample_rate < 1 else []
+        parts += [self.exchange] if self.ranks > 1 and not self.classes else []
+        parts += [f"kept, {self.kept_size} B"] if self.kept_size else []
+        parts += [f"GradCache, chunks of {self.chunk}, {self.kept_graphs} kept"] if self.chunk else []
+        return ", ".join(parts)
+
+
+CASES = (
+    Case("clip", 1, 6144, 384),
+    Case("info_nce", 1, 5120, 768, kept_size=4),
+    Case("nt_xent", 1, 2560, 192, kept_size=2),
+    Case("partial_fc", 1, 2048, 384, classes=50_000),
+    Case("clip", 1, 4096, 320, chunk=512, kept_graphs=0),
+    Case("clip", 1, 4096, 320, chunk=256, kept_graphs=16),
+    Case("clip", 2, 8192, 320, kept_size=2),
+    Case("siglip", 2, 6144, 512),
+    Case("sup_con", 2, 8192, 160, "ring"),
+    Case("partial_fc", 2, 1536, 512, classes=120_000, sample_rate=0.1),
+    Case("clip", 4, 6144, 640, "ring"),
+    Case("info_nce", 4, 7168, 128, "ring", kept_size=2),
+    Case("siglip", 4, 8192, 96, "ring"),
+    Case("nt_xent", 4, 3072, 384),
+)
+
+
+def tower(dim: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for _ in range(LAYERS):
+        layers += [nn.Linear(WIDTH, WIDTH), nn.GELU()]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, dim))
+
+
+def cached(case: Case, rates: Rates) -> tuple[int, float]:
+    """Bytes and seconds, as planned."""
+    weights = LAYERS * (WIDTH + 1) * WIDTH + (WIDTH + 1) * case.dim
+    found = wb.plan(
+        batch=case.batch,
+        dim=case.dim,
+        gradient_bytes=4 * 2 * weights,
+        encoder_bytes=4 * 2 * LAYERS * WIDTH,  # what each Linear and each GELU got
+        encoder_flops=2.0 * 2 * weights,
+        chunk=case.chunk,
+        keep_graphs=case.kept_graphs,
+        rates=rates,
+    )
+    option = next(option for option in found.options if option.chunk and option.memory == "flat")
+    return option.peak, option.seconds
+
+
+def run_cached(case: Case) -> tuple[float, int | None]:
+    """Seconds and the rise of the peak."""
+    torch.set_num_threads(threads_of_a_rank(1))
+    torch.manual_seed(0)
+    comm, encoders, loss = wb.comm.LocalCommunicator(), [tower(case.dim), tower(case.dim)], wb.CLIPLoss(memory="flat")
+    inputs = [torch.randn(case.batch, WIDTH) for _ in encoders]
+
+    def of_features(x: Tensor, y: Tensor) -> Tensor:
+        found: Tensor = loss(normalize(x, dim=1), normalize(y, dim=1), 14.3)
+        return found
+
+    cache = wb.GradCache(encoders, case.chunk, of_features, keep_graphs=case.kept_graphs)
+
+    def step() -> None:
+        cache(*inputs)
+
+    def forget() -> None:
+        for encoder in encoders:
+            encoder.zero_grad()
+
+    took = []
+    for _ in range(4):
+        forget()
+        took.append(seconds_of(comm, step))
+    map_each_tensor()
+    forget()
+    step()
+    forget()
+    return median(took[1:]), rise_of_peak(comm, step)
+
+
+def measure() -> list[dict[str, Any]]:
+    found: dict[Case, list[tuple[float, ...]]] = defaultdict(list)
+    for number in range(ROUNDS):
+        for ranks in sorted({case.ranks for case in CASES}):
+            cases = [case for case in CASES if case.ranks == ranks]
+            losses = tuple(dict.fromkeys(case.loss for case in cases))
+            rates = rates_here(losses, ranks, dtype=torch.float32, device="cpu")
+            for case in cases:
+                if case.chunk:
+                    predicted_bytes, predicted = cached(case, rates)
+                    seconds, rise = run_cached_alone(case)
+                else:
+                    shapes = case.shapes()
+                    memory = shapes.memory_for(case.kept_size) if case.kept_size else "flat"
+                    of = check(shapes, case.exchange, memory, rates, within_s=PATIENCE_S)
+                    predicted_bytes, predicted, seconds, rise = (
+                        of.predicted_bytes, of.predicted_seconds, of.seconds, of.bytes
+                    )  # fmt: skip
+                assert rise is not None
+                found[case].append((predicted_bytes, rise, predicted, seconds))
+                print(
+                    f"round {number + 1}, {ranks} ranks, {case.label()}: {predicted_bytes / 1e6:.1f} MB, measured "
+                    f"{rise / 1e6:.1f}; {predicted:.3f} s, measured {seconds:.3f}",
+                    flush=True,
+                )
+    return [_row(case, found[case]) for case in CASES]
+
+
+def run_cached_alone(case: Case) -> tuple[float, int | None]:
+    found: tuple[float, int | None] = run_ranks(run_cached, 1, case, timeout_s=PATIENCE_S)[0]
+    return found
+
+
+def _row(case: Case, rounds: list[tuple[float, ...]]) -> dict[str, Any]:
+    predicted_bytes, rise, predicted, seconds = (median(of) for of in zip(*rounds, strict=True))
+    return {
+        "setting": case.label(),
+        **asdict(case),
+        "predicted_mb": round(predicted_bytes / 1e6, 2),
+        "measured_mb": round(rise / 1e6, 2),
+        "error_of_memory": round(predicted_bytes / rise - 1, 4),
+        "predicted_s": round(predicted, 4),
+        "measured_s": round(seconds, 4),
+        "error_of_time": round(predicted / seconds - 1, 4),
+        "rounds_s": [[round(of[2], 4), round(of[3], 4)] for of in rounds],
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| ranks | setting | memory | measured | error | time | measured | error |",
+        "|--:|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row['ranks']} | {row['setting']} | {row['predicted_mb']:.1f} MB | {row['measured_mb']:.1f} MB | "
+            f"{row['error_of_memory']:+.1%} | {row['predicted_s']:.2f} s | {row['measured_s']:.2f} s | "
+            f"{row['error_of_time']:+.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    rows = measure()
+    keep(RESULTS, rows, same_run=("ranks",))
+    shown = table(rows)
+    print(shown)
+    if PAGE.exists():
+        before, _, rest = PAGE.read_text().partition(MARK)
+        _, _, after = rest.partition(MARK)
+        PAGE.write_text(f"{before}{MARK}\n\n{shown}\n\n{MARK}{after}")
+
+
+if __name__ == "__main__":
+    main()

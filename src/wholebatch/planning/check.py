@@ -1,0 +1,119 @@
+"""Predictions against this machine: one setting of a loss, run on as many processes as it says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+
+from .._meter import map_each_tensor, rise_of_peak, seconds_of
+from ..comm import select_communicator
+from ..sweep import Memory
+from ..testing import run_ranks
+from .calibrate import calibrate, threads_of_a_rank
+from .rates import Rates
+from .subject import make_step
+from .work import ExchangeUsed, LossName, Shapes, work_of
+
+_STEPS = 3
+_PATIENCE_S = 600.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A setting, predicted and measured.
+
+    Args:
+        shapes: of the step; its batch may be smaller than that of the plan.
+        exchange: how features travel.
+        memory: as the loss takes it.
+        predicted_bytes: at the peak of the loss, beside features and gradients.
+        bytes: the same, measured; None where the system does not say.
+        predicted_seconds: of a step.
+        seconds: the same, measured.
+    """
+
+    shapes: Shapes
+    exchange: ExchangeUsed
+    memory: Memory
+    predicted_bytes: int
+    bytes: int | None
+    predicted_seconds: float
+    seconds: float
+
+
+def rates_here(losses: tuple[LossName, ...], ranks: int, *, dtype: torch.dtype, device: str) -> Rates:
+    """Calibrated, on so many new processes.
+
+    Raises:
+        RankError: if that fails.
+    """
+    rates: Rates = run_ranks(
+        _calibrate, ranks, losses, ranks, dtype, device, backend=_backend(device), timeout_s=_PATIENCE_S
+    )[0]
+    return rates
+
+
+def check(shapes: Shapes, exchange: ExchangeUsed, memory: Memory, rates: Rates, *, within_s: float) -> Measured:
+    """Run it, with half of the batch, a quarter, ... if it would take longer than asked for.
+
+    Args:
+        shapes: of the step.
+        exchange: how features travel.
+        memory: as the loss takes it.
+        rates: with which times are predicted.
+        within_s: seconds of all steps together, as predicted.
+
+    Raises:
+        RankError: if that fails.
+    """
+    kept = work_of(shapes, exchange, memory)
+
+    def setting(of: Shapes) -> Memory:
+        return (
+            memory if not kept.kept else of.memory_for(0) + int(of.entries * kept.kept_size * kept.kept / kept.entries)
+        )
+
+    def seconds(of: Shapes) -> float:
+        return rates.seconds(of.loss, of.dim, work_of(of, exchange, setting(of)))
+
+    while (_STEPS + 2) * seconds(shapes) > within_s and shapes.batch >= 2 * shapes.ranks:
+        shapes = replace(shapes, batch=shapes.batch // 2)
+    memory = setting(shapes)
+    took, rise = run_ranks(
+        _run, shapes.ranks, shapes, exchange, memory, backend=_backend(shapes.device), timeout_s=_PATIENCE_S
+    )[0]
+    predicted = work_of(shapes, exchange, memory)
+    return Measured(
+        shapes, exchange, memory, predicted.loss, rise, rates.seconds(shapes.loss, shapes.dim, predicted), took
+    )
+
+
+def _backend(device: str) -> str:
+    return "nccl" if device == "cuda" else "gloo"
+
+
+def _device(device: str) -> torch.device:
+    if device != "cuda":
+        return torch.device("cpu")
+    here = torch.device("cuda", select_communicator(None).rank)
+    torch.cuda.set_device(here)
+    return here
+
+
+def _calibrate(losses: tuple[LossName, ...], ranks: int, dtype: torch.dtype, device: str) -> Rates:
+    torch.set_num_threads(threads_of_a_rank(ranks))
+    return calibrate(select_communicator(None), losses, dtype=dtype, device=_device(device))
+
+
+def _run(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> tuple[float, int | None]:
+    """Seconds of a step, and the rise of the peak; of memory that is not kept for the next step."""
+    torch.set_num_threads(threads_of_a_rank(shapes.ranks))
+    comm, device = select_communicator(None), _device(shapes.device)
+    step = make_step(comm, shapes, exchange, memory, device)
+    step()
+    took = median(seconds_of(comm, step, device) for _ in range(_STEPS))
+    map_each_tensor()
+    step()
+    return took, rise_of_peak(comm, step, device)

@@ -1,0 +1,189 @@
+"""`wholebatch plan`: sizes to a plan, and a plan to a check on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import tyro
+
+from .._user_error import UserError
+from ..testing import RankError
+from .check import Measured, check, rates_here
+from .display import print_measured, print_plan
+from .plan import DTYPES, Plan, plan
+from .rates import Rates, given
+from .work import LossName, Shapes
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
+_CHECK_S = 15.0  # of each setting
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """What each way to compute a loss takes on each rank, what fits, the call to paste, the largest batch that fits.
+
+    For example: wholebatch plan --batch 65536 --dim 768 --ranks 8 --dtype bf16 --device h200. Sizes in bytes may have a
+    unit, as in 80GB or 64MiB.
+    """
+
+    batch: int | None = None
+    """B, examples on all ranks together."""
+    dim: int | None = None
+    """d, numbers of a feature."""
+    ranks: int = 1
+    """W, processes."""
+    loss: LossName | None = None
+    """The loss; by default clip, with --classes partial_fc."""
+    dtype: str = "float32"
+    """Of the features: float32, bf16, fp16, float64."""
+    device: str = "cpu"
+    """cpu, cuda (the GPU here), or a card: t4, v100, l4, rtx4090, a100, h100, h200, b200."""
+    memory_limit: str | None = None
+    """Bytes that a rank may take; by default nine tenths of a card's memory, or this machine's free memory, divided."""
+    model_bytes: str = "0"
+    """Bytes of parameters, optimiser and all else that a rank holds throughout."""
+    gradient_bytes: str = "0"
+    """Bytes of the parameters' gradients, which appear in the backward pass."""
+    encoder_bytes: tuple[str, ...] = ()
+    """Bytes of activations that an encoder keeps of one row; one number for all encoders, or one for each. With it,
+    gradient caching is planned too."""
+    encoder_flops: float = 0.0
+    """Of the forward pass of one example, all encoders; then times are of the whole step."""
+    chunk: int | None = None
+    """Rows of a chunk of gradient caching; by default so many that four fit."""
+    keep_graphs: int | None = None
+    """Chunks that are not encoded again; by default none, and as many as fit."""
+    classes: int | None = None
+    """C, classes of PartialFC."""
+    sample_rate: float | None = None
+    """Of PartialFC; by default 1."""
+    bandwidth: str | None = None
+    """Bytes per second that a rank sends, in the place of the device's: 50GB for 400 Gbit/s."""
+    measure: bool = False
+    """Calibrate on this machine with as many processes, predict with that, run each setting, and print the error."""
+    rates: Path | None = None
+    """A file of rates that an earlier --measure has saved."""
+    save: Path | None = None
+    """Where --measure keeps its rates."""
+    json: bool = False
+    """Print JSON in the place of tables."""
+
+
+def main(argv: Sequence[str], *, prog: str) -> int:
+    """Plan what `argv` says; 1 if nothing fits.
+
+    Raises:
+        UserError: for a mistake of the user's.
+        SystemExit: 0 after --help, 2 for options that cannot be parsed.
+    """
+    config = tyro.cli(PlanConfig, args=list(argv), prog=prog)
+    _check(config)
+    measured: list[Measured] = []
+    if config.measure:
+        sizes_are_sound = _plan(config, given("cpu", torch.float32))
+        found = _plan(config, _rates_here(config, sizes_are_sound))
+        measured = _checks(config, found)
+    else:
+        found = _plan(config, None if config.rates is None else Rates.from_json(config.rates))
+    if config.json:
+        of_checks = [{**asdict(of), "shapes": {**asdict(of.shapes), "dtype": found.dtype}} for of in measured]
+        print(json.dumps({**found.to_dict(), **({"measured": of_checks} if measured else {})}, indent=1))
+    else:
+        print_plan(found)
+        if measured:
+            print_measured(measured)
+    return 0 if found.chosen is not None else 1
+
+
+def _check(config: PlanConfig) -> None:
+    missing = [f"--{name}" for name in ("batch", "dim") if getattr(config, name) is None]
+    if missing:
+        raise UserError(
+            f"{' and '.join(missing)} must be given: examples on all ranks, and numbers of a feature; as in "
+            "wholebatch plan --batch 65536 --dim 768 --ranks 8 --device h200"
+        )
+    if config.measure and config.device not in ("cpu", "cuda"):
+        raise UserError(f"--measure runs on this machine: --device cpu or cuda, got {config.device!r}")
+    if config.measure and config.rates is not None:
+        raise UserError("--measure takes rates here, --rates reads them from a file: one of the two")
+    if config.save is not None and not config.measure:
+        raise UserError("--save keeps the rates that --measure takes: give both")
+    if config.measure and "WORLD_SIZE" in os.environ:
+        raise UserError("--measure starts its own processes: run it without torchrun")
+    if config.measure and config.device == "cuda" and torch.cuda.device_count() < config.ranks:
+        raise UserError(f"--measure needs a GPU for each of {config.ranks} ranks, here are {torch.cuda.device_count()}")
+
+
+def _plan(config: PlanConfig, rates: Rates | None) -> Plan:
+    assert config.batch is not None
+    assert config.dim is not None
+    return plan(
+        batch=config.batch,
+        dim=config.dim,
+        ranks=config.ranks,
+        loss=config.loss,
+        dtype=config.dtype,
+        device=config.device,
+        memory_limit=None if config.memory_limit is None else number_of_bytes("memory-limit", config.memory_limit),
+        model_bytes=number_of_bytes("model-bytes", config.model_bytes),
+        gradient_bytes=number_of_bytes("gradient-bytes", config.gradient_bytes),
+        encoder_bytes=tuple(number_of_bytes("encoder-bytes", of) for of in config.encoder_bytes) or 0,
+        encoder_flops=config.encoder_flops,
+        chunk=config.chunk,
+        keep_graphs=config.keep_graphs,
+        classes=config.classes,
+        sample_rate=config.sample_rate,
+        bandwidth=None if config.bandwidth is None else number_of_bytes("bandwidth", config.bandwidth),
+        rates=rates,
+    )
+
+
+def _rates_here(config: PlanConfig, sizes: Plan) -> Rates:
+    try:
+        rates = rates_here((sizes.loss,), sizes.ranks, dtype=DTYPES[sizes.dtype], device=config.device)
+    except RankError as error:
+        raise UserError(f"the calibration failed: {error}") from error
+    if config.save is not None:
+        try:
+            config.save.write_text(rates.to_json())
+        except OSError as error:
+            raise UserError(f"--save cannot write {config.save}: {error}") from error
+    return rates
+
+
+def _checks(config: PlanConfig, found: Plan) -> list[Measured]:
+    """Each way to compute the loss, once."""
+    shapes = Shapes(
+        found.loss, found.batch, found.dim, found.ranks, DTYPES[found.dtype], config.device, config.classes or 0,
+        1.0 if config.sample_rate is None else config.sample_rate,
+    )  # fmt: skip
+    settings = {(option.exchange or "gather", option.memory): None for option in found.options if option.fits}
+    try:
+        return [
+            check(shapes, exchange, memory, found.rates, within_s=_CHECK_S)  # type: ignore[arg-type]
+            for exchange, memory in settings
+        ]
+    except RankError as error:
+        raise UserError(f"a check on this machine failed: {error}") from error
+
+
+def number_of_bytes(name: str, text: str) -> int:
+    """Of a text such as 80GB.
+
+    >>> number_of_bytes("limit", "80GB"), number_of_bytes("limit", "1.5 MiB"), number_of_bytes("limit", "1e3")
+    (80000000000, 1572864, 1000)
+
+    Raises:
+        UserError: if it is none.
+    """
+    found = re.fullmatch(r"\s*([0-9]+[.]?[0-9]*(?:e[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+    if found is None or found[2] not in _UNITS:
+        raise UserError(f"--{name} must be a number of bytes, such as 80GB, 64MiB or 1e9; got {text!r}")
+    return int(float(found[1]) * _UNITS[found[2]])
