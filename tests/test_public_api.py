@@ -68,9 +68,12 @@ PUBLIC = {
         "gradcache",
         "heads",
         "partition",
+        "plan",
+        "planning",
         "reference",
         "testing",
     ],
+    wb.planning: ["DEVICES", "Option", "Plan", "Rates", "calibrate", "plan"],
     wb.functional: LOSSES,
     wb.gradcache: [
         "GradCache",

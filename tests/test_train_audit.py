@@ -79,5 +79,7 @@ def test_a_wrong_gradient_is_refused(data, monkeypatch):
 
 def test_a_run_says_so_unless_it_is_asked_not_to(tmp_path, data):
     command = [*TRAIN, "--data", data, "--steps", "1", *SMALL, "--processes", "2", "--run-folder"]
-    assert "audit: on 2 processes the gradient of" in finish([*command, str(tmp_path / "a")]).stdout
+    printed = finish([*command, str(tmp_path / "a")]).stdout
+    assert "audit: on 2 processes the gradient of" in printed
+    assert "plan: clip on 2 processes, S " in printed
     assert "audit" not in finish([*command, str(tmp_path / "b"), "--no-audit"]).stdout

@@ -25,7 +25,7 @@ from .work import LossName, Shapes, work_of
 
 _LEAST, _WIDTHS = 16, (64, 256, 1024)
 _BATCH, _WIDE_BATCH = 3840, 1920  # six tiles of a CPU's in a row, where calls weigh little; of the largest width
-_KEPT_BATCH = 4608  # of which more is kept than a heap gives out again without asking the system
+_KEPT_BATCH = 2560  # of which all that is kept comes from a heap; `memory` is what the system takes beyond that
 _CLASSES = 4
 _REPEATS = 3
 _SMALL, _LARGE = 2**12, 2**21  # numbers of a message

@@ -78,12 +78,15 @@ def check(shapes: Shapes, exchange: ExchangeUsed, memory: Memory, rates: Rates, 
     def seconds(of: Shapes) -> float:
         return rates.seconds(of.loss, of.dim, work_of(of, exchange, setting(of)))
 
-    while (_STEPS + 2) * seconds(shapes) > within_s and shapes.batch >= 2 * shapes.ranks:
+    while (_STEPS + 3) * seconds(shapes) > within_s and shapes.batch >= 2 * shapes.ranks:
         shapes = replace(shapes, batch=shapes.batch // 2)
     memory = setting(shapes)
-    took, rise = run_ranks(
-        _run, shapes.ranks, shapes, exchange, memory, backend=_backend(shapes.device), timeout_s=_PATIENCE_S
-    )[0]
+    took, rise = (
+        run_ranks(run, shapes.ranks, shapes, exchange, memory, backend=_backend(shapes.device), timeout_s=_PATIENCE_S)[
+            0
+        ]
+        for run in (_time, _memory)
+    )
     predicted = work_of(shapes, exchange, memory)
     return Measured(
         shapes, exchange, memory, predicted.loss, rise, rates.seconds(shapes.loss, shapes.dim, predicted), took
@@ -107,13 +110,20 @@ def _calibrate(losses: tuple[LossName, ...], ranks: int, dtype: torch.dtype, dev
     return calibrate(select_communicator(None), losses, dtype=dtype, device=_device(device))
 
 
-def _run(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> tuple[float, int | None]:
-    """Seconds of a step, and the rise of the peak; of memory that is not kept for the next step."""
+def _time(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> float:
+    """Seconds of a step."""
     torch.set_num_threads(threads_of_a_rank(shapes.ranks))
     comm, device = select_communicator(None), _device(shapes.device)
     step = make_step(comm, shapes, exchange, memory, device)
     step()
-    took = median(seconds_of(comm, step, device) for _ in range(_STEPS))
+    return median(seconds_of(comm, step, device) for _ in range(_STEPS))
+
+
+def _memory(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> int | None:
+    """The rise of the peak in a second step, in a process whose heap is still empty."""
+    torch.set_num_threads(threads_of_a_rank(shapes.ranks))
     map_each_tensor()
+    comm, device = select_communicator(None), _device(shapes.device)
+    step = make_step(comm, shapes, exchange, memory, device)
     step()
-    return took, rise_of_peak(comm, step, device)
+    return rise_of_peak(comm, step, device)

@@ -223,7 +223,7 @@ def plan(
     >>> import wholebatch as wb
     >>> found = wb.plan(batch=65536, dim=768, ranks=8, dtype="bf16", device="h200")
     >>> found.chosen.fits, found.chosen.call
-    (True, 'wb.CLIPLoss()')
+    (True, 'wb.CLIPLoss(memory=1207959552)')
     """
     name = loss if loss is not None else "partial_fc" if classes is not None else "clip"
     number = dtype if isinstance(dtype, torch.dtype) else DTYPES.get(dtype)

@@ -71,7 +71,7 @@ class Rates:
         if work.kept:
             entries += work.kept * self.of_entry(loss, work.kept_size)
         moved = work.wire / self.wire + work.messages * self.message if work.messages else 0.0
-        written = (work.loss - work.kept * work.kept_size) / self.memory
+        written = work.loss / self.memory
         return self.call + work.flops / self.flops(dim) + entries + written + moved
 
     def to_json(self) -> str:
