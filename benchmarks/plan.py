@@ -3,8 +3,8 @@
     python benchmarks/plan.py
 
 Rates come from small batches (`wholebatch.planning.calibrate`: d = 16, 64, 256, 1024, at most 3840 rows, ranks that do
-not talk). The settings here have other widths, larger batches, all exchanges, 1, 2 and 4 ranks, samples of classes and
-gradient caching. Each round calibrates anew and then runs every setting; figures are medians of the rounds, so that a
+not talk). The settings here have other widths, larger batches, all exchanges, 1, 2 and 4 ranks, half precision, samples of
+classes and gradient caching. Each round calibrates anew and then runs every setting; figures are medians of the rounds, so that a
 busy moment of the machine meets predictions and measurements alike. Writes results/plan.json and the table of
 docs/planning.md.
 """
@@ -26,9 +26,10 @@ from wholebatch._meter import map_each_tensor, rise_of_peak, seconds_of
 from wholebatch.bench.records import keep
 from wholebatch.planning.calibrate import threads_of_a_rank
 from wholebatch.planning.check import check, rates_here
+from wholebatch.planning.options import DTYPES
 from wholebatch.planning.rates import Rates
 from wholebatch.planning.work import ExchangeUsed, LossName, Shapes
-from wholebatch.testing import run_ranks
+from wholebatch.testing import run_processes
 
 HERE = Path(__file__).parent
 RESULTS, PAGE, MARK = HERE / "results" / "plan.json", HERE.parent / "docs" / "planning.md", "<!-- plan -->"
@@ -50,9 +51,11 @@ class Case:
     sample_rate: float = 1.0
     chunk: int = 0
     kept_graphs: int = 0
+    dtype: str = "float32"
 
     def shapes(self) -> Shapes:
-        return Shapes(self.loss, self.batch, self.dim, self.ranks, classes=self.classes, sample_rate=self.sample_rate)
+        sizes = (self.batch, self.dim, self.ranks, DTYPES[self.dtype])
+        return Shapes(self.loss, *sizes, classes=self.classes, sample_rate=self.sample_rate)
 
     def label(self) -> str:
         parts = [self.loss, f"B = {self.batch}", f"d = {self.dim}"]
@@ -60,6 +63,7 @@ class Case:
         parts += [f"{self.sample_rate:.0%} of them"] if self.sample_rate < 1 else []
         parts += [self.exchange] if self.ranks > 1 and not self.classes else []
         parts += [f"kept, {self.kept_size} B"] if self.kept_size else []
+        parts += [self.dtype] if self.dtype != "float32" else []
         parts += [f"GradCache, chunks of {self.chunk}, {self.kept_graphs} kept"] if self.chunk else []
         return ", ".join(parts)
 
@@ -79,6 +83,8 @@ CASES = (
     Case("info_nce", 4, 8000, 192, "ring", kept_size=2),
     Case("siglip", 4, 7600, 144, "ring"),
     Case("nt_xent", 4, 2800, 512),
+    Case("clip", 2, 5500, 576, dtype="bfloat16"),
+    Case("partial_fc", 2, 1700, 384, classes=90_000, dtype="bfloat16"),
 )
 
 
@@ -142,15 +148,15 @@ def run_cached(case: Case, what: str) -> float | int | None:
 def measure() -> list[dict[str, Any]]:
     found: dict[Case, list[tuple[float, ...]]] = defaultdict(list)
     for number in range(ROUNDS):
-        for ranks in sorted({case.ranks for case in CASES}):
-            cases = [case for case in CASES if case.ranks == ranks]
+        for ranks, dtype in sorted({(case.ranks, case.dtype) for case in CASES}):
+            cases = [case for case in CASES if (case.ranks, case.dtype) == (ranks, dtype)]
             losses = tuple(dict.fromkeys(case.loss for case in cases))
-            rates = rates_here(losses, ranks, dtype=torch.float32, device="cpu")
+            rates = rates_here(losses, ranks, dtype=DTYPES[dtype], device="cpu")
             for case in cases:
                 if case.chunk:
                     predicted_bytes, predicted = cached(case, rates)
                     seconds, rise = (
-                        run_ranks(run_cached, 1, case, what, timeout_s=PATIENCE_S)[0] for what in ("time", "memory")
+                        run_processes(run_cached, 1, case, what, timeout_s=PATIENCE_S)[0] for what in ("time", "memory")
                     )
                 else:
                     shapes = case.shapes()

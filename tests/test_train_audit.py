@@ -17,6 +17,7 @@ from wholebatch.train.config import HeadConfig, Loss, TrainConfig
 from wholebatch.train.data import load_data
 from wholebatch.train.model import ModelConfig
 from wholebatch.train.objectives import Objective, make_objective
+from wholebatch.train.planned import plan_start
 
 CONFIG = TrainConfig(
     batch_size=24,
@@ -81,5 +82,20 @@ def test_a_run_says_so_unless_it_is_asked_not_to(tmp_path, data):
     command = [*TRAIN, "--data", data, "--steps", "1", *SMALL, "--processes", "2", "--run-folder"]
     printed = finish([*command, str(tmp_path / "a")]).stdout
     assert "audit: on 2 processes the gradient of" in printed
-    assert "plan: clip on 2 processes, S " in printed
+    assert "plan: clip on 2 processes, similarities kept, fp32: " in printed
     assert "audit" not in finish([*command, str(tmp_path / "b"), "--no-audit"]).stdout
+
+
+def test_the_plan_is_of_what_the_run_does(data, faces):
+    def line(size=1, **more):
+        config = replace(CONFIG, **{"data": data, **more})
+        return plan_start(config, load_data(config, size), torch.device("cpu"), size=size)
+
+    assert line().startswith("plan: clip on 1 process, similarities kept, fp32: ")
+    assert "computed twice" in line(label_smoothing=0.1)  # with which nothing is kept
+    assert "computed once" in line(loss="siglip", size=2)
+    assert "exchange gather" in line(loss="siglip", size=2)
+    assert "plan: none, the planner does not know what --loss circle is here" in line(loss="circle")
+    assert "4 pairs encoded at a time" in line(chunk_size=4)
+    assert "classes on 2 processes" in line(task="identify", data=faces, size=2)
+    assert "plan: none" in line(task="identify", data=faces, head=HeadConfig(margin="curricularface"))

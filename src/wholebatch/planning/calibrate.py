@@ -1,7 +1,7 @@
 """Rates of the machine at hand, measured on W ranks that are all busy.
 
     entry      a loss at d = 16, where products are least, less the products that it takes: flat, and with all kept
-    products   of d = 16: of tiles by themselves; of larger d: CLIP's sweep, less the entries
+    products   of tiles by themselves; but for d = 16 by as much slower or faster as CLIP's sweep is, less its entries
     wire       an all-gather and a reduce-scatter of few bytes, and of many
 
 Batches are smaller than those that one plans for: a calibration takes some seconds for each loss.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -24,10 +25,12 @@ from .subject import make_step
 from .work import LossName, Shapes, work_of
 
 _LEAST, _WIDTHS = 16, (64, 256, 1024)
-_BATCH, _WIDE_BATCH = 3840, 1920  # six tiles of a CPU's in a row, where calls weigh little; of the largest width
-_KEPT_BATCH = 2560  # of which all that is kept comes from a heap; `memory` is what the system takes beyond that
+# Tiles in a row of S: so many that calls weigh little; of the largest width; and so few that a heap holds what is kept.
+_TILES = {"cpu": (6, 3, 4), "cuda": (2, 1, 2)}
 _CLASSES = 4
 _REPEATS = 3
+_LONG_ENOUGH = 1e9  # flops
+_MOST_SHARED = 2.0  # times faster than by themselves no products are in a sweep, however busy the machine was meanwhile
 _SMALL, _LARGE = 2**12, 2**21  # numbers of a message
 
 
@@ -43,13 +46,19 @@ def calibrate(
     dtype: torch.dtype = torch.float32,
     device: torch.device = torch.device("cpu"),  # noqa: B008  # it is frozen
 ) -> Rates:
-    """Measure. All ranks of `comm`, with the threads that they are going to have.
+    """Rates of this machine, each measured on all ranks at a time.
 
     Args:
-        comm: the ranks.
-        losses: whose entries are measured.
+        comm: the ranks, each of which calls this, with the threads that it is going to have (`torch.set_num_threads`).
+        losses: whose entries are measured; CLIP's are in any case.
         dtype: of features.
-        device: of features.
+        device: of features, this rank's.
+
+    Returns:
+        The same :class:`Rates` on all ranks: times are those of the slowest. Some seconds for each loss. Collective.
+
+    Raises:
+        CommunicationError: if the ranks fail to talk.
     """
 
     def took(step: Callable[[], object]) -> float:
@@ -57,6 +66,8 @@ def calibrate(
         return median(seconds_of(comm, step, device) for _ in range(_REPEATS))
 
     alone = LocalCommunicator()
+    smallest = Shapes("clip", 2, _LEAST, 1, dtype, device.type)
+    many, wide, few = (smallest.side * tiles for tiles in _TILES[device.type])
 
     def of_loss(loss: LossName, batch: int, dim: int, kept: int) -> tuple[float, Shapes, Memory]:
         classes = _CLASSES * batch if loss == "partial_fc" else 0
@@ -65,8 +76,9 @@ def calibrate(
         memory: Memory = shapes.memory_for(kept) if kept else "flat"
         return took(make_step(alone, shapes, "gather", memory, device)), shapes, memory
 
-    products = {_LEAST: _of_tiles(took, Shapes("clip", _BATCH, _LEAST, 1, dtype, device.type), device)}
-    call = took(make_step(alone, Shapes("clip", 2, _LEAST, 1, dtype, device.type), "gather", "flat", device))
+    tiles = {d: _of_tiles(took, replace(smallest, dim=d), device) for d in (_LEAST, *_WIDTHS)}
+    products, again = ({d: of[which] for d, of in tiles.items()} for which in (0, 1))
+    call = took(make_step(alone, smallest, "gather", "flat", device))
     fresh = torch.empty(0)
 
     def write() -> None:
@@ -81,51 +93,72 @@ def calibrate(
     for loss in dict.fromkeys((*losses, "clip")):
         entry[loss] = {}
         for kept in (0, *Shapes(loss, 1, 1, 1, dtype, classes=1).kept_sizes()):
-            seconds, shapes, setting = of_loss(loss, _KEPT_BATCH if kept else _BATCH, _LEAST, kept)
+            seconds, shapes, setting = of_loss(loss, few if kept else many, _LEAST, kept)
             work = work_of(shapes, "gather", setting)
-            entry[loss][kept] = max(0.0, seconds - call - work.flops / products[_LEAST]) / work.entries
+            of_products = (work.flops - work.again) / products[_LEAST] + work.again / again[_LEAST]
+            entry[loss][kept] = max(0.0, seconds - call - of_products) / work.entries
     for dim in _WIDTHS:
-        seconds, shapes, _ = of_loss("clip", _WIDE_BATCH if dim == _WIDTHS[-1] else _BATCH, dim, 0)
+        seconds, shapes, _ = of_loss("clip", wide if dim == _WIDTHS[-1] else many, dim, 0)
         work = work_of(shapes, "gather", "flat")
-        products[dim] = work.flops / max(1e-9, seconds - call - work.entries * entry["clip"][0])
+        by_themselves = (work.flops - work.again) / products[dim] + work.again / again[dim]
+        in_sweep = max(by_themselves / _MOST_SHARED, seconds - call - work.entries * entry["clip"][0])
+        share = by_themselves / in_sweep
+        products[dim] *= share
+        again[dim] *= share
     wire, message = _of_network(comm, took, device)
     return Rates(
-        f"measured on {comm.size} rank{'s' if comm.size > 1 else ''}, {device}, torch {torch.__version__}",
+        f"measured on {comm.size} rank{'s' if comm.size > 1 else ''}, {device}, {dtype}, torch {torch.__version__}",
         products,
+        again,
         entry,
         call,
         memory,
         wire,
         message,
-        encoders=products[_WIDTHS[-1]],
-        side_of=device.type,
+        encoders=_of_encoders(took, dtype, device),
+        device=device.type,
+        dtype=str(dtype).removeprefix("torch."),
+        ranks=comm.size if device.type == "cpu" else None,
     )
 
 
-def _of_tiles(took: Callable[[Callable[[], object]], float], shapes: Shapes, device: torch.device) -> float:
-    """Flops per second of a tile's three products, as a sweep takes them."""
+def _of_tiles(
+    took: Callable[[Callable[[], object]], float], shapes: Shapes, device: torch.device
+) -> tuple[float, float]:
+    """Flops per second of a tile's three products, as a sweep takes them, and of the first of them."""
     side, dtype = shapes.side, accumulation_dtype(shapes.dtype)
     x, y = (torch.randn(side, shapes.dim, dtype=dtype, device=device) for _ in range(2))
     u, v = torch.zeros_like(x), torch.zeros_like(y)
     tile = torch.empty(side, side, dtype=dtype, device=device)
-    often = max(1, round(2e8 / (8 * side**2 * shapes.dim)))
+    of_one = 2 * side**2 * shapes.dim
+    often = max(1, round(_LONG_ENOUGH / of_one))
 
-    def products() -> None:
+    def all_three() -> None:
         for _ in range(often):
-            torch.mm(x, y.T, out=tile)
             torch.mm(x, y.T, out=tile)
             u.addmm_(tile, y)
             v.addmm_(tile.T, x)
 
-    return often * 8 * side**2 * shapes.dim / took(products)
+    def the_first() -> None:
+        for _ in range(often):
+            torch.mm(x, y.T, out=tile)
+
+    return 3 * often * of_one / took(all_three), often * of_one / took(the_first)
+
+
+def _of_encoders(took: Callable[[Callable[[], object]], float], dtype: torch.dtype, device: torch.device) -> float:
+    """Flops per second of a linear map, in the features' dtype: an encoder is made of little else."""
+    width = _WIDTHS[-1]
+    x, weight = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
+    return 2 * width**3 / took(lambda: torch.mm(x, weight))
 
 
 def _of_network(
     comm: Communicator, took: Callable[[Callable[[], object]], float], device: torch.device
-) -> tuple[float, float]:
-    """Bytes per second that a rank sends, and seconds of a small message."""
+) -> tuple[float | None, float]:
+    """Bytes per second that a rank sends, None if there is nobody to send to; and seconds of a small message."""
     if comm.size == 1:
-        return float("inf"), 0.0
+        return None, 0.0
     seconds = []
     for numbers in (_SMALL, _LARGE):
         own = torch.ones(numbers, device=device)

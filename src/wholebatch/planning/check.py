@@ -10,7 +10,7 @@ import torch
 from .._meter import map_each_tensor, rise_of_peak, seconds_of
 from ..comm import select_communicator
 from ..sweep import Memory
-from ..testing import run_ranks
+from ..testing import run_processes
 from .calibrate import calibrate, threads_of_a_rank
 from .rates import Rates
 from .subject import make_step
@@ -49,7 +49,7 @@ def rates_here(losses: tuple[LossName, ...], ranks: int, *, dtype: torch.dtype, 
     Raises:
         RankError: if that fails.
     """
-    rates: Rates = run_ranks(
+    rates: Rates = run_processes(
         _calibrate, ranks, losses, ranks, dtype, device, backend=_backend(device), timeout_s=_PATIENCE_S
     )[0]
     return rates
@@ -82,9 +82,9 @@ def check(shapes: Shapes, exchange: ExchangeUsed, memory: Memory, rates: Rates, 
         shapes = replace(shapes, batch=shapes.batch // 2)
     memory = setting(shapes)
     took, rise = (
-        run_ranks(run, shapes.ranks, shapes, exchange, memory, backend=_backend(shapes.device), timeout_s=_PATIENCE_S)[
-            0
-        ]
+        run_processes(
+            run, shapes.ranks, shapes, exchange, memory, backend=_backend(shapes.device), timeout_s=_PATIENCE_S
+        )[0]
         for run in (_time, _memory)
     )
     predicted = work_of(shapes, exchange, memory)

@@ -6,7 +6,8 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from math import inf, isfinite
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from .._user_error import UserError
 from ..testing import RankError
 from .check import Measured, check, rates_here
 from .display import print_measured, print_plan
-from .plan import DTYPES, Plan, plan
+from .options import DTYPES, Plan, plan
 from .rates import Rates, given
 from .work import LossName, Shapes
 
@@ -87,8 +88,8 @@ def main(argv: Sequence[str], *, prog: str) -> int:
     _check(config)
     measured: list[Measured] = []
     if config.measure:
-        sizes_are_sound = _plan(config, given("cpu", torch.float32))
-        found = _plan(config, _rates_here(config, sizes_are_sound))
+        reckoned = replace(given("cpu", torch.float32), device=config.device)  # what is wrong with sizes is said first
+        found = _plan(config, _rates_here(config, _plan(config, reckoned)))
         measured = _checks(config, found)
     else:
         found = _plan(config, None if config.rates is None else Rates.from_json(config.rates))
@@ -99,6 +100,8 @@ def main(argv: Sequence[str], *, prog: str) -> int:
         print_plan(found)
         if measured:
             print_measured(measured)
+        elif config.measure:
+            print("nothing that fits was there to be run")
     return 0 if found.chosen is not None else 1
 
 
@@ -115,6 +118,8 @@ def _check(config: PlanConfig) -> None:
         raise UserError("--measure takes rates here, --rates reads them from a file: one of the two")
     if config.save is not None and not config.measure:
         raise UserError("--save keeps the rates that --measure takes: give both")
+    if config.save is not None and not config.save.parent.is_dir():
+        raise UserError(f"--save: there is no folder {config.save.parent}")
     if config.measure and "WORLD_SIZE" in os.environ:
         raise UserError("--measure starts its own processes: run it without torchrun")
     if config.measure and config.device == "cuda" and torch.cuda.device_count() < config.ranks:
@@ -184,6 +189,7 @@ def number_of_bytes(name: str, text: str) -> int:
         UserError: if it is none.
     """
     found = re.fullmatch(r"\s*([0-9]+[.]?[0-9]*(?:e[0-9]+)?)\s*([a-z]*)\s*", text.lower())
-    if found is None or found[2] not in _UNITS:
+    number = inf if found is None else float(found[1]) * _UNITS.get(found[2], inf)
+    if not isfinite(number):
         raise UserError(f"--{name} must be a number of bytes, such as 80GB, 64MiB or 1e9; got {text!r}")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(number)

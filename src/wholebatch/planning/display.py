@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .check import Measured
-from .plan import Plan
+from .options import Plan
 from .table import amount, duration, headline, lines, remarks
 
 _ANY = 10_000  # columns
@@ -19,7 +19,7 @@ _ANY = 10_000  # columns
 def print_plan(plan: Plan) -> None:
     """The table, and what to paste."""
     header, *options = lines(plan)
-    shown = _table(headline(plan), header, left=("exchange", "S", "encoders"))
+    shown = _table(headline(plan), header, left=("exchange", "similarities", "encoders"))
     for option, cells in zip(plan.options, options, strict=True):
         style = "bold green" if option is plan.chosen else None if option.fits else "dim"
         shown.add_row(*map(escape, cells), style=style)

@@ -1,19 +1,22 @@
 """What a machine does in a second, measured (see `calibrate`) or given, and from it the time of a step.
 
-    seconds = call + flops / products(d) + entries not kept x entry(0) + entries kept x entry(bytes kept)
-              + bytes written / memory + wire / bandwidth + messages x message
+    seconds = call + flops / products(d) + flops that compute S once more / again(d)
+              + entries not kept x entry(0) + entries kept x entry(bytes kept)
+              + bytes of the loss / memory + wire / bandwidth + messages x message
 
-all of one rank while all ranks are busy. `products` grows with d, and is interpolated over log d; an entry of S is
-exponentiated, summed and multiplied, which takes time beside the products, most of it for memory.
+all of one rank while all ranks are busy. Products are faster the larger d is, those of S not as those of gradients;
+between widths rates are interpolated over log d. An entry of S is exponentiated, summed and multiplied, which takes
+time beside the products, most of it for memory.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from math import log
+from math import inf, log
 from pathlib import Path
 
 import torch
@@ -28,51 +31,52 @@ class Rates:
 
     Args:
         source: where they come from.
-        products: {d: flops per second} of products with d numbers in a row, ascending.
+        products: {d: flops per second} of S and of both gradients' products, with d numbers in a row.
+        again: the same of S alone.
         entry: {loss: {bytes kept: seconds}} of an entry of S, forward and backward; 0: computed twice.
         call: seconds of a step's calls, whatever its size.
         memory: bytes per second, of memory that is written for the first time.
-        wire: bytes per second that a rank sends while all do.
+        wire: bytes per second that a rank sends while all do; None: not known, for there was one rank.
         message: seconds of one that is small.
         encoders: flops per second of encoders.
         capacity: bytes of memory of a device; None: of this machine, what is free.
-        side_of: "cpu" or "cuda", whose tiles these are.
+        device: "cpu" or "cuda".
+        dtype: of the features with which they were measured; None: of none in particular.
+        ranks: on a CPU, whose cores they share, the same; None: of any number.
     """
 
     source: str
     products: Mapping[int, float]
+    again: Mapping[int, float]
     entry: Mapping[str, Mapping[int, float]]
     call: float
     memory: float
-    wire: float
+    wire: float | None
     message: float
     encoders: float
     capacity: int | None = None
-    side_of: str = "cpu"
-
-    def flops(self, dim: int) -> float:
-        """Of products with `dim` numbers in a row, per second."""
-        known = sorted(self.products)
-        at = bisect_left(known, dim)
-        if at in (0, len(known)):
-            return self.products[known[min(at, len(known) - 1)]]
-        low, high = known[at - 1], known[at]
-        part = log(dim / low) / log(high / low)
-        return self.products[low] ** (1 - part) * self.products[high] ** part
+    device: str = "cpu"
+    dtype: str | None = None
+    ranks: int | None = None
 
     def of_entry(self, loss: str, size: int) -> float:
         """Seconds of an entry, of which so many bytes are kept."""
         sizes = self.entry[loss]
-        return sizes[size] if size in sizes else sizes[max(sizes)] * (size / max(sizes) if max(sizes) else 1)
+        nearest = min(sizes, key=lambda known: abs(known - size))
+        return sizes[nearest] * (size / nearest if nearest and size else 1)
 
     def seconds(self, loss: str, dim: int, work: Work) -> float:
         """Of the step that takes this work."""
         entries = (work.entries - work.kept) * self.of_entry(loss, 0)
         if work.kept:
             entries += work.kept * self.of_entry(loss, work.kept_size)
-        moved = work.wire / self.wire + work.messages * self.message if work.messages else 0.0
+        moved = 0.0
+        if work.messages:
+            assert self.wire is not None
+            moved = work.wire / self.wire + work.messages * self.message
+        products = (work.flops - work.again) / at_width(self.products, dim) + work.again / at_width(self.again, dim)
         written = work.loss / self.memory
-        return self.call + work.flops / self.flops(dim) + entries + written + moved
+        return self.call + products + entries + written + moved
 
     def to_json(self) -> str:
         """`from_json` is its inverse."""
@@ -87,20 +91,47 @@ class Rates:
         """
         try:
             found = json.loads(path.read_text())
-            found["products"] = {int(d): float(rate) for d, rate in found["products"].items()}
+            for name in ("products", "again"):
+                found[name] = {int(d): float(rate) for d, rate in found[name].items()}
             found["entry"] = {
                 loss: {int(kept): float(of) for kept, of in sizes.items()} for loss, sizes in found["entry"].items()
             }
             rates = cls(**found)
-            if not rates.products or min(*rates.products.values(), rates.memory, rates.wire) <= 0:
-                raise ValueError("rates must be above 0")
+            rates.check()
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(f"{path} does not hold what `wholebatch plan --measure --save` writes: {error}") from error
         return rates
 
+    def check(self) -> None:
+        """Raise ValueError unless they are numbers, and can be divided by."""
+        above = (*self.products.values(), *self.again.values(), self.memory, self.encoders)
+        others = (self.call, self.message, *(of for sizes in self.entry.values() for of in sizes.values()))
+        sound = all(0 < rate < inf for rate in above) and all(0 <= of < inf for of in others)
+        if not sound or not self.products or not self.again or (self.wire is not None and not 0 < self.wire < inf):
+            raise ValueError("rates must be finite and above 0, seconds not below")
+        if not self.entry or not all(0 in sizes for sizes in self.entry.values()):
+            raise ValueError("each loss needs the seconds of an entry that is not kept, 0")
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"device must be 'cpu' or 'cuda', got {self.device!r}")
+
     def with_wire(self, wire: float | None) -> Rates:
         """The same, with another network."""
         return self if wire is None else replace(self, wire=wire, source=f"{self.source}; network as given")
+
+
+def at_width(rates: Mapping[int, float], dim: int) -> float:
+    """The rate at d, between those that are known.
+
+    >>> round(at_width({16: 1.0, 64: 4.0}, 32), 6), at_width({16: 1.0, 64: 4.0}, 1000)
+    (2.0, 4.0)
+    """
+    known = sorted(rates)
+    at = bisect_left(known, dim)
+    if at in (0, len(known)):
+        return rates[known[min(at, len(known) - 1)]]
+    low, high = known[at - 1], known[at]
+    part = log(dim / low) / log(high / low)
+    return float(rates[low] ** (1 - part) * rates[high] ** part)
 
 
 @dataclass(frozen=True)
@@ -129,6 +160,7 @@ _CARDS = {
     "h200": Card("NVIDIA H200 SXM", 67e12, 34e12, 989e12, 4.8e12, 450e9, 141 * 10**9),
     "b200": Card("NVIDIA B200", 75e12, 37e12, 2250e12, 8e12, 900e9, 180 * 10**9),
 }
+_WITHOUT_BFLOAT16 = ("t4", "v100")
 DEVICES = ("cpu", "cuda", *_CARDS)
 _SHARE, _OF_ENCODERS = 0.7, 0.4  # of what a data sheet says, that is reckoned with
 # Bytes of tiles in memory for each entry: product, scale, exponential, sums; then once more, factors, two products.
@@ -157,29 +189,48 @@ def given(device: str, dtype: torch.dtype) -> Rates:
         products = {d: rate / slower for d, rate in _CPU_PRODUCTS.items()}
         entry = {loss: {kept: slower * of for kept, of in sizes.items()} for loss, sizes in _CPU_ENTRY.items()}
         source = "given, of two cores of an AMD EPYC for each rank; --measure takes those of this machine"
-        return Rates(source, products, entry, call=2e-3, memory=2e9, wire=1e9, message=1e-3, encoders=products[1024])
-    name = device
-    if device == "cuda":
-        found = torch.cuda.get_device_name().lower().replace(" ", "") if torch.cuda.is_available() else None
-        if found is None:
-            raise UserError(f"there is no GPU here; name one of {', '.join(_CARDS)} to plan for it, or --device cpu")
-        names = sorted(_CARDS, key=len, reverse=True)
-        name = next((card for card in names if card in found), "")
-        if not name:
-            raise UserError(f"rates of {torch.cuda.get_device_name()!r} are not known: measure them, with --measure")
+        return Rates(
+            source, products, products, entry, call=2e-3, memory=2e9, wire=1e9, message=1e-3, encoders=products[1024]
+        )
+    name = _card_here() if device == "cuda" else device
     if name not in _CARDS:
         raise UserError(f"device must be one of {', '.join(DEVICES)}; got {device!r}")
     card = _CARDS[name]
+    tensor_cores = dtype == torch.float16 or (dtype == torch.bfloat16 and name not in _WITHOUT_BFLOAT16)
+    products = {512: _SHARE * (card.float64 if wide else card.float32)}
     bytes_of_entry = {kept: of * (2 if wide else 1) for kept, of in _ENTRY_BYTES.items()}
     return Rates(
         f"given, {_SHARE:.0%} of the data sheet of {card.name}, products in {'float64' if wide else 'float32'}",
-        {512: _SHARE * (card.float64 if wide else card.float32)},
+        products,
+        products,
         {loss: {kept: of / (_SHARE * card.memory) for kept, of in bytes_of_entry.items()} for loss in LOSSES},
         call=2e-3,
         memory=_SHARE * card.memory,
         wire=_SHARE * card.wire,
         message=2e-5,
-        encoders=_OF_ENCODERS * {2: card.half, 4: card.float32, 8: card.float64}[dtype.itemsize],
+        encoders=_OF_ENCODERS * (card.half if tensor_cores else card.float64 if wide else card.float32),
         capacity=card.capacity,
-        side_of="cuda",
+        device="cuda",
     )
+
+
+def _card_here() -> str:
+    """The name of this machine's GPU, as `_CARDS` has it."""
+    if not torch.cuda.is_available():
+        raise UserError(f"there is no GPU here; name one of {', '.join(_CARDS)} to plan for it, or --device cpu")
+    found = card_named(torch.cuda.get_device_name())
+    if found is None:
+        raise UserError(f"rates of {torch.cuda.get_device_name()!r} are not known: measure them, with --measure")
+    return found
+
+
+def card_named(text: str) -> str | None:
+    """The card of which CUDA says this name.
+
+    >>> card_named("NVIDIA H200"), card_named("NVIDIA GeForce RTX 4090"), card_named("NVIDIA A100-SXM4-80GB")
+    ('h200', 'rtx4090', 'a100')
+    >>> card_named("NVIDIA L40S"), card_named("NVIDIA GH200 480GB"), card_named("NVIDIA H100 PCIe")
+    (None, None, None)
+    """
+    words = re.split("[^a-z0-9]+", text.lower().replace("rtx ", "rtx"))
+    return None if "pcie" in words else next((name for name in _CARDS if name in words), None)

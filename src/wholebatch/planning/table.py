@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from .plan import Option, Plan
+from .options import Option, Plan
 
-COLUMNS = ("", "exchange", "S", "encoders", "peak", "sent", "TFLOP", "time", "largest", "")
+COLUMNS = ("", "exchange", "similarities", "encoders", "peak", "sent", "TFLOP", "time", "largest batch", "")
+_NAMES = {2: "bf16", 4: "fp32", 8: "fp64"}
 _CACHING = COLUMNS.index("encoders")
 
 
@@ -28,19 +29,15 @@ def lines(plan: Plan) -> list[tuple[str, ...]]:
 def remarks(plan: Plan) -> list[str]:
     """What to paste, and with what times were reckoned."""
     found = []
+    best = max(plan.options, key=lambda option: (option.largest_batch, -option.seconds))
     if plan.chosen is None:
-        smallest = min(plan.options, key=lambda option: option.peak)
-        largest = max(plan.options, key=lambda option: option.largest_batch)
-        found.append(
-            f"Nothing fits: the least is {amount(smallest.peak)}. The largest batch that fits is "
-            f"{largest.largest_batch}, with {largest.call}"
-        )
+        found.append(f"Nothing fits: the least is {amount(min(option.peak for option in plan.options))}.")
     else:
         found.append(f"chosen: {plan.chosen.call}")
-    fitting = [option for option in plan.options if option.fits]
-    if fitting:
-        best = max(fitting, key=lambda option: (option.largest_batch, -option.seconds))
-        found.append(f"largest batch that fits: {best.largest_batch}, with {best.call}")
+    if best.largest_batch:
+        found.append(f"largest batch that fits: {best.largest_batch}, with {best.call_of_largest}")
+    else:
+        found.append("No batch fits: what a rank holds throughout, and two tiles, take more than there is")
     what = "loss and encoders" if plan.encoders else "the loss alone"
     found.append(f"peak, sent and time of a rank and a step, {what} in the time; rates {plan.rates.source}")
     return found
@@ -73,11 +70,11 @@ def _row(plan: Plan, number: int, option: Option) -> tuple[str, ...]:
 
 
 def of_entries(loss: str, option: Option) -> str:
-    """How often entries of S are computed, or how they are kept."""
+    """How often similarities are computed, or how they are kept."""
     if not option.kept:
-        return "once" if loss == "siglip" else "twice"
+        return "computed once" if loss == "siglip" else "computed twice"
     part = "kept" if option.kept > 0.995 else f"{option.kept:.0%} kept"
-    return f"{part}, {option.kept_size} B"
+    return f"{part}, {_NAMES[option.kept_size]}"
 
 
 def _encoders(option: Option) -> str:
@@ -103,9 +100,11 @@ def amount(number: float) -> str:
 def duration(seconds: float) -> str:
     """The same of seconds.
 
-    >>> duration(0.0123), duration(75), duration(900)
-    ('12.3 ms', '75 s', '15 min')
+    >>> duration(0.0123), duration(0.9997), duration(75), duration(900), duration(1e6)
+    ('12.3 ms', '1 s', '75 s', '15 min', '11.6 d')
     """
-    if seconds >= 120:
-        return f"{seconds / 60:.3g} min"
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    for unit, of in (("ms", 1e-3), ("s", 1.0), ("min", 60.0), ("h", 3600.0)):
+        following = {"ms": 1.0, "s": 120.0, "min": 7200.0, "h": 172_800.0}[unit]
+        if seconds < 0.9995 * following:
+            return f"{seconds / of:.3g} {unit}"
+    return f"{seconds / 86_400:.3g} d"

@@ -10,7 +10,7 @@ s bytes as features and of a bytes in sums (4; 8 for float64), one unit being b 
     SigLIP     3 units         b B             as CLIP, but gather: 2 B d a + 2 b d a
     NT-Xent    4 of half       (2b)(2B) / 2    as CLIP with 2b rows in a bytes, and   ring: b d a more
     SupCon     4 of half       b B / 2         the same with b rows
-    PartialFC  4 k B d         k B             k d a, and the larger of tiles + B d (2s + a), B d (5s + a)
+    PartialFC  4 k B d         k B             the larger of tiles + k d a + B d (s + 2a), k d s + B d (s + 5a)
 
 Gather: Y, its gradient, the buffer of the reduce-scatter; the gradients of X and of own rows of Y. Ring: X's gradient,
 two blocks of Y, two of its gradient, one that arrives. Alone: both gradients, or of a symmetric S the rows of unit
@@ -21,8 +21,9 @@ precision, a gradient is beside the one in float32 that it is rounded from.
 
 What `memory=` keeps of exp(S) is not computed again: its entries save one unit in four, and one of two exponentials.
 
-The wire, sent by each rank: Y out and its gradient home, (W - 1)/W B d numbers each by "gather", (W - 1) b d and W b d
-by "ring"; and O(B) sums. Of PartialFC embeddings out and their gradient home.
+The wire, sent by each rank: by "gather" Y out and its gradient home, (W - 1)/W B d numbers each; by "ring" Y in each of
+two passes (SigLIP: one), (W - 1) b d numbers each, and its gradient, W b d; and O(B) sums. Of PartialFC embeddings out
+and their gradient home.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Shapes:
         dim: d.
         ranks: W.
         dtype: of the features.
-        device: "cpu" or "cuda", on which the side of a tile depends.
+        device: "cpu" or "cuda", on which the side of a tile depends, and whether there is a ring: NCCL runs none.
         classes: C, of PartialFC, on all ranks.
         sample_rate: of PartialFC.
     """
@@ -97,11 +98,13 @@ class Shapes:
 
     @property
     def sampled(self) -> int:
-        """Classes of a step on a rank, on average: labels that differ, and of the others each with one probability."""
-        if not self.classes:
-            return 0
+        """Classes of a step on a rank: labels, and of the others each with one probability; rarely more than this."""
+        if self.sample_rate == 1:
+            return self.centres
         with_label = self.classes * (1 - (1 - 1 / self.classes) ** self.batch)
-        return ceil((with_label + self.sample_rate * (self.classes - with_label)) / self.ranks)
+        others = self.classes - with_label
+        spread = (others * self.sample_rate * (1 - self.sample_rate) / self.ranks) ** 0.5
+        return min(self.centres, ceil((with_label + self.sample_rate * others) / self.ranks + 3 * spread))
 
     @property
     def symmetric(self) -> bool:
@@ -129,7 +132,7 @@ class Shapes:
         return num_entries(visits, self.side)
 
     def exchange(self) -> ExchangeUsed:
-        """What "auto" is for them; a "ring" on NCCL is a "gather" all the same."""
+        """What "auto" is for them."""
         if self.loss == "partial_fc":
             return "gather"
         rings = self.device == "cpu"
@@ -158,6 +161,7 @@ class Work:
 
     Args:
         flops: two for each multiply-add.
+        again: of them, those that compute S once more.
         entries: of S.
         kept: of them, from the forward pass for the backward pass.
         kept_size: bytes of each that is kept.
@@ -168,6 +172,7 @@ class Work:
     """
 
     flops: float
+    again: float
     entries: int
     kept: int
     kept_size: int
@@ -190,15 +195,16 @@ def work_of(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> Work:
     budget = shapes.budget(memory)
     entries, kept = shapes.entries, min(budget.kept, shapes.entries)
     again = 0 if shapes.loss == "siglip" else entries - kept
-    held = _of_tiles(shapes, budget) + kept * budget.kept_dtype.itemsize
+    held = _of_tiles(shapes, exchange, budget) + kept * budget.kept_dtype.itemsize
     wire, messages = _wire(shapes, exchange)
     return Work(
         flops=2 * shapes.dim * (3 * entries + again - _mirrored(shapes)),
+        again=2 * shapes.dim * again,
         entries=entries,
         kept=kept,
         kept_size=budget.kept_dtype.itemsize,
         features=_of_features(shapes),
-        loss=_of_classes(shapes, held) if shapes.loss == "partial_fc" else held + _moved(shapes, exchange),
+        loss=_of_classes(shapes, held) if shapes.loss == "partial_fc" else _at_the_peak(shapes, exchange, held),
         wire=wire,
         messages=messages,
     )
@@ -220,40 +226,43 @@ def _of_features(shapes: Shapes) -> int:
     return numbers * shapes.dim * shapes.dtype.itemsize
 
 
-def _of_tiles(shapes: Shapes, budget: Budget) -> int:
-    """Bytes of the tiles; where rows alone have weights, one of the two is never touched."""
-    side, sums = budget.side, shapes.sums_size
-    rows = shapes.sampled if shapes.loss == "partial_fc" else max(shapes.partition.counts)
-    number = 1 if shapes.loss == "info_nce" else 2
-    widened = 0 if shapes.symmetric or shapes.dtype.itemsize == sums else 2 * side * shapes.dim
-    filled = min(side, rows) * min(side, shapes.partition.total) / side**2
-    return int(filled * (number * side**2 + widened) * sums)
+def _of_tiles(shapes: Shapes, exchange: ExchangeUsed, budget: Budget) -> int:
+    """Bytes of two tiles, and of their rows of X and Y in the precision of sums where features have another."""
+    sums, of_rank = shapes.sums_size, max(shapes.partition.counts)
+    rows = min(budget.side, shapes.sampled if shapes.loss == "partial_fc" else of_rank)
+    cols = min(budget.side, of_rank if exchange == "ring" else shapes.partition.total)
+    # Rows alone have weights: a CPU never touches the second tile, which is then no memory.
+    number = 1 if shapes.loss == "info_nce" and shapes.device == "cpu" else 2
+    widened = 0 if shapes.symmetric or shapes.dtype.itemsize == sums else (rows + cols) * shapes.dim
+    return (number * rows * cols + widened) * sums
 
 
-def _moved(shapes: Shapes, exchange: ExchangeUsed) -> int:
-    """Bytes of what travels, and of gradients before they are the features'."""
+def _at_the_peak(shapes: Shapes, exchange: ExchangeUsed, held: int) -> int:
+    """Bytes of what travels, and of gradients before they are the features'; with those that the sweep holds."""
     s, a, d, w = shapes.size, shapes.sums_size, shapes.dim, shapes.ranks
     b, total = max(shapes.partition.counts), shapes.partition.total
+    of_sums = 8 * 6 * (total if exchange == "gather" else 2 * b)
     if w == 1:
-        rounded = 0 if shapes.dtype.itemsize == a or shapes.loss == "sup_con" else shapes.rows * d * 2
-        moved = 2 * b * d * a + rounded
-    elif exchange == "ring":
+        rounded = 0 if shapes.dtype.itemsize == a else shapes.towers * shapes.rows * d * shapes.dtype.itemsize
+        return 2 * b * d * a + max(held, rounded) + of_sums
+    if exchange == "ring":
         moved = b * d * (2 * s + 4 * a) + (b * d * a if shapes.symmetric else 0) + (b * d * s if s < a else 0)
     elif shapes.loss == "siglip":
         moved = 2 * total * d * a + 2 * b * d * a
     else:
         moved = total * d * (s + 2 * a) + 2 * b * d * a
-    return moved + 8 * 6 * (total if exchange == "gather" else 2 * b)
+    return held + moved + of_sums
 
 
 def _of_classes(shapes: Shapes, held: int) -> int:
-    """Bytes of PartialFC: a gradient of the centres, and the larger of what there is in the sweep and behind it."""
-    s, a, embeddings = shapes.size, shapes.sums_size, shapes.batch * shapes.dim
-    centres = shapes.sampled * shapes.dim * (a + s if s < a else a)
-    if shapes.sample_rate < 1:
-        centres += 16 * shapes.centres  # which of them are drawn
-    behind = 5 * s + a if shapes.ranks == 1 else 2 * s + 4 * a
-    return centres + max(held + embeddings * (2 * s + a), embeddings * behind)
+    """Bytes of PartialFC: in the sweep; when the centres' gradient is rounded; and behind it."""
+    s, a, d = shapes.size, shapes.sums_size, shapes.dim
+    embeddings, centres = shapes.batch * d, shapes.sampled * d
+    drawn = 16 * shapes.centres if shapes.sample_rate < 1 else 0
+    in_sweep = held + centres * a + embeddings * (s + 2 * a)
+    rounding = centres * (a + s) + embeddings * a if s < a else 0
+    behind = centres * s + embeddings * (s + 5 * a)
+    return drawn + max(in_sweep, rounding, behind)
 
 
 def _wire(shapes: Shapes, exchange: ExchangeUsed) -> tuple[float, int]:
@@ -267,4 +276,5 @@ def _wire(shapes: Shapes, exchange: ExchangeUsed) -> tuple[float, int]:
     if exchange == "gather":
         return (w - 1) / w * total * (d * (s + a) + 3 * 8), 6
     steps = w // 2 if shapes.symmetric else w - 1
-    return steps * b * (2 * d * s + 2 * 8) + (steps + 1) * b * (d * a + 8), 5 * w
+    passes = 1 if shapes.loss == "siglip" else 2  # in each, those of a step pass all ranks at once
+    return steps * b * (passes * d * s + 2 * 8) + (steps + 1) * b * (d * a + 8), passes * (steps + 1)

@@ -11,6 +11,7 @@ from .config import TrainConfig
 from .data import Data
 
 _ANY_CARD = "a100"  # bytes are the same on all
+_ENOUGH = 2**50
 
 
 def plan_start(config: TrainConfig, data: Data, device: torch.device, *, size: int) -> str:
@@ -24,20 +25,27 @@ def plan_start(config: TrainConfig, data: Data, device: torch.device, *, size: i
     """
     classes = None if isinstance(data, tuple) else len(data)
     if classes is None and config.loss not in ("clip", "siglip", "nt_xent", "sup_con"):
-        return f"plan: none, the planner does not know --loss {config.loss}"
+        return f"plan: none, the planner does not know what --loss {config.loss} is here"
+    if classes is not None and config.head.margin == "curricularface":
+        return "plan: none, the planner does not know --head.margin curricularface"
     found = wb.plan(
         # of sup_con both towers' features are examples
         batch=config.batch_size * (2 if config.loss == "sup_con" else 1),
         dim=config.model.feature_size,
         ranks=size,
         loss=config.loss if classes is None else None,  # type: ignore[arg-type]
+        memory_limit=_ENOUGH,  # whether it fits is seen when it runs
         device="cpu" if device.type == "cpu" else _ANY_CARD,
         classes=None if classes is None else classes * config.head.sub_centres,
         sample_rate=None if classes is None else config.head.sample_rate,
     )
     option = next(option for option in found.options if option.auto)
+    if config.label_smoothing:  # then nothing is kept
+        option = next(o for o in found.options if o.exchange == option.exchange and o.memory == "flat")
     what = config.loss if classes is None else f"{classes} classes"
     on = f"on {size} process{'es' if size > 1 else ''}"
     sent = f", exchange {option.exchange}, {amount(option.wire)} sent by each" if option.exchange else ""
     how = of_entries(found.loss, option)
-    return f"plan: {what} {on}, S {how}: {amount(option.of_loss)} for the loss{sent}, {option.flops / 1e9:.3g} GFLOP"
+    chunks = f", {config.chunk_size} pairs encoded at a time" if config.chunk_size else ""
+    loss = f"{amount(option.of_loss)} and {option.flops / 1e9:.3g} GFLOP for the loss"
+    return f"plan: {what} {on}, similarities {how}: {loss}{sent}{chunks}"

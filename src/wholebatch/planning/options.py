@@ -15,15 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from math import ceil
-from typing import Any
+from math import ceil, isfinite
+from typing import Any, TypeGuard
 
 import torch
 
 from .._meter import free_memory
 from .._user_error import UserError
 from ..sweep.memory import Memory
-from .rates import Rates, given
+from .rates import DEVICES, Rates, given
 from .work import LOSSES, ExchangeUsed, LossName, Shapes, Work, work_of
 
 DTYPES = {
@@ -37,6 +37,7 @@ _MODULES: dict[LossName, str] = {
 _USABLE = 0.9  # of a device's memory; the rest is CUDA's, NCCL's and what an allocator cannot give out again
 _LEAST_KEPT = 0.1  # of S, below which keeping a part is not worth a line
 _LARGEST = 2**40
+_ALIKE = 0.05  # of the chunks
 _NEARLY = 1.1  # times the fastest: rates are not known better than that
 
 
@@ -99,15 +100,17 @@ class Option:
         kept_size: bytes of each of its entries.
         chunk: rows that are encoded at a time; None: all at once.
         kept_graphs: chunks that are not encoded again.
+        encoded_again: the part of all chunks that is, from 0 to 1.
         peak: bytes at the peak of a step.
         of_loss: of them, the loss's, beside features and gradients.
         wire: bytes that a rank sends in a step.
         flops: of a step.
         seconds: of a step, by the plan's rates.
         fits: whether the peak is within the plan's limit.
-        largest_batch: over all ranks, with which it fits.
+        largest_batch: over all ranks, with which it fits; 0: with none.
         auto: whether the library takes it by itself.
         call: to paste.
+        call_of_largest: to paste for the largest batch, whose bytes differ.
     """
 
     exchange: str
@@ -116,6 +119,7 @@ class Option:
     kept_size: int
     chunk: int | None
     kept_graphs: int
+    encoded_again: float
     peak: int
     of_loss: int
     wire: float
@@ -125,6 +129,7 @@ class Option:
     largest_batch: int
     auto: bool
     call: str
+    call_of_largest: str
 
 
 @dataclass(frozen=True)
@@ -189,8 +194,10 @@ def plan(
 ) -> Plan:
     r"""What each way to compute a loss takes on each rank, what fits, and the largest batch that does.
 
-    Nothing is computed but integers: shapes in, bytes, flops and seconds out. `exchange="auto"` and `memory="auto"` are
-    decided by the same functions.
+    peak = model + features + max(activations + loss, gradients),    or with gradient caching as `planning.options` says
+
+    Nothing is run: shapes in; bytes, flops and seconds out. `exchange="auto"` and `memory="auto"` of a loss are decided
+    by the same functions, on torch.distributed's gloo and NCCL.
 
     Args:
         batch: B, examples on all ranks: pairs; images of SupCon and of classes.
@@ -200,8 +207,8 @@ def plan(
             "clip".
         dtype: of the features, a torch.dtype or its name ("float32", "bf16", ...).
         device: "cpu", "cuda" (the GPU here), or a card: "t4", "v100", "l4", "rtx4090", "a100", "h100", "h200", "b200".
-        memory_limit: bytes that a rank may take; None: nine tenths of the card's memory, or what is free here, divided
-            among the ranks.
+        memory_limit: bytes that a rank may take; None: nine tenths of a named card's memory, what is free on the GPU
+            here, or what is free here, divided among the ranks.
         model_bytes: of parameters, optimiser and all else that a rank holds throughout.
         gradient_bytes: of the parameters' gradients, which appear in the backward pass (`zero_grad`'s default).
         encoder_bytes: of the activations that an encoder keeps of one row for its backward pass; one number for all
@@ -218,29 +225,36 @@ def plan(
         A :class:`wholebatch.planning.Plan`; `str` of it is a table.
 
     Raises:
-        ValueError: for sizes that contradict each other or are missing, and an unknown device, dtype or loss.
+        ValueError: for sizes that contradict each other or are missing, and an unknown device, dtype or loss; for rates
+            that are of something else; where there is no GPU, or none that is known; where the system does not say how
+            much memory is free.
+
+    Source: the counts are derived in `wholebatch.planning.work`.
 
     >>> import wholebatch as wb
     >>> found = wb.plan(batch=65536, dim=768, ranks=8, dtype="bf16", device="h200")
     >>> found.chosen.fits, found.chosen.call
     (True, 'wb.CLIPLoss(memory=1207959552)')
     """
-    name = loss if loss is not None else "partial_fc" if classes is not None else "clip"
-    number = dtype if isinstance(dtype, torch.dtype) else DTYPES.get(dtype)
-    activations = (encoder_bytes,) if isinstance(encoder_bytes, int) else tuple(encoder_bytes)
+    name: Any = loss if loss is not None else "partial_fc" if classes is not None else "clip"
+    number = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    one = isinstance(encoder_bytes, int) or not isinstance(encoder_bytes, Sequence) or isinstance(encoder_bytes, str)
+    activations: tuple[Any, ...] = (encoder_bytes,) if one else tuple(encoder_bytes)  # type: ignore[arg-type]
     _check(
-        batch=batch, dim=dim, ranks=ranks, loss=name, dtype=dtype, number=number, memory_limit=memory_limit,
-        model_bytes=model_bytes, gradient_bytes=gradient_bytes, activations=activations, encoder_flops=encoder_flops,
-        chunk=chunk, keep_graphs=keep_graphs, classes=classes, sample_rate=sample_rate, bandwidth=bandwidth,
+        batch=batch, dim=dim, ranks=ranks, loss=name, dtype=dtype, number=number, device=device,
+        memory_limit=memory_limit, model_bytes=model_bytes, gradient_bytes=gradient_bytes, activations=activations,
+        encoder_flops=encoder_flops, chunk=chunk, keep_graphs=keep_graphs, classes=classes, sample_rate=sample_rate,
+        bandwidth=bandwidth, rates=rates,
     )  # fmt: skip
     assert number is not None
     rates = (given(device, number) if rates is None else rates).with_wire(bandwidth)
+    _check_rates(rates, name, number, device, ranks)
     shapes = Shapes(
-        name, batch, dim, ranks, number, rates.side_of, classes or 0, 1.0 if sample_rate is None else sample_rate
+        name, batch, dim, ranks, number, rates.device, classes or 0, 1.0 if sample_rate is None else sample_rate
     )
     of_towers = activations * shapes.towers if len(activations) == 1 else activations
     step = Step(shapes, model_bytes, gradient_bytes, of_towers if any(of_towers) else (), encoder_flops)
-    limit = _limit(device, rates, ranks) if memory_limit is None else memory_limit
+    limit = _limit(device, number, ranks) if memory_limit is None else memory_limit
     settings = _settings(step, limit, chunk, keep_graphs)
     options = [_option(step, setting, limit, rates) for setting in settings]
     encoders = bool(encoder_flops)
@@ -252,25 +266,21 @@ def plan(
 def _choice(fitting: Sequence[Option], *, encoders: bool) -> Option | None:
     """The fastest; of those that are nearly as fast, what the library takes by itself, or what takes least memory.
 
-    Where an encoder's time is not known, each chunk that is encoded again is slower than any loss.
+    Where an encoder's time is not known, it is taken to be longer than any loss's: what encodes least again is fastest.
     """
-
-    def encoded_again(option: Option) -> int:
-        return 0 if encoders or option.chunk is None else 1 if option.kept_graphs else 2
-
-    least = min(map(encoded_again, fitting), default=0)
-    alike = [option for option in fitting if encoded_again(option) == least]
+    least = 0.0 if encoders else min((option.encoded_again for option in fitting), default=0.0)
+    alike = [option for option in fitting if encoders or option.encoded_again <= least + _ALIKE]
     fastest = min((option.seconds for option in alike), default=0.0)
     near = [option for option in alike if option.seconds <= _NEARLY * fastest]
     return min(near, key=lambda option: (not option.auto, option.peak), default=None)
 
 
-def _limit(device: str, rates: Rates, ranks: int) -> int:
-    if rates.capacity is not None and device != "cuda":
-        return int(_USABLE * rates.capacity)
-    free = free_memory(torch.device("cuda" if device == "cuda" else "cpu"))
+def _limit(device: str, dtype: torch.dtype, ranks: int) -> int:
+    if device not in ("cpu", "cuda"):
+        return int(_USABLE * (given(device, dtype).capacity or 0))
+    free = free_memory(torch.device(device))
     if free is None:
-        raise UserError("this system does not say how much memory is free; give memory_limit, as in 16GB")
+        raise UserError("this system does not say how much memory is free; give memory_limit, in bytes")
     return free if device == "cuda" else free // ranks
 
 
@@ -313,7 +323,7 @@ def _chunk(step: Step, setting: Setting, limit: int) -> int:
     """The largest power of two of which four fit."""
     most, rows = max(step.activations), step.shapes.rows
     room = limit - _peak(step, replace(setting, chunk=1)) + most
-    fits = max(1, min(room // (4 * most) if most else rows, ceil(rows / 2)))
+    fits = max(1, min(room // (4 * most), ceil(rows / 2)))
     return 1 << (int(fits).bit_length() - 1)
 
 
@@ -362,11 +372,11 @@ def _option(step: Step, setting: Setting, limit: int, rates: Rates) -> Option:
     memory = setting.memory(shapes)
     work = work_of(shapes, setting.exchange, memory)
     peak = _peak_of(step, setting, work)
-    passes = 3.0
+    again = 0.0
     if setting.chunk is not None:
-        passes += 1 - setting.kept_graphs / (len(step.activations) * _chunks(step, setting))
-    encoding = passes * step.forward * shapes.rows
-    auto = shapes.ranks == 1 or setting.exchange == shapes.exchange(), shapes.budget(memory) == shapes.budget("auto")
+        again = 1 - setting.kept_graphs / (len(step.activations) * _chunks(step, setting))
+    encoding = (3 + again) * step.forward * shapes.rows
+    largest = _largest(step, setting, limit)
     return Option(
         exchange=setting.exchange if shapes.ranks > 1 else "",
         memory=memory,
@@ -374,15 +384,17 @@ def _option(step: Step, setting: Setting, limit: int, rates: Rates) -> Option:
         kept_size=work.kept_size if work.kept else 0,
         chunk=setting.chunk,
         kept_graphs=setting.kept_graphs,
+        encoded_again=again,
         peak=peak,
         of_loss=work.loss,
         wire=work.wire,
         flops=work.flops + encoding,
         seconds=rates.seconds(shapes.loss, shapes.dim, work) + encoding / rates.encoders,
         fits=peak <= limit,
-        largest_batch=_largest(step, setting, limit),
-        auto=all(auto) and setting.chunk is None,
-        call=_call(step, setting, memory, auto),
+        largest_batch=largest,
+        auto=all(_auto(shapes, setting)) and setting.chunk is None,
+        call=_call(shapes, setting),
+        call_of_largest=_call(replace(shapes, batch=largest), setting) if largest else "",
     )
 
 
@@ -404,15 +416,25 @@ def _largest(step: Step, setting: Setting, limit: int) -> int:
     return low * ranks
 
 
-def _call(step: Step, setting: Setting, memory: Memory, auto: tuple[bool, bool]) -> str:
-    shapes = step.shapes
-    arguments = [] if auto[0] or shapes.loss == "partial_fc" else [f'exchange="{setting.exchange}"']
+def _auto(shapes: Shapes, setting: Setting) -> tuple[bool, bool]:
+    """Whether exchange and memory are what "auto" is."""
+    exchange = shapes.ranks == 1 or setting.exchange == shapes.exchange()
+    return exchange, shapes.budget(setting.memory(shapes)) == shapes.budget("auto")
+
+
+def _call(shapes: Shapes, setting: Setting) -> str:
+    arguments = []
+    exchange, memory = _auto(shapes, setting)
     if shapes.loss == "partial_fc":
-        arguments = [str(shapes.dim), str(shapes.classes)]
-        if shapes.sample_rate < 1:
-            arguments.append(f"sample_rate={shapes.sample_rate:g}")
-    if not auto[1]:
-        arguments.append('memory="flat"' if memory == "flat" else f"memory={memory}")
+        arguments += [str(shapes.dim), str(shapes.classes)]
+        arguments += [f"sample_rate={shapes.sample_rate!r}"] if shapes.sample_rate < 1 else []
+        arguments += [f"dtype={shapes.dtype}"] if shapes.dtype != torch.float32 else []
+        arguments += ['device="cuda"'] if shapes.device == "cuda" else []
+    elif not exchange:
+        arguments.append(f'exchange="{setting.exchange}"')
+    if not memory:
+        bytes_ = setting.memory(shapes)
+        arguments.append('memory="flat"' if bytes_ == "flat" else f"memory={bytes_}")
     loss = f"{_MODULES[shapes.loss]}({', '.join(arguments)})"
     if setting.chunk is None:
         return loss
@@ -439,10 +461,12 @@ def _check(
     classes: object,
     sample_rate: object,
     bandwidth: object,
+    device: object,
+    rates: object,
 ) -> None:
     """Sizes exist, and go together."""
     for name, value in (("batch", batch), ("dim", dim), ("ranks", ranks)):
-        _require(type(value) is int and value >= 1, name, "a number of at least 1", value)
+        _require(type(value) is int and value >= 1, name, "an integer of at least 1", value)
     assert isinstance(batch, int)
     assert isinstance(ranks, int)
     _require(loss in LOSSES, "loss", f"one of {', '.join(LOSSES)}", loss)
@@ -452,17 +476,16 @@ def _check(
     if batch < ranks:
         raise UserError(f"batch is of all ranks together: at least one example for each of {ranks} ranks, got {batch}")
     for name, value in (("memory_limit", memory_limit), ("chunk", chunk), ("classes", classes)):
-        _require(value is None or (type(value) is int and value >= 1), name, "at least 1", value)
+        what = "an integer of at least 1" + (", as in 80 * 10**9" if name == "memory_limit" else "")
+        _require(value is None or (type(value) is int and value >= 1), name, what, value)
     for name, value in (("model_bytes", model_bytes), ("gradient_bytes", gradient_bytes)):
-        _require(type(value) is int and value >= 0, name, "a number of bytes", value)
+        _require(type(value) is int and value >= 0, name, "an integer, a number of bytes", value)
     sound = all(type(of) is int and of >= 0 for of in activations)
-    _require(sound, "encoder_bytes", "numbers of bytes", activations)
-    _require(
-        isinstance(encoder_flops, int | float) and encoder_flops >= 0, "encoder_flops", "at least 0", encoder_flops
-    )
-    _require(
-        bandwidth is None or (isinstance(bandwidth, int | float) and bandwidth > 0), "bandwidth", "above 0", bandwidth
-    )
+    got = activations[0] if len(activations) == 1 else activations
+    _require(sound, "encoder_bytes", "an integer, a number of bytes, or one for each encoder", got)
+    _require(_is_number(encoder_flops) and encoder_flops >= 0, "encoder_flops", "at least 0, and finite", encoder_flops)
+    if bandwidth is not None:
+        _require(_is_number(bandwidth) and bandwidth > 0, "bandwidth", "above 0, in bytes per second", bandwidth)
     towers = 1 if loss in ("sup_con", "partial_fc") else 2
     if len(activations) not in (1, towers):
         raise UserError(
@@ -491,9 +514,32 @@ def _check(
     if sample_rate is not None:
         if loss != "partial_fc":
             raise UserError(f"sample_rate is of partial_fc, with classes; {loss} has none")
-        _require(
-            isinstance(sample_rate, int | float) and 0 <= sample_rate <= 1, "sample_rate", "from 0 to 1", sample_rate
-        )
+        _require(_is_number(sample_rate) and 0 <= sample_rate <= 1, "sample_rate", "from 0 to 1", sample_rate)
+    _require(device in DEVICES, "device", f"one of {', '.join(DEVICES)}", device)
+    _require(rates is None or isinstance(rates, Rates), "rates", "wholebatch.planning.Rates, or None", rates)
+
+
+def _check_rates(rates: Rates, loss: LossName, dtype: torch.dtype, device: str, ranks: int) -> None:
+    """They are of what is planned."""
+    rates.check()
+    named, kind = str(dtype).removeprefix("torch."), "cpu" if device == "cpu" else "cuda"
+    for what, theirs, ours in (
+        ("device", rates.device, kind),
+        ("dtype", rates.dtype, named),
+        ("ranks", rates.ranks, ranks),
+    ):
+        if theirs is not None and theirs != ours:
+            raise UserError(
+                f"these rates were measured for {what} {theirs}, and this is a plan for {ours}: measure again"
+            )
+    if loss not in rates.entry:
+        raise UserError(f"these rates are of {', '.join(rates.entry)}: measure them with --loss {loss}")
+    if ranks > 1 and rates.wire is None:
+        raise UserError(f"these rates are of one rank, and of no network: measure them on {ranks}, or give bandwidth")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 def _require(condition: bool, name: str, expected: str, got: object) -> None:
