@@ -3,10 +3,10 @@
     python benchmarks/plan.py
 
 Rates come from small batches (`wholebatch.planning.calibrate`: d = 16, 64, 256, 1024, at most 3840 rows, ranks that do
-not talk). The settings here have other widths, larger batches, all exchanges, 1, 2 and 4 ranks, half precision, samples of
-classes and gradient caching. Each round calibrates anew and then runs every setting; figures are medians of the rounds, so that a
-busy moment of the machine meets predictions and measurements alike. Writes results/plan.json and the table of
-docs/planning.md.
+not talk). The settings here have other widths, larger batches, all exchanges, 1, 2 and 4 ranks, half precision, samples
+of classes and gradient caching. Each round calibrates anew and then runs every setting; figures are medians of the
+rounds, so that a busy moment of the machine meets predictions and measurements alike. Writes results/plan.json and the
+table of docs/planning.md.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from wholebatch._meter import map_each_tensor, rise_of_peak, seconds_of
 from wholebatch.bench.records import keep
 from wholebatch.planning.calibrate import threads_of_a_rank
 from wholebatch.planning.check import check, rates_here
-from wholebatch.planning.options import DTYPES
 from wholebatch.planning.rates import Rates
+from wholebatch.planning.sizes import DTYPES
 from wholebatch.planning.work import ExchangeUsed, LossName, Shapes
 from wholebatch.testing import run_processes
 

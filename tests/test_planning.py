@@ -18,7 +18,7 @@ from wholebatch.losses import _door
 from wholebatch.partition import Partition
 from wholebatch.planning import DEVICES, Rates
 from wholebatch.planning.check import check
-from wholebatch.planning.rates import given
+from wholebatch.planning.given import given
 from wholebatch.planning.subject import make_step
 from wholebatch.planning.work import LOSSES, Shapes, work_of
 from wholebatch.testing import run_processes

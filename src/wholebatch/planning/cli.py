@@ -17,8 +17,10 @@ from .._user_error import UserError
 from ..testing import RankError
 from .check import Measured, check, rates_here
 from .display import print_measured, print_plan
-from .options import DTYPES, Plan, plan
-from .rates import Rates, given
+from .given import given
+from .options import Plan, plan
+from .rates import Rates
+from .sizes import DTYPES
 from .work import LossName, Shapes
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,

@@ -1,92 +1,29 @@
-"""What fits, and what it costs: every exchange, memory mode and caching of a step, and which of them to take.
-
-A rank's memory at the peak of a step:
-
-    model + features + max(activations + loss, gradients)         all rows encoded at once
-    model + features + representations + max(kept graphs + max(loss, a chunk's activations),
-                               gradients + max(a chunk's activations, other kept graphs))        GradCache
-
-(Gradients of parameters appear in the backward pass. GradCache has representations once more, as leaves.)
-A step's time: the loss's, and of the encoders 3 forward passes' multiply-adds (1 forward, 2 backward), 4 where a chunk
-is encoded again.
-"""
+"""Each exchange, memory mode and caching of a step: what it takes, whether it fits, what to choose, what to paste."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from math import ceil, isfinite
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
 from .._meter import free_memory
 from .._user_error import UserError
 from ..sweep.memory import Memory
-from .rates import DEVICES, Rates, given
-from .work import LOSSES, ExchangeUsed, LossName, Shapes, Work, work_of
+from .given import given
+from .rates import Rates
+from .sizes import DTYPES, check_rates, check_sizes
+from .step import Setting, Step, largest_batch, num_chunks, peak_with, worth_a_line
+from .work import LossName, Shapes, work_of
 
-DTYPES = {
-    "float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
-    "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
-}  # fmt: skip
 _MODULES: dict[LossName, str] = {
     "clip": "wb.CLIPLoss", "info_nce": "wb.InfoNCELoss", "siglip": "wb.SigLIPLoss", "nt_xent": "wb.NTXentLoss",
     "sup_con": "wb.SupConLoss", "partial_fc": "wb.PartialFC",
 }  # fmt: skip
 _USABLE = 0.9  # of a device's memory; the rest is CUDA's, NCCL's and what an allocator cannot give out again
-_LEAST_KEPT = 0.1  # of S, below which keeping a part is not worth a line
-_LARGEST = 2**40
 _ALIKE = 0.05  # of the chunks
 _NEARLY = 1.1  # times the fastest: rates are not known better than that
-
-
-@dataclass(frozen=True)
-class Step:
-    """What is planned, beside the settings that are chosen.
-
-    Args:
-        shapes: of the loss.
-        model: bytes of parameters, optimiser and what else is there throughout.
-        gradients: bytes of the parameters' gradients, which appear in the backward pass.
-        activations: bytes that each encoder keeps of a row for its backward pass; empty: not known.
-        forward: flops of encoding an example, all towers.
-    """
-
-    shapes: Shapes
-    model: int
-    gradients: int
-    activations: tuple[int, ...]
-    forward: float
-
-    def of_batch(self, batch: int) -> Step:
-        """The same with another batch."""
-        return replace(self, shapes=replace(self.shapes, batch=batch))
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What one may choose.
-
-    Args:
-        exchange: how features travel.
-        kept_size: bytes of each entry of exp(S) that is kept; 0: "flat".
-        kept_bytes: of all that is kept, where that is a part.
-        chunk: rows that are encoded at a time; None: all.
-        kept_graphs: chunks that are not encoded again.
-    """
-
-    exchange: ExchangeUsed
-    kept_size: int = 0
-    kept_bytes: int | None = None
-    chunk: int | None = None
-    kept_graphs: int = 0
-
-    def memory(self, shapes: Shapes) -> Memory:
-        """As the loss takes it."""
-        if not self.kept_size:
-            return "flat"
-        return shapes.memory_for(self.kept_size) if self.kept_bytes is None else self.kept_bytes
 
 
 @dataclass(frozen=True)
@@ -194,7 +131,7 @@ def plan(
 ) -> Plan:
     r"""What each way to compute a loss takes on each rank, what fits, and the largest batch that does.
 
-    peak = model + features + max(activations + loss, gradients),    or with gradient caching as `planning.options` says
+    peak = model + features + max(activations + loss, gradients),    or with gradient caching as `planning.step` says
 
     Nothing is run: shapes in; bytes, flops and seconds out. `exchange="auto"` and `memory="auto"` of a loss are decided
     by the same functions, on torch.distributed's gloo and NCCL.
@@ -240,7 +177,7 @@ def plan(
     number = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     one = isinstance(encoder_bytes, int) or not isinstance(encoder_bytes, Sequence) or isinstance(encoder_bytes, str)
     activations: tuple[Any, ...] = (encoder_bytes,) if one else tuple(encoder_bytes)  # type: ignore[arg-type]
-    _check(
+    check_sizes(
         batch=batch, dim=dim, ranks=ranks, loss=name, dtype=dtype, number=number, device=device,
         memory_limit=memory_limit, model_bytes=model_bytes, gradient_bytes=gradient_bytes, activations=activations,
         encoder_flops=encoder_flops, chunk=chunk, keep_graphs=keep_graphs, classes=classes, sample_rate=sample_rate,
@@ -248,14 +185,14 @@ def plan(
     )  # fmt: skip
     assert number is not None
     rates = (given(device, number) if rates is None else rates).with_wire(bandwidth)
-    _check_rates(rates, name, number, device, ranks)
+    check_rates(rates, name, number, device, ranks)
     shapes = Shapes(
         name, batch, dim, ranks, number, rates.device, classes or 0, 1.0 if sample_rate is None else sample_rate
     )
     of_towers = activations * shapes.towers if len(activations) == 1 else activations
     step = Step(shapes, model_bytes, gradient_bytes, of_towers if any(of_towers) else (), encoder_flops)
     limit = _limit(device, number, ranks) if memory_limit is None else memory_limit
-    settings = _settings(step, limit, chunk, keep_graphs)
+    settings = worth_a_line(step, limit, chunk, keep_graphs)
     options = [_option(step, setting, limit, rates) for setting in settings]
     encoders = bool(encoder_flops)
     chosen = _choice([option for option in options if option.fits], encoders=encoders)
@@ -284,99 +221,16 @@ def _limit(device: str, dtype: torch.dtype, ranks: int) -> int:
     return free if device == "cuda" else free // ranks
 
 
-def _settings(step: Step, limit: int, chunk: int | None, keep_graphs: int | None) -> list[Setting]:
-    """All that are worth a line."""
-    shapes = step.shapes
-    exchanges: tuple[ExchangeUsed, ...] = ("gather",)
-    if shapes.ranks > 1 and shapes.loss != "partial_fc":
-        exchanges = ("gather", "ring") if shapes.device == "cpu" else ("gather",)
-    found = []
-    for chunked in (False, True) if step.activations else (False,):
-        for exchange in exchanges:
-            for kept_size in (0, *shapes.kept_sizes()):
-                setting = Setting(exchange, kept_size)
-                if chunked:
-                    setting = replace(setting, chunk=_chunk(step, setting, limit) if chunk is None else chunk)
-                    setting = replace(setting, kept_graphs=keep_graphs or 0)
-                found.append(setting)
-                if kept_size == min(shapes.kept_sizes(), default=0) and _peak(step, setting) > limit:
-                    found += _partly(step, setting, limit)
-                graphs = _graphs_that_fit(step, setting, limit) if keep_graphs is None else 0
-                if graphs:
-                    found.append(replace(setting, kept_graphs=graphs))
-    return found
-
-
-def _partly(step: Step, setting: Setting, limit: int) -> list[Setting]:
-    """With as much of exp(S) as fits, where all of it does not, or nothing."""
-    flat = replace(setting, kept_size=0)
-    room = limit - _peak(step, flat)
-    whole = step.shapes.entries * setting.kept_size
-    if room < _LEAST_KEPT * whole:
-        return []
-    tiles = step.shapes.memory_for(0)
-    found = replace(setting, kept_bytes=tiles + room)
-    return [found] if _peak(step, found) <= limit else []
-
-
-def _chunk(step: Step, setting: Setting, limit: int) -> int:
-    """The largest power of two of which four fit."""
-    most, rows = max(step.activations), step.shapes.rows
-    room = limit - _peak(step, replace(setting, chunk=1)) + most
-    fits = max(1, min(room // (4 * most), ceil(rows / 2)))
-    return 1 << (int(fits).bit_length() - 1)
-
-
-def _chunks(step: Step, setting: Setting) -> int:
-    """Of one encoder."""
-    assert setting.chunk is not None
-    return ceil(step.shapes.rows / setting.chunk)
-
-
-def _graphs_that_fit(step: Step, setting: Setting, limit: int) -> int:
-    """How many chunks' graphs may be kept, not all."""
-    if setting.chunk is None:
-        return 0
-    chunks = len(step.activations) * _chunks(step, setting)
-    low, high = 0, chunks - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = _peak(step, replace(setting, kept_graphs=middle)) <= limit
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return low
-
-
-def _peak(step: Step, setting: Setting) -> int:
-    """Bytes."""
-    work = work_of(step.shapes, setting.exchange, setting.memory(step.shapes))
-    return _peak_of(step, setting, work)
-
-
-def _peak_of(step: Step, setting: Setting, work: Work) -> int:
-    there = step.model + work.features
-    if setting.chunk is None:
-        return there + max(step.shapes.rows * sum(step.activations) + work.loss, step.gradients)
-    rows = min(setting.chunk, step.shapes.rows)
-    kept, first, chunks, left = 0, 0, _chunks(step, setting), setting.kept_graphs
-    for of in step.activations:
-        kept += min(left, chunks) * rows * of
-        first = first or min(left, 1) * rows * of
-        left -= min(left, chunks)
-    of_chunk = rows * max(step.activations)
-    leaves = step.shapes.towers * step.shapes.rows * step.shapes.dim * step.shapes.dtype.itemsize
-    return there + leaves + max(kept + max(work.loss, of_chunk), step.gradients + max(of_chunk, kept - first))
-
-
 def _option(step: Step, setting: Setting, limit: int, rates: Rates) -> Option:
     shapes = step.shapes
     memory = setting.memory(shapes)
     work = work_of(shapes, setting.exchange, memory)
-    peak = _peak_of(step, setting, work)
+    peak = peak_with(step, setting, work)
     again = 0.0
     if setting.chunk is not None:
-        again = 1 - setting.kept_graphs / (len(step.activations) * _chunks(step, setting))
+        again = 1 - setting.kept_graphs / (len(step.activations) * num_chunks(step, setting))
     encoding = (3 + again) * step.forward * shapes.rows
-    largest = _largest(step, setting, limit)
+    largest = largest_batch(step, setting, limit)
     return Option(
         exchange=setting.exchange if shapes.ranks > 1 else "",
         memory=memory,
@@ -396,24 +250,6 @@ def _option(step: Step, setting: Setting, limit: int, rates: Rates) -> Option:
         call=_call(shapes, setting),
         call_of_largest=_call(replace(shapes, batch=largest), setting) if largest else "",
     )
-
-
-def _largest(step: Step, setting: Setting, limit: int) -> int:
-    """The largest batch with which it fits, a multiple of the ranks."""
-    ranks = step.shapes.ranks
-
-    def fits(rows: int) -> bool:
-        return _peak(step.of_batch(rows * ranks), setting) <= limit
-
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while fits(high) and high < _LARGEST:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low * ranks
 
 
 def _auto(shapes: Shapes, setting: Setting) -> tuple[bool, bool]:
@@ -441,107 +277,3 @@ def _call(shapes: Shapes, setting: Setting) -> str:
     models = "[encoder]" if shapes.towers == 1 else "[encoder_a, encoder_b]"
     kept = f", keep_graphs={setting.kept_graphs}" if setting.kept_graphs else ""
     return f"wb.GradCache({models}, {setting.chunk}, {loss}{kept})"
-
-
-def _check(
-    *,
-    batch: object,
-    dim: object,
-    ranks: object,
-    loss: object,
-    dtype: object,
-    number: object,
-    memory_limit: object,
-    model_bytes: object,
-    gradient_bytes: object,
-    activations: tuple[object, ...],
-    encoder_flops: object,
-    chunk: object,
-    keep_graphs: object,
-    classes: object,
-    sample_rate: object,
-    bandwidth: object,
-    device: object,
-    rates: object,
-) -> None:
-    """Sizes exist, and go together."""
-    for name, value in (("batch", batch), ("dim", dim), ("ranks", ranks)):
-        _require(type(value) is int and value >= 1, name, "an integer of at least 1", value)
-    assert isinstance(batch, int)
-    assert isinstance(ranks, int)
-    _require(loss in LOSSES, "loss", f"one of {', '.join(LOSSES)}", loss)
-    _require(
-        isinstance(number, torch.dtype) and number in DTYPES.values(), "dtype", f"one of {', '.join(DTYPES)}", dtype
-    )
-    if batch < ranks:
-        raise UserError(f"batch is of all ranks together: at least one example for each of {ranks} ranks, got {batch}")
-    for name, value in (("memory_limit", memory_limit), ("chunk", chunk), ("classes", classes)):
-        what = "an integer of at least 1" + (", as in 80 * 10**9" if name == "memory_limit" else "")
-        _require(value is None or (type(value) is int and value >= 1), name, what, value)
-    for name, value in (("model_bytes", model_bytes), ("gradient_bytes", gradient_bytes)):
-        _require(type(value) is int and value >= 0, name, "an integer, a number of bytes", value)
-    sound = all(type(of) is int and of >= 0 for of in activations)
-    got = activations[0] if len(activations) == 1 else activations
-    _require(sound, "encoder_bytes", "an integer, a number of bytes, or one for each encoder", got)
-    _require(_is_number(encoder_flops) and encoder_flops >= 0, "encoder_flops", "at least 0, and finite", encoder_flops)
-    if bandwidth is not None:
-        _require(_is_number(bandwidth) and bandwidth > 0, "bandwidth", "above 0, in bytes per second", bandwidth)
-    towers = 1 if loss in ("sup_con", "partial_fc") else 2
-    if len(activations) not in (1, towers):
-        raise UserError(
-            f"encoder_bytes must be one number, or one for each of the {towers} encoder{'s' if towers > 1 else ''} of "
-            f"{loss}; got {len(activations)}"
-        )
-    if chunk is not None and not any(activations):
-        raise UserError("chunk is of gradient caching, which takes encoder_bytes: what an encoder keeps of one row")
-    rows = ceil(batch / ranks)
-    if isinstance(chunk, int) and chunk > rows:
-        raise UserError(f"chunk must be at most the rows of a rank, {rows} = {batch} / {ranks}; got {chunk}")
-    if keep_graphs is not None:
-        if not isinstance(chunk, int):
-            raise UserError("keep_graphs is a number of chunks: give chunk as well")
-        chunks = towers * ceil(rows / chunk)
-        known = type(keep_graphs) is int and 0 <= keep_graphs <= chunks
-        _require(known, "keep_graphs", f"at most the {chunks} chunks that there are", keep_graphs)
-    if (loss == "partial_fc") != (classes is not None):
-        raise UserError(
-            "partial_fc needs classes, as in classes=1000000"
-            if loss == "partial_fc"
-            else f"classes are of partial_fc; {loss} has none"
-        )
-    if isinstance(classes, int) and classes < ranks:
-        raise UserError(f"there must be a class for each of {ranks} ranks, got classes={classes}")
-    if sample_rate is not None:
-        if loss != "partial_fc":
-            raise UserError(f"sample_rate is of partial_fc, with classes; {loss} has none")
-        _require(_is_number(sample_rate) and 0 <= sample_rate <= 1, "sample_rate", "from 0 to 1", sample_rate)
-    _require(device in DEVICES, "device", f"one of {', '.join(DEVICES)}", device)
-    _require(rates is None or isinstance(rates, Rates), "rates", "wholebatch.planning.Rates, or None", rates)
-
-
-def _check_rates(rates: Rates, loss: LossName, dtype: torch.dtype, device: str, ranks: int) -> None:
-    """They are of what is planned."""
-    rates.check()
-    named, kind = str(dtype).removeprefix("torch."), "cpu" if device == "cpu" else "cuda"
-    for what, theirs, ours in (
-        ("device", rates.device, kind),
-        ("dtype", rates.dtype, named),
-        ("ranks", rates.ranks, ranks),
-    ):
-        if theirs is not None and theirs != ours:
-            raise UserError(
-                f"these rates were measured for {what} {theirs}, and this is a plan for {ours}: measure again"
-            )
-    if loss not in rates.entry:
-        raise UserError(f"these rates are of {', '.join(rates.entry)}: measure them with --loss {loss}")
-    if ranks > 1 and rates.wire is None:
-        raise UserError(f"these rates are of one rank, and of no network: measure them on {ranks}, or give bandwidth")
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-
-
-def _require(condition: bool, name: str, expected: str, got: object) -> None:
-    if not condition:
-        raise UserError(f"{name} must be {expected}; got {got!r}")
