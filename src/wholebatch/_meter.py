@@ -65,7 +65,7 @@ def map_each_tensor() -> None:
     option = getattr(ctypes.CDLL(None), "mallopt", None)
     if option is not None:
         for name in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
-            option(name, 2**18)
+            option(name, 2**17)
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -2,11 +2,13 @@
 
 A rank's memory at the peak of a step:
 
-    model + features + max(activations + loss, gradients)         all rows encoded at once
-    model + features + representations + max(kept graphs + max(loss, a chunk's activations),
-                               gradients + max(a chunk's activations, other kept graphs))        GradCache
+    model + features + max(activations + loss, gradients)          all rows encoded at once
+    model + 2 features + max(kept graphs + max(loss, a chunk's activations),
+                             features + max(gradients + a chunk's activations, kept graphs))      GradCache
 
-(Gradients of parameters appear in the backward pass. GradCache has representations once more, as leaves.)
+Gradients of parameters appear in the backward pass, those of features when the loss is done (before, they are among its
+bytes). GradCache has representations once more, as leaves.
+
 A step's time: the loss's, and of the encoders 3 forward passes' multiply-adds (1 forward, 2 backward), 4 where a chunk
 is encoded again.
 """
@@ -148,18 +150,17 @@ def _peak(step: Step, setting: Setting) -> int:
 
 def peak_with(step: Step, setting: Setting, work: Work) -> int:
     """Bytes at the peak of a step whose loss takes this work."""
-    there = step.model + work.features
+    there = step.model + work.centres + work.features
     if setting.chunk is None:
         return there + max(step.shapes.rows * sum(step.activations) + work.loss, step.gradients)
     rows = min(setting.chunk, step.shapes.rows)
-    kept, first, chunks, left = 0, 0, num_chunks(step, setting), setting.kept_graphs
+    kept, chunks, left = 0, num_chunks(step, setting), setting.kept_graphs
     for of in step.activations:
         kept += min(left, chunks) * rows * of
-        first = first or min(left, 1) * rows * of
         left -= min(left, chunks)
     of_chunk = rows * max(step.activations)
-    leaves = step.shapes.towers * step.shapes.rows * step.shapes.dim * step.shapes.dtype.itemsize
-    return there + leaves + max(kept + max(work.loss, of_chunk), step.gradients + max(of_chunk, kept - first))
+    second_pass = work.features + max(step.gradients + of_chunk, kept)  # kept graphs go as gradients come
+    return there + work.features + max(kept + max(work.loss, of_chunk), second_pass)
 
 
 def largest_batch(step: Step, setting: Setting, limit: int) -> int:

@@ -165,8 +165,9 @@ class Work:
         entries: of S.
         kept: of them, from the forward pass for the backward pass.
         kept_size: bytes of each that is kept.
-        features: bytes of X and Y, or of embeddings and centres, and of their gradients.
-        loss: bytes at the peak of the loss, beside these.
+        features: bytes of X and Y, or of embeddings; their gradients take as many.
+        centres: bytes of PartialFC's centres and of their gradient.
+        loss: bytes at the peak of the loss, beside these; gradients of features come out of it.
         wire: bytes that it sends.
         messages: collectives, or messages to other ranks, one after the other.
     """
@@ -177,6 +178,7 @@ class Work:
     kept: int
     kept_size: int
     features: int
+    centres: int
     loss: int
     wire: float
     messages: int
@@ -203,7 +205,8 @@ def work_of(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> Work:
         entries=entries,
         kept=kept,
         kept_size=budget.kept_dtype.itemsize,
-        features=_of_features(shapes),
+        features=shapes.towers * shapes.rows * shapes.dim * shapes.dtype.itemsize,
+        centres=_of_centres(shapes),
         loss=_of_classes(shapes, held) if shapes.loss == "partial_fc" else _at_the_peak(shapes, exchange, held),
         wire=wire,
         messages=messages,
@@ -218,12 +221,10 @@ def _mirrored(shapes: Shapes) -> int:
     return tiles * shapes.side**2 + rest**2
 
 
-def _of_features(shapes: Shapes) -> int:
-    """Bytes of features and their gradients, of centres and theirs."""
-    numbers = 2 * shapes.towers * shapes.rows
-    if shapes.loss == "partial_fc":
-        numbers += shapes.centres + (shapes.centres if shapes.sample_rate == 1 else shapes.sampled)
-    return numbers * shapes.dim * shapes.dtype.itemsize
+def _of_centres(shapes: Shapes) -> int:
+    """Bytes of centres and of their gradient, which is a sample's, or of all."""
+    gradient = shapes.centres if shapes.sample_rate == 1 else shapes.sampled
+    return (shapes.centres + gradient) * shapes.dim * shapes.dtype.itemsize if shapes.classes else 0
 
 
 def _of_tiles(shapes: Shapes, exchange: ExchangeUsed, budget: Budget) -> int:
