@@ -1,9 +1,10 @@
-"""Time and memory: of a step on the slowest rank and on the largest, and what is free."""
+"""Time and memory: of a step on the slowest rank and on the largest; and what of the machine a rank may take."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -66,6 +67,11 @@ def map_each_tensor() -> None:
     if option is not None:
         for name in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
             option(name, 2**17)
+
+
+def threads_of_a_rank(ranks: int) -> int:
+    """Of the machine's cores, those of each of so many ranks."""
+    return max(1, (os.cpu_count() or 1) // ranks)
 
 
 def free_memory(device: torch.device) -> int | None:

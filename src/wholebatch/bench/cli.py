@@ -17,6 +17,7 @@ import torch.distributed as dist
 import tyro
 
 import wholebatch as wb
+from wholebatch._meter import threads_of_a_rank
 from wholebatch._peers import version
 from wholebatch._user_error import UserError
 from wholebatch.comm import Communicator
@@ -122,7 +123,7 @@ def run_loss(config: LossConfig) -> None:
         UserError: for a mistake of the user's, and if a way is not exact.
     """
     _check_positive(rows=[config.rows], dim=[config.dim], ranks=config.ranks, steps=[config.steps])
-    threads = max(1, (os.cpu_count() or 1) // max(config.ranks)) if config.threads is None else config.threads
+    threads = threads_of_a_rank(max(config.ranks)) if config.threads is None else config.threads
     _check_positive(threads=[threads])
     if config.rows < max(config.ranks):
         raise UserError(f"--rows must be at least the number of ranks, {max(config.ranks)}; got {config.rows}")

@@ -24,11 +24,11 @@ import wholebatch as wb
 from wholebatch._meter import rise_of_peak, seconds_of
 from wholebatch.comm import Communicator
 from wholebatch.partition import Partition
+from wholebatch.planning.subject import BIAS, OF_PAIRS, SCALE
 from wholebatch.sweep import default_side
 
 from .peers import PEERS, PairLoss
 
-SCALE, BIAS = 14.3, -10.0
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 DTYPES = tuple(_DTYPES)
 _GATE_ROWS, _GATE_DIM = 1000, 16  # more than a tile
@@ -40,20 +40,16 @@ _FLOOR_ROWS = 8192
 class Subject:
     """A loss of this library, its twin, and its work in units of (rows) x (columns) x d multiply-adds."""
 
-    call: Callable[..., Tensor]  # functions, two towers, scale, bias, options
+    call: Callable[..., Tensor]  # as in OF_PAIRS
     units: int
     tower_rows: int = 1  # rows of S for each pair of the batch
 
 
 SUBJECTS = {
-    "clip": Subject(lambda f, x, y, scale, _bias, **options: f.clip_loss(x, y, scale, **options), 4),
-    "info_nce": Subject(
-        lambda f, x, y, scale, _bias, **options: f.info_nce_loss(x, y, logit_scale=scale, **options), 4
-    ),
-    "nt_xent": Subject(
-        lambda f, x, y, _scale, _bias, **options: f.nt_xent_loss(x, y, temperature=1 / SCALE, **options), 2, 2
-    ),
-    "siglip": Subject(lambda f, x, y, scale, bias, **options: f.siglip_loss(x, y, scale, bias, **options), 3),
+    "clip": Subject(OF_PAIRS["clip"], 4),
+    "info_nce": Subject(OF_PAIRS["info_nce"], 4),
+    "nt_xent": Subject(OF_PAIRS["nt_xent"], 2, tower_rows=2),
+    "siglip": Subject(OF_PAIRS["siglip"], 3),
 }
 
 

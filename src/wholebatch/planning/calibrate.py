@@ -9,7 +9,6 @@ Batches are smaller than those that one plans for: a calibration takes some seco
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
@@ -20,7 +19,7 @@ from .._meter import seconds_of
 from .._precision import accumulation_dtype
 from ..comm import Communicator, LocalCommunicator
 from ..sweep import Memory
-from .rates import Rates
+from .rates import Rates, seconds_of_products
 from .subject import make_step
 from .work import LossName, Shapes, work_of
 
@@ -32,11 +31,7 @@ _REPEATS = 3
 _LONG_ENOUGH = 1e9  # flops
 _MOST_SHARED = 2.0  # times faster than by themselves no products are in a sweep, however busy the machine was meanwhile
 _SMALL, _LARGE = 2**12, 2**21  # numbers of a message
-
-
-def threads_of_a_rank(ranks: int) -> int:
-    """Of the cores that there are."""
-    return max(1, (os.cpu_count() or 1) // ranks)
+_FRESH = 2**25  # numbers of memory that is written for the first time
 
 
 def calibrate(
@@ -79,15 +74,7 @@ def calibrate(
     tiles = {d: _of_tiles(took, replace(smallest, dim=d), device) for d in (_LEAST, *_WIDTHS)}
     products, again = ({d: of[which] for d, of in tiles.items()} for which in (0, 1))
     call = took(make_step(alone, smallest, "gather", "flat", device))
-    fresh = torch.empty(0)
-
-    def write() -> None:
-        nonlocal fresh
-        fresh = torch.empty(0)
-        fresh = torch.ones(64 * _LARGE // 4, device=device)
-
-    memory = 4 * (64 * _LARGE // 4) / took(write)
-    del fresh
+    memory = 4 * _FRESH / took(lambda: torch.ones(_FRESH, device=device))
 
     entry: dict[str, dict[int, float]] = {}
     for loss in dict.fromkeys((*losses, "clip")):
@@ -95,12 +82,12 @@ def calibrate(
         for kept in (0, *Shapes(loss, 1, 1, 1, dtype, classes=1).kept_sizes()):
             seconds, shapes, setting = of_loss(loss, few if kept else many, _LEAST, kept)
             work = work_of(shapes, "gather", setting)
-            of_products = (work.flops - work.again) / products[_LEAST] + work.again / again[_LEAST]
+            of_products = seconds_of_products(work, products[_LEAST], again[_LEAST])
             entry[loss][kept] = max(0.0, seconds - call - of_products) / work.entries
     for dim in _WIDTHS:
         seconds, shapes, _ = of_loss("clip", wide if dim == _WIDTHS[-1] else many, dim, 0)
         work = work_of(shapes, "gather", "flat")
-        by_themselves = (work.flops - work.again) / products[dim] + work.again / again[dim]
+        by_themselves = seconds_of_products(work, products[dim], again[dim])
         in_sweep = max(by_themselves / _MOST_SHARED, seconds - call - work.entries * entry["clip"][0])
         share = by_themselves / in_sweep
         products[dim] *= share

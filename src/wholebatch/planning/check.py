@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
 
-from .._meter import map_each_tensor, rise_of_peak, seconds_of
-from ..comm import select_communicator
+from .._meter import map_each_tensor, rise_of_peak, seconds_of, threads_of_a_rank
+from ..comm import Communicator, select_communicator
 from ..sweep import Memory
 from ..testing import run_processes
-from .calibrate import calibrate, threads_of_a_rank
+from .calibrate import calibrate
 from .rates import Rates
 from .subject import make_step
 from .work import ExchangeUsed, LossName, Shapes, work_of
@@ -112,18 +113,23 @@ def _calibrate(losses: tuple[LossName, ...], ranks: int, dtype: torch.dtype, dev
 
 def _time(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> float:
     """Seconds of a step."""
-    torch.set_num_threads(threads_of_a_rank(shapes.ranks))
-    comm, device = select_communicator(None), _device(shapes.device)
-    step = make_step(comm, shapes, exchange, memory, device)
-    step()
+    comm, device, step = _after_a_step(shapes, exchange, memory)
     return median(seconds_of(comm, step, device) for _ in range(_STEPS))
 
 
 def _memory(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> int | None:
     """The rise of the peak in a second step, in a process whose heap is still empty."""
-    torch.set_num_threads(threads_of_a_rank(shapes.ranks))
     map_each_tensor()
+    comm, device, step = _after_a_step(shapes, exchange, memory)
+    return rise_of_peak(comm, step, device)
+
+
+def _after_a_step(
+    shapes: Shapes, exchange: ExchangeUsed, memory: Memory
+) -> tuple[Communicator, torch.device, Callable[[], None]]:
+    """The ranks, this one's device, and a step that has run once: libraries are loaded, threads are there."""
+    torch.set_num_threads(threads_of_a_rank(shapes.ranks))
     comm, device = select_communicator(None), _device(shapes.device)
     step = make_step(comm, shapes, exchange, memory, device)
     step()
-    return rise_of_peak(comm, step, device)
+    return comm, device, step

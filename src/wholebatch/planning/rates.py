@@ -71,7 +71,7 @@ class Rates:
         if work.messages:
             assert self.wire is not None
             moved = work.wire / self.wire + work.messages * self.message
-        products = (work.flops - work.again) / at_width(self.products, dim) + work.again / at_width(self.again, dim)
+        products = seconds_of_products(work, at_width(self.products, dim), at_width(self.again, dim))
         written = work.loss / self.memory
         return self.call + products + entries + written + moved
 
@@ -114,6 +114,11 @@ class Rates:
     def with_wire(self, wire: float | None) -> Rates:
         """The same, with another network."""
         return self if wire is None else replace(self, wire=wire, source=f"{self.source}; network as given")
+
+
+def seconds_of_products(work: Work, products: float, again: float) -> float:
+    """Of a step's multiply-adds, at two rates in flops per second: S once more, and all others."""
+    return (work.flops - work.again) / products + work.again / again
 
 
 def at_width(rates: Mapping[int, float], dim: int) -> float:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from math import ceil, isfinite
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 
 from .._user_error import UserError
 from .given import DEVICES
 from .rates import Rates
-from .work import LOSSES, LossName
+from .work import LOSSES, LossName, Shapes
 
 DTYPES = {
     "float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
@@ -23,7 +23,7 @@ def check_sizes(
     batch: object,
     dim: object,
     ranks: object,
-    loss: object,
+    loss: Any,
     dtype: object,
     number: object,
     memory_limit: object,
@@ -43,6 +43,7 @@ def check_sizes(
     for name, value in (("batch", batch), ("dim", dim), ("ranks", ranks)):
         _require(type(value) is int and value >= 1, name, "an integer of at least 1", value)
     assert isinstance(batch, int)
+    assert isinstance(dim, int)
     assert isinstance(ranks, int)
     _require(loss in LOSSES, "loss", f"one of {', '.join(LOSSES)}", loss)
     _require(
@@ -61,7 +62,8 @@ def check_sizes(
     _require(_is_number(encoder_flops) and encoder_flops >= 0, "encoder_flops", "at least 0, and finite", encoder_flops)
     if bandwidth is not None:
         _require(_is_number(bandwidth) and bandwidth > 0, "bandwidth", "above 0, in bytes per second", bandwidth)
-    towers = 1 if loss in ("sup_con", "partial_fc") else 2
+    shapes = Shapes(loss, batch, dim, ranks)
+    towers, rows = shapes.towers, shapes.rows
     if len(activations) not in (1, towers):
         raise UserError(
             f"encoder_bytes must be one number, or one for each of the {towers} encoder{'s' if towers > 1 else ''} of "
@@ -69,7 +71,6 @@ def check_sizes(
         )
     if chunk is not None and not any(activations):
         raise UserError("chunk is of gradient caching, which takes encoder_bytes: what an encoder keeps of one row")
-    rows = ceil(batch / ranks)
     if isinstance(chunk, int) and chunk > rows:
         raise UserError(f"chunk must be at most the rows of a rank, {rows} = {batch} / {ranks}; got {chunk}")
     if keep_graphs is not None:

@@ -15,6 +15,8 @@ is encoded again.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -22,7 +24,7 @@ from ..sweep.memory import Memory
 from .work import ExchangeUsed, Shapes, Work, work_of
 
 _LEAST_KEPT = 0.1  # of S, below which keeping a part is not worth a line
-_LARGEST = 2**40
+_LARGEST = 2**40 - 1  # rows of a rank
 
 
 @dataclass(frozen=True)
@@ -83,17 +85,16 @@ def worth_a_line(step: Step, limit: int, chunk: int | None, keep_graphs: int | N
         keep_graphs: chunks that are not encoded again; None: none, and as many as fit.
     """
     shapes = step.shapes
-    exchanges: tuple[ExchangeUsed, ...] = ("gather",)
-    if shapes.ranks > 1 and shapes.loss != "partial_fc":
-        exchanges = ("gather", "ring") if shapes.device == "cpu" else ("gather",)
+    rings = shapes.ranks > 1 and shapes.loss != "partial_fc" and shapes.device == "cpu"
+    exchanges: tuple[ExchangeUsed, ...] = ("gather", "ring") if rings else ("gather",)
     found = []
     for chunked in (False, True) if step.activations else (False,):
         for exchange in exchanges:
             for kept_size in (0, *shapes.kept_sizes()):
                 setting = Setting(exchange, kept_size)
                 if chunked:
-                    setting = replace(setting, chunk=_chunk(step, setting, limit) if chunk is None else chunk)
-                    setting = replace(setting, kept_graphs=keep_graphs or 0)
+                    rows = _chunk(step, setting, limit) if chunk is None else chunk
+                    setting = replace(setting, chunk=rows, kept_graphs=keep_graphs or 0)
                 found.append(setting)
                 if kept_size == min(shapes.kept_sizes(), default=0) and _peak(step, setting) > limit:
                     found += _partly(step, setting, limit)
@@ -134,12 +135,7 @@ def _graphs_that_fit(step: Step, setting: Setting, limit: int) -> int:
     if setting.chunk is None:
         return 0
     chunks = len(step.activations) * num_chunks(step, setting)
-    low, high = 0, chunks - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = _peak(step, replace(setting, kept_graphs=middle)) <= limit
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return low
+    return _most(chunks - 1, lambda kept: _peak(step, replace(setting, kept_graphs=kept)) <= limit)
 
 
 def _peak(step: Step, setting: Setting) -> int:
@@ -167,15 +163,9 @@ def largest_batch(step: Step, setting: Setting, limit: int) -> int:
     """The largest batch with which it fits, a multiple of the ranks."""
     ranks = step.shapes.ranks
 
-    def fits(rows: int) -> bool:
-        return _peak(step.of_batch(rows * ranks), setting) <= limit
+    return ranks * _most(_LARGEST, lambda rows: _peak(step.of_batch(rows * ranks), setting) <= limit)
 
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while fits(high) and high < _LARGEST:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low * ranks
+
+def _most(largest: int, fits: Callable[[int], bool]) -> int:
+    """The largest number that fits, if all below it do; 0: none from 1."""
+    return bisect_left(range(1, largest + 1), True, key=lambda number: not fits(number))

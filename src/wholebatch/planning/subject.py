@@ -9,15 +9,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from .. import functional
 from ..comm import Communicator
-from ..functional import clip_loss, info_nce_loss, nt_xent_loss, siglip_loss, sup_con_loss
 from ..heads import CosFace, PartialFC
 from ..partition import Partition
 from ..sweep import Memory
 from .work import Shapes
 
-_SCALE, _BIAS = 14.3, -10.0
+SCALE, BIAS = 14.3, -10.0
 _PER_CLASS = 4  # examples of a class, of sup_con
+
+# Of `wholebatch.functional` or its twin `wholebatch.reference`, two towers, scale and bias.
+OF_PAIRS: dict[str, Callable[..., Tensor]] = {
+    "clip": lambda f, x, y, scale, _bias, **options: f.clip_loss(x, y, scale, **options),
+    "info_nce": lambda f, x, y, scale, _bias, **options: f.info_nce_loss(x, y, logit_scale=scale, **options),
+    "nt_xent": lambda f, x, y, _scale, _bias, **options: f.nt_xent_loss(x, y, temperature=1 / SCALE, **options),
+    "siglip": lambda f, x, y, scale, bias, **options: f.siglip_loss(x, y, scale, bias, **options),
+}
 
 
 def make_step(
@@ -43,12 +51,15 @@ def make_step(
     options: dict[str, Any] = {"group": comm, "memory": memory}
     if shapes.loss == "partial_fc":
         return _classify(shapes, features[0], options, generator)
-    loss = _LOSSES[shapes.loss]
-    scale, bias = (torch.tensor(of, device=device, requires_grad=True) for of in (_SCALE, _BIAS))
     options["exchange"] = exchange
+    scale, bias = (torch.tensor(of, device=device, requires_grad=True) for of in (SCALE, BIAS))
 
     def step() -> None:
-        loss(features, scale, bias, options).backward()
+        if shapes.loss == "sup_con":
+            labels = torch.arange(rows, device=device) // _PER_CLASS
+            functional.sup_con_loss(features[0], labels, temperature=1 / SCALE, **options).backward()
+        else:
+            OF_PAIRS[shapes.loss](functional, *features, scale, bias, **options).backward()
 
     return step
 
@@ -69,17 +80,3 @@ def _classify(shapes: Shapes, x: Tensor, options: dict[str, Any], generator: tor
         head(x, labels).backward()
 
     return step
-
-
-def _sup_con(features: list[Tensor], _scale: Tensor, _bias: Tensor, options: dict[str, Any]) -> Tensor:
-    labels = torch.arange(len(features[0]), device=features[0].device) // _PER_CLASS
-    return sup_con_loss(features[0], labels, temperature=1 / _SCALE, **options)
-
-
-_LOSSES: dict[str, Callable[[list[Tensor], Tensor, Tensor, dict[str, Any]], Tensor]] = {
-    "clip": lambda z, scale, _, options: clip_loss(z[0], z[1], scale, **options),
-    "info_nce": lambda z, scale, _, options: info_nce_loss(z[0], z[1], logit_scale=scale, **options),
-    "siglip": lambda z, scale, bias, options: siglip_loss(z[0], z[1], scale, bias, **options),
-    "nt_xent": lambda z, _s, _b, options: nt_xent_loss(z[0], z[1], temperature=1 / _SCALE, **options),
-    "sup_con": _sup_con,
-}

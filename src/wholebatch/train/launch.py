@@ -19,6 +19,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 import wholebatch as wb
 
+from .._meter import threads_of_a_rank
 from .._user_error import UserError
 from .audited import audit_start
 from .checkpoint import last_step
@@ -100,7 +101,7 @@ def _leave(code: int) -> None:
 
 
 def _run_rank(config: TrainConfig, init_method: str, *, local_rank: int, local_size: int) -> None:
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
+    torch.set_num_threads(threads_of_a_rank(local_size))
     device = _device(config, local_rank, local_size)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
