@@ -169,6 +169,11 @@ def right_with_sync_batch_norm():
     return problem(wb.CLIPLoss(), nn.SyncBatchNorm.convert_sync_batchnorm(model), uneven=True)
 
 
+def right_with_sync_batch_norm_in_ddp():
+    model = Encoders(nn.BatchNorm1d(8))
+    return problem(wb.CLIPLoss(), nn.SyncBatchNorm.convert_sync_batchnorm(model), engine="ddp")
+
+
 def right_with_unused_parameters():
     made = unused()
     return Problem(
@@ -210,7 +215,7 @@ def right_scaled():
             p.grad /= 1024
         return loss
 
-    return Problem(Encoders(), batch(), step=step, reference=lambda model, batch: clip(*model(**batch)))
+    return Problem(Encoders(), batch(), step=step, reference=reference_of_clip)
 
 
 def right_sharded():
@@ -626,6 +631,37 @@ def scale_times_steps_in_float32():
     return Problem(Encoders(), batch(), step=step)
 
 
+def of_micro_batches(model, batch):
+    """Half of a rank's rows at a time, with negatives of that half alone."""
+    total = 0.0
+    parts = [*zip(*(z.chunk(2) for z in (batch["images"], batch["texts"])), strict=True)]
+    for images, texts in parts:
+        loss = wb.functional.clip_loss(*model(images, texts)) / len(parts)
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def reference_of_clip(model, batch):
+    return clip(*model(**batch))
+
+
+def micro_batches():
+    return Problem(Encoders(), batch(), step=of_micro_batches, engine="ddp")
+
+
+def micro_batches_reference():
+    return Problem(Encoders(), batch(), step=of_micro_batches, reference=reference_of_clip)
+
+
+def another_loss_than_the_reference():
+    def loss(model, batch):
+        x, y, scale = model(batch["images"], batch["texts"])
+        return wb.functional.clip_loss(x, y, scale) + 0.1 * scale
+
+    return Problem(Encoders(), batch(), loss, reference=reference_of_clip)
+
+
 def not_of_its_loss():
     """A backward pass by hand that doubles the temperature's gradient."""
     return problem(lambda x, y, s: wb.functional.clip_loss(x, y, GradientTimes.apply(s, 2)))
@@ -759,6 +795,19 @@ def only_float32():
 
 def no_loss():
     return problem(lambda x, y, s: wb.functional.clip_loss(x, y, s).detach())
+
+
+def backward_in_the_loss():
+    def loss(x, y, s):
+        found = wb.functional.clip_loss(x, y, s)
+        found.backward()
+        return found
+
+    return problem(loss)
+
+
+def no_such_file():
+    return Problem(Encoders(), torch.load("no such file"), wb.CLIPLoss())
 
 
 def drawn_everywhere():

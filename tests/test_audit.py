@@ -43,9 +43,12 @@ PLANTED = {
     "rank_order_mixed": "rank-order-mixed",
     "rank_order_mixed_reversed": "rank-order-mixed",
     "views_interleaved": "rank-order-mixed",
+    "micro_batches": "micro-batches",
+    "micro_batches_reference": "micro-batches",
     "own_weights": "own-statistics",
     "own_statistics": "own-statistics",
     "another_loss": "another-loss",
+    "another_loss_than_the_reference": "another-loss",
     "no_gradient": "no-gradient",
     "no_gradient_anywhere": "no-gradient",
     "batch_statistics": "batch-statistics",
@@ -116,6 +119,20 @@ def test_no_false_alarm_about_what_this_library_does(setting):
     assert any(0 in counts for counts in uneven)
     assert any(0 not in counts for counts in uneven)
     assert all(row.comparison.error < 1e-9 for row in report.rows if len(row.counts) > 1)
+
+
+def test_micro_batches_are_seen_on_one_process():
+    """Whose gradient is that of their own losses."""
+    report = wb.audit(audit_problems.micro_batches, (1,))
+    assert report.exact
+    (finding,) = report.findings
+    assert finding.cause.name == "micro-batches"
+    assert "2 backward passes, and on one process the loss is" in finding.evidence
+
+
+def test_who_raises_is_said():
+    (finding,) = wb.audit(audit_problems.raises_on_ranks, (2,)).findings
+    assert finding.evidence.startswith("rank 1: KeyError: 'rank 1 has no such thing' (File")
 
 
 # What the figures are, where they are known.
@@ -210,6 +227,8 @@ MISTAKES = {
     "few_rows": "cannot be split evenly over 1, 2 and 3 ranks: give it a multiple of 6 rows",
     "raises": r"KeyError: 'no such thing' \(File .*audit_problems.py",
     "no_loss": "has no gradient; if it calls backward",
+    "backward_in_the_loss": r"loss\(model, batch\) has called backward\(\) itself: give it as step=",
+    "no_such_file": r"the factory raised FileNotFoundError: .*'no such file' \(File .*audit_problems.py.*, line",
     "drawn_everywhere": "draws random numbers, in evaluation mode, too",
     "no_rows": "must hold tensors, or lists, with a row for each example",
     "no_parameters": "no parameters that need a gradient",
@@ -247,6 +266,7 @@ def test_mistakes_are_said(name, message):
         ((audit_problems.right_local, (0,)), "world_sizes must be numbers of ranks"),
         ((audit_problems.right_local, 2), "world_sizes must be numbers of ranks"),
         (("audit_problems.py:right_local",), "without .py"),
+        (("./audit_problems.py:right_local",), "as in an import"),
     ],
 )
 def test_arguments_that_are_not_what_they_should_be(arguments, message):
@@ -292,8 +312,9 @@ def test_no_process_is_left_behind():
     report = wb.audit(audit_problems.hangs, (1, 2), timeout_s=5)
     assert report.causes == ("hangs",)
     (finding,) = report.findings
-    assert "rank 1 is at" in finding.evidence
-    assert "in loss" in finding.evidence
+    places = finding.evidence.split("; ")
+    assert [place[:10] for place in places] == ["rank 0 is ", "rank 1 is "]
+    assert all("audit_problems.py" in place and place.endswith("in loss") for place in places)
     for name in ("dies", "raises_on_ranks", "exits"):
         try:
             wb.audit(problem(name), (1, 2))

@@ -214,13 +214,13 @@ def test_caching_is_chosen_where_all_rows_do_not_fit():
 
 
 def test_as_much_is_kept_as_fits():
-    """Where exp(S) does not fit as a whole, a part of it does."""
+    """Where exp(S) does not fit as a whole, a part of it does; a tenth of the memory stays free."""
     roomy = wb.plan(batch=20_000, dim=64, memory_limit=2 * 10**9)
     tight = wb.plan(batch=20_000, dim=64, memory_limit=4 * 10**8)
     assert {option.kept for option in roomy.options if option.fits} == {0.0, 1.0}
     (part,) = [option for option in tight.options if 0 < option.kept < 1]
     assert part.fits
-    assert part.peak > 0.99 * tight.limit
+    assert 0.89 * tight.limit < part.peak <= 0.9 * tight.limit
     assert part.seconds < tight.options[0].seconds
 
 
@@ -448,8 +448,9 @@ def test_measured_here(capsys, tmp_path):
     code, shown = run(capsys, f"{sizes} --measure --save {path}")
     assert code == 0
     assert "rates measured on 2 ranks, cpu, torch" in shown.out
-    assert "the loss on this machine: predicted, measured" in shown.out
-    assert len(re.findall(r"600 +(?:gather|ring) +flat", shown.out)) == 2
+    assert "the loss on this machine, its memory beside the features': predicted, measured" in shown.out
+    assert shown.out.count(" fastest ") == 1
+    assert len(re.findall(r" 600 +(?:gather|ring) +flat", shown.out)) == 2
     rates = Rates.from_json(path)
     assert set(rates.entry) == {"siglip", "clip"}
     assert [*rates.products] == [16, 64, 256, 1024]

@@ -183,7 +183,7 @@ def pickled(value: Any) -> bytes:
         return bytes((cloudpickle or pickle).dumps(value))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         hint = "" if cloudpickle else "; define it at the top level of a module, or pip install cloudpickle"
-        raise ValueError(f"fn and its arguments must be picklable to reach other processes: {error}{hint}") from error
+        raise ValueError(f"fn and its arguments must be picklable to reach other processes: {error}{hint}") from None
 
 
 def _collect(connections: list[Connection], processes: list[Any], folder: Path, timeout_s: float) -> list[Any]:

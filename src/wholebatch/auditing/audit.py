@@ -15,7 +15,7 @@ import torch
 from .._user_error import UserError
 from ..partition import Partition
 from . import causes, one_process, several
-from .compare import Comparison, compare, directions, grouped, norm, number
+from .compare import Comparison, compare, directions, grouped, norm, number, same
 from .differences import CLOSE, smooth_step
 from .measure import Facts, Quiet, Trial
 from .problem import checked_factory, unheard
@@ -86,7 +86,7 @@ def audit(
     return Report(
         name or str(problem if isinstance(problem, str) else getattr(problem, "__name__", "problem")),
         tuple(made.rows),
-        tuple(sorted(_each_once(made.findings), key=lambda finding: not finding.cause.wrong)),
+        tuple(_each_once(sorted(made.findings, key=lambda finding: not finding.cause.wrong))),
         tuple(dict.fromkeys(notes + made.notes)),
         made.values,
         str(runs.dtype).removeprefix("torch."),
@@ -226,6 +226,7 @@ class _Audit:
         self.with_inputs = True
         self.hangs = False
         self.explained: set[tuple[bool, frozenset[str]]] = set()  # unequal parts or not, and which groups are wrong
+        self.wrong_on_one = False
         self.by_differences: dict[str, float] | None = None  # the truth along directions, where one process is wrong
 
     def one_process(self) -> None:
@@ -252,13 +253,16 @@ class _Audit:
         else:
             self.notes.append("the loss is not smooth enough to check one process's gradient by differences")
             compared = {}
-        found_here = one_process.diagnose(runs, truth, compared, tolerance) if self.diagnose else []
+        found_here = one_process.diagnose(runs, truth, compared, tolerance, found) if self.diagnose else []
         if not any(finding.cause is causes.DETACHED for finding in found_here):
             right = self._add(counts, compared, tolerance)
+            self.wrong_on_one = not right
             self.by_differences = None if right or self.facts.has_reference else found
         else:
             self.truth = truth = replace(truth, detached=True)
         self.findings += found_here
+        if self.diagnose and not self.facts.has_reference:
+            self._look_at_micro_batches()
         if self.facts.has_reference and any(row.kind == "input" and not row.exact for row in self._inputs(own)):
             self.with_inputs = False
             self.notes.append("inputs are left out: on one process their gradient is not the reference's")
@@ -271,6 +275,13 @@ class _Audit:
             ]
             new_own, new_reference = runs.measure(trials)
             self.truth = replace(truth, own=new_own, reference=new_reference)
+
+    def _look_at_micro_batches(self) -> None:
+        """The loss of one process is taken for that of the whole batch; it may be a mean of several."""
+        apart = one_process.micro_batches(self.runs, self.truth)
+        if apart is not None:
+            cause = replace(causes.MICRO_BATCHES, wrong=False)
+            self.findings.append(Finding(cause, self.truth.own.trial.counts, (), apart))
 
     def several(self, size: int) -> None:
         """Equal parts, and those that the problem is made for."""
@@ -299,6 +310,9 @@ class _Audit:
         """Why, unless fewer ranks with the same symptoms have shown a particular cause."""
         verdicts = {group: c.verdict(self.truth.tolerance) for group, c in compared.items()}
         wrong = frozenset(group for group, verdict in verdicts.items() if verdict != "exact")
+        if self.wrong_on_one and self._as_on_one(measured):
+            self.notes.append("on several ranks the gradient is that of one process, which is wrong")
+            return
         symptoms = (len(set(measured.trial.counts)) > 1, wrong)
         if symptoms in self.explained:
             return
@@ -306,6 +320,11 @@ class _Audit:
         self.findings += found
         if any(finding.cause.name not in causes.GENERAL for finding in found):
             self.explained.add(symptoms)
+
+    def _as_on_one(self, measured: Measured) -> bool:
+        one, total, tolerance = self.truth.own.gradients, self.truth.total, self.truth.tolerance
+        every = self.truth.groups.values()
+        return all(compare(measured.gradients, one, names, total).error <= tolerance for names in every)
 
     def _measured(self, trials: Sequence[Trial]) -> list[Measured]:
         """Of these trials the ones that end; for the others a finding."""
@@ -315,8 +334,9 @@ class _Audit:
             self.hangs = failure.hangs
             if len(trials) > 1 and not failure.hangs:  # one of them: which
                 return [measured for trial in trials for measured in self._measured([trial])]
-            cause = causes.HANGS if failure.hangs else causes.RAISES
-            self.findings.append(Finding(cause, trials[0].counts, (), failure.summary))
+            cause, of = (causes.HANGS, "") if failure.hangs else (causes.RAISES, failure.rank)
+            evidence = f"rank {of}: {failure.summary}" if of else failure.summary
+            self.findings.append(Finding(cause, trials[0].counts, (), evidence))
             return []
 
     def _compared(self, measured: Measured) -> dict[str, Comparison]:
@@ -345,9 +365,9 @@ class _Audit:
         """What is worth knowing where gradients are right."""
         losses, mean, true = measured.losses, measured.mean, self.truth.reference.losses[0]
         shown = f"{' and '.join(map(number, losses))}, one process {number(true)}"
-        if abs(mean - true) > 1e-6 * abs(true):
+        if not same(mean, true):
             self.findings.append(Finding(causes.VALUE_IS_ANOTHER, measured.trial.counts, (), shown))
-        elif any(abs(x - losses[0]) > 1e-6 * abs(mean) for x in losses):
+        elif not all(same(x, losses[0]) for x in losses):
             self.findings.append(Finding(causes.VALUES_DIFFER, measured.trial.counts, (), shown))
 
 

@@ -105,6 +105,13 @@ RANK_ORDER_MIXED = Cause(
     "gather each view for itself and in the same rank order; when views are joined first, rows of rank 0's views come "
     "before rank 1's, not view by view",
 )
+MICRO_BATCHES = Cause(
+    "micro-batches",
+    "each of several backward passes is of a loss of its own rows: rows meet those of their own micro-batch alone, and "
+    "other ones when ranks share the batch",
+    "accumulation does not make the batch of such a loss larger; encode in chunks, and compute one loss of all "
+    "features, as wholebatch.GradCache does",
+)
 OWN_STATISTICS = Cause(
     "own-statistics",
     "something that belongs to the whole batch is computed from each rank's own rows: the loss is right where all "
@@ -153,7 +160,7 @@ BATCH_STATISTICS = Cause(
     "BatchNorm normalises each rank's rows by their own statistics",
     "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), or a normalisation without statistics of the batch",
 )
-RAISES = Cause("raises", "it raises on several ranks", "see the message")
+RAISES = Cause("raises", "on several ranks it raises", "see the message")
 HANGS = Cause("hangs", "it does not end: ranks wait for each other", "see where each rank was")
 SCALED_ALIKE = Cause(
     "scaled-alike",

@@ -66,6 +66,8 @@ def main(argv: Sequence[str], *, prog: str) -> int:
         raise UserError("name a problem, as MODULE:FUNCTION, or presets, as in --preset open_clip; one of the two")
     if config.markdown and config.problem is not None:
         raise UserError("--markdown is of presets")
+    if config.setting is not None and config.problem is not None:
+        raise UserError("--setting is of presets")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("the audit starts its own processes: run it without torchrun")
     sys.path.insert(0, os.getcwd())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 Gradients = Mapping[str, Tensor]
+_SAME = 1e-6  # losses, relatively
 _NOTHING = {torch.float64: 1e-8, torch.float32: 1e-5}  # of the whole gradient: a group with less has none
 
 
@@ -43,6 +44,11 @@ class Comparison:
         if self.beside <= tolerance:
             return f"x {number(self.ratio)}"
         return "wrong direction"
+
+
+def same(a: float, b: float) -> bool:
+    """Two losses."""
+    return abs(a - b) <= _SAME * max(abs(a), abs(b), torch.finfo(torch.float32).tiny)
 
 
 def number(x: float) -> str:

@@ -8,13 +8,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from .._display import print_in_full
 from .report import Report, explanations, headline, table
 from .summary import Summary
 
 
 def print_report(report: Report) -> None:
     """Every comparison of one problem."""
-    console = Console()
     lines = table(report)
     header = lines.pop(0)
     shown = Table(title=f"audit of {escape(report.problem)}", title_justify="left")
@@ -26,7 +26,7 @@ def print_report(report: Report) -> None:
             shown.add_section()
         before = row.counts
         shown.add_row(*map(escape, cells[:-1]), f"[{'green' if row.exact else 'red'}]{escape(cells[-1])}[/]")
-    console.print(shown)
+    console = print_in_full(shown, fold=True)
     for line in explanations(report):
         console.print(escape(line), highlight=False, soft_wrap=True)
     verdict = "green" if report.exact else "bold red"

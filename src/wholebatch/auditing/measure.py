@@ -256,7 +256,12 @@ def _evaluate(
             )
         learned = [leaf for leaf in leaves_of([loss]) if isinstance(leaf, nn.Parameter)]
         check_known(problem, [leaf for leaf in learned if not any(leaf is x for x in inputs)])
-        loss.backward()
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            if "through the graph a second time" not in str(error):
+                raise
+            raise UserError(f"{what}(model, batch) has called backward() itself: give it as step=") from error
     return loss.item()
 
 

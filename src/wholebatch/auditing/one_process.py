@@ -11,7 +11,7 @@ import math
 from dataclasses import replace
 
 from . import causes
-from .compare import Comparison, compare, inner, number
+from .compare import Comparison, compare, inner, number, same
 from .differences import derivatives, derivatives_within
 from .report import Finding
 from .runs import FailureError, Measured, Runs, Truth
@@ -37,8 +37,10 @@ def against_differences(truth: Truth, measured: Measured, found: dict[str, float
     return made
 
 
-def diagnose(runs: Runs, truth: Truth, compared: dict[str, Comparison], tolerance: float) -> list[Finding]:
-    """Why groups are wrong on one process."""
+def diagnose(
+    runs: Runs, truth: Truth, compared: dict[str, Comparison], tolerance: float, differences: dict[str, float]
+) -> list[Finding]:
+    """Why groups are wrong on one process; `differences` are those of the returned loss, along each direction."""
     wrong = [g for g, c in compared.items() if c.verdict(tolerance) != "exact"]
     if not wrong:
         return []
@@ -79,6 +81,12 @@ def diagnose(runs: Runs, truth: Truth, compared: dict[str, Comparison], toleranc
         found += finding(causes.NO_GRADIENT, without, "their gradient is 0 or None")
     if found:
         return found
+    if facts.has_reference and truth.step is not None:
+        of_its_loss = against_differences(truth, own, differences).values()
+        if all(c.verdict(truth.close) == "exact" for c in of_its_loss):
+            apart = micro_batches(runs, truth)
+            losses = f"the loss is {number(own.losses[0])}, the reference's {number(truth.reference.losses[0])}"
+            return finding(causes.MICRO_BATCHES if apart else causes.ANOTHER_LOSS, wrong, apart or losses)
     figures = f"along a direction of each group, {', '.join(f'{g} x {number(r)}' for g, r in ratios.items())}"
     alike = max(ratios.values()) - min(ratios.values()) <= 10 * tolerance * abs(max(ratios.values()))
     if alike and not trusted and set(ratios) == {g for g, c in compared.items() if not math.isnan(c.ratio)}:
@@ -90,6 +98,25 @@ def diagnose(runs: Runs, truth: Truth, compared: dict[str, Comparison], toleranc
     if _stops_at_collectives(runs, truth, wrong):
         return finding(causes.KEY_SIDE_MISSING, wrong, f"what collectives give carries no gradient: {figures}")
     return finding(causes.DETACHED, wrong, figures)
+
+
+def micro_batches(runs: Runs, truth: Truth) -> str | None:
+    """What shows that rows of one backward pass do not meet those of another: it matters which rows are in which."""
+    own = truth.own
+    steps, (first, *between, last) = max(own.answers[0].passes.values(), default=0), own.trial.rows
+    if steps < 2 or own.answers[0].drew:
+        return None
+    try:
+        (exchanged,) = runs.measure([replace(own.trial, rows=(last, *between, first))])
+    except FailureError:
+        return None
+    before, after = own.losses[0], exchanged.losses[0]
+    if same(before, after):
+        return None
+    return (
+        f"{steps} backward passes, and on one process the loss is {number(before)}, but {number(after)} when the "
+        "batch's first and last row change places"
+    )
 
 
 def _stops_at_collectives(runs: Runs, truth: Truth, wrong: list[str]) -> bool:

@@ -11,6 +11,7 @@ import os
 import random
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -26,6 +27,7 @@ from ..heads import PartialFC
 from ..testing import preload, start_server
 
 Engine = Literal["mean", "sum", "ddp", "none"] | Callable[[nn.Module], nn.Module]
+INSTALLED = "site-packages"  # the folder of what is
 _ENGINES = ("mean", "sum", "ddp", "none")
 Factory = Callable[[], Any]
 FORM = (
@@ -186,8 +188,11 @@ def find(name: str) -> Factory:
         UserError: if there is no such module, or it cannot be imported, or has no such function.
     """
     module_name, colon, attribute = name.partition(":")
-    if not colon or not module_name or not attribute:
-        raise UserError(f"name the problem as MODULE:FUNCTION, as in my_project.audits:clip; got {name!r}")
+    if not colon or not module_name or not attribute or module_name.startswith("."):
+        raise UserError(
+            f"name the problem as MODULE:FUNCTION, as in my_project.audits:clip, where MODULE is as in an import; "
+            f"got {name!r}"
+        )
     known = set(sys.modules)
     if module_name.startswith("wholebatch."):
         preload(module_name)
@@ -218,7 +223,7 @@ def _installed_packages(modules: Iterable[str]) -> list[str]:
     found = []
     for name in sorted({module.partition(".")[0] for module in modules}):
         file = getattr(sys.modules.get(name), "__file__", None)
-        if file is not None and "site-packages" in Path(file).parts:
+        if file is not None and INSTALLED in Path(file).parts:
             found.append(name)
     return found
 
@@ -257,7 +262,7 @@ def build(factory: Factory | str, seed: int, dtype: torch.dtype) -> Problem:
                 f"the factory asks for a GPU ({_first_line(error)}); the audit runs on CPU processes: build model and "
                 "batch on the CPU"
             ) from error
-        raise UserError(f"the factory raised {type(error).__name__}: {_first_line(error)}") from error
+        raise UserError(f"the factory raised {type(error).__name__}: {_first_line(error)}{_place(error)}") from error
     if isinstance(made, tuple) and len(made) == 3:
         made = Problem(*made)
     if not isinstance(made, Problem):
@@ -271,6 +276,13 @@ def build(factory: Factory | str, seed: int, dtype: torch.dtype) -> Problem:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
+
+
+def _place(error: BaseException) -> str:
+    """Where it was raised: the innermost line that no installed package has."""
+    every = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in every if INSTALLED not in Path(frame.filename).parts] or list(every)
+    return f' (File "{frames[-1].filename}", line {frames[-1].lineno}, in {frames[-1].name})' if frames else ""
 
 
 def _converted(x: Any, dtype: torch.dtype) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,10 @@ from .._user_error import UserError
 from ..testing import RankError, RankTimeoutError, pickled, run_processes
 from .compare import Gradients
 from .measure import Answer, Facts, Job, Mistake, Quiet, Trial, run_trials
-from .problem import Factory
+from .problem import INSTALLED, Factory
+
+_PACKAGE = str(Path(__file__).parent.parent)
+_AFTER_THE_STEP = Path(__file__).parent / "measure.py"
 
 
 class FailureError(Exception):
@@ -29,22 +33,36 @@ class FailureError(Exception):
         if self.hangs:
             blocks = str(self).split("--- ")[1:]
             return "; ".join(f"{block.partition(' ')[0]} {block.split()[1]} {_place(block)}" for block in blocks)
-        # Other ranks then lose their connection, and may be heard of first.
-        blocks = [block.partition("failed:\n")[2] for block in str(self).split("--- rank ")[1:]]
-        blocks = [block.strip() for block in blocks if block.strip()] or [str(self)]
-        block = min(blocks, key=lambda block: "onnection" in block.splitlines()[-1])
+        _, block = self._first()
         if "died without a word" in block:
             return f"{block.splitlines()[-1].strip()} (in a script, calls stand under if __name__ == '__main__')"
         frames = [line.strip() for line in block.splitlines() if line.strip().startswith("File ")]
         if "UserError: " in block:
             return block.rpartition("UserError: ")[2].strip()
+        frames = [frame for frame in frames if INSTALLED not in frame] or frames
         return f"{block.splitlines()[-1].strip()}{f' ({frames[-1]})' if frames else ''}"
+
+    @property
+    def rank(self) -> str:
+        """Which it was that raised first."""
+        return self._first()[0]
+
+    def _first(self) -> tuple[str, str]:
+        """A rank and its traceback: other ranks then lose their connection, and may be heard of first."""
+        blocks = [block.partition(" failed:\n")[::2] for block in str(self).split("--- rank ")[1:]]
+        blocks = [(rank, text.strip()) for rank, text in blocks if text.strip()] or [("", str(self))]
+        return min(blocks, key=lambda block: "onnection" in block[1].splitlines()[-1])
 
 
 def _place(block: str) -> str:
-    """The innermost frame outside of torch, of a stack whose innermost frame comes first."""
+    """The innermost frame of the user's, of a stack whose innermost frame comes first."""
     frames = [line.strip() for line in block.splitlines() if line.strip().startswith("File ")]
-    return next((f"is at {frame}" for frame in frames if "/torch/" not in frame), "has ended")
+    frames = [frame for frame in frames if "/torch/" not in frame]
+    if not frames:
+        return "has ended"
+    if frames[0].startswith(f'File "{_AFTER_THE_STEP}"'):
+        return "is done with its step"
+    return f"is at {next((frame for frame in frames if _PACKAGE not in frame), frames[0])}"
 
 
 @dataclass(frozen=True)
@@ -124,7 +142,7 @@ class Runs:
         except RankError as error:
             raise FailureError(error) from error
         except ValueError as error:  # what cannot travel to another process
-            raise UserError(f"the problem's factory must be a function of a module: {error}") from error
+            raise UserError(f"the problem's factory must be a function of a module: {error}") from None
         for of_rank in of_ranks:
             if isinstance(of_rank, Mistake):
                 if len(of_ranks) == 1:

@@ -16,20 +16,18 @@ from dataclasses import replace
 from itertools import permutations
 from typing import TypeVar
 
-import torch
-
 from .._user_error import UserError
 from ..partition import Partition
 from . import causes
 from .causes import Cause
-from .compare import Comparison, compare, inner, number
+from .compare import Comparison, compare, inner, number, same
 from .differences import derivatives, derivatives_within
+from .one_process import micro_batches
 from .report import Finding
 from .runs import FailureError, Measured, Runs, Truth
 
 _T = TypeVar("_T")
 _FEW_RANKS = 3  # whose orders are tried
-_EQUAL = 1e-6  # losses, relatively
 
 
 def diagnose(runs: Runs, truth: Truth, measured: Measured, compared: dict[str, Comparison]) -> list[Finding]:
@@ -46,7 +44,7 @@ class _Case:
         self.without = [group for group in self.wrong if verdicts[group] == "no gradient"]
         self.true_loss = truth.reference.losses[0]
         self.facts, self.counted, self.mean = measured.facts, measured.counted, measured.mean
-        self.replicated = all(_same(x, measured.losses[0]) for x in measured.losses)
+        self.replicated = all(same(x, measured.losses[0]) for x in measured.losses)
 
     def findings(self) -> list[Finding]:
         """The first explanation that holds."""
@@ -78,7 +76,7 @@ class _Case:
         if not found and len(set(self.counts)) > 1:
             found = self._unequal_ranks()
         if not found and self.truth.detached:
-            found = self._by_ratios() if _same(self.mean, self.true_loss) else self._of_values(alone=False)
+            found = self._by_ratios() if same(self.mean, self.true_loss) else self._of_values(alone=False)
         elif not found and self.truth.step is not None:
             found = self._by_differences()
         return found or [self._finding(causes.UNKNOWN, self.wrong, self._figures())]
@@ -115,7 +113,7 @@ class _Case:
         """Ranks have different numbers of rows."""
         total = sum(self.counts)
         weighted = sum(n * x for n, x in zip(self.counts, self.measured.losses, strict=True)) / total
-        if not self.replicated and _same(weighted, self.true_loss) and not _same(self.mean, self.true_loss):
+        if not self.replicated and same(weighted, self.true_loss) and not same(self.mean, self.true_loss):
             evidence = (
                 f"the losses of the ranks have the mean {number(self.mean)}, and L, "
                 f"{number(self.true_loss)}, if each counts as often as it has rows"
@@ -229,6 +227,9 @@ class _Case:
         if alone and not self.replicated:
             evidence = f"{values}; no rank's loss changes with how another rank's rows are encoded"
             return [self._finding(causes.NOT_GATHERED, self.wrong, evidence)]
+        apart = micro_batches(self.runs, self.truth)
+        if apart is not None:
+            return [self._finding(causes.MICRO_BATCHES, self.wrong, f"{values}; {apart}")]
         constant, twice, rotated = _if_it_can(self._constant), _if_it_can(self._twice), _if_it_can(self._rotated)
         if constant and twice and rotated and rotated[0] and not all(rotated):
             evidence = (
@@ -258,7 +259,7 @@ class _Case:
         losses, true = self._losses_of([(rows[0],) * len(rows)])
         fewer = replace(self.truth.reference.trial, counts=(self.counts[0],), rows=(rows[0],) * self.counts[0])
         (own,) = self.runs.measure([fewer])
-        return None if _same(own.losses[0], true[0]) else _same(self.counted * sum(losses[0]), true[0])
+        return None if same(own.losses[0], true[0]) else same(self.counted * sum(losses[0]), true[0])
 
     def _twice(self) -> bool:
         """The same rows on all ranks; and on two, where rows that alternate do not happen to fall on their own."""
@@ -270,7 +271,7 @@ class _Case:
             here = replace(self.measured.trial, counts=(n,) * ranks, rows=rows)
             one = replace(self.truth.reference.trial, counts=(len(rows),), rows=rows)
             (measured,), (true,) = self.runs.measure([here]), self.runs.measure([one])
-            if not _same(measured.mean, true.losses[0]):
+            if not same(measured.mean, true.losses[0]):
                 return False
         return True
 
@@ -285,7 +286,7 @@ class _Case:
                 if mixed == rows:
                     continue
                 (one,) = self.runs.measure([replace(self.truth.reference.trial, but=(name, mixed))])
-                if _same(one.losses[0], self.mean):
+                if same(one.losses[0], self.mean):
                     return name, ", ".join(map(str, order))
         return None
 
@@ -295,14 +296,14 @@ class _Case:
             return []
         rows, n = self.measured.trial.rows, self.counts[0]
         losses, _ = self._losses_of([rows[k * n :] + rows[: k * n] for k in range(self.ranks)])
-        return [_same(self.counted * sum(of_rank), self.true_loss) for of_rank in zip(*losses, strict=True)]
+        return [same(self.counted * sum(of_rank), self.true_loss) for of_rank in zip(*losses, strict=True)]
 
     def _at_rank_0(self) -> bool:
         """Rank 2 of 3, given rank 0's rows, has its loss: it is not among rank 1's that its positives are sought."""
         rows, n = self.measured.trial.rows, self.counts[0]
         trial = replace(self.measured.trial, counts=(n, n, n), rows=rows[: 2 * n] + rows[:n])
         (measured,) = self.runs.measure([trial])
-        return _same(measured.losses[0], measured.losses[2])
+        return same(measured.losses[0], measured.losses[2])
 
     def _losses_of(self, batches: Sequence[tuple[int, ...]]) -> tuple[list[list[float]], list[float]]:
         """Of these rows, each rank's losses, and one process's."""
@@ -331,7 +332,3 @@ def _if_it_can(look: Callable[[], _T]) -> _T | None:
         return look()
     except (FailureError, UserError):
         return None
-
-
-def _same(a: float, b: float) -> bool:
-    return abs(a - b) <= _EQUAL * max(abs(a), abs(b), torch.finfo(torch.float32).tiny)

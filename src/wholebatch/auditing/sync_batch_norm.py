@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..comm import TorchCommunicator
 
 
 def make_runnable(model: nn.Module) -> None:
-    """Give each SyncBatchNorm of the model a forward pass for the CPU."""
+    """Make each SyncBatchNorm of the model one for the CPU, which DistributedDataParallel does not refuse either."""
     for module in model.modules():
         if isinstance(module, nn.SyncBatchNorm):
-            object.__setattr__(module, "forward", _Forward(module))
+            module.__class__ = _SyncBatchNorm  # type: ignore[assignment]  # has the same state
 
 
-class _Forward:
+class _SyncBatchNorm(_BatchNorm):
     """(x - mean) / sqrt(variance + eps) over the rows, and what else is not a channel, of all ranks."""
 
-    def __init__(self, module: nn.SyncBatchNorm) -> None:
-        self._module = module
-
-    def __call__(self, x: Tensor) -> Tensor:
-        module = self._module
-        if not module.training and module.running_mean is not None and module.running_var is not None:
-            mean, variance = module.running_mean, module.running_var
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training and self.running_mean is not None and self.running_var is not None:
+            mean, variance = self.running_mean, self.running_var
         else:
             # The engine averages, and each rank's loss counts: the adjoint is that of the sum of the ranks' losses.
             comm = TorchCommunicator(loss="sum")
@@ -32,8 +29,8 @@ class _Forward:
             count = comm.all_reduce(torch.tensor(float(x.numel() // x.shape[1]), dtype=x.dtype))
             mean = comm.all_reduce(x.sum(others)) / count
             variance = comm.all_reduce((x - _along(mean, x)).square().sum(others)) / count
-        made = (x - _along(mean, x)) / (_along(variance, x) + module.eps).sqrt()
-        return made if module.weight is None else made * _along(module.weight, x) + _along(module.bias, x)
+        made = (x - _along(mean, x)) / (_along(variance, x) + self.eps).sqrt()
+        return made if self.weight is None else made * _along(self.weight, x) + _along(self.bias, x)
 
 
 def _along(of_channels: Tensor, x: Tensor) -> Tensor:

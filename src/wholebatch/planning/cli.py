@@ -23,8 +23,7 @@ from .rates import Rates
 from .sizes import DTYPES
 from .work import LossName, Shapes
 
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _CHECK_S = 15.0  # of each setting
 
 
@@ -33,7 +32,7 @@ class PlanConfig:
     """What each way to compute a loss takes on each rank, what fits, the call to paste, the largest batch that fits.
 
     For example: wholebatch plan --batch 65536 --dim 768 --ranks 8 --dtype bf16 --device h200. Sizes in bytes may have a
-    unit, as in 80GB or 64MiB.
+    unit, as in 80GB or 64MiB. Exit code 0: something fits; 1: nothing does; 2: a mistake in the options.
     """
 
     batch: int | None = None
@@ -190,7 +189,7 @@ def number_of_bytes(name: str, text: str) -> int:
     Raises:
         UserError: if it is none.
     """
-    found = re.fullmatch(r"\s*([0-9]+[.]?[0-9]*(?:e[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+    found = re.fullmatch(r"\s*([0-9]+[.]?[0-9]*(?:e[0-9]+)?)\s*([a-z]*?)b?\s*", text.lower())
     number = inf if found is None else float(found[1]) * _UNITS.get(found[2], inf)
     if not isfinite(number):
         raise UserError(f"--{name} must be a number of bytes, such as 80GB, 64MiB or 1e9; got {text!r}")

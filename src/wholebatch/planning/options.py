@@ -173,6 +173,7 @@ def plan(
     >>> found.chosen.fits, found.chosen.call
     (True, 'wb.CLIPLoss(memory=1207959552)')
     """
+    device = device.lower() if isinstance(device, str) else device
     name: Any = loss if loss is not None else "partial_fc" if classes is not None else "clip"
     number = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     one = isinstance(encoder_bytes, int) or not isinstance(encoder_bytes, Sequence) or isinstance(encoder_bytes, str)

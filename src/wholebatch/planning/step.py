@@ -23,6 +23,7 @@ from math import ceil
 from ..sweep.memory import Memory
 from .work import ExchangeUsed, Shapes, Work, work_of
 
+_FILLED = 0.9  # of the limit, at most, by what is made to fit: a plan may be some percent too small
 _LEAST_KEPT = 0.1  # of S, below which keeping a part is not worth a line
 _LARGEST = 2**40 - 1  # rows of a rank
 
@@ -82,7 +83,8 @@ def worth_a_line(step: Step, limit: int, chunk: int | None, keep_graphs: int | N
         step: what is planned.
         limit: bytes that a rank may take.
         chunk: rows that are encoded at a time; None: so many that four fit.
-        keep_graphs: chunks that are not encoded again; None: none, and as many as fit.
+        keep_graphs: chunks that are not encoded again; None: none, and as many as fit, with a tenth of the limit to
+            spare.
     """
     shapes = step.shapes
     rings = shapes.ranks > 1 and shapes.loss != "partial_fc" and shapes.device == "cpu"
@@ -97,8 +99,8 @@ def worth_a_line(step: Step, limit: int, chunk: int | None, keep_graphs: int | N
                     setting = replace(setting, chunk=rows, kept_graphs=keep_graphs or 0)
                 found.append(setting)
                 if kept_size == min(shapes.kept_sizes(), default=0) and _peak(step, setting) > limit:
-                    found += _partly(step, setting, limit)
-                graphs = _graphs_that_fit(step, setting, limit) if keep_graphs is None else 0
+                    found += _partly(step, setting, int(_FILLED * limit))
+                graphs = _graphs_that_fit(step, setting, int(_FILLED * limit)) if keep_graphs is None else 0
                 if graphs:
                     found.append(replace(setting, kept_graphs=graphs))
     return found

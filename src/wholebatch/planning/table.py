@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .options import Option, Plan
 
-COLUMNS = ("", "exchange", "similarities", "encoders", "peak", "sent", "TFLOP", "time", "largest batch", "")
+COLUMNS = ("", "exchange", "similarities", "encoders", "peak", "sent", "FLOP", "time", "largest batch", "")
 _NAMES = {2: "bf16", 4: "fp32", 8: "fp64"}
 _CACHING = COLUMNS.index("encoders")
 
@@ -34,6 +34,8 @@ def remarks(plan: Plan) -> list[str]:
         found.append(f"Nothing fits: the least is {amount(min(option.peak for option in plan.options))}.")
     else:
         found.append(f"chosen: {plan.chosen.call}")
+        if plan.chosen.kept_graphs and not plan.encoders:
+            found.append("  what encodes least twice counts as fastest while --encoder-flops are not given")
     if best.largest_batch:
         found.append(f"largest batch that fits: {best.largest_batch}, with {best.call_of_largest}")
     else:
@@ -62,7 +64,7 @@ def _row(plan: Plan, number: int, option: Option) -> tuple[str, ...]:
         _encoders(option),
         amount(option.peak),
         amount(option.wire),
-        f"{option.flops / 1e12:.3g}",
+        operations(option.flops),
         duration(option.seconds),
         str(option.largest_batch),
         ", ".join(marks),
@@ -80,8 +82,9 @@ def of_entries(loss: str, option: Option) -> str:
 def _encoders(option: Option) -> str:
     if option.chunk is None:
         return "at once"
-    kept = f", keep {option.kept_graphs}" if option.kept_graphs else ""
-    return f"chunks of {option.chunk}{kept}"
+    if not option.kept_graphs:
+        return f"chunks of {option.chunk}, all twice"
+    return f"chunks of {option.chunk}, {option.encoded_again:.0%} twice"
 
 
 def amount(number: float) -> str:
@@ -95,6 +98,18 @@ def amount(number: float) -> str:
             return f"{number:.3g} {unit}"
         number /= 1000
     raise AssertionError
+
+
+def operations(number: float) -> str:
+    """The same of multiply-adds, two for each.
+
+    >>> operations(465e3), operations(8.2e13)
+    ('0.000465 G', '82 T')
+    """
+    for unit, of in (("G", 1e9), ("T", 1e12), ("P", 1e15)):
+        if number < 999.5 * of:
+            return f"{number / of:.3g} {unit}"
+    return f"{number / 1e18:.3g} E"
 
 
 def duration(seconds: float) -> str:
