@@ -31,7 +31,9 @@ def print_report(report: Report) -> None:
         console.print(escape(line), highlight=False, soft_wrap=True)
     verdict = "green" if report.exact else "bold red"
     console.print(
-        f"\n[{verdict}]{escape(headline(report))}[/] ({report.dtype}, {report.seconds:.1f} s)", highlight=False
+        f"\n[{verdict}]{escape(headline(report))}[/] ({report.dtype}, {report.seconds:.1f} s)",
+        highlight=False,
+        soft_wrap=True,
     )
 
 
