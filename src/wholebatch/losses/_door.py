@@ -28,6 +28,7 @@ from .._precision import accumulation_dtype, wide_dtype
 from ..comm import Communicator, Group, LocalCommunicator, handshake, select_communicator
 from ..comm.handshake import GRAD_ENABLED
 from ..exchange import EXCHANGES, Exchange, ExchangeName, num_entries, select_exchange
+from ..kernels import KERNELS, Kernel, check_kernel
 from ..partition import Partition
 from ..sweep import Budget, Memory, default_side, fit, smallest_budget
 from ..sync import Sync, check_sync, feature_factor, loss_parameters, scale_gradient, total
@@ -36,7 +37,7 @@ from ._towers import no_autocast
 
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")
-_CHOICES = ("exchange", "memory", "reduction")
+_CHOICES = ("exchange", "memory", "reduction", "kernel")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _ARGUMENTS = "the arguments that are given (a rank without rows passes shape (0, d), not None)"
@@ -52,6 +53,7 @@ class Options:
     exchange: ExchangeName = "auto"
     memory: Memory = "auto"
     reduction: Reduction = "mean"
+    kernel: Kernel = "auto"
 
     def check(self) -> None:
         """Raise ValueError unless each of them exists; `group` is looked at when the loss is called."""
@@ -59,6 +61,7 @@ class Options:
         check_choice("exchange", self.exchange, EXCHANGES)
         check_memory(self.memory)
         check_choice("reduction", self.reduction, REDUCTIONS)
+        check_choice("kernel", self.kernel, KERNELS)
 
 
 class LossModule(nn.Module):
@@ -261,6 +264,7 @@ def agree(
         for name, x in given.items():
             check_features(name, x)
         first_name, first = next(iter(given.items()))
+        check_kernel(options.kernel, first.device)
         for name, x in given.items():
             check_alike(first_name, first, name, x, rows=(first_name, name) == paired)
         more = check()

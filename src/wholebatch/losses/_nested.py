@@ -85,7 +85,6 @@ class _Plan:
             1.0,
             side=self.budget.side,
             largest=self.exchange.largest_block,
-            buffers=3 + len(self.dims),
         )
         return NestedSweep(driver, self.pairs, self.dims, inverse, self.scale, self.shift)
 

@@ -30,9 +30,10 @@ from .._once import once_differentiable
 from .._precision import accumulation_dtype, wide_dtype
 from ..comm import Communicator, LocalCommunicator
 from ..exchange import Exchange
+from ..kernels import in_triton
 from ..logsumexp import log_sum_exp, never_small, shared_shift, uncertified
 from ..partition import Partition
-from ..sweep import Block, Budget, Driver, KeptTiles, Selection, SoftmaxSweep, Sums, Weights
+from ..sweep import Block, Budget, Driver, KeptTiles, KernelSoftmaxSweep, Selection, SoftmaxSweep, Sums, Weights
 from ._door import Agreement
 from ._towers import Towers, inner, no_autocast
 
@@ -57,6 +58,7 @@ class SoftmaxPlan:
         differentiable: whether a backward pass may follow.
         beside_target: whether the loss adds exp(T_i) to a row's sum: a sum far below it need not be exact.
         guide: this rank's rows of the guide's features of Y, if the selection has a guide.
+        in_kernels: whether kernels in Triton do what they know.
     """
 
     comm: Communicator
@@ -73,6 +75,7 @@ class SoftmaxPlan:
     differentiable: bool
     beside_target: bool = False
     guide: Tensor | None = None
+    in_kernels: bool = False
 
     @property
     def symmetric(self) -> bool:
@@ -86,17 +89,16 @@ class SoftmaxPlan:
 
     def sweep(self, x: Tensor, kept: Tensor | None = None) -> SoftmaxSweep:
         """A sweep of X's rows."""
-        buffers = 2 if self.selection.bend is None else 3
         group = self.selection.best_of
         driver = Driver(
             x,
             self.scale,
             side=max(1, self.budget.side // group) * group,  # no group in two tiles
             largest=self.exchange.largest_block,
-            buffers=buffers,
             norms=self.towers.stay_norms,
         )
-        return SoftmaxSweep(driver, self.selection, kept=None if kept is None else KeptTiles(kept))
+        kind = KernelSoftmaxSweep if self.in_kernels else SoftmaxSweep
+        return kind(driver, self.selection, kept=None if kept is None else KeptTiles(kept))
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,7 @@ def softmax_numbers(
         differentiable=agreed.differentiable,
         beside_target=beside_target and "squares" not in asked,
         guide=guide,
+        in_kernels=in_triton(agreed.options.kernel),
     )
     # No entries, but a way back to the features, which are not all saved: by it a second derivative is refused.
     anchor = torch.cat([feature[:0].flatten() for feature in features])

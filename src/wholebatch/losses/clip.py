@@ -18,6 +18,7 @@ from torch import Tensor
 from .._checks import check_choice, check_label_smoothing
 from ..comm import Group
 from ..exchange import ExchangeName
+from ..kernels import Kernel
 from ..sweep import Memory, Selection
 from ..sync import Sync
 from ._cross_entropy import how_many_equal, many_positives, one_positive
@@ -45,6 +46,7 @@ def clip_loss(
     sync: Sync = "mean",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
+    kernel: Kernel = "auto",
 ) -> Any:
     r"""Symmetric cross-entropy between the images and texts of all ranks, with its exact gradient.
 
@@ -66,6 +68,11 @@ def clip_loss(
         memory: of the tiles of S. "flat": S is computed twice and never stored; an int: so many bytes per rank, which
             hold exp(S), or part of it, between forward and backward, so that it is computed once; "auto": "flat" but
             for small batches. What is kept in half precision, and what that costs: `wholebatch.sweep.memory`.
+        kernel: who computes a tile. "torch": plain PyTorch, in float32 (float64 for float64). "triton": kernels that
+            never store S, on CUDA, with `pip install 'wholebatch[triton]'`; sums and products are of float32 numbers,
+            but dS is rounded to the features' dtype. What they do not know is done in plain PyTorch: what `memory`
+            keeps, float64, gradients in float16, label smoothing, statistics. "auto": "torch", until kernels have been
+            measured on a GPU.
         ids: (b_r,) integers; pairs with equal ids (the same caption, the same product) belong together.
         equal_ids: "positive": all of them are positives, and L is the mean over each row's and column's (UniCL).
             "excluded": only row i is row i's positive, and the others are left out of its sum.
@@ -120,7 +127,7 @@ def clip_loss(
 
     agreed = agree(
         "clip_loss",
-        Options(group, sync, exchange, memory, reduction),
+        Options(group, sync, exchange, memory, reduction, kernel),
         scalars={"logit_scale": logit_scale, "logit_bias": logit_bias},
         features={"image_features": image_features, "text_features": text_features},
         paired=("image_features", "text_features"),
@@ -179,7 +186,7 @@ class CLIPLoss(LossModule):
     engine wraps.
 
     Args:
-        group, sync, exchange, memory, reduction, label_smoothing, equal_ids, return_statistics: as in
+        group, sync, exchange, memory, kernel, reduction, label_smoothing, equal_ids, return_statistics: as in
             :func:`wholebatch.functional.clip_loss`.
     """
 
@@ -190,6 +197,7 @@ class CLIPLoss(LossModule):
         sync: Sync = "mean",
         exchange: ExchangeName = "auto",
         memory: Memory = "auto",
+        kernel: Kernel = "auto",
         reduction: Reduction = "mean",
         label_smoothing: float = 0.0,
         equal_ids: EqualIdsAre = "positive",
@@ -200,6 +208,7 @@ class CLIPLoss(LossModule):
             sync=sync,
             exchange=exchange,
             memory=memory,
+            kernel=kernel,
             reduction=reduction,
             label_smoothing=label_smoothing,
             equal_ids=equal_ids,

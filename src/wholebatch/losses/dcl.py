@@ -17,6 +17,7 @@ from torch import Tensor
 from .._checks import check_temperature
 from ..comm import Group
 from ..exchange import ExchangeName
+from ..kernels import Kernel
 from ..sweep import Memory
 from ..sync import Sync, total
 from ._door import LossModule, Options, Reduction, agree, eager
@@ -39,6 +40,7 @@ def dcl_loss(
     sync: Sync = "mean",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
+    kernel: Kernel = "auto",
 ) -> Any:
     r"""Logsumexp over each row's negatives less its positive's logit, over the two views of all ranks.
 
@@ -61,6 +63,7 @@ def dcl_loss(
         sync: "mean", "sum" or None, as there.
         exchange: "gather", "ring" or "auto", as there.
         memory: "flat", "auto" or bytes, as there.
+        kernel: as in :func:`wholebatch.functional.clip_loss`.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.dcl_loss` on the concatenated
@@ -86,7 +89,7 @@ def dcl_loss(
     """
     agreed = agree(
         "dcl_loss",
-        Options(group, sync, exchange, memory, reduction),
+        Options(group, sync, exchange, memory, reduction, kernel),
         scalars={"temperature": temperature},
         features={"z0": z0, "z1": z1},
         paired=("z0", "z1"),
@@ -119,7 +122,7 @@ class DCLLoss(LossModule):
     """Decoupled contrastive loss over the global batch.
 
     Args:
-        temperature, sigma, reduction, return_statistics, group, sync, exchange, memory: as in
+        temperature, sigma, reduction, return_statistics, group, sync, exchange, memory, kernel: as in
             :func:`wholebatch.functional.dcl_loss`.
     """
 
@@ -134,6 +137,7 @@ class DCLLoss(LossModule):
         sync: Sync = "mean",
         exchange: ExchangeName = "auto",
         memory: Memory = "auto",
+        kernel: Kernel = "auto",
     ) -> None:
         super().__init__(
             temperature=temperature,
@@ -144,6 +148,7 @@ class DCLLoss(LossModule):
             sync=sync,
             exchange=exchange,
             memory=memory,
+            kernel=kernel,
         )
         _checked(temperature, sigma)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from .._checks import check_alike, check_choice, check_features, check_label_smoothing, check_number, largest_norm
 from ..comm import Group
 from ..exchange import ExchangeName
+from ..kernels import Kernel
 from ..sweep import Memory
 from ..sync import Sync
 from ._cross_entropy import many_positives, mean_logit, one_positive, softplus
@@ -64,6 +65,7 @@ def info_nce_loss(
     sync: Sync = "mean",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
+    kernel: Kernel = "auto",
 ) -> Any:
     r"""Cross-entropy of each query's own key among the keys and negatives of all ranks, with its exact gradient.
 
@@ -119,6 +121,7 @@ def info_nce_loss(
         exchange: "gather", "ring" or "auto", as there; what travels is the queries, or keys and negatives, whichever
             are fewer.
         memory: "flat", "auto" or bytes, as there.
+        kernel: as in :func:`wholebatch.functional.clip_loss`.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.info_nce_loss` on the concatenated
@@ -179,7 +182,7 @@ def info_nce_loss(
 
     agreed = agree(
         "info_nce_loss",
-        Options(group, sync, exchange, memory, reduction),
+        Options(group, sync, exchange, memory, reduction, kernel),
         scalars={"logit_scale": logit_scale},
         features={"queries": queries, "keys": keys, "negatives": negatives, "hard_negatives": as_rows(hard_negatives)},
         optional=("negatives", "hard_negatives"),
@@ -252,6 +255,7 @@ class InfoNCELoss(LossModule):
         sync: Sync = "mean",
         exchange: ExchangeName = "auto",
         memory: Memory = "auto",
+        kernel: Kernel = "auto",
     ) -> None:
         settings: dict[str, Any] = {
             "equal_ids": equal_ids,
@@ -269,6 +273,7 @@ class InfoNCELoss(LossModule):
             sync=sync,
             exchange=exchange,
             memory=memory,
+            kernel=kernel,
             reduction=reduction,
             return_statistics=return_statistics,
             **settings,

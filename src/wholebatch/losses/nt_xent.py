@@ -16,6 +16,7 @@ from torch import Tensor
 from .._checks import check_temperature
 from ..comm import Group
 from ..exchange import ExchangeName
+from ..kernels import Kernel
 from ..sweep import Memory
 from ..sync import Sync
 from ._cross_entropy import one_positive
@@ -38,6 +39,7 @@ def nt_xent_loss(
     sync: Sync = "mean",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
+    kernel: Kernel = "auto",
 ) -> Any:
     r"""Cross-entropy of each row's other view among all rows of both views but itself, with its exact gradient.
 
@@ -58,6 +60,7 @@ def nt_xent_loss(
         sync: "mean", "sum" or None, as there.
         exchange: "gather", "ring" or "auto", as there.
         memory: "flat", "auto" or bytes, as there.
+        kernel: as in :func:`wholebatch.functional.clip_loss`.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.nt_xent_loss` on the concatenated
@@ -85,7 +88,7 @@ def nt_xent_loss(
     """
     agreed = agree(
         "nt_xent_loss",
-        Options(group, sync, exchange, memory, reduction),
+        Options(group, sync, exchange, memory, reduction, kernel),
         scalars={"temperature": temperature},
         features={"z0": z0, "z1": z1},
         paired=("z0", "z1"),
@@ -112,7 +115,7 @@ class NTXentLoss(LossModule):
     Args:
         temperature: a number, or an `nn.Parameter` to be learned: then wrap the module like the model, so that the
             engine synchronises its gradient.
-        group, sync, exchange, memory, reduction, return_statistics: as in
+        group, sync, exchange, memory, kernel, reduction, return_statistics: as in
             :func:`wholebatch.functional.nt_xent_loss`.
     """
 
@@ -124,6 +127,7 @@ class NTXentLoss(LossModule):
         sync: Sync = "mean",
         exchange: ExchangeName = "auto",
         memory: Memory = "auto",
+        kernel: Kernel = "auto",
         reduction: Reduction = "mean",
         return_statistics: bool = False,
     ) -> None:
@@ -133,6 +137,7 @@ class NTXentLoss(LossModule):
             temperature=temperature,
             exchange=exchange,
             memory=memory,
+            kernel=kernel,
             reduction=reduction,
             return_statistics=return_statistics,
         )

@@ -114,7 +114,7 @@ class _Plan:
     budget: Budget
 
     def sweep(self, x: Tensor) -> RankingSweep:
-        driver = Driver(x, 1.0, side=self.budget.side, largest=self.exchange.largest_block, buffers=4)
+        driver = Driver(x, 1.0, side=self.budget.side, largest=self.exchange.largest_block)
         return RankingSweep(driver, self.pairs, self.most, self.temperature)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from .._checks import check_temperature
 from ..comm import Group
 from ..exchange import ExchangeName
+from ..kernels import Kernel
 from ..sweep import Memory
 from ..sync import Sync
 from ._cross_entropy import many_positives
@@ -38,6 +39,7 @@ def sup_con_loss(
     sync: Sync = "mean",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
+    kernel: Kernel = "auto",
 ) -> Any:
     r"""Mean cross-entropy of each row's positives, the others of its class, among all other rows of all ranks.
 
@@ -60,6 +62,7 @@ def sup_con_loss(
         sync: "mean", "sum" or None, as there.
         exchange: "gather", "ring" or "auto", as there.
         memory: "flat", "auto" or bytes, as there.
+        kernel: as in :func:`wholebatch.functional.clip_loss`.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.sup_con_loss` on the concatenated
@@ -86,7 +89,7 @@ def sup_con_loss(
     """
     data = agree_labelled(
         "sup_con_loss",
-        Options(group, sync, exchange, memory, reduction),
+        Options(group, sync, exchange, memory, reduction, kernel),
         features,
         labels,
         weights,
@@ -109,7 +112,7 @@ class SupConLoss(LossModule):
     """Supervised contrastive loss over the global batch.
 
     Args:
-        temperature, return_statistics, reduction, group, sync, exchange, memory: as in
+        temperature, return_statistics, reduction, group, sync, exchange, memory, kernel: as in
             :func:`wholebatch.functional.sup_con_loss`.
     """
 
@@ -123,6 +126,7 @@ class SupConLoss(LossModule):
         sync: Sync = "mean",
         exchange: ExchangeName = "auto",
         memory: Memory = "auto",
+        kernel: Kernel = "auto",
     ) -> None:
         super().__init__(
             temperature=temperature,
@@ -132,6 +136,7 @@ class SupConLoss(LossModule):
             sync=sync,
             exchange=exchange,
             memory=memory,
+            kernel=kernel,
         )
         check_temperature("temperature", temperature)
 

@@ -9,6 +9,7 @@ from .ranking import RankingSweep
 from .sigmoid import SigmoidSweep
 from .soft_targets import SoftTargetSweep
 from .softmax import Bend, Over, Selection, SoftmaxSweep, Sums, Weights
+from .softmax_kernels import KernelSoftmaxSweep
 
 __all__ = [
     "NONE",
@@ -21,6 +22,7 @@ __all__ = [
     "EqualIds",
     "HardestSweep",
     "KeptTiles",
+    "KernelSoftmaxSweep",
     "Memory",
     "NamedRows",
     "NestedSweep",

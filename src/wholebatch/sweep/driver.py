@@ -3,8 +3,9 @@
     logits      S_ij = scale x_i . y_j + bias                1 unit of multiply-adds
     products    U_i += dS_ij y_j,  V_j += dS_ij x_i          2 units       (U = dS Y, V = dS^T X)
 
-What happens to a tile in between is the business of a tile function (`softmax`, `sigmoid`). All buffers are allocated
-once. Half-precision features are widened to float32 tile by tile, so that every product is taken and summed in float32.
+What happens to a tile in between is the business of a tile function (`softmax`, `sigmoid`). A buffer is allocated once,
+when it is first used. Half-precision features are widened to float32 tile by tile, so that every product is taken and
+summed in float32.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ class Driver:
         scale, bias: of S.
         side: rows and columns of a tile.
         largest: rows and columns of the largest block to come, where that is known to be smaller than a tile.
-        buffers: tiles in memory; more than 2 where `spare` is used.
         norms: (b, 1), by which X's rows are divided, a tile's at a time; None: they are taken as they are.
     """
 
@@ -49,13 +49,12 @@ class Driver:
         *,
         side: int,
         largest: tuple[int, int] | None = None,
-        buffers: int = 2,
         norms: Tensor | None = None,
     ) -> None:
         self.x, self.scale, self.bias, self.side, self.norms = x, scale, bias, side, norms
         self.dtype, self.width = accumulation_dtype(x.dtype), x.shape[1]
         rows, cols = (min(side, n) for n in largest or (side, side))
-        self._logits, self._scratch, *self._spare = (x.new_empty(rows * cols, dtype=self.dtype) for _ in range(buffers))
+        self._entries, self._tiles = rows * cols, dict[int, Tensor]()
         widened = x.dtype != self.dtype
         self._wide_x = x.new_empty(rows * (widened or norms is not None), x.shape[1], dtype=self.dtype)
         self._wide_y = x.new_empty(cols * widened, x.shape[1], dtype=self.dtype)
@@ -76,23 +75,29 @@ class Driver:
     def logits(self, tile: Tile, x: Tensor, y: Tensor) -> Tensor:
         """The tile of S, in a buffer that the next one overwrites."""
         # The scale comes after the product: as its alpha, some libraries round one factor's entries times it.
-        logits = torch.mm(x, y.T, out=_view(self._logits, tile)).mul_(self.scale)
+        logits = torch.mm(x, y.T, out=self.buffer(tile)).mul_(self.scale)
         if tile.own_mirror:  # a product need not round S_ij and S_ji alike
-            below = torch.triu(logits, 1, out=_view(self._scratch, tile)).T
+            below = torch.triu(logits, 1, out=self.scratch(tile)).T
             logits.triu_().add_(below)
         return logits.add_(self.bias) if self.bias else logits
 
     def buffer(self, tile: Tile) -> Tensor:
         """Where the tile of S lies."""
-        return _view(self._logits, tile)
+        return self._memory(0, tile)
 
     def scratch(self, tile: Tile) -> Tensor:
         """Memory for another tile."""
-        return _view(self._scratch, tile)
+        return self._memory(1, tile)
 
     def spare(self, tile: Tile, number: int = 0) -> Tensor:
-        """Memory for one more, of those beyond two."""
-        return _view(self._spare[number], tile)
+        """Memory for one more."""
+        return self._memory(2 + number, tile)
+
+    def _memory(self, number: int, tile: Tile) -> Tensor:
+        if number not in self._tiles:
+            self._tiles[number] = self.x.new_empty(self._entries, dtype=self.dtype)
+        rows, cols = tile.shape
+        return self._tiles[number][: rows * cols].view(rows, cols)
 
     def products(
         self, grad: Tensor, tile: Tile, x: Tensor, y: Tensor, block: Block, u: Tensor | None, v: Tensor | None
@@ -111,8 +116,3 @@ def relative(cols: slice, block: Block) -> slice:
 
 def _widened(x: Tensor, buffer: Tensor) -> Tensor:
     return x if x.dtype == buffer.dtype else buffer[: len(x)].copy_(x)
-
-
-def _view(buffer: Tensor, tile: Tile) -> Tensor:
-    rows, cols = tile.shape
-    return buffer[: rows * cols].view(rows, cols)

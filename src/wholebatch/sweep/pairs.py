@@ -66,11 +66,11 @@ class EqualIds:
     """
 
     def __init__(self, rows: Tensor, cols: Tensor, *, but: Entries | None = None) -> None:
-        self._rows, self._cols, self._but = rows, cols, but
+        self.rows, self.cols, self.but = rows, cols, but
 
     def within(self, tile: Tile, device: torch.device) -> Index | None:
-        mask = self._rows[tile.rows, None] == self._cols[None, tile.cols]
-        at = self._but.within(tile, device) if self._but is not None else None
+        mask = self.rows[tile.rows, None] == self.cols[None, tile.cols]
+        at = self.but.within(tile, device) if self.but is not None else None
         if at is not None:
             mask[at] = False
         rows, cols = mask.nonzero(as_tuple=True)
@@ -100,10 +100,10 @@ class Union:
     """The entries of several sets that have none in common."""
 
     def __init__(self, *sets: Entries) -> None:
-        self._sets = sets
+        self.sets = sets
 
     def within(self, tile: Tile, device: torch.device) -> Index | None:
-        found = [at for at in (entries.within(tile, device) for entries in self._sets) if at is not None]
+        found = [at for at in (entries.within(tile, device) for entries in self.sets) if at is not None]
         if not found:
             return None
         rows, cols = zip(*found, strict=True)

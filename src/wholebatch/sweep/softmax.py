@@ -149,7 +149,7 @@ class SoftmaxSweep:
 
     def sums(self, block: Block, rows: Sums | None, cols: Sums | None) -> None:
         """Add the block's part to the fields of `rows` and `cols`; None is left out."""
-        shift = _one_shift(rows, cols)
+        shift = one_shift(rows, cols)
         for tile, x, y in self.driver.tiles(block):
             sides = [(side[at], dim) for side, at, dim in _sides(tile, block, rows, cols)]
             entries = self._candidates(tile, block, x, y)
@@ -174,7 +174,7 @@ class SoftmaxSweep:
         of_offsets: Tensor | None = None,
     ) -> None:
         """Add dS Y to `u` (b, d), dS^T X to `v` (n, d) and dS 1 to `of_offsets` (b,); None is left out."""
-        shift = _one_shift(rows, cols)
+        shift = one_shift(rows, cols)
         for tile, x, y in self.driver.tiles(block):
             sides = [] if rows is None else [(rows[tile.rows], 1)]
             if cols is not None:  # of a tile that is its own mirror image, too: its gradient is dS + dS^T
@@ -339,7 +339,7 @@ def _sides(tile: Tile, block: Block, rows: _T | None, cols: _T | None) -> Iterat
         yield cols, relative(tile.cols, block), 0
 
 
-def _one_shift(rows: Sums | Weights | None, cols: Sums | Weights | None) -> float | None:
+def one_shift(rows: Sums | Weights | None, cols: Sums | Weights | None) -> float | None:
     """The shift that all pairs share; None if each has its own."""
     side = rows if rows is not None else cols
     assert side is not None

@@ -1,0 +1,31 @@
+"""Who computes a tile: plain PyTorch, or a kernel in Triton."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Literal
+
+import torch
+
+from .launch import interpreted
+
+Kernel = Literal["auto", "torch", "triton"]
+KERNELS = ("auto", "torch", "triton")
+
+
+def check_kernel(kernel: Kernel, device: torch.device) -> None:
+    """Raise ValueError unless what is asked for can be had."""
+    if kernel != "triton":
+        return
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError("kernel='triton' needs Triton: pip install 'wholebatch[triton]', on Linux; or kernel='torch'")
+    if device.type != "cuda" and not interpreted():
+        raise ValueError(
+            f"kernel='triton' is for CUDA tensors, got {device.type} (TRITON_INTERPRET=1, set before the program "
+            "starts, runs kernels in Triton's interpreter, for tests); or kernel='torch'"
+        )
+
+
+def in_triton(kernel: Kernel) -> bool:
+    """Whether kernels are taken: where they are asked for. "auto" is plain PyTorch until they are measured on a GPU."""
+    return kernel == "triton"

@@ -1,0 +1,303 @@
+"""Kernels in Triton: their numbers, in the interpreter where there is no GPU, and what they compile to."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+import wholebatch as wb
+from wholebatch import kernels
+from wholebatch.partition import Diagonal, Tile
+from wholebatch.sweep import (
+    NONE,
+    Block,
+    Diagonals,
+    Driver,
+    EqualIds,
+    KernelSoftmaxSweep,
+    NamedRows,
+    Pairs,
+    Selection,
+    SoftmaxSweep,
+    Sums,
+    Union,
+    Weights,
+)
+from wholebatch.sweep.members import members
+from wholebatch.testing import run_ranks
+
+triton = pytest.importorskip("triton")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SHIFT = 3.0
+NAN = float("nan")
+# Of float64's figures; dS is rounded to the features' dtype (in the interpreter, cut off).
+CLOSE = {torch.float32: (2e-6, 2e-6), torch.bfloat16: (2e-6, 6e-3), torch.float16: (2e-6, 2e-6)}
+
+
+def poisoned(rows, dim, dtype):
+    """Rows of unit length amid NaN, so that what is read beside them shows."""
+    around = torch.full((rows + 3, dim + 5), NAN, dtype=dtype, device=DEVICE)
+    around[1 : rows + 1, :dim] = normalize(torch.randn(rows, dim, dtype=torch.float64), dim=1).to(DEVICE, dtype)
+    return around[1 : rows + 1, :dim]
+
+
+def pairs_of(kind, rows, cols):
+    ids_of_rows, ids_of_cols = (torch.randint(2**40, 2**40 + 9, (n,), device=DEVICE) for n in (rows, cols))
+    matching = Diagonals(Diagonal(0, 2, min(rows, cols - 2)))
+    return {
+        "pairs": Pairs(matching),
+        "two views": Pairs(Diagonals(Diagonal(0, 5, 3), Diagonal(4, 1, 3)), Diagonals(Diagonal(0, 0, rows))),
+        "ids": Pairs(EqualIds(ids_of_rows, ids_of_cols)),
+        "ids excluded": Pairs(matching, EqualIds(ids_of_rows, ids_of_cols, but=matching)),
+        "both": Pairs(Union(matching, EqualIds(ids_of_rows, ids_of_cols, but=matching)), Diagonals(Diagonal(1, 0, 4))),
+        "none": Pairs(),
+    }[kind]
+
+
+def swept(kind, x, y, selection, *, side, sides=("rows", "cols"), triangle=False):
+    """Sums and products of one block, of whose outputs what is not written stays NaN."""
+    sweep = kind(Driver(x, 14.3, side=side), selection)
+    block = Block(y, slice(0, len(y)), slice(0, len(x)), triangle)
+    zeros = {"dtype": torch.float64, "device": x.device}
+    rows = Sums(SHIFT, {name: torch.zeros(len(x), **zeros) for name in ("sum", "target")})
+    cols = Sums(SHIFT, {name: torch.zeros(len(y), **zeros) for name in ("sum", "target")})
+    if triangle:
+        cols = rows
+    given = [rows if "rows" in sides else None, cols if "cols" in sides else None]
+    sweep.sums(block, *given)
+    generator = torch.Generator().manual_seed(1)
+    weights = []
+    for side_sums in given:
+        if side_sums is None:
+            weights.append(None)
+            continue
+        total = side_sums.fields["sum"]
+        targets = -torch.rand(len(total), generator=generator, dtype=torch.float64).to(x.device)
+        weights.append(Weights(SHIFT, torch.where(total > 0, 1 / total, 0.0), targets, None))
+    accumulate = sweep.driver.dtype
+    u, v = (torch.zeros(of.shape, dtype=accumulate, device=x.device) for of in (x, y))
+    if triangle:
+        weights[1] = weights[0]
+    sweep.gradients(block, *weights, u, u if triangle else v)
+    fields = [field for of in given if of is not None for field in of.fields.values()]
+    return [found.double() for found in (*fields, u, v)]
+
+
+def errors(found, true):
+    """Of sums, and of products."""
+    relative = [((f - t).norm() / t.norm().clamp(min=1e-3)).item() for f, t in zip(found, true, strict=True)]
+    return max(relative[:-2]), max(relative[-2:])
+
+
+@pytest.mark.parametrize("over", ["negatives", "all", "positives"])
+@pytest.mark.parametrize("kind", ["pairs", "two views", "ids", "ids excluded", "both", "none"])
+def test_sums_and_products(monkeypatch, kind, over):
+    """In float32, of 45 rows and 77 columns in two tiles each way, against the same sweep in float64."""
+    no_torch_tiles(monkeypatch)
+    x, y = poisoned(45, 19, torch.float32), poisoned(77, 19, torch.float32)
+    selection = Selection(pairs_of(kind, 45, 77), over)
+    true = swept(SoftmaxSweep, x.double(), y.double(), selection, side=640)
+    of_sums, of_products = errors(swept(KernelSoftmaxSweep, x, y, selection, side=30), true)
+    assert of_sums < CLOSE[torch.float32][0]
+    assert of_products < CLOSE[torch.float32][1]
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize(("rows", "cols", "dim"), [(1, 1, 1), (1, 70, 33), (64, 3, 8), (33, 65, 64)])
+def test_awkward_sizes(rows, cols, dim, dtype):
+    x, y = poisoned(rows, dim, dtype), poisoned(cols, dim, dtype)
+    selection = Selection(Pairs(Diagonals(Diagonal(0, 0, min(rows, cols)))), "all")
+    true = swept(SoftmaxSweep, x.double(), y.double(), selection, side=640)
+    for side, (of_sums, of_products) in (
+        (side, errors(swept(KernelSoftmaxSweep, x, y, selection, side=side), true)) for side in (640, 11)
+    ):
+        assert of_sums < CLOSE[dtype][0], side
+        assert of_products < CLOSE[dtype][1], side
+
+
+@pytest.mark.parametrize("sides", [("rows",), ("cols",)])
+def test_rows_or_columns_alone(monkeypatch, sides):
+    no_torch_tiles(monkeypatch)
+    x, y = poisoned(40, 12, torch.float32), poisoned(50, 12, torch.float32)
+    selection = Selection(pairs_of("pairs", 40, 50))
+    true = swept(SoftmaxSweep, x.double(), y.double(), selection, side=640, sides=sides)
+    assert max(errors(swept(KernelSoftmaxSweep, x, y, selection, side=20, sides=sides), true)) < 2e-6
+
+
+def test_half_of_a_symmetric_matrix(monkeypatch):
+    no_torch_tiles(monkeypatch)
+    x = poisoned(50, 12, torch.float32)
+    views = Pairs(Diagonals(Diagonal(0, 25, 25), Diagonal(25, 0, 25)), Diagonals(Diagonal(0, 0, 50)))
+    true = swept(SoftmaxSweep, x.double(), x.double(), Selection(views), side=640, triangle=True)
+    half = swept(KernelSoftmaxSweep, x, x, Selection(views), side=10, triangle=True)
+    assert max(errors(half, true)) < 2e-6
+
+
+def no_torch_tiles(monkeypatch):
+    """What is tested is not plain PyTorch."""
+
+    def refuse(self, tile, x, y):
+        raise AssertionError("plain PyTorch computes a tile")
+
+    logits = Driver.logits
+
+    def only_in_float64(self, tile, x, y):
+        return logits(self, tile, x, y) if x.dtype == torch.float64 else refuse(self, tile, x, y)
+
+    monkeypatch.setattr(Driver, "logits", only_in_float64)
+
+
+def test_positives_are_subtracted_inside_the_tile():
+    """Trained features: p = 1 - 3e-4. What is left of dS is lost if its parts are rounded before they are added."""
+    x = normalize(torch.randn(48, 64, device=DEVICE), dim=1).bfloat16()
+    selection = Selection(Pairs(Diagonals(Diagonal(0, 0, 48))), "all")
+    sweep = KernelSoftmaxSweep(Driver(x, 12.0, side=640), selection)
+    block = Block(x, slice(0, 48), slice(0, 48))
+    exact = (12 * x.double() @ x.double().T).softmax(1)
+    sums = Sums(SHIFT, {"sum": torch.zeros(48, dtype=torch.float64, device=DEVICE)})
+    sweep.sums(block, sums, None)
+    u = torch.zeros(48, 64, device=DEVICE)
+    minus_one = -torch.ones(48, dtype=torch.float64, device=DEVICE)
+    sweep.gradients(block, Weights(SHIFT, 1 / sums.fields["sum"], minus_one, None), None, u, None)
+    true = (exact - torch.eye(48, device=DEVICE)) @ x.double()
+    rounded_before = exact.bfloat16().double() @ x.double() - x.double()
+    assert (u - true).norm() < 1e-2 * true.norm()
+    assert (rounded_before - true).norm() > 0.5 * true.norm()
+
+
+def test_the_same_bits_each_time():
+    x, y = poisoned(70, 20, torch.float32), poisoned(90, 20, torch.float32)
+    selection = Selection(pairs_of("pairs", 70, 90))
+    one, other = (swept(KernelSoftmaxSweep, x, y, selection, side=40) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_sets_are_the_ones_that_plain_pytorch_has():
+    tile, rows, cols = Tile(slice(3, 30), slice(5, 60)), 40, 70
+    for kind in ("pairs", "two views", "ids", "ids excluded", "both"):
+        for entries in (pairs_of(kind, rows, cols).positive, pairs_of(kind, rows, cols).excluded):
+            assert members(entries) is not None
+    of_ids = members(EqualIds(torch.arange(rows) % 7 - 2**50, torch.arange(cols) % 5 - 2**50))
+    made = of_ids.rows[tile.rows, None] == of_ids.cols[None, tile.cols]
+    at = EqualIds(torch.arange(rows) % 7, torch.arange(cols) % 5).within(tile, torch.device("cpu"))
+    expected = torch.zeros(tile.shape, dtype=torch.bool)
+    expected[at] = True
+    assert torch.equal(made, expected)
+    assert members(NamedRows(torch.arange(cols))) is None  # these are left to plain PyTorch
+    assert members(Union(Diagonals(Diagonal(0, 0, 1)), NONE)) is None
+
+
+# Losses.
+
+
+def losses(x, y, ids):
+    functional, scale = wb.functional, torch.tensor(14.3, dtype=torch.float64, requires_grad=True)
+    labels = torch.arange(len(x)) % 4
+    return {
+        "clip": lambda f, more: f.clip_loss(x, y, scale, **more),
+        "clip, ids": lambda f, more: f.clip_loss(x, y, scale, ids=ids, **more),
+        "clip, ids excluded": lambda f, more: f.clip_loss(x, y, scale, ids=ids, equal_ids="excluded", **more),
+        "info_nce": lambda f, more: f.info_nce_loss(x, y, logit_scale=scale, **more),
+        "nt_xent": lambda f, more: f.nt_xent_loss(x, y, temperature=0.1, **more),
+        "dcl": lambda f, more: f.dcl_loss(x, y, temperature=0.1, **more),
+        "sup_con": lambda f, more: f.sup_con_loss(x, labels, temperature=0.1, **more),
+    }, functional
+
+
+NAMES = ("clip", "clip, ids", "clip, ids excluded", "info_nce", "nt_xent", "dcl", "sup_con")
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*product(NAMES, (torch.float32, torch.bfloat16))])
+def test_losses_are_exact(monkeypatch, name, dtype):
+    """Value and gradients, against the dense twin in float64; and no worse than the twin in the features' dtype."""
+    whole = [normalize(torch.randn(50, 24), dim=1).to(DEVICE, dtype) for _ in range(2)]
+    ids = torch.randint(0, 30, (50,), device=DEVICE)
+    called = []
+    for kernel in ("tile_sums", "tile_gradient"):
+        real = getattr(kernels, kernel)
+        monkeypatch.setattr(kernels, kernel, lambda *a, real=real, of=kernel, **m: called.append(of) or real(*a, **m))
+
+    def run(functions, cast, **more):
+        leaves = [z.to(cast).requires_grad_() for z in whole]
+        made, _ = losses(*leaves, ids)
+        loss = made[name](functions, more)
+        grads = torch.autograd.grad(loss, leaves[: 1 if name == "sup_con" else 2])
+        return [loss.detach().double(), *(g.double() for g in grads)]
+
+    true = run(wb.reference, torch.float64)
+    found = run(wb.functional, dtype, kernel="triton", memory="flat")
+    dense = run(wb.reference, dtype)
+    assert {*called} == {"tile_sums", "tile_gradient"}
+    for got, plain, exact in zip(found, dense, true, strict=True):
+        error, of_plain = ((of - exact).norm() / exact.norm() for of in (got, plain))
+        assert error < (1e-5 if dtype == torch.float32 else 1e-2)
+        assert error < max(2 * of_plain, 1e-5)
+
+
+def on_ranks():
+    """Uneven parts, an empty one among them, by both exchanges."""
+    rank, counts = torch.distributed.get_rank(), (7, 0, 12)
+    torch.manual_seed(0)
+    whole = [normalize(torch.randn(19, 10), dim=1) for _ in range(2)]
+    own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    true = [z.double().requires_grad_() for z in whole]
+    expected = wb.reference.clip_loss(*true, 14.3)
+    expected.backward()
+    for exchange in ("gather", "ring"):
+        mine = [z[own].clone().requires_grad_() for z in whole]
+        loss = wb.functional.clip_loss(*mine, 14.3, kernel="triton", memory="flat", exchange=exchange)
+        loss.backward()
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+        for got, of in zip(mine, true, strict=True):
+            torch.testing.assert_close(got.grad.double(), 3 * of.grad[own], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of the interpreter")
+def test_on_several_ranks():
+    run_ranks(on_ranks, 3)
+
+
+def test_it_is_said_where_there_are_no_kernels(monkeypatch):
+    x = torch.eye(3)
+    with pytest.raises(ValueError, match="kernel must be one of 'auto', 'torch', 'triton'; got 'cuda'"):
+        wb.CLIPLoss(kernel="cuda")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ValueError, match="kernel='triton' is for CUDA tensors, got cpu"):
+        wb.functional.clip_loss(x, x, 1.0, kernel="triton")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"kernel='triton' needs Triton: pip install 'wholebatch\[triton\]'"):
+        wb.functional.clip_loss(x, x, 1.0, kernel="triton")
+
+
+# Machine code, for GPUs that need not be there.
+
+
+def test_machine_code():
+    """Tensor cores are used, nothing is spilled, shared memory suffices."""
+    environment = {name: of for name, of in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-W", "error", Path(__file__).parent / "compile_kernels.py"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    *found, too_large = [json.loads(line) for line in run.stdout.splitlines()]
+    assert too_large["spills"] > 0
+    assert len(found) == 36
+    assert {of["capability"] for of in found} == {80, 90, 100}
+    for of in found:
+        assert of["spills"] == 0, of
+        assert of["products"] > 0, of
+        assert of["registers"] <= 255, of
+        assert of["shared"] <= {80: 163, 90: 227, 100: 227}[of["capability"]] * 1024, of
