@@ -20,12 +20,23 @@ from wholebatch.kernels import Blocks, blocks_for, softmax_tiles
 CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 POINTERS = {"row_sums", "col_sums", "row_weights", "col_weights", "row_targets", "col_targets"}
+# What losses ask for: positives, those excluded, and candidates, as kernels have them.
+SETS = {
+    "clip": ((1, 0), (0, 0), 0),
+    "clip, equal ids are positive": ((0, 2), (0, 0), 1),
+    "clip, equal ids are excluded": ((1, 0), (1, 2), 0),
+    "info_nce, several positives": ((1, 1), (0, 0), 1),
+    "nt_xent": ((2, 0), (1, 0), 0),
+    "nt_xent, equal ids are excluded": ((2, 0), (2, 2), 0),
+    "sup_con": ((1, 2), (1, 0), 1),
+}
 IDS = {"positive_rows", "positive_cols", "excluded_rows", "excluded_cols"}
 WHOLE = {"num_rows", "num_cols", "dim", "stride_x", "stride_y"}  # multiples of 16, as in most batches
 
 
-def compiled(kernel, capability, dtype, positive, excluded, blocks=None):
+def compiled(kernel, capability, dtype, of, blocks=None):
     """What one of them takes."""
+    positive, excluded, candidates = SETS[of]
     comparisons = positive[0] + bool(positive[1]) + excluded[0] + bool(excluded[1])
     blocks = blocks or blocks_for(dtype, comparisons)
     constants = {
@@ -33,7 +44,7 @@ def compiled(kernel, capability, dtype, positive, excluded, blocks=None):
         "POSITIVE_IDS": positive[1],
         "EXCLUDED_DIAGONALS": excluded[0],
         "EXCLUDED_IDS": excluded[1],
-        "CANDIDATES": 0 if positive[1] == 0 else 1,
+        "CANDIDATES": candidates,
         "OF_ROWS": True,
         "OF_COLS": True,
         "TARGETS_OF_ROWS": True,
@@ -68,8 +79,7 @@ def compiled(kernel, capability, dtype, positive, excluded, blocks=None):
         "kernel": kernel.__name__,
         "capability": capability,
         "dtype": NAMES[dtype],
-        "positive": positive,
-        "excluded": excluded,
+        "of": of,
         "registers": int(re.search(r"REG:(\d+)", used)[1]),
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", instructions)),
         "shared": made.metadata.shared,
@@ -85,15 +95,16 @@ def type_of(name, dtype):
         return "*fp32"
     if name in IDS:
         return "*i32"
-    return "fp32" if name in ("scale", "log2_scale", "log2_shift") else "i32"
+    return "fp32" if name in ("log2_scale", "log2_shift") else "i32"
 
 
 if __name__ == "__main__":
-    # A pair for each row; queries and keys; two views, and ids: no loss has more.
-    sets = [((1, 0), (0, 0)), ((1, 0), (1, 0)), ((2, 0), (2, 2))]
-    for of in product((softmax_tiles.tile_sums, softmax_tiles.tile_gradient), (80, 90, 100), NAMES):
-        for positive, excluded in sets:
-            print(json.dumps(compiled(*of, positive, excluded)), flush=True)
+    kernels, half, single = (softmax_tiles.tile_sums, softmax_tiles.tile_gradient), torch.bfloat16, torch.float32
+    chosen = [(half, capability, of) for capability, of in product((90, 100), SETS)]
+    chosen += [(half, capability, "nt_xent") for capability in (80, 89, 120)]
+    chosen += [(single, capability, "nt_xent") for capability in (80, 90, 100)]
+    for kernel, (dtype, capability, of) in product(kernels, chosen):
+        print(json.dumps(compiled(kernel, capability, dtype, of)), flush=True)
     # And one whose part is too large: that is seen.
     too_large = Blocks(128, 256, 64, 8, 8, 3)
-    print(json.dumps(compiled(softmax_tiles.tile_sums, 90, torch.bfloat16, (1, 0), (1, 2), too_large)))
+    print(json.dumps(compiled(kernels[0], 90, half, "clip, equal ids are excluded", too_large)))

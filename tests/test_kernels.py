@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.functional import normalize
+from torch.nn.functional import cross_entropy, normalize
 
 import wholebatch as wb
 from wholebatch import kernels
@@ -38,8 +38,9 @@ triton = pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHIFT = 3.0
 NAN = float("nan")
+SINGLE = 2e-6 if DEVICE.type == "cpu" else 1e-5  # float32 on tensor cores is three products
 # Of float64's figures; dS is rounded to the features' dtype (in the interpreter, cut off).
-CLOSE = {torch.float32: (2e-6, 2e-6), torch.bfloat16: (2e-6, 6e-3), torch.float16: (2e-6, 2e-6)}
+CLOSE = {torch.float32: (SINGLE, SINGLE), torch.bfloat16: (SINGLE, 6e-3)}
 
 
 def poisoned(rows, dim, dtype):
@@ -63,7 +64,7 @@ def pairs_of(kind, rows, cols):
 
 
 def swept(kind, x, y, selection, *, side, sides=("rows", "cols"), triangle=False):
-    """Sums and products of one block, of whose outputs what is not written stays NaN."""
+    """Sums and products of one block."""
     sweep = kind(Driver(x, 14.3, side=side), selection)
     block = Block(y, slice(0, len(y)), slice(0, len(x)), triangle)
     zeros = {"dtype": torch.float64, "device": x.device}
@@ -93,15 +94,15 @@ def swept(kind, x, y, selection, *, side, sides=("rows", "cols"), triangle=False
 
 def errors(found, true):
     """Of sums, and of products."""
+    assert all(f.isfinite().all() for f in found)
     relative = [((f - t).norm() / t.norm().clamp(min=1e-3)).item() for f, t in zip(found, true, strict=True)]
     return max(relative[:-2]), max(relative[-2:])
 
 
 @pytest.mark.parametrize("over", ["negatives", "all", "positives"])
 @pytest.mark.parametrize("kind", ["pairs", "two views", "ids", "ids excluded", "both", "none"])
-def test_sums_and_products(monkeypatch, kind, over):
+def test_sums_and_products(in_kernels, kind, over):
     """In float32, of 45 rows and 77 columns in two tiles each way, against the same sweep in float64."""
-    no_torch_tiles(monkeypatch)
     x, y = poisoned(45, 19, torch.float32), poisoned(77, 19, torch.float32)
     selection = Selection(pairs_of(kind, 45, 77), over)
     true = swept(SoftmaxSweep, x.double(), y.double(), selection, side=640)
@@ -112,7 +113,7 @@ def test_sums_and_products(monkeypatch, kind, over):
 
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize(("rows", "cols", "dim"), [(1, 1, 1), (1, 70, 33), (64, 3, 8), (33, 65, 64)])
-def test_awkward_sizes(rows, cols, dim, dtype):
+def test_awkward_sizes(in_kernels, rows, cols, dim, dtype):
     x, y = poisoned(rows, dim, dtype), poisoned(cols, dim, dtype)
     selection = Selection(Pairs(Diagonals(Diagonal(0, 0, min(rows, cols)))), "all")
     true = swept(SoftmaxSweep, x.double(), y.double(), selection, side=640)
@@ -124,35 +125,56 @@ def test_awkward_sizes(rows, cols, dim, dtype):
 
 
 @pytest.mark.parametrize("sides", [("rows",), ("cols",)])
-def test_rows_or_columns_alone(monkeypatch, sides):
-    no_torch_tiles(monkeypatch)
+def test_rows_or_columns_alone(in_kernels, sides):
     x, y = poisoned(40, 12, torch.float32), poisoned(50, 12, torch.float32)
     selection = Selection(pairs_of("pairs", 40, 50))
     true = swept(SoftmaxSweep, x.double(), y.double(), selection, side=640, sides=sides)
-    assert max(errors(swept(KernelSoftmaxSweep, x, y, selection, side=20, sides=sides), true)) < 2e-6
+    assert max(errors(swept(KernelSoftmaxSweep, x, y, selection, side=20, sides=sides), true)) < SINGLE
 
 
-def test_half_of_a_symmetric_matrix(monkeypatch):
-    no_torch_tiles(monkeypatch)
+def test_half_of_a_symmetric_matrix(in_kernels):
     x = poisoned(50, 12, torch.float32)
     views = Pairs(Diagonals(Diagonal(0, 25, 25), Diagonal(25, 0, 25)), Diagonals(Diagonal(0, 0, 50)))
     true = swept(SoftmaxSweep, x.double(), x.double(), Selection(views), side=640, triangle=True)
     half = swept(KernelSoftmaxSweep, x, x, Selection(views), side=10, triangle=True)
-    assert max(errors(half, true)) < 2e-6
+    assert max(errors(half, true)) < SINGLE
 
 
-def no_torch_tiles(monkeypatch):
-    """What is tested is not plain PyTorch."""
+def test_features_that_lie_otherwise(in_kernels):
+    """Columns one behind the other."""
+    x, y = (normalize(torch.randn(12, n, device=DEVICE), dim=0).T for n in (40, 50))
+    selection = Selection(pairs_of("pairs", 40, 50))
+    true = swept(SoftmaxSweep, x.double(), y.double(), selection, side=640)
+    assert max(errors(swept(KernelSoftmaxSweep, x, y, selection, side=20), true)) < SINGLE
 
-    def refuse(self, tile, x, y):
-        raise AssertionError("plain PyTorch computes a tile")
 
-    logits = Driver.logits
+def test_the_scale_of_sums_is_that_of_positives(in_kernels):
+    """Rounded each for itself, log R - T would be off by 2e-6 at scale 100, where p = 1 and all else is exact."""
+    x = torch.eye(40, device=DEVICE)
+    for scale, shift in ((100.0, 99.3), (1 / 0.07, 13.9), (50.0, 49.9)):
+        driver = Driver(x, scale, side=640)
+        rows = Sums(shift, {n: torch.zeros(40, dtype=torch.float64, device=DEVICE) for n in ("sum", "target")})
+        selection = Selection(Pairs(Diagonals(Diagonal(0, 0, 40))), "positives")
+        KernelSoftmaxSweep(driver, selection).sums(Block(x, slice(0, 40), slice(0, 40)), rows, None)
+        loss = shift + rows.fields["sum"].log() - rows.fields["target"]
+        assert loss.abs().max() < (3e-7 if DEVICE.type == "cpu" else 1e-6)
+
+
+@pytest.fixture
+def in_kernels(monkeypatch):
+    """What is tested is not plain PyTorch; and what kernels do not write is NaN."""
+    logits, new_empty = Driver.logits, torch.Tensor.new_empty
 
     def only_in_float64(self, tile, x, y):
-        return logits(self, tile, x, y) if x.dtype == torch.float64 else refuse(self, tile, x, y)
+        assert x.dtype == torch.float64, "plain PyTorch computes a tile"
+        return logits(self, tile, x, y)
+
+    def nothing(self, *args, **more):
+        made = new_empty(self, *args, **more)
+        return made.fill_(NAN) if made.is_floating_point() else made
 
     monkeypatch.setattr(Driver, "logits", only_in_float64)
+    monkeypatch.setattr(torch.Tensor, "new_empty", nothing)
 
 
 def test_positives_are_subtracted_inside_the_tile():
@@ -199,51 +221,105 @@ def test_sets_are_the_ones_that_plain_pytorch_has():
 
 
 def losses(x, y, ids):
-    functional, scale = wb.functional, torch.tensor(14.3, dtype=torch.float64, requires_grad=True)
-    labels = torch.arange(len(x)) % 4
+    scale = torch.tensor(14.3, dtype=torch.float64, requires_grad=True)
+    labels = torch.arange(len(x), device=x.device) % 4
     return {
         "clip": lambda f, more: f.clip_loss(x, y, scale, **more),
         "clip, ids": lambda f, more: f.clip_loss(x, y, scale, ids=ids, **more),
         "clip, ids excluded": lambda f, more: f.clip_loss(x, y, scale, ids=ids, equal_ids="excluded", **more),
         "info_nce": lambda f, more: f.info_nce_loss(x, y, logit_scale=scale, **more),
+        "info_nce, ids": lambda f, more: f.info_nce_loss(
+            x, y, logit_scale=scale, query_ids=ids, key_ids=ids, equal_ids="positive", **more
+        ),
+        "nt_xent, ids": lambda f, more: f.nt_xent_loss(x, y, temperature=0.1, ids=ids, **more),
         "nt_xent": lambda f, more: f.nt_xent_loss(x, y, temperature=0.1, **more),
         "dcl": lambda f, more: f.dcl_loss(x, y, temperature=0.1, **more),
         "sup_con": lambda f, more: f.sup_con_loss(x, labels, temperature=0.1, **more),
-    }, functional
+    }, scale
 
 
-NAMES = ("clip", "clip, ids", "clip, ids excluded", "info_nce", "nt_xent", "dcl", "sup_con")
+NAMES = (
+    "clip",
+    "clip, ids",
+    "clip, ids excluded",
+    "info_nce",
+    "info_nce, ids",
+    "nt_xent",
+    "nt_xent, ids",
+    "dcl",
+    "sup_con",
+)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [*product(NAMES, (torch.float32, torch.bfloat16))])
-def test_losses_are_exact(monkeypatch, name, dtype):
-    """Value and gradients, against the dense twin in float64; and no worse than the twin in the features' dtype."""
+def test_losses_are_exact(in_kernels, name, dtype):
+    """Value and gradients, against the dense twin in float64."""
     whole = [normalize(torch.randn(50, 24), dim=1).to(DEVICE, dtype) for _ in range(2)]
     ids = torch.randint(0, 30, (50,), device=DEVICE)
-    called = []
-    for kernel in ("tile_sums", "tile_gradient"):
-        real = getattr(kernels, kernel)
-        monkeypatch.setattr(kernels, kernel, lambda *a, real=real, of=kernel, **m: called.append(of) or real(*a, **m))
 
     def run(functions, cast, **more):
         leaves = [z.to(cast).requires_grad_() for z in whole]
-        made, _ = losses(*leaves, ids)
+        made, scale = losses(*leaves, ids)
         loss = made[name](functions, more)
-        grads = torch.autograd.grad(loss, leaves[: 1 if name == "sup_con" else 2])
+        scales = [scale] if name.startswith(("clip", "info_nce")) else []
+        grads = torch.autograd.grad(loss, [*leaves[: 1 if name == "sup_con" else 2], *scales])
         return [loss.detach().double(), *(g.double() for g in grads)]
 
     true = run(wb.reference, torch.float64)
     found = run(wb.functional, dtype, kernel="triton", memory="flat")
-    dense = run(wb.reference, dtype)
-    assert {*called} == {"tile_sums", "tile_gradient"}
-    for got, plain, exact in zip(found, dense, true, strict=True):
-        error, of_plain = ((of - exact).norm() / exact.norm() for of in (got, plain))
-        assert error < (1e-5 if dtype == torch.float32 else 1e-2)
-        assert error < max(2 * of_plain, 1e-5)
+    for got, exact in zip(found, true, strict=True):
+        assert (got - exact).norm() < (1e-5 if dtype == torch.float32 else 5e-3) * exact.norm()
+
+
+def test_more_exact_than_plain_pytorch_in_bfloat16(in_kernels):
+    """Whose similarities are rounded, as in a matmul under autocast."""
+    x, y = (normalize(torch.randn(60, 32), dim=1).to(DEVICE, torch.bfloat16) for _ in range(2))
+
+    def gradient(loss, cast):
+        leaves = [z.to(cast).requires_grad_() for z in (x, y)]
+        return torch.cat([g.double() for g in torch.autograd.grad(loss(*leaves), leaves)])
+
+    def plain(x, y):
+        logits, labels = (50 * (x @ y.T)).float(), torch.arange(len(x), device=x.device)
+        return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
+
+    true = gradient(lambda x, y: wb.reference.clip_loss(x, y, 50.0), torch.float64)
+    ours = gradient(lambda x, y: wb.functional.clip_loss(x, y, 50.0, kernel="triton", memory="flat"), torch.bfloat16)
+    theirs = gradient(plain, torch.bfloat16)
+    assert (ours - true).norm() < 0.5 * (theirs - true).norm()  # the interpreter cuts dS off, where a GPU rounds
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"return_statistics": True},
+        {"label_smoothing": 0.1},
+        {"memory": "auto"},
+        {"scale": 1e5},  # a shift for each row
+        {"dtype": torch.float16},
+        {"dtype": torch.float64},
+    ],
+)
+def test_what_kernels_do_not_know_is_left_to_plain_pytorch(monkeypatch, more):
+    """All of it, forward and backward: the same bits."""
+    monkeypatch.setattr(kernels, "tile_sums", None)
+    monkeypatch.setattr(kernels, "tile_gradient", None)
+    settings = {"memory": "flat", **more}
+    dtype, scale = settings.pop("dtype", torch.float32), settings.pop("scale", 14.3)
+    x, y = (normalize(torch.randn(30, 8), dim=1).to(DEVICE, dtype) for _ in range(2))
+    found = []
+    for kernel in ("triton", "torch"):
+        leaves = [z.clone().requires_grad_() for z in (x, y)]
+        if scale == 1e5:
+            monkeypatch.setattr("wholebatch.losses._softmax.shared_shift", lambda *_: None)
+        made = wb.functional.clip_loss(*leaves, scale, kernel=kernel, **settings)
+        loss = made[0] if isinstance(made, tuple) else made
+        found.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def on_ranks():
-    """Uneven parts, an empty one among them, by both exchanges."""
+    """Uneven parts, an empty one among them, by both exchanges; and half of a symmetric matrix."""
     rank, counts = torch.distributed.get_rank(), (7, 0, 12)
     torch.manual_seed(0)
     whole = [normalize(torch.randn(19, 10), dim=1) for _ in range(2)]
@@ -257,6 +333,12 @@ def on_ranks():
         loss.backward()
         torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
         for got, of in zip(mine, true, strict=True):
+            torch.testing.assert_close(got.grad.double(), 3 * of.grad[own], rtol=1e-4, atol=1e-7)
+        mine = [z[own].clone().requires_grad_() for z in whole]
+        wb.functional.nt_xent_loss(*mine, temperature=0.1, kernel="triton", memory="flat", exchange=exchange).backward()
+        views = [z.double().requires_grad_() for z in whole]
+        wb.reference.nt_xent_loss(*views, temperature=0.1).backward()
+        for got, of in zip(mine, views, strict=True):
             torch.testing.assert_close(got.grad.double(), 3 * of.grad[own], rtol=1e-4, atol=1e-7)
 
 
@@ -294,10 +376,9 @@ def test_machine_code():
     assert run.returncode == 0, run.stderr
     *found, too_large = [json.loads(line) for line in run.stdout.splitlines()]
     assert too_large["spills"] > 0
-    assert len(found) == 36
-    assert {of["capability"] for of in found} == {80, 90, 100}
+    assert {of["capability"] for of in found} == {80, 89, 90, 100, 120}
     for of in found:
         assert of["spills"] == 0, of
         assert of["products"] > 0, of
         assert of["registers"] <= 255, of
-        assert of["shared"] <= {80: 163, 90: 227, 100: 227}[of["capability"]] * 1024, of
+        assert of["shared"] <= {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}[of["capability"]] * 1024, of

@@ -1,13 +1,19 @@
 """Kernels as functions of tensors: how large a program's part is, and where its sums go.
 
 Partial sums of a row are added up in float64, in the order of the blocks: a call gives the same bits each time.
+
+A kernel has E = 2^(k x . y - c) with k and c in float32, which is exp(S' - shift') for a scale and a shift that are as
+near to those asked for as float32 comes. Logits of positives are taken with the same scale, and what is left of the
+shift, exp(shift' - shift), is multiplied to sums and weights: all that is made of a similarity belongs together.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +79,7 @@ class TileSums:
 
 def interpreted() -> bool:
     """Whether Triton's interpreter runs kernels, on the CPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
 def blocks_for(dtype: torch.dtype, comparisons: int) -> Blocks:
@@ -131,15 +137,24 @@ def tile_sums(
 
     of_rows, of_cols = partial(rows, across, len(x)), partial(cols, down, len(y))
     target_rows, target_cols = partial(row_targets, across, len(x)), partial(col_targets, down, len(y))
-    softmax_tiles.tile_sums[(down * across,)](
-        x, y, of_rows, of_cols, target_rows, target_cols, *positive.arguments, *excluded.arguments,
-        len(x), len(y), x.shape[1], x.stride(0), y.stride(0), scale, scale * _LOG2_E, shift * _LOG2_E,
-        POSITIVE_DIAGONALS=positive.diagonals, POSITIVE_IDS=positive.ids,
-        EXCLUDED_DIAGONALS=excluded.diagonals, EXCLUDED_IDS=excluded.ids, CANDIDATES=candidates,
-        OF_ROWS=rows, OF_COLS=cols, TARGETS_OF_ROWS=row_targets, TARGETS_OF_COLS=col_targets, **_settings(x, blocks),
-    )  # fmt: skip
-    wanted = ((rows, of_rows), (cols, of_cols), (row_targets, target_rows), (col_targets, target_cols))
-    return TileSums(*(part.sum(0, dtype=torch.float64) if want else None for want, part in wanted))
+    log2_scale, log2_shift = _single(scale * _LOG2_E), _single(shift * _LOG2_E)
+    with _on(x.device):
+        softmax_tiles.tile_sums[(down * across,)](
+            x, y, of_rows, of_cols, target_rows, target_cols, *positive.arguments, *excluded.arguments,
+            len(x), len(y), x.shape[1], x.stride(0), y.stride(0), log2_scale, log2_shift,
+            POSITIVE_DIAGONALS=positive.diagonals, POSITIVE_IDS=positive.ids,
+            EXCLUDED_DIAGONALS=excluded.diagonals, EXCLUDED_IDS=excluded.ids, CANDIDATES=candidates,
+            OF_ROWS=rows, OF_COLS=cols, TARGETS_OF_ROWS=row_targets, TARGETS_OF_COLS=col_targets,
+            **_settings(x, blocks),
+        )  # fmt: skip
+    of_sums, of_targets = math.exp(log2_shift / _LOG2_E - shift), log2_scale / _LOG2_E
+    wanted = (
+        (rows, of_rows, of_sums),
+        (cols, of_cols, of_sums),
+        (row_targets, target_rows, of_targets),
+        (col_targets, target_cols, of_targets),
+    )
+    return TileSums(*(part.sum(0, dtype=torch.float64).mul_(by) if want else None for want, part, by in wanted))
 
 
 def tile_gradient(
@@ -168,7 +183,7 @@ def tile_gradient(
         positive: as in :func:`tile_sums`.
         excluded: as there.
         candidates: as there.
-        row_weights: (R,), float32, of a row's exponentials; None: 0.
+        row_weights: (R,), of a row's exponentials; None: 0.
         col_weights: (C,), of a column's.
         row_targets: (R,), of a row's positives.
         col_targets: (C,), of a column's.
@@ -177,16 +192,31 @@ def tile_gradient(
 
     blocks = blocks_for(x.dtype, positive.comparisons + excluded.comparisons)
     nothing = x.new_empty(0, dtype=torch.float32)
-    given = (row_weights, col_weights, row_targets, col_targets)
+    log2_scale, log2_shift = _single(scale * _LOG2_E), _single(shift * _LOG2_E)
+    left = math.exp(log2_shift / _LOG2_E - shift)
+    weights = [None if of is None else of.mul(left).float().contiguous() for of in (row_weights, col_weights)]
+    targets = [None if of is None else of.float().contiguous() for of in (row_targets, col_targets)]
     programs = math.ceil(len(x) / blocks.rows) * math.ceil(len(y) / blocks.cols)
-    softmax_tiles.tile_gradient[(programs,)](
-        x, y, out, *(nothing if of is None else of for of in given), *positive.arguments, *excluded.arguments,
-        len(x), len(y), x.shape[1], x.stride(0), y.stride(0), scale * _LOG2_E, shift * _LOG2_E,
-        POSITIVE_DIAGONALS=positive.diagonals, POSITIVE_IDS=positive.ids,
-        EXCLUDED_DIAGONALS=excluded.diagonals, EXCLUDED_IDS=excluded.ids, CANDIDATES=candidates,
-        OF_ROWS=row_weights is not None, OF_COLS=col_weights is not None,
-        TARGETS_OF_ROWS=row_targets is not None, TARGETS_OF_COLS=col_targets is not None, **_settings(x, blocks),
-    )  # fmt: skip
+    given = (nothing if of is None else of for of in (*weights, *targets))
+    with _on(x.device):
+        softmax_tiles.tile_gradient[(programs,)](
+            x, y, out, *given, *positive.arguments, *excluded.arguments,
+            len(x), len(y), x.shape[1], x.stride(0), y.stride(0), log2_scale, log2_shift,
+            POSITIVE_DIAGONALS=positive.diagonals, POSITIVE_IDS=positive.ids,
+            EXCLUDED_DIAGONALS=excluded.diagonals, EXCLUDED_IDS=excluded.ids, CANDIDATES=candidates,
+            OF_ROWS=row_weights is not None, OF_COLS=col_weights is not None,
+            TARGETS_OF_ROWS=row_targets is not None, TARGETS_OF_COLS=col_targets is not None, **_settings(x, blocks),
+        )  # fmt: skip
+
+
+def _single(x: float) -> float:
+    """As float32 has it."""
+    return ctypes.c_float(x).value
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton starts kernels on the current GPU, whose tensors these may not be."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _settings(x: Tensor, blocks: Blocks) -> dict[str, Any]:

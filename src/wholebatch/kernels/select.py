@@ -24,6 +24,11 @@ def check_kernel(kernel: Kernel, device: torch.device) -> None:
             f"kernel='triton' is for CUDA tensors, got {device.type} (TRITON_INTERPRET=1, set before the program "
             "starts, runs kernels in Triton's interpreter, for tests); or kernel='torch'"
         )
+    if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
+        raise ValueError(
+            "kernel='triton' is for NVIDIA GPUs of compute capability 8.0 and more, got "
+            f"{torch.cuda.get_device_name(device)}; use kernel='torch'"
+        )
 
 
 def in_triton(kernel: Kernel) -> bool:

@@ -1,6 +1,6 @@
 """Tiles of the softmax sweep in Triton: similarities are computed, used and forgotten on the chip.
 
-    tile_sums        S -> sum_j E_ij and sum_i E_ij of the candidates, and the same of S_ij of the positives
+    tile_sums        S -> sum_j E_ij and sum_i E_ij of the candidates, and the same of x_i . y_j of the positives
     tile_gradient    S -> dS_ij = E_ij (r_i + c_j) of candidates, + t_i + t'_j of positives
 
 with E_ij = exp(S_ij - shift) = 2^(x_i . y_j scale log2(e) - shift log2(e)): one product, one multiply-add and one `ex2`
@@ -29,6 +29,9 @@ EQUAL_IDS_BUT = tl.constexpr(2)  # those on diagonals
 NEGATIVES = tl.constexpr(0)
 ALL = tl.constexpr(1)
 POSITIVES = tl.constexpr(2)
+
+# Where diagonals lie and how many rows there are differs from tile to tile, which is no reason to compile again.
+_ANY = ["num_rows", *(f"{of}_{what}" for of in ("pa", "pb", "ea", "eb") for what in ("row", "col", "length"))]
 
 
 @triton.jit
@@ -88,19 +91,19 @@ def _similarities(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ANY)
 def tile_sums(
     x, y, row_sums, col_sums, row_targets, col_targets,
     positive_rows, positive_cols, pa_row, pa_col, pa_length, pb_row, pb_col, pb_length,
     excluded_rows, excluded_cols, ea_row, ea_col, ea_length, eb_row, eb_col, eb_length,
-    num_rows, num_cols, dim, stride_x, stride_y, scale, log2_scale, log2_shift,
+    num_rows, num_cols, dim, stride_x, stride_y, log2_scale, log2_shift,
     POSITIVE_DIAGONALS: tl.constexpr, POSITIVE_IDS: tl.constexpr,
     EXCLUDED_DIAGONALS: tl.constexpr, EXCLUDED_IDS: tl.constexpr, CANDIDATES: tl.constexpr,
     OF_ROWS: tl.constexpr, OF_COLS: tl.constexpr, TARGETS_OF_ROWS: tl.constexpr, TARGETS_OF_COLS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Sums of a tile, (blocks of columns, rows) and (blocks of rows, columns): E of candidates, S of positives."""
+    """Sums of a tile, (blocks of columns, rows) and (blocks of rows, columns): E of candidates, x . y of positives."""
     block_row, block_col = _place(num_rows, num_cols, BM, BN, GROUP)
     rows, cols = block_row * BM + tl.arange(0, BM), block_col * BN + tl.arange(0, BN)
     here_rows, here_cols = rows < num_rows, cols < num_cols
@@ -123,10 +126,10 @@ def tile_sums(
             targets = tl.where(positive, similar, 0.0)
             if TARGETS_OF_ROWS:
                 of_rows = tl.sum(tl.where(here_cols[None, :], targets, 0.0), 1)
-                tl.store(row_targets + to_rows, scale * of_rows, mask=here_rows)
+                tl.store(row_targets + to_rows, of_rows, mask=here_rows)
             if TARGETS_OF_COLS:
                 of_cols = tl.sum(tl.where(here_rows[:, None], targets, 0.0), 0)
-                tl.store(col_targets + to_cols, scale * of_cols, mask=here_cols)
+                tl.store(col_targets + to_cols, of_cols, mask=here_cols)
         if CANDIDATES == NEGATIVES:
             of_candidates = tl.where(positive, 0.0, of_candidates)
         elif CANDIDATES == ALL:
@@ -141,7 +144,7 @@ def tile_sums(
         tl.store(col_sums + to_cols, tl.sum(tl.where(here_rows[:, None], of_candidates, 0.0), 0), mask=here_cols)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ANY)
 def tile_gradient(
     x, y, gradient, row_weights, col_weights, row_targets, col_targets,
     positive_rows, positive_cols, pa_row, pa_col, pa_length, pb_row, pb_col, pb_length,

@@ -184,7 +184,7 @@ def softmax_numbers(
         differentiable=agreed.differentiable,
         beside_target=beside_target and "squares" not in asked,
         guide=guide,
-        in_kernels=in_triton(agreed.options.kernel),
+        in_kernels=in_triton(agreed.options.kernel) and asked <= KernelSoftmaxSweep.fields,
     )
     # No entries, but a way back to the features, which are not all saved: by it a second derivative is refused.
     anchor = torch.cat([feature[:0].flatten() for feature in features])

@@ -70,9 +70,9 @@ def clip_loss(
             for small batches. What is kept in half precision, and what that costs: `wholebatch.sweep.memory`.
         kernel: who computes a tile. "torch": plain PyTorch, in float32 (float64 for float64). "triton": kernels that
             never store S, on CUDA, with `pip install 'wholebatch[triton]'`; sums and products are of float32 numbers,
-            but dS is rounded to the features' dtype. What they do not know is done in plain PyTorch: what `memory`
-            keeps, float64, gradients in float16, label smoothing, statistics. "auto": "torch", until kernels have been
-            measured on a GPU.
+            but dS is rounded to the features' dtype. What they do not know is done in plain PyTorch: where `memory`
+            keeps exp(S), which "auto" does for small batches; float64 and float16; label smoothing; statistics. "auto":
+            "torch", until kernels have been measured on a GPU.
         ids: (b_r,) integers; pairs with equal ids (the same caption, the same product) belong together.
         equal_ids: "positive": all of them are positives, and L is the mean over each row's and column's (UniCL).
             "excluded": only row i is row i's positive, and the others are left out of its sum.

@@ -78,5 +78,5 @@ def _numbered(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
     (tensor([3, 0], dtype=torch.int32), tensor([0, 2, 3], dtype=torch.int32))
     """
     in_order = torch.cat([rows, cols]).sort().values
-    found_rows, found_cols = (torch.searchsorted(in_order, of, out_int32=True) for of in (rows, cols))
+    found_rows, found_cols = (torch.searchsorted(in_order, of.contiguous(), out_int32=True) for of in (rows, cols))
     return found_rows, found_cols

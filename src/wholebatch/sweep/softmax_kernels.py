@@ -1,11 +1,12 @@
 """The softmax sweep in kernels: tiles of S that stay on the chip, and tiles of dS in the features' precision.
 
     forward     a kernel gives a tile's sums: 1 unit of multiply-adds, and nothing of S in memory
-    backward    a kernel writes a tile of dS, in 16 bits for features of 16 bits; two products add it to dX and dY, in
-                float32
+    backward    a kernel writes a tile of dS, in bfloat16 if X is (rows that are normalised inside are float32); two
+                products add it to dX and dY, in float32
 
 Tiles are larger than those of plain PyTorch, which has two in float32: the memory of both goes to the one of dS. What a
-kernel does not know (a bend, a guide, statistics, a shift for each row) is left to plain PyTorch, pass by pass.
+kernel does not know (a bend, a guide, exponentials that are kept, a shift for each row) is left to plain PyTorch. The
+two terms of a positive's dS are added in float32 here.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ from .memory import KeptTiles
 from .softmax import Selection, SoftmaxSweep, Sums, Weights, one_shift
 
 _CANDIDATES = {"negatives": 0, "all": 1, "positives": 2}
-_FIELDS = {"sum", "target"}
 _TILES = 2 * torch.float32.itemsize  # bytes for each entry of a tile of plain PyTorch's
 
 
 class KernelSoftmaxSweep(SoftmaxSweep):
-    """As :class:`SoftmaxSweep`."""
+    """As :class:`SoftmaxSweep`, of numbers that are in `fields`.
+
+    Sums and gradients are both made by kernels or both by plain PyTorch, for their exponentials have to be the same.
+    """
+
+    fields = frozenset({"sum", "target"})
 
     def __init__(self, driver: Driver, selection: Selection, *, kept: KeptTiles | None = None) -> None:
         super().__init__(driver, selection, kept=kept)
@@ -40,8 +45,8 @@ class KernelSoftmaxSweep(SoftmaxSweep):
 
     def sums(self, block: Block, rows: Sums | None, cols: Sums | None) -> None:
         shift = one_shift(rows, cols)
-        known = all(set(side.fields) <= _FIELDS for side in (rows, cols) if side is not None)
-        if shift is None or not known or not self._fits or self._positive is None or self._excluded is None:
+        assert all(self.fields >= {*side.fields} for side in (rows, cols) if side is not None)
+        if shift is None or not self._fits or self._positive is None or self._excluded is None:
             super().sums(block, rows, cols)
             return
         for tile in tiles(block.rows, block.cols, self._side, triangle=block.triangle):
@@ -76,10 +81,8 @@ class KernelSoftmaxSweep(SoftmaxSweep):
         of_offsets: Tensor | None = None,
     ) -> None:
         shift = one_shift(rows, cols)
-        known = all(side.of_logits is None for side in (rows, cols) if side is not None)
-        # Numbers that are summed over a batch may be too large for float16.
-        fits = self._fits and self.driver.x.dtype != torch.float16
-        if shift is None or not known or not fits or self._positive is None or self._excluded is None:
+        assert all(side.of_logits is None for side in (rows, cols) if side is not None)
+        if shift is None or not self._fits or self._positive is None or self._excluded is None:
             super().gradients(block, rows, cols, u, v, of_offsets)
             return
         for tile in tiles(block.rows, block.cols, self._side, triangle=block.triangle):
@@ -92,10 +95,10 @@ class KernelSoftmaxSweep(SoftmaxSweep):
                 y,
                 grad,
                 shift=shift,
-                row_weights=None if of_rows is None else of_rows.of_exponentials.float(),
-                col_weights=None if of_cols is None else of_cols.of_exponentials.float(),
-                row_targets=None if of_rows is None else _float(of_rows.of_targets),
-                col_targets=None if of_cols is None else _float(of_cols.of_targets),
+                row_weights=None if of_rows is None else of_rows.of_exponentials,
+                col_weights=None if of_cols is None else of_cols.of_exponentials,
+                row_targets=None if of_rows is None else of_rows.of_targets,
+                col_targets=None if of_cols is None else of_cols.of_targets,
                 **settings,
             )
             if u is not None:
@@ -114,7 +117,7 @@ class KernelSoftmaxSweep(SoftmaxSweep):
             and self.kept is None
             and driver.norms is None
             and driver.bias == 0
-            and driver.x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+            and driver.x.dtype in (torch.float32, torch.bfloat16)  # dS may be too large for float16
         )
 
     def _tile(
@@ -140,10 +143,6 @@ class KernelSoftmaxSweep(SoftmaxSweep):
         if self._written is None or self._written.numel() < rows * cols:
             self._written = self.driver.x.new_empty(rows * cols)
         return self._written[: rows * cols].view(rows, cols)
-
-
-def _float(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.float()
 
 
 def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
