@@ -137,17 +137,11 @@ def tile_sums(
 
     of_rows, of_cols = partial(rows, across, len(x)), partial(cols, down, len(y))
     target_rows, target_cols = partial(row_targets, across, len(x)), partial(col_targets, down, len(y))
-    log2_scale, log2_shift = _single(scale * _LOG2_E), _single(shift * _LOG2_E)
-    with _on(x.device):
-        softmax_tiles.tile_sums[(down * across,)](
-            x, y, of_rows, of_cols, target_rows, target_cols, *positive.arguments, *excluded.arguments,
-            len(x), len(y), x.shape[1], x.stride(0), y.stride(0), log2_scale, log2_shift,
-            POSITIVE_DIAGONALS=positive.diagonals, POSITIVE_IDS=positive.ids,
-            EXCLUDED_DIAGONALS=excluded.diagonals, EXCLUDED_IDS=excluded.ids, CANDIDATES=candidates,
-            OF_ROWS=rows, OF_COLS=cols, TARGETS_OF_ROWS=row_targets, TARGETS_OF_COLS=col_targets,
-            **_settings(x, blocks),
-        )  # fmt: skip
-    of_sums, of_targets = math.exp(log2_shift / _LOG2_E - shift), log2_scale / _LOG2_E
+    log2, of_targets, of_sums = _rounded(scale, shift)
+    _start(
+        softmax_tiles.tile_sums, blocks, x, y, (of_rows, of_cols, target_rows, target_cols), positive, excluded,
+        candidates, log2, (rows, cols, row_targets, col_targets),
+    )  # fmt: skip
     wanted = (
         (rows, of_rows, of_sums),
         (cols, of_cols, of_sums),
@@ -192,21 +186,46 @@ def tile_gradient(
 
     blocks = blocks_for(x.dtype, positive.comparisons + excluded.comparisons)
     nothing = x.new_empty(0, dtype=torch.float32)
-    log2_scale, log2_shift = _single(scale * _LOG2_E), _single(shift * _LOG2_E)
-    left = math.exp(log2_shift / _LOG2_E - shift)
+    log2, _, left = _rounded(scale, shift)
     weights = [None if of is None else of.mul(left).float().contiguous() for of in (row_weights, col_weights)]
     targets = [None if of is None else of.float().contiguous() for of in (row_targets, col_targets)]
+    given = (*weights, *targets)
+    _start(
+        softmax_tiles.tile_gradient, blocks, x, y, (out, *(nothing if of is None else of for of in given)), positive,
+        excluded, candidates, log2, tuple(of is not None for of in given),
+    )  # fmt: skip
+
+
+def _start(
+    kernel: Any,
+    blocks: Blocks,
+    x: Tensor,
+    y: Tensor,
+    tensors: tuple[Tensor, ...],
+    positive: Entries,
+    excluded: Entries,
+    candidates: int,
+    log2: tuple[float, float],
+    sides: tuple[bool, ...],
+) -> None:
+    """One program for each part of the tile; `sides` says which numbers there are, as in :func:`tile_gradient`."""
+    of_rows, of_cols, targets_of_rows, targets_of_cols = sides
     programs = math.ceil(len(x) / blocks.rows) * math.ceil(len(y) / blocks.cols)
-    given = (nothing if of is None else of for of in (*weights, *targets))
     with _on(x.device):
-        softmax_tiles.tile_gradient[(programs,)](
-            x, y, out, *given, *positive.arguments, *excluded.arguments,
-            len(x), len(y), x.shape[1], x.stride(0), y.stride(0), log2_scale, log2_shift,
+        kernel[(programs,)](
+            x, y, *tensors, *positive.arguments, *excluded.arguments,
+            len(x), len(y), x.shape[1], x.stride(0), y.stride(0), *log2,
             POSITIVE_DIAGONALS=positive.diagonals, POSITIVE_IDS=positive.ids,
             EXCLUDED_DIAGONALS=excluded.diagonals, EXCLUDED_IDS=excluded.ids, CANDIDATES=candidates,
-            OF_ROWS=row_weights is not None, OF_COLS=col_weights is not None,
-            TARGETS_OF_ROWS=row_targets is not None, TARGETS_OF_COLS=col_targets is not None, **_settings(x, blocks),
+            OF_ROWS=of_rows, OF_COLS=of_cols, TARGETS_OF_ROWS=targets_of_rows, TARGETS_OF_COLS=targets_of_cols,
+            **_settings(x, blocks),
         )  # fmt: skip
+
+
+def _rounded(scale: float, shift: float) -> tuple[tuple[float, float], float, float]:
+    """k and c in float32; the scale that k is; what is left of the shift."""
+    log2_scale, log2_shift = _single(scale * _LOG2_E), _single(shift * _LOG2_E)
+    return (log2_scale, log2_shift), log2_scale / _LOG2_E, math.exp(log2_shift / _LOG2_E - shift)
 
 
 def _single(x: float) -> float:

@@ -38,21 +38,20 @@ class KernelSoftmaxSweep(SoftmaxSweep):
 
     def __init__(self, driver: Driver, selection: Selection, *, kept: KeptTiles | None = None) -> None:
         super().__init__(driver, selection, kept=kept)
-        self._positive, self._excluded = members(selection.pairs.positive), members(selection.pairs.excluded)
-        itemsize = driver.x.dtype.itemsize
-        self._side = isqrt(driver.side**2 * _TILES // itemsize)
+        self._sets = self._known_sets()
+        self._side = isqrt(driver.side**2 * _TILES // driver.x.dtype.itemsize)
         self._written: Tensor | None = None
 
     def sums(self, block: Block, rows: Sums | None, cols: Sums | None) -> None:
         shift = one_shift(rows, cols)
         assert all(self.fields >= {*side.fields} for side in (rows, cols) if side is not None)
-        if shift is None or not self._fits or self._positive is None or self._excluded is None:
+        if shift is None or self._sets is None:
             super().sums(block, rows, cols)
             return
         for tile in tiles(block.rows, block.cols, self._side, triangle=block.triangle):
             of_rows = None if rows is None else rows[tile.rows]
             of_cols = None if cols is None or tile.own_mirror else cols[relative(tile.cols, block)]
-            x, y, settings = self._tile(tile, block, self._positive, self._excluded)
+            x, y, settings = self._tile(tile, block, *self._sets)
             made = kernels.tile_sums(
                 x,
                 y,
@@ -82,13 +81,13 @@ class KernelSoftmaxSweep(SoftmaxSweep):
     ) -> None:
         shift = one_shift(rows, cols)
         assert all(side.of_logits is None for side in (rows, cols) if side is not None)
-        if shift is None or not self._fits or self._positive is None or self._excluded is None:
+        if shift is None or self._sets is None:
             super().gradients(block, rows, cols, u, v, of_offsets)
             return
         for tile in tiles(block.rows, block.cols, self._side, triangle=block.triangle):
             of_rows = None if rows is None else rows[tile.rows]
             of_cols = None if cols is None else cols[relative(tile.cols, block)]
-            x, y, settings = self._tile(tile, block, self._positive, self._excluded)
+            x, y, settings = self._tile(tile, block, *self._sets)
             grad = self._gradient_buffer(tile)
             kernels.tile_gradient(
                 x,
@@ -106,19 +105,21 @@ class KernelSoftmaxSweep(SoftmaxSweep):
             if v is not None and not tile.own_mirror:
                 _add_product_(v[relative(tile.cols, block)], grad.T, x)
 
-    @property
-    def _fits(self) -> bool:
-        """Whether a kernel knows what is asked, whichever way is gone."""
+    def _known_sets(self) -> tuple[Members, Members] | None:
+        """Positive and excluded entries; None if a kernel does not know what is asked, whichever way is gone."""
         selection, driver = self.selection, self.driver
         plain = (selection.floor, selection.ceiling, selection.guide, selection.bend, selection.offsets)
-        return (
-            all(of is None for of in plain)
-            and selection.best_of == 1
-            and self.kept is None
-            and driver.norms is None
-            and driver.bias == 0
-            and driver.x.dtype in (torch.float32, torch.bfloat16)  # dS may be too large for float16
-        )
+        if (
+            any(of is not None for of in plain)
+            or selection.best_of > 1
+            or self.kept is not None
+            or driver.norms is not None
+            or driver.bias != 0
+            or driver.x.dtype not in (torch.float32, torch.bfloat16)  # dS may be too large for float16
+        ):
+            return None
+        positive, excluded = members(selection.pairs.positive), members(selection.pairs.excluded)
+        return None if positive is None or excluded is None else (positive, excluded)
 
     def _tile(
         self, tile: Tile, block: Block, positive: Members, excluded: Members
