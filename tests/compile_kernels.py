@@ -1,72 +1,101 @@
-"""Compile every kernel for GPUs that need not be there, and print what the machine code has, a line of JSON each."""
+"""Compile what losses start, for GPUs that need not be there, and print what the machine code has, a line of JSON each.
+
+Losses run, on a CPU, with kernels that only take down how they were started.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import subprocess
-from itertools import product
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
 import triton.backends.nvidia
+from kernel_losses import losses
+from torch.nn.functional import normalize
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from wholebatch.kernels import Blocks, blocks_for, softmax_tiles
+import wholebatch as wb
+from wholebatch.kernels import sigmoid_tiles, softmax_tiles
 
 CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
-NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-POINTERS = {"row_sums", "col_sums", "row_weights", "col_weights", "row_targets", "col_targets"}
-# What losses ask for: positives, those excluded, and candidates, as kernels have them.
-SETS = {
-    "clip": ((1, 0), (0, 0), 0),
-    "clip, equal ids are positive": ((0, 2), (0, 0), 1),
-    "clip, equal ids are excluded": ((1, 0), (1, 2), 0),
-    "info_nce, several positives": ((1, 1), (0, 0), 1),
-    "nt_xent": ((2, 0), (1, 0), 0),
-    "nt_xent, equal ids are excluded": ((2, 0), (2, 2), 0),
-    "sup_con": ((1, 2), (1, 0), 1),
+TYPES = {
+    **{torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"},
+    **{int: "i32", float: "fp32"},
 }
-IDS = {"positive_rows", "positive_cols", "excluded_rows", "excluded_cols"}
-WHOLE = {"num_rows", "num_cols", "dim", "stride_x", "stride_y"}  # multiples of 16, as in most batches
+WHOLE = {"num_rows", "num_cols", "dim", "stride_x", "stride_y", "positive_stride", "excluded_stride"}
+KERNELS = {(softmax_tiles, "tile_sums"), (softmax_tiles, "tile_gradient"), (sigmoid_tiles, "tile_sigmoid")}
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 
-def compiled(kernel, capability, dtype, of, blocks=None):
-    """What one of them takes."""
-    positive, excluded, candidates = SETS[of]
-    comparisons = positive[0] + bool(positive[1]) + excluded[0] + bool(excluded[1])
-    blocks = blocks or blocks_for(dtype, comparisons)
-    constants = {
-        "POSITIVE_DIAGONALS": positive[0],
-        "POSITIVE_IDS": positive[1],
-        "EXCLUDED_DIAGONALS": excluded[0],
-        "EXCLUDED_IDS": excluded[1],
-        "CANDIDATES": candidates,
-        "OF_ROWS": True,
-        "OF_COLS": True,
-        "TARGETS_OF_ROWS": True,
-        "TARGETS_OF_COLS": bool(positive[1]),
-        "BM": blocks.rows,
-        "BN": blocks.cols,
-        "BK": blocks.depth,
-        "GROUP": blocks.group,
-        "PRECISION": "tf32x3" if dtype == torch.float32 else "ieee",
-        "WIDEN": False,
-    }
-    signature = {name: type_of(name, dtype) for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
-    aligned = [n for n, of in signature.items() if of.startswith("*") or n in WHOLE]
+@dataclass(frozen=True)
+class Started:
+    """A kernel, the types of its arguments, and what is compiled into it."""
+
+    kernel: Any
+    types: tuple[str, ...]
+    constants: tuple[tuple[str, Any], ...]
+
+    def describe(self, **more: Any) -> dict[str, Any]:
+        """For a message."""
+        return {"kernel": self.kernel.__name__, "constants": dict(self.constants), **more}
+
+
+def started(dtype: torch.dtype) -> dict[Started, str]:
+    """Every way in which losses start kernels, and the first loss that does."""
+    found: dict[Started, str] = {}
+    name = ""
+
+    class Recorder:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, _grid: tuple[int, ...]) -> Any:
+            def start(*args: Any, **constants: Any) -> None:
+                types = (TYPES[arg.dtype if isinstance(arg, torch.Tensor) else type(arg)] for arg in args)
+                found.setdefault(Started(self.kernel, tuple(types), tuple(constants.items())), name)
+
+            return start
+
+    patches = [patch.object(module, kernel, Recorder(getattr(module, kernel))) for module, kernel in KERNELS]
+    patches += [patch("wholebatch.losses._door.check_kernel"), patch("wholebatch.losses._softmax.certified", bool)]
+    for of in patches:
+        of.start()
+    torch.manual_seed(0)
+    x, y = (normalize(torch.randn(50, 24), dim=1).to(dtype).requires_grad_() for _ in range(2))
+    made, _ = losses(x, y, torch.randint(0, 30, (50,)))
+    for name, loss in made.items():  # noqa: B007, which `start` reads
+        for memory in ("flat", 2**24):
+            loss(wb.functional, {"kernel": "triton", "memory": memory}).backward()
+    for of in patches:
+        of.stop()
+    return found
+
+
+def compiled(of: Started, capability: int, **other: Any) -> dict[str, Any]:
+    """What its machine code has; with other constants than those, if given."""
+    constants = dict(of.constants) | other
+    options = {name: constants.pop(name) for name in OPTIONS}
+    names = of.kernel.arg_names[: len(of.types)]
+    signature = dict(zip(names, of.types, strict=True)) | dict.fromkeys(constants, "constexpr")
+    aligned = [name for name, kind in signature.items() if kind.startswith("*") or name in WHOLE]
     made = triton.compile(
         ASTSource(
-            kernel,
+            of.kernel,
             signature,
             constexprs=constants,
-            attrs={(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+            attrs={(of.kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
         ),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": blocks.warps, "num_stages": blocks.stages, "enable_fp_fusion": True},
+        options=options,
     )
     with TemporaryDirectory() as folder:
         code = Path(folder) / "kernel.cubin"
@@ -76,10 +105,7 @@ def compiled(kernel, capability, dtype, of, blocks=None):
             for option in ("-res-usage", "-sass")
         )
     return {
-        "kernel": kernel.__name__,
         "capability": capability,
-        "dtype": NAMES[dtype],
-        "of": of,
         "registers": int(re.search(r"REG:(\d+)", used)[1]),
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", instructions)),
         "shared": made.metadata.shared,
@@ -87,24 +113,23 @@ def compiled(kernel, capability, dtype, of, blocks=None):
     }
 
 
-def type_of(name, dtype):
-    """Of an argument."""
-    if name in ("x", "y", "gradient"):
-        return f"*{NAMES[dtype]}"
-    if name in POINTERS:
-        return "*fp32"
-    if name in IDS:
-        return "*i32"
-    return "fp32" if name in ("log2_scale", "log2_shift") else "i32"
+# Of all that is started, what `make test` compiles: what differs most, on what differs most.
+SOME = {
+    (torch.bfloat16, 90): ("clip", "clip, label smoothing", "nt_xent, ids", "siglip, ids excluded", "partial_fc"),
+    (torch.bfloat16, 100): ("clip, ids", "sup_con"),
+    (torch.bfloat16, 80): ("clip",),
+    (torch.float32, 90): ("nt_xent",),
+}
+ALL = ((torch.bfloat16, (80, 89, 90, 100, 120)), (torch.float32, (80, 90, 100)))
 
 
 if __name__ == "__main__":
-    kernels, half, single = (softmax_tiles.tile_sums, softmax_tiles.tile_gradient), torch.bfloat16, torch.float32
-    chosen = [(half, capability, of) for capability, of in product((90, 100), SETS)]
-    chosen += [(half, capability, "nt_xent") for capability in (80, 89, 120)]
-    chosen += [(single, capability, "nt_xent") for capability in (80, 90, 100)]
-    for kernel, (dtype, capability, of) in product(kernels, chosen):
-        print(json.dumps(compiled(kernel, capability, dtype, of)), flush=True)
+    for dtype, capabilities in ALL:
+        for of, name in started(dtype).items():
+            for capability in capabilities:
+                if "--all" in sys.argv or name in SOME.get((dtype, capability), ()):
+                    found = compiled(of, capability)
+                    print(json.dumps(of.describe(loss=name, dtype=str(dtype), **found)), flush=True)
     # And one whose part is too large: that is seen.
-    too_large = Blocks(128, 256, 64, 8, 8, 3)
-    print(json.dumps(compiled(kernels[0], 90, half, "clip, equal ids are excluded", too_large)))
+    largest = next(of for of, name in started(torch.bfloat16).items() if name == "clip, ids excluded")
+    print(json.dumps(largest.describe(**compiled(largest, 90, BN=256))))

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from .._checks import check_alike, check_finite, check_ids
 from ..comm import Communicator, handshake
+from ..kernels import in_triton
 from ..losses._cross_entropy import one_positive
 from ..losses._door import Agreement, Options, agree
 from ..losses._softmax import Numbers, softmax_numbers, wanted
@@ -178,11 +179,17 @@ def _negatives(
     for of_unit, norms in ((logits.of_unit_embeddings, lengths), (logits.of_unit_centres, shards.norms)):
         if not of_unit:
             bound *= norms.detach().amax().item() if len(norms) else 0.0
+    stay_norms, travel_norms = shards.norms if logits.of_unit_centres else None, None
+    if logits.of_unit_embeddings:
+        if in_triton(agreed.options.kernel):  # multiplied in the precision that they have
+            travel_norms = lengths.detach()
+        else:
+            x = x / lengths
     _, numbers = softmax_numbers(
         agreed,
         (s, s),
-        [shards.centres, x / lengths if logits.of_unit_embeddings else x],
-        towers=Towers(stays=(0,), travels=(1,), stay_norms=shards.norms if logits.of_unit_centres else None),
+        [shards.centres, x],
+        towers=Towers(stays=(0,), travels=(1,), stay_norms=stay_norms, travel_norms=travel_norms),
         stays=Partition(tuple(best_of * count for count in shards.partition.counts)),
         travels=Partition((len(x),)),
         selection=Selection(

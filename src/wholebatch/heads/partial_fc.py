@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._checks import check_count
 from ..comm import Group, select_communicator
+from ..kernels import Kernel
 from ..losses._door import Options, Reduction, eager
 from ..partition import Partition
 from ..sweep import Memory
@@ -53,7 +54,7 @@ class PartialFC(nn.Module):
             training; 1: all. In evaluation all are there. With samples the gradient of `weight` is a sparse tensor,
             for `SparseSGD` or `SparseAdamW`.
         unbiased: sampled negatives weigh 1 / sample_rate, so that their sum is that of all classes on average.
-        exclude_above, label_smoothing, ignore_index, reduction, group, sync, memory: as there.
+        exclude_above, label_smoothing, ignore_index, reduction, group, sync, memory, kernel: as there.
         seed: of the centres at the start and of all samples; the same on all ranks.
         device, dtype: of the centres.
 
@@ -92,6 +93,7 @@ class PartialFC(nn.Module):
         group: Group = None,
         sync: Sync = "mean",
         memory: Memory = "auto",
+        kernel: Kernel = "auto",
         seed: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -109,7 +111,7 @@ class PartialFC(nn.Module):
             raise ValueError("unbiased needs a sample_rate above 0, and no label_smoothing")
         if type(seed) is not int or not -(2**63) <= seed < 2**63:
             raise ValueError(f"seed must be an integer of 64 bits, got {seed!r}")
-        self.options = Options(group, sync, memory=memory, reduction=reduction)
+        self.options = Options(group, sync, memory=memory, reduction=reduction, kernel=kernel)
         self.options.check()
         comm = select_communicator(group)
         if num_classes < comm.size:

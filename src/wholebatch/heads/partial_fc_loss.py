@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Group
+from ..kernels import Kernel
 from ..losses._door import Options, Reduction, eager
 from ..sweep import Memory
 from ..sync import Sync
@@ -35,6 +36,7 @@ def partial_fc_loss(
     group: Group = None,
     sync: Sync = "mean",
     memory: Memory = "auto",
+    kernel: Kernel = "auto",
 ) -> Tensor:
     r"""Cross-entropy over the classes of all ranks, with a margin for the example's own, and its exact gradient.
 
@@ -68,6 +70,8 @@ def partial_fc_loss(
         sync: what an engine does with the embeddings' gradients, as there. The centres' are this rank's own: dL/dW in
             full, whatever `sync` says, and no engine may touch them. So is that of `bias`.
         memory: "flat", "auto" or bytes, as there, of this rank's classes times the batch.
+        kernel: who computes a tile, as there; exclude_above, sub-centres and :class:`wholebatch.CurricularFace` are
+            left to plain PyTorch.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.partial_fc_loss` on all embeddings and
@@ -104,7 +108,7 @@ def partial_fc_loss(
         given,
         Logits(margin, margin_grad, normalise, exclude_above, label_smoothing, ignore_index),
         dtype=centres.dtype if isinstance(centres, Tensor) else torch.float32,
-        options=Options(group, sync, exchange="gather", memory=memory, reduction=reduction),
+        options=Options(group, sync, exchange="gather", memory=memory, reduction=reduction, kernel=kernel),
         num_classes=num_classes,
         weights=weights,
     )

@@ -3,19 +3,27 @@
 Triton is no dependency: nothing here imports it before a kernel is asked for.
 """
 
-from .launch import Blocks, Entries, TileSums, blocks_for, interpreted, tile_gradient, tile_sums
+from .launch import (
+    Entries,
+    OfRows,
+    TileOf,
+    interpreted,
+    tile_gradient,
+    tile_sigmoid,
+    tile_sums,
+)
 from .select import KERNELS, Kernel, check_kernel, in_triton
 
 __all__ = [
     "KERNELS",
-    "Blocks",
     "Entries",
     "Kernel",
-    "TileSums",
-    "blocks_for",
+    "OfRows",
+    "TileOf",
     "check_kernel",
     "in_triton",
     "interpreted",
     "tile_gradient",
+    "tile_sigmoid",
     "tile_sums",
 ]

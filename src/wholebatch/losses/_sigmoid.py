@@ -19,7 +19,7 @@ from .._once import once_differentiable
 from .._precision import accumulation_dtype, wide_dtype
 from ..comm import Communicator
 from ..exchange import Exchange
-from ..sweep import Block, Budget, Driver, Pairs, SigmoidSweep
+from ..sweep import Block, Budget, Driver, KernelSigmoidSweep, Pairs, SigmoidSweep
 from ._towers import inner, no_autocast
 
 
@@ -35,6 +35,15 @@ class SigmoidPlan:
     budget: Budget
     differentiable: bool  # whether a backward pass may follow
     per_row: bool  # whether the l_i are wanted, and not their sum
+    in_kernels: bool = False  # whether kernels in Triton do what they know
+
+    def sweep(self, x: Tensor, weights: Tensor | None) -> SigmoidSweep:
+        """A sweep of X's rows."""
+        driver = Driver(x, self.scale, self.bias, side=self.budget.side, largest=self.exchange.largest_block)
+        wide = wide_dtype(x.device)
+        if self.in_kernels:
+            return KernelSigmoidSweep(driver, self.pairs, wide, self.exchange.columns.total, weights)
+        return SigmoidSweep(driver, self.pairs, wide, weights)
 
 
 @dataclass(frozen=True)
@@ -100,8 +109,7 @@ def _sweep(
     want_scale, want_bias, want_x, want_y = wanted
     want_x = want_x or (want_scale and not want_y)
     dtype = accumulation_dtype(x.dtype)
-    driver = Driver(x, plan.scale, plan.bias, side=plan.budget.side, largest=plan.exchange.largest_block)
-    sweep = SigmoidSweep(driver, plan.pairs, wide_dtype(x.device), weights)
+    sweep = plan.sweep(x, weights)
     u = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if want_x else None
 
     def visit(block: Block, _carried: Tensor | None, into: Tensor | None, _own: Tensor | None) -> None:

@@ -87,18 +87,31 @@ class SoftmaxPlan:
         """Whether exp(S) is kept for the backward pass."""
         return self.differentiable and self.budget.kept > 0
 
-    def sweep(self, x: Tensor, kept: Tensor | None = None) -> SoftmaxSweep:
+    def sweep(self, data: _Data, kept: Tensor | None = None) -> SoftmaxSweep:
         """A sweep of X's rows."""
         group = self.selection.best_of
         driver = Driver(
-            x,
+            data.x,
             self.scale,
             side=max(1, self.budget.side // group) * group,  # no group in two tiles
             largest=self.exchange.largest_block,
-            norms=self.towers.stay_norms,
+            norms=data.norms,
+            col_norms=data.col_norms,
         )
-        kind = KernelSoftmaxSweep if self.in_kernels else SoftmaxSweep
-        return kind(driver, self.selection, kept=None if kept is None else KeptTiles(kept))
+        memory = None if kept is None else KeptTiles(kept)
+        if self.in_kernels:
+            return KernelSoftmaxSweep(driver, self.selection, self.exchange.columns.total, kept=memory)
+        return SoftmaxSweep(driver, self.selection, kept=memory)
+
+
+@dataclass(frozen=True)
+class _Data:
+    """What passes are made of: this rank's rows of X, what it holds of Y, and the norms that both are divided by."""
+
+    x: Tensor
+    held: Tensor
+    norms: Tensor | None  # (b, 1)
+    col_norms: Tensor | None  # (B, 1), of all columns
 
 
 @dataclass(frozen=True)
@@ -169,6 +182,9 @@ def softmax_numbers(
     exchange, budget = agreed.exchange(
         stays, travels, symmetric=symmetric, keep=keep, exact=exact, everywhere=everywhere
     )
+    in_kernels = in_triton(agreed.options.kernel) and asked <= KernelSoftmaxSweep.fields
+    if in_kernels and features[0].dtype.itemsize < agreed.dtype.itemsize:
+        towers = replace(towers, late=towers.normalise)  # kernels multiply in the precision that features have
     plan = SoftmaxPlan(
         LocalCommunicator() if everywhere else agreed.comm,
         exchange,
@@ -184,7 +200,7 @@ def softmax_numbers(
         differentiable=agreed.differentiable,
         beside_target=beside_target and "squares" not in asked,
         guide=guide,
-        in_kernels=in_triton(agreed.options.kernel) and asked <= KernelSoftmaxSweep.fields,
+        in_kernels=in_kernels,
     )
     # No entries, but a way back to the features, which are not all saved: by it a second derivative is refused.
     anchor = torch.cat([feature[:0].flatten() for feature in features])
@@ -210,8 +226,11 @@ class _Softmax(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         x, y, norms = plan.towers.join(features)
         travels = y if plan.guide is None else torch.cat([y.to(plan.guide.dtype), plan.guide], dim=1)
-        held = plan.exchange.bring(travels)
-        rows, cols, kept = _statistics(plan, x, held)
+        col_norms = plan.towers.travel_norms
+        if plan.towers.late and norms is not None:
+            col_norms = plan.comm.all_gather(norms, counts=plan.exchange.columns.counts, check=False)
+        data = _Data(x, plan.exchange.bring(travels), _by_sweep(plan, norms), col_norms)
+        rows, cols, kept = _statistics(plan, data)
 
         ctx.plan, ctx.shifts = plan, [side.shift for side in (rows, cols)]
         ctx.offsets_dtype = None if offsets is None else offsets.dtype
@@ -219,7 +238,7 @@ class _Softmax(torch.autograd.Function):
         shifts = [side.shift if isinstance(side.shift, Tensor) else None for side in (rows, cols)]
         sums = [side.fields.get("sum") for side in (rows, cols)]
         scale = scale if isinstance(scale, Tensor) else None
-        ctx.save_for_backward(anchor, scale, x, y, norms, held, kept, *sums, *shifts)
+        ctx.save_for_backward(anchor, scale, x, y, norms, data.held, col_norms, kept, *sums, *shifts)
         outputs = [_outputs(side) for side in (rows, cols)]
         constant = [x for side in outputs for name, x in side.items() if name not in _DIFFERENTIABLE]
         ctx.mark_non_differentiable(*constant)
@@ -230,7 +249,7 @@ class _Softmax(torch.autograd.Function):
     @no_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         plan: SoftmaxPlan = ctx.plan
-        _, scale, x, y, norms, held, kept, row_sums, col_sums, row_shifts, col_shifts = ctx.saved_tensors
+        _, scale, x, y, norms, held, col_norms, kept, row_sums, col_sums, row_shifts, col_shifts = ctx.saved_tensors
         _, _, want_scale, want_offsets, *want_features = ctx.needs_input_grad
         want_x, want_y = plan.towers.wanted(want_features)
         if want_scale and not want_x and not want_y:
@@ -243,18 +262,24 @@ class _Softmax(torch.autograd.Function):
             of_rows, of_cols = grads[: len(_names(plan.rows))], grads[len(_names(plan.rows)) :]
             rows = _weights(plan, plan.rows, of_rows, row_sums, ctx.shifts[0] if row_shifts is None else row_shifts)
             cols = _weights(plan, plan.cols, of_cols, col_sums, ctx.shifts[1] if col_shifts is None else col_shifts)
-            u, v = _products(plan, x, held, kept, rows, cols, want_x, want_y, of_offsets)
+            data = _Data(x, held, _by_sweep(plan, norms), col_norms)
+            u, v = _products(plan, data, kept, rows, cols, want_x, want_y, of_offsets)
 
         grad_scale = None
         if want_scale:
-            share = inner(y, v) if v is not None else inner(x, u)
+            share = inner(y, v, norms if plan.towers.late else None) if v is not None else inner(x, u)
             grad_scale = (share / (plan.size * (2 if plan.symmetric else 1))).to(scale).view_as(scale)
         if of_offsets is not None:
             of_offsets = of_offsets.div_(plan.size).to(ctx.offsets_dtype)
         factor = plan.scale / plan.size
         dx, dy = (None if gradient is None else gradient.mul_(factor) for gradient in (u, v))
         wanted = [(want, *of) for want, of in zip(want_features, ctx.features, strict=True)]
-        return None, None, grad_scale, of_offsets, *plan.towers.split(dx, dy, x, norms, wanted)
+        return None, None, grad_scale, of_offsets, *plan.towers.split(dx, dy, x, y, norms, wanted)
+
+
+def _by_sweep(plan: SoftmaxPlan, norms: Tensor | None) -> Tensor | None:
+    """Of X's rows, where it is the sweep that divides by them."""
+    return norms if plan.towers.late else plan.towers.stay_norms
 
 
 def _names(fields: tuple[str, ...]) -> list[str]:
@@ -275,20 +300,20 @@ def _outputs(side: Sums) -> dict[str, Tensor]:
     return made
 
 
-def _statistics(plan: SoftmaxPlan, x: Tensor, held: Tensor) -> tuple[Sums, Sums, Tensor | None]:
+def _statistics(plan: SoftmaxPlan, data: _Data) -> tuple[Sums, Sums, Tensor | None]:
     """All sums of this rank's rows and columns: under one shift if that is certain to do, else each with its own."""
-    dtype = accumulation_dtype(x.dtype)
+    dtype = accumulation_dtype(data.x.dtype)
     shift = shared_shift(plan.bound, plan.terms, dtype)
     if shift is not None:
-        kept = x.new_empty(plan.budget.kept, dtype=plan.budget.kept_dtype) if plan.keep else None
-        rows, cols = _sums(plan, x, held, shift, shift, kept)
+        kept = data.x.new_empty(plan.budget.kept, dtype=plan.budget.kept_dtype) if plan.keep else None
+        rows, cols = _sums(plan, data, shift, shift, kept)
         if never_small(plan.bound, shift, plan.terms, dtype) or certified(
             plan.comm, _in_loss(plan, rows, cols), plan.terms, dtype
         ):
             return rows, cols, kept
         del rows, cols, kept
-    row_max, col_max = _maxima(plan, x, held)
-    return *_sums(plan, x, held, row_max, col_max, None), None
+    row_max, col_max = _maxima(plan, data)
+    return *_sums(plan, data, row_max, col_max, None), None
 
 
 def certified(comm: Communicator, sums: Sequence[Tensor], terms: int, dtype: torch.dtype) -> bool:
@@ -310,17 +335,18 @@ def _in_loss(plan: SoftmaxPlan, rows: Sums, cols: Sums) -> list[Tensor]:
     return sums
 
 
-def _maxima(plan: SoftmaxPlan, x: Tensor, held: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _maxima(plan: SoftmaxPlan, data: _Data) -> tuple[Tensor | None, Tensor | None]:
     """The largest logit of each row, and of each column kept, where they are wanted; 0 without candidates."""
+    x = data.x
     nothing = x.new_full((1, 1), float("-inf"), dtype=accumulation_dtype(x.dtype))
     row_max = nothing[0].repeat(len(x)) if plan.rows and not plan.symmetric else None
-    sweep = plan.sweep(x)
+    sweep = plan.sweep(data)
 
     def visit(block: Block, _carried: Tensor | None, into: Tensor | None, own: Tensor | None) -> None:
         rows = own if plan.symmetric else row_max
         sweep.maxima(block, None if rows is None else rows.view(-1), None if into is None else into[:, 0])
 
-    col_max = plan.exchange.collect(held, visit, initial=nothing if plan.cols else None, op="max")
+    col_max = plan.exchange.collect(data.held, visit, initial=nothing if plan.cols else None, op="max")
     if col_max is not None:
         col_max = plan.exchange.merge(col_max, "max")[:, 0]
     row_max, col_max = (None if m is None else m.masked_fill(m.isneginf(), 0.0) for m in (row_max, col_max))
@@ -329,16 +355,15 @@ def _maxima(plan: SoftmaxPlan, x: Tensor, held: Tensor) -> tuple[Tensor | None, 
 
 def _sums(
     plan: SoftmaxPlan,
-    x: Tensor,
-    held: Tensor,
+    data: _Data,
     row_shift: Tensor | float | None,
     col_shift: Tensor | float | None,
     kept: Tensor | None,
 ) -> tuple[Sums, Sums]:
     """The fields of this rank's rows and columns, relative to one shift, or to (b,) and (columns kept,) of them."""
-    wide, own_cols = wide_dtype(x.device), plan.exchange.kept_own
+    x, wide, own_cols = data.x, wide_dtype(data.x.device), plan.exchange.kept_own
     row_fields = _initial(plan.rows, x, wide).repeat(len(x), 1) if plan.rows and not plan.symmetric else None
-    sweep = plan.sweep(x, kept)
+    sweep = plan.sweep(data, kept)
     ops = tuple("max" if name == "largest" else "sum" for name in plan.cols)
     carried = col_shift[None] if isinstance(col_shift, Tensor) else None
     if plan.symmetric and isinstance(col_shift, Tensor):
@@ -349,7 +374,7 @@ def _sums(
         sweep.sums(block, rows, _named(col_shift if carried is None else carried[0], plan.cols, into))
 
     collected = plan.exchange.collect(
-        held,
+        data.held,
         visit,
         carried=carried,
         initial=_initial(plan.cols, x, wide) if plan.cols else None,
@@ -392,8 +417,7 @@ def _weights(
 
 def _products(
     plan: SoftmaxPlan,
-    x: Tensor,
-    held: Tensor,
+    data: _Data,
     kept: Tensor | None,
     rows: Weights | None,
     cols: Weights | None,
@@ -402,9 +426,9 @@ def _products(
     of_offsets: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """U, and V at home; of a symmetric S, both in one, in the place of V. N times the offsets' gradient is added up."""
-    dtype = accumulation_dtype(x.dtype)
+    x, dtype = data.x, accumulation_dtype(data.x.dtype)
     u = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if want_x else None
-    sweep = plan.sweep(x, kept)
+    sweep = plan.sweep(data, kept)
     if plan.symmetric:
         rows = cols
     carried = None if cols is None else plan.exchange.spread(cols.stacked())
@@ -414,5 +438,5 @@ def _products(
         sweep.gradients(block, rows, of_block, u=own if plan.symmetric else u, v=into, of_offsets=of_offsets)
 
     initial = x.new_zeros(1, x.shape[1], dtype=dtype) if want_y else None
-    v = plan.exchange.collect(held, visit, carried=carried, initial=initial)
+    v = plan.exchange.collect(data.held, visit, carried=carried, initial=initial)
     return u, None if v is None else plan.exchange.home(v)

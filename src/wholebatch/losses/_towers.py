@@ -24,19 +24,22 @@ class Towers:
     """X = the features `stays`, one below the other, Y = the features `travels`; without those, Y is X.
 
     With `normalise`, the rows of X and Y are those of the features divided by their norms. With `stay_norms`, (b, 1),
-    X's rows are divided by these, but never all at once: X holds them as they are, the sweep divides.
+    X's rows are divided by these, but never all at once: X holds them as they are, the sweep divides. So are Y's with
+    `travel_norms`, (B, 1), of all of Y's rows, which this rank then holds; and so is all that is normalised, if `late`.
     """
 
     stays: tuple[int, ...]
     travels: tuple[int, ...] = ()
     normalise: bool = False
+    late: bool = False
     stay_norms: Tensor | None = None
+    travel_norms: Tensor | None = None
 
     def join(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """X, Y, and the norms of X's rows if they are divided by them."""
+        """X, Y, and the norms of X's rows if they are or will be divided by them."""
         if self.normalise:
             assert not self.travels, "only features against themselves are normalised here; please report this"
-            x, norms = _normalised([features[i] for i in self.stays])
+            x, norms = (_with_norms if self.late else _normalised)([features[i] for i in self.stays])
             return x, x, norms
         x = _stacked([features[i] for i in self.stays])
         return x, _stacked([features[i] for i in self.travels]) if self.travels else x, self.stay_norms
@@ -51,6 +54,7 @@ class Towers:
         dx: Tensor | None,
         dy: Tensor | None,
         x: Tensor,
+        y: Tensor,
         norms: Tensor | None,
         features: Sequence[tuple[bool, int, torch.dtype]],
     ) -> list[Tensor | None]:
@@ -60,13 +64,16 @@ class Towers:
             dx: None where not needed.
             dy: None where not needed. Where Y is X, all of the gradient is here.
             x: from `join`.
+            y: from `join`.
             norms: from `join`.
             features: of each, whether its gradient is needed, its rows, its dtype.
         """
         if self.stay_norms is not None and dx is not None:
             _project_(dx, x, self.stay_norms, divide=True)
         elif norms is not None and dy is not None:
-            _project_(dy, x, norms)
+            _project_(dy, x, norms, divide=self.late)
+        if self.travel_norms is not None and dy is not None:
+            _project_(dy, y, self.travel_norms, divide=True)
         grads: list[Tensor | None] = [None] * len(features)
         for at, gradient in ((self.stays, dx if self.travels else dy), (self.travels, dy)):
             first = 0
@@ -93,6 +100,12 @@ def _normalised(features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return z.div_(norms), norms
 
 
+def _with_norms(features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """All rows as they are, and max(|x|, eps), (rows, 1), in the accumulation dtype."""
+    x = _stacked(features)
+    return x, torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=accumulation_dtype(x.dtype)).clamp_(min=EPS)
+
+
 def _project_(grad: Tensor, z: Tensor, norms: Tensor, *, divide: bool = False) -> None:
     """dL/dx = (dL/dz - z <z, dL/dz>) / |x|, in place: the part of dL/dz along x is lost in the division by |x|.
 
@@ -104,12 +117,17 @@ def _project_(grad: Tensor, z: Tensor, norms: Tensor, *, divide: bool = False) -
         g.addcmul_(unit, along, value=-1).div_(norm)
 
 
-def inner(a: Tensor, b: Tensor | None) -> Tensor:
-    """<a, b>, some rows at a time, for the products of the entries are stored before they are summed."""
+def inner(a: Tensor, b: Tensor | None, norms: Tensor | None = None) -> Tensor:
+    """<a, b>, of a's rows divided by norms, (rows, 1), if given.
+
+    Some rows at a time, for the products of the entries are stored before they are summed.
+    """
     assert b is not None, "a learnable scale always comes with U or V; please report this"
     total = torch.zeros((), dtype=wide_dtype(b.device), device=b.device)
-    for some_a, some_b in zip(a.split(_CHUNK), b.split(_CHUNK), strict=True):
-        total += torch.linalg.vecdot(some_a.to(b.dtype), some_b).sum(dtype=total.dtype)
+    for at in range(0, len(b), _CHUNK):
+        some = slice(at, at + _CHUNK)
+        products = torch.linalg.vecdot(a[some].to(b.dtype), b[some])
+        total += (products if norms is None else products / norms[some, 0]).sum(dtype=total.dtype)
     return total
 
 

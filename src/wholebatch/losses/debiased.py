@@ -19,6 +19,7 @@ from torch import Tensor
 from .._checks import check_number, check_temperature
 from ..comm import Group
 from ..exchange import ExchangeName
+from ..kernels import Kernel
 from ..sweep import Memory
 from ..sync import Sync
 from ._cross_entropy import softplus
@@ -42,6 +43,7 @@ def debiased_loss(
     sync: Sync = "mean",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
+    kernel: Kernel = "auto",
 ) -> Tensor:
     r"""NT-Xent whose sum over negatives is corrected for false ones, and weighed towards hard ones.
 
@@ -63,6 +65,7 @@ def debiased_loss(
         sync: "mean", "sum" or None, as there.
         exchange: "gather", "ring" or "auto", as there.
         memory: "flat", "auto" or bytes, as there.
+        kernel: who computes a tile, as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.debiased_loss` on the concatenated
@@ -88,7 +91,7 @@ def debiased_loss(
     """
     agreed = agree(
         "debiased_loss",
-        Options(group, sync, exchange, memory, reduction),
+        Options(group, sync, exchange, memory, reduction, kernel),
         scalars={"temperature": temperature},
         features={"z0": z0, "z1": z1},
         paired=("z0", "z1"),
@@ -127,7 +130,7 @@ class DebiasedLoss(LossModule):
     """Debiased and hardness-weighted contrastive loss over the global batch.
 
     Args:
-        temperature, tau_plus, beta, reduction, group, sync, exchange, memory: as in
+        temperature, tau_plus, beta, reduction, group, sync, exchange, memory, kernel: as in
             :func:`wholebatch.functional.debiased_loss`.
     """
 
@@ -142,6 +145,7 @@ class DebiasedLoss(LossModule):
         sync: Sync = "mean",
         exchange: ExchangeName = "auto",
         memory: Memory = "auto",
+        kernel: Kernel = "auto",
     ) -> None:
         super().__init__(
             temperature=temperature,
@@ -152,6 +156,7 @@ class DebiasedLoss(LossModule):
             sync=sync,
             exchange=exchange,
             memory=memory,
+            kernel=kernel,
         )
         _checked(temperature, tau_plus, beta)
 

@@ -22,6 +22,7 @@ from .._checks import check_count, check_dense, check_features, check_finite, ch
 from .._precision import wide_dtype
 from ..comm import Group, handshake, select_communicator
 from ..exchange import ExchangeName
+from ..kernels import Kernel
 from ..sweep import Memory, Selection
 from ..sync import Sync
 from ._door import LossModule, Options, Reduction, agree, eager
@@ -46,6 +47,7 @@ def global_contrastive_loss(
     sync: Sync = "mean",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
+    kernel: Kernel = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     r"""CLIP's loss with moving averages in the place of the batch's own sums, for small batches.
 
@@ -73,6 +75,7 @@ def global_contrastive_loss(
         sync: "mean", "sum" or None, as there.
         exchange: "gather", "ring" or "auto", as there.
         memory: "flat", "auto" or bytes, as there.
+        kernel: who computes a tile, as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.global_contrastive_loss` on the
@@ -102,7 +105,7 @@ def global_contrastive_loss(
 
     agreed = agree(
         "global_contrastive_loss",
-        Options(group, sync, exchange, memory, reduction),
+        Options(group, sync, exchange, memory, reduction, kernel),
         scalars={"temperature": temperature},
         features={"image_features": image_features, "text_features": text_features},
         paired=("image_features", "text_features"),
@@ -173,7 +176,7 @@ class GlobalContrastiveLoss(LossModule):
     Args:
         examples: how many the data set has.
         dtype: of the averages; 8 bytes per example in float32.
-        temperature, gamma, epsilon, reduction, group, sync, exchange, memory: as in
+        temperature, gamma, epsilon, reduction, group, sync, exchange, memory, kernel: as in
             :func:`wholebatch.functional.global_contrastive_loss`.
 
     Attributes:
@@ -201,12 +204,14 @@ class GlobalContrastiveLoss(LossModule):
         sync: Sync = "mean",
         exchange: ExchangeName = "auto",
         memory: Memory = "auto",
+        kernel: Kernel = "auto",
     ) -> None:
         super().__init__(
             group=group,
             sync=sync,
             exchange=exchange,
             memory=memory,
+            kernel=kernel,
             reduction=reduction,
             temperature=temperature,
             gamma=gamma,

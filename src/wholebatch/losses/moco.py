@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .._checks import check_alike, check_count, check_features, check_finite
 from .._precision import wide_dtype
 from ..comm import Group, handshake, select_communicator
+from ..kernels import Kernel
 from ..partition import Partition
 from ..sweep import Memory, Pairs, Selection
 from ..sync import Sync
@@ -40,6 +41,7 @@ def moco_loss(
     group: Group = None,
     sync: Sync = "mean",
     memory: Memory = "auto",
+    kernel: Kernel = "auto",
 ) -> Any:
     r"""Cross-entropy of each query's own key among that and the keys of a queue, with its exact gradient.
 
@@ -59,6 +61,7 @@ def moco_loss(
         sync: "mean", "sum" or None, as there. A queue that needs a gradient is a parameter that all ranks hold:
             under "mean" the ranks' gradients average to its own.
         memory: "flat", "auto" or bytes, as there.
+        kernel: who computes a tile, as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.moco_loss` on the concatenated
@@ -84,7 +87,7 @@ def moco_loss(
     """
     agreed = agree(
         "moco_loss",
-        Options(group, sync, "gather", memory, reduction),
+        Options(group, sync, "gather", memory, reduction, kernel),
         scalars={"logit_scale": logit_scale},
         features={"queries": queries, "keys": keys, "queue": queue},
         paired=("queries", "keys"),
@@ -116,7 +119,7 @@ class MoCoLoss(LossModule):
     """Each query against its key and a queue of past keys.
 
     Args:
-        reduction, return_statistics, group, sync, memory: as in :func:`wholebatch.functional.moco_loss`.
+        reduction, return_statistics, group, sync, memory, kernel: as in :func:`wholebatch.functional.moco_loss`.
     """
 
     def __init__(
@@ -127,9 +130,15 @@ class MoCoLoss(LossModule):
         group: Group = None,
         sync: Sync = "mean",
         memory: Memory = "auto",
+        kernel: Kernel = "auto",
     ) -> None:
         super().__init__(
-            group=group, sync=sync, reduction=reduction, return_statistics=return_statistics, memory=memory
+            group=group,
+            sync=sync,
+            reduction=reduction,
+            return_statistics=return_statistics,
+            memory=memory,
+            kernel=kernel,
         )
 
     def forward(

@@ -13,6 +13,7 @@ from torch import Tensor
 from .._checks import check_choice
 from ..comm import Group
 from ..exchange import ExchangeName
+from ..kernels import Kernel, in_triton
 from ..sweep import Memory
 from ..sync import Sync
 from ._door import LossModule, Options, Reduction, agree, eager
@@ -35,6 +36,7 @@ def siglip_loss(
     sync: Sync = "mean",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
+    kernel: Kernel = "auto",
 ) -> Tensor:
     r"""Binary cross-entropy of all pairs of images and texts of all ranks, with its exact gradient.
 
@@ -59,6 +61,7 @@ def siglip_loss(
         exchange: "gather", "ring" or "auto", as there.
         memory: of the tiles of S, as in :func:`wholebatch.functional.clip_loss`; there is nothing to keep of them, so
             a number of bytes can only make them smaller.
+        kernel: who computes tiles, as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.siglip_loss` on the concatenated
@@ -86,7 +89,7 @@ def siglip_loss(
     """
     agreed = agree(
         "siglip_loss",
-        Options(group, sync, exchange, memory, reduction),
+        Options(group, sync, exchange, memory, reduction, kernel),
         scalars={"logit_scale": logit_scale, "logit_bias": logit_bias},
         features={"image_features": image_features, "text_features": text_features},
         paired=("image_features", "text_features"),
@@ -109,6 +112,7 @@ def siglip_loss(
         budget,
         agreed.differentiable,
         per_row,
+        in_triton(kernel),
     )
     weights = given["weights"]
     loss = Sigmoid.apply(
@@ -129,7 +133,7 @@ class SigLIPLoss(LossModule):
     that the engine wraps.
 
     Args:
-        group, sync, exchange, memory: as in :func:`wholebatch.functional.siglip_loss`.
+        group, sync, exchange, memory, kernel: as in :func:`wholebatch.functional.siglip_loss`.
     """
 
     def __init__(
@@ -141,9 +145,16 @@ class SigLIPLoss(LossModule):
         sync: Sync = "mean",
         exchange: ExchangeName = "auto",
         memory: Memory = "auto",
+        kernel: Kernel = "auto",
     ) -> None:
         super().__init__(
-            group=group, sync=sync, exchange=exchange, memory=memory, reduction=reduction, equal_ids=equal_ids
+            group=group,
+            sync=sync,
+            exchange=exchange,
+            memory=memory,
+            kernel=kernel,
+            reduction=reduction,
+            equal_ids=equal_ids,
         )
         check_choice("equal_ids", equal_ids, EQUAL_IDS)
 

@@ -7,6 +7,7 @@ from .nested import NestedSweep
 from .pairs import NONE, Diagonals, Entries, EqualIds, NamedRows, Pairs, Union
 from .ranking import RankingSweep
 from .sigmoid import SigmoidSweep
+from .sigmoid_kernels import KernelSigmoidSweep
 from .soft_targets import SoftTargetSweep
 from .softmax import Bend, Over, Selection, SoftmaxSweep, Sums, Weights
 from .softmax_kernels import KernelSoftmaxSweep
@@ -22,6 +23,7 @@ __all__ = [
     "EqualIds",
     "HardestSweep",
     "KeptTiles",
+    "KernelSigmoidSweep",
     "KernelSoftmaxSweep",
     "Memory",
     "NamedRows",

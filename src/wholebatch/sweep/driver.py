@@ -39,6 +39,7 @@ class Driver:
         side: rows and columns of a tile.
         largest: rows and columns of the largest block to come, where that is known to be smaller than a tile.
         norms: (b, 1), by which X's rows are divided, a tile's at a time; None: they are taken as they are.
+        col_norms: (B, 1), by which Y's rows are, of all columns.
     """
 
     def __init__(
@@ -50,27 +51,24 @@ class Driver:
         side: int,
         largest: tuple[int, int] | None = None,
         norms: Tensor | None = None,
+        col_norms: Tensor | None = None,
     ) -> None:
-        self.x, self.scale, self.bias, self.side, self.norms = x, scale, bias, side, norms
+        self.x, self.scale, self.bias, self.side, self.norms, self.col_norms = x, scale, bias, side, norms, col_norms
         self.dtype, self.width = accumulation_dtype(x.dtype), x.shape[1]
         rows, cols = (min(side, n) for n in largest or (side, side))
         self._entries, self._tiles = rows * cols, dict[int, Tensor]()
         widened = x.dtype != self.dtype
         self._wide_x = x.new_empty(rows * (widened or norms is not None), x.shape[1], dtype=self.dtype)
-        self._wide_y = x.new_empty(cols * widened, x.shape[1], dtype=self.dtype)
+        self._wide_y = x.new_empty(cols * (widened or col_norms is not None), x.shape[1], dtype=self.dtype)
 
     def tiles(self, block: Block) -> Iterator[tuple[Tile, Tensor, Tensor]]:
         """Each tile with its rows of X and of Y, in the accumulation dtype."""
         rows, x = None, self.x[:0]
         for tile in tiles(block.rows, block.cols, self.side, triangle=block.triangle):
             if tile.rows != rows:
-                rows, x = tile.rows, self._rows(tile.rows)
-            yield tile, x, _widened(block.y[relative(tile.cols, block), : self.width], self._wide_y)
-
-    def _rows(self, rows: slice) -> Tensor:
-        if self.norms is None:
-            return _widened(self.x[rows], self._wide_x)
-        return torch.div(self.x[rows], self.norms[rows], out=self._wide_x[: rows.stop - rows.start])
+                rows, x = tile.rows, _unit(self.x[tile.rows], self._wide_x, self.norms, tile.rows)
+            y = block.y[relative(tile.cols, block), : self.width]
+            yield tile, x, _unit(y, self._wide_y, self.col_norms, tile.cols)
 
     def logits(self, tile: Tile, x: Tensor, y: Tensor) -> Tensor:
         """The tile of S, in a buffer that the next one overwrites."""
@@ -114,5 +112,8 @@ def relative(cols: slice, block: Block) -> slice:
     return slice(cols.start - block.cols.start, cols.stop - block.cols.start)
 
 
-def _widened(x: Tensor, buffer: Tensor) -> Tensor:
+def _unit(x: Tensor, buffer: Tensor, norms: Tensor | None, at: slice) -> Tensor:
+    """Rows in the accumulation dtype, divided by their norms."""
+    if norms is not None:
+        return torch.div(x, norms[at], out=buffer[: len(x)])
     return x if x.dtype == buffer.dtype else buffer[: len(x)].copy_(x)

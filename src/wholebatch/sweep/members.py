@@ -1,19 +1,18 @@
-"""Sets of entries as kernels test them: by ids of rows and columns, and by diagonals. No list is made of them."""
+"""Sets of entries as kernels test them: by rows that columns name, and by ids. No list is made of the entries."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .. import kernels
-from ..partition import Diagonal, Tile
-from .pairs import Diagonals, Entries, EqualIds, Union
+from ..partition import Tile
+from .pairs import Diagonals, Entries, EqualIds, NamedRows, Union
 
-NO_IDS, OR_EQUAL_IDS, EQUAL_IDS_BUT = range(3)  # as `kernels.softmax_tiles` has them
-_DIAGONALS = 2  # that a kernel knows
+NO_IDS, OR_EQUAL_IDS, EQUAL_IDS_BUT = range(3)  # as `kernels.tile` has them
+_NAMES = 4  # of a column, that a kernel knows
 
 
 @dataclass(frozen=True)
@@ -21,54 +20,63 @@ class Members:
     """A set of entries of this rank's rows and the global batch's columns.
 
     Args:
-        diagonals: two at most.
+        named: (k, B), int32, the rows that each column names, -1 where it names none; None without.
         ids: whether entries with equal ids are in it beside them, or are it but for them; or none are.
         rows, cols: ids, int32; None without.
     """
 
-    diagonals: tuple[Diagonal, ...] = ()
+    named: Tensor | None = None
     ids: int = NO_IDS
     rows: Tensor | None = None
     cols: Tensor | None = None
 
-    def of_tile(self, tile: Tile, nothing: Tensor) -> kernels.Entries:
-        """Those of a tile, as a kernel takes them; `nothing` stands for ids that there are none of."""
-        found: list[Any] = [nothing if self.rows is None else self.rows[tile.rows]]
-        found.append(nothing if self.cols is None else self.cols[tile.cols])
-        for at in range(_DIAGONALS):
-            diagonal = self.diagonals[at] if at < len(self.diagonals) else Diagonal(0, 0, 0)
-            found += [diagonal.row - tile.rows.start, diagonal.col - tile.cols.start, diagonal.length]
-        return kernels.Entries(len(self.diagonals), self.ids, found)
+    def of_tile(self, tile: Tile) -> kernels.Entries:
+        """Those of a tile, as a kernel takes them."""
+        named = None if self.named is None else self.named[:, tile.cols]
+        rows = None if self.rows is None else self.rows[tile.rows]
+        return kernels.Entries(named, self.ids, rows, None if self.cols is None else self.cols[tile.cols])
 
 
-def members(entries: Entries) -> Members | None:
+def members(entries: Entries, cols: int, device: torch.device) -> Members | None:
     """A set in this form; None if it has none.
 
-    >>> members(Diagonals(Diagonal(0, 2, 3)))
-    Members(diagonals=(Diagonal(row=0, col=2, length=3),), ids=0, rows=None, cols=None)
+    Args:
+        entries: the set.
+        cols: how many columns the global batch has.
+        device: of the features.
+
+    >>> members(NamedRows(torch.tensor([2, -1, 1])), 3, torch.device("cpu")).named
+    tensor([[ 2, -1,  1]], dtype=torch.int32)
     """
     if isinstance(entries, Diagonals):
-        return Members(entries.diagonals) if len(entries.diagonals) <= _DIAGONALS else None
+        return _naming(_on_diagonals(entries, cols, device)) if entries.diagonals else Members()
+    if isinstance(entries, NamedRows):
+        return _naming(entries.rows.T.to(device, torch.int32).contiguous())
     if isinstance(entries, EqualIds):
-        but = Members() if entries.but is None else members(entries.but)
+        but = Members() if entries.but is None else members(entries.but, cols, device)
         if but is None or but.ids != NO_IDS:
             return None
-        return Members(but.diagonals, EQUAL_IDS_BUT, *_numbered(entries.rows, entries.cols))
-    if isinstance(entries, Union):
-        return _either([members(part) for part in entries.sets])
+        return Members(but.named, EQUAL_IDS_BUT, *_numbered(entries.rows, entries.cols))
+    if isinstance(entries, Union) and len(entries.sets) == 2:
+        beside, equal = entries.sets
+        # No entry is in both sets of a union: what is named is left out of the equal ids beside it.
+        if isinstance(equal, EqualIds) and equal.but is beside:
+            found = members(equal, cols, device)
+            return None if found is None else replace(found, ids=OR_EQUAL_IDS)
     return None
 
 
-def _either(parts: list[Members | None]) -> Members | None:
-    """Diagonals beside equal ids, from which the same diagonals may have been left out."""
-    if len(parts) != 2 or parts[0] is None or parts[1] is None:
-        return None
-    diagonals, ids = sorted(parts, key=lambda part: part is not None and part.ids)
-    assert diagonals is not None
-    assert ids is not None
-    if diagonals.ids != NO_IDS or ids.ids != EQUAL_IDS_BUT or not set(ids.diagonals) <= set(diagonals.diagonals):
-        return None
-    return Members(diagonals.diagonals, OR_EQUAL_IDS, ids.rows, ids.cols)
+def _naming(rows: Tensor) -> Members | None:
+    return Members(rows) if len(rows) <= _NAMES else None
+
+
+def _on_diagonals(entries: Diagonals, cols: int, device: torch.device) -> Tensor:
+    """Each column's row on each of them, (k, B), int32."""
+    named = torch.full((len(entries.diagonals), cols), -1, dtype=torch.int32, device=device)
+    for of_diagonal, at in zip(named, entries.diagonals, strict=True):
+        rows = torch.arange(at.row, at.row + at.length, dtype=torch.int32, device=device)
+        of_diagonal[at.col : at.col + at.length] = rows
+    return named
 
 
 def _numbered(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:

@@ -90,14 +90,11 @@ class KeptTiles:
 
     def keep(self, tile: torch.Tensor) -> None:
         """A copy of `tile`, if it fits."""
-        room = self._room(tile.shape)
+        room = self.next(tile.shape)
         if room is not None:
             room.copy_(tile)
 
-    def next(self, shape: tuple[int, int]) -> torch.Tensor | None:
-        """The next tile in the order in which they were kept; None if it was not."""
-        return self._room(shape)
-
-    def _room(self, shape: tuple[int, ...]) -> torch.Tensor | None:
+    def next(self, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """Where the next tile is kept, in the order in which they come; None if it is not."""
         start, self._used = self._used, self._used + shape[0] * shape[1]
         return self.buffer[start : self._used].view(shape) if self._used <= len(self.buffer) else None

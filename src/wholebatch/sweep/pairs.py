@@ -88,10 +88,10 @@ class NamedRows:
     """
 
     def __init__(self, rows: Tensor) -> None:
-        self._rows = rows.view(len(rows), -1)
+        self.rows = rows.view(len(rows), -1)
 
     def within(self, tile: Tile, device: torch.device) -> Index | None:
-        rows = self._rows[tile.cols]
+        rows = self.rows[tile.cols]
         at = ((rows >= tile.rows.start) & (rows < tile.rows.stop)).nonzero(as_tuple=True)
         return (rows[at] - tile.rows.start, at[0]) if len(at[0]) else None
 

@@ -109,6 +109,11 @@ class Weights:
         targets, logits = (None if of is None else of[at] for of in (self.of_targets, self.of_logits))
         return Weights(_at(self.shift, at), self.of_exponentials[at], targets, logits)
 
+    def named(self) -> dict[str, Tensor]:
+        """Those that there are, by the fields of :class:`Sums` that they are derivatives by."""
+        parts = {"sum": self.of_exponentials, "target": self.of_targets, "logits": self.of_logits}
+        return {name: part for name, part in parts.items() if part is not None}
+
     def stacked(self) -> Tensor:
         """What there is of them, (k, n), to travel with the columns."""
         parts = (self.of_exponentials, self.of_targets, self.of_logits, self.shift)

@@ -1,31 +1,31 @@
 """The softmax sweep in kernels: tiles of S that stay on the chip, and tiles of dS in the features' precision.
 
     forward     a kernel gives a tile's sums: 1 unit of multiply-adds, and nothing of S in memory
-    backward    a kernel writes a tile of dS, in bfloat16 if X is (rows that are normalised inside are float32); two
-                products add it to dX and dY, in float32
+    backward    a kernel writes a tile of dS; two products add it to dX and dY
 
-Tiles are larger than those of plain PyTorch, which has two in float32: the memory of both goes to the one of dS. What a
-kernel does not know (a bend, a guide, exponentials that are kept, a shift for each row) is left to plain PyTorch. The
+Where exp(S) is kept, the first kernel writes it and the second reads it. Rows and columns that are to be divided by
+their norms are multiplied as they are, and the norms come in afterwards: S_ij = scale x_i . y_j / (|x_i| |y_j|), and
+with G_ij = dS_ij / (|x_i| |y_j|),
+
+    U_i = |x_i| sum_j G_ij y_j,        V_j = |y_j| sum_i G_ij x_i
+
+What a kernel does not know (a bend, a guide, a shift for each row and column, statistics) is left to plain PyTorch. The
 two terms of a positive's dS are added in float32 here.
 """
 
 from __future__ import annotations
 
-from math import isqrt
-from typing import Any
+from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from .. import kernels
-from ..partition import Tile, tiles
 from .driver import Block, Driver, relative
-from .members import Members, members
+from .kernel_tiles import KernelTiles
 from .memory import KeptTiles
 from .softmax import Selection, SoftmaxSweep, Sums, Weights, one_shift
 
 _CANDIDATES = {"negatives": 0, "all": 1, "positives": 2}
-_TILES = 2 * torch.float32.itemsize  # bytes for each entry of a tile of plain PyTorch's
 
 
 class KernelSoftmaxSweep(SoftmaxSweep):
@@ -34,41 +34,27 @@ class KernelSoftmaxSweep(SoftmaxSweep):
     Sums and gradients are both made by kernels or both by plain PyTorch, for their exponentials have to be the same.
     """
 
-    fields = frozenset({"sum", "target"})
+    fields = frozenset({"sum", "target", "logits", "count"})
 
-    def __init__(self, driver: Driver, selection: Selection, *, kept: KeptTiles | None = None) -> None:
+    def __init__(self, driver: Driver, selection: Selection, columns: int, *, kept: KeptTiles | None = None) -> None:
         super().__init__(driver, selection, kept=kept)
-        self._sets = self._known_sets()
-        self._side = isqrt(driver.side**2 * _TILES // driver.x.dtype.itemsize)
-        self._written: Tensor | None = None
+        self._tiles = self._known(columns)
 
     def sums(self, block: Block, rows: Sums | None, cols: Sums | None) -> None:
         shift = one_shift(rows, cols)
         assert all(self.fields >= {*side.fields} for side in (rows, cols) if side is not None)
-        if shift is None or self._sets is None:
+        if shift is None or self._tiles is None:
             super().sums(block, rows, cols)
             return
-        for tile in tiles(block.rows, block.cols, self._side, triangle=block.triangle):
-            of_rows = None if rows is None else rows[tile.rows]
-            of_cols = None if cols is None or tile.own_mirror else cols[relative(tile.cols, block)]
-            x, y, settings = self._tile(tile, block, *self._sets)
-            made = kernels.tile_sums(
-                x,
-                y,
-                shift=shift,
-                rows=of_rows is not None,
-                cols=of_cols is not None,
-                row_targets=of_rows is not None and "target" in of_rows.fields,
-                col_targets=of_cols is not None and "target" in of_cols.fields,
-                **settings,
-            )
-            for side, of_side, targets in (
-                (of_rows, made.rows, made.row_targets),
-                (of_cols, made.cols, made.col_targets),
-            ):
-                for name, new in (("sum", of_side), ("target", targets)):
-                    if side is not None and new is not None:
-                        side.fields[name].add_(new)
+        for tile, of_tile in self._tiles(block):
+            sides = [rows and rows[tile.rows], None if tile.own_mirror else cols and cols[relative(tile.cols, block)]]
+            names = [() if side is None else side.fields.keys() for side in sides]
+            keep = None if self.kept is None else self.kept.next(tile.shape)
+            made = kernels.tile_sums(of_tile, shift=shift, rows=names[0], cols=names[1], keep=keep)
+            for side, of_side in zip(sides, made, strict=True):
+                for name, new in of_side.items():
+                    assert side is not None
+                    side.fields[name].add_(new)
 
     def gradients(
         self,
@@ -80,77 +66,42 @@ class KernelSoftmaxSweep(SoftmaxSweep):
         of_offsets: Tensor | None = None,
     ) -> None:
         shift = one_shift(rows, cols)
-        assert all(side.of_logits is None for side in (rows, cols) if side is not None)
-        if shift is None or self._sets is None:
+        if shift is None or self._tiles is None:
             super().gradients(block, rows, cols, u, v, of_offsets)
             return
-        for tile in tiles(block.rows, block.cols, self._side, triangle=block.triangle):
-            of_rows = None if rows is None else rows[tile.rows]
-            of_cols = None if cols is None else cols[relative(tile.cols, block)]
-            x, y, settings = self._tile(tile, block, *self._sets)
-            grad = self._gradient_buffer(tile)
-            kernels.tile_gradient(
-                x,
-                y,
-                grad,
-                shift=shift,
-                row_weights=None if of_rows is None else of_rows.of_exponentials,
-                col_weights=None if of_cols is None else of_cols.of_exponentials,
-                row_targets=None if of_rows is None else of_rows.of_targets,
-                col_targets=None if of_cols is None else of_cols.of_targets,
-                **settings,
+        normed = list(self._normed(block, u, v))
+        for product, norms in normed:
+            product.div_(norms)
+        for tile, of_tile in self._tiles(block):
+            sides = [rows and rows[tile.rows], cols and cols[relative(tile.cols, block)]]
+            grad, kept = self._tiles.gradient(tile), None if self.kept is None else self.kept.next(tile.shape)
+            of_rows, of_cols = ({} if side is None else side.named() for side in sides)
+            totals = kernels.tile_gradient(
+                of_tile, grad, shift=shift, rows=of_rows, cols=of_cols, kept=kept, totals=of_offsets is not None
             )
-            if u is not None:
-                _add_product_(u[tile.rows], grad, y)
-            if v is not None and not tile.own_mirror:
-                _add_product_(v[relative(tile.cols, block)], grad.T, x)
+            if of_offsets is not None and totals is not None:
+                of_offsets[tile.rows] += totals
+            self._tiles.products(grad, tile, of_tile, block, u, v)
+        for product, norms in normed:
+            product.mul_(norms)
 
-    def _known_sets(self) -> tuple[Members, Members] | None:
-        """Positive and excluded entries; None if a kernel does not know what is asked, whichever way is gone."""
-        selection, driver = self.selection, self.driver
-        plain = (selection.floor, selection.ceiling, selection.guide, selection.bend, selection.offsets)
-        if (
-            any(of is not None for of in plain)
-            or selection.best_of > 1
-            or self.kept is not None
-            or driver.norms is not None
-            or driver.bias != 0
-            or driver.x.dtype not in (torch.float32, torch.bfloat16)  # dS may be too large for float16
-        ):
+    def _normed(self, block: Block, u: Tensor | None, v: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Products whose rows are to be multiplied by norms when they are there, and these."""
+        if u is not None and self.driver.norms is not None:
+            yield u[block.rows], self.driver.norms[block.rows]
+        if v is not None and self.driver.col_norms is not None:
+            yield v, self.driver.col_norms[block.cols]
+
+    def _known(self, columns: int) -> KernelTiles | None:
+        """None if a kernel does not know what is asked, whichever way is gone."""
+        selection = self.selection
+        plain = (selection.floor, selection.ceiling, selection.guide, selection.bend)
+        if any(of is not None for of in plain) or selection.best_of > 1 or self.driver.bias != 0:
             return None
-        positive, excluded = members(selection.pairs.positive), members(selection.pairs.excluded)
-        return None if positive is None or excluded is None else (positive, excluded)
-
-    def _tile(
-        self, tile: Tile, block: Block, positive: Members, excluded: Members
-    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Rows of X and of Y, and what both kernels take."""
-        driver = self.driver
-        x, y = driver.x[tile.rows], block.y[relative(tile.cols, block), : driver.width]
-        nothing = x.new_empty(0, dtype=torch.int32)
-        return (
-            x if x.stride(1) == 1 else x.contiguous(),
-            y if y.stride(1) == 1 else y.contiguous(),
-            {
-                "scale": driver.scale,
-                "positive": positive.of_tile(tile, nothing),
-                "excluded": excluded.of_tile(tile, nothing),
-                "candidates": _CANDIDATES[self.selection.over],
-            },
+        return KernelTiles.of(
+            self.driver,
+            selection.pairs,
+            columns,
+            candidates=_CANDIDATES[selection.over],
+            offsets=selection.offsets,
         )
-
-    def _gradient_buffer(self, tile: Tile) -> Tensor:
-        rows, cols = tile.shape
-        if self._written is None or self._written.numel() < rows * cols:
-            self._written = self.driver.x.new_empty(rows * cols)
-        return self._written[: rows * cols].view(rows, cols)
-
-
-def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, summed in the precision of `total`."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    elif total.device.type == "cuda":
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))

@@ -1,0 +1,69 @@
+"""What all kernels have in common: where a program's part of a tile is, its similarities, and sets of entries.
+
+Rows, columns and ids are relative to the tile that a call is given. A set of entries is those that columns name, each
+the rows of its own (int32; -1: none), and those whose row and column have equal ids (int32).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# What ids have to do with a set.
+NO_IDS = tl.constexpr(0)
+OR_EQUAL_IDS = tl.constexpr(1)  # beside those that are named
+EQUAL_IDS_BUT = tl.constexpr(2)  # but for those
+
+# How many rows there are, and which the first is, differs from tile to tile: no reason to compile again.
+ANY = ["num_rows", "first_row"]
+
+
+@triton.jit
+def place(num_rows, num_cols, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+    """The program's block of rows and of columns: GROUP blocks of rows at a time, so that Y stays in the L2 cache."""
+    down, across = tl.cdiv(num_rows, BM), tl.cdiv(num_cols, BN)
+    program = tl.program_id(0)
+    first = program // (GROUP * across) * GROUP
+    height = tl.minimum(down - first, GROUP)
+    within = program % (GROUP * across)
+    return first + within % height, within // height
+
+
+@triton.jit
+def similarities(
+    x, y, rows, cols, num_rows, num_cols, dim, stride_x, stride_y,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """x_i . y_j, summed in float32. Rows behind the last are the last once more: what is made of them is not used."""
+    of_rows = x + tl.minimum(rows, num_rows - 1).to(tl.int64)[:, None] * stride_x + tl.arange(0, BK)[None, :]
+    of_cols = y + tl.minimum(cols, num_cols - 1).to(tl.int64)[:, None] * stride_y + tl.arange(0, BK)[None, :]
+    total = tl.zeros((BM, BN), tl.float32)
+    for first in range(0, dim, BK):
+        here = (first + tl.arange(0, BK) < dim)[None, :]
+        a = tl.load(of_rows + first, mask=here, other=0.0)
+        b = tl.load(of_cols + first, mask=here, other=0.0)
+        if WIDEN:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def members(
+    rows, cols, num_rows, num_cols, first_row, named, stride_named, row_ids, col_ids,
+    NAMED: tl.constexpr, IDS: tl.constexpr,
+):  # fmt: skip
+    """Which of the entries are in a set, of which there is something: NAMED rows for each column, or ids."""
+    if NAMED > 0:
+        found = rows[:, None] == (tl.load(named + cols, mask=cols < num_cols, other=-1) - first_row)[None, :]
+        for at in tl.static_range(1, NAMED):
+            other = tl.load(named + at * stride_named + cols, mask=cols < num_cols, other=-1) - first_row
+            found |= rows[:, None] == other[None, :]
+        if IDS == NO_IDS:
+            return found
+    of_rows = tl.load(row_ids + rows, mask=rows < num_rows, other=0)
+    of_cols = tl.load(col_ids + cols, mask=cols < num_cols, other=0)
+    equal = of_rows[:, None] == of_cols[None, :]
+    if NAMED > 0:
+        equal = (equal | found) if IDS == OR_EQUAL_IDS else (equal & (found == 0))
+    return equal

@@ -1,0 +1,109 @@
+"""Tiles of S for kernels: which parts of X and Y, which of their entries are special, and what becomes of dS.
+
+A kernel writes a tile of dS in the features' precision (rows that are normalised inside are float32), and two products
+add it to dX and dY, in float32. There is no other tile in memory, so that it has the memory of plain PyTorch's two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import isqrt
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..partition import Tile, tiles
+from .driver import Block, Driver, relative
+from .members import Members, members
+from .pairs import Pairs
+
+_TILES = 2 * torch.float32.itemsize  # bytes for each entry of a tile of plain PyTorch's
+_DTYPES = (torch.float32, torch.bfloat16)  # dS may be too large for float16
+
+
+@dataclass
+class KernelTiles:
+    """Tiles of a driver's rows with one block of columns after another.
+
+    Args:
+        driver: of the rows, without a bias.
+        positive, excluded: sets of entries.
+        candidates: which entries are, as :class:`kernels.TileOf` has it.
+        of_rows: what rows have of their own, or None.
+    """
+
+    driver: Driver
+    positive: Members
+    excluded: Members
+    candidates: int = 0
+    of_rows: kernels.OfRows | None = None
+    _written: Tensor | None = field(default=None, init=False)
+
+    @classmethod
+    def of(
+        cls, driver: Driver, pairs: Pairs, columns: int, *, candidates: int = 0, offsets: Tensor | None = None
+    ) -> KernelTiles | None:
+        """Tiles with these pairs among so many columns; None if a kernel does not know them."""
+        if driver.x.dtype not in _DTYPES:
+            return None
+        device = driver.x.device
+        positive, excluded = (members(entries, columns, device) for entries in (pairs.positive, pairs.excluded))
+        if positive is None or excluded is None:
+            return None
+        of_rows = None
+        if driver.norms is not None or driver.col_norms is not None or offsets is not None:
+            scales = torch.ones(len(driver.x), dtype=torch.float32, device=device)
+            of_rows = kernels.OfRows(scales if driver.norms is None else scales.div_(driver.norms[:, 0]), offsets)
+        return cls(driver, positive, excluded, candidates, of_rows)
+
+    def __call__(self, block: Block) -> Iterator[tuple[Tile, kernels.TileOf]]:
+        """Each tile of the block."""
+        driver, of_rows = self.driver, self.of_rows
+        side = isqrt(driver.side**2 * _TILES // driver.x.dtype.itemsize)
+        for tile in tiles(block.rows, block.cols, side, triangle=block.triangle):
+            of_tile = None
+            if of_rows is not None:
+                offsets = None if of_rows.offsets is None else of_rows.offsets[tile.rows]
+                of_tile = kernels.OfRows(of_rows.scales[tile.rows], offsets)
+            yield (
+                tile,
+                kernels.TileOf(
+                    driver.x[tile.rows],
+                    block.y[relative(tile.cols, block), : driver.width],
+                    driver.scale,
+                    self.positive.of_tile(tile),
+                    self.excluded.of_tile(tile),
+                    self.candidates,
+                    tile.rows.start,
+                    of_tile,
+                    None if driver.col_norms is None else driver.col_norms[tile.cols, 0].reciprocal().float(),
+                ),
+            )
+
+    def gradient(self, tile: Tile) -> Tensor:
+        """Memory for a tile of dS."""
+        rows, cols = tile.shape
+        if self._written is None or self._written.numel() < rows * cols:
+            self._written = self.driver.x.new_empty(rows * cols)
+        return self._written[: rows * cols].view(rows, cols)
+
+    def products(
+        self, grad: Tensor, tile: Tile, of: kernels.TileOf, block: Block, u: Tensor | None, v: Tensor | None
+    ) -> None:
+        """Add the tile of dS times its rows of Y to `u`, (b, d), and its transpose times X to `v`, (n, d)."""
+        if u is not None:
+            _add_product_(u[tile.rows], grad, of.y)
+        if v is not None and not tile.own_mirror:
+            _add_product_(v[relative(tile.cols, block)], grad.T, of.x)
+
+
+def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, summed in the precision of `total`."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif total.device.type == "cuda":
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))

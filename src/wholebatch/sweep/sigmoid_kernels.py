@@ -1,0 +1,41 @@
+"""The sigmoid sweep in kernels: one writes a tile of dS and sums its losses, two products add dS to dX and dY."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from .driver import Block, Driver
+from .kernel_tiles import KernelTiles
+from .pairs import Pairs
+from .sigmoid import SigmoidSweep
+
+
+class KernelSigmoidSweep(SigmoidSweep):
+    """As :class:`SigmoidSweep`; what kernels do not know is left to plain PyTorch."""
+
+    def __init__(
+        self, driver: Driver, pairs: Pairs, dtype: torch.dtype, columns: int, weights: Tensor | None = None
+    ) -> None:
+        super().__init__(driver, pairs, dtype, weights)
+        self._tiles = KernelTiles.of(driver, pairs, columns)
+
+    def block(self, block: Block, u: Tensor | None, v: Tensor | None, *, bias: bool) -> None:
+        if self._tiles is None:
+            super().block(block, u, v, bias=bias)
+            return
+        for tile, of_tile in self._tiles(block):
+            grad = None if u is None and v is None else self._tiles.gradient(tile)
+            losses, totals = kernels.tile_sigmoid(
+                of_tile,
+                grad,
+                bias=self.driver.bias,
+                weights=None if self._weights is None else self._weights[tile.rows, 0],
+                totals=bias,
+            )
+            self.losses[tile.rows] += losses
+            if totals is not None:
+                self.grad_bias += totals.sum()
+            if grad is not None:
+                self._tiles.products(grad, tile, of_tile, block, u, v)

@@ -1,0 +1,52 @@
+"""Every loss that kernels compute, in every form that starts them in another way: what their tests go through."""
+
+from __future__ import annotations
+
+import torch
+
+import wholebatch as wb
+
+
+def losses(x, y, ids):
+    """By name, functions of a module of losses and its options; and the scale that some of them learn."""
+    scale = torch.tensor(14.3, dtype=torch.float64, requires_grad=True)
+    labels = torch.arange(len(x), device=x.device) % 4
+    several = torch.stack([ids, torch.where(ids % 2 == 0, (ids + 1) % 30, -100)], dim=1)
+    bias = torch.linspace(-1, 1, len(y), device=x.device)
+    arcface, cosface = wb.ArcFace(16.0, 0.5), wb.CosFace(16.0)
+    return {
+        "clip": lambda f, more: f.clip_loss(x, y, scale, **more),
+        "clip, ids": lambda f, more: f.clip_loss(x, y, scale, ids=ids, **more),
+        "clip, ids excluded": lambda f, more: f.clip_loss(x, y, scale, ids=ids, equal_ids="excluded", **more),
+        "clip, label smoothing": lambda f, more: f.clip_loss(x, y, scale, label_smoothing=0.1, **more),
+        "info_nce": lambda f, more: f.info_nce_loss(x, y, logit_scale=scale, **more),
+        "info_nce, ids": lambda f, more: f.info_nce_loss(
+            x, y, logit_scale=scale, query_ids=ids, key_ids=ids, equal_ids="positive", **more
+        ),
+        "nt_xent": lambda f, more: f.nt_xent_loss(x, y, temperature=0.1, **more),
+        "nt_xent, ids": lambda f, more: f.nt_xent_loss(x, y, temperature=0.1, ids=ids, **more),
+        "dcl": lambda f, more: f.dcl_loss(x, y, temperature=0.1, **more),
+        "sup_con": lambda f, more: f.sup_con_loss(x, labels, temperature=0.1, **more),
+        "siglip": lambda f, more: f.siglip_loss(x, y, scale, -4.0, **more),
+        "siglip, ids": lambda f, more: f.siglip_loss(x, y, scale, -4.0, ids=ids, **more),
+        "siglip, ids excluded": lambda f, more: f.siglip_loss(x, y, scale, -4.0, ids=ids, equal_ids="excluded", **more),
+        "debiased": lambda f, more: f.debiased_loss(x, y, temperature=0.1, tau_plus=0.1, **more),
+        "moco": lambda f, more: f.moco_loss(x, y, y.detach().flip(0)[:30].roll(1, 1), logit_scale=scale, **more),
+        "partial_fc": lambda f, more: f.partial_fc_loss(x, ids, 3 * y, margin=arcface, **more),
+        "partial_fc, several labels": lambda f, more: f.partial_fc_loss(x, several, 3 * y, margin=arcface, **more),
+        "partial_fc, bias": lambda f, more: f.partial_fc_loss(2 * x, ids, 3 * y, margin=cosface, bias=bias, **more),
+        "partial_fc, learned bias": lambda f, more: f.partial_fc_loss(
+            2 * x, ids, 3 * y, margin=cosface, bias=bias.clone().requires_grad_(), **more
+        ),
+        "partial_fc, label smoothing": lambda f, more: f.partial_fc_loss(
+            2 * x, ids, 3 * y, margin=cosface, label_smoothing=0.1, **more
+        ),
+        "partial_fc, not normalised": lambda f, more: f.partial_fc_loss(
+            x, ids, 3 * y, margin=wb.CosFace(2.0), normalise="none", **more
+        ),
+    }, scale
+
+
+def learns_its_scale(name):
+    """Whether it is the scale that `losses` returns."""
+    return name.split(",")[0] in ("clip", "info_nce", "siglip", "moco")
