@@ -7,9 +7,9 @@ import torch
 import wholebatch as wb
 
 
-def losses(x, y, ids):
+def losses(x, y, ids, scale=14.3):
     """By name, functions of a module of losses and its options; and the scale that some of them learn."""
-    scale = torch.tensor(14.3, dtype=torch.float64, requires_grad=True)
+    scale = torch.tensor(scale, dtype=torch.float64, device=x.device, requires_grad=True)
     labels = torch.arange(len(x), device=x.device) % 4
     several = torch.stack([ids, torch.where(ids % 2 == 0, (ids + 1) % 30, -100)], dim=1)
     bias = torch.linspace(-1, 1, len(y), device=x.device)

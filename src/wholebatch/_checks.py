@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from ._precision import accumulation_dtype
+from ._precision import accumulation_dtype, wide_dtype
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -35,17 +36,36 @@ def check_dense(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} must be a dense tensor with data, got layout {x.layout} on device {x.device}")
 
 
-def largest_norm(name: str, x: Tensor) -> float:
-    """The largest norm of x's rows, none of which has an entry that is NaN or infinite; 0 without rows.
+def on_host(numbers: Mapping[str, Tensor]) -> dict[str, float]:
+    """Tensors of one element, as numbers. What lies on a GPU is waited for once, however many there are."""
+    found: dict[str, float] = {}
+    for device in {x.device for x in numbers.values()}:
+        there = {name: x for name, x in numbers.items() if x.device == device}
+        stacked = torch.stack([x.detach().reshape(()).to(wide_dtype(device)) for x in there.values()])
+        found.update(zip(there, stacked.tolist(), strict=True))
+    return found
+
+
+def norm_bound(x: Tensor) -> Tensor:
+    """The largest norm of x's rows, shape (); 0 without rows."""
+    if not len(x):
+        return x.new_zeros((), dtype=accumulation_dtype(x.dtype))
+    return torch.linalg.vector_norm(x.detach(), dim=1, dtype=accumulation_dtype(x.dtype)).amax()
+
+
+def check_norm(name: str, x: Tensor, largest: float) -> float:
+    """x, whose rows have such a largest norm, has no entry that is NaN or infinite; returns the norm.
 
     It may be infinite all the same, where squares overflow.
     """
-    if not len(x):
-        return 0.0
-    largest = torch.linalg.vector_norm(x.detach(), dim=1, dtype=accumulation_dtype(x.dtype)).amax().item()
     if not math.isfinite(largest):
         check_finite(name, x)
     return largest
+
+
+def largest_norm(name: str, x: Tensor) -> float:
+    """The largest norm of x's rows, none of which has an entry that is NaN or infinite; 0 without rows."""
+    return check_norm(name, x, norm_bound(x).item())
 
 
 def check_finite(name: str, x: Tensor) -> None:
@@ -86,36 +106,46 @@ def check_ids(name: str, ids: object, of: str, rows: int) -> None:
         )
 
 
-def check_weights(name: str, weights: object, of: str, rows: int) -> float:
-    """weights is None, or one number >= 0 for each of the rows of the features `of`; returns their sum."""
-    if weights is None:
-        return 0.0
+def check_weights(name: str, weights: object, of: str, rows: int) -> None:
+    """weights has one number for each of the rows of the features `of`."""
     if not isinstance(weights, Tensor) or weights.dtype not in _DTYPES:
         got = weights.dtype if isinstance(weights, Tensor) else type(weights).__name__
         raise ValueError(f"{name} must be a floating-point tensor, one number for each row of {of}, got {got}")
     check_dense(name, weights)
     if weights.shape != (rows,):
         raise ValueError(f"{name} must have shape ({rows},), one for each row of {of}, got {tuple(weights.shape)}")
-    if not weights.isfinite().all():
-        raise ValueError(f"{name} must be finite, got {weights[~weights.isfinite()][0].item()}")
-    if rows and weights.min().item() < 0:
-        raise ValueError(f"{name} must not be negative, got {weights.min().item()}; 0 leaves an example out")
-    return weights.detach().double().sum().item()
+
+
+def check_not_negative(name: str, weights: Tensor, least: float, total: float) -> float:
+    """weights, of which these are the least and the sum, are finite and not negative; returns their sum."""
+    if not math.isfinite(total):
+        wrong = weights[~weights.isfinite()]
+        raise ValueError(f"{name} must be finite, got {wrong[0].item() if len(wrong) else total}")
+    if least < 0:
+        raise ValueError(f"{name} must not be negative, got {least}; 0 leaves an example out")
+    return total
 
 
 def check_scalar(name: str, value: object) -> float:
     """value is a finite real number, or a floating-point tensor of one element (shape () or [1])."""
+    check_one(name, value)
+    return check_value(name, value.detach().item() if isinstance(value, Tensor) else float(value))  # type: ignore[arg-type]
+
+
+def check_one(name: str, value: object) -> None:
+    """value is a real number, or a floating-point tensor of one element."""
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.dim() > 1 or not value.is_floating_point():
             raise ValueError(
                 f"{name} must be a number or a floating-point tensor of shape () or [1], "
                 f"got shape {tuple(value.shape)} and {value.dtype}"
             )
-        number = value.detach().item()
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        number = float(value)
-    else:
+    elif not isinstance(value, int | float) or isinstance(value, bool):
         raise ValueError(f"{name} must be a number or a tensor of one element, got {type(value).__name__}")
+
+
+def check_value(name: str, number: float) -> float:
+    """number is finite; returns it."""
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, got {number}; clamp it, and look at the learning rate")
     return number
@@ -137,7 +167,11 @@ def check_number(name: str, value: object) -> float:
 
 def check_temperature(name: str, value: object) -> float:
     """value is a scalar as for `check_scalar`, and positive."""
-    number = check_scalar(name, value)
+    return check_positive(name, check_scalar(name, value))
+
+
+def check_positive(name: str, number: float) -> float:
+    """number, a temperature, is positive; returns it."""
     if number <= 0:
         raise ValueError(f"{name} must be positive, got {number}; logits are similarities divided by it")
     return number

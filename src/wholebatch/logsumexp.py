@@ -15,8 +15,9 @@ where all of a row's s are far below the bound. Terms below the smallest normal 
 
     sum >= n t / (eps / 2)      proves a relative error of at most eps / 2      (the certificate)
 
-It needs no looking at the sums where no term can be as small as that, exp(-bound - shift) >= n t / (eps / 2): up to a
-bound of 61.
+It needs no looking at the sums where no term can be denormal, exp(-bound - shift) >= t: up to a bound of 80. Nor where
+each sum is known to have a large term: at scale 100 it is enough that a pair's own cosine is above -0.3, which training
+sees to, and which is known before anything is summed.
 
 **The largest of each row, and of each column**, where the certificate fails (scale 10^4; features all of whose
 similarities are near -1). Always exact; costs a sweep for the maxima, and a second exponential per entry.
@@ -34,6 +35,7 @@ import torch
 from torch import Tensor
 
 _HOPELESS = 1e6
+_ROUNDING = 0.1  # of bounds, and of logits
 _MARGIN = 4.0  # 1 / sum stays a normal number, e^4 / (largest float) at least; and bounds are rounded, too
 
 
@@ -52,13 +54,22 @@ def shared_shift(bound: float, terms: int, dtype: torch.dtype) -> float | None:
     return float(max(0, math.ceil(bound - top))) if bound < _HOPELESS else None
 
 
-def never_small(bound: float, shift: float, terms: int, dtype: torch.dtype) -> bool:
-    """Whether every single exponential is large enough to certify its sum.
+def never_denormal(bound: float, shift: float, dtype: torch.dtype) -> bool:
+    """Whether no single exponential can be too small to be a normal number.
 
-    >>> never_small(60.0, 0.0, 8192, torch.float32), never_small(63.0, 0.0, 8192, torch.float32)
+    >>> never_denormal(80.0, 5.0, torch.float32), never_denormal(83.0, 5.0, torch.float32)
     (True, False)
     """
-    return -bound - shift >= math.log(_smallest(terms, dtype))
+    return -bound - shift >= math.log(torch.finfo(dtype).tiny) + _ROUNDING
+
+
+def suffices(logit: float, shift: float, terms: int, dtype: torch.dtype) -> bool:
+    """Whether a sum is certified in which one logit is at least this.
+
+    >>> suffices(-25.0, 25.0, 8192, torch.float32), suffices(-40.0, 25.0, 8192, torch.float32)
+    (True, False)
+    """
+    return logit - shift >= math.log(_smallest(terms, dtype)) + _ROUNDING
 
 
 def uncertified(sums: Tensor, terms: int, dtype: torch.dtype) -> Tensor:

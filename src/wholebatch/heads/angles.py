@@ -14,6 +14,7 @@ themselves, where x and w span no plane, is there no direction, and the gradient
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ from torch import Tensor
 
 from .._once import once_differentiable
 from .._precision import wide_dtype
+from ..losses._towers import chunk
 from .classes import NOT_HERE
 
-_CHUNK = 256  # pairs that are worked on at a time
 _SAME = 16  # times eps: unit vectors that are nearer to each other are taken for the same
 
 
@@ -56,10 +57,10 @@ class _Angles(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, centres: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         angles, lengths = (torch.zeros(at.shape, dtype=wide_dtype(x.device), device=x.device) for _ in range(2))
-        for cols, slots, rows in _pairs(at):
+        for cols, slots, rows, here in _pairs(at, len(centres)):
             u, (w, w_norm) = _unit(x[cols]), _unit_and_norm(centres[rows])
-            lengths[cols, slots] = w_norm[:, 0]
-            angles[cols, slots] = 2 * torch.atan2(_length(u - w), _length(u + w))
+            lengths[cols, slots] = torch.where(here, w_norm[:, 0], 0.0)
+            angles[cols, slots] = torch.where(here, 2 * torch.atan2(_length(u - w), _length(u + w)), 0.0)
         ctx.save_for_backward(x, centres, at, angles)
         return angles, lengths, centres.view_as(centres)
 
@@ -70,14 +71,15 @@ class _Angles(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None]:
         x, centres, at, angles = ctx.saved_tensors
         of_x = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
-        for cols, slots, rows in _pairs(at):
-            theta, weight = angles[cols, slots, None], grad[cols, slots, None]
+        for cols, slots, rows, here in _pairs(at, len(centres)):
+            theta, weight, here = (of[:, None] for of in (angles[cols, slots], grad[cols, slots], here))
             (u, u_norm), (w, w_norm) = (_unit_and_norm(z) for z in (x[cols], centres[rows]))
             if of_x is not None:
-                of_x.index_add_(0, cols, (_away(u, w, theta) * weight / u_norm).to(of_x.dtype))
+                of_u = _away(u, w, theta) * weight / u_norm
+                of_x.index_add_(0, cols, torch.where(here, of_u, 0.0).to(of_x.dtype))
             if ctx.needs_input_grad[1]:
                 of_w = _away(w, u, theta) * weight / w_norm + w * of_lengths[cols, slots, None]
-                of_centres.index_add_(0, rows, of_w.to(of_centres.dtype))
+                of_centres.index_add_(0, rows, torch.where(here, of_w, 0.0).to(of_centres.dtype))
         return of_x, of_centres if ctx.needs_input_grad[1] else None, None
 
 
@@ -90,10 +92,17 @@ def _away(x: Tensor, w: Tensor, theta: Tensor) -> Tensor:
     return torch.where(same, 0.0, -(difference + half * x) / theta.sin())
 
 
-def _pairs(at: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Embeddings and which of their classes, where its centre is here, with its row; some at a time."""
-    places = (at != NOT_HERE).nonzero()
-    return [(cols, slots, at[cols, slots]) for cols, slots in (some.T for some in places.split(_CHUNK)) if len(cols)]
+def _pairs(at: Tensor, centres: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Embeddings and which of their classes, the centre's row, and whether it is here at all; some at a time.
+
+    To leave out those that are not would make tensors whose size a host has to wait for.
+    """
+    if not centres:
+        return
+    for some in torch.arange(at.numel(), device=at.device).split(chunk(at.device)):
+        cols, slots = some // at.shape[1], some % at.shape[1]
+        rows = at[cols, slots]
+        yield cols, slots, rows.clamp(min=0), rows != NOT_HERE
 
 
 def _unit(x: Tensor) -> Tensor:

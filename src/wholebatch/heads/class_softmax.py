@@ -16,14 +16,14 @@ in which no 1 is subtracted from a probability near 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._checks import check_alike, check_finite, check_ids
+from .._checks import check_alike, check_ids, check_norm, norm_bound, on_host
 from ..comm import Communicator, handshake
 from ..kernels import in_triton
 from ..losses._cross_entropy import one_positive
@@ -34,8 +34,18 @@ from ..partition import Partition
 from ..sweep import NamedRows, Pairs, Selection
 from ..sync import scale_gradient, shard_factor
 from .angles import nearest, target_angles
-from .classes import HeldClasses, check_ascending, label_range, rows_of_groups
-from .logits import Logits, check_directions, check_labels, check_several, flat
+from .classes import HeldClasses, check_ascending, label_range, out_of_order, rows_of_groups
+from .logits import (
+    Logits,
+    check_different,
+    check_directions,
+    check_labels,
+    check_several,
+    ends_of,
+    flat,
+    lengths_of,
+    repeated,
+)
 from .margins import AdaFace, CurricularFace, HardNegatives, MagFace, Targets
 
 _DRAWN = "sample_rate, unbiased, seed, step and training"
@@ -88,12 +98,14 @@ def class_softmax(
         caller, embeddings, labels, logits, dtype=dtype, options=options, num_classes=num_classes, weights=weights
     )
     counts = everyones != logits.ignore_index
-    sample, partition, norms = _agree_on_centres(agreed, lambda: choose(everyones), logits, num_classes)
+    sample, partition, norms, (longest, largest_offset) = _agree_on_centres(
+        agreed, lambda: choose(everyones), logits, num_classes
+    )
     held = HeldClasses(partition, agreed.rank, sample.ids)
     at = held.rows_of(everyones)
     rows, comm = agreed.rows["embeddings"], Communicator(agreed.comm.transport, loss="sum")
     if not sample.complete:
-        held.check_complete(comm, caller, at[counts])
+        held.check_complete(comm, caller, at, counts)
 
     x = comm.all_gather(agreed.inputs["embeddings"], counts=rows.counts, check=False)
     lengths = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=agreed.dtype)
@@ -111,7 +123,7 @@ def class_softmax(
     numbers = _negatives(
         agreed,
         logits,
-        Shards(centres, norms, partition, best_of, _sum(bias, sample.log_weights)),
+        Shards(centres, norms, longest, partition, best_of, _sum(bias, sample.log_weights), largest_offset),
         x,
         lengths,
         own_classes=places,
@@ -135,7 +147,7 @@ def class_softmax(
         losses = losses + margin.regulariser(targets)
     labelled = counts[own]
     losses = torch.where(labelled, losses, 0.0).sum(1) / labelled.sum(1).clamp(min=1)
-    return agreed.reduce(losses, int(counts.any(1).sum()), labelled.any(1))
+    return agreed.reduce(losses, counts.any(1).sum(), labelled.any(1))
 
 
 @dataclass(frozen=True)
@@ -145,16 +157,20 @@ class Shards:
     Args:
         centres: (K_r K, d), of any length, sub-centres one below the other.
         norms: (K_r K, 1), theirs.
+        longest: no norm is larger.
         partition: how many classes each rank has.
         best_of: K, sub-centres of a class.
         offsets: (K_r,), added to the logits of these classes, or None.
+        largest_offset: no offset is larger, nor its negative.
     """
 
     centres: Tensor
     norms: Tensor
+    longest: float
     partition: Partition
     best_of: int
     offsets: Tensor | None
+    largest_offset: float
 
 
 def _negatives(
@@ -176,9 +192,10 @@ def _negatives(
         if offsets is not None:
             ceiling += offsets.detach()
     bound = UNIT**2 if bend is None else UNIT**2 * (1 + abs(bend.t))
-    for of_unit, norms in ((logits.of_unit_embeddings, lengths), (logits.of_unit_centres, shards.norms)):
-        if not of_unit:
-            bound *= norms.detach().amax().item() if len(norms) else 0.0
+    if not logits.of_unit_embeddings:
+        bound *= agreed.norms["embeddings"]
+    if not logits.of_unit_centres:
+        bound *= shards.longest
     stay_norms, travel_norms = shards.norms if logits.of_unit_centres else None, None
     if logits.of_unit_embeddings:
         if in_triton(agreed.options.kernel):  # multiplied in the precision that they have
@@ -202,6 +219,7 @@ def _negatives(
         bound=bound,
         cols=wanted(target=False, mean_logit=logits.label_smoothing > 0),
         everywhere=True,
+        largest_offset=shards.largest_offset,
     )
     assert numbers is not None
     return numbers
@@ -253,16 +271,22 @@ def _agree_on_batch(
 
     def check() -> dict[str, Any]:
         logits.check()
-        several = check_several(labels, logits.ignore_index, num_classes)
+        several = check_several(labels, num_classes)
         if several > 1 and (logits.label_smoothing or isinstance(logits.margin, CurricularFace)):
             raise ValueError("several labels for each example go neither with label_smoothing nor with CurricularFace")
-        check_directions("embeddings", embeddings)
-        return {
-            **logits.facts(),
-            "num_classes": num_classes,
-            "labels": label_range(labels, logits.ignore_index),
-            "labels of an example": several,
-        }
+        return {**logits.facts(), "num_classes": num_classes, "labels of an example": several}
+
+    def see() -> dict[str, Tensor]:
+        of_labels = dict(zip(("smallest", "largest"), label_range(labels, logits.ignore_index), strict=True))
+        if labels.dim() == 2:
+            of_labels["repeated"] = repeated(labels, logits.ignore_index)
+        return {**of_labels, **dict(zip(("shortest", "longest"), ends_of(lengths_of(embeddings)), strict=True))}
+
+    def judge(seen: Mapping[str, float]) -> dict[str, Any]:
+        check_different(seen.get("repeated", 0.0))
+        check_directions("embeddings", embeddings, seen["shortest"], seen["longest"])
+        ends = int(seen["smallest"]), int(seen["largest"])
+        return {"labels": ends if ends[0] <= ends[1] else None}
 
     several = isinstance(labels, Tensor) and labels.dim() == 2
     agreed = agree(
@@ -274,6 +298,8 @@ def _agree_on_batch(
         required=("labels",),
         weights=(weights, "embeddings"),
         check=check,
+        see=see,
+        judge=judge,
         must_match=(*(field.name for field in fields(Logits)), "num_classes", "labels of an example"),
     )
     if num_classes is not None:
@@ -284,9 +310,12 @@ def _agree_on_batch(
 
 def _agree_on_centres(
     agreed: Agreement, choose: Callable[[], Sample], logits: Logits, num_classes: int | None
-) -> tuple[Sample, Partition, Tensor]:
-    """The classes of this rank, how many each rank has, and its centres' norms, (K_r K, 1). Collective: 1 handshake."""
-    chosen: list[tuple[Sample, Tensor]] = []
+) -> tuple[Sample, Partition, Tensor, tuple[float, float]]:
+    """The classes of this rank, how many each rank has, and its centres' norms, (K_r K, 1). Collective: 1 handshake.
+
+    And the largest of these norms, and the largest offset of this rank's logits.
+    """
+    chosen: list[tuple[Sample, Tensor, tuple[float, float]]] = []
 
     def state() -> dict[str, Any]:
         sample = choose()
@@ -295,21 +324,30 @@ def _agree_on_centres(
         check_alike("embeddings", agreed.inputs["embeddings"], "centres", matrix, rows=False)
         if sample.ids is not None:
             check_ids("class_ids", sample.ids, "centres", len(sample.centres))
-            check_ascending(sample.ids)
         for name, x in (("log_weights", sample.log_weights), ("bias", sample.bias)):
             if x is not None and (not isinstance(x, Tensor) or x.shape != sample.centres.shape[:1]):
                 raise ValueError(
                     f"{name} must have shape ({len(sample.centres)},), one for each of the classes, got "
                     f"{tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}"
                 )
-            if x is not None:
-                if not x.is_floating_point():
-                    raise ValueError(f"{name} must be floating-point, got {x.dtype}")
-                check_finite(name, x)
+            if x is not None and not x.is_floating_point():
+                raise ValueError(f"{name} must be floating-point, got {x.dtype}")
         for name, x in (("log_weights", sample.log_weights), ("bias", sample.bias), ("class_ids", sample.ids)):
             if x is not None and x.device != sample.centres.device:
                 raise ValueError(f"{name} must be on the centres' device, {sample.centres.device}, got {x.device}")
-        chosen.append((sample, check_directions("centres", matrix)))
+        norms, offsets = lengths_of(matrix), _sum(sample.bias, sample.log_weights)
+        seen = dict(zip(("shortest", "longest"), ends_of(norms), strict=True))
+        if offsets is not None:
+            seen["offset"] = norm_bound(offsets[:, None])
+        if sample.ids is not None:
+            seen["out of order"] = out_of_order(sample.ids)
+        found = on_host(seen)  # in one look
+        check_directions("centres", matrix, found["shortest"], found["longest"])
+        check_ascending(found.get("out of order", 0.0))
+        for name, x in (("log_weights", sample.log_weights), ("bias", sample.bias)):
+            if x is not None:
+                check_norm(name, x, found["offset"])
+        chosen.append((sample, norms, (found["longest"], found.get("offset", 0.0))))
         each = (sample.ids is not None, sample.centres.requires_grad, best_of, sample.bias is not None)
         return {
             "centres": len(sample.centres),
@@ -323,7 +361,7 @@ def _agree_on_centres(
         caller=agreed.caller,
         must_match=(_DRAWN, *_OF_CENTRES),
     )
-    sample, norms = chosen[0]
+    sample, norms, largest = chosen[0]
     partition = Partition(tuple(facts["centres"] for facts in everyone))
     if sample.ids is None and num_classes is not None and partition.total != num_classes:
         raise ValueError(
@@ -332,7 +370,7 @@ def _agree_on_centres(
         )
     if num_classes is None and sample.ids is None:
         check_labels(agreed, partition.total)
-    return sample, partition, norms
+    return sample, partition, norms, largest
 
 
 def _sum(*parts: Tensor | None) -> Tensor | None:

@@ -37,20 +37,20 @@ class HeldClasses:
         at = torch.searchsorted(ids, labels).clamp_(max=len(ids) - 1)
         return torch.where(ids[at] == labels, at, NOT_HERE)
 
-    def check_complete(self, comm: Communicator, caller: str, rows: Tensor) -> None:
-        """Each of the labels whose `rows_of` these are is one rank's. Collective with ids: one all-reduce, (B,).
+    def check_complete(self, comm: Communicator, caller: str, rows: Tensor, counts: Tensor) -> None:
+        """Each of the labels that count, whose `rows_of` these are, is one rank's. Collective with ids: one all-reduce.
 
         Raises:
             ValueError: on every rank.
         """
         if self.ids is None:
             return
-        owners = comm.all_reduce((rows != NOT_HERE).to(torch.int64), check=False)
+        owners = comm.all_reduce((rows[counts] != NOT_HERE).to(torch.int64), check=False)
         wrong = (owners != 1).nonzero()
         if len(wrong):
             raise ValueError(
                 f"{caller}: each label's class must be among class_ids of one rank; for {len(wrong)} of "
-                f"{len(rows)} labels {int(owners[wrong[0]])} ranks have it. Positive classes belong to every sample"
+                f"{len(owners)} labels {int(owners[wrong[0]])} ranks have it. Positive classes belong to every sample"
             )
 
 
@@ -70,15 +70,21 @@ def rows_of_groups(at: Tensor, of: int) -> Tensor:
     return torch.where(at[..., None] == NOT_HERE, NOT_HERE, each)
 
 
-def check_ascending(ids: Tensor) -> None:
-    """Ids of classes are in order."""
-    if len(ids) > 1 and not bool((ids[1:] > ids[:-1]).all()):
+def out_of_order(ids: Tensor) -> Tensor:
+    """How many ids of classes are not larger than the one before, shape ()."""
+    return (ids[1:] <= ids[:-1]).sum()
+
+
+def check_ascending(wrong: float) -> None:
+    """No ids of classes are out of order."""
+    if wrong:
         raise ValueError("class_ids must be ascending, each id once; sort them, and the centres with them")
 
 
-def label_range(labels: object, ignore_index: int) -> tuple[int, int] | None:
-    """The smallest and the largest label; None where there is none."""
-    if not isinstance(labels, Tensor) or labels.is_floating_point():
-        return None
-    labels = labels[labels != ignore_index]
-    return (int(labels.min()), int(labels.max())) if len(labels) else None
+def label_range(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest label, shape (); where there is none, the smallest is the larger of the two."""
+    ends = torch.iinfo(torch.int64)
+    labels, none = labels.to(torch.int64), labels == ignore_index
+    if not labels.numel():
+        return torch.tensor(ends.max), torch.tensor(ends.min)
+    return labels.masked_fill(none, ends.max).min(), labels.masked_fill(none, ends.min).max()

@@ -108,38 +108,57 @@ class Logits:
 
 
 @torch.no_grad()
-def check_directions(name: str, x: Tensor) -> Tensor:
-    """No row of x is NaN, infinite or 0; returns their norms, (n, 1)."""
-    norms = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=accumulation_dtype(x.dtype))
-    if not norms.isfinite().all():
+def lengths_of(x: Tensor) -> Tensor:
+    """The norms of x's rows, (n, 1)."""
+    return torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=accumulation_dtype(x.dtype))
+
+
+def ends_of(norms: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest, shape (); 1 and 0 without any."""
+    if not len(norms):
+        return norms.new_ones(()), norms.new_zeros(())
+    return norms.amin(), norms.amax()
+
+
+def check_directions(name: str, x: Tensor, least: float, largest: float) -> None:
+    """No row of x, whose norms end with these, is NaN, infinite or 0."""
+    if not math.isfinite(largest):
         check_finite(name, x)
-    zero = (norms == 0).flatten().nonzero()
-    if len(zero):
+    if least == 0:
+        zero = (lengths_of(x) == 0).flatten().nonzero()
         raise ValueError(
             f"{name} must not have a row of zeros, which has no direction; row {int(zero[0])} has "
             f"{'one' if len(zero) == 1 else f'one, and {len(zero) - 1} others'}"
         )
-    return norms
 
 
-def check_several(labels: object, ignore_index: int, num_classes: int | None) -> int:
-    """How many labels an example may have; none has one twice."""
+def check_several(labels: object, num_classes: int | None) -> int:
+    """How many labels an example may have."""
     if not isinstance(labels, Tensor) or labels.dim() != 2:
         return 1
     if not labels.shape[1]:
         raise ValueError(f"labels must have shape (rows,) or (rows, k), k >= 1, got {tuple(labels.shape)}")
-    ordered = labels.sort(1).values
-    if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != ignore_index)).any()):
-        raise ValueError(
-            "the labels of an example must be different ones, filled up with ignore_index; of one-hot rows pass the "
-            "argmax"
-        )
     if num_classes is not None and labels.shape[1] >= num_classes:
         raise ValueError(
             f"labels of shape {tuple(labels.shape)} say that an example may have {labels.shape[1]} of {num_classes} "
             "classes, which leaves no negatives; of one-hot rows pass the argmax"
         )
     return labels.shape[1]
+
+
+def repeated(labels: Tensor, ignore_index: int) -> Tensor:
+    """How many labels (n, k) an example has had before, shape ()."""
+    ordered = labels.sort(1).values
+    return ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != ignore_index)).sum()
+
+
+def check_different(again: float) -> None:
+    """No example has a label twice."""
+    if again:
+        raise ValueError(
+            "the labels of an example must be different ones, filled up with ignore_index; of one-hot rows pass the "
+            "argmax"
+        )
 
 
 def check_labels(agreed: Agreement, classes: int) -> None:

@@ -12,7 +12,7 @@ from .._checks import check_alike, check_count, check_features, check_finite
 from .._precision import accumulation_dtype
 from ..comm import Communicator, handshake
 from ..partition import Partition
-from .logits import Logits, check_directions, flat
+from .logits import Logits, check_directions, ends_of, flat, lengths_of
 
 _CLASSES, _ROWS = 4096, 512  # of a tile
 
@@ -48,8 +48,8 @@ def top_classes(
         check_features("embeddings", embeddings)
         matrix, _ = flat(centres)
         check_alike("embeddings", embeddings, "centres", matrix, rows=False)
-        check_directions("embeddings", embeddings)
-        check_directions("centres", matrix)
+        for name, x in (("embeddings", embeddings), ("centres", matrix)):
+            check_directions(name, x, *(end.item() for end in ends_of(lengths_of(x))))
         if bias is not None:
             check_finite("bias", bias)
         return {"k": k, "rows": len(embeddings), "classes": len(centres)}

@@ -145,6 +145,7 @@ class Retrieval:
             rows=self._fields if of_rows else (),
             cols=self._fields if of_cols else (),
             beside_target=not self.several,
+            least=agreed.least,
             guide=None if ceiling is None else ceiling.traveller("queries" if keys_stay else "keys"),
         )
         to_keys, to_queries = (cols, rows) if keys_stay else (rows, cols)

@@ -20,9 +20,14 @@ from .._checks import (
     check_features,
     check_ids,
     check_memory,
-    check_scalar,
+    check_norm,
+    check_not_negative,
+    check_one,
+    check_positive,
+    check_value,
     check_weights,
-    largest_norm,
+    norm_bound,
+    on_host,
 )
 from .._precision import accumulation_dtype, wide_dtype
 from ..comm import Communicator, Group, LocalCommunicator, handshake, select_communicator
@@ -33,7 +38,7 @@ from ..partition import Partition
 from ..sweep import Budget, Memory, default_side, fit, smallest_budget
 from ..sync import Sync, check_sync, feature_factor, loss_parameters, scale_gradient, total
 from ._joining import gradient_facts, join
-from ._towers import no_autocast
+from ._towers import no_autocast, paired_products
 
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")
@@ -41,6 +46,7 @@ _CHOICES = ("exchange", "memory", "reduction", "kernel")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _ARGUMENTS = "the arguments that are given (a rank without rows passes shape (0, d), not None)"
+_WEIGHT, _LEAST_WEIGHT, _LEAST = "weight", "least weight", "least product"
 _TOLERANCE = 1e-5  # of a scalar between ranks, relative: parameters that engines keep equal differ by rounding at most
 
 
@@ -101,6 +107,7 @@ class Agreement:
     scalars: dict[str, float]
     rows: dict[str, Partition]  # of each matrix of features
     norms: dict[str, float]  # the largest of all rows of all ranks
+    least: float  # of the products of rows that match, of all ranks
     inputs: dict[str, Any]  # scalars, features and weights; those that need a gradient on any rank need one here
     vectors: dict[str, tuple[Tensor, str]]  # ids, with the features that they belong to
     everyone: list[Any]  # what each rank told the others
@@ -179,7 +186,7 @@ class Agreement:
         entries = num_entries(exchange.visits, side) if keep else 0
         return exchange, fit(self.options.memory, entries=entries, side=side, dtype=dtype, exact=exact)
 
-    def reduce(self, losses: Tensor, count: int, counted: Tensor | None = None) -> Tensor:
+    def reduce(self, losses: Tensor, count: int | Tensor, counted: Tensor | None = None) -> Tensor:
         """What the caller asked for, from the losses (b_r,) of this rank's rows.
 
         Args:
@@ -194,11 +201,11 @@ class Agreement:
             return losses.to(self.dtype)
         return self.total_of(losses.sum(), count, counted)
 
-    def total_of(self, share: Tensor, count: int, counted: Tensor | None = None) -> Tensor:
+    def total_of(self, share: Tensor, count: int | Tensor, counted: Tensor | None = None) -> Tensor:
         """The same, from this rank's weighted sum. Collective: one all-reduce of a number, two with weights."""
         loss, weights = total(self.comm, share), self.inputs["weights"]
         if self.options.reduction == "mean" and weights is None:
-            loss = loss / max(count, 1)
+            loss = loss / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1))
         elif self.options.reduction == "mean":
             weights = weights.to(loss) if counted is None else weights.to(loss) * counted
             weight = total(self.comm, weights.sum())
@@ -221,11 +228,15 @@ def agree(
     scalars: Mapping[str, Tensor | float | None],
     features: Mapping[str, Tensor | None],
     paired: tuple[str, str] | None = None,
+    matching: tuple[str, str] | None = None,
+    positive: Sequence[str] = (),
     optional: Sequence[str] = (),
     ids: Mapping[str, tuple[Tensor | None, str]] | None = None,
     required: Sequence[str] = (),
     weights: tuple[Tensor | None, str] = (None, ""),
     check: Callable[[], Mapping[str, Any]] = dict,
+    see: Callable[[], Mapping[str, Tensor]] = dict,
+    judge: Callable[[Mapping[str, float]], Mapping[str, Any]] = lambda _: {},
     must_match: Sequence[str] = (),
 ) -> Agreement:
     """Make sure that every rank's arguments are sound and that they agree. Collective: one handshake.
@@ -236,11 +247,15 @@ def agree(
         scalars: numbers that are the same on all ranks.
         features: matrices of the same width, dtype and device, the first of which has the batch's rows.
         paired: names of two of them that have the same rows.
+        matching: names of two of them whose rows, as many as both have, are each other's positives.
+        positive: names of scalars that have to be, temperatures.
         optional: names of scalars and features that may be None.
         ids: integer vectors that may be None, each with the name of the features whose rows it numbers.
         required: names of those that may not.
         weights: of examples, or None; and the name of the features whose rows they weigh.
         check: looks at what else there is, and returns facts about it.
+        see: what else of the tensors is to be known, numbers of shape () by name;
+        judge: and facts, given them.
         must_match: names of such facts that have to be the same on all ranks.
 
     Raises:
@@ -249,7 +264,7 @@ def agree(
     comm = select_communicator(options.group)
     inputs = {**scalars, **features, "weights": weights[0]}
     given: dict[str, Any] = {name: x for name, x in features.items() if x is not None or name not in optional}
-    numbers = {name: x for name, x in scalars.items() if x is not None or name not in optional}
+    numbers: dict[str, Any] = {name: x for name, x in scalars.items() if x is not None or name not in optional}
     numbering: dict[str, tuple[Any, str]] = {
         name: (x, of) for name, (x, of) in (ids or {}).items() if x is not None or name in required
     }
@@ -270,22 +285,35 @@ def agree(
         more = check()
         for name, (x, of) in numbering.items():
             check_ids(name, x, of, len(given[of]))
-        weight = check_weights("weights", weights[0], weights[1], len(given[weights[1]])) if weights[1] else None
-        norms = {name: largest_norm(name, x) for name, x in given.items()}
+        if weights[0] is not None:
+            check_weights("weights", weights[0], weights[1], len(given[weights[1]]))
+        for name, value in numbers.items():
+            check_one(name, value)
+        # All that is to be known of what lies on a GPU, in one look.
+        seen = on_host({**_to_be_seen(given, numbers, weights[0], matching), **see()})
+        norms = {name: check_norm(name, x, seen[_norm(name)]) for name, x in given.items()}
+        values = {name: check_value(name, seen.get(name, value)) for name, value in numbers.items()}
+        for name in positive:
+            check_positive(name, values[name])
+        weight = None
+        if weights[0] is not None:
+            weight = check_not_negative("weights", weights[0], seen[_LEAST_WEIGHT], seen[_WEIGHT])
         return {
             _ARGUMENTS: [*numbers, *given, *numbering, *["weights"] * (weights[0] is not None)],
             "rows": {name: len(x) for name, x in given.items()},
             "norms": norms,
+            "least product": seen.get(_LEAST, 0.0),
             "feature size": first.shape[1],
             "dtype": str(first.dtype),
             "device type": first.device.type,
-            "scalars": {name: check_scalar(name, value) for name, value in numbers.items()},
+            "scalars": {name: float(value) for name, value in values.items()},
             "weight": weight,
             "sync": options.sync,
             "exchange": options.exchange,
             "memory": options.memory,
             "reduction": options.reduction,
             **more,
+            **judge(seen),
             **gradient_facts([*inputs.values()]),
         }
 
@@ -311,6 +339,7 @@ def agree(
         {name: values[0] for name, values in by_rank.items()},
         rows,
         {name: max(facts["norms"][name] for facts in everyone) for name in given},
+        min(facts["least product"] for facts in everyone),
         _entering(dict(zip(inputs, join([*inputs.values()], everyone), strict=True)), scalars, comm, options),
         numbering,
         everyone,
@@ -318,6 +347,30 @@ def agree(
         accumulation_dtype(first.dtype),
         first.device,
     )
+
+
+def _to_be_seen(
+    features: Mapping[str, Tensor],
+    scalars: Mapping[str, Tensor | float],
+    weights: Tensor | None,
+    matching: tuple[str, str] | None,
+) -> dict[str, Tensor]:
+    """Numbers, shape () or [1], that the door looks at."""
+    seen = {_norm(name): norm_bound(x) for name, x in features.items()}
+    seen |= {name: value for name, value in scalars.items() if isinstance(value, Tensor)}
+    if weights is not None:
+        of = weights.detach().to(wide_dtype(weights.device))
+        seen |= {_WEIGHT: of.sum(), _LEAST_WEIGHT: of.amin() if len(of) else of.sum()}
+    if matching is not None:
+        x, y = (features[name] for name in matching)
+        rows = min(len(x), len(y))
+        products = paired_products(x[:rows], y[:rows])
+        seen[_LEAST] = products.amin() if rows else products.new_full((), float("inf"))
+    return seen
+
+
+def _norm(name: str) -> str:
+    return f"largest norm of {name}"
 
 
 def _entering(

@@ -31,6 +31,7 @@ def agree_labelled(
     weights: Tensor | None,
     *,
     scalars: Mapping[str, Tensor | float] = MappingProxyType({}),
+    positive: Sequence[str] = (),
     check: Callable[[], Mapping[str, Any]],
     must_match: Sequence[str] = (),
 ) -> Labelled:
@@ -57,6 +58,7 @@ def agree_labelled(
         options,
         scalars=scalars,
         features={"features": rows[0]},
+        positive=positive,
         ids={"labels": (rows[1], "features")},
         required=("labels",),
         weights=(rows[2], "features"),
@@ -84,7 +86,7 @@ class Labelled:
         itself = Diagonals(Diagonal(0, own.start, own.stop - own.start))
         self.pairs = Pairs(EqualIds(self.own_labels, self.labels, but=itself), itself)
 
-    def reduce(self, losses: Tensor, count: int, counted: Tensor | None = None) -> Tensor:
+    def reduce(self, losses: Tensor, count: int | Tensor, counted: Tensor | None = None) -> Tensor:
         """What the caller asked for: a scalar, or losses in the shape of the rows, (b,) or (b, v)."""
         loss = self.agreed.reduce(losses, count, counted)
         return loss if self._views is None or not loss.dim() else loss.view(self._views)
@@ -100,15 +102,15 @@ class Labelled:
         return self.rows.total - 1 - self.positives
 
     @property
-    def anchors(self) -> int:
-        """How many rows of all ranks have a positive."""
-        return int((how_many_equal(self.labels, self.labels) > 1).sum())
+    def anchors(self) -> Tensor:
+        """How many rows of all ranks have a positive, shape ()."""
+        return (how_many_equal(self.labels, self.labels) > 1).sum()
 
     @property
-    def anchors_with_negatives(self) -> int:
-        """How many rows of all ranks have a positive and a negative."""
+    def anchors_with_negatives(self) -> Tensor:
+        """How many rows of all ranks have a positive and a negative, shape ()."""
         same = how_many_equal(self.labels, self.labels)
-        return int(((same > 1) & (same < self.rows.total)).sum())
+        return ((same > 1) & (same < self.rows.total)).sum()
 
     def numbers(
         self,

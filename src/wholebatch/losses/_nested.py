@@ -20,7 +20,7 @@ from torch import Tensor
 from .._once import once_differentiable
 from .._precision import accumulation_dtype, wide_dtype
 from ..exchange import Exchange
-from ..logsumexp import log_sum_exp, never_small, shared_shift
+from ..logsumexp import log_sum_exp, never_denormal, shared_shift
 from ..sweep import Block, Budget, Driver, NestedSweep, Pairs
 from ._door import Agreement
 from ._softmax import certified
@@ -60,7 +60,7 @@ def parts_at_once(
     how, budget = agreed.exchange(rows, rows, keep=False)
     plan = _Plan(how, budget, pairs, tuple(dims), scale, shift, rows.total, symmetric)
     of_rows, targets, of_cols = _Nested.apply(plan, agreed.inputs["logit_scale"], *inverse, x, y)
-    if not never_small(bound, shift, rows.total, agreed.dtype):
+    if not never_denormal(bound, shift, agreed.dtype):
         with torch.no_grad():
             sums = [(side - shift).exp() + (targets - shift).exp() for side in (of_rows, of_cols)[: 1 + symmetric]]
             if not certified(agreed.comm, sums, rows.total, agreed.dtype):

@@ -31,7 +31,7 @@ from .._precision import accumulation_dtype, wide_dtype
 from ..comm import Communicator, LocalCommunicator
 from ..exchange import Exchange
 from ..kernels import in_triton
-from ..logsumexp import log_sum_exp, never_small, shared_shift, uncertified
+from ..logsumexp import log_sum_exp, never_denormal, shared_shift, suffices, uncertified
 from ..partition import Partition
 from ..sweep import Block, Budget, Driver, KeptTiles, KernelSoftmaxSweep, Selection, SoftmaxSweep, Sums, Weights
 from ._door import Agreement
@@ -57,6 +57,7 @@ class SoftmaxPlan:
         budget: of tiles.
         differentiable: whether a backward pass may follow.
         beside_target: whether the loss adds exp(T_i) to a row's sum: a sum far below it need not be exact.
+        least: no similarity of a pair is smaller, where each sum in the loss has one in it; None: that is not known.
         guide: this rank's rows of the guide's features of Y, if the selection has a guide.
         in_kernels: whether kernels in Triton do what they know.
     """
@@ -74,6 +75,7 @@ class SoftmaxPlan:
     budget: Budget
     differentiable: bool
     beside_target: bool = False
+    least: float | None = None
     guide: Tensor | None = None
     in_kernels: bool = False
 
@@ -148,8 +150,10 @@ def softmax_numbers(
     cols: tuple[str, ...] = (),
     symmetric: bool = False,
     beside_target: bool = False,
+    least: float | None = None,
     guide: Tensor | None = None,
     everywhere: bool = False,
+    largest_offset: float = 0.0,
 ) -> tuple[Numbers | None, Numbers | None]:
     """The numbers of this rank's rows, and of its columns.
 
@@ -166,16 +170,17 @@ def softmax_numbers(
         cols: those of columns; of a symmetric S none, whose columns are its rows.
         symmetric: Y is X.
         beside_target: as in :class:`SoftmaxPlan`; not where statistics ask for the negatives alone.
+        least: as there; nor then.
         guide: as there.
         everywhere: every rank holds all of Y, as `travels`, a partition of one part, says. Numbers are then of this
             rank's rows alone, and nothing is communicated.
+        largest_offset: no offset of the selection is larger, nor its negative.
     """
     if symmetric:
         rows, cols = (), rows
     offsets = selection.offsets
     if offsets is not None:
         selection = replace(selection, offsets=offsets.detach())
-    largest_offset = 0.0 if offsets is None or not len(offsets) else offsets.detach().abs().max().item()
     asked = {*rows, *cols}
     exact = selection.over != "negatives"
     keep = "logits" not in asked and selection.bend is None
@@ -199,6 +204,7 @@ def softmax_numbers(
         budget=budget,
         differentiable=agreed.differentiable,
         beside_target=beside_target and "squares" not in asked,
+        least=None if "squares" in asked or scale[0] < 0 else least,
         guide=guide,
         in_kernels=in_kernels,
     )
@@ -307,13 +313,18 @@ def _statistics(plan: SoftmaxPlan, data: _Data) -> tuple[Sums, Sums, Tensor | No
     if shift is not None:
         kept = data.x.new_empty(plan.budget.kept, dtype=plan.budget.kept_dtype) if plan.keep else None
         rows, cols = _sums(plan, data, shift, shift, kept)
-        if never_small(plan.bound, shift, plan.terms, dtype) or certified(
-            plan.comm, _in_loss(plan, rows, cols), plan.terms, dtype
-        ):
+        if _known_to_do(plan, shift, dtype) or certified(plan.comm, _in_loss(plan, rows, cols), plan.terms, dtype):
             return rows, cols, kept
         del rows, cols, kept
     row_max, col_max = _maxima(plan, data)
     return *_sums(plan, data, row_max, col_max, None), None
+
+
+def _known_to_do(plan: SoftmaxPlan, shift: float, dtype: torch.dtype) -> bool:
+    """Whether one shift is certain to do, without a look at sums: no GPU has to be waited for."""
+    if never_denormal(plan.bound, shift, dtype):
+        return True
+    return plan.least is not None and suffices(plan.scale * plan.least, shift, plan.terms, dtype)
 
 
 def certified(comm: Communicator, sums: Sequence[Tensor], terms: int, dtype: torch.dtype) -> bool:

@@ -16,7 +16,6 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 EPS = 1e-12  # as in torch.nn.functional.normalize
 UNIT = 1.001  # no norm is larger, after division and rounding
-_CHUNK = 256  # rows that are worked on at a time
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ def _project_(grad: Tensor, z: Tensor, norms: Tensor, *, divide: bool = False) -
 
     With `divide`, z is x.
     """
-    for g, unit, norm in zip(grad.split(_CHUNK), z.split(_CHUNK), norms.split(_CHUNK), strict=True):
+    for g, unit, norm in zip(*(of.split(chunk(z.device)) for of in (grad, z, norms)), strict=True):
         unit = unit / norm if divide else unit
         along = torch.linalg.vecdot(unit, g).unsqueeze(1)
         g.addcmul_(unit, along, value=-1).div_(norm)
@@ -124,8 +123,8 @@ def inner(a: Tensor, b: Tensor | None, norms: Tensor | None = None) -> Tensor:
     """
     assert b is not None, "a learnable scale always comes with U or V; please report this"
     total = torch.zeros((), dtype=wide_dtype(b.device), device=b.device)
-    for at in range(0, len(b), _CHUNK):
-        some = slice(at, at + _CHUNK)
+    for at in range(0, len(b), chunk(b.device)):
+        some = slice(at, at + chunk(b.device))
         products = torch.linalg.vecdot(a[some].to(b.dtype), b[some])
         total += (products if norms is None else products / norms[some, 0]).sum(dtype=total.dtype)
     return total
@@ -135,8 +134,13 @@ def inner(a: Tensor, b: Tensor | None, norms: Tensor | None = None) -> Tensor:
 def paired_products(x: Tensor, y: Tensor) -> Tensor:
     """x_i . y_i in the accumulation dtype, (rows,), some rows at a time."""
     dtype = accumulation_dtype(x.dtype)
-    parts = zip(x.split(_CHUNK), y.split(_CHUNK), strict=True)
+    parts = zip(x.split(chunk(x.device)), y.split(chunk(x.device)), strict=True)
     return torch.cat([torch.linalg.vecdot(a.to(dtype), b.to(dtype)) for a, b in parts])
+
+
+def chunk(device: torch.device) -> int:
+    """Rows that are worked on at a time: few, that stay in a CPU's cache; many, so that a GPU is busy with them."""
+    return 256 if device.type == "cpu" else 16384
 
 
 def no_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -131,6 +131,7 @@ def clip_loss(
         scalars={"logit_scale": logit_scale, "logit_bias": logit_bias},
         features={"image_features": image_features, "text_features": text_features},
         paired=("image_features", "text_features"),
+        matching=("image_features", "text_features"),
         optional=("logit_bias",),
         ids={"ids": (ids, "image_features")},
         weights=(weights, "image_features"),
@@ -155,6 +156,7 @@ def clip_loss(
         rows=fields,
         cols=fields if several else tuple(name for name in fields if name != "target"),
         beside_target=not several,
+        least=agreed.least,
     )
     assert of_images is not None
     assert of_texts is not None

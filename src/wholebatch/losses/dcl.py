@@ -95,7 +95,8 @@ def dcl_loss(
         paired=("z0", "z1"),
         ids={"ids": (ids, "z0")},
         weights=(weights, "z0"),
-        check=lambda: {**_checked(temperature, sigma), "statistics": return_statistics},
+        positive=("temperature",),
+        check=lambda: {**_checked(sigma), "statistics": return_statistics},
         must_match=("sigma", "statistics"),
     )
     count = agreed.rows["z0"].total
@@ -113,8 +114,7 @@ def dcl_loss(
     return loss, batch_statistics(agreed.comm, 1 / agreed.scalars["temperature"], [(numbers, numbers.target)])
 
 
-def _checked(temperature: Tensor | float, sigma: float | None) -> dict[str, float | None]:
-    check_temperature("temperature", temperature)
+def _checked(sigma: float | None) -> dict[str, float | None]:
     return {"sigma": None if sigma is None else check_temperature("sigma", sigma)}
 
 
@@ -150,7 +150,8 @@ class DCLLoss(LossModule):
             memory=memory,
             kernel=kernel,
         )
-        _checked(temperature, sigma)
+        check_temperature("temperature", temperature)
+        _checked(sigma)
 
     def forward(self, z0: Tensor, z1: Tensor, *, ids: Tensor | None = None, weights: Tensor | None = None) -> Any:
         """See :func:`wholebatch.functional.dcl_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""

@@ -96,7 +96,8 @@ def debiased_loss(
         features={"z0": z0, "z1": z1},
         paired=("z0", "z1"),
         weights=(weights, "z0"),
-        check=lambda: _checked(temperature, tau_plus, beta),
+        positive=("temperature",),
+        check=lambda: _checked(tau_plus, beta),
         must_match=("tau_plus", "beta"),
     )
     count = agreed.rows["z0"].total
@@ -117,8 +118,7 @@ def debiased_loss(
     return agreed.reduce(losses.unflatten(0, (2, -1)).mean(0), count)
 
 
-def _checked(temperature: Tensor | float, tau_plus: float, beta: float) -> dict[str, float]:
-    check_temperature("temperature", temperature)
+def _checked(tau_plus: float, beta: float) -> dict[str, float]:
     if not 0 <= check_number("tau_plus", tau_plus) < 1:
         raise ValueError(f"tau_plus must lie in [0, 1), got {tau_plus}; it is the share of false negatives")
     if check_number("beta", beta) < 0:
@@ -158,7 +158,8 @@ class DebiasedLoss(LossModule):
             memory=memory,
             kernel=kernel,
         )
-        _checked(temperature, tau_plus, beta)
+        check_temperature("temperature", temperature)
+        _checked(tau_plus, beta)
 
     def forward(self, z0: Tensor, z1: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.debiased_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""

@@ -185,6 +185,7 @@ def info_nce_loss(
         Options(group, sync, exchange, memory, reduction, kernel),
         scalars={"logit_scale": logit_scale},
         features={"queries": queries, "keys": keys, "negatives": negatives, "hard_negatives": as_rows(hard_negatives)},
+        matching=("queries", "keys"),
         optional=("negatives", "hard_negatives"),
         ids={
             "query_ids": (query_ids, "queries"),

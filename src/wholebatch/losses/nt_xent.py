@@ -94,10 +94,8 @@ def nt_xent_loss(
         paired=("z0", "z1"),
         ids={"ids": (ids, "z0")},
         weights=(weights, "z0"),
-        check=lambda: {
-            "temperature": check_temperature("temperature", temperature),
-            "statistics": return_statistics,
-        },
+        positive=("temperature",),
+        check=lambda: {"statistics": return_statistics},
         must_match=("statistics",),
     )
     numbers = two_views(agreed, statistics=return_statistics)

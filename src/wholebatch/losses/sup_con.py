@@ -94,7 +94,8 @@ def sup_con_loss(
         labels,
         weights,
         scalars={"temperature": temperature},
-        check=lambda: {"t": check_temperature("temperature", temperature), "statistics": return_statistics},
+        positive=("temperature",),
+        check=lambda: {"statistics": return_statistics},
         must_match=("statistics",),
     )
     agreed = data.agreed

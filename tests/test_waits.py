@@ -1,0 +1,142 @@
+"""What a host has to wait for: a loss looks at its inputs once, at the door, and at nothing afterwards.
+
+Each look at a tensor's numbers waits until a GPU is through with all that it has been given, and none can be part of a
+CUDA graph. Without a GPU, they are what reads a tensor into Python, or makes one whose size depends on numbers.
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+from kernel_losses import losses
+from torch.nn.functional import normalize
+
+import wholebatch as wb
+
+NAMES = tuple(losses(*[torch.zeros(1, 1)] * 2, torch.zeros(1))[0])
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+KERNELS = ("wholebatch.kernels.softmax_tiles.tile_sums", "wholebatch.kernels.softmax_tiles.tile_gradient",
+           "wholebatch.kernels.sigmoid_tiles.tile_sigmoid")  # fmt: skip
+OF_TENSORS = (
+    *("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "numpy", "cpu", "is_nonzero"),
+    *("nonzero", "argwhere", "equal", "allclose", "masked_select", "unique", "unique_consecutive"),
+)
+OF_TORCH = ("nonzero", "argwhere", "equal", "allclose", "masked_select", "unique", "unique_consecutive", "bincount")
+
+
+@contextmanager
+def counted():
+    """The looks inside, as a list."""
+    if not CUDA:
+        with pytest.MonkeyPatch.context() as patch:
+            yield looks_of(patch)
+        return
+    found = []
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            yield found
+        found += [str(of.message) for of in seen if "synchroniz" in str(of.message)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def looks_of(patch):
+    """The looks from here on: what is called of tensors, and of torch."""
+    found = []
+
+    def counting(name, function):
+        def call(*args, **more):
+            if name != "__getitem__" or any(isinstance(at, torch.Tensor) and at.dtype == torch.bool for at in args[1:]):
+                found.append(name)
+            return function(*args, **more)
+
+        return call
+
+    for of, names in ((torch.Tensor, (*OF_TENSORS, "__getitem__")), (torch, OF_TORCH)):
+        for name in names:
+            patch.setattr(of, name, counting(name, getattr(of, name)))
+    return found
+
+
+def looks(name, scale, kernel, *, matching=True):
+    """Forward and backward."""
+    torch.manual_seed(0)
+    x = normalize(torch.randn(40, 16, device=DEVICE), dim=1)
+    y = normalize((x if matching else -x) + 0.1 * torch.randn_like(x), dim=1)
+    x.requires_grad_(), y.requires_grad_()
+    made, _ = losses(x, y, torch.randint(0, 30, (40,), device=DEVICE), scale)
+    with counted() as forward:
+        loss = made[name](wb.functional, {"kernel": kernel, "memory": "flat"})
+    with counted() as backward:
+        loss.backward()
+    return len(forward), len(backward)
+
+
+@pytest.fixture(params=["torch", "triton"])
+def kernel(request, monkeypatch):
+    """Triton's interpreter reads tensors: without a GPU, kernels do nothing here."""
+    if request.param == "triton" and not CUDA:
+        pytest.importorskip("triton")
+
+        class Nothing:
+            def __getitem__(self, _grid):
+                return lambda *args, **constants: None
+
+        for of in KERNELS:
+            monkeypatch.setattr(of, Nothing())
+    return request.param
+
+
+@pytest.mark.parametrize("scale", [14.3, 100.0])
+@pytest.mark.parametrize("name", NAMES)
+def test_one_look_at_the_door(name, scale, kernel):
+    """PartialFC takes two: at the batch, and at the classes that are chosen for it.
+
+    Plain PyTorch takes one more for each tile with equal ids, or with an example's own class, whose entries it lists.
+    """
+    of_classes = name.startswith("partial_fc")
+    listed = kernel == "torch" and (of_classes or "ids" in name or name == "sup_con")
+    in_backward = listed and not name.startswith("siglip")  # which has made its gradient by then
+    assert looks(name, scale, kernel) == (1 + of_classes + listed, int(in_backward))
+
+
+def test_a_second_where_pairs_do_not_vouch_for_their_sums(kernel):
+    """At scale 100, of pairs with opposite features, whether one shift did is seen afterwards."""
+    assert looks("clip", 100.0, kernel, matching=False) == (2, 0)
+    assert looks("clip", 14.3, kernel, matching=False) == (1, 0)
+
+
+def test_a_look_is_seen():
+    x = torch.arange(3.0, device=DEVICE)
+    for look in (
+        lambda: x.sum().item(),
+        lambda: bool(x[0]),
+        lambda: x[x > 1],
+        lambda: torch.nonzero(x),
+        lambda: x.cpu(),
+    ):
+        with counted() as found:
+            look()
+        assert found
+    with counted() as found:
+        x.mul_(2).where(x > 1, 0.0)
+    assert not found
+
+    class Looking(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * grad.sum().item()
+
+    with counted() as found:
+        Looking.apply(x.requires_grad_()).sum().backward()
+    assert found
