@@ -23,14 +23,21 @@ def losses(x, y, ids, scale=14.3):
         "info_nce, ids": lambda f, more: f.info_nce_loss(
             x, y, logit_scale=scale, query_ids=ids, key_ids=ids, equal_ids="positive", **more
         ),
-        "nt_xent": lambda f, more: f.nt_xent_loss(x, y, temperature=0.1, **more),
+        "nt_xent": lambda f, more: f.nt_xent_loss(2 * x, y / 4, temperature=0.1, **more),
         "nt_xent, ids": lambda f, more: f.nt_xent_loss(x, y, temperature=0.1, ids=ids, **more),
-        "dcl": lambda f, more: f.dcl_loss(x, y, temperature=0.1, **more),
-        "sup_con": lambda f, more: f.sup_con_loss(x, labels, temperature=0.1, **more),
+        "dcl": lambda f, more: f.dcl_loss(x / 2, 4 * y, temperature=0.1, **more),
+        "sup_con": lambda f, more: f.sup_con_loss(4 * x, labels, temperature=0.1, **more),
         "siglip": lambda f, more: f.siglip_loss(x, y, scale, -4.0, **more),
         "siglip, ids": lambda f, more: f.siglip_loss(x, y, scale, -4.0, ids=ids, **more),
         "siglip, ids excluded": lambda f, more: f.siglip_loss(x, y, scale, -4.0, ids=ids, equal_ids="excluded", **more),
         "debiased": lambda f, more: f.debiased_loss(x, y, temperature=0.1, tau_plus=0.1, **more),
+        "matryoshka": lambda f, more: f.matryoshka_loss(x, y, logit_scale=scale, dims=(8, 16, 24), **more),
+        "matryoshka, ids": lambda f, more: f.matryoshka_loss(
+            2 * x, y, logit_scale=scale, dims=(7, 13), ids=ids, symmetric=False, **more
+        ),
+        "matryoshka, as they are": lambda f, more: f.matryoshka_loss(
+            x, y, logit_scale=scale, dims=(20,), normalise=False, **more
+        ),
         "moco": lambda f, more: f.moco_loss(x, y, y.detach().flip(0)[:30].roll(1, 1), logit_scale=scale, **more),
         "partial_fc": lambda f, more: f.partial_fc_loss(x, ids, 3 * y, margin=arcface, **more),
         "partial_fc, several labels": lambda f, more: f.partial_fc_loss(x, several, 3 * y, margin=arcface, **more),
@@ -49,4 +56,4 @@ def losses(x, y, ids, scale=14.3):
 
 def learns_its_scale(name):
     """Whether it is the scale that `losses` returns."""
-    return name.split(",")[0] in ("clip", "info_nce", "siglip", "moco")
+    return name.split(",")[0] in ("clip", "info_nce", "siglip", "moco", "matryoshka")

@@ -365,27 +365,40 @@ def test_what_kernels_do_not_know_is_left_to_plain_pytorch(monkeypatch, more):
 
 
 def on_ranks():
-    """Uneven parts, an empty one among them, by both exchanges; and half of a symmetric matrix."""
+    """Uneven parts, an empty one among them, by both exchanges; half of a symmetric matrix; rows normalised inside."""
     rank, counts = torch.distributed.get_rank(), (7, 0, 12)
     torch.manual_seed(0)
     whole = [normalize(torch.randn(19, 10), dim=1) for _ in range(2)]
+    centres, labels = 2 * torch.randn(9, 10), torch.randint(0, 9, (19,))
     own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-    true = [z.double().requires_grad_() for z in whole]
-    expected = wb.reference.clip_loss(*true, 14.3)
-    expected.backward()
-    for exchange in ("gather", "ring"):
-        mine = [z[own].clone().requires_grad_() for z in whole]
-        loss = wb.functional.clip_loss(*mine, 14.3, kernel="triton", memory="flat", exchange=exchange)
-        loss.backward()
-        torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
-        for got, of in zip(mine, true, strict=True):
-            torch.testing.assert_close(got.grad.double(), 3 * of.grad[own], rtol=1e-4, atol=1e-7)
-        mine = [z[own].clone().requires_grad_() for z in whole]
-        wb.functional.nt_xent_loss(*mine, temperature=0.1, kernel="triton", memory="flat", exchange=exchange).backward()
-        views = [z.double().requires_grad_() for z in whole]
-        wb.reference.nt_xent_loss(*views, temperature=0.1).backward()
-        for got, of in zip(mine, views, strict=True):
-            torch.testing.assert_close(got.grad.double(), 3 * of.grad[own], rtol=1e-4, atol=1e-7)
+    of_classes = slice(3 * rank, 3 * rank + 3)
+    made = {
+        "clip": lambda f, x, y, *_, **more: f.clip_loss(x, y, 14.3, **more),
+        "nt_xent": lambda f, x, y, *_, **more: f.nt_xent_loss(2 * x, y / 4, temperature=0.1, **more),
+        "siglip": lambda f, x, y, *_, **more: f.siglip_loss(x, y, 14.3, -3.0, **more),
+        "matryoshka": lambda f, x, y, *_, **more: f.matryoshka_loss(x, y, logit_scale=14.3, dims=(4, 8), **more),
+        "partial_fc": lambda f, x, _, w, at, **more: f.partial_fc_loss(x, at, w, margin=wb.ArcFace(8.0), **more),
+    }
+    for (name, loss), exchange, dtype in product(made.items(), ("gather", "ring"), CLOSE):
+        rounded = [z.to(dtype) for z in (*whole, centres)]
+        true = [z.double().requires_grad_() for z in rounded]
+        expected = loss(wb.reference, *true, labels)
+        expected.backward()
+        mine = [z[at].clone().requires_grad_() for z, at in zip(rounded, (own, own, of_classes), strict=True)]
+        more = {} if name == "partial_fc" else {"exchange": exchange}
+        found = loss(wb.functional, *mine, labels[own], kernel="triton", memory="flat", **more)
+        found.backward()
+        torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=0)
+        for got, of, at, times in zip(mine, true, (own, own, of_classes), (3, 3, 1), strict=True):
+            if of.grad is not None:
+                error = (got.grad.double() - times * of.grad[at]).norm()
+                assert error <= (1e-5 if dtype == torch.float32 else 1e-2) * times * of.grad.norm(), (
+                    name,
+                    exchange,
+                    dtype,
+                    error,
+                    of.grad.norm(),
+                )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of the interpreter")
@@ -423,9 +436,16 @@ def test_machine_code():
     *found, too_large = [json.loads(line) for line in run.stdout.splitlines()]
     assert too_large["spills"] > 0
     assert {of["capability"] for of in found} >= {80, 90, 100}
-    assert {of["kernel"] for of in found} == {"tile_sums", "tile_gradient", "tile_sigmoid"}
+    assert {of["kernel"] for of in found} == {
+        "tile_sums",
+        "tile_gradient",
+        "tile_sigmoid",
+        "nested_sums",
+        "nested_gradient",
+    }
     for of in found:
         assert of["spills"] == 0, of
+        assert of["narrow loads"] == 0, of
         assert of["products"] > 0 or of["constants"].get("KEPT"), of
         assert of["registers"] <= 255, of
         assert of["shared"] <= {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}[of["capability"]] * 1024, of

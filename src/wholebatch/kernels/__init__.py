@@ -3,19 +3,15 @@
 Triton is no dependency: nothing here imports it before a kernel is asked for.
 """
 
-from .launch import (
-    Entries,
-    OfRows,
-    TileOf,
-    interpreted,
-    tile_gradient,
-    tile_sigmoid,
-    tile_sums,
-)
+from .launch import Entries, OfRows, TileOf, interpreted
+from .nested import Ends, nested_gradient, nested_sums
 from .select import KERNELS, Kernel, check_kernel, in_triton
+from .sigmoid import tile_sigmoid
+from .softmax import tile_gradient, tile_sums
 
 __all__ = [
     "KERNELS",
+    "Ends",
     "Entries",
     "Kernel",
     "OfRows",
@@ -23,6 +19,8 @@ __all__ = [
     "check_kernel",
     "in_triton",
     "interpreted",
+    "nested_gradient",
+    "nested_sums",
     "tile_gradient",
     "tile_sigmoid",
     "tile_sums",

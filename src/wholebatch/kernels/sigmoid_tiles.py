@@ -28,13 +28,15 @@ def tile_sigmoid(
     POSITIVE: tl.constexpr, POSITIVE_IDS: tl.constexpr, EXCLUDED: tl.constexpr, EXCLUDED_IDS: tl.constexpr,
     WEIGHTED: tl.constexpr, GRADIENT: tl.constexpr, TOTALS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    ALIGNED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """sum_j l_ij and sum_j dS_ij, (blocks of columns, rows), and dS, (rows, columns)."""
     block_row, block_col = place(num_rows, num_cols, BM, BN, GROUP)
     rows, cols = block_row * BM + tl.arange(0, BM), block_col * BN + tl.arange(0, BN)
     here_rows, here_cols = rows < num_rows, cols < num_cols
-    m = similarities(x, y, rows, cols, num_rows, num_cols, dim, stride_x, stride_y, BM, BN, BK, PRECISION, WIDEN)
+    m = similarities(
+        x, y, rows, cols, num_rows, num_cols, dim, stride_x, stride_y, BM, BN, ALIGNED, BK, PRECISION, WIDEN
+    )
     m = m * log2_scale + log2_bias  # in units of log(2)
     if POSITIVE > 0 or POSITIVE_IDS != NO_IDS:
         among = members(

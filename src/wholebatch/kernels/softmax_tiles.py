@@ -58,7 +58,7 @@ def tile_sums(
     CANDIDATES: tl.constexpr, OF_ROWS: tl.constexpr, OF_COLS: tl.constexpr, BY_ROW: tl.constexpr, BY_COL: tl.constexpr,
     KEEP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    ALIGNED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Sums of a tile, (fields, blocks of columns, rows) and (fields, blocks of rows, columns).
 
@@ -67,7 +67,9 @@ def tile_sums(
     block_row, block_col = place(num_rows, num_cols, BM, BN, GROUP)
     rows, cols = block_row * BM + tl.arange(0, BM), block_col * BN + tl.arange(0, BN)
     here_rows, here_cols = rows < num_rows, cols < num_cols
-    logits = similarities(x, y, rows, cols, num_rows, num_cols, dim, stride_x, stride_y, BM, BN, BK, PRECISION, WIDEN)
+    logits = similarities(
+        x, y, rows, cols, num_rows, num_cols, dim, stride_x, stride_y, BM, BN, ALIGNED, BK, PRECISION, WIDEN
+    )
     if BY_ROW:
         scales = tl.load(row_scale + rows, mask=here_rows, other=0.0) * log2_scale
         if BY_COL:
@@ -135,7 +137,7 @@ def tile_gradient(
     CANDIDATES: tl.constexpr, OF_ROWS: tl.constexpr, OF_COLS: tl.constexpr, BY_ROW: tl.constexpr, BY_COL: tl.constexpr,
     KEPT: tl.constexpr, TOTALS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    ALIGNED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """dS of a tile, (rows, columns), from weights of its rows and columns, (fields, rows) and (fields, columns).
 
@@ -151,7 +153,7 @@ def tile_gradient(
         exponentials = tl.load(kept + at, mask=here, other=0.0).to(tl.float32)
     else:
         exponents = similarities(
-            x, y, rows, cols, num_rows, num_cols, dim, stride_x, stride_y, BM, BN, BK, PRECISION, WIDEN
+            x, y, rows, cols, num_rows, num_cols, dim, stride_x, stride_y, BM, BN, ALIGNED, BK, PRECISION, WIDEN
         )
         if BY_ROW:
             shifts = tl.load(row_shift + rows, mask=here_rows, other=0.0)

@@ -30,22 +30,38 @@ def place(num_rows, num_cols, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.cons
 
 
 @triton.jit
-def similarities(
-    x, y, rows, cols, num_rows, num_cols, dim, stride_x, stride_y,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+def with_products(
+    total, x, y, rows, cols, num_rows, num_cols, first, stop, stride_x, stride_y,
+    ALIGNED: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """x_i . y_j, summed in float32. Rows behind the last are the last once more: what is made of them is not used."""
-    of_rows = x + tl.minimum(rows, num_rows - 1).to(tl.int64)[:, None] * stride_x + tl.arange(0, BK)[None, :]
-    of_cols = y + tl.minimum(cols, num_cols - 1).to(tl.int64)[:, None] * stride_y + tl.arange(0, BK)[None, :]
-    total = tl.zeros((BM, BN), tl.float32)
-    for first in range(0, dim, BK):
-        here = (first + tl.arange(0, BK) < dim)[None, :]
-        a = tl.load(of_rows + first, mask=here, other=0.0)
-        b = tl.load(of_cols + first, mask=here, other=0.0)
+    """`total`, and the products of the features from `first` to `stop`; strides are in units of ALIGNED.
+
+    Where units are multiplied, the compiler sees what may be loaded at once. Rows behind the last are the last once
+    more: what is made of them is not used.
+    """
+    of_rows = x + tl.minimum(rows, num_rows - 1).to(tl.int64)[:, None] * (stride_x * ALIGNED)
+    of_cols = y + tl.minimum(cols, num_cols - 1).to(tl.int64)[:, None] * (stride_y * ALIGNED)
+    for at in range(first, stop, BK):
+        features = at + tl.arange(0, BK)[None, :]
+        a = tl.load(of_rows + features, mask=features < stop, other=0.0)
+        b = tl.load(of_cols + features, mask=features < stop, other=0.0)
         if WIDEN:
             a, b = a.to(tl.float32), b.to(tl.float32)
         total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION)
     return total
+
+
+@triton.jit
+def similarities(
+    x, y, rows, cols, num_rows, num_cols, dim, stride_x, stride_y,
+    BM: tl.constexpr, BN: tl.constexpr,
+    ALIGNED: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """x_i . y_j, summed in float32; how many features there are is in units of ALIGNED, too."""
+    return with_products(
+        tl.zeros((BM, BN), tl.float32), x, y, rows, cols, num_rows, num_cols, 0, dim * ALIGNED, stride_x, stride_y,
+        ALIGNED, BK, PRECISION, WIDEN,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -46,7 +46,7 @@ _CHOICES = ("exchange", "memory", "reduction", "kernel")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _ARGUMENTS = "the arguments that are given (a rank without rows passes shape (0, d), not None)"
-_WEIGHT, _LEAST_WEIGHT, _LEAST = "weight", "least weight", "least product"
+_WEIGHT, _LEAST_WEIGHT, LEAST = "weight", "least weight", "least product"
 _TOLERANCE = 1e-5  # of a scalar between ranks, relative: parameters that engines keep equal differ by rounding at most
 
 
@@ -254,7 +254,8 @@ def agree(
         required: names of those that may not.
         weights: of examples, or None; and the name of the features whose rows they weigh.
         check: looks at what else there is, and returns facts about it.
-        see: what else of the tensors is to be known, numbers of shape () by name;
+        see: what else of the tensors is to be known, numbers of shape () by name, LEAST in the place of what `matching`
+            says;
         judge: and facts, given them.
         must_match: names of such facts that have to be the same on all ranks.
 
@@ -302,7 +303,7 @@ def agree(
             _ARGUMENTS: [*numbers, *given, *numbering, *["weights"] * (weights[0] is not None)],
             "rows": {name: len(x) for name, x in given.items()},
             "norms": norms,
-            "least product": seen.get(_LEAST, 0.0),
+            LEAST: seen.get(LEAST, 0.0),
             "feature size": first.shape[1],
             "dtype": str(first.dtype),
             "device type": first.device.type,
@@ -339,7 +340,7 @@ def agree(
         {name: values[0] for name, values in by_rank.items()},
         rows,
         {name: max(facts["norms"][name] for facts in everyone) for name in given},
-        min(facts["least product"] for facts in everyone),
+        min(facts[LEAST] for facts in everyone),
         _entering(dict(zip(inputs, join([*inputs.values()], everyone), strict=True)), scalars, comm, options),
         numbering,
         everyone,
@@ -365,7 +366,7 @@ def _to_be_seen(
         x, y = (features[name] for name in matching)
         rows = min(len(x), len(y))
         products = paired_products(x[:rows], y[:rows])
-        seen[_LEAST] = products.amin() if rows else products.new_full((), float("inf"))
+        seen[LEAST] = products.amin() if rows else products.new_full((), float("inf"))
     return seen
 
 

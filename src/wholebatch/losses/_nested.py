@@ -20,11 +20,12 @@ from torch import Tensor
 from .._once import once_differentiable
 from .._precision import accumulation_dtype, wide_dtype
 from ..exchange import Exchange
-from ..logsumexp import log_sum_exp, never_denormal, shared_shift
-from ..sweep import Block, Budget, Driver, NestedSweep, Pairs
+from ..kernels import in_triton
+from ..logsumexp import log_sum_exp, never_denormal, shared_shift, suffices
+from ..sweep import Block, Budget, Driver, KernelNestedSweep, NestedSweep, Pairs
 from ._door import Agreement
 from ._softmax import certified
-from ._towers import EPS, no_autocast
+from ._towers import EPS, no_autocast, paired_products
 
 
 def inverse_norms(x: Tensor, dims: Sequence[int], dtype: torch.dtype, normalise: bool) -> Tensor:
@@ -34,6 +35,18 @@ def inverse_norms(x: Tensor, dims: Sequence[int], dtype: torch.dtype, normalise:
     parts = x.to(dtype).split(_lengths(dims, x.shape[1]), dim=1)[: len(dims)]
     squares = torch.stack([part.square().sum(1) for part in parts], dim=1).cumsum(1)
     return squares.clamp(min=EPS**2).rsqrt()
+
+
+@torch.no_grad()
+def least_of_pairs(x: Tensor, y: Tensor, dims: Sequence[int], normalise: bool) -> Tensor:
+    """The least similarity of a row of x with its row of y, in any part, shape (); infinite without rows."""
+    if not len(x):
+        return torch.full((), float("inf"), device=x.device)
+    dtype = accumulation_dtype(x.dtype)
+    parts = zip(*(z.split(_lengths(dims, z.shape[1]), dim=1)[: len(dims)] for z in (x, y)), strict=True)
+    products = torch.stack([paired_products(a, b) for a, b in parts], dim=1).cumsum(1)
+    inverse = [inverse_norms(z, dims, dtype, normalise) for z in (x, y)]
+    return products.mul_(inverse[0]).mul_(inverse[1]).amin()
 
 
 def _lengths(dims: Sequence[int], width: int) -> list[int]:
@@ -58,9 +71,13 @@ def parts_at_once(
     if shift is None or not scale:  # the derivative by the scale is made of logits, divided by it
         return None
     how, budget = agreed.exchange(rows, rows, keep=False)
-    plan = _Plan(how, budget, pairs, tuple(dims), scale, shift, rows.total, symmetric)
+    dtype = agreed.inputs["queries"].dtype if in_triton(agreed.options.kernel) else None
+    plan = _Plan(how, budget, pairs, tuple(dims), scale, shift, rows.total, symmetric, dtype)
     of_rows, targets, of_cols = _Nested.apply(plan, agreed.inputs["logit_scale"], *inverse, x, y)
-    if not never_denormal(bound, shift, agreed.dtype):
+    known = never_denormal(bound, shift, agreed.dtype) or (
+        scale > 0 and suffices(scale * agreed.least, shift, rows.total, agreed.dtype)
+    )
+    if not known:
         with torch.no_grad():
             sums = [(side - shift).exp() + (targets - shift).exp() for side in (of_rows, of_cols)[: 1 + symmetric]]
             if not certified(agreed.comm, sums, rows.total, agreed.dtype):
@@ -78,6 +95,7 @@ class _Plan:
     shift: float
     size: int  # N, of the batch
     symmetric: bool
+    kernel_dtype: torch.dtype | None  # of the features as they were given, if kernels do what they know
 
     def sweep(self, x: Tensor, inverse: Tensor) -> NestedSweep:
         driver = Driver(
@@ -86,7 +104,10 @@ class _Plan:
             side=self.budget.side,
             largest=self.exchange.largest_block,
         )
-        return NestedSweep(driver, self.pairs, self.dims, inverse, self.scale, self.shift)
+        given = (driver, self.pairs, self.dims, inverse, self.scale, self.shift)
+        if self.kernel_dtype is not None:
+            return KernelNestedSweep(*given, self.exchange.columns.total, self.kernel_dtype)
+        return NestedSweep(*given)
 
 
 class _Nested(torch.autograd.Function):

@@ -20,11 +20,12 @@ from torch import Tensor
 from .._checks import check_number
 from ..comm import Group
 from ..exchange import ExchangeName
+from ..kernels import Kernel
 from ..sweep import Memory, Pairs, Selection
 from ..sync import Sync
 from ._cross_entropy import softplus
-from ._door import Agreement, LossModule, Options, Reduction, agree, eager
-from ._nested import inverse_norms, parts_at_once
+from ._door import LEAST, Agreement, LossModule, Options, Reduction, agree, eager
+from ._nested import inverse_norms, least_of_pairs, parts_at_once
 from ._pairs import pairs_of_rows
 from ._softmax import softmax_numbers, wanted
 from ._towers import UNIT, Towers
@@ -47,6 +48,7 @@ def matryoshka_loss(
     sync: Sync = "mean",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
+    kernel: Kernel = "auto",
 ) -> Tensor:
     r"""CLIP's loss (or InfoNCE's) of the first m features of all ranks' rows, summed over several m.
 
@@ -70,6 +72,7 @@ def matryoshka_loss(
         sync: "mean", "sum" or None, as there.
         exchange: "gather", "ring" or "auto", as there.
         memory: "flat", "auto" or bytes, as there; nothing is kept.
+        kernel: who computes a tile, as there; kernels take 5 units, for they compute products three times.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.matryoshka_loss` on the concatenated
@@ -102,13 +105,14 @@ def matryoshka_loss(
 
     agreed = agree(
         "matryoshka_loss",
-        Options(group, sync, exchange, memory, reduction),
+        Options(group, sync, exchange, memory, reduction, kernel),
         scalars={"logit_scale": logit_scale},
         features={"queries": queries, "keys": keys},
         paired=("queries", "keys"),
         ids={"ids": (ids, "queries")},
         weights=(weights, "queries"),
         check=check,
+        see=lambda: {LEAST: least_of_pairs(queries, keys, dims, normalise)},
         must_match=("settings",),
     )
     rows = agreed.rows["queries"]
@@ -186,7 +190,7 @@ class MatryoshkaLoss(LossModule):
     """A contrastive loss of several leading parts of the features, over the global batch.
 
     Args:
-        dims, dim_weights, symmetric, normalise, reduction, group, sync, exchange, memory: as in
+        dims, dim_weights, symmetric, normalise, reduction, group, sync, exchange, memory, kernel: as in
             :func:`wholebatch.functional.matryoshka_loss`.
     """
 
@@ -202,6 +206,7 @@ class MatryoshkaLoss(LossModule):
         sync: Sync = "mean",
         exchange: ExchangeName = "auto",
         memory: Memory = "auto",
+        kernel: Kernel = "auto",
     ) -> None:
         check_dims(dims, dim_weights, None)
         super().__init__(
@@ -214,6 +219,7 @@ class MatryoshkaLoss(LossModule):
             sync=sync,
             exchange=exchange,
             memory=memory,
+            kernel=kernel,
         )
 
     def forward(

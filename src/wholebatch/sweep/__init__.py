@@ -4,6 +4,7 @@ from .driver import Block, Driver
 from .hardest import HardestSweep
 from .memory import Budget, KeptTiles, Memory, default_side, fit, smallest_budget
 from .nested import NestedSweep
+from .nested_kernels import KernelNestedSweep
 from .pairs import NONE, Diagonals, Entries, EqualIds, NamedRows, Pairs, Union
 from .ranking import RankingSweep
 from .sigmoid import SigmoidSweep
@@ -23,6 +24,7 @@ __all__ = [
     "EqualIds",
     "HardestSweep",
     "KeptTiles",
+    "KernelNestedSweep",
     "KernelSigmoidSweep",
     "KernelSoftmaxSweep",
     "Memory",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import isqrt
+from math import isqrt, prod
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from .driver import Block, Driver, relative
 from .members import Members, members
 from .pairs import Pairs
 
-_TILES = 2 * torch.float32.itemsize  # bytes for each entry of a tile of plain PyTorch's
 _DTYPES = (torch.float32, torch.bfloat16)  # dS may be too large for float16
 
 
@@ -32,20 +31,38 @@ class KernelTiles:
         positive, excluded: sets of entries.
         candidates: which entries are, as :class:`kernels.TileOf` has it.
         of_rows: what rows have of their own, or None.
+        side: rows and columns of a tile.
     """
 
     driver: Driver
     positive: Members
     excluded: Members
-    candidates: int = 0
-    of_rows: kernels.OfRows | None = None
+    candidates: int
+    of_rows: kernels.OfRows | None
+    side: int
     _written: Tensor | None = field(default=None, init=False)
 
     @classmethod
     def of(
-        cls, driver: Driver, pairs: Pairs, columns: int, *, candidates: int = 0, offsets: Tensor | None = None
+        cls,
+        driver: Driver,
+        pairs: Pairs,
+        columns: int,
+        *,
+        candidates: int = 0,
+        offsets: Tensor | None = None,
+        bytes_of_an_entry: tuple[int, int] | None = None,
     ) -> KernelTiles | None:
-        """Tiles with these pairs among so many columns; None if a kernel does not know them."""
+        """Tiles in the memory of plain PyTorch's; None if a kernel does not know what is asked.
+
+        Args:
+            driver: of the rows.
+            pairs: which entries are special.
+            columns: how many the global batch has.
+            candidates: as above.
+            offsets: (b,), of rows, or None.
+            bytes_of_an_entry: here, and in plain PyTorch; None: of one tile of dS, and of two tiles.
+        """
         if driver.x.dtype not in _DTYPES:
             return None
         device = driver.x.device
@@ -56,13 +73,14 @@ class KernelTiles:
         if driver.norms is not None or driver.col_norms is not None or offsets is not None:
             scales = torch.ones(len(driver.x), dtype=torch.float32, device=device)
             of_rows = kernels.OfRows(scales if driver.norms is None else scales.div_(driver.norms[:, 0]), offsets)
-        return cls(driver, positive, excluded, candidates, of_rows)
+        ours, theirs = bytes_of_an_entry or (driver.x.dtype.itemsize, 2 * driver.dtype.itemsize)
+        side = isqrt(driver.side**2 * theirs // ours)
+        return cls(driver, positive, excluded, candidates, of_rows, side)
 
     def __call__(self, block: Block) -> Iterator[tuple[Tile, kernels.TileOf]]:
         """Each tile of the block."""
         driver, of_rows = self.driver, self.of_rows
-        side = isqrt(driver.side**2 * _TILES // driver.x.dtype.itemsize)
-        for tile in tiles(block.rows, block.cols, side, triangle=block.triangle):
+        for tile in tiles(block.rows, block.cols, self.side, triangle=block.triangle):
             of_tile = None
             if of_rows is not None:
                 offsets = None if of_rows.offsets is None else of_rows.offsets[tile.rows]
@@ -71,7 +89,7 @@ class KernelTiles:
                 tile,
                 kernels.TileOf(
                     driver.x[tile.rows],
-                    block.y[relative(tile.cols, block), : driver.width],
+                    block.y[relative(tile.cols, block), : driver.width].to(driver.x.dtype),
                     driver.scale,
                     self.positive.of_tile(tile),
                     self.excluded.of_tile(tile),
@@ -82,24 +100,24 @@ class KernelTiles:
                 ),
             )
 
-    def gradient(self, tile: Tile) -> Tensor:
-        """Memory for a tile of dS."""
-        rows, cols = tile.shape
-        if self._written is None or self._written.numel() < rows * cols:
-            self._written = self.driver.x.new_empty(rows * cols)
-        return self._written[: rows * cols].view(rows, cols)
+    def gradient(self, tile: Tile, *several: int) -> Tensor:
+        """Memory for a tile of dS, or for several."""
+        shape = (*several, *tile.shape)
+        if self._written is None or self._written.numel() < prod(shape):
+            self._written = self.driver.x.new_empty(prod(shape))
+        return self._written[: prod(shape)].view(shape)
 
     def products(
         self, grad: Tensor, tile: Tile, of: kernels.TileOf, block: Block, u: Tensor | None, v: Tensor | None
     ) -> None:
         """Add the tile of dS times its rows of Y to `u`, (b, d), and its transpose times X to `v`, (n, d)."""
         if u is not None:
-            _add_product_(u[tile.rows], grad, of.y)
+            add_product_(u[tile.rows], grad, of.y)
         if v is not None and not tile.own_mirror:
-            _add_product_(v[relative(tile.cols, block)], grad.T, of.x)
+            add_product_(v[relative(tile.cols, block)], grad.T, of.x)
 
 
-def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a b, summed in the precision of `total`."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)

@@ -89,7 +89,7 @@ class KernelSoftmaxSweep(SoftmaxSweep):
         """Products whose rows are to be multiplied by norms when they are there, and these."""
         if u is not None and self.driver.norms is not None:
             yield u[block.rows], self.driver.norms[block.rows]
-        if v is not None and self.driver.col_norms is not None:
+        if v is not None and self.driver.col_norms is not None and not block.triangle:  # where it is the same memory
             yield v, self.driver.col_norms[block.cols]
 
     def _known(self, columns: int) -> KernelTiles | None:

@@ -1,0 +1,116 @@
+"""The softmax kernels as functions of tensors: tiles to sums, and tiles to dS."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .launch import LOG2_E, Entries, TileOf, or_nothing, parts, rounded, start
+
+_SLOTS = ("sum", "target", "logits", "count")  # of sums
+_WEIGHTS = ("sum", "target", "logits")
+_BITS = {"sum": 1, "target": 2, "logits": 4}  # as `softmax_tiles` has them
+
+
+def _fields(names: Collection[str]) -> int:
+    return sum(bit for name, bit in _BITS.items() if name in names)
+
+
+def tile_sums(
+    tile: TileOf, *, shift: float, rows: Collection[str], cols: Collection[str], keep: Tensor | None = None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Sums of a tile of S, none of which is stored.
+
+    Args:
+        tile: of S.
+        shift: of the exponentials, exp(S - shift).
+        rows: what is summed of each row: "sum", of candidates' exponentials, "target", of the logits of positives,
+            "logits" and "count", of the candidates'. The first at least, or nothing.
+        cols: of each column.
+        keep: (R, C), contiguous, for the candidates' exponentials; None: they are not kept.
+
+    Returns:
+        By name, (R,) and (C,), float64; a target only where there may be positives.
+    """
+    from . import softmax_tiles
+
+    blocks, (down, across) = parts(tile, {*rows, *cols})
+    log2, of_logits, of_sums = rounded(tile.scale, shift)
+    if tile.of_rows is not None:
+        of_logits = 1 / LOG2_E
+    some = bool(tile.positive.comparisons)
+    sides = [[name for name in _SLOTS if name in names and (some or name != "target")] for names in (rows, cols)]
+    shapes = ((len(sides[0]), across, len(tile.x)), (len(sides[1]), down, len(tile.y)))
+    made = [tile.x.new_empty(shape, dtype=torch.float32) for shape in shapes]
+    start(
+        softmax_tiles.tile_sums, tile, blocks, (*made, *or_nothing(tile, keep), *_scaling(tile, log2)), log2,
+        CANDIDATES=tile.candidates, OF_ROWS=_fields(sides[0]), OF_COLS=_fields(sides[1]),
+        BY_ROW=tile.of_rows is not None, BY_COL=tile.col_scales is not None, KEEP=keep is not None,
+    )  # fmt: skip
+    factors = {"sum": of_sums, "target": of_logits, "logits": of_logits, "count": 1.0}
+    found = [
+        {name: part.sum(0, dtype=torch.float64).mul_(factors[name]) for name, part in zip(names, of_side, strict=True)}
+        for names, of_side in zip(sides, made, strict=True)
+    ]
+    return found[0], found[1]
+
+
+def tile_gradient(
+    tile: TileOf,
+    out: Tensor,
+    *,
+    shift: float,
+    rows: Mapping[str, Tensor],
+    cols: Mapping[str, Tensor],
+    kept: Tensor | None = None,
+    totals: bool = False,
+) -> Tensor | None:
+    """Write dS of a tile to `out`, (R, C), in its dtype; each row times its scale, if rows have scales.
+
+    Args:
+        tile: of S.
+        out: (R, C), contiguous.
+        shift: of the exponentials.
+        rows: weights (R,) of a row's "sum", "target" and "logits", as in :func:`tile_sums`; or nothing.
+        cols: weights (C,) of a column's.
+        kept: (R, C), exponentials that were kept; None: they are computed.
+        totals: whether sum_j dS_ij is wanted.
+
+    Returns:
+        It, (R,), float64, without the rows' scales; or None.
+    """
+    from . import softmax_tiles
+
+    if kept is not None and not {"logits"} & {*rows, *cols}:
+        tile = replace(tile, excluded=Entries())  # they were kept as 0
+    blocks, (_, across) = parts(tile, {*rows, *cols})
+    log2, _, left = rounded(tile.scale, shift)
+    weights = []
+    for side, count in ((rows, len(tile.x)), (cols, len(tile.y))):
+        of_side = tile.x.new_zeros(3 if side else 0, count, dtype=torch.float32)
+        for slot, name in enumerate(_WEIGHTS):
+            if name in side:
+                of_side[slot] = side[name] * left if name == "sum" else side[name]
+        weights.append(of_side)
+    summed = tile.x.new_empty(across * totals, len(tile.x), dtype=torch.float32)
+    start(
+        softmax_tiles.tile_gradient, tile, blocks,
+        (out, summed, *weights, *or_nothing(tile, kept), *_scaling(tile, log2)), log2,
+        CANDIDATES=tile.candidates, OF_ROWS=_fields(rows), OF_COLS=_fields(cols),
+        BY_ROW=tile.of_rows is not None, BY_COL=tile.col_scales is not None, KEPT=kept is not None, TOTALS=totals,
+    )  # fmt: skip
+    return summed.sum(0, dtype=torch.float64) if totals else None
+
+
+def _scaling(tile: TileOf, log2: tuple[float, float]) -> list[Tensor]:
+    """Each row's scale, and its shift in units of log(2); each column's scale."""
+    of = tile.of_rows
+    if of is None:
+        return or_nothing(tile, None, None, None)
+    shifts = torch.full_like(of.scales, log2[1])
+    if of.offsets is not None:
+        shifts.sub_(of.offsets, alpha=LOG2_E)
+    return [of.scales, shifts, *or_nothing(tile, tile.col_scales)]
