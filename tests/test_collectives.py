@@ -1,13 +1,17 @@
 """How many collectives a step takes, counted where the bytes move."""
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
+from compare import assert_same
 from loss_cases import CORE, rows_of, whole_batch
 
 import wholebatch as wb
+from wholebatch.comm.torch_distributed import TorchTransport
+from wholebatch.sweep import Driver
 from wholebatch.testing import run_ranks
 
 OPERATIONS = ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "gather", "scatter", "send"]
@@ -125,3 +129,87 @@ def smaller_tower_body(rows, negatives):
 @pytest.mark.parametrize("negatives", [0, 1, 50])
 def test_the_smaller_tower_travels(negatives):
     assert run_ranks(smaller_tower_body, 2, 3, negatives) == [[(3, 4)]] * 2
+
+
+def chunks_body(counts):
+    """Loss and gradients by a gather in chunks, beside those by one in one piece; and what happens in which order."""
+    comm = wb.comm.TorchCommunicator()
+    rank, events = dist.get_rank(), []
+    gather, reduce, visit = comm.transport.all_gather_by_rank, comm.transport.reduce, Driver.tiles
+
+    def gathering(x, counts):
+        out, arriving = gather(x, counts)
+
+        def named(root, finish):
+            return lambda: (events.append(f"wait for {root}"), finish())[1]
+
+        return out, [named(root, finish) for root, finish in enumerate(arriving)]
+
+    comm.transport.all_gather_by_rank = gathering
+    comm.transport.reduce = lambda x, root: (events.append(f"home to {root}"), reduce(x, root))[1]
+    grads = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Driver, "tiles", lambda self, block: (events.append("tiles"), visit(self, block))[1])
+        for name, case in CORE.items():
+            for side in (1, 10**6):
+                patch.setattr("wholebatch.losses._door.default_side", lambda _device, side=side: side)
+                events.clear()
+                whole = whole_batch(case, counts)
+                own = [z[at].requires_grad_() for z, at in zip(whole, rows_of(case, counts, rank), strict=True)]
+                loss = case.call(wb.functional, *own, 10.0, -3.0, exchange="gather", memory="flat", group=comm)
+                loss.backward()
+                grads[side] = [loss.detach(), *(z.grad for z in own)]
+                if name == "clip":
+                    grads["events", side] = events.copy()
+            for one, other in zip(grads[1], grads[10**6], strict=True):
+                assert_same(one, other, relative=1e-12, absolute=1e-15)
+    return grads["events", 1], grads["events", 10**6]
+
+
+@pytest.mark.parametrize("counts", [(3, 2), (2, 0, 3)])
+def test_transfers_beside_tiles(counts):
+    """Tiles of the first rank's rows before the second's are waited for, and home before the next are computed."""
+    for chunked, at_once in run_ranks(chunks_body, len(counts), counts):
+        if counts == (3, 2):
+            arriving = ["wait for 0", "tiles", "wait for 1", "tiles", "wait for 0", "wait for 1"]
+            assert chunked == [*arriving, "tiles", "home to 0", "tiles", "home to 1"]
+        assert sum(event == "tiles" for event in chunked) > sum(event == "tiles" for event in at_once)
+        assert set(at_once) == {"tiles"}
+
+
+class InOrder(TorchTransport):
+    """As NCCL moves messages: in the order in which they are given, whatever their tags, one swap after the other."""
+
+    def __init__(self):
+        super().__init__(None)
+        self._stream = ThreadPoolExecutor(max_workers=1)
+
+    def swap(self, sends, receives, channel):
+        def run():
+            works = [dist.isend(of.x, group_dst=of.rank, tag=7) for of in sends if of.x.numel()]
+            works += [dist.irecv(of.x, group_src=of.rank, tag=7) for of in receives if of.x.numel()]
+            for work in works:
+                work.wait()
+            return [of.x for of in receives]
+
+        return self._stream.submit(run).result
+
+
+def in_order_body(counts):
+    comm = wb.comm.TorchCommunicator()
+    comm.transport = InOrder()
+    for case in CORE.values():
+        grads = []
+        for group in (comm, None):
+            whole = whole_batch(case, counts)
+            own = [z[at].requires_grad_() for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
+            loss = case.call(wb.functional, *own, 10.0, -3.0, exchange="ring", group=group)
+            loss.backward()
+            grads.append([loss.detach(), *(z.grad for z in own)])
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("counts", [(3, 2), (2, 0, 3), (2, 1, 3, 2)])
+def test_a_ring_without_tags(counts):
+    """The same bits, and no rank waits for another that waits for it."""
+    run_ranks(in_order_body, len(counts), counts)

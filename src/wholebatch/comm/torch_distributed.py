@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import _c10d
 from .communicator import Communicator
 from .maps import Finish, Loss
-from .transport import Transport, done
+from .transport import Message, Transport, done
 
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -33,7 +33,7 @@ class TorchTransport(Transport):
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.backend = str(dist.get_backend(group))
-        self.tells_tags_apart = "nccl" not in self.backend  # which runs all messages of two ranks in one queue
+        self.in_order = "nccl" in self.backend
         self._default_group: Any = dist.group.WORLD
         named: Any = self._default_group if group is None else group
         self.group_name: str = named.group_name
@@ -71,13 +71,24 @@ class TorchTransport(Transport):
             works = [_c10d.all_gather_single(out, wire, group=self.group, async_op=True)]
         else:
             # On the CPU, broadcasts into the slices beat gloo's all-gather, need no padding, and take any counts.
-            works = []
-            for root, part in enumerate(out.split(counts)):
-                if root == self.rank:
-                    part.copy_(wire)
-                if part.numel():
-                    works.append(dist.broadcast(part, group=self.group, group_src=root, async_op=True))
+            works = [work for of_rank in self._broadcasts(wire, out, counts) for work in of_rank]
         return _after(works, lambda: out.to(x.device), wire)
+
+    def all_gather_by_rank(self, x: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, list[Finish]]:
+        if self._wire(x) is not x:
+            return super().all_gather_by_rank(x, counts)
+        out = x.new_empty((sum(counts), *x.shape[1:]))
+        return out, [_after(of_rank, lambda: out, x) for of_rank in self._broadcasts(x, out, counts)]
+
+    def _broadcasts(self, wire: Tensor, out: Tensor, counts: tuple[int, ...]) -> list[list[Any]]:
+        """Each rank's rows into their place; c10d's handles, by rank."""
+        works: list[list[Any]] = []
+        for root, part in enumerate(out.split(counts)):
+            if root == self.rank:
+                part.copy_(wire)
+            some = part.numel() > 0
+            works.append([dist.broadcast(part, group=self.group, group_src=root, async_op=True)] if some else [])
+        return works
 
     def reduce_scatter(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
         wire = self._wire(x)
@@ -132,6 +143,26 @@ class TorchTransport(Transport):
             out, wire, list(receive_counts), list(send_counts), group=self.group, async_op=True
         )
         return _after([work], lambda: out.to(x.device), wire)
+
+    def swap(self, sends: Sequence[Message], receives: Sequence[Message], channel: int) -> Callable[[], list[Tensor]]:
+        if not self.in_order:
+            return super().swap(sends, receives, channel)
+        # One by one, NCCL would have each wait for the one before, and ranks that send first for each other.
+        leaving, arriving = ([self._wire(message.x) for message in some] for some in (sends, receives))
+        operations = [
+            dist.P2POp(operation, wire, group=self.group, group_peer=message.rank)
+            for operation, wires, some in ((dist.isend, leaving, sends), (dist.irecv, arriving, receives))
+            for wire, message in zip(wires, some, strict=True)
+            if wire.numel()
+        ]
+        works = dist.batch_isend_irecv(operations) if operations else []
+
+        def finish(_keep: list[Tensor] = leaving) -> list[Tensor]:
+            for work in works:
+                work.wait()
+            return [wire.to(message.x.device) for wire, message in zip(arriving, receives, strict=True)]
+
+        return finish
 
     def _send(self, x: Tensor, dest: int, wire_tag: int) -> Finish:
         wire = self._wire(x)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor
@@ -24,13 +25,22 @@ CHANNELS, RING = 5, 4
 ABANDONED: list[object] = []
 
 
+@dataclass(frozen=True)
+class Message:
+    """A tensor to another rank; or memory for one from there."""
+
+    x: Tensor
+    rank: int
+    tag: int
+
+
 class Transport(ABC):
     """W ranks that can reach each other."""
 
     rank: int
     size: int
     max_tag: int  # of a message, on the wire
-    tells_tags_apart = True  # whether messages with different tags may pass each other
+    in_order = False  # whether messages of two ranks arrive in the order in which they were sent, whatever their tags
 
     def __init__(self) -> None:
         self._own_messages: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
@@ -49,6 +59,10 @@ class Transport(ABC):
     @abstractmethod
     def all_gather(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
         """(n_r, ...) -> (sum n_r, ...)."""
+
+    def all_gather_by_rank(self, x: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, list[Finish]]:
+        """The same, and what to wait for before a rank's rows are there."""
+        return self.all_gather(x, counts)(), []
 
     @abstractmethod
     def reduce_scatter(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
@@ -90,6 +104,22 @@ class Transport(ABC):
         if source != self.rank:
             return self._recv(out, source, tag * CHANNELS + channel)
         return lambda: self._own_message(tag, channel)
+
+    def swap(self, sends: Sequence[Message], receives: Sequence[Message], channel: int) -> Callable[[], list[Tensor]]:
+        """All of these messages at once; the result is what was received, in the order of `receives`.
+
+        Ranks that do not tell tags apart list messages to and from each other in the same order, and call this equally
+        often: no call's messages need to be there before the next call's.
+        """
+        arriving = [self.recv(message.x, message.rank, message.tag, channel) for message in receives]
+        leaving = [self.send(message.x, message.rank, message.tag, channel) for message in sends]
+
+        def finish() -> list[Tensor]:
+            for left in leaving:
+                left()
+            return [arrived() for arrived in arriving]
+
+        return finish
 
     def _own_message(self, tag: int, channel: int) -> Tensor:
         messages = self._own_messages[tag, channel]

@@ -58,11 +58,14 @@ class Exchange(ABC):
 
     @abstractmethod
     def bring(self, y_local: Tensor) -> Tensor:
-        """What the passes start from, to be kept for backward: (n_r, d) -> (columns kept, d)."""
+        """What the passes start from, to be kept for backward: (n_r, d) -> (columns kept, d).
 
+        It is complete when the first pass is through.
+        """
+
+    @abstractmethod
     def spread(self, numbers: Tensor) -> Tensor:
         """Numbers of this rank's own columns, to be carried with them: (k, n_r) -> (k, columns kept)."""
-        return self.bring(numbers.T.contiguous()).T
 
     @abstractmethod
     def collect(
@@ -73,6 +76,7 @@ class Exchange(ABC):
         carried: Tensor | None = None,
         initial: Tensor | None = None,
         op: Op = "sum",
+        home: bool = False,
     ) -> Tensor | None:
         """One pass over S.
 
@@ -82,18 +86,15 @@ class Exchange(ABC):
             carried: (k, columns kept), travels with the columns.
             initial: (1, ...), with which each column's `into` begins; None: there is nothing to collect.
             op: "sum" or "max", how what two ranks say about a column combines; or one of them for each of k numbers.
+            home: whether sums are brought to the columns' owners, as soon as they are there.
 
         Returns:
-            (columns kept, ...), to be finished by `merge` or `home`; None without `initial`.
+            (columns kept, ...), to be finished by `merge`; at home (n_r, ...); None without `initial`.
         """
 
     @abstractmethod
     def merge(self, collected: Tensor, op: Op) -> Tensor:
         """Combine what the ranks have collected: then each kept column's numbers are those of all ranks."""
-
-    @abstractmethod
-    def home(self, collected: Tensor) -> Tensor:
-        """Bring sums to the columns' owners: (columns kept, ...) -> (n_r, ...)."""
 
 
 def combine_(x: Tensor, other: Tensor, op: Op) -> None:

@@ -1,4 +1,12 @@
-"""Exchange "gather": every rank sees all of Y at once. Memory O(B d); one collective out, one home."""
+"""Exchange "gather": every rank sees all of Y. Memory O(B d); one collective out, one home, or one for each rank.
+
+Large batches come in chunks, some ranks' rows at a time. Tiles of a chunk are computed while later ones are still on
+their way, and its gradient goes home while the next is being computed. On GPUs transfers run on a stream of their own.
+
+    Y        | chunk 0 | chunk 1 | chunk 2 |
+    tiles              | chunk 0   | chunk 1   | chunk 2   |
+    dY                             | chunk 0 | | chunk 1 | | chunk 2 |
+"""
 
 from __future__ import annotations
 
@@ -6,17 +14,34 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from ..comm import Communicator
+from ..comm.maps import Finish
+from ..comm.transport import named
+from ..partition import Partition
 from ..sweep import Block
 from .exchange import Exchange, Op, VisitBlock
+from .schedule import chunks
 
 
 class GatherExchange(Exchange):
-    """Y out by one all-gather, its gradient home by the adjoint, one reduce-scatter; sums by an all-reduce."""
+    """Y out by an all-gather, its gradient home by the adjoint, a reduce-scatter; sums by an all-reduce.
+
+    Args:
+        comm, rows, columns, symmetric: as for every :class:`Exchange`.
+        chunk: columns that are worth a transfer of their own; a symmetric S comes rank by rank, and goes home at once.
+    """
+
+    def __init__(
+        self, comm: Communicator, rows: int, columns: Partition, *, symmetric: bool = False, chunk: int = 1
+    ) -> None:
+        super().__init__(comm, rows, columns, symmetric=symmetric)
+        self._chunks = chunks(columns, chunk)
+        self._arriving: list[Finish] = []  # of each rank's rows, until the first pass is through
 
     @property
     def largest_block(self) -> tuple[int, int]:
         rows, cols = super().largest_block
-        return rows, cols if self.symmetric else self.columns.total
+        return rows, cols if self.symmetric else max(at.stop - at.start for at in map(self._columns, self._chunks))
 
     @property
     def kept_own(self) -> slice:
@@ -25,7 +50,18 @@ class GatherExchange(Exchange):
     def bring(self, y_local: Tensor) -> Tensor:
         if self.comm.size == 1:
             return y_local
-        return self.comm.all_gather(y_local, counts=self.columns.counts, check=False)
+        if len(self._chunks) == 1:
+            return self.comm.all_gather(y_local, counts=self.columns.counts, check=False)
+        transport = self.comm.transport
+        out, self._arriving = named(
+            transport, "gather exchange", True, lambda: transport.all_gather_by_rank(y_local, self.columns.counts)
+        )
+        return out
+
+    def spread(self, numbers: Tensor) -> Tensor:
+        if self.comm.size == 1:
+            return numbers
+        return self.comm.all_gather(numbers.T.contiguous(), counts=self.columns.counts, check=False).T
 
     def collect(
         self,
@@ -35,17 +71,26 @@ class GatherExchange(Exchange):
         carried: Tensor | None = None,
         initial: Tensor | None = None,
         op: Op = "sum",
+        home: bool = False,
     ) -> Tensor | None:
         into = None if initial is None else initial.repeat(len(held), *[1] * (initial.dim() - 1))
         own = into[self.kept_own] if into is not None and self.symmetric else None
-        for block in self._blocks(held):
+        early = home and into is not None and len(self._chunks) > 1 and not self.symmetric
+        leaving: list[Finish] = []
+        for ranks, block in self._blocks(held):
             visit(
                 block,
                 None if carried is None else carried[:, block.cols],
                 None if into is None else into[block.cols],
                 own,
             )
-        return into
+            if early and into is not None:
+                leaving += [self._home(into, rank) for rank in ranks]
+        if leaving:
+            return [finish() for finish in leaving][self.comm.rank]
+        if not home or into is None or self.comm.size == 1:
+            return into
+        return self.comm.reduce_scatter(into, counts=self.columns.counts, check=False)
 
     def merge(self, collected: Tensor, op: Op) -> Tensor:
         if isinstance(op, str):
@@ -56,17 +101,31 @@ class GatherExchange(Exchange):
             merged[:, largest] = self.comm.all_reduce(collected[:, largest], "max", check=False)
         return merged
 
-    def home(self, collected: Tensor) -> Tensor:
-        if self.comm.size == 1:
-            return collected
-        return self.comm.reduce_scatter(collected, counts=self.columns.counts, check=False)
+    def _home(self, into: Tensor, rank: int) -> Finish:
+        """Put sums of this rank's columns under way to it."""
+        transport, x = self.comm.transport, into[self.columns.rows(rank)]
+        finish = named(transport, "gather exchange", True, lambda: transport.reduce(x, rank))
+        return lambda: named(transport, "gather exchange", True, finish)
 
-    def _blocks(self, y_full: Tensor) -> Iterator[Block]:
-        """All columns at once, so that no tile ends where a rank's rows do; of a symmetric matrix, rank by rank."""
+    def _columns(self, ranks: range) -> slice:
+        return slice(self.columns.rows(ranks.start).start, self.columns.rows(ranks.stop - 1).stop)
+
+    def _blocks(self, y_full: Tensor) -> Iterator[tuple[range, Block]]:
+        """Columns of some ranks at a time, which are there by then; of a symmetric matrix, rank by rank."""
         if not self.symmetric:
-            yield Block(y_full, slice(0, len(y_full)), self.visits[0].rows)
-            return
-        for visit in self.visits:
+            for ranks in self._chunks:
+                self._await(ranks)
+                cols = self._columns(ranks)
+                yield ranks, Block(y_full[cols], cols, self.visits[0].rows)
+        for visit in self.visits if self.symmetric else ():
+            ranks = range(visit.source, visit.source + 1)
+            self._await(ranks)
             first = self.columns.offsets[visit.source]
             cols = slice(first + visit.cols.start, first + visit.cols.stop)
-            yield Block(y_full[cols], cols, visit.rows, visit.triangle)
+            yield ranks, Block(y_full[cols], cols, visit.rows, visit.triangle)
+        self._await(range(self.comm.size))
+        self._arriving = []
+
+    def _await(self, ranks: range) -> None:
+        for finish in self._arriving[ranks.start : ranks.stop]:
+            named(self.comm.transport, "gather exchange", True, finish)

@@ -5,17 +5,19 @@ next comes from rank r - 1. What a visit says about a block's columns (sums, or 
 is added to what the ranks before have said, and goes on; from the last rank it goes home.
 
     step s on rank r    compute   block r - s; meanwhile
-                        send      block r - s to r + 1, receive block r - s - 1 from r - 1
-                        receive   what ranks r - s ... r - 1 have said about block r - s; then, while computing s + 1,
-                        send      the same with r's own added, to r + 1, or home in the last step
+                        send      block r - s to r + 1, and what ranks have said about block r - s + 1, r's own added
+                        receive   block r - s - 1 from r - 1, and what ranks r - s ... r - 1 have said about block r - s
+
+All messages of a step are one `swap`; on GPUs they run beside the tiles, on a stream of the transport's own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from torch import Tensor
 
-from ..comm.maps import Finish
-from ..comm.transport import RING, named
+from ..comm.transport import RING, Message, named
 from ..sweep import Block
 from .exchange import Exchange, Op, VisitBlock, combine_
 
@@ -32,6 +34,9 @@ class RingExchange(Exchange):
     def bring(self, y_local: Tensor) -> Tensor:
         return y_local
 
+    def spread(self, numbers: Tensor) -> Tensor:
+        return numbers
+
     def collect(
         self,
         held: Tensor,
@@ -40,6 +45,7 @@ class RingExchange(Exchange):
         carried: Tensor | None = None,
         initial: Tensor | None = None,
         op: Op = "sum",
+        home: bool = False,
     ) -> Tensor | None:
         rank, size, steps = self.comm.rank, self.comm.size, len(self.visits)
         following, previous = (rank + 1) % size, (rank - 1) % size
@@ -53,21 +59,21 @@ class RingExchange(Exchange):
         if initial is not None and self.symmetric:
             own = _Buffers(initial, counts, 1).take(0, rank, initial)
         said: Tensor | None = None
-        under_way: list[Finish] = []
         for step, planned in enumerate(self.visits):
             source, last = planned.source, step + 1 == steps
-            arriving: list[Finish] = []
+            sends, receives = [], []
             if not last:
-                arriving.append(self._receive(y_blocks.take(step, (source - 1) % size), previous, _COLUMNS))
-                under_way.append(self._send(y, following, _COLUMNS))
+                sends.append(Message(y, following, _COLUMNS))
+                receives.append(Message(y_blocks.take(step, (source - 1) % size), previous, _COLUMNS))
                 if numbers is not None and number_blocks is not None:
-                    arriving.append(self._receive(number_blocks.take(step, (source - 1) % size), previous, _CARRIED))
-                    under_way.append(self._send(numbers, following, _CARRIED))
-            before = None
+                    sends.append(Message(numbers, following, _CARRIED))
+                    receives.append(Message(number_blocks.take(step, (source - 1) % size), previous, _CARRIED))
             if said_blocks is not None and before_block is not None:
+                if said is not None:
+                    sends.append(Message(said, following, _SAID))
+                    receives.append(Message(before_block.take(0, source), previous, _SAID))
                 said = said_blocks.take(step, source, initial)
-                if step:
-                    before = self._receive(before_block.take(0, source), previous, _SAID)
+            finish = self._swap(sends, receives)
             cols = slice(offsets[source] + planned.cols.start, offsets[source] + planned.cols.stop)
             visit(
                 Block(y[planned.cols], cols, planned.rows, planned.triangle),
@@ -75,22 +81,18 @@ class RingExchange(Exchange):
                 None if said is None else said[planned.cols],
                 own,
             )
-            for finish in under_way:
-                finish()
-            under_way = []
-            if said is not None and steps > 1:
-                if before is not None:
-                    combine_(said, before(), op)
-                under_way.append(self._send(said, source if last else following, _HOME if last else _SAID))
-            if arriving:
-                y, *more = (finish() for finish in arriving)
+            arrived = finish()
+            if said is not None and step:
+                combine_(said, arrived.pop(), op)
+            if not last:
+                y, *more = arrived
                 numbers = more[0] if more else None
-        if initial is not None and steps > 1:  # from the last visitor of our own block, into memory of that size
+        if initial is not None and said is not None and steps > 1:
             del y_blocks, before_block
+            # From the last visitor of our own block, into memory of that size.
             out = _Buffers(initial, (counts[rank],), 1).take(0, 0)
-            said = self._receive(out, (rank + steps - 1) % size, _HOME)()
-        for finish in under_way:
-            finish()
+            visitor = (rank + steps - 1) % size
+            (said,) = self._swap([Message(said, source, _HOME)], [Message(out, visitor, _HOME)])()
         if own is not None and said is not None:
             combine_(said, own, op)
         return said
@@ -98,17 +100,9 @@ class RingExchange(Exchange):
     def merge(self, collected: Tensor, op: Op) -> Tensor:
         return collected
 
-    def home(self, collected: Tensor) -> Tensor:
-        return collected
-
-    def _send(self, x: Tensor, dest: int, tag: int) -> Finish:
-        transport, what = self.comm.transport, f"ring exchange, to rank {dest}"
-        finish = named(transport, what, True, lambda: transport.send(x, dest, tag, RING))
-        return lambda: named(transport, what, True, finish)
-
-    def _receive(self, out: Tensor, source: int, tag: int) -> Finish:
-        transport, what = self.comm.transport, f"ring exchange, from rank {source}"
-        finish = named(transport, what, True, lambda: transport.recv(out, source, tag, RING))
+    def _swap(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
+        transport, what = self.comm.transport, "ring exchange with the ranks before and after"
+        finish = named(transport, what, True, lambda: transport.swap(sends, receives, RING))
         return lambda: named(transport, what, True, finish)
 
 

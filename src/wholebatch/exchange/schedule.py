@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from ..partition import Partition
 
+_MOST_CHUNKS = 8  # of a gather
+
 
 @dataclass(frozen=True)
 class Visit:
@@ -57,6 +59,20 @@ def half(columns: Partition, rank: int) -> tuple[Visit, ...]:
         else:
             visits.append(Visit(source, slice(_upper_half(counts[source]), counts[source]), own))
     return tuple(visits)
+
+
+def chunks(columns: Partition, least: int) -> tuple[range, ...]:
+    """Consecutive ranks, each time with so many columns, or an eighth of all if that is more; the last with the rest.
+
+    >>> chunks(Partition((3, 3, 0, 3, 4)), 5)
+    (range(0, 2), range(2, 5))
+    """
+    least, found, first, size = max(least, -(-columns.total // _MOST_CHUNKS)), list[range](), 0, len(columns.counts)
+    for rank in range(size):
+        if sum(columns.counts[first : rank + 1]) >= least and sum(columns.counts[rank + 1 :]) >= least:
+            found.append(range(first, rank + 1))
+            first = rank + 1
+    return (*found, range(first, size))
 
 
 def _upper_half(rows: int) -> int:

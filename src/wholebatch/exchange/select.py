@@ -23,6 +23,7 @@ def select_exchange(
     *,
     row_bytes: int,
     symmetric: bool = False,
+    chunk: int = 1,
 ) -> Exchange:
     """The exchange called `name`. "auto": "gather" while that takes at most 1 GiB per rank, else "ring" if it can run.
 
@@ -33,11 +34,13 @@ def select_exchange(
         columns: who owns which of Y's rows.
         row_bytes: of one of Y's rows, in the accumulation dtype.
         symmetric: as for every :class:`Exchange`.
+        chunk: columns that are worth a transfer of their own.
     """
     if name == "auto":
-        name = automatic(columns.total, row_bytes, rings=comm.transport.tells_tags_apart)
-    kind = GatherExchange if name == "gather" else RingExchange
-    return kind(comm, rows, columns, symmetric=symmetric)
+        name = automatic(columns.total, row_bytes, rings=not comm.transport.in_order)
+    if name == "gather":
+        return GatherExchange(comm, rows, columns, symmetric=symmetric, chunk=chunk)
+    return RingExchange(comm, rows, columns, symmetric=symmetric)
 
 
 def automatic(total: int, row_bytes: int, *, rings: bool = True) -> Literal["gather", "ring"]:
@@ -46,7 +49,7 @@ def automatic(total: int, row_bytes: int, *, rings: bool = True) -> Literal["gat
     Args:
         total: rows of Y, on all ranks.
         row_bytes: of one of them, in the accumulation dtype.
-        rings: whether "ring" can run.
+        rings: whether "ring" may be chosen: on NCCL it has to be asked for, for no test has run it on GPUs yet.
 
     >>> automatic(65536, 4 * 512), automatic(262144, 4 * 1024)
     ('gather', 'ring')

@@ -182,6 +182,7 @@ class Agreement:
             travels,
             row_bytes=self.width * dtype.itemsize,
             symmetric=symmetric,
+            chunk=side,
         )
         entries = num_entries(exchange.visits, side) if keep else 0
         return exchange, fit(self.options.memory, entries=entries, side=side, dtype=dtype, exact=exact)
@@ -272,11 +273,6 @@ def agree(
 
     def state() -> dict[str, Any]:
         options.check()
-        if options.exchange == "ring" and not comm.transport.tells_tags_apart:
-            raise ValueError(
-                "exchange='ring' needs messages that are told apart by their tags, which NCCL does not do; use "
-                "'gather', or a group on gloo or MPI"
-            )
         for name, x in given.items():
             check_features(name, x)
         first_name, first = next(iter(given.items()))

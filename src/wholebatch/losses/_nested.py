@@ -163,7 +163,7 @@ class _Nested(torch.autograd.Function):
             sweep.gradients(block, rows, t, cols, u, v, of_rows, of_cols)
 
         initial = x.new_zeros(1, d + parts, dtype=dtype) if want_y else None
-        v = plan.exchange.collect(held, visit, carried=carried, initial=initial)
+        v = plan.exchange.collect(held, visit, carried=carried, initial=initial, home=True)
         grad_scale = None
         if want_scale:
             grad_scale = (of_rows.sum() / (plan.size * plan.scale)).to(scale).view_as(scale)
@@ -172,6 +172,6 @@ class _Nested(torch.autograd.Function):
             grad_x = u.div_(plan.size).to(x.dtype)
             grad_inverse_x = (of_rows / (plan.size * inverse_x)).to(inverse_x.dtype)
         if v is not None:
-            v = plan.exchange.home(v).div_(plan.size)
+            v.div_(plan.size)
             grad_y, grad_inverse_y = v[:, :d].to(y.dtype), v[:, d:] / inverse_y
         return None, grad_scale, grad_inverse_x, grad_inverse_y, grad_x, grad_y

@@ -116,8 +116,7 @@ def _sweep(
         sweep.block(block, u, into, bias=want_bias)
 
     initial = x.new_zeros(1, x.shape[1], dtype=dtype) if want_y else None
-    v = plan.exchange.collect(plan.exchange.bring(y), visit, initial=initial)
-    v = None if v is None else plan.exchange.home(v)
+    v = plan.exchange.collect(plan.exchange.bring(y), visit, initial=initial, home=True)
     grad_scale = torch.zeros_like(sweep.grad_bias)
     if want_scale:
         grad_scale = inner(y, v) if v is not None else inner(x, u)

@@ -449,5 +449,4 @@ def _products(
         sweep.gradients(block, rows, of_block, u=own if plan.symmetric else u, v=into, of_offsets=of_offsets)
 
     initial = x.new_zeros(1, x.shape[1], dtype=dtype) if want_y else None
-    v = plan.exchange.collect(data.held, visit, carried=carried, initial=initial)
-    return u, None if v is None else plan.exchange.home(v)
+    return u, plan.exchange.collect(data.held, visit, carried=carried, initial=initial, home=True)

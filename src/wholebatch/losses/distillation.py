@@ -228,8 +228,8 @@ class _SoftTargets(torch.autograd.Function):
             visit,
             carried=plan.exchange.spread(torch.stack([col_lse, of_cols])),
             initial=x.new_zeros(1, x.shape[1], dtype=dtype) if want_y else None,
+            home=True,
         )
-        v = None if v is None else plan.exchange.home(v)
         grad_scale = None
         if want_scale:
             share = inner(y, v) if v is not None else inner(x, u)

@@ -148,9 +148,9 @@ class _Ranks(torch.autograd.Function):
         def visit(block: Block, _carried: Tensor | None, into: Tensor | None, _own: Tensor | None) -> None:
             sweep.gradients(block, of_positives, all_, positive, own, u, into)
 
-        v = plan.exchange.collect(held, visit, initial=x.new_zeros(1, x.shape[1]))
+        v = plan.exchange.collect(held, visit, initial=x.new_zeros(1, x.shape[1]), home=True)
         assert v is not None
-        return None, u, plan.exchange.home(v)
+        return None, u, v
 
 
 class SmoothAPLoss(LossModule):
