@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
@@ -70,7 +71,11 @@ class LossConfig:
     exchanges: tuple[Literal["auto", "gather", "ring"], ...] = ("auto",)
     """How the travelling tower travels, on several ranks."""
     dtypes: tuple[Literal["float32", "bfloat16", "float16", "float64"], ...] = ("float32",)
-    """Of the features."""
+    """Of the features; peers get the first."""
+    kernels: tuple[Literal["auto", "torch", "triton"], ...] = ("auto",)
+    """Who computes tiles."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where; several ranks take a GPU each, on NCCL."""
     threads: int | None = None
     """Of each rank; by default the machine's cores, divided."""
     steps: int = 5
@@ -85,8 +90,8 @@ class LossConfig:
 _BENCHMARKS = {"gather": GatherConfig, "loss": LossConfig}
 _GATHER_RUN = ("backend", "ranks", "rows_per_rank")
 _GATHER_FIELDS = (*_GATHER_RUN, "what", "dim", "step_ms")
-_LOSS_RUN = ("loss", "rows", "dim", "ranks", "threads", "what")
-_LOSS_FIELDS = (*_LOSS_RUN, "package", "step_ms", "times_floor", "transient_mb")
+_LOSS_RUN = ("loss", "rows", "dim", "ranks", "threads", "device", "what")
+_LOSS_FIELDS = (*_LOSS_RUN, "package", "step_ms", "times_floor", "tflops", "transient_mb")
 
 
 def main(argv: Sequence[str], *, prog: str) -> None:
@@ -130,8 +135,13 @@ def run_loss(config: LossConfig) -> None:
     for keep in config.keep:
         if not 0 <= keep <= 16:
             raise UserError(f"--keep is in bytes for each entry of S, from 0 to 16; got {keep:g}")
-    if not config.keep or not config.exchanges or not config.dtypes or not config.losses:
-        raise UserError("--losses, --keep, --exchanges and --dtypes need at least one value each")
+    if not config.keep or not config.exchanges or not config.dtypes or not config.losses or not config.kernels:
+        raise UserError("--losses, --keep, --exchanges, --dtypes and --kernels need at least one value each")
+    gpus = torch.cuda.device_count()
+    if config.device == "cuda" and gpus < max(config.ranks):
+        raise UserError(f"--device cuda needs a GPU for each of {max(config.ranks)} ranks, and torch sees {gpus}")
+    if config.device == "cpu" and "triton" in config.kernels:
+        raise UserError("--kernels triton needs --device cuda")
     if "WORLD_SIZE" in os.environ or any(variable in os.environ for variable in MPI_SIZES):
         raise UserError("bench loss starts its own processes; run it without a launcher, with --ranks")
     records.read(config.results, _LOSS_FIELDS)  # before the run, not after
@@ -154,11 +164,15 @@ def _measured(config: LossConfig, name: str, ranks: int, threads: int, versions:
     """One loss on fresh processes, so that no loss finds memory that another has left."""
     keeps = (0.0,) if name == "siglip" else config.keep  # which has nothing to keep
     exchanges = config.exchanges if ranks > 1 else config.exchanges[:1]
-    ways = [loss.Way(keep, exchange, dtype) for dtype in config.dtypes for exchange in exchanges for keep in keeps]
+    ways = [
+        loss.Way(keep, exchange, dtype, kernel)
+        for dtype, exchange, kernel, keep in product(config.dtypes, exchanges, config.kernels, keeps)
+    ]
     arguments = (config, name, list(dict.fromkeys(ways)), threads, versions)
     try:
         if ranks > 1:
-            return run_ranks(_loss_on_gloo, ranks, *arguments, timeout_s=7200)[0]
+            backend = "nccl" if config.device == "cuda" else "gloo"
+            return run_ranks(_loss_on_ranks, ranks, *arguments, backend=backend, timeout_s=7200)[0]
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             return pool.submit(_loss_alone, *arguments).result()
     except (RankError, AssertionError, BrokenProcessPool) as error:
@@ -166,7 +180,7 @@ def _measured(config: LossConfig, name: str, ranks: int, threads: int, versions:
         raise UserError(f"{name} on {ranks} ranks failed, nothing was timed: {reason}") from error
 
 
-def _loss_on_gloo(*arguments: Any) -> list[loss.Row]:
+def _loss_on_ranks(*arguments: Any) -> list[loss.Row]:
     return _loss_of(wb.comm.TorchCommunicator(), *arguments)
 
 
@@ -188,7 +202,12 @@ def _loss_of(
     threads: int,
     versions: dict[str, str],
 ) -> list[loss.Row]:
-    _limit_memory(comm.size)
+    device = torch.device(config.device)
+    if config.device == "cuda":
+        device = torch.device("cuda", comm.rank)
+        torch.cuda.set_device(device)
+    else:
+        _limit_memory(comm.size)
     return loss.measure(
         comm,
         name,
@@ -198,6 +217,7 @@ def _loss_of(
         steps=config.steps,
         threads=threads,
         versions=versions,
+        device=device,
     )
 
 

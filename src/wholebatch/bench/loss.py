@@ -31,7 +31,8 @@ from .peers import PEERS, PairLoss
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 DTYPES = tuple(_DTYPES)
-_GATE_ROWS, _GATE_DIM = 1000, 16  # more than a tile
+_GATE_ROWS, _GATE_DIM = {"cpu": 1000, "cuda": 5000}, 16  # more than a tile
+_CPU = torch.device("cpu")
 _PEER_ROWS = 5  # so few that losses that are alike differ in value
 _FLOOR_ROWS = 8192
 
@@ -60,21 +61,24 @@ class Way:
     keep: float = 0.0  # bytes for each entry of S, beside the two tiles of a flat sweep
     exchange: str = "auto"
     dtype: str = "float32"
+    kernel: str = "auto"
 
     def label(self, ranks: int) -> str:
         """The settings, in the order of their weight."""
         parts = [f"keep {self.keep:g} bytes/entry" if self.keep else "flat"]
         parts += [self.exchange] if ranks > 1 else []
         parts += [self.dtype] if self.dtype != "float32" else []
+        parts += [self.kernel] if self.kernel != "auto" else []
         return " ".join(["wholebatch", *parts])
 
-    def options(self, entries: int) -> dict[str, object]:
+    def options(self, entries: int, device: torch.device) -> dict[str, object]:
         """The loss's arguments, for a rank that computes so many entries of S."""
+        options = {"exchange": self.exchange, "kernel": self.kernel}
         if not self.keep:
-            return {"memory": "flat", "exchange": self.exchange}
-        tiles = 2 * _DTYPES[self.dtype].itemsize * default_side(torch.device("cpu")) ** 2
+            return {"memory": "flat", **options}
+        tiles = 2 * _DTYPES[self.dtype].itemsize * default_side(device) ** 2
         tiles *= 2 if _DTYPES[self.dtype].itemsize == 2 else 1  # half precision is widened
-        return {"memory": tiles + math.ceil(self.keep * entries), "exchange": self.exchange}
+        return {"memory": tiles + math.ceil(self.keep * entries), **options}
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,11 @@ class Row:
     dtype: str
     keep: float  # bytes of exp(S) per entry
     exchange: str
+    device: str  # "cpu", or the GPU's name
+    kernel: str
     step_ms: float | None  # None: it did not run, `note` says why
     times_floor: float | None
+    tflops: float | None  # of all ranks: 2 for each multiply-add that the loss takes here, whatever this way takes
     transient_mb: float | None  # None where it cannot be measured
     note: str = ""
 
@@ -107,6 +114,7 @@ def measure(
     steps: int,
     threads: int,
     versions: dict[str, str],
+    device: torch.device,
 ) -> list[Row]:
     """Every way of one loss and its peers, on all ranks of `comm`.
 
@@ -119,6 +127,7 @@ def measure(
         steps: that are timed of each way; figures are medians.
         threads: of each rank.
         versions: of the packages whose peers are to be measured.
+        device: of this rank.
 
     Raises:
         AssertionError: if a way is not exact: then there is nothing to time.
@@ -128,17 +137,18 @@ def measure(
     own = Partition.even(rows, comm.size).counts[comm.rank]
     entries = subject.tower_rows**2 * own * rows
     generator = torch.Generator().manual_seed(comm.rank)
-    towers = [normalize(torch.randn(own, dim, generator=generator), dim=1) for _ in range(2)]
+    towers = [normalize(torch.randn(own, dim, generator=generator), dim=1).to(device) for _ in range(2)]
+    on = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
     runs: list[tuple[Row, Callable[[], None]]] = []
 
     def row(what: str, package: str, way: Way, note: str = "") -> Row:
-        settings = (comm.size, threads, rows, dim, way.dtype, way.keep, way.exchange)
-        return Row(name, what, package, *settings, None, None, None, note)
+        settings = (comm.size, threads, rows, dim, way.dtype, way.keep, way.exchange, on, way.kernel)
+        return Row(name, what, package, *settings, None, None, None, None, note)
 
     def add(what: str, package: str, way: Way, loss: PairLoss) -> None:
         leaves = [z.to(_DTYPES[way.dtype], copy=True).requires_grad_() for z in towers]
-        leaves += [torch.tensor(value, requires_grad=True) for value in (SCALE, BIAS)]
+        leaves += [torch.tensor(value, device=device, requires_grad=True) for value in (SCALE, BIAS)]
 
         def step() -> None:
             loss(*leaves).backward()
@@ -148,8 +158,8 @@ def measure(
         runs.append((row(what, package, way), step))
 
     for way in ways:
-        check(comm, name, way)
-        options = way.options(entries)
+        check(comm, name, way, device)
+        options = way.options(entries, device)
         add(
             way.label(comm.size),
             f"wholebatch {wb.__version__}",
@@ -162,18 +172,23 @@ def measure(
     for peer in PEERS[name]:
         if peer.package not in versions or (comm.size > 1 and not peer.on_ranks):
             continue
-        package = f"{peer.package} {versions[peer.package]}"
+        if device.type == "cpu" and not peer.on_cpu:
+            continue
+        package, of_peer = f"{peer.package} {versions[peer.package]}", Way(exchange="", dtype=ways[0].dtype, kernel="")
         try:
             loss = peer.build(comm, SCALE)
         except ImportError as error:  # installed, but not with all that it needs
-            refused.append(row(peer.label, package, Way(), f"skipped: {error}"))
+            refused.append(row(peer.label, package, of_peer, f"skipped: {error}"))
             continue
-        check_peer(comm, name, loss)
-        add(peer.label, package, Way(exchange=""), loss)
+        if dim % peer.dim:
+            refused.append(row(peer.label, package, of_peer, f"skipped: d must be a multiple of {peer.dim}"))
+            continue
+        check_peer(comm, name, loss, device, _DTYPES[of_peer.dtype], max(peer.dim, _GATE_DIM))
+        add(peer.label, package, of_peer, loss)
 
     shape = [min(_FLOOR_ROWS, subject.tower_rows * n) for n in (own, rows)]
-    left, right = (torch.randn(n, dim) for n in shape)
-    product = torch.empty(shape)
+    left, right = (torch.randn(n, dim, device=device, dtype=_DTYPES[ways[0].dtype]) for n in shape)
+    product = left.new_empty(shape)
 
     def floor() -> None:
         torch.mm(left, right.T, out=product)
@@ -185,24 +200,26 @@ def measure(
     for index, (waiting, step) in enumerate(runs):
         try:
             step()  # libraries load, threads start
-            peaks[index] = rise_of_peak(comm, step)
+            peaks[index] = rise_of_peak(comm, step, device)
         except RuntimeError as error:  # a way that asks for more memory than there is, on every rank alike
-            asked = re.search(r"allocate (\d+) bytes", str(error))
+            asked = re.search(r"allocate (\d+) bytes|allocate ([\d.]+ [KMGT]iB)", str(error))
             if asked is None:
                 raise
-            refused.append(replace(waiting, note=f"did not run: asks for {int(asked[1]) / 1e9:.1f} GB at once"))
+            at_once = asked[2] or f"{int(asked[1]) / 1e9:.1f} GB"
+            refused.append(replace(waiting, note=f"did not run: asks for {at_once} at once"))
             del running[index]
     for _ in range(steps):
-        floors.append(1e3 * seconds_of(comm, floor))
+        floors.append(1e3 * seconds_of(comm, floor, device))
         for index, (_, step) in running.items():
-            times.setdefault(index, []).append(1e3 * seconds_of(comm, step))
+            times.setdefault(index, []).append(1e3 * seconds_of(comm, step, device))
     floor_ms = subject.units * median(floors) * entries / product.numel()
+    flop = 2 * subject.units * (subject.tower_rows * rows) ** 2 * dim
     return [
-        _with_figures(run, median(times[index]), floor_ms, peaks[index]) for index, (run, _) in running.items()
+        _with_figures(run, median(times[index]), floor_ms, flop, peaks[index]) for index, (run, _) in running.items()
     ] + refused
 
 
-def check(comm: Communicator, name: str, way: Way) -> None:
+def check(comm: Communicator, name: str, way: Way, device: torch.device = _CPU) -> None:
     """One way of the library against the dense float64 twin, on a small batch of several tiles: loss and gradients.
 
     Raises:
@@ -210,21 +227,22 @@ def check(comm: Communicator, name: str, way: Way) -> None:
     """
     dtype = _DTYPES[way.dtype]
     call: Callable[..., Tensor] = SUBJECTS[name].call
-    own = slice(_GATE_ROWS * comm.rank, _GATE_ROWS * (comm.rank + 1))
-    rows = _GATE_ROWS * comm.size
+    of_rank = _GATE_ROWS[device.type]
+    own, rows = slice(of_rank * comm.rank, of_rank * (comm.rank + 1)), of_rank * comm.size
     generator = torch.Generator().manual_seed(0)
-    whole = [normalize(torch.randn(rows, _GATE_DIM, generator=generator), dim=1).to(dtype) for _ in range(2)]
+    whole = [normalize(torch.randn(rows, _GATE_DIM, generator=generator), dim=1).to(device, dtype) for _ in range(2)]
 
     def run(functions: object, towers: Sequence[Tensor], **options: object) -> tuple[Tensor, ...]:
         leaves = [z.clone().requires_grad_() for z in towers]
-        scale, bias = (torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (SCALE, BIAS))
+        scale, bias = (torch.tensor(value, dtype=torch.float64, device=device) for value in (SCALE, BIAS))
+        scale.requires_grad_(), bias.requires_grad_()
         loss = call(functions, leaves[0], leaves[1], scale, bias, **options)
         wanted = leaves if name == "nt_xent" else [*leaves, scale]  # its temperature is a number here
         return loss.detach(), *torch.autograd.grad(loss, wanted)
 
     expected = run(wb.reference, [z.double() for z in whole])
-    entries = SUBJECTS[name].tower_rows ** 2 * _GATE_ROWS * rows
-    actual = run(wb.functional, [z[own] for z in whole], group=comm, sync="mean", **way.options(entries))
+    options = way.options(SUBJECTS[name].tower_rows ** 2 * of_rank * rows, device)
+    actual = run(wb.functional, [z[own] for z in whole], group=comm, sync="mean", **options)
     # float32 rounds at 1e-7; a gradient in half precision, and a kept weight in bfloat16, at 4e-3
     close = 2e-2 if dtype.itemsize == 2 or way.keep else 1e-5
     torch.testing.assert_close(actual[0].double(), expected[0], rtol=1e-5, atol=1e-5)
@@ -233,7 +251,14 @@ def check(comm: Communicator, name: str, way: Way) -> None:
         torch.testing.assert_close(got.double(), mine, rtol=0, atol=close * mine.abs().max().item())
 
 
-def check_peer(comm: Communicator, name: str, loss: PairLoss) -> None:
+def check_peer(
+    comm: Communicator,
+    name: str,
+    loss: PairLoss,
+    device: torch.device = _CPU,
+    dtype: torch.dtype = torch.float32,
+    dim: int = _GATE_DIM,
+) -> None:
     """A peer computes the same loss: its ranks' mean is the twin's value, so that both are timed at the same task.
 
     Raises:
@@ -241,19 +266,21 @@ def check_peer(comm: Communicator, name: str, loss: PairLoss) -> None:
     """
     generator = torch.Generator().manual_seed(0)
     rows = _PEER_ROWS * comm.size
-    whole = [normalize(torch.randn(rows, _GATE_DIM, generator=generator), dim=1) for _ in range(2)]
-    scale, bias = (torch.tensor(value) for value in (SCALE, BIAS))
+    whole = [normalize(torch.randn(rows, dim, generator=generator), dim=1).to(device, dtype) for _ in range(2)]
+    scale, bias = (torch.tensor(value, device=device) for value in (SCALE, BIAS))
     own = slice(_PEER_ROWS * comm.rank, _PEER_ROWS * (comm.rank + 1))
     x, y = whole
-    value = comm.all_reduce(loss(x[own], y[own], scale, bias).detach(), "avg", check=False)
-    expected = SUBJECTS[name].call(wb.reference, x, y, scale, bias)
-    torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-4)
+    value = comm.all_reduce(loss(x[own], y[own], scale, bias).detach().double(), "avg", check=False)
+    expected = SUBJECTS[name].call(wb.reference, x.double(), y.double(), scale, bias)
+    close = 1e-4 if dtype.itemsize >= 4 else 1e-2
+    torch.testing.assert_close(value, expected, rtol=close, atol=close)
 
 
-def _with_figures(row: Row, step_ms: float, floor_ms: float, peak: int | None) -> Row:
+def _with_figures(row: Row, step_ms: float, floor_ms: float, flop: float, peak: int | None) -> Row:
     return replace(
         row,
         step_ms=round(step_ms, 3),
         times_floor=round(step_ms / floor_ms, 3),
+        tflops=round(flop / (step_ms * 1e9), 3),
         transient_mb=None if peak is None else round(peak / 1e6, 2),
     )

@@ -12,6 +12,8 @@ from rich.table import Table
 
 from .loss import Row
 
+_PANEL = ("loss", "rows", "dim", "ranks", "threads", "device")
+
 
 def print_table(rows: Sequence[Row]) -> None:
     """Every way of every loss, compared to the first and, if there are peers, to them."""
@@ -19,29 +21,32 @@ def print_table(rows: Sequence[Row]) -> None:
     for loss in dict.fromkeys(row.loss for row in rows):
         here = [row for row in rows if row.loss == loss]
         first = here[0]
-        title = f"{loss}, B = {first.rows}, d = {first.dim}, {_on(first.ranks, first.threads)}"
+        title = f"{loss}, B = {first.rows}, d = {first.dim}, {_on(first.ranks, first.threads, first.device)}"
         table = Table(title=title, title_justify="left", min_width=len(title) + 2)
         table.add_column("", no_wrap=True)
-        for name in ("ms", "x floor", "x first", "MB"):
+        for name in ("ms", "x floor", "x first", "TFLOP/s", "MB"):
             table.add_column(name, justify="right")
         for row in here:
             if row.step_ms is None:
-                table.add_row(row.what, "-", "-", "-", "-")
+                table.add_row(row.what, *["-"] * 5)
                 continue
             times_first = "" if first.step_ms is None else f"{row.step_ms / first.step_ms:.2f}"
             transient = "" if row.transient_mb is None else _digits(row.transient_mb)
-            table.add_row(row.what, _digits(row.step_ms), f"{row.times_floor:.2f}", times_first, transient)
+            speed = "" if row.tflops is None else _digits(row.tflops)
+            table.add_row(row.what, _digits(row.step_ms), f"{row.times_floor:.2f}", times_first, speed, transient)
         console.print(table)
         for row in here:
             if row.note:
                 console.print(f"{row.what}: {row.note}")
     console.print(
         "x floor: times as long as torch.mm takes for the same multiply-adds; x first: as the first line takes; "
-        "MB: transient memory, dX and dY included"
+        "TFLOP/s: 2 for each multiply-add of the flat loss; MB: transient memory, dX and dY included"
     )
 
 
-def _on(ranks: int, threads: int) -> str:
+def _on(ranks: int, threads: int, device: str) -> str:
+    if device != "cpu":
+        return f"{ranks} x {device}"
     return " of ".join(f"{n} {what}{'s' * (n > 1)}" for n, what in ((ranks, "rank"), (threads, "thread")))
 
 
@@ -56,11 +61,8 @@ def plot(file: Path, rows: Sequence[dict[str, Any]]) -> None:
     from matplotlib import pyplot as plt
 
     rows = [row for row in rows if row["step_ms"] is not None]
-    panels = list(dict.fromkeys((row["loss"], row["rows"], row["dim"], row["ranks"], row["threads"]) for row in rows))
-    groups = [
-        [row for row in rows if (row["loss"], row["rows"], row["dim"], row["ranks"], row["threads"]) == panel]
-        for panel in panels
-    ]
+    panels = list(dict.fromkeys(tuple(row[name] for name in _PANEL) for row in rows))
+    groups = [[row for row in rows if tuple(row[name] for name in _PANEL) == panel] for panel in panels]
     heights = [len(group) + 1.2 for group in groups]
     figure, axes = plt.subplots(
         len(panels),
@@ -69,7 +71,7 @@ def plot(file: Path, rows: Sequence[dict[str, Any]]) -> None:
         squeeze=False,
         height_ratios=heights,
     )
-    for (loss, batch, dim, ranks, threads), group, (time_axis, memory_axis) in zip(panels, groups, axes, strict=True):
+    for (loss, batch, dim, *on), group, (time_axis, memory_axis) in zip(panels, groups, axes, strict=True):
         names = [row["what"] for row in group]
         colors = ["tab:blue" if row["package"].startswith("wholebatch") else "tab:gray" for row in group]
         for axis, field, form in ((time_axis, "times_floor", "{:.2f}".format), (memory_axis, "transient_mb", _digits)):
@@ -82,7 +84,7 @@ def plot(file: Path, rows: Sequence[dict[str, Any]]) -> None:
             axis.spines[["top", "right"]].set_visible(False)
         memory_axis.set_yticks([])
         time_axis.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
-        time_axis.set_title(f"{loss}, B = {batch}, d = {dim}, {_on(ranks, threads)}", fontsize=9, loc="left")
+        time_axis.set_title(f"{loss}, B = {batch}, d = {dim}, {_on(*on)}", fontsize=9, loc="left")
     axes[-1][0].set_xlabel("time; 1: torch.mm for the same multiply-adds", fontsize=9)
     axes[-1][1].set_xlabel("transient memory, MB", fontsize=9)
     machines = ", ".join(dict.fromkeys(f"{row['machine']}, torch {row['torch']}" for row in rows))

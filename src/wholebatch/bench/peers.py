@@ -25,6 +25,8 @@ class Peer:
     label: str
     build: Callable[[Communicator, float], PairLoss]  # from the ranks and the value of the scale
     on_ranks: bool = True  # whether it is made for several
+    on_cpu: bool = True  # whether it runs without a GPU
+    dim: int = 1  # of which features have to be a multiple
 
 
 def _open_clip(comm: Communicator, _scale: float) -> PairLoss:
@@ -65,8 +67,61 @@ def _sentence_transformers(_comm: Communicator, scale: float) -> PairLoss:
     return lambda x, y, _scale, _bias: loss.compute_loss_from_embeddings([x, y], None)
 
 
+def _both_ways(linear: Callable[[Tensor, Tensor, Tensor], Tensor]) -> PairLoss:
+    """CLIP's loss, of a cross-entropy of rows with all columns: one tower's rows are the other's classes."""
+
+    def loss(x: Tensor, y: Tensor, scale: Tensor, _bias: Tensor) -> Tensor:
+        own = torch.arange(len(x), device=x.device)
+        return (linear((scale * x).to(x.dtype), y, own) + linear((scale * y).to(y.dtype), x, own)) / 2
+
+    return loss
+
+
+def _torch_linear(_comm: Communicator, _scale: float) -> PairLoss:
+    linear = getattr(torch.nn.functional, "linear_cross_entropy", None)
+    if linear is None:
+        raise ImportError(f"torch {torch.__version__} has no linear_cross_entropy")
+    return _both_ways(linear)
+
+
+def _cut_cross_entropy(_comm: Communicator, _scale: float) -> PairLoss:
+    from cut_cross_entropy import linear_cross_entropy
+
+    # Its filter would leave small probabilities out of the gradient: of contrastive losses, most.
+    return _both_ways(lambda x, y, own: linear_cross_entropy(x, y, own, filter_eps=None))
+
+
+def _liger(_comm: Communicator, _scale: float) -> PairLoss:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return _both_ways(liger_fused_linear_cross_entropy)
+
+
+def _inf_cl(_comm: Communicator, _scale: float) -> PairLoss:
+    from inf_cl import cal_flash_loss
+
+    def loss(x: Tensor, y: Tensor, scale: Tensor, _bias: Tensor) -> Tensor:
+        return (cal_flash_loss(x, y, scale=scale).mean() + cal_flash_loss(y, x, scale=scale).mean()) / 2
+
+    return loss
+
+
+def _memeff(_comm: Communicator, scale: float) -> PairLoss:
+    from memeff import MemoryEfficientCLIPLoss
+
+    loss = MemoryEfficientCLIPLoss(temperature=1 / scale, normalized_inputs=True, stable=False)
+    return lambda x, y, _scale, _bias: loss(x, y)
+
+
 PEERS: dict[str, tuple[Peer, ...]] = {
-    "clip": (Peer("open_clip_torch", "open_clip ClipLoss", _open_clip),),
+    "clip": (
+        Peer("open_clip_torch", "open_clip ClipLoss", _open_clip),
+        Peer("torch", "torch linear_cross_entropy, twice", _torch_linear, on_ranks=False),
+        Peer("cut-cross-entropy", "cut-cross-entropy exact, twice", _cut_cross_entropy, on_ranks=False, on_cpu=False),
+        Peer("liger-kernel", "Liger linear cross-entropy, twice", _liger, on_ranks=False, on_cpu=False),
+        Peer("inf-cl", "Inf-CL flash loss, twice", _inf_cl, on_ranks=False, on_cpu=False, dim=256),
+        Peer("memeff", "memeff CLIP loss", _memeff, on_ranks=False, on_cpu=False),
+    ),
     "info_nce": (
         Peer(
             "sentence-transformers",

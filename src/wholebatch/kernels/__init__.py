@@ -3,7 +3,7 @@
 Triton is no dependency: nothing here imports it before a kernel is asked for.
 """
 
-from .launch import Entries, OfRows, TileOf, interpreted
+from .launch import Blocks, Entries, OfRows, TileOf, interpreted, using
 from .nested import Ends, nested_gradient, nested_sums
 from .select import KERNELS, Kernel, check_kernel, in_triton
 from .sigmoid import tile_sigmoid
@@ -11,6 +11,7 @@ from .softmax import tile_gradient, tile_sums
 
 __all__ = [
     "KERNELS",
+    "Blocks",
     "Ends",
     "Entries",
     "Kernel",
@@ -24,4 +25,5 @@ __all__ = [
     "tile_gradient",
     "tile_sigmoid",
     "tile_sums",
+    "using",
 ]

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from math import ceil, e, exp, gcd, log2
 from typing import Any
 
@@ -109,25 +110,56 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
-def blocks_for(dtype: torch.dtype, sets: Sequence[Entries] = (), *, logits: bool = False) -> Blocks:
+_WIDE = ((9, 0), (10, 0), (10, 3))  # GPUs with shared memory for it
+_chosen: ContextVar[Blocks | None] = ContextVar("blocks", default=None)
+
+
+@contextmanager
+def using(blocks: Blocks) -> Iterator[None]:
+    """All programs inside do these parts: to find out which are fast."""
+    token = _chosen.set(blocks)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Of a GPU."""
+    return torch.cuda.get_device_capability(device)
+
+
+def blocks_for(tile: TileOf, *, lean: bool = False) -> Blocks:
     """The part of a program: as much of S as registers hold, with no spilling on any architecture.
 
+    Each of X's and Y's features that a program loads meets as many of the other's as the part is wide: 64 flops for a
+    byte from the L2 cache for 128 x 128, 85 for 128 x 256. The wider one leaves an SM to one program, whose last steps
+    nothing else hides: it is for long products.
+
     Args:
-        dtype: of the features; float32 is multiplied in parts, three times, and takes more registers.
-        sets: each entry is compared with what is in them, which takes some, too.
-        logits: whether these are summed or weigh, beside exponentials and targets.
+        tile: each entry is compared with what is in its sets, which takes registers. So does float32, which is
+            multiplied in parts, three times.
+        lean: whether nothing is made of an entry but its exponential, and that is not kept.
     """
+    if (blocks := _chosen.get()) is not None:
+        return blocks
     if interpreted():
         return Blocks(32, 64, 32, 2, 1, 1)
-    if dtype == torch.float32:
+    if tile.x.dtype == torch.float32:
         return Blocks(64, 128, 32, 8, 8, 2)
-    many = logits or any(of.ids for of in sets) or sum(of.comparisons for of in sets) > 2
-    return Blocks(128, 64 if many else 128, 64, 8, 8, 3)
+    compared = sum(of.comparisons for of in (tile.positive, tile.excluded))
+    if tile.positive.ids or tile.excluded.ids or compared > 2:
+        return Blocks(128, 64, 64, 8, 8, 3)
+    if lean and compared <= 1 and tile.x.shape[1] >= 512 and capability(tile.x.device) in _WIDE:
+        return Blocks(128, 256, 64, 8, 8, 3)
+    return Blocks(128, 128, 64, 8, 8, 3)
 
 
-def parts(tile: TileOf, names: Collection[str] = ()) -> tuple[Blocks, tuple[int, int]]:
-    """What a program does, and how many there are, down and across."""
-    blocks = blocks_for(tile.x.dtype, (tile.positive, tile.excluded), logits="logits" in names)
+def parts(tile: TileOf, *, lean: bool = False, many: bool = False) -> tuple[Blocks, tuple[int, int]]:
+    """What a program does, and how many there are, down and across; `many`: more is made of an entry than that."""
+    blocks = blocks_for(tile, lean=lean)
+    if many and blocks.cols > 64 and not interpreted() and tile.x.dtype != torch.float32:
+        blocks = replace(blocks, cols=64)
     return blocks, (ceil(len(tile.x) / blocks.rows), ceil(len(tile.y) / blocks.cols))
 
 

@@ -37,7 +37,8 @@ def tile_sums(
     """
     from . import softmax_tiles
 
-    blocks, (down, across) = parts(tile, {*rows, *cols})
+    logits = "logits" in {*rows, *cols}
+    blocks, (down, across) = parts(tile, lean=not logits and keep is None, many=logits)
     log2, of_logits, of_sums = rounded(tile.scale, shift)
     if tile.of_rows is not None:
         of_logits = 1 / LOG2_E
@@ -86,7 +87,8 @@ def tile_gradient(
 
     if kept is not None and not {"logits"} & {*rows, *cols}:
         tile = replace(tile, excluded=Entries())  # they were kept as 0
-    blocks, (_, across) = parts(tile, {*rows, *cols})
+    logits = "logits" in {*rows, *cols}
+    blocks, (_, across) = parts(tile, lean=not logits and kept is None and not totals, many=logits)
     log2, _, left = rounded(tile.scale, shift)
     weights = []
     for side, count in ((rows, len(tile.x)), (cols, len(tile.y))):

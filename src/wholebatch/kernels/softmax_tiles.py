@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tile import ANY, NO_IDS, members, place, similarities
+from .tile import ANY, NO_IDS, any_named, members, place, similarities
 
 # Which entries are candidates; positives are whether they are excluded or not.
 NEGATIVES = tl.constexpr(0)
@@ -34,19 +34,9 @@ LOGITS = tl.constexpr(4)  # and how many there are
 
 
 @triton.jit
-def _write_sums(
-    out, at, stride, here, others, exponentials, targets, logits, candidates, FIELDS: tl.constexpr, AXIS: tl.constexpr
-):
-    """One number for each row (AXIS 1) or column (0), of one field after the other, `stride` apart."""
-    others = tl.expand_dims(others, 1 - AXIS)
-    tl.store(out + at, tl.sum(tl.where(others, exponentials, 0.0), AXIS), mask=here)
-    if TARGETS & FIELDS:
-        at += stride
-        tl.store(out + at, tl.sum(tl.where(others, targets, 0.0), AXIS), mask=here)
-    if LOGITS & FIELDS:
-        others = others & candidates
-        tl.store(out + at + stride, tl.sum(tl.where(others, logits, 0.0), AXIS), mask=here)
-        tl.store(out + at + 2 * stride, tl.sum(tl.where(others, 1.0, 0.0), AXIS), mask=here)
+def _write_sums(out, at, here, others, values, AXIS: tl.constexpr):
+    """One number for each row (AXIS 1) or column (0), over the others that there are."""
+    tl.store(out + at, tl.sum(tl.where(tl.expand_dims(others, 1 - AXIS), values, 0.0), AXIS), mask=here)
 
 
 @triton.jit(do_not_specialize=ANY)
@@ -78,40 +68,63 @@ def tile_sums(
         logits = exponents + log2_shift
     else:
         exponents = logits * log2_scale - log2_shift
-    exponentials = tl.exp2(exponents)
-    of_candidates = exponentials
-    targets, candidates = of_candidates, tl.full((BM, BN), CANDIDATES != POSITIVES, tl.int1)
+    at_rows, stride_rows = block_col.to(tl.int64) * num_rows + rows, tl.cdiv(num_cols, BN).to(tl.int64) * num_rows
+    at_cols, stride_cols = block_row.to(tl.int64) * num_cols + cols, tl.cdiv(num_rows, BM).to(tl.int64) * num_cols
+    # What is made of logits comes first: then their registers are free for exponentials.
     if EXCLUDED > 0 or EXCLUDED_IDS != NO_IDS:
         out = members(
             rows, cols, num_rows, num_cols, first_row, excluded, excluded_stride, excluded_rows, excluded_cols,
             EXCLUDED, EXCLUDED_IDS,
         )  # fmt: skip
-        of_candidates = tl.where(out, 0.0, of_candidates)
-        if CANDIDATES != POSITIVES:
-            candidates = out == 0
     if POSITIVE > 0 or POSITIVE_IDS != NO_IDS:
         among = members(
             rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
             POSITIVE, POSITIVE_IDS,
         )  # fmt: skip
-        targets = tl.where(among, logits, 0.0)
-        if CANDIDATES == NEGATIVES:
-            of_candidates, candidates = tl.where(among, 0.0, of_candidates), candidates & (among == 0)
-        elif CANDIDATES == ALL:
-            of_candidates, candidates = tl.where(among, exponentials, of_candidates), candidates | among
+        some = POSITIVE_IDS != NO_IDS or any_named(
+            block_row * BM, cols, num_cols, first_row, positive, positive_stride, POSITIVE, BM
+        )
+        if some:
+            if TARGETS & OF_ROWS:
+                at = at_rows + stride_rows
+                _write_sums(of_rows, at, here_rows, here_cols, tl.where(among, logits, 0.0), 1)
+            if TARGETS & OF_COLS:
+                at = at_cols + stride_cols
+                _write_sums(of_cols, at, here_cols, here_rows, tl.where(among, logits, 0.0), 0)
         else:
-            of_candidates, candidates = tl.where(among, exponentials, 0.0), among
-    elif CANDIDATES == POSITIVES:
+            if TARGETS & OF_ROWS:
+                tl.store(of_rows + at_rows + stride_rows, tl.zeros((BM,), tl.float32), mask=here_rows)
+            if TARGETS & OF_COLS:
+                tl.store(of_cols + at_cols + stride_cols, tl.zeros((BN,), tl.float32), mask=here_cols)
+    if LOGITS & (OF_ROWS | OF_COLS):
+        candidates = tl.full((BM, BN), 1.0 if CANDIDATES != POSITIVES else 0.0, tl.float32)
+        if EXCLUDED > 0 or EXCLUDED_IDS != NO_IDS:
+            candidates = tl.where(out, 0.0, candidates)
+        if POSITIVE > 0 or POSITIVE_IDS != NO_IDS:
+            candidates = tl.where(among, 0.0 if CANDIDATES == NEGATIVES else 1.0, candidates)
+        if LOGITS & OF_ROWS:
+            at = at_rows + (2 if TARGETS & OF_ROWS else 1) * stride_rows
+            _write_sums(of_rows, at, here_rows, here_cols, logits * candidates, 1)
+            _write_sums(of_rows, at + stride_rows, here_rows, here_cols, candidates, 1)
+        if LOGITS & OF_COLS:
+            at = at_cols + (2 if TARGETS & OF_COLS else 1) * stride_cols
+            _write_sums(of_cols, at, here_cols, here_rows, logits * candidates, 0)
+            _write_sums(of_cols, at + stride_cols, here_cols, here_rows, candidates, 0)
+    exponentials = tl.exp2(exponents)
+    of_candidates = exponentials
+    if CANDIDATES == POSITIVES:
         of_candidates = tl.zeros((BM, BN), tl.float32)
+    elif EXCLUDED > 0 or EXCLUDED_IDS != NO_IDS:
+        of_candidates = tl.where(out, 0.0, exponentials)
+    if POSITIVE > 0 or POSITIVE_IDS != NO_IDS:
+        of_candidates = tl.where(among, 0.0 if CANDIDATES == NEGATIVES else exponentials, of_candidates)
     if KEEP:
         at = rows[:, None] * num_cols + cols[None, :]  # a tile has fewer than 2^31 entries
         tl.store(kept + at, of_candidates.to(kept.dtype.element_ty), mask=here_rows[:, None] & here_cols[None, :])
     if OF_ROWS:
-        at, stride = block_col.to(tl.int64) * num_rows + rows, tl.cdiv(num_cols, BN).to(tl.int64) * num_rows
-        _write_sums(of_rows, at, stride, here_rows, here_cols, of_candidates, targets, logits, candidates, OF_ROWS, 1)
+        _write_sums(of_rows, at_rows, here_rows, here_cols, of_candidates, 1)
     if OF_COLS:
-        at, stride = block_row.to(tl.int64) * num_cols + cols, tl.cdiv(num_rows, BM).to(tl.int64) * num_cols
-        _write_sums(of_cols, at, stride, here_cols, here_rows, of_candidates, targets, logits, candidates, OF_COLS, 0)
+        _write_sums(of_cols, at_cols, here_cols, here_rows, of_candidates, 0)
 
 
 @triton.jit

@@ -83,3 +83,13 @@ def members(
     if NAMED > 0:
         equal = (equal | found) if IDS == OR_EQUAL_IDS else (equal & (found == 0))
     return equal
+
+
+@triton.jit
+def any_named(first, cols, num_cols, first_row, named, stride_named, NAMED: tl.constexpr, BM: tl.constexpr):
+    """Whether one of the columns names one of the BM rows from `first` on: most blocks have none."""
+    found = 0
+    for at in tl.static_range(0, NAMED):
+        of_cols = tl.load(named + at * stride_named + cols, mask=cols < num_cols, other=-1) - first_row - first
+        found += tl.sum(tl.where((of_cols >= 0) & (of_cols < BM), 1, 0), 0)
+    return found > 0

@@ -1,0 +1,92 @@
+"""The losses on one GPU, in bfloat16, at the sizes that the kernels are made for: speed, memory, peers.
+
+    pip install '.[triton,train]' open_clip_torch cut-cross-entropy liger-kernel inf-cl memeff
+    python benchmarks/gpu.py [NAME ...]
+
+Every way is checked against the dense float64 twin before it is timed; peers that are missing are left out. Figures
+go to results/gpu.json, with card, versions and commit.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch.nn.functional import normalize
+
+import wholebatch as wb
+from wholebatch._meter import rise_of_peak, seconds_of
+from wholebatch.bench.cli import LossConfig, run_loss
+from wholebatch.bench.records import about
+
+RESULTS = Path(__file__).parent / "results" / "gpu.json"
+CLASSES_RESULTS = Path(__file__).parent / "results" / "gpu_partial_fc.json"
+_ON = {"dtypes": ("bfloat16",), "device": "cuda", "results": RESULTS}
+CASES = {
+    "clip": LossConfig(losses=("clip",), rows=65536, dim=512, keep=(0.0, 2.0), kernels=("triton", "torch"), **_ON),
+    "clip 1024": LossConfig(losses=("clip",), rows=65536, dim=1024, keep=(0.0,), kernels=("triton", "torch"), **_ON),
+    "largest of open_clip": LossConfig(losses=("clip",), rows=49152, dim=512, keep=(0.0,), kernels=("triton",), **_ON),
+    "nt_xent": LossConfig(losses=("nt_xent",), rows=32768, dim=512, keep=(0.0,), kernels=("triton", "torch"), **_ON),
+    "siglip": LossConfig(losses=("siglip",), rows=65536, dim=512, kernels=("triton", "torch"), **_ON),
+    "million": LossConfig(
+        losses=("clip",), rows=2**20, dim=512, keep=(0.0,), kernels=("triton",), peers=False, steps=3, **_ON
+    ),
+}
+
+
+def partial_fc(
+    rows: int = 8192, classes: int = 1_250_000, dim: int = 512, rates: tuple[float, ...] = (1.0, 0.1)
+) -> None:
+    """A margin softmax over so many classes, all of them and a sample: effective speed at 8 B C d, and memory."""
+    _check_partial_fc()
+    comm, device, found = wb.comm.LocalCommunicator(), torch.device("cuda"), []
+    for rate in (1.0, 0.1):
+        for kernel in ("triton", "torch"):
+            head = wb.PartialFC(
+                dim, classes, sample_rate=rate, memory="flat", kernel=kernel, device=device, dtype=torch.bfloat16
+            )
+            x = normalize(torch.randn(rows, dim, device=device), dim=1).bfloat16().requires_grad_()
+            labels = torch.randint(0, classes, (rows,), device=device)
+
+            def step(head: wb.PartialFC = head, x: torch.Tensor = x, labels: torch.Tensor = labels) -> None:
+                head.zero_grad(set_to_none=True)
+                head(x, labels).backward()
+
+            step()
+            peak = rise_of_peak(comm, step, device)
+            took = median(seconds_of(comm, step, device) for _ in range(5))
+            row = {"rows": rows, "classes": classes, "dim": dim, "sample_rate": rate, "kernel": kernel}
+            speed = 8 * rows * rate * classes * dim / took / 1e12
+            row |= {"step_ms": 1e3 * took, "tflops": speed, "transient_mb": None if peak is None else peak / 1e6}
+            found.append({**row, "device": torch.cuda.get_device_name(device), **about()})
+            print(found[-1])
+    CLASSES_RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")
+
+
+def _check_partial_fc() -> None:
+    """Value and gradients against the dense float64 twin, on more classes than a tile has."""
+    generator = torch.Generator().manual_seed(0)
+    whole = [normalize(torch.randn(n, 64, generator=generator), dim=1).cuda().bfloat16() for n in (300, 20000)]
+    labels = torch.randint(0, 20000, (300,), generator=generator).cuda()
+    true = [z.double().requires_grad_() for z in whole]
+    expected = wb.reference.partial_fc_loss(true[0], labels, true[1], margin=wb.ArcFace())
+    expected.backward()
+    for kernel in ("triton", "torch"):
+        mine = [z.clone().requires_grad_() for z in whole]
+        loss = wb.functional.partial_fc_loss(mine[0], labels, mine[1], margin=wb.ArcFace(), kernel=kernel)
+        loss.backward()
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+        for got, of in zip(mine, true, strict=True):
+            assert (got.grad.double() - of.grad).norm() < 1e-2 * of.grad.norm(), kernel
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or [*CASES, "partial_fc"]:
+        print(f"== {name}", flush=True)
+        if name == "partial_fc":
+            partial_fc()
+        else:
+            run_loss(CASES[name])
