@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -18,11 +20,13 @@ import torch
 from torch.nn.functional import normalize
 
 import wholebatch as wb
+from wholebatch import kernels
 from wholebatch._meter import rise_of_peak, seconds_of
 from wholebatch.bench.cli import LossConfig, run_loss
 from wholebatch.bench.records import about
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
+BLOCKS_RESULTS = Path(__file__).parent / "results" / "gpu_blocks.json"
 CLASSES_RESULTS = Path(__file__).parent / "results" / "gpu_partial_fc.json"
 _ON = {"dtypes": ("bfloat16",), "device": "cuda", "results": RESULTS}
 CASES = {
@@ -83,10 +87,44 @@ def _check_partial_fc() -> None:
             assert (got.grad.double() - of.grad).norm() < 1e-2 * of.grad.norm(), kernel
 
 
+def blocks() -> None:
+    """Speed of the two softmax kernels by themselves, with parts of several sizes."""
+    comm, device, found = wb.comm.LocalCommunicator(), torch.device("cuda"), []
+    for dim, rows in product((256, 512, 768, 1024), (8192, 16384)):
+        x, y = (normalize(torch.randn(rows, dim, device=device), dim=1).bfloat16() for _ in range(2))
+        named = torch.arange(rows, dtype=torch.int32, device=device)[None]
+        tile = kernels.TileOf(x, y, 14.3, kernels.Entries(named), kernels.Entries(), 0, 0)
+        ones, gradient = torch.ones(rows, device=device), torch.empty(rows, rows, device=device, dtype=x.dtype)
+        weights = {"sum": ones, "target": -ones}
+        steps = {
+            "tile_sums": partial(kernels.tile_sums, tile, shift=0.0, rows={"sum", "target"}, cols={"sum"}),
+            "tile_gradient": partial(
+                kernels.tile_gradient, tile, gradient, shift=0.0, rows=weights, cols={"sum": ones}
+            ),
+        }
+        for shape, warps, stages in product(((128, 128), (128, 256), (256, 128), (64, 256)), (4, 8), (3, 4)):
+            sizes = kernels.Blocks(*shape, 64, 8, warps, stages)
+            for name, step in steps.items():
+                row = {"kernel": name, "rows": rows, "dim": dim, "blocks": repr(sizes)}
+                with kernels.using(sizes):
+                    try:
+                        step()
+                        took = median(seconds_of(comm, step, device) for _ in range(7))
+                    except Exception as error:  # more shared memory than there is, for one: then it is no choice
+                        row |= {"tflops": None, "note": str(error).splitlines()[0]}
+                    else:
+                        row["tflops"] = 2 * rows * rows * dim / took / 1e12
+                found.append({**row, "device": torch.cuda.get_device_name(device), **about()})
+                print(found[-1])
+    BLOCKS_RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")
+
+
+OTHERS = {"partial_fc": partial_fc, "blocks": blocks}
+
 if __name__ == "__main__":
-    for name in sys.argv[1:] or [*CASES, "partial_fc"]:
+    for name in sys.argv[1:] or [*CASES, *OTHERS]:
         print(f"== {name}", flush=True)
-        if name == "partial_fc":
-            partial_fc()
+        if name in OTHERS:
+            OTHERS[name]()
         else:
             run_loss(CASES[name])

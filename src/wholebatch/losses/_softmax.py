@@ -33,7 +33,18 @@ from ..exchange import Exchange
 from ..kernels import in_triton
 from ..logsumexp import log_sum_exp, never_denormal, shared_shift, suffices, uncertified
 from ..partition import Partition
-from ..sweep import Block, Budget, Driver, KeptTiles, KernelSoftmaxSweep, Selection, SoftmaxSweep, Sums, Weights
+from ..sweep import (
+    LARGEST,
+    Block,
+    Budget,
+    Driver,
+    KeptTiles,
+    KernelSoftmaxSweep,
+    Selection,
+    SoftmaxSweep,
+    Sums,
+    Weights,
+)
 from ._door import Agreement
 from ._towers import Towers, inner, no_autocast
 
@@ -188,7 +199,7 @@ def softmax_numbers(
         stays, travels, symmetric=symmetric, keep=keep, exact=exact, everywhere=everywhere
     )
     in_kernels = in_triton(agreed.options.kernel) and asked <= KernelSoftmaxSweep.fields
-    if in_kernels and features[0].dtype.itemsize < agreed.dtype.itemsize:
+    if in_kernels and features[0].dtype == torch.bfloat16:
         towers = replace(towers, late=towers.normalise)  # kernels multiply in the precision that features have
     plan = SoftmaxPlan(
         LocalCommunicator() if everywhere else agreed.comm,
@@ -265,11 +276,15 @@ class _Softmax(torch.autograd.Function):
         if want_offsets:
             of_offsets = torch.zeros(len(x), dtype=accumulation_dtype(x.dtype), device=x.device)
         if want_x or want_y or want_offsets:
+            if (unit := _unit(plan, x.dtype, grads)) is not None:
+                grads = tuple(grad / unit for grad in grads)
             of_rows, of_cols = grads[: len(_names(plan.rows))], grads[len(_names(plan.rows)) :]
             rows = _weights(plan, plan.rows, of_rows, row_sums, ctx.shifts[0] if row_shifts is None else row_shifts)
             cols = _weights(plan, plan.cols, of_cols, col_sums, ctx.shifts[1] if col_shifts is None else col_shifts)
             data = _Data(x, held, _by_sweep(plan, norms), col_norms)
             u, v = _products(plan, data, kept, rows, cols, want_x, want_y, of_offsets)
+            if unit is not None:
+                u, v, of_offsets = (None if of is None else of.mul_(unit) for of in (u, v, of_offsets))
 
         grad_scale = None
         if want_scale:
@@ -281,6 +296,18 @@ class _Softmax(torch.autograd.Function):
         dx, dy = (None if gradient is None else gradient.mul_(factor) for gradient in (u, v))
         wanted = [(want, *of) for want, of in zip(want_features, ctx.features, strict=True)]
         return None, None, grad_scale, of_offsets, *plan.towers.split(dx, dy, x, y, norms, wanted)
+
+
+def _unit(plan: SoftmaxPlan, dtype: torch.dtype, grads: Sequence[Tensor]) -> Tensor | None:
+    """What brings dS into the range of float16, shape (), the same on all ranks; None where nothing has to.
+
+    |dS_ij| is at most the sum of what i and j weigh, and that is multiplied by a scale for the loss, perhaps.
+    """
+    if dtype != torch.float16 or not plan.in_kernels:
+        return None
+    largest = torch.stack([grad.abs().amax() if len(grad) else grad.new_zeros(()) for grad in grads]).sum()
+    largest = plan.comm.all_reduce(largest * (plan.size * (2 if plan.symmetric else 1)), "max", check=False)
+    return torch.where(largest > 0, largest / LARGEST, 1.0)
 
 
 def _by_sweep(plan: SoftmaxPlan, norms: Tensor | None) -> Tensor | None:

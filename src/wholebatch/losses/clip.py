@@ -64,15 +64,14 @@ def clip_loss(
             `wholebatch.comm` communicator, or None for the default group (this process alone if there is none).
         sync: what the engine does with gradients afterwards, see below.
         exchange: how the texts travel: "gather" (all of Y on every rank, memory O(B d)), "ring" (from rank to rank,
-            memory O(b d); on gloo and MPI), or "auto": "gather" while it takes at most 1 GiB, and always on NCCL.
+            memory O(b d)), or "auto": "gather" while it takes at most 1 GiB, and always on NCCL.
         memory: of the tiles of S. "flat": S is computed twice and never stored; an int: so many bytes per rank, which
             hold exp(S), or part of it, between forward and backward, so that it is computed once; "auto": "flat" but
             for small batches. What is kept in half precision, and what that costs: `wholebatch.sweep.memory`.
         kernel: who computes a tile. "torch": plain PyTorch, in float32 (float64 for float64). "triton": kernels that
             never store S, on CUDA, with `pip install 'wholebatch[triton]'`; sums and products are of float32 numbers,
-            but dS is rounded to the features' dtype. What they do not know is done in plain PyTorch: where `memory`
-            keeps exp(S), which "auto" does for small batches; float64 and float16; label smoothing; statistics. "auto":
-            "torch", until kernels have been measured on a GPU.
+            but dS is rounded to the features' dtype. What they do not know is done in plain PyTorch: float64,
+            statistics, and here and there more. "auto": "torch", until kernels have been measured on a GPU.
         ids: (b_r,) integers; pairs with equal ids (the same caption, the same product) belong together.
         equal_ids: "positive": all of them are positives, and L is the mean over each row's and column's (UniCL).
             "excluded": only row i is row i's positive, and the others are left out of its sum.

@@ -11,9 +11,10 @@ from .sigmoid import SigmoidSweep
 from .sigmoid_kernels import KernelSigmoidSweep
 from .soft_targets import SoftTargetSweep
 from .softmax import Bend, Over, Selection, SoftmaxSweep, Sums, Weights
-from .softmax_kernels import KernelSoftmaxSweep
+from .softmax_kernels import LARGEST, KernelSoftmaxSweep
 
 __all__ = [
+    "LARGEST",
     "NONE",
     "Bend",
     "Block",

@@ -19,7 +19,7 @@ from .driver import Block, Driver, relative
 from .members import Members, members
 from .pairs import Pairs
 
-_DTYPES = (torch.float32, torch.bfloat16)  # dS may be too large for float16
+_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass
@@ -52,6 +52,7 @@ class KernelTiles:
         candidates: int = 0,
         offsets: Tensor | None = None,
         bytes_of_an_entry: tuple[int, int] | None = None,
+        float16: bool = False,
     ) -> KernelTiles | None:
         """Tiles in the memory of plain PyTorch's; None if a kernel does not know what is asked.
 
@@ -62,15 +63,17 @@ class KernelTiles:
             candidates: as above.
             offsets: (b,), of rows, or None.
             bytes_of_an_entry: here, and in plain PyTorch; None: of one tile of dS, and of two tiles.
+            float16: whether dS is small enough for it, but for norms that rows are divided by.
         """
-        if driver.x.dtype not in _DTYPES:
+        normed = driver.norms is not None or driver.col_norms is not None
+        if driver.x.dtype not in _DTYPES and not (driver.x.dtype == torch.float16 and float16 and not normed):
             return None
         device = driver.x.device
         positive, excluded = (members(entries, columns, device) for entries in (pairs.positive, pairs.excluded))
         if positive is None or excluded is None:
             return None
         of_rows = None
-        if driver.norms is not None or driver.col_norms is not None or offsets is not None:
+        if normed or offsets is not None:
             scales = torch.ones(len(driver.x), dtype=torch.float32, device=device)
             of_rows = kernels.OfRows(scales if driver.norms is None else scales.div_(driver.norms[:, 0]), offsets)
         ours, theirs = bytes_of_an_entry or (driver.x.dtype.itemsize, 2 * driver.dtype.itemsize)

@@ -9,6 +9,9 @@ with G_ij = dS_ij / (|x_i| |y_j|),
 
     U_i = |x_i| sum_j G_ij y_j,        V_j = |y_j| sum_i G_ij x_i
 
+Weights of float16 features are to be such that dS is at most `LARGEST`: it has little room above, and what is a million
+times smaller is lost.
+
 What a kernel does not know (a bend, a guide, a shift for each row and column, statistics) is left to plain PyTorch. The
 two terms of a positive's dS are added in float32 here.
 """
@@ -25,6 +28,7 @@ from .kernel_tiles import KernelTiles
 from .memory import KeptTiles
 from .softmax import Selection, SoftmaxSweep, Sums, Weights, one_shift
 
+LARGEST = 2.0**14
 _CANDIDATES = {"negatives": 0, "all": 1, "positives": 2}
 
 
@@ -104,4 +108,5 @@ class KernelSoftmaxSweep(SoftmaxSweep):
             columns,
             candidates=_CANDIDATES[selection.over],
             offsets=selection.offsets,
+            float16=True,
         )
