@@ -22,6 +22,8 @@ from ..sweep import Block
 from .exchange import Exchange, Op, VisitBlock
 from .schedule import chunks
 
+_Leaving = tuple[bool, Finish]  # whether it is for this rank, and what to wait for
+
 
 class GatherExchange(Exchange):
     """Y out by an all-gather, its gradient home by the adjoint, a reduce-scatter; sums by an all-reduce.
@@ -76,7 +78,8 @@ class GatherExchange(Exchange):
         into = None if initial is None else initial.repeat(len(held), *[1] * (initial.dim() - 1))
         own = into[self.kept_own] if into is not None and self.symmetric else None
         early = home and into is not None and len(self._chunks) > 1 and not self.symmetric
-        leaving: list[Finish] = []
+        leaving: list[_Leaving] = []
+        mine: Tensor | None = None
         for ranks, block in self._blocks(held):
             visit(
                 block,
@@ -85,9 +88,10 @@ class GatherExchange(Exchange):
                 own,
             )
             if early and into is not None:
-                leaving += [self._home(into, rank) for rank in ranks]
-        if leaving:
-            return [finish() for finish in leaving][self.comm.rank]
+                mine = _finished(leaving, mine)  # before the next: there is memory for one chunk's
+                leaving = [self._home(into, rank) for rank in ranks]
+        if early:
+            return _finished(leaving, mine)
         if not home or into is None or self.comm.size == 1:
             return into
         return self.comm.reduce_scatter(into, counts=self.columns.counts, check=False)
@@ -101,11 +105,11 @@ class GatherExchange(Exchange):
             merged[:, largest] = self.comm.all_reduce(collected[:, largest], "max", check=False)
         return merged
 
-    def _home(self, into: Tensor, rank: int) -> Finish:
+    def _home(self, into: Tensor, rank: int) -> _Leaving:
         """Put sums of this rank's columns under way to it."""
         transport, x = self.comm.transport, into[self.columns.rows(rank)]
         finish = named(transport, "gather exchange", True, lambda: transport.reduce(x, rank))
-        return lambda: named(transport, "gather exchange", True, finish)
+        return rank == self.comm.rank, lambda: named(transport, "gather exchange", True, finish)
 
     def _columns(self, ranks: range) -> slice:
         return slice(self.columns.rows(ranks.start).start, self.columns.rows(ranks.stop - 1).stop)
@@ -129,3 +133,11 @@ class GatherExchange(Exchange):
     def _await(self, ranks: range) -> None:
         for finish in self._arriving[ranks.start : ranks.stop]:
             named(self.comm.transport, "gather exchange", True, finish)
+
+
+def _finished(leaving: list[_Leaving], mine: Tensor | None) -> Tensor | None:
+    """This rank's own sums, when these are through; as they were before, if none of them is."""
+    for own, finish in leaving:
+        found = finish()
+        mine = found if own else mine
+    return mine
