@@ -94,6 +94,7 @@ class GatherExchange(Exchange):
             return _finished(leaving, mine)
         if not home or into is None or self.comm.size == 1:
             return into
+        del held, block  # Y goes before there is memory for what comes home
         return self.comm.reduce_scatter(into, counts=self.columns.counts, check=False)
 
     def merge(self, collected: Tensor, op: Op) -> Tensor:
@@ -136,7 +137,7 @@ class GatherExchange(Exchange):
 
 
 def _finished(leaving: list[_Leaving], mine: Tensor | None) -> Tensor | None:
-    """This rank's own sums, when these are through; as they were before, if none of them is."""
+    """Own sums, when these are through; as they were before, if none of these is for this rank."""
     for own, finish in leaving:
         found = finish()
         mine = found if own else mine

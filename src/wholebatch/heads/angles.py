@@ -99,7 +99,7 @@ def _pairs(at: Tensor, centres: int) -> Iterator[tuple[Tensor, Tensor, Tensor, T
     """
     if not centres:
         return
-    for some in torch.arange(at.numel(), device=at.device).split(chunk(at.device)):
+    for some in torch.arange(at.numel(), device=at.device).split(chunk(at.device) // 2):  # in float64
         cols, slots = some // at.shape[1], some % at.shape[1]
         rows = at[cols, slots]
         yield cols, slots, rows.clamp(min=0), rows != NOT_HERE
