@@ -19,7 +19,7 @@ MPI_CASES = [
     for node in ast.parse((Path(__file__).parent / "mpi_cases.py").read_text()).body  # its import needs mpi4py
     if isinstance(node, ast.FunctionDef)
 ]
-SIZES = [1, 2, 3, 4]
+RUNS = [*(("mpich", size) for size in (1, 2, 3, 4)), *(("openmpi", size) for size in (2, 4))]
 
 
 @functools.cache
@@ -41,7 +41,7 @@ def implementation(request):
     return request.param
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("implementation", "size"), RUNS, indirect=["implementation"])
 @pytest.mark.parametrize("name", [*CASES, *MPI_CASES])
 def test_on_mpi(name, size, implementation):
     ranks, printed = outcomes(implementation, size)

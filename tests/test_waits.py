@@ -141,3 +141,22 @@ def test_a_look_is_seen():
     with counted() as found:
         Looking.apply(x.requires_grad_()).sum().backward()
     assert found
+
+
+@pytest.mark.skipif(not CUDA, reason="CUDA graphs are for GPUs")
+def test_graphs_around_a_loss():
+    """The towers' forward and backward passes are graphs; the loss is between them."""
+    x, y = (torch.randn(64, 32, device=DEVICE) for _ in range(2))
+    grads = []
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        towers = [torch.nn.Linear(32, 16, device=DEVICE) for _ in range(2)]
+        called = [
+            torch.cuda.make_graphed_callables(t, (z,)) if graphed else t for t, z in zip(towers, (x, y), strict=True)
+        ]
+        for _ in range(3):
+            features = [normalize(tower(z), dim=1) for tower, z in zip(called, (x, y), strict=True)]
+            wb.functional.clip_loss(*features, 20.0).backward()
+        grads.append([of.grad for tower in towers for of in tower.parameters()])
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
