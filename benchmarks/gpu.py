@@ -3,8 +3,9 @@
     pip install '.[triton,train]' open_clip_torch cut-cross-entropy liger-kernel inf-cl memeff
     python benchmarks/gpu.py [NAME ...]
 
-Every way is checked against the dense float64 twin before it is timed; peers that are missing are left out. Figures
-go to results/gpu.json, with card, versions and commit.
+Losses are checked against the dense float64 twin before they are timed; peers that are missing are left out. "blocks"
+times the two softmax kernels by themselves. Figures go to results/gpu.json, gpu_partial_fc.json and gpu_blocks.json,
+with card, versions and commit.
 """
 
 from __future__ import annotations
@@ -41,9 +42,7 @@ CASES = {
 }
 
 
-def partial_fc(
-    rows: int = 8192, classes: int = 1_250_000, dim: int = 512, rates: tuple[float, ...] = (1.0, 0.1)
-) -> None:
+def partial_fc(rows: int = 8192, classes: int = 1_250_000, dim: int = 512) -> None:
     """A margin softmax over so many classes, all of them and a sample: effective speed at 8 B C d, and memory."""
     _check_partial_fc()
     comm, device, found = wb.comm.LocalCommunicator(), torch.device("cuda"), []
@@ -122,7 +121,12 @@ def blocks() -> None:
 OTHERS = {"partial_fc": partial_fc, "blocks": blocks}
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or [*CASES, *OTHERS]:
+    chosen = sys.argv[1:] or [*CASES, *OTHERS]
+    if not {*chosen} <= {*CASES, *OTHERS}:
+        sys.exit(f"usage: python benchmarks/gpu.py [NAME ...], names of {', '.join([*CASES, *OTHERS])}")
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks/gpu.py needs a GPU, and torch sees none")
+    for name in chosen:
         print(f"== {name}", flush=True)
         if name in OTHERS:
             OTHERS[name]()

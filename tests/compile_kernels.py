@@ -28,7 +28,7 @@ from wholebatch.kernels import nested_tiles, sigmoid_tiles, softmax_tiles
 
 CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 TYPES = {
-    **{torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"},
+    **{torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"},
     **{int: "i32", float: "fp32"},
 }
 WHOLE = {"num_rows", "num_cols", "positive_stride", "excluded_stride"}  # multiples of 16, as in most batches
@@ -124,7 +124,7 @@ SOME = {
     (torch.bfloat16, 100): ("nt_xent, ids",),
     (torch.float32, 80): ("nt_xent",),
 }
-ALL = ((torch.bfloat16, (80, 89, 90, 100, 120)), (torch.float32, (80, 90, 100)))
+ALL = ((torch.bfloat16, (80, 89, 90, 100, 120)), (torch.float32, (80, 90, 100)), (torch.float16, (90,)))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ def losses(x, y, ids, scale=14.3):
     scale = torch.tensor(scale, dtype=torch.float64, device=x.device, requires_grad=True)
     labels = torch.arange(len(x), device=x.device) % 4
     several = torch.stack([ids, torch.where(ids % 2 == 0, (ids + 1) % 30, -100)], dim=1)
+    averages = [torch.full((len(x),), 3.0, dtype=torch.float64, device=x.device)] * 2
     bias = torch.linspace(-1, 1, len(y), device=x.device)
     arcface, cosface = wb.ArcFace(16.0, 0.5), wb.CosFace(16.0)
     return {
@@ -38,6 +39,7 @@ def losses(x, y, ids, scale=14.3):
         "matryoshka, as they are": lambda f, more: f.matryoshka_loss(
             x, y, logit_scale=scale, dims=(20,), normalise=False, **more
         ),
+        "global_contrastive": lambda f, more: f.global_contrastive_loss(x, y, *averages, temperature=0.1, **more)[0],
         "moco": lambda f, more: f.moco_loss(x, y, y.detach().flip(0)[:30].roll(1, 1), logit_scale=scale, **more),
         "partial_fc": lambda f, more: f.partial_fc_loss(x, ids, 3 * y, margin=arcface, **more),
         "partial_fc, several labels": lambda f, more: f.partial_fc_loss(x, several, 3 * y, margin=arcface, **more),

@@ -469,7 +469,7 @@ def test_machine_code():
     }
     for of in found:
         assert of["spills"] == 0, of
-        assert of["narrow loads"] == 0, of
+        assert of["narrow loads"] == 0 or of["constants"].get("ENDS", 8) < 8, of  # parts of 7 features, for one
         assert of["products"] > 0 or of["constants"].get("KEPT"), of
         assert of["registers"] <= 255, of
         assert of["shared"] <= {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}[of["capability"]] * 1024, of

@@ -107,7 +107,7 @@ def test_one_look_at_the_door(name, scale, kernel):
     assert looks(name, scale, kernel) == (1 + of_classes + listed, int(in_backward))
 
 
-def test_a_second_where_pairs_do_not_vouch_for_their_sums(kernel):
+def test_a_second_look_where_pairs_are_nearly_opposite(kernel):
     """At scale 100, of pairs with opposite features, whether one shift did is seen afterwards."""
     assert looks("clip", 100.0, kernel, matching=False) == (2, 0)
     assert looks("clip", 14.3, kernel, matching=False) == (1, 0)

@@ -54,7 +54,8 @@ class GatherConfig:
 class LossConfig:
     """Time and memory of the losses, against the torch.mm that they cannot do without, and against installed peers.
 
-    Starts its own processes, on gloo. Each way is checked against the dense float64 twin before it is timed.
+    Starts its own processes, on gloo or, with --device cuda, on NCCL. Each way is checked against the dense float64
+    twin before it is timed.
     """
 
     losses: tuple[Literal["clip", "info_nce", "nt_xent", "siglip"], ...] = ("clip", "info_nce", "nt_xent", "siglip")
@@ -139,13 +140,14 @@ def run_loss(config: LossConfig) -> None:
         raise UserError("--losses, --keep, --exchanges, --dtypes and --kernels need at least one value each")
     gpus = torch.cuda.device_count()
     if config.device == "cuda" and gpus < max(config.ranks):
-        raise UserError(f"--device cuda needs a GPU for each of {max(config.ranks)} ranks, and torch sees {gpus}")
+        raise UserError(f"--device cuda needs a GPU for each rank, {max(config.ranks)}; torch sees {gpus}")
     if config.device == "cpu" and "triton" in config.kernels:
         raise UserError("--kernels triton needs --device cuda")
     if "WORLD_SIZE" in os.environ or any(variable in os.environ for variable in MPI_SIZES):
         raise UserError("bench loss starts its own processes; run it without a launcher, with --ranks")
     records.read(config.results, _LOSS_FIELDS)  # before the run, not after
-    packages = sorted({peer.package for name in config.losses for peer in PEERS[name]}) if config.peers else []
+    peers = [peer for name in config.losses for peer in PEERS[name] if config.peers]
+    packages = sorted({peer.package for peer in peers if peer.on_cpu or config.device == "cuda"})
     versions = {package: found for package in packages if (found := version(package)) is not None}
     for package in packages:
         if package not in versions:

@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 
 import torch
@@ -22,6 +23,7 @@ from torch.nn.functional import normalize
 
 import wholebatch as wb
 from wholebatch._meter import rise_of_peak, seconds_of
+from wholebatch._precision import accumulation_dtype
 from wholebatch.comm import Communicator
 from wholebatch.partition import Partition
 from wholebatch.planning.subject import BIAS, OF_PAIRS, SCALE
@@ -174,27 +176,22 @@ def measure(
             continue
         if device.type == "cpu" and not peer.on_cpu:
             continue
+        label = peer.label if ways[0].dtype == "float32" else f"{peer.label} {ways[0].dtype}"
         package, of_peer = f"{peer.package} {versions[peer.package]}", Way(exchange="", dtype=ways[0].dtype, kernel="")
         try:
             loss = peer.build(comm, SCALE)
         except ImportError as error:  # installed, but not with all that it needs
-            refused.append(row(peer.label, package, of_peer, f"skipped: {error}"))
+            refused.append(row(label, package, of_peer, f"skipped: {error}"))
             continue
         if dim % peer.dim:
-            refused.append(row(peer.label, package, of_peer, f"skipped: d must be a multiple of {peer.dim}"))
+            refused.append(row(label, package, of_peer, f"skipped: d must be a multiple of {peer.dim}"))
             continue
         check_peer(comm, name, loss, device, _DTYPES[of_peer.dtype], max(peer.dim, _GATE_DIM))
-        add(peer.label, package, of_peer, loss)
+        add(label, package, of_peer, loss)
 
     shape = [min(_FLOOR_ROWS, subject.tower_rows * n) for n in (own, rows)]
-    left, right = (torch.randn(n, dim, device=device, dtype=_DTYPES[ways[0].dtype]) for n in shape)
-    product = left.new_empty(shape)
-
-    def floor() -> None:
-        torch.mm(left, right.T, out=product)
-
+    floors = {way.dtype: _Floor.of(shape, dim, device, _DTYPES[way.dtype]) for way in ways}
     times: dict[int, list[float]] = {}
-    floors: list[float] = []
     peaks: dict[int, int | None] = {}
     running = dict(enumerate(runs))
     for index, (waiting, step) in enumerate(runs):
@@ -209,14 +206,32 @@ def measure(
             refused.append(replace(waiting, note=f"did not run: asks for {at_once} at once"))
             del running[index]
     for _ in range(steps):
-        floors.append(1e3 * seconds_of(comm, floor, device))
+        for floor in floors.values():
+            floor.times.append(1e3 * seconds_of(comm, floor.step, device))
         for index, (_, step) in running.items():
             times.setdefault(index, []).append(1e3 * seconds_of(comm, step, device))
-    floor_ms = subject.units * median(floors) * entries / product.numel()
+    floor_ms = {
+        dtype: subject.units * median(floor.times) * entries / math.prod(shape) for dtype, floor in floors.items()
+    }
     flop = 2 * subject.units * (subject.tower_rows * rows) ** 2 * dim
     return [
-        _with_figures(run, median(times[index]), floor_ms, flop, peaks[index]) for index, (run, _) in running.items()
+        _with_figures(run, median(times[index]), floor_ms[run.dtype], flop, peaks[index])
+        for index, (run, _) in running.items()
     ] + refused
+
+
+@dataclass(frozen=True)
+class _Floor:
+    """A product in the precision in which tiles are computed: on a CPU, half precision is widened."""
+
+    step: Callable[[], object]
+    times: list[float]
+
+    @classmethod
+    def of(cls, shape: Sequence[int], dim: int, device: torch.device, dtype: torch.dtype) -> _Floor:
+        dtype = accumulation_dtype(dtype) if device.type == "cpu" else dtype
+        left, right = (torch.randn(n, dim, device=device, dtype=dtype) for n in shape)
+        return cls(partial(torch.mm, left, right.T, out=left.new_empty(*shape)), [])
 
 
 def check(comm: Communicator, name: str, way: Way, device: torch.device = _CPU) -> None:
@@ -281,6 +296,6 @@ def _with_figures(row: Row, step_ms: float, floor_ms: float, flop: float, peak: 
         row,
         step_ms=round(step_ms, 3),
         times_floor=round(step_ms / floor_ms, 3),
-        tflops=round(flop / (step_ms * 1e9), 3),
+        tflops=float(f"{flop / (step_ms * 1e9):.3g}"),
         transient_mb=None if peak is None else round(peak / 1e6, 2),
     )

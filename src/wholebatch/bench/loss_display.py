@@ -39,7 +39,8 @@ def print_table(rows: Sequence[Row]) -> None:
             if row.note:
                 console.print(f"{row.what}: {row.note}")
     console.print(
-        "x floor: times as long as torch.mm takes for the same multiply-adds; x first: as the first line takes; "
+        "x floor: times as long as torch.mm takes for the same multiply-adds in the same precision; "
+        "x first: as the first line takes; "
         "TFLOP/s: 2 for each multiply-add of the flat loss; MB: transient memory, dX and dY included"
     )
 

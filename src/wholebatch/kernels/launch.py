@@ -155,11 +155,20 @@ def blocks_for(tile: TileOf, *, lean: bool = False) -> Blocks:
     return Blocks(128, 128, 64, 8, 8, 3)
 
 
-def parts(tile: TileOf, *, lean: bool = False, many: bool = False) -> tuple[Blocks, tuple[int, int]]:
-    """What a program does, and how many there are, down and across; `many`: more is made of an entry than that."""
+def parts(tile: TileOf, *, lean: bool = False, many: bool = False, odd: bool = False) -> tuple[Blocks, tuple[int, int]]:
+    """What a program does, and how many there are, down and across.
+
+    Args:
+        tile: of S.
+        lean: as in :func:`blocks_for`.
+        many: whether more is made of an entry than its exponential.
+        odd: whether features have to be loaded one by one.
+    """
     blocks = blocks_for(tile, lean=lean)
     if many and blocks.cols > 64 and not interpreted() and tile.x.dtype != torch.float32:
         blocks = replace(blocks, cols=64)
+    if odd and not interpreted():
+        blocks = replace(blocks, rows=64, cols=64)
     return blocks, (ceil(len(tile.x) / blocks.rows), ceil(len(tile.y) / blocks.cols))
 
 

@@ -49,7 +49,7 @@ def nested_sums(
     """
     from . import nested_tiles
 
-    blocks, (down, across) = parts(tile, many=True)
+    blocks, (down, across) = parts(tile, many=True, odd=ends.unit < 8)
     many = len(ends.at)
     rows, targets = (tile.x.new_empty(many, across, len(tile.x), dtype=torch.float32) for _ in range(2))
     of_cols = tile.x.new_empty(many, down * cols, len(tile.y), dtype=torch.float32)
@@ -93,7 +93,7 @@ def nested_gradient(
     """
     from . import nested_tiles
 
-    blocks, (down, across) = parts(tile, many=True)
+    blocks, (down, across) = parts(tile, many=True, odd=ends.unit < 8)
     many = len(ends.at)
     of_rows = tile.x.new_empty(many, across, len(tile.x), dtype=torch.float32)
     of_cols = tile.x.new_empty(many, down * totals_of_cols, len(tile.y), dtype=torch.float32)

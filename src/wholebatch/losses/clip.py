@@ -69,9 +69,10 @@ def clip_loss(
             hold exp(S), or part of it, between forward and backward, so that it is computed once; "auto": "flat" but
             for small batches. What is kept in half precision, and what that costs: `wholebatch.sweep.memory`.
         kernel: who computes a tile. "torch": plain PyTorch, in float32 (float64 for float64). "triton": kernels that
-            never store S, on CUDA, with `pip install 'wholebatch[triton]'`; sums and products are of float32 numbers,
-            but dS is rounded to the features' dtype. What they do not know is done in plain PyTorch: float64,
-            statistics, and here and there more. "auto": "torch", until kernels have been measured on a GPU.
+            never store S, on CUDA, with `pip install 'wholebatch[triton]'`; features are multiplied in the precision
+            that they have and summed in float32, and dS is rounded to their dtype. What kernels do not know is done in
+            plain PyTorch, without a word: docs/performance.md has the table. "auto": "torch", until kernels have been
+            measured on a GPU.
         ids: (b_r,) integers; pairs with equal ids (the same caption, the same product) belong together.
         equal_ids: "positive": all of them are positives, and L is the mean over each row's and column's (UniCL).
             "excluded": only row i is row i's positive, and the others are left out of its sum.
@@ -98,10 +99,11 @@ def clip_loss(
 
     Collectives (none on one process): forward 1 handshake of 2 KiB, then "gather": 1 all-gather of Y and 1 all-reduce
     of B numbers; "ring": W - 1 messages of a block, W of its b numbers; and 1 all-reduce of the loss, with ids 1
-    all-gather of them, 1 all-reduce of a number where logits may exceed 61. Backward "gather": 1 all-gather of B
-    numbers and 1 reduce-scatter of dY, or the ring's messages once more with as many of gradients; and for learnable
-    scalars under "mean" 1 all-reduce of them. Where one shift does not do (see `wholebatch.logsumexp`), forward
-    passes over S three times, each with its messages or, but for the ring's maxima, its all-reduce.
+    all-gather of them, 1 all-reduce of a number where logits may exceed 80 and pairs are nearly opposite. Backward
+    "gather": 1 all-gather of B numbers and 1 reduce-scatter of dY, or W reductions, or the ring's messages once more
+    with as many of gradients; and for learnable scalars under "mean" 1 all-reduce of them. Where one shift does not
+    do (see `wholebatch.logsumexp`), forward passes over S three times, each with its messages or, but for the ring's
+    maxima, its all-reduce.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: shapes, dtypes, devices or feature sizes that

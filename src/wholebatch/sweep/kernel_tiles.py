@@ -1,7 +1,7 @@
 """Tiles of S for kernels: which parts of X and Y, which of their entries are special, and what becomes of dS.
 
-A kernel writes a tile of dS in the features' precision (rows that are normalised inside are float32), and two products
-add it to dX and dY, in float32. There is no other tile in memory, so that it has the memory of plain PyTorch's two.
+A kernel writes a tile of dS in the features' precision, and two products add it to dX and dY, in float32. There is no
+other tile in memory, so that it has the memory of plain PyTorch's two.
 """
 
 from __future__ import annotations
