@@ -13,12 +13,22 @@ sweep, in logarithms, because g may be e^100 and e^-100.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._checks import check_count, check_dense, check_features, check_finite, check_ids, check_number, check_temperature
+from .._checks import (
+    check_count,
+    check_dense,
+    check_features,
+    check_ids,
+    check_norm,
+    check_number,
+    check_temperature,
+    norm_bound,
+)
 from .._precision import wide_dtype
 from ..comm import Group, handshake, select_communicator
 from ..exchange import ExchangeName
@@ -97,11 +107,20 @@ def global_contrastive_loss(
     >>> loss
     tensor(-1.)
     """
+    averages = {"image_log_averages": image_log_averages, "text_log_averages": text_log_averages}
 
     def check() -> dict[str, Any]:
-        for name, value in (("image_log_averages", image_log_averages), ("text_log_averages", text_log_averages)):
+        for name, value in averages.items():
             _check_averages(name, value, len(image_features))
-        return _checked(temperature, gamma, epsilon)
+        return _checked(gamma, epsilon)
+
+    def see() -> dict[str, Tensor]:
+        return {name: norm_bound(_known(value)[:, None]) for name, value in averages.items()}
+
+    def judge(seen: Mapping[str, float]) -> dict[str, Any]:
+        for name, value in averages.items():
+            check_norm(name, _known(value), seen[name])
+        return {}
 
     agreed = agree(
         "global_contrastive_loss",
@@ -110,7 +129,10 @@ def global_contrastive_loss(
         features={"image_features": image_features, "text_features": text_features},
         paired=("image_features", "text_features"),
         weights=(weights, "image_features"),
+        positive=("temperature",),
         check=check,
+        see=see,
+        judge=judge,
         must_match=("gamma", "epsilon"),
     )
     rows = agreed.rows["image_features"]
@@ -153,8 +175,7 @@ def _average(before: Tensor, log_g: Tensor, gamma: float) -> Tensor:
     return torch.where(before.isneginf(), log_g, both)
 
 
-def _checked(temperature: Tensor | float, gamma: float, epsilon: float) -> dict[str, float]:
-    check_temperature("temperature", temperature)
+def _checked(gamma: float, epsilon: float) -> dict[str, float]:
     if not 0 < check_number("gamma", gamma) <= 1:
         raise ValueError(f"gamma must lie in (0, 1], got {gamma}; it is the weight of this batch in the averages")
     if check_number("epsilon", epsilon) <= 0:
@@ -167,7 +188,11 @@ def _check_averages(name: str, value: object, rows: int) -> None:
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{name} must be a floating-point tensor of shape ({rows},), one for each pair, got {got}")
     check_dense(name, value)
-    check_finite(name, value.masked_fill(value.isneginf(), 0.0))
+
+
+def _known(averages: Tensor) -> Tensor:
+    """Those that there are: of a pair that is new there is none, -inf."""
+    return averages.masked_fill(averages.isneginf(), 0.0)
 
 
 class GlobalContrastiveLoss(LossModule):
@@ -220,7 +245,8 @@ class GlobalContrastiveLoss(LossModule):
         check_count("examples", examples, "the size of the data set")
         if not dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating-point type, that of the averages; got {dtype}")
-        _checked(temperature, gamma, epsilon)
+        check_temperature("temperature", temperature)
+        _checked(gamma, epsilon)
         for name in ("image_log_averages", "text_log_averages"):
             self.register_buffer(name, torch.full((examples,), -torch.inf, dtype=dtype))
 
