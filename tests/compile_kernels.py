@@ -134,6 +134,10 @@ if __name__ == "__main__":
                 if "--all" in sys.argv or name in SOME.get((dtype, capability), ()):
                     found = compiled(of, capability)
                     print(json.dumps(of.describe(loss=name, dtype=str(dtype), **found)), flush=True)
+    # A tile with one column, of which the compiler makes a constant.
+    for of, name in started(torch.bfloat16, 90).items():
+        if name == "clip" and not dict(of.constants).get("KEPT"):
+            print(json.dumps(of.describe(loss=name, dtype="of one column", **compiled(of, 90, num_cols=1))), flush=True)
     # And one whose part is too large: that is seen.
     largest = next(of for of, name in started(torch.bfloat16, 90).items() if name == "clip, ids excluded")
     print(json.dumps(largest.describe(**compiled(largest, 90, BN=256))))

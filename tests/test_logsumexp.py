@@ -8,7 +8,7 @@ from compare import assert_same
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wholebatch.logsumexp import log_sum_exp, never_denormal, shared_shift, suffices, uncertified
+from wholebatch.logsumexp import log_sum_exp, never_small, shared_shift, suffices, uncertified
 
 
 @given(st.floats(0, 1e6, exclude_max=True), st.integers(1, 2**21), st.sampled_from([torch.float32, torch.float64]))
@@ -28,7 +28,7 @@ def test_what_is_certified_is_exact(scale, center, seed):
     shift = shared_shift(scale, 40, torch.float32)
     sums = (logits - shift).exp().sum(1)
     certified = [not uncertified(sums[row : row + 1], 40, torch.float32) for row in range(5)]
-    known = never_denormal(scale, shift, torch.float32)
+    known = never_small(scale, shift, torch.float32)
     for row, true in enumerate(logits.double().logsumexp(1)):
         if certified[row] or known:
             assert_same(log_sum_exp(shift, sums.double())[row], true, relative=1e-6, absolute=1e-6)
@@ -48,6 +48,14 @@ def test_the_certificate_refuses_what_the_obvious_shift_gets_wrong():
     ours = (logits - shift).exp().sum(1)
     assert uncertified(ours, 3, torch.float32) == 0
     assert_same(log_sum_exp(shift, ours), logits.logsumexp(1), relative=1e-6)
+
+
+@given(st.floats(0, 100), st.integers(1, 2**21))
+def test_what_is_known_to_do_leaves_room_for_weights(bound, terms):
+    """Gradients weigh 1 / sum, times a scaler's factor: that is to be a number of float32."""
+    shift = shared_shift(bound, terms, torch.float32)
+    if never_small(bound, shift, torch.float32):
+        assert 2.0**20 / math.exp(-bound - shift) < torch.finfo(torch.float32).max
 
 
 def test_nan_is_not_certified():

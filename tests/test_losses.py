@@ -438,3 +438,17 @@ def test_a_loss_that_is_dropped_frees_its_features(name, dtype):
         assert freed() is None
     finally:
         gc.enable()
+
+
+def test_hardness_far_beyond_the_scale():
+    """A pair's exponential in the loss is that of the scale, and vouches for no sum of sharper ones."""
+    generator = torch.Generator().manual_seed(0)
+    common = normalize(torch.randn(1, 64, generator=generator, dtype=torch.float64), dim=1)
+    x = normalize(common + 0.15 * torch.randn(16, 64, generator=generator, dtype=torch.float64), dim=1)
+    y = normalize(x + 0.05 * torch.randn(16, 64, generator=generator, dtype=torch.float64), dim=1)
+    for scale, hardness in ((20.0, 300.0), (100.0, 400.0)):
+        options = {"logit_scale": scale, "hardness": hardness}
+        expected = wb.reference.info_nce_loss(x, y, **options)
+        found = wb.functional.info_nce_loss(x.float(), y.float(), **options)
+        assert expected > 0
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)

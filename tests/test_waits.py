@@ -24,7 +24,7 @@ KERNELS = ("wholebatch.kernels.softmax_tiles.tile_sums", "wholebatch.kernels.sof
            "wholebatch.kernels.nested_tiles.nested_gradient")  # fmt: skip
 OF_TENSORS = (
     *("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "numpy", "cpu", "is_nonzero"),
-    *("nonzero", "argwhere", "equal", "allclose", "masked_select", "unique", "unique_consecutive"),
+    *("nonzero", "argwhere", "equal", "allclose", "masked_select", "unique", "unique_consecutive", "new_tensor"),
 )
 OF_TORCH = ("nonzero", "argwhere", "equal", "allclose", "masked_select", "unique", "unique_consecutive", "bincount")
 
@@ -59,6 +59,13 @@ def looks_of(patch):
 
         return call
 
+    tensor = torch.tensor
+
+    def to_device(*args, **more):  # numbers of the host's, which it waits to see copied
+        found.extend(["tensor"] * ("device" in more))
+        return tensor(*args, **more)
+
+    patch.setattr(torch, "tensor", to_device)
     for of, names in ((torch.Tensor, (*OF_TENSORS, "__getitem__")), (torch, OF_TORCH)):
         for name in names:
             patch.setattr(of, name, counting(name, getattr(of, name)))

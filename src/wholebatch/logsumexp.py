@@ -15,9 +15,10 @@ where all of a row's s are far below the bound. Terms below the smallest normal 
 
     sum >= n t / (eps / 2)      proves a relative error of at most eps / 2      (the certificate)
 
-It needs no looking at the sums where no term can be denormal, exp(-bound - shift) >= t: up to a bound of 80. Nor where
-each sum is known to have a large term: at scale 100 it is enough that a pair's own cosine is above -0.3, which training
-sees to, and which is known before anything is summed.
+It needs no looking at the sums where no term can be denormal, and each leaves room for what its reciprocal is
+multiplied by, exp(-bound - shift) >= t / (eps / 2): up to a bound of 70. Nor where each sum is known to have a large
+term: at scale 100 it is enough that a pair's own cosine is above -0.3, which training sees to, and which is known
+before anything is summed.
 
 **The largest of each row, and of each column**, where the certificate fails (scale 10^4; features all of whose
 similarities are near -1). Always exact; costs a sweep for the maxima, and a second exponential per entry.
@@ -54,13 +55,13 @@ def shared_shift(bound: float, terms: int, dtype: torch.dtype) -> float | None:
     return float(max(0, math.ceil(bound - top))) if bound < _HOPELESS else None
 
 
-def never_denormal(bound: float, shift: float, dtype: torch.dtype) -> bool:
-    """Whether no single exponential can be too small to be a normal number.
+def never_small(bound: float, shift: float, dtype: torch.dtype) -> bool:
+    """Whether every single exponential is far from those that are no normal numbers.
 
-    >>> never_denormal(80.0, 5.0, torch.float32), never_denormal(83.0, 5.0, torch.float32)
+    >>> never_small(70.0, 0.0, torch.float32), never_small(71.0, 0.0, torch.float32)
     (True, False)
     """
-    return -bound - shift >= math.log(torch.finfo(dtype).tiny) + _ROUNDING
+    return -bound - shift >= math.log(_smallest(1, dtype)) + _ROUNDING
 
 
 def suffices(logit: float, shift: float, terms: int, dtype: torch.dtype) -> bool:

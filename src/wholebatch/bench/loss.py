@@ -33,7 +33,8 @@ from .peers import PEERS, PairLoss
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 DTYPES = tuple(_DTYPES)
-_GATE_ROWS, _GATE_DIM = {"cpu": 1000, "cuda": 5000}, 16  # more than a tile
+_GATE_ROWS, _GATE_DIM = {"cpu": 1000, "cuda": 9000}, 16  # more than a tile
+_LONG = 512  # features from which on kernels work in other parts
 _CPU = torch.device("cpu")
 _PEER_ROWS = 5  # so few that losses that are alike differ in value
 _FLOOR_ROWS = 8192
@@ -160,7 +161,8 @@ def measure(
         runs.append((row(what, package, way), step))
 
     for way in ways:
-        check(comm, name, way, device)
+        for width in {_GATE_DIM, _GATE_DIM if device.type == "cpu" else min(dim, _LONG)}:
+            check(comm, name, way, device, width)
         options = way.options(entries, device)
         add(
             way.label(comm.size),
@@ -234,7 +236,7 @@ class _Floor:
         return cls(partial(torch.mm, left, right.T, out=left.new_empty(*shape)), [])
 
 
-def check(comm: Communicator, name: str, way: Way, device: torch.device = _CPU) -> None:
+def check(comm: Communicator, name: str, way: Way, device: torch.device = _CPU, dim: int = _GATE_DIM) -> None:
     """One way of the library against the dense float64 twin, on a small batch of several tiles: loss and gradients.
 
     Raises:
@@ -245,7 +247,7 @@ def check(comm: Communicator, name: str, way: Way, device: torch.device = _CPU) 
     of_rank = _GATE_ROWS[device.type]
     own, rows = slice(of_rank * comm.rank, of_rank * (comm.rank + 1)), of_rank * comm.size
     generator = torch.Generator().manual_seed(0)
-    whole = [normalize(torch.randn(rows, _GATE_DIM, generator=generator), dim=1).to(device, dtype) for _ in range(2)]
+    whole = [normalize(torch.randn(rows, dim, generator=generator), dim=1).to(device, dtype) for _ in range(2)]
 
     def run(functions: object, towers: Sequence[Tensor], **options: object) -> tuple[Tensor, ...]:
         leaves = [z.clone().requires_grad_() for z in towers]

@@ -54,9 +54,9 @@ class GatherExchange(Exchange):
             return y_local
         if len(self._chunks) == 1:
             return self.comm.all_gather(y_local, counts=self.columns.counts, check=False)
-        transport = self.comm.transport
+        transport, y = self.comm.transport, y_local.contiguous()
         out, self._arriving = named(
-            transport, "gather exchange", True, lambda: transport.all_gather_by_rank(y_local, self.columns.counts)
+            transport, "gather exchange", True, lambda: transport.all_gather_by_rank(y, self.columns.counts)
         )
         return out
 

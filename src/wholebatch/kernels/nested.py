@@ -9,7 +9,8 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from .launch import LOG2_E, TileOf, parts, start
+from .._precision import vector
+from .launch import TileOf, parts, rounded, start
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Ends:
     def of(cls, dims: Sequence[int], device: torch.device) -> Ends:
         """Those of parts of these lengths."""
         unit = gcd(16, *dims)
-        return cls(torch.tensor([m // unit for m in dims], dtype=torch.int32, device=device), unit)
+        return cls(vector([m // unit for m in dims], torch.int32, device), unit)
 
 
 def nested_sums(
@@ -50,15 +51,16 @@ def nested_sums(
     from . import nested_tiles
 
     blocks, (down, across) = parts(tile, many=True, odd=ends.unit < 8)
+    (_, log2_shift), _, of_sums = rounded(1.0, shift)
     many = len(ends.at)
     rows, targets = (tile.x.new_empty(many, across, len(tile.x), dtype=torch.float32) for _ in range(2))
     of_cols = tile.x.new_empty(many, down * cols, len(tile.y), dtype=torch.float32)
     start(
         nested_tiles.nested_sums, tile, blocks, (ends.at, rows, targets, of_cols, row_scales, col_scales),
-        (shift * LOG2_E,), depth=many, OF_COLS=cols, ENDS=ends.unit,
+        (log2_shift,), depth=many, OF_COLS=cols, ENDS=ends.unit,
     )  # fmt: skip
     found = [of.sum(1, dtype=torch.float64) for of in (rows, targets, of_cols)]
-    return found[0], found[1], found[2] if cols else None
+    return found[0].mul_(of_sums), found[1], found[2].mul_(of_sums) if cols else None
 
 
 def nested_gradient(
@@ -94,13 +96,15 @@ def nested_gradient(
     from . import nested_tiles
 
     blocks, (down, across) = parts(tile, many=True, odd=ends.unit < 8)
+    (_, log2_shift), _, left = rounded(1.0, shift)
+    rows, cols = rows * left, None if cols is None else cols * left
     many = len(ends.at)
     of_rows = tile.x.new_empty(many, across, len(tile.x), dtype=torch.float32)
     of_cols = tile.x.new_empty(many, down * totals_of_cols, len(tile.y), dtype=torch.float32)
     start(
         nested_tiles.nested_gradient, tile, blocks,
         (out, ends.at, of_rows, of_cols, row_scales, col_scales, rows, targets, rows if cols is None else cols),
-        (shift * LOG2_E,), depth=many, OF_COLS=cols is not None, TOTALS_OF_COLS=totals_of_cols,
+        (log2_shift,), depth=many, OF_COLS=cols is not None, TOTALS_OF_COLS=totals_of_cols,
         ENDS=ends.unit,
     )  # fmt: skip
     return of_rows.sum(1, dtype=torch.float64), of_cols.sum(1, dtype=torch.float64) if totals_of_cols else None

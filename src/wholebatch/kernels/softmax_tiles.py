@@ -34,6 +34,12 @@ LOGITS = tl.constexpr(4)  # and how many there are
 
 
 @triton.jit
+def _as_long(x, beside):
+    """In 64 bits, also where it is a constant: one column is compiled into the kernel. `beside` is any number."""
+    return beside.to(tl.int64) * 0 + x
+
+
+@triton.jit
 def _write_sums(out, at, here, others, values, AXIS: tl.constexpr):
     """One number for each row (AXIS 1) or column (0), over the others that there are."""
     tl.store(out + at, tl.sum(tl.where(tl.expand_dims(others, 1 - AXIS), values, 0.0), AXIS), mask=here)
@@ -68,8 +74,9 @@ def tile_sums(
         logits = exponents + log2_shift
     else:
         exponents = logits * log2_scale - log2_shift
-    at_rows, stride_rows = block_col.to(tl.int64) * num_rows + rows, tl.cdiv(num_cols, BN).to(tl.int64) * num_rows
-    at_cols, stride_cols = block_row.to(tl.int64) * num_cols + cols, tl.cdiv(num_rows, BM).to(tl.int64) * num_cols
+    across, down = _as_long(tl.cdiv(num_cols, BN), block_col), _as_long(tl.cdiv(num_rows, BM), block_row)
+    at_rows, stride_rows = block_col.to(tl.int64) * num_rows + rows, across * num_rows
+    at_cols, stride_cols = block_row.to(tl.int64) * num_cols + cols, down * num_cols
     # What is made of logits comes first: then their registers are free for exponentials.
     if EXCLUDED > 0 or EXCLUDED_IDS != NO_IDS:
         out = members(

@@ -144,7 +144,7 @@ class Retrieval:
             bound=self._norms["queries"] * self._norms["keys"],
             rows=self._fields if of_rows else (),
             cols=self._fields if of_cols else (),
-            beside_target=not self.several,
+            beside_target=0.0 if self.several else scale / harder,
             least=agreed.least,
             guide=None if ceiling is None else ceiling.traveller("queries" if keys_stay else "keys"),
         )

@@ -33,9 +33,9 @@ from .._precision import accumulation_dtype, wide_dtype
 from ..comm import Communicator, Group, LocalCommunicator, handshake, select_communicator
 from ..comm.handshake import GRAD_ENABLED
 from ..exchange import EXCHANGES, Exchange, ExchangeName, num_entries, select_exchange
-from ..kernels import KERNELS, Kernel, check_kernel
+from ..kernels import KERNELS, Kernel, check_kernel, in_triton
 from ..partition import Partition
-from ..sweep import Budget, Memory, default_side, fit, smallest_budget
+from ..sweep import Budget, Memory, default_side, fit, side_of_tiles, smallest_budget
 from ..sync import Sync, check_sync, feature_factor, loss_parameters, scale_gradient, total
 from ._joining import gradient_facts, join
 from ._towers import no_autocast, paired_products
@@ -112,6 +112,7 @@ class Agreement:
     vectors: dict[str, tuple[Tensor, str]]  # ids, with the features that they belong to
     everyone: list[Any]  # what each rank told the others
     width: int
+    features_dtype: torch.dtype
     dtype: torch.dtype  # in which sums are taken
     device: torch.device
 
@@ -184,7 +185,8 @@ class Agreement:
             symmetric=symmetric,
             chunk=side,
         )
-        entries = num_entries(exchange.visits, side) if keep else 0
+        of_tile = side_of_tiles(side, self.features_dtype) if in_triton(self.options.kernel) else side
+        entries = num_entries(exchange.visits, of_tile) if keep else 0
         return exchange, fit(self.options.memory, entries=entries, side=side, dtype=dtype, exact=exact)
 
     def reduce(self, losses: Tensor, count: int | Tensor, counted: Tensor | None = None) -> Tensor:
@@ -299,7 +301,7 @@ def agree(
             _ARGUMENTS: [*numbers, *given, *numbering, *["weights"] * (weights[0] is not None)],
             "rows": {name: len(x) for name, x in given.items()},
             "norms": norms,
-            LEAST: seen.get(LEAST, 0.0),
+            LEAST: seen.get(LEAST, float("-inf")),
             "feature size": first.shape[1],
             "dtype": str(first.dtype),
             "device type": first.device.type,
@@ -341,6 +343,7 @@ def agree(
         numbering,
         everyone,
         first.shape[1],
+        first.dtype,
         accumulation_dtype(first.dtype),
         first.device,
     )

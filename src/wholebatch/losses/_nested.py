@@ -21,7 +21,7 @@ from .._once import once_differentiable
 from .._precision import accumulation_dtype, wide_dtype
 from ..exchange import Exchange
 from ..kernels import in_triton
-from ..logsumexp import log_sum_exp, never_denormal, shared_shift, suffices
+from ..logsumexp import log_sum_exp, never_small, shared_shift, suffices
 from ..sweep import Block, Budget, Driver, KernelNestedSweep, NestedSweep, Pairs
 from ._door import Agreement
 from ._softmax import certified
@@ -74,7 +74,7 @@ def parts_at_once(
     dtype = agreed.inputs["queries"].dtype if in_triton(agreed.options.kernel) else None
     plan = _Plan(how, budget, pairs, tuple(dims), scale, shift, rows.total, symmetric, dtype)
     of_rows, targets, of_cols = _Nested.apply(plan, agreed.inputs["logit_scale"], *inverse, x, y)
-    known = never_denormal(bound, shift, agreed.dtype) or (
+    known = never_small(bound, shift, agreed.dtype) or (
         scale > 0 and suffices(scale * agreed.least, shift, rows.total, agreed.dtype)
     )
     if not known:

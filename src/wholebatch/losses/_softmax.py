@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from .._once import once_differentiable
-from .._precision import accumulation_dtype, wide_dtype
+from .._precision import accumulation_dtype, vector, wide_dtype
 from ..comm import Communicator, LocalCommunicator
 from ..exchange import Exchange
 from ..kernels import in_triton
-from ..logsumexp import log_sum_exp, never_denormal, shared_shift, suffices, uncertified
+from ..logsumexp import log_sum_exp, never_small, shared_shift, suffices, uncertified
 from ..partition import Partition
 from ..sweep import (
     LARGEST,
@@ -67,8 +67,8 @@ class SoftmaxPlan:
         rows, cols: the numbers wanted (see `sweep.softmax`), "sum" the first; empty for none. Of a symmetric S, `cols`.
         budget: of tiles.
         differentiable: whether a backward pass may follow.
-        beside_target: whether the loss adds exp(T_i) to a row's sum: a sum far below it need not be exact.
-        least: no similarity of a pair is smaller, where each sum in the loss has one in it; None: that is not known.
+        beside_target: f, where the loss adds exp(f T_i) to a row's sum, which need not be exact far below that; or 0.
+        least: no logit of a pair is smaller, where each sum in the loss has one in it; None: that is not known.
         guide: this rank's rows of the guide's features of Y, if the selection has a guide.
         in_kernels: whether kernels in Triton do what they know.
     """
@@ -85,7 +85,7 @@ class SoftmaxPlan:
     cols: tuple[str, ...]
     budget: Budget
     differentiable: bool
-    beside_target: bool = False
+    beside_target: float = 0.0
     least: float | None = None
     guide: Tensor | None = None
     in_kernels: bool = False
@@ -160,7 +160,7 @@ def softmax_numbers(
     rows: tuple[str, ...] = (),
     cols: tuple[str, ...] = (),
     symmetric: bool = False,
-    beside_target: bool = False,
+    beside_target: float = 0.0,
     least: float | None = None,
     guide: Tensor | None = None,
     everywhere: bool = False,
@@ -181,7 +181,7 @@ def softmax_numbers(
         cols: those of columns; of a symmetric S none, whose columns are its rows.
         symmetric: Y is X.
         beside_target: as in :class:`SoftmaxPlan`; not where statistics ask for the negatives alone.
-        least: as there; nor then.
+        least: no similarity of a pair is smaller, of which each sum in the loss has one; nor then.
         guide: as there.
         everywhere: every rank holds all of Y, as `travels`, a partition of one part, says. Numbers are then of this
             rank's rows alone, and nothing is communicated.
@@ -214,8 +214,8 @@ def softmax_numbers(
         cols=cols,
         budget=budget,
         differentiable=agreed.differentiable,
-        beside_target=beside_target and "squares" not in asked,
-        least=None if "squares" in asked or scale[0] < 0 else least,
+        beside_target=0.0 if "squares" in asked else beside_target,
+        least=None if "squares" in asked or scale[0] < 0 or least is None else (beside_target or 1) * scale[0] * least,
         guide=guide,
         in_kernels=in_kernels,
     )
@@ -349,9 +349,9 @@ def _statistics(plan: SoftmaxPlan, data: _Data) -> tuple[Sums, Sums, Tensor | No
 
 def _known_to_do(plan: SoftmaxPlan, shift: float, dtype: torch.dtype) -> bool:
     """Whether one shift is certain to do, without a look at sums: no GPU has to be waited for."""
-    if never_denormal(plan.bound, shift, dtype):
+    if never_small(plan.bound, shift, dtype):
         return True
-    return plan.least is not None and suffices(plan.scale * plan.least, shift, plan.terms, dtype)
+    return plan.least is not None and suffices(plan.least, shift, plan.terms, dtype)
 
 
 def certified(comm: Communicator, sums: Sequence[Tensor], terms: int, dtype: torch.dtype) -> bool:
@@ -368,7 +368,7 @@ def _in_loss(plan: SoftmaxPlan, rows: Sums, cols: Sums) -> list[Tensor]:
             of_side = side.fields["sum"]
             if plan.beside_target:  # a pair's logit is that of its row and of its column
                 target = side.fields["target"] if "target" in side.fields else other.fields["target"]
-                of_side = of_side + (target - side.shift).exp()
+                of_side = of_side + (plan.beside_target * target - side.shift).exp()
             sums.append(of_side)
     return sums
 
@@ -427,7 +427,7 @@ def _sums(
 
 def _initial(fields: tuple[str, ...], x: Tensor, dtype: torch.dtype) -> Tensor:
     """What each of the fields begins with, (1, k)."""
-    return x.new_tensor([[float("-inf") if name == "largest" else 0.0 for name in fields]], dtype=dtype)
+    return vector([float("-inf") if name == "largest" else 0.0 for name in fields], dtype, x.device)[None]
 
 
 def _named(shift: Tensor | float | None, names: tuple[str, ...], fields: Tensor | None) -> Sums | None:

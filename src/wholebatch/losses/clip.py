@@ -99,7 +99,7 @@ def clip_loss(
 
     Collectives (none on one process): forward 1 handshake of 2 KiB, then "gather": 1 all-gather of Y and 1 all-reduce
     of B numbers; "ring": W - 1 messages of a block, W of its b numbers; and 1 all-reduce of the loss, with ids 1
-    all-gather of them, 1 all-reduce of a number where logits may exceed 80 and pairs are nearly opposite. Backward
+    all-gather of them, 1 all-reduce of a number where logits may exceed 70 and pairs are nearly opposite. Backward
     "gather": 1 all-gather of B numbers and 1 reduce-scatter of dY, or W reductions, or the ring's messages once more
     with as many of gradients; and for learnable scalars under "mean" 1 all-reduce of them. Where one shift does not
     do (see `wholebatch.logsumexp`), forward passes over S three times, each with its messages or, but for the ring's
@@ -156,7 +156,7 @@ def clip_loss(
         bound=agreed.norms["image_features"] * agreed.norms["text_features"],
         rows=fields,
         cols=fields if several else tuple(name for name in fields if name != "target"),
-        beside_target=not several,
+        beside_target=0.0 if several else 1.0,
         least=agreed.least,
     )
     assert of_images is not None

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_number
+from .._precision import vector
 from ..comm import Group
 from ..exchange import ExchangeName
 from ..kernels import Kernel
@@ -128,7 +129,7 @@ def matryoshka_loss(
     losses = softplus(of_rows - targets)
     if symmetric:
         losses = (losses + softplus(of_cols - targets)) / 2
-    of_parts = losses.new_tensor([1.0] * len(dims) if dim_weights is None else list(dim_weights))
+    of_parts = vector([1.0] * len(dims) if dim_weights is None else dim_weights, losses.dtype, losses.device)
     return agreed.reduce(losses @ of_parts, rows.total)
 
 

@@ -52,4 +52,4 @@ def batch_statistics(comm: Communicator, scale: float, sides: Sequence[tuple[Num
             sums.append(torch.stack([torch.where(where, values, 0.0).sum(), where.sum().to(values)]))
     totals = comm.all_reduce(torch.stack(sums).unflatten(0, (len(sides), 4)).sum(0), check=False)
     accuracy, positive, hardest, effective = (totals[:, 0] / totals[:, 1]).unbind()
-    return BatchStatistics(accuracy, positive, hardest, effective, 1 / totals.new_tensor(scale))
+    return BatchStatistics(accuracy, positive, hardest, effective, torch.full_like(accuracy, 1 / scale))

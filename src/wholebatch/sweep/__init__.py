@@ -2,6 +2,7 @@
 
 from .driver import Block, Driver
 from .hardest import HardestSweep
+from .kernel_tiles import side_of_tiles
 from .memory import Budget, KeptTiles, Memory, default_side, fit, smallest_budget
 from .nested import NestedSweep
 from .nested_kernels import KernelNestedSweep
@@ -43,5 +44,6 @@ __all__ = [
     "Weights",
     "default_side",
     "fit",
+    "side_of_tiles",
     "smallest_budget",
 ]

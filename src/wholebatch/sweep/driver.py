@@ -57,18 +57,25 @@ class Driver:
         self.dtype, self.width = accumulation_dtype(x.dtype), x.shape[1]
         rows, cols = (min(side, n) for n in largest or (side, side))
         self._entries, self._tiles = rows * cols, dict[int, Tensor]()
-        widened = x.dtype != self.dtype
-        self._wide_x = x.new_empty(rows * (widened or norms is not None), x.shape[1], dtype=self.dtype)
-        self._wide_y = x.new_empty(cols * (widened or col_norms is not None), x.shape[1], dtype=self.dtype)
+        self._wide, self._side_rows = dict[str, Tensor](), {"x": rows, "y": cols}
 
     def tiles(self, block: Block) -> Iterator[tuple[Tile, Tensor, Tensor]]:
         """Each tile with its rows of X and of Y, in the accumulation dtype."""
         rows, x = None, self.x[:0]
         for tile in tiles(block.rows, block.cols, self.side, triangle=block.triangle):
             if tile.rows != rows:
-                rows, x = tile.rows, _unit(self.x[tile.rows], self._wide_x, self.norms, tile.rows)
+                rows, x = tile.rows, self._unit("x", self.x[tile.rows], self.norms, tile.rows)
             y = block.y[relative(tile.cols, block), : self.width]
-            yield tile, x, _unit(y, self._wide_y, self.col_norms, tile.cols)
+            yield tile, x, self._unit("y", y, self.col_norms, tile.cols)
+
+    def _unit(self, tower: str, x: Tensor, norms: Tensor | None, at: slice) -> Tensor:
+        """Rows in the accumulation dtype, divided by their norms."""
+        if norms is None and x.dtype == self.dtype:
+            return x
+        if tower not in self._wide:
+            self._wide[tower] = x.new_empty(self._side_rows[tower], self.width, dtype=self.dtype)
+        buffer = self._wide[tower][: len(x)]
+        return buffer.copy_(x) if norms is None else torch.div(x, norms[at], out=buffer)
 
     def logits(self, tile: Tile, x: Tensor, y: Tensor) -> Tensor:
         """The tile of S, in a buffer that the next one overwrites."""
@@ -110,10 +117,3 @@ class Driver:
 def relative(cols: slice, block: Block) -> slice:
     """Columns of the global batch as columns of the block."""
     return slice(cols.start - block.cols.start, cols.stop - block.cols.start)
-
-
-def _unit(x: Tensor, buffer: Tensor, norms: Tensor | None, at: slice) -> Tensor:
-    """Rows in the accumulation dtype, divided by their norms."""
-    if norms is not None:
-        return torch.div(x, norms[at], out=buffer[: len(x)])
-    return x if x.dtype == buffer.dtype else buffer[: len(x)].copy_(x)

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from .._precision import accumulation_dtype
 from ..partition import Tile, tiles
 from .driver import Block, Driver, relative
 from .members import Members, members
 from .pairs import Pairs
 
+_TILES = 2  # of plain PyTorch's sweep
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -27,7 +29,7 @@ class KernelTiles:
     """Tiles of a driver's rows with one block of columns after another.
 
     Args:
-        driver: of the rows, without a bias.
+        driver: of the rows; its bias is the business of who adds it.
         positive, excluded: sets of entries.
         candidates: which entries are, as :class:`kernels.TileOf` has it.
         of_rows: what rows have of their own, or None.
@@ -76,7 +78,7 @@ class KernelTiles:
         if normed or offsets is not None:
             scales = torch.ones(len(driver.x), dtype=torch.float32, device=device)
             of_rows = kernels.OfRows(scales if driver.norms is None else scales.div_(driver.norms[:, 0]), offsets)
-        ours, theirs = bytes_of_an_entry or (driver.x.dtype.itemsize, 2 * driver.dtype.itemsize)
+        ours, theirs = bytes_of_an_entry or (driver.x.dtype.itemsize, _TILES * driver.dtype.itemsize)
         side = isqrt(driver.side**2 * theirs // ours)
         return cls(driver, positive, excluded, candidates, of_rows, side)
 
@@ -118,6 +120,11 @@ class KernelTiles:
             add_product_(u[tile.rows], grad, of.y)
         if v is not None and not tile.own_mirror:
             add_product_(v[relative(tile.cols, block)], grad.T, of.x)
+
+
+def side_of_tiles(side: int, dtype: torch.dtype) -> int:
+    """Rows and columns of a tile of dS in the memory of plain PyTorch's two tiles of this side."""
+    return isqrt(side**2 * _TILES * accumulation_dtype(dtype).itemsize // dtype.itemsize)
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -93,7 +93,8 @@ class KernelSoftmaxSweep(SoftmaxSweep):
         """Products whose rows are to be multiplied by norms when they are there, and these."""
         if u is not None and self.driver.norms is not None:
             yield u[block.rows], self.driver.norms[block.rows]
-        if v is not None and self.driver.col_norms is not None and not block.triangle:  # where it is the same memory
+        same = u is not None and v is not None and u[block.rows].data_ptr() == v.data_ptr()  # of a symmetric S
+        if v is not None and self.driver.col_norms is not None and not same:
             yield v, self.driver.col_norms[block.cols]
 
     def _known(self, columns: int) -> KernelTiles | None:
