@@ -156,7 +156,8 @@ def chunks_body(counts):
                 events.clear()
                 whole = whole_batch(case, counts)
                 own = [z[at].requires_grad_() for z, at in zip(whole, rows_of(case, counts, rank), strict=True)]
-                loss = case.call(wb.functional, *own, 10.0, -3.0, exchange="gather", memory="flat", group=comm)
+                views = [z.T.contiguous().T for z in own]  # columns one behind the other
+                loss = case.call(wb.functional, *views, 10.0, -3.0, exchange="gather", memory="flat", group=comm)
                 loss.backward()
                 grads[side] = [loss.detach(), *(z.grad for z in own)]
                 if name == "clip":
