@@ -320,7 +320,7 @@ def test_losses_are_exact(in_kernels, name, dtype):
 
 
 @pytest.mark.parametrize("times", [1.0, 2.0**18, 2.0**-20])
-@pytest.mark.parametrize("name", ["clip", "clip, ids", "info_nce", "moco"])
+@pytest.mark.parametrize("name", ["clip", "clip, ids", "info_nce", "moco", "siglip"])
 def test_losses_in_float16(in_kernels, name, times):
     """Whatever a scaler multiplies the loss by: dS is brought into float16's range, and back."""
     whole = [normalize(torch.randn(50, 24), dim=1).to(DEVICE, torch.float16) for _ in range(2)]
@@ -342,6 +342,24 @@ def test_losses_in_float16(in_kernels, name, times):
     for got, exact in zip(found[1:], true[1:], strict=True):
         if 1e-4 < times * exact.abs().max() < 6e4:  # a gradient in float16 has no room for others
             assert (got.double() / times - exact).norm() < 2e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_worse_than_plain_pytorch_in_bfloat16(in_kernels, monkeypatch, name):
+    """The dense twins' own code on bfloat16 tensors, whose similarities are rounded: as a matmul under autocast is."""
+    whole = [normalize(torch.randn(50, 24), dim=1).to(DEVICE, torch.bfloat16) for _ in range(2)]
+    ids = torch.randint(0, 30, (50,), device=DEVICE)
+    calls = 1 if name == "sup_con" else 2
+
+    def gradients(functions, cast, **more):
+        leaves = [z.to(cast).requires_grad_() for z in whole]
+        loss = losses(*leaves, ids)[0][name](functions, more)
+        return torch.cat([g.double() for g in torch.autograd.grad(loss, leaves[:calls])])
+
+    true = gradients(wb.reference, torch.float64)
+    ours = gradients(wb.functional, torch.bfloat16, kernel="triton", memory="flat")
+    theirs = gradients(wb.reference, torch.bfloat16)
+    assert (ours - true).norm() < (theirs - true).norm()
 
 
 def test_more_exact_than_plain_pytorch_in_bfloat16(in_kernels):

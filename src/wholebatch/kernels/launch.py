@@ -226,13 +226,17 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _settings(x: Tensor, blocks: Blocks) -> dict[str, Any]:
-    """float32 is multiplied in float32's precision; the interpreter cannot multiply bfloat16."""
+    """float32 is multiplied in float32's precision, unless the program has asked for less of all products.
+
+    The interpreter cannot multiply bfloat16.
+    """
+    single = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     return {
         "BM": blocks.rows,
         "BN": blocks.cols,
         "BK": blocks.depth,
         "GROUP": blocks.group,
-        "PRECISION": "ieee" if interpreted() or x.dtype != torch.float32 else "tf32x3",
+        "PRECISION": "ieee" if interpreted() or x.dtype != torch.float32 else single,
         "WIDEN": interpreted(),
         "num_warps": blocks.warps,
         "num_stages": blocks.stages,

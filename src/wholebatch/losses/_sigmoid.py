@@ -19,7 +19,7 @@ from .._once import once_differentiable
 from .._precision import accumulation_dtype, wide_dtype
 from ..comm import Communicator
 from ..exchange import Exchange
-from ..sweep import Block, Budget, Driver, KernelSigmoidSweep, Pairs, SigmoidSweep
+from ..sweep import LARGEST, Block, Budget, Driver, KernelSigmoidSweep, Pairs, SigmoidSweep
 from ._towers import inner, no_autocast
 
 
@@ -102,6 +102,17 @@ class Sigmoid(torch.autograd.Function):
         return None, grad_scale, grad_bias, grad_weights, grad_x, grad_y
 
 
+def _unit(plan: SigmoidPlan, x: Tensor, weights: Tensor | None) -> Tensor | None:
+    """What brings dS into the range of float16, shape (), the same on all ranks; None where nothing has to."""
+    if x.dtype != torch.float16 or not plan.in_kernels:
+        return None
+    largest = x.new_ones((), dtype=accumulation_dtype(x.dtype))
+    if weights is not None:
+        largest = weights.abs().amax().to(largest) if len(weights) else torch.zeros_like(largest)
+        largest = plan.comm.all_reduce(largest, "max", check=False)
+    return torch.where(largest > 0, largest / LARGEST, 1.0)
+
+
 def _sweep(
     plan: SigmoidPlan, x: Tensor, y: Tensor, weights: Tensor | None, wanted: tuple[bool, ...]
 ) -> tuple[Tensor, _Gradients]:
@@ -109,6 +120,9 @@ def _sweep(
     want_scale, want_bias, want_x, want_y = wanted
     want_x = want_x or (want_scale and not want_y)
     dtype = accumulation_dtype(x.dtype)
+    unit = _unit(plan, x, weights)
+    if unit is not None:
+        weights = (torch.ones_like(x[:, 0], dtype=dtype) if weights is None else weights) / unit
     sweep = plan.sweep(x, weights)
     u = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if want_x else None
 
@@ -117,6 +131,9 @@ def _sweep(
 
     initial = x.new_zeros(1, x.shape[1], dtype=dtype) if want_y else None
     v = plan.exchange.collect(plan.exchange.bring(y), visit, initial=initial, home=True)
+    if unit is not None:
+        u, v = (None if of is None else of.mul_(unit) for of in (u, v))
+        sweep.grad_bias.mul_(unit)
     grad_scale = torch.zeros_like(sweep.grad_bias)
     if want_scale:
         grad_scale = inner(y, v) if v is not None else inner(x, u)

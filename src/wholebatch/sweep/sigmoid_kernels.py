@@ -13,13 +13,16 @@ from .sigmoid import SigmoidSweep
 
 
 class KernelSigmoidSweep(SigmoidSweep):
-    """As :class:`SigmoidSweep`; what kernels do not know is left to plain PyTorch."""
+    """As :class:`SigmoidSweep`; what kernels do not know is left to plain PyTorch.
+
+    Weights of float16 features are to be at most `LARGEST`, and that for most, as in the softmax sweep.
+    """
 
     def __init__(
         self, driver: Driver, pairs: Pairs, dtype: torch.dtype, columns: int, weights: Tensor | None = None
     ) -> None:
         super().__init__(driver, pairs, dtype, weights)
-        self._tiles = KernelTiles.of(driver, pairs, columns)
+        self._tiles = KernelTiles.of(driver, pairs, columns, float16=weights is not None)
 
     def block(self, block: Block, u: Tensor | None, v: Tensor | None, *, bias: bool) -> None:
         if self._tiles is None:
