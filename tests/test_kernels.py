@@ -319,6 +319,24 @@ def test_losses_are_exact(in_kernels, name, dtype):
         assert (got - exact).norm() < (1e-5 if dtype == torch.float32 else 5e-3) * exact.norm()
 
 
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_samples_of_classes(dtype, unbiased):
+    """The same classes as in plain PyTorch, whose gradient is sparse."""
+    found = []
+    for kernel in ("torch", "triton"):
+        torch.manual_seed(0)
+        options = {"sample_rate": 0.3, "unbiased": unbiased, "memory": "flat", "kernel": kernel, "dtype": dtype}
+        head = wb.PartialFC(24, 300, margin=wb.ArcFace(16.0, 0.3), device=DEVICE, **options)
+        x = normalize(torch.randn(40, 24), dim=1).to(DEVICE, dtype).requires_grad_()
+        loss = head(x, torch.randint(0, 300, (40,)).to(DEVICE))
+        loss.backward()
+        found.append([loss.detach().double(), x.grad.double(), head.weight.grad.to_dense().double()])
+    for of_torch, of_kernels in zip(*found, strict=True):
+        assert (of_torch - of_kernels).norm() < max(CLOSE[dtype]) * of_torch.norm()
+    assert found[0][2].count_nonzero(1).bool().sum() < 300
+
+
 @pytest.mark.parametrize("times", [1.0, 2.0**18, 2.0**-20])
 @pytest.mark.parametrize("name", ["clip", "clip, ids", "info_nce", "moco", "siglip"])
 def test_losses_in_float16(in_kernels, name, times):

@@ -78,8 +78,10 @@ class KernelTiles:
         if normed or offsets is not None:
             scales = torch.ones(len(driver.x), dtype=torch.float32, device=device)
             of_rows = kernels.OfRows(scales if driver.norms is None else scales.div_(driver.norms[:, 0]), offsets)
-        ours, theirs = bytes_of_an_entry or (driver.x.dtype.itemsize, _TILES * driver.dtype.itemsize)
-        side = isqrt(driver.side**2 * theirs // ours)
+        side = side_of_tiles(driver.side, driver.x.dtype)
+        if bytes_of_an_entry is not None:
+            ours, theirs = bytes_of_an_entry
+            side = isqrt(driver.side**2 * theirs // ours)
         return cls(driver, positive, excluded, candidates, of_rows, side)
 
     def __call__(self, block: Block) -> Iterator[tuple[Tile, kernels.TileOf]]:
