@@ -4,7 +4,7 @@ from .exchange import Exchange
 from .gather import GatherExchange
 from .ring import RingExchange
 from .schedule import num_entries
-from .select import EXCHANGES, ExchangeName, select_exchange
+from .select import EXCHANGES, ExchangeName, columns_of_a_chunk, select_exchange
 
 __all__ = [
     "EXCHANGES",
@@ -12,6 +12,7 @@ __all__ = [
     "ExchangeName",
     "GatherExchange",
     "RingExchange",
+    "columns_of_a_chunk",
     "num_entries",
     "select_exchange",
 ]

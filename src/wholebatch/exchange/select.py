@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
+
 from ..comm import Communicator
 from ..partition import Partition
 from .exchange import Exchange
@@ -41,6 +43,14 @@ def select_exchange(
     if name == "gather":
         return GatherExchange(comm, rows, columns, symmetric=symmetric, chunk=chunk)
     return RingExchange(comm, rows, columns, symmetric=symmetric)
+
+
+def columns_of_a_chunk(total: int, side: int, device: torch.device) -> int:
+    """Columns that are worth a transfer of their own: a tile's side; on a CPU all, for transfers take its cores.
+
+    (Two processes on two cores: CLIP at 8192 rows takes 3 % longer in chunks.)
+    """
+    return total if device.type == "cpu" else side
 
 
 def automatic(total: int, row_bytes: int, *, rings: bool = True) -> Literal["gather", "ring"]:

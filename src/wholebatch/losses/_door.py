@@ -32,7 +32,7 @@ from .._checks import (
 from .._precision import accumulation_dtype, wide_dtype
 from ..comm import Communicator, Group, LocalCommunicator, handshake, select_communicator
 from ..comm.handshake import GRAD_ENABLED
-from ..exchange import EXCHANGES, Exchange, ExchangeName, num_entries, select_exchange
+from ..exchange import EXCHANGES, Exchange, ExchangeName, columns_of_a_chunk, num_entries, select_exchange
 from ..kernels import KERNELS, Kernel, check_kernel, in_triton
 from ..partition import Partition
 from ..sweep import Budget, Memory, default_side, fit, side_of_tiles, smallest_budget
@@ -183,7 +183,7 @@ class Agreement:
             travels,
             row_bytes=self.width * dtype.itemsize,
             symmetric=symmetric,
-            chunk=side,
+            chunk=columns_of_a_chunk(travels.total, side, self.device),
         )
         of_tile = side_of_tiles(side, self.features_dtype) if in_triton(self.options.kernel) else side
         entries = num_entries(exchange.visits, of_tile) if keep else 0
