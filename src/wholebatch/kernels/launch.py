@@ -155,20 +155,26 @@ def blocks_for(tile: TileOf, *, lean: bool = False) -> Blocks:
     return Blocks(128, 128, 64, 8, 8, 3)
 
 
-def parts(tile: TileOf, *, lean: bool = False, many: bool = False, odd: bool = False) -> tuple[Blocks, tuple[int, int]]:
+def parts(
+    tile: TileOf, *, lean: bool = False, many: bool = False, twice: bool = False, odd: bool = False
+) -> tuple[Blocks, tuple[int, int]]:
     """What a program does, and how many there are, down and across.
 
     Args:
         tile: of S.
         lean: as in :func:`blocks_for`.
         many: whether more is made of an entry than its exponential.
+        twice: whether there are two numbers for each entry to be added up.
         odd: whether features have to be loaded one by one.
     """
-    blocks = blocks_for(tile, lean=lean)
-    if many and blocks.cols > 64 and not interpreted() and tile.x.dtype != torch.float32:
-        blocks = replace(blocks, cols=64)
-    if odd and not interpreted():
-        blocks = replace(blocks, rows=64, cols=64)
+    blocks, single = blocks_for(tile, lean=lean), tile.x.dtype == torch.float32
+    if not interpreted():
+        if many:
+            blocks = replace(blocks, cols=64)
+        if twice and (single or capability(tile.x.device) >= (10, 0)):
+            blocks = replace(blocks, rows=32 if single else 64)
+        if odd:
+            blocks = replace(blocks, rows=min(blocks.rows, 64), stages=2)
     return blocks, (ceil(len(tile.x) / blocks.rows), ceil(len(tile.y) / blocks.cols))
 
 

@@ -95,7 +95,7 @@ def nested_gradient(
     """
     from . import nested_tiles
 
-    blocks, (down, across) = parts(tile, many=True, odd=ends.unit < 8)
+    blocks, (down, across) = parts(tile, many=True, twice=True, odd=ends.unit < 8)
     (_, log2_shift), _, left = rounded(1.0, shift)
     rows, cols = rows * left, None if cols is None else cols * left
     many = len(ends.at)
