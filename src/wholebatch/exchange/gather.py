@@ -20,7 +20,7 @@ from ..comm.transport import named
 from ..partition import Partition
 from ..sweep import Block
 from .exchange import Exchange, Op, VisitBlock
-from .schedule import chunks
+from .schedule import Visit, chunks
 
 _Leaving = tuple[bool, Finish]  # whether it is for this rank, and what to wait for
 
@@ -115,19 +115,21 @@ class GatherExchange(Exchange):
     def _columns(self, ranks: range) -> slice:
         return slice(self.columns.rows(ranks.start).start, self.columns.rows(ranks.stop - 1).stop)
 
+    def _among_all(self, visit: Visit) -> slice:
+        first = self.columns.offsets[visit.source]
+        return slice(first + visit.cols.start, first + visit.cols.stop)
+
     def _blocks(self, y_full: Tensor) -> Iterator[tuple[range, Block]]:
         """Columns of some ranks at a time, which are there by then; of a symmetric matrix, rank by rank."""
-        if not self.symmetric:
-            for ranks in self._chunks:
-                self._await(ranks)
-                cols = self._columns(ranks)
-                yield ranks, Block(y_full[cols], cols, self.visits[0].rows)
-        for visit in self.visits if self.symmetric else ():
-            ranks = range(visit.source, visit.source + 1)
+        planned = [(ranks, self._columns(ranks), self.visits[0].rows, False) for ranks in self._chunks]
+        if self.symmetric:
+            planned = [
+                (range(visit.source, visit.source + 1), self._among_all(visit), visit.rows, visit.triangle)
+                for visit in self.visits
+            ]
+        for ranks, cols, rows, triangle in planned:
             self._await(ranks)
-            first = self.columns.offsets[visit.source]
-            cols = slice(first + visit.cols.start, first + visit.cols.stop)
-            yield ranks, Block(y_full[cols], cols, visit.rows, visit.triangle)
+            yield ranks, Block(y_full[cols], cols, rows, triangle)
         self._await(range(self.comm.size))
         self._arriving = []
 

@@ -52,9 +52,7 @@ def nested_sums(
     ALIGNED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Sums of a tile, (parts, blocks of columns, rows) and (parts, blocks of rows, columns)."""
-    block_row, block_col = place(num_rows, num_cols, BM, BN, GROUP)
-    rows, cols = block_row * BM + tl.arange(0, BM), block_col * BN + tl.arange(0, BN)
-    here_rows, here_cols = rows < num_rows, cols < num_cols
+    block_row, block_col, rows, cols, here_rows, here_cols = place(num_rows, num_cols, BM, BN, GROUP)
     among, out = _special(
         rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
         excluded, excluded_stride, excluded_rows, excluded_cols, POSITIVE, POSITIVE_IDS, EXCLUDED, EXCLUDED_IDS,
@@ -84,10 +82,17 @@ def nested_sums(
 
 @triton.jit
 def _gradient(
-    total, part, rows, cols, here_rows, here_cols, num_rows, num_cols, among, out,
-    row_scales, col_scales, row_weights, row_targets, col_weights, log2_shift, OF_COLS: tl.constexpr,
+    total, first, part, x, y, ends, rows, cols, here_rows, here_cols, num_rows, num_cols, stride_x, stride_y,
+    among, out, row_scales, col_scales, row_weights, row_targets, col_weights, log2_shift,
+    OF_COLS: tl.constexpr, ENDS: tl.constexpr,
+    ALIGNED: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """dS, S and r q of a part."""
+    """Products up to a part's end, and that; its dS, S and r q."""
+    stop = tl.load(ends + part)  # in units of ENDS
+    total = with_products(
+        total, x, y, rows, cols, num_rows, num_cols, first * ENDS, stop * ENDS, stride_x, stride_y,
+        ALIGNED, BK, PRECISION, WIDEN,
+    )  # fmt: skip
     of_row = tl.load(row_scales + part * num_rows + rows, mask=here_rows, other=0.0)
     of_col = tl.load(col_scales + part * num_cols + cols, mask=here_cols, other=0.0)
     scales = of_row[:, None] * of_col[None, :]
@@ -97,7 +102,7 @@ def _gradient(
         weights = weights + tl.load(col_weights + part * num_cols + cols, mask=here_cols, other=0.0)[None, :]
     targets = tl.load(row_targets + part * num_rows + rows, mask=here_rows, other=0.0)
     made = tl.where(out, 0.0, tl.exp2(logits * _LOG2_E - log2_shift) * weights)
-    return tl.where(among, targets[:, None], made), logits, scales
+    return total, stop, tl.where(among, targets[:, None], made), logits, scales
 
 
 @triton.jit(do_not_specialize=ANY)
@@ -111,9 +116,7 @@ def nested_gradient(
     ALIGNED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """H of a tile, (parts, rows, columns); sums of dS S, (parts, blocks of columns, rows), and of columns."""
-    block_row, block_col = place(num_rows, num_cols, BM, BN, GROUP)
-    rows, cols = block_row * BM + tl.arange(0, BM), block_col * BN + tl.arange(0, BN)
-    here_rows, here_cols = rows < num_rows, cols < num_cols
+    block_row, block_col, rows, cols, here_rows, here_cols = place(num_rows, num_cols, BM, BN, GROUP)
     here = here_rows[:, None] & here_cols[None, :]
     among, out = _special(
         rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
@@ -123,15 +126,10 @@ def nested_gradient(
     total, left = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
     first = 0
     for part in range(parts):
-        stop = tl.load(ends + part)  # in units of ENDS
-        total = with_products(
-            total, x, y, rows, cols, num_rows, num_cols, first * ENDS, stop * ENDS, stride_x, stride_y,
+        total, first, made, logits, scales = _gradient(
+            total, first, part, x, y, ends, rows, cols, here_rows, here_cols, num_rows, num_cols, stride_x, stride_y,
+            among, out, row_scales, col_scales, row_weights, row_targets, col_weights, log2_shift, OF_COLS, ENDS,
             ALIGNED, BK, PRECISION, WIDEN,
-        )  # fmt: skip
-        first = stop
-        made, logits, scales = _gradient(
-            total, part, rows, cols, here_rows, here_cols, num_rows, num_cols, among, out,
-            row_scales, col_scales, row_weights, row_targets, col_weights, log2_shift, OF_COLS,
         )  # fmt: skip
         left += made * scales
         products = tl.where(here, made * logits, 0.0)
@@ -145,15 +143,10 @@ def nested_gradient(
     total = tl.zeros((BM, BN), tl.float32)
     first = 0
     for part in range(parts - 1):
-        stop = tl.load(ends + part)  # in units of ENDS
-        total = with_products(
-            total, x, y, rows, cols, num_rows, num_cols, first * ENDS, stop * ENDS, stride_x, stride_y,
+        total, first, made, _, scales = _gradient(
+            total, first, part, x, y, ends, rows, cols, here_rows, here_cols, num_rows, num_cols, stride_x, stride_y,
+            among, out, row_scales, col_scales, row_weights, row_targets, col_weights, log2_shift, OF_COLS, ENDS,
             ALIGNED, BK, PRECISION, WIDEN,
-        )  # fmt: skip
-        first = stop
-        made, _, scales = _gradient(
-            total, part, rows, cols, here_rows, here_cols, num_rows, num_cols, among, out,
-            row_scales, col_scales, row_weights, row_targets, col_weights, log2_shift, OF_COLS,
         )  # fmt: skip
         left -= made * scales
         gradient += num_rows.to(tl.int64) * num_cols

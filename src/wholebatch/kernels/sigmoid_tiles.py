@@ -31,9 +31,7 @@ def tile_sigmoid(
     ALIGNED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """sum_j l_ij and sum_j dS_ij, (blocks of columns, rows), and dS, (rows, columns)."""
-    block_row, block_col = place(num_rows, num_cols, BM, BN, GROUP)
-    rows, cols = block_row * BM + tl.arange(0, BM), block_col * BN + tl.arange(0, BN)
-    here_rows, here_cols = rows < num_rows, cols < num_cols
+    _, block_col, rows, cols, here_rows, here_cols = place(num_rows, num_cols, BM, BN, GROUP)
     m = similarities(
         x, y, rows, cols, num_rows, num_cols, dim, stride_x, stride_y, BM, BN, ALIGNED, BK, PRECISION, WIDEN
     )

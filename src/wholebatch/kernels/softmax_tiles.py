@@ -60,9 +60,7 @@ def tile_sums(
 
     Logits are given as x . y, or where each row has a scale as S / log(2).
     """
-    block_row, block_col = place(num_rows, num_cols, BM, BN, GROUP)
-    rows, cols = block_row * BM + tl.arange(0, BM), block_col * BN + tl.arange(0, BN)
-    here_rows, here_cols = rows < num_rows, cols < num_cols
+    block_row, block_col, rows, cols, here_rows, here_cols = place(num_rows, num_cols, BM, BN, GROUP)
     logits = similarities(
         x, y, rows, cols, num_rows, num_cols, dim, stride_x, stride_y, BM, BN, ALIGNED, BK, PRECISION, WIDEN
     )
@@ -163,9 +161,7 @@ def tile_gradient(
 
     If asked for, `totals` gets sum_j dS_ij, (blocks of columns, rows).
     """
-    block_row, block_col = place(num_rows, num_cols, BM, BN, GROUP)
-    rows, cols = block_row * BM + tl.arange(0, BM), block_col * BN + tl.arange(0, BN)
-    here_rows, here_cols = rows < num_rows, cols < num_cols
+    _, block_col, rows, cols, here_rows, here_cols = place(num_rows, num_cols, BM, BN, GROUP)
     at, here = rows[:, None] * num_cols + cols[None, :], here_rows[:, None] & here_cols[None, :]
     if BY_ROW:
         scales = tl.load(row_scale + rows, mask=here_rows, other=0.0)

@@ -20,13 +20,18 @@ ANY = ["num_rows", "first_row"]
 
 @triton.jit
 def place(num_rows, num_cols, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """The program's block of rows and of columns: GROUP blocks of rows at a time, so that Y stays in the L2 cache."""
+    """The program's block of rows and of columns, these rows and columns, and which of them there are.
+
+    GROUP blocks of rows at a time, so that Y stays in the L2 cache.
+    """
     down, across = tl.cdiv(num_rows, BM), tl.cdiv(num_cols, BN)
     program = tl.program_id(0)
     first = program // (GROUP * across) * GROUP
     height = tl.minimum(down - first, GROUP)
     within = program % (GROUP * across)
-    return first + within % height, within // height
+    block_row, block_col = first + within % height, within // height
+    rows, cols = block_row * BM + tl.arange(0, BM), block_col * BN + tl.arange(0, BN)
+    return block_row, block_col, rows, cols, rows < num_rows, cols < num_cols
 
 
 @triton.jit

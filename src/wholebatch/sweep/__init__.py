@@ -2,7 +2,7 @@
 
 from .driver import Block, Driver
 from .hardest import HardestSweep
-from .kernel_tiles import side_of_tiles
+from .kernel_tiles import LARGEST, side_of_tiles
 from .memory import Budget, KeptTiles, Memory, default_side, fit, smallest_budget
 from .nested import NestedSweep
 from .nested_kernels import KernelNestedSweep
@@ -12,7 +12,7 @@ from .sigmoid import SigmoidSweep
 from .sigmoid_kernels import KernelSigmoidSweep
 from .soft_targets import SoftTargetSweep
 from .softmax import Bend, Over, Selection, SoftmaxSweep, Sums, Weights
-from .softmax_kernels import LARGEST, KernelSoftmaxSweep
+from .softmax_kernels import KernelSoftmaxSweep
 
 __all__ = [
     "LARGEST",

@@ -20,6 +20,7 @@ from .driver import Block, Driver, relative
 from .members import Members, members
 from .pairs import Pairs
 
+LARGEST = 2.0**14  # that an entry of dS may be in float16
 _TILES = 2  # of plain PyTorch's sweep
 _DTYPES = (torch.float32, torch.bfloat16)
 

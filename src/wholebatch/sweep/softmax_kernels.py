@@ -28,7 +28,6 @@ from .kernel_tiles import KernelTiles
 from .memory import KeptTiles
 from .softmax import Selection, SoftmaxSweep, Sums, Weights, one_shift
 
-LARGEST = 2.0**14
 _CANDIDATES = {"negatives": 0, "all": 1, "positives": 2}
 
 
