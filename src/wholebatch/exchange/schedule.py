@@ -66,8 +66,10 @@ def chunks(columns: Partition, least: int) -> tuple[range, ...]:
 
     >>> chunks(Partition((3, 3, 0, 3, 4)), 5)
     (range(0, 2), range(2, 5))
+    >>> chunks(Partition((0, 0)), 0)  # an empty queue of keys
+    (range(0, 2),)
     """
-    least, found, first, size = max(least, -(-columns.total // _MOST_CHUNKS)), list[range](), 0, len(columns.counts)
+    least, found, first, size = max(1, least, -(-columns.total // _MOST_CHUNKS)), list[range](), 0, len(columns.counts)
     for rank in range(size):
         if sum(columns.counts[first : rank + 1]) >= least and sum(columns.counts[rank + 1 :]) >= least:
             found.append(range(first, rank + 1))
