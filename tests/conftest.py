@@ -8,6 +8,15 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
 
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # and before anything imports JAX: eight devices that are none
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=8",
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",  # compiled once, run once
+    ]
+)
+
 collect_ignore = ["mpi_cases.py", "over_mpi.py"]  # they run under mpiexec, where mpi4py is
 
 

@@ -2,6 +2,9 @@
 
 import subprocess
 import sys
+from importlib.util import find_spec
+
+import pytest
 
 OPTIONAL = ["jax", "mpi4py", "tyro", "rich", "safetensors", "matplotlib", "PIL", "cloudpickle"]
 # Without Triton, which torch imports by itself where it is installed.
@@ -9,7 +12,7 @@ PROGRAM = """
 import sys
 sys.modules["triton"] = None
 {extra}
-import wholebatch
+from wholebatch import *
 print([m for m in {optional} if m in sys.modules])
 """
 
@@ -27,3 +30,21 @@ def test_core_imports_no_extra_and_warns_of_nothing():
 
 def test_the_check_above_can_fail():
     assert loaded("import rich") == "['rich']"
+
+
+@pytest.mark.skipif(find_spec("jax") is None, reason="JAX needs Python 3.11")
+def test_jax_without_torch():
+    program = "import sys; sys.modules['torch'] = None; import wholebatch as wb; print(wb.jax.clip_loss.__name__)"
+    run = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (0, "clip_loss\n"), run.stderr
+
+
+@pytest.mark.parametrize(
+    ("missing", "name", "message"),
+    [("jax", "jax", "wholebatch.jax needs JAX: pip install 'wholebatch[jax]'"), ("torch", "CLIPLoss", "torch")],
+)
+def test_what_is_missing_is_named(missing, name, message):
+    program = f"import sys; sys.modules[{missing!r}] = None; import wholebatch as wb; wb.{name}"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert message in run.stderr.splitlines()[-1]

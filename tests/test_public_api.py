@@ -1,6 +1,9 @@
 """The public names are a decision: this list and the package agree, and each is documented."""
 
 import inspect
+from importlib.util import find_spec
+
+import pytest
 
 import wholebatch as wb
 
@@ -120,6 +123,31 @@ PUBLIC = {
         "select_communicator",
     ],
 }
+
+
+JAX = [
+    "ArcFace",
+    "CombinedMargin",
+    "CosFace",
+    "Margin",
+    "NormFace",
+    "SphereFace",
+    *("cache_grad", "cache_train_step", "chunk_encode", "chunked", "grad_cached"),
+    *("tree_chunk", "tree_unchunk", "unchunk_args"),
+    *(
+        f"{loss}_loss{local}"
+        for loss in ("clip", "info_nce", "nt_xent", "partial_fc", "siglip", "sup_con")
+        for local in ("", "_local")
+    ),
+]
+if find_spec("jax") is not None:
+    PUBLIC[wb.jax] = JAX
+
+
+def test_names_are_loaded_when_they_are_asked_for():
+    assert {*wb.__all__, "jax"} == set(dir(wb))
+    with pytest.raises(AttributeError, match="module 'wholebatch' has no attribute 'CLIPloss'"):
+        _ = wb.CLIPloss
 
 
 def test_exported_names():

@@ -1,92 +1,29 @@
 """Train with losses that need the whole batch: exact gradients, flat memory, any number of processes."""
 
-from . import comm, functional, gradcache, heads, partition, planning, reference, testing
-from .auditing import Problem, audit
-from .gradcache import GradCache
-from .heads import (
-    AdaFace,
-    ArcFace,
-    CombinedMargin,
-    CosFace,
-    CurricularFace,
-    MagFace,
-    NormFace,
-    PartialFC,
-    SparseAdamW,
-    SparseSGD,
-    SphereFace,
-)
-from .losses import (
-    BarlowTwinsLoss,
-    BatchStatistics,
-    CircleLoss,
-    CLIPLoss,
-    DCLLoss,
-    DebiasedLoss,
-    DistillationLoss,
-    GlobalContrastiveLoss,
-    InfoNCELoss,
-    KeyQueue,
-    MatryoshkaLoss,
-    MoCoLoss,
-    MultiSimilarityLoss,
-    NTXentLoss,
-    SigLIPLoss,
-    SmoothAPLoss,
-    SupConLoss,
-    TripletLoss,
-    VICRegLoss,
-    WholeBatch,
-    WMSELoss,
-)
-from .planning import plan
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import jax as jax
+    from ._torch_names import *  # noqa: F403
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AdaFace",
-    "ArcFace",
-    "BarlowTwinsLoss",
-    "BatchStatistics",
-    "CLIPLoss",
-    "CircleLoss",
-    "CombinedMargin",
-    "CosFace",
-    "CurricularFace",
-    "DCLLoss",
-    "DebiasedLoss",
-    "DistillationLoss",
-    "GlobalContrastiveLoss",
-    "GradCache",
-    "InfoNCELoss",
-    "KeyQueue",
-    "MagFace",
-    "MatryoshkaLoss",
-    "MoCoLoss",
-    "MultiSimilarityLoss",
-    "NTXentLoss",
-    "NormFace",
-    "PartialFC",
-    "Problem",
-    "SigLIPLoss",
-    "SmoothAPLoss",
-    "SparseAdamW",
-    "SparseSGD",
-    "SphereFace",
-    "SupConLoss",
-    "TripletLoss",
-    "VICRegLoss",
-    "WMSELoss",
-    "WholeBatch",
-    "__version__",
-    "audit",
-    "comm",
-    "functional",
-    "gradcache",
-    "heads",
-    "partition",
-    "plan",
-    "planning",
-    "reference",
-    "testing",
-]
+
+def __getattr__(name: str) -> Any:
+    """Load what is asked for, so that `wholebatch.jax` imports no torch and the rest no JAX."""
+    if name == "__all__":
+        return [*import_module("._torch_names", __name__).__all__, "__version__"]
+    if not name.startswith("__"):
+        if find_spec(f"{__name__}.{name}") is not None:
+            return import_module(f".{name}", __name__)
+        names = vars(import_module("._torch_names", __name__))
+        if name in names:
+            return globals().setdefault(name, names[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Of everything public."""
+    return [*__getattr__("__all__"), "jax"]

@@ -1,0 +1,284 @@
+r"""Gradient caching: activations live for one chunk of the batch at a time, and the gradient is that of the whole.
+
+In JAX that is rematerialisation inside of a scan: `lax.scan` over chunks keeps each chunk's representations, and
+`jax.checkpoint` its inputs, of which the backward pass makes the rest again. :func:`chunked` is all of it.
+
+The functions below it do the same in steps, by the names that GradCache's JAX code has (Gao et al., 2021,
+arXiv:2101.06983): representations of all chunks, the gradient of the loss by them, and the encoder's by that.
+
+A batch that is split over devices must not be cut into chunks by a plain reshape: (B, ...) -> (n, B / n, ...) makes
+whole devices' rows one chunk, and the chunks, not the rows in them, are then what is split; XLA gathers them again, and
+each device encodes all rows of each chunk. A chunk has to hold some of every device's rows: each
+device cuts its own (b, ...) into (n, c, ...), which makes of all n chunks of W c rows, split as the batch was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from math import ceil, prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+from .axis import varies_over, vary
+from .mesh import AxisNames, check_axes, placed
+
+
+def chunked(
+    encode_fn: Callable[..., Any],
+    *,
+    chunk_size: int | None = None,
+    num_chunks: int | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    axis: AxisNames = "data",
+    grad_dtype: Any = None,
+    policy: Callable[..., bool] | None = None,
+) -> Callable[..., Any]:
+    r"""An encoder that takes batches whose activations would not fit: same values, same gradients.
+
+    encode(params, batch) = concatenate(encode_fn(params, chunk) for chunk in batch)
+
+    Args:
+        encode_fn: of parameters and a batch, a tree of arrays with a row for each example; a tree of representations
+            likewise. Rows must not look at one another (no batch statistics).
+        chunk_size: examples of a chunk, on each device.
+        num_chunks: or how many chunks there are. The last is filled with copies of the last rows, which are cut off.
+        mesh: over which the batch is split; None: that of `jax.set_mesh`, if there is one. Inside of a
+            `jax.shard_map` a device has its own rows, and there is none.
+        axis: of the mesh, over which the batch's rows are split.
+        grad_dtype: in which the parameters' gradients are added up over chunks, such as float32 for parameters in
+            bfloat16; None: their own. It takes a copy of the parameters in that dtype.
+        policy: what `jax.checkpoint` keeps of a chunk; None: nothing.
+
+    Returns:
+        encode(params, batch, key=None). With a `key` of `jax.random` each chunk gets one of its own, as
+        encode_fn(params, chunk, key), and the same one when it is encoded again.
+
+    The encoder runs forward twice, and no collective is added.
+
+    Raises:
+        ValueError: while tracing: not one of chunk_size and num_chunks, a batch without rows or with differing ones, an
+            axis that the mesh does not have.
+
+    Source: Gao et al., 2021, arXiv:2101.06983.
+
+    >>> import jax, jax.numpy as jnp, wholebatch.jax as wbj
+    >>> encode = wbj.chunked(lambda w, x: jnp.tanh(x @ w), chunk_size=2)
+    >>> encode(jnp.ones((3, 4)), jnp.ones((5, 3))).shape
+    (5, 4)
+    """
+    if (chunk_size is None) == (num_chunks is None) or min(n for n in (chunk_size, num_chunks) if n is not None) < 1:
+        raise ValueError(f"give one of chunk_size and num_chunks, >= 1; got {chunk_size} and {num_chunks}")
+
+    def encode(params: Any, batch: Any, key: Array | None = None) -> Any:
+        devices = _Devices.of(mesh, axis)
+        rows = _rows(batch)
+        b = ceil(rows / devices.number)
+        c = min(b, chunk_size) if chunk_size is not None else ceil(b / min(b, num_chunks or 1))
+        n = ceil(b / c)
+        dtypes = jax.tree.map(jnp.result_type, params)
+        wide = params if grad_dtype is None else jax.tree.map(lambda w: _cast(w, grad_dtype), params)
+
+        def one(_: None, chunk: tuple[Any, Array | None]) -> tuple[None, Any]:
+            narrow = jax.tree.map(lambda w, dtype: w.astype(dtype), wide, dtypes)
+            inputs, own_key = chunk
+            return None, encode_fn(narrow, inputs, *() if own_key is None else (own_key,))
+
+        def cut(x: Array) -> Array:
+            """(b, ...) -> (n, c, ...)."""
+            return _longer(x, n * c - b).reshape(n, c, *x.shape[1:])
+
+        def joined(x: Array) -> Array:
+            """(n, c, ...) -> (b, ...)."""
+            return x.reshape(n * c, *x.shape[2:])[:b]
+
+        keys = None if key is None else jax.random.split(key, n)
+        whole = jax.tree.map(lambda x: _longer(jnp.asarray(x), devices.number * b - rows), batch)
+        again = jax.checkpoint(one, policy=policy, prevent_cse=False)
+        _, encoded = lax.scan(again, None, (devices.on_each(cut, whole, 0, 1), keys))
+        return jax.tree.map(lambda x: x[:rows], devices.on_each(joined, encoded, 1, 0))
+
+    return encode
+
+
+class _Devices:
+    """Those that a batch is split over."""
+
+    def __init__(self, mesh: Mesh | AbstractMesh | None, names: tuple[str, ...]) -> None:
+        self.mesh, self.names = mesh, names
+        self.number = 1 if mesh is None else prod(mesh.shape[name] for name in names)
+
+    @classmethod
+    def of(cls, mesh: Mesh | AbstractMesh | None, axis: AxisNames) -> _Devices:
+        names = axis if isinstance(axis, tuple) else (axis,)
+        if mesh is None:
+            around = jax.sharding.get_abstract_mesh()
+            if around.empty or AxisType.Manual in around.axis_types:
+                return cls(None, names)
+            mesh = around
+        check_axes(mesh, names)
+        return cls(mesh, names)
+
+    def on_each(self, function: Callable[[Array], Array], tree: Any, split: int, split_after: int) -> Any:
+        """Apply a function to each device's part of arrays, which are split along one dimension, and then another."""
+        if (mesh := self.mesh) is None:
+            return jax.tree.map(function, tree)
+        before, after = (PartitionSpec(*[None] * dim, self.names) for dim in (split, split_after))
+        tree = jax.tree.map(lambda x: placed(x, mesh, before), tree)
+        of_parts = jax.shard_map(
+            lambda tree: jax.tree.map(function, tree),
+            mesh=mesh,
+            in_specs=before,
+            out_specs=after,
+            axis_names=set(self.names),
+        )
+        return jax.jit(of_parts)(tree)
+
+
+def _longer(x: Array, rows: int) -> Array:
+    """With its last row so many times more: an encoder may have no value for zeros."""
+    return jnp.pad(x, [(0, rows)] + [(0, 0)] * (x.ndim - 1), mode="edge") if rows else x
+
+
+def _rows(batch: Any) -> int:
+    counts = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
+    if len(counts) != 1 or counts & {(), (0,)}:
+        raise ValueError(
+            f"all arrays of the batch must have the same number of rows, at least one; got {sorted(counts)}"
+        )
+    return int(counts.pop()[0])
+
+
+def _cast(w: Any, dtype: Any) -> Any:
+    return w.astype(dtype) if jnp.issubdtype(jnp.result_type(w), jnp.floating) else w
+
+
+# GradCache's names.
+
+
+def tree_chunk(tree: Any, n_chunk: int, axis: int = 0) -> Any:
+    """Cut an axis of each array into n_chunk equal parts, which become a new axis before it.
+
+    On one device, or inside of a `jax.shard_map`: for a batch that is split over devices use :func:`chunked`.
+
+    Raises:
+        ValueError: the axis does not divide.
+    """
+
+    def of(x: Array) -> Array:
+        rows = x.shape[axis]
+        if n_chunk < 1 or rows % n_chunk:
+            raise ValueError(
+                f"{rows} rows do not divide into {n_chunk} chunks; wholebatch.jax.chunked takes any number"
+            )
+        return jnp.reshape(x, (*x.shape[:axis], n_chunk, rows // n_chunk, *x.shape[axis + 1 :]))
+
+    return jax.tree.map(of, tree)
+
+
+def tree_unchunk(tree: Any, axis: int = 0) -> Any:
+    """The other way: an axis and the one after it become one."""
+    return jax.tree.map(lambda x: jnp.reshape(x, (*x.shape[:axis], -1, *x.shape[axis + 2 :])), tree)
+
+
+def chunk_encode(encode_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Of encode_fn(**chunk) a function of chunks, whose representations it stacks: the first pass, without gradient."""
+
+    def encode(**chunks: Any) -> Any:
+        return lax.map(lambda chunk: encode_fn(**chunk), chunks)
+
+    return encode
+
+
+def cache_grad(encode_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Of encode_fn(params, **chunk) a function that adds its gradient over chunks, given that of the representations.
+
+    add_grad(params, accumulator, cached_grad, **chunks) = accumulator + sum_k J_k^T cached_grad_k
+
+    The accumulator is a tree like params; what it is given in, float32 perhaps, sums are kept in.
+    """
+
+    def add_grad(params: Any, accumulator: Any, cached_grad: Any, **chunks: Any) -> Any:
+        def step(sums: Any, of_chunk: tuple[Any, Any]) -> tuple[Any, None]:
+            cotangents, chunk = of_chunk
+            _, pull_back = jax.vjp(lambda params: encode_fn(params=params, **chunk), params)
+            (grad,) = pull_back(cotangents)
+            return jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, grad), None
+
+        return lax.scan(step, accumulator, (cached_grad, chunks))[0]
+
+    return add_grad
+
+
+def unchunk_args(axis: int = 0, argnums: Iterable[int] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator: some arguments come in chunks, and the function gets them whole."""
+    numbers = frozenset(argnums)
+
+    def decorator(function: Callable[..., Any]) -> Callable[..., Any]:
+        def unchunked(*args: Any, **kwargs: Any) -> Any:
+            return function(*(tree_unchunk(x, axis) if at in numbers else x for at, x in enumerate(args)), **kwargs)
+
+        return unchunked
+
+    return decorator
+
+
+def grad_cached(
+    encode_fn: Callable[..., Any], policy: Callable[..., bool] | None = None, prevent_cse: bool = True
+) -> Callable[..., Any]:
+    """Of encode_fn(params, chunk) a function of chunks, as `tree_chunk` makes them; all rows below one another.
+
+    :func:`chunked` takes the batch as it is, on any number of devices.
+    """
+
+    def encode(params: Any, chunks: Any) -> Any:
+        def one(_: None, chunk: Any) -> tuple[None, Any]:
+            return None, encode_fn(params, chunk)
+
+        _, encoded = lax.scan(jax.checkpoint(one, policy=policy, prevent_cse=prevent_cse), None, chunks)
+        return tree_unchunk(encoded)
+
+    return encode
+
+
+def cache_train_step(
+    loss_fn: Callable[..., Array], state: Any, ss: dict[str, Any], tt: dict[str, Any], axis: str = "device"
+) -> tuple[Array, Any]:
+    """One step of training two towers with shared parameters, on chunks, inside of a `jax.shard_map` over `axis`.
+
+    Args:
+        loss_fn: of both towers' representations, all of this device's rows, and axis=; its mean is the loss.
+        state: with apply_fn, params and apply_gradients, such as flax's `TrainState`.
+        ss: the one tower's inputs, by keyword, in chunks.
+        tt: the other's.
+        axis: over which losses and gradients are averaged.
+
+    Returns:
+        The mean of the devices' losses, and the state after a step along its gradient. A loss that JAX knows to be the
+        same on all devices, such as :func:`wholebatch.jax.clip_loss_local`, is its own mean.
+    """
+
+    def encode(params: Any, **inputs: Any) -> Any:
+        return state.apply_fn(params=params, **inputs)
+
+    # What varies stays this device's own until it is added up below; where JAX keeps no record, nothing has to be said.
+    names = frozenset({axis}) & frozenset().union(*(varies_over(x) for x in jax.tree.leaves((ss, tt))))
+    params = jax.tree.map(lambda w: vary(w, names), state.params)
+    encode_chunks, add_grad = chunk_encode(partial(encode, params)), cache_grad(encode)
+
+    @unchunk_args(axis=0, argnums=(0, 1))
+    def mean_loss(xx: Any, yy: Any) -> Array:
+        return jnp.mean(loss_fn(xx, yy, axis=axis))
+
+    loss, of_towers = jax.value_and_grad(mean_loss, argnums=(0, 1))(encode_chunks(**ss), encode_chunks(**tt))
+    grads = jax.tree.map(jnp.zeros_like, params)
+    for inputs, of_tower in zip((ss, tt), of_towers, strict=True):
+        grads = add_grad(params, grads, of_tower, **inputs)
+    if names and not names & varies_over(loss):  # one loss, of which each device has its share of the gradient
+        return loss, state.apply_gradients(grads=lax.psum(grads, axis))
+    loss, grads = lax.pmean((loss, grads), axis)
+    return loss, state.apply_gradients(grads=grads)

@@ -1,0 +1,76 @@
+"""The logarithm of a sum of exponentials, as the pair (largest, sum of what is left) that can be added to.
+
+    log sum_j e^{s_j} = top + log total,    top = max_j s_j,    total = sum_j e^{s_j - top}
+
+Two of them, of different terms of one sum, are merged by bringing both to the larger top. No exponent is ever above 0,
+and the largest is 0: at any scale nothing overflows, and nothing that counts underflows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from .axis import Axis
+
+
+class LogSum(NamedTuple):
+    """Of each row a sum of exponentials: (rows,) each; top is -inf where there is no term yet."""
+
+    top: Array
+    total: Array
+
+    @classmethod
+    def of(cls, terms: Array, axis: int) -> LogSum:
+        """Of what stands along an axis of `terms`; -inf: no term."""
+        top = terms.max(axis)
+        return cls(top, jnp.exp(terms - jnp.expand_dims(_finite(top), axis)).sum(axis))
+
+    @classmethod
+    def nothing(cls, rows: int, dtype: Any) -> LogSum:
+        """The sum of no terms."""
+        return cls(jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype))
+
+    def add(self, other: LogSum) -> LogSum:
+        """The sum of both."""
+        top = jnp.maximum(self.top, other.top)
+        totals = [of.total * jnp.exp(of.top - _finite(top)) for of in (self, other)]
+        return LogSum(top, totals[0] + totals[1])
+
+    @property
+    def value(self) -> Array:
+        """log sum exp; -inf for no terms."""
+        return jnp.where(self.total > 0, _finite(self.top) + jnp.log(self.total), -jnp.inf)
+
+
+def add(one: Any, other: Any) -> Any:
+    """Of two trees of sums the tree of both: LogSums merged, arrays added."""
+    return jax.tree.map(lambda a, b: a.add(b) if isinstance(a, LogSum) else a + b, one, other, is_leaf=_is_log_sum)
+
+
+def bring_home(axis: Axis, sums: Any) -> Any:
+    """Of sums over each device's rows for the columns of all, (W b, ...), those over all rows for one's own, (b, ...).
+
+    Collectives: one pmax of W b numbers, if there are exponentials; then one psum_scatter for each kind of array.
+    """
+    tops = [leaf.top for leaf in jax.tree.leaves(sums, is_leaf=_is_log_sum) if isinstance(leaf, LogSum)]
+    common = iter([_finite(axis.max(top)) for top in tops])
+
+    def at_common_top(leaf: Any) -> Any:
+        if not isinstance(leaf, LogSum):
+            return leaf
+        top = next(common)
+        return LogSum(top / axis.size, leaf.total * jnp.exp(leaf.top - top))
+
+    return axis.scatter_sum(jax.tree.map(at_common_top, sums, is_leaf=_is_log_sum))
+
+
+def _finite(top: Array) -> Array:
+    return jnp.where(top == -jnp.inf, 0, top)
+
+
+def _is_log_sum(node: Any) -> bool:
+    return isinstance(node, LogSum)

@@ -1,0 +1,121 @@
+"""Margins: what an example's own class has to be better by. Functions of the angle to its centre alone.
+
+The same as :mod:`wholebatch.heads.margins`, where they are derived; and any function of angles and norms will do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf, isfinite, pi
+from typing import Literal, Protocol
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from . import checks
+
+Fold = Literal["extend", "linear", "clip", "none"]
+FOLDS = ("extend", "linear", "clip", "none")
+
+
+class Margin(Protocol):
+    """A margin; of your own, too. It is compared and hashed as a part of what is traced: a frozen dataclass will do."""
+
+    @property
+    def s(self) -> float:
+        """The scale of the logits."""
+        ...
+
+    def __call__(self, angles: Array, norms: Array) -> Array:
+        """phi, (b,), of the angles between embeddings and their classes' centres, and the embeddings' norms."""
+        ...
+
+
+@dataclass(frozen=True)
+class CombinedMargin:
+    r"""phi = cos(m1 theta + m2) - m3, with scale s.
+
+    Args:
+        s: multiplies all cosines.
+        m1: multiplies the angle (SphereFace).
+        m2: radians that are added to it (ArcFace).
+        m3: is subtracted from the cosine (CosFace).
+        fold: beyond m1 theta + m2 = pi, "extend": (-1)^k cos - 2k, SphereFace's, which goes on falling, smoothly;
+            "linear": cos theta - m2 sin(m2), as in ArcFace's published code, for m1 = 1 only; "clip": -1, without a
+            gradient; "none": the cosine, which rises again.
+
+    Source: Deng et al., 2019, arXiv:1801.07698, equation 4; the fold, Liu et al., 2017, arXiv:1704.08063, section 3.3.
+    """
+
+    s: float
+    m1: float
+    m2: float
+    m3: float
+    fold: Fold = "extend"
+
+    def __post_init__(self) -> None:
+        for name, above in (("s", 0.0), ("m1", 0.0), ("m2", -inf), ("m3", -inf)):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not isfinite(value) or value <= above:
+                raise ValueError(f"{name} must be a {'positive' if above == 0 else 'finite'} number, got {value!r}")
+        if self.m2 < 0 or self.m3 < 0:
+            raise ValueError(f"margins m2 and m3 must not be negative, got {self.m2} and {self.m3}")
+        checks.choice("fold", self.fold, FOLDS)
+        if self.fold == "linear" and self.m1 != 1:
+            raise ValueError(f"fold='linear' is defined for m1 = 1, got {self.m1}")
+
+    def __call__(self, angles: Array, norms: Array) -> Array:
+        return angular(angles, self.m1, self.m2, self.fold) - self.m3
+
+
+class ArcFace(CombinedMargin):
+    """phi = cos(theta + m): an angle more.
+
+    Source: Deng et al., 2019, arXiv:1801.07698, equation 3.
+    """
+
+    def __init__(self, s: float = 64.0, m: float = 0.5, *, fold: Fold = "extend") -> None:
+        super().__init__(s, 1.0, m, 0.0, fold)
+
+
+class CosFace(CombinedMargin):
+    """phi = cos theta - m.
+
+    Source: Wang et al., 2018, arXiv:1801.09414, equation 4.
+    """
+
+    def __init__(self, s: float = 64.0, m: float = 0.4) -> None:
+        super().__init__(s, 1.0, 0.0, m)
+
+
+class SphereFace(CombinedMargin):
+    """phi = cos(m theta), going on falling beyond pi.
+
+    Source: Liu et al., 2017, arXiv:1704.08063, equation 7, with a scale s in the place of the norm.
+    """
+
+    def __init__(self, s: float = 64.0, m: float = 1.35) -> None:
+        super().__init__(s, m, 0.0, 0.0)
+
+
+class NormFace(CombinedMargin):
+    """phi = cos theta: a scaled softmax of cosines, without a margin.
+
+    Source: Wang et al., 2017, arXiv:1704.06369, section 3.3.
+    """
+
+    def __init__(self, s: float = 64.0) -> None:
+        super().__init__(s, 1.0, 0.0, 0.0)
+
+
+def angular(angles: Array, m1: float, m2: Array | float, fold: Fold = "extend") -> Array:
+    """cos(m1 theta + m2), and beyond pi what the fold says."""
+    moved = m1 * angles + m2
+    if fold == "none":
+        return jnp.cos(moved)
+    if fold == "clip":
+        return jnp.cos(jnp.clip(moved, 0, pi))
+    if fold == "linear":
+        return jnp.where(moved > pi, jnp.cos(angles) - jnp.sin(m2) * m2, jnp.cos(moved))
+    turns = lax.stop_gradient(jnp.maximum(jnp.floor(moved / pi), 0))
+    return (1 - 2 * (turns % 2)) * jnp.cos(moved) - 2 * turns

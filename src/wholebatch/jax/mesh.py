@@ -1,0 +1,144 @@
+"""From global arrays on a mesh to the rows of one device, and back: every loss is written once, for one device.
+
+    clip_loss(x, y, ..., mesh=mesh)    --shard_map-->    clip_loss_local(x_local, y_local, ..., axis_name="data")
+
+Batches that do not divide over the devices are padded below with rows of zeros, which losses leave out of everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from .axis import Axis, varies_over
+
+AxisNames = str | tuple[str, ...]
+
+
+def on_mesh(
+    body: Callable[[Axis, dict[str, Any], Any], Array],
+    rows: dict[str, Array | None],
+    whole: Any,
+    *,
+    mesh: Mesh | AbstractMesh | None,
+    axis: AxisNames,
+    per_row: str | None = None,
+) -> Array:
+    """Run `body` on every device of an axis.
+
+    Args:
+        body: of the axis, this device's rows, and what all devices have; hashable, for it is a part of what is traced.
+        rows: arrays that are split by their first dimension; None stays None.
+        whole: a tree of arrays that are the same everywhere.
+        mesh: None: that of `jax.set_mesh`; and if there is none, the batch is in one piece.
+        axis: a name, or several that are taken as one.
+        per_row: what `body` gives has a row for each of this argument's; None: it is the same everywhere.
+    """
+    names = axis if isinstance(axis, tuple) else (axis,)
+    if mesh is None and (mesh := jax.sharding.get_abstract_mesh()).empty:
+        return _in_one_piece(rows, whole, body=body)
+    check_axes(mesh, names)
+    return _on_devices(rows, whole, body=body, mesh=mesh, names=names, per_row=per_row)
+
+
+# Jitted, so that calls outside of the caller's `jit` compile once and not anew each time.
+
+
+@partial(jax.jit, static_argnames=("body",))
+def _in_one_piece(rows: dict[str, Array | None], whole: Any, *, body: Callable[..., Array]) -> Array:
+    return body(Axis(), rows, whole)
+
+
+@partial(jax.jit, static_argnames=("body", "mesh", "names", "per_row"))
+def _on_devices(
+    rows: dict[str, Array | None],
+    whole: Any,
+    *,
+    body: Callable[..., Array],
+    mesh: Mesh | AbstractMesh,
+    names: tuple[str, ...],
+    per_row: str | None,
+) -> Array:
+    devices = prod(mesh.shape[name] for name in names)
+    given = {name: x for name, x in rows.items() if x is not None}
+    totals = {name: len(x) for name, x in given.items()}
+    spec = PartitionSpec(names)
+    split = {name: placed(_padded(x, devices), mesh, spec) for name, x in given.items()}
+
+    def on_device(split: dict[str, Array], whole: Any) -> Array:
+        return body(Axis(names), {**rows, **split, "totals": totals}, whole)
+
+    result = jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(spec, PartitionSpec()),
+        out_specs=PartitionSpec() if per_row is None else spec,
+    )(split, whole)
+    if per_row is None or len(result) == totals[per_row]:
+        return result
+    return placed(result, mesh, PartitionSpec())[: totals[per_row]]  # what does not divide cannot stay split
+
+
+def in_shard_map(axis_name: AxisNames, rows: dict[str, Array | None]) -> Axis:
+    """The axis of a `jax.shard_map` that is around already; its rows have to be told apart from one another.
+
+    Raises:
+        ValueError: no such axis, or JAX does not know that the rows differ along it.
+    """
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    try:
+        size = lax.axis_size(names)
+    except NameError as error:
+        raise ValueError(
+            f"axis_name must name an axis of the jax.shard_map around this call, got {axis_name!r} ({error}). For "
+            "global arrays, call the function without `_local`, with mesh= and axis="
+        ) from error
+    for name, x in rows.items():
+        missing = set() if x is None else set(names) - varies_over(x)
+        if missing:
+            raise ValueError(
+                f"{name} must vary over axis_name={axis_name!r}, as rows do that in_specs splits; JAX takes them for "
+                f"the same on all {size} devices along {', '.join(sorted(missing))}. With check_vma=False it knows no "
+                "better, and gradients come out divided by the number of devices: leave check_vma at True"
+            )
+    return Axis(names)
+
+
+def valid_rows(axis: Axis, name: str, rows: dict[str, Any]) -> Array | None:
+    """Which of this device's rows of an argument are of the batch, and no padding; None: all of them."""
+    b, total = len(rows[name]), rows.get("totals", {}).get(name)
+    return None if total is None or total == b * axis.size else axis.rows(b) < total
+
+
+def _padded(x: Array, devices: int) -> Array:
+    missing = -len(x) % devices
+    return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) if missing else jnp.asarray(x)
+
+
+def placed(x: Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Array:
+    """Split so; where axes are explicit that has to be said, elsewhere `jax.shard_map` sees to it."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec) if isinstance(mesh, Mesh) else spec)
+
+
+def check_axes(mesh: Mesh | AbstractMesh, names: tuple[str, ...]) -> None:
+    """They are the mesh's, and no `jax.shard_map` has taken them already."""
+    kinds = dict(zip(mesh.shape, mesh.axis_types, strict=True))
+    if any(kinds.get(name) == AxisType.Manual for name in names):
+        raise ValueError(
+            f"inside of a jax.shard_map over {', '.join(map(repr, names))} rows are a device's own: call the function "
+            "that ends with `_local`, with axis_name="
+        )
+    if not names or any(name not in mesh.shape for name in names):
+        raise ValueError(
+            f"axis must name axes of the mesh, got {', '.join(map(repr, names))}; the mesh has "
+            f"{', '.join(map(repr, mesh.shape)) or 'none'}"
+        )

@@ -1,0 +1,132 @@
+"""NT-Xent (SimCLR): two views of each example, each to be found among all views of all others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import AbstractMesh, Mesh
+
+from . import checks
+from .axis import Axis
+from .exchange import ExchangeName, Sweep
+from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
+from .products import inverse_norms, sum_dtype
+from .reduction import Reduction, cross_entropy, reduced
+from .softmax import Codes, Plan, Tower, softmax_statistics
+
+
+def nt_xent_loss(
+    z0: Array,
+    z1: Array,
+    *,
+    temperature: Array | float = 0.1,
+    ids: Array | None = None,
+    weights: Array | None = None,
+    reduction: Reduction = "mean",
+    mesh: Mesh | AbstractMesh | None = None,
+    axis: AxisNames = "data",
+    exchange: ExchangeName = "auto",
+    tile: int = 1024,
+) -> Array:
+    r"""Cross-entropy of each row's other view among all rows of both views but itself, with its exact gradient.
+
+    S = Z Z^T / temperature,    L = CE(S without its diagonal, other view),    Z = normalize([Z0; Z1])
+
+    Args:
+        z0: (B, d), a global array, of the first view; normalised inside. float64, float32, bfloat16 or float16.
+        z1: (B, d), the second view; row i is another view of row i of z0.
+        temperature: divides the cosines; a positive scalar, which may be learned.
+        ids: (B,) integers; examples with equal ids are no negatives of each other.
+        weights: (B,), of the examples, >= 0; the mean is sum w_i L_i / sum w_i.
+        reduction: "mean", "sum", or "none": of each example w_i times the mean over both views, (B,).
+        mesh: as in :func:`wholebatch.jax.clip_loss`.
+        axis: as there.
+        exchange: as there.
+        tile: as there.
+
+    Returns:
+        L, the value of `wholebatch.reference.nt_xent_loss` on the whole batch.
+
+    Work: 2 units of 2b 2B d multiply-adds per device, half of a full sweep's 4, for S is symmetric. Collectives: as in
+    :func:`wholebatch.jax.clip_loss`; in a ring after half a round.
+
+    Raises:
+        ValueError: while tracing: as there; also a temperature that is known and not positive.
+
+    Source: Chen et al., 2020, arXiv:2002.05709, equation 1.
+
+    >>> import jax.numpy as jnp, wholebatch.jax as wbj
+    >>> print(f"{wbj.nt_xent_loss(jnp.eye(3), jnp.eye(3), temperature=0.5):.4f}")
+    0.4327
+    """
+    loss = _NTXent(reduction, exchange, tile)
+    rows = loss.check(temperature, z0=z0, z1=z1, ids=ids, weights=weights)
+    return on_mesh(loss, rows, temperature, mesh=mesh, axis=axis, per_row="z0" if reduction == "none" else None)
+
+
+def nt_xent_loss_local(
+    z0: Array,
+    z1: Array,
+    *,
+    axis_name: AxisNames,
+    temperature: Array | float = 0.1,
+    ids: Array | None = None,
+    weights: Array | None = None,
+    reduction: Reduction = "mean",
+    exchange: ExchangeName = "auto",
+    tile: int = 1024,
+) -> Array:
+    """:func:`nt_xent_loss` inside of a `jax.shard_map` (with `check_vma=True`, its default), of each device's rows.
+
+    Args:
+        z0: (b, d), this device's rows; as many on each.
+        z1: (b, d).
+        axis_name: the axis, or axes, over which rows are split.
+        temperature: the same on all devices.
+        ids: (b,).
+        weights: (b,).
+        reduction: as there; "none" gives this device's (b,).
+        exchange: as there.
+        tile: as there.
+
+    Returns:
+        L of the whole batch, the same on each device.
+    """
+    loss = _NTXent(reduction, exchange, tile)
+    rows = loss.check(temperature, z0=z0, z1=z1, ids=ids, weights=weights)
+    return loss(in_shard_map(axis_name, rows), rows, temperature)
+
+
+@dataclass(frozen=True)
+class _NTXent:
+    """The loss of one device's examples among those of all."""
+
+    reduction: Reduction
+    exchange: ExchangeName
+    tile: int
+
+    def check(self, temperature: Any, **given: Any) -> dict[str, Any]:
+        checks.options(self.reduction, self.exchange, self.tile)
+        checks.scalar(temperature=temperature, positive=True)
+        rows = checks.arrays(**given)
+        checks.features(z0=rows["z0"], z1=rows["z1"])
+        checks.same_rows(**rows)
+        checks.vector(ids=rows["ids"], weights=rows["weights"])
+        checks.integers(ids=rows["ids"])
+        return rows
+
+    def __call__(self, axis: Axis, rows: dict[str, Any], temperature: Any) -> Array:
+        b, valid = len(rows["z0"]), valid_rows(axis, "z0", rows)
+        example, z = axis.rows(b), jnp.concatenate([rows["z0"], rows["z1"]])
+        of_example = Codes(valid, pair=example, same=rows["ids"])
+        codes = jax.tree.map(lambda code: jnp.concatenate([code, code]), of_example)
+        codes = codes._replace(itself=jnp.concatenate([example, example + b * axis.size]))
+        plan = Plan(Sweep(axis, self.exchange, self.tile, symmetric=True))
+        scale = 1 / checks.as_scalar(temperature, sum_dtype(z))
+        of, _ = softmax_statistics(plan, Tower(z, inverse_norms(z), codes), None, scale)
+        assert of is not None
+        return reduced(axis, cross_entropy(of).reshape(2, b).mean(0), rows["weights"], valid, self.reduction)

@@ -1,0 +1,238 @@
+"""PartialFC: softmax over classes that are split over the devices, with a margin and with samples of classes.
+
+    L_i = log(e^{s phi(theta_i)} + sum_{j != y_i} e^{s c_ij}) - s phi(theta_i)
+        = softplus(lse_i - s phi(theta_i)),    lse_i over the negatives
+
+That is the column half of CLIP: centres stay, embeddings travel, and the own class is left out of their columns' sums.
+Its angle is taken apart from that, between an embedding and its own class's centre, which is fetched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, sqrt
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import AbstractMesh, Mesh
+
+from . import checks
+from .axis import Axis, vary_alike
+from .exchange import ExchangeName, Sweep
+from .margins import ArcFace, Margin
+from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
+from .products import inverse_norms, sum_dtype
+from .reduction import Reduction, reduced
+from .softmax import Codes, Plan, Tower, softmax_statistics
+
+_SAME = 16  # times eps: unit vectors that are nearer to each other are taken for the same
+
+
+def partial_fc_loss(
+    embeddings: Array,
+    labels: Array,
+    centres: Array,
+    *,
+    margin: Margin = ArcFace(),  # noqa: B008  # it is frozen
+    sample_rate: float = 1.0,
+    key: Array | None = None,
+    ignore_index: int = -100,
+    weights: Array | None = None,
+    reduction: Reduction = "mean",
+    mesh: Mesh | AbstractMesh | None = None,
+    axis: AxisNames = "data",
+    exchange: ExchangeName = "auto",
+    tile: int = 1024,
+) -> Array:
+    r"""Cross-entropy over the classes of all devices, with a margin for the example's own, and its exact gradient.
+
+    L_i = log(exp(s phi(c_iy)) + sum_{j != y} exp(s c_ij)) - s phi(c_iy),    c = cosines of embeddings and centres
+
+    Args:
+        embeddings: (B, d), a global array; normalised inside. float64, float32, bfloat16 or float16.
+        labels: (B,) integers, their classes among all C; ignore_index: the row does not count. Any other number that
+            is no class makes L NaN: what arrays hold is not known while tracing.
+        centres: (C, d), of all classes, split over the same axis; normalised inside.
+        margin: phi and s, such as :class:`wholebatch.jax.ArcFace`.
+        sample_rate: the share of classes that are drawn as negatives, each by itself; the classes of the batch always
+            take part. The sample depends on `key` and the classes alone, not on the number of devices.
+        key: of `jax.random`, a new one for each step; only for samples.
+        ignore_index: a label that says that there is none.
+        weights: (B,), >= 0; the mean is sum w_i L_i / sum w_i over the rows that count.
+        reduction: "mean" over the rows that count, "sum", or "none": w_i L_i, (B,).
+        mesh: as in :func:`wholebatch.jax.clip_loss`.
+        axis: as there; over which both embeddings and centres are split.
+        exchange: how the embeddings travel, as there.
+        tile: as there.
+
+    Returns:
+        L, the value of `wholebatch.reference.partial_fc_loss` on all embeddings and all centres.
+
+    Work: 4 units of B C/W d multiply-adds per device; of a sample, C times sample_rate and at most B classes more.
+    Collectives: as in :func:`wholebatch.jax.clip_loss`, with embeddings in the place of texts, and for the own classes'
+    centres an all-gather of labels and a reduce-scatter of (B, d), or a ring of messages of (b, d).
+
+    Raises:
+        ValueError: while tracing: as there; also labels that are no integers, a sample without a key.
+
+    Source: An et al., 2020, arXiv:2010.05222; the margins' papers.
+
+    >>> import jax.numpy as jnp, wholebatch.jax as wbj
+    >>> x = jnp.eye(3, 4)
+    >>> print(f"{wbj.partial_fc_loss(x, jnp.arange(3), x, margin=wbj.CosFace(4.0, 0.5)):.4f}")
+    0.2395
+    """
+    loss = _PartialFC(margin, sample_rate, ignore_index, reduction, exchange, tile)
+    rows = loss.check(key, embeddings=embeddings, labels=labels, centres=centres, weights=weights)
+    return on_mesh(loss, rows, key, mesh=mesh, axis=axis, per_row="embeddings" if reduction == "none" else None)
+
+
+def partial_fc_loss_local(
+    embeddings: Array,
+    labels: Array,
+    centres: Array,
+    *,
+    axis_name: AxisNames,
+    margin: Margin = ArcFace(),  # noqa: B008  # it is frozen
+    sample_rate: float = 1.0,
+    key: Array | None = None,
+    ignore_index: int = -100,
+    weights: Array | None = None,
+    reduction: Reduction = "mean",
+    exchange: ExchangeName = "auto",
+    tile: int = 1024,
+) -> Array:
+    """:func:`partial_fc_loss` inside of a `jax.shard_map` (with `check_vma=True`, its default), of each device's rows.
+
+    Args:
+        embeddings: (b, d), this device's rows; as many on each.
+        labels: (b,).
+        centres: (C_r, d), of this device's classes, the index-th C_r; as many on each.
+        axis_name: the axis, or axes, over which both are split.
+        margin: as there.
+        sample_rate: as there.
+        key: the same on all devices.
+        ignore_index: as there.
+        weights: (b,).
+        reduction: as there; "none" gives this device's (b,).
+        exchange: as there.
+        tile: as there.
+
+    Returns:
+        L of the whole batch, the same on each device.
+    """
+    loss = _PartialFC(margin, sample_rate, ignore_index, reduction, exchange, tile)
+    rows = loss.check(key, embeddings=embeddings, labels=labels, centres=centres, weights=weights)
+    return loss(in_shard_map(axis_name, rows), rows, key)
+
+
+@dataclass(frozen=True)
+class _PartialFC:
+    """The loss of one device's embeddings, for its classes and those of all others."""
+
+    margin: Margin
+    sample_rate: float
+    ignore_index: int
+    reduction: Reduction
+    exchange: ExchangeName
+    tile: int
+
+    def check(self, key: Any, **given: Any) -> dict[str, Any]:
+        checks.options(self.reduction, self.exchange, self.tile)
+        checks.fraction("sample_rate", self.sample_rate)
+        if self.sample_rate < 1 and key is None:
+            raise ValueError(f"sample_rate={self.sample_rate} needs key=, a new one of jax.random for each step")
+        rows = checks.arrays(**given)
+        checks.features(embeddings=rows["embeddings"], centres=rows["centres"])
+        checks.same_rows(embeddings=rows["embeddings"], labels=rows["labels"], weights=rows["weights"])
+        checks.vector(labels=rows["labels"], weights=rows["weights"])
+        checks.integers(labels=rows["labels"])
+        return rows
+
+    def __call__(self, axis: Axis, rows: dict[str, Any], key: Array | None) -> Array:
+        x, labels, centres = rows["embeddings"], rows["labels"], rows["centres"]
+        num_classes = rows.get("totals", {}).get("centres", len(centres) * axis.size)
+        valid, ids = valid_rows(axis, "embeddings", rows), axis.rows(len(centres))
+        counted = labels != self.ignore_index
+        counted = counted if valid is None else counted & valid
+        own = _own_centres(axis, centres, labels, ring=self.exchange == "ring")
+        factors = inverse_norms(x), inverse_norms(own)
+        angles = angles_of_units(*(of * factor[:, None] for of, factor in zip((x, own), factors, strict=True)))
+        targets = self.margin.s * self.margin(angles, 1 / factors[0])
+
+        live = valid_rows(axis, "centres", rows)
+        if self.sample_rate < 1:
+            centres, ids, live = self._sample(axis, centres, jnp.where(counted, labels, -1), ids, live, key)
+        plan = Plan(Sweep(axis, self.exchange, self.tile), rows=False, positives=False)
+        of_classes = Tower(centres, inverse_norms(centres), Codes(live, itself=ids))
+        of_examples = Tower(x, factors[0], Codes(valid, itself=labels))
+        _, of = softmax_statistics(plan, of_classes, of_examples, jnp.asarray(self.margin.s, sum_dtype(x)))
+        assert of is not None
+        losses = jax.nn.softplus(of.lse - targets)
+        losses = jnp.where((labels >= 0) & (labels < num_classes), losses, jnp.nan)
+        return reduced(axis, losses, rows["weights"], counted, self.reduction)
+
+    def _sample(
+        self, axis: Axis, centres: Array, labels: Array, ids: Array, valid: Array | None, key: Any
+    ) -> tuple[Array, Array, Array]:
+        """Centres that take part, their classes, and which of these places are taken: their number has to be fixed."""
+        here, b = len(centres), len(labels) * axis.size
+        present = jnp.zeros(here, bool).at[_place(axis.gather(labels), ids[0], here)].set(True, mode="drop")
+        wanted = present | drawn(key, ids, self.sample_rate)
+        if valid is not None:
+            wanted &= valid
+        spread = 8 * sqrt(here * self.sample_rate * (1 - self.sample_rate))  # standard deviations
+        room = min(here, ceil(here * self.sample_rate + spread) + min(b, here))
+        _, places = lax.top_k(2 * present.astype(jnp.int32) + wanted, room)
+        return centres[places], ids[places], wanted[places]
+
+
+def drawn(key: Array, ids: Array, rate: float) -> Array:
+    """Whether each class is, with probability `rate`: a function of the key and the class alone."""
+
+    def uniform(class_id: Array) -> Array:
+        return jax.random.uniform(jax.random.fold_in(key, class_id), dtype=jnp.float32)
+
+    return jax.vmap(uniform)(ids) < rate
+
+
+def angles_of_units(x: Array, w: Array) -> Array:
+    """theta = 2 atan2(|x - w|, |x + w|), exact to rounding at any angle; without a gradient at 0 and pi themselves.
+
+    Source: Kahan, 2006, How futile are mindless assessments of roundoff, section 12.
+    """
+    least = (_SAME * jnp.finfo(x.dtype).eps) ** 2
+
+    def length(z: Array) -> Array:
+        squares = (z * z).sum(1)
+        return jnp.where(squares > least, jnp.sqrt(jnp.where(squares > least, squares, 1)), 0)
+
+    apart, together = length(x - w), length(x + w)
+    return 2 * jnp.arctan2(apart, together)
+
+
+def _own_centres(axis: Axis, centres: Array, labels: Array, *, ring: bool) -> Array:
+    """The centre of each row's class, (b, d), wherever it is; zeros where there is none."""
+    here, first = len(centres), axis.index * len(centres)
+
+    def found(labels: Array) -> Array:
+        return centres.at[_place(labels, first, here)].get(mode="fill", fill_value=0)
+
+    if not ring or axis.size == 1:
+        return axis.scatter_sum(found(axis.gather(labels)))
+
+    def step(travelling: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], None]:
+        labels, so_far = axis.take_from(travelling, 1)
+        return (labels, so_far + found(labels)), None
+
+    start = vary_alike(labels, found(labels), axis=axis)
+    (_, so_far), _ = lax.scan(step, start, None, length=axis.size - 1)
+    return axis.take_from(so_far, 1)
+
+
+def _place(labels: Array, first: Array, here: int) -> Array:
+    """Of each class the row among a device's, and beyond them if it is another device's."""
+    places = labels - first
+    return jnp.where((places >= 0) & (places < here), places, here)

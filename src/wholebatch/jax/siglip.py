@@ -1,0 +1,157 @@
+"""SigLIP: images and texts, each pair of them a question of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import AbstractMesh, Mesh
+
+from . import checks
+from .axis import Axis
+from .clip import EqualIdsAre
+from .exchange import ExchangeName, Sweep
+from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
+from .products import sum_dtype
+from .reduction import Reduction
+from .sigmoid import row_losses, weighted_sum
+from .softmax import Codes, Tower
+
+
+def siglip_loss(
+    image_features: Array,
+    text_features: Array,
+    logit_scale: Array | float,
+    logit_bias: Array | float,
+    *,
+    ids: Array | None = None,
+    equal_ids: EqualIdsAre = "positive",
+    weights: Array | None = None,
+    reduction: Reduction = "mean",
+    mesh: Mesh | AbstractMesh | None = None,
+    axis: AxisNames = "data",
+    exchange: ExchangeName = "auto",
+    tile: int = 1024,
+) -> Array:
+    r"""Binary cross-entropy of all pairs of images and texts of all devices, with its exact gradient.
+
+    S = logit_scale * X Y^T + logit_bias,    L = sum_ij softplus(-z_ij S_ij) / B
+
+    The sum runs over all B^2 pairs, and is divided by the B images.
+
+    Args:
+        image_features: X, (B, d), a global array, as it is: the caller normalises.
+        text_features: Y, (B, d); row i belongs to row i of X.
+        logit_scale: multiplies the similarities (1 / temperature, already exponentiated); a scalar.
+        logit_bias: added to all logits, about -log B at the start of training; a scalar.
+        ids: (B,) integers; pairs with equal ids belong together.
+        equal_ids: "positive": z_ij = 1 for them. "excluded": they are left out of the sum.
+        weights: (B,), of the images, >= 0: of all pairs that they are in; L is then divided by their sum.
+        reduction: "mean" over images, "sum", or "none": w_i L_i of each image, (B,), for which the backward pass
+            sweeps again.
+        mesh: as in :func:`wholebatch.jax.clip_loss`.
+        axis: as there.
+        exchange: as there.
+        tile: as there.
+
+    Returns:
+        L, the value of `wholebatch.reference.siglip_loss` on the whole batch.
+
+    Work: 3 units of b B d multiply-adds per device, all in the forward pass; 1 where no gradient is wanted.
+    Collectives: as in :func:`wholebatch.jax.clip_loss`, but that Y travels once.
+
+    Raises:
+        ValueError: while tracing: as there.
+
+    Source: Zhai et al., 2023, arXiv:2303.15343, equation 1 and algorithm 1.
+
+    >>> import jax.numpy as jnp, wholebatch.jax as wbj
+    >>> print(f"{wbj.siglip_loss(jnp.eye(3), jnp.eye(3), 10.0, -5.0):.4f}")
+    0.0201
+    """
+    loss = _SigLIP(equal_ids, reduction, exchange, tile)
+    rows = loss.check(
+        logit_scale, logit_bias, image_features=image_features, text_features=text_features, ids=ids, weights=weights
+    )
+    per_row = "image_features" if reduction == "none" else None
+    return on_mesh(loss, rows, (logit_scale, logit_bias), mesh=mesh, axis=axis, per_row=per_row)
+
+
+def siglip_loss_local(
+    image_features: Array,
+    text_features: Array,
+    logit_scale: Array | float,
+    logit_bias: Array | float,
+    *,
+    axis_name: AxisNames,
+    ids: Array | None = None,
+    equal_ids: EqualIdsAre = "positive",
+    weights: Array | None = None,
+    reduction: Reduction = "mean",
+    exchange: ExchangeName = "auto",
+    tile: int = 1024,
+) -> Array:
+    """:func:`siglip_loss` inside of a `jax.shard_map` (with `check_vma=True`, its default), of each device's rows.
+
+    Args:
+        image_features: X_r, (b, d), this device's rows; as many on each.
+        text_features: Y_r, (b, d).
+        logit_scale: the same on all devices.
+        logit_bias: the same on all devices.
+        axis_name: the axis, or axes, over which rows are split.
+        ids: (b,).
+        equal_ids: as there.
+        weights: (b,).
+        reduction: as there; "none" gives this device's (b,).
+        exchange: as there.
+        tile: as there.
+
+    Returns:
+        L of the whole batch, the same on each device.
+    """
+    loss = _SigLIP(equal_ids, reduction, exchange, tile)
+    rows = loss.check(
+        logit_scale, logit_bias, image_features=image_features, text_features=text_features, ids=ids, weights=weights
+    )
+    return loss(in_shard_map(axis_name, rows), rows, (logit_scale, logit_bias))
+
+
+@dataclass(frozen=True)
+class _SigLIP:
+    """The loss of one device's images with the texts of all."""
+
+    equal_ids: EqualIdsAre
+    reduction: Reduction
+    exchange: ExchangeName
+    tile: int
+
+    def check(self, logit_scale: Any, logit_bias: Any, **given: Any) -> dict[str, Any]:
+        checks.choice("equal_ids", self.equal_ids, ("positive", "excluded"))
+        checks.options(self.reduction, self.exchange, self.tile)
+        checks.scalar(logit_scale=logit_scale, logit_bias=logit_bias)
+        rows = checks.arrays(**given)
+        checks.features(image_features=rows["image_features"], text_features=rows["text_features"])
+        checks.same_rows(**rows)
+        checks.vector(ids=rows["ids"], weights=rows["weights"])
+        checks.integers(ids=rows["ids"])
+        return rows
+
+    def __call__(self, axis: Axis, rows: dict[str, Any], scalars: Any) -> Array:
+        x, y, ids, weights = (rows[name] for name in ("image_features", "text_features", "ids", "weights"))
+        valid, dtype = valid_rows(axis, "image_features", rows), sum_dtype(x)
+        together = ids is not None and self.equal_ids == "positive"
+        codes = Codes(valid, pair=ids if together else axis.rows(len(x)), same=None if together else ids)
+        weights = jnp.ones(len(x), dtype) if weights is None else weights.astype(dtype)
+        if valid is not None:
+            weights = jnp.where(valid, weights, 0)
+        scale, bias = (checks.as_scalar(of, dtype) for of in scalars)
+        pairs = (Sweep(axis, self.exchange, self.tile), Tower(x, None, codes), Tower(y, None, codes), scale, bias)
+        if self.reduction == "none":
+            return weights * row_losses(*pairs)
+        total = axis.sum(weighted_sum(*pairs, weights))
+        if self.reduction == "sum":
+            return total
+        of_weights = axis.sum(weights.sum())
+        return total / jnp.where(of_weights == 0, 1, of_weights)

@@ -1,0 +1,148 @@
+"""SupCon: examples with classes, each to find the others of its class among all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import AbstractMesh, Mesh
+
+from . import checks
+from .axis import Axis
+from .exchange import ExchangeName, Sweep
+from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
+from .products import inverse_norms, sum_dtype
+from .reduction import Reduction, cross_entropy, reduced
+from .softmax import Codes, Plan, Tower, softmax_statistics
+
+
+def sup_con_loss(
+    features: Array,
+    labels: Array,
+    *,
+    temperature: Array | float = 0.1,
+    weights: Array | None = None,
+    reduction: Reduction = "mean",
+    mesh: Mesh | AbstractMesh | None = None,
+    axis: AxisNames = "data",
+    exchange: ExchangeName = "auto",
+    tile: int = 1024,
+) -> Array:
+    r"""Mean cross-entropy of each row's positives, the others of its class, among all other rows of all devices.
+
+    S = Z Z^T / temperature,    L_i = logsumexp_{j != i} S_ij - mean_{p in P(i)} S_ip,    Z = normalize(all rows)
+
+    L is the mean over the rows that have a positive; the others are negatives of other rows, but no anchors. Where no
+    row has one, L is 0.
+
+    Args:
+        features: Z, (B, d), a global array, or (B, v, d) for v views of each example; normalised inside. float64,
+            float32, bfloat16 or float16.
+        labels: (B,) integers, the examples' classes.
+        temperature: divides the cosines; a positive scalar, which may be learned.
+        weights: (B,), of the examples, or (B, v), >= 0; the mean is sum w_i L_i / sum w_i over anchors.
+        reduction: "mean", "sum", or "none": w_i L_i, (B,) or (B, v), 0 where there is no positive.
+        mesh: as in :func:`wholebatch.jax.clip_loss`.
+        axis: as there.
+        exchange: as there.
+        tile: as there.
+
+    Returns:
+        L, the value of `wholebatch.reference.sup_con_loss` on the whole batch.
+
+    Work and collectives: as :func:`wholebatch.jax.nt_xent_loss`.
+
+    Raises:
+        ValueError: while tracing: as there; also labels that are no integers, or not one for each example.
+
+    Source: Khosla et al., 2020, arXiv:2004.11362, equation 2 (L_out); its factor temperature / base_temperature is
+    left to the caller.
+
+    >>> import jax.numpy as jnp, wholebatch.jax as wbj
+    >>> print(f"{wbj.sup_con_loss(jnp.eye(3), jnp.array([0, 0, 1]), temperature=0.5):.4f}")
+    0.6931
+    """
+    loss = _SupCon(reduction, exchange, tile)
+    rows = loss.check(temperature, features=features, labels=labels, weights=weights)
+    return on_mesh(loss, rows, temperature, mesh=mesh, axis=axis, per_row="features" if reduction == "none" else None)
+
+
+def sup_con_loss_local(
+    features: Array,
+    labels: Array,
+    *,
+    axis_name: AxisNames,
+    temperature: Array | float = 0.1,
+    weights: Array | None = None,
+    reduction: Reduction = "mean",
+    exchange: ExchangeName = "auto",
+    tile: int = 1024,
+) -> Array:
+    """:func:`sup_con_loss` inside of a `jax.shard_map` (with `check_vma=True`, its default), of each device's rows.
+
+    Args:
+        features: (b, d) or (b, v, d), this device's rows; as many on each.
+        labels: (b,).
+        axis_name: the axis, or axes, over which rows are split.
+        temperature: the same on all devices.
+        weights: (b,) or (b, v).
+        reduction: as there; "none" gives this device's rows.
+        exchange: as there.
+        tile: as there.
+
+    Returns:
+        L of the whole batch, the same on each device.
+    """
+    loss = _SupCon(reduction, exchange, tile)
+    rows = loss.check(temperature, features=features, labels=labels, weights=weights)
+    return loss(in_shard_map(axis_name, rows), rows, temperature)
+
+
+@dataclass(frozen=True)
+class _SupCon:
+    """The loss of one device's rows among those of all."""
+
+    reduction: Reduction
+    exchange: ExchangeName
+    tile: int
+
+    def check(self, temperature: Any, **given: Any) -> dict[str, Any]:
+        checks.options(self.reduction, self.exchange, self.tile)
+        checks.scalar(temperature=temperature, positive=True)
+        rows = checks.arrays(**given)
+        z, weights = rows["features"], rows["weights"]
+        if z is None or z.ndim not in (2, 3):
+            raise ValueError(
+                f"features must have shape (rows, features) or (rows, views, features), got {jnp.shape(z)}"
+            )
+        checks.features(features=z.reshape(-1, z.shape[-1]))
+        checks.same_rows(**rows)
+        checks.vector(labels=rows["labels"])
+        checks.integers(labels=rows["labels"])
+        if weights is not None and weights.shape not in (z.shape[:1], z.shape[:-1]):
+            raise ValueError(f"weights must have shape {z.shape[:1]} or {z.shape[:-1]}, got {weights.shape}")
+        return rows
+
+    def __call__(self, axis: Axis, rows: dict[str, Any], temperature: Any) -> Array:
+        features, weights = rows["features"], rows["weights"]
+        b, of_one = len(features), features.shape[:-1]  # rows, or rows and views
+        z, views = features.reshape(-1, features.shape[-1]), features.size // (b * features.shape[-1])
+
+        def of_each(x: Array | None) -> Array | None:
+            """Of examples that of all views."""
+            return None if x is None else jnp.repeat(x, views)
+
+        valid = of_each(valid_rows(axis, "features", rows))
+        codes = Codes(valid, itself=axis.rows(len(z)), pair=of_each(rows["labels"]))
+        plan = Plan(Sweep(axis, self.exchange, self.tile, symmetric=True))
+        scale = 1 / checks.as_scalar(temperature, sum_dtype(z))
+        of, _ = softmax_statistics(plan, Tower(z, inverse_norms(z), codes), None, scale)
+        assert of is not None
+        assert of.num_positives is not None
+        anchors = of.num_positives > 0
+        if weights is not None:
+            weights = weights.reshape(-1) if weights.ndim == 2 else of_each(weights)
+        losses = reduced(axis, cross_entropy(of), weights, anchors, self.reduction)
+        return losses.reshape(of_one) if self.reduction == "none" else losses

@@ -1,0 +1,118 @@
+"""What the JAX tests run over: the shared table's rows that both libraries have, and how the two are called alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.sharding import AxisType, Mesh
+from loss_cases import (
+    BOTH_WAYS,
+    HARD_IDS,
+    HARD_NEGATIVES,
+    IDS,
+    LOSSES,
+    NEGATIVE_IDS,
+    NEGATIVES,
+    Case,
+    X,
+    Y,
+    info_nce_with,
+    whole_batch,
+)
+from torch import Tensor
+
+import wholebatch as wb
+import wholebatch.jax as wbj
+
+DEVICES = (1, 2, 4, 8)
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+SHARED = [
+    name
+    for name in LOSSES
+    if name.split(",")[0] in ("clip", "nt_xent", "siglip", "sup_con")
+    or name in ("info_nce", "info_nce, few negatives", "info_nce, no negatives on any rank")
+]
+CASES = {name: LOSSES[name] for name in SHARED} | {
+    "info_nce, hard negatives, ids": Case(
+        info_nce_with("negatives", "hard_negatives", "query_ids", "negative_ids", "hard_negative_ids"),
+        inputs=(X, Y, NEGATIVES, HARD_NEGATIVES, IDS, NEGATIVE_IDS, HARD_IDS),
+    ),
+    "info_nce, both directions in one softmax, label smoothing": Case(
+        info_nce_with("negatives", "hard_negatives", "key_ids", directions=BOTH_WAYS, label_smoothing=0.1),
+        inputs=(X, Y, NEGATIVES, HARD_NEGATIVES, IDS),
+    ),
+    "info_nce, both directions, each its own": Case(
+        info_nce_with("negatives", directions=BOTH_WAYS, partition="per_direction"), inputs=(X, Y, NEGATIVES)
+    ),
+    "info_nce, keys' queries": Case(info_nce_with(directions=BOTH_WAYS[1:])),
+}
+
+
+def mesh_of(devices: int, kind: str = "explicit", axes: tuple[str, ...] = ("data",)) -> Mesh:
+    """Over the first devices; of two axes the second has two of them."""
+    shape = (devices,) if len(axes) == 1 else (devices // 2, 2)
+    return jax.make_mesh(shape, axes, axis_types=(KINDS[kind],) * len(axes), devices=jax.devices()[:devices])
+
+
+def as_jax(x: Any) -> Any:
+    return jnp.asarray(x.detach().numpy()) if isinstance(x, Tensor) else x
+
+
+def as_module(**settings: Any) -> SimpleNamespace:
+    """wholebatch.jax's functions, with settings that all of them have; softmax has no bias."""
+
+    def of(name: str) -> Callable[..., Any]:
+        def loss(*args: Any, **options: Any) -> Any:
+            if name == "clip_loss":
+                options.pop("logit_bias", None)
+            return getattr(wbj, name)(*args, **options, **settings)
+
+        return loss
+
+    return SimpleNamespace(**{name: of(name) for name in wbj.__all__ if name.endswith("_loss")})
+
+
+def values_and_gradients(case: Case, inputs: list[Tensor], scale: float, bias: float, **settings: Any) -> list[Any]:
+    """By JAX: the loss, and its gradients of the inputs that have one, the scale and the bias where it has them."""
+    functions, arrays = as_module(**settings), [as_jax(x) for x in inputs]
+
+    def loss(wanted: list[Any], scale: Any, bias: Any) -> Any:
+        given = list(arrays)
+        for position, x in zip(case.differentiable, wanted, strict=True):
+            given[position] = x
+        return case.call(functions, *given, scale, bias)
+
+    wanted = [arrays[position] for position in case.differentiable]
+    value, gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(
+        wanted, jnp.asarray(scale), jnp.asarray(bias)
+    )
+    return [
+        np.asarray(x) for x in (value, *gradients[0], *gradients[1:][: case.has_scale], *gradients[2:][: case.has_bias])
+    ]
+
+
+def shards(case: Case, rows: int, devices: int, *, seed: int = 0) -> list[Tensor]:
+    """A batch of so many rows; other inputs have what the table gives them for that many ranks."""
+    counts = tuple(rows // devices + (rank < rows % devices) for rank in range(devices))
+    return whole_batch(case, counts, seed=seed)
+
+
+def by_torch(functions: Any, case: Case, inputs: list[Tensor], scale: float, bias: float) -> list[Any]:
+    """The same by PyTorch, in one process."""
+    leaves = [x.detach().clone() for x in inputs]
+    wanted = [leaves[position].requires_grad_() for position in case.differentiable]
+    scalars = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (scale, bias)]
+    loss = case.call(functions, *leaves, *scalars)
+    of = wanted + scalars[:1] * case.has_scale + scalars[1:] * case.has_bias
+    return [x.detach().numpy() for x in (loss, *torch.autograd.grad(loss, of))]
+
+
+def twin(case: Case, inputs: list[Tensor], scale: float, bias: float) -> list[Any]:
+    """By the dense twin."""
+    return by_torch(wb.reference, case, inputs, scale, bias)
