@@ -4,9 +4,9 @@
     python examples/jax_glyphs.py --devices 8         # of a CPU: as many as it is told to be
     python examples/jax_glyphs.py --devices 1         # the same losses
 
-The batch is split over a mesh of devices; the loss is that of the whole batch, computed by tiles, and so is its gradient:
-there is nothing to average. Encoders run in chunks (`chunked`), so that a large batch takes no more memory than a small
-one. Drawing the characters is left to `wholebatch.train`, which is what needs torch here.
+The batch is split over a mesh of devices; the loss is that of the whole batch, computed by tiles, and so is its
+gradient: there is nothing to average. Encoders run in chunks (`chunked`), so that a large batch takes no more memory
+than a small one. Drawing the characters is left to `wholebatch.train`, which is what needs torch here.
 """
 
 from __future__ import annotations
@@ -54,23 +54,21 @@ def train(config: Config) -> tuple[list[float], float]:
     everywhere = jax.sharding.NamedSharding(mesh, jax.P())
 
     class ImageEncoder(eqx.Module):
-        """Two strided convolutions and a projection."""
+        """Patches of 4 x 4, each through the same two layers, and a projection of all."""
 
-        convolutions: tuple[eqx.nn.Conv2d, eqx.nn.Conv2d]
+        layers: tuple[eqx.nn.Linear, eqx.nn.Linear]
         project: eqx.nn.Linear
 
         def __init__(self, key: Any) -> None:
             keys, w = jax.random.split(key, 3), config.width
-            self.convolutions = (
-                eqx.nn.Conv2d(1, w, 8, stride=4, padding=2, key=keys[0]),
-                eqx.nn.Conv2d(w, 2 * w, 3, stride=2, padding=1, key=keys[1]),
-            )
-            self.project = eqx.nn.Linear(2 * w * (config.image_size // 8) ** 2, 2 * w, key=keys[2])
+            self.layers = eqx.nn.Linear(16, 4 * w, key=keys[0]), eqx.nn.Linear(4 * w, w, key=keys[1])
+            self.project = eqx.nn.Linear(w * (config.image_size // 4) ** 2, 2 * w, key=keys[2])
 
         def __call__(self, image: Any) -> Any:
-            x = image.astype(jnp.float32) / 255
-            for convolution in self.convolutions:
-                x = jax.nn.gelu(convolution(x))
+            side = config.image_size // 4
+            x = image.reshape(side, 4, side, 4).swapaxes(1, 2).reshape(-1, 16) / 127.5 - 1
+            for layer in self.layers:
+                x = jax.nn.gelu(jax.vmap(layer)(x))
             return _unit(self.project(x.reshape(-1)))
 
     class TextEncoder(eqx.Module):

@@ -75,6 +75,27 @@ def test_parity_of_options(name, exchange):
     check_parity(name, 7, mesh_of(4, "auto"), exchange)
 
 
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+@pytest.mark.parametrize("name", ["clip, label smoothing", "info_nce, few negatives", "nt_xent", "sup_con"])
+def test_products_that_are_kept(name, exchange):
+    """Of some tiles, and of all: of 3 x 3 numbers of 8 bytes each."""
+    case = CASES[name]
+    inputs = shards(case, 24, 4)
+    for memory in (5 * 72, 10**6):
+        settings = {"mesh": mesh_of(4, "auto"), "exchange": exchange, "tile": 3, "memory": memory}
+        assert_close(values_and_gradients(case, inputs, SCALE, BIAS, **settings), twin(case, inputs, SCALE, BIAS))
+
+
+def test_products_take_as_much_memory_as_they_are_given():
+    mesh = mesh_of(2, "auto")
+    flat, half, all_of_them = (
+        temporary_bytes(flat_losses(mesh, exchange="gather", tile=32, memory=memory)["clip"], placed(mesh, 512, 32))
+        for memory in ("flat", 2**16 * 2, 2**20)
+    )
+    assert half - flat == pytest.approx(2**17, rel=0.1)
+    assert all_of_them - flat == pytest.approx(256 * 512 * 4, rel=0.1)
+
+
 # Inside of the caller's own shard_map.
 
 
@@ -695,6 +716,7 @@ MISTAKES = {
     "reduction": (lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, reduction="max"), "'none'; got 'max'"),
     "exchange": (lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, exchange="root"), "'ring'; got 'root'"),
     "tile": (lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, tile=0), "tile must be an integer >= 1, got 0"),
+    "memory": (lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, memory=-1), "'flat' or a number of bytes >= 0, got -1"),
     "temperature": (
         lambda: wbj.nt_xent_loss(FEATURES, FEATURES, temperature=0.0),
         "temperature must be positive, got 0.0",

@@ -20,12 +20,14 @@ def names(of: Any) -> tuple[str, ...]:
     return (of,) if isinstance(of, str) else tuple(of)
 
 
-def options(reduction: Any, exchange: Any, tile: Any) -> None:
+def options(reduction: Any, exchange: Any, tile: Any, memory: Any = "flat") -> None:
     """What all losses let their caller choose."""
     choice("reduction", reduction, ("mean", "sum", "none"))
     choice("exchange", exchange, ("auto", "gather", "ring"))
     if not isinstance(tile, int) or tile < 1:
         raise ValueError(f"tile must be an integer >= 1, got {tile!r}")
+    if memory != "flat" and (not isinstance(memory, int) or memory < 0):
+        raise ValueError(f"memory must be 'flat' or a number of bytes >= 0, got {memory!r}")
 
 
 def features(**towers: Any) -> None:

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from . import checks
 from .axis import Axis
-from .exchange import ExchangeName, Sweep
+from .exchange import ExchangeName, Memory, Sweep, bytes_of
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
 from .products import sum_dtype
 from .reduction import Reduction, cross_entropy, reduced
@@ -33,6 +33,7 @@ def clip_loss(
     mesh: Mesh | AbstractMesh | None = None,
     axis: AxisNames = "data",
     exchange: ExchangeName = "auto",
+    memory: Memory = "flat",
     tile: int = 1024,
 ) -> Array:
     r"""Symmetric cross-entropy between the images and texts of all devices, with its exact gradient.
@@ -55,6 +56,8 @@ def clip_loss(
         axis: of the mesh, over which rows are split; several names are taken as one.
         exchange: how the texts travel: "gather" (all of Y on every device, memory O(B d)), "ring" (from device to
             device, memory O(b d)), or "auto": "gather" while it takes at most 1 GiB.
+        memory: "flat": S is computed twice and never stored; an int: so many bytes on each device, which hold X Y^T, or
+            part of it, between forward and backward, so that it is computed once (in a ring, of a device's own rows).
         tile: rows and columns of the tiles of S, at most; memory beyond O(B d) is a few of them.
 
     Returns:
@@ -62,7 +65,7 @@ def clip_loss(
 
     The gradient is that of this one L, by `jax.grad` under `jit` or without: nothing is to be averaged afterwards.
 
-    Work: 4 units of b B d multiply-adds per device: S is computed once forward and once backward, and never stored.
+    Work: 4 units of b B d multiply-adds per device, 1 forward and 3 backward; 3 for the part of X Y^T that is kept.
     Collectives: "gather": forward 1 all-gather of Y, 1 all-reduce of B numbers and 1 reduce-scatter, backward 1
     all-gather and 1 reduce-scatter of dY; "ring": W messages of Y and of b numbers forward, of Y and dY backward;
     1 all-reduce of the loss.
@@ -76,7 +79,7 @@ def clip_loss(
     >>> print(f"{wbj.clip_loss(jnp.eye(3), jnp.eye(3), 10.0):.1e}")
     9.1e-05
     """
-    loss = _Clip(equal_ids, label_smoothing, reduction, exchange, tile)
+    loss = _Clip(equal_ids, label_smoothing, reduction, exchange, memory, tile)
     rows = loss.check(image_features, text_features, logit_scale, ids, weights)
     per_row = "image_features" if reduction == "none" else None
     return on_mesh(loss, rows, logit_scale, mesh=mesh, axis=axis, per_row=per_row)
@@ -94,6 +97,7 @@ def clip_loss_local(
     label_smoothing: float = 0.0,
     reduction: Reduction = "mean",
     exchange: ExchangeName = "auto",
+    memory: Memory = "flat",
     tile: int = 1024,
 ) -> Array:
     """:func:`clip_loss` inside of a `jax.shard_map` (with `check_vma=True`, its default), of each device's rows.
@@ -109,12 +113,13 @@ def clip_loss_local(
         label_smoothing: as there.
         reduction: as there; "none" gives this device's (b,).
         exchange: as there.
+        memory: as there.
         tile: as there.
 
     Returns:
         L of the whole batch, the same on each device.
     """
-    loss = _Clip(equal_ids, label_smoothing, reduction, exchange, tile)
+    loss = _Clip(equal_ids, label_smoothing, reduction, exchange, memory, tile)
     rows = loss.check(image_features, text_features, logit_scale, ids, weights)
     return loss(in_shard_map(axis_name, rows), rows, logit_scale)
 
@@ -127,12 +132,13 @@ class _Clip:
     label_smoothing: float
     reduction: Reduction
     exchange: ExchangeName
+    memory: Memory
     tile: int
 
     def check(self, x: Any, y: Any, scale: Any, ids: Any, weights: Any) -> dict[str, Any]:
         checks.choice("equal_ids", self.equal_ids, ("positive", "excluded"))
         checks.fraction("label_smoothing", self.label_smoothing)
-        checks.options(self.reduction, self.exchange, self.tile)
+        checks.options(self.reduction, self.exchange, self.tile, self.memory)
         rows = checks.arrays(image_features=x, text_features=y, ids=ids, weights=weights)
         checks.features(image_features=rows["image_features"], text_features=rows["text_features"])
         checks.same_rows(**rows)
@@ -146,7 +152,9 @@ class _Clip:
         valid = valid_rows(axis, "image_features", rows)
         together = ids is not None and self.equal_ids == "positive"
         codes = Codes(valid, pair=ids if together else axis.rows(len(x)), same=None if together else ids)
-        plan = Plan(Sweep(axis, self.exchange, self.tile), smooth=self.label_smoothing > 0)
+        plan = Plan(
+            Sweep(axis, self.exchange, self.tile, memory=bytes_of(self.memory)), smooth=self.label_smoothing > 0
+        )
         scale = checks.as_scalar(logit_scale, sum_dtype(x))
         found = softmax_statistics(plan, Tower(x, None, codes), Tower(y, None, codes), scale)
         losses = [cross_entropy(of, self.label_smoothing) for of in found if of is not None]

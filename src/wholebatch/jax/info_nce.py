@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from . import checks
 from .axis import Axis
-from .exchange import ExchangeName, Sweep
+from .exchange import ExchangeName, Memory, Sweep, bytes_of
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
 from .products import sum_dtype
 from .reduction import Reduction, cross_entropy, reduced
@@ -44,6 +44,7 @@ def info_nce_loss(
     mesh: Mesh | AbstractMesh | None = None,
     axis: AxisNames = "data",
     exchange: ExchangeName = "auto",
+    memory: Memory = "flat",
     tile: int = 1024,
 ) -> Array:
     r"""Cross-entropy of each query's own key among the keys and negatives of all devices, with its exact gradient.
@@ -70,6 +71,7 @@ def info_nce_loss(
         mesh: as there.
         axis: as there.
         exchange: as there; what travels is the queries, or keys and negatives, whichever are fewer.
+        memory: as there.
         tile: as there.
 
     Returns:
@@ -89,7 +91,7 @@ def info_nce_loss(
     >>> print(f"{wbj.info_nce_loss(q, q, logit_scale=10.0, negatives=-q):.1e}")
     1.8e-04
     """
-    loss = _InfoNCE(checks.names(directions), partition, label_smoothing, reduction, exchange, tile)
+    loss = _InfoNCE(checks.names(directions), partition, label_smoothing, reduction, exchange, memory, tile)
     rows = loss.check(
         logit_scale,
         queries=queries,
@@ -124,6 +126,7 @@ def info_nce_loss_local(
     weights: Array | None = None,
     reduction: Reduction = "mean",
     exchange: ExchangeName = "auto",
+    memory: Memory = "flat",
     tile: int = 1024,
 ) -> Array:
     """:func:`info_nce_loss` inside of a `jax.shard_map` (with `check_vma=True`, its default), of each device's rows.
@@ -145,12 +148,13 @@ def info_nce_loss_local(
         weights: (b,).
         reduction: as there; "none" gives this device's (b,).
         exchange: as there.
+        memory: as there.
         tile: as there.
 
     Returns:
         L of the whole batch, the same on each device.
     """
-    loss = _InfoNCE(checks.names(directions), partition, label_smoothing, reduction, exchange, tile)
+    loss = _InfoNCE(checks.names(directions), partition, label_smoothing, reduction, exchange, memory, tile)
     rows = loss.check(
         logit_scale,
         queries=queries,
@@ -175,6 +179,7 @@ class _InfoNCE:
     label_smoothing: float
     reduction: Reduction
     exchange: ExchangeName
+    memory: Memory
     tile: int
 
     def check(self, logit_scale: Any, **given: Any) -> dict[str, Any]:
@@ -183,7 +188,7 @@ class _InfoNCE:
             checks.choice("directions", direction, DIRECTIONS)
         checks.choice("partition", self.partition, ("joint", "per_direction"))
         checks.fraction("label_smoothing", self.label_smoothing)
-        checks.options(self.reduction, self.exchange, self.tile)
+        checks.options(self.reduction, self.exchange, self.tile, self.memory)
         checks.scalar(logit_scale=logit_scale)
         rows = checks.arrays(**given)
         q, k, n, hard = (rows[name] for name in ("queries", "keys", "negatives", "hard_negatives"))
@@ -247,7 +252,7 @@ class _InfoNCE:
         if rows["negatives"] is not None:
             of_keys = _below(of_keys, _negatives(axis, rows))
         to_keys, to_queries = (direction in self.directions for direction in DIRECTIONS)
-        sweep = Sweep(axis, self.exchange, self.tile)
+        sweep = Sweep(axis, self.exchange, self.tile, memory=bytes_of(self.memory))
         if b >= len(of_keys.features):
             plan = Plan(sweep, rows=to_keys, cols=to_queries, smooth=self.label_smoothing > 0)
             of_query, of_key = softmax_statistics(plan, of_queries, of_keys, scale)

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from . import checks
 from .axis import Axis
-from .exchange import ExchangeName, Sweep
+from .exchange import ExchangeName, Memory, Sweep, bytes_of
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
 from .products import inverse_norms, sum_dtype
 from .reduction import Reduction, cross_entropy, reduced
@@ -30,6 +30,7 @@ def nt_xent_loss(
     mesh: Mesh | AbstractMesh | None = None,
     axis: AxisNames = "data",
     exchange: ExchangeName = "auto",
+    memory: Memory = "flat",
     tile: int = 1024,
 ) -> Array:
     r"""Cross-entropy of each row's other view among all rows of both views but itself, with its exact gradient.
@@ -46,6 +47,7 @@ def nt_xent_loss(
         mesh: as in :func:`wholebatch.jax.clip_loss`.
         axis: as there.
         exchange: as there.
+        memory: as there.
         tile: as there.
 
     Returns:
@@ -63,7 +65,7 @@ def nt_xent_loss(
     >>> print(f"{wbj.nt_xent_loss(jnp.eye(3), jnp.eye(3), temperature=0.5):.4f}")
     0.4327
     """
-    loss = _NTXent(reduction, exchange, tile)
+    loss = _NTXent(reduction, exchange, memory, tile)
     rows = loss.check(temperature, z0=z0, z1=z1, ids=ids, weights=weights)
     return on_mesh(loss, rows, temperature, mesh=mesh, axis=axis, per_row="z0" if reduction == "none" else None)
 
@@ -78,6 +80,7 @@ def nt_xent_loss_local(
     weights: Array | None = None,
     reduction: Reduction = "mean",
     exchange: ExchangeName = "auto",
+    memory: Memory = "flat",
     tile: int = 1024,
 ) -> Array:
     """:func:`nt_xent_loss` inside of a `jax.shard_map` (with `check_vma=True`, its default), of each device's rows.
@@ -91,12 +94,13 @@ def nt_xent_loss_local(
         weights: (b,).
         reduction: as there; "none" gives this device's (b,).
         exchange: as there.
+        memory: as there.
         tile: as there.
 
     Returns:
         L of the whole batch, the same on each device.
     """
-    loss = _NTXent(reduction, exchange, tile)
+    loss = _NTXent(reduction, exchange, memory, tile)
     rows = loss.check(temperature, z0=z0, z1=z1, ids=ids, weights=weights)
     return loss(in_shard_map(axis_name, rows), rows, temperature)
 
@@ -107,10 +111,11 @@ class _NTXent:
 
     reduction: Reduction
     exchange: ExchangeName
+    memory: Memory
     tile: int
 
     def check(self, temperature: Any, **given: Any) -> dict[str, Any]:
-        checks.options(self.reduction, self.exchange, self.tile)
+        checks.options(self.reduction, self.exchange, self.tile, self.memory)
         checks.scalar(temperature=temperature, positive=True)
         rows = checks.arrays(**given)
         checks.features(z0=rows["z0"], z1=rows["z1"])
@@ -125,7 +130,7 @@ class _NTXent:
         of_example = Codes(valid, pair=example, same=rows["ids"])
         codes = jax.tree.map(lambda code: jnp.concatenate([code, code]), of_example)
         codes = codes._replace(itself=jnp.concatenate([example, example + b * axis.size]))
-        plan = Plan(Sweep(axis, self.exchange, self.tile, symmetric=True))
+        plan = Plan(Sweep(axis, self.exchange, self.tile, symmetric=True, memory=bytes_of(self.memory)))
         scale = 1 / checks.as_scalar(temperature, sum_dtype(z))
         of, _ = softmax_statistics(plan, Tower(z, inverse_norms(z), codes), None, scale)
         assert of is not None

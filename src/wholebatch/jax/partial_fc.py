@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from . import checks
 from .axis import Axis, vary_alike
-from .exchange import ExchangeName, Sweep
+from .exchange import ExchangeName, Memory, Sweep, bytes_of
 from .margins import ArcFace, Margin
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
 from .products import inverse_norms, sum_dtype
@@ -44,6 +44,7 @@ def partial_fc_loss(
     mesh: Mesh | AbstractMesh | None = None,
     axis: AxisNames = "data",
     exchange: ExchangeName = "auto",
+    memory: Memory = "flat",
     tile: int = 1024,
 ) -> Array:
     r"""Cross-entropy over the classes of all devices, with a margin for the example's own, and its exact gradient.
@@ -65,6 +66,7 @@ def partial_fc_loss(
         mesh: as in :func:`wholebatch.jax.clip_loss`.
         axis: as there; over which both embeddings and centres are split.
         exchange: how the embeddings travel, as there.
+        memory: as there.
         tile: as there.
 
     Returns:
@@ -84,7 +86,7 @@ def partial_fc_loss(
     >>> print(f"{wbj.partial_fc_loss(x, jnp.arange(3), x, margin=wbj.CosFace(4.0, 0.5)):.4f}")
     0.2395
     """
-    loss = _PartialFC(margin, sample_rate, ignore_index, reduction, exchange, tile)
+    loss = _PartialFC(margin, sample_rate, ignore_index, reduction, exchange, memory, tile)
     rows = loss.check(key, embeddings=embeddings, labels=labels, centres=centres, weights=weights)
     return on_mesh(loss, rows, key, mesh=mesh, axis=axis, per_row="embeddings" if reduction == "none" else None)
 
@@ -102,6 +104,7 @@ def partial_fc_loss_local(
     weights: Array | None = None,
     reduction: Reduction = "mean",
     exchange: ExchangeName = "auto",
+    memory: Memory = "flat",
     tile: int = 1024,
 ) -> Array:
     """:func:`partial_fc_loss` inside of a `jax.shard_map` (with `check_vma=True`, its default), of each device's rows.
@@ -118,12 +121,13 @@ def partial_fc_loss_local(
         weights: (b,).
         reduction: as there; "none" gives this device's (b,).
         exchange: as there.
+        memory: as there.
         tile: as there.
 
     Returns:
         L of the whole batch, the same on each device.
     """
-    loss = _PartialFC(margin, sample_rate, ignore_index, reduction, exchange, tile)
+    loss = _PartialFC(margin, sample_rate, ignore_index, reduction, exchange, memory, tile)
     rows = loss.check(key, embeddings=embeddings, labels=labels, centres=centres, weights=weights)
     return loss(in_shard_map(axis_name, rows), rows, key)
 
@@ -137,10 +141,11 @@ class _PartialFC:
     ignore_index: int
     reduction: Reduction
     exchange: ExchangeName
+    memory: Memory
     tile: int
 
     def check(self, key: Any, **given: Any) -> dict[str, Any]:
-        checks.options(self.reduction, self.exchange, self.tile)
+        checks.options(self.reduction, self.exchange, self.tile, self.memory)
         checks.fraction("sample_rate", self.sample_rate)
         if self.sample_rate < 1 and key is None:
             raise ValueError(f"sample_rate={self.sample_rate} needs key=, a new one of jax.random for each step")
@@ -165,7 +170,7 @@ class _PartialFC:
         live = valid_rows(axis, "centres", rows)
         if self.sample_rate < 1:
             centres, ids, live = self._sample(axis, centres, jnp.where(counted, labels, -1), ids, live, key)
-        plan = Plan(Sweep(axis, self.exchange, self.tile), rows=False, positives=False)
+        plan = Plan(Sweep(axis, self.exchange, self.tile, memory=bytes_of(self.memory)), rows=False, positives=False)
         of_classes = Tower(centres, inverse_norms(centres), Codes(live, itself=ids))
         of_examples = Tower(x, factors[0], Codes(valid, itself=labels))
         _, of = softmax_statistics(plan, of_classes, of_examples, jnp.asarray(self.margin.s, sum_dtype(x)))

@@ -50,9 +50,9 @@ def _ready(sweep: Sweep, x: Tower, y: Tower, *others: Array) -> Any:
 def _row_losses(sweep: Sweep, x: Tower, y: Tower, scale: Array, bias: Array) -> Array:
     dtype = sum_dtype(x.features)
 
-    def visit(x: Tower, y: Tower) -> tuple[Array, None]:
+    def visit(x: Tower, y: Tower, _: Array | None) -> tuple[Array, None, None]:
         losses, _ = _of_tile(x, y, scale, bias)
-        return losses.sum(1), None
+        return losses.sum(1), None, None
 
     return sweep(visit, x, y, lambda rows: (jnp.zeros(rows, dtype), None))[0]
 
@@ -66,18 +66,18 @@ def _gradient(sweep: Sweep, x: Tower, y: Tower, scale: Array, bias: Array, u: Ar
     """l, and the gradient of u . l."""
     dtype, width = sum_dtype(x.features), x.features.shape[1]
 
-    def visit(x: tuple[Tower, Array], y: Tower) -> tuple[Any, Array]:
+    def visit(x: tuple[Tower, Array], y: Tower, _: Array | None) -> tuple[Any, Array, None]:
         tower, u = x
         losses, of_logits = _of_tile(tower, y, scale, bias)
         of_logits = u[:, None] * of_logits
         sums = losses.sum(1), of_logits.sum(1), matrix_times_rows(of_logits, y.features)
-        return sums, transposed_times_rows(of_logits, tower.features)
+        return sums, transposed_times_rows(of_logits, tower.features), None
 
     def nothing(rows: int) -> tuple[Any, Array]:
         features = jnp.zeros((rows, width), dtype)
         return (jnp.zeros(rows, dtype), jnp.zeros(rows, dtype), features), features
 
-    (losses, of_bias, of_x), of_y = sweep(visit, (x, u), y, nothing)
+    (losses, of_bias, of_x), of_y, _ = sweep(visit, (x, u), y, nothing)
     of_scale = (x.features.astype(dtype) * of_x).sum()
     gradient = [(scale * of).astype(x.features.dtype) for of in (of_x, of_y)]
     return losses, _Gradient(gradient[0], gradient[1], of_scale, of_bias.sum())

@@ -137,10 +137,18 @@ def with_valid(tower: Tower, tile: int) -> Tower:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _statistics(plan: Plan, x: Tower, y: Tower | None, scale: Array) -> tuple[Statistics | None, Statistics | None]:
+    return _swept(plan, x, y, scale, keep=False)[0]
+
+
+def _swept(
+    plan: Plan, x: Tower, y: Tower | None, scale: Array, *, keep: bool
+) -> tuple[tuple[Statistics | None, Statistics | None], Array | None]:
+    """The statistics, and the products that are kept for the backward pass."""
     dtype = sum_dtype(x.features)
 
-    def visit(x: Tower, y: Tower) -> tuple[Sums | None, Sums | None]:
-        logits = _logits(x, y, scale)
+    def visit(x: Tower, y: Tower, _: Array | None) -> tuple[Sums | None, Sums | None, Array]:
+        products = rows_times_rows(x.features, y.features)
+        logits = scale * _times_factors(products, x, y)
         counted, positive = entries(x.codes, y.codes)
         counted = None if counted is None else jnp.broadcast_to(counted, logits.shape)
         terms = logits if counted is None else jnp.where(counted, logits, -jnp.inf)
@@ -155,12 +163,14 @@ def _statistics(plan: Plan, x: Tower, y: Tower | None, scale: Array) -> tuple[St
                 num = jnp.sum(jnp.ones_like(logits, bool) if counted is None else counted, axis, dtype=dtype)
             return Sums(LogSum.of(terms, axis), positives, num_positives, all_logits, num)
 
-        return over(1) if plan.rows else None, over(0) if plan.cols else None
+        return over(1) if plan.rows else None, over(0) if plan.cols else None, products
 
-    of_x, of_y = plan.sweep(visit, x, x if y is None else y, lambda rows: plan.nothing(rows, dtype))
+    of_x, of_y, kept = plan.sweep(
+        visit, x, x if y is None else y, lambda rows: plan.nothing(rows, dtype), keep=dtype if keep else None
+    )
     if y is None:
         of_x, of_y = add(of_x, of_y), None
-    return _finished(of_x), _finished(of_y)
+    return (_finished(of_x), _finished(of_y)), kept
 
 
 def _finished(sums: Sums | None) -> Statistics | None:
@@ -176,16 +186,18 @@ class _Weighed(NamedTuple):
 
 
 def _forward(plan: Plan, x: Tower, y: Tower | None, scale: Array) -> tuple[Any, Any]:
-    rows, cols = found = _statistics(plan, x, y, scale)
-    return found, (x, y, scale, None if rows is None else rows.lse, None if cols is None else cols.lse)
+    found, kept = _swept(plan, x, y, scale, keep=True)
+    return found, (x, y, scale, *[None if of is None else of.lse for of in found], kept)
 
 
 def _backward(plan: Plan, kept: Any, cotangents: Any) -> tuple[Tower, Tower | None, Array]:
-    x, y, scale, rows_lse, cols_lse = kept
+    x, y, scale, rows_lse, cols_lse, products = kept
     of_rows, of_cols = cotangents
 
-    def visit(x: _Weighed, y: _Weighed) -> tuple[Array, Array]:
-        logits = _logits(x.tower, y.tower, scale)
+    def visit(x: _Weighed, y: _Weighed, products: Array | None) -> tuple[Array, Array, None]:
+        if products is None:
+            products = rows_times_rows(x.tower.features, y.tower.features)
+        logits = scale * _times_factors(products, x.tower, y.tower)
         counted, positive = entries(x.tower.codes, y.tower.codes)
         weights, of_positives = jnp.zeros_like(logits), jnp.zeros_like(logits)
         for side, axis in ((x, 1), (y, 0)):
@@ -202,12 +214,12 @@ def _backward(plan: Plan, kept: Any, cotangents: Any) -> tuple[Tower, Tower | No
         if positive is not None:
             weights += jnp.where(positive, of_positives, 0)
         weights = _times_factors(weights, x.tower, y.tower)
-        return matrix_times_rows(weights, y.tower.features), transposed_times_rows(weights, x.tower.features)
+        return matrix_times_rows(weights, y.tower.features), transposed_times_rows(weights, x.tower.features), None
 
     dtype, width = sum_dtype(x.features), x.features.shape[1]
     left = _Weighed(x, rows_lse, of_rows)
     right = left if y is None else _Weighed(y, cols_lse, of_cols)
-    of_x, of_y = plan.sweep(visit, left, right, lambda rows: (jnp.zeros((rows, width), dtype),) * 2)
+    of_x, of_y, _ = plan.sweep(visit, left, right, lambda rows: (jnp.zeros((rows, width), dtype),) * 2, kept=products)
     if y is None:
         gradient, of_scale = _of_tower(x, of_x + of_y, scale)
         return gradient, None, of_scale / 2  # each entry is in two rows' sums
@@ -223,10 +235,6 @@ def _of_tower(tower: Tower, g: Array, scale: Array) -> tuple[Tower, Array]:
     products = (tower.features.astype(g.dtype) * g).sum(1)
     of_factor = None if tower.factor is None else (scale * products / tower.factor).astype(tower.factor.dtype)
     return Tower((scale * g).astype(tower.features.dtype), of_factor, None), products.sum()  # type: ignore[arg-type]
-
-
-def _logits(x: Tower, y: Tower, scale: Array) -> Array:
-    return scale * _times_factors(rows_times_rows(x.features, y.features), x, y)
 
 
 def _times_factors(entries: Array, x: Tower, y: Tower) -> Array:

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from . import checks
 from .axis import Axis
-from .exchange import ExchangeName, Sweep
+from .exchange import ExchangeName, Memory, Sweep, bytes_of
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
 from .products import inverse_norms, sum_dtype
 from .reduction import Reduction, cross_entropy, reduced
@@ -28,6 +28,7 @@ def sup_con_loss(
     mesh: Mesh | AbstractMesh | None = None,
     axis: AxisNames = "data",
     exchange: ExchangeName = "auto",
+    memory: Memory = "flat",
     tile: int = 1024,
 ) -> Array:
     r"""Mean cross-entropy of each row's positives, the others of its class, among all other rows of all devices.
@@ -47,6 +48,7 @@ def sup_con_loss(
         mesh: as in :func:`wholebatch.jax.clip_loss`.
         axis: as there.
         exchange: as there.
+        memory: as there.
         tile: as there.
 
     Returns:
@@ -64,7 +66,7 @@ def sup_con_loss(
     >>> print(f"{wbj.sup_con_loss(jnp.eye(3), jnp.array([0, 0, 1]), temperature=0.5):.4f}")
     0.6931
     """
-    loss = _SupCon(reduction, exchange, tile)
+    loss = _SupCon(reduction, exchange, memory, tile)
     rows = loss.check(temperature, features=features, labels=labels, weights=weights)
     return on_mesh(loss, rows, temperature, mesh=mesh, axis=axis, per_row="features" if reduction == "none" else None)
 
@@ -78,6 +80,7 @@ def sup_con_loss_local(
     weights: Array | None = None,
     reduction: Reduction = "mean",
     exchange: ExchangeName = "auto",
+    memory: Memory = "flat",
     tile: int = 1024,
 ) -> Array:
     """:func:`sup_con_loss` inside of a `jax.shard_map` (with `check_vma=True`, its default), of each device's rows.
@@ -90,12 +93,13 @@ def sup_con_loss_local(
         weights: (b,) or (b, v).
         reduction: as there; "none" gives this device's rows.
         exchange: as there.
+        memory: as there.
         tile: as there.
 
     Returns:
         L of the whole batch, the same on each device.
     """
-    loss = _SupCon(reduction, exchange, tile)
+    loss = _SupCon(reduction, exchange, memory, tile)
     rows = loss.check(temperature, features=features, labels=labels, weights=weights)
     return loss(in_shard_map(axis_name, rows), rows, temperature)
 
@@ -106,10 +110,11 @@ class _SupCon:
 
     reduction: Reduction
     exchange: ExchangeName
+    memory: Memory
     tile: int
 
     def check(self, temperature: Any, **given: Any) -> dict[str, Any]:
-        checks.options(self.reduction, self.exchange, self.tile)
+        checks.options(self.reduction, self.exchange, self.tile, self.memory)
         checks.scalar(temperature=temperature, positive=True)
         rows = checks.arrays(**given)
         z, weights = rows["features"], rows["weights"]
@@ -136,7 +141,7 @@ class _SupCon:
 
         valid = of_each(valid_rows(axis, "features", rows))
         codes = Codes(valid, itself=axis.rows(len(z)), pair=of_each(rows["labels"]))
-        plan = Plan(Sweep(axis, self.exchange, self.tile, symmetric=True))
+        plan = Plan(Sweep(axis, self.exchange, self.tile, symmetric=True, memory=bytes_of(self.memory)))
         scale = 1 / checks.as_scalar(temperature, sum_dtype(z))
         of, _ = softmax_statistics(plan, Tower(z, inverse_norms(z), codes), None, scale)
         assert of is not None

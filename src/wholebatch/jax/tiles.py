@@ -18,7 +18,7 @@ from jax import Array, lax
 
 from .logsumexp import add
 
-Visit = Callable[[Any, Any], tuple[Any, Any]]
+Visit = Callable[[Any, Any, Array | None], tuple[Any, Any, Array | None]]
 
 
 class Tiles(NamedTuple):
@@ -75,35 +75,59 @@ def pad_rows(tree: Any, side: int) -> Any:
 
 
 def sweep_tiles(
-    tiles: Tiles, sides: tuple[int, int], visit: Visit, x: Any, y: Any, of_x: Any, of_y: Any
-) -> tuple[Any, Any]:
+    tiles: Tiles,
+    sides: tuple[int, int],
+    visit: Visit,
+    x: Any,
+    y: Any,
+    of_x: Any,
+    of_y: Any,
+    *,
+    keep: int = 0,
+    kept: Array | None = None,
+) -> tuple[Any, Any, Array | None]:
     """Add what `visit` makes of each tile to the sums of its rows and columns.
 
     Args:
         tiles: which.
         sides: rows and columns of a tile.
-        visit: of the rows of x and y that meet in a tile, the sums over it: for its rows and for its columns.
+        visit: of the rows of x and y that meet in a tile, and of their products if these were kept, the sums over it,
+            for its rows and for its columns, and the products.
         x: a tree of arrays with a row for each row of S.
         y: one with a row for each column.
         of_x: sums so far, likewise.
         of_y: those of columns.
+        keep: of how many tiles the products are to be kept, the first ones.
+        kept: those of an earlier sweep over the same tiles.
+
+    Returns:
+        The sums, and what has been kept, (tiles, rows, columns), or None.
     """
 
-    def step(sums: tuple[Any, Any], tile: Tiles) -> tuple[tuple[Any, Any], None]:
+    def step(sums: tuple[Any, Any], given: tuple[Tiles, Array | None]) -> tuple[tuple[Any, Any], Array | None]:
+        tile, products = given
         starts = tile.rows * sides[0], tile.cols * sides[1]
-        found = visit(_cut(x, starts[0], sides[0]), _cut(y, starts[1], sides[1]))
+        *found, products = visit(_cut(x, starts[0], sides[0]), _cut(y, starts[1], sides[1]), products)
         counts = (tile.for_rows, tile.for_cols)
         new = [
             _put(all_of, start, side, part, counted)
             for all_of, start, side, part, counted in zip(sums, starts, sides, found, counts, strict=True)
         ]
-        return (new[0], new[1]), None
+        return (new[0], new[1]), products
 
     everything = all(isinstance(of, np.ndarray) and of.all() for of in (tiles.for_rows, tiles.for_cols))
     if everything:
         tiles = tiles._replace(for_rows=None, for_cols=None)
-    sums, _ = lax.scan(step, (of_x, of_y), jax.tree.map(jnp.asarray, tiles))
-    return sums
+    tiles = jax.tree.map(jnp.asarray, tiles)
+    sums, first = (of_x, of_y), keep if kept is None else len(kept)
+    if first:
+        sums, products = lax.scan(step, sums, (jax.tree.map(lambda of: of[:first], tiles), kept))
+        kept = products if kept is None else None
+    if first < len(tiles.rows):
+        sums, _ = lax.scan(
+            lambda sums, given: (step(sums, given)[0], None), sums, (jax.tree.map(lambda of: of[first:], tiles), None)
+        )
+    return *sums, kept
 
 
 def _cut(tree: Any, start: Array, rows: int) -> Any:
