@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import time
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +26,7 @@ import wholebatch.jax as wbj
 from wholebatch.bench.records import about
 
 RESULTS = Path(__file__).parent / "results" / "jax.json"
+PAGE = Path(__file__).parent.parent / "docs" / "jax.md"
 SCALE = 20.0
 
 
@@ -140,6 +142,18 @@ def main() -> None:
                 )
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax")}
     RESULTS.write_text(json.dumps({"about": about() | versions, "rows": rows}, indent=1) + "\n")
+    table = ["| loss | B, d | | seconds | products | MiB |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        cells = row["loss"], f"{row['B']}, {row['d']}", row["implementation"], f"{row['seconds']:.3f}"
+        table.append(f"| {' | '.join(cells)} | {row['seconds'] / row['products']:.2f} | {row['temporary_mib']:.0f} |")
+    text, count = re.subn(
+        r"(<!-- jax: .*?-->\n).*?(<!-- end -->)",
+        lambda found: found[1] + "\n".join(table) + "\n" + found[2],
+        PAGE.read_text(),
+        flags=re.DOTALL,
+    )
+    assert count == 1, f"{PAGE} has {count} places for the table"
+    PAGE.write_text(text)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import importlib.util
 import math
 import sys
 from collections import UserDict
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -48,15 +49,21 @@ def bare(x):
 '''
 
 
-@pytest.fixture(scope="module")
-def code_search():
-    file = Path(__file__).parents[1] / "examples" / "code_search.py"
-    spec = importlib.util.spec_from_file_location("code_search", file)
+@contextmanager
+def example(name):
+    file = Path(__file__).parents[1] / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
-    sys.modules["code_search"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     yield module
-    del sys.modules["code_search"]
+    del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def code_search():
+    with example("code_search") as module:
+        yield module
 
 
 def test_pairs_are_sentences_and_bodies(code_search, tmp_path):
@@ -133,3 +140,16 @@ def test_training_finds_the_pairs_of_its_batches(code_search, capsys):
     assert losses[-1] < 0.1 * losses[0]
     assert "step 20 of 20" in capsys.readouterr().out
     assert code_search.search(encoder, tokenizer, pairs[:8], config)["MRR"] == 1.0
+
+
+def test_jax_trains_the_same_on_eight_devices_as_on_one():
+    pytest.importorskip("jax")
+    curves = []
+    with example("jax_glyphs") as jax_glyphs:
+        for devices in (8, 1):
+            config = jax_glyphs.Config(devices=devices, steps=3, batch_size=24, chunk_size=2, width=8)
+            losses, recall = jax_glyphs.train(config)
+            assert 0 <= recall <= 1
+            curves.append(losses)
+    assert curves[0] == pytest.approx(curves[1], rel=1e-5)
+    assert len(set(curves[0])) == 3
