@@ -11,19 +11,20 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
-    """Load what is asked for, so that `wholebatch.jax` imports no torch and the rest no JAX."""
-    if name == "__all__":
-        return [*import_module("._torch_names", __name__).__all__, "__version__"]
-    if not name.startswith("__"):
-        if find_spec(f"{__name__}.{name}") is not None:
-            return import_module(f".{name}", __name__)
-        names = vars(import_module("._torch_names", __name__))
-        if name in names:
-            return globals().setdefault(name, names[name])
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker sees the names themselves, and which there are not
 
+    def __getattr__(name: str) -> Any:
+        """Load what is asked for, so that `wholebatch.jax` imports no torch and the rest no JAX."""
+        if name == "__all__":
+            return [*import_module("._torch_names", __name__).__all__, "__version__"]
+        if name.isidentifier() and not name.startswith("__"):
+            if find_spec(f"{__name__}.{name}") is not None:
+                return import_module(f".{name}", __name__)
+            names = vars(import_module("._torch_names", __name__))
+            if name in names:
+                return globals().setdefault(name, names[name])
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
-def __dir__() -> list[str]:
-    """Of everything public."""
-    return [*__getattr__("__all__"), "jax"]
+    def __dir__() -> list[str]:
+        """Of all that there is, and all that is public."""
+        return sorted({*globals(), *__getattr__("__all__"), *["jax"] * (find_spec("jax") is not None)})

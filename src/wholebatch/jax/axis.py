@@ -74,6 +74,17 @@ def vary_alike(*trees: Any, axis: Axis = Axis()) -> Any:  # it is frozen
     return jax.tree.map(lambda x: vary(x, names), trees)
 
 
+@jax.custom_jvp
+def once(tree: Tree) -> Tree:
+    """The same, which must not be differentiated: for what derivatives that are ours are made of."""
+    return tree
+
+
+@once.defjvp
+def _refuse(_primals: Any, _tangents: Any) -> Any:
+    raise NotImplementedError("the gradient of a loss of wholebatch.jax cannot be differentiated again")
+
+
 def vary(x: Array, names: frozenset[str]) -> Array:
     """The same on every device along those axes, to the eyes of `jax.shard_map` no longer so."""
     missing = tuple(sorted(names - varies_over(x)))

@@ -15,17 +15,18 @@ device cuts its own (b, ...) into (n, c, ...), which makes of all n chunks of W 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import partial, wraps
 from math import ceil, prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from .axis import varies_over, vary
-from .mesh import AxisNames, check_axes, placed
+from .mesh import AxisNames, as_names, check_axes, placed, refuse_split
 
 
 def chunked(
@@ -45,8 +46,9 @@ def chunked(
     Args:
         encode_fn: of parameters and a batch, a tree of arrays with a row for each example; a tree of representations
             likewise. Rows must not look at one another (no batch statistics).
-        chunk_size: examples of a chunk, on each device.
-        num_chunks: or how many chunks there are. The last is filled with copies of the last rows, which are cut off.
+        chunk_size: examples of a chunk, on each device; encode_fn gets W times as many, as one array that is split.
+        num_chunks: or how many chunks there are at most. The last is filled with copies of the last rows, which are cut
+            off.
         mesh: over which the batch is split; None: that of `jax.set_mesh`, if there is one. Inside of a
             `jax.shard_map` a device has its own rows, and there is none.
         axis: of the mesh, over which the batch's rows are split.
@@ -58,7 +60,8 @@ def chunked(
         encode(params, batch, key=None). With a `key` of `jax.random` each chunk gets one of its own, as
         encode_fn(params, chunk, key), and the same one when it is encoded again.
 
-    The encoder runs forward twice, and no collective is added.
+    The encoder runs forward twice, and where rows divide over the devices no collective is added. Call it under `jit`:
+    outside it compiles each time.
 
     Raises:
         ValueError: while tracing: not one of chunk_size and num_chunks, a batch without rows or with differing ones, an
@@ -71,22 +74,28 @@ def chunked(
     >>> encode(jnp.ones((3, 4)), jnp.ones((5, 3))).shape
     (5, 4)
     """
-    if (chunk_size is None) == (num_chunks is None) or min(n for n in (chunk_size, num_chunks) if n is not None) < 1:
-        raise ValueError(f"give one of chunk_size and num_chunks, >= 1; got {chunk_size} and {num_chunks}")
+    sizes = [n for n in (chunk_size, num_chunks) if n is not None]
+    if len(sizes) != 1 or not isinstance(sizes[0], int) or sizes[0] < 1:
+        raise ValueError(f"give one of chunk_size and num_chunks, an integer >= 1; got {chunk_size} and {num_chunks}")
+    if grad_dtype is not None and not jnp.issubdtype(grad_dtype, jnp.floating):
+        raise ValueError(f"grad_dtype must be floating point, got {grad_dtype}")
 
     def encode(params: Any, batch: Any, key: Array | None = None) -> Any:
-        devices = _Devices.of(mesh, axis)
+        devices = _Devices.of(mesh, axis, batch)
         rows = _rows(batch)
         b = ceil(rows / devices.number)
         c = min(b, chunk_size) if chunk_size is not None else ceil(b / min(b, num_chunks or 1))
         n = ceil(b / c)
-        dtypes = jax.tree.map(jnp.result_type, params)
         wide = params if grad_dtype is None else jax.tree.map(lambda w: _cast(w, grad_dtype), params)
 
         def one(_: None, chunk: tuple[Any, Array | None]) -> tuple[None, Any]:
-            narrow = jax.tree.map(lambda w, dtype: w.astype(dtype), wide, dtypes)
+            narrow = wide if grad_dtype is None else jax.tree.map(_like, wide, params)
             inputs, own_key = chunk
-            return None, encode_fn(narrow, inputs, *() if own_key is None else (own_key,))
+            encoded = encode_fn(narrow, inputs, *() if own_key is None else (own_key,))
+            if any(jnp.shape(z)[:1] != (c * devices.number,) for z in jax.tree.leaves(encoded)):
+                shapes = ", ".join(str(jnp.shape(z)) for z in jax.tree.leaves(encoded))
+                raise ValueError(f"encode_fn must give a row for each of {c * devices.number} examples, got {shapes}")
+            return None, encoded
 
         def cut(x: Array) -> Array:
             """(b, ...) -> (n, c, ...)."""
@@ -100,7 +109,7 @@ def chunked(
         whole = jax.tree.map(lambda x: _longer(jnp.asarray(x), devices.number * b - rows), batch)
         again = jax.checkpoint(one, policy=policy, prevent_cse=False)
         _, encoded = lax.scan(again, None, (devices.on_each(cut, whole, 0, 1), keys))
-        return jax.tree.map(lambda x: x[:rows], devices.on_each(joined, encoded, 1, 0))
+        return devices.first(devices.on_each(joined, encoded, 1, 0), rows)
 
     return encode
 
@@ -113,15 +122,22 @@ class _Devices:
         self.number = 1 if mesh is None else prod(mesh.shape[name] for name in names)
 
     @classmethod
-    def of(cls, mesh: Mesh | AbstractMesh | None, axis: AxisNames) -> _Devices:
-        names = axis if isinstance(axis, tuple) else (axis,)
+    def of(cls, mesh: Mesh | AbstractMesh | None, axis: AxisNames, batch: Any) -> _Devices:
+        names = as_names(axis)
         if mesh is None:
             around = jax.sharding.get_abstract_mesh()
             if around.empty or AxisType.Manual in around.axis_types:
+                refuse_split(batch)
                 return cls(None, names)
             mesh = around
         check_axes(mesh, names)
         return cls(mesh, names)
+
+    def first(self, tree: Any, rows: int) -> Any:
+        """So many rows; what does not divide cannot stay split."""
+        if rows % self.number == 0:
+            return tree
+        return jax.tree.map(lambda x: placed(x, self.mesh, PartitionSpec())[:rows] if self.mesh else x[:rows], tree)
 
     def on_each(self, function: Callable[[Array], Array], tree: Any, split: int, split_after: int) -> Any:
         """Apply a function to each device's part of arrays, which are split along one dimension, and then another."""
@@ -153,8 +169,14 @@ def _rows(batch: Any) -> int:
     return int(counts.pop()[0])
 
 
+def _like(w: Any, own: Any) -> Any:
+    """In the dtype that it had."""
+    return _cast(w, own.dtype) if isinstance(w, Array) else w
+
+
 def _cast(w: Any, dtype: Any) -> Any:
-    return w.astype(dtype) if jnp.issubdtype(jnp.result_type(w), jnp.floating) else w
+    """Of a floating-point array; whatever else a model holds stays."""
+    return w.astype(dtype) if isinstance(w, (Array, np.ndarray)) and jnp.issubdtype(w.dtype, jnp.floating) else w
 
 
 # GradCache's names.
@@ -170,19 +192,25 @@ def tree_chunk(tree: Any, n_chunk: int, axis: int = 0) -> Any:
     """
 
     def of(x: Array) -> Array:
-        rows = x.shape[axis]
+        at = axis % x.ndim
+        rows = x.shape[at]
         if n_chunk < 1 or rows % n_chunk:
             raise ValueError(
                 f"{rows} rows do not divide into {n_chunk} chunks; wholebatch.jax.chunked takes any number"
             )
-        return jnp.reshape(x, (*x.shape[:axis], n_chunk, rows // n_chunk, *x.shape[axis + 1 :]))
+        return jnp.reshape(x, (*x.shape[:at], n_chunk, rows // n_chunk, *x.shape[at + 1 :]))
 
     return jax.tree.map(of, tree)
 
 
 def tree_unchunk(tree: Any, axis: int = 0) -> Any:
     """The other way: an axis and the one after it become one."""
-    return jax.tree.map(lambda x: jnp.reshape(x, (*x.shape[:axis], -1, *x.shape[axis + 2 :])), tree)
+
+    def of(x: Array) -> Array:
+        at = axis if axis >= 0 else axis + x.ndim - 1  # of the axes that there will be
+        return jnp.reshape(x, (*x.shape[:at], -1, *x.shape[at + 2 :]))
+
+    return jax.tree.map(of, tree)
 
 
 def chunk_encode(encode_fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -219,6 +247,7 @@ def unchunk_args(axis: int = 0, argnums: Iterable[int] = ()) -> Callable[[Callab
     numbers = frozenset(argnums)
 
     def decorator(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
         def unchunked(*args: Any, **kwargs: Any) -> Any:
             return function(*(tree_unchunk(x, axis) if at in numbers else x for at, x in enumerate(args)), **kwargs)
 

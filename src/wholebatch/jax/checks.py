@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from numbers import Integral, Real
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, dtypes
 from jax.core import Tracer
 
 
-def arrays(**given: Any) -> dict[str, Any]:
-    """Whatever JAX makes arrays of; None stays None."""
-    return {name: None if x is None else jnp.asarray(x) for name, x in given.items()}
+def arrays(**towers: Any) -> dict[str, Any]:
+    """Whatever JAX makes arrays of; None stays None. Integers that it would cut off are refused."""
+    for name, x in towers.items():
+        if isinstance(x, (np.ndarray, list, tuple)) and np.issubdtype(np.asarray(x).dtype, np.integer) and np.size(x):
+            least, most, bounds = np.min(x), np.max(x), jnp.iinfo(dtypes.canonicalize_dtype(np.asarray(x).dtype))
+            if least < bounds.min or most > bounds.max:
+                raise ValueError(
+                    f"{name} must fit into {bounds.dtype}, got {least} to {most}: number them anew "
+                    "(np.unique(..., return_inverse=True)), or let JAX have 64 bits (jax_enable_x64)"
+                )
+    return {name: None if x is None else jnp.asarray(x) for name, x in towers.items()}
 
 
 def names(of: Any) -> tuple[str, ...]:
@@ -24,15 +33,16 @@ def options(reduction: Any, exchange: Any, tile: Any, memory: Any = "flat") -> N
     """What all losses let their caller choose."""
     choice("reduction", reduction, ("mean", "sum", "none"))
     choice("exchange", exchange, ("auto", "gather", "ring"))
-    if not isinstance(tile, int) or tile < 1:
+    if not isinstance(tile, Integral) or tile < 1:
         raise ValueError(f"tile must be an integer >= 1, got {tile!r}")
-    if memory != "flat" and (not isinstance(memory, int) or memory < 0):
+    if memory != "flat" and (not isinstance(memory, Integral) or memory < 0):
         raise ValueError(f"memory must be 'flat' or a number of bytes >= 0, got {memory!r}")
 
 
 def features(**towers: Any) -> None:
     """Matrices of one float dtype and one width, with at least one row."""
     first, expected = next(iter(towers.items()))
+    given(**towers)
     for name, x in towers.items():
         shape, dtype = jnp.shape(x), jnp.result_type(x)
         if len(shape) != 2 or 0 in shape:
@@ -48,11 +58,18 @@ def features(**towers: Any) -> None:
             raise ValueError(f"{first} and {name} must have the same dtype, got {expected.dtype} and {dtype}")
 
 
+def given(**arrays: Any) -> None:
+    """What cannot be left out."""
+    for name, x in arrays.items():
+        if x is None:
+            raise ValueError(f"{name} must be an array, got None")
+
+
 def same_rows(**arrays: Any) -> None:
     """One row for each row of the first."""
-    given = {name: x for name, x in arrays.items() if x is not None}
-    first, expected = next(iter(given.items()))
-    for name, x in given.items():
+    there_are = {name: x for name, x in arrays.items() if x is not None}
+    first, expected = next(iter(there_are.items()))
+    for name, x in there_are.items():
         if jnp.ndim(x) == 0 or len(x) != len(expected):
             raise ValueError(
                 f"{name} must have one row for each row of {first}, got shapes {jnp.shape(x)} and {expected.shape}"
@@ -78,10 +95,22 @@ def vector(**arrays: Any) -> None:
 def scalar(*, positive: bool = False, **numbers: Any) -> None:
     """Of shape (); positive where its value is known."""
     for name, x in numbers.items():
-        if jnp.shape(x) not in ((), (1,)) or not jnp.issubdtype(jnp.result_type(x), jnp.number):
+        if x is None or isinstance(x, str):
+            raise ValueError(f"{name} must be a number or an array of shape (), got {x!r}")
+        real = jnp.issubdtype(jnp.result_type(x), jnp.floating) or jnp.issubdtype(jnp.result_type(x), jnp.integer)
+        if jnp.shape(x) not in ((), (1,)) or not real:
             raise ValueError(f"{name} must be a number or an array of shape (), got {jnp.result_type(x)}{jnp.shape(x)}")
         if positive and not isinstance(x, Tracer) and not np.all(np.asarray(x) > 0):
             raise ValueError(f"{name} must be positive, got {x}")
+
+
+def random_key(key: Any) -> None:
+    """One of `jax.random`, or none."""
+    if key is not None and not (
+        isinstance(key, Array)
+        and (key.shape == () if jnp.issubdtype(key.dtype, dtypes.prng_key) else key.shape == (2,))
+    ):
+        raise ValueError(f"key must be one key of jax.random.key(seed), got {key!r}")
 
 
 def choice(name: str, value: Any, among: tuple[Any, ...]) -> None:
@@ -92,8 +121,8 @@ def choice(name: str, value: Any, among: tuple[Any, ...]) -> None:
 
 def fraction(name: str, value: Any) -> None:
     """Within [0, 1]."""
-    if not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise ValueError(f"{name} must be a number within [0, 1], got {value!r}")
+    if not isinstance(value, Real) or not 0 <= float(value) <= 1:
+        raise ValueError(f"{name} must be a number within [0, 1] that is known while tracing, got {value!r}")
 
 
 def as_scalar(x: Any, dtype: Any) -> Array:

@@ -70,90 +70,64 @@ class Sweep:
         sides = side_of_tiles(rows, self.tile), side_of_tiles(cols, self.tile)
         x, y = pad_rows(x, sides[0]), pad_rows(y, sides[1])
         x, y, of_x, of_y = vary_alike(x, y, nothing(_rows(x))[0], nothing(_rows(y))[1], axis=self.axis)
-        store = self._Store(
-            0 if keep is None else self.memory // (sides[0] * sides[1] * jnp.dtype(keep).itemsize), kept
-        )
+        room = 0 if keep is None else self.memory // (sides[0] * sides[1] * jnp.dtype(keep).itemsize)
+
+        def go(tiles: Tiles, y: Any, of_x: Any, of_y: Any, *, first: bool = True) -> tuple[Any, Any, Array | None]:
+            """Through a list of tiles; only of the first list products are kept."""
+            places, stored = (min(room, len(tiles.rows)), kept) if first else (0, None)
+            return sweep_tiles(tiles, sides, visit, x, y, of_x, of_y, keep=places, kept=stored)
+
+        blocks = self._blocks(_rows(x) // sides[0], _rows(y) // sides[1])
         if self.axis.size == 1:
-            tiles = self._own(x, y, sides)
-            of_x, of_y, kept = sweep_tiles(tiles, sides, visit, x, y, of_x, of_y, **store.of(tiles))
+            of_x, of_y, kept = go(blocks[0], y, of_x, of_y)
         elif self._gathers(y):
-            of_x, of_y, kept = self._gather(visit, sides, x, y, of_x, nothing, store)
+            y_full = self.axis.gather(y)
+            y_full, of_all = vary_alike(y_full, nothing(_rows(y_full))[1], axis=self.axis)
+            of_x, of_all, kept = go(self._joined(blocks, _rows(y) // sides[1]), y_full, of_x, of_all)
+            of_y = bring_home(self.axis, of_all)
         else:
-            of_x, of_y, kept = self._ring(visit, sides, x, y, of_x, of_y, store)
+            of_x, of_y, kept = self._ring(go, blocks, y, of_x, of_y)
         return _first(of_x, rows), _first(of_y, cols), kept
-
-    @dataclass(frozen=True)
-    class _Store:
-        """How many tiles' products there is room for, and those that have been kept."""
-
-        room: int
-        kept: Array | None
-
-        def of(self, tiles: Tiles) -> dict[str, Any]:
-            """What :func:`sweep_tiles` is to be told."""
-            return {"keep": min(self.room, len(tiles.rows)), "kept": self.kept}
 
     def _gathers(self, y: Any) -> bool:
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(y)) * self.axis.size
         return self.exchange == "gather" or (self.exchange == "auto" and 3 * size <= _GATHER_BYTES)
 
-    def _own(self, x: Any, y: Any, sides: tuple[int, int]) -> Tiles:
-        rows, cols = _rows(x) // sides[0], _rows(y) // sides[1]
-        return triangle(rows) if self.symmetric else rectangle(rows, cols)
-
-    def _others(self, x: Any, y: Any, sides: tuple[int, int]) -> list[Tiles]:
-        """Of the blocks that come after the own."""
-        size, rows, cols = self.axis.size, _rows(x) // sides[0], _rows(y) // sides[1]
+    def _blocks(self, rows: int, cols: int) -> list[Tiles]:
+        """The tiles of each block of columns that this device visits: the own, the next one's, and so on."""
+        size, whole = self.axis.size, rectangle(rows, cols)
         if not self.symmetric:
-            return [rectangle(rows, cols)] * (size - 1)
-        whole = [rectangle(rows, cols)] * ((size - 1) // 2)
-        return whole + [half(rows, self.axis.index < size // 2)] * (size % 2 == 0)
+            return [whole] * size
+        shared = [half(rows, self.axis.index < size // 2)] * (size % 2 == 0)
+        return [triangle(rows), *[whole] * ((size - 1) // 2), *shared]
 
-    def _gather(
-        self,
-        visit: Visit,
-        sides: tuple[int, int],
-        x: Any,
-        y: Any,
-        of_x: Any,
-        nothing: Callable[[int], Any],
-        store: _Store,
-    ) -> tuple[Any, Any, Array | None]:
-        blocks = [self._own(x, y, sides), *self._others(x, y, sides)]
-        in_a_block, size = _rows(y) // sides[1], self.axis.size
-        if self.symmetric:
-            tiles = joined(blocks, [(self.axis.index + k) % size * in_a_block for k in range(len(blocks))])
-        else:
-            tiles = rectangle(_rows(x) // sides[0], in_a_block * size)
-        y_full = self.axis.gather(y)
-        y_full, of_y = vary_alike(y_full, nothing(_rows(y_full))[1], axis=self.axis)
-        of_x, of_y, kept = sweep_tiles(tiles, sides, visit, x, y_full, of_x, of_y, **store.of(tiles))
-        return of_x, bring_home(self.axis, of_y), kept
+    def _joined(self, blocks: list[Tiles], cols: int) -> Tiles:
+        """All of these, among the columns of all devices, of which each has so many tiles."""
+        if not self.symmetric:  # the order is that of memory
+            return rectangle(len(blocks[0].rows) // cols, cols * self.axis.size)
+        return joined(blocks, [(self.axis.index + k) % self.axis.size * cols for k in range(len(blocks))])
 
     def _ring(
-        self, visit: Visit, sides: tuple[int, int], x: Any, y: Any, of_x: Any, of_y: Any, store: _Store
+        self, go: Callable[..., tuple[Any, Any, Array | None]], blocks: list[Tiles], y: Any, of_x: Any, nobodys: Any
     ) -> tuple[Any, Any, Array | None]:
-        others, nobodys = self._others(x, y, sides), of_y
-
         def step(carried: tuple[Any, Any, Any], tiles: Tiles) -> tuple[Any, Any]:
             of_x, y, of_y = carried
             arriving = self.axis.take_from(of_y, 1)
-            of_x, found, _ = sweep_tiles(tiles, sides, visit, x, y, of_x, nobodys)
+            of_x, found, _ = go(tiles, y, of_x, nobodys, first=False)
             return of_x, add(arriving, found)
 
         def middle(carried: tuple[Any, Any, Any], _: None) -> tuple[tuple[Any, Any, Any], None]:
             following = self.axis.take_from(carried[1], 1)
-            of_x, of_y = step(carried, others[0])
+            of_x, of_y = step(carried, blocks[1])
             return (of_x, following, of_y), None
 
         following = self.axis.take_from(y, 1)
-        own = self._own(x, y, sides)
-        of_x, of_y, kept = sweep_tiles(own, sides, visit, x, y, of_x, of_y, **store.of(own))
+        of_x, of_y, kept = go(blocks[0], y, of_x, nobodys)
         carried = (of_x, following, of_y)
-        if len(others) > 1:
-            carried, _ = lax.scan(middle, carried, None, length=len(others) - 1)
-        of_x, of_y = step(carried, others[-1])
-        return of_x, self.axis.take_from(of_y, -len(others)), kept
+        if len(blocks) > 2:
+            carried, _ = lax.scan(middle, carried, None, length=len(blocks) - 2)
+        of_x, of_y = step(carried, blocks[-1])
+        return of_x, self.axis.take_from(of_y, 1 - len(blocks)), kept
 
 
 def bytes_of(memory: Memory) -> int:

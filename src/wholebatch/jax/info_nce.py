@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, Mesh
 from . import checks
 from .axis import Axis
 from .exchange import ExchangeName, Memory, Sweep, bytes_of
-from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
-from .products import sum_dtype
+from .mesh import AxisNames, in_shard_map, on_mesh, together, valid_rows
+from .products import rows_times_own, sum_dtype
 from .reduction import Reduction, cross_entropy, reduced
 from .softmax import Codes, Plan, Statistics, Tower, softmax_statistics
 
@@ -57,7 +57,8 @@ def info_nce_loss(
         logit_scale: multiplies the similarities (1 / temperature); a scalar.
         negatives: N, (n, d), further keys that are nobody's positive; they count for all queries.
         hard_negatives: (B, h, d), each query's own, which count for it alone.
-        query_ids: (B,) integers, any but the least of their dtype; a key with a query's id is no negative of it.
+        query_ids: (B,) integers, any but the least of their dtype, or the largest if that is unsigned; a key with a
+            query's id is no negative of it.
             Default: those of the queries' keys.
         key_ids: of the keys, (rows of keys,). Default: those of their queries.
         negative_ids: of the negatives, (n,). Default: none of them is left out.
@@ -192,7 +193,7 @@ class _InfoNCE:
         checks.scalar(logit_scale=logit_scale)
         rows = checks.arrays(**given)
         q, k, n, hard = (rows[name] for name in ("queries", "keys", "negatives", "hard_negatives"))
-        checks.features(queries=q, keys=k, **({} if n is None or not len(n) else {"negatives": n}))
+        checks.features(queries=q, keys=k, **({} if n is None or n.shape == (0, k.shape[-1]) else {"negatives": n}))
         if len(k) < len(q):
             raise ValueError(
                 f"keys must have at least as many rows as queries, got {len(k)} and {len(q)}; key i is the positive of "
@@ -201,6 +202,8 @@ class _InfoNCE:
         checks.same_rows(queries=q, query_ids=rows["query_ids"], hard_negatives=hard, weights=rows["weights"])
         if hard is not None and (hard.ndim != 3 or hard.shape[2] != q.shape[1]):
             raise ValueError(f"hard_negatives must have shape ({len(q)}, h, {q.shape[1]}), got {hard.shape}")
+        if hard is not None and hard.size:
+            checks.features(queries=q, hard_negatives=hard.reshape(-1, q.shape[1]))
         ids = {name: rows[name] for name in rows if name.endswith("_ids")}
         checks.integers(**ids)
         checks.vector(**{name: x for name, x in ids.items() if not name.startswith("hard")}, weights=rows["weights"])
@@ -209,48 +212,58 @@ class _InfoNCE:
                 continue
             if rows[of] is None:
                 raise ValueError(f"{name} were given without {of}")
-            expected = rows[of].shape[: rows[name].ndim if rows[name].ndim < rows[of].ndim else 1]
-            if rows[name].shape != expected:
+            if rows[name].shape != rows[of].shape[:-1]:
                 raise ValueError(
                     f"{name} must have one id for each of {of}, {rows[of].shape[:-1]}; got {rows[name].shape}"
                 )
         return self._split(rows)
 
     def _split(self, rows: dict[str, Any]) -> dict[str, Any]:
-        """Keys that are nobody's positive go to the negatives; ids that are not given are those of the partner."""
-        q, k, n = rows["queries"], rows["keys"], rows["negatives"]
-        b = len(q)
+        """Keys that are nobody's positive stand for themselves; ids that are not given are those of the partner."""
+        keys, b = rows["keys"], len(rows["queries"])
+        if len(keys) > b:
+            keys = together(keys)
         query_ids, key_ids, negative_ids = rows["query_ids"], rows["key_ids"], rows["negative_ids"]
+        more_ids = None
         if query_ids is None and key_ids is None:
             unused = [name for name in ("negative_ids", "hard_negative_ids") if rows[name] is not None]
             if unused:
                 raise ValueError(f"{unused[0]} have nothing to be compared with; give query_ids or key_ids, too")
         else:
             dtype = jnp.result_type(*[ids for ids in (query_ids, key_ids, negative_ids) if ids is not None])
-            none = [jnp.full(len(of), jnp.iinfo(dtype).min) for of in (k[b:], () if n is None else n)]
-            of_queries = key_ids[:b] if query_ids is None else query_ids
-            of_others = [none[0] if key_ids is None else key_ids[b:], none[1] if negative_ids is None else negative_ids]
-            rows = rows | {
-                "query_ids": of_queries.astype(dtype),
-                "key_ids": (of_queries if key_ids is None else key_ids[:b]).astype(dtype),
-                "negative_ids": jnp.concatenate([ids.astype(dtype) for ids in of_others]),
-            }
-        negatives = jnp.concatenate([k[b:], *([] if n is None else [n])])
-        there_are = len(negatives) > 0
+            bounds = jnp.iinfo(dtype)
+            nobodys = bounds.min if bounds.min else bounds.max
+
+            def of_nobody(rows: int) -> Array:
+                return jnp.full(rows, nobodys, dtype)
+
+            more_ids = of_nobody(len(keys) - b) if key_ids is None else key_ids[b:].astype(dtype)
+            if rows["negatives"] is not None and negative_ids is None:
+                negative_ids = of_nobody(len(rows["negatives"]))
+            query_ids, key_ids = (
+                (key_ids[:b] if query_ids is None else query_ids).astype(dtype),
+                (query_ids if key_ids is None else key_ids[:b]).astype(dtype),
+            )
+            negative_ids = None if negative_ids is None else negative_ids.astype(dtype)
+        more = len(keys) > b
         return rows | {
-            "keys": k[:b],
-            "negatives": negatives if there_are else None,
-            "negative_ids": rows["negative_ids"] if there_are else None,
+            "query_ids": query_ids,
+            "keys": keys[:b] if more else keys,
+            "key_ids": key_ids,
+            "more_keys": keys[b:] if more else None,
+            "more_key_ids": more_ids if more else None,
+            "negative_ids": negative_ids,
         }
 
     def __call__(self, axis: Axis, rows: dict[str, Any], logit_scale: Any) -> Array:
-        q, valid, scale = rows["queries"], valid_rows(axis, "queries", rows), None
+        q, valid = rows["queries"], valid_rows(axis, "queries", rows)
         b, example = len(q), axis.rows(len(q))
         scale = checks.as_scalar(logit_scale, sum_dtype(q))
         of_queries = Tower(q, None, Codes(valid, pair=example, same=rows["query_ids"]))
         of_keys = Tower(rows["keys"], None, Codes(valid, pair=example, same=rows["key_ids"]))
-        if rows["negatives"] is not None:
-            of_keys = _below(of_keys, _negatives(axis, rows))
+        for name, ids in (("more_keys", "more_key_ids"), ("negatives", "negative_ids")):
+            if rows[name] is not None and len(rows[name]):
+                of_keys = _below(of_keys, _negatives(axis, rows, name, ids))
         to_keys, to_queries = (direction in self.directions for direction in DIRECTIONS)
         sweep = Sweep(axis, self.exchange, self.tile, memory=bytes_of(self.memory))
         if b >= len(of_keys.features):
@@ -270,10 +283,9 @@ class _InfoNCE:
         return reduced(axis, jnp.mean(jnp.stack(losses), 0), rows["weights"], valid, self.reduction)
 
 
-def _negatives(axis: Axis, rows: dict[str, Any]) -> Tower:
-    features = rows["negatives"]
-    nobodys = jnp.full(len(features), -1, jnp.int32)
-    return Tower(features, None, Codes(valid_rows(axis, "negatives", rows), pair=nobodys, same=rows["negative_ids"]))
+def _negatives(axis: Axis, rows: dict[str, Any], name: str, ids: str) -> Tower:
+    nobodys = jnp.full(len(rows[name]), -1, jnp.int32)
+    return Tower(rows[name], None, Codes(valid_rows(axis, name, rows), pair=nobodys, same=rows[ids]))
 
 
 def _below(above: Tower, below: Tower) -> Tower:
@@ -294,7 +306,7 @@ def _below(above: Tower, below: Tower) -> Tower:
 def _with_hard_negatives(of: Statistics, rows: dict[str, Any], scale: Array) -> Statistics:
     """Each query's own negatives are further terms of its softmax."""
     q, hard, ids = rows["queries"], rows["hard_negatives"], rows["hard_negative_ids"]
-    logits = scale * jnp.einsum("bd,bhd->bh", q, hard, preferred_element_type=sum_dtype(q))
+    logits = scale * rows_times_own(q, hard)
     counted = jnp.ones_like(logits, bool) if ids is None else ids != rows["query_ids"][:, None]
     found = of._replace(lse=jnp.logaddexp(of.lse, logsumexp(jnp.where(counted, logits, -jnp.inf), 1)))
     if of.all_logits is not None and of.num is not None:

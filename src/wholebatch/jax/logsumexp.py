@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from .axis import Axis
 
@@ -56,16 +56,23 @@ def bring_home(axis: Axis, sums: Any) -> Any:
 
     Collectives: one pmax of W b numbers, if there are exponentials; then one psum_scatter for each kind of array.
     """
-    tops = [leaf.top for leaf in jax.tree.leaves(sums, is_leaf=_is_log_sum) if isinstance(leaf, LogSum)]
-    common = iter([_finite(axis.max(top)) for top in tops])
+    nodes = jax.tree.leaves(sums, is_leaf=_is_log_sum)
+    largest = [_finite(axis.max(node.top)) for node in nodes if isinstance(node, LogSum)]
+    common, tops = iter(largest), iter(largest)
 
     def at_common_top(leaf: Any) -> Any:
         if not isinstance(leaf, LogSum):
             return leaf
-        top = next(common)
-        return LogSum(top / axis.size, leaf.total * jnp.exp(leaf.top - top))
+        return leaf.total * jnp.exp(leaf.top - next(common))
 
-    return axis.scatter_sum(jax.tree.map(at_common_top, sums, is_leaf=_is_log_sum))
+    def with_own_top(leaf: Any, sums: Array) -> Any:
+        if not isinstance(leaf, LogSum):
+            return sums
+        b = len(sums)
+        return LogSum(lax.dynamic_slice_in_dim(next(tops), axis.index * b, b), sums)
+
+    at_home = axis.scatter_sum(jax.tree.map(at_common_top, sums, is_leaf=_is_log_sum))
+    return jax.tree.map(with_own_top, sums, at_home, is_leaf=_is_log_sum)
 
 
 def _finite(top: Array) -> Array:

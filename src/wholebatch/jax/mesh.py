@@ -7,7 +7,7 @@ Batches that do not divide over the devices are padded below with rows of zeros,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .axis import Axis, varies_over
 
-AxisNames = str | tuple[str, ...]
+AxisNames = str | Sequence[str]
 
 
 def on_mesh(
@@ -34,17 +34,21 @@ def on_mesh(
     """Run `body` on every device of an axis.
 
     Args:
-        body: of the axis, this device's rows, and what all devices have; hashable, for it is a part of what is traced.
+        body: of the axis, this device's rows, and what all devices have; hashable, as a part of what is traced.
         rows: arrays that are split by their first dimension; None stays None.
         whole: a tree of arrays that are the same everywhere.
         mesh: None: that of `jax.set_mesh`; and if there is none, the batch is in one piece.
         axis: a name, or several that are taken as one.
         per_row: what `body` gives has a row for each of this argument's; None: it is the same everywhere.
     """
-    names = axis if isinstance(axis, tuple) else (axis,)
+    names = as_names(axis)
     if mesh is None and (mesh := jax.sharding.get_abstract_mesh()).empty:
+        refuse_split(rows)
         return _in_one_piece(rows, whole, body=body)
     check_axes(mesh, names)
+    around = jax.sharding.get_abstract_mesh()
+    if AxisType.Manual in around.axis_types and around.shape == mesh.shape:  # a jax.shard_map over other axes of it
+        mesh = around
     return _on_devices(rows, whole, body=body, mesh=mesh, names=names, per_row=per_row)
 
 
@@ -92,7 +96,9 @@ def in_shard_map(axis_name: AxisNames, rows: dict[str, Array | None]) -> Axis:
     Raises:
         ValueError: no such axis, or JAX does not know that the rows differ along it.
     """
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    names = as_names(axis_name)
+    if not names:
+        raise ValueError("axis_name must name at least one axis, got none")
     try:
         size = lax.axis_size(names)
     except NameError as error:
@@ -105,10 +111,39 @@ def in_shard_map(axis_name: AxisNames, rows: dict[str, Array | None]) -> Axis:
         if missing:
             raise ValueError(
                 f"{name} must vary over axis_name={axis_name!r}, as rows do that in_specs splits; JAX takes them for "
-                f"the same on all {size} devices along {', '.join(sorted(missing))}. With check_vma=False it knows no "
-                "better, and gradients come out divided by the number of devices: leave check_vma at True"
+                f"the same on all {size} devices along {', '.join(sorted(missing))}. With check_vma=False, and in "
+                "pmap, it knows no better, and gradients come out divided by the number of devices: use jax.shard_map, "
+                "and leave check_vma at True"
             )
     return Axis(names)
+
+
+def as_names(axis: AxisNames) -> tuple[str, ...]:
+    """Of one name, or of several."""
+    return (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def together(x: Array) -> Array:
+    """The same on every device, so that it can be cut anywhere; of arrays that are split over explicit axes."""
+    if not _explicit(x):
+        return x
+    of: Any = jax.typeof(x) if isinstance(x, jax.core.Tracer) else x
+    return jax.sharding.reshard(x, NamedSharding(of.sharding.mesh, PartitionSpec()))
+
+
+def _explicit(x: Any) -> list[Any]:
+    """The axes over which an array is known to be split."""
+    return [name for name in getattr(jax.typeof(x).sharding, "spec", ()) if name is not None]
+
+
+def refuse_split(tree: Any) -> None:
+    """Arrays that are split over explicit axes need the mesh, for JAX would not know how to multiply them."""
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        if over := _explicit(x):
+            raise ValueError(
+                f"{jax.tree_util.keystr(path, simple=True) or 'the batch'} is split over {over[0]!r}, and no mesh is "
+                "given: pass mesh=, or call jax.set_mesh(mesh)"
+            )
 
 
 def valid_rows(axis: Axis, name: str, rows: dict[str, Any]) -> Array | None:
@@ -131,13 +166,16 @@ def placed(x: Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Array:
 
 def check_axes(mesh: Mesh | AbstractMesh, names: tuple[str, ...]) -> None:
     """They are the mesh's, and no `jax.shard_map` has taken them already."""
-    kinds = dict(zip(mesh.shape, mesh.axis_types, strict=True))
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+    around = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(around.shape, around.axis_types, strict=True))
     if any(kinds.get(name) == AxisType.Manual for name in names):
         raise ValueError(
             f"inside of a jax.shard_map over {', '.join(map(repr, names))} rows are a device's own: call the function "
-            "that ends with `_local`, with axis_name="
+            "that ends with `_local`, with axis_name= (and `chunked` without mesh=)"
         )
-    if not names or any(name not in mesh.shape for name in names):
+    if not names or len(set(names)) < len(names) or any(name not in mesh.shape for name in names):
         raise ValueError(
             f"axis must name axes of the mesh, got {', '.join(map(repr, names))}; the mesh has "
             f"{', '.join(map(repr, mesh.shape)) or 'none'}"

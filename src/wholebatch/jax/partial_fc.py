@@ -147,9 +147,21 @@ class _PartialFC:
     def check(self, key: Any, **given: Any) -> dict[str, Any]:
         checks.options(self.reduction, self.exchange, self.tile, self.memory)
         checks.fraction("sample_rate", self.sample_rate)
+        margin = self.margin
+        if (
+            isinstance(margin, type)
+            or not callable(margin)
+            or not hasattr(margin, "s")
+            or ".heads." in str(type(margin))
+        ):
+            raise ValueError(f"margin must be such as wholebatch.jax.ArcFace(s=64.0, m=0.5), got {self.margin!r}")
         if self.sample_rate < 1 and key is None:
             raise ValueError(f"sample_rate={self.sample_rate} needs key=, a new one of jax.random for each step")
+        checks.random_key(key)
         rows = checks.arrays(**given)
+        checks.given(labels=rows["labels"])
+        if not isinstance(self.ignore_index, int):
+            raise ValueError(f"ignore_index must be an integer, got {self.ignore_index!r}")
         checks.features(embeddings=rows["embeddings"], centres=rows["centres"])
         checks.same_rows(embeddings=rows["embeddings"], labels=rows["labels"], weights=rows["weights"])
         checks.vector(labels=rows["labels"], weights=rows["weights"])

@@ -28,6 +28,11 @@ def rows_times_rows(x: Array, y: Array) -> Array:
     return _product(x, y, 1, 1)
 
 
+def rows_times_own(x: Array, own: Array) -> Array:
+    """x_i . own_ih, (b, h), of (b, d) and (b, h, d)."""
+    return _product(own, x, 2, 1, batch=True)
+
+
 def matrix_times_rows(a: Array, y: Array) -> Array:
     """A Y, with A in the dtype of sums."""
     return _product(*_of_one_dtype(a, y), 1, 0)
@@ -43,13 +48,13 @@ def _of_one_dtype(a: Array, x: Array) -> tuple[Array, Array]:
     return (a.astype(x.dtype), x) if x.dtype == jnp.bfloat16 else (a, x.astype(a.dtype))
 
 
-def _product(one: Array, other: Array, over_one: int, over_other: int) -> Array:
+def _product(one: Array, other: Array, over_one: int, over_other: int, *, batch: bool = False) -> Array:
     # TPUs and some GPUs multiply float32 in half precision unless told otherwise. Who wants that says so to JAX.
     chosen = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     return lax.dot_general(
         one,
         other,
-        (((over_one,), (over_other,)), ((), ())),
+        (((over_one,), (over_other,)), ((0,), (0,)) if batch else ((), ())),
         precision=lax.Precision.HIGHEST if chosen is None and one.dtype == jnp.float32 else None,
         preferred_element_type=sum_dtype(one, other),
     )

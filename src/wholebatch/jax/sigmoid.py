@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .axis import vary_alike
+from .axis import once, vary_alike
 from .exchange import Sweep
 from .products import matrix_times_rows, rows_times_rows, sum_dtype, transposed_times_rows
 from .softmax import Tower, entries, with_valid
@@ -89,7 +89,7 @@ def _forward_sum(sweep: Sweep, x: Tower, y: Tower, scale: Array, bias: Array, u:
 
 
 def _backward_sum(sweep: Sweep, kept: tuple[Array, _Gradient], cotangent: Array) -> tuple[Any, ...]:
-    losses, gradient = kept
+    losses, gradient = once(kept)
     return *_as_towers(jax.tree.map(lambda g: (cotangent * g).astype(g.dtype), gradient)), cotangent * losses
 
 
@@ -99,6 +99,7 @@ def _forward_rows(sweep: Sweep, *arguments: Any) -> tuple[Array, Any]:
 
 def _backward_rows(sweep: Sweep, arguments: Any, cotangents: Array) -> tuple[Any, ...]:
     x, y, scale, bias = arguments
+    x, y = (tower._replace(features=once(tower.features)) for tower in (x, y))
     return _as_towers(_gradient(sweep, x, y, scale, bias, cotangents)[1])
 
 

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .axis import vary_alike
+from .axis import once, vary_alike
 from .exchange import Sweep
 from .logsumexp import LogSum, add
 from .products import matrix_times_rows, rows_times_rows, sum_dtype, transposed_times_rows
@@ -192,6 +192,8 @@ def _forward(plan: Plan, x: Tower, y: Tower | None, scale: Array) -> tuple[Any, 
 
 def _backward(plan: Plan, kept: Any, cotangents: Any) -> tuple[Tower, Tower | None, Array]:
     x, y, scale, rows_lse, cols_lse, products = kept
+    x, scale = x._replace(features=once(x.features)), once(scale)
+    y = None if y is None else y._replace(features=once(y.features))
     of_rows, of_cols = cotangents
 
     def visit(x: _Weighed, y: _Weighed, products: Array | None) -> tuple[Array, Array, None]:

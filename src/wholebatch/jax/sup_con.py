@@ -118,7 +118,8 @@ class _SupCon:
         checks.scalar(temperature=temperature, positive=True)
         rows = checks.arrays(**given)
         z, weights = rows["features"], rows["weights"]
-        if z is None or z.ndim not in (2, 3):
+        checks.given(features=z, labels=rows["labels"])
+        if z.ndim not in (2, 3):
             raise ValueError(
                 f"features must have shape (rows, features) or (rows, views, features), got {jnp.shape(z)}"
             )
