@@ -169,7 +169,9 @@ def _context() -> Any:
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
     if "forkserver" in methods:
-        context.set_forkserver_preload(["torch", "torch.nn.parallel", __name__, "wholebatch._preload"])
+        context.set_forkserver_preload(
+            ["torch", "torch.nn.parallel", __name__, "wholebatch._torch_names", "wholebatch._preload"]
+        )
     return context
 
 
