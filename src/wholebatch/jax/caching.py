@@ -25,8 +25,9 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
+from . import checks
 from .axis import varies_over, vary
-from .mesh import AxisNames, as_names, check_axes, placed, refuse_split
+from .mesh import AxisNames, check_axes, first_rows, placed, refuse_split
 
 
 def chunked(
@@ -109,7 +110,7 @@ def chunked(
         whole = jax.tree.map(lambda x: _longer(jnp.asarray(x), devices.number * b - rows), batch)
         again = jax.checkpoint(one, policy=policy, prevent_cse=False)
         _, encoded = lax.scan(again, None, (devices.on_each(cut, whole, 0, 1), keys))
-        return devices.first(devices.on_each(joined, encoded, 1, 0), rows)
+        return jax.tree.map(lambda x: first_rows(x, rows, devices.mesh), devices.on_each(joined, encoded, 1, 0))
 
     return encode
 
@@ -123,7 +124,7 @@ class _Devices:
 
     @classmethod
     def of(cls, mesh: Mesh | AbstractMesh | None, axis: AxisNames, batch: Any) -> _Devices:
-        names = as_names(axis)
+        names = checks.names(axis)
         if mesh is None:
             around = jax.sharding.get_abstract_mesh()
             if around.empty or AxisType.Manual in around.axis_types:
@@ -132,12 +133,6 @@ class _Devices:
             mesh = around
         check_axes(mesh, names)
         return cls(mesh, names)
-
-    def first(self, tree: Any, rows: int) -> Any:
-        """So many rows; what does not divide cannot stay split."""
-        if rows % self.number == 0:
-            return tree
-        return jax.tree.map(lambda x: placed(x, self.mesh, PartitionSpec())[:rows] if self.mesh else x[:rows], tree)
 
     def on_each(self, function: Callable[[Array], Array], tree: Any, split: int, split_after: int) -> Any:
         """Apply a function to each device's part of arrays, which are split along one dimension, and then another."""

@@ -104,6 +104,16 @@ def scalar(*, positive: bool = False, **numbers: Any) -> None:
             raise ValueError(f"{name} must be positive, got {x}")
 
 
+def pairs(first: str, second: str, **towers: Any) -> dict[str, Any]:
+    """Two towers of paired rows, with ids and weights of the pairs, as arrays."""
+    rows = arrays(**towers)
+    features(**{name: rows[name] for name in (first, second)})
+    same_rows(**rows)
+    vector(ids=rows["ids"], weights=rows["weights"])
+    integers(ids=rows["ids"])
+    return rows
+
+
 def random_key(key: Any) -> None:
     """One of `jax.random`, or none."""
     if key is not None and not (

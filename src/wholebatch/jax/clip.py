@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from . import checks
 from .axis import Axis
-from .exchange import ExchangeName, Memory, Sweep, bytes_of
+from .exchange import ExchangeName, Memory, Sweep
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
 from .products import sum_dtype
 from .reduction import Reduction, cross_entropy, reduced
@@ -139,22 +139,16 @@ class _Clip:
         checks.choice("equal_ids", self.equal_ids, ("positive", "excluded"))
         checks.fraction("label_smoothing", self.label_smoothing)
         checks.options(self.reduction, self.exchange, self.tile, self.memory)
-        rows = checks.arrays(image_features=x, text_features=y, ids=ids, weights=weights)
-        checks.features(image_features=rows["image_features"], text_features=rows["text_features"])
-        checks.same_rows(**rows)
-        checks.vector(ids=rows["ids"], weights=rows["weights"])
-        checks.integers(ids=rows["ids"])
+        named = {"image_features": x, "text_features": y}
+        rows = checks.pairs(*named, **named, ids=ids, weights=weights)
         checks.scalar(logit_scale=scale)
         return rows
 
     def __call__(self, axis: Axis, rows: dict[str, Any], logit_scale: Any) -> Array:
         x, y, ids = rows["image_features"], rows["text_features"], rows["ids"]
         valid = valid_rows(axis, "image_features", rows)
-        together = ids is not None and self.equal_ids == "positive"
-        codes = Codes(valid, pair=ids if together else axis.rows(len(x)), same=None if together else ids)
-        plan = Plan(
-            Sweep(axis, self.exchange, self.tile, memory=bytes_of(self.memory)), smooth=self.label_smoothing > 0
-        )
+        codes = Codes.of_pairs(axis.rows(len(x)), ids, valid, together=self.equal_ids == "positive")
+        plan = Plan(Sweep(axis, self.exchange, self.tile, memory=self.memory), smooth=self.label_smoothing > 0)
         scale = checks.as_scalar(logit_scale, sum_dtype(x))
         found = softmax_statistics(plan, Tower(x, None, codes), Tower(y, None, codes), scale)
         losses = [cross_entropy(of, self.label_smoothing) for of in found if of is not None]

@@ -37,14 +37,14 @@ class Sweep:
         exchange: "auto", "gather" or "ring".
         tile: rows and columns of a tile, at most.
         symmetric: S = Z Z^T, half of which is computed; the sums are then those of `x` and of `y`, to be added.
-        memory: bytes for products that are kept for another sweep; in a ring, of a device's own rows only.
+        memory: bytes for products that are kept for another sweep, in a ring of a device's own rows only; "flat": none.
     """
 
     axis: Axis
     exchange: ExchangeName
     tile: int
     symmetric: bool = False
-    memory: int = 0
+    memory: Memory = "flat"
 
     def __call__(
         self,
@@ -70,7 +70,9 @@ class Sweep:
         sides = side_of_tiles(rows, self.tile), side_of_tiles(cols, self.tile)
         x, y = pad_rows(x, sides[0]), pad_rows(y, sides[1])
         x, y, of_x, of_y = vary_alike(x, y, nothing(_rows(x))[0], nothing(_rows(y))[1], axis=self.axis)
-        room = 0 if keep is None else self.memory // (sides[0] * sides[1] * jnp.dtype(keep).itemsize)
+        room = 0
+        if keep is not None and self.memory != "flat":
+            room = self.memory // (sides[0] * sides[1] * jnp.dtype(keep).itemsize)
 
         def go(tiles: Tiles, y: Any, of_x: Any, of_y: Any, *, first: bool = True) -> tuple[Any, Any, Array | None]:
             """Through a list of tiles; only of the first list products are kept."""
@@ -128,11 +130,6 @@ class Sweep:
             carried, _ = lax.scan(middle, carried, None, length=len(blocks) - 2)
         of_x, of_y = step(carried, blocks[-1])
         return of_x, self.axis.take_from(of_y, 1 - len(blocks)), kept
-
-
-def bytes_of(memory: Memory) -> int:
-    """For products that are kept."""
-    return 0 if memory == "flat" else memory
 
 
 def _rows(tree: Any) -> int:

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from . import checks
 from .axis import Axis
-from .exchange import ExchangeName, Memory, Sweep, bytes_of
+from .exchange import ExchangeName, Memory, Sweep
 from .mesh import AxisNames, in_shard_map, on_mesh, together, valid_rows
 from .products import rows_times_own, sum_dtype
 from .reduction import Reduction, cross_entropy, reduced
@@ -265,7 +265,7 @@ class _InfoNCE:
             if rows[name] is not None and len(rows[name]):
                 of_keys = _below(of_keys, _negatives(axis, rows, name, ids))
         to_keys, to_queries = (direction in self.directions for direction in DIRECTIONS)
-        sweep = Sweep(axis, self.exchange, self.tile, memory=bytes_of(self.memory))
+        sweep = Sweep(axis, self.exchange, self.tile, memory=self.memory)
         if b >= len(of_keys.features):
             plan = Plan(sweep, rows=to_keys, cols=to_queries, smooth=self.label_smoothing > 0)
             of_query, of_key = softmax_statistics(plan, of_queries, of_keys, scale)

@@ -13,11 +13,12 @@ from math import prod
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from . import checks
 from .axis import Axis, varies_over
+from .tiles import pad_rows
 
 AxisNames = str | Sequence[str]
 
@@ -41,7 +42,7 @@ def on_mesh(
         axis: a name, or several that are taken as one.
         per_row: what `body` gives has a row for each of this argument's; None: it is the same everywhere.
     """
-    names = as_names(axis)
+    names = checks.names(axis)
     if mesh is None and (mesh := jax.sharding.get_abstract_mesh()).empty:
         refuse_split(rows)
         return _in_one_piece(rows, whole, body=body)
@@ -74,7 +75,7 @@ def _on_devices(
     given = {name: x for name, x in rows.items() if x is not None}
     totals = {name: len(x) for name, x in given.items()}
     spec = PartitionSpec(names)
-    split = {name: placed(_padded(x, devices), mesh, spec) for name, x in given.items()}
+    split = {name: placed(pad_rows(x, devices), mesh, spec) for name, x in given.items()}
 
     def on_device(split: dict[str, Array], whole: Any) -> Array:
         return body(Axis(names), {**rows, **split, "totals": totals}, whole)
@@ -85,9 +86,7 @@ def _on_devices(
         in_specs=(spec, PartitionSpec()),
         out_specs=PartitionSpec() if per_row is None else spec,
     )(split, whole)
-    if per_row is None or len(result) == totals[per_row]:
-        return result
-    return placed(result, mesh, PartitionSpec())[: totals[per_row]]  # what does not divide cannot stay split
+    return result if per_row is None else first_rows(result, totals[per_row], mesh)
 
 
 def in_shard_map(axis_name: AxisNames, rows: dict[str, Array | None]) -> Axis:
@@ -96,7 +95,7 @@ def in_shard_map(axis_name: AxisNames, rows: dict[str, Array | None]) -> Axis:
     Raises:
         ValueError: no such axis, or JAX does not know that the rows differ along it.
     """
-    names = as_names(axis_name)
+    names = checks.names(axis_name)
     if not names:
         raise ValueError("axis_name must name at least one axis, got none")
     try:
@@ -116,11 +115,6 @@ def in_shard_map(axis_name: AxisNames, rows: dict[str, Array | None]) -> Axis:
                 "and leave check_vma at True"
             )
     return Axis(names)
-
-
-def as_names(axis: AxisNames) -> tuple[str, ...]:
-    """Of one name, or of several."""
-    return (axis,) if isinstance(axis, str) else tuple(axis)
 
 
 def together(x: Array) -> Array:
@@ -152,16 +146,18 @@ def valid_rows(axis: Axis, name: str, rows: dict[str, Any]) -> Array | None:
     return None if total is None or total == b * axis.size else axis.rows(b) < total
 
 
-def _padded(x: Array, devices: int) -> Array:
-    missing = -len(x) % devices
-    return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) if missing else jnp.asarray(x)
-
-
 def placed(x: Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Array:
     """Split so; where axes are explicit that has to be said, elsewhere `jax.shard_map` sees to it."""
     if AxisType.Explicit not in mesh.axis_types:
         return x
     return jax.sharding.reshard(x, NamedSharding(mesh, spec) if isinstance(mesh, Mesh) else spec)
+
+
+def first_rows(x: Array, rows: int, mesh: Mesh | AbstractMesh | None) -> Array:
+    """So many rows; what does not divide cannot stay split."""
+    if rows == len(x):
+        return x
+    return (x if mesh is None else placed(x, mesh, PartitionSpec()))[:rows]
 
 
 def check_axes(mesh: Mesh | AbstractMesh, names: tuple[str, ...]) -> None:

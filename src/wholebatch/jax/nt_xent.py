@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from . import checks
 from .axis import Axis
-from .exchange import ExchangeName, Memory, Sweep, bytes_of
+from .exchange import ExchangeName, Memory, Sweep
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
 from .products import inverse_norms, sum_dtype
 from .reduction import Reduction, cross_entropy, reduced
@@ -117,12 +117,7 @@ class _NTXent:
     def check(self, temperature: Any, **given: Any) -> dict[str, Any]:
         checks.options(self.reduction, self.exchange, self.tile, self.memory)
         checks.scalar(temperature=temperature, positive=True)
-        rows = checks.arrays(**given)
-        checks.features(z0=rows["z0"], z1=rows["z1"])
-        checks.same_rows(**rows)
-        checks.vector(ids=rows["ids"], weights=rows["weights"])
-        checks.integers(ids=rows["ids"])
-        return rows
+        return checks.pairs("z0", "z1", **given)
 
     def __call__(self, axis: Axis, rows: dict[str, Any], temperature: Any) -> Array:
         b, valid = len(rows["z0"]), valid_rows(axis, "z0", rows)
@@ -130,7 +125,7 @@ class _NTXent:
         of_example = Codes(valid, pair=example, same=rows["ids"])
         codes = jax.tree.map(lambda code: jnp.concatenate([code, code]), of_example)
         codes = codes._replace(itself=jnp.concatenate([example, example + b * axis.size]))
-        plan = Plan(Sweep(axis, self.exchange, self.tile, symmetric=True, memory=bytes_of(self.memory)))
+        plan = Plan(Sweep(axis, self.exchange, self.tile, symmetric=True, memory=self.memory))
         scale = 1 / checks.as_scalar(temperature, sum_dtype(z))
         of, _ = softmax_statistics(plan, Tower(z, inverse_norms(z), codes), None, scale)
         assert of is not None

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from . import checks
 from .axis import Axis, vary_alike
-from .exchange import ExchangeName, Memory, Sweep, bytes_of
+from .exchange import ExchangeName, Memory, Sweep
 from .margins import ArcFace, Margin
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
 from .products import inverse_norms, sum_dtype
@@ -182,7 +182,7 @@ class _PartialFC:
         live = valid_rows(axis, "centres", rows)
         if self.sample_rate < 1:
             centres, ids, live = self._sample(axis, centres, jnp.where(counted, labels, -1), ids, live, key)
-        plan = Plan(Sweep(axis, self.exchange, self.tile, memory=bytes_of(self.memory)), rows=False, positives=False)
+        plan = Plan(Sweep(axis, self.exchange, self.tile, memory=self.memory), rows=False, positives=False)
         of_classes = Tower(centres, inverse_norms(centres), Codes(live, itself=ids))
         of_examples = Tower(x, factors[0], Codes(valid, itself=labels))
         _, of = softmax_statistics(plan, of_classes, of_examples, jnp.asarray(self.margin.s, sum_dtype(x)))

@@ -44,7 +44,10 @@ def reduced(axis: Axis, losses: Array, weights: Array | None, counted: Array | N
     if reduction == "none":
         return losses
     total = axis.sum(losses.sum())
-    if reduction == "sum":
-        return total
+    return total if reduction == "sum" else mean_of(axis, total, weights)
+
+
+def mean_of(axis: Axis, total: Array, weights: Array) -> Array:
+    """Of a sum over all devices, given this one's weights; 0 stays 0 where no weight is positive."""
     of_weights = axis.sum(weights.sum())
     return total / jnp.where(of_weights == 0, 1, of_weights)

@@ -15,7 +15,7 @@ from .clip import EqualIdsAre
 from .exchange import ExchangeName, Sweep
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
 from .products import sum_dtype
-from .reduction import Reduction
+from .reduction import Reduction, mean_of
 from .sigmoid import row_losses, weighted_sum
 from .softmax import Codes, Tower
 
@@ -131,18 +131,12 @@ class _SigLIP:
         checks.choice("equal_ids", self.equal_ids, ("positive", "excluded"))
         checks.options(self.reduction, self.exchange, self.tile)
         checks.scalar(logit_scale=logit_scale, logit_bias=logit_bias)
-        rows = checks.arrays(**given)
-        checks.features(image_features=rows["image_features"], text_features=rows["text_features"])
-        checks.same_rows(**rows)
-        checks.vector(ids=rows["ids"], weights=rows["weights"])
-        checks.integers(ids=rows["ids"])
-        return rows
+        return checks.pairs("image_features", "text_features", **given)
 
     def __call__(self, axis: Axis, rows: dict[str, Any], scalars: Any) -> Array:
         x, y, ids, weights = (rows[name] for name in ("image_features", "text_features", "ids", "weights"))
         valid, dtype = valid_rows(axis, "image_features", rows), sum_dtype(x)
-        together = ids is not None and self.equal_ids == "positive"
-        codes = Codes(valid, pair=ids if together else axis.rows(len(x)), same=None if together else ids)
+        codes = Codes.of_pairs(axis.rows(len(x)), ids, valid, together=self.equal_ids == "positive")
         weights = jnp.ones(len(x), dtype) if weights is None else weights.astype(dtype)
         if valid is not None:
             weights = jnp.where(valid, weights, 0)
@@ -151,7 +145,4 @@ class _SigLIP:
         if self.reduction == "none":
             return weights * row_losses(*pairs)
         total = axis.sum(weighted_sum(*pairs, weights))
-        if self.reduction == "sum":
-            return total
-        of_weights = axis.sum(weights.sum())
-        return total / jnp.where(of_weights == 0, 1, of_weights)
+        return total if self.reduction == "sum" else mean_of(axis, total, weights)

@@ -45,6 +45,13 @@ class Codes(NamedTuple):
     pair: Array | None = None
     same: Array | None = None
 
+    @classmethod
+    def of_pairs(cls, example: Array, ids: Array | None, valid: Array | None, *, together: bool) -> Codes:
+        """Of paired rows; equal ids are positives (`together`), or left out."""
+        if ids is None:
+            return cls(valid, pair=example)
+        return cls(valid, pair=ids) if together else cls(valid, pair=example, same=ids)
+
 
 class Tower(NamedTuple):
     """Features of b rows, their inverse norms if they are normalised, and their codes."""

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from . import checks
 from .axis import Axis
-from .exchange import ExchangeName, Memory, Sweep, bytes_of
+from .exchange import ExchangeName, Memory, Sweep
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
 from .products import inverse_norms, sum_dtype
 from .reduction import Reduction, cross_entropy, reduced
@@ -142,7 +142,7 @@ class _SupCon:
 
         valid = of_each(valid_rows(axis, "features", rows))
         codes = Codes(valid, itself=axis.rows(len(z)), pair=of_each(rows["labels"]))
-        plan = Plan(Sweep(axis, self.exchange, self.tile, symmetric=True, memory=bytes_of(self.memory)))
+        plan = Plan(Sweep(axis, self.exchange, self.tile, symmetric=True, memory=self.memory))
         scale = 1 / checks.as_scalar(temperature, sum_dtype(z))
         of, _ = softmax_statistics(plan, Tower(z, inverse_norms(z), codes), None, scale)
         assert of is not None

@@ -70,8 +70,13 @@ def side_of_tiles(rows: int, at_most: int) -> int:
 
 
 def pad_rows(tree: Any, side: int) -> Any:
-    """Rows of zeros below, so that tiles fill it."""
-    return jax.tree.map(lambda x: jnp.pad(x, [(0, -len(x) % side)] + [(0, 0)] * (x.ndim - 1)), tree)
+    """Rows of zeros below, so that parts of that side fill it."""
+
+    def padded(x: Array) -> Array:
+        missing = -len(x) % side
+        return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) if missing else x
+
+    return jax.tree.map(padded, tree)
 
 
 def sweep_tiles(
