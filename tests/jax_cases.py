@@ -1,8 +1,14 @@
-"""What the JAX tests run over: the shared table's rows that both libraries have, and how the two are called alike."""
+"""What the JAX tests run over: the shared table's rows that both libraries have, and how the two are called alike.
+
+With WHOLEBATCH_TEST_JAX=all (`make jax`) every row runs on every number and kind of devices, by every exchange;
+otherwise the plain losses and ArcFace do, and their options on two of these settings each, in turn.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +38,13 @@ import wholebatch.jax as wbj
 
 DEVICES = (1, 2, 4, 8)
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+SETTINGS = [  # devices, kind, exchange; one device exchanges nothing
+    (devices, kind, exchange)
+    for devices, kind, exchange in product(DEVICES, KINDS, ("gather", "ring"))
+    if devices > 1 or exchange == "gather"
+]
+EVERYTHING = os.environ.get("WHOLEBATCH_TEST_JAX") == "all"
+SCALE = 14.3
 SHARED = [
     name
     for name in LOSSES
@@ -58,6 +71,54 @@ def mesh_of(devices: int, kind: str = "explicit", axes: tuple[str, ...] = ("data
     """Over the first devices; of two axes the second has two of them."""
     shape = (devices,) if len(axes) == 1 else (devices // 2, 2)
     return jax.make_mesh(shape, axes, axis_types=(KINDS[kind],) * len(axes), devices=jax.devices()[:devices])
+
+
+def settings_of(rows: list[str], whole: list[str]) -> list[tuple[str, int, str, str]]:
+    """For each of some rows of a table the settings to run on: for `whole` all of them, for others some, in turn."""
+    given, turn = [], 0
+    for name in rows:
+        if name in whole or EVERYTHING:
+            given += [(name, *setting) for setting in SETTINGS]
+            continue
+        given += [(name, *SETTINGS[(turn + at) % len(SETTINGS)]) for at in (0, 5)]
+        turn += 1
+    return given
+
+
+def assert_close(found: list[Any], expected: list[Any], value: float = 1e-12, gradient: float = 1e-10) -> None:
+    """The first is the loss; the others are gradients, relative to the largest entry of each."""
+    assert len(found) == len(expected)
+    for at, (x, y) in enumerate(zip(found, expected, strict=True)):
+        error = np.abs(x - y).max(initial=0) / max(1.0, np.abs(y).max(initial=0))
+        assert error <= (gradient if at else value), (at, error)
+
+
+def local_loss(x: Any, y: Any, scale: Any, exchange: Any = "ring") -> Any:
+    """CLIP of a device's rows, on an axis "data"."""
+    return wbj.clip_loss_local(x, y, scale, axis_name="data", exchange=exchange, tile=3)
+
+
+def encoder(params: Any, x: Any, key: Any = None) -> Any:
+    """Two layers, with dropout between them if there is a key."""
+    h = jnp.tanh(x @ params["w"])
+    if key is not None:
+        h = h * jax.random.bernoulli(key, 0.5, h.shape)
+    return h @ params["v"]
+
+
+def compiled(loss: Callable[..., Any], *arrays: Any) -> Any:
+    """A loss and its gradient by the first array."""
+    return jax.jit(jax.value_and_grad(loss)).lower(*arrays).compile()
+
+
+def temporary_bytes(loss: Callable[..., Any], *arrays: Any) -> int:
+    """What these allocate on each device beside inputs and outputs."""
+    return compiled(loss, *arrays).memory_analysis().temp_size_in_bytes
+
+
+def placed(mesh: Mesh, *shape: int) -> Any:
+    """Zeros, whose rows are split over the mesh."""
+    return jax.device_put(jnp.zeros(shape, jnp.float32), jax.NamedSharding(mesh, jax.P("data")))
 
 
 def as_jax(x: Any) -> Any:

@@ -4,6 +4,7 @@ Imports no torch. Each loss is one function of global arrays, under `jit` or not
 and one of a device's rows inside of a `jax.shard_map`, `clip_loss_local(x, y, scale, axis_name="data")`.
 
     a loss (clip, info_nce, nt_xent, sup_con, siglip, partial_fc)   what is positive, what is left out
+    options, reduction                                              what a caller chooses; from rows to one number
     softmax, sigmoid                                                numbers of the rows and columns of S; derivatives
     exchange                                                        how the columns' features travel, and sums get home
     tiles, logsumexp, products                                      a tile of S, what is made of it, sums of that
@@ -62,3 +63,8 @@ __all__ = [
     "tree_unchunk",
     "unchunk_args",
 ]
+
+
+def __dir__() -> list[str]:
+    """What is public; the files beside this one are how it is made."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import jax.numpy as jnp
@@ -29,16 +29,6 @@ def names(of: Any) -> tuple[str, ...]:
     return (of,) if isinstance(of, str) else tuple(of)
 
 
-def options(reduction: Any, exchange: Any, tile: Any, memory: Any = "flat") -> None:
-    """What all losses let their caller choose."""
-    choice("reduction", reduction, ("mean", "sum", "none"))
-    choice("exchange", exchange, ("auto", "gather", "ring"))
-    if not isinstance(tile, Integral) or tile < 1:
-        raise ValueError(f"tile must be an integer >= 1, got {tile!r}")
-    if memory != "flat" and (not isinstance(memory, Integral) or memory < 0):
-        raise ValueError(f"memory must be 'flat' or a number of bytes >= 0, got {memory!r}")
-
-
 def features(**towers: Any) -> None:
     """Matrices of one float dtype and one width, with at least one row."""
     first, expected = next(iter(towers.items()))
@@ -52,7 +42,7 @@ def features(**towers: Any) -> None:
         if shape[1] != expected.shape[1]:
             raise ValueError(
                 f"{first} and {name} must have the same feature size, got {expected.shape} and {shape}; project both "
-                "towers to one width"
+                "to one width"
             )
         if dtype != expected.dtype:
             raise ValueError(f"{first} and {name} must have the same dtype, got {expected.dtype} and {dtype}")
@@ -89,7 +79,31 @@ def vector(**arrays: Any) -> None:
     """One number for each row."""
     for name, x in arrays.items():
         if x is not None and jnp.ndim(x) != 1:
-            raise ValueError(f"{name} must have shape (rows,), got {jnp.shape(x)}")
+            hint = "; of one-hot rows pass the argmax" if jnp.issubdtype(x.dtype, jnp.integer) else ""
+            raise ValueError(f"{name} must have shape (rows,), got {jnp.shape(x)}{hint}")
+
+
+def weights(x: Any) -> None:
+    """None of them negative, as far as they are known."""
+    values = _known(x)
+    if values is not None and not (values >= 0).all():
+        raise ValueError(f"weights must not be negative, nor NaN; got {values[~(values >= 0)][0]}")
+
+
+def classes(labels: Any, num_classes: int, ignore_index: int) -> None:
+    """Labels are those of classes that there are, as far as they are known."""
+    values = _known(labels)
+    if values is not None:
+        wrong = values[((values < 0) | (values >= num_classes)) & (values != ignore_index)]
+        if wrong.size:
+            raise ValueError(
+                f"labels must be within [0, {num_classes}), or ignore_index={ignore_index}; got {wrong[0]}"
+            )
+
+
+def _known(x: Any) -> np.ndarray[Any, Any] | None:
+    """The values of an array that is not traced and lies on this process's devices."""
+    return None if x is None or isinstance(x, Tracer) or not x.is_fully_addressable else np.asarray(x)
 
 
 def scalar(*, positive: bool = False, **numbers: Any) -> None:
@@ -111,6 +125,7 @@ def pairs(first: str, second: str, **towers: Any) -> dict[str, Any]:
     same_rows(**rows)
     vector(ids=rows["ids"], weights=rows["weights"])
     integers(ids=rows["ids"])
+    weights(rows["weights"])
     return rows
 
 

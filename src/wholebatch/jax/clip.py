@@ -11,8 +11,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from . import checks
 from .axis import Axis
-from .exchange import ExchangeName, Memory, Sweep
+from .exchange import Memory
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
+from .options import ExchangeName, Options
 from .products import sum_dtype
 from .reduction import Reduction, cross_entropy, reduced
 from .softmax import Codes, Plan, Tower, softmax_statistics
@@ -79,7 +80,7 @@ def clip_loss(
     >>> print(f"{wbj.clip_loss(jnp.eye(3), jnp.eye(3), 10.0):.1e}")
     9.1e-05
     """
-    loss = _Clip(equal_ids, label_smoothing, reduction, exchange, memory, tile)
+    loss = _Clip(equal_ids, label_smoothing, Options(reduction, exchange, tile, memory))
     rows = loss.check(image_features, text_features, logit_scale, ids, weights)
     per_row = "image_features" if reduction == "none" else None
     return on_mesh(loss, rows, logit_scale, mesh=mesh, axis=axis, per_row=per_row)
@@ -105,21 +106,21 @@ def clip_loss_local(
     Args:
         image_features: X_r, (b, d), this device's rows; as many on each.
         text_features: Y_r, (b, d).
-        logit_scale: as there; the same on all devices.
+        logit_scale: the same on all devices.
         axis_name: the axis, or axes, over which rows are split.
-        ids: (b,), this device's; weights likewise.
-        equal_ids: as there.
+        ids: (b,).
+        equal_ids: "positive" or "excluded".
         weights: (b,).
-        label_smoothing: as there.
-        reduction: as there; "none" gives this device's (b,).
-        exchange: as there.
-        memory: as there.
-        tile: as there.
+        label_smoothing: weight of the uniform distribution in the targets.
+        reduction: "mean", "sum", or "none": this device's w_i L_i, (b,).
+        exchange: "gather", "ring" or "auto".
+        memory: "flat", or bytes on each device for products that are kept from forward to backward.
+        tile: rows and columns of a tile of S, at most.
 
     Returns:
         L of the whole batch, the same on each device.
     """
-    loss = _Clip(equal_ids, label_smoothing, reduction, exchange, memory, tile)
+    loss = _Clip(equal_ids, label_smoothing, Options(reduction, exchange, tile, memory))
     rows = loss.check(image_features, text_features, logit_scale, ids, weights)
     return loss(in_shard_map(axis_name, rows), rows, logit_scale)
 
@@ -130,15 +131,11 @@ class _Clip:
 
     equal_ids: EqualIdsAre
     label_smoothing: float
-    reduction: Reduction
-    exchange: ExchangeName
-    memory: Memory
-    tile: int
+    options: Options
 
     def check(self, x: Any, y: Any, scale: Any, ids: Any, weights: Any) -> dict[str, Any]:
         checks.choice("equal_ids", self.equal_ids, ("positive", "excluded"))
         checks.fraction("label_smoothing", self.label_smoothing)
-        checks.options(self.reduction, self.exchange, self.tile, self.memory)
         named = {"image_features": x, "text_features": y}
         rows = checks.pairs(*named, **named, ids=ids, weights=weights)
         checks.scalar(logit_scale=scale)
@@ -148,8 +145,8 @@ class _Clip:
         x, y, ids = rows["image_features"], rows["text_features"], rows["ids"]
         valid = valid_rows(axis, "image_features", rows)
         codes = Codes.of_pairs(axis.rows(len(x)), ids, valid, together=self.equal_ids == "positive")
-        plan = Plan(Sweep(axis, self.exchange, self.tile, memory=self.memory), smooth=self.label_smoothing > 0)
+        plan = Plan(self.options.sweep(axis, y), smooth=self.label_smoothing > 0)
         scale = checks.as_scalar(logit_scale, sum_dtype(x))
         found = softmax_statistics(plan, Tower(x, None, codes), Tower(y, None, codes), scale)
         losses = [cross_entropy(of, self.label_smoothing) for of in found if of is not None]
-        return reduced(axis, jnp.mean(jnp.stack(losses), 0), rows["weights"], valid, self.reduction)
+        return reduced(axis, jnp.mean(jnp.stack(losses), 0), rows["weights"], valid, self.options.reduction)

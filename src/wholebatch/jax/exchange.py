@@ -23,9 +23,8 @@ from .axis import Axis, vary_alike
 from .logsumexp import add, bring_home
 from .tiles import Tiles, Visit, half, joined, pad_rows, rectangle, side_of_tiles, sweep_tiles, triangle
 
-ExchangeName = Literal["auto", "gather", "ring"]
+Exchange = Literal["gather", "ring"]
 Memory = Literal["flat"] | int
-_GATHER_BYTES = 2**30  # Y of all devices, its gradient, and the sum of that
 
 
 @dataclass(frozen=True)
@@ -34,14 +33,14 @@ class Sweep:
 
     Args:
         axis: over which the batch is split.
-        exchange: "auto", "gather" or "ring".
+        exchange: "gather" or "ring"; the same in all sweeps over the same rows.
         tile: rows and columns of a tile, at most.
         symmetric: S = Z Z^T, half of which is computed; the sums are then those of `x` and of `y`, to be added.
         memory: bytes for products that are kept for another sweep, in a ring of a device's own rows only; "flat": none.
     """
 
     axis: Axis
-    exchange: ExchangeName
+    exchange: Exchange
     tile: int
     symmetric: bool = False
     memory: Memory = "flat"
@@ -82,7 +81,7 @@ class Sweep:
         blocks = self._blocks(_rows(x) // sides[0], _rows(y) // sides[1])
         if self.axis.size == 1:
             of_x, of_y, kept = go(blocks[0], y, of_x, of_y)
-        elif self._gathers(y):
+        elif self.exchange == "gather":
             y_full = self.axis.gather(y)
             y_full, of_all = vary_alike(y_full, nothing(_rows(y_full))[1], axis=self.axis)
             of_x, of_all, kept = go(self._joined(blocks, _rows(y) // sides[1]), y_full, of_x, of_all)
@@ -90,10 +89,6 @@ class Sweep:
         else:
             of_x, of_y, kept = self._ring(go, blocks, y, of_x, of_y)
         return _first(of_x, rows), _first(of_y, cols), kept
-
-    def _gathers(self, y: Any) -> bool:
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(y)) * self.axis.size
-        return self.exchange == "gather" or (self.exchange == "auto" and 3 * size <= _GATHER_BYTES)
 
     def _blocks(self, rows: int, cols: int) -> list[Tiles]:
         """The tiles of each block of columns that this device visits: the own, the next one's, and so on."""

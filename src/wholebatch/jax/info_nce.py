@@ -14,8 +14,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from . import checks
 from .axis import Axis
-from .exchange import ExchangeName, Memory, Sweep
+from .exchange import Memory
 from .mesh import AxisNames, in_shard_map, on_mesh, together, valid_rows
+from .options import ExchangeName, Options
 from .products import rows_times_own, sum_dtype
 from .reduction import Reduction, cross_entropy, reduced
 from .softmax import Codes, Plan, Statistics, Tower, softmax_statistics
@@ -68,12 +69,12 @@ def info_nce_loss(
             each, and L_i their mean.
         label_smoothing: weight of the uniform distribution over all candidates.
         weights: (B,), of the examples, >= 0; the mean is sum w_i L_i / sum w_i.
-        reduction: "mean", "sum" or "none", as in :func:`wholebatch.jax.clip_loss`.
-        mesh: as there.
-        axis: as there.
-        exchange: as there; what travels is the queries, or keys and negatives, whichever are fewer.
-        memory: as there.
-        tile: as there.
+        reduction: "mean", "sum", or "none": w_i L_i, (B,), split over the axis.
+        mesh: the devices; None: the mesh of `jax.set_mesh`, and without one the batch is in one piece.
+        axis: of the mesh, over which rows are split; several names are taken as one.
+        exchange: "gather", "ring" or "auto", for the queries or for keys and negatives, whichever are fewer.
+        memory: "flat", or bytes on each device for products that are kept from forward to backward.
+        tile: rows and columns of a tile of S, at most.
 
     Returns:
         L, the value of `wholebatch.reference.info_nce_loss` on the whole batch.
@@ -82,7 +83,8 @@ def info_nce_loss(
     place of B texts.
 
     Raises:
-        ValueError: while tracing: as there; also fewer keys than queries, and ids of what is not given.
+        ValueError: while tracing: shapes, dtypes, an option or an axis that does not exist;
+            fewer keys than queries, ids of what is not given.
 
     Source: van den Oord et al., 2018, arXiv:1807.03748, equation 4; with in-batch negatives, Karpukhin et al., 2020,
     arXiv:2004.04906, equation 2.
@@ -92,7 +94,7 @@ def info_nce_loss(
     >>> print(f"{wbj.info_nce_loss(q, q, logit_scale=10.0, negatives=-q):.1e}")
     1.8e-04
     """
-    loss = _InfoNCE(checks.names(directions), partition, label_smoothing, reduction, exchange, memory, tile)
+    loss = _InfoNCE(checks.names(directions), partition, label_smoothing, Options(reduction, exchange, tile, memory))
     rows = loss.check(
         logit_scale,
         queries=queries,
@@ -143,19 +145,19 @@ def info_nce_loss_local(
         key_ids: of the keys.
         negative_ids: of the negatives.
         hard_negative_ids: (b, h).
-        directions: as in :func:`info_nce_loss`.
-        partition: as there.
-        label_smoothing: as there.
+        directions: "query_to_key", "key_to_query", or both.
+        partition: "joint" or "per_direction".
+        label_smoothing: weight of the uniform distribution in the targets.
         weights: (b,).
-        reduction: as there; "none" gives this device's (b,).
-        exchange: as there.
-        memory: as there.
-        tile: as there.
+        reduction: "mean", "sum", or "none": this device's w_i L_i, (b,).
+        exchange: "gather", "ring" or "auto".
+        memory: "flat", or bytes on each device for products that are kept from forward to backward.
+        tile: rows and columns of a tile of S, at most.
 
     Returns:
         L of the whole batch, the same on each device.
     """
-    loss = _InfoNCE(checks.names(directions), partition, label_smoothing, reduction, exchange, memory, tile)
+    loss = _InfoNCE(checks.names(directions), partition, label_smoothing, Options(reduction, exchange, tile, memory))
     rows = loss.check(
         logit_scale,
         queries=queries,
@@ -178,18 +180,16 @@ class _InfoNCE:
     directions: tuple[str, ...]
     partition: PartitionOf
     label_smoothing: float
-    reduction: Reduction
-    exchange: ExchangeName
-    memory: Memory
-    tile: int
+    options: Options
 
     def check(self, logit_scale: Any, **given: Any) -> dict[str, Any]:
         """The arguments; with keys beyond the queries' among the negatives, and ids of all or of none."""
-        for direction in self.directions or (None,):
+        for direction in self.directions:
             checks.choice("directions", direction, DIRECTIONS)
+        if not self.directions:
+            raise ValueError(f"directions must name one of {', '.join(map(repr, DIRECTIONS))}, or both; got none")
         checks.choice("partition", self.partition, ("joint", "per_direction"))
         checks.fraction("label_smoothing", self.label_smoothing)
-        checks.options(self.reduction, self.exchange, self.tile, self.memory)
         checks.scalar(logit_scale=logit_scale)
         rows = checks.arrays(**given)
         q, k, n, hard = (rows[name] for name in ("queries", "keys", "negatives", "hard_negatives"))
@@ -207,6 +207,7 @@ class _InfoNCE:
         ids = {name: rows[name] for name in rows if name.endswith("_ids")}
         checks.integers(**ids)
         checks.vector(**{name: x for name, x in ids.items() if not name.startswith("hard")}, weights=rows["weights"])
+        checks.weights(rows["weights"])
         for name, of in (("key_ids", "keys"), ("negative_ids", "negatives"), ("hard_negative_ids", "hard_negatives")):
             if rows[name] is None:
                 continue
@@ -265,12 +266,12 @@ class _InfoNCE:
             if rows[name] is not None and len(rows[name]):
                 of_keys = _below(of_keys, _negatives(axis, rows, name, ids))
         to_keys, to_queries = (direction in self.directions for direction in DIRECTIONS)
-        sweep = Sweep(axis, self.exchange, self.tile, memory=self.memory)
+        smooth = self.label_smoothing > 0
         if b >= len(of_keys.features):
-            plan = Plan(sweep, rows=to_keys, cols=to_queries, smooth=self.label_smoothing > 0)
+            plan = Plan(self.options.sweep(axis, of_keys.features), rows=to_keys, cols=to_queries, smooth=smooth)
             of_query, of_key = softmax_statistics(plan, of_queries, of_keys, scale)
         else:  # queries are fewer: they travel
-            plan = Plan(sweep, rows=to_queries, cols=to_keys, smooth=self.label_smoothing > 0)
+            plan = Plan(self.options.sweep(axis, q), rows=to_queries, cols=to_keys, smooth=smooth)
             of_key, of_query = softmax_statistics(plan, of_keys, of_queries, scale)
         if of_query is not None and rows["hard_negatives"] is not None:
             of_query = _with_hard_negatives(of_query, rows, scale)
@@ -280,7 +281,7 @@ class _InfoNCE:
         if self.partition == "joint" and len(found) == 2:
             found = [_joint(*found)]
         losses = [cross_entropy(of, self.label_smoothing) for of in found]
-        return reduced(axis, jnp.mean(jnp.stack(losses), 0), rows["weights"], valid, self.reduction)
+        return reduced(axis, jnp.mean(jnp.stack(losses), 0), rows["weights"], valid, self.options.reduction)
 
 
 def _negatives(axis: Axis, rows: dict[str, Any], name: str, ids: str) -> Tower:

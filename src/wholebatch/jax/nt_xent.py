@@ -12,8 +12,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from . import checks
 from .axis import Axis
-from .exchange import ExchangeName, Memory, Sweep
+from .exchange import Memory
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
+from .options import ExchangeName, Options
 from .products import inverse_norms, sum_dtype
 from .reduction import Reduction, cross_entropy, reduced
 from .softmax import Codes, Plan, Tower, softmax_statistics
@@ -44,11 +45,11 @@ def nt_xent_loss(
         ids: (B,) integers; examples with equal ids are no negatives of each other.
         weights: (B,), of the examples, >= 0; the mean is sum w_i L_i / sum w_i.
         reduction: "mean", "sum", or "none": of each example w_i times the mean over both views, (B,).
-        mesh: as in :func:`wholebatch.jax.clip_loss`.
-        axis: as there.
-        exchange: as there.
-        memory: as there.
-        tile: as there.
+        mesh: the devices; None: the mesh of `jax.set_mesh`, and without one the batch is in one piece.
+        axis: of the mesh, over which rows are split; several names are taken as one.
+        exchange: "gather", "ring" or "auto".
+        memory: "flat", or bytes on each device for products that are kept from forward to backward.
+        tile: rows and columns of a tile of S, at most.
 
     Returns:
         L, the value of `wholebatch.reference.nt_xent_loss` on the whole batch.
@@ -57,7 +58,8 @@ def nt_xent_loss(
     :func:`wholebatch.jax.clip_loss`; in a ring after half a round.
 
     Raises:
-        ValueError: while tracing: as there; also a temperature that is known and not positive.
+        ValueError: while tracing: shapes, dtypes, an option or an axis that does not exist;
+            a temperature that is known and not positive.
 
     Source: Chen et al., 2020, arXiv:2002.05709, equation 1.
 
@@ -65,7 +67,7 @@ def nt_xent_loss(
     >>> print(f"{wbj.nt_xent_loss(jnp.eye(3), jnp.eye(3), temperature=0.5):.4f}")
     0.4327
     """
-    loss = _NTXent(reduction, exchange, memory, tile)
+    loss = _NTXent(Options(reduction, exchange, tile, memory))
     rows = loss.check(temperature, z0=z0, z1=z1, ids=ids, weights=weights)
     return on_mesh(loss, rows, temperature, mesh=mesh, axis=axis, per_row="z0" if reduction == "none" else None)
 
@@ -92,15 +94,15 @@ def nt_xent_loss_local(
         temperature: the same on all devices.
         ids: (b,).
         weights: (b,).
-        reduction: as there; "none" gives this device's (b,).
-        exchange: as there.
-        memory: as there.
-        tile: as there.
+        reduction: "mean", "sum", or "none": this device's w_i L_i, (b,).
+        exchange: "gather", "ring" or "auto".
+        memory: "flat", or bytes on each device for products that are kept from forward to backward.
+        tile: rows and columns of a tile of S, at most.
 
     Returns:
         L of the whole batch, the same on each device.
     """
-    loss = _NTXent(reduction, exchange, memory, tile)
+    loss = _NTXent(Options(reduction, exchange, tile, memory))
     rows = loss.check(temperature, z0=z0, z1=z1, ids=ids, weights=weights)
     return loss(in_shard_map(axis_name, rows), rows, temperature)
 
@@ -109,13 +111,9 @@ def nt_xent_loss_local(
 class _NTXent:
     """The loss of one device's examples among those of all."""
 
-    reduction: Reduction
-    exchange: ExchangeName
-    memory: Memory
-    tile: int
+    options: Options
 
     def check(self, temperature: Any, **given: Any) -> dict[str, Any]:
-        checks.options(self.reduction, self.exchange, self.tile, self.memory)
         checks.scalar(temperature=temperature, positive=True)
         return checks.pairs("z0", "z1", **given)
 
@@ -125,8 +123,8 @@ class _NTXent:
         of_example = Codes(valid, pair=example, same=rows["ids"])
         codes = jax.tree.map(lambda code: jnp.concatenate([code, code]), of_example)
         codes = codes._replace(itself=jnp.concatenate([example, example + b * axis.size]))
-        plan = Plan(Sweep(axis, self.exchange, self.tile, symmetric=True, memory=self.memory))
+        plan = Plan(self.options.sweep(axis, z, symmetric=True))
         scale = 1 / checks.as_scalar(temperature, sum_dtype(z))
         of, _ = softmax_statistics(plan, Tower(z, inverse_norms(z), codes), None, scale)
         assert of is not None
-        return reduced(axis, cross_entropy(of).reshape(2, b).mean(0), rows["weights"], valid, self.reduction)
+        return reduced(axis, cross_entropy(of).reshape(2, b).mean(0), rows["weights"], valid, self.options.reduction)

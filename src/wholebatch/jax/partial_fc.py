@@ -20,9 +20,10 @@ from jax.sharding import AbstractMesh, Mesh
 
 from . import checks
 from .axis import Axis, vary_alike
-from .exchange import ExchangeName, Memory, Sweep
+from .exchange import Memory
 from .margins import ArcFace, Margin
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
+from .options import ExchangeName, Options
 from .products import inverse_norms, sum_dtype
 from .reduction import Reduction, reduced
 from .softmax import Codes, Plan, Tower, softmax_statistics
@@ -54,7 +55,7 @@ def partial_fc_loss(
     Args:
         embeddings: (B, d), a global array; normalised inside. float64, float32, bfloat16 or float16.
         labels: (B,) integers, their classes among all C; ignore_index: the row does not count. Any other number that
-            is no class makes L NaN: what arrays hold is not known while tracing.
+            is no class raises, or makes L NaN under `jit`, where what arrays hold is not known.
         centres: (C, d), of all classes, split over the same axis; normalised inside.
         margin: phi and s, such as :class:`wholebatch.jax.ArcFace`.
         sample_rate: the share of classes that are drawn as negatives, each by itself; the classes of the batch always
@@ -63,11 +64,11 @@ def partial_fc_loss(
         ignore_index: a label that says that there is none.
         weights: (B,), >= 0; the mean is sum w_i L_i / sum w_i over the rows that count.
         reduction: "mean" over the rows that count, "sum", or "none": w_i L_i, (B,).
-        mesh: as in :func:`wholebatch.jax.clip_loss`.
-        axis: as there; over which both embeddings and centres are split.
-        exchange: how the embeddings travel, as there.
-        memory: as there.
-        tile: as there.
+        mesh: the devices; None: the mesh of `jax.set_mesh`, and without one the batch is in one piece.
+        axis: of the mesh, over which both embeddings and centres are split; several names are taken as one.
+        exchange: how the embeddings travel: "gather", "ring" or "auto".
+        memory: "flat", or bytes on each device for products that are kept from forward to backward.
+        tile: rows and columns of a tile of S, at most.
 
     Returns:
         L, the value of `wholebatch.reference.partial_fc_loss` on all embeddings and all centres.
@@ -77,7 +78,8 @@ def partial_fc_loss(
     centres an all-gather of labels and a reduce-scatter of (B, d), or a ring of messages of (b, d).
 
     Raises:
-        ValueError: while tracing: as there; also labels that are no integers, a sample without a key.
+        ValueError: while tracing: shapes, dtypes, an option or an axis that does not exist;
+            labels that are no integers or, where they are known, no classes; a sample without a key.
 
     Source: An et al., 2020, arXiv:2010.05222; the margins' papers.
 
@@ -86,8 +88,9 @@ def partial_fc_loss(
     >>> print(f"{wbj.partial_fc_loss(x, jnp.arange(3), x, margin=wbj.CosFace(4.0, 0.5)):.4f}")
     0.2395
     """
-    loss = _PartialFC(margin, sample_rate, ignore_index, reduction, exchange, memory, tile)
+    loss = _PartialFC(margin, sample_rate, ignore_index, Options(reduction, exchange, tile, memory))
     rows = loss.check(key, embeddings=embeddings, labels=labels, centres=centres, weights=weights)
+    checks.classes(rows["labels"], len(rows["centres"]), ignore_index)
     return on_mesh(loss, rows, key, mesh=mesh, axis=axis, per_row="embeddings" if reduction == "none" else None)
 
 
@@ -114,20 +117,20 @@ def partial_fc_loss_local(
         labels: (b,).
         centres: (C_r, d), of this device's classes, the index-th C_r; as many on each.
         axis_name: the axis, or axes, over which both are split.
-        margin: as there.
-        sample_rate: as there.
+        margin: phi and s.
+        sample_rate: the share of classes that are drawn as negatives.
         key: the same on all devices.
-        ignore_index: as there.
+        ignore_index: a label that says that there is none.
         weights: (b,).
-        reduction: as there; "none" gives this device's (b,).
-        exchange: as there.
-        memory: as there.
-        tile: as there.
+        reduction: "mean", "sum", or "none": this device's w_i L_i, (b,).
+        exchange: "gather", "ring" or "auto".
+        memory: "flat", or bytes on each device for products that are kept from forward to backward.
+        tile: rows and columns of a tile of S, at most.
 
     Returns:
         L of the whole batch, the same on each device.
     """
-    loss = _PartialFC(margin, sample_rate, ignore_index, reduction, exchange, memory, tile)
+    loss = _PartialFC(margin, sample_rate, ignore_index, Options(reduction, exchange, tile, memory))
     rows = loss.check(key, embeddings=embeddings, labels=labels, centres=centres, weights=weights)
     return loss(in_shard_map(axis_name, rows), rows, key)
 
@@ -139,13 +142,9 @@ class _PartialFC:
     margin: Margin
     sample_rate: float
     ignore_index: int
-    reduction: Reduction
-    exchange: ExchangeName
-    memory: Memory
-    tile: int
+    options: Options
 
     def check(self, key: Any, **given: Any) -> dict[str, Any]:
-        checks.options(self.reduction, self.exchange, self.tile, self.memory)
         checks.fraction("sample_rate", self.sample_rate)
         margin = self.margin
         if (
@@ -166,7 +165,9 @@ class _PartialFC:
         checks.same_rows(embeddings=rows["embeddings"], labels=rows["labels"], weights=rows["weights"])
         checks.vector(labels=rows["labels"], weights=rows["weights"])
         checks.integers(labels=rows["labels"])
-        return rows
+        checks.weights(rows["weights"])
+        labels = rows["labels"]
+        return rows | {"labels": labels.astype(jnp.promote_types(labels.dtype, jnp.int32))}  # that of places
 
     def __call__(self, axis: Axis, rows: dict[str, Any], key: Array | None) -> Array:
         x, labels, centres = rows["embeddings"], rows["labels"], rows["centres"]
@@ -174,34 +175,36 @@ class _PartialFC:
         valid, ids = valid_rows(axis, "embeddings", rows), axis.rows(len(centres))
         counted = labels != self.ignore_index
         counted = counted if valid is None else counted & valid
-        own = _own_centres(axis, centres, labels, ring=self.exchange == "ring")
+        sweep = self.options.sweep(axis, x)
+        ring = sweep.exchange == "ring" and axis.size > 1
+        own = _own_centres(axis, centres, labels, ring=ring)
         factors = inverse_norms(x), inverse_norms(own)
         angles = angles_of_units(*(of * factor[:, None] for of, factor in zip((x, own), factors, strict=True)))
         targets = self.margin.s * self.margin(angles, 1 / factors[0])
 
         live = valid_rows(axis, "centres", rows)
         if self.sample_rate < 1:
-            centres, ids, live = self._sample(axis, centres, jnp.where(counted, labels, -1), ids, live, key)
-        plan = Plan(Sweep(axis, self.exchange, self.tile, memory=self.memory), rows=False, positives=False)
+            present = _present(axis, jnp.where(counted, labels, -1), len(centres), ring=ring)
+            centres, ids, live = self._sample(centres, ids, live, present, key, len(labels) * axis.size)
+        plan = Plan(sweep, rows=False, positives=False)
         of_classes = Tower(centres, inverse_norms(centres), Codes(live, itself=ids))
         of_examples = Tower(x, factors[0], Codes(valid, itself=labels))
         _, of = softmax_statistics(plan, of_classes, of_examples, jnp.asarray(self.margin.s, sum_dtype(x)))
         assert of is not None
         losses = jax.nn.softplus(of.lse - targets)
         losses = jnp.where((labels >= 0) & (labels < num_classes), losses, jnp.nan)
-        return reduced(axis, losses, rows["weights"], counted, self.reduction)
+        return reduced(axis, losses, rows["weights"], counted, self.options.reduction)
 
     def _sample(
-        self, axis: Axis, centres: Array, labels: Array, ids: Array, valid: Array | None, key: Any
+        self, centres: Array, ids: Array, valid: Array | None, present: Array, key: Any, examples: int
     ) -> tuple[Array, Array, Array]:
         """Centres that take part, their classes, and which of these places are taken: their number has to be fixed."""
-        here, b = len(centres), len(labels) * axis.size
-        present = jnp.zeros(here, bool).at[_place(axis.gather(labels), ids[0], here)].set(True, mode="drop")
+        here = len(centres)
         wanted = present | drawn(key, ids, self.sample_rate)
         if valid is not None:
             wanted &= valid
         spread = 8 * sqrt(here * self.sample_rate * (1 - self.sample_rate))  # standard deviations
-        room = min(here, ceil(here * self.sample_rate + spread) + min(b, here))
+        room = min(here, ceil(here * self.sample_rate + spread) + min(examples, here))
         _, places = lax.top_k(2 * present.astype(jnp.int32) + wanted, room)
         return centres[places], ids[places], wanted[places]
 
@@ -237,7 +240,7 @@ def _own_centres(axis: Axis, centres: Array, labels: Array, *, ring: bool) -> Ar
     def found(labels: Array) -> Array:
         return centres.at[_place(labels, first, here)].get(mode="fill", fill_value=0)
 
-    if not ring or axis.size == 1:
+    if not ring:
         return axis.scatter_sum(found(axis.gather(labels)))
 
     def step(travelling: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], None]:
@@ -247,6 +250,26 @@ def _own_centres(axis: Axis, centres: Array, labels: Array, *, ring: bool) -> Ar
     start = vary_alike(labels, found(labels), axis=axis)
     (_, so_far), _ = lax.scan(step, start, None, length=axis.size - 1)
     return axis.take_from(so_far, 1)
+
+
+def _present(axis: Axis, labels: Array, here: int, *, ring: bool) -> Array:
+    """Which of this device's classes some device has an example of."""
+    first = axis.index * here
+
+    def with_these(present: Array, labels: Array) -> Array:
+        return present.at[_place(labels, first, here)].set(True, mode="drop")
+
+    nobody = vary_alike(jnp.zeros(here, bool), axis=axis)[0]
+    if not ring:
+        return with_these(nobody, axis.gather(labels))
+
+    def step(so_far: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], None]:
+        present, labels = so_far
+        labels = axis.take_from(labels, 1)
+        return (with_these(present, labels), labels), None
+
+    start = vary_alike(with_these(nobody, labels), labels, axis=axis)
+    return lax.scan(step, start, None, length=axis.size - 1)[0][0]
 
 
 def _place(labels: Array, first: Array, here: int) -> Array:

@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh, Mesh
 from . import checks
 from .axis import Axis
 from .clip import EqualIdsAre
-from .exchange import ExchangeName, Sweep
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
+from .options import ExchangeName, Options
 from .products import sum_dtype
 from .reduction import Reduction, mean_of
 from .sigmoid import row_losses, weighted_sum
@@ -51,10 +51,10 @@ def siglip_loss(
         weights: (B,), of the images, >= 0: of all pairs that they are in; L is then divided by their sum.
         reduction: "mean" over images, "sum", or "none": w_i L_i of each image, (B,), for which the backward pass
             sweeps again.
-        mesh: as in :func:`wholebatch.jax.clip_loss`.
-        axis: as there.
-        exchange: as there.
-        tile: as there.
+        mesh: the devices; None: the mesh of `jax.set_mesh`, and without one the batch is in one piece.
+        axis: of the mesh, over which rows are split; several names are taken as one.
+        exchange: "gather", "ring" or "auto".
+        tile: rows and columns of a tile of S, at most.
 
     Returns:
         L, the value of `wholebatch.reference.siglip_loss` on the whole batch.
@@ -63,7 +63,7 @@ def siglip_loss(
     Collectives: as in :func:`wholebatch.jax.clip_loss`, but that Y travels once.
 
     Raises:
-        ValueError: while tracing: as there.
+        ValueError: while tracing: shapes, dtypes, ids that are no integers, an option or an axis that does not exist.
 
     Source: Zhai et al., 2023, arXiv:2303.15343, equation 1 and algorithm 1.
 
@@ -71,7 +71,7 @@ def siglip_loss(
     >>> print(f"{wbj.siglip_loss(jnp.eye(3), jnp.eye(3), 10.0, -5.0):.4f}")
     0.0201
     """
-    loss = _SigLIP(equal_ids, reduction, exchange, tile)
+    loss = _SigLIP(equal_ids, Options(reduction, exchange, tile))
     rows = loss.check(
         logit_scale, logit_bias, image_features=image_features, text_features=text_features, ids=ids, weights=weights
     )
@@ -102,16 +102,16 @@ def siglip_loss_local(
         logit_bias: the same on all devices.
         axis_name: the axis, or axes, over which rows are split.
         ids: (b,).
-        equal_ids: as there.
+        equal_ids: "positive" or "excluded".
         weights: (b,).
-        reduction: as there; "none" gives this device's (b,).
-        exchange: as there.
-        tile: as there.
+        reduction: "mean", "sum", or "none": this device's w_i L_i, (b,).
+        exchange: "gather", "ring" or "auto".
+        tile: rows and columns of a tile of S, at most.
 
     Returns:
         L of the whole batch, the same on each device.
     """
-    loss = _SigLIP(equal_ids, reduction, exchange, tile)
+    loss = _SigLIP(equal_ids, Options(reduction, exchange, tile))
     rows = loss.check(
         logit_scale, logit_bias, image_features=image_features, text_features=text_features, ids=ids, weights=weights
     )
@@ -123,13 +123,10 @@ class _SigLIP:
     """The loss of one device's images with the texts of all."""
 
     equal_ids: EqualIdsAre
-    reduction: Reduction
-    exchange: ExchangeName
-    tile: int
+    options: Options
 
     def check(self, logit_scale: Any, logit_bias: Any, **given: Any) -> dict[str, Any]:
         checks.choice("equal_ids", self.equal_ids, ("positive", "excluded"))
-        checks.options(self.reduction, self.exchange, self.tile)
         checks.scalar(logit_scale=logit_scale, logit_bias=logit_bias)
         return checks.pairs("image_features", "text_features", **given)
 
@@ -141,8 +138,8 @@ class _SigLIP:
         if valid is not None:
             weights = jnp.where(valid, weights, 0)
         scale, bias = (checks.as_scalar(of, dtype) for of in scalars)
-        pairs = (Sweep(axis, self.exchange, self.tile), Tower(x, None, codes), Tower(y, None, codes), scale, bias)
-        if self.reduction == "none":
+        pairs = (self.options.sweep(axis, y), Tower(x, None, codes), Tower(y, None, codes), scale, bias)
+        if self.options.reduction == "none":
             return weights * row_losses(*pairs)
         total = axis.sum(weighted_sum(*pairs, weights))
-        return total if self.reduction == "sum" else mean_of(axis, total, weights)
+        return total if self.options.reduction == "sum" else mean_of(axis, total, weights)

@@ -11,8 +11,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from . import checks
 from .axis import Axis
-from .exchange import ExchangeName, Memory, Sweep
+from .exchange import Memory
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
+from .options import ExchangeName, Options
 from .products import inverse_norms, sum_dtype
 from .reduction import Reduction, cross_entropy, reduced
 from .softmax import Codes, Plan, Tower, softmax_statistics
@@ -45,11 +46,11 @@ def sup_con_loss(
         temperature: divides the cosines; a positive scalar, which may be learned.
         weights: (B,), of the examples, or (B, v), >= 0; the mean is sum w_i L_i / sum w_i over anchors.
         reduction: "mean", "sum", or "none": w_i L_i, (B,) or (B, v), 0 where there is no positive.
-        mesh: as in :func:`wholebatch.jax.clip_loss`.
-        axis: as there.
-        exchange: as there.
-        memory: as there.
-        tile: as there.
+        mesh: the devices; None: the mesh of `jax.set_mesh`, and without one the batch is in one piece.
+        axis: of the mesh, over which rows are split; several names are taken as one.
+        exchange: "gather", "ring" or "auto".
+        memory: "flat", or bytes on each device for products that are kept from forward to backward.
+        tile: rows and columns of a tile of S, at most.
 
     Returns:
         L, the value of `wholebatch.reference.sup_con_loss` on the whole batch.
@@ -57,7 +58,8 @@ def sup_con_loss(
     Work and collectives: as :func:`wholebatch.jax.nt_xent_loss`.
 
     Raises:
-        ValueError: while tracing: as there; also labels that are no integers, or not one for each example.
+        ValueError: while tracing: shapes, dtypes, an option or an axis that does not exist;
+            labels that are no integers, or not one for each example.
 
     Source: Khosla et al., 2020, arXiv:2004.11362, equation 2 (L_out); its factor temperature / base_temperature is
     left to the caller.
@@ -66,7 +68,7 @@ def sup_con_loss(
     >>> print(f"{wbj.sup_con_loss(jnp.eye(3), jnp.array([0, 0, 1]), temperature=0.5):.4f}")
     0.6931
     """
-    loss = _SupCon(reduction, exchange, memory, tile)
+    loss = _SupCon(Options(reduction, exchange, tile, memory))
     rows = loss.check(temperature, features=features, labels=labels, weights=weights)
     return on_mesh(loss, rows, temperature, mesh=mesh, axis=axis, per_row="features" if reduction == "none" else None)
 
@@ -91,15 +93,15 @@ def sup_con_loss_local(
         axis_name: the axis, or axes, over which rows are split.
         temperature: the same on all devices.
         weights: (b,) or (b, v).
-        reduction: as there; "none" gives this device's rows.
-        exchange: as there.
-        memory: as there.
-        tile: as there.
+        reduction: "mean", "sum", or "none": w_i L_i of this device's rows.
+        exchange: "gather", "ring" or "auto".
+        memory: "flat", or bytes on each device for products that are kept from forward to backward.
+        tile: rows and columns of a tile of S, at most.
 
     Returns:
         L of the whole batch, the same on each device.
     """
-    loss = _SupCon(reduction, exchange, memory, tile)
+    loss = _SupCon(Options(reduction, exchange, tile, memory))
     rows = loss.check(temperature, features=features, labels=labels, weights=weights)
     return loss(in_shard_map(axis_name, rows), rows, temperature)
 
@@ -108,13 +110,9 @@ def sup_con_loss_local(
 class _SupCon:
     """The loss of one device's rows among those of all."""
 
-    reduction: Reduction
-    exchange: ExchangeName
-    memory: Memory
-    tile: int
+    options: Options
 
     def check(self, temperature: Any, **given: Any) -> dict[str, Any]:
-        checks.options(self.reduction, self.exchange, self.tile, self.memory)
         checks.scalar(temperature=temperature, positive=True)
         rows = checks.arrays(**given)
         z, weights = rows["features"], rows["weights"]
@@ -127,6 +125,7 @@ class _SupCon:
         checks.same_rows(**rows)
         checks.vector(labels=rows["labels"])
         checks.integers(labels=rows["labels"])
+        checks.weights(weights)
         if weights is not None and weights.shape not in (z.shape[:1], z.shape[:-1]):
             raise ValueError(f"weights must have shape {z.shape[:1]} or {z.shape[:-1]}, got {weights.shape}")
         return rows
@@ -142,7 +141,7 @@ class _SupCon:
 
         valid = of_each(valid_rows(axis, "features", rows))
         codes = Codes(valid, itself=axis.rows(len(z)), pair=of_each(rows["labels"]))
-        plan = Plan(Sweep(axis, self.exchange, self.tile, symmetric=True, memory=self.memory))
+        plan = Plan(self.options.sweep(axis, z, symmetric=True))
         scale = 1 / checks.as_scalar(temperature, sum_dtype(z))
         of, _ = softmax_statistics(plan, Tower(z, inverse_norms(z), codes), None, scale)
         assert of is not None
@@ -150,5 +149,5 @@ class _SupCon:
         anchors = of.num_positives > 0
         if weights is not None:
             weights = weights.reshape(-1) if weights.ndim == 2 else of_each(weights)
-        losses = reduced(axis, cross_entropy(of), weights, anchors, self.reduction)
-        return losses.reshape(of_one) if self.reduction == "none" else losses
+        losses = reduced(axis, cross_entropy(of), weights, anchors, self.options.reduction)
+        return losses.reshape(of_one) if self.options.reduction == "none" else losses

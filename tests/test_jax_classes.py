@@ -1,0 +1,118 @@
+"""PartialFC on JAX: classes that are split over devices, beside the dense twin and beside PyTorch."""
+
+import numpy as np
+import pytest
+import torch
+
+import wholebatch as wb
+
+jax = pytest.importorskip("jax")  # JAX needs Python 3.11
+import jax.numpy as jnp  # noqa: E402
+from jax_cases import as_jax, assert_close, mesh_of, settings_of  # noqa: E402
+
+import wholebatch.jax as wbj  # noqa: E402
+from wholebatch.jax.partial_fc import drawn  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+MARGINS = {
+    "arcface": (wbj.ArcFace(), wb.ArcFace()),
+    "cosface": (wbj.CosFace(8.0, 0.2), wb.CosFace(8.0, 0.2)),
+    "sphereface": (wbj.SphereFace(16.0), wb.SphereFace(16.0)),
+    "normface": (wbj.NormFace(), wb.NormFace()),
+    "combined, linear": (
+        wbj.CombinedMargin(30.0, 1.0, 0.4, 0.1, fold="linear"),
+        wb.heads.CombinedMargin(30.0, 1.0, 0.4, 0.1, fold="linear"),
+    ),
+    "arcface, clip": (wbj.ArcFace(20.0, 1.5, fold="clip"), wb.ArcFace(20.0, 1.5, fold="clip")),
+}
+
+
+def classes(rows=13, num=11, d=6):
+    generator = torch.Generator().manual_seed(3)
+    x, w = (torch.randn(n, d, dtype=torch.float64, generator=generator) for n in (rows, num))
+    labels = torch.randint(0, num, (rows,), generator=generator)
+    x += 2 * w[labels]
+    labels[2] = -100
+    return x, labels, w, torch.rand(rows, dtype=torch.float64, generator=generator)
+
+
+def by_torch_classes(function, x, labels, w, weights, **options):
+    leaves = [z.clone().requires_grad_() for z in (x, w, weights)]
+    loss = function(leaves[0], labels, leaves[1], weights=leaves[2], **options)
+    return [z.detach().numpy() for z in (loss, *torch.autograd.grad(loss, leaves))]
+
+
+@pytest.mark.parametrize(("name", "devices", "kind", "exchange"), settings_of(list(MARGINS), ["arcface"]))
+def test_partial_fc(name, devices, kind, exchange):
+    """13 examples and 11 classes divide over no number of devices; on eight, some have no class."""
+    (margin, of_torch), (x, labels, w, weights), mesh = MARGINS[name], classes(), mesh_of(devices, kind)
+
+    def loss(x, w, weights):
+        return wbj.partial_fc_loss(
+            x, as_jax(labels), w, margin=margin, weights=weights, mesh=mesh, exchange=exchange, tile=3
+        )
+
+    value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*map(as_jax, (x, w, weights)))
+    found = [np.asarray(z) for z in (value, *gradients)]
+    for function in (wb.reference.partial_fc_loss, wb.functional.partial_fc_loss):
+        assert_close(found, by_torch_classes(function, x, labels, w, weights, margin=of_torch))
+
+
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+def test_a_sample_of_classes(exchange):
+    """The same on any number of devices, with the batch's own classes; and of it the exact loss and gradient."""
+    x, labels, w, weights = classes(rows=9, num=64)
+    key, rate = jax.random.key(5), 0.3
+    drawn_classes = np.asarray(drawn(key, jnp.arange(64), rate))
+    assert 8 < drawn_classes.sum() < 32
+    ids = torch.from_numpy(np.flatnonzero(drawn_classes))
+    ids = torch.cat([ids, labels[labels >= 0]]).unique()
+    assert len(ids) < 40
+
+    def of_sample(x, labels, w, **options):
+        return wb.reference.partial_fc_loss(x, labels, w[ids], margin=wb.ArcFace(), class_ids=ids, **options)
+
+    expected = by_torch_classes(of_sample, x, labels, w, weights)
+    for devices in (1, 8):
+
+        def loss(x, w, weights, devices=devices):
+            return wbj.partial_fc_loss(
+                x, as_jax(labels), w, weights=weights, sample_rate=rate, key=key, mesh=mesh_of(devices, "auto"),
+                exchange=exchange, tile=8,
+            )  # fmt: skip
+
+        value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*map(as_jax, (x, w, weights)))
+        assert_close([np.asarray(z) for z in (value, *gradients)], expected)
+    everything = by_torch_classes(wb.reference.partial_fc_loss, x, labels, w, weights, margin=wb.ArcFace())
+    with pytest.raises(AssertionError):
+        assert_close([np.asarray(z) for z in (value, *gradients)], everything, 1e-3, 1e-3)
+
+
+def test_embeddings_that_lie_on_their_centres():
+    """theta = 0, where by the cosine the margin has an infinite derivative."""
+    x = jnp.eye(3, 4)
+    value, gradient = jax.value_and_grad(lambda x: wbj.partial_fc_loss(x, jnp.arange(3), jnp.eye(3, 4)))(x)
+    assert np.isfinite(value)
+    assert np.isfinite(gradient).all()
+
+
+def test_a_label_of_no_class_is_not_passed_over():
+    x = jnp.eye(3, 4)
+    loss = jax.jit(wbj.partial_fc_loss)
+    for label in (3, -1):
+        assert np.isnan(loss(x, jnp.array([0, 1, label]), x))
+        with pytest.raises(ValueError, match=rf"labels must be within \[0, 3\), or ignore_index=-100; got {label}"):
+            wbj.partial_fc_loss(x, jnp.array([0, 1, label]), x)
+    assert np.isfinite(loss(x, jnp.array([0, 1, -100]), x))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.uint32])
+def test_labels_of_any_integer_dtype(dtype):
+    """Also one that has no ignore_index, and no number as large as that of the classes."""
+    x, labels, w, _ = classes(num=300)
+    labels = labels.clamp(min=0) % 128
+    expected = wb.reference.partial_fc_loss(x, labels, w, margin=wb.ArcFace())
+    for settings in ({}, {"mesh": mesh_of(4, "auto"), "exchange": "ring"}):
+        found = wbj.partial_fc_loss(as_jax(x), labels.numpy().astype(dtype), as_jax(w), **settings)
+        np.testing.assert_allclose(found, expected, rtol=1e-12)

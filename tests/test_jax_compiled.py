@@ -1,0 +1,84 @@
+"""Memory and messages of wholebatch.jax, by what the compiler says."""
+
+import re
+from collections import Counter
+
+import pytest
+
+jax = pytest.importorskip("jax")  # JAX needs Python 3.11
+import jax.numpy as jnp  # noqa: E402
+from jax_cases import compiled, mesh_of, placed, temporary_bytes  # noqa: E402
+
+import wholebatch.jax as wbj  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def flat_losses(mesh, **settings):
+    """Of the first tower; d = 32."""
+    return {
+        "clip": lambda x: wbj.clip_loss(x, x, 10.0, mesh=mesh, **settings),
+        "info_nce": lambda x: wbj.info_nce_loss(x, x, logit_scale=10.0, negatives=x, mesh=mesh, **settings),
+        "nt_xent": lambda x: wbj.nt_xent_loss(x, x, mesh=mesh, **settings),
+        "siglip": lambda x: wbj.siglip_loss(x, x, 10.0, -5.0, mesh=mesh, **settings),
+        "sup_con": lambda x: wbj.sup_con_loss(x, jnp.arange(len(x)) // 2, mesh=mesh, **settings),
+        "partial_fc": lambda x: wbj.partial_fc_loss(x, jnp.arange(len(x)), x, mesh=mesh, **settings),
+    }
+
+
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+@pytest.mark.parametrize("name", flat_losses(None))
+def test_temporary_memory_is_linear_in_rows(name, exchange):
+    """Twice the rows, twice the memory; a dense loss takes four times as much."""
+    mesh = mesh_of(8, "auto")
+    loss = flat_losses(mesh, exchange=exchange, tile=32)[name]
+    small, large = (temporary_bytes(loss, placed(mesh, 8 * b, 32)) for b in (128, 512))
+    assert large < 4.2 * small
+
+
+def test_products_take_as_much_memory_as_they_are_given():
+    mesh = mesh_of(2, "auto")
+    flat, half, all_of_them = (
+        temporary_bytes(flat_losses(mesh, exchange="gather", tile=32, memory=memory)["clip"], placed(mesh, 512, 32))
+        for memory in ("flat", 2**16 * 2, 2**20)
+    )
+    assert half - flat == pytest.approx(2**17, rel=0.1)
+    assert all_of_them - flat == pytest.approx(256 * 512 * 4, rel=0.1)
+
+
+def test_a_dense_loss_is_not_flat():
+    mesh = mesh_of(8, "auto")
+
+    def dense(x):
+        logits = 10 * x @ x.T
+        return (jax.nn.logsumexp(logits, 1) + jax.nn.logsumexp(logits, 0) - 2 * jnp.diagonal(logits)).mean() / 2
+
+    small, large = (temporary_bytes(dense, placed(mesh, 8 * b, 32)) for b in (128, 512))
+    assert large > 10 * small
+
+
+def collectives(loss, *arrays):
+    """How many of each kind the compiled program has; those of a ring's middle steps stand there once."""
+    text = compiled(loss, *arrays).as_text()
+    kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
+    return dict(Counter(re.findall(rf" ({kinds})(?:-start)?\(", text)))
+
+
+# Gather: Y and codes, and in the backward pass lse and cotangents; largest of columns and the loss, and scalars'
+# gradients; sums of columns, and dY. Ring: Y, codes and sums, on the first step, in the middle, at the end and home.
+# NT-Xent's rows bring their norms.
+EXPECTED = {
+    ("clip", "gather"): {"all-gather": 3, "all-reduce": 2, "reduce-scatter": 2},
+    ("nt_xent", "gather"): {"all-gather": 4, "all-reduce": 2, "reduce-scatter": 2},
+    ("siglip", "gather"): {"all-gather": 2, "all-reduce": 1, "reduce-scatter": 1},
+    ("clip", "ring"): {"collective-permute": 14, "all-reduce": 1},
+    ("nt_xent", "ring"): {"collective-permute": 16, "all-reduce": 1},
+    ("siglip", "ring"): {"collective-permute": 7, "all-reduce": 1},
+}
+
+
+@pytest.mark.parametrize(("name", "exchange"), EXPECTED)
+def test_collectives(name, exchange):
+    mesh = mesh_of(8, "auto")
+    loss = flat_losses(mesh, exchange=exchange, tile=32)[name]
+    assert collectives(loss, placed(mesh, 512, 32)) == EXPECTED[name, exchange]

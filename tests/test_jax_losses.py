@@ -1,0 +1,340 @@
+"""wholebatch.jax beside the dense twin and beside PyTorch, on one to eight devices that the CPU pretends to have."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from loss_cases import BIAS, whole_batch
+
+import wholebatch as wb
+
+jax = pytest.importorskip("jax")  # JAX needs Python 3.11
+import jax.numpy as jnp  # noqa: E402
+from jax_cases import (  # noqa: E402
+    CASES,
+    SCALE,
+    as_jax,
+    as_module,
+    assert_close,
+    by_torch,
+    local_loss,
+    mesh_of,
+    settings_of,
+    shards,
+    twin,
+    values_and_gradients,
+)
+
+import wholebatch.jax as wbj  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+CORE = [name for name in CASES if name in ("clip", "info_nce", "nt_xent", "siglip", "sup_con")]
+
+
+def check_parity(name, rows, mesh, exchange):
+    case = CASES[name]
+    inputs = shards(case, rows, 4)
+    found = values_and_gradients(case, inputs, SCALE, BIAS, mesh=mesh, exchange=exchange, tile=3)
+    assert_close(found, twin(case, inputs, SCALE, BIAS))
+    assert_close(found, by_torch(wb.functional, case, inputs, SCALE, BIAS))
+
+
+@pytest.mark.parametrize(("name", "devices", "kind", "exchange"), settings_of(list(CASES), CORE))
+def test_parity(name, devices, kind, exchange):
+    """Rows that divide over the devices, and rows that do not: of 5 on eight, some have none."""
+    rows = 16 if (kind == "explicit") == (devices % 4 == 0) else 5
+    check_parity(name, rows, mesh_of(devices, kind), exchange)
+
+
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+@pytest.mark.parametrize("name", CORE)
+def test_parity_on_three_devices(name, exchange):
+    """Of an odd number none shares a block with another, where S is symmetric."""
+    check_parity(name, 7, mesh_of(3, "auto"), exchange)
+
+
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+@pytest.mark.parametrize("name", ["clip, label smoothing", "info_nce, few negatives", "nt_xent", "sup_con"])
+def test_products_that_are_kept(name, exchange):
+    """Of some tiles, and of all: of 3 x 3 numbers of 8 bytes each."""
+    case = CASES[name]
+    inputs = shards(case, 24, 4)
+    for memory in (5 * 72, 10**6):
+        settings = {"mesh": mesh_of(4, "auto"), "exchange": exchange, "tile": 3, "memory": memory}
+        assert_close(values_and_gradients(case, inputs, SCALE, BIAS, **settings), twin(case, inputs, SCALE, BIAS))
+
+
+# Inside of the caller's own shard_map.
+
+
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+@pytest.mark.parametrize(
+    "name", ["clip, ids, weights", "info_nce, hard negatives, ids", "nt_xent", "siglip", "sup_con"]
+)
+def test_local_functions_are_the_same_losses(name, exchange):
+    case, mesh = CASES[name], mesh_of(4, "auto")
+    inputs = shards(case, 8, 4)
+    if len(inputs) > 2 and len(inputs[2]) % 4:
+        inputs[2] = torch.cat([inputs[2]] * 4)[: 4 * len(inputs[2])]  # negatives: as many on each device
+        inputs[5] = torch.cat([inputs[5]] * 4)[: 4 * len(inputs[5])]
+    functions = SimpleNamespace(
+        **{
+            of: partial(getattr(wbj, f"{of}_local"), axis_name="data", exchange=exchange, tile=3)
+            for of in wbj.__all__
+            if of.endswith("_loss")
+        }
+    )
+    functions.clip_loss = lambda *args, logit_bias=None, loss=functions.clip_loss, **options: loss(*args, **options)
+
+    def loss(inputs, scale, bias):
+        return case.call(functions, *inputs, scale, bias)
+
+    by_rows = jax.shard_map(loss, mesh=mesh, in_specs=(jax.P("data"), jax.P(), jax.P()), out_specs=jax.P())
+    wanted = [as_jax(inputs[at]) for at in case.differentiable]
+
+    def of_wanted(wanted, scale, bias):
+        given = [as_jax(x) for x in inputs]
+        for at, x in zip(case.differentiable, wanted, strict=True):
+            given[at] = x
+        return by_rows(given, scale, bias)
+
+    value, (of_inputs, *of_scalars) = jax.jit(jax.value_and_grad(of_wanted, (0, 1, 2)))(wanted, SCALE, BIAS)
+    of_scalars = [x for x, there_is in zip(of_scalars, (case.has_scale, case.has_bias), strict=True) if there_is]
+    assert_close([np.asarray(x) for x in (value, *of_inputs, *of_scalars)], twin(case, inputs, SCALE, BIAS))
+
+
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+def test_gradients_taken_inside_and_outside_of_shard_map(exchange):
+    case, mesh = CASES["clip"], mesh_of(4, "auto")
+    inputs = shards(case, 12, 4)
+    x, y = map(as_jax, inputs)
+    split = {"mesh": mesh, "in_specs": (jax.P("data"), jax.P("data"), jax.P())}
+    loss = partial(local_loss, exchange=exchange)
+    outside = jax.value_and_grad(jax.shard_map(loss, **split, out_specs=jax.P()), (0, 1, 2))
+    inside = jax.shard_map(
+        jax.value_and_grad(loss, (0, 1, 2)), **split, out_specs=(jax.P(), (jax.P("data"), jax.P("data"), jax.P()))
+    )
+    for function in (outside, inside):
+        value, gradients = jax.jit(function)(x, y, SCALE)
+        assert_close([np.asarray(z) for z in (value, *gradients)], twin(case, inputs, SCALE, BIAS))
+
+
+def test_without_vma_checks_gradients_are_off_by_the_number_of_devices():
+    """Of sums over devices W times too large inside; of a derivative that one gives oneself, 1/W of it, outside.
+
+    Which is why the functions for a device's rows refuse to be called there.
+    """
+    mesh, x = mesh_of(4, "auto"), jnp.eye(8)
+    split = {"mesh": mesh, "in_specs": (jax.P("data"),), "out_specs": jax.P()}
+
+    def by_hand(x):
+        return jax.lax.psum((x**2).sum(), "data")
+
+    own = jax.custom_vjp(by_hand)
+    own.defvjp(lambda x: (by_hand(x), x), lambda x, cotangent: (2 * x * cotangent,))
+    for unchecked in ({}, {"check_vma": False}):
+        inside = jax.shard_map(jax.grad(by_hand), **split | {"out_specs": jax.P("data")}, **unchecked)(x)
+        np.testing.assert_allclose(inside, 2 * x * (4 if unchecked else 1))
+        outside = jax.grad(jax.shard_map(own, **split, **unchecked))(x)
+        np.testing.assert_allclose(outside, 2 * x / (4 if unchecked else 1))
+    with pytest.raises(ValueError, match=r"image_features must vary over axis_name='data'.*leave check_vma at True"):
+        jax.shard_map(lambda x: local_loss(x, x, 1.0), **split, check_vma=False)(x)
+
+
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+def test_two_axes_are_one(exchange):
+    case = CASES["clip"]
+    inputs = shards(case, 12, 8)
+    found = values_and_gradients(
+        case, inputs, SCALE, BIAS, mesh=mesh_of(8, "auto", ("data", "fsdp")), axis=("data", "fsdp"), exchange=exchange
+    )
+    assert_close(found, twin(case, inputs, SCALE, BIAS))
+
+
+def test_an_axis_beside_the_batchs():
+    """Of a mesh with another axis, along which every device has the same rows."""
+    case = CASES["clip"]
+    inputs = shards(case, 12, 4)
+    for kind in ("auto", "explicit"):
+        found = values_and_gradients(case, inputs, SCALE, BIAS, mesh=mesh_of(8, kind, ("data", "model")))
+        assert_close(found, twin(case, inputs, SCALE, BIAS))
+
+
+def test_the_mesh_that_has_been_set():
+    case = CASES["clip"]
+    inputs = shards(case, 8, 4)
+    with jax.set_mesh(mesh_of(4, "auto")):
+        assert_close(values_and_gradients(case, inputs, SCALE, BIAS), twin(case, inputs, SCALE, BIAS))
+        with pytest.raises(ValueError, match="axis must name axes of the mesh, got 'batch'; the mesh has 'data'"):
+            values_and_gradients(case, inputs, SCALE, BIAS, axis="batch")
+
+
+# Under JAX's transformations.
+
+
+def test_vmap_over_temperatures():
+    case = CASES["nt_xent"]
+    inputs, temperatures = shards(case, 8, 4), np.array([0.05, 0.1, 1.0])
+    loss = partial(wbj.nt_xent_loss, *map(as_jax, inputs), mesh=mesh_of(4), exchange="ring", tile=3)
+    value, gradient = jax.jit(jax.vmap(jax.value_and_grad(lambda t: loss(temperature=t))))(temperatures)
+    for at, temperature in enumerate(temperatures):
+        expected = twin(case, inputs, 1 / temperature, BIAS)
+        by_temperature = -expected[-1] / temperature**2  # the twin's is by the scale
+        assert_close([value[at], gradient[at]], [expected[0], by_temperature])
+
+
+def test_remat():
+    case = CASES["clip"]
+    inputs = shards(case, 8, 4)
+    x, y = map(as_jax, inputs)
+    loss = jax.checkpoint(partial(wbj.clip_loss, mesh=mesh_of(4), exchange="ring", tile=3))
+    value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(x, y, SCALE)
+    assert_close([np.asarray(z) for z in (value, *gradients)], twin(case, inputs, SCALE, BIAS))
+
+
+@pytest.mark.parametrize("name", ["clip, ids, weights", "nt_xent, ids, weights", "siglip, ids, weights", "sup_con"])
+def test_reductions(name):
+    """The sum; and the losses of rows, with a gradient for each of them."""
+    case, inputs = CASES[name], shards(CASES[name], 7, 4)
+    for reduction, kind in (("sum", "auto"), ("none", "explicit")):
+        mesh = mesh_of(4, kind)
+        weights = torch.linspace(0, 1, 7, dtype=torch.float64) if reduction == "none" else torch.ones(())
+        leaves = [z.clone().requires_grad_(z.is_floating_point()) for z in inputs]
+        scalars = torch.tensor([SCALE, BIAS], dtype=torch.float64)
+        expected = case.call(wb.reference, *leaves, *scalars, reduction=reduction)
+        (expected * weights).sum().backward()
+        functions = as_module(mesh=mesh, exchange="ring", tile=3, reduction=reduction)
+        arrays = [as_jax(z) for z in inputs]
+
+        def loss(x, functions=functions, arrays=arrays):
+            return case.call(functions, x, *arrays[1:], SCALE, BIAS)
+
+        assert_close([np.asarray(loss(arrays[0]))], [expected.detach().numpy()])
+        cotangents = as_jax(weights)
+        gradient = jax.jit(jax.grad(lambda x, loss=loss, of=cotangents: (loss(x) * of).sum()))(arrays[0])
+        assert_close([0, np.asarray(gradient)], [0, leaves[0].grad.numpy()])
+
+
+# Numbers of few bits, and of extreme scales.
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0, 1e4])
+@pytest.mark.parametrize("name", ["clip", "nt_xent", "siglip", "info_nce, both directions, each its own"])
+def test_float32_at_any_scale(name, scale):
+    case = CASES[name]
+    inputs = shards(case, 16, 4)
+    found = values_and_gradients(
+        case, [z.float() if z.is_floating_point() else z for z in inputs], np.float32(scale), np.float32(BIAS),
+        mesh=mesh_of(4), tile=3,
+    )  # fmt: skip
+    assert_close(
+        found, twin(case, [z.float().double() for z in inputs], scale, BIAS), 1e-6 * scale, 2e-5 * max(1, scale / 100)
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", ["clip", "nt_xent", "siglip"])
+def test_half_precision_is_summed_in_float32(name, dtype):
+    """Beside the twin on the same rounded features; logits in half precision would be off by far more."""
+    case = CASES[name]
+    rounded = [z.to(torch.bfloat16 if dtype == jnp.bfloat16 else torch.float16) for z in whole_batch(case, (32,), d=64)]
+    expected = twin(case, [z.double() for z in rounded], 50.0, BIAS)
+    arrays = [as_jax(z.float()).astype(dtype) for z in rounded]
+    mesh = mesh_of(4, "auto")
+
+    def loss(x, y, scale):
+        return case.call(as_module(mesh=mesh, tile=8), x, y, scale, jnp.float32(BIAS))
+
+    value, (of_x, of_y, of_scale) = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*arrays, jnp.float32(50))
+    assert value.dtype == jnp.float32
+    assert of_x.dtype == dtype
+    found = [np.asarray(z.astype(jnp.float64)) for z in (value, of_x, of_y, of_scale)]
+    errors = [np.abs(a - b).max() / np.abs(b).max() for a, b in zip(found, expected, strict=False)]
+    assert abs(found[0] - expected[0]) < 1e-5
+    assert max(errors[1:]) < 1e-2
+    if name == "clip":
+        logits = (arrays[0] @ arrays[1].T) * jnp.asarray(50, dtype)
+        naive = -sum(float(jnp.diagonal(jax.nn.log_softmax(logits, axis)).mean()) for axis in (0, 1)) / 2
+        assert abs(naive - expected[0]) > 100 * abs(found[0] - expected[0])
+
+
+def test_a_gradient_is_not_differentiated_again():
+    for loss in (
+        lambda x: wbj.clip_loss(x, x, 1.0),
+        lambda x: wbj.siglip_loss(x, x, 1.0, 0.0),
+        lambda x: wbj.siglip_loss(x, x, 1.0, 0.0, reduction="none").sum(),
+    ):
+        with pytest.raises(NotImplementedError, match="cannot be differentiated again"):
+            jax.grad(lambda x, loss=loss: (jax.grad(loss)(x) ** 2).sum())(jnp.eye(3))
+
+
+@pytest.mark.parametrize("devices", [3, 8])
+def test_a_gather_rounds_as_one_piece_does(devices):
+    """The largest logit comes home as it is: at a large scale its rounding would be that of the loss."""
+    x, y = whole_batch(CASES["clip"], (24,))
+    arrays = [as_jax(z.float()) for z in (x, y)]
+    loss = partial(wbj.clip_loss, *arrays, np.float32(12345), reduction="none")
+    np.testing.assert_allclose(loss(mesh=mesh_of(devices), exchange="gather"), loss(), rtol=0, atol=2e-3)
+    same = partial(wbj.clip_loss, arrays[0], arrays[0], np.float32(12345), reduction="none")
+    assert np.asarray(same(mesh=mesh_of(devices), exchange="gather")).min() >= -1e-3
+
+
+# Plausible wrong answers are told apart.
+
+
+def test_teeth():
+    case, mesh = CASES["clip"], mesh_of(4, "auto")
+    inputs = shards(case, 12, 4)
+    x, y = map(as_jax, inputs)
+    expected = twin(case, inputs, SCALE, BIAS)
+
+    def dense(x, y, scale):
+        logits = scale * x @ y.T
+        own = jnp.diagonal(logits)
+        return ((jax.nn.logsumexp(logits, 1) - own).mean() + (jax.nn.logsumexp(logits, 0) - own).mean()) / 2
+
+    def among_own_rows(x, y, scale):
+        return jax.lax.pmean(dense(x, y, scale), "data")
+
+    def without_a_gradient_of_others(x, y, scale):
+        everyone = jax.lax.stop_gradient(jax.lax.all_gather(y, "data", tiled=True))
+        logits = scale * x @ jax.lax.dynamic_update_slice_in_dim(everyone, y, jax.lax.axis_index("data") * len(y), 0).T
+        own = scale * (x * y).sum(1)
+        return jax.lax.pmean((jax.nn.logsumexp(logits, 1) - own).mean(), "data")
+
+    split = {"mesh": mesh, "in_specs": (jax.P("data"), jax.P("data"), jax.P()), "out_specs": jax.P()}
+    right = jax.value_and_grad(dense, (0, 1, 2))(x, y, SCALE)
+    assert_close([np.asarray(z) for z in (right[0], *right[1])], expected)
+    for wrong in (among_own_rows, without_a_gradient_of_others):
+        found = jax.jit(jax.value_and_grad(jax.shard_map(wrong, **split), (0, 1, 2)))(x, y, SCALE)
+        with pytest.raises(AssertionError):
+            assert_close([np.asarray(z) for z in (found[0], *found[1])], expected, 1e-3, 1e-3)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint32, np.int8])
+def test_ids_of_any_integer_dtype(dtype):
+    """An id of 0 is one like any other, also where it is the least of its dtype; negatives without ids are nobody's."""
+    case = CASES["clip"]
+    (x, y), ids = shards(case, 6, 2), np.array([0, 1, 2, 0, 1, 2])
+    negatives = torch.randn(5, x.shape[1], dtype=torch.float64)
+    expected = wb.reference.info_nce_loss(x, y, logit_scale=5.0, negatives=negatives, query_ids=torch.tensor(ids))
+    for mesh in (None, mesh_of(4, "auto")):
+        found = wbj.info_nce_loss(
+            *map(as_jax, (x, y)), logit_scale=5.0, negatives=as_jax(negatives), query_ids=ids.astype(dtype), mesh=mesh
+        )
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_keys_and_negatives_that_lie_differently():
+    """On explicit axes: more keys than queries, split; negatives the same everywhere, and not as many as divide."""
+    x, y = shards(CASES["clip"], 8, 4)
+    keys, negatives = torch.cat([y, x[:4]]), torch.randn(3, x.shape[1], dtype=torch.float64)
+    expected = wb.reference.info_nce_loss(x, keys, logit_scale=5.0, negatives=negatives)
+    mesh = mesh_of(4, "explicit")
+    split = [jax.device_put(as_jax(z), jax.NamedSharding(mesh, jax.P("data"))) for z in (x, keys)]
+    found = partial(wbj.info_nce_loss, logit_scale=5.0, negatives=as_jax(negatives), mesh=mesh)
+    np.testing.assert_allclose(found(*split), expected, rtol=1e-12)
+    np.testing.assert_allclose(jax.jit(found)(*split), expected, rtol=1e-12)

@@ -1,0 +1,160 @@
+"""Mistakes with wholebatch.jax are named while the function is traced: what was expected, what came."""
+
+import numpy as np
+import pytest
+
+import wholebatch as wb
+
+jax = pytest.importorskip("jax")  # JAX needs Python 3.11
+import jax.numpy as jnp  # noqa: E402
+from jax_cases import encoder, local_loss, mesh_of  # noqa: E402
+
+import wholebatch.jax as wbj  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+FEATURES = jnp.ones((6, 4))
+MISTAKES = {
+    "axis": (
+        lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, mesh=mesh_of(2), axis="batch"),
+        "'batch'; the mesh has 'data'",
+    ),
+    "rows": (
+        lambda: wbj.clip_loss(FEATURES, FEATURES[:5], 1.0),
+        r"text_features.*each row of image_features.*\(5, 4\)",
+    ),
+    "width": (lambda: wbj.clip_loss(FEATURES, FEATURES[:, :3], 1.0), r"same feature size, got \(6, 4\) and \(6, 3\)"),
+    "not a matrix": (lambda: wbj.clip_loss(FEATURES[0], FEATURES, 1.0), r"image_features must have shape.*got \(4,\)"),
+    "no rows": (lambda: wbj.clip_loss(FEATURES[:0], FEATURES[:0], 1.0), r"neither of them 0; got \(0, 4\)"),
+    "dtype": (lambda: wbj.clip_loss(FEATURES, FEATURES.astype(jnp.bfloat16), 1.0), "same dtype, got.*bfloat16"),
+    "integers": (lambda: wbj.clip_loss(FEATURES.astype(int), FEATURES.astype(int), 1.0), "floating point, got int"),
+    "scale": (lambda: wbj.clip_loss(FEATURES, FEATURES, jnp.ones(3)), r"logit_scale must be a number.*\(3,\)"),
+    "ids": (lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, ids=jnp.ones(6)), "ids must be integers, got float"),
+    "ids of others": (
+        lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, ids=jnp.arange(5)),
+        r"ids must have one row.*\(5,\)",
+    ),
+    "ids, a matrix": (
+        lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, ids=jnp.ones((6, 1), int)),
+        r"shape \(rows,\), got",
+    ),
+    "equal_ids": (
+        lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, equal_ids="kept"),
+        "'positive', 'excluded'; got 'kept'",
+    ),
+    "smoothing": (lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, label_smoothing=2.0), r"within \[0, 1\].*got 2.0"),
+    "reduction": (lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, reduction="max"), "'none'; got 'max'"),
+    "exchange": (lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, exchange="root"), "'ring'; got 'root'"),
+    "tile": (lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, tile=0), "tile must be an integer >= 1, got 0"),
+    "memory": (lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, memory=-1), "'flat' or a number of bytes >= 0, got -1"),
+    "temperature": (
+        lambda: wbj.nt_xent_loss(FEATURES, FEATURES, temperature=0.0),
+        "temperature must be positive, got 0.0",
+    ),
+    "temperature, an array": (
+        lambda: wbj.sup_con_loss(FEATURES, jnp.zeros(6, int), temperature=np.float32(-1)),
+        "temperature must be positive, got -1",
+    ),
+    "labels": (lambda: wbj.sup_con_loss(FEATURES, jnp.ones(6)), "labels must be integers, got float"),
+    "keys": (lambda: wbj.info_nce_loss(FEATURES, FEATURES[:5], logit_scale=1.0), "at least as many rows.*5 and 6"),
+    "hard negatives": (
+        lambda: wbj.info_nce_loss(FEATURES, FEATURES, logit_scale=1.0, hard_negatives=FEATURES),
+        r"hard_negatives must have shape \(6, h, 4\), got \(6, 4\)",
+    ),
+    "ids of nothing": (
+        lambda: wbj.info_nce_loss(FEATURES, FEATURES, logit_scale=1.0, negative_ids=jnp.arange(2)),
+        "negative_ids were given without negatives",
+    ),
+    "ids with nothing to be compared with": (
+        lambda: wbj.info_nce_loss(FEATURES, FEATURES, logit_scale=1.0, negatives=FEATURES, negative_ids=jnp.arange(6)),
+        "negative_ids have nothing to be compared with",
+    ),
+    "direction": (
+        lambda: wbj.info_nce_loss(FEATURES, FEATURES, logit_scale=1.0, directions="key_to_key"),
+        "'key_to_query'; got 'key_to_key'",
+    ),
+    "sample": (
+        lambda: wbj.partial_fc_loss(FEATURES, jnp.zeros(6, int), FEATURES, sample_rate=0.5),
+        "sample_rate=0.5 needs key=",
+    ),
+    "margin": (lambda: wbj.ArcFace(s=0.0), "s must be a positive number, got 0.0"),
+    "chunks": (lambda: wbj.chunked(encoder), "one of chunk_size and num_chunks"),
+    "chunks of a mesh": (
+        lambda: wbj.chunked(encoder, chunk_size=2, mesh=mesh_of(2), axis="batch")({}, FEATURES),
+        "'batch'; the mesh has 'data'",
+    ),
+    "rows of a batch": (
+        lambda: wbj.chunked(encoder, chunk_size=2)({}, [FEATURES, FEATURES[:5]]),
+        r"same number of rows.*\[\(5,\), \(6,\)\]",
+    ),
+    "uneven chunks": (lambda: wbj.tree_chunk(FEATURES, 4), "6 rows do not divide into 4 chunks"),
+    "global arrays inside of a shard_map": (
+        lambda: jax.shard_map(
+            lambda x: wbj.clip_loss(x, x, 1.0), mesh=mesh_of(2), in_specs=jax.P("data"), out_specs=jax.P()
+        )(jax.device_put(FEATURES, jax.NamedSharding(mesh_of(2), jax.P("data")))),
+        "inside of a jax.shard_map over 'data'.*`_local`",
+    ),
+    "the same with its mesh": (
+        lambda: jax.shard_map(
+            lambda x: wbj.clip_loss(x, x, 1.0, mesh=mesh_of(2)), mesh=mesh_of(2), in_specs=jax.P(), out_specs=jax.P()
+        )(FEATURES),
+        "inside of a jax.shard_map over 'data'.*`_local`",
+    ),
+    "split, without a mesh": (
+        lambda: wbj.clip_loss(*[jax.device_put(FEATURES, jax.NamedSharding(mesh_of(2), jax.P("data")))] * 2, 1.0),
+        "image_features is split over 'data', and no mesh is given: pass mesh=",
+    ),
+    "two axes of one name": (
+        lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, mesh=mesh_of(2), axis=["data", "data"]),
+        "'data', 'data'; the mesh has 'data'",
+    ),
+    "no mesh": (lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, mesh=jax.devices()), "mesh must be a jax.*got list"),
+    "nothing": (lambda: wbj.clip_loss(FEATURES, None, 1.0), "text_features must be an array, got None"),
+    "no labels": (lambda: wbj.sup_con_loss(FEATURES, None), "labels must be an array, got None"),
+    "no scale": (lambda: wbj.clip_loss(FEATURES, FEATURES, None), "logit_scale must be a number.*got None"),
+    "hard negatives' ids": (
+        lambda: wbj.info_nce_loss(
+            FEATURES,
+            FEATURES,
+            logit_scale=1.0,
+            query_ids=jnp.arange(6),
+            hard_negatives=FEATURES[:, None],
+            hard_negative_ids=jnp.arange(6),
+        ),
+        r"hard_negative_ids must have one id for each of hard_negatives, \(6, 1\); got \(6,\)",
+    ),
+    "a margin of torch": (
+        lambda: wbj.partial_fc_loss(FEATURES, jnp.zeros(6, int), FEATURES, margin=wb.ArcFace()),
+        "margin must be such as wholebatch.jax.ArcFace",
+    ),
+    "no key": (
+        lambda: wbj.partial_fc_loss(FEATURES, jnp.zeros(6, int), FEATURES, sample_rate=0.5, key=5),
+        "one key of jax.random.key",
+    ),
+    "an encoder that loses rows": (
+        lambda: wbj.chunked(lambda _, x: x[0], chunk_size=2)({}, FEATURES),
+        r"a row for each of 2 examples, got \(4,\)",
+    ),
+    "axis_name": (
+        lambda: local_loss(FEATURES, FEATURES, 1.0),
+        "axis_name must name an axis.*got 'data'.*without `_local`",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_met_while_tracing(name):
+    call, message = MISTAKES[name]
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(call)
+
+
+def test_ids_that_jax_would_cut_off():
+    with jax.enable_x64(False):
+        for ids in (np.arange(6) * 2**32, [2**31] * 6):
+            with pytest.raises(ValueError, match=r"ids must fit into int32.*number them anew"):
+                wbj.clip_loss(np.eye(6), np.eye(6), 1.0, ids=ids)
+
+
+def test_a_temperature_that_is_not_known_is_traced():
+    assert jax.eval_shape(lambda t: wbj.nt_xent_loss(FEATURES, FEATURES, temperature=t), 0.1).shape == ()
