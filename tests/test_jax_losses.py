@@ -19,6 +19,7 @@ from jax_cases import (  # noqa: E402
     as_module,
     assert_close,
     by_torch,
+    compiled,
     local_loss,
     mesh_of,
     settings_of,
@@ -28,6 +29,7 @@ from jax_cases import (  # noqa: E402
 )
 
 import wholebatch.jax as wbj  # noqa: E402
+from wholebatch.jax import options  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -65,6 +67,21 @@ def test_products_that_are_kept(name, exchange):
     for memory in (5 * 72, 10**6):
         settings = {"mesh": mesh_of(4, "auto"), "exchange": exchange, "tile": 3, "memory": memory}
         assert_close(values_and_gradients(case, inputs, SCALE, BIAS, **settings), twin(case, inputs, SCALE, BIAS))
+
+
+@pytest.mark.parametrize("memory", ["flat", 10**6])
+def test_an_exchange_is_chosen_once(monkeypatch, memory):
+    """By the features that travel; backward more travels with them, and what was kept forward lies as it did."""
+    case = CASES["clip"]
+    for rows, room, messages in ((20, 0, "all-gather"), (28, 1, "collective-permute")):
+        inputs = shards(case, rows, 4)
+        monkeypatch.setattr(options, "_GATHER_BYTES", 3 * inputs[1].nbytes - room)
+        settings = {"mesh": mesh_of(4, "auto"), "tile": 3, "memory": memory}
+        assert_close(values_and_gradients(case, inputs, SCALE, BIAS, **settings), twin(case, inputs, SCALE, BIAS))
+        loss = partial(wbj.clip_loss, logit_scale=SCALE, **settings)
+        split = jax.NamedSharding(mesh_of(4, "auto"), jax.P("data"))
+        text = compiled(loss, *(jax.device_put(as_jax(x), split) for x in inputs)).as_text()
+        assert [kind for kind in ("all-gather", "collective-permute") if f" {kind}(" in text] == [messages]
 
 
 # Inside of the caller's own shard_map.

@@ -46,6 +46,11 @@ MISTAKES = {
     "reduction": (lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, reduction="max"), "'none'; got 'max'"),
     "exchange": (lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, exchange="root"), "'ring'; got 'root'"),
     "tile": (lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, tile=0), "tile must be an integer >= 1, got 0"),
+    "tile, yes or no": (lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, tile=True), "tile must be an integer.*got True"),
+    "memory, yes or no": (
+        lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, memory=True),
+        "'flat' or a number of bytes >= 0, got True",
+    ),
     "memory": (lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, memory=-1), "'flat' or a number of bytes >= 0, got -1"),
     "temperature": (
         lambda: wbj.nt_xent_loss(FEATURES, FEATURES, temperature=0.0),
@@ -54,6 +59,22 @@ MISTAKES = {
     "temperature, an array": (
         lambda: wbj.sup_con_loss(FEATURES, jnp.zeros(6, int), temperature=np.float32(-1)),
         "temperature must be positive, got -1",
+    ),
+    "weights": (
+        lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, weights=[1, 1, 1, -0.5, 1, 1]),
+        "weights must not be negative, nor NaN; got -0.5",
+    ),
+    "weights of views": (
+        lambda: wbj.sup_con_loss(FEATURES[:, None], np.zeros(6, int), weights=np.full((6, 1), np.nan)),
+        "weights must not be negative, nor NaN; got nan",
+    ),
+    "one-hot labels": (
+        lambda: wbj.sup_con_loss(FEATURES, jnp.eye(6, dtype=int)),
+        r"labels must have shape \(rows,\), got \(6, 6\); of one-hot rows pass the argmax",
+    ),
+    "centres": (
+        lambda: wbj.partial_fc_loss(FEATURES, np.zeros(6, int), FEATURES[:, :3]),
+        r"embeddings and centres must have the same feature size, got \(6, 4\) and \(6, 3\); project both to one width",
     ),
     "labels": (lambda: wbj.sup_con_loss(FEATURES, jnp.ones(6)), "labels must be integers, got float"),
     "keys": (lambda: wbj.info_nce_loss(FEATURES, FEATURES[:5], logit_scale=1.0), "at least as many rows.*5 and 6"),
@@ -68,6 +89,10 @@ MISTAKES = {
     "ids with nothing to be compared with": (
         lambda: wbj.info_nce_loss(FEATURES, FEATURES, logit_scale=1.0, negatives=FEATURES, negative_ids=jnp.arange(6)),
         "negative_ids have nothing to be compared with",
+    ),
+    "no direction": (
+        lambda: wbj.info_nce_loss(FEATURES, FEATURES, logit_scale=1.0, directions=()),
+        "directions must name one of 'query_to_key', 'key_to_query', or both; got none",
     ),
     "direction": (
         lambda: wbj.info_nce_loss(FEATURES, FEATURES, logit_scale=1.0, directions="key_to_key"),

@@ -5,23 +5,37 @@ from __future__ import annotations
 from numbers import Real
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, dtypes
 from jax.core import Tracer
 
 
-def arrays(**towers: Any) -> dict[str, Any]:
-    """Whatever JAX makes arrays of; None stays None. Integers that it would cut off are refused."""
-    for name, x in towers.items():
-        if isinstance(x, (np.ndarray, list, tuple)) and np.issubdtype(np.asarray(x).dtype, np.integer) and np.size(x):
-            least, most, bounds = np.min(x), np.max(x), jnp.iinfo(dtypes.canonicalize_dtype(np.asarray(x).dtype))
+def arrays(**given: Any) -> dict[str, Any]:
+    """Whatever JAX makes arrays of; None stays None. Integers that it would cut off are refused, and weights < 0."""
+    for name, x in given.items():
+        # Features are not fetched from a device to be looked at.
+        values = known(x) if name == "weights" or not isinstance(x, Array) else None
+        if values is None or not values.size:
+            continue
+        if np.issubdtype(values.dtype, np.integer):
+            least, most, bounds = values.min(), values.max(), jnp.iinfo(dtypes.canonicalize_dtype(values.dtype))
             if least < bounds.min or most > bounds.max:
                 raise ValueError(
                     f"{name} must fit into {bounds.dtype}, got {least} to {most}: number them anew "
                     "(np.unique(..., return_inverse=True)), or let JAX have 64 bits (jax_enable_x64)"
                 )
-    return {name: None if x is None else jnp.asarray(x) for name, x in towers.items()}
+        if name == "weights" and not (values >= 0).all():
+            raise ValueError(f"weights must not be negative, nor NaN; got {values[~(values >= 0)][0]}")
+    return {name: None if x is None else jnp.asarray(x) for name, x in given.items()}
+
+
+def known(x: Any) -> np.ndarray[Any, Any] | None:
+    """The values of what is not traced, and lies on devices of this process."""
+    if x is None or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x)):
+        return None
+    return None if isinstance(x, Array) and not x.is_fully_addressable else np.asarray(x)
 
 
 def names(of: Any) -> tuple[str, ...]:
@@ -83,27 +97,15 @@ def vector(**arrays: Any) -> None:
             raise ValueError(f"{name} must have shape (rows,), got {jnp.shape(x)}{hint}")
 
 
-def weights(x: Any) -> None:
-    """None of them negative, as far as they are known."""
-    values = _known(x)
-    if values is not None and not (values >= 0).all():
-        raise ValueError(f"weights must not be negative, nor NaN; got {values[~(values >= 0)][0]}")
-
-
 def classes(labels: Any, num_classes: int, ignore_index: int) -> None:
     """Labels are those of classes that there are, as far as they are known."""
-    values = _known(labels)
+    values = known(labels)
     if values is not None:
         wrong = values[((values < 0) | (values >= num_classes)) & (values != ignore_index)]
         if wrong.size:
             raise ValueError(
                 f"labels must be within [0, {num_classes}), or ignore_index={ignore_index}; got {wrong[0]}"
             )
-
-
-def _known(x: Any) -> np.ndarray[Any, Any] | None:
-    """The values of an array that is not traced and lies on this process's devices."""
-    return None if x is None or isinstance(x, Tracer) or not x.is_fully_addressable else np.asarray(x)
 
 
 def scalar(*, positive: bool = False, **numbers: Any) -> None:
@@ -125,7 +127,6 @@ def pairs(first: str, second: str, **towers: Any) -> dict[str, Any]:
     same_rows(**rows)
     vector(ids=rows["ids"], weights=rows["weights"])
     integers(ids=rows["ids"])
-    weights(rows["weights"])
     return rows
 
 

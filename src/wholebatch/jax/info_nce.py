@@ -207,7 +207,6 @@ class _InfoNCE:
         ids = {name: rows[name] for name in rows if name.endswith("_ids")}
         checks.integers(**ids)
         checks.vector(**{name: x for name, x in ids.items() if not name.startswith("hard")}, weights=rows["weights"])
-        checks.weights(rows["weights"])
         for name, of in (("key_ids", "keys"), ("negative_ids", "negatives"), ("hard_negative_ids", "hard_negatives")):
             if rows[name] is None:
                 continue

@@ -90,7 +90,7 @@ def partial_fc_loss(
     """
     loss = _PartialFC(margin, sample_rate, ignore_index, Options(reduction, exchange, tile, memory))
     rows = loss.check(key, embeddings=embeddings, labels=labels, centres=centres, weights=weights)
-    checks.classes(rows["labels"], len(rows["centres"]), ignore_index)
+    checks.classes(labels, len(rows["centres"]), ignore_index)
     return on_mesh(loss, rows, key, mesh=mesh, axis=axis, per_row="embeddings" if reduction == "none" else None)
 
 
@@ -165,7 +165,6 @@ class _PartialFC:
         checks.same_rows(embeddings=rows["embeddings"], labels=rows["labels"], weights=rows["weights"])
         checks.vector(labels=rows["labels"], weights=rows["weights"])
         checks.integers(labels=rows["labels"])
-        checks.weights(rows["weights"])
         labels = rows["labels"]
         return rows | {"labels": labels.astype(jnp.promote_types(labels.dtype, jnp.int32))}  # that of places
 

@@ -125,7 +125,6 @@ class _SupCon:
         checks.same_rows(**rows)
         checks.vector(labels=rows["labels"])
         checks.integers(labels=rows["labels"])
-        checks.weights(weights)
         if weights is not None and weights.shape not in (z.shape[:1], z.shape[:-1]):
             raise ValueError(f"weights must have shape {z.shape[:1]} or {z.shape[:-1]}, got {weights.shape}")
         return rows
