@@ -125,18 +125,18 @@ def as_jax(x: Any) -> Any:
     return jnp.asarray(x.detach().numpy()) if isinstance(x, Tensor) else x
 
 
-def as_module(**settings: Any) -> SimpleNamespace:
+def as_module(of: Any = wbj, **settings: Any) -> SimpleNamespace:
     """wholebatch.jax's functions, with settings that all of them have; softmax has no bias."""
 
-    def of(name: str) -> Callable[..., Any]:
+    def function(name: str) -> Callable[..., Any]:
         def loss(*args: Any, **options: Any) -> Any:
             if name == "clip_loss":
                 options.pop("logit_bias", None)
-            return getattr(wbj, name)(*args, **options, **settings)
+            return getattr(of, name)(*args, **options, **settings)
 
         return loss
 
-    return SimpleNamespace(**{name: of(name) for name in wbj.__all__ if name.endswith("_loss")})
+    return SimpleNamespace(**{name: function(name) for name in of.__all__ if name.endswith("_loss")})
 
 
 def values_and_gradients(
@@ -147,6 +147,7 @@ def values_and_gradients(
     *,
     place: Callable[[Any], Any] = as_jax,
     out: Any = None,
+    functions: Any = None,
     **settings: Any,
 ) -> list[Any]:
     """By JAX: the loss, and its gradients of the inputs that have one, the scale and the bias where it has them.
@@ -158,9 +159,10 @@ def values_and_gradients(
         bias: likewise.
         place: makes of an array one of JAX.
         out: where results are to lie.
+        functions: instead of those of wholebatch.jax.
         settings: of the function.
     """
-    functions, arrays = as_module(**settings), [place(x) for x in inputs]
+    functions, arrays = functions or as_module(**settings), [place(x) for x in inputs]
 
     def loss(wanted: list[Any], scale: Any, bias: Any, arrays: list[Any]) -> Any:
         given = list(arrays)

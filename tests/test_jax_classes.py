@@ -59,6 +59,18 @@ def test_partial_fc(name, devices, kind, exchange):
         assert_close(found, by_torch_classes(function, x, labels, w, weights, margin=of_torch))
 
 
+@pytest.mark.parametrize("name", MARGINS)
+def test_the_dense_twins_are_the_same(name):
+    (margin, of_torch), (x, labels, w, weights) = MARGINS[name], classes()
+
+    def loss(x, w, weights):
+        return wbj.reference.partial_fc_loss(x, as_jax(labels), w, margin=margin, weights=weights)
+
+    value, gradients = jax.value_and_grad(loss, (0, 1, 2))(*map(as_jax, (x, w, weights)))
+    expected = by_torch_classes(wb.reference.partial_fc_loss, x, labels, w, weights, margin=of_torch)
+    assert_close([np.asarray(z) for z in (value, *gradients)], expected)
+
+
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
 def test_a_sample_of_classes(exchange):
     """The same on any number of devices, with the batch's own classes; and of it the exact loss and gradient."""

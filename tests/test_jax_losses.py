@@ -51,6 +51,15 @@ def test_parity(name, devices, kind, exchange):
     check_parity(name, rows, mesh_of(devices, kind), exchange)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_the_dense_twins_are_the_same(name):
+    """JAX's own, which need no torch."""
+    case = CASES[name]
+    inputs = shards(case, 7, 4)
+    found = values_and_gradients(case, inputs, SCALE, BIAS, functions=as_module(wbj.reference))
+    assert_close(found, twin(case, inputs, SCALE, BIAS))
+
+
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
 @pytest.mark.parametrize("name", CORE)
 def test_parity_on_three_devices(name, exchange):

@@ -132,6 +132,7 @@ JAX = [
     "Margin",
     "NormFace",
     "SphereFace",
+    "reference",
     *("cache_grad", "cache_train_step", "chunk_encode", "chunked", "grad_cached"),
     *("tree_chunk", "tree_unchunk", "unchunk_args"),
     *(
@@ -142,6 +143,9 @@ JAX = [
 ]
 if find_spec("jax") is not None:
     PUBLIC[wb.jax] = JAX
+    PUBLIC[wb.jax.reference] = [
+        f"{loss}_loss" for loss in ("clip", "info_nce", "nt_xent", "partial_fc", "siglip", "sup_con")
+    ]
 
 
 def test_names_are_loaded_when_they_are_asked_for():

@@ -10,6 +10,7 @@ and one of a device's rows inside of a `jax.shard_map`, `clip_loss_local(x, y, s
     tiles, logsumexp, products                                      a tile of S, what is made of it, sums of that
     axis, mesh                                                      the devices, and from global arrays to theirs
     caching                                                         encoders in chunks: knows no loss
+    reference                                                       the dense twin of every loss
 """
 
 try:
@@ -17,6 +18,7 @@ try:
 except ImportError as error:
     raise ImportError("wholebatch.jax needs JAX: pip install 'wholebatch[jax]'") from error
 
+from . import reference
 from .caching import (
     cache_grad,
     cache_train_step,
@@ -55,6 +57,7 @@ __all__ = [
     "nt_xent_loss_local",
     "partial_fc_loss",
     "partial_fc_loss_local",
+    "reference",
     "siglip_loss",
     "siglip_loss_local",
     "sup_con_loss",

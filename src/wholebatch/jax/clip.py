@@ -62,7 +62,7 @@ def clip_loss(
         tile: rows and columns of the tiles of S, at most; memory beyond O(B d) is a few of them.
 
     Returns:
-        L, the value of `wholebatch.reference.clip_loss` on the whole batch, as a scalar that is the same everywhere.
+        L, the value of `wholebatch.jax.reference.clip_loss` on the whole batch, a scalar that is the same everywhere.
 
     The gradient is that of this one L, by `jax.grad` under `jit` or without: nothing is to be averaged afterwards.
 

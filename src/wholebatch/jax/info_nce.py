@@ -77,7 +77,7 @@ def info_nce_loss(
         tile: rows and columns of a tile of S, at most.
 
     Returns:
-        L, the value of `wholebatch.reference.info_nce_loss` on the whole batch.
+        L, the value of `wholebatch.jax.reference.info_nce_loss` on the whole batch.
 
     The gradient, work and collectives are as in :func:`wholebatch.jax.clip_loss`, with B keys and n negatives in the
     place of B texts.

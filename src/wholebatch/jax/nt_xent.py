@@ -52,7 +52,7 @@ def nt_xent_loss(
         tile: rows and columns of a tile of S, at most.
 
     Returns:
-        L, the value of `wholebatch.reference.nt_xent_loss` on the whole batch.
+        L, the value of `wholebatch.jax.reference.nt_xent_loss` on the whole batch.
 
     Work: 2 units of 2b 2B d multiply-adds per device, half of a full sweep's 4, for S is symmetric. Collectives: as in
     :func:`wholebatch.jax.clip_loss`; in a ring after half a round.

@@ -71,7 +71,7 @@ def partial_fc_loss(
         tile: rows and columns of a tile of S, at most.
 
     Returns:
-        L, the value of `wholebatch.reference.partial_fc_loss` on all embeddings and all centres.
+        L, the value of `wholebatch.jax.reference.partial_fc_loss` on all embeddings and all centres.
 
     Work: 4 units of B C/W d multiply-adds per device; of a sample, C times sample_rate and at most B classes more.
     Collectives: as in :func:`wholebatch.jax.clip_loss`, with embeddings in the place of texts, and for the own classes'

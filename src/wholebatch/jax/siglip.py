@@ -57,7 +57,7 @@ def siglip_loss(
         tile: rows and columns of a tile of S, at most.
 
     Returns:
-        L, the value of `wholebatch.reference.siglip_loss` on the whole batch.
+        L, the value of `wholebatch.jax.reference.siglip_loss` on the whole batch.
 
     Work: 3 units of b B d multiply-adds per device, all in the forward pass; 1 where no gradient is wanted.
     Collectives: as in :func:`wholebatch.jax.clip_loss`, but that Y travels once.

@@ -53,7 +53,7 @@ def sup_con_loss(
         tile: rows and columns of a tile of S, at most.
 
     Returns:
-        L, the value of `wholebatch.reference.sup_con_loss` on the whole batch.
+        L, the value of `wholebatch.jax.reference.sup_con_loss` on the whole batch.
 
     Work and collectives: as :func:`wholebatch.jax.nt_xent_loss`.
 

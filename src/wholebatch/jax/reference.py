@@ -1,0 +1,248 @@
+"""The dense twin of every loss of wholebatch.jax, on one device: the whole batch, the whole matrix of similarities.
+
+Each is short enough to be checked by eye against its paper, and is differentiated by JAX. Arguments mean what they mean
+in the losses; :mod:`wholebatch.reference` is the same for PyTorch, and tests hold the two against each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from .margins import ArcFace, Margin
+
+__all__ = ["clip_loss", "info_nce_loss", "nt_xent_loss", "partial_fc_loss", "siglip_loss", "sup_con_loss"]
+
+
+def clip_loss(
+    image_features: Array,
+    text_features: Array,
+    logit_scale: Array | float,
+    *,
+    ids: Array | None = None,
+    equal_ids: str = "positive",
+    weights: Array | None = None,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+) -> Array:
+    """Symmetric cross-entropy between images and texts (Radford et al., 2021, arXiv:2103.00020, figure 3).
+
+    S = logit_scale * X Y^T,    L = (CE(S, diagonal) + CE(S^T, diagonal)) / 2
+
+    With ids, the targets are all pairs of equal ids (Yang et al., 2022, arXiv:2204.03610, equation 3).
+
+    >>> print(f"{clip_loss(jnp.eye(3), jnp.eye(3), 10.0):.1e}")
+    9.1e-05
+    """
+    logits = logit_scale * image_features @ text_features.T
+    positive, excluded = _pairs(len(logits), ids, equal_ids)
+    rows = _cross_entropy(logits, positive, excluded, label_smoothing)
+    cols = _cross_entropy(logits.T, positive, excluded, label_smoothing)
+    return _reduce((rows + cols) / 2, weights, reduction)
+
+
+def info_nce_loss(
+    queries: Array,
+    keys: Array,
+    *,
+    logit_scale: Array | float,
+    negatives: Array | None = None,
+    hard_negatives: Array | None = None,
+    query_ids: Array | None = None,
+    key_ids: Array | None = None,
+    negative_ids: Array | None = None,
+    hard_negative_ids: Array | None = None,
+    directions: Sequence[str] | str = ("query_to_key",),
+    partition: str = "joint",
+    label_smoothing: float = 0.0,
+    weights: Array | None = None,
+    reduction: str = "mean",
+) -> Array:
+    """Each query's key among all keys and negatives (van den Oord et al., 2018, arXiv:1807.03748, equation 4).
+
+    S = logit_scale * Q [K; N]^T,    L = CE(S, i)
+
+    >>> print(f"{info_nce_loss(jnp.eye(3), jnp.eye(3), logit_scale=10.0, negatives=-jnp.eye(3)):.1e}")
+    1.8e-04
+    """
+    n, directions = len(queries), (directions,) if isinstance(directions, str) else directions
+    every = keys if negatives is None else jnp.concatenate([keys, negatives])
+    positive = jnp.arange(n)[:, None] == jnp.arange(len(every))
+    of_queries = query_ids if query_ids is not None or key_ids is None else key_ids[:n]
+    excluded = jnp.zeros_like(positive)
+    if of_queries is not None:
+        columns = [(query_ids, n) if key_ids is None else (key_ids, len(keys))]
+        columns += [(None, len(keys) - n)] * (key_ids is None) + [(negative_ids, len(every) - len(keys))]
+        equal = [jnp.zeros((n, m), bool) if ids is None else of_queries[:, None] == ids for ids, m in columns]
+        excluded = jnp.concatenate(equal, 1) & ~positive
+    logits = logit_scale * queries @ every.T
+    blocks: list[Any] = []
+    for direction in directions:
+        if direction == "key_to_query":
+            blocks.append((logits.T[:n], positive.T[:n], excluded.T[:n]))
+            continue
+        block: Any = logits, positive, excluded
+        if hard_negatives is not None:
+            own = logit_scale * jnp.einsum("bd,bhd->bh", queries, hard_negatives)
+            nothing = jnp.zeros(own.shape, bool)
+            known = None if hard_negative_ids is None or of_queries is None else of_queries[:, None]
+            beside = own, nothing, nothing if known is None else hard_negative_ids == known
+            block = tuple(jnp.concatenate(parts, 1) for parts in zip(block, beside, strict=True))
+        blocks.append(block)
+    if partition == "joint":
+        blocks = [tuple(jnp.concatenate(parts, 1) for parts in zip(*blocks, strict=True))]
+    losses = [_cross_entropy(logits, positive, excluded, label_smoothing) for logits, positive, excluded in blocks]
+    return _reduce(jnp.stack(losses).mean(0), weights, reduction)
+
+
+def nt_xent_loss(
+    z0: Array,
+    z1: Array,
+    *,
+    temperature: Array | float = 0.1,
+    ids: Array | None = None,
+    weights: Array | None = None,
+    reduction: str = "mean",
+) -> Array:
+    """Each row's other view among all other rows (Chen et al., 2020, arXiv:2002.05709, equation 1).
+
+    S = Z Z^T / temperature without its diagonal,    Z = normalize([Z0; Z1]),    L = CE(S, other view)
+
+    >>> print(f"{nt_xent_loss(jnp.eye(3), jnp.eye(3), temperature=0.5):.4f}")
+    0.4327
+    """
+    z = _normalised(jnp.concatenate([z0, z1]))
+    itself = jnp.eye(len(z), dtype=bool)
+    other = jnp.roll(itself, len(z0), 0)
+    excluded = itself if ids is None else (jnp.tile(ids, 2)[:, None] == jnp.tile(ids, 2)) & ~other
+    losses = _cross_entropy(z @ z.T / temperature, other, excluded)
+    return _reduce(losses.reshape(2, -1).mean(0), weights, reduction)
+
+
+def siglip_loss(
+    image_features: Array,
+    text_features: Array,
+    logit_scale: Array | float,
+    logit_bias: Array | float,
+    *,
+    ids: Array | None = None,
+    equal_ids: str = "positive",
+    weights: Array | None = None,
+    reduction: str = "mean",
+) -> Array:
+    """Binary cross-entropy of every pair (Zhai et al., 2023, arXiv:2303.15343, algorithm 1).
+
+    S = logit_scale * X Y^T + logit_bias,    L = -sum_ij log sigmoid(z_ij S_ij) / B,    z_ij = 1 if i = j, else -1
+
+    >>> print(f"{siglip_loss(jnp.eye(3), jnp.eye(3), 10.0, -5.0):.4f}")
+    0.0201
+    """
+    logits = logit_scale * image_features @ text_features.T + logit_bias
+    positive, excluded = _pairs(len(logits), ids, equal_ids)
+    losses = -jax.nn.log_sigmoid(jnp.where(positive, logits, -logits))
+    return _reduce(jnp.where(excluded, 0, losses).sum(1), weights, reduction)
+
+
+def sup_con_loss(
+    features: Array,
+    labels: Array,
+    *,
+    temperature: Array | float = 0.1,
+    weights: Array | None = None,
+    reduction: str = "mean",
+) -> Array:
+    """Each row's class among all other rows (Khosla et al., 2020, arXiv:2004.11362, equation 2).
+
+    S = Z Z^T / temperature,    L_i = logsumexp_{j != i} S_ij - mean_{p in P(i)} S_ip,    mean over rows with positives
+
+    >>> print(f"{sup_con_loss(jnp.eye(3), jnp.array([0, 0, 1]), temperature=0.5):.4f}")
+    0.6931
+    """
+    rows = features.shape[:-1]
+    z, labels = _normalised(features.reshape(-1, features.shape[-1])), jnp.repeat(labels, features[0, ..., 0].size)
+    itself = jnp.eye(len(z), dtype=bool)
+    positive = (labels[:, None] == labels) & ~itself
+    losses = _cross_entropy(z @ z.T / temperature, positive, itself).reshape(rows)
+    if weights is not None and weights.ndim < len(rows):
+        weights = weights[:, None]
+    return _reduce(losses, weights, reduction, positive.any(1).reshape(rows))
+
+
+def partial_fc_loss(
+    embeddings: Array,
+    labels: Array,
+    centres: Array,
+    *,
+    margin: Margin = ArcFace(),  # noqa: B008  # it is frozen
+    ignore_index: int = -100,
+    weights: Array | None = None,
+    reduction: str = "mean",
+) -> Array:
+    """Softmax over all classes with a margin (An et al., 2020, arXiv:2010.05222).
+
+    L_i = -log softmax_j(s c_ij, with s phi(theta_iy) for the own class),    c: cosines of embeddings and centres
+
+    >>> from wholebatch.jax import CosFace
+    >>> print(f"{partial_fc_loss(jnp.eye(3, 4), jnp.arange(3), jnp.eye(3, 4), margin=CosFace(4.0, 0.5)):.4f}")
+    0.2395
+    """
+    x, w = _normalised(embeddings), _normalised(centres)
+    counted = labels != ignore_index
+    labels = jnp.where(counted, labels, 0)
+    cosines, own = x @ w.T, labels[:, None] == jnp.arange(len(w))
+    phi = margin(_angles(x, w[labels]), jnp.linalg.norm(embeddings, axis=1))
+    logits = margin.s * jnp.where(own, phi[:, None], cosines)
+    return _reduce(_cross_entropy(logits, own, jnp.zeros_like(own)), weights, reduction, counted)
+
+
+# What they are made of.
+
+
+def _cross_entropy(logits: Array, positive: Array, excluded: Array, label_smoothing: float = 0.0) -> Array:
+    """Of each row: logsumexp over all that is not excluded, less the mean positive; 0 for a row without positives."""
+    logsumexp = jax.nn.logsumexp(jnp.where(excluded, -jnp.inf, logits), 1)
+    uniform = jnp.where(excluded, 0, logits).sum(1) / jnp.maximum((~excluded).sum(1), 1)
+    mean = jnp.where(positive, logits, 0).sum(1) / jnp.maximum(positive.sum(1), 1)
+    some = positive.any(1)
+    return jnp.where(some, jnp.where(some, logsumexp, 0) - (1 - label_smoothing) * mean - label_smoothing * uniform, 0)
+
+
+def _pairs(n: int, ids: Array | None, equal_ids: str) -> tuple[Array, Array]:
+    """Which entries are positive, which excluded."""
+    diagonal = jnp.eye(n, dtype=bool)
+    equal = diagonal if ids is None else ids[:, None] == ids
+    return (equal, jnp.zeros_like(equal)) if equal_ids == "positive" else (diagonal, equal & ~diagonal)
+
+
+def _normalised(x: Array) -> Array:
+    """Rows of unit length; rows of zeros stay."""
+    squares = (x * x).sum(-1, keepdims=True)
+    return jnp.where(squares > 0, x / jnp.sqrt(jnp.where(squares > 0, squares, 1)), x)
+
+
+def _angles(x: Array, w: Array) -> Array:
+    """Of unit vectors (Kahan, 2006, How futile are mindless assessments of roundoff, section 12); at 0 and pi flat."""
+    same = 16 * jnp.finfo(x.dtype).eps
+
+    def length(z: Array) -> Array:
+        squares = (z * z).sum(1)
+        there_is = squares > same**2
+        return jnp.where(there_is, jnp.sqrt(jnp.where(there_is, squares, 1)), 0)
+
+    return 2 * jnp.arctan2(length(x - w), length(x + w))
+
+
+def _reduce(losses: Array, weights: Array | None, reduction: str, counted: Array | None = None) -> Array:
+    """The mean is that of the rows that count."""
+    weights = jnp.ones_like(losses) if weights is None else jnp.broadcast_to(weights, losses.shape)
+    if counted is not None:
+        losses, weights = jnp.where(counted, losses, 0), jnp.where(counted, weights, 0)
+    losses = weights * losses
+    if reduction == "none":
+        return losses
+    total = weights.sum()
+    return losses.sum() / (1 if reduction == "sum" else jnp.where(total == 0, 1, total))
