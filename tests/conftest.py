@@ -1,6 +1,7 @@
 """Every test starts from the same seed. Without a GPU, kernels run in Triton's interpreter."""
 
 import os
+import sys
 
 import pytest
 import torch
@@ -19,6 +20,14 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 
 collect_ignore = ["mpi_cases.py", "over_mpi.py"]  # they run under mpiexec, where mpi4py is
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_end_with_their_module():
+    """JAX keeps what it has compiled, which makes every later garbage collection slow."""
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
 
 
 @pytest.fixture
