@@ -1,7 +1,8 @@
 """What the JAX tests run over: the shared table's rows that both libraries have, and how the two are called alike.
 
-With WHOLEBATCH_TEST_JAX=all (`make jax`) every row runs on every number and kind of devices, by every exchange;
-otherwise the plain losses and ArcFace do, and their options on two of these settings each, in turn.
+With WHOLEBATCH_TEST_JAX=all (`make jax`) every row runs on every number and kind of devices, by every exchange.
+Otherwise plain losses and ArcFace run on every number of devices by every exchange, on automatic or explicit axes by
+turns, and with options on two of all settings each, by turns.
 """
 
 from __future__ import annotations
@@ -74,14 +75,14 @@ def mesh_of(devices: int, kind: str = "explicit", axes: tuple[str, ...] = ("data
 
 
 def settings_of(rows: list[str], whole: list[str]) -> list[tuple[str, int, str, str]]:
-    """For each of some rows of a table the settings to run on: for `whole` all of them, for others some, in turn."""
-    given, turn = [], 0
-    for name in rows:
-        if name in whole or EVERYTHING:
-            given += [(name, *setting) for setting in SETTINGS]
-            continue
-        given += [(name, *SETTINGS[(turn + at) % len(SETTINGS)]) for at in (0, 5)]
-        turn += 1
+    """For each of some rows of a table the settings to run on: those in `whole` on more of them."""
+    given = []
+    for turn, name in enumerate(rows):
+        settings = SETTINGS if EVERYTHING else [SETTINGS[(turn + at) % len(SETTINGS)] for at in (0, 5)]
+        if name in whole and not EVERYTHING:
+            of_kind = [[setting for setting in SETTINGS if setting[1] == kind] for kind in KINDS]
+            settings = [pair[(turn + at) % 2] for at, pair in enumerate(zip(*of_kind, strict=True))]
+        given += [(name, *setting) for setting in settings]
     return given
 
 

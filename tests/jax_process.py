@@ -1,6 +1,7 @@
 """One of several JAX processes that share a batch, as test_jax_processes starts them: jax_process.py RANK SIZE PORT.
 
-Each sees the rows of its own devices alone, as on a cluster; the dense twin, which each has whole, is the witness.
+Each sees the rows of its own devices alone, as on a cluster. The witness is the dense twin, which each has whole; of an
+encoder in chunks and a sample of classes, the same on one device.
 """
 
 import sys

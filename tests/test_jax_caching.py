@@ -42,19 +42,49 @@ def test_chunks_have_the_gradient_of_the_batch(kind, rows, chunks):
     params, x, y = towers(rows)
     mesh = mesh_of(4, kind)
 
-    def loss(params, x, y, encode):
+    def loss(params, x, y, encode, mesh):
         return wbj.clip_loss(encode(params, x), encode(params, y), 1.0, mesh=mesh)
 
-    # With explicit axes it is up to the encoder to say how a gradient of its parameters is to be added up.
-    wanted = (0, 1, 2) if kind == "auto" else (1, 2)
-    whole = jax.jit(jax.value_and_grad(partial(loss, encode=encoder), wanted))(params, x, y)
-    encode = wbj.chunked(encoder, mesh=mesh, **chunks)
-    in_chunks = jax.jit(jax.value_and_grad(partial(loss, encode=encode), wanted))(params, x, y)
+    def gradient(encode, mesh):
+        return jax.jit(jax.value_and_grad(partial(loss, encode=encode, mesh=mesh), (0, 1, 2)))(params, x, y)
+
+    in_chunks, whole = gradient(wbj.chunked(encoder, mesh=mesh, **chunks), mesh), gradient(encoder, None)
     assert_close(*([np.asarray(z) for z in jax.tree.leaves(of)] for of in (in_chunks, whole)))
 
 
+def test_parameters_that_are_split_too():
+    """Over the same axis, as FSDP has it: encode_fn then takes all devices' rows, and the compiler sees to the rest."""
+    params, x, _ = towers()
+    mesh = mesh_of(4, "auto")
+    split = jax.device_put(
+        params, {"w": jax.NamedSharding(mesh, jax.P(None, "data")), "v": jax.NamedSharding(mesh, jax.P("data"))}
+    )
+
+    def loss(params, encode):
+        return wbj.sup_con_loss(encode(params, x), jnp.arange(24) // 2)
+
+    encode = wbj.chunked(encoder, chunk_size=2, mesh=mesh, per_device=False)
+    found, expected = (jax.jit(jax.value_and_grad(partial(loss, encode=of)))(split) for of in (encode, encoder))
+    assert_close(*([np.asarray(z) for z in jax.tree.leaves(of)] for of in (found, expected)))
+
+
+def test_an_encoder_that_brings_its_parameters_along():
+    """As a closure, of what is differentiated."""
+    params, x, _ = towers()
+
+    def loss(params, encode):
+        return (encode(partial(encoder, params))(x) ** 2).sum()
+
+    def in_chunks(tower):
+        return partial(wbj.chunked(lambda _, x: tower(x), chunk_size=2, mesh=mesh_of(4, "auto")), None)
+
+    found = jax.jit(jax.value_and_grad(partial(loss, encode=in_chunks)))(params)
+    expected = jax.value_and_grad(partial(loss, encode=lambda tower: tower))(params)
+    assert_close(*([np.asarray(z) for z in jax.tree.leaves(of)] for of in (found, expected)))
+
+
 def test_chunks_lie_as_the_batch_does():
-    """No device is sent rows, and none encodes another's. The usual reshape makes all of them encode everything."""
+    """No device is sent rows, and none encodes another's. The usual reshape makes them encode four times as many."""
     mesh = mesh_of(8, "auto")
     params = {"w": jnp.zeros((5, 16), jnp.float32), "v": jnp.zeros((16, 6), jnp.float32)}
     x = placed(mesh, 64, 5)
@@ -70,11 +100,48 @@ def test_chunks_lie_as_the_batch_does():
     assert "all-gather" not in texts[0]
     assert "all-to-all" not in texts[0]
     assert "all-gather" in texts[1]
-    # Of a chunk's 16 rows a device has 2: f32[2,16] are its activations, f32[16,16] would be everybody's.
-    assert [bool(re.search(r"f32\[16,16\]\S* dot\([^\n]*x", text)) or "f32[2,16]" not in text for text in texts] == [
-        False,
-        True,
-    ]
+    # Of a chunk's 16 rows a device has 2, and f32[2,16] are its activations; by the reshape it encodes 8 of them.
+    assert ["f32[2,16]" in text for text in texts] == [True, False]
+    assert ["f32[8,16]" in text for text in texts] == [False, True]
+
+
+def collectives_in_loops(text):
+    """Those that run once in each turn of a loop."""
+    bodies = dict(re.findall(r"^(?:ENTRY )?%?(\S+) \([^\n]*\{\n(.*?)^\}", text, flags=re.MULTILINE | re.DOTALL))
+    reached, new = set(), set(re.findall(r"body=%?([^\s,)]+)", text))
+    while new:
+        reached |= new
+        called = re.findall(r"(?:calls|to_apply|body|condition)=%?([^\s,)]+)", "".join(bodies[name] for name in new))
+        new = set(called) - reached
+    return {
+        kind
+        for name in reached
+        for kind in re.findall(r" (all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)\(", bodies[name])
+    }
+
+
+@pytest.mark.parametrize("kind", ["a mesh", "a mesh, all rows", "a shard_map"])
+def test_gradients_are_added_up_over_devices_once(kind):
+    """And not with each chunk."""
+    mesh, x = mesh_of(8, "auto"), placed(mesh_of(8, "auto"), 64, 5)
+    params = {"w": jnp.zeros((5, 16), jnp.float32), "v": jnp.zeros((16, 6), jnp.float32)}
+    settings = {"mesh": mesh, "per_device": kind == "a mesh"} if kind.startswith("a mesh") else {}
+    encode = wbj.chunked(encoder, num_chunks=4, **settings)
+
+    def loss(params, x):
+        return (encode(params, x) ** 2).sum()
+
+    if kind == "a shard_map":
+        loss = jax.shard_map(
+            lambda params, x: jax.lax.psum((encode(params, x) ** 2).sum(), "data"),
+            mesh=mesh,
+            in_specs=(jax.P(), jax.P("data")),
+            out_specs=jax.P(),
+        )
+    text = compiled(loss, params, x).as_text()
+    assert " while(" in text
+    assert " all-reduce(" in text
+    assert collectives_in_loops(text) == ({"all-reduce"} if kind == "a mesh, all rows" else set())
 
 
 def test_chunks_take_the_memory_of_one():
@@ -118,6 +185,20 @@ def test_each_chunk_has_a_key_of_its_own_twice():
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-12)
     cotangent = jnp.ones_like(found[0])
     assert_close(*([0, *map(np.asarray, jax.tree.leaves(of[1](cotangent)))] for of in (found, expected)))
+
+
+def test_each_device_has_keys_of_its_own():
+    params, x, _ = towers(8)
+    x = jnp.broadcast_to(x[:1], x.shape)  # all rows alike
+    key, mesh = jax.random.key(1), mesh_of(4, "auto")
+    encoded = wbj.chunked(encoder, chunk_size=1, mesh=mesh)(params, x, key)
+    assert len(np.unique(np.asarray(encoded), axis=0)) == 8
+    expected = [
+        encoder(params, x[:1], of_chunk)
+        for device in range(4)
+        for of_chunk in jax.random.split(jax.random.fold_in(key, device), 2)
+    ]
+    np.testing.assert_allclose(encoded, jnp.concatenate(expected), rtol=1e-12)
 
 
 def test_grad_caches_own_names():

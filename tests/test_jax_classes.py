@@ -69,6 +69,39 @@ def test_the_dense_twins_are_the_same(name):
     value, gradients = jax.value_and_grad(loss, (0, 1, 2))(*map(as_jax, (x, w, weights)))
     expected = by_torch_classes(wb.reference.partial_fc_loss, x, labels, w, weights, margin=of_torch)
     assert_close([np.asarray(z) for z in (value, *gradients)], expected)
+    with_a_wrong_label = as_jax(labels).at[0].set(len(w))
+    assert np.isnan(wbj.reference.partial_fc_loss(as_jax(x), with_a_wrong_label, as_jax(w), margin=margin))
+
+
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+def test_the_local_function_is_the_same_loss(exchange):
+    x, labels, w, weights = classes(rows=12, num=8)
+
+    def local(x, labels, w, weights):
+        return wbj.partial_fc_loss_local(x, labels, w, weights=weights, axis_name="data", exchange=exchange, tile=2)
+
+    loss = jax.shard_map(local, mesh=mesh_of(4, "auto"), in_specs=jax.P("data"), out_specs=jax.P())
+    value, gradients = jax.jit(jax.value_and_grad(loss, (0, 2, 3)))(*map(as_jax, (x, labels, w, weights)))
+    expected = by_torch_classes(wb.reference.partial_fc_loss, x, labels, w, weights, margin=wb.ArcFace())
+    assert_close([np.asarray(z) for z in (value, *gradients)], expected)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_is_summed_in_float32(dtype):
+    x, labels, w, _ = classes(rows=32, num=40, d=32)
+    arrays = [as_jax(z).astype(dtype) for z in (x, w)]
+    exact = [torch.from_numpy(np.array(z.astype(float))) for z in arrays]
+    expected = by_torch_classes(
+        wb.reference.partial_fc_loss, exact[0], labels, exact[1], torch.ones(32, dtype=float), margin=wb.ArcFace(16.0)
+    )
+
+    def loss(x, w):
+        return wbj.partial_fc_loss(x, as_jax(labels), w, margin=wbj.ArcFace(16.0), mesh=mesh_of(4, "auto"), tile=8)
+
+    value, gradients = jax.value_and_grad(loss, (0, 1))(*arrays)
+    assert value.dtype == jnp.float32
+    found = [np.asarray(z.astype(float)) for z in (value, *gradients)]
+    assert_close(found, expected[:3], 1e-2, 1e-2)
 
 
 @pytest.mark.parametrize("exchange", ["gather", "ring"])

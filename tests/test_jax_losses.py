@@ -1,6 +1,7 @@
 """wholebatch.jax beside the dense twin and beside PyTorch, on one to eight devices that the CPU pretends to have."""
 
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,7 @@ jax = pytest.importorskip("jax")  # JAX needs Python 3.11
 import jax.numpy as jnp  # noqa: E402
 from jax_cases import (  # noqa: E402
     CASES,
+    EVERYTHING,
     SCALE,
     as_jax,
     as_module,
@@ -60,8 +62,19 @@ def test_the_dense_twins_are_the_same(name):
     assert_close(found, twin(case, inputs, SCALE, BIAS))
 
 
+@pytest.mark.parametrize("name", ["nt_xent", "sup_con"])
+def test_rows_of_zeros_and_tiny_ones(name):
+    """Normalised as PyTorch does, by no less than 1e-12, also by the dense twin."""
+    case = CASES[name]
+    inputs = shards(case, 6, 2)
+    inputs[0][2], inputs[0][3] = 0, inputs[0][3] * 1e-14
+    expected = twin(case, inputs, SCALE, BIAS)
+    for settings in ({"functions": as_module(wbj.reference)}, {"mesh": mesh_of(2, "auto"), "tile": 2}):
+        assert_close(values_and_gradients(case, inputs, SCALE, BIAS, **settings), expected)
+
+
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
-@pytest.mark.parametrize("name", CORE)
+@pytest.mark.parametrize("name", ["clip", "nt_xent", "sup_con"])
 def test_parity_on_three_devices(name, exchange):
     """Of an odd number none shares a block with another, where S is symmetric."""
     check_parity(name, 7, mesh_of(3, "auto"), exchange)
@@ -70,10 +83,11 @@ def test_parity_on_three_devices(name, exchange):
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
 @pytest.mark.parametrize("name", ["clip, label smoothing", "info_nce, few negatives", "nt_xent", "sup_con"])
 def test_products_that_are_kept(name, exchange):
-    """Of some tiles, and of all: of 3 x 3 numbers of 8 bytes each."""
+    """Of some tiles, or of all: of 3 x 3 numbers of 8 bytes each."""
     case = CASES[name]
     inputs = shards(case, 24, 4)
-    for memory in (5 * 72, 10**6):
+    some, whole = 5 * 72, 10**6
+    for memory in (some, whole) if EVERYTHING else (some if (exchange == "ring") == name.startswith("c") else whole,):
         settings = {"mesh": mesh_of(4, "auto"), "exchange": exchange, "tile": 3, "memory": memory}
         assert_close(values_and_gradients(case, inputs, SCALE, BIAS, **settings), twin(case, inputs, SCALE, BIAS))
 
@@ -180,12 +194,15 @@ def test_two_axes_are_one(exchange):
     assert_close(found, twin(case, inputs, SCALE, BIAS))
 
 
-def test_an_axis_beside_the_batchs():
-    """Of a mesh with another axis, along which every device has the same rows."""
+@pytest.mark.parametrize("rows", [12, 7])
+def test_an_axis_beside_the_batchs(rows):
+    """Of a mesh with another axis, along which every device has the same rows; of one kind, or of two."""
     case = CASES["clip"]
-    inputs = shards(case, 12, 4)
-    for kind in ("auto", "explicit"):
-        found = values_and_gradients(case, inputs, SCALE, BIAS, mesh=mesh_of(8, kind, ("data", "model")))
+    inputs = shards(case, rows, 4)
+    auto, explicit = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
+    for kinds in product((auto, explicit), repeat=2):
+        mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds, devices=jax.devices())
+        found = values_and_gradients(case, inputs, SCALE, BIAS, mesh=mesh)
         assert_close(found, twin(case, inputs, SCALE, BIAS))
 
 
@@ -201,24 +218,43 @@ def test_the_mesh_that_has_been_set():
 # Under JAX's transformations.
 
 
-def test_vmap_over_temperatures():
-    case = CASES["nt_xent"]
-    inputs, temperatures = shards(case, 8, 4), np.array([0.05, 0.1, 1.0])
-    loss = partial(wbj.nt_xent_loss, *map(as_jax, inputs), mesh=mesh_of(4), exchange="ring", tile=3)
-    value, gradient = jax.jit(jax.vmap(jax.value_and_grad(lambda t: loss(temperature=t))))(temperatures)
-    for at, temperature in enumerate(temperatures):
-        expected = twin(case, inputs, 1 / temperature, BIAS)
-        by_temperature = -expected[-1] / temperature**2  # the twin's is by the scale
-        assert_close([value[at], gradient[at]], [expected[0], by_temperature])
+TURNS = [  # each loss by one exchange on one kind of axes, in turn, or by all
+    (name, exchange, kind)
+    for at, name in enumerate(CORE)
+    for turn, (exchange, kind) in enumerate(product(("gather", "ring"), ("auto", "explicit")))
+    if EVERYTHING or turn == at % 4
+]
 
 
-def test_remat():
-    case = CASES["clip"]
+@pytest.mark.parametrize(("name", "exchange", "kind"), TURNS)
+def test_vmap_over_temperatures(name, exchange, kind):
+    case, scales = CASES[name], np.array([0.5, 10.0, 30.0])
     inputs = shards(case, 8, 4)
-    x, y = map(as_jax, inputs)
-    loss = jax.checkpoint(partial(wbj.clip_loss, mesh=mesh_of(4), exchange="ring", tile=3))
-    value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(x, y, SCALE)
-    assert_close([np.asarray(z) for z in (value, *gradients)], twin(case, inputs, SCALE, BIAS))
+    functions, arrays = as_module(mesh=mesh_of(4, kind), exchange=exchange, tile=3), [as_jax(x) for x in inputs]
+
+    def loss(scale):
+        return case.call(functions, *arrays, scale, BIAS)
+
+    value, gradient = jax.jit(jax.vmap(jax.value_and_grad(loss)))(scales)
+    for at, scale in enumerate(scales):
+        expected = twin(case, inputs, scale, BIAS)
+        assert_close([value[at], gradient[at]], [expected[0], expected[-2 if case.has_bias else -1]])
+
+
+@pytest.mark.parametrize(("name", "exchange", "kind"), TURNS)
+def test_remat(name, exchange, kind):
+    case = CASES[name]
+    inputs = shards(case, 8, 4)
+    functions, arrays = as_module(mesh=mesh_of(4, kind), exchange=exchange, tile=3), [as_jax(x) for x in inputs]
+
+    @jax.checkpoint
+    def loss(x, scale):
+        return case.call(functions, x, *arrays[1:], scale, BIAS)
+
+    value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(arrays[0], SCALE)
+    expected = twin(case, inputs, SCALE, BIAS)
+    expected = [*expected[:2], expected[-2 if case.has_bias else -1]]
+    assert_close([np.asarray(z) for z in (value, *gradients)], expected)
 
 
 @pytest.mark.parametrize("name", ["clip, ids, weights", "nt_xent, ids, weights", "siglip, ids, weights", "sup_con"])
@@ -261,24 +297,33 @@ def test_float32_at_any_scale(name, scale):
     )
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("name", ["clip", "nt_xent", "siglip"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, jnp.bfloat16) for name in CORE),
+        *((name, jnp.float16) for name in ("clip", "info_nce, both directions, each its own", "siglip")),
+    ],
+)
 def test_half_precision_is_summed_in_float32(name, dtype):
     """Beside the twin on the same rounded features; logits in half precision would be off by far more."""
     case = CASES[name]
-    rounded = [z.to(torch.bfloat16 if dtype == jnp.bfloat16 else torch.float16) for z in whole_batch(case, (32,), d=64)]
-    expected = twin(case, [z.double() for z in rounded], 50.0, BIAS)
-    arrays = [as_jax(z.float()).astype(dtype) for z in rounded]
-    mesh = mesh_of(4, "auto")
+    half = torch.bfloat16 if dtype == jnp.bfloat16 else torch.float16
+    inputs = whole_batch(case, (32,), d=64)
+    rounded = [z.to(half).double() if z.is_floating_point() else z for z in inputs]
+    expected = twin(case, rounded, 50.0, BIAS)
+    arrays = [as_jax(z).astype(dtype) if z.is_floating_point() else as_jax(z) for z in rounded]
+    functions, features = as_module(mesh=mesh_of(4, "auto"), tile=8), len(case.differentiable)
+    assert list(case.differentiable) == list(range(features))
 
-    def loss(x, y, scale):
-        return case.call(as_module(mesh=mesh, tile=8), x, y, scale, jnp.float32(BIAS))
+    def loss(features, scale):
+        return case.call(functions, *features, *arrays[len(features) :], scale, jnp.float32(BIAS))
 
-    value, (of_x, of_y, of_scale) = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*arrays, jnp.float32(50))
+    value, (of_features, of_scale) = jax.jit(jax.value_and_grad(loss, (0, 1)))(arrays[:features], jnp.float32(50))
     assert value.dtype == jnp.float32
-    assert of_x.dtype == dtype
-    found = [np.asarray(z.astype(jnp.float64)) for z in (value, of_x, of_y, of_scale)]
-    errors = [np.abs(a - b).max() / np.abs(b).max() for a, b in zip(found, expected, strict=False)]
+    assert {z.dtype for z in of_features} == {jnp.dtype(dtype)}
+    found = [np.asarray(z.astype(jnp.float64)) for z in (value, *of_features, of_scale)]
+    floor = 1e-5  # below which float16 has few bits left
+    errors = [np.abs(a - b).max() / max(np.abs(b).max(), floor) for a, b in zip(found, expected, strict=False)]
     assert abs(found[0] - expected[0]) < 1e-5
     assert max(errors[1:]) < 1e-2
     if name == "clip":
@@ -306,6 +351,33 @@ def test_a_gather_rounds_as_one_piece_does(devices):
     np.testing.assert_allclose(loss(mesh=mesh_of(devices), exchange="gather"), loss(), rtol=0, atol=2e-3)
     same = partial(wbj.clip_loss, arrays[0], arrays[0], np.float32(12345), reduction="none")
     assert np.asarray(same(mesh=mesh_of(devices), exchange="gather")).min() >= -1e-3
+
+
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+def test_what_is_not_finite_is_not_passed_over(exchange):
+    """Of a row that is nobody's positive, too, which only the sums meet."""
+    x, n = (as_jax(z) for z in shards(CASES["clip"], 6, 2))
+    labels = jnp.array([0, 0, 1, 1, 2, 3])  # the last row has no positive
+    for wrong in (jnp.nan, jnp.inf):
+        n = n.at[5, 0].set(wrong)
+        settings = {"mesh": mesh_of(4, "auto"), "exchange": exchange}
+        assert np.isnan(wbj.clip_loss(x, n, 1.0, **settings))
+        assert np.isnan(wbj.info_nce_loss(x, x, logit_scale=1.0, negatives=n, **settings))
+        assert np.isnan(wbj.sup_con_loss(n, labels, **settings))
+        assert np.isnan(wbj.nt_xent_loss(x, n, **settings))
+        assert np.isnan(wbj.partial_fc_loss(x, jnp.arange(6) % 5, n, **settings))
+        assert not np.isfinite(wbj.siglip_loss(x, n, 1.0, 0.0, **settings))
+
+
+def test_a_float16_gradient_of_a_mean_is_not_that_of_a_sum():
+    """SigLIP's is computed forward, as that of the sum, which is beyond float16."""
+    random = np.random.default_rng(0)
+    x, y = (random.normal(size=(2048, 4)) + 4 for _ in "xy")
+    x, y = (jnp.asarray(z / np.linalg.norm(z, axis=1, keepdims=True), jnp.float16) for z in (x, y))
+    found = jax.grad(lambda x: wbj.siglip_loss(x, y, 100.0, 0.0))(x)
+    exact = jax.grad(lambda x: wbj.reference.siglip_loss(x, y.astype(float), 100.0, 0.0))(x.astype(float))
+    assert 2048 * np.abs(exact).max() > 65504
+    np.testing.assert_allclose(found, exact, rtol=2e-3, atol=2e-3 * np.abs(exact).max())
 
 
 # Plausible wrong answers are told apart.

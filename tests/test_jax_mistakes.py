@@ -1,5 +1,7 @@
 """Mistakes with wholebatch.jax are named while the function is traced: what was expected, what came."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
@@ -14,6 +16,18 @@ import wholebatch.jax as wbj  # noqa: E402
 pytestmark = pytest.mark.usefixtures("float64")
 
 FEATURES = jnp.ones((6, 4))
+
+
+@dataclass
+class Unhashable:
+    """A margin that can be changed."""
+
+    s: float = 64.0
+
+    def __call__(self, angles, norms):
+        return jnp.cos(angles)
+
+
 MISTAKES = {
     "axis": (
         lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, mesh=mesh_of(2), axis="batch"),
@@ -62,11 +76,11 @@ MISTAKES = {
     ),
     "weights": (
         lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, weights=[1, 1, 1, -0.5, 1, 1]),
-        "weights must not be negative, nor NaN; got -0.5",
+        "weights must be finite and not negative, got -0.5",
     ),
     "weights of views": (
         lambda: wbj.sup_con_loss(FEATURES[:, None], np.zeros(6, int), weights=np.full((6, 1), np.nan)),
-        "weights must not be negative, nor NaN; got nan",
+        "weights must be finite and not negative, got nan",
     ),
     "one-hot labels": (
         lambda: wbj.sup_con_loss(FEATURES, jnp.eye(6, dtype=int)),
@@ -92,7 +106,56 @@ MISTAKES = {
     ),
     "no direction": (
         lambda: wbj.info_nce_loss(FEATURES, FEATURES, logit_scale=1.0, directions=()),
-        "directions must name one of 'query_to_key', 'key_to_query', or both; got none",
+        "directions must name one of 'query_to_key', 'key_to_query', or both; got \\(\\)",
+    ),
+    "the same direction twice": (
+        lambda: wbj.info_nce_loss(FEATURES, FEATURES, logit_scale=1.0, directions=["key_to_query"] * 2),
+        "'key_to_query', or both; got",
+    ),
+    "ids of dtypes that have no common one": (
+        lambda: wbj.info_nce_loss(
+            FEATURES, FEATURES, logit_scale=1.0, query_ids=np.arange(6), key_ids=np.arange(6, dtype=np.uint64)
+        ),
+        "ids must have dtypes of which one holds the others, got query_ids int64, key_ids uint64",
+    ),
+    "complex weights": (lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, weights=[1j] * 6), "weights must be real, got"),
+    "endless weights": (
+        lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, weights=[np.inf] * 6),
+        "weights must be finite and not negative, got inf",
+    ),
+    "axis, none": (lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, axis=None), "axis must be a name or.*got None"),
+    "axis_name, none": (
+        lambda: wbj.clip_loss_local(FEATURES, FEATURES, 1.0, axis_name=None),
+        "axis_name must be a name or several names, got None",
+    ),
+    "axis_name, twice": (
+        lambda: wbj.clip_loss_local(FEATURES, FEATURES, 1.0, axis_name=("data", "data")),
+        r"or several different ones, got \('data', 'data'\)",
+    ),
+    "temperature, a list": (
+        lambda: wbj.nt_xent_loss(FEATURES, FEATURES, temperature=[0.1]),
+        r"temperature must be a number or an array of shape \(\), got \[0.1\]",
+    ),
+    "a margin that cannot be hashed": (
+        lambda: wbj.partial_fc_loss(FEATURES, np.zeros(6, int), FEATURES, margin=Unhashable()),
+        "margin must be hashable.*frozen=True",
+    ),
+    "ignore_index": (
+        lambda: wbj.partial_fc_loss(FEATURES, np.zeros(6, int), FEATURES, ignore_index=0.5),
+        "ignore_index must be an integer, got 0.5",
+    ),
+    "chunk_size, yes or no": (lambda: wbj.chunked(encoder, chunk_size=True), "one of chunk_size and num_chunks"),
+    "an axis of chunks that there is not": (
+        lambda: wbj.tree_chunk(FEATURES, 2, axis=2),
+        r"axis must be within \[-2, 2\) for an array of 2 axes, got 2",
+    ),
+    "chunks of a number": (lambda: wbj.tree_chunk(jnp.ones(()), 2), r"within \[0, 0\) for an array of 0 axes, got 0"),
+    "chunks that are none": (lambda: wbj.tree_unchunk(FEATURES, axis=5), r"within \[-1, 1\).*got 5"),
+    "parameters that are split as the batch is": (
+        lambda: wbj.chunked(encoder, chunk_size=2, mesh=mesh_of(2))(
+            jax.device_put({"w": jnp.ones((4, 2))}, jax.NamedSharding(mesh_of(2), jax.P("data"))), FEATURES
+        ),
+        "parameters are split over 'data', as the batch is: with per_device=False",
     ),
     "direction": (
         lambda: wbj.info_nce_loss(FEATURES, FEATURES, logit_scale=1.0, directions="key_to_key"),

@@ -8,8 +8,12 @@ arXiv:2101.06983): representations of all chunks, the gradient of the loss by th
 
 A batch that is split over devices must not be cut into chunks by a plain reshape: (B, ...) -> (n, B / n, ...) makes
 whole devices' rows one chunk, and the chunks, not the rows in them, are then what is split; XLA gathers them again, and
-each device encodes all rows of each chunk. A chunk has to hold some of every device's rows: each
-device cuts its own (b, ...) into (n, c, ...), which makes of all n chunks of W c rows, split as the batch was.
+devices encode each other's rows. A chunk has to hold some of every device's rows: each
+device cuts its own (b, ...) into (n, c, ...).
+
+Nor should the devices add their gradients up chunk by chunk, which is what XLA makes of a scan over arrays that are
+split: n sums of all parameters in the place of one. So the scan runs on each device by itself, with parameters that
+count as its own; they are made so once before it, and the derivative of that is one sum behind it.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from . import checks
 from .axis import varies_over, vary
-from .mesh import AxisNames, check_axes, first_rows, placed, refuse_split
+from .mesh import AxisNames, check_axes, explicit_axes, first_rows, placed, refuse_split
 
 
 def chunked(
@@ -37,6 +41,7 @@ def chunked(
     num_chunks: int | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     axis: AxisNames = "data",
+    per_device: bool = True,
     grad_dtype: Any = None,
     policy: Callable[..., bool] | None = None,
 ) -> Callable[..., Any]:
@@ -47,26 +52,30 @@ def chunked(
     Args:
         encode_fn: of parameters and a batch, a tree of arrays with a row for each example; a tree of representations
             likewise. Rows must not look at one another (no batch statistics).
-        chunk_size: examples of a chunk, on each device; encode_fn gets W times as many, as one array that is split.
+        chunk_size: examples of a chunk, on each device.
         num_chunks: or how many chunks there are at most. The last is filled with copies of the last rows, which are cut
             off.
         mesh: over which the batch is split; None: that of `jax.set_mesh`, if there is one. Inside of a
             `jax.shard_map` a device has its own rows, and there is none.
         axis: of the mesh, over which the batch's rows are split.
+        per_device: encode_fn gets the rows of one device, inside of a `jax.shard_map` over `axis`, in which parameters
+            are whole, and their gradients are added up over the devices once. False: it gets those of all, W times as
+            many, as one array that is split: for parameters that are themselves split over this axis (FSDP); XLA then
+            adds gradients up, and brings parameters together, with each chunk.
         grad_dtype: in which the parameters' gradients are added up over chunks, such as float32 for parameters in
             bfloat16; None: their own. It takes a copy of the parameters in that dtype.
         policy: what `jax.checkpoint` keeps of a chunk; None: nothing.
 
     Returns:
-        encode(params, batch, key=None). With a `key` of `jax.random` each chunk gets one of its own, as
+        encode(params, batch, key=None). With a `key` of `jax.random` each chunk of each device gets one of its own, as
         encode_fn(params, chunk, key), and the same one when it is encoded again.
 
-    The encoder runs forward twice, and where rows divide over the devices no collective is added. Call it under `jit`:
-    outside it compiles each time.
+    The encoder runs forward twice. Collectives: one all-reduce of the parameters' gradient, as without chunks, and more
+    where rows do not divide over the devices. Call it under `jit`: outside it compiles each time.
 
     Raises:
         ValueError: while tracing: not one of chunk_size and num_chunks, a batch without rows or with differing ones, an
-            axis that the mesh does not have.
+            axis that the mesh does not have, parameters that are split over it.
 
     Source: Gao et al., 2021, arXiv:2101.06983.
 
@@ -76,7 +85,7 @@ def chunked(
     (5, 4)
     """
     sizes = [n for n in (chunk_size, num_chunks) if n is not None]
-    if len(sizes) != 1 or not isinstance(sizes[0], int) or sizes[0] < 1:
+    if len(sizes) != 1 or not checks.is_integer(sizes[0]) or sizes[0] < 1:
         raise ValueError(f"give one of chunk_size and num_chunks, an integer >= 1; got {chunk_size} and {num_chunks}")
     if grad_dtype is not None and not jnp.issubdtype(grad_dtype, jnp.floating):
         raise ValueError(f"grad_dtype must be floating point, got {grad_dtype}")
@@ -87,16 +96,6 @@ def chunked(
         b = ceil(rows / devices.number)
         c = min(b, chunk_size) if chunk_size is not None else ceil(b / min(b, num_chunks or 1))
         n = ceil(b / c)
-        wide = params if grad_dtype is None else jax.tree.map(lambda w: _cast(w, grad_dtype), params)
-
-        def one(_: None, chunk: tuple[Any, Array | None]) -> tuple[None, Any]:
-            narrow = wide if grad_dtype is None else jax.tree.map(_like, wide, params)
-            inputs, own_key = chunk
-            encoded = encode_fn(narrow, inputs, *() if own_key is None else (own_key,))
-            if any(jnp.shape(z)[:1] != (c * devices.number,) for z in jax.tree.leaves(encoded)):
-                shapes = ", ".join(str(jnp.shape(z)) for z in jax.tree.leaves(encoded))
-                raise ValueError(f"encode_fn must give a row for each of {c * devices.number} examples, got {shapes}")
-            return None, encoded
 
         def cut(x: Array) -> Array:
             """(b, ...) -> (n, c, ...)."""
@@ -106,13 +105,40 @@ def chunked(
             """(n, c, ...) -> (b, ...)."""
             return x.reshape(n * c, *x.shape[2:])[:b]
 
-        keys = None if key is None else jax.random.split(key, n)
+        def over_chunks(params: Any, chunks: Any, key: Array | None, examples: int) -> Any:
+            """Of chunks with so many examples each."""
+            wide = jax.tree.map(lambda w: _cast(w, grad_dtype), params)
+
+            def one(_: None, chunk: tuple[Any, Array | None]) -> tuple[None, Any]:
+                inputs, own_key = chunk
+                encoded = encode_fn(jax.tree.map(_like, wide, params), inputs, *() if own_key is None else (own_key,))
+                if any(jnp.shape(z)[:1] != (examples,) for z in jax.tree.leaves(encoded)):
+                    shapes = ", ".join(str(jnp.shape(z)) for z in jax.tree.leaves(encoded))
+                    raise ValueError(f"encode_fn must give a row for each of {examples} examples, got {shapes}")
+                return None, encoded
+
+            keys = None if key is None else jax.random.split(key, n)
+            return lax.scan(jax.checkpoint(one, policy=policy, prevent_cse=False), None, (chunks, keys))[1]
+
+        def on_device(params: Any, batch: Any, key: Array | None) -> Any:
+            params = _own(params, batch)
+            return jax.tree.map(joined, over_chunks(params, jax.tree.map(cut, batch), key, c))
+
         whole = jax.tree.map(lambda x: _longer(jnp.asarray(x), devices.number * b - rows), batch)
-        again = jax.checkpoint(one, policy=policy, prevent_cse=False)
-        _, encoded = lax.scan(again, None, (devices.on_each(cut, whole, 0, 1), keys))
-        return jax.tree.map(lambda x: first_rows(x, rows, devices.mesh), devices.on_each(joined, encoded, 1, 0))
+        if per_device or devices.mesh is None:
+            encoded = devices.run(on_device, params, whole, key)
+        else:
+            of_chunks = over_chunks(params, devices.on_each(cut, whole, 0, 1), key, c * devices.number)
+            encoded = devices.on_each(joined, of_chunks, 1, 0)
+        return jax.tree.map(lambda x: first_rows(x, rows, devices.mesh), encoded)
 
     return encode
+
+
+def _own(params: Any, batch: Any) -> Any:
+    """Parameters of which each device that has rows of its own has its own: their gradients are added up once."""
+    names = frozenset().union(*(varies_over(x) for x in jax.tree.leaves(batch)))
+    return jax.tree.map(lambda w: vary(jnp.asarray(w), names) if _is_array(w) else w, params)
 
 
 class _Devices:
@@ -134,10 +160,39 @@ class _Devices:
         check_axes(mesh, names)
         return cls(mesh, names)
 
+    def run(self, function: Callable[..., Any], params: Any, batch: Any, key: Array | None) -> Any:
+        """On each device, of its rows, with whole parameters and a key of its own."""
+        if (mesh := self.mesh) is None:
+            return function(params, batch, key)
+        leaves, structure = jax.tree.flatten(params)
+        arrays = {at: leaf for at, leaf in enumerate(leaves) if _is_array(leaf)}
+        for leaf in arrays.values():
+            if over := explicit_axes(leaf) & set(self.names):
+                raise ValueError(
+                    f"parameters are split over {', '.join(map(repr, sorted(over)))}, as the batch is: with "
+                    "per_device=False encode_fn gets all devices' rows, and says itself how they meet"
+                )
+
+        def on_device(arrays: dict[int, Array], batch: Any, key: Array | None) -> Any:
+            merged = jax.tree.unflatten(structure, [arrays.get(at, leaf) for at, leaf in enumerate(leaves)])
+            own_key = None if key is None else jax.random.fold_in(key, lax.axis_index(self.names))
+            return function(merged, batch, own_key)
+
+        split = PartitionSpec(self.names)
+        batch = jax.tree.map(lambda x: placed(x, mesh, split), batch)
+        of_rows = jax.shard_map(
+            on_device,
+            mesh=mesh,
+            in_specs=(PartitionSpec(), split, PartitionSpec()),
+            out_specs=split,
+            axis_names=set(self.names),
+        )
+        return jax.jit(of_rows)(arrays, batch, key)
+
     def on_each(self, function: Callable[[Array], Array], tree: Any, split: int, split_after: int) -> Any:
         """Apply a function to each device's part of arrays, which are split along one dimension, and then another."""
-        if (mesh := self.mesh) is None:
-            return jax.tree.map(function, tree)
+        mesh = self.mesh
+        assert mesh is not None
         before, after = (PartitionSpec(*[None] * dim, self.names) for dim in (split, split_after))
         tree = jax.tree.map(lambda x: placed(x, mesh, before), tree)
         of_parts = jax.shard_map(
@@ -164,14 +219,19 @@ def _rows(batch: Any) -> int:
     return int(counts.pop()[0])
 
 
+def _is_array(w: Any) -> bool:
+    return isinstance(w, (Array, np.ndarray))
+
+
 def _like(w: Any, own: Any) -> Any:
     """In the dtype that it had."""
     return _cast(w, own.dtype) if isinstance(w, Array) else w
 
 
 def _cast(w: Any, dtype: Any) -> Any:
-    """Of a floating-point array; whatever else a model holds stays."""
-    return w.astype(dtype) if isinstance(w, (Array, np.ndarray)) and jnp.issubdtype(w.dtype, jnp.floating) else w
+    """Of a floating-point array; whatever else a model holds stays, and all if there is no dtype."""
+    floats = _is_array(w) and jnp.issubdtype(w.dtype, jnp.floating)
+    return w.astype(dtype) if floats and dtype is not None else w
 
 
 # GradCache's names.
@@ -187,7 +247,7 @@ def tree_chunk(tree: Any, n_chunk: int, axis: int = 0) -> Any:
     """
 
     def of(x: Array) -> Array:
-        at = axis % x.ndim
+        at = _place_of(axis, x.ndim)
         rows = x.shape[at]
         if n_chunk < 1 or rows % n_chunk:
             raise ValueError(
@@ -202,10 +262,16 @@ def tree_unchunk(tree: Any, axis: int = 0) -> Any:
     """The other way: an axis and the one after it become one."""
 
     def of(x: Array) -> Array:
-        at = axis if axis >= 0 else axis + x.ndim - 1  # of the axes that there will be
+        at = _place_of(axis, x.ndim - 1)  # of the axes that there will be
         return jnp.reshape(x, (*x.shape[:at], -1, *x.shape[at + 2 :]))
 
     return jax.tree.map(of, tree)
+
+
+def _place_of(axis: int, of: int) -> int:
+    if not -of <= axis < of:
+        raise ValueError(f"axis must be within [{-of}, {of}) for an array of {of} axes, got {axis}")
+    return axis % of
 
 
 def chunk_encode(encode_fn: Callable[..., Any]) -> Callable[..., Any]:

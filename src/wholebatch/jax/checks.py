@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import jax
@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, dtypes
 from jax.core import Tracer
+
+_NUMBERS: Any = (Real, np.generic, np.ndarray, Array)
 
 
 def arrays(**given: Any) -> dict[str, Any]:
@@ -26,8 +28,11 @@ def arrays(**given: Any) -> dict[str, Any]:
                     f"{name} must fit into {bounds.dtype}, got {least} to {most}: number them anew "
                     "(np.unique(..., return_inverse=True)), or let JAX have 64 bits (jax_enable_x64)"
                 )
-        if name == "weights" and not (values >= 0).all():
-            raise ValueError(f"weights must not be negative, nor NaN; got {values[~(values >= 0)][0]}")
+        if name == "weights":
+            if np.iscomplexobj(values):
+                raise ValueError(f"weights must be real, got {values.dtype}")
+            if (wrong := values[~(np.isfinite(values) & (values >= 0))]).size:
+                raise ValueError(f"weights must be finite and not negative, got {wrong[0]}")
     return {name: None if x is None else jnp.asarray(x) for name, x in given.items()}
 
 
@@ -38,9 +43,17 @@ def known(x: Any) -> np.ndarray[Any, Any] | None:
     return None if isinstance(x, Array) and not x.is_fully_addressable else np.asarray(x)
 
 
-def names(of: Any) -> tuple[str, ...]:
+def names(of: Any, what: str = "axis") -> tuple[str, ...]:
     """Several names, of which one alone may be given."""
-    return (of,) if isinstance(of, str) else tuple(of)
+    several = (of,) if isinstance(of, str) else of
+    if not isinstance(several, (tuple, list)) or not all(isinstance(name, str) for name in several):
+        raise ValueError(f"{what} must be a name or several names, got {of!r}")
+    return tuple(several)
+
+
+def is_integer(x: Any) -> bool:
+    """Known while tracing, and no bool."""
+    return isinstance(x, Integral) and not isinstance(x, bool)
 
 
 def features(**towers: Any) -> None:
@@ -111,7 +124,7 @@ def classes(labels: Any, num_classes: int, ignore_index: int) -> None:
 def scalar(*, positive: bool = False, **numbers: Any) -> None:
     """Of shape (); positive where its value is known."""
     for name, x in numbers.items():
-        if x is None or isinstance(x, str):
+        if not isinstance(x, _NUMBERS):
             raise ValueError(f"{name} must be a number or an array of shape (), got {x!r}")
         real = jnp.issubdtype(jnp.result_type(x), jnp.floating) or jnp.issubdtype(jnp.result_type(x), jnp.integer)
         if jnp.shape(x) not in ((), (1,)) or not real:

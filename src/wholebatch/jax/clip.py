@@ -68,8 +68,8 @@ def clip_loss(
 
     Work: 4 units of b B d multiply-adds per device, 1 forward and 3 backward; 3 for the part of X Y^T that is kept.
     Collectives: "gather": forward 1 all-gather of Y, 1 all-reduce of B numbers and 1 reduce-scatter, backward 1
-    all-gather and 1 reduce-scatter of dY; "ring": W messages of Y and of b numbers forward, of Y and dY backward;
-    1 all-reduce of the loss.
+    all-gather and 1 reduce-scatter of dY; "ring": W - 1 messages of Y and W of what has been found for it, b
+    numbers forward and dY backward; 1 all-reduce of the loss.
 
     Raises:
         ValueError: while tracing: shapes, dtypes, ids that are no integers, an option or an axis that does not exist.

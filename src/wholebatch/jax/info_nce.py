@@ -94,7 +94,9 @@ def info_nce_loss(
     >>> print(f"{wbj.info_nce_loss(q, q, logit_scale=10.0, negatives=-q):.1e}")
     1.8e-04
     """
-    loss = _InfoNCE(checks.names(directions), partition, label_smoothing, Options(reduction, exchange, tile, memory))
+    loss = _InfoNCE(
+        checks.names(directions, "directions"), partition, label_smoothing, Options(reduction, exchange, tile, memory)
+    )
     rows = loss.check(
         logit_scale,
         queries=queries,
@@ -157,7 +159,9 @@ def info_nce_loss_local(
     Returns:
         L of the whole batch, the same on each device.
     """
-    loss = _InfoNCE(checks.names(directions), partition, label_smoothing, Options(reduction, exchange, tile, memory))
+    loss = _InfoNCE(
+        checks.names(directions, "directions"), partition, label_smoothing, Options(reduction, exchange, tile, memory)
+    )
     rows = loss.check(
         logit_scale,
         queries=queries,
@@ -186,8 +190,10 @@ class _InfoNCE:
         """The arguments; with keys beyond the queries' among the negatives, and ids of all or of none."""
         for direction in self.directions:
             checks.choice("directions", direction, DIRECTIONS)
-        if not self.directions:
-            raise ValueError(f"directions must name one of {', '.join(map(repr, DIRECTIONS))}, or both; got none")
+        if not self.directions or len(set(self.directions)) < len(self.directions):
+            raise ValueError(
+                f"directions must name one of {', '.join(map(repr, DIRECTIONS))}, or both; got {self.directions}"
+            )
         checks.choice("partition", self.partition, ("joint", "per_direction"))
         checks.fraction("label_smoothing", self.label_smoothing)
         checks.scalar(logit_scale=logit_scale)
@@ -230,7 +236,11 @@ class _InfoNCE:
             if unused:
                 raise ValueError(f"{unused[0]} have nothing to be compared with; give query_ids or key_ids, too")
         else:
-            dtype = jnp.result_type(*[ids for ids in (query_ids, key_ids, negative_ids) if ids is not None])
+            ids = {name: x.dtype for name, x in rows.items() if name.endswith("_ids") and x is not None}
+            dtype = jnp.result_type(*ids.values())
+            if not jnp.issubdtype(dtype, jnp.integer):
+                kinds = ", ".join(f"{name} {of}" for name, of in ids.items())
+                raise ValueError(f"ids must have dtypes of which one holds the others, got {kinds}")
             bounds = jnp.iinfo(dtype)
             nobodys = bounds.min if bounds.min else bounds.max
 
@@ -244,7 +254,10 @@ class _InfoNCE:
                 (key_ids[:b] if query_ids is None else query_ids).astype(dtype),
                 (query_ids if key_ids is None else key_ids[:b]).astype(dtype),
             )
-            negative_ids = None if negative_ids is None else negative_ids.astype(dtype)
+            negative_ids, hard_negative_ids = (
+                None if of is None else of.astype(dtype) for of in (negative_ids, rows["hard_negative_ids"])
+            )
+            rows = rows | {"hard_negative_ids": hard_negative_ids}
         more = len(keys) > b
         return rows | {
             "query_ids": query_ids,

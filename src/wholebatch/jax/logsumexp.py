@@ -42,8 +42,8 @@ class LogSum(NamedTuple):
 
     @property
     def value(self) -> Array:
-        """log sum exp; -inf for no terms."""
-        return jnp.where(self.total > 0, _finite(self.top) + jnp.log(self.total), -jnp.inf)
+        """log sum exp; -inf for no terms, and NaN where a term is not finite."""
+        return _finite(self.top) + jnp.log(self.total)
 
 
 def add(one: Any, other: Any) -> Any:

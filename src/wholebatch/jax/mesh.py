@@ -95,9 +95,9 @@ def in_shard_map(axis_name: AxisNames, rows: dict[str, Array | None]) -> Axis:
     Raises:
         ValueError: no such axis, or JAX does not know that the rows differ along it.
     """
-    names = checks.names(axis_name)
-    if not names:
-        raise ValueError("axis_name must name at least one axis, got none")
+    names = checks.names(axis_name, "axis_name")
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"axis_name must name an axis, or several different ones, got {axis_name!r}")
     try:
         size = lax.axis_size(names)
     except NameError as error:
@@ -119,24 +119,24 @@ def in_shard_map(axis_name: AxisNames, rows: dict[str, Array | None]) -> Axis:
 
 def together(x: Array) -> Array:
     """The same on every device, so that it can be cut anywhere; of arrays that are split over explicit axes."""
-    if not _explicit(x):
+    if not explicit_axes(x):
         return x
     of: Any = jax.typeof(x) if isinstance(x, jax.core.Tracer) else x
     return jax.sharding.reshard(x, NamedSharding(of.sharding.mesh, PartitionSpec()))
 
 
-def _explicit(x: Any) -> list[Any]:
+def explicit_axes(x: Any) -> set[str]:
     """The axes over which an array is known to be split."""
-    return [name for name in getattr(jax.typeof(x).sharding, "spec", ()) if name is not None]
+    return {name for of in getattr(jax.typeof(x).sharding, "spec", ()) for name in checks.names(of or ())}
 
 
 def refuse_split(tree: Any) -> None:
     """Arrays that are split over explicit axes need the mesh, for JAX would not know how to multiply them."""
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        if over := _explicit(x):
+        if over := explicit_axes(x):
             raise ValueError(
-                f"{jax.tree_util.keystr(path, simple=True) or 'the batch'} is split over {over[0]!r}, and no mesh is "
-                "given: pass mesh=, or call jax.set_mesh(mesh)"
+                f"{jax.tree_util.keystr(path, simple=True) or 'the batch'} is split over "
+                f"{', '.join(map(repr, sorted(over)))}, and no mesh is given: pass mesh=, or call jax.set_mesh(mesh)"
             )
 
 
@@ -147,9 +147,11 @@ def valid_rows(axis: Axis, name: str, rows: dict[str, Any]) -> Array | None:
 
 
 def placed(x: Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Array:
-    """Split so; where axes are explicit that has to be said, elsewhere `jax.shard_map` sees to it."""
-    if AxisType.Explicit not in mesh.axis_types:
+    """Split so; over explicit axes that has to be said, for the others `jax.shard_map` sees to it."""
+    explicit = {name for name, kind in zip(mesh.shape, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+    if not explicit:
         return x
+    spec = PartitionSpec(*[tuple(name for name in checks.names(of or ()) if name in explicit) for of in spec])
     return jax.sharding.reshard(x, NamedSharding(mesh, spec) if isinstance(mesh, Mesh) else spec)
 
 

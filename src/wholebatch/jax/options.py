@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, Literal
 
 import jax
@@ -36,9 +35,9 @@ class Options:
     def __post_init__(self) -> None:
         checks.choice("reduction", self.reduction, ("mean", "sum", "none"))
         checks.choice("exchange", self.exchange, ("auto", "gather", "ring"))
-        if not _is_integer(self.tile) or self.tile < 1:
+        if not checks.is_integer(self.tile) or self.tile < 1:
             raise ValueError(f"tile must be an integer >= 1, got {self.tile!r}")
-        if self.memory != "flat" and (not _is_integer(self.memory) or self.memory < 0):
+        if self.memory != "flat" and (not checks.is_integer(self.memory) or self.memory < 0):
             raise ValueError(f"memory must be 'flat' or a number of bytes >= 0, got {self.memory!r}")
 
     def sweep(self, axis: Axis, travels: Any, *, symmetric: bool = False) -> Sweep:
@@ -49,7 +48,3 @@ class Options:
         elif 3 * axis.size * sum(leaf.nbytes for leaf in jax.tree.leaves(travels)) <= _GATHER_BYTES:
             exchange = "gather"
         return Sweep(axis, exchange, self.tile, symmetric=symmetric, memory=self.memory)
-
-
-def _is_integer(x: Any) -> bool:
-    return isinstance(x, Integral) and not isinstance(x, bool)

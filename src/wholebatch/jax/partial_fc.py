@@ -9,6 +9,7 @@ Its angle is taken apart from that, between an embedding and its own class's cen
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from math import ceil, sqrt
 from typing import Any
@@ -154,12 +155,16 @@ class _PartialFC:
             or ".heads." in str(type(margin))
         ):
             raise ValueError(f"margin must be such as wholebatch.jax.ArcFace(s=64.0, m=0.5), got {self.margin!r}")
+        if not isinstance(margin, Hashable):
+            raise ValueError(
+                f"margin must be hashable, for it is part of what is traced: a @dataclass(frozen=True); got {margin!r}"
+            )
         if self.sample_rate < 1 and key is None:
             raise ValueError(f"sample_rate={self.sample_rate} needs key=, a new one of jax.random for each step")
         checks.random_key(key)
         rows = checks.arrays(**given)
         checks.given(labels=rows["labels"])
-        if not isinstance(self.ignore_index, int):
+        if not checks.is_integer(self.ignore_index):
             raise ValueError(f"ignore_index must be an integer, got {self.ignore_index!r}")
         checks.features(embeddings=rows["embeddings"], centres=rows["centres"])
         checks.same_rows(embeddings=rows["embeddings"], labels=rows["labels"], weights=rows["weights"])

@@ -1,7 +1,8 @@
 """The dense twin of every loss of wholebatch.jax, on one device: the whole batch, the whole matrix of similarities.
 
 Each is short enough to be checked by eye against its paper, and is differentiated by JAX. Arguments mean what they mean
-in the losses; :mod:`wholebatch.reference` is the same for PyTorch, and tests hold the two against each other.
+in the losses, and are not checked; all is computed in the dtype that they have. :mod:`wholebatch.reference` is the same
+for PyTorch, and tests hold the two against each other.
 """
 
 from __future__ import annotations
@@ -193,10 +194,12 @@ def partial_fc_loss(
     x, w = _normalised(embeddings), _normalised(centres)
     counted = labels != ignore_index
     labels = jnp.where(counted, labels, 0)
+    no_class = (labels < 0) | (labels >= len(w))
     cosines, own = x @ w.T, labels[:, None] == jnp.arange(len(w))
-    phi = margin(_angles(x, w[labels]), jnp.linalg.norm(embeddings, axis=1))
+    phi = margin(_angles(x, w[labels]), _norms(embeddings))
     logits = margin.s * jnp.where(own, phi[:, None], cosines)
-    return _reduce(_cross_entropy(logits, own, jnp.zeros_like(own)), weights, reduction, counted)
+    losses = jnp.where(no_class, jnp.nan, _cross_entropy(logits, own, jnp.zeros_like(own)))
+    return _reduce(losses, weights, reduction, counted)
 
 
 # What they are made of.
@@ -218,22 +221,21 @@ def _pairs(n: int, ids: Array | None, equal_ids: str) -> tuple[Array, Array]:
     return (equal, jnp.zeros_like(equal)) if equal_ids == "positive" else (diagonal, equal & ~diagonal)
 
 
+def _norms(x: Array) -> Array:
+    squares = (x * x).sum(-1)
+    return jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1)), 0)
+
+
 def _normalised(x: Array) -> Array:
-    """Rows of unit length; rows of zeros stay."""
-    squares = (x * x).sum(-1, keepdims=True)
-    return jnp.where(squares > 0, x / jnp.sqrt(jnp.where(squares > 0, squares, 1)), x)
+    """Rows over their length, or over 1e-12, as `torch.nn.functional.normalize` has it."""
+    return x / jnp.maximum(_norms(x), 1e-12)[..., None]
 
 
 def _angles(x: Array, w: Array) -> Array:
     """Of unit vectors (Kahan, 2006, How futile are mindless assessments of roundoff, section 12); at 0 and pi flat."""
     same = 16 * jnp.finfo(x.dtype).eps
-
-    def length(z: Array) -> Array:
-        squares = (z * z).sum(1)
-        there_is = squares > same**2
-        return jnp.where(there_is, jnp.sqrt(jnp.where(there_is, squares, 1)), 0)
-
-    return 2 * jnp.arctan2(length(x - w), length(x + w))
+    lengths = [_norms(jnp.where(_norms(z)[:, None] <= same, 0, z)) for z in (x - w, x + w)]
+    return 2 * jnp.arctan2(*lengths)
 
 
 def _reduce(losses: Array, weights: Array | None, reduction: str, counted: Array | None = None) -> Array:

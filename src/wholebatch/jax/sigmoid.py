@@ -79,18 +79,18 @@ def _gradient(sweep: Sweep, x: Tower, y: Tower, scale: Array, bias: Array, u: Ar
 
     (losses, of_bias, of_x), of_y, _ = sweep(visit, (x, u), y, nothing)
     of_scale = (x.features.astype(dtype) * of_x).sum()
-    gradient = [(scale * of).astype(x.features.dtype) for of in (of_x, of_y)]
-    return losses, _Gradient(gradient[0], gradient[1], of_scale, of_bias.sum())
+    return losses, _Gradient(scale * of_x, scale * of_y, of_scale, of_bias.sum())
 
 
 def _forward_sum(sweep: Sweep, x: Tower, y: Tower, scale: Array, bias: Array, u: Array) -> tuple[Array, Any]:
     losses, gradient = _gradient(sweep, x, y, scale, bias, u)
-    return (u * losses).sum(), (losses, gradient)
+    return (u * losses).sum(), (losses, gradient, x.features[:0])
 
 
-def _backward_sum(sweep: Sweep, kept: tuple[Array, _Gradient], cotangent: Array) -> tuple[Any, ...]:
-    losses, gradient = once(kept)
-    return *_as_towers(jax.tree.map(lambda g: (cotangent * g).astype(g.dtype), gradient)), cotangent * losses
+def _backward_sum(sweep: Sweep, kept: tuple[Array, _Gradient, Array], cotangent: Array) -> tuple[Any, ...]:
+    # That of a sum over the batch may be beyond float16, where that of the mean is not: it is rounded here.
+    losses, gradient, like = once(kept)
+    return *_as_towers(jax.tree.map(lambda g: cotangent * g, gradient), like.dtype), cotangent * losses
 
 
 def _forward_rows(sweep: Sweep, *arguments: Any) -> tuple[Array, Any]:
@@ -100,15 +100,15 @@ def _forward_rows(sweep: Sweep, *arguments: Any) -> tuple[Array, Any]:
 def _backward_rows(sweep: Sweep, arguments: Any, cotangents: Array) -> tuple[Any, ...]:
     x, y, scale, bias = arguments
     x, y = (tower._replace(features=once(tower.features)) for tower in (x, y))
-    return _as_towers(_gradient(sweep, x, y, scale, bias, cotangents)[1])
+    return _as_towers(_gradient(sweep, x, y, scale, bias, cotangents)[1], x.features.dtype)
 
 
 _weighted_sum.defvjp(_forward_sum, _backward_sum)
 _row_losses.defvjp(_forward_rows, _backward_rows)
 
 
-def _as_towers(of: _Gradient) -> tuple[Any, ...]:
-    return *(Tower(features, None, None) for features in of[:2]), of.scale, of.bias  # type: ignore[arg-type]
+def _as_towers(of: _Gradient, dtype: Any) -> tuple[Any, ...]:
+    return *(Tower(g.astype(dtype), None, None) for g in of[:2]), of.scale, of.bias  # type: ignore[arg-type]
 
 
 def _of_tile(x: Tower, y: Tower, scale: Array, bias: Array) -> tuple[Array, Array]:
