@@ -8,8 +8,7 @@ arXiv:2101.06983): representations of all chunks, the gradient of the loss by th
 
 A batch that is split over devices must not be cut into chunks by a plain reshape: (B, ...) -> (n, B / n, ...) makes
 whole devices' rows one chunk, and the chunks, not the rows in them, are then what is split; XLA gathers them again, and
-devices encode each other's rows. A chunk has to hold some of every device's rows: each
-device cuts its own (b, ...) into (n, c, ...).
+devices encode each other's rows. Each device has to cut its own (b, ...) into (n, c, ...).
 
 Nor should the devices add their gradients up chunk by chunk, which is what XLA makes of a scan over arrays that are
 split: n sums of all parameters in the place of one. So the scan runs on each device by itself, with parameters that
@@ -62,8 +61,8 @@ def chunked(
             are whole, and their gradients are added up over the devices once. False: it gets those of all, W times as
             many, as one array that is split: for parameters that are themselves split over this axis (FSDP); XLA then
             adds gradients up, and brings parameters together, with each chunk.
-        grad_dtype: in which the parameters' gradients are added up over chunks, such as float32 for parameters in
-            bfloat16; None: their own. It takes a copy of the parameters in that dtype.
+        grad_dtype: in which the parameters' gradients are added up over chunks and devices, such as float32 for
+            parameters in bfloat16; None: their own. It takes a copy of the parameters in that dtype.
         policy: what `jax.checkpoint` keeps of a chunk; None: nothing.
 
     Returns:
@@ -105,9 +104,10 @@ def chunked(
             """(n, c, ...) -> (b, ...)."""
             return x.reshape(n * c, *x.shape[2:])[:b]
 
-        def over_chunks(params: Any, chunks: Any, key: Array | None, examples: int) -> Any:
+        wide = jax.tree.map(lambda w: _cast(w, grad_dtype), params)  # before the devices part: they add up in it, too
+
+        def over_chunks(wide: Any, chunks: Any, key: Array | None, examples: int) -> Any:
             """Of chunks with so many examples each."""
-            wide = jax.tree.map(lambda w: _cast(w, grad_dtype), params)
 
             def one(_: None, chunk: tuple[Any, Array | None]) -> tuple[None, Any]:
                 inputs, own_key = chunk
@@ -120,15 +120,14 @@ def chunked(
             keys = None if key is None else jax.random.split(key, n)
             return lax.scan(jax.checkpoint(one, policy=policy, prevent_cse=False), None, (chunks, keys))[1]
 
-        def on_device(params: Any, batch: Any, key: Array | None) -> Any:
-            params = _own(params, batch)
-            return jax.tree.map(joined, over_chunks(params, jax.tree.map(cut, batch), key, c))
+        def on_device(wide: Any, batch: Any, key: Array | None) -> Any:
+            return jax.tree.map(joined, over_chunks(_own(wide, batch), jax.tree.map(cut, batch), key, c))
 
         whole = jax.tree.map(lambda x: _longer(jnp.asarray(x), devices.number * b - rows), batch)
         if per_device or devices.mesh is None:
-            encoded = devices.run(on_device, params, whole, key)
+            encoded = devices.run(on_device, wide, whole, key)
         else:
-            of_chunks = over_chunks(params, devices.on_each(cut, whole, 0, 1), key, c * devices.number)
+            of_chunks = over_chunks(wide, devices.on_each(cut, whole, 0, 1), key, c * devices.number)
             encoded = devices.on_each(joined, of_chunks, 1, 0)
         return jax.tree.map(lambda x: first_rows(x, rows, devices.mesh), encoded)
 
