@@ -2,6 +2,7 @@
 
 import os
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
-collect_ignore = ["mpi_cases.py", "over_mpi.py"]  # they run under mpiexec, where mpi4py is
+collect_ignore = ["mpi_cases.py", "over_mpi.py", "jax_process.py"]  # they run where they are started
+if find_spec("jax") is None:
+    collect_ignore.append("jax_cases.py")
 
 
 @pytest.fixture(scope="module", autouse=True)
