@@ -8,6 +8,7 @@ turns, and with options on two of all settings each, by turns.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
@@ -105,6 +106,23 @@ def encoder(params: Any, x: Any, key: Any = None) -> Any:
     if key is not None:
         h = h * jax.random.bernoulli(key, 0.5, h.shape)
     return h @ params["v"]
+
+
+def towers(rows: int = 24, dtype: Any = np.float64) -> tuple[dict[str, Any], Any, Any]:
+    """Parameters of that encoder, and two batches for it."""
+    random = np.random.default_rng(0)
+    params = {"w": random.normal(size=(5, 16)), "v": random.normal(size=(16, 6))}
+    x, y = (jnp.asarray(random.normal(size=(rows, 5)), dtype) for _ in "xy")
+    return jax.tree.map(lambda w: jnp.asarray(w, dtype), params), x, y
+
+
+COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(")
+
+
+def computations(text: str) -> dict[str, str]:
+    """The functions that a compiled program has, loops' bodies among them."""
+    found = re.findall(r"^(?:ENTRY )?%?(\S+) \([^\n]*\{\n(.*?)^\}", text, flags=re.MULTILINE | re.DOTALL)
+    return dict(found)
 
 
 def compiled(loss: Callable[..., Any], *arrays: Any) -> Any:

@@ -23,6 +23,7 @@ from jax_cases import (  # noqa: E402
     encoder,
     mesh_of,
     shards,
+    towers,
     twin,
     values_and_gradients,
 )
@@ -59,10 +60,9 @@ for at, (name, rows) in enumerate(ROWS.items()):
         settings = {"place": own_rows, "out": everywhere, "mesh": mesh, "exchange": exchange, "tile": 3}
         assert_close(values_and_gradients(case, inputs, SCALE, BIAS, **settings), twin(case, inputs, SCALE, BIAS))
 
-random = np.random.default_rng(0)
-params = {"w": random.normal(size=(5, 16)), "v": random.normal(size=(16, 6))}
-x, centres = random.normal(size=(24, 5)), random.normal(size=(12, 6))
-labels = random.integers(0, 12, 24)
+random = np.random.default_rng(1)
+params, x, _ = towers()
+centres, labels = random.normal(size=(12, 6)), random.integers(0, 12, 24)
 
 
 def loss(params, x, labels, centres, encode, **settings):

@@ -12,19 +12,21 @@ import pytest
 jax = pytest.importorskip("jax")  # JAX needs Python 3.11
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
-from jax_cases import assert_close, compiled, encoder, mesh_of, placed, temporary_bytes  # noqa: E402
+from jax_cases import (  # noqa: E402
+    COLLECTIVE,
+    assert_close,
+    compiled,
+    computations,
+    encoder,
+    mesh_of,
+    placed,
+    temporary_bytes,
+    towers,
+)
 
 import wholebatch.jax as wbj  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-def towers(rows=24, dtype=jnp.float64):
-    random = np.random.default_rng(0)
-    params = {"w": random.normal(size=(5, 16)), "v": random.normal(size=(16, 6))}
-    return jax.tree.map(lambda w: jnp.asarray(w, dtype), params), *(
-        jnp.asarray(random.normal(size=(rows, 5)), dtype) for _ in "xy"
-    )
 
 
 @pytest.mark.parametrize(
@@ -107,17 +109,13 @@ def test_chunks_lie_as_the_batch_does():
 
 def collectives_in_loops(text):
     """Those that run once in each turn of a loop."""
-    bodies = dict(re.findall(r"^(?:ENTRY )?%?(\S+) \([^\n]*\{\n(.*?)^\}", text, flags=re.MULTILINE | re.DOTALL))
+    bodies = computations(text)
     reached, new = set(), set(re.findall(r"body=%?([^\s,)]+)", text))
     while new:
         reached |= new
         called = re.findall(r"(?:calls|to_apply|body|condition)=%?([^\s,)]+)", "".join(bodies[name] for name in new))
         new = set(called) - reached
-    return {
-        kind
-        for name in reached
-        for kind in re.findall(r" (all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)\(", bodies[name])
-    }
+    return {kind for name in reached for kind in COLLECTIVE.findall(bodies[name])}
 
 
 @pytest.mark.parametrize("kind", ["a mesh", "a mesh, all rows", "a shard_map"])

@@ -7,7 +7,7 @@ import pytest
 
 jax = pytest.importorskip("jax")  # JAX needs Python 3.11
 import jax.numpy as jnp  # noqa: E402
-from jax_cases import compiled, mesh_of, placed, temporary_bytes  # noqa: E402
+from jax_cases import COLLECTIVE, compiled, computations, mesh_of, placed, temporary_bytes  # noqa: E402
 
 import wholebatch.jax as wbj  # noqa: E402
 
@@ -60,10 +60,11 @@ def test_a_dense_loss_is_not_flat():
 def collectives(loss, *arrays):
     """How many of each kind the compiled program has, and in how many turns of which loops these stand."""
     text = compiled(loss, *arrays).as_text()
-    kind = re.compile(r" (all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(")
-    bodies = dict(re.findall(r"^%?(\S+) \([^\n]*\{\n(.*?)^\}", text, flags=re.MULTILINE | re.DOTALL))
+    bodies = computations(text)
     loops = re.findall(r"body=%?([^\s,]+).*?known_trip_count\":\{\"n\":\"(\d+)\"", text)
-    return dict(Counter(kind.findall(text))), {int(turns) for body, turns in loops if kind.search(bodies[body])}
+    return dict(Counter(COLLECTIVE.findall(text))), {
+        int(turns) for body, turns in loops if COLLECTIVE.search(bodies[body])
+    }
 
 
 # Gather: Y and codes, and in the backward pass lse and cotangents; largest of columns and the loss, and scalars'

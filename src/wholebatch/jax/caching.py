@@ -177,16 +177,9 @@ class _Devices:
             own_key = None if key is None else jax.random.fold_in(key, lax.axis_index(self.names))
             return function(merged, batch, own_key)
 
-        split = PartitionSpec(self.names)
+        split, everywhere = PartitionSpec(self.names), PartitionSpec()
         batch = jax.tree.map(lambda x: placed(x, mesh, split), batch)
-        of_rows = jax.shard_map(
-            on_device,
-            mesh=mesh,
-            in_specs=(PartitionSpec(), split, PartitionSpec()),
-            out_specs=split,
-            axis_names=set(self.names),
-        )
-        return jax.jit(of_rows)(arrays, batch, key)
+        return self._mapped(on_device, (everywhere, split, everywhere), split)(arrays, batch, key)
 
     def on_each(self, function: Callable[[Array], Array], tree: Any, split: int, split_after: int) -> Any:
         """Apply a function to each device's part of arrays, which are split along one dimension, and then another."""
@@ -194,14 +187,12 @@ class _Devices:
         assert mesh is not None
         before, after = (PartitionSpec(*[None] * dim, self.names) for dim in (split, split_after))
         tree = jax.tree.map(lambda x: placed(x, mesh, before), tree)
-        of_parts = jax.shard_map(
-            lambda tree: jax.tree.map(function, tree),
-            mesh=mesh,
-            in_specs=before,
-            out_specs=after,
-            axis_names=set(self.names),
-        )
-        return jax.jit(of_parts)(tree)
+        return self._mapped(partial(jax.tree.map, function), (before,), after)(tree)
+
+    def _mapped(self, function: Callable[..., Any], in_specs: tuple[PartitionSpec, ...], out_specs: Any) -> Any:
+        """Over the batch's axes alone: what is split over others stays as it is."""
+        axes = set(self.names)
+        return jax.jit(jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes))
 
 
 def _longer(x: Array, rows: int) -> Array:

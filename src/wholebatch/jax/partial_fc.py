@@ -29,6 +29,7 @@ from .products import inverse_norms, sum_dtype
 from .reduction import Reduction, reduced
 from .softmax import Codes, Plan, Tower, softmax_statistics
 
+_NO_CLASS = -1
 _SAME = 16  # times eps: unit vectors that are nearer to each other are taken for the same
 
 
@@ -180,15 +181,14 @@ class _PartialFC:
         counted = labels != self.ignore_index
         counted = counted if valid is None else counted & valid
         sweep = self.options.sweep(axis, x)
-        ring = sweep.exchange == "ring" and axis.size > 1
-        own = _own_centres(axis, centres, labels, ring=ring)
+        labels = jnp.where(counted, labels, _NO_CLASS)
+        own, present = _meet(axis, centres, labels, ring=sweep.exchange == "ring" and axis.size > 1)
         factors = inverse_norms(x), inverse_norms(own)
         angles = angles_of_units(*(of * factor[:, None] for of, factor in zip((x, own), factors, strict=True)))
         targets = self.margin.s * self.margin(angles, 1 / factors[0])
 
         live = valid_rows(axis, "centres", rows)
         if self.sample_rate < 1:
-            present = _present(axis, jnp.where(counted, labels, -1), len(centres), ring=ring)
             centres, ids, live = self._sample(centres, ids, live, present, key, len(labels) * axis.size)
         plan = Plan(sweep, rows=False, positives=False)
         of_classes = Tower(centres, inverse_norms(centres), Codes(live, itself=ids))
@@ -237,43 +237,31 @@ def angles_of_units(x: Array, w: Array) -> Array:
     return 2 * jnp.arctan2(apart, together)
 
 
-def _own_centres(axis: Axis, centres: Array, labels: Array, *, ring: bool) -> Array:
-    """The centre of each row's class, (b, d), wherever it is; zeros where there is none."""
+def _meet(axis: Axis, centres: Array, labels: Array, *, ring: bool) -> tuple[Array, Array]:
+    """Of each row its class's centre, (b, d), wherever that is, and zeros where there is none; and of each centre here
+    whether some device has an example of its class. Labels go to all devices once.
+    """
     here, first = len(centres), axis.index * len(centres)
 
-    def found(labels: Array) -> Array:
-        return centres.at[_place(labels, first, here)].get(mode="fill", fill_value=0)
+    def visit(present: Array, labels: Array) -> tuple[Array, Array]:
+        places = _place(labels, first, here)
+        return present.at[places].set(True, mode="drop"), centres.at[places].get(mode="fill", fill_value=0)
 
+    (nobody,) = vary_alike(jnp.zeros(here, bool), axis=axis)
     if not ring:
-        return axis.scatter_sum(found(axis.gather(labels)))
+        present, found = visit(nobody, axis.gather(labels))
+        return axis.scatter_sum(found), present
 
-    def step(travelling: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], None]:
-        labels, so_far = axis.take_from(travelling, 1)
-        return (labels, so_far + found(labels)), None
+    def step(so_far: tuple[Array, Array, Array], _: None) -> tuple[tuple[Array, Array, Array], None]:
+        present, *travelling = so_far
+        labels, found = axis.take_from(travelling, 1)
+        present, more = visit(present, labels)
+        return (present, labels, found + more), None
 
-    start = vary_alike(labels, found(labels), axis=axis)
-    (_, so_far), _ = lax.scan(step, start, None, length=axis.size - 1)
-    return axis.take_from(so_far, 1)
-
-
-def _present(axis: Axis, labels: Array, here: int, *, ring: bool) -> Array:
-    """Which of this device's classes some device has an example of."""
-    first = axis.index * here
-
-    def with_these(present: Array, labels: Array) -> Array:
-        return present.at[_place(labels, first, here)].set(True, mode="drop")
-
-    nobody = vary_alike(jnp.zeros(here, bool), axis=axis)[0]
-    if not ring:
-        return with_these(nobody, axis.gather(labels))
-
-    def step(so_far: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], None]:
-        present, labels = so_far
-        labels = axis.take_from(labels, 1)
-        return (with_these(present, labels), labels), None
-
-    start = vary_alike(with_these(nobody, labels), labels, axis=axis)
-    return lax.scan(step, start, None, length=axis.size - 1)[0][0]
+    present, found = visit(nobody, labels)
+    start = vary_alike(present, labels, found, axis=axis)
+    (present, _, found), _ = lax.scan(step, start, None, length=axis.size - 1)
+    return axis.take_from(found, 1), present
 
 
 def _place(labels: Array, first: Array, here: int) -> Array:
