@@ -26,11 +26,12 @@ from .compiled import compiles_to, eager
 from .handle import Handle
 from .handshake import GRAD_ENABLED, NEEDS_GRAD, SIGNATURE, handshake
 from .maps import LOSSES, Loss
-from .messages import exchange_signatures
+from .messages import complaint, exchange_signatures
 from .nonlinear import reduce_nonlinearly
 from .order import Order
 from .transport import CHANNELS, Transport
 
+_splits = 0  # the serial number of the last one that this process took part in
 _WAITING = "the collectives that wait for the backward pass"
 
 
@@ -427,7 +428,8 @@ class Communicator:
         """Start to :meth:`send`; adjoint of start and wait: wait and start of a recv."""
         self._checked_rank("dest", dest)
         entry, verify = self._enter_message(f"isend to rank {dest}", x, dest, tag, sends=True)
-        map = maps.Send(self.transport, dest, tag, maps.FORWARD, self._slot("to", dest, tag), x.shape)
+        slot, epoch = self._slot("to", dest, tag), self._epoch("to", dest, tag)
+        map = maps.Send(self.transport, dest, tag, maps.FORWARD, slot, epoch, x.shape)
         return self._start(entry, map, x, verify=verify, arrange=lambda _: None)
 
     @eager
@@ -435,7 +437,8 @@ class Communicator:
         """Start to :meth:`recv`; adjoint of start and wait: wait and start of a send."""
         self._checked_rank("source", source)
         entry, verify = self._enter_message(f"irecv from rank {source}", like, source, tag, sends=False)
-        map = maps.Recv(self.transport, source, tag, maps.FORWARD, self._slot("from", source, tag), like.shape)
+        slot, epoch = self._slot("from", source, tag), self._epoch("from", source, tag)
+        map = maps.Recv(self.transport, source, tag, maps.FORWARD, slot, epoch, like.shape)
         return self._start(entry, map, like.detach().new_empty(0), verify=verify)
 
     @eager
@@ -459,16 +462,18 @@ class Communicator:
         Raises:
             ValueError: on every rank, if a colour is neither an integer nor None.
         """
+        global _splits  # noqa: PLW0603  # of this process, by whichever communicator
 
         def state() -> dict[str, Any]:
             if color is not None and (not isinstance(color, int) or isinstance(color, bool)):
                 raise ValueError(f"color must be an integer or None, got {color!r}")
-            return {"color": color}
+            return {"color": color, "splits": _splits}
 
         self.transport.check_open()
-        colors = [facts["color"] for facts in handshake(self.transport, state, caller="split")]
-        members = [rank for rank, other in enumerate(colors) if other == color]
-        transport = self.transport.split(members, member=color is not None)
+        everyone = handshake(self.transport, state, caller="split")
+        _splits = 1 + max(facts["splits"] for facts in everyone)
+        members = [rank for rank, facts in enumerate(everyone) if facts["color"] == color]
+        transport = self.transport.split(members, member=color is not None, serial=_splits)
         if transport is None:
             return None
         part: Communicator = object.__new__(type(self))
@@ -499,6 +504,13 @@ class Communicator:
 
         def state() -> dict[str, Any]:
             self._refuse_dropped_handles()
+            for name, x in (("loss", loss), ("gradient", gradient)):
+                if x is not None:
+                    check_tensor(name, x)
+            if loss is not None and gradient is not None and gradient.shape != loss.shape:
+                raise ValueError(
+                    f"gradient must have the shape of loss, {tuple(loss.shape)}, got {tuple(gradient.shape)}"
+                )
             if loss is not None and gradient is None and loss.numel() != 1:
                 raise ValueError(
                     f"loss must have one element, or come with its gradient; got shape {tuple(loss.shape)}"
@@ -606,13 +618,21 @@ class Communicator:
     def _enter_message(
         self, operation: str, x: Tensor, peer: int, tag: int, *, sends: bool
     ) -> tuple[_Entry, Callable[[], bool] | None]:
-        """The beginning of a message's end: nothing collective."""
+        """The beginning of a message's end: nothing collective, but with checking the peer hears of a mistake."""
         self.transport.check_open()
         self._refuse_dropped_handles()
-        check_tensor("x" if sends else "like", x)
-        largest = self.transport.max_tag // (CHANNELS * maps.SLOTS) - 1
+        largest = self.transport.max_tag // (CHANNELS * maps.tags_of_one(self.transport)) - 1
         if not isinstance(tag, int) or not 0 <= tag <= largest:
             raise ValueError(f"tag must be an integer from 0 to {largest}, got {tag!r}")
+        direction = "to" if sends else "from"
+        try:
+            check_tensor("x" if sends else "like", x)
+        except (ValueError, TypeError) as error:
+            if not self.check or peer == self.rank:
+                raise
+            self._slot(direction, peer, tag)
+            self._failed(direction, peer, tag)
+            raise complaint(self.transport, error, operation, sends=sends, peer=peer, tag=tag) from error
         self._messages += 1
         call = Call(
             self.transport,
@@ -623,7 +643,15 @@ class Communicator:
         )
         verify = None
         if self.check:
-            verify = exchange_signatures(self.transport, x, operation, sends=sends, peer=peer, tag=tag)
+            agree = exchange_signatures(self.transport, x, operation, sends=sends, peer=peer, tag=tag)
+
+            def verify() -> bool:
+                try:
+                    return agree()
+                except (ValueError, TypeError):
+                    self._failed(direction, peer, tag)
+                    raise
+
         # A receiver learns only at its wait whether what it is sent requires a gradient.
         joins = x.requires_grad or not sends or not self.check
         return _Entry(self._order.enter(call), joins, None), verify
@@ -664,6 +692,20 @@ class Communicator:
         number = self._slots.get((direction, peer, tag), 0)
         self._slots[direction, peer, tag] = number + 1
         return number % maps.SLOTS
+
+    def _epoch(self, direction: str, peer: int, tag: int) -> int:
+        """How many messages did not fit, which both ends have been told."""
+        epoch = self.transport.failed.get((direction, peer, tag), 0)
+        if epoch >= maps.EPOCHS:
+            raise ValueError(
+                f"{epoch} messages {direction} rank {peer} with tag {tag} did not fit what the other end expected; use "
+                "another tag, or make a new communicator"
+            )
+        return epoch
+
+    def _failed(self, direction: str, peer: int, tag: int) -> None:
+        """What is left of a message that did not fit is never taken for a later one."""
+        self.transport.failed[direction, peer, tag] = self.transport.failed.get((direction, peer, tag), 0) + 1
 
     def _scale(self, op: str) -> float:
         return 1.0 if op == "sum" else 1.0 / self.size

@@ -19,7 +19,7 @@ class LocalTransport(Transport):
     def check_open(self) -> None:
         """Always open."""
 
-    def split(self, members: Sequence[int], *, member: bool) -> LocalTransport | None:
+    def split(self, members: Sequence[int], *, member: bool, serial: int) -> LocalTransport | None:
         return LocalTransport() if member else None
 
     def all_gather(self, x: Tensor, counts: tuple[int, ...]) -> Finish:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .communicator import Communicator
 from .maps import Finish, Loss
-from .transport import ABANDONED, Transport, done, named
+from .transport import ABANDONED, Failed, Transport, done, named
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -39,6 +39,7 @@ class MPITransport(Transport):
         self.timeout_s = timeout_s
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.max_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+        self.failed = _kept(MPI, comm)
         self._ops = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}
         self._types = {
             torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE, torch.uint8: MPI.UINT8_T, torch.int8: MPI.INT8_T,
@@ -51,7 +52,7 @@ class MPITransport(Transport):
         if self._comm == self._mpi.COMM_NULL:
             raise ValueError("the MPI communicator has been freed; make a new MPICommunicator from one that is alive")
 
-    def split(self, members: Sequence[int], *, member: bool) -> MPITransport | None:
+    def split(self, members: Sequence[int], *, member: bool, serial: int) -> MPITransport | None:
         part = named(
             self,
             "split",
@@ -283,6 +284,18 @@ def _private(mpi: Any, comm: Any) -> Any:
         duplicate = comm.Dup()
         comm.Set_attr(_PRIVATE[0], duplicate)
     return duplicate
+
+
+_FAILED: list[int] = []  # the key under which a duplicate keeps the number of its messages that failed
+
+
+def _kept(mpi: Any, duplicate: Any) -> Failed:
+    """What all communicators of this duplicate know of messages that did not fit."""
+    if not _FAILED:
+        _FAILED.append(mpi.Comm.Create_keyval())
+    if duplicate.Get_attr(_FAILED[0]) is None:
+        duplicate.Set_attr(_FAILED[0], {})
+    return duplicate.Get_attr(_FAILED[0])
 
 
 def _import_mpi() -> Any:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -12,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _c10d
 from .communicator import Communicator
-from .maps import Finish, Loss
-from .transport import Message, Transport, done
+from .maps import SIZE_CLASSES, Finish, Loss
+from .transport import Failed, Message, Transport, done
 
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -21,6 +24,9 @@ _REDUCE_OPS = {
     "min": dist.ReduceOp.MIN,
     "prod": dist.ReduceOp.PRODUCT,
 }
+
+
+_FAILED: WeakKeyDictionary[dist.ProcessGroup, Failed] = WeakKeyDictionary()
 
 
 class TorchTransport(Transport):
@@ -34,9 +40,11 @@ class TorchTransport(Transport):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.backend = str(dist.get_backend(group))
         self.in_order = "nccl" in self.backend
+        self.size_classes = SIZE_CLASSES if "gloo" in self.backend else 1  # gloo ends a process that gets too much
         self._default_group: Any = dist.group.WORLD
         named: Any = self._default_group if group is None else group
         self.group_name: str = named.group_name
+        self.failed = _FAILED.setdefault(named, {})
 
     def check_open(self) -> None:
         if not self._is_alive():
@@ -53,14 +61,24 @@ class TorchTransport(Transport):
         except ValueError:  # torch has no record of the group
             return False
 
-    def split(self, members: Sequence[int], *, member: bool) -> TorchTransport | None:
+    def split(self, members: Sequence[int], *, member: bool, serial: int) -> TorchTransport | None:
         if not member:
             return None
         ranks = [
             dist.get_global_rank(self.group if self.group is not None else self._default_group, member)
             for member in members
         ]
-        return TorchTransport(dist.new_group(ranks, use_local_synchronization=True))
+        with _named_group(f"wholebatch {serial} of {'_'.join(map(str, ranks))}"):
+            return TorchTransport(dist.new_group(ranks, timeout=self._timeout(), use_local_synchronization=True))
+
+    def _timeout(self) -> timedelta | None:
+        """That of this group's operations, for its parts; None where torch does not tell: its default."""
+        device = torch.device("cuda" if self.backend == "nccl" else "cpu")
+        try:
+            group: Any = self.group if self.group is not None else self._default_group
+            return group._get_backend(device).options._timeout
+        except (AttributeError, RuntimeError):
+            return None
 
     def all_gather(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
         wire = self._wire(x)
@@ -198,6 +216,26 @@ def _after(works: Sequence[Any], result: Callable[[], Tensor], *keep: Tensor) ->
         return result()
 
     return finish
+
+
+@contextmanager
+def _named_group(name: str) -> Iterator[None]:
+    """The process group that is made inside has this name.
+
+    torch names it by how many groups this process has: its members would wait for each other for ever, under different
+    names, once one of them has been in a group that another has not; or meet again under the name of a group that is
+    gone. Where torch has no such function any more, it is left alone.
+    """
+    c10d: Any = dist.distributed_c10d
+    original = getattr(c10d, "_process_group_name", None)
+    if original is None:
+        yield
+        return
+    c10d._process_group_name = lambda *_args, **_kwargs: name
+    try:
+        yield
+    finally:
+        c10d._process_group_name = original
 
 
 class TorchCommunicator(Communicator):

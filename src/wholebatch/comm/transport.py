@@ -20,6 +20,9 @@ from .maps import Finish
 CHANNELS, RING = 5, 4
 
 
+# Messages to or from a rank, by tag, that did not fit: as many at both ends, whichever communicators they belong to.
+Failed = dict[tuple[str, int, int], int]
+
 # Operations that nobody will wait for. gloo breaks its connections when one is forgotten while it is under way, and MPI
 # would write into memory that has been freed: so they stay.
 ABANDONED: list[object] = []
@@ -40,20 +43,23 @@ class Transport(ABC):
     rank: int
     size: int
     max_tag: int  # of a message, on the wire
+    size_classes = 1  # of messages, each with tags of its own
     in_order = False  # whether messages of two ranks arrive in the order in which they were sent, whatever their tags
 
     def __init__(self) -> None:
         self._own_messages: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+        self.failed: Failed = {}
 
     @abstractmethod
     def check_open(self) -> None:
         """Raise ValueError if the ranks can no longer be reached."""
 
     @abstractmethod
-    def split(self, members: Sequence[int], *, member: bool) -> Transport | None:
+    def split(self, members: Sequence[int], *, member: bool, serial: int) -> Transport | None:
         """The transport among `members`, ranks of this one in ascending order, for a `member`; None for the others.
 
-        Collective over this transport; its ranks may pass different members, of which each includes the rank.
+        Collective over this transport; its ranks may pass different members, of which each includes the rank. `serial`
+        is the same on all of them, and of no earlier split of any member.
         """
 
     @abstractmethod
