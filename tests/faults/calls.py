@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import coverage
 from case import ENTRIES, PLANTED
 from common import Outcome, finish, options, show_table
-from rank_processes import Lost, Ranks
+from rank_processes import HANG_S, TIMEOUT_S, Lost, Ranks
 
 CLASSES = {
     "same error": "on all ranks; state as before, and the group goes on with the same bits",
@@ -121,18 +121,24 @@ def _told(answers: list[Any]) -> str:
 
 
 class Lane:
-    """Runs cases one after the other, on the same processes as long as these are well."""
+    """Runs cases one after the other, on the same processes as long as these are well.
 
-    def __init__(self) -> None:
+    Args:
+        timeout_s: of the process groups.
+        hang_s: how long a faulty call may take.
+    """
+
+    def __init__(self, timeout_s: float = TIMEOUT_S, hang_s: float = HANG_S) -> None:
+        self.timeout_s, self.hang_s = timeout_s, hang_s
         self.ranks: Ranks | None = None
         self.size = 0
 
     def run(self, case: Planned) -> Outcome:
-        """One case, a second time if its right call fails: only on processes that are fresh is that its own fault."""
+        """One case."""
         if self.ranks is None or self.size != case.size or not self.ranks.alive:
             self.close()
-            self.ranks, self.size = Ranks(case.size), case.size
-            self.ranks.ask("ready", within_s=120)
+            self.ranks, self.size = Ranks(case.size, self.timeout_s), case.size
+            self.ranks.ask("ready")
         facts, (name, told) = self._classified(case, self.ranks)
         if name not in ("same error", "own error", "right", "refused alone"):
             self.close()
@@ -146,7 +152,7 @@ class Lane:
         )
 
     def _classified(self, case: Planned, ranks: Ranks) -> tuple[dict[str, Any], tuple[str, str]]:
-        begun = ranks.ask("begin", case.seed, case.entry, within_s=60)
+        begun = ranks.ask("begin", case.seed, case.entry)
         if not ranks.alive:
             return {"culprit": None, "text": "", "kind": "legal"}, ("no right call", str(begun))
         facts = begun[0]
@@ -158,7 +164,7 @@ class Lane:
             return facts, classify(facts, made, None, [])
         called = None
         if not any(answer["error"] for answer in made):
-            called = ranks.ask("call")
+            called = ranks.ask("call", within_s=self.hang_s)
             if not ranks.alive or any(answer.get("transport") for answer in called):
                 return facts, classify(facts, made, called, [])
         after = ranks.ask("healthy")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -131,7 +132,9 @@ def draw(rng: random.Random, make: Callable[[World], Good], good: Good, world: W
         x = own[name]
         fitting = [what for what, (fits, _) in TENSOR_FAULTS.items() if fits(x)]
         what = rng.choice([*fitting, *fitting, *NOT_TENSORS])
-        value = TENSOR_FAULTS[what][1](x) if what in TENSOR_FAULTS else NOT_TENSORS[what](x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # layouts that torch calls a prototype
+            value = TENSOR_FAULTS[what][1](x) if what in TENSOR_FAULTS else NOT_TENSORS[what](x)
         return changed("mistake", f"{name} {'is ' * (what in NOT_TENSORS)}{what}", **{name: value})
 
     def of_setting() -> Fault:

@@ -19,6 +19,7 @@ from typing import Any
 
 TIMEOUT_S = 5.0  # of a process group's operations
 HANG_S = 4 * TIMEOUT_S  # a call may wait for more than one of them in turn
+_PATIENCE_S = 120  # for what has nothing wrong in it, on a machine that is busy
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Ranks:
             self.processes.append(process)
         self.alive = True
 
-    def ask(self, *command: Any, within_s: float = HANG_S) -> list[Any]:
+    def ask(self, *command: Any, within_s: float = _PATIENCE_S) -> list[Any]:
         """What each rank answers, or `Lost`."""
         for connection in self.connections:
             with contextlib.suppress(BrokenPipeError, OSError):

@@ -625,6 +625,11 @@ class Communicator:
         if not isinstance(tag, int) or not 0 <= tag <= largest:
             raise ValueError(f"tag must be an integer from 0 to {largest}, got {tag!r}")
         direction = "to" if sends else "from"
+        if self._epoch(direction, peer, tag) >= maps.EPOCHS:
+            raise ValueError(
+                f"{maps.EPOCHS} messages {direction} rank {peer} with tag {tag} did not fit what was expected; use "
+                "another tag"
+            )
         try:
             check_tensor("x" if sends else "like", x)
         except (ValueError, TypeError) as error:
@@ -695,17 +700,11 @@ class Communicator:
 
     def _epoch(self, direction: str, peer: int, tag: int) -> int:
         """How many messages did not fit, which both ends have been told."""
-        epoch = self.transport.failed.get((direction, peer, tag), 0)
-        if epoch >= maps.EPOCHS:
-            raise ValueError(
-                f"{epoch} messages {direction} rank {peer} with tag {tag} did not fit what the other end expected; use "
-                "another tag, or make a new communicator"
-            )
-        return epoch
+        return self.transport.failed.get((direction, peer, tag), 0)
 
     def _failed(self, direction: str, peer: int, tag: int) -> None:
         """What is left of a message that did not fit is never taken for a later one."""
-        self.transport.failed[direction, peer, tag] = self.transport.failed.get((direction, peer, tag), 0) + 1
+        self.transport.failed[direction, peer, tag] = self._epoch(direction, peer, tag) + 1
 
     def _scale(self, op: str) -> float:
         return 1.0 if op == "sum" else 1.0 / self.size

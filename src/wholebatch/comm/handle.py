@@ -53,13 +53,15 @@ class Handle:
             raise ValueError(f"{self._name} has been waited for already; wait once and keep the result")
         x, self._x = self._x, None
         ticket, self._ticket = self._ticket, torch.empty(0)
+        agreed = self._verify is None
         try:
-            if self._verify is not None and not self._verify():
-                y = nodes.wait_without_gradient(self._flight)
-            else:
-                y = nodes.wait(self._flight, ticket)
+            joins = self._verify is None or self._verify()
+            agreed = True
+            y = nodes.wait(self._flight, ticket) if joins else nodes.wait_without_gradient(self._flight)
         except Exception:
             ABANDONED.append(self._flight)
+            if not agreed:
+                self._flight.start_call.withdraw()  # its result has not come, so no backward pass waits for its start
             raise
         if not x.is_inference() and x._version != self._version:
             raise RuntimeError(
