@@ -81,7 +81,7 @@ def barlow_twins_loss(
     correlation = cross_product(comm, *rows) / count
     on_diagonal = correlation.diagonal()
     off_diagonal = correlation.square().sum() - on_diagonal.square().sum()
-    return of_all_ranks(comm, (1 - on_diagonal).square().sum() + redundancy * off_diagonal)
+    return of_all_ranks(agreed, (1 - on_diagonal).square().sum() + redundancy * off_diagonal)
 
 
 def _checked(redundancy: float, epsilon: float) -> dict[str, object]:
@@ -109,6 +109,7 @@ class BarlowTwinsLoss(LossModule):
         super().__init__(group=group, sync=sync, redundancy=redundancy, epsilon=epsilon)
         _checked(redundancy, epsilon)
 
+    @eager
     def forward(self, z0: Tensor, z1: Tensor) -> Tensor:
         """See :func:`wholebatch.functional.barlow_twins_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
         return barlow_twins_loss(z0, z1, **self.settings)

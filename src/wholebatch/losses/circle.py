@@ -167,6 +167,7 @@ class CircleLoss(LossModule):
         )
         _checked(m, gamma)
 
+    @eager
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.circle_loss`: (b_r, d), (b_r,) -> L, the same on all ranks."""
         return circle_loss(features, labels, weights=weights, **self.settings)

@@ -220,6 +220,7 @@ class CLIPLoss(LossModule):
         check_label_smoothing(label_smoothing)
         check_choice("equal_ids", equal_ids, EQUAL_IDS)
 
+    @eager
     def forward(
         self,
         image_features: Tensor,

@@ -153,6 +153,7 @@ class DCLLoss(LossModule):
         check_temperature("temperature", temperature)
         _checked(sigma)
 
+    @eager
     def forward(self, z0: Tensor, z1: Tensor, *, ids: Tensor | None = None, weights: Tensor | None = None) -> Any:
         """See :func:`wholebatch.functional.dcl_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
         return dcl_loss(z0, z1, ids=ids, weights=weights, **self.settings)

@@ -161,6 +161,7 @@ class DebiasedLoss(LossModule):
         check_temperature("temperature", temperature)
         _checked(tau_plus, beta)
 
+    @eager
     def forward(self, z0: Tensor, z1: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.debiased_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
         return debiased_loss(z0, z1, weights=weights, **self.settings)

@@ -169,6 +169,7 @@ class _SoftTargets(torch.autograd.Function):
 
     @staticmethod
     @no_autocast
+    @eager
     def forward(
         ctx: Any,
         plan: _Plan,
@@ -264,6 +265,7 @@ class DistillationLoss(LossModule):
     ) -> None:
         super().__init__(reduction=reduction, group=group, sync=sync, exchange=exchange, memory=memory)
 
+    @eager
     def forward(
         self,
         image_features: Tensor,

@@ -280,6 +280,7 @@ class InfoNCELoss(LossModule):
             **settings,
         )
 
+    @eager
     def forward(
         self,
         queries: Tensor,

@@ -225,6 +225,7 @@ class MatryoshkaLoss(LossModule):
             kernel=kernel,
         )
 
+    @eager
     def forward(
         self,
         queries: Tensor,

@@ -143,6 +143,7 @@ class MoCoLoss(LossModule):
             kernel=kernel,
         )
 
+    @eager
     def forward(
         self,
         queries: Tensor,

@@ -155,6 +155,7 @@ class MultiSimilarityLoss(LossModule):
         )
         _checked(alpha, beta, base, epsilon)
 
+    @eager
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.multi_similarity_loss`: (b_r, d), (b_r,) -> L, the same on all ranks."""
         return multi_similarity_loss(features, labels, weights=weights, **self.settings)

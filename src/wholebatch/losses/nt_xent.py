@@ -141,6 +141,7 @@ class NTXentLoss(LossModule):
         )
         check_temperature("temperature", temperature)
 
+    @eager
     def forward(self, z0: Tensor, z1: Tensor, *, ids: Tensor | None = None, weights: Tensor | None = None) -> Any:
         """See :func:`wholebatch.functional.nt_xent_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
         return nt_xent_loss(z0, z1, ids=ids, weights=weights, **self.settings)

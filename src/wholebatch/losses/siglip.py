@@ -158,6 +158,7 @@ class SigLIPLoss(LossModule):
         )
         check_choice("equal_ids", equal_ids, EQUAL_IDS)
 
+    @eager
     def forward(
         self,
         image_features: Tensor,

@@ -123,6 +123,7 @@ class _Ranks(torch.autograd.Function):
 
     @staticmethod
     @no_autocast
+    @eager
     def forward(ctx: Any, plan: _Plan, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         held = plan.exchange.bring(y)
         of_positives = x.new_zeros(len(x), plan.most)
@@ -176,6 +177,7 @@ class SmoothAPLoss(LossModule):
         )
         check_temperature("temperature", check_number("temperature", temperature))
 
+    @eager
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.smooth_ap_loss`: (b_r, d), (b_r,) -> L, the same on all ranks."""
         return smooth_ap_loss(features, labels, weights=weights, **self.settings)

@@ -141,6 +141,7 @@ class SupConLoss(LossModule):
         )
         check_temperature("temperature", temperature)
 
+    @eager
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Any:
         """See :func:`wholebatch.functional.sup_con_loss`: (b_r, d), (b_r,) -> L, the same on all ranks."""
         return sup_con_loss(features, labels, weights=weights, **self.settings)

@@ -189,6 +189,7 @@ class TripletLoss(LossModule):
         )
         _checked(margin, smooth, distance, normalise)
 
+    @eager
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.triplet_loss`: (b_r, d), (b_r,) -> L, the same on all ranks."""
         return triplet_loss(features, labels, weights=weights, **self.settings)

@@ -90,7 +90,7 @@ def vicreg_loss(
         deviations = (cov.diagonal() + epsilon).sqrt()
         loss = loss + variance / 2 * torch.relu(1 - deviations).mean()
         loss = loss + covariance * (cov.square().sum() - cov.diagonal().square().sum()) / width
-    return of_all_ranks(comm, loss)
+    return of_all_ranks(agreed, loss)
 
 
 def _checked(invariance: float, variance: float, covariance: float, epsilon: float) -> dict[str, object]:
@@ -123,6 +123,7 @@ class VICRegLoss(LossModule):
         )
         _checked(invariance, variance, covariance, epsilon)
 
+    @eager
     def forward(self, z0: Tensor, z1: Tensor) -> Tensor:
         """See :func:`wholebatch.functional.vicreg_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
         return vicreg_loss(z0, z1, **self.settings)

@@ -95,7 +95,7 @@ def w_mse_loss(
         rows = torch.linalg.solve_triangular(factor, x.T, upper=False).T
         whitened.append(torch.nn.functional.normalize(rows, dim=1))
     distance = (whitened[0] - whitened[1]).square().sum()
-    return total(comm, distance) / count
+    return agreed.result(total(comm, distance) / count)
 
 
 def _checked(epsilon: float) -> dict[str, object]:
@@ -121,6 +121,7 @@ class WMSELoss(LossModule):
         super().__init__(group=group, sync=sync, epsilon=epsilon)
         _checked(epsilon)
 
+    @eager
     def forward(self, z0: Tensor, z1: Tensor) -> Tensor:
         """See :func:`wholebatch.functional.w_mse_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
         return w_mse_loss(z0, z1, **self.settings)
