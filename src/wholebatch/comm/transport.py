@@ -154,8 +154,8 @@ class CommunicationError(RuntimeError):
 _T = TypeVar("_T")
 
 
-# Whether the ranks make sure that they make the same call: by a handshake of this call, or not at all. Losses do so once
-# for all collectives of a pass: in a handshake of the loss, before the others.
+# Whether the ranks make sure that they make the same call: by a handshake of this call, or not at all. Losses do so
+# once for all collectives of a pass: in a handshake of the loss, before the others.
 Checked = Literal[True, False, "of a loss", "before"]
 
 _HINTS: dict[Checked, str] = {
@@ -163,8 +163,8 @@ _HINTS: dict[Checked, str] = {
     "not reach this operation; then every rank calls comm.backward(loss), with None for no loss",
     False: "to be told whether another rank made another call, switch checking on: check=True in the communicator or "
     "the environment variable WHOLEBATCH_CHECK=1",
-    "of a loss": "one rank did not come here. It may have failed or ended, or be elsewhere: in an evaluation that one rank "
-    "makes alone, or behind a data loader that gives another rank more batches",
+    "of a loss": "one rank did not come here. It may have failed or ended, or be elsewhere: in an evaluation that one "
+    "rank makes alone, or behind a data loader that gives another rank more batches",
     "before": "this call is not compared itself (check=False), a loss compares its calls once, when its forward or "
     "backward pass begins: another rank has failed or has been stopped since; look at what it says",
 }
