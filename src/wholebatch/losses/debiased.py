@@ -72,7 +72,8 @@ def debiased_loss(
         batch. Its dtype is that of the features, float32 for half precision.
 
     The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient.
+    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
+    ranks that differ all raise ValueError.
 
     An example without negatives has loss 0. Work, memory and collectives: as
     :func:`wholebatch.functional.nt_xent_loss`; twice that with beta.

@@ -69,7 +69,8 @@ def multi_similarity_loss(
         concatenated batch. Its dtype is that of the features, float32 for half precision.
 
     The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient.
+    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
+    ranks that differ all raise ValueError.
 
     A row without positives, or without negatives, lacks that term. Work: 4 units of b_r B d multiply-adds per rank,
     10 with mining. Memory and collectives: twice those of :func:`wholebatch.functional.nt_xent_loss`, four times with

@@ -65,12 +65,13 @@ def smooth_ap_loss(
         batch. Its dtype is that of the features, float32 for half precision.
 
     The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient.
+    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
+    ranks that differ all raise ValueError.
 
     Work: with P positives of a row at most, 5 units of b_r B d multiply-adds per rank and 2 P sigmoids for each entry
     of S. Memory beyond inputs and gradients: four tiles, O(b_r P), and on several ranks what the exchange takes for Z.
     Collectives: forward 1 handshake, 1 all-gather of labels, what the exchange needs for Z, 1 all-reduce of a number;
-    backward what it needs for dZ.
+    backward 1 handshake, and what it needs for dZ.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.sup_con_loss`.

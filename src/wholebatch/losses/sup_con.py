@@ -69,7 +69,8 @@ def sup_con_loss(
         batch. Its dtype is that of the features, float32 for half precision.
 
     The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient.
+    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
+    ranks that differ all raise ValueError.
 
     Work: 2 units of b_r B d multiply-adds per rank. Memory and collectives: as
     :func:`wholebatch.functional.nt_xent_loss`, and one all-gather of labels. Time and memory for positives grow with

@@ -46,10 +46,12 @@ def w_mse_loss(
         batch. Its dtype is that of the features, float32 for half precision.
 
     The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient.
+    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
+    ranks that differ all raise ValueError.
 
     The paper whitens random parts of the batch, here it is the whole. Work: O(b_r d^2 + d^3). Memory: O(b_r d + d^2),
-    not flat in d. Collectives: forward 1 handshake and five all-reduces, of d, d^2 and 1 numbers; backward four.
+    not flat in d. Collectives: forward 1 handshake and five all-reduces, of d, d^2 and 1 numbers; backward 1
+    handshake and four.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`;

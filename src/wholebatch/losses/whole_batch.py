@@ -60,6 +60,10 @@ class WholeBatch(nn.Module):
     receives, are allowed then. Only the gradient of "gather" can be differentiated again. Where a flat loss exists
     (`wholebatch.CLIPLoss`), it does 1/W of the work.
 
+    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
+    under "gather" and "root" ranks that differ all raise ValueError. Under "replicate" nothing travels, and nobody can
+    tell.
+
     Raises:
         ValueError: if `strategy` or `sync` does not exist, or `loss_fn` is not callable.
 
