@@ -101,10 +101,10 @@ def clip_loss(
     Collectives (none on one process): forward 1 handshake of 2 KiB, then "gather": 1 all-gather of Y and 1 all-reduce
     of B numbers; "ring": W - 1 messages of a block, W of its b numbers; and 1 all-reduce of the loss, with ids 1
     all-gather of them, 1 all-reduce of a number where logits may exceed 70 and pairs are nearly opposite. Backward 1
-    handshake (on GPUs 1 all-gather of two numbers, for which the host does not wait), then "gather": 1 all-gather of B numbers and 1 reduce-scatter of dY, or W reductions, or the ring's messages once more
-    with as many of gradients; and for learnable scalars under "mean" 1 all-reduce of them. Where one shift does not
-    do (see `wholebatch.logsumexp`), forward passes over S three times, each with its messages or, but for the ring's
-    maxima, its all-reduce.
+    handshake (on GPUs 1 all-gather of two numbers, for which the host does not wait), then "gather": 1 all-gather of B
+    numbers and 1 reduce-scatter of dY, or W reductions, or the ring's messages once more with as many of gradients; and
+    for learnable scalars under "mean" 1 all-reduce of them. Where one shift does not do (see `wholebatch.logsumexp`),
+    forward passes over S three times, each with its messages or, but for the ring's maxima, its all-reduce.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: shapes, dtypes, devices or feature sizes that
