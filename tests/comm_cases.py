@@ -731,6 +731,24 @@ def flat_losses_and_their_exchanges(comm):
 
 
 @case
+def losses_differentiated_in_another_order(comm):
+    """All ranks refuse it over any transport, and go on; so with incoming gradients that differ."""
+    if comm.size == 1:
+        return
+    x = F.normalize(torch.randn(3, 4, dtype=torch.float64), dim=1).requires_grad_()
+    for exchange in ("gather", "ring"):
+        options = {"group": comm, "exchange": exchange}
+        losses = [wb.functional.clip_loss(x, x, 2.0, **options), wb.functional.nt_xent_loss(x, x, **options)]
+        with refused(r"the same calls.*backward of (clip|nt_xent)_loss #\d+.*in the same order on all ranks, or add"):
+            losses[comm.rank == 0].backward()
+        loss = wb.functional.clip_loss(x, x, 2.0, **options)
+        with refused(r"backward of clip_loss #\d+: the incoming gradient must be the same on all ranks, got \["):
+            (loss * (1 + comm.rank)).backward()
+        wb.functional.clip_loss(x, x, 2.0, **options).backward()
+        assert x.grad.isfinite().all()
+
+
+@case
 def what_moves_in_the_backward_pass(comm):
     """The strategies differ in it: "replicate" moves nothing, and the replicated loss's adjoints move nothing."""
     x = torch.randn(4, 3, dtype=torch.float64)

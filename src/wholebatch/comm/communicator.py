@@ -21,15 +21,16 @@ from torch import Tensor
 from .._checks import check_choice
 from . import compiled, maps, nodes
 from .arguments import OPS, SUMS, check_tensor, checked_counts, checked_dim, checked_op, parts, without
+from .binding import CallError, complaint
 from .call import Call, signature
-from .compiled import compiles_to, eager
+from .compiled import collective, compiles_to, eager
 from .handle import Handle
 from .handshake import GRAD_ENABLED, NEEDS_GRAD, SIGNATURE, handshake
 from .maps import LOSSES, Loss
 from .messages import complaint, exchange_signatures
 from .nonlinear import reduce_nonlinearly
 from .order import Order
-from .transport import CHANNELS, Transport
+from .transport import CHANNELS, Checked, Transport
 
 _splits = 0  # the serial number of the last one that this process took part in
 _WAITING = "the collectives that wait for the backward pass"
@@ -116,7 +117,7 @@ class Communicator:
         entry, counts = self._enter_rows("all_gather", x, counts, dim, check)
         return self._apply(entry, maps.AllGather(self.transport, counts, self.loss), x, dim)
 
-    @eager
+    @collective
     def iall_gather(
         self, x: Tensor, *, counts: Sequence[int] | None = None, dim: int = 0, check: bool | None = None
     ) -> Handle:
@@ -159,7 +160,7 @@ class Communicator:
         with entry.gradients():
             return reduce_nonlinearly(x, op, entry.call, "sum").split(counts, dim)[self.rank].clone()
 
-    @eager
+    @collective
     def ireduce_scatter(
         self,
         x: Tensor,
@@ -194,13 +195,13 @@ class Communicator:
         with entry.gradients():
             return reduce_nonlinearly(x, op, entry.call, self.loss)
 
-    @eager
+    @collective
     def iall_reduce(self, x: Tensor, op: str = "sum", *, check: bool | None = None) -> Handle:
         """Start a sum or average :meth:`all_reduce`; adjoint of start and wait: wait and start of an all_reduce."""
         entry = self._enter("iall_reduce", x, lambda: {"op": checked_op(op, x, SUMS)}, check)
         return self._start(entry, maps.AllReduce(self.transport, self._scale(op), self.loss), x)
 
-    @eager
+    @collective
     def broadcast(self, x: Tensor, root: int = 0, *, check: bool | None = None) -> Tensor:
         """Give every rank the tensor of rank `root`; adjoint: :meth:`reduce`.
 
@@ -214,7 +215,7 @@ class Communicator:
         entry = self._enter("broadcast", x, lambda: {"root": self._checked_rank("root", root)}, check)
         return self._apply(entry, maps.Broadcast(self.transport, root, self.loss), x)
 
-    @eager
+    @collective
     def reduce(self, x: Tensor, op: str = "sum", *, root: int = 0, check: bool | None = None) -> Tensor:
         """Reduce the ranks' tensors, the result on rank `root` and zeros elsewhere; adjoint: :meth:`broadcast`.
 
@@ -241,7 +242,7 @@ class Communicator:
             y = reduce_nonlinearly(x, op, entry.call, "sum")
             return y if self.rank == root else y.masked_fill(torch.ones_like(y, dtype=torch.bool), 0)
 
-    @eager
+    @collective
     def gather(
         self,
         x: Tensor,
@@ -271,7 +272,7 @@ class Communicator:
         entry, counts = self._enter_rows("gather", x, counts, dim, check, root=root)
         return self._apply(entry, maps.Gather(self.transport, counts, root), x, dim)
 
-    @eager
+    @collective
     def scatter(
         self,
         x: Tensor | None,
@@ -452,7 +453,7 @@ class Communicator:
             raise ValueError(f"handle must be one that this communicator returned, got {handle!r}")
         return handle.wait()
 
-    @eager
+    @collective
     def split(self, color: int | None) -> Communicator | None:
         """The communicator of the ranks that pass the same `color`, in their order here; None for `color=None`.
 
@@ -481,7 +482,7 @@ class Communicator:
         part._order = self._order
         return part
 
-    @eager
+    @collective
     def backward(
         self, loss: Tensor | None = None, gradient: Tensor | None = None, *, retain_graph: bool = False
     ) -> None:
@@ -563,8 +564,17 @@ class Communicator:
         else:
             state()
         joins = everyone is None or any(facts[NEEDS_GRAD] for facts in everyone)
-        call = Call(self.transport, name, check=checking, trace=self.trace)
+        checked: Checked = "before" if check is False else checking
+        call = Call(self.transport, name, check=checked, trace=self.trace)
         return _Entry(self._order.enter(call), joins, everyone)
+
+    def refuse_call(self, method: str, error: CallError, given: Mapping[str, Any]) -> None:
+        """Raise an error about arguments that do not fit a collective method, on all ranks where they check calls."""
+        self.transport.check_open()
+        self.calls += method not in ("split", "backward")
+        check = given.get("check")
+        if method == "split" or (self.check if check is None else check):
+            handshake(self.transport, complaint(error), caller=f"{type(self).__name__}.{method}")
 
     def _enter_rows(
         self, operation: str, x: Tensor, counts: Sequence[int] | None, dim: int, check: bool | None, **options: Any
@@ -683,7 +693,7 @@ class Communicator:
             flight, ticket = nodes.start(map, x.movedim(dim, 0) if dim else x, call)
         if arrange is None:
             arrange = (lambda y: y.movedim(0, dim)) if dim else (lambda y: y)
-        if call.collective and call.check:
+        if call.collective and call.check is True:
             verify = partial(self._agree_to_wait, call)
         return Handle(self, flight, ticket, x, verify=verify, arrange=arrange)
 

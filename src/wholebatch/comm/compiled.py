@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .._precision import accumulation_dtype
 from . import _c10d
+from .binding import bound
 
 if TYPE_CHECKING:
     from .communicator import Communicator
@@ -35,11 +36,16 @@ def eager(method: Callable[_P, _R]) -> Callable[_P, _R]:
     return torch.compiler.disable(method, reason=REASON)
 
 
+def collective(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorator: run a communicator's method outside compiled graphs; arguments that do not fit are told to all."""
+    return eager(bound(method, lambda error, args, kwargs: args[0].refuse_call(method.__name__, error, kwargs)))
+
+
 def compiles_to(functional: Callable[..., Tensor | None]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Decorator: `functional(...)` inside compiled graphs, unless it is None; otherwise the method, eagerly."""
 
     def decorate(method: Callable[_P, _R]) -> Callable[_P, _R]:
-        eagerly = eager(method)
+        eagerly = collective(method)
 
         @wraps(method)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:

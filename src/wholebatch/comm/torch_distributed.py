@@ -92,6 +92,17 @@ class TorchTransport(Transport):
             works = [work for of_rank in self._broadcasts(wire, out, counts) for work in of_rank]
         return _after(works, lambda: out.to(x.device), wire)
 
+    def all_gather_statements(self, x: Tensor) -> Finish:
+        # gloo tells its all-gather from the broadcasts that move features: a rank that is elsewhere makes the others
+        # time out, and does not write its features over their statements or break their connections.
+        wire = self._wire(x)
+        out = wire.new_empty((self.size, *x.shape[1:]))
+        works = [_c10d.all_gather_single(out, wire, group=self.group, async_op=True)]
+        return _after(works, lambda: out.to(x.device), wire)
+
+    def stays_on_device(self, x: Tensor) -> bool:
+        return x.device.type != "cpu" and self._wire(x) is x
+
     def all_gather_by_rank(self, x: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, list[Finish]]:
         if self._wire(x) is not x:
             return super().all_gather_by_rank(x, counts)

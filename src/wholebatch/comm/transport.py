@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from torch import Tensor
 
@@ -65,6 +65,14 @@ class Transport(ABC):
     @abstractmethod
     def all_gather(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
         """(n_r, ...) -> (sum n_r, ...)."""
+
+    def all_gather_statements(self, x: Tensor) -> Finish:
+        """(1, n) bytes -> (W, n): what ranks state in a handshake, kept apart on the wire from the data of a loss."""
+        return self.all_gather(x, (1,) * self.size)
+
+    def stays_on_device(self, x: Tensor) -> bool:
+        """Whether x travels from device to device, so that reading what arrives would make the host wait."""
+        return False
 
     def all_gather_by_rank(self, x: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, list[Finish]]:
         """The same, and what to wait for before a rank's rows are there."""
@@ -152,24 +160,30 @@ class CommunicationError(RuntimeError):
 _T = TypeVar("_T")
 
 
-def named(transport: Transport, what: str, check: bool, act: Callable[[], _T]) -> _T:
+# Whether the ranks make sure that they make the same call: by a handshake of this call, or not at all. Losses do so
+# once for all collectives of a pass: in a handshake of the loss, before the others.
+Checked = Literal[True, False, "of a loss", "before"]
+
+_HINTS: dict[Checked, str] = {
+    True: "checking is on, so no rank made another call: one did not call at all. It may have failed, or its loss does "
+    "not reach this operation; then every rank calls comm.backward(loss), with None for no loss",
+    False: "to be told whether another rank made another call, switch checking on: check=True in the communicator or "
+    "the environment variable WHOLEBATCH_CHECK=1",
+    "of a loss": "one rank did not come here. It may have failed or ended, or be elsewhere: in an evaluation that one "
+    "rank makes alone, or behind a data loader that gives another rank more batches",
+    "before": "this call is not compared itself (check=False), a loss compares its calls once, when its forward or "
+    "backward pass begins: another rank has failed or has been stopped since; look at what it says",
+}
+
+
+def named(transport: Transport, what: str, check: Checked, act: Callable[[], _T]) -> _T:
     """act(); a failure of the transport becomes a `CommunicationError` that says what was going on."""
     try:
         return act()
     except CommunicationError:
         raise
     except (RuntimeError, TimeoutError) as error:
-        if check:
-            hint = (
-                "checking is on, so no rank made another call: one did not call at all. It may have failed, or its "
-                "loss does not reach this operation; then every rank calls comm.backward(loss), with None for no loss"
-            )
-        else:
-            hint = (
-                "to be told whether another rank made another call, switch checking on: check=True in the communicator "
-                "or the environment variable WHOLEBATCH_CHECK=1"
-            )
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CommunicationError(
-            f"rank {transport.rank} of {transport.size}, in {what}: {reason}. If it waited in vain: {hint}"
+            f"rank {transport.rank} of {transport.size}, in {what}: {reason}. If it waited in vain: {_HINTS[check]}"
         ) from error

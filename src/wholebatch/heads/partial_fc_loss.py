@@ -82,7 +82,7 @@ def partial_fc_loss(
 
     Collectives (none on one process): forward 2 handshakes, 1 all-gather of labels, 1 of embeddings, 1 all-to-all of
     2 B numbers (B more each for a bias, and for centres that are not normalised), 1 all-reduce of one number, with
-    class_ids 1 of B; backward the same all-to-all and 1 reduce-scatter of the embeddings' gradient. A
+    class_ids 1 of B; backward 1 handshake, the same all-to-all and 1 reduce-scatter of the embeddings' gradient. A
     :class:`wholebatch.CurricularFace`: 1 all-reduce of B numbers more.
 
     Raises:

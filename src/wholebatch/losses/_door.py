@@ -31,12 +31,14 @@ from .._checks import (
 )
 from .._precision import accumulation_dtype, wide_dtype
 from ..comm import Communicator, Group, LocalCommunicator, handshake, select_communicator
+from ..comm.binding import CallError, bound, complaint
 from ..comm.handshake import GRAD_ENABLED
 from ..exchange import EXCHANGES, Exchange, ExchangeName, columns_of_a_chunk, num_entries, select_exchange
 from ..kernels import KERNELS, Kernel, check_kernel, in_triton
 from ..partition import Partition
 from ..sweep import Budget, Memory, default_side, fit, side_of_tiles, smallest_budget
 from ..sync import Sync, check_sync, feature_factor, loss_parameters, scale_gradient, total
+from ._backward import CALL, check_earlier, differed, latest_call, number_call, together
 from ._joining import gradient_facts, join
 from ._towers import no_autocast, paired_products
 
@@ -102,6 +104,7 @@ class Agreement:
     """What each rank knows of all ranks' arguments."""
 
     caller: str
+    call: int  # its number, the same on all ranks
     options: Options
     comm: Communicator
     scalars: dict[str, float]
@@ -201,7 +204,7 @@ class Agreement:
         if weights is not None:
             losses = weights.to(losses) * losses
         if self.options.reduction == "none":
-            return losses.to(self.dtype)
+            return self.result(losses.to(self.dtype), one_loss=False)
         return self.total_of(losses.sum(), count, counted)
 
     def total_of(self, share: Tensor, count: int | Tensor, counted: Tensor | None = None) -> Tensor:
@@ -213,15 +216,32 @@ class Agreement:
             weights = weights.to(loss) if counted is None else weights.to(loss) * counted
             weight = total(self.comm, weights.sum())
             loss = torch.where(weight > 0, loss / weight.clamp(min=torch.finfo(loss.dtype).tiny), 0.0)
-        return loss.to(self.dtype)
+        return self.result(loss.to(self.dtype))
+
+    def result(self, loss: Tensor, *, one_loss: bool = True) -> Tensor:
+        """The loss as it leaves: its backward pass begins with a comparison between the ranks, see `together`."""
+        return together(loss, self.comm, self.caller, self.call, one_loss=one_loss)
 
 
 def eager(loss: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorator: a compiled training step leaves its graph for the loss, whose handshake no graph can hold.
 
-    And autocast is off inside: what a loss makes of its numbers needs their precision.
+    And autocast is off inside: what a loss makes of its numbers needs their precision. Arguments that do not fit the
+    signature are an error on every rank.
     """
-    return torch.compiler.disable(no_autocast(loss), reason="wholebatch's losses run outside the compiled graph")
+    call = no_autocast(bound(loss, lambda error, args, kwargs: _refuse(loss.__qualname__, error, args, kwargs)))
+    return torch.compiler.disable(call, reason="wholebatch's losses run outside the compiled graph")
+
+
+def _refuse(caller: str, error: CallError, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise, on all ranks of the group that was given, an error about arguments that do not fit a signature."""
+    module = args[0] if args and isinstance(args[0], nn.Module) else None
+    options = getattr(module, "options", module)
+    try:
+        comm = select_communicator(kwargs.get("group", getattr(options, "group", None)))
+    except ValueError:  # no group: there is nobody to tell
+        return
+    handshake(comm, complaint(error), caller=caller)
 
 
 def agree(
@@ -289,7 +309,8 @@ def agree(
         for name, value in numbers.items():
             check_one(name, value)
         # All that is to be known of what lies on a GPU, in one look.
-        seen = on_host({**_to_be_seen(given, numbers, weights[0], matching), **see()})
+        seen = on_host({**_to_be_seen(given, numbers, weights[0], matching), **see(), **differed(comm.transport)})
+        check_earlier(comm.transport, seen)
         norms = {name: check_norm(name, x, seen[_norm(name)]) for name, x in given.items()}
         values = {name: check_value(name, seen.get(name, value)) for name, value in numbers.items()}
         for name in positive:
@@ -311,6 +332,7 @@ def agree(
             "exchange": options.exchange,
             "memory": options.memory,
             "reduction": options.reduction,
+            CALL: latest_call(),
             **more,
             **judge(seen),
             **gradient_facts([*inputs.values()]),
@@ -333,6 +355,7 @@ def agree(
         raise ValueError(f"{caller}: weights must not be 0 for every example of every rank: no loss would be left")
     return Agreement(
         caller,
+        number_call([facts[CALL] for facts in everyone]),
         options,
         comm,
         {name: values[0] for name, values in by_rank.items()},

@@ -97,7 +97,8 @@ def circle_loss(
         batch. Its dtype is that of the features, float32 for half precision.
 
     The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient.
+    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
+    ranks that differ all raise ValueError.
 
     Work: 5 units of b_r B d multiply-adds per rank. Memory: as :func:`wholebatch.functional.nt_xent_loss`, and a
     third tile and a fourth. Collectives: as there, twice, and the positives' sums once more; one all-gather of labels.
@@ -167,6 +168,7 @@ class CircleLoss(LossModule):
         )
         _checked(m, gamma)
 
+    @eager
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.circle_loss`: (b_r, d), (b_r,) -> L, the same on all ranks."""
         return circle_loss(features, labels, weights=weights, **self.settings)

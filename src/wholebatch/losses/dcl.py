@@ -70,7 +70,8 @@ def dcl_loss(
         batch. Its dtype is that of the features, float32 for half precision.
 
     The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient.
+    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
+    ranks that differ all raise ValueError.
 
     An example without negatives has loss 0. Work, memory and collectives: as
     :func:`wholebatch.functional.nt_xent_loss`; with sigma one more all-reduce of a number.
@@ -153,6 +154,7 @@ class DCLLoss(LossModule):
         check_temperature("temperature", temperature)
         _checked(sigma)
 
+    @eager
     def forward(self, z0: Tensor, z1: Tensor, *, ids: Tensor | None = None, weights: Tensor | None = None) -> Any:
         """See :func:`wholebatch.functional.dcl_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
         return dcl_loss(z0, z1, ids=ids, weights=weights, **self.settings)

@@ -72,7 +72,8 @@ def debiased_loss(
         batch. Its dtype is that of the features, float32 for half precision.
 
     The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient.
+    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
+    ranks that differ all raise ValueError.
 
     An example without negatives has loss 0. Work, memory and collectives: as
     :func:`wholebatch.functional.nt_xent_loss`; twice that with beta.
@@ -161,6 +162,7 @@ class DebiasedLoss(LossModule):
         check_temperature("temperature", temperature)
         _checked(tau_plus, beta)
 
+    @eager
     def forward(self, z0: Tensor, z1: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.debiased_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
         return debiased_loss(z0, z1, weights=weights, **self.settings)

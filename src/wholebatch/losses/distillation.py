@@ -72,7 +72,8 @@ def distillation_loss(
         batch. Its dtype is that of the features, float32 for half precision.
 
     The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient.
+    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
+    ranks that differ all raise ValueError.
 
     Work: 9 units of b_r B d multiply-adds per rank for features of equal width: of the teacher 3, of the student 6.
     Memory beyond inputs and gradients: four tiles and O(b_r), and on several ranks what the exchange takes for
@@ -169,6 +170,7 @@ class _SoftTargets(torch.autograd.Function):
 
     @staticmethod
     @no_autocast
+    @eager
     def forward(
         ctx: Any,
         plan: _Plan,
@@ -264,6 +266,7 @@ class DistillationLoss(LossModule):
     ) -> None:
         super().__init__(reduction=reduction, group=group, sync=sync, exchange=exchange, memory=memory)
 
+    @eager
     def forward(
         self,
         image_features: Tensor,

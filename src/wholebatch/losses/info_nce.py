@@ -128,7 +128,8 @@ def info_nce_loss(
         batch. Its dtype is that of the features, float32 for half precision.
 
     The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient.
+    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
+    ranks that differ all raise ValueError.
 
     Work: 4 units of b K d multiply-adds per rank, K all keys and negatives; 3 where exp(S) is kept. key_to_query adds
     nothing to that, unless there is `hardness` or `exclude_above`; then each direction is another 4 units.
@@ -280,6 +281,7 @@ class InfoNCELoss(LossModule):
             **settings,
         )
 
+    @eager
     def forward(
         self,
         queries: Tensor,

@@ -82,7 +82,8 @@ def matryoshka_loss(
         batch. Its dtype is that of the features, float32 for half precision.
 
     The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient.
+    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
+    ranks that differ all raise ValueError.
 
     Work: 4 units of b_r B d multiply-adds per rank, whatever the number of parts, and an exponential per entry, part
     and pass. Memory beyond inputs and gradients: a tile for each part and three, and on several ranks what the
@@ -225,6 +226,7 @@ class MatryoshkaLoss(LossModule):
             kernel=kernel,
         )
 
+    @eager
     def forward(
         self,
         queries: Tensor,

@@ -68,10 +68,11 @@ def moco_loss(
         batch. Its dtype is that of the features, float32 for half precision.
 
     The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient.
+    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
+    ranks that differ all raise ValueError.
 
     Work: 3 units of b_r n d multiply-adds per rank, 2 where exp(S) is kept. Memory beyond inputs and gradients: two
-    tiles and O(b_r). Collectives: 1 handshake, and all-reduces of one number.
+    tiles and O(b_r). Collectives: 1 handshake in each pass, and all-reduces of one number.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`;
@@ -143,6 +144,7 @@ class MoCoLoss(LossModule):
             kernel=kernel,
         )
 
+    @eager
     def forward(
         self,
         queries: Tensor,

@@ -74,13 +74,14 @@ def triplet_loss(
         batch. Its dtype is that of the features, float32 for half precision.
 
     The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient.
+    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
+    ranks that differ all raise ValueError.
 
     Work: 1 unit of b_r B d multiply-adds per rank; another in float64 where features of lower precision have a hardest
     row within 3% of their norm (of their distance from the mean, if they are not normalised). Memory beyond inputs and
     gradients: two tiles, O(b_r d), and on several ranks what the exchange takes for Z. Collectives: forward 1
     handshake, all-gathers of labels and of W numbers, what the exchange needs for Z, 2 all-to-alls, 2 all-reduces of a
-    number; backward 1 all-to-all.
+    number; backward 1 handshake and 1 all-to-all.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.sup_con_loss`.
@@ -189,6 +190,7 @@ class TripletLoss(LossModule):
         )
         _checked(margin, smooth, distance, normalise)
 
+    @eager
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.triplet_loss`: (b_r, d), (b_r,) -> L, the same on all ranks."""
         return triplet_loss(features, labels, weights=weights, **self.settings)
