@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from .._graph_break import outside_graphs
 from .._precision import accumulation_dtype
 from . import _c10d
 
@@ -32,7 +33,7 @@ _R = TypeVar("_R")
 
 def eager(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorator: run outside compiled graphs."""
-    return torch.compiler.disable(method, reason=REASON)
+    return outside_graphs(method, REASON)
 
 
 def compiles_to(functional: Callable[..., Tensor | None]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:

@@ -29,6 +29,7 @@ from .._checks import (
     norm_bound,
     on_host,
 )
+from .._graph_break import outside_graphs
 from .._precision import accumulation_dtype, wide_dtype
 from ..comm import Communicator, Group, LocalCommunicator, handshake, select_communicator
 from ..comm.handshake import GRAD_ENABLED
@@ -221,7 +222,7 @@ def eager(loss: Callable[_P, _R]) -> Callable[_P, _R]:
 
     And autocast is off inside: what a loss makes of its numbers needs their precision.
     """
-    return torch.compiler.disable(no_autocast(loss), reason="wholebatch's losses run outside the compiled graph")
+    return outside_graphs(no_autocast(loss), "wholebatch's losses run outside the compiled graph")
 
 
 def agree(
