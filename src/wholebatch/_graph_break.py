@@ -20,7 +20,7 @@ _DYNAMO = "torch._dynamo"
 def outside_graphs(function: Callable[_P, _R], reason: str) -> Callable[_P, _R]:
     """The function, which breaks the graph where it is called in a compiled one; `fullgraph=True` names the `reason`.
 
-    Until `torch._dynamo` is imported, which `torch.compile` does, nothing compiles, and the function is called as it is.
+    Nothing compiles before `torch._dynamo` is imported, which `torch.compile` does: until then it is called as it is.
     """
     skipped = _skipped(function, reason)
 

@@ -28,9 +28,9 @@ class TorchTransport(Transport):
 
     max_tag = 2**31 - 1
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, *, made_by_split: bool = False) -> None:
         super().__init__()
-        self.group = group
+        self._group, self._made_by_split = group, made_by_split
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.backend = str(dist.get_backend(group))
         self.in_order = "nccl" in self.backend
@@ -38,7 +38,18 @@ class TorchTransport(Transport):
         named: Any = self._default_group if group is None else group
         self.group_name: str = named.group_name
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group, None for the default group.
+
+        Raises:
+            ValueError: after `close`.
+        """
+        self.check_not_closed()
+        return self._group
+
     def check_open(self) -> None:
+        self.check_not_closed()
         if not self._is_alive():
             raise ValueError(
                 "the process group of this communicator has been destroyed; make a new communicator after "
@@ -49,18 +60,30 @@ class TorchTransport(Transport):
         if not dist.is_initialized() or dist.group.WORLD is not self._default_group:
             return False
         try:
-            return dist.get_rank(self.group) >= 0
+            return dist.get_rank(self._group) >= 0
         except ValueError:  # torch has no record of the group
             return False
 
-    def split(self, members: Sequence[int], *, member: bool) -> TorchTransport | None:
+    def split(self, members: Sequence[int], *, member: bool, name: str) -> TorchTransport | None:
         if not member:
             return None
         ranks = [
             dist.get_global_rank(self.group if self.group is not None else self._default_group, member)
             for member in members
         ]
-        return TorchTransport(dist.new_group(ranks, use_local_synchronization=True))
+        with _c10d.next_group_is_named(name):
+            return TorchTransport(dist.new_group(ranks, use_local_synchronization=True), made_by_split=True)
+
+    @property
+    def ends_with_close(self) -> bool:
+        return self._made_by_split and not self.closed and self._is_alive()
+
+    def close(self) -> None:
+        """Let go of the process group, too: its threads and descriptors end with the last that refers to it."""
+        if self.ends_with_close:
+            dist.destroy_process_group(self._group)
+        super().close()
+        self._group = self._default_group = None
 
     def all_gather(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
         wire = self._wire(x)
