@@ -52,6 +52,20 @@ def freed_communicators():
         MPICommunicator(theirs)
 
 
+def closed_parts():
+    """MPI has room for about two thousand communicators: a part frees its own, a caller's stays."""
+    theirs = MPI.COMM_WORLD.Dup()
+    comm = MPICommunicator(theirs)
+    part = comm.split(0)
+    part.close()
+    assert part.transport._messages_over == MPI.COMM_NULL
+    duplicate = comm.transport._comm
+    comm.close()
+    assert duplicate != MPI.COMM_NULL, "another MPICommunicator(theirs) may use it"
+    assert MPICommunicator(theirs).all_reduce(torch.tensor(1)).item() == theirs.Get_size()
+    theirs.Free()
+
+
 def launched_without_a_group():
     """Under mpiexec, a loss without a group would take its own rows for the whole batch."""
     if MPI.COMM_WORLD.Get_size() > 1:
@@ -90,6 +104,7 @@ MPI_CASES = {
         communicators_of_mpi4py,
         communicators_without_this_rank,
         freed_communicators,
+        closed_parts,
         launched_without_a_group,
         a_rank_that_does_not_come,
         after_finalization,  # the last one

@@ -12,7 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+from weakref import WeakSet
 from zlib import crc32
 
 import torch
@@ -27,12 +30,14 @@ from .compiled import collective, compiles_to, eager
 from .handle import Handle
 from .handshake import GRAD_ENABLED, NEEDS_GRAD, SIGNATURE, handshake
 from .maps import LOSSES, Loss
-from .messages import complaint, exchange_signatures
+from .messages import exchange_signatures, refusal
 from .nonlinear import reduce_nonlinearly
 from .order import Order
-from .transport import CHANNELS, Checked, Transport
+from .transport import ABANDONED, CHANNELS, Checked, CommunicationError, Transport
 
-_splits = 0  # the serial number of the last one that this process took part in
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 _WAITING = "the collectives that wait for the backward pass"
 
 
@@ -78,6 +83,7 @@ class Communicator:
         self._messages = 0
         self._slots: dict[tuple[str, int, int], int] = {}
         self._dropped: list[str] = []
+        self._handles: WeakSet[Handle] = WeakSet()
 
     @property
     def rank(self) -> int:
@@ -458,29 +464,79 @@ class Communicator:
         """The communicator of the ranks that pass the same `color`, in their order here; None for `color=None`.
 
         Collective over this communicator. The parts share its settings, and its order: :meth:`backward` of any of
-        them covers the calls of all.
+        them covers the calls of all. A part holds descriptors and threads of this process (torch.distributed), or one
+        of the few communicators that there can be (MPI), until it is closed: by :meth:`close`, or by
+        `with comm.split(color) as part:`.
 
         Raises:
             ValueError: on every rank, if a colour is neither an integer nor None.
         """
-        global _splits  # noqa: PLW0603  # of this process, by whichever communicator
 
         def state() -> dict[str, Any]:
             if color is not None and (not isinstance(color, int) or isinstance(color, bool)):
                 raise ValueError(f"color must be an integer or None, got {color!r}")
-            return {"color": color, "splits": _splits}
+            return {"color": color, "name": uuid4().hex}
 
         self.transport.check_open()
         everyone = handshake(self.transport, state, caller="split")
-        _splits = 1 + max(facts["splits"] for facts in everyone)
         members = [rank for rank, facts in enumerate(everyone) if facts["color"] == color]
-        transport = self.transport.split(members, member=color is not None, serial=_splits)
+        transport = self.transport.split(members, member=color is not None, name=everyone[members[0]]["name"])
         if transport is None:
             return None
         part: Communicator = object.__new__(type(self))
         Communicator.__init__(part, transport, loss=self.loss, check=self.check, trace=self.trace)
         part._order = self._order
         return part
+
+    @eager
+    def close(self) -> None:
+        """End this communicator; any use of it from now on is a ValueError. To close it again does nothing.
+
+        A communicator that :meth:`split` made ends its process group, or frees its MPI communicator. That is
+        collective over it: every rank closes it, after its last operation and the backward passes of its operations.
+        Any other belongs to the caller, who made its group: the group stays as it is, and nothing is collective.
+
+        Parts of this communicator live on. The threads and descriptors of a process group end with the last that
+        refers to it: take care that nothing else does.
+
+        Raises:
+            ValueError: on every rank, if handles of this communicator have not been waited for; it stays open.
+            CommunicationError: if a rank does not come; closed all the same.
+        """
+        if self.transport.closed:
+            return
+        try:
+            if self.transport.ends_with_close:
+                handshake(self.transport, self._state_at_close, caller="close")
+            else:
+                self._state_at_close()
+        except CommunicationError:
+            self.transport.close()
+            raise
+        self.transport.close()
+
+    def __enter__(self) -> Self:
+        self.transport.check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close it. After an error on this rank, which the others may not have, without waiting for them."""
+        if error is None:
+            self.close()
+        elif any(handle.under_way for handle in self._handles):
+            Transport.close(self.transport)
+            ABANDONED.append(self.transport)  # the group's own end would wait for what is under way
+        else:
+            self.transport.close()
+
+    def _state_at_close(self) -> dict[str, Any]:
+        self._refuse_dropped_handles()
+        under_way = sorted(handle.name for handle in self._handles if handle.under_way)
+        if under_way:
+            raise ValueError(f"operations are under way: {', '.join(under_way)}; wait for each before close()")
+        return {}
 
     @collective
     def backward(
@@ -502,6 +558,7 @@ class Communicator:
                 and no call waits for one), if `loss` is no scalar and has no `gradient`, if a handle was dropped, or if
                 different collectives of this communicator wait for the backward pass on different ranks.
         """
+        self.transport.check_not_closed()
 
         def state() -> dict[str, Any]:
             self._refuse_dropped_handles()
@@ -647,7 +704,7 @@ class Communicator:
                 raise
             self._slot(direction, peer, tag)
             self._failed(direction, peer, tag)
-            raise complaint(self.transport, error, operation, sends=sends, peer=peer, tag=tag) from error
+            raise refusal(self.transport, error, operation, sends=sends, peer=peer, tag=tag) from error
         self._messages += 1
         call = Call(
             self.transport,
@@ -695,7 +752,9 @@ class Communicator:
             arrange = (lambda y: y.movedim(0, dim)) if dim else (lambda y: y)
         if call.collective and call.check is True:
             verify = partial(self._agree_to_wait, call)
-        return Handle(self, flight, ticket, x, verify=verify, arrange=arrange)
+        handle = Handle(self, flight, ticket, x, verify=verify, arrange=arrange)
+        self._handles.add(handle)
+        return handle
 
     def _agree_to_wait(self, call: Call) -> bool:
         """All ranks wait for the same nonblocking collective next: so their adjoints start in the same order, too."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from .._graph_break import outside_graphs
 from .._precision import accumulation_dtype
 from . import _c10d
 from .binding import bound
@@ -33,7 +34,7 @@ _R = TypeVar("_R")
 
 def eager(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorator: run outside compiled graphs."""
-    return torch.compiler.disable(method, reason=REASON)
+    return outside_graphs(method, REASON)
 
 
 def collective(method: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -133,5 +134,5 @@ def _is_sum(op: str, x: Tensor) -> bool:
 
 
 def _group(comm: Communicator) -> str | None:
-    """The name of the process group, if there is one."""
-    return getattr(comm.transport, "group_name", None)
+    """The name of the process group, if there is one and it is open."""
+    return None if comm.transport.closed else getattr(comm.transport, "group_name", None)

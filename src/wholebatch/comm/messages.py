@@ -57,7 +57,7 @@ def exchange_signatures(
     return verify
 
 
-def complaint(
+def refusal(
     transport: Transport, error: ValueError | TypeError, name: str, *, sends: bool, peer: int, tag: int
 ) -> ValueError | TypeError:
     """Tell the peer that there will be no message, and why; the error to raise here, which is the one that it gets."""

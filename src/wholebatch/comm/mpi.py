@@ -30,12 +30,12 @@ _BUSY_TESTS = 1000  # how often a request is tested before this process lets oth
 class MPITransport(Transport):
     """Bytes over a communicator of mpi4py that nobody else uses."""
 
-    def __init__(self, comm: MPI.Intracomm, timeout_s: float) -> None:
+    def __init__(self, comm: MPI.Intracomm, timeout_s: float, *, made_by_split: bool = False) -> None:
         super().__init__()
         from mpi4py import MPI
 
         self._mpi = MPI
-        self._comm = comm
+        self._messages_over, self._made_by_split = comm, made_by_split
         self.timeout_s = timeout_s
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.max_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
@@ -46,20 +46,34 @@ class MPITransport(Transport):
             torch.int16: MPI.INT16_T, torch.int32: MPI.INT32_T, torch.int64: MPI.INT64_T,
         }  # fmt: skip
 
+    @property
+    def _comm(self) -> MPI.Intracomm:
+        self.check_not_closed()
+        return self._messages_over
+
     def check_open(self) -> None:
         if self._mpi.Is_finalized():
             raise ValueError("MPI has been finalized; communicate before MPI.Finalize()")
         if self._comm == self._mpi.COMM_NULL:
             raise ValueError("the MPI communicator has been freed; make a new MPICommunicator from one that is alive")
 
-    def split(self, members: Sequence[int], *, member: bool, serial: int) -> MPITransport | None:
+    def split(self, members: Sequence[int], *, member: bool, name: str) -> MPITransport | None:
         part = named(
             self,
             "split",
             False,
             lambda: self._comm.Split(color=members[0] if member else self._mpi.UNDEFINED, key=self.rank),
         )
-        return MPITransport(part, self.timeout_s) if member else None
+        return MPITransport(part, self.timeout_s, made_by_split=True) if member else None
+
+    @property
+    def ends_with_close(self) -> bool:
+        return self._made_by_split and not self.closed and not self._mpi.Is_finalized()
+
+    def close(self) -> None:
+        if self.ends_with_close:
+            self._messages_over.Free()
+        super().close()
 
     def all_gather(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
         wire = x.cpu()

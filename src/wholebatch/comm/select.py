@@ -27,10 +27,11 @@ def select_communicator(group: object) -> Communicator:
     torch.distributed is not initialised.
 
     Raises:
-        ValueError: if `group` is something else, a group that this rank is not in, or None under a launcher of several
-            processes without an initialised process group.
+        ValueError: if `group` is something else, a closed communicator, a group that this rank is not in, or None
+            under a launcher of several processes without an initialised process group.
     """
     if isinstance(group, Communicator):
+        group.transport.check_not_closed()
         return group
     if group is None:
         if dist.is_available() and dist.is_initialized():

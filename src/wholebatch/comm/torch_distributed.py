@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -34,9 +33,9 @@ class TorchTransport(Transport):
 
     max_tag = 2**31 - 1
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, *, made_by_split: bool = False) -> None:
         super().__init__()
-        self.group = group
+        self._group, self._made_by_split = group, made_by_split
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.backend = str(dist.get_backend(group))
         self.in_order = "nccl" in self.backend
@@ -46,7 +45,18 @@ class TorchTransport(Transport):
         self.group_name: str = named.group_name
         self.failed = _FAILED.setdefault(named, {})
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group, None for the default group.
+
+        Raises:
+            ValueError: after `close`.
+        """
+        self.check_not_closed()
+        return self._group
+
     def check_open(self) -> None:
+        self.check_not_closed()
         if not self._is_alive():
             raise ValueError(
                 "the process group of this communicator has been destroyed; make a new communicator after "
@@ -57,19 +67,32 @@ class TorchTransport(Transport):
         if not dist.is_initialized() or dist.group.WORLD is not self._default_group:
             return False
         try:
-            return dist.get_rank(self.group) >= 0
+            return dist.get_rank(self._group) >= 0
         except ValueError:  # torch has no record of the group
             return False
 
-    def split(self, members: Sequence[int], *, member: bool, serial: int) -> TorchTransport | None:
+    def split(self, members: Sequence[int], *, member: bool, name: str) -> TorchTransport | None:
         if not member:
             return None
         ranks = [
             dist.get_global_rank(self.group if self.group is not None else self._default_group, member)
             for member in members
         ]
-        with _named_group(f"wholebatch {serial} of {'_'.join(map(str, ranks))}"):
-            return TorchTransport(dist.new_group(ranks, timeout=self._timeout(), use_local_synchronization=True))
+        with _c10d.next_group_is_named(name):
+            return TorchTransport(
+                dist.new_group(ranks, timeout=self._timeout(), use_local_synchronization=True), made_by_split=True
+            )
+
+    @property
+    def ends_with_close(self) -> bool:
+        return self._made_by_split and not self.closed and self._is_alive()
+
+    def close(self) -> None:
+        """Let go of the process group, too: its threads and descriptors end with the last that refers to it."""
+        if self.ends_with_close:
+            dist.destroy_process_group(self._group)
+        super().close()
+        self._group = self._default_group = None
 
     def _timeout(self) -> timedelta | None:
         """That of this group's operations, for its parts; None where torch does not tell: its default."""
@@ -227,26 +250,6 @@ def _after(works: Sequence[Any], result: Callable[[], Tensor], *keep: Tensor) ->
         return result()
 
     return finish
-
-
-@contextmanager
-def _named_group(name: str) -> Iterator[None]:
-    """The process group that is made inside has this name.
-
-    torch names it by how many groups this process has: its members would wait for each other for ever, under different
-    names, once one of them has been in a group that another has not; or meet again under the name of a group that is
-    gone. Where torch has no such function any more, it is left alone.
-    """
-    c10d: Any = dist.distributed_c10d
-    original = getattr(c10d, "_process_group_name", None)
-    if original is None:
-        yield
-        return
-    c10d._process_group_name = lambda *_args, **_kwargs: name
-    try:
-        yield
-    finally:
-        c10d._process_group_name = original
 
 
 class TorchCommunicator(Communicator):

@@ -45,6 +45,7 @@ class Transport(ABC):
     max_tag: int  # of a message, on the wire
     size_classes = 1  # of messages, each with tags of its own
     in_order = False  # whether messages of two ranks arrive in the order in which they were sent, whatever their tags
+    closed = False
 
     def __init__(self) -> None:
         self._own_messages: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
@@ -54,13 +55,30 @@ class Transport(ABC):
     def check_open(self) -> None:
         """Raise ValueError if the ranks can no longer be reached."""
 
+    def check_not_closed(self) -> None:
+        """Raise ValueError after `close`."""
+        if self.closed:
+            raise ValueError(
+                "this communicator has been closed; close it after its last operation and after the backward passes "
+                "of its operations, or make a new one"
+            )
+
     @abstractmethod
-    def split(self, members: Sequence[int], *, member: bool, serial: int) -> Transport | None:
+    def split(self, members: Sequence[int], *, member: bool, name: str) -> Transport | None:
         """The transport among `members`, ranks of this one in ascending order, for a `member`; None for the others.
 
-        Collective over this transport; its ranks may pass different members, of which each includes the rank. `serial`
-        is the same on all of them, and of no earlier split of any member.
+        Collective over this transport; its ranks may pass different members, of which each includes the rank. `name`
+        is the same on all members, and no other split of any program's has it.
         """
+
+    @property
+    def ends_with_close(self) -> bool:
+        """Whether `split` made what this moves bytes over, for it alone, and it is still there."""
+        return False
+
+    def close(self) -> None:
+        """Where `ends_with_close`, end what it moves bytes over. From now on every operation raises ValueError."""
+        self.closed = True
 
     @abstractmethod
     def all_gather(self, x: Tensor, counts: tuple[int, ...]) -> Finish:

@@ -29,6 +29,7 @@ from .._checks import (
     norm_bound,
     on_host,
 )
+from .._graph_break import outside_graphs
 from .._precision import accumulation_dtype, wide_dtype
 from ..comm import Communicator, Group, LocalCommunicator, handshake, select_communicator
 from ..comm.binding import CallError, bound, complaint
@@ -230,7 +231,7 @@ def eager(loss: Callable[_P, _R]) -> Callable[_P, _R]:
     signature are an error on every rank.
     """
     call = no_autocast(bound(loss, lambda error, args, kwargs: _refuse(loss.__qualname__, error, args, kwargs)))
-    return torch.compiler.disable(call, reason="wholebatch's losses run outside the compiled graph")
+    return outside_graphs(call, "wholebatch's losses run outside the compiled graph")
 
 
 def _refuse(caller: str, error: CallError, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
