@@ -46,6 +46,17 @@ from .._precision import accumulation_dtype
 if TYPE_CHECKING:
     from .transport import Transport
 
+_CARRIERS = {
+    getattr(torch, name): carrier
+    for carrier, names in (
+        (torch.uint8, ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")),
+        (torch.float16, ("int16", "uint16")),
+        (torch.int32, ("uint32", "complex32")),
+        (torch.int64, ("uint64",)),
+    )
+    for name in names
+    if hasattr(torch, name)
+}
 Finish = Callable[[], Tensor]  # waits for an operation that is under way, and returns its result
 Loss = Literal["sum", "replicated"]
 LOSSES: tuple[str, ...] = get_args(Loss)
@@ -81,7 +92,7 @@ class AllGather(LinearMap):
     loss: Loss = "sum"
 
     def start(self, x: Tensor) -> Finish:
-        return self.transport.all_gather(_plain(x), self.counts)
+        return _moved(x, lambda wire: self.transport.all_gather(wire, self.counts))
 
     @property
     def adjoint(self) -> LinearMap:
@@ -158,7 +169,7 @@ class Broadcast(LinearMap):
     loss: Loss = "sum"
 
     def start(self, x: Tensor) -> Finish:
-        return self.transport.broadcast(_plain(x), self.root)
+        return _moved(x, lambda wire: self.transport.broadcast(wire, self.root))
 
     @property
     def adjoint(self) -> LinearMap:
@@ -203,7 +214,7 @@ class Gather(LinearMap):
     root: int
 
     def start(self, x: Tensor) -> Finish:
-        return self.transport.gather(_plain(x), self.counts, self.root)
+        return _moved(x, lambda wire: self.transport.gather(wire, self.counts, self.root))
 
     @property
     def adjoint(self) -> LinearMap:
@@ -218,7 +229,7 @@ class Scatter(LinearMap):
     root: int
 
     def start(self, x: Tensor) -> Finish:
-        return self.transport.scatter(_plain(x), self.counts, self.root)
+        return _moved(x, lambda wire: self.transport.scatter(wire, self.counts, self.root))
 
     @property
     def adjoint(self) -> LinearMap:
@@ -233,7 +244,7 @@ class AllToAll(LinearMap):
     receive_counts: tuple[int, ...]
 
     def start(self, x: Tensor) -> Finish:
-        return self.transport.all_to_all(_plain(x), self.send_counts, self.receive_counts)
+        return _moved(x, lambda wire: self.transport.all_to_all(wire, self.send_counts, self.receive_counts))
 
     @property
     def adjoint(self) -> LinearMap:
@@ -255,7 +266,7 @@ class Send(LinearMap):
     shape: torch.Size
 
     def start(self, x: Tensor) -> Finish:
-        finish = self.transport.send(_plain(x), self.dest, _wire_tag(self), self.channel)
+        finish = _moved(x, lambda wire: self.transport.send(wire, self.dest, _wire_tag(self), self.channel))
 
         def no_entries() -> Tensor:
             finish()
@@ -279,7 +290,8 @@ class Recv(LinearMap):
     shape: torch.Size
 
     def start(self, x: Tensor) -> Finish:
-        return self.transport.recv(x.new_empty(self.shape), self.source, _wire_tag(self), self.channel)
+        out = x.new_empty(self.shape)
+        return _moved(out, lambda wire: self.transport.recv(wire, self.source, _wire_tag(self), self.channel))
 
     @property
     def adjoint(self) -> LinearMap:
@@ -330,14 +342,29 @@ def _plain(x: Tensor) -> Tensor:
     return x.detach().resolve_conj().resolve_neg().contiguous()
 
 
+def _moved(x: Tensor, start: Callable[[Tensor], Finish]) -> Finish:
+    """Start a movement; dtypes that backends do not know travel as others of the same size, bit for bit."""
+    wire = _plain(x)
+    carrier = _CARRIERS.get(x.dtype)
+    if carrier is None:
+        return start(wire)
+    finish = start(wire.view(carrier))
+    return lambda: finish().view(x.dtype)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """In what numbers of a dtype are summed or compared: backends have no integers of 16 bits."""
+    return torch.int32 if dtype == torch.int16 else accumulation_dtype(dtype)
+
+
 def _sum(x: Tensor, start: Callable[[Tensor], Finish], scale: float) -> Finish:
     """Start a sum: half precision is widened to float32, complex numbers travel as pairs of real ones."""
-    wide = _plain(x).to(accumulation_dtype(x.dtype))
-    finish = start(torch.view_as_real(wide) if wide.is_complex() else wide)
+    summed = _plain(x).to(wide(x.dtype))
+    finish = start(torch.view_as_real(summed) if summed.is_complex() else summed)
 
     def result() -> Tensor:
         y = finish()
-        if wide.is_complex():
+        if summed.is_complex():
             y = torch.view_as_complex(y)
         return (y * scale if scale != 1 else y).to(x.dtype)
 
