@@ -1,5 +1,7 @@
 """Every mistake is a ValueError that shows expected and got, on every rank, whichever rank made it; nothing hangs."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,12 @@ from wholebatch.testing import run_ranks
 
 def features(rows=3, d=4, **options):
     return torch.randn(rows, d, **options)
+
+
+def nested():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The PyTorch API of nested tensors is in prototype stage")
+        return torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(1, 4)])
 
 
 # What rank 1 passes in the place of (features, features, 10.0), and what every rank must then say.
@@ -276,6 +284,18 @@ NEW_MISTAKES = [
     ("multi_similarity_loss", {"alpha": 0.0}, "alpha must be positive"),
     ("circle_loss", {"gamma": -1.0}, "gamma must be positive"),
     ("triplet_loss", {"margin": 0.5}, "settings must be the same on all ranks, got rank 0: .*'margin': 0.2"),
+    ("triplet_loss", {"normalise": "no"}, "normalise must be True or False, got 'no'"),
+    ("triplet_loss", {"smooth": torch.ones(3)}, "smooth must be True or False, got Tensor"),
+    ("vicreg_loss", {"invariance": -1.0}, "invariance must not be negative, got -1.0"),
+    ("barlow_twins_loss", {"redundancy": -1.0}, "redundancy must not be negative, got -1.0"),
+    ("matryoshka_loss", {"symmetric": 1}, "symmetric must be True or False, got 1"),
+    ("clip_loss", {"return_statistics": 1}, "return_statistics must be True or False, got 1"),
+    ("clip_loss", {"label_smoothing": True}, "label_smoothing must be a number, got bool"),
+    ("clip_loss", {"logit_scale": 10**400}, "logit_scale must be finite, got inf"),
+    ("clip_loss", {"sync": torch.ones(3)}, "sync must be 'mean' .* got Tensor"),
+    ("clip_loss", {"exchange": ["gather"]}, "exchange must be one of .* got .'gather'."),
+    ("clip_loss", {"image_features": nested()}, "image_features must be a dense tensor .* got a nested tensor"),
+    ("info_nce_loss", {"exclude_above": 0.1, "exclude_relative": "no"}, "exclude_relative must be True or False"),
     ("triplet_loss", {"distance": "far"}, "distance must be one of 'euclidean', 'squared', 'cosine'; got 'far'"),
     ("smooth_ap_loss", {"temperature": 0.0}, "temperature must be positive"),
     ("barlow_twins_loss", {"epsilon": 0.0}, "epsilon must be positive"),
@@ -381,7 +401,25 @@ def test_modules_refuse_what_does_not_exist_when_they_are_made(name):
         ("WMSELoss", {"epsilon": 2.0}, "epsilon must lie in"),
         ("GlobalContrastiveLoss", {"examples": 0}, "examples must be a positive integer"),
         ("GlobalContrastiveLoss", {"examples": True}, "examples must be a positive integer"),
-        ("GlobalContrastiveLoss", {"examples": 3, "dtype": torch.int64}, "dtype must be a floating-point type"),
+        ("GlobalContrastiveLoss", {"examples": 3, "dtype": torch.int64}, "dtype must be torch.float64, float32"),
+        ("GlobalContrastiveLoss", {"examples": 3, "dtype": "float32"}, "dtype must be .* got 'float32'"),
+        ("GlobalContrastiveLoss", {"examples": 10**15}, "examples ask for a tensor .* this machine has"),
+        ("KeyQueue", {"size": 10**9, "width": 10**9}, "size and width ask for a tensor .* this machine has"),
+        ("KeyQueue", {"size": 4, "width": 4, "dtype": torch.bool}, "dtype must be .* got torch.bool"),
+        ("KeyQueue", {"size": 4, "width": 4, "group": "world"}, "group must be .* got str"),
+        ("CLIPLoss", {"group": "world"}, "group must be .* got str"),
+        ("CLIPLoss", {"return_statistics": "yes"}, "return_statistics must be True or False, got 'yes'"),
+        ("CLIPLoss", {"label_smoothing": True}, "label_smoothing must be a number, got bool"),
+        ("TripletLoss", {"normalise": "no"}, "normalise must be True or False, got 'no'"),
+        ("TripletLoss", {"smooth": 1}, "smooth must be True or False, got 1"),
+        ("TripletLoss", {"margin": -0.1}, "margin must not be negative, got -0.1"),
+        ("MatryoshkaLoss", {"dims": (2, 3), "symmetric": "no"}, "symmetric must be True or False"),
+        ("MatryoshkaLoss", {"dims": (2, 3), "normalise": None}, "normalise must be True or False, got None"),
+        ("InfoNCELoss", {"exclude_above": 0.1, "exclude_relative": "no"}, "exclude_relative must be True or False"),
+        ("VICRegLoss", {"variance": -1.0}, "variance must not be negative, got -1.0"),
+        ("VICRegLoss", {"covariance": float("nan")}, "covariance must be finite, got nan"),
+        ("BarlowTwinsLoss", {"redundancy": -1.0}, "redundancy must not be negative, got -1.0"),
+        ("MultiSimilarityLoss", {"alpha": 10**400}, "alpha must be finite, got 1000"),
         ("MatryoshkaLoss", {"dims": 3}, "dims must be a sequence of integers"),
         ("MatryoshkaLoss", {"dims": (2, 3), "dim_weights": 1.0}, "dim_weights must be as many numbers as dims"),
         ("GlobalContrastiveLoss", {"examples": 5, "gamma": 0.0}, "gamma must lie in"),

@@ -632,6 +632,13 @@ def test_mistakes(world):
     run_ranks(bad_body, world, timeout_s=60)
 
 
+class Upside:
+    s = -1.0
+
+    def __call__(self, targets):
+        return targets.angles.cos()
+
+
 class Learned(nn.Module):
     s = 8.0
 
@@ -651,9 +658,18 @@ class Learned(nn.Module):
         ({"embedding_size": 2.0}, "embedding_size must be a positive integer"),
         ({"margin_grad": "sometimes"}, "margin_grad must be one of 'exact', 'straight_through'"),
         ({"unbiased": True, "sample_rate": 0.0}, "unbiased needs a sample_rate above 0"),
-        ({"seed": "x"}, "seed must be an integer of 64 bits"),
-        ({"seed": 2**64}, "seed must be an integer of 64 bits"),
-        ({"margin": wb.AdaFace(s=-1.0)}, "the margin's scale s must be a positive number, got -1.0"),
+        ({"seed": "x"}, "seed must be an integer from -9223372036854775808 to 9223372036854775807; got 'x'"),
+        ({"seed": 2**64}, "seed must be an integer from -9223372036854775808 to 9223372036854775807; got 1844"),
+        ({"margin": Upside()}, "the margin's scale s must be positive, got -1.0"),
+        ({"margin": wb.ArcFace}, "margin must be one such as wholebatch.ArcFace"),
+        ({"bias": "no"}, "bias must be True or False, got 'no'"),
+        ({"unbiased": 1}, "unbiased must be True or False, got 1"),
+        ({"sample_rate": True}, "sample_rate must be a number, got bool"),
+        ({"label_smoothing": True}, "label_smoothing must be a number, got bool"),
+        ({"ignore_index": 1.5}, "ignore_index must be an integer"),
+        ({"dtype": torch.bool}, "dtype must be torch.float64, float32, bfloat16 or float16, got torch.bool"),
+        ({"device": "toaster"}, "device must be a torch.device or its name, got 'toaster'"),
+        ({"num_classes": 10**14}, "ask for a tensor of shape .100000000000000, 4.*this machine has"),
         ({"margin": Learned()}, "a margin must have no parameters to learn"),
         ({"margin": None}, "margin must be one such as"),
         ({"exclude_above": 2.0}, "exclude_above must be a cosine from -1 to 1"),

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wholebatch.partition import Diagonal, Partition, tiles
+from wholebatch.partition import Diagonal, Partition, Tile, tiles
 
 counts = st.lists(st.integers(0, 50), min_size=1, max_size=9).map(tuple)
 
@@ -58,8 +58,24 @@ def _entries(tile):
 
 
 def test_nonsense_is_refused():
-    for bad in ((), (3, -1)):
-        with pytest.raises(ValueError, match="partition needs"):
+    nan = float("nan")
+    for bad in ((), (3, -1), (nan,), (1.5,), (True,), (None,), "12"):
+        with pytest.raises(ValueError, match=r"partition needs|counts must be a list or tuple"):
             Partition(bad)
-    with pytest.raises(ValueError, match="parts >= 1"):
-        Partition.even(3, 0)
+    for rank in (-1, 2, 9, True, 0.0, 10**400):
+        with pytest.raises(ValueError, match="rank must be an integer from 0 to 1, a rank of this partition; got"):
+            Partition((3, 2)).rows(rank)
+    for total, parts in ((3, 0), (-1, 2), (3, 1.0), (3, True), (nan, 2), (3, 10**12)):
+        with pytest.raises(ValueError, match=r"parts must be an integer|total must be an integer"):
+            Partition.even(total, parts)
+    for wrong in (slice(0, -1), slice(0, None), slice(0, 4, 2), (0, 4), slice(0.0, 4)):
+        with pytest.raises(ValueError, match=r"rows must be a slice\(start, stop\)"):
+            tiles(wrong, slice(0, 4), 2)
+        with pytest.raises(ValueError, match=r"cols must be a slice\(start, stop\)"):
+            Tile(slice(0, 2), wrong)
+    with pytest.raises(ValueError, match="side must be a positive integer"):
+        tiles(slice(0, 4), slice(0, 4), 0)
+    with pytest.raises(ValueError, match="length must be an integer, at least 0"):
+        Diagonal(0, 0, -1)
+    with pytest.raises(ValueError, match="tile must be a Tile"):
+        Diagonal(0, 0, 1).within((0, 1))

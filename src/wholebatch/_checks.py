@@ -1,16 +1,39 @@
-"""Preconditions, one function each; every message shows expected, got and the likely fix."""
+"""Preconditions of tensors, one function each; every message shows expected, got and the likely fix.
+
+Those of flags, numbers and names are in `_settings`, which imports no torch; they are offered here as well.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from ._precision import accumulation_dtype, wide_dtype
+from ._settings import check_callable as check_callable
+from ._settings import check_choice as check_choice
+from ._settings import check_count as check_count
+from ._settings import check_flag as check_flag
+from ._settings import check_fraction as check_fraction
+from ._settings import check_instance as check_instance
+from ._settings import check_integer as check_integer
+from ._settings import check_items as check_items
+from ._settings import check_label_smoothing as check_label_smoothing
+from ._settings import check_memory as check_memory
+from ._settings import check_number as check_number
+from ._settings import check_positive_number as check_positive_number
+from ._settings import check_real as check_real
+from ._settings import check_sequence as check_sequence
+from ._settings import check_weight as check_weight
+from ._settings import checked_path as checked_path
+from ._settings import shown as shown
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_ADDRESSES = 2**63 - 1  # bytes, at most, of a tensor
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -18,6 +41,7 @@ def check_features(name: str, x: object) -> None:
     """x is a floating-point matrix (rows, feature size)."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a tensor of shape (rows, feature size), got {type(x).__name__}")
+    check_dense(name, x)
     if x.dim() != 2 or x.shape[1] == 0:
         raise ValueError(
             f"{name} must have shape (rows, feature size) with feature size >= 1, got {tuple(x.shape)}; "
@@ -27,13 +51,63 @@ def check_features(name: str, x: object) -> None:
         raise ValueError(
             f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}; pass the encoder's output, not ids"
         )
-    check_dense(name, x)
 
 
 def check_dense(name: str, x: Tensor) -> None:
-    """x has its entries in memory."""
-    if x.layout is not torch.strided or x.device.type == "meta":
-        raise ValueError(f"{name} must be a dense tensor with data, got layout {x.layout} on device {x.device}")
+    """x has its entries in memory, side by side: it is not sparse, nested, quantized or on the meta device."""
+    if not is_dense(x):
+        kind = "a nested tensor" if x.is_nested else f"dtype {x.dtype}" if x.is_quantized else f"layout {x.layout}"
+        raise ValueError(f"{name} must be a dense tensor with data, got {kind} on device {x.device}")
+
+
+def is_dense(x: object) -> TypeGuard[Tensor]:
+    """Whether x is a tensor that has its entries in memory, side by side."""
+    return (
+        isinstance(x, Tensor)
+        and x.layout is torch.strided
+        and not x.is_nested
+        and not x.is_quantized
+        and x.device.type != "meta"
+    )
+
+
+def check_floating_dtype(name: str, dtype: object) -> None:
+    """dtype is one of those that features may have."""
+    if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES:
+        raise ValueError(f"{name} must be torch.float64, float32, bfloat16 or float16, got {shown(dtype)}")
+
+
+def checked_device(name: str, device: object) -> torch.device:
+    """The device that is meant: a torch.device, or its name."""
+    if not isinstance(device, torch.device | str):
+        raise ValueError(f"{name} must be a torch.device or its name, such as 'cpu' or 'cuda:0'; got {shown(device)}")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"{name} must be a torch.device or its name, got {shown(device)}: {error}") from None
+
+
+def allocated(
+    name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+) -> Tensor:
+    """An uninitialized tensor of a shape for which this machine has the memory."""
+    where = torch.get_default_device() if device is None else torch.device(device)
+    num_bytes = math.prod(shape) * (dtype or torch.get_default_dtype()).itemsize
+    most = _memory_bytes() if where.type == "cpu" else _ADDRESSES
+    if num_bytes > most:
+        raise ValueError(
+            f"{name} ask for a tensor of shape {shape}, {num_bytes:.3g} bytes; this machine has {most:.3g}: "
+            "is a number too large, or are there too few ranks to share it?"
+        )
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _memory_bytes() -> int:
+    """Of this machine, in all; where the system does not say, what can be addressed."""
+    names = getattr(os, "sysconf_names", {})
+    if "SC_PHYS_PAGES" not in names or "SC_PAGE_SIZE" not in names:
+        return _ADDRESSES
+    return min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _ADDRESSES)
 
 
 def on_host(numbers: Mapping[str, Tensor]) -> dict[str, float]:
@@ -129,40 +203,28 @@ def check_not_negative(name: str, weights: Tensor, least: float, total: float) -
 def check_scalar(name: str, value: object) -> float:
     """value is a finite real number, or a floating-point tensor of one element (shape () or [1])."""
     check_one(name, value)
-    return check_value(name, value.detach().item() if isinstance(value, Tensor) else float(value))  # type: ignore[arg-type]
+    return check_value(name, value.detach().item() if isinstance(value, Tensor) else check_real(name, value))
 
 
 def check_one(name: str, value: object) -> None:
     """value is a real number, or a floating-point tensor of one element."""
     if isinstance(value, Tensor):
+        check_dense(name, value)
         if value.numel() != 1 or value.dim() > 1 or not value.is_floating_point():
             raise ValueError(
                 f"{name} must be a number or a floating-point tensor of shape () or [1], "
                 f"got shape {tuple(value.shape)} and {value.dtype}"
             )
-    elif not isinstance(value, int | float) or isinstance(value, bool):
-        raise ValueError(f"{name} must be a number or a tensor of one element, got {type(value).__name__}")
+    else:
+        check_real(name, value, or_=" or a tensor of one element")
 
 
 def check_value(name: str, number: float) -> float:
     """number is finite; returns it."""
+    number = check_real(name, number)
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, got {number}; clamp it, and look at the learning rate")
     return number
-
-
-def check_count(name: str, value: object, of: str) -> int:
-    """value is a positive integer."""
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name} must be a positive integer, {of}; got {value!r}")
-    return value
-
-
-def check_number(name: str, value: object) -> float:
-    """value is a finite number, no tensor."""
-    if isinstance(value, Tensor):
-        raise ValueError(f"{name} must be a number, got a tensor; it is not learned")
-    return check_scalar(name, value)
 
 
 def check_temperature(name: str, value: object) -> float:
@@ -175,25 +237,3 @@ def check_positive(name: str, number: float) -> float:
     if number <= 0:
         raise ValueError(f"{name} must be positive, got {number}; logits are similarities divided by it")
     return number
-
-
-def check_memory(value: object) -> None:
-    """value is "auto", "flat" or a number of bytes."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        if value <= 0:
-            raise ValueError(f"memory must be 'auto', 'flat' or a positive number of bytes, got {value}")
-    elif value not in ("auto", "flat"):
-        raise ValueError(f"memory must be one of 'auto', 'flat', or a number of bytes, an int; got {value!r}")
-
-
-def check_label_smoothing(value: object) -> None:
-    """0 <= label_smoothing <= 1."""
-    if not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
-        raise ValueError(f"label_smoothing must lie in [0, 1], got {value!r}")
-
-
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> object:
-    """value is one of the named choices; returns it."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
-    return value

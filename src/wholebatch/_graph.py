@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
+from ._checks import is_dense
+
 
 def checked_loss(loss: Any) -> Tensor:
     """The loss, if it is one number."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    if not isinstance(loss, Tensor) or not is_dense(loss) or loss.numel() != 1:
+        got = f"shape {tuple(loss.shape)}" if is_dense(loss) else type(loss).__name__
         raise ValueError(f"loss_fn must return a tensor of one element, got {got}; reduce it, e.g. by .mean()")
+    if not loss.is_floating_point():
+        raise ValueError(f"loss_fn must return a floating-point number, got {loss.dtype}")
     return loss
+
+
+def finite_value(loss: Tensor) -> float:
+    """The loss as a number, if it is one."""
+    value = loss.detach().item()
+    if not math.isfinite(value):
+        raise ValueError(
+            f"loss_fn must return a finite number, got {value}: look for a division by zero, a logarithm of zero or an "
+            "overflow in it (its inputs are finite), or a learning rate that is too high. Every rank raises this, so a "
+            "training loop may catch it and leave the step out on all ranks"
+        )
+    return value
 
 
 def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:

@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ._settings import check_count, check_flag, check_instance, check_integer, check_sequence, shown
+
 __all__ = ["Diagonal", "Partition", "Tile", "tiles"]
+
+_MOST_PARTS = 2**20  # more ranks than any group has; a number above is a mistake that would take all memory
 
 
 @dataclass(frozen=True)
@@ -28,8 +32,10 @@ class Partition:
     counts: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not self.counts or min(self.counts) < 0:
-            raise ValueError(f"a partition needs at least one count, none negative; got {self.counts}")
+        counts = check_sequence("counts", self.counts, "numbers of rows, one for each rank")
+        if not counts or any(not isinstance(count, int) or isinstance(count, bool) or count < 0 for count in counts):
+            raise ValueError(f"a partition needs at least one count, integers, none negative; got {shown(self.counts)}")
+        object.__setattr__(self, "counts", tuple(counts))
 
     @classmethod
     def even(cls, total: int, parts: int) -> Partition:
@@ -38,8 +44,8 @@ class Partition:
         >>> Partition.even(10, 4).counts
         (3, 3, 2, 2)
         """
-        if parts < 1 or total < 0:
-            raise ValueError(f"need parts >= 1 and total >= 0; got parts={parts}, total={total}")
+        check_integer("total", total, least=0, of="rows of all ranks")
+        check_integer("parts", parts, least=1, most=_MOST_PARTS, of="ranks")
         quotient, remainder = divmod(total, parts)
         return cls(tuple(quotient + (part < remainder) for part in range(parts)))
 
@@ -55,6 +61,7 @@ class Partition:
 
     def rows(self, rank: int) -> slice:
         """The global rows that `rank` owns."""
+        check_integer("rank", rank, least=0, most=len(self.counts) - 1, of="a rank of this partition")
         start = sum(self.counts[:rank])
         return slice(start, start + self.counts[rank])
 
@@ -66,6 +73,11 @@ class Tile:
     rows: slice
     cols: slice
     own_mirror: bool = False  # of a symmetric matrix: this tile is its own transpose
+
+    def __post_init__(self) -> None:
+        _check_range("rows", self.rows)
+        _check_range("cols", self.cols)
+        check_flag("own_mirror", self.own_mirror)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -88,6 +100,14 @@ def tiles(rows: slice, cols: slice, side: int, *, triangle: bool = False) -> Ite
     >>> [(t.rows.start, t.cols.start, t.own_mirror) for t in tiles(slice(0, 4), slice(4, 8), 2, triangle=True)]
     [(0, 4, True), (0, 6, False), (2, 6, True)]
     """
+    _check_range("rows", rows)
+    _check_range("cols", cols)
+    check_count("side", side, "rows and columns of a tile")
+    check_flag("triangle", triangle)
+    return _tiles(rows, cols, side, triangle=triangle)
+
+
+def _tiles(rows: slice, cols: slice, side: int, *, triangle: bool) -> Iterator[Tile]:
     for row in range(rows.start, rows.stop, side):
         first_col = cols.start + (row - rows.start if triangle else 0)
         for col in range(first_col, cols.stop, side):
@@ -110,8 +130,20 @@ class Diagonal:
     col: int
     length: int
 
+    def __post_init__(self) -> None:
+        for name in ("row", "col", "length"):
+            check_integer(name, getattr(self, name), least=0)
+
     def within(self, tile: Tile) -> tuple[int, int, int]:
         """Where the diagonal enters the tile, (row of the tile, column of the tile), and how many entries lie in it."""
+        check_instance("tile", tile, Tile, "a Tile")
         first = max(0, tile.rows.start - self.row, tile.cols.start - self.col)
         last = min(self.length, tile.rows.stop - self.row, tile.cols.stop - self.col)
         return self.row + first - tile.rows.start, self.col + first - tile.cols.start, max(0, last - first)
+
+
+def _check_range(name: str, rows: object) -> None:
+    """rows is a slice with a start and a stop, neither of them negative."""
+    good = isinstance(rows, slice) and all(type(end) is int and end >= 0 for end in (rows.start, rows.stop))
+    if not good or rows.step not in (None, 1):  # type: ignore[attr-defined]
+        raise ValueError(f"{name} must be a slice(start, stop) of numbers from 0 on, got {shown(rows)}")

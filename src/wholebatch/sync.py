@@ -26,6 +26,7 @@ from torch.autograd import Function
 
 from ._once import once_differentiable
 from ._precision import wide_dtype
+from ._settings import shown
 from .comm import Communicator
 
 Sync = Literal["mean", "sum"] | None
@@ -33,9 +34,9 @@ Sync = Literal["mean", "sum"] | None
 
 def check_sync(sync: object) -> None:
     """Raise ValueError unless `sync` is one of "mean", "sum" and None."""
-    if sync not in ("mean", "sum", None):
+    if sync is not None and (not isinstance(sync, str) or sync not in ("mean", "sum")):
         raise ValueError(
-            f"sync must be 'mean' (DDP, FSDP and DeepSpeed average gradients), 'sum' or None; got {sync!r}"
+            f"sync must be 'mean' (DDP, FSDP and DeepSpeed average gradients), 'sum' or None; got {shown(sync)}"
         )
 
 

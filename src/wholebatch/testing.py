@@ -30,9 +30,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ._settings import check_callable, check_instance, check_integer, check_positive_number, shown
+
 __all__ = ["RankError", "RankTimeoutError", "assert_exact", "preload", "run_ranks"]
 
 _PRELOADED = "WHOLEBATCH_PRELOAD"  # read by `wholebatch._preload`
+_MOST_RANKS = 1024  # processes of one call
 _GRACE_S = 5.0  # how long the other ranks may take to notice that one has failed
 _STACK_SIGNAL = getattr(signal, "SIGUSR1", None)  # asks a rank where it is; not on Windows
 
@@ -74,11 +77,20 @@ def run_ranks(
     >>> run_ranks(dist.get_world_size, 1)
     [1]
     """
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    check_callable("fn", fn)
+    check_integer("world_size", world_size, least=1, most=_MOST_RANKS, of="ranks on this machine")
+    _check_backend(backend)
+    check_positive_number("timeout_s", timeout_s, "it is how long the call may take, in seconds")
     if world_size == 1:
         return [_run_in_process(fn, args, backend)]
     return run_processes(fn, world_size, *args, backend=backend, timeout_s=timeout_s)
+
+
+def _check_backend(backend: object) -> None:
+    """backend names process groups that this torch has: one, or one for each kind of device, as in "cpu:gloo"."""
+    names = backend.split(",") if isinstance(backend, str) else []
+    if not names or not all(dist.is_backend_available(name.rpartition(":")[2].strip().lower()) for name in names):
+        raise ValueError(f"backend must be one that this torch has, such as 'gloo' or 'nccl'; got {shown(backend)}")
 
 
 def assert_exact(problem: Any, world_sizes: Sequence[int] = (1, 2, 3), **options: Any) -> None:
@@ -110,6 +122,10 @@ def preload(*modules: str) -> None:
 
     They must not compute anything when they are imported.
     """
+    for name in modules:
+        check_instance("modules", name, str, "names of modules, as in an import")
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ValueError(f"modules must be names of modules, as in an import; got {shown(name)}")
     before = os.environ.get(_PRELOADED, "").split(",")
     os.environ[_PRELOADED] = ",".join(dict.fromkeys(name for name in (*before, *modules) if name))
 

@@ -7,10 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._checks import check_choice, check_dense
+from .._checks import check_choice, check_dense, check_sequence, shown
 from ..partition import Partition
 
 SUMS = ("sum", "avg")
+_NUMBERS = (
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.complex64),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+)
 OPS = (*SUMS, "max", "min", "prod")
 
 
@@ -24,8 +28,9 @@ def checked_dim(x: Tensor, dim: int) -> int:
     """`dim`, counted from the front."""
     if x.dim() == 0:
         raise ValueError("x must have at least one dimension, its rows; got a 0-dimensional tensor")
-    if not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
-        raise ValueError(f"dim must be from {-x.dim()} to {x.dim() - 1} for x of shape {tuple(x.shape)}; got {dim!r}")
+    if not isinstance(dim, int) or isinstance(dim, bool) or not -x.dim() <= dim < x.dim():
+        of = f"x of shape {tuple(x.shape)}"
+        raise ValueError(f"dim must be from {-x.dim()} to {x.dim() - 1} for {of}; got {shown(dim)}")
     return dim % x.dim()
 
 
@@ -37,11 +42,12 @@ def checked_counts(
     counts: Sequence[int], size: int, rows: int | None, x: Tensor, name: str = "counts", rank: int | None = None
 ) -> None:
     """One count per rank, none negative; they ask for x's rows: all of them, or `rank`'s own."""
-    if len(counts) != size or any(not isinstance(count, int) or count < 0 for count in counts):
-        raise ValueError(f"{name} must have one entry per rank, {size}, none negative; got {list(counts)}")
+    found = check_sequence(name, counts, "numbers of rows, one for each rank")
+    if len(found) != size or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in found):
+        raise ValueError(f"{name} must have one entry per rank, {size}, integers, none negative; got {shown(counts)}")
     expected = sum(counts) if rank is None else counts[rank]
     if rows is not None and rows != expected:
-        raise ValueError(f"{name} {list(counts)} ask for {expected} rows, x has shape {tuple(x.shape)}")
+        raise ValueError(f"{name} {shown(list(counts))} ask for {shown(expected)} rows, x has shape {tuple(x.shape)}")
 
 
 def parts(counts: Sequence[int] | None, size: int, x: Tensor, dim: int, name: str = "counts") -> Sequence[int]:
@@ -57,6 +63,8 @@ def checked_op(op: str, x: Tensor, ops: tuple[str, ...]) -> str:
     check_choice("op", op, ops)
     if x.dtype == torch.bool:
         raise ValueError("booleans have no sums; cast x to an integer dtype")
+    if x.dtype not in _NUMBERS:
+        raise ValueError(f"{x.dtype} has no sums here; cast x, for example to torch.float32 or torch.int64")
     if op == "avg" and not (x.is_floating_point() or x.is_complex()):
         raise ValueError(f"op='avg' of {x.dtype} would not be an integer; cast x, or use op='sum'")
     if op not in SUMS and x.is_complex():

@@ -21,7 +21,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from .._checks import check_choice
+from .._checks import check_choice, check_flag, check_instance, check_integer, shown
 from . import compiled, maps, nodes
 from .arguments import OPS, SUMS, check_tensor, checked_counts, checked_dim, checked_op, parts, without
 from .binding import CallError, complaint
@@ -73,6 +73,7 @@ class Communicator:
     def __init__(
         self, transport: Transport, *, loss: Loss = "sum", check: bool | None = None, trace: bool | None = None
     ) -> None:
+        check_instance("transport", transport, Transport, "a Transport; use one of the subclasses of Communicator")
         check_choice("loss", loss, LOSSES)
         self.transport = transport
         self.loss: Loss = loss
@@ -308,7 +309,7 @@ class Communicator:
             ValueError: on every rank, if the root has no tensor, dtype or other dimensions contradict the root's,
                 `counts` do not add up, or `root` differs between ranks or is no rank.
         """
-        checking = counts is None or (self.check if check is None else check)
+        checking = counts is None or self._checking(check)
 
         def state() -> dict[str, Any]:
             self._checked_rank("root", root)
@@ -326,7 +327,7 @@ class Communicator:
             rows = checked_dim(x, dim)
             return {"root": root, "dtype": str(x.dtype), "others": without(x.shape, rows), "dim": rows}
 
-        entry = self._enter("scatter", x, state, checking, must_match=("root",))
+        entry = self._enter("scatter", x, state, check, must_match=("root",), always=counts is None, optional=True)
         if entry.everyone is not None:
             told = entry.everyone[root]
             for rank, facts in enumerate(entry.everyone):
@@ -388,10 +389,9 @@ class Communicator:
                 "expects": expects,
             }
 
-        known = send_counts is not None and receive_counts is not None
-        entry = self._enter(
-            "all_to_all", x, state, check if known else True, must_match=("dtype", "dim", "other dimensions")
-        )
+        must_match = ("dtype", "dim", "other dimensions")
+        unknown = send_counts is None or receive_counts is None
+        entry = self._enter("all_to_all", x, state, check, must_match, always=unknown)
         if entry.everyone is not None:
             for rank, facts in enumerate(entry.everyone):
                 comes = [other["sends"][rank] for other in entry.everyone]
@@ -456,7 +456,7 @@ class Communicator:
             ValueError: if `handle` is not a handle of this communicator, or has been waited for already.
         """
         if not isinstance(handle, Handle) or handle._comm is not self:
-            raise ValueError(f"handle must be one that this communicator returned, got {handle!r}")
+            raise ValueError(f"handle must be one that this communicator returned, got {shown(handle)}")
         return handle.wait()
 
     @collective
@@ -474,7 +474,7 @@ class Communicator:
 
         def state() -> dict[str, Any]:
             if color is not None and (not isinstance(color, int) or isinstance(color, bool)):
-                raise ValueError(f"color must be an integer or None, got {color!r}")
+                raise ValueError(f"color must be an integer or None, got {shown(color)}")
             return {"color": color, "name": uuid4().hex}
 
         self.transport.check_open()
@@ -562,13 +562,13 @@ class Communicator:
 
         def state() -> dict[str, Any]:
             self._refuse_dropped_handles()
-            for name, x in (("loss", loss), ("gradient", gradient)):
-                if x is not None:
-                    check_tensor(name, x)
-            if loss is not None and gradient is not None and gradient.shape != loss.shape:
-                raise ValueError(
-                    f"gradient must have the shape of loss, {tuple(loss.shape)}, got {tuple(gradient.shape)}"
-                )
+            check_flag("retain_graph", retain_graph)
+            if loss is not None:
+                check_tensor("loss", loss)
+            if gradient is not None:
+                check_tensor("gradient", gradient)
+                if loss is None or gradient.shape != loss.shape or gradient.dtype != loss.dtype:
+                    raise ValueError("gradient must have the shape and dtype of loss, and needs a loss")
             if loss is not None and gradient is None and loss.numel() != 1:
                 raise ValueError(
                     f"loss must have one element, or come with its gradient; got shape {tuple(loss.shape)}"
@@ -596,16 +596,21 @@ class Communicator:
         options: Callable[[], Mapping[str, Any]],
         check: bool | None,
         must_match: Sequence[str] = ("dtype", "shape", "op", "root"),
+        *,
+        always: bool = False,
+        optional: bool = False,
     ) -> _Entry:
         """The beginning of every collective: this rank's arguments are sound and, with checking, everyone's agree."""
         self.transport.check_open()
         self.calls += 1
         name = f"{operation} #{self.calls}"
-        checking = self.check if check is None else check
+        checking = always or self._checking(check)
 
         def state() -> dict[str, Any]:
             self._refuse_dropped_handles()
-            if x is not None:
+            if check is not None:
+                check_flag("check", check)
+            if x is not None or not optional:
                 check_tensor("x", x)
             facts: dict[str, Any] = {
                 GRAD_ENABLED: torch.is_grad_enabled(),
@@ -654,7 +659,7 @@ class Communicator:
             }
 
         names = ("dtype", "dim", "trailing shape", "counts", *options)
-        entry = self._enter(operation, x, state, True if counts is None else check, names)
+        entry = self._enter(operation, x, state, check, names, always=counts is None)
         if counts is None:
             assert entry.everyone is not None
             counts = [facts["rows"] for facts in entry.everyone]
@@ -689,8 +694,7 @@ class Communicator:
         self.transport.check_open()
         self._refuse_dropped_handles()
         largest = self.transport.max_tag // (CHANNELS * maps.tags_of_one(self.transport)) - 1
-        if not isinstance(tag, int) or not 0 <= tag <= largest:
-            raise ValueError(f"tag must be an integer from 0 to {largest}, got {tag!r}")
+        check_integer("tag", tag, least=0, most=largest)
         direction = "to" if sends else "from"
         if self._epoch(direction, peer, tag) >= maps.EPOCHS:
             raise ValueError(
@@ -778,9 +782,13 @@ class Communicator:
     def _scale(self, op: str) -> float:
         return 1.0 if op == "sum" else 1.0 / self.size
 
+    def _checking(self, check: bool | None) -> bool:
+        """Whether a call with such a `check` begins with a handshake; what is no bool is refused in it."""
+        return check if isinstance(check, bool) else self.check
+
     def _checked_rank(self, name: str, rank: int) -> int:
-        if not isinstance(rank, int) or not 0 <= rank < self.size:
-            raise ValueError(f"{name} must be a rank of this communicator, 0 to {self.size - 1}; got {rank!r}")
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self.size:
+            raise ValueError(f"{name} must be a rank of this communicator, 0 to {self.size - 1}; got {shown(rank)}")
         return rank
 
     def _refuse_dropped_handles(self) -> None:
@@ -805,7 +813,7 @@ class _Entry:
 
 def _switch(variable: str, asked: bool | None, *, default: bool) -> bool:
     if asked is not None:
-        return asked
+        return check_flag(variable.rpartition("_")[2].lower(), asked)
     value = os.environ.get(variable, str(int(default)))
     if value not in ("0", "1"):
         raise ValueError(f"the environment variable {variable} must be 0 or 1, got {value!r}")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .._settings import check_callable, check_instance, check_sequence, shown
 from .binding import CallError
 from .compiled import eager
 from .statement import NoStatementError, decode, encode
@@ -60,12 +61,19 @@ def handshake(
     checked: Checked = True
     if isinstance(comm, Transport):
         transport = comm
-    else:
+    elif isinstance(getattr(comm, "transport", None), Transport):
         transport, checked = comm.transport, "of a loss"
         comm.calls += 1
+    else:
+        raise ValueError(f"comm must be a communicator, got {shown(comm)}")
+    given, caller = caller, caller if isinstance(caller, str) else "handshake"
     cause: Exception | None = None
     try:
-        mine = {_CALLER: caller, **state()}
+        check_instance("caller", given, str, "a string, whose arguments these are")
+        for name in check_sequence("must_match", must_match, "names of facts"):
+            check_instance("must_match", name, str, "names of facts")
+        facts = check_callable("state", state)()
+        mine = {_CALLER: caller, **check_instance("what state returns", facts, Mapping, "a mapping of JSON values")}
         json.dumps(mine)  # what cannot be told is a mistake, too: an array for a number
     except Exception as error:
         cause = error

@@ -47,6 +47,17 @@ from .._precision import accumulation_dtype
 if TYPE_CHECKING:
     from .transport import Transport
 
+_CARRIERS = {
+    getattr(torch, name): carrier
+    for carrier, names in (
+        (torch.uint8, ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")),
+        (torch.float16, ("int16", "uint16")),
+        (torch.int32, ("uint32", "complex32")),
+        (torch.int64, ("uint64",)),
+    )
+    for name in names
+    if hasattr(torch, name)
+}
 Finish = Callable[[], Tensor]  # waits for an operation that is under way, and returns its result
 Loss = Literal["sum", "replicated"]
 LOSSES: tuple[str, ...] = get_args(Loss)
@@ -82,7 +93,7 @@ class AllGather(LinearMap):
     loss: Loss = "sum"
 
     def start(self, x: Tensor) -> Finish:
-        return self.transport.all_gather(_plain(x), self.counts)
+        return _moved(x, lambda wire: self.transport.all_gather(wire, self.counts))
 
     @property
     def adjoint(self) -> LinearMap:
@@ -159,7 +170,7 @@ class Broadcast(LinearMap):
     loss: Loss = "sum"
 
     def start(self, x: Tensor) -> Finish:
-        return self.transport.broadcast(_plain(x), self.root)
+        return _moved(x, lambda wire: self.transport.broadcast(wire, self.root))
 
     @property
     def adjoint(self) -> LinearMap:
@@ -204,7 +215,7 @@ class Gather(LinearMap):
     root: int
 
     def start(self, x: Tensor) -> Finish:
-        return self.transport.gather(_plain(x), self.counts, self.root)
+        return _moved(x, lambda wire: self.transport.gather(wire, self.counts, self.root))
 
     @property
     def adjoint(self) -> LinearMap:
@@ -219,7 +230,7 @@ class Scatter(LinearMap):
     root: int
 
     def start(self, x: Tensor) -> Finish:
-        return self.transport.scatter(_plain(x), self.counts, self.root)
+        return _moved(x, lambda wire: self.transport.scatter(wire, self.counts, self.root))
 
     @property
     def adjoint(self) -> LinearMap:
@@ -234,7 +245,7 @@ class AllToAll(LinearMap):
     receive_counts: tuple[int, ...]
 
     def start(self, x: Tensor) -> Finish:
-        return self.transport.all_to_all(_plain(x), self.send_counts, self.receive_counts)
+        return _moved(x, lambda wire: self.transport.all_to_all(wire, self.send_counts, self.receive_counts))
 
     @property
     def adjoint(self) -> LinearMap:
@@ -257,8 +268,7 @@ class Send(LinearMap):
     shape: torch.Size
 
     def start(self, x: Tensor) -> Finish:
-        plain = _plain(x)
-        finish = self.transport.send(plain, self.dest, _wire_tag(self, plain), self.channel)
+        finish = _moved(x, lambda wire: self.transport.send(wire, self.dest, _wire_tag(self, wire), self.channel))
 
         def no_entries() -> Tensor:
             finish()
@@ -284,12 +294,15 @@ class Recv(LinearMap):
 
     def start(self, x: Tensor) -> Finish:
         out = x.new_empty(self.shape)
+        return _moved(out, self._received)
+
+    def _received(self, out: Tensor) -> Finish:
         wire_tag = _wire_tag(self, out)
         if self.channel == FORWARD and self.transport.size_classes > 1 and out.numel():
             # As large as anything of this class: what does not fit is longer or shorter, but never too long.
-            room = x.new_empty(-(-largest_of_class(size_class(out.nbytes)) // out.itemsize))
+            room = out.new_empty(-(-largest_of_class(size_class(out.nbytes)) // out.itemsize))
             finish = self.transport.recv(room, self.source, wire_tag, self.channel)
-            return lambda: finish()[: self.shape.numel()].view(self.shape)
+            return lambda: finish()[: out.numel()].view(out.shape)
         return self.transport.recv(out, self.source, wire_tag, self.channel)
 
     @property
@@ -368,14 +381,29 @@ def _plain(x: Tensor) -> Tensor:
     return x.detach().resolve_conj().resolve_neg().contiguous()
 
 
+def _moved(x: Tensor, start: Callable[[Tensor], Finish]) -> Finish:
+    """Start a movement; dtypes that backends do not know travel as others of the same size, bit for bit."""
+    wire = _plain(x)
+    carrier = _CARRIERS.get(x.dtype)
+    if carrier is None:
+        return start(wire)
+    finish = start(wire.view(carrier))
+    return lambda: finish().view(x.dtype)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """In what numbers of a dtype are summed or compared: backends have no integers of 16 bits."""
+    return torch.int32 if dtype == torch.int16 else accumulation_dtype(dtype)
+
+
 def _sum(x: Tensor, start: Callable[[Tensor], Finish], scale: float) -> Finish:
     """Start a sum: half precision is widened to float32, complex numbers travel as pairs of real ones."""
-    wide = _plain(x).to(accumulation_dtype(x.dtype))
-    finish = start(torch.view_as_real(wide) if wide.is_complex() else wide)
+    summed = _plain(x).to(wide(x.dtype))
+    finish = start(torch.view_as_real(summed) if summed.is_complex() else summed)
 
     def result() -> Tensor:
         y = finish()
-        if wide.is_complex():
+        if summed.is_complex():
             y = torch.view_as_complex(y)
         return (y * scale if scale != 1 else y).to(x.dtype)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .._checks import check_positive_number
 from .communicator import Communicator
 from .maps import Finish, Loss
 from .transport import ABANDONED, Failed, Transport, done, named
@@ -279,6 +280,7 @@ class MPICommunicator(Communicator):
             )
         if not isinstance(comm, mpi.Intracomm):
             raise ValueError(f"comm must be an intracommunicator, got {type(comm).__name__}; merge it first")
+        check_positive_number("timeout_s", timeout_s, "it is how long a rank waits for another")
         super().__init__(MPITransport(_private(mpi, comm), timeout_s), loss=loss, check=check, trace=trace)
 
 

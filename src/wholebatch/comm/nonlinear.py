@@ -21,7 +21,7 @@ from torch.autograd import Function
 from .._once import once_differentiable
 from .._precision import accumulation_dtype
 from .call import Call
-from .maps import AllReduce, Finish, Loss, Map
+from .maps import AllReduce, Finish, Loss, Map, wide
 from .nodes import ALWAYS, apply, is_differentiable
 
 
@@ -32,7 +32,7 @@ class Reduction(Map):
     op: str
 
     def start(self, x: Tensor) -> Finish:
-        finish = self.transport.all_reduce(x.detach().contiguous().to(accumulation_dtype(x.dtype)), self.op)
+        finish = self.transport.all_reduce(x.detach().contiguous().to(wide(x.dtype)), self.op)
         return lambda: finish().to(x.dtype)
 
 

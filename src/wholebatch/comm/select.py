@@ -19,6 +19,20 @@ MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _LAUNCHED = ("WORLD_SIZE", *MPI_SIZES)
 
 
+def check_group(group: object) -> None:
+    """group is something of which `select_communicator` can make a communicator, when the time comes."""
+    known = group is None or isinstance(group, Communicator | dist.ProcessGroup | DeviceMesh)
+    if not known and group is not dist.GroupMember.NON_GROUP_MEMBER and not _of_mpi4py(group):
+        raise ValueError(
+            "group must be a wholebatch communicator, a torch.distributed.ProcessGroup, a one-dimensional "
+            f"DeviceMesh, a communicator of mpi4py or None; got {type(group).__name__}"
+        )
+
+
+def _of_mpi4py(group: object) -> bool:
+    return type(group).__module__.partition(".")[0] == "mpi4py"
+
+
 def select_communicator(group: object) -> Communicator:
     """The communicator that `group` stands for.
 
@@ -47,9 +61,5 @@ def select_communicator(group: object) -> Communicator:
         return LocalCommunicator()
     if isinstance(group, dist.ProcessGroup | DeviceMesh) or group is dist.GroupMember.NON_GROUP_MEMBER:
         return TorchCommunicator(group)
-    if type(group).__module__.partition(".")[0] == "mpi4py":
-        return MPICommunicator(group)
-    raise ValueError(
-        "group must be a wholebatch communicator, a torch.distributed.ProcessGroup, a one-dimensional DeviceMesh, a "
-        f"communicator of mpi4py or None; got {type(group).__name__}"
-    )
+    check_group(group)
+    return MPICommunicator(group)

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._checks import check_callable, check_integer
 from ..comm import Communicator, Group, select_communicator
+from ..comm.select import check_group
 from .inputs import own_containers, representations
 from .observe import Observer
 from .parameter_sync import modules_of
@@ -57,6 +59,7 @@ def cached(func: Callable[..., Any]) -> Callable[..., Any]:
     >>> encoder.bias.grad.shape
     torch.Size([2])
     """
+    check_callable("func", func)
 
     @wraps(func)
     def call(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -134,6 +137,7 @@ def cat_input_tensor(func: Callable[..., Any]) -> Callable[..., Any]:
     >>> wb.gradcache.cat_input_tensor(lambda x, y: x.shape[0] + y.shape[0])([torch.ones(2, 1)] * 2, y=torch.ones(3, 1))
     7
     """
+    check_callable("func", func)
 
     @wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -166,8 +170,11 @@ def gather_input_tensor(
         ValueError: on every rank, if tensors differ in dtype or in another dimension than `axis`, or if a launcher has
             started several processes and there is no process group.
     """
+    check_integer("axis", axis)
+    check_group(group)
     if func is None:
-        return lambda func: gather_input_tensor(func, axis, group=group)
+        return lambda func: gather_input_tensor(check_callable("func", func), axis, group=group)
+    check_callable("func", func)
 
     @wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:

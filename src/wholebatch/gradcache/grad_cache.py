@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._checks import check_count, check_flag, check_items, shown
 from .._graph import checked_loss, leaves_of
 from ..comm import Communicator, Group, handshake, select_communicator
 from ..comm.handshake import raised_on_all_ranks
+from ..comm.select import check_group
 from .inputs import (
     call_model,
     check_input,
@@ -91,20 +93,24 @@ class GradCache:
         listed: Any = models
         if isinstance(listed, nn.Module) and not isinstance(listed, nn.ModuleList):
             raise ValueError(f"models must be a list of modules or functions, got {type(models).__name__}")
-        models = [*models]
+        models = check_items("models", listed, "modules or functions")
         if not models or not all(callable(model) for model in models):
-            raise ValueError(f"models must be a list of modules or functions, got {models}")
-        sizes = [*chunk_sizes] if isinstance(chunk_sizes, Sequence) else [chunk_sizes] * len(models)
+            raise ValueError(f"models must be a list of modules or functions, got {shown(models)}")
+        one = not isinstance(chunk_sizes, Sequence) or isinstance(chunk_sizes, str | bytes)
+        sizes: list[Any] = [chunk_sizes] * len(models) if one else check_items("chunk_sizes", chunk_sizes, "integers")
         if len(sizes) != len(models):
             raise ValueError(
-                f"chunk_sizes must be one number, or one for each of the {len(models)} models; got {sizes}"
+                f"chunk_sizes must be one number, or one for each of the {len(models)} models; got {shown(sizes)}"
             )
         for size in sizes:
-            if type(size) is not int or size < 1:
-                raise ValueError(f"chunk_sizes must be positive integers, rows of a chunk; got {size!r}")
+            check_count("chunk_sizes", size, "rows of a chunk")
         for name, fn in (("loss_fn", loss_fn), ("split_input_fn", split_input_fn), ("get_rep_fn", get_rep_fn)):
             if not callable(fn) and (fn is not None or name == "loss_fn"):
                 raise ValueError(f"{name} must be callable, got {type(fn).__name__}")
+        check_flag("fp16", fp16)
+        if scaler is not None and (isinstance(scaler, type) or not callable(getattr(scaler, "scale", None))):
+            raise ValueError(f"scaler must be a torch.amp.GradScaler, which has scale(loss); got {shown(scaler)}")
+        check_group(group)
         if fp16 and scaler is None:
             raise ValueError("fp16=True needs a scaler: float16 gradients underflow without; or use bfloat16 autocast")
         check_keep_graphs(keep_graphs, memory_budget)
@@ -142,6 +148,7 @@ class GradCache:
         chunks: list[Chunk] = []
 
         def split() -> list[Any]:
+            check_flag("no_sync_except_last", no_sync_except_last)
             chunks.extend(self._chunks(model_inputs))
             counts = [sum(c.encoder.index == k for c in chunks) for k in range(len(self.models))]
             visible = synchronised(module for chunk in chunks if chunk.first for module in chunk.encoder.visible)

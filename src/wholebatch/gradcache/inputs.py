@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
+from .._checks import check_dense
+
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:
     """All tensors of a tree, from left to right."""
@@ -47,6 +49,8 @@ def check_input(tree: Any, name: str, chunk_size: int) -> None:
     Raises:
         ValueError: if its tensors disagree on their rows, have a graph, or lie beside a list that may be of rows, too.
     """
+    for tensor in tensors_of(tree):
+        check_dense(f"a tensor of {name}, which is cut into chunks (a split_input_fn may cut others),", tensor)
     rows = rows_of(tree, name)
     if any(x.grad_fn is not None for x in tensors_of(tree)):
         raise ValueError(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from .._checks import shown
 from .._meter import free_memory
 
 KeepGraphs = int | float | Literal["auto"]
@@ -28,13 +29,16 @@ _SHARE = 0.8  # of the memory that is free; the loss, gradients and the allocato
 
 def check_keep_graphs(keep: object, memory_budget: object) -> None:
     """Raise ValueError unless it is a number of chunks, a fraction of them, or "auto"."""
-    number = type(keep) is int and keep >= 0
+    number = isinstance(keep, int) and not isinstance(keep, bool) and keep >= 0
     fraction = isinstance(keep, float) and 0.0 <= keep <= 1.0
-    if not (number or fraction or keep == "auto"):
-        raise ValueError(f"keep_graphs must be a number of chunks, a fraction from 0.0 to 1.0, or 'auto'; got {keep!r}")
-    if memory_budget is not None and (keep != "auto" or type(memory_budget) is not int or memory_budget < 0):
+    auto = isinstance(keep, str) and keep == "auto"
+    if not (number or fraction or auto):
         raise ValueError(
-            f"memory_budget is a number of bytes for keep_graphs='auto', got {memory_budget!r} for {keep!r}"
+            f"keep_graphs must be a number of chunks, a fraction from 0.0 to 1.0, or 'auto'; got {shown(keep)}"
+        )
+    if memory_budget is not None and (not auto or type(memory_budget) is not int or memory_budget < 0):
+        raise ValueError(
+            f"memory_budget is a number of bytes for keep_graphs='auto', got {shown(memory_budget)} for {keep!r}"
         )
 
 

@@ -29,6 +29,8 @@ from typing import Any, Literal
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .._checks import check_callable, check_choice, check_flag, check_instance
+
 _DEPTH, _MANY = 6, 1000  # how far, and among how many objects, a function's modules are looked for
 
 
@@ -52,6 +54,13 @@ class SyncControl:
     collective: bool = True
     remember: Callable[[Any], Callable[[], None]] | None = None
     check: Callable[[Any], None] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("matches", "hold", "remember", "check"):
+            if getattr(self, name) is not None or name in ("matches", "hold"):
+                check_callable(name, getattr(self, name))
+        check_choice("decides", self.decides, ("forward", "backward"))
+        check_flag("collective", self.collective)
 
 
 def _no_sync(module: Any) -> AbstractContextManager[None]:
@@ -124,7 +133,12 @@ _CONTROLS = [
 
 
 def register_sync_control(control: SyncControl) -> None:
-    """Let gradient caching know another engine; it is asked before those that are there."""
+    """Let gradient caching know another engine; it is asked before those that are there.
+
+    Raises:
+        ValueError: if control is no :class:`SyncControl`.
+    """
+    check_instance("control", control, SyncControl, "a SyncControl")
     _CONTROLS.insert(0, control)
 
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from .._checks import check_ids
+from .._checks import check_ids, check_instance, checked_path
 from .._precision import accumulation_dtype
 from ..comm import handshake, select_communicator
 from ..comm.torch_distributed import TorchTransport
@@ -50,9 +50,13 @@ def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None =
         ValueError: on every rank: another rank's head, an optimiser whose state of each class is not known here, a
             folder that has a checkpoint or cannot be written.
     """
-    folder, comm = Path(folder), select_communicator(head.options.group)
+    check_instance("head", head, PartialFC, "a wholebatch.PartialFC")
+    given, folder = folder, Path(folder) if isinstance(folder, str | Path) else Path()
+    comm = select_communicator(head.options.group)
 
     def state() -> dict[str, Any]:
+        checked_path("folder", given)
+        check_instance("optimizer", optimizer, (Optimizer, type(None)), "an optimizer of torch, or None")
         head.check_own()
         if optimizer is not None and not _names_of(optimizer):
             raise ValueError(
@@ -108,9 +112,13 @@ def load_head(
         ValueError: on every rank, with head and optimizer as they were: there is no checkpoint of a head, or a damaged
             one, or it is of another number of classes or size of embeddings, or has no state of this kind of optimiser.
     """
-    folder, comm, found = Path(folder), select_communicator(head.options.group), dict[str, Any]()
+    check_instance("head", head, PartialFC, "a wholebatch.PartialFC")
+    given, folder = folder, Path(folder) if isinstance(folder, str | Path) else Path()
+    comm, found = select_communicator(head.options.group), dict[str, Any]()
 
     def first() -> dict[str, Any]:
+        checked_path("folder", given)
+        check_instance("optimizer", optimizer, (Optimizer, type(None)), "an optimizer of torch, or None")
         head.check_own()
         found["metadata"], found["facts"] = _read_facts(folder)
         _check(found["facts"], head, optimizer, classes)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import check_alike, check_ids, check_norm, norm_bound, on_host
+from .._checks import check_alike, check_count, check_dense, check_ids, check_norm, is_dense, norm_bound, on_host
 from ..comm import Communicator, handshake
 from ..kernels import in_triton
 from ..losses._cross_entropy import one_positive
@@ -271,6 +271,8 @@ def _agree_on_batch(
 
     def check() -> dict[str, Any]:
         logits.check()
+        if num_classes is not None:
+            check_count("num_classes", num_classes, "classes of all ranks")
         several = check_several(labels, num_classes)
         if several > 1 and (logits.label_smoothing or isinstance(logits.margin, CurricularFace)):
             raise ValueError("several labels for each example go neither with label_smoothing nor with CurricularFace")
@@ -288,7 +290,7 @@ def _agree_on_batch(
         ends = int(seen["smallest"]), int(seen["largest"])
         return {"labels": ends if ends[0] <= ends[1] else None}
 
-    several = isinstance(labels, Tensor) and labels.dim() == 2
+    several = is_dense(labels) and labels.dim() == 2 and labels.shape[1] > 0
     agreed = agree(
         caller,
         options,
@@ -325,6 +327,8 @@ def _agree_on_centres(
         if sample.ids is not None:
             check_ids("class_ids", sample.ids, "centres", len(sample.centres))
         for name, x in (("log_weights", sample.log_weights), ("bias", sample.bias)):
+            if isinstance(x, Tensor):
+                check_dense(name, x)
             if x is not None and (not isinstance(x, Tensor) or x.shape != sample.centres.shape[:1]):
                 raise ValueError(
                     f"{name} must have shape ({len(sample.centres)},), one for each of the classes, got "
@@ -335,6 +339,12 @@ def _agree_on_centres(
         for name, x in (("log_weights", sample.log_weights), ("bias", sample.bias), ("class_ids", sample.ids)):
             if x is not None and x.device != sample.centres.device:
                 raise ValueError(f"{name} must be on the centres' device, {sample.centres.device}, got {x.device}")
+        of_centres = (sample.centres, sample.bias, sample.log_weights)
+        if torch.is_grad_enabled() and any(x is not None and x.is_inference() for x in of_centres):
+            raise ValueError(
+                "centres, bias and log_weights must not be made under torch.inference_mode() where gradients are "
+                "enabled; pass x.clone()"
+            )
         norms, offsets = lengths_of(matrix), _sum(sample.bias, sample.log_weights)
         seen = dict(zip(("shortest", "longest"), ends_of(norms), strict=True))
         if offsets is not None:

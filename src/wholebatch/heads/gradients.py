@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
+from .._checks import check_dense, check_instance, check_items, check_real
 from .._precision import wide_dtype
 from ..comm import Group, handshake, select_communicator
 
@@ -27,7 +28,7 @@ def clip_grad_norm_(
     Args:
         replicated: parameters that all ranks hold, after their engine has averaged their gradients.
         sharded: parameters of which each rank holds a part, such as `head.parameters()`.
-        max_norm: that the norm may have.
+        max_norm: that the norm may have; infinity leaves the gradients as they are.
         group: ranks that share the head.
 
     Returns:
@@ -37,16 +38,22 @@ def clip_grad_norm_(
         ValueError: on every rank: a parameter is in both lists, or max_norm is negative or NaN.
     """
     comm = select_communicator(group)
-    everyone, own = ([x] if isinstance(x, Tensor) else [*x] for x in (replicated, sharded))
+    everyone: list[Tensor] = []
+    own: list[Tensor] = []
+    most = 0.0
 
     def state() -> dict[str, Any]:
+        nonlocal most
+        for found, name, given in ((everyone, "replicated", replicated), (own, "sharded", sharded)):
+            found.extend(_parameters(name, given))
         if {id(p) for p in everyone} & {id(p) for p in own}:
             raise ValueError(
                 "a parameter must be replicated or sharded, not both: leave head.parameters() out of the first list"
             )
-        if not max_norm >= 0.0:
+        most = check_real("max_norm", max_norm)
+        if not most >= 0.0:
             raise ValueError(f"max_norm must be at least 0, got {max_norm}")
-        return {"max_norm": str(max_norm)}
+        return {"max_norm": str(most)}
 
     handshake(comm, state, caller="clip_grad_norm_", must_match=("max_norm",))
     everyone, own = ([p for p in parameters if p.grad is not None] for parameters in (everyone, own))
@@ -56,7 +63,7 @@ def clip_grad_norm_(
         for p in parameters:
             square += torch.linalg.vector_norm(_values(p), dtype=square.dtype) ** 2
     norm = (squares[0] + comm.all_reduce(squares[1], check=False)).sqrt()
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = (most / (norm + 1e-6)).clamp(max=1.0)
     for p in (*everyone, *own):
         _values(p).mul_(factor.to(p.dtype))
     return norm
@@ -74,17 +81,19 @@ def agree_on_overflow(scaler: Any, *optimizers: Optimizer, group: Group = None) 
     Raises:
         ValueError: on every rank: an optimiser's gradients have not been unscaled, so that nothing is known of them.
     """
-    if not scaler.is_enabled():
-        return
     comm = select_communicator(group)
 
     def state() -> dict[str, Any]:
+        check_instance("scaler", scaler, GradScaler, "a torch.amp.GradScaler")
         for optimizer in optimizers:
-            if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+            check_instance("optimizers", optimizer, Optimizer, "optimizers of torch")
+            if scaler.is_enabled() and scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
                 raise ValueError("call scaler.unscale_(optimizer) before, for each of the optimizers")
-        return {"optimizers": len(optimizers)}
+        return {"optimizers": len(optimizers), "enabled": scaler.is_enabled()}
 
-    handshake(comm, state, caller="agree_on_overflow", must_match=("optimizers",))
+    handshake(comm, state, caller="agree_on_overflow", must_match=("optimizers", "enabled"))
+    if not scaler.is_enabled():
+        return
     for optimizer in optimizers:
         found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         if not found and comm.size == 1:
@@ -96,6 +105,16 @@ def agree_on_overflow(scaler: Any, *optimizers: Optimizer, group: Group = None) 
             x.fill_(of_all.item())
         if not found:
             found[device] = of_all.reshape(1)
+
+
+def _parameters(name: str, given: Any) -> list[Tensor]:
+    """The parameters of a list, or the one that was given instead of a list."""
+    found: list[Any] = [given] if isinstance(given, Tensor) else check_items(name, given, "parameters")
+    for p in found:
+        check_instance(name, p, Tensor, "parameters, or one of them")
+        if p.grad is not None and not p.grad.is_sparse:
+            check_dense(f"a gradient of {name}", p.grad)
+    return found
 
 
 def _values(p: Tensor) -> Tensor:

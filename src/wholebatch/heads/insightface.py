@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .._checks import check_instance, checked_path
 from ..comm import handshake, select_communicator
 from .partial_fc import PartialFC
 from .rows import overlap
@@ -36,13 +37,15 @@ def load_insightface(folder: Path | str, head: PartialFC, optimizer: Optimizer |
         ValueError: on every rank, with head and optimizer as they were: files are missing, or are together of another
             number of classes or size of embeddings.
     """
+    check_instance("head", head, PartialFC, "a wholebatch.PartialFC")
     comm, found = select_communicator(head.options.group), dict[str, list[Tensor]]()
 
     def state() -> dict[str, Any]:
         head.check_own()
-        found["weight"] = _shards(Path(folder), _WEIGHTS, head)
+        check_instance("optimizer", optimizer, (Optimizer, type(None)), "an optimizer of torch, or None")
+        found["weight"] = _shards(checked_path("folder", folder), _WEIGHTS, head)
         if optimizer is not None:
-            found["momentum"] = _shards(Path(folder), _MOMENTA, head)
+            found["momentum"] = _shards(checked_path("folder", folder), _MOMENTA, head)
         return {}
 
     handshake(comm, state, caller="load_insightface")

@@ -17,7 +17,18 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_choice, check_dense, check_features, check_finite, check_label_smoothing
+from .._checks import (
+    check_choice,
+    check_dense,
+    check_features,
+    check_finite,
+    check_integer,
+    check_label_smoothing,
+    check_positive_number,
+    check_real,
+    is_dense,
+    shown,
+)
 from .._precision import accumulation_dtype
 from ..losses._door import Agreement
 from .margins import CurricularFace, Margin, Targets
@@ -50,10 +61,9 @@ class Logits:
     def check(self) -> None:
         """Raise ValueError unless each setting exists, and goes with the others."""
         margin, cosine = self.margin, self.exclude_above
-        if not callable(margin) or not isinstance(getattr(margin, "s", None), int | float):
-            raise ValueError(f"margin must be one such as wholebatch.ArcFace(), with a scale s; got {margin!r}")
-        if not 0.0 < margin.s < math.inf:
-            raise ValueError(f"the margin's scale s must be a positive number, got {margin.s}")
+        if not callable(margin) or isinstance(margin, type) or not hasattr(margin, "s"):
+            raise ValueError(f"margin must be one such as wholebatch.ArcFace(), with a scale s; got {shown(margin)}")
+        check_positive_number("the margin's scale s", margin.s, "it multiplies cosines")
         if isinstance(margin, nn.Module) and any(True for _ in margin.parameters()):
             raise ValueError(
                 "a margin must have no parameters to learn: their gradients would be neither shared nor averaged; "
@@ -62,7 +72,8 @@ class Logits:
         check_choice("margin_grad", self.margin_grad, GRADIENTS)
         check_choice("normalise", self.normalise, get_args(Normalise))
         check_label_smoothing(self.label_smoothing)
-        if cosine is not None and not (isinstance(cosine, int | float) and -1.0 <= cosine <= 1.0):
+        check_integer("ignore_index", self.ignore_index, least=-(2**63), most=2**63 - 1)
+        if cosine is not None and not -1.0 <= check_real("exclude_above", cosine) <= 1.0:
             raise ValueError(f"exclude_above must be a cosine from -1 to 1, or None; got {cosine!r}")
         if cosine is not None and isinstance(margin, CurricularFace):
             raise ValueError("CurricularFace weighs similar negatives up; with exclude_above they would be left out")
@@ -134,7 +145,7 @@ def check_directions(name: str, x: Tensor, least: float, largest: float) -> None
 
 def check_several(labels: object, num_classes: int | None) -> int:
     """How many labels an example may have."""
-    if not isinstance(labels, Tensor) or labels.dim() != 2:
+    if not is_dense(labels) or labels.dim() != 2:
         return 1
     if not labels.shape[1]:
         raise ValueError(f"labels must have shape (rows,) or (rows, k), k >= 1, got {tuple(labels.shape)}")

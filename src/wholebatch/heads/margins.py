@@ -22,7 +22,16 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_choice, check_number
+from .._checks import (
+    check_choice,
+    check_fraction,
+    check_instance,
+    check_number,
+    check_positive_number,
+    check_sequence,
+    check_weight,
+    shown,
+)
 
 Fold = Literal["extend", "linear", "clip", "none"]
 FOLDS = ("extend", "linear", "clip", "none")
@@ -40,6 +49,10 @@ class Targets:
 
     angles: Tensor
     norms: Tensor
+
+
+def _check_targets(targets: object) -> None:
+    check_instance("targets", targets, Targets, "wholebatch.heads.Targets, the angles and norms of rows")
 
 
 class Margin(Protocol):
@@ -89,6 +102,7 @@ class CombinedMargin:
             raise ValueError(f"fold='linear' is defined for m1 = 1, got {self.m1}")
 
     def __call__(self, targets: Targets) -> Tensor:
+        _check_targets(targets)
         return angular(targets, self.m1, self.m2, self.fold) - self.m3
 
 
@@ -157,10 +171,18 @@ class MagFace:
 
     def __post_init__(self) -> None:
         check_choice("fold", self.fold, FOLDS)
+        check_positive_number("s", self.s, "it multiplies cosines")
+        check_weight("weight", self.weight, "it weighs the regularizer; 0 leaves it out")
+        for name, ends in (("norms", self.norms), ("margins", self.margins)):
+            if len(check_sequence(name, ends, "two numbers, (low, high)")) != 2:
+                raise ValueError(f"{name} must be two numbers, (low, high); got {shown(ends)}")
+            for end in ends:
+                check_number(name, end)
         if not (0 < self.norms[0] < self.norms[1] and 0 <= self.margins[0] <= self.margins[1]):
             raise ValueError(f"norms and margins must be ranges, (low, high); got {self.norms} and {self.margins}")
 
     def __call__(self, targets: Targets) -> Tensor:
+        _check_targets(targets)
         (low, high), (least, most) = self.norms, self.margins
         norms = targets.norms.clamp(low, high)
         return angular(targets, 1.0, least + (most - least) * (norms - low) / (high - low), self.fold)
@@ -191,8 +213,10 @@ class AdaFace(nn.Module):
 
     def __init__(self, s: float = 64.0, m: float = 0.4, h: float = 0.333, t_alpha: float = 0.01) -> None:
         super().__init__()
-        for name, value in (("s", s), ("m", m), ("h", h), ("t_alpha", t_alpha)):
-            check_number(name, value)
+        check_positive_number("s", s, "it multiplies cosines")
+        check_weight("m", m, "0 is no margin")
+        check_weight("h", h, "it multiplies the norms' deviation from their mean; 0 leaves norms out")
+        check_fraction("t_alpha", t_alpha)
         self.s, self.m, self.h, self.t_alpha = s, m, h, t_alpha
         self.register_buffer("mean", torch.tensor(20.0, dtype=torch.float64))
         self.register_buffer("std", torch.tensor(100.0, dtype=torch.float64))
@@ -209,6 +233,7 @@ class AdaFace(nn.Module):
             self.std.lerp_(norms.std(), self.t_alpha)
 
     def forward(self, targets: Targets) -> Tensor:
+        _check_targets(targets)
         norms = targets.norms.detach().to(self.mean).clamp(*_ADAFACE_NORMS)
         u = ((norms - self.mean) / (self.std + 1e-3) * self.h).clamp(-1, 1)
         return angular(targets, 1.0, -self.m * u, "clip") - (self.m * u + self.m)
@@ -233,8 +258,9 @@ class CurricularFace(nn.Module):
 
     def __init__(self, s: float = 64.0, m: float = 0.5, alpha: float = 0.01, *, fold: Fold = "extend") -> None:
         super().__init__()
-        for name, value in (("s", s), ("m", m), ("alpha", alpha)):
-            check_number(name, value)
+        check_positive_number("s", s, "it multiplies cosines")
+        check_weight("m", m, "0 is no margin")
+        check_fraction("alpha", alpha)
         check_choice("fold", fold, FOLDS)
         self.s, self.m, self.alpha, self.fold = s, m, alpha, fold
         self.register_buffer("t", torch.zeros((), dtype=torch.float64))
@@ -249,6 +275,7 @@ class CurricularFace(nn.Module):
             self.t.lerp_(angles.cos().mean(), self.alpha)
 
     def forward(self, targets: Targets) -> Tensor:
+        _check_targets(targets)
         return angular(targets, 1.0, self.m, self.fold)
 
     def of_negatives(self, angles: Tensor) -> HardNegatives:

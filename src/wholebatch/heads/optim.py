@@ -11,14 +11,23 @@ is not moved by its momentum, not decayed, and its step is not counted. With den
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._checks import check_number
+from .._checks import (
+    check_callable,
+    check_flag,
+    check_fraction,
+    check_instance,
+    check_items,
+    check_sequence,
+    check_weight,
+    shown,
+)
 
 
 class _SparseOptimizer(Optimizer, ABC):
@@ -27,17 +36,29 @@ class _SparseOptimizer(Optimizer, ABC):
     of_rows: tuple[str, ...]  # names of what it knows of each row
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
-        for name, value in defaults.items():
-            for number in value if isinstance(value, tuple) else (value,):
-                if check_number(name, number) < 0:
-                    raise ValueError(f"{name} must not be negative, got {value}")
-        super().__init__(params, defaults)
+        self._check(defaults)
+        super().__init__(check_items("params", params, "parameters, or of dicts of them"), defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with settings of their own, checked as the constructor's are."""
+        check_instance("param_group", param_group, dict, "a dict with 'params'")
+        if "params" not in param_group:
+            raise ValueError(f"param_group must be a dict with 'params', got the keys {[*param_group]}")
+        self._check({name: param_group.get(name, value) for name, value in self.defaults.items()})
+        super().add_param_group(param_group)
+
+    def _check(self, settings: Mapping[str, Any]) -> None:
+        """Raise ValueError unless they are numbers that such an optimizer can have."""
+        for name in ("lr", "momentum", "eps", "weight_decay"):
+            if name in settings:
+                check_weight(name, settings[name], "pass 0 or more")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step; with a closure that computes the loss again, after it."""
         loss = None
         if closure is not None:
+            check_callable("closure", closure)
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
@@ -81,7 +102,12 @@ class SparseSGD(_SparseOptimizer):
         *,
         nesterov: bool = False,
     ) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": +nesterov})
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov})
+
+    def _check(self, settings: Mapping[str, Any]) -> None:
+        super()._check(settings)
+        if check_flag("nesterov", settings["nesterov"]) and not settings["momentum"]:
+            raise ValueError("nesterov looks ahead along the momentum: give a momentum above 0")
 
     def _step(self, p: Tensor, rows: Any, grad: Tensor, group: dict[str, Any]) -> None:
         of_rows = p[rows]
@@ -118,6 +144,14 @@ class SparseAdamW(_SparseOptimizer):
         weight_decay: float = 0.01,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def _check(self, settings: Mapping[str, Any]) -> None:
+        super()._check(settings)
+        betas = check_sequence("betas", settings["betas"], "two numbers in [0, 1)")
+        if len(betas) != 2:
+            raise ValueError(f"betas must be two numbers in [0, 1), got {shown(settings['betas'])}")
+        for beta in betas:
+            check_fraction("betas", beta, below_one=True)
 
     def _step(self, p: Tensor, rows: Any, grad: Tensor, group: dict[str, Any]) -> None:
         state, (beta1, beta2) = self.state[p], group["betas"]

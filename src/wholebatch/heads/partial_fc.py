@@ -15,7 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .._checks import check_count
+from .._checks import (
+    allocated,
+    check_count,
+    check_flag,
+    check_floating_dtype,
+    check_fraction,
+    check_integer,
+    checked_device,
+)
 from ..comm import Group, select_communicator
 from ..kernels import Kernel
 from ..losses._door import Options, Reduction, eager
@@ -105,12 +113,16 @@ class PartialFC(nn.Module):
         self.logits = Logits(margin, margin_grad, normalise, exclude_above, label_smoothing, ignore_index)
         self.logits.check()
         self.logits.check_sub_centres(sub_centres)
-        if not isinstance(sample_rate, int | float) or not 0.0 <= sample_rate <= 1.0:
-            raise ValueError(f"sample_rate must lie in [0, 1], got {sample_rate!r}")
+        check_fraction("sample_rate", sample_rate)
+        check_flag("bias", bias)
+        check_flag("unbiased", unbiased)
         if unbiased and (not sample_rate or label_smoothing):
             raise ValueError("unbiased needs a sample_rate above 0, and no label_smoothing")
-        if type(seed) is not int or not -(2**63) <= seed < 2**63:
-            raise ValueError(f"seed must be an integer of 64 bits, got {seed!r}")
+        check_integer("seed", seed, least=-(2**63), most=2**63 - 1)
+        if dtype is not None:
+            check_floating_dtype("dtype", dtype)
+        if device is not None:
+            device = checked_device("device", device)
         self.options = Options(group, sync, memory=memory, reduction=reduction, kernel=kernel)
         self.options.check()
         comm = select_communicator(group)
@@ -122,7 +134,7 @@ class PartialFC(nn.Module):
         self.own_classes = Partition.even(num_classes, comm.size).rows(comm.rank)
         held = self.own_classes.stop - self.own_classes.start
         shape = (held, embedding_size) if sub_centres == 1 else (held, sub_centres, embedding_size)
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.weight = nn.Parameter(allocated("num_classes and embedding_size", shape, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(held, device=device, dtype=dtype)) if bias else None
         self._made_with = [self.weight]  # in a list, where no module sees it
         self.register_buffer("seed", torch.tensor(seed))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._checks import is_dense
 from ..comm import Group
 from ..kernels import Kernel
 from ..losses._door import Options, Reduction, eager
@@ -107,7 +108,7 @@ def partial_fc_loss(
         labels,
         given,
         Logits(margin, margin_grad, normalise, exclude_above, label_smoothing, ignore_index),
-        dtype=centres.dtype if isinstance(centres, Tensor) else torch.float32,
+        dtype=centres.dtype if is_dense(centres) and centres.is_floating_point() else torch.float32,
         options=Options(group, sync, exchange="gather", memory=memory, reduction=reduction, kernel=kernel),
         num_classes=num_classes,
         weights=weights,

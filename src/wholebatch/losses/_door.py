@@ -18,6 +18,7 @@ from .._checks import (
     check_alike,
     check_choice,
     check_features,
+    check_flag,
     check_ids,
     check_memory,
     check_norm,
@@ -34,6 +35,7 @@ from .._precision import accumulation_dtype, wide_dtype
 from ..comm import Communicator, Group, LocalCommunicator, handshake, select_communicator
 from ..comm.binding import CallError, bound, complaint
 from ..comm.handshake import GRAD_ENABLED
+from ..comm.select import check_group
 from ..exchange import EXCHANGES, Exchange, ExchangeName, columns_of_a_chunk, num_entries, select_exchange
 from ..kernels import KERNELS, Kernel, check_kernel, in_triton
 from ..partition import Partition
@@ -78,7 +80,10 @@ class LossModule(nn.Module):
 
     def __init__(self, *, group: Group, sync: Sync, **settings: Any) -> None:
         super().__init__()
+        check_group(group)
         Options(group, sync, **{name: settings[name] for name in _CHOICES if name in settings}).check()
+        if "return_statistics" in settings:
+            check_flag("return_statistics", settings["return_statistics"])
         self._names = ("group", "sync", *settings)
         for name, value in zip(self._names, (group, sync, *settings.values()), strict=True):
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):

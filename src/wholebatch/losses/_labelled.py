@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._checks import is_dense
 from ..partition import Diagonal
 from ..sweep import Bend, Diagonals, EqualIds, Over, Pairs, Selection
 from ._cross_entropy import how_many_equal
@@ -36,7 +37,7 @@ def agree_labelled(
     must_match: Sequence[str] = (),
 ) -> Labelled:
     """As `agree`, on rows with labels: (b, d), or (b, v, d) for v views of each example, with b labels either way."""
-    with_views = isinstance(features, Tensor) and features.layout is torch.strided and features.dim() == 3
+    with_views = is_dense(features) and features.dim() == 3
     shape = features.shape[:-1] if with_views else None
 
     def check_views() -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from .._checks import check_ids
+from .._checks import check_ids, is_dense
 from .._precision import wide_dtype
 from ._directions import Ceiling
 from ._door import Agreement
@@ -46,7 +46,7 @@ def check_own_negatives(queries: Tensor, hard_negatives: Tensor, hard_negative_i
 
 
 def _is_cube(x: object) -> TypeGuard[Tensor]:
-    return isinstance(x, Tensor) and x.layout is torch.strided and x.dim() == 3
+    return is_dense(x) and x.dim() == 3
 
 
 def own_negatives(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._graph import checked_loss, leaves_of
+from .._graph import checked_loss, finite_value, leaves_of
 from .._once import once_differentiable
 from ..comm import Communicator, handshake
 from ..partition import Partition
@@ -99,7 +99,7 @@ class _LossAtRoot(Function):
                 loss = checked_loss(compute(copies[:num_rows], swap))
                 leaves = [*copies, *owned]
                 _refuse_hidden_parameters(loss, leaves)
-            return {"value": loss.detach().item(), "dtype": str(loss.dtype).removeprefix("torch.")}
+            return {"value": finite_value(loss), "dtype": str(loss.dtype).removeprefix("torch.")}
 
         told = handshake(comm, state, caller="WholeBatch loss_fn")[root]
         ctx.comm, ctx.root, ctx.sync, ctx.partitions, ctx.num_tensors = comm, root, sync, partitions, len(tensors)

@@ -231,8 +231,8 @@ def softmax_numbers(
 
 def wanted(*, target: bool = True, mean_logit: bool = False, statistics: bool = False) -> tuple[str, ...]:
     """Names of the numbers of a side: always A; T; M and the candidates' number; what statistics are made of."""
-    names = ["sum", *["target"] * target, *["logits", "count"] * mean_logit]
-    return (*names, *(["largest", "negatives", "squares"] * statistics))
+    names = ["sum", *(["target"] if target else []), *(["logits", "count"] if mean_logit else [])]
+    return (*names, *(["largest", "negatives", "squares"] if statistics else []))
 
 
 class _Softmax(torch.autograd.Function):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .._checks import check_number
+from .._checks import check_positive_number, check_weight
 from ..comm import Group
 from ..sync import Sync
 from ._door import LossModule, Options, agree, eager
@@ -86,9 +86,8 @@ def barlow_twins_loss(
 
 
 def _checked(redundancy: float, epsilon: float) -> dict[str, object]:
-    check_number("redundancy", redundancy)
-    if check_number("epsilon", epsilon) <= 0:
-        raise ValueError(f"epsilon must be positive, got {epsilon}; it is added to variances")
+    check_weight("redundancy", redundancy, "it weighs the entries off the diagonal; 0 leaves them out")
+    check_positive_number("epsilon", epsilon, "it is added to variances")
     return {"settings": {"redundancy": redundancy, "epsilon": epsilon}}
 
 

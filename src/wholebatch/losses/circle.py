@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from .._checks import check_number
+from .._checks import check_number, check_positive_number
 from ..comm import Group
 from ..exchange import ExchangeName
 from ..sweep import Memory
@@ -133,8 +133,7 @@ def circle_loss(
 
 
 def _checked(m: float, gamma: float) -> dict[str, object]:
-    if check_number("gamma", gamma) <= 0:
-        raise ValueError(f"gamma must be positive, got {gamma}; it multiplies similarities")
+    check_positive_number("gamma", gamma, "it multiplies similarities")
     return {"settings": {"m": check_number("m", m), "gamma": gamma}}
 
 

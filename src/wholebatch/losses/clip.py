@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._checks import check_choice, check_label_smoothing
+from .._checks import check_choice, check_flag, check_label_smoothing
 from ..comm import Group
 from ..exchange import ExchangeName
 from ..kernels import Kernel
@@ -125,6 +125,7 @@ def clip_loss(
     def check() -> dict[str, Any]:
         check_label_smoothing(label_smoothing)
         check_choice("equal_ids", equal_ids, EQUAL_IDS)
+        check_flag("return_statistics", return_statistics)
         return {"label_smoothing": float(label_smoothing), "equal_ids": equal_ids, "statistics": return_statistics}
 
     agreed = agree(

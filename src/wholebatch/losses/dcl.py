@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import check_temperature
+from .._checks import check_flag, check_number, check_temperature
 from ..comm import Group
 from ..exchange import ExchangeName
 from ..kernels import Kernel
@@ -97,7 +97,7 @@ def dcl_loss(
         ids={"ids": (ids, "z0")},
         weights=(weights, "z0"),
         positive=("temperature",),
-        check=lambda: {**_checked(sigma), "statistics": return_statistics},
+        check=lambda: {**_checked(sigma), "statistics": check_flag("return_statistics", return_statistics)},
         must_match=("sigma", "statistics"),
     )
     count = agreed.rows["z0"].total
@@ -116,7 +116,7 @@ def dcl_loss(
 
 
 def _checked(sigma: float | None) -> dict[str, float | None]:
-    return {"sigma": None if sigma is None else check_temperature("sigma", sigma)}
+    return {"sigma": None if sigma is None else check_temperature("sigma", check_number("sigma", sigma))}
 
 
 class DCLLoss(LossModule):

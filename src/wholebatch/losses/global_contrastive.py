@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 
 from .._checks import (
+    allocated,
     check_count,
     check_dense,
     check_features,
+    check_floating_dtype,
     check_ids,
     check_norm,
     check_number,
@@ -184,10 +186,11 @@ def _checked(gamma: float, epsilon: float) -> dict[str, float]:
 
 
 def _check_averages(name: str, value: object, rows: int) -> None:
+    if isinstance(value, Tensor):
+        check_dense(name, value)
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.shape != (rows,):
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{name} must be a floating-point tensor of shape ({rows},), one for each pair, got {got}")
-    check_dense(name, value)
 
 
 def _known(averages: Tensor) -> Tensor:
@@ -243,12 +246,11 @@ class GlobalContrastiveLoss(LossModule):
             epsilon=epsilon,
         )
         check_count("examples", examples, "the size of the data set")
-        if not dtype.is_floating_point:
-            raise ValueError(f"dtype must be a floating-point type, that of the averages; got {dtype}")
+        check_floating_dtype("dtype", dtype)
         check_temperature("temperature", temperature)
         _checked(gamma, epsilon)
         for name in ("image_log_averages", "text_log_averages"):
-            self.register_buffer(name, torch.full((examples,), -torch.inf, dtype=dtype))
+            self.register_buffer(name, allocated("examples", (examples,), dtype=dtype).fill_(-torch.inf))
 
     @eager
     def forward(

@@ -17,7 +17,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .._checks import check_alike, check_choice, check_features, check_label_smoothing, check_number, largest_norm
+from .._checks import (
+    check_alike,
+    check_choice,
+    check_features,
+    check_flag,
+    check_label_smoothing,
+    check_number,
+    largest_norm,
+)
 from ..comm import Group
 from ..exchange import ExchangeName
 from ..kernels import Kernel
@@ -178,6 +186,7 @@ def info_nce_loss(
             {"negative_ids": negative_ids, "hard_negative_ids": hard_negative_ids},
             {"negatives": negatives, "hard_negatives": hard_negatives},
         )
+        check_flag("return_statistics", return_statistics)
         guides = _check_guides(queries, keys, negatives, query_guides, key_guides, exclude_above)
         return {"settings": repr(settings), "guides": guides, "statistics": return_statistics}
 
@@ -345,6 +354,7 @@ class _Settings:
         if len(set(self.directions)) < len(self.directions):
             raise ValueError(f"directions must be different, got {self.directions}")
         check_label_smoothing(self.label_smoothing)
+        check_flag("exclude_relative", self.exclude_relative)
         check_number("margin", self.margin)
         if check_number("hardness", self.hardness) < 0:
             raise ValueError(f"hardness must not be negative, got {self.hardness}; 0 is none")

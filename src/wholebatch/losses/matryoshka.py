@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import check_number
+from .._checks import check_flag, check_number, shown
 from .._precision import vector
 from ..comm import Group
 from ..exchange import ExchangeName
@@ -104,6 +104,7 @@ def matryoshka_loss(
 
     def check() -> dict[str, Any]:
         check_dims(dims, dim_weights, queries.shape[1] if queries.dim() == 2 else None)
+        _check_flags(symmetric, normalise)
         settings = {"dims": list(dims), "dim_weights": dim_weights and list(dim_weights)}
         return {"settings": settings | {"symmetric": symmetric, "normalise": normalise}}
 
@@ -140,7 +141,7 @@ def check_dims(dims: Sequence[int], dim_weights: Sequence[float] | None, width: 
     """dims increase from 1 to width; there are as many weights, none negative, not all 0."""
     listed = list(dims) if isinstance(dims, Sequence) else dims
     if not isinstance(listed, list) or not listed or not all(type(m) is int for m in listed):
-        raise ValueError(f"dims must be a sequence of integers, such as (64, 128, 256), got {dims!r}")
+        raise ValueError(f"dims must be a sequence of integers, such as (64, 128, 256), got {shown(dims)}")
     if listed != sorted(set(listed)) or listed[0] < 1:
         raise ValueError(f"dims must be positive, increasing, and each of them once; got {listed}")
     if width is not None and listed[-1] > width:
@@ -148,12 +149,17 @@ def check_dims(dims: Sequence[int], dim_weights: Sequence[float] | None, width: 
     if dim_weights is None:
         return
     if not isinstance(dim_weights, Sequence) or len(dim_weights) != len(listed):
-        raise ValueError(f"dim_weights must be as many numbers as dims, {len(listed)}, got {dim_weights!r}")
+        raise ValueError(f"dim_weights must be as many numbers as dims, {len(listed)}, got {shown(dim_weights)}")
     for weight in dim_weights:
         if check_number("dim_weights", weight) < 0:
             raise ValueError(f"dim_weights must not be negative, got {weight}; leave the part out of dims")
     if not any(dim_weights):
         raise ValueError("dim_weights must not all be 0: no loss would be left")
+
+
+def _check_flags(symmetric: object, normalise: object) -> None:
+    check_flag("symmetric", symmetric)
+    check_flag("normalise", normalise)
 
 
 def _part_by_part(
@@ -213,6 +219,7 @@ class MatryoshkaLoss(LossModule):
         kernel: Kernel = "auto",
     ) -> None:
         check_dims(dims, dim_weights, None)
+        _check_flags(symmetric, normalise)
         super().__init__(
             dims=tuple(dims),
             dim_weights=dim_weights and tuple(dim_weights),

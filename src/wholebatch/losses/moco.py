@@ -14,9 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_alike, check_count, check_features, check_finite
+from .._checks import (
+    allocated,
+    check_alike,
+    check_count,
+    check_features,
+    check_finite,
+    check_flag,
+    check_floating_dtype,
+)
 from .._precision import wide_dtype
 from ..comm import Group, handshake, select_communicator
+from ..comm.select import check_group
 from ..kernels import Kernel
 from ..partition import Partition
 from ..sweep import Memory, Pairs, Selection
@@ -94,7 +103,10 @@ def moco_loss(
         paired=("queries", "keys"),
         matching=("queries", "keys"),
         weights=(weights, "queries"),
-        check=lambda: {"length of the queue": len(queue), "statistics": return_statistics},
+        check=lambda: {
+            "length of the queue": len(queue),
+            "statistics": check_flag("return_statistics", return_statistics),
+        },
         must_match=("length of the queue", "statistics"),
     )
     rows, scale, given = agreed.rows["queries"], agreed.scalars["logit_scale"], agreed.inputs
@@ -188,8 +200,10 @@ class KeyQueue(nn.Module):
         super().__init__()
         check_count("size", size, "how many keys it holds")
         check_count("width", width, "the features of a key")
+        check_floating_dtype("dtype", dtype)
+        check_group(group)
         self.group = group
-        self.register_buffer("ring", torch.zeros(size, width, dtype=dtype))
+        self.register_buffer("ring", allocated("size and width", (size, width), dtype=dtype).zero_())
         self.register_buffer("enqueued", torch.zeros((), dtype=torch.int64))
 
     @property

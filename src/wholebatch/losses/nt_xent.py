@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._checks import check_temperature
+from .._checks import check_flag, check_temperature
 from ..comm import Group
 from ..exchange import ExchangeName
 from ..kernels import Kernel
@@ -96,7 +96,7 @@ def nt_xent_loss(
         ids={"ids": (ids, "z0")},
         weights=(weights, "z0"),
         positive=("temperature",),
-        check=lambda: {"statistics": return_statistics},
+        check=lambda: {"statistics": check_flag("return_statistics", return_statistics)},
         must_match=("statistics",),
     )
     numbers = two_views(agreed, statistics=return_statistics)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._checks import check_choice, check_number
+from .._checks import check_choice, check_flag, check_weight
 from .._precision import wide_dtype
 from ..comm import Group
 from ..exchange import ExchangeName
@@ -152,8 +152,10 @@ def _distance(x: Tensor, y: Tensor, distance: str) -> Tensor:
 
 def _checked(margin: float, smooth: bool, distance: str, normalise: bool) -> dict[str, object]:
     check_choice("distance", distance, DISTANCES)
-    settings = {"margin": check_number("margin", margin), "smooth": smooth, "distance": distance}
-    return {"settings": settings | {"normalise": normalise}}
+    check_weight("margin", margin, "it is the distance by which negatives are to be farther than positives")
+    check_flag("smooth", smooth)
+    check_flag("normalise", normalise)
+    return {"settings": {"margin": margin, "smooth": smooth, "distance": distance, "normalise": normalise}}
 
 
 class TripletLoss(LossModule):

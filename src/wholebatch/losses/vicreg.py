@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._checks import check_number
+from .._checks import check_positive_number, check_weight
 from ..comm import Group
 from ..sync import Sync, shared_sum
 from ._door import LossModule, Options, agree, eager
@@ -40,9 +40,9 @@ def vicreg_loss(
         z0: (b_r, d), this rank's rows of the first view, as they are. b_r may differ between ranks and may be 0.
             float64, float32, bfloat16 or float16 (the last two are widened to float32).
         z1: (b_r, d), the second view; row i is another view of row i of z0.
-        invariance: weight of the distance of the views.
-        variance: weight of the hinge.
-        covariance: weight of the covariances.
+        invariance: weight of the distance of the views, >= 0.
+        variance: weight of the hinge, >= 0.
+        covariance: weight of the covariances, >= 0.
         epsilon: added to variances, > 0.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
@@ -96,9 +96,8 @@ def vicreg_loss(
 
 def _checked(invariance: float, variance: float, covariance: float, epsilon: float) -> dict[str, object]:
     for name, value in (("invariance", invariance), ("variance", variance), ("covariance", covariance)):
-        check_number(name, value)
-    if check_number("epsilon", epsilon) <= 0:
-        raise ValueError(f"epsilon must be positive, got {epsilon}; it is added to variances")
+        check_weight(name, value, "it weighs a term of the loss; 0 leaves the term out")
+    check_positive_number("epsilon", epsilon, "it is added to variances")
     return {"settings": {"invariance": invariance, "variance": variance, "covariance": covariance, "epsilon": epsilon}}
 
 

@@ -21,13 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from .._checks import check_choice, check_finite
-from .._graph import checked_loss
+from .._checks import check_callable, check_choice, check_dense, check_finite, check_floating_dtype, check_integer
+from .._graph import checked_loss, finite_value
 from .._once import once_differentiable
 from ..comm import Communicator, Group, handshake, nodes, select_communicator
 from ..comm.call import Call
 from ..comm.handshake import GRAD_ENABLED
 from ..comm.maps import AllGather
+from ..comm.select import check_group
 from ..partition import Partition
 from ..sync import Sync, check_sync, replicated_loss_factor, scale_gradient
 from ._backward import CALL, latest_call, number_call, together
@@ -85,10 +86,9 @@ class WholeBatch(nn.Module):
         super().__init__()
         check_sync(sync)
         check_choice("strategy", strategy, STRATEGIES)
-        if not callable(loss_fn):
-            raise ValueError(f"loss_fn must be callable, got {type(loss_fn).__name__}")
-        if not isinstance(root, int) or root < 0:
-            raise ValueError(f"root must be a rank, 0 or more; got {root!r}")
+        check_callable("loss_fn", loss_fn)
+        check_integer("root", root, least=0, of="a rank")
+        check_group(group)
         self.loss_fn, self.group, self.sync, self.strategy, self.root = loss_fn, group, sync, strategy, root
 
     def forward(self, *representations: Any, **kwargs: Any) -> Tensor:
@@ -104,8 +104,10 @@ class WholeBatch(nn.Module):
         Raises:
             ValueError: on every rank, whichever rank made the mistake: dtypes or trailing shapes that differ between
                 ranks, NaN or infinite rows, an empty global batch, a scale of shape [1] in the place of rows, rows of
-                two inputs that are spread differently, a loss_fn that raises, does not return a scalar, or whose
-                value differs between ranks.
+                two inputs that are spread differently, a loss_fn that raises, does not return a scalar, whose value
+                differs between ranks, or is NaN or infinite on any of them. Under a gradient scaler, too: the inputs
+                are finite here, so an overflow is loss_fn's own, and no scale of the loss mends it. As every rank
+                raises, a training loop may catch the error and leave the step out.
         """
         comm = select_communicator(self.group)
         has_rows = [isinstance(x, Tensor) and x.dim() > 0 for x in representations]
@@ -118,6 +120,9 @@ class WholeBatch(nn.Module):
             if self.root >= comm.size:
                 raise ValueError(f"root must be a rank of the group, 0 to {comm.size - 1}; got {self.root}")
             for position, x in enumerate(inputs):
+                check_dense(f"representation {position}", x)
+                if x.is_floating_point():
+                    check_floating_dtype(f"the dtype of representation {position}", x.dtype)
                 check_finite(f"representation {position}", x)
             return {
                 "sync": self.sync,
@@ -260,7 +265,7 @@ def _same_on_all_ranks(comm: Communicator, compute: Callable[[], Any]) -> Tensor
     def state() -> dict[str, Any]:
         nonlocal loss
         loss = checked_loss(compute())
-        return {"value": loss.detach().item()}
+        return {"value": finite_value(loss)}
 
     values = [facts["value"] for facts in handshake(comm, state, caller="WholeBatch loss_fn")]
     if not all(_close(value, values[0]) for value in values):
@@ -272,4 +277,4 @@ def _same_on_all_ranks(comm: Communicator, compute: Callable[[], Any]) -> Tensor
 
 
 def _close(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6) or (math.isnan(a) and math.isnan(b))
+    return math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6)

@@ -7,11 +7,13 @@ from typing import Any, TypeGuard
 
 import torch
 
+from .._settings import shown
 from .._user_error import UserError
 from .given import DEVICES
 from .rates import Rates
 from .work import LOSSES, LossName, Shapes
 
+_MOST = 2**63  # what no computer counts to
 DTYPES = {
     "float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
     "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
@@ -41,11 +43,11 @@ def check_sizes(
 ) -> None:
     """Sizes exist, and go together."""
     for name, value in (("batch", batch), ("dim", dim), ("ranks", ranks)):
-        _require(type(value) is int and value >= 1, name, "an integer of at least 1", value)
+        _require(type(value) is int and 1 <= value < _MOST, name, "an integer of at least 1", value)
     assert isinstance(batch, int)
     assert isinstance(dim, int)
     assert isinstance(ranks, int)
-    _require(loss in LOSSES, "loss", f"one of {', '.join(LOSSES)}", loss)
+    _require(isinstance(loss, str) and loss in LOSSES, "loss", f"one of {', '.join(LOSSES)}", loss)
     _require(
         isinstance(number, torch.dtype) and number in DTYPES.values(), "dtype", f"one of {', '.join(DTYPES)}", dtype
     )
@@ -53,10 +55,10 @@ def check_sizes(
         raise UserError(f"batch is of all ranks together: at least one example for each of {ranks} ranks, got {batch}")
     for name, value in (("memory_limit", memory_limit), ("chunk", chunk), ("classes", classes)):
         what = "an integer of at least 1" + (", as in 80 * 10**9" if name == "memory_limit" else "")
-        _require(value is None or (type(value) is int and value >= 1), name, what, value)
+        _require(value is None or (type(value) is int and 1 <= value < _MOST), name, what, value)
     for name, value in (("model_bytes", model_bytes), ("gradient_bytes", gradient_bytes)):
-        _require(type(value) is int and value >= 0, name, "an integer, a number of bytes", value)
-    sound = all(type(of) is int and of >= 0 for of in activations)
+        _require(type(value) is int and 0 <= value < _MOST, name, "an integer, a number of bytes", value)
+    sound = all(type(of) is int and 0 <= of < _MOST for of in activations)
     got = activations[0] if len(activations) == 1 else activations
     _require(sound, "encoder_bytes", "an integer, a number of bytes, or one for each encoder", got)
     _require(_is_number(encoder_flops) and encoder_flops >= 0, "encoder_flops", "at least 0, and finite", encoder_flops)
@@ -91,7 +93,7 @@ def check_sizes(
         if loss != "partial_fc":
             raise UserError(f"sample_rate is of partial_fc, with classes; {loss} has none")
         _require(_is_number(sample_rate) and 0 <= sample_rate <= 1, "sample_rate", "from 0 to 1", sample_rate)
-    _require(device in DEVICES, "device", f"one of {', '.join(DEVICES)}", device)
+    _require(isinstance(device, str) and device in DEVICES, "device", f"one of {', '.join(DEVICES)}", device)
     _require(rates is None or isinstance(rates, Rates), "rates", "wholebatch.planning.Rates, or None", rates)
 
 
@@ -115,9 +117,12 @@ def check_rates(rates: Rates, loss: LossName, dtype: torch.dtype, device: str, r
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    except OverflowError:  # an int that no float can hold
+        return False
 
 
 def _require(condition: bool, name: str, expected: str, got: object) -> None:
     if not condition:
-        raise UserError(f"{name} must be {expected}; got {got!r}")
+        raise UserError(f"{name} must be {expected}; got {shown(got)}")

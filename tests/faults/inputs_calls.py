@@ -1,0 +1,361 @@
+"""One right call of everything public: its arguments, by their names.
+
+An entry finds the value of a parameter under `entry.parameter`, else under the parameter's name; a parameter with a
+default that stands under neither is left out of the right call. So a new name is covered as soon as its arguments have
+known names, and is reported as a name without a right call otherwise.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+import wholebatch as wb
+
+
+def _rows(*shape: int) -> Callable[[], torch.Tensor]:
+    return lambda: torch.randn(shape)
+
+
+def _labels() -> torch.Tensor:
+    return torch.tensor([0, 0, 1, 2])
+
+
+class TheirError(Exception):
+    """What a function of the user's own raises, whatever it is given."""
+
+
+def theirs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A user's function: what goes wrong in it is not ours."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            raise TheirError(f"{type(error).__name__}: {error}") from error
+
+    return call
+
+
+@theirs
+def _mean_of_squares(*tensors: Any, **_kwargs: Any) -> torch.Tensor:
+    return sum(x.square().mean() for x in tensors)
+
+
+def _parameter() -> nn.Parameter:
+    p = nn.Parameter(torch.randn(4, 3))
+    p.grad = torch.randn(4, 3)
+    return p
+
+
+def _targets() -> Any:
+    return wb.heads.Targets(torch.rand(4, 1), 20 + torch.rand(4, 1))
+
+
+def _head() -> Any:
+    return wb.PartialFC(3, 6)
+
+
+@cache
+def _scratch() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="wholebatch-inputs-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+_COUNT = iter(range(10**9))
+
+
+def _new_folder() -> Path:
+    return _scratch() / f"head-{next(_COUNT)}"
+
+
+@cache
+def _saved_head() -> Path:
+    folder = _scratch() / "saved"
+    wb.heads.save_head(folder, _head())
+    return folder
+
+
+@cache
+def _insightface() -> Path:
+    folder = _scratch() / "insightface"
+    folder.mkdir()
+    torch.save(torch.randn(6, 3), folder / "rank_0_softmax_weight.pt")
+    return folder
+
+
+def problem() -> Any:
+    """Of an audit that takes no time."""
+    model = nn.Linear(3, 2)
+    batch = {"x": torch.randn(8, 3)}
+    return wb.Problem(model, batch, lambda model, batch: model(batch["x"]).square().mean())
+
+
+def one(_rank: int = 0) -> int:
+    """What ranks compute."""
+    return 1
+
+
+# A parameter's value in a right call; a callable that makes it.
+VALUES: dict[str, Callable[[], Any]] = {
+    **dict.fromkeys(("image_features", "text_features", "queries", "keys", "z0", "z1", "features"), _rows(4, 3)),
+    **dict.fromkeys(("teacher_image_features", "teacher_text_features"), _rows(4, 5)),
+    **dict.fromkeys(("labels", "indices"), _labels),
+    **dict.fromkeys(("image_log_averages", "text_log_averages"), _rows(4)),
+    "embeddings": _rows(4, 3),
+    "centres": _rows(6, 3),
+    "queue": _rows(5, 3),
+    "x": _rows(4, 3),
+    "like": _rows(4, 3),
+    "logit_scale": lambda: 10.0,
+    "logit_bias": lambda: -5.0,
+    "teacher_logit_scale": lambda: 3.0,
+    "dims": lambda: (1, 2),
+    "examples": lambda: 10,
+    "size": lambda: 8,
+    "width": lambda: 3,
+    "embedding_size": lambda: 3,
+    "num_classes": lambda: 6,
+    "targets": _targets,
+    "params": lambda: [_parameter()],
+    "param_group": lambda: {"params": [_parameter()], "lr": 0.1},
+    "replicated": lambda: [_parameter()],
+    "sharded": lambda: [_parameter()],
+    "max_norm": lambda: 1.0,
+    "head": _head,
+    "func": lambda: lambda x: 2 * x,
+    "loss_fn": lambda: _mean_of_squares,
+    "models": lambda: [theirs(nn.Linear(3, 2))],
+    "chunk_sizes": lambda: 2,
+    "model_inputs": lambda: (torch.randn(4, 3),),
+    "representations": lambda: (torch.randn(4, 3, requires_grad=True), torch.randn(4, 3)),
+    "dest": lambda: 0,
+    "source": lambda: 0,
+    "color": lambda: 0,
+    "root": lambda: 0,
+    "caller": lambda: "inputs",
+    "state": lambda: dict,
+    "problem": lambda: problem,
+    "world_sizes": lambda: (1,),
+    "fn": lambda: one,
+    "rank": lambda: 0,
+    "rows": lambda: slice(0, 4),
+    "cols": lambda: slice(0, 4),
+    "side": lambda: 2,
+    "row": lambda: 0,
+    "col": lambda: 0,
+    "length": lambda: 3,
+    "tile": lambda: wb.partition.Tile(slice(0, 2), slice(0, 2)),
+    "counts": lambda: (4,),
+    "total": lambda: 10,
+    "parts": lambda: 3,
+    "batch": lambda: 64,
+    "dim": lambda: 8,
+    "s": lambda: 30.0,
+    "m1": lambda: 1.0,
+    "m2": lambda: 0.3,
+    "m3": lambda: 0.1,
+    "model": lambda: nn.Linear(3, 2),
+    "norms": lambda: 20 + torch.rand(4),
+    "angles": lambda: torch.rand(4, 1),
+    "matches": lambda: lambda module: False,
+    "hold": lambda: lambda module: None,
+    "control": lambda: wb.gradcache.SyncControl(lambda module: False, lambda module: None),
+    "modules": lambda: (),
+    # by entry
+    "Problem.batch": lambda: {"x": torch.randn(8, 3)},
+    "Problem.loss": lambda: _mean_of_squares,
+    "MagFace.norms": lambda: (10.0, 110.0),
+    "save_head.folder": _new_folder,
+    "load_head.folder": _saved_head,
+    "load_insightface.folder": _insightface,
+    "select_communicator.group": lambda: None,
+    "handshake.comm": wb.comm.LocalCommunicator,
+    "run_ranks.world_size": lambda: 2,
+    "run_ranks.args": lambda: (),
+    "MatryoshkaLoss.forward.dims": lambda: (1, 2),
+    "w_mse_loss.epsilon": lambda: 0.5,
+    "WMSELoss.epsilon": lambda: 0.5,
+    "calibrate.losses": lambda: ("clip",),
+    "calibrate.comm": wb.comm.LocalCommunicator,
+    "reference.partial_fc_loss.margin": wb.ArcFace,
+    "agree_on_overflow.scaler": lambda: torch.amp.GradScaler("cpu", enabled=False),
+    "agree_on_overflow.optimizers": lambda: (torch.optim.SGD([_parameter()], lr=0.1),),
+}
+for _class in ("TorchCommunicator", "LocalCommunicator"):
+    VALUES[f"{_class}.backward.loss"] = lambda: torch.randn(3, requires_grad=True).sum()
+
+
+def _with_a_message(comm: Any) -> Any:
+    """A communicator that has sent itself what it may receive; its ends do not compare what they send."""
+    comm.check = False
+    comm.isend(torch.randn(4, 3), 0).wait()
+    return comm
+
+
+# What is done to the object before its method is called.
+PREPARED: dict[str, Callable[[Any], Any]] = {
+    f"{of}Communicator.{method}": _with_a_message
+    for of in ("Local", "Torch")
+    for method in ("send", "recv", "isend", "irecv")
+}
+# An argument that belongs to the object.
+OF_THE_OBJECT: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    f"{of}Communicator.wait": ("handle", lambda comm: comm.iall_reduce(torch.randn(3))) for of in ("Local", "Torch")
+}
+
+# Public names that are not called here, and why.
+LEFT_OUT = {
+    "Communicator": "abstract: its methods are called on LocalCommunicator and TorchCommunicator",
+    "MPICommunicator": "needs MPI; it shares the methods of the others, and tests/test_mpi.py calls it",
+    "Handle": "made by a communicator",
+    "Margin": "a protocol",
+    "BatchStatistics": "a record that the library returns",
+    "TopClasses": "a record that the library returns",
+    "Targets": "a record that the library passes to a margin",
+    "Option": "a record that the library returns",
+    "Plan": "a record that the library returns",
+    "Rates": "a record that the library returns; plan checks it",
+    "Group": "a type",
+    "GradCache.split_inputs": "a step that a subclass may replace: its arguments come from the library",
+    "GradCache.model_call": "a step that a subclass may replace: its arguments come from the library",
+    "GradCache.get_reps": "a step that a subclass may replace: its arguments come from the library",
+    "GradCache.compute_loss": "a step that a subclass may replace: its arguments come from the library",
+    "AdaFace.observe": "called by PartialFC",
+    "CurricularFace.observe": "called by PartialFC",
+    "CurricularFace.of_negatives": "called by PartialFC",
+    "MagFace.regulariser": "called by PartialFC",
+}
+# Seconds for each call: of 100 cases, one.
+SLOW = ("audit", "assert_exact", "calibrate", "run_ranks")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Something public that can be called."""
+
+    name: str
+    module: str
+    parameters: dict[str, inspect.Parameter]
+    owner: Entry | None = None  # of a method: how its object is made
+    called: Any = field(default=None, repr=False)
+
+    def right_arguments(self) -> dict[str, Any]:
+        """Of a call that succeeds."""
+        found = {}
+        for name, parameter in self.parameters.items():
+            make = VALUES.get(f"{self.name}.{name}") or VALUES.get(name)
+            optional = parameter.default is not inspect.Parameter.empty or parameter.kind in _VARIABLE
+            if make is not None and (not optional or f"{self.name}.{name}" in VALUES or parameter.kind in _VARIABLE):
+                found[name] = make()
+            elif not optional and name != OF_THE_OBJECT.get(self.name, ("",))[0]:
+                raise LookupError(f"{self.name} has an argument {name!r}, of which inputs_calls.VALUES knows no value")
+        return found
+
+    def function(self) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """What is called, and arguments that go with this object only."""
+        if self.owner is None:
+            return self.called, {}
+        method = self.called
+        if isinstance(inspect.getattr_static(self.owner.called, method), classmethod):
+            return getattr(self.owner.called, method), {}
+        made = self.owner.call(self.owner.right_arguments())
+        made = PREPARED[self.name](made) if self.name in PREPARED else made
+        more = {}
+        if self.name in OF_THE_OBJECT:
+            name, make = OF_THE_OBJECT[self.name]
+            more[name] = make(made)
+        return getattr(made, "__call__" if method == "forward" else method), more
+
+    def call(self, arguments: dict[str, Any]) -> Any:
+        """With these arguments, by position where they have no names; what it starts is waited for."""
+        function, more = self.function()
+        try:
+            found = self._call(function, more | arguments)
+        finally:
+            for handle in more.values():
+                if "under way" in repr(handle):
+                    handle.wait()
+        return found.wait() if isinstance(found, wb.comm.Handle) else found
+
+    def _call(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        positional, named = [], {}
+        for name, parameter in self.parameters.items():
+            if name not in arguments:
+                continue
+            if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+                positional += [*arguments[name]]
+            elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                named |= arguments[name]
+            elif parameter.kind is inspect.Parameter.POSITIONAL_ONLY or (
+                parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and self._has_star and not named
+            ):
+                positional.append(arguments[name])
+            else:
+                named[name] = arguments[name]
+        return function(*positional, **named)
+
+    @property
+    def _has_star(self) -> bool:
+        return any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in self.parameters.values())
+
+
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def modules() -> list[ModuleType]:
+    """All that have public names, but for those of JAX."""
+    names = ("functional", "comm", "gradcache", "heads", "partition", "planning", "testing", "reference")
+    return [wb, *(getattr(wb, name) for name in names)]
+
+
+def entries(of: list[ModuleType] | None = None) -> Iterator[Entry]:
+    """Everything public that can be called, each once."""
+    seen: set[int] = set()
+    for module in of or modules():
+        for name in module.__all__:
+            found = getattr(module, name)
+            if name in LEFT_OUT or id(found) in seen or not callable(found) or inspect.ismodule(found):
+                continue
+            if isinstance(found, type) and issubclass(found, BaseException):
+                continue
+            seen.add(id(found))
+            prefix = "reference." if module is wb.reference else ""
+            entry = Entry(prefix + name, module.__name__, _parameters(found), called=found)
+            yield entry
+            if isinstance(found, type):
+                yield from _methods(entry)
+
+
+def _methods(owner: Entry) -> Iterator[Entry]:
+    for name, method in inspect.getmembers(owner.called, callable):
+        module = getattr(method, "__module__", None) or ""
+        public = not name.startswith("_") or name == "__call__"
+        if not public or not module.startswith("wholebatch") or name in ("extra_repr", "__call__" * _is_module(owner)):
+            continue
+        full = f"{owner.name}.{name}"
+        if full not in LEFT_OUT and not isinstance(method, property | type):
+            yield Entry(full, owner.module, _parameters(getattr(owner.called, name), bound=True), owner, name)
+
+
+def _is_module(owner: Entry) -> bool:
+    return issubclass(owner.called, nn.Module)
+
+
+def _parameters(of: Any, *, bound: bool = False) -> dict[str, inspect.Parameter]:
+    found = dict(inspect.signature(of).parameters)
+    if bound and next(iter(found), "") == "self":
+        del found["self"]
+    return found
