@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_choice, check_dense, check_features, check_finite, check_label_smoothing
-from .._precision import accumulation_dtype
+from .._normalize import known_norms
 from ..losses._door import Agreement
 from .margins import CurricularFace, Margin, Targets
 
@@ -46,6 +46,11 @@ class Logits:
     def of_unit_centres(self) -> bool:
         """Whether centres are."""
         return self.normalise in ("both", "centres")
+
+    @property
+    def clamp(self) -> tuple[bool, bool]:
+        """Of `angles.target_angles`."""
+        return self.of_unit_embeddings, self.of_unit_centres
 
     def check(self) -> None:
         """Raise ValueError unless each setting exists, and goes with the others."""
@@ -107,12 +112,6 @@ class Logits:
         }
 
 
-@torch.no_grad()
-def lengths_of(x: Tensor) -> Tensor:
-    """The norms of x's rows, (n, 1)."""
-    return torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=accumulation_dtype(x.dtype))
-
-
 def ends_of(norms: Tensor) -> tuple[Tensor, Tensor]:
     """The smallest and the largest, shape (); 1 and 0 without any."""
     if not len(norms):
@@ -125,7 +124,7 @@ def check_directions(name: str, x: Tensor, least: float, largest: float) -> None
     if not math.isfinite(largest):
         check_finite(name, x)
     if least == 0:
-        zero = (lengths_of(x) == 0).flatten().nonzero()
+        zero = (known_norms(x) == 0).flatten().nonzero()
         raise ValueError(
             f"{name} must not have a row of zeros, which has no direction; row {int(zero[0])} has "
             f"{'one' if len(zero) == 1 else f'one, and {len(zero) - 1} others'}"

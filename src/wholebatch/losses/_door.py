@@ -8,7 +8,7 @@ waiting. So inputs that need a gradient on any rank need one on all.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -29,6 +29,7 @@ from .._checks import (
     norm_bound,
     on_host,
 )
+from .._normalize import LONGEST
 from .._precision import accumulation_dtype, wide_dtype
 from ..comm import Communicator, Group, LocalCommunicator, handshake, select_communicator
 from ..comm.handshake import GRAD_ENABLED
@@ -112,7 +113,8 @@ class Agreement:
     vectors: dict[str, tuple[Tensor, str]]  # ids, with the features that they belong to
     everyone: list[Any]  # what each rank told the others
     width: int
-    features_dtype: torch.dtype
+    given_dtype: torch.dtype  # of the features as they came in
+    features_dtype: torch.dtype  # of the features as they are taken
     dtype: torch.dtype  # in which sums are taken
     device: torch.device
 
@@ -126,6 +128,23 @@ class Agreement:
     def rank(self) -> int:
         """Of this process."""
         return self.comm.rank
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """Of what the caller gets."""
+        return accumulation_dtype(self.given_dtype)
+
+    def in_range(self, *norms: float) -> Agreement:
+        """The same; with features in float64 if some of all ranks are so long that float32 has no room for products.
+
+        Args:
+            norms: the largest of other rows of all ranks that take part.
+        """
+        wide = wide_dtype(self.device)
+        if self.dtype == wide or max([*self.norms.values(), *norms]) <= LONGEST[self.dtype]:
+            return self
+        widened = {name: x.to(wide) if name in self.rows else x for name, x in self.inputs.items()}
+        return replace(self, inputs=widened, features_dtype=wide, dtype=wide)
 
     def facts(self, name: str) -> list[Any]:
         """What each rank told the others about `name`."""
@@ -201,7 +220,7 @@ class Agreement:
         if weights is not None:
             losses = weights.to(losses) * losses
         if self.options.reduction == "none":
-            return losses.to(self.dtype)
+            return losses.to(self.loss_dtype)
         return self.total_of(losses.sum(), count, counted)
 
     def total_of(self, share: Tensor, count: int | Tensor, counted: Tensor | None = None) -> Tensor:
@@ -213,7 +232,7 @@ class Agreement:
             weights = weights.to(loss) if counted is None else weights.to(loss) * counted
             weight = total(self.comm, weights.sum())
             loss = torch.where(weight > 0, loss / weight.clamp(min=torch.finfo(loss.dtype).tiny), 0.0)
-        return loss.to(self.dtype)
+        return loss.to(self.loss_dtype)
 
 
 def eager(loss: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -344,9 +363,10 @@ def agree(
         everyone,
         first.shape[1],
         first.dtype,
+        first.dtype,
         accumulation_dtype(first.dtype),
         first.device,
-    )
+    ).in_range()
 
 
 def _to_be_seen(

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._normalize import UNIT, normalize
 from ..partition import Diagonal
 from ..sweep import Bend, Diagonals, EqualIds, Over, Pairs, Selection
 from ._cross_entropy import how_many_equal
 from ._door import Agreement, Options, agree
 from ._softmax import Numbers, softmax_numbers
-from ._towers import UNIT, Towers
+from ._towers import Towers
 
 
 def agree_labelled(
@@ -127,7 +128,7 @@ class Labelled:
         numbers, _ = softmax_numbers(
             self.agreed,
             scale,
-            [z] if symmetric else [torch.nn.functional.normalize(z.to(self.agreed.dtype), dim=1)] * 2,
+            [z] if symmetric else [normalize(z)] * 2,
             towers=Towers(stays=(0,), normalise=True) if symmetric else Towers(stays=(0,), travels=(1,)),
             stays=self.rows,
             travels=self.rows,

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._normalize import divisors
 from .._once import once_differentiable
 from .._precision import accumulation_dtype, vector, wide_dtype
 from ..comm import Communicator, LocalCommunicator
@@ -119,7 +120,7 @@ class SoftmaxPlan:
 
 @dataclass(frozen=True)
 class _Data:
-    """What passes are made of: this rank's rows of X, what it holds of Y, and the norms that both are divided by."""
+    """What passes are made of: this rank's rows of X, what it holds of Y, and what the sweep divides both by."""
 
     x: Tensor
     held: Tensor
@@ -246,7 +247,7 @@ class _Softmax(torch.autograd.Function):
         col_norms = plan.towers.travel_norms
         if plan.towers.late and norms is not None:
             col_norms = plan.comm.all_gather(norms, counts=plan.exchange.columns.counts, check=False)
-        data = _Data(x, plan.exchange.bring(travels), _by_sweep(plan, norms), col_norms)
+        data = _Data(x, plan.exchange.bring(travels), *_by_sweep(plan, norms, col_norms))
         rows, cols, kept = _statistics(plan, data)
 
         ctx.plan, ctx.shifts = plan, [side.shift for side in (rows, cols)]
@@ -281,14 +282,15 @@ class _Softmax(torch.autograd.Function):
             of_rows, of_cols = grads[: len(_names(plan.rows))], grads[len(_names(plan.rows)) :]
             rows = _weights(plan, plan.rows, of_rows, row_sums, ctx.shifts[0] if row_shifts is None else row_shifts)
             cols = _weights(plan, plan.cols, of_cols, col_sums, ctx.shifts[1] if col_shifts is None else col_shifts)
-            data = _Data(x, held, _by_sweep(plan, norms), col_norms)
+            data = _Data(x, held, *_by_sweep(plan, norms, col_norms))
             u, v = _products(plan, data, kept, rows, cols, want_x, want_y, of_offsets)
             if unit is not None:
                 u, v, of_offsets = (None if of is None else of.mul_(unit) for of in (u, v, of_offsets))
 
         grad_scale = None
         if want_scale:
-            share = inner(y, v, norms if plan.towers.late else None) if v is not None else inner(x, u)
+            late = divisors(norms) if plan.towers.late and norms is not None else None
+            share = inner(y, v, late) if v is not None else inner(x, u)
             grad_scale = (share / (plan.size * (2 if plan.symmetric else 1))).to(scale).view_as(scale)
         if of_offsets is not None:
             of_offsets = of_offsets.div_(plan.size).to(ctx.offsets_dtype)
@@ -310,9 +312,12 @@ def _unit(plan: SoftmaxPlan, dtype: torch.dtype, grads: Sequence[Tensor]) -> Ten
     return torch.where(largest > 0, largest / LARGEST, 1.0)
 
 
-def _by_sweep(plan: SoftmaxPlan, norms: Tensor | None) -> Tensor | None:
-    """Of X's rows, where it is the sweep that divides by them."""
-    return norms if plan.towers.late else plan.towers.stay_norms
+def _by_sweep(
+    plan: SoftmaxPlan, norms: Tensor | None, col_norms: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """What the sweep divides X's rows and Y's by, where it is the sweep that does."""
+    of_rows = norms if plan.towers.late else plan.towers.stay_norms
+    return (None if of_rows is None else divisors(of_rows), None if col_norms is None else divisors(col_norms))
 
 
 def _names(fields: tuple[str, ...]) -> list[str]:

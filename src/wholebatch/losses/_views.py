@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from .._normalize import UNIT
 from ..partition import Diagonal, Partition
 from ..sweep import Diagonals, EqualIds, Pairs, Selection
 from ._door import Agreement
 from ._softmax import Numbers, softmax_numbers, wanted
-from ._towers import UNIT, Towers
+from ._towers import Towers
 
 
 def two_views(

@@ -81,7 +81,7 @@ def barlow_twins_loss(
     correlation = cross_product(comm, *rows) / count
     on_diagonal = correlation.diagonal()
     off_diagonal = correlation.square().sum() - on_diagonal.square().sum()
-    return of_all_ranks(comm, (1 - on_diagonal).square().sum() + redundancy * off_diagonal)
+    return of_all_ranks(comm, (1 - on_diagonal).square().sum() + redundancy * off_diagonal).to(agreed.loss_dtype)
 
 
 def _checked(redundancy: float, epsilon: float) -> dict[str, object]:

@@ -90,7 +90,7 @@ def vicreg_loss(
         deviations = (cov.diagonal() + epsilon).sqrt()
         loss = loss + variance / 2 * torch.relu(1 - deviations).mean()
         loss = loss + covariance * (cov.square().sum() - cov.diagonal().square().sum()) / width
-    return of_all_ranks(comm, loss)
+    return of_all_ranks(comm, loss).to(agreed.loss_dtype)
 
 
 def _checked(invariance: float, variance: float, covariance: float, epsilon: float) -> dict[str, object]:
