@@ -35,7 +35,7 @@ _EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int
 
 
 def normalize(x: Tensor, eps: float = EPS) -> Tensor:
-    """x / max(|x|, eps) for each row of the last dimension, in the accumulation dtype; differentiable any number of times.
+    """x / max(|x|, eps) of each row of the last dimension, in the accumulation dtype; differentiable, also twice.
 
     >>> normalize(torch.tensor([[3e30, 4e30], [0.0, 0.0], [3e-13, 4e-13]]))
     tensor([[0.6000, 0.8000],
@@ -47,7 +47,7 @@ def normalize(x: Tensor, eps: float = EPS) -> Tensor:
 
 
 def row_norms(x: Tensor) -> Tensor:
-    """|x| of each row of the last dimension, (..., 1), in the accumulation dtype; differentiable, 0 at a row of zeros."""
+    """|x| of each row of the last dimension, (..., 1), in the accumulation dtype; differentiable, with 0 at zero."""
     x = x.to(accumulation_dtype(x.dtype))
     power = _power_of_two(x)
     return torch.linalg.vector_norm(x * power, dim=-1, keepdim=True) / power

@@ -697,7 +697,7 @@ def partial_fc_loss(
     negatives = logits.masked_fill(positive, float("-inf"))
     losses = []
     for of, own_logit in zip(own.unbind(1), own_logits.unbind(1), strict=True):
-        of_label = negatives.scatter(1, of[:, None], own_logit[:, None])
+        of_label = negatives.scatter(1, of[:, None], own_logit[:, None].to(negatives))
         log_p, counts = of_label.log_softmax(1), of_label > float("-inf")
         mean = torch.where(counts, log_p, 0.0).sum(1) / counts.sum(1)
         losses.append(-(1 - label_smoothing) * log_p.gather(1, of[:, None])[:, 0] - label_smoothing * mean)

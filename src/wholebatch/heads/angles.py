@@ -10,7 +10,8 @@ gradient takes has been made,
     d theta / dx = -(w - c x) / sin theta,        c = cos theta
 
 in which w - c x = (w - x) + 2 sin^2(theta/2) x for small angles, and (w + x) - 2 cos^2(theta/2) x for large ones, loses
-no digits. Of a row that was shorter than 1e-12 nothing is projected out, and d theta / dx = -w / sin theta. So a margin is a smooth function of theta, and nothing has to be kept away from 0: only at 0 and pi
+no digits. Of a row that was shorter than 1e-12 nothing is projected out, and d theta / dx = -w / sin theta. So a margin
+is a smooth function of theta, and nothing has to be kept away from 0: only at 0 and pi
 themselves, where x and w span no plane, is there no direction, and the gradient is taken for 0.
 """
 
@@ -40,9 +41,7 @@ def nearest(x: Tensor, centres: Tensor, rows: Tensor, *, clamp: tuple[bool, bool
     return rows.gather(2, angles.view(rows.shape).argmin(2, keepdim=True))[..., 0]
 
 
-def target_angles(
-    x: Tensor, centres: Tensor, at: Tensor, *, clamp: tuple[bool, bool]
-) -> tuple[Tensor, Tensor, Tensor]:
+def target_angles(x: Tensor, centres: Tensor, at: Tensor, *, clamp: tuple[bool, bool]) -> tuple[Tensor, Tensor, Tensor]:
     """The angle of each embedding with its class's centre, and the centres for whatever else is made of them.
 
     Args:

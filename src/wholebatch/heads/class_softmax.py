@@ -111,7 +111,9 @@ def class_softmax(
     factor = shard_factor(options.sync, comm.size, whole=options.reduction != "none")
     centres, best_of = flat(scale_gradient(sample.centres, factor))
     agreed = agreed.in_range(longest)
-    x, centres = x.to(agreed.features_dtype), centres.to(agreed.features_dtype)
+    # Two gradients meet in each of them. Embeddings are few, and are widened; centres only where the range is small.
+    narrow = agreed.features_dtype == torch.float16
+    x, centres = x.to(agreed.dtype), centres.to(agreed.dtype if narrow else agreed.features_dtype)
     lengths = row_norms(x)
     # Of many rows one bias gets a gradient from each: half precision would not hold the sum.
     bias = None if sample.bias is None else scale_gradient(sample.bias, factor).to(agreed.dtype)

@@ -14,7 +14,6 @@ import math
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor, nn
 
 from .._checks import check_choice, check_dense, check_features, check_finite, check_label_smoothing

@@ -175,8 +175,8 @@ class AdaFace(nn.Module):
     r"""phi = cos(theta - m u) - (m u + m), with u from the norm of the embedding: hard examples of good quality count.
 
     u = clip(h (|x| - mean) / std, -1, 1),    mean and std: running averages over the global batches' norms, in
-    training; |x| within [0.001, 100] and without a gradient. Rows without a label that counts (ignore_index) stay out of
-    the averages. The angle stays within [0, pi].
+    training; |x| within [0.001, 100] and without a gradient. Rows without a label that counts (ignore_index) stay
+    out of the averages. The angle stays within [0, pi].
 
     Args:
         s: multiplies all cosines.

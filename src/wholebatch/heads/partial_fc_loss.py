@@ -63,7 +63,7 @@ def partial_fc_loss(
         log_weights: (C_r,), added to the logits of these classes where they are negatives: minus the logarithms of the
             probabilities with which they were sampled make the sum over negatives that of all classes, on average.
         exclude_above: a cosine; negatives that are more similar are left out: one class under two labels, perhaps. They
-            leave the sum altogether; insightface's interclass filtering sets their logits to 0 and keeps exp(0) of each.
+            leave the sum altogether; insightface's interclass filtering sets their logits to 0 and keeps their exp(0).
         num_classes: C, where it is known: labels must be smaller. None: C is the number of all centres.
         label_smoothing: weight of the mean over all classes at hand, in [0, 1].
         ignore_index: a label that says that there is none.

@@ -151,6 +151,7 @@ class Retrieval:
             beside_target=0.0 if self.several else softer,
             least=agreed.least,
             guide=None if ceiling is None else ceiling.traveller("queries" if keys_stay else "keys"),
+            narrow=queries.dtype != agreed.features_dtype,
         )
         to_keys, to_queries = (cols, rows) if keys_stay else (rows, cols)
         found: dict[Direction, Numbers] = {}
@@ -191,6 +192,7 @@ class Retrieval:
             rows=fields,
             symmetric=symmetric,
             guide=None if ceiling is None else ceiling.traveller(tower),
+            narrow=queries.dtype != agreed.features_dtype,
         )
         assert numbers is not None
         return numbers

@@ -143,8 +143,14 @@ class Agreement:
         wide = wide_dtype(self.device)
         if self.dtype == wide or max([*self.norms.values(), *norms]) <= LONGEST[self.dtype]:
             return self
-        widened = {name: x.to(wide) if name in self.rows else x for name, x in self.inputs.items()}
-        return replace(self, inputs=widened, features_dtype=wide, dtype=wide)
+        return replace(self, features_dtype=wide, dtype=wide).widened()
+
+    def widened(self) -> Agreement:
+        """The same, with features in the accumulation dtype: gradients of several uses meet there, to be rounded once.
+
+        They are still multiplied in the dtype that they had, where `softmax_numbers` is told `narrow`.
+        """
+        return replace(self, inputs={n: x.to(self.dtype) if n in self.rows else x for n, x in self.inputs.items()})
 
     def facts(self, name: str) -> list[Any]:
         """What each rank told the others about `name`."""
@@ -401,9 +407,10 @@ def _entering(
     With reduction "none" every rank has losses of its own and makes a scalar of them; the engine then averages or adds
     the gradients of these, as it always does, and nothing is to be done here.
 
-    Scalars are widened, whatever they come in: losses are made of few numbers, all of them float64.
+    Scalars and weights are widened, whatever they come in: losses are made of few numbers, all of them float64, and the
+    gradients by a weight of what it adds to the sum and to the mean's divisor all but cancel.
     """
-    inputs = {name: _widened(x) if name in scalars else x for name, x in inputs.items()}
+    inputs = {name: _widened(x) if name in scalars or name == "weights" else x for name, x in inputs.items()}
     if options.reduction == "none":
         return inputs
     parameters = loss_parameters([inputs[name] for name in scalars], comm, options.sync)

@@ -80,12 +80,17 @@ class Labelled:
     """The "features" and "labels" that ranks agreed on, and who is whose positive. Collective: 1 all-gather of ids."""
 
     def __init__(self, agreed: Agreement, views: torch.Size | None = None) -> None:
-        self.agreed, self.rows, self._views = agreed, agreed.rows["features"], views
+        self.agreed, self.rows, self._views, self._narrow = agreed, agreed.rows["features"], views, False
         own = self.rows.rows(agreed.rank)
         self.labels = agreed.ids("labels")
         self.own_labels = self.labels[own]
         itself = Diagonals(Diagonal(0, own.start, own.stop - own.start))
         self.pairs = Pairs(EqualIds(self.own_labels, self.labels, but=itself), itself)
+
+    def widened(self) -> Labelled:
+        """The same, for several calls of `numbers`, whose gradients are rounded once: see `Agreement.widened`."""
+        self.agreed, self._narrow = self.agreed.widened(), True
+        return self
 
     def reduce(self, losses: Tensor, count: int | Tensor, counted: Tensor | None = None) -> Tensor:
         """What the caller asked for: a scalar, or losses in the shape of the rows, (b,) or (b, v)."""
@@ -136,6 +141,7 @@ class Labelled:
             bound=bound,
             rows=fields,
             symmetric=symmetric,
+            narrow=self._narrow and symmetric,
         )
         assert numbers is not None
         return numbers

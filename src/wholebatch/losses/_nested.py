@@ -28,7 +28,6 @@ from ._door import Agreement
 from ._softmax import certified
 from ._towers import no_autocast, paired_products
 
-
 _SPREAD = 32.0  # kernels take a part's gradient off that of all parts, whose largest is up to its square times larger
 
 

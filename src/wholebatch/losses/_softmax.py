@@ -72,6 +72,7 @@ class SoftmaxPlan:
         least: no logit of a pair is smaller, where each sum in the loss has one in it; None: that is not known.
         guide: this rank's rows of the guide's features of Y, if the selection has a guide.
         in_kernels: whether kernels in Triton do what they know.
+        dtype: in which features are multiplied; None: in their own.
     """
 
     comm: Communicator
@@ -90,6 +91,7 @@ class SoftmaxPlan:
     least: float | None = None
     guide: Tensor | None = None
     in_kernels: bool = False
+    dtype: torch.dtype | None = None
 
     @property
     def symmetric(self) -> bool:
@@ -166,6 +168,7 @@ def softmax_numbers(
     guide: Tensor | None = None,
     everywhere: bool = False,
     largest_offset: float = 0.0,
+    narrow: bool = False,
 ) -> tuple[Numbers | None, Numbers | None]:
     """The numbers of this rank's rows, and of its columns.
 
@@ -187,6 +190,7 @@ def softmax_numbers(
         everywhere: every rank holds all of Y, as `travels`, a partition of one part, says. Numbers are then of this
             rank's rows alone, and nothing is communicated.
         largest_offset: no offset of the selection is larger, nor its negative.
+        narrow: features are `agreed.widened()`, and are multiplied in the dtype that they had: nothing is lost.
     """
     if symmetric:
         rows, cols = (), rows
@@ -200,7 +204,8 @@ def softmax_numbers(
         stays, travels, symmetric=symmetric, keep=keep, exact=exact, everywhere=everywhere
     )
     in_kernels = in_triton(agreed.options.kernel) and asked <= KernelSoftmaxSweep.fields
-    if in_kernels and features[0].dtype == torch.bfloat16:
+    dtype = agreed.features_dtype if narrow else features[0].dtype
+    if in_kernels and dtype == torch.bfloat16:
         towers = replace(towers, late=towers.normalise)  # kernels multiply in the precision that features have
     plan = SoftmaxPlan(
         LocalCommunicator() if everywhere else agreed.comm,
@@ -219,6 +224,7 @@ def softmax_numbers(
         least=None if "squares" in asked or scale[0] < 0 or least is None else (beside_target or 1) * scale[0] * least,
         guide=guide,
         in_kernels=in_kernels,
+        dtype=dtype if narrow else None,
     )
     # No entries, but a way back to the features, which are not all saved: by it a second derivative is refused.
     anchor = torch.cat([feature[:0].flatten() for feature in features])
@@ -242,7 +248,7 @@ class _Softmax(torch.autograd.Function):
     def forward(
         ctx: Any, plan: SoftmaxPlan, anchor: Tensor, scale: Any, offsets: Any, *features: Tensor
     ) -> tuple[Tensor, ...]:
-        x, y, norms = plan.towers.join(features)
+        x, y, norms = plan.towers.join([z if plan.dtype is None else z.to(plan.dtype) for z in features])
         travels = y if plan.guide is None else torch.cat([y.to(plan.guide.dtype), plan.guide], dim=1)
         col_norms = plan.towers.travel_norms
         if plan.towers.late and norms is not None:
@@ -312,9 +318,7 @@ def _unit(plan: SoftmaxPlan, dtype: torch.dtype, grads: Sequence[Tensor]) -> Ten
     return torch.where(largest > 0, largest / LARGEST, 1.0)
 
 
-def _by_sweep(
-    plan: SoftmaxPlan, norms: Tensor | None, col_norms: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
+def _by_sweep(plan: SoftmaxPlan, norms: Tensor | None, col_norms: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """What the sweep divides X's rows and Y's by, where it is the sweep that does."""
     of_rows = norms if plan.towers.late else plan.towers.stay_norms
     return (None if of_rows is None else divisors(of_rows), None if col_norms is None else divisors(col_norms))

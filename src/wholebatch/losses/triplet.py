@@ -6,7 +6,8 @@
 One pass over S finds p_i and n_i, which are then fetched from their ranks: everything else is O(b d). Rows are compared
 by x . y - |y|^2 / 2, which orders y by its distance from x; its rounding error is a few eps |x|^2. Normalized rows have
 their |y|^2 in it, too: that of a row of zeros, or of one shorter than 1e-12, is not 1. By the cosine they are compared
-by x . y. Where a hardest row is nearer than that can tell, |x - y| << |x|, all are looked for once more in float64.
+by x . y. Where a hardest row is nearer than that can tell, |x - y| << |x|, all are looked for once more in float64, and
+where that cannot tell either, by their differences.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .._normalize import normalize
 from .._precision import wide_dtype
 from ..comm import Group
 from ..exchange import ExchangeName
+from ..partition import Tile
 from ..sweep import Block, Driver, HardestSweep, Memory
 from ..sync import Sync
 from ._cross_entropy import softplus
@@ -28,7 +30,7 @@ from ._labelled import Labelled, agree_labelled
 from ._towers import no_autocast
 
 DISTANCES = ("euclidean", "squared", "cosine")
-_NEAR = 1e-3  # |x - y|^2 / |x|^2, of which float32's rounding is then a thousandth
+_NEAR = {torch.float32: 1e-3, torch.float64: 1e-11}  # |x - y|^2 / |x|^2, of which rounding is then a thousandth or so
 _SHORT = 0.25  # |x|^2 of a normalized row that was shorter than 1e-12
 
 
@@ -81,7 +83,7 @@ def triplet_loss(
 
     Work: 1 unit of b_r B d multiply-adds per rank; another in float64 where features of lower precision have a hardest
     row within 3% of their norm (of their distance from the mean, if they are not normalised), or a row has a norm
-    below 1e-12 and is not zero. Memory beyond inputs and
+    below 1e-12 and is not zero; and one of differences where it is within 3e-6 of their norm. Memory beyond inputs and
     gradients: two tiles, O(b_r d), and on several ranks what the exchange takes for Z. Collectives: forward 1
     handshake, all-gathers of labels and of W numbers, what the exchange needs for Z, 2 all-to-alls, 2 all-reduces of a
     number; backward 1 all-to-all.
@@ -122,7 +124,9 @@ def triplet_loss(
 
 @torch.no_grad()
 @no_autocast
-def _hardest(data: Labelled, features: Tensor, normalised: bool, *, by_cosine: bool) -> tuple[Tensor, Tensor]:
+def _hardest(
+    data: Labelled, features: Tensor, normalised: bool, *, by_cosine: bool, by_differences: bool = False
+) -> tuple[Tensor, Tensor]:
     """Global indices of each row's farthest positive and nearest negative, -1 where there is none.
 
     Args:
@@ -131,33 +135,46 @@ def _hardest(data: Labelled, features: Tensor, normalised: bool, *, by_cosine: b
         normalised: compare normalized rows; of others the mean is subtracted first, which no distance sees, and which
             would drown their differences.
         by_cosine: compare them by x . y and not by their distances.
+        by_differences: make distances of differences, which is slow, and exact for rows as near as they may be.
     """
-    if normalised:
-        z = normalize(features)
+    if normalised or by_differences:
+        z = normalize(features) if normalised else features
     else:
         z = features - data.agreed.comm.all_reduce(features.sum(0), check=False) / data.rows.total
     x = y = z
-    if not by_cosine:
+    if not by_cosine and not by_differences:
         x = torch.cat([z, torch.ones_like(z[:, :1])], dim=1)
         y = torch.cat([z, z.square().sum(1, keepdim=True) / -2], dim=1)
     exchange, budget = data.agreed.exchange(data.rows, data.rows, keep=False, dtype=z.dtype)
-    sweep = HardestSweep(Driver(x, 1.0, side=budget.side, largest=exchange.largest_block), data.pairs)
+    driver = (_Differences if by_differences else Driver)(x, 1.0, side=budget.side, largest=exchange.largest_block)
+    sweep = HardestSweep(driver, data.pairs)
 
     def visit(block: Block, _carried: Tensor | None, _into: Tensor | None, _own: Tensor | None) -> None:
         sweep.block(block)
 
     exchange.collect(exchange.bring(y), visit)
-    if z.dtype != torch.float64:
-        norms = z.square().sum(1)
+    if not by_differences and not (by_cosine and z.dtype == torch.float64):
+        norms, near = z.square().sum(1), _NEAR[z.dtype]
         unclear = torch.zeros_like(norms)
         for found, key in ((sweep.positives, sweep.smallest), (sweep.negatives, sweep.largest)):
             away = 2 - 2 * key if by_cosine else norms - 2 * key
-            unclear += (found >= 0) & (away < _NEAR * norms)
-            if normalised:  # a row that is far shorter than the others is about as far from all of them
+            unclear += (found >= 0) & (away < near * norms)
+            if (
+                normalised and z.dtype != torch.float64
+            ):  # a row that is far shorter than the others is about as far from all of them
                 unclear += (found >= 0) & (norms > 0) & (norms < _SHORT)
         if data.agreed.comm.all_reduce(unclear.sum(), check=False).item():
-            return _hardest(data, features.double(), normalised, by_cosine=by_cosine)
+            exact = z.dtype == torch.float64
+            return _hardest(data, features.double(), normalised, by_cosine=by_cosine, by_differences=exact)
     return sweep.positives, sweep.negatives
+
+
+class _Differences(Driver):
+    """A driver whose S is -|x_i - y_j|."""
+
+    def logits(self, tile: Tile, x: Tensor, y: Tensor) -> Tensor:
+        away = torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
+        return torch.neg(away, out=self.buffer(tile))
 
 
 def _distance(x: Tensor, y: Tensor, distance: str) -> Tensor:
