@@ -397,7 +397,8 @@ def sampled_body(rows, rate):
             assert set(kept.tolist()) <= set(ids.tolist())
             log_weights = None
             if unbiased and rate < 1:
-                log_weights = torch.where(torch.isin(ids, kept), 0.0, -math.log(rate)).double()
+                log_weights = torch.full(ids.shape, -math.log(rate), dtype=torch.float64)
+                log_weights[torch.isin(ids, kept)] = 0
             twin_x, twin = x.clone().requires_grad_(), centres.clone().requires_grad_()
             true = wb.reference.partial_fc_loss(
                 twin_x, labels, twin[ids], margin=margin, class_ids=ids, log_weights=log_weights

@@ -24,6 +24,7 @@ from .._checks import (
     check_integer,
     checked_device,
 )
+from .._precision import accumulation_dtype
 from ..comm import Group, select_communicator
 from ..kernels import Kernel
 from ..losses._door import Options, Reduction, eager
@@ -187,7 +188,9 @@ class PartialFC(nn.Module):
         (index,) = (drawn | positive).nonzero(as_tuple=True)
         log_weights = None
         if self.unbiased:
-            log_weights = torch.where(positive[index], 0.0, -math.log(self.sample_rate))
+            dtype = accumulation_dtype(self.weight.dtype)  # two numbers alone would make float32 of it
+            log_weights = torch.full(index.shape, -math.log(self.sample_rate), dtype=dtype, device=index.device)
+            log_weights.masked_fill_(positive[index], 0.0)
         bias = None if self.bias is None else take_rows(self.bias, index)
         return Sample(take_rows(self.weight, index), ids[index], bias, log_weights, complete=True, settings=settings)
 

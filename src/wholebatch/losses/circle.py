@@ -122,7 +122,7 @@ def circle_loss(
         weights,
         check=lambda: _checked(m, gamma),
         must_match=("settings",),
-    )
+    ).widened()
     unit, fields = (1.0, 1.0), wanted(target=False)
     of_negatives = data.numbers(unit, "negatives", fields, bend=_Negatives(gamma, m), bound=math.inf).logsumexp
     of_positives = data.numbers(unit, "positives", fields, bend=_Positives(gamma, m), bound=math.inf).logsumexp

@@ -212,6 +212,7 @@ def info_nce_loss(
     ceiling = None
     if exclude_above is not None:
         ceiling = _ceiling(agreed, b, exclude_above, exclude_relative, query_guides, key_guides)
+    agreed = agreed.widened() if len(settings.directions) > 1 or hard_negatives is not None else agreed
     retrieval = Retrieval(agreed, equal_ids, wanted(mean_logit=label_smoothing > 0, statistics=return_statistics))
     found = retrieval.numbers(settings.directions, hardness=hardness, ceiling=ceiling)
     target = found[settings.main].target
