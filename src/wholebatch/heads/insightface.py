@@ -122,6 +122,7 @@ def _own_rows(folder: Path, what: str, head: PartialFC) -> Tensor:
     shards, common = [], dict[Path, Any]()
     for file in files:
         with TorchFile(file) as opened:
+            _check_name(kind, file, opened.name)
             shards.append(_matrix(file, what, opened.content, kind.take))
             common[file] = _part(file, opened.content, kind.common, "epoch and global_step")
     first = common[files[0]]
@@ -156,6 +157,14 @@ def _files(folder: Path, what: str) -> tuple[_Kind, list[Path]]:
         return kind, [files[rank] for rank in sorted(files)]
     names = " or ".join(kind.pattern for kind in _KINDS[what]).replace(_RANK, "0").replace("\\", "")
     raise ValueError(f"{folder} holds no file whose name is {names}")
+
+
+def _check_name(kind: _Kind, file: Path, saved_as: str) -> None:
+    """The file is that of the rank that saved it, as far as the archive says it."""
+    was = re.fullmatch(kind.pattern, f"{saved_as}.pt")
+    now = re.fullmatch(kind.pattern, file.name)
+    if was is not None and now is not None and was[1] != now[1]:
+        raise ValueError(f"{file} was saved as {was[0]}: another rank's classes; give it its name again")
 
 
 def _part(file: Path, content: Any, take: Callable[[Any], Any], what: str) -> Any:

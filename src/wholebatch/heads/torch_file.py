@@ -83,7 +83,8 @@ class _Record:
 class TorchFile:
     """An open file of torch.save; a context manager.
 
-    `content` is what was saved, with a `StoredTensor` in the place of each tensor.
+    `content` is what was saved, with a `StoredTensor` in the place of each tensor; `name` is the archive's, which
+    torch.save takes from the file's, without its suffix.
 
     Raises:
         ValueError: with the file's name, if it is damaged or holds anything but plain values and tensors.
@@ -91,6 +92,7 @@ class TorchFile:
     """
 
     content: Any
+    name: str
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -101,6 +103,7 @@ class TorchFile:
             if len(pickles) != 1:
                 raise self._wrong("it holds no data.pkl; torch.save of torch 1.6 and later writes one")
             self._folder = pickles[0].removesuffix("data.pkl")
+            self.name = self._folder.removesuffix("/")
             order = self._records.get(f"{self._folder}byteorder")
             if order is not None and self._bytes(order, 16) != b"little":
                 raise self._wrong("it is not little-endian")

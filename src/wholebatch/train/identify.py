@@ -66,7 +66,6 @@ class Identify(Task):
         self._model = DistributedDataParallel(self._encoder) if size > 1 else self._encoder
         self._cached = wb.GradCache([self._model], config.chunk_size, self._loss) if config.chunk_size else None
         self._step = 0
-        self._saved_at: int | None = None  # the step of the last checkpoint
         self._found: tuple[Tensor, Tensor] | None = None
 
     def describe(self) -> str:
@@ -134,8 +133,6 @@ class Identify(Task):
         return {name: x.clone() for name, x in self.head.named_buffers()}
 
     def save(self, folder: Path, memory: Mapping[str, Tensor], *, step: int, seconds: float) -> None:
-        if step == self._saved_at:
-            return  # a folder of this name is a whole one, of these numbers
         present = self.memory()
         self.head.load_state_dict(memory, strict=False)
         of_head = _of_head(folder, step)
@@ -157,7 +154,6 @@ class Identify(Task):
                         _remove(other)
                     except OSError as error:
                         raise UserError(f"{other}, of an earlier checkpoint, cannot be removed: {error}") from error
-        self._saved_at = step
 
     def load(self, folder: Path) -> dict[str, Any]:
         def read() -> Checkpoint:
@@ -174,7 +170,6 @@ class Identify(Task):
         except ValueError as error:
             raise UserError(f"{error}; was the run folder edited?") from error
         found.put(self._encoder, self._optimizer)
-        self._saved_at = step
         return found.facts
 
     def judge(self) -> dict[str, Any]:
