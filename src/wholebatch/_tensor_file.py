@@ -12,11 +12,13 @@ import ctypes
 import hashlib
 import json
 import math
+import re
+import secrets
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeGuard
 
 import torch
 from torch import Tensor
@@ -40,6 +42,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _METADATA = "__metadata__"
 _MOST_HEADER_BYTES = 32 * 2**20
 _MOST_DIMS = 16
+_SAVE = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,16 @@ class Entry:
     start: int
     stop: int
     digest: str
+
+
+def new_save_id() -> str:
+    """An id for all parts of one save, 32 random hexadecimal digits; no generator is touched."""
+    return secrets.token_hex(16)
+
+
+def is_save_id(value: object) -> TypeGuard[str]:
+    """Whether it can be the id of a save."""
+    return isinstance(value, str) and _SAVE.fullmatch(value) is not None
 
 
 def bytes_of(x: Tensor) -> memoryview:

@@ -7,7 +7,6 @@ No file is unpickled.
 
 from __future__ import annotations
 
-import secrets
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,10 +19,10 @@ from torch.optim import Optimizer
 from .._bounded_json import shown
 from .._checks import check_ids
 from .._precision import accumulation_dtype
-from .._tensor_file import bytes_of
+from .._tensor_file import bytes_of, is_save_id, new_save_id
 from ..comm import Communicator, handshake, select_communicator
 from .classes import NOT_HERE, rows_within
-from .head_folder import Index, Slices, check_is_new, is_save_id, read_index, write_index, write_rows
+from .head_folder import Index, Slices, check_is_new, read_index, write_index, write_rows
 from .partial_fc import PartialFC
 
 
@@ -55,7 +54,7 @@ def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None =
         if optimizer is not None:
             _check_has(optimizer, head)
         check_is_new(Path(folder))
-        return {"folder": str(folder), "head": _facts(head, optimizer), "save": secrets.token_hex(16)}
+        return {"folder": str(folder), "head": _facts(head, optimizer), "save": new_save_id()}
 
     def write_own() -> dict[str, Any]:
         rows = _rows_of(head, _known(optimizer, head))

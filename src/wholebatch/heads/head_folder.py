@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .._bounded_json import Types, check_fields, is_digest, sealed, shown, unsealed
 from .._files import read_bounded, replacing
-from .._tensor_file import TensorFile, write_tensors
+from .._tensor_file import TensorFile, is_save_id, write_tensors
 
 _INDEX = "index.json"
 _OLD_INDEX = ".metadata"  # of torch.distributed.checkpoint, a pickle
@@ -28,7 +28,6 @@ _FORMAT = "wholebatch-head-1"
 _ROWS = 65536  # of a slice
 _MOST_INDEX_BYTES = 64 * 2**20
 _FILE = re.compile(r"rank-\d{5,}-of-\d{5,}\.safetensors")
-_SAVE = re.compile(r"[0-9a-f]{32}")
 _FACTS: Types = {
     "num_classes": int, "embedding_size": int, "sub_centres": int, "bias": bool, "margin": list, "step": int,
     "seed": int, "optimizer": (list, type(None)),
@@ -62,11 +61,6 @@ class Index:
     facts: dict[str, Any]
     slices: dict[str, list[Slice]]
     whole: dict[str, Slice]
-
-
-def is_save_id(value: object) -> bool:
-    """Whether it can be the id of a save: 32 hexadecimal digits."""
-    return isinstance(value, str) and _SAVE.fullmatch(value) is not None
 
 
 def check_is_new(folder: Path) -> None:

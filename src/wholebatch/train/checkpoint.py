@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ import wholebatch as wb
 
 from .._bounded_json import Types, check_fields, parse_json, shown
 from .._files import open_regular, read_bounded, size_of
-from .._tensor_file import TensorFile, write_tensors
+from .._tensor_file import TensorFile, is_save_id, new_save_id, write_tensors
 from .._user_error import UserError
 
 FILE = "checkpoint.safetensors"
@@ -54,7 +53,7 @@ def save_checkpoint(
     `save` is the id that other parts of the checkpoint name; None: there are none.
     """
     facts = {
-        "step": step, "seconds": seconds, "torch": str(torch.__version__), "save": save or secrets.token_hex(16),
+        "step": step, "seconds": seconds, "torch": str(torch.__version__), "save": save or new_save_id(),
         **_digests(folder, step),
     }  # fmt: skip
     tensors = _tensors(state, optimizer.state_dict()["state"])
@@ -200,6 +199,8 @@ def _facts(file: TensorFile) -> dict[str, Any]:
     facts = check_fields(parse_json(file.metadata.get("facts", "").encode(), what), what, _FACTS)
     if facts["step"] < 0 or facts["seconds"] < 0:
         raise UserError(f"{what} must not be negative, got step {facts['step']} and {facts['seconds']} seconds")
+    if not is_save_id(facts["save"]):
+        raise UserError(f"{what} name the save {shown(facts['save'])}, expected 32 hexadecimal digits")
     return facts
 
 
