@@ -148,6 +148,9 @@ def read_index(folder: Path) -> Index:
     for name, parts in slices.items():
         _check_cover(name, parts, facts["num_classes"], what)
     whole = {name: _slice(one, what) for name, one in value["whole"].items()}
+    for name, part in whole.items():
+        if part.first or part.rows:
+            raise ValueError(f"{what}: {shown(name)} has no rows of classes, got {part.rows} from {part.first} on")
     return Index(folder, value["save"], facts, slices, whole)
 
 

@@ -178,6 +178,4 @@ def _matrix(file: Path, what: str, content: Any, take: Callable[[Any], Any]) -> 
     found = _part(file, content, take, f"the classifier's {what}")
     if not isinstance(found, StoredTensor) or len(found.shape) != 2 or not found.storage.dtype.is_floating_point:
         raise ValueError(f"{file} must hold a matrix of floating-point numbers for the classifier's {what}")
-    if found.stride != (found.shape[1], 1):
-        raise ValueError(f"{file} must hold the classifier's {what} in row-major order, got strides {found.stride}")
     return found

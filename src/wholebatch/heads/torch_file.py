@@ -122,11 +122,13 @@ class TorchFile:
         self._file.close()
 
     def rows(self, stored: StoredTensor, rows: slice) -> Tensor:
-        """Read some rows of a matrix; the whole storage is compared with its checksum.
+        """Read some rows of a matrix in row-major order; the whole storage is compared with its checksum.
 
         Raises:
-            ValueError: if the bytes are not those that were written.
+            ValueError: if it is no such matrix, or the bytes are not those that were written.
         """
+        if len(stored.shape) != 2 or stored.stride != (stored.shape[1], 1):
+            raise self._wrong(f"a tensor of shape {stored.shape} and strides {stored.stride} is no row-major matrix")
         storage, (count, width) = stored.storage, stored.shape
         name = f"{self._folder}data/{storage.key}"
         record, item = self._records.get(name), storage.dtype.itemsize
