@@ -150,11 +150,11 @@ def test_a_head_that_was_removed_is_missed(uninterrupted, tmp_path, capsys):
 def test_a_head_that_is_damaged_is_missed(uninterrupted, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(uninterrupted[0], run)
-    for file in (run / "head-30").glob("*.distcp"):
+    for file in (run / "head-30").glob("rank-*"):
         file.write_bytes(file.read_bytes()[:100])
     assert main(["train", "--resume", str(run)]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "it is damaged" in line
+    assert "rank-00000-of-00001.safetensors is damaged or incomplete" in line
 
 
 @pytest.mark.parametrize("more", [[], ["--processes", "2"]])
