@@ -28,7 +28,7 @@ def select_communicator(group: object) -> Communicator:
 
     Raises:
         ValueError: if `group` is something else, a group that this rank is not in, or None under a launcher of several
-            processes without an initialised process group.
+            processes without an initialised process group, or where WORLD_SIZE is no number of processes.
     """
     if isinstance(group, Communicator):
         return group
@@ -36,7 +36,7 @@ def select_communicator(group: object) -> Communicator:
         if dist.is_available() and dist.is_initialized():
             return TorchCommunicator()
         for variable in _LAUNCHED:
-            if int(os.environ.get(variable, "1")) > 1:
+            if launched_processes(variable) > 1:
                 raise ValueError(
                     f"a launcher has started {os.environ[variable]} processes ({variable}), but torch.distributed is "
                     "not initialised: each would take its own rows for the whole batch. Call "
@@ -52,3 +52,19 @@ def select_communicator(group: object) -> Communicator:
         "group must be a wholebatch communicator, a torch.distributed.ProcessGroup, a one-dimensional DeviceMesh, a "
         f"communicator of mpi4py or None; got {type(group).__name__}"
     )
+
+
+def launched_processes(variable: str) -> int:
+    """The number of processes that a launcher has started, from an environment variable; 1 if that is not set.
+
+    Raises:
+        ValueError: if it is no such number.
+    """
+    text = os.environ.get(variable, "1")
+    number = text.strip()
+    if not (number.isascii() and number.isdecimal() and len(number) < 10 and int(number)):
+        raise ValueError(
+            f"the environment variable {variable} must be the number of processes that a launcher has started, an "
+            f"integer of at least 1, got {text!r}; unset it where there is no launcher"
+        )
+    return int(number)

@@ -5,6 +5,7 @@ metrics.jsonl            one line per step
 checkpoint.safetensors   weights, optimiser and random state after the last checkpointed step
 model.safetensors        the final weights alone; of --task identify with the centres, and the classes' names beside
 head-STEP/               of --task identify: the classifier after as many steps, every rank's part of it
+lock                     which process writes here; locked as long as it does
 report.json              what the test set says, beside chance
 curves.png               loss and validation over the steps
 retrieval.png            of --task retrieve: held-out images beside the five texts that the model finds most similar
@@ -24,42 +25,59 @@ from torch import Tensor
 from .._user_error import UserError
 from .checkpoint import save_tensors
 from .config import TrainConfig
+from .lock import FILE as LOCK_FILE
+from .lock import Lock
 from .pictures import draw_curves
 from .task import Task
+
+_PARTIAL_CONFIG = "config.partial"
 
 
 class RunFolder:
     """A folder that belongs to one run."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, lock: Lock | None = None) -> None:
         self.path = path
         self._metrics = path / "metrics.jsonl"
+        self._lock = lock
 
     @classmethod
     def create(cls, path: Path, config: TrainConfig) -> RunFolder:
         """A new folder with the configuration in it; refuses one that holds a run already."""
         with _writing(path):
             path.mkdir(parents=True, exist_ok=True)
-            if any(path.iterdir()):
-                raise UserError(
-                    f"{str(path)!r} is not empty; go on with the run in it by --resume {path}, or choose another "
-                    "--run-folder"
-                )
-            (path / "config.json").write_text(config.to_json() + "\n")
-        return cls(path)
+            _refuse_others(path)
+            lock = Lock(path)
+            try:
+                _refuse_others(path)  # another process may have had the lock until now
+                partial = path / _PARTIAL_CONFIG
+                partial.write_text(config.to_json() + "\n")
+                partial.replace(path / "config.json")
+            except BaseException:
+                lock.close()
+                raise
+        return cls(path, lock)
 
     @classmethod
-    def reopen(cls, path: Path, *, step: int) -> RunFolder:
-        """The folder of a run that goes on after `step`; later lines of metrics.jsonl are dropped, to come again."""
-        folder = cls(path)
-        kept = [line for line in folder.metrics() if line["step"] <= step]
-        if [line["step"] for line in kept] != list(range(1, step + 1)):
-            raise UserError(f"{folder._metrics} does not hold the steps 1 to {step} of the checkpoint; was it edited?")
-        partial = folder._metrics.with_suffix(".partial")
+    def lock(cls, path: Path) -> RunFolder:
+        """The folder of a run that is to go on, whose only writer this process is from now on."""
         with _writing(path):
+            return cls(path, Lock(path))
+
+    def close(self) -> None:
+        """Let another process write."""
+        if self._lock is not None:
+            self._lock.close()
+
+    def go_on_after(self, step: int) -> None:
+        """Drop later lines of metrics.jsonl, which come again."""
+        kept = [line for line in self.metrics() if line["step"] <= step]
+        if [line["step"] for line in kept] != list(range(1, step + 1)):
+            raise UserError(f"{self._metrics} does not hold the steps 1 to {step} of the checkpoint; was it edited?")
+        partial = self._metrics.with_suffix(".partial")
+        with _writing(self.path):
             partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
-            partial.replace(folder._metrics)
-        return folder
+            partial.replace(self._metrics)
 
     def append(self, metrics: dict[str, Any]) -> None:
         """Add a line to metrics.jsonl."""
@@ -94,6 +112,14 @@ class RunFolder:
     def report(self) -> dict[str, Any]:
         """What `finish` has written."""
         return dict(json.loads((self.path / "report.json").read_text()))
+
+
+def _refuse_others(path: Path) -> None:
+    """A folder is empty, but for the files of a run that was killed before it had a configuration."""
+    if {entry.name for entry in path.iterdir()} - {LOCK_FILE, _PARTIAL_CONFIG}:
+        raise UserError(
+            f"{str(path)!r} is not empty; go on with the run in it by --resume {path}, or choose another --run-folder"
+        )
 
 
 def read_config(path: Path) -> TrainConfig:
