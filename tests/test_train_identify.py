@@ -40,7 +40,7 @@ def uninterrupted(data, tmp_path_factory):
 def test_a_run_leaves_everything_it_promises(uninterrupted):
     run, output = uninterrupted
     assert {path.name for path in run.iterdir()} == {
-        "config.json", "metrics.jsonl", "checkpoint.safetensors", "head-30", "model.safetensors", "report.json",
+        "config.json", "metrics.jsonl", "checkpoint.safetensors", "head-30", "model.safetensors", "report.json", "lock",
         "curves.png", "look_alikes.png",
     }  # fmt: skip
     assert [row["step"] for row in metrics(run)] == list(range(1, 31))

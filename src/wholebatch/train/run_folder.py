@@ -5,6 +5,7 @@ metrics.jsonl            one line per step
 checkpoint.safetensors   weights, optimiser and random state after the last checkpointed step
 model.safetensors        the final weights alone; of --task identify with the centres, and the classes' names beside
 head-STEP/               of --task identify: the classifier after as many steps, every rank's part of it
+lock                     which process writes here; locked as long as it does
 report.json              what the test set says, beside chance
 curves.png               loss and validation over the steps
 retrieval.png            of --task retrieve: held-out images beside the five texts that the model finds most similar
@@ -26,18 +27,22 @@ from .._files import read_bounded, replacing
 from .._user_error import UserError
 from .checkpoint import CONFIG, METRICS, MOST_CONFIG_BYTES, first_lines, save_tensors
 from .config import TrainConfig
+from .lock import FILE as LOCK_FILE
+from .lock import Lock
 from .pictures import draw_curves
 from .task import Task
 
 _MOST_REPORT_BYTES = 2**24
+_PARTIAL_CONFIG = f"{CONFIG}.partial"
 
 
 class RunFolder:
     """A folder that belongs to one run."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, lock: Lock | None = None) -> None:
         self.path = path
         self._metrics = path / METRICS
+        self._lock = lock
         self._keep: int | None = None  # lines of metrics.jsonl, when the next one is added
 
     @classmethod
@@ -45,27 +50,36 @@ class RunFolder:
         """A new folder with the configuration in it; refuses one that holds a run already."""
         with _writing(path):
             path.mkdir(parents=True, exist_ok=True)
-            if any(path.iterdir()):
-                raise UserError(
-                    f"{str(path)!r} is not empty; go on with the run in it by --resume {path}, or choose another "
-                    "--run-folder"
-                )
-            with replacing(path / CONFIG) as file:
-                file.write(sealed(json.loads(config.to_json())))
-        return cls(path)
+            _refuse_others(path)
+            lock = Lock(path)
+            try:
+                _refuse_others(path)  # another process may have had the lock until now
+                with replacing(path / CONFIG) as file:
+                    file.write(sealed(json.loads(config.to_json())))
+            except BaseException:
+                lock.close()
+                raise
+        return cls(path, lock)
 
     @classmethod
-    def reopen(cls, path: Path, *, step: int) -> RunFolder:
-        """The folder of a run that goes on after `step`.
+    def lock(cls, path: Path) -> RunFolder:
+        """The folder of a run that is to go on, whose only writer this process is from now on."""
+        with _writing(path):
+            return cls(path, Lock(path))
 
-        Later lines of metrics.jsonl are dropped when the first one comes again: until the checkpoint has been read,
-        nothing in the folder is changed.
+    def close(self) -> None:
+        """Let another process write."""
+        if self._lock is not None:
+            self._lock.close()
+
+    def go_on_after(self, step: int) -> None:
+        """Drop later lines of metrics.jsonl when the first one comes again.
+
+        Until the checkpoint has been read, nothing in the folder is changed.
         """
-        folder = cls(path)
-        if len(folder.metrics()) < step:
-            raise UserError(f"{folder._metrics} does not hold the steps 1 to {step} of the checkpoint; was it edited?")
-        folder._keep = step
-        return folder
+        if len(self.metrics()) < step:
+            raise UserError(f"{self._metrics} does not hold the steps 1 to {step} of the checkpoint; was it edited?")
+        self._keep = step
 
     def append(self, metrics: dict[str, Any]) -> None:
         """Add a line to metrics.jsonl."""
@@ -107,6 +121,14 @@ class RunFolder:
         """What `finish` has written."""
         file = self.path / "report.json"
         return dict(parse_json(read_bounded(file, _MOST_REPORT_BYTES), str(file)))
+
+
+def _refuse_others(path: Path) -> None:
+    """A folder is empty, but for the files of a run that was killed before it had a configuration."""
+    if {entry.name for entry in path.iterdir()} - {LOCK_FILE, _PARTIAL_CONFIG}:
+        raise UserError(
+            f"{str(path)!r} is not empty; go on with the run in it by --resume {path}, or choose another --run-folder"
+        )
 
 
 def read_config(path: Path) -> TrainConfig:
