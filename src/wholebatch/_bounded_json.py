@@ -13,6 +13,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NoReturn, TypeGuard
 
+from ._settings import shown
+
 DIGEST = "sha256"
 ZEROS = "0" * 64
 _HEX = re.compile(r"[0-9a-f]{64}")
@@ -56,12 +58,6 @@ def check_fields(value: object, what: str, types: Types) -> dict[str, Any]:
             names = " or ".join("None" if one is type(None) else one.__name__ for one in allowed)
             raise ValueError(f"{what}: {name} must be {names}, got {shown(value[name])}")
     return value
-
-
-def shown(value: object) -> str:
-    """A value for a message, cut off where it is long."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def sealed(value: Mapping[str, Any]) -> bytes:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._bounded_json import shown
 from .._checks import check_ids, check_instance, checked_path
 from .._precision import accumulation_dtype
+from .._settings import shown
 from .._tensor_file import bytes_of, is_save_id, new_save_id
 from ..comm import Communicator, handshake, select_communicator
 from .classes import NOT_HERE, rows_within

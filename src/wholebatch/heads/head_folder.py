@@ -18,8 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .._bounded_json import Types, check_fields, is_digest, sealed, shown, unsealed
+from .._bounded_json import Types, check_fields, is_digest, sealed, unsealed
 from .._files import read_bounded, replacing
+from .._settings import shown
 from .._tensor_file import TensorFile, is_save_id, write_tensors
 
 _INDEX = "index.json"

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._bounded_json import shown
 from .._files import open_regular, read_into, size_of
+from .._settings import shown
 from .._tensor_file import bytes_of
 
 _STORAGES = {

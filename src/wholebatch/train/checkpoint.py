@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 import wholebatch as wb
 
-from .._bounded_json import Types, check_fields, parse_json, shown
+from .._bounded_json import Types, check_fields, parse_json
 from .._files import open_regular, read_bounded, size_of
+from .._settings import shown
 from .._tensor_file import TensorFile, is_save_id, new_save_id, write_tensors
 from .._user_error import UserError
 

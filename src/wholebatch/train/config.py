@@ -9,7 +9,8 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from .._bounded_json import parse_json, shown
+from .._bounded_json import parse_json
+from .._settings import shown
 from .._user_error import UserError
 from .model import ModelConfig
 
