@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 _DEPTH, _MANY = 6, 1000  # how far, and among how many objects, a function's modules are looked for
@@ -44,6 +45,9 @@ class SyncControl:
         remember: looks at gradients that the engine keeps to itself until it synchronises; what it returns puts them
             back. None: it keeps none, they are the parameters' own.
         check: raises ValueError if the module's settings do not go with several backward passes.
+        awaits: the parameters without whose gradients the engine does not finish its synchronization. Those that the
+            last backward pass does not reach get zeros in it. None: it finishes anyway.
+        sharded: whether each rank holds a part of the module's parameters, so that they are not compared.
     """
 
     matches: Callable[[nn.Module], bool]
@@ -52,6 +56,8 @@ class SyncControl:
     collective: bool = True
     remember: Callable[[Any], Callable[[], None]] | None = None
     check: Callable[[Any], None] | None = None
+    awaits: Callable[[Any], Iterable[Tensor]] | None = None
+    sharded: bool = False
 
 
 def _no_sync(module: Any) -> AbstractContextManager[None]:
@@ -65,6 +71,23 @@ def _check_ddp(module: Any) -> None:
             "DistributedDataParallel(static_graph=True) takes every backward pass for the only one, and does not go "
             "with chunks; leave static_graph out"
         )
+
+
+def parameters_of_ddp(module: DistributedDataParallel) -> Iterator[tuple[str, Tensor]]:
+    """The parameters whose gradients a DistributedDataParallel reduces, with their names in what it wraps."""
+    ignored = getattr(module, "parameters_to_ignore", ())
+    return ((name, p) for name, p in module.module.named_parameters() if p.requires_grad and name not in ignored)
+
+
+def _awaited_by_ddp(module: Any) -> Iterable[Tensor]:
+    """All of its parameters, unless it finds out by itself which are not used."""
+    return () if module.find_unused_parameters else (p for _, p in parameters_of_ddp(module))
+
+
+def _is_fsdp1(module: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # where this has not been imported, no module is of FSDP1
+    kind = getattr(fsdp, "FullyShardedDataParallel", None)
+    return kind is not None and isinstance(module, kind)
 
 
 def _shards_of(module: nn.Module) -> list[Any]:
@@ -113,12 +136,15 @@ _CONTROLS = [
         decides="forward",
         collective=False,
         check=_check_ddp,
+        awaits=_awaited_by_ddp,
     ),
     SyncControl(
         lambda module: hasattr(type(module), "set_requires_gradient_sync"),
         _hold_fully_sharded,
         remember=_remember_fully_sharded,
+        sharded=True,
     ),
+    SyncControl(_is_fsdp1, _no_sync, sharded=True),
     SyncControl(lambda module: callable(getattr(type(module), "no_sync", None)), _no_sync),
 ]
 
