@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from .._graph import leaves_of
 from ..comm import Communicator, Group, select_communicator
+from .held import watched
 from .inputs import own_containers, representations
 from .observe import Observer
 from .parameter_sync import modules_of
@@ -60,7 +61,7 @@ def cached(func: Callable[..., Any]) -> Callable[..., Any]:
     >>> encoder.bias.grad.shape
     torch.Size([2])
     """
-    looks = [True]  # whether nobody has looked yet that no engine is passed by
+    looks = [True]  # whether nobody has looked yet what engines do
 
     @wraps(func)
     def call(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -119,12 +120,14 @@ class _Again:
         self._done, after = True, self._buffers.now()
         with ExitStack() as stack:
             stack.callback(self._buffers.set, after)
-            last = []
+            look, self._looks[0] = self._looks[0], False
+            last, held = [], []
             for engine in self._engines:
                 pending = _PENDING[engine.module]
                 pending.discard(self)
                 if any(other.outstanding() for other in pending):
                     stack.enter_context(engine.hold())
+                    held.append(engine)
                 else:
                     last.append(engine)
             self._buffers.set([])  # as they were in the beginning
@@ -133,12 +136,12 @@ class _Again:
             wrong = difference(self._first, second, self._name)
             both = zip(second, given, strict=True) if wrong is None else ()
             pairs = [(x, y.grad) for x, y in both if x.requires_grad and y.grad is not None]
-            if pairs and self._looks[0]:
-                self._looks[0] = False
+            if pairs and look:
                 check_not_passed_by(self._name, leaves_of(second), self._seen, self._engines)
-            backward_from([*pairs, *zeros_for_awaited(pairs, last)])
-        if wrong is not None:
-            raise wrong
+            with watched(held if look else ()) as mistakes:
+                backward_from([*pairs, *zeros_for_awaited(pairs, last)])
+        if wrong is not None or mistakes:
+            raise wrong or mistakes[0]
 
 
 def cat_input_tensor(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -129,7 +129,7 @@ class GradCache:
         self.fp16, self.scaler = fp16, scaler
         self.keep_graphs, self.memory_budget, self.group = keep_graphs, memory_budget, group
         self.unchecked: list[Tensor] = left_out
-        self._steps = 0  # that have come to their second pass, on all ranks
+        self._steps = 0  # that all ranks have made
 
     def __call__(self, *model_inputs: Any, no_sync_except_last: bool = True, **loss_kwargs: Any) -> Tensor:
         """Same as :meth:`cache_step`."""
@@ -220,9 +220,9 @@ class GradCache:
 
             (loss, of_found, extra), sums = _agreed(comm, compute, compared)
             _check_same(comm, *sums, steps=self._steps)
-            self._steps += 1
             state.extend(buffers.now())
-            _end_together(comm, second_pass(chunks, of_found, extra, buffers, kept))
+            _end_together(comm, second_pass(chunks, of_found, extra, buffers, kept, watch=not self._steps))
+            self._steps += 1
         return loss
 
     # What a subclass may replace.
@@ -447,7 +447,8 @@ def _agreed(comm: Communicator, compute: Callable[[], _T], compared: Callable[[]
         sums.update(compared())
         return digest(sums)
 
-    return result[0], (sums, _agree(comm, state))
+    digests = _agree(comm, state)
+    return result[0], (sums, digests)
 
 
 def _check_same(comm: Communicator, sums: _Sums, digests: Sequence[str], *, steps: int) -> None:

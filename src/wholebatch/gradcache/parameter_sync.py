@@ -149,9 +149,21 @@ _CONTROLS = [
 ]
 
 
+_BUILT_IN = tuple(_CONTROLS)
+
+
 def register_sync_control(control: SyncControl) -> None:
-    """Let gradient caching know another engine; it is asked before those that are there."""
+    """Let gradient caching know another engine; it is asked before those that are there.
+
+    In the first step it is looked at whether gradients stay in `.grad` while `hold` is entered, unless the control has
+    `remember`: a `hold` that does nothing is an error.
+    """
     _CONTROLS.insert(0, control)
+
+
+def is_registered(control: SyncControl) -> bool:
+    """Whether it was registered, and is not one of ours."""
+    return not any(control is one for one in _BUILT_IN)
 
 
 def control_of(module: nn.Module) -> SyncControl | None:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from .._graph import leaves_of
+from .held import watched
 from .inputs import tensors_of
 from .keep import Keeper
 from .observe import Called, Observer
@@ -181,7 +182,9 @@ def second_pass(
     extra: Sequence[tuple[Tensor, Tensor]],
     buffers: Buffers,
     about_to_change: Callable[[Iterable[Tensor]], None],
-) -> RuntimeError | None:
+    *,
+    watch: bool = False,
+) -> Exception | None:
     """Backward through all chunks: those with a graph, then the others, each after its second forward pass.
 
     Args:
@@ -191,14 +194,16 @@ def second_pass(
             backward pass.
         buffers: of all models.
         about_to_change: is told whose gradients come next, where they were not known before.
+        watch: whether to look at what registered engines do with gradients that they are to leave alone.
 
     Returns:
-        An error, if a second representation is not the first. All passes have been made even so: engines and other
-        ranks are where they should be, and gradients can be put back.
+        An error, if a second representation is not the first, or an engine did not do what it was told. All passes have
+        been made even so: engines and other ranks are where they should be, and gradients can be put back.
     """
     order = [*(c for c in chunks if c.kept), *(c for c in chunks if not c.kept)]
     last_of_engine = _last_of_engines(order)
-    wrong = None
+    wrong: Exception | None = None
+    unwatched = {id(engine.module): engine for chunk in order for engine in chunk.engines} if watch else {}
     for chunk in order:
         engines = chunk.engines
         done = {id(engine.module) for engine in engines if last_of_engine[id(engine.module)] is chunk}
@@ -221,8 +226,10 @@ def second_pass(
                 about_to_change(leaves_of(chunk.found))
         pairs += _roots(chunk, given, whole=bool(done))
         pairs += zeros_for_awaited(pairs, (e for e in engines if id(e.module) in done))
-        with _held(engines, but=done):
+        held = [unwatched.pop(id(e.module)) for e in engines if id(e.module) in unwatched.keys() - done]
+        with watched(held) as mistakes, _held(engines, but=done):
             backward_from(pairs)
+        wrong = wrong or next(iter(mistakes), None)
         del pairs
         chunk.forget()
     return wrong
