@@ -283,7 +283,7 @@ def control_body(takes, listens):
         return 1.0
     for _ in range(2):
         with pytest.raises(
-            ValueError, match="must leave gradients in .grad while the `hold` of its registered"
+            ValueError, match=r"must leave gradients in \.grad while the `hold` of its registered"
         ) as error:
             step(*own)
         assert ("took the gradient out of" if takes else "changed the gradient") in str(error.value)

@@ -238,10 +238,10 @@ def trained_body(port, through_the_engine):
             return torch.utils.data.DataLoader(range(4 * dist.get_world_size()))
 
     module = Trained()
-    quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=dist.get_world_size(), strategy="ddp", max_steps=4, barebones=False, **quiet
-    )
+        accelerator="cpu", devices=dist.get_world_size(), strategy="ddp", max_steps=4, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
     if not through_the_engine:
         with pytest.raises(ValueError, match="must reach its parameters through the DistributedDataParallel"):
             trainer.fit(module)

@@ -282,29 +282,23 @@ def _tell_classes(head: Any, _state: Any, _prefix: str, metadata: dict[str, Any]
     metadata["classes"] = [head.own_classes.start, head.own_classes.stop, head.num_classes]
 
 
-def _check_classes(
-    head: Any,
-    state: dict[str, Any],
-    prefix: str,
-    metadata: dict[str, Any],
-    _strict: bool,
-    _missing: list[str],
-    _unexpected: list[str],
-    errors: list[str],
-) -> None:
-    """Say of a state_dict with other classes what it is, in the error that torch raises for it.
+def _check_classes(head: Any, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_others: Any) -> None:
+    """Refuse a state_dict of other classes, before anything of it is loaded.
 
-    One with as many classes of another rank is loaded, and refused at the next use: on all ranks, not on this one.
+    One with as many classes, of another rank, is loaded, and refused at the next use: on all ranks, not on this one.
+
+    Raises:
+        ValueError: it has another number of classes than this rank, or is of a head with another number of them.
     """
     weight, own = state.get(prefix + "weight"), head.own_classes
-    if not isinstance(weight, Tensor):
+    if not isinstance(weight, Tensor) or not weight.dim():
         return
     first, stop, count = metadata.get("classes", (None, None, head.num_classes))
     if len(weight) == own.stop - own.start and count == head.num_classes:
         return
     what = f"{len(weight)} classes" if first is None else f"classes {first} to {stop} of {count}"
-    errors.append(
-        f"{prefix}weight: a state_dict holds one rank's part of a head; this one has {what}, and this rank has "
-        f"{own.start} to {own.stop} of {head.num_classes}. wholebatch.heads.save_head and load_head write and read all "
-        "parts, on any number of ranks"
+    raise ValueError(
+        f"a state_dict holds one rank's part of a head; the one for {prefix + 'weight'!r} has {what}, and this rank "
+        f"has classes {own.start} to {own.stop} of {head.num_classes}. wholebatch.heads.save_head and load_head write "
+        "and read all parts, on any number of ranks"
     )
