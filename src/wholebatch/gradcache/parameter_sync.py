@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._checks import check_callable, check_choice, check_flag, check_instance
@@ -46,6 +47,9 @@ class SyncControl:
         remember: looks at gradients that the engine keeps to itself until it synchronises; what it returns puts them
             back. None: it keeps none, they are the parameters' own.
         check: raises ValueError if the module's settings do not go with several backward passes.
+        awaits: the parameters without whose gradients the engine does not finish its synchronization. Those that the
+            last backward pass does not reach get zeros in it. None: it finishes anyway.
+        sharded: whether each rank holds a part of the module's parameters, so that they are not compared.
     """
 
     matches: Callable[[nn.Module], bool]
@@ -54,13 +58,16 @@ class SyncControl:
     collective: bool = True
     remember: Callable[[Any], Callable[[], None]] | None = None
     check: Callable[[Any], None] | None = None
+    awaits: Callable[[Any], Iterable[Tensor]] | None = None
+    sharded: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("matches", "hold", "remember", "check"):
+        for name in ("matches", "hold", "remember", "check", "awaits"):
             if getattr(self, name) is not None or name in ("matches", "hold"):
                 check_callable(name, getattr(self, name))
         check_choice("decides", self.decides, ("forward", "backward"))
         check_flag("collective", self.collective)
+        check_flag("sharded", self.sharded)
 
 
 def _no_sync(module: Any) -> AbstractContextManager[None]:
@@ -74,6 +81,23 @@ def _check_ddp(module: Any) -> None:
             "DistributedDataParallel(static_graph=True) takes every backward pass for the only one, and does not go "
             "with chunks; leave static_graph out"
         )
+
+
+def parameters_of_ddp(module: DistributedDataParallel) -> Iterator[tuple[str, Tensor]]:
+    """The parameters whose gradients a DistributedDataParallel reduces, with their names in what it wraps."""
+    ignored = getattr(module, "parameters_to_ignore", ())
+    return ((name, p) for name, p in module.module.named_parameters() if p.requires_grad and name not in ignored)
+
+
+def _awaited_by_ddp(module: Any) -> Iterable[Tensor]:
+    """All of its parameters, unless it finds out by itself which are not used."""
+    return () if module.find_unused_parameters else (p for _, p in parameters_of_ddp(module))
+
+
+def _is_fsdp1(module: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # where this has not been imported, no module is of FSDP1
+    kind = getattr(fsdp, "FullyShardedDataParallel", None)
+    return kind is not None and isinstance(module, kind)
 
 
 def _shards_of(module: nn.Module) -> list[Any]:
@@ -122,24 +146,38 @@ _CONTROLS = [
         decides="forward",
         collective=False,
         check=_check_ddp,
+        awaits=_awaited_by_ddp,
     ),
     SyncControl(
         lambda module: hasattr(type(module), "set_requires_gradient_sync"),
         _hold_fully_sharded,
         remember=_remember_fully_sharded,
+        sharded=True,
     ),
+    SyncControl(_is_fsdp1, _no_sync, sharded=True),
     SyncControl(lambda module: callable(getattr(type(module), "no_sync", None)), _no_sync),
 ]
 
 
+_BUILT_IN = tuple(_CONTROLS)
+
+
 def register_sync_control(control: SyncControl) -> None:
     """Let gradient caching know another engine; it is asked before those that are there.
+
+    In the first step it is looked at whether gradients stay in `.grad` while `hold` is entered, unless the control has
+    `remember`: a `hold` that does nothing is an error.
 
     Raises:
         ValueError: if control is no :class:`SyncControl`.
     """
     check_instance("control", control, SyncControl, "a SyncControl")
     _CONTROLS.insert(0, control)
+
+
+def is_registered(control: SyncControl) -> bool:
+    """Whether it was registered, and is not one of ours."""
+    return not any(control is one for one in _BUILT_IN)
 
 
 def control_of(module: nn.Module) -> SyncControl | None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .._checks import is_dense
+from .._sharded import mark_sharded
 from ..comm import Group
 from ..kernels import Kernel
 from ..losses._door import Options, Reduction, eager
@@ -105,6 +106,7 @@ def partial_fc_loss(
     """
 
     def given(_labels: Tensor) -> Sample:
+        mark_sharded(centres, bias)
         return Sample(centres, class_ids, bias, log_weights)
 
     return class_softmax(
