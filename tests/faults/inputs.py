@@ -93,11 +93,12 @@ def cases(rng: random.Random, known: Sequence[Entry], count: int) -> Iterator[Ca
 
 
 def all_cases(known: Sequence[Entry]) -> Iterator[Case]:
-    """Every value of the pool in the place of every argument, one at a time; of slow ones, none."""
+    """Every value of the pool in the place of every argument, one at a time; of slow calls, those to be refused."""
     for entry in known:
-        for name in entry.parameters if entry.name not in SLOW else ():
+        for name in entry.parameters:
             for kind in POOL:
-                yield Case(entry.name, {name: kind})
+                if entry.name not in SLOW or not is_legal(entry, name, kind):
+                    yield Case(entry.name, {name: kind})
 
 
 def run(entry: Entry, case: Case) -> Outcome:
@@ -190,7 +191,7 @@ def _within(seconds: float) -> Iterator[None]:
 
 def campaign(seed: int, count: int | None, *, known: Sequence[Entry] | None = None, only: str = "") -> list[Outcome]:
     """The outcomes of random cases, or with None of all, after every right call has been made once."""
-    known = [*entries()] if known is None else known
+    known = [*entries()] if known is None else [*known]
     known = [entry for entry in known if only in entry.name]
     outcomes, right = [], []
     torch.manual_seed(seed)
@@ -228,14 +229,20 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--all", action="store_true", help="each value in the place of each argument, once")
     parser.add_argument("--only", default="", help="names of entries that contain this")
+    parser.add_argument("--jax", action="store_true", help="wholebatch.jax in the place of everything else")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    known = None
+    if options.jax:
+        import inputs_jax
+
+        known = [*entries([inputs_jax.module()])]
     out = options.json and options.json.absolute()
     resource.setrlimit(resource.RLIMIT_AS, (_BYTES, _BYTES))
     torch.set_num_threads(1)
     os.chdir(scratch())  # some of the nonsense is a good name of a folder
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    outcomes = campaign(options.seed, None if options.all else options.count, only=options.only)
+    outcomes = campaign(options.seed, None if options.all else options.count, known=known, only=options.only)
     code = report(outcomes, options.seed)
     if out:
         rows = [{"call": str(o.case), "outcome": o.what, "text": o.text[:1000]} for o in outcomes]

@@ -11,10 +11,13 @@ from typing import Any
 from inputs_calls import TheirError
 from inputs_pool import POOL
 
+import wholebatch as wb
+
 # What functions raise that is neither a ValueError nor a TypeError.
 DOCUMENTED: dict[str, Any] = {
     "GradCache.__call__": TheirError,  # of a user's model or loss
     "GradCache.cache_step": TheirError,
+    "run_ranks": wb.testing.RankError,  # of what ranks run
 }
 # What a user's function raises inside a handshake becomes its rank's complaint, in that error's own words.
 USERS_OWN = {("handshake", "state")}
@@ -197,6 +200,14 @@ LEGAL: dict[str, str] = {
     "memory_limit": f"{_INTEGERS} int_10^12",
     **dict.fromkeys(("model_bytes", "gradient_bytes"), f"{_INTEGERS} zero int_10^12"),
     "encoder_bytes": f"{_INTEGERS} zero int_10^12 integers",
+    **{f"audit.{name}": kinds for name, kinds in (("name", _STRING), ("tolerance", "half float_1e-320 np_float64"))},
+    **dict.fromkeys(("audit.seed", "assert_exact.seed"), f"{_INTEGERS} zero"),
+    **dict.fromkeys(("audit.timeout_s", "run_ranks.timeout_s"), _POSITIVE),
+    "run_ranks.args": _ANYTHING,
+    "run_ranks.fn": _FUNCTION,
+    "run_ranks.world_size": "three enum",
+    "calibrate.losses": "empty_list",
+    "world_sizes": "integers range",
     "encoder_flops": f"{_NOT_NEGATIVE} float_1e308",
     "bandwidth": f"{_POSITIVE} float_1e308",
 }
