@@ -1502,9 +1502,9 @@ def test_a_model_with_a_state_of_its_own_is_found_out(accumulated):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"chunk_sizes": 0}, "chunk_sizes must be positive integers, rows of a chunk; got 0"),
+        ({"chunk_sizes": 0}, "chunk_sizes must be a positive integer, rows of a chunk; got 0"),
         ({"chunk_sizes": 2.0}, "chunk_sizes"),
-        ({"chunk_sizes": True}, "chunk_sizes must be positive integers"),
+        ({"chunk_sizes": True}, "chunk_sizes must be a positive integer"),
         ({"chunk_sizes": [1, 2, 3]}, r"one for each of the 2 models; got \[1, 2, 3\]"),
         ({"models": nn.Linear(2, 2)}, "models must be a list"),
         ({"models": []}, "models must be a list"),

@@ -34,6 +34,7 @@ from ._settings import checked_path as checked_path
 from ._settings import shown as shown
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_LARGEST, _LEAST = torch.finfo(torch.float32).max, 1e-30  # of a scale; of a temperature
 _ADDRESSES = 2**63 - 1  # bytes, at most, of a tensor
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -52,6 +53,11 @@ def check_features(name: str, x: object) -> None:
         raise ValueError(
             f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}; pass the encoder's output, not ids"
         )
+
+
+def has_feature_dtype(x: object) -> TypeGuard[Tensor]:
+    """Whether x is a tensor of a dtype that features may have."""
+    return isinstance(x, Tensor) and x.dtype in _DTYPES
 
 
 def check_dense(name: str, x: Tensor) -> None:
@@ -222,10 +228,11 @@ def check_one(name: str, value: object) -> None:
 
 
 def check_value(name: str, number: float) -> float:
-    """number is finite; returns it."""
+    """number is finite, and float32 holds it; returns it."""
     number = check_real(name, number)
-    if not math.isfinite(number):
-        raise ValueError(f"{name} must be finite, got {number}; clamp it, and look at the learning rate")
+    if not abs(number) <= _LARGEST:
+        finite = "within the range of float32" if math.isfinite(number) else "finite"
+        raise ValueError(f"{name} must be {finite}, got {number}; clamp it, and look at the learning rate")
     return number
 
 
@@ -235,7 +242,9 @@ def check_temperature(name: str, value: object) -> float:
 
 
 def check_positive(name: str, number: float) -> float:
-    """number, a temperature, is positive; returns it."""
+    """number, a temperature, is positive, and not so small that what is divided by it overflows; returns it."""
     if number <= 0:
         raise ValueError(f"{name} must be positive, got {number}; logits are similarities divided by it")
+    if number < _LEAST:
+        raise ValueError(f"{name} must be at least {_LEAST}, got {number}; logits are similarities divided by it")
     return number

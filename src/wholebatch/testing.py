@@ -35,6 +35,7 @@ from ._settings import check_callable, check_instance, check_integer, check_posi
 __all__ = ["RankError", "RankTimeoutError", "assert_exact", "preload", "run_ranks"]
 
 _PRELOADED = "WHOLEBATCH_PRELOAD"  # read by `wholebatch._preload`
+_MOST_SECONDS = 1e9
 _MOST_RANKS = 1024  # processes of one call
 _GRACE_S = 5.0  # how long the other ranks may take to notice that one has failed
 _STACK_SIGNAL = getattr(signal, "SIGUSR1", None)  # asks a rank where it is; not on Windows
@@ -80,7 +81,8 @@ def run_ranks(
     check_callable("fn", fn)
     check_integer("world_size", world_size, least=1, most=_MOST_RANKS, of="ranks on this machine")
     _check_backend(backend)
-    check_positive_number("timeout_s", timeout_s, "it is how long the call may take, in seconds")
+    if check_positive_number("timeout_s", timeout_s, "it is how long the call may take, in seconds") > _MOST_SECONDS:
+        raise ValueError(f"timeout_s must be at most {_MOST_SECONDS:g} seconds, got {timeout_s}")
     if world_size == 1:
         return [_run_in_process(fn, args, backend)]
     return run_processes(fn, world_size, *args, backend=backend, timeout_s=timeout_s)

@@ -23,7 +23,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import check_alike, check_count, check_dense, check_ids, check_norm, is_dense, norm_bound, on_host
+from .._checks import (
+    check_alike,
+    check_count,
+    check_dense,
+    check_ids,
+    check_norm,
+    has_feature_dtype,
+    is_dense,
+    norm_bound,
+    on_host,
+)
 from .._normalize import UNIT, known_norms, normalize, row_norms
 from ..comm import Communicator, handshake
 from ..kernels import in_triton
@@ -271,7 +281,7 @@ def _agree_on_batch(
     weights: Tensor | None,
 ) -> tuple[Agreement, Tensor]:
     """What the ranks agree on, and the labels of all, (B, k). Collective: 1 handshake, 1 all-gather of the labels."""
-    if isinstance(embeddings, Tensor) and embeddings.is_floating_point():
+    if has_feature_dtype(embeddings):
         embeddings = embeddings.to(dtype)
 
     def check() -> dict[str, Any]:

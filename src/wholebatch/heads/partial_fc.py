@@ -269,7 +269,10 @@ class PartialFC(nn.Module):
 
         Collective: 1 handshake, 1 gather.
         """
-        return None if self.bias is None else self._full(self.bias, root)
+        if self.bias is None:
+            check_integer("root", root, least=0, most=select_communicator(self.options.group).size - 1, of="a rank")
+            return None
+        return self._full(self.bias, root)
 
     @torch.no_grad()
     def _full(self, of_classes: Tensor, root: int) -> Tensor | None:

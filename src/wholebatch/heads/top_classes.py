@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._checks import check_alike, check_count, check_features, check_finite
+from .._checks import check_alike, check_count, check_features, check_finite, has_feature_dtype
 from .._normalize import known_norms, normalize
 from .._precision import accumulation_dtype
 from ..comm import Communicator, handshake
@@ -40,7 +40,7 @@ def top_classes(
 
     Collective: 1 handshake, 1 all-gather of embeddings, 2 all-to-alls of k B numbers.
     """
-    if isinstance(embeddings, Tensor) and embeddings.is_floating_point():
+    if has_feature_dtype(embeddings):
         embeddings = embeddings.to(centres.dtype)
 
     def state() -> dict[str, Any]:

@@ -30,7 +30,7 @@ from ._towers import Towers
 
 Direction = Literal["query_to_key", "key_to_query", "query_to_query", "key_to_key"]
 DIRECTIONS = ("query_to_key", "key_to_query", "query_to_query", "key_to_key")
-_NO_ID = torch.iinfo(torch.int64).min
+NO_ID = torch.iinfo(torch.int64).min
 
 
 class Retrieval:
@@ -214,7 +214,7 @@ class Retrieval:
         b, device = self._own.stop - self._own.start, agreed.device
 
         def none(rows: int) -> Tensor:
-            return torch.full((rows,), _NO_ID, device=device)
+            return torch.full((rows,), NO_ID, device=device)
 
         def given(name: str, features: str) -> Tensor | None:
             if name in vectors:
