@@ -32,6 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._checks import check_callable, check_choice, check_flag, check_instance
 
+_SWITCHES = ("reduce_grads", "all_reduce_grads")  # of FSDP2's groups of parameters
+_ACCUMULATED = "unsharded_accumulated_grad"  # of FSDP2's parameters
 _DEPTH, _MANY = 6, 1000  # how far, and among how many objects, a function's modules are looked for
 
 
@@ -101,38 +103,48 @@ def _is_fsdp1(module: nn.Module) -> bool:
 
 
 def _shards_of(module: nn.Module) -> list[Any]:
-    """FSDP2's groups of parameters in a module. Their switches and gradients have no public names."""
+    """FSDP2's groups of parameters in a module. Their switches and gradients have no public names.
+
+    None where a release of torch has other names than those that are known here.
+    """
     groups: list[Any] = []
     for inner in module.modules():
         if hasattr(type(inner), "set_requires_gradient_sync"):
-            state: Any = inner._get_fsdp_state()  # type: ignore[operator]
+            state: Any = getattr(inner, "_get_fsdp_state", lambda: None)()
             several = getattr(state, "_fsdp_param_groups", None)  # in newer releases of torch
-            groups += [g for g in ([state._fsdp_param_group] if several is None else several) if g is not None]
-    return groups
+            groups += [getattr(state, "_fsdp_param_group", None)] if several is None else several
+    return [group for group in groups if all(hasattr(group, name) for name in (*_SWITCHES, "fsdp_params"))]
 
 
 @contextmanager
 def _hold_fully_sharded(module: Any) -> Iterator[None]:
-    before = [(group, group.reduce_grads, group.all_reduce_grads) for group in _shards_of(module)]
+    before = [(group, name, getattr(group, name)) for group in _shards_of(module) for name in _SWITCHES]
     module.set_requires_gradient_sync(False)
     try:
         yield
     finally:
-        for group, reduce, all_reduce in before:
-            group.reduce_grads, group.all_reduce_grads = reduce, all_reduce
+        if not before:  # all that a public name can do; it forgets what the caller has switched off
+            module.set_requires_gradient_sync(True)
+        for group, name, switch in before:
+            setattr(group, name, switch)
 
 
 def _remember_fully_sharded(module: Any) -> Callable[[], None]:
-    """Gradients of whole parameters, which accumulate before they are reduced to shards."""
+    """Gradients of whole parameters, which accumulate before they are reduced to shards.
+
+    They are in the whole parameter's `grad`, and up to torch 2.14 in an attribute of their own, too. From 2.15 on that
+    is a property which reads `grad`.
+    """
     before = []
     for shard in (shard for group in _shards_of(module) for shard in group.fsdp_params):
         whole = getattr(shard, "_unsharded_param", None)
-        held = shard.unsharded_accumulated_grad, None if whole is None else whole.grad
+        held = vars(shard).get(_ACCUMULATED), None if whole is None else whole.grad
         before.append((shard, *(None if x is None else x.clone() for x in held)))
 
     def put_back() -> None:
         for shard, accumulated, grad in before:
-            shard.unsharded_accumulated_grad = accumulated
+            if _ACCUMULATED in vars(shard):
+                setattr(shard, _ACCUMULATED, accumulated)
             if hasattr(shard, "_unsharded_param"):
                 shard._unsharded_param.grad = grad
 
