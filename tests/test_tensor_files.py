@@ -16,7 +16,8 @@ from wholebatch import _tensor_file
 from wholebatch._bounded_json import ZEROS, parse_json, sealed, unsealed, with_digest
 from wholebatch._files import open_regular, read_bounded, replacing
 from wholebatch._tensor_file import TensorFile, write_tensors
-from wholebatch.heads.torch_file import StoredTensor, TorchFile
+from wholebatch.heads.described_pickle import StoredTensor
+from wholebatch.heads.torch_file import TorchFile
 
 DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,

@@ -157,6 +157,23 @@ def test_a_head_that_is_damaged_is_missed(uninterrupted, tmp_path, capsys):
     assert "rank-00000-of-00001.safetensors is damaged or incomplete" in line
 
 
+def test_a_head_that_is_a_link_or_of_another_run_is_refused(data, uninterrupted, tmp_path, capsys):
+    run, other = tmp_path / "run", tmp_path / "other"
+    shutil.copytree(uninterrupted[0], run)
+    assert main(["train", *options(data, other, "--task", "identify", *HEAD, "--seed", "1", steps=30)]) == 0
+    (run / "head-30").rename(tmp_path / "head")
+    for place, message in (
+        (lambda: (run / "head-30").symlink_to(tmp_path / "head"), "head-30 is a link; expected the folder itself"),
+        (lambda: shutil.copytree(other / "head-30", run / "head-30"), "head-30 belongs to another save"),
+    ):
+        place()
+        capsys.readouterr()
+        assert main(["train", "--resume", str(run)]) == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert message in line
+        (run / "head-30").unlink() if (run / "head-30").is_symlink() else shutil.rmtree(run / "head-30")
+
+
 @pytest.mark.parametrize("more", [[], ["--processes", "2"]])
 def test_a_model_that_is_not_finite_stops_the_run(data, tmp_path, more):
     wild = ["--learning-rate", "1e30", "--warmup-steps", "0", *more]

@@ -22,10 +22,11 @@ from torch.optim import Optimizer
 
 from .._checks import check_instance, checked_path
 from ..comm import handshake, select_communicator
+from .described_pickle import StoredTensor
 from .optim import SparseSGD
 from .partial_fc import PartialFC
 from .rows import overlap
-from .torch_file import StoredTensor, TorchFile
+from .torch_file import TorchFile
 
 _RANK = r"(0|[1-9]\d{0,5})"
 
