@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import coverage
+import public_names
 from case import ENTRIES, PLANTED
 from common import Outcome, finish, options, show_table
 from rank_processes import HANG_S, TIMEOUT_S, Lost, Ranks
@@ -199,7 +199,7 @@ def run(planned: list[Planned], lanes: int = 2) -> list[Outcome]:
 def main(arguments: argparse.Namespace) -> int:
     """Run the campaign."""
     began = time.monotonic()
-    coverage.check(ENTRIES)
+    public_names.check(ENTRIES)
     entries = [name for name in sorted({**ENTRIES, **PLANTED}) if arguments.entry and arguments.entry in name]
     entries = entries or sorted(ENTRIES)
     only = arguments.only
