@@ -1,4 +1,4 @@
-"""Which of the pool's values an argument may take, each looked at once; and what else functions raise, as documented."""
+"""Which of the pool's values an argument may take, each looked at once; and what functions raise, as documented."""
 
 from __future__ import annotations
 

@@ -31,6 +31,7 @@ from .._checks import check_ids, check_instance, checked_path
 from .._precision import accumulation_dtype
 from ..comm import handshake, select_communicator
 from ..comm.torch_distributed import TorchTransport
+from ..losses._door import told_to_all
 from .classes import NOT_HERE, rows_within
 from .partial_fc import PartialFC
 
@@ -38,6 +39,7 @@ _ROWS = 65536  # of a slice
 _FACTS = "head"  # what the checkpoint is of
 
 
+@told_to_all
 def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None = None) -> None:
     """Write a head, and what its optimiser knows of each class. Collective.
 
@@ -93,6 +95,7 @@ def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None =
         raise ValueError(f"save_head: {folder} cannot be written: {_first_line(error)}") from error
 
 
+@told_to_all
 def load_head(
     folder: Path | str, head: PartialFC, optimizer: Optimizer | None = None, *, classes: Tensor | None = None
 ) -> None:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from .._checks import check_instance, checked_path
 from ..comm import handshake, select_communicator
+from ..losses._door import told_to_all
 from .partial_fc import PartialFC
 from .rows import overlap
 
@@ -25,6 +26,7 @@ _WEIGHTS = (r"rank_(\d+)_softmax_weight\.pt", r"softmax_fc_gpu_(\d+)\.pt")
 _MOMENTA = (r"rank_(\d+)_softmax_weight_mom\.pt",)
 
 
+@told_to_all
 def load_insightface(folder: Path | str, head: PartialFC, optimizer: Optimizer | None = None) -> None:
     """Read centres, and with an optimizer their momentum, on any number of ranks, whatever theirs was. Collective.
 

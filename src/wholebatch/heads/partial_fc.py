@@ -26,7 +26,7 @@ from .._checks import (
 )
 from ..comm import Group, select_communicator
 from ..kernels import Kernel
-from ..losses._door import Options, Reduction, eager
+from ..losses._door import Options, Reduction, eager, told_to_all
 from ..partition import Partition
 from ..sweep import Memory
 from ..sync import Sync
@@ -243,10 +243,12 @@ class PartialFC(nn.Module):
             embeddings, k, self.weight, self.bias, self.logits, self.own_classes.start, comm, self.check_own
         )
 
+    @told_to_all
     def full_weight(self, root: int = 0) -> Tensor | None:
         """All centres, (C, d) or (C, K, d), on rank `root`; None on the others. Collective: 1 gather."""
         return self._full(self.weight, root)
 
+    @told_to_all
     def full_bias(self, root: int = 0) -> Tensor | None:
         """All biases, (C,), on rank `root`; None on the others, and where there are none. Collective: 1 gather."""
         return None if self.bias is None else self._full(self.bias, root)
