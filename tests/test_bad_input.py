@@ -505,3 +505,38 @@ def wrong_group_on_one_rank_body():
 
 def test_a_wrong_group_on_one_rank():
     run_ranks(wrong_group_on_one_rank_body, 2, timeout_s=30)
+
+
+def unknown_keywords_body(folder):
+    """Of functions that are collective over a head's group, or over one that is passed."""
+    wrong = {"nonsense": 1} if dist.get_rank() == 1 else {}
+    head = wb.PartialFC(4, 6, bias=True)
+    weight = torch.nn.Parameter(torch.ones(2))
+    wb.heads.save_head(folder, head)
+    errors = []
+    for call, name in (
+        (lambda: head(features(), torch.tensor([0, 1, 2]), **wrong), "PartialFC.forward"),
+        (lambda: head.top_classes(features(), **wrong), "top_classes"),
+        (lambda: head.full_weight(**wrong), "full_weight"),
+        (lambda: head.full_bias(**wrong), "full_bias"),
+        (lambda: wb.heads.clip_grad_norm_([weight], [], 1.0, **wrong), "clip_grad_norm_"),
+        (lambda: wb.heads.agree_on_overflow(torch.amp.GradScaler("cpu"), **wrong), "agree_on_overflow"),
+        (lambda: wb.heads.save_head(folder / "new", head, **wrong), "save_head"),
+        (lambda: wb.heads.load_head(folder, head, **wrong), "load_head"),
+        (lambda: wb.KeyQueue(9, 4).enqueue(features(), **wrong), "enqueue"),
+        (lambda: wb.CLIPLoss()(features(), features(), 1.0, **wrong), "CLIPLoss.forward"),
+        (lambda: wb.comm.TorchCommunicator().all_gather(features(), **wrong), "all_gather"),
+    ):
+        with pytest.raises(
+            TypeError, match=rf"{name}: (rank 1: )?got an unexpected keyword argument 'nonsense'"
+        ) as caught:
+            call()
+        errors.append(str(caught.value))
+        assert wb.functional.clip_loss(features(), features(), 1.0).isfinite(), "the group still works"
+    return errors
+
+
+def test_unknown_keywords_are_told_to_all_ranks(tmp_path):
+    """In the same words on all of them."""
+    of_ranks = run_ranks(unknown_keywords_body, 2, tmp_path, timeout_s=60)
+    assert of_ranks[0] == of_ranks[1]

@@ -11,7 +11,7 @@ import wholebatch as wb
 sys.path.insert(0, str(Path(__file__).parent / "faults"))
 
 import calls
-import coverage
+import public_names
 from case import ENTRIES, PLANTED
 from good_calls import World
 from mistakes import draw
@@ -61,12 +61,12 @@ def test_the_campaign_can_fail(name, fault, outcome, timeout_s, hang_s, capsys):
 
 
 def test_every_public_name_is_known():
-    coverage.check(ENTRIES)
+    public_names.check(ENTRIES)
     with pytest.raises(NotImplementedError, match=r"no right call is known of functional.new_loss"):
-        coverage.check(ENTRIES, [*coverage.public_names(), "functional.new_loss"])
+        public_names.check(ENTRIES, [*public_names.public_names(), "functional.new_loss"])
     for name in ("functional.clip_loss", "CLIPLoss", "comm.all_gather", "GradCache", "WholeBatch"):
         with pytest.raises(NotImplementedError, match=name):
-            coverage.check([entry for entry in ENTRIES if not entry.startswith(name)])
+            public_names.check([entry for entry in ENTRIES if not entry.startswith(name)])
 
 
 def test_an_argument_that_is_not_known_is_said(monkeypatch):

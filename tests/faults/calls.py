@@ -1,6 +1,6 @@
 """Random faults in calls of every public entry point, on two and three processes: what becomes of each on all ranks.
 
-    python tests/faults/calls.py --seed 0 --count 300 [--json FILE] [--only INDEX] [--entry NAME]
+    python tests/faults/calls.py --seed 0 --count 300 [--json FILE] [--only INDEX ...] [--entry NAME] [--mpi mpich]
 
 Each case is a right call (compared with a dense computation in float64), the same call with one thing wrong on one
 rank, and the right call again, which must give the same bits as before.
@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 
-import coverage
+import public_names
 from case import ENTRIES, PLANTED
 from common import Outcome, finish, options, show_table
-from rank_processes import HANG_S, TIMEOUT_S, Lost, Ranks
+from rank_processes import HANG_S, TIMEOUT_S, Lost, Ranks, RanksOverMPI
 
 CLASSES = {
     "same error": "on all ranks; state as before, and the group goes on with the same bits",
@@ -126,20 +127,28 @@ class Lane:
     Args:
         timeout_s: of the process groups.
         hang_s: how long a faulty call may take.
+        mpi: an environment with MPI, "mpich" or "openmpi"; "": gloo.
     """
 
-    def __init__(self, timeout_s: float = TIMEOUT_S, hang_s: float = HANG_S) -> None:
-        self.timeout_s, self.hang_s = timeout_s, hang_s
+    def __init__(self, timeout_s: float = TIMEOUT_S, hang_s: float = HANG_S, mpi: str = "") -> None:
+        self.timeout_s, self.hang_s, self.mpi = timeout_s, hang_s, mpi
         self.ranks: Ranks | None = None
         self.size = 0
+        self.before: int | None = None  # the case that the same processes have been through
 
     def run(self, case: Planned) -> Outcome:
         """One case."""
         if self.ranks is None or self.size != case.size or not self.ranks.alive:
             self.close()
-            self.ranks, self.size = Ranks(case.size, self.timeout_s), case.size
+            started = (
+                RanksOverMPI(case.size, self.timeout_s, self.mpi) if self.mpi else Ranks(case.size, self.timeout_s)
+            )
+            self.ranks, self.size = started, case.size
             self.ranks.ask("ready")
         facts, (name, told) = self._classified(case, self.ranks)
+        if name == "no right call" and self.before is not None:
+            told += f"; before it on these processes: case {self.before}"
+        self.before = case.index
         if name not in ("same error", "own error", "right", "refused alone"):
             self.close()
         kind = facts["kind"]
@@ -147,7 +156,8 @@ class Lane:
             name,
             f"[{case.index}] {case.entry} on {case.size} ranks, rank {facts['culprit']}: {facts['text']} ({kind})",
             told,
-            f"python tests/faults/calls.py --seed {case.seed.split(':')[0]} --only {case.index}",
+            f"python tests/faults/calls.py --seed {case.seed.split(':')[0]} --only {case.index}"
+            + f" --mpi {self.mpi}" * bool(self.mpi),
             name in ALLOWED[kind],
         )
 
@@ -177,16 +187,16 @@ class Lane:
         """End the processes."""
         if self.ranks is not None:
             self.ranks.close()
-            self.ranks = None
+            self.ranks = self.before = None
 
 
-def run(planned: list[Planned], lanes: int = 2) -> list[Outcome]:
+def run(planned: list[Planned], lanes: int = 2, timeout_s: float = TIMEOUT_S, mpi: str = "") -> list[Outcome]:
     """All cases: each lane takes those of its own number of ranks, so that processes serve many."""
     by_size = sorted(planned, key=lambda case: case.size)
     share = [by_size[i * len(by_size) // lanes : (i + 1) * len(by_size) // lanes] for i in range(lanes)]
 
     def run_share(cases: list[Planned]) -> list[tuple[int, Outcome]]:
-        lane = Lane()
+        lane = Lane(timeout_s, 4 * timeout_s, mpi)
         try:
             return [(case.index, lane.run(case)) for case in cases]
         finally:
@@ -199,17 +209,19 @@ def run(planned: list[Planned], lanes: int = 2) -> list[Outcome]:
 def main(arguments: argparse.Namespace) -> int:
     """Run the campaign."""
     began = time.monotonic()
-    coverage.check(ENTRIES)
+    public_names.check(ENTRIES)
     entries = [name for name in sorted({**ENTRIES, **PLANTED}) if arguments.entry and arguments.entry in name]
     entries = entries or sorted(ENTRIES)
     only = arguments.only
     planned = plan(arguments.seed, max(arguments.count, 1 + max(only, default=0)), entries)
     planned = [case for case in planned if case.index in only] if only else planned
-    outcomes = run(planned, arguments.lanes)
+    outcomes = run(planned, arguments.lanes, arguments.timeout, arguments.mpi)
     per_entry = Counter(case.entry for case in planned)
     if not only:
         show_table("cases of each entry point", ("entry point", "cases"), sorted(per_entry.items()))
-    return finish("calls", CLASSES, outcomes, arguments, began, entries=dict(per_entry))
+    return finish(
+        "calls", CLASSES, outcomes, arguments, began, transport=arguments.mpi or "gloo", entries=dict(per_entry)
+    )
 
 
 def parsed(argv: list[str] | None = None) -> argparse.Namespace:
@@ -218,6 +230,8 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", type=int, nargs="*", default=[], help="the indices of single cases")
     parser.add_argument("--entry", help="only entry points whose name contains this")
     parser.add_argument("--lanes", type=int, default=2, help="sets of processes side by side")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds, of the process groups")
+    parser.add_argument("--mpi", default="", choices=("mpich", "openmpi"), help="over MPI, and not on gloo")
     return parser.parse_args(argv)
 
 

@@ -8,6 +8,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +32,7 @@ class Lost:
 
 
 class Ranks:
-    """Processes in a fresh process group, with a short timeout."""
+    """Processes in a fresh process group on gloo, with a short timeout."""
 
     def __init__(self, size: int, timeout_s: float = TIMEOUT_S) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -47,6 +48,7 @@ class Ranks:
             theirs.close()
             self.connections.append(ours)
             self.processes.append(process)
+        self.pids = [process.pid for process in self.processes]
         self.alive = True
 
     def ask(self, *command: Any, within_s: float = _PATIENCE_S) -> list[Any]:
@@ -68,8 +70,7 @@ class Ranks:
                 try:
                     answers[rank] = waiting.pop(rank).recv()
                 except (EOFError, ConnectionResetError):
-                    self.processes[rank].join(5)
-                    answers[rank] = Lost(False, f"exit code {self.processes[rank].exitcode}; {self.stderr(rank)}")
+                    answers[rank] = Lost(False, self._how_ended(rank))
         self.alive = self.alive and not any(isinstance(answer, Lost) for answer in answers.values())
         return [answers[rank] for rank in range(len(self.connections))]
 
@@ -80,48 +81,113 @@ class Ranks:
 
     def _where(self, rank: int) -> str:
         """Where a rank is that does not answer."""
-        os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pids[rank], signal.SIGUSR1)
         time.sleep(0.3)
         return self.stderr(rank, lines=12)
+
+    def _how_ended(self, rank: int) -> str:
+        self.processes[rank].join(5)
+        return f"exit code {self.processes[rank].exitcode}; {self.stderr(rank)}"
+
+    def _end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
 
     def close(self) -> None:
         """End the processes that this started."""
         for connection in self.connections:
             connection.close()
-        for process in self.processes:
-            process.kill()
-            process.join()
+        self._end()
         for path in sorted(Path(self.folder).rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
         Path(self.folder).rmdir()
 
 
+class RanksOverMPI(Ranks):
+    """Processes that an mpiexec has started, in the environment of that name."""
+
+    def __init__(self, size: int, timeout_s: float, environment: str) -> None:
+        from mpi import ENVIRONMENTS, SETTINGS  # of tests
+
+        programs = ENVIRONMENTS[environment] / "bin"
+        self.folder = tempfile.mkdtemp(prefix="wholebatch-faults-")
+        address = f"{self.folder}/address"
+        with multiprocessing.connection.Listener(address, "AF_UNIX") as listener:
+            arguments = [str(programs / "python"), __file__, address, str(timeout_s)]
+            self.mpiexec = subprocess.Popen(
+                [str(programs / "mpiexec"), "-n", str(size), *arguments],
+                env=os.environ | SETTINGS | {"PYTHONPATH": os.pathsep.join(sys.path)},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            found = {}
+            for _ in range(size):
+                connection = listener.accept()
+                rank, pid = connection.recv()
+                found[rank] = connection, pid
+        self.connections = [found[rank][0] for rank in range(size)]
+        self.pids = [found[rank][1] for rank in range(size)]
+        self.alive = True
+
+    def _how_ended(self, rank: int) -> str:
+        return f"its connection has ended; {self.stderr(rank)}"
+
+    def _end(self) -> None:
+        try:
+            self.mpiexec.wait(10)  # it ends with its ranks, whose connections are closed
+        except subprocess.TimeoutExpired:
+            self.mpiexec.kill()
+            self.mpiexec.wait()
+
+
+def _serve_over_mpi(address: str, timeout_s: float) -> None:
+    """The life of one rank that mpiexec has started."""
+    import wholebatch as wb
+
+    comm = wb.comm.MPICommunicator(timeout_s=timeout_s)
+    connection = multiprocessing.connection.Client(address, "AF_UNIX")
+    connection.send((comm.rank, os.getpid()))
+    _obey(comm.rank, comm.size, str(Path(address).parent), comm, connection)
+
+
 def _serve(rank: int, size: int, folder: str, timeout_s: float, connection: Any, path: list[str]) -> None:
-    """The life of one rank."""
+    """The life of one rank of a process group on gloo."""
     sys.path[:] = path
+    import torch.distributed as dist
+
+    from wholebatch.testing import _use_loopback
+
+    _use_loopback()
+    init = {"init_method": Path(folder, "store").as_uri(), "rank": rank, "world_size": size}
+    dist.init_process_group("gloo", **init, timeout=timedelta(seconds=timeout_s))  # type: ignore[arg-type]
+    _obey(rank, size, folder, None, connection)
+
+
+def _obey(rank: int, size: int, folder: str, group: Any, connection: Any) -> None:
+    """Do what one is told until nobody is there to tell."""
     errors = os.open(f"{folder}/stderr-{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(errors, 2)
     faulthandler.register(signal.SIGUSR1, file=errors, all_threads=False)
     import torch
-    import torch.distributed as dist
     from case import Case
-
-    from wholebatch.testing import _use_loopback
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    _use_loopback()
-    init = {"init_method": Path(folder, "store").as_uri(), "rank": rank, "world_size": size}
-    dist.init_process_group("gloo", **init, timeout=timedelta(seconds=timeout_s))  # type: ignore[arg-type]
     case = None
     with contextlib.suppress(EOFError):
         while True:
             command, *args = connection.recv()
             answer: Any = None
             if command == "begin":
-                case = Case(*args, rank, size, None, folder)
+                case = Case(*args, rank, size, group, folder)
                 answer = case.facts()
             elif command != "ready":
                 answer = getattr(case, command)()
             connection.send(answer)
     os.kill(os.getpid(), signal.SIGKILL)  # without the end of the interpreter, in which threads of gloo may abort
+
+
+if __name__ == "__main__":
+    _serve_over_mpi(sys.argv[1], float(sys.argv[2]))

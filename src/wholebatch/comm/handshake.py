@@ -84,7 +84,11 @@ def handshake(
     complaints = {rank: facts[_COMPLAINT] for rank, facts in enumerate(everyone) if _COMPLAINT in facts}
     if complaints:
         kinds = {everyone[rank][_KIND] for rank in complaints}
-        text = f"{caller}: {_by_rank(complaints, transport.size)}"
+        # The same words on all ranks: the call is named as by a rank that could make it.
+        who = next((facts[_CALLER] for facts in everyone if _COMPLAINT not in facts), everyone[0][_CALLER])
+        elsewhere = {rank: everyone[rank][_CALLER] for rank in complaints if everyone[rank][_CALLER] != who}
+        told = {rank: f"{elsewhere[rank]}: {text}" if rank in elsewhere else text for rank, text in complaints.items()}
+        text = f"{who}: {_by_rank(told, transport.size)}"
         raise _of_all(text, TypeError if kinds == {"call"} else ValueError) from cause
     callers = {rank: _who(facts) for rank, facts in enumerate(everyone)}
     if len({facts[_CALLER] for facts in everyone}) > 1:

@@ -29,7 +29,7 @@ from .._precision import accumulation_dtype
 from .._sharded import mark_sharded
 from ..comm import Group, handshake, select_communicator
 from ..kernels import Kernel
-from ..losses._door import Options, Reduction, eager
+from ..losses._door import Options, Reduction, eager, told_to_all
 from ..partition import Partition
 from ..sweep import Memory
 from ..sync import Sync
@@ -257,6 +257,7 @@ class PartialFC(nn.Module):
             embeddings, k, self.weight, self.bias, self.logits, self.own_classes.start, comm, self.check_own
         )
 
+    @told_to_all
     def full_weight(self, root: int = 0) -> Tensor | None:
         """All centres, (C, d) or (C, K, d), on rank `root`; None on the others.
 
@@ -264,6 +265,7 @@ class PartialFC(nn.Module):
         """
         return self._full(self.weight, root)
 
+    @told_to_all
     def full_bias(self, root: int = 0) -> Tensor | None:
         """All biases, (C,), on rank `root`; None on the others, and where there are none.
 

@@ -260,13 +260,18 @@ def eager(loss: Callable[_P, _R]) -> Callable[_P, _R]:
     And autocast is off inside: what a loss makes of its numbers needs their precision. Arguments that do not fit the
     signature are an error on every rank.
     """
-    call = no_autocast(bound(loss, lambda error, args, kwargs: _refuse(loss.__qualname__, error, args, kwargs)))
+    call = no_autocast(told_to_all(loss))
     return outside_graphs(call, "wholebatch's losses run outside the compiled graph")
+
+
+def told_to_all(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorator of what is collective over its `group`, or a module's: its signature is bound inside a handshake."""
+    return bound(function, lambda error, args, kwargs: _refuse(function.__qualname__, error, args, kwargs))
 
 
 def _refuse(caller: str, error: CallError, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise, on all ranks of the group that was given, an error about arguments that do not fit a signature."""
-    module = args[0] if args and isinstance(args[0], nn.Module) else None
+    module = next((x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)), None)
     options = getattr(module, "options", module)
     try:
         comm = select_communicator(kwargs.get("group", getattr(options, "group", None)))

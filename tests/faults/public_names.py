@@ -22,6 +22,7 @@ NO_CALL = {
     "heads.load_insightface": "reads files of another library: tests/faults/files.py damages them",
     **dict.fromkeys(("gradcache.cat_input_tensor",), "joins this rank's tensors"),
     **dict.fromkeys(("gradcache.SyncControl", "gradcache.register_sync_control"), "said of an engine, once"),
+    "comm.refuse_call": "called where arguments do not fit a method",
     "comm.close": "ends this rank's part, which nobody waits for",
     **dict.fromkeys(("comm.Communicator", "comm.Handle", "comm.Group"), "a type: its methods are the entry points"),
     **dict.fromkeys(
@@ -54,5 +55,5 @@ def check(entries: Iterable[str], names: Iterable[str] | None = None) -> None:
     if unknown:
         raise NotImplementedError(
             f"no right call is known of {', '.join(unknown)}: write one (tests/faults/*_calls.py), or say in "
-            "tests/faults/coverage.py why there is none"
+            "tests/faults/public_names.py why there is none"
         )
