@@ -27,8 +27,8 @@ def test_a_run_leaves_everything_it_promises(uninterrupted):
     run, output = uninterrupted
     names = {path.name for path in run.iterdir()}
     assert names == {
-        "config.json", "metrics.jsonl", "checkpoint.safetensors", "model.safetensors", "report.json", "lock", "curves.png",
-        "retrieval.png",
+        "config.json", "metrics.jsonl", "checkpoint.safetensors", "model.safetensors", "report.json", "lock",
+        "curves.png", "retrieval.png",
     }  # fmt: skip
     assert [row["step"] for row in metrics(run)] == list(range(1, 51))
     assert losses(run)[-1] < 0.8 * losses(run)[0], "it learns"
