@@ -731,6 +731,24 @@ def flat_losses_and_their_exchanges(comm):
 
 
 @case
+def losses_differentiated_in_another_order(comm):
+    """All ranks refuse it over any transport, and go on; so with incoming gradients that differ."""
+    if comm.size == 1:
+        return
+    x = F.normalize(torch.randn(3, 4, dtype=torch.float64), dim=1).requires_grad_()
+    for exchange in ("gather", "ring"):
+        options = {"group": comm, "exchange": exchange}
+        losses = [wb.functional.clip_loss(x, x, 2.0, **options), wb.functional.nt_xent_loss(x, x, **options)]
+        with refused(r"the same calls.*backward of (clip|nt_xent)_loss #\d+.*in the same order on all ranks, or add"):
+            losses[comm.rank == 0].backward()
+        loss = wb.functional.clip_loss(x, x, 2.0, **options)
+        with refused(r"backward of clip_loss #\d+: the incoming gradient must be the same on all ranks, got \["):
+            (loss * (1 + comm.rank)).backward()
+        wb.functional.clip_loss(x, x, 2.0, **options).backward()
+        assert x.grad.isfinite().all()
+
+
+@case
 def what_moves_in_the_backward_pass(comm):
     """The strategies differ in it: "replicate" moves nothing, and the replicated loss's adjoints move nothing."""
     x = torch.randn(4, 3, dtype=torch.float64)
@@ -771,8 +789,8 @@ def what_moves_in_the_backward_pass(comm):
 
 @contextmanager
 def refused(message, kind=ValueError):
-    with pytest.raises(kind, match=message):
-        yield
+    with pytest.raises(kind, match=message) as caught:
+        yield caught
 
 
 @case
@@ -932,6 +950,91 @@ def messages_that_do_not_fit(comm):
             else:
                 comm.recv(torch.zeros(2).int(), 0)
     assert comm.all_reduce(torch.tensor(1)).item() == comm.size
+
+
+@case
+def messages_of_another_size(comm):
+    """Longer or shorter than expected, from the least to much, and none at all: both ends are told, and go on.
+
+    What is left of such a message is never taken for a later one, by no communicator of the same ranks.
+    """
+    if comm.size == 1:
+        return
+    for round, (sent, expected) in enumerate([(4, 3), (3, 4), (1000, 1), (1, 1000), (0, 5), (5, 0), (4, 3)]):
+        if comm.rank < 2:
+            with refused(rf"sends float32\({sent}\) .*expects float32\({expected}\) "):
+                if comm.rank == 0:
+                    comm.send(torch.full((sent,), -1.0), 1, tag=9)
+                else:
+                    comm.recv(torch.zeros(expected), 0, tag=9)
+            later = with_settings(comm) if round == 3 else comm
+            for size in (sent, expected, 7):
+                message = torch.arange(float(size)) + round
+                if comm.rank == 0:
+                    later.send(message, 1, tag=9)
+                else:
+                    assert torch.equal(later.recv(torch.zeros(size), 0, tag=9), message)
+        elif round == 3:
+            with_settings(comm)
+    assert comm.all_reduce(torch.tensor(1)).item() == comm.size
+
+
+@case
+def messages_with_a_mistake_at_one_end(comm):
+    """The other end hears of it at once; gradients of later messages find their way."""
+    if comm.size == 1:
+        return
+    errors = []
+    for wrong_end in (0, 1):
+        if comm.rank < 2:
+            wrong = comm.rank == wrong_end
+            with refused(rf"rank {wrong_end}, i(send|recv) .* must be a tensor, got") as caught:
+                if comm.rank == 0:
+                    comm.send([1.0] if wrong else torch.zeros(3), 1)
+                else:
+                    comm.recv("nothing" if wrong else torch.zeros(3), 0)
+            errors.append(str(caught.value))
+        told = "\n".join(errors).encode()[:300].ljust(300)
+        both = comm.all_gather(torch.frombuffer(bytearray(told), dtype=torch.uint8).unsqueeze(0))
+        assert torch.equal(both[0], both[1])
+        x = torch.full((3,), 2.0, requires_grad=True)
+        loss = None
+        if comm.rank == 0:
+            comm.send(x, 1)
+        elif comm.rank == 1:
+            loss = comm.recv(torch.zeros(3), 0).square().sum()
+        comm.backward(loss)
+        assert x.grad is None if comm.rank else torch.equal(x.grad, torch.full((3,), 4.0))
+
+
+@case
+def a_tag_wears_out(comm):
+    """After many messages that did not fit a tag is refused, so that no old message is taken for a new one."""
+    if comm.size == 1:
+        return
+    for attempt in range(maps.EPOCHS + 1):
+        if comm.rank < 2:
+            with refused("64 messages .* did not fit" if attempt == maps.EPOCHS else "a message must have the same"):
+                if comm.rank == 0:
+                    comm.send(torch.zeros(2), 1, tag=11)
+                else:
+                    comm.recv(torch.zeros(3), 0, tag=11)
+    assert comm.all_reduce(torch.tensor(1)).item() == comm.size
+
+
+@case
+def parts_after_other_parts(comm):
+    """Ranks that have been in another number of parts meet all the same; and so do the same ranks again."""
+    for _ in range(2):
+        if comm.rank:
+            comm.split(0)
+        else:
+            assert comm.split(None) is None
+    for _ in range(2):
+        whole = comm.split(7)
+        assert whole.all_reduce(torch.tensor(1)).item() == comm.size
+    part = whole.split(comm.rank % 2)
+    assert part.all_reduce(torch.tensor(1)).item() == len(range(comm.rank % 2, comm.size, 2))
 
 
 @case

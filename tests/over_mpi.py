@@ -9,6 +9,7 @@ import traceback
 import warnings
 from pathlib import Path
 
+import closing_cases  # noqa: F401 (its cases are in CASES, too)
 import torch
 from comm_cases import CASES, run_case
 from mpi_cases import MPI_CASES

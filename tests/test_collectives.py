@@ -15,6 +15,7 @@ from wholebatch.sweep import Driver
 from wholebatch.testing import run_ranks
 
 OPERATIONS = ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "gather", "scatter", "send"]
+OPERATIONS.append("all_gather_statements")
 
 
 def counted(comm):
@@ -26,8 +27,7 @@ def counted(comm):
 
         def call(x, *args):
             if not inside:
-                handshake = name == "all_gather" and x.dtype == torch.uint8
-                counts["handshake" if handshake else name] += 1
+                counts["handshake" if name == "all_gather_statements" else name] += 1
                 if name == "all_reduce":
                     counts["numbers reduced"] += x.numel()
             inside.append(name)
@@ -70,28 +70,28 @@ def test_collectives_of_a_step(counts):
         # Forward, the columns' sums, and the loss; backward, what weighs these sums, and the gradient.
         forward, backward = seen["clip", "gather"]
         assert forward == {"handshake": 1, "all_gather": 1, "all_reduce": 2, "numbers reduced": total + 1}
-        assert backward == {"all_gather": 1, "reduce_scatter": 1, **scale_and_bias}
+        assert backward == {"handshake": 1, "all_gather": 1, "reduce_scatter": 1, **scale_and_bias}
         forward, backward = seen["nt_xent", "gather"]  # a positive's logit beside each sum
         assert forward == {"handshake": 1, "all_gather": 1, "all_reduce": 2, "numbers reduced": 2 * 2 * total + 1}
-        assert backward == {"all_gather": 1, "reduce_scatter": 1, **one_number}
+        assert backward == {"handshake": 1, "all_gather": 1, "reduce_scatter": 1, **one_number}
         forward, backward = seen["siglip", "gather"]
         assert forward == {"handshake": 1, "all_gather": 1, "reduce_scatter": 1, **one_number}
-        assert backward == scale_and_bias
+        assert backward == {"handshake": 1, **scale_and_bias}
         # Messages of a rank: its blocks of Y to the next, W - 1; what it says about a block, W; backward, the columns'
         # weights beside Y. NT-Xent goes half of the way.
         forward, backward = seen["clip", "ring"]
         assert forward == {"handshake": 1, "send": 2 + 3, **one_number}
-        assert backward == {"send": 2 + 2 + 3, **scale_and_bias}
+        assert backward == {"handshake": 1, "send": 2 + 2 + 3, **scale_and_bias}
         forward, backward = seen["nt_xent", "ring"]
         assert forward == {"handshake": 1, "send": 1 + 2, **one_number}
-        assert backward == {"send": 1 + 1 + 2, **one_number}
+        assert backward == {"handshake": 1, "send": 1 + 1 + 2, **one_number}
         forward, backward = seen["siglip", "ring"]
         assert forward == {"handshake": 1, "send": 2 + 3, **one_number}
-        assert backward == scale_and_bias
+        assert backward == {"handshake": 1, **scale_and_bias}
         # The keys travel to the queries: no column has a softmax.
         forward, backward = seen["info_nce", "gather"]
         assert forward == {"handshake": 1, "all_gather": 1, **one_number}
-        assert backward == {"reduce_scatter": 1, **one_number}
+        assert backward == {"handshake": 1, "reduce_scatter": 1, **one_number}
         forward, backward = seen["info_nce", "ring"]
         assert forward == {"handshake": 1, "send": 2, **one_number}
 

@@ -1084,6 +1084,17 @@ def test_what_fsdp2_keeps_to_itself():
     run_ranks(fsdp_state_body, 2, timeout_s=60)
 
 
+def renamed_body(counts):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("wholebatch.gradcache.parameter_sync._SWITCHES", ("a name that FSDP2 does not have",))
+        fsdp_body(counts, 0)
+
+
+def test_an_fsdp2_whose_switches_have_other_names():
+    """Its public one does, until it is known what the caller has switched off (the test above then fails)."""
+    run_ranks(renamed_body, 2, (4, 4), timeout_s=60)
+
+
 def broadcast_body(counts):
     """DDP sets buffers to rank 0's in a step's first pass, which the second passes must see, too."""
     rank = dist.get_rank()

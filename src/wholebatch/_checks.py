@@ -13,6 +13,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from ._normalize import known_norms
 from ._precision import accumulation_dtype, wide_dtype
 from ._settings import check_callable as check_callable
 from ._settings import check_choice as check_choice
@@ -136,11 +137,12 @@ def norm_bound(x: Tensor) -> Tensor:
 def check_norm(name: str, x: Tensor, largest: float) -> float:
     """x, whose rows have such a largest norm, has no entry that is NaN or infinite; returns the norm.
 
-    It may be infinite all the same, where squares overflow.
+    Where squares have overflowed it is taken once more, and is infinite only if no float is that large.
     """
-    if not math.isfinite(largest):
-        check_finite(name, x)
-    return largest
+    if math.isfinite(largest):
+        return largest
+    check_finite(name, x)
+    return known_norms(x).amax().item()
 
 
 def largest_norm(name: str, x: Tensor) -> float:

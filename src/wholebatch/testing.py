@@ -56,7 +56,8 @@ def run_ranks(
 
     Inside `fn`, `torch.distributed` is initialised: `dist.get_rank()` tells the ranks apart. Each rank computes with
     one thread, with this process's import path and warning filters, and with the environment variables that were set
-    when the first call was made. With `world_size=1` the call happens in this process.
+    when the first call was made. It may start processes, as a `DataLoader` with workers does; those that are left when
+    `fn` returns, fails or is late are ended. With `world_size=1` the call happens in this process.
 
     Args:
         fn: the function. It travels to other processes, so it must be importable (defined at the top level of a
@@ -188,7 +189,8 @@ def _context() -> Any:
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
     if "forkserver" in methods:
         context.set_forkserver_preload(
-            ["torch", "torch.nn.parallel", __name__, "wholebatch._torch_names", "wholebatch._preload"]
+            # torch's optimizers and FSDP import torch._dynamo: once, here
+            ["torch", "torch._dynamo", "torch.nn.parallel", __name__, "wholebatch._torch_names", "wholebatch._preload"]
         )
     return context
 
@@ -277,6 +279,8 @@ def _rank_main(
     """The life of one rank's process."""
     if hasattr(os, "setsid"):
         os.setsid()  # a group of its own, so that what it starts ends with it
+    # To the caller it is a daemon, which the caller's end ends. As one it could not start processes.
+    multiprocessing.current_process().daemon = False
     threading.Thread(target=_end_with_the_caller, daemon=True).start()
     sys.path[:] = path
     warnings.filters[:] = filters  # type: ignore[index]

@@ -1,12 +1,16 @@
-"""Names that torch 2.13 changed, in both spellings, in one place (torch 2.11 knows the old ones only)."""
+"""What torch.distributed calls by other names from release to release, or has no public name for; in one place."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as _functional
+from torch.distributed import distributed_c10d
 
+# torch 2.13 changed these names; torch 2.11 knows the old ones only.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -18,3 +22,24 @@ functional = SimpleNamespace(
     all_reduce=_functional.all_reduce,
     all_to_all=_functional.all_to_all_single_autograd,
 )
+
+_NAMING = "_process_group_name"
+
+
+@contextmanager
+def next_group_is_named(name: str) -> Iterator[None]:
+    """Inside, `dist.new_group` gives a group this name, under which its ranks meet in the store.
+
+    torch makes a name of the group's ranks and of how many groups this rank knows. Ranks that have not been in the same
+    groups so far would wait for each other under different names; and after a group's end its name comes again, with
+    the addresses of those who are gone. Where a release of torch names groups elsewhere, its own name stays.
+    """
+    naming = getattr(distributed_c10d, _NAMING, None)
+    if naming is None:
+        yield
+        return
+    setattr(distributed_c10d, _NAMING, lambda *_args, **_options: name)
+    try:
+        yield
+    finally:
+        setattr(distributed_c10d, _NAMING, naming)

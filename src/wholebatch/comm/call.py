@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .handshake import handshake
 from .maps import Finish, Map
-from .transport import Transport, named
+from .transport import Checked, Transport, named
 
 if TYPE_CHECKING:
     from .order import Order
@@ -29,7 +29,7 @@ class Call:
     transport: Transport
     name: str
     collective: bool = True
-    check: bool = False
+    check: Checked = False
     trace: bool = False
     index: int | None = None
     order: weakref.ref[Order] | None = field(default=None, repr=False)
@@ -69,7 +69,7 @@ class Call:
         """With checking: all ranks are about to make this call, or all raise. Returns whether any rank `uses` it."""
         if not (self.collective and map.moves_data):
             return uses or not self.collective
-        if not self.check:
+        if self.check is not True:
             return True
         everyone = handshake(self.transport, lambda: {"uses": uses}, caller=self.name)
         return any(facts["uses"] for facts in everyone)

@@ -12,7 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+from weakref import WeakSet
 from zlib import crc32
 
 import torch
@@ -21,15 +24,19 @@ from torch import Tensor
 from .._checks import check_choice, check_flag, check_instance, check_integer, shown
 from . import compiled, maps, nodes
 from .arguments import OPS, SUMS, check_tensor, checked_counts, checked_dim, checked_op, parts, without
+from .binding import CallError, complaint
 from .call import Call, signature
-from .compiled import compiles_to, eager
+from .compiled import collective, compiles_to, eager
 from .handle import Handle
 from .handshake import GRAD_ENABLED, NEEDS_GRAD, SIGNATURE, handshake
 from .maps import LOSSES, Loss
-from .messages import exchange_signatures
+from .messages import exchange_signatures, refusal
 from .nonlinear import reduce_nonlinearly
 from .order import Order
-from .transport import CHANNELS, Transport
+from .transport import ABANDONED, CHANNELS, Checked, CommunicationError, Transport
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _WAITING = "the collectives that wait for the backward pass"
 
@@ -77,6 +84,7 @@ class Communicator:
         self._messages = 0
         self._slots: dict[tuple[str, int, int], int] = {}
         self._dropped: list[str] = []
+        self._handles: WeakSet[Handle] = WeakSet()
 
     @property
     def rank(self) -> int:
@@ -116,7 +124,7 @@ class Communicator:
         entry, counts = self._enter_rows("all_gather", x, counts, dim, check)
         return self._apply(entry, maps.AllGather(self.transport, counts, self.loss), x, dim)
 
-    @eager
+    @collective
     def iall_gather(
         self, x: Tensor, *, counts: Sequence[int] | None = None, dim: int = 0, check: bool | None = None
     ) -> Handle:
@@ -159,7 +167,7 @@ class Communicator:
         with entry.gradients():
             return reduce_nonlinearly(x, op, entry.call, "sum").split(counts, dim)[self.rank].clone()
 
-    @eager
+    @collective
     def ireduce_scatter(
         self,
         x: Tensor,
@@ -194,13 +202,13 @@ class Communicator:
         with entry.gradients():
             return reduce_nonlinearly(x, op, entry.call, self.loss)
 
-    @eager
+    @collective
     def iall_reduce(self, x: Tensor, op: str = "sum", *, check: bool | None = None) -> Handle:
         """Start a sum or average :meth:`all_reduce`; adjoint of start and wait: wait and start of an all_reduce."""
         entry = self._enter("iall_reduce", x, lambda: {"op": checked_op(op, x, SUMS)}, check)
         return self._start(entry, maps.AllReduce(self.transport, self._scale(op), self.loss), x)
 
-    @eager
+    @collective
     def broadcast(self, x: Tensor, root: int = 0, *, check: bool | None = None) -> Tensor:
         """Give every rank the tensor of rank `root`; adjoint: :meth:`reduce`.
 
@@ -214,7 +222,7 @@ class Communicator:
         entry = self._enter("broadcast", x, lambda: {"root": self._checked_rank("root", root)}, check)
         return self._apply(entry, maps.Broadcast(self.transport, root, self.loss), x)
 
-    @eager
+    @collective
     def reduce(self, x: Tensor, op: str = "sum", *, root: int = 0, check: bool | None = None) -> Tensor:
         """Reduce the ranks' tensors, the result on rank `root` and zeros elsewhere; adjoint: :meth:`broadcast`.
 
@@ -241,7 +249,7 @@ class Communicator:
             y = reduce_nonlinearly(x, op, entry.call, "sum")
             return y if self.rank == root else y.masked_fill(torch.ones_like(y, dtype=torch.bool), 0)
 
-    @eager
+    @collective
     def gather(
         self,
         x: Tensor,
@@ -271,7 +279,7 @@ class Communicator:
         entry, counts = self._enter_rows("gather", x, counts, dim, check, root=root)
         return self._apply(entry, maps.Gather(self.transport, counts, root), x, dim)
 
-    @eager
+    @collective
     def scatter(
         self,
         x: Tensor | None,
@@ -427,7 +435,8 @@ class Communicator:
         """Start to :meth:`send`; adjoint of start and wait: wait and start of a recv."""
         self._checked_rank("dest", dest)
         entry, verify = self._enter_message(f"isend to rank {dest}", x, dest, tag, sends=True)
-        map = maps.Send(self.transport, dest, tag, maps.FORWARD, self._slot("to", dest, tag), x.shape)
+        slot, epoch = self._slot("to", dest, tag), self._epoch("to", dest, tag)
+        map = maps.Send(self.transport, dest, tag, maps.FORWARD, slot, epoch, x.shape)
         return self._start(entry, map, x, verify=verify, arrange=lambda _: None)
 
     @eager
@@ -435,7 +444,8 @@ class Communicator:
         """Start to :meth:`recv`; adjoint of start and wait: wait and start of a send."""
         self._checked_rank("source", source)
         entry, verify = self._enter_message(f"irecv from rank {source}", like, source, tag, sends=False)
-        map = maps.Recv(self.transport, source, tag, maps.FORWARD, self._slot("from", source, tag), like.shape)
+        slot, epoch = self._slot("from", source, tag), self._epoch("from", source, tag)
+        map = maps.Recv(self.transport, source, tag, maps.FORWARD, slot, epoch, like.shape)
         return self._start(entry, map, like.detach().new_empty(0), verify=verify)
 
     @eager
@@ -449,12 +459,14 @@ class Communicator:
             raise ValueError(f"handle must be one that this communicator returned, got {shown(handle)}")
         return handle.wait()
 
-    @eager
+    @collective
     def split(self, color: int | None) -> Communicator | None:
         """The communicator of the ranks that pass the same `color`, in their order here; None for `color=None`.
 
         Collective over this communicator. The parts share its settings, and its order: :meth:`backward` of any of
-        them covers the calls of all.
+        them covers the calls of all. A part holds descriptors and threads of this process (torch.distributed), or one
+        of the few communicators that there can be (MPI), until it is closed: by :meth:`close`, or by
+        `with comm.split(color) as part:`.
 
         Raises:
             ValueError: on every rank, if a colour is neither an integer nor None.
@@ -463,12 +475,12 @@ class Communicator:
         def state() -> dict[str, Any]:
             if color is not None:
                 check_integer("color", color, least=-(2**63), most=2**63 - 1, of="or None")
-            return {"color": color}
+            return {"color": color, "name": uuid4().hex}
 
         self.transport.check_open()
-        colors = [facts["color"] for facts in handshake(self.transport, state, caller="split")]
-        members = [rank for rank, other in enumerate(colors) if other == color]
-        transport = self.transport.split(members, member=color is not None)
+        everyone = handshake(self.transport, state, caller="split")
+        members = [rank for rank, facts in enumerate(everyone) if facts["color"] == color]
+        transport = self.transport.split(members, member=color is not None, name=everyone[members[0]]["name"])
         if transport is None:
             return None
         part: Communicator = object.__new__(type(self))
@@ -477,6 +489,56 @@ class Communicator:
         return part
 
     @eager
+    def close(self) -> None:
+        """End this communicator; any use of it from now on is a ValueError. To close it again does nothing.
+
+        A communicator that :meth:`split` made ends its process group, or frees its MPI communicator. That is
+        collective over it: every rank closes it, after its last operation and the backward passes of its operations.
+        Any other belongs to the caller, who made its group: the group stays as it is, and nothing is collective.
+
+        Parts of this communicator live on. The threads and descriptors of a process group end with the last that
+        refers to it: take care that nothing else does.
+
+        Raises:
+            ValueError: on every rank, if handles of this communicator have not been waited for; it stays open.
+            CommunicationError: if a rank does not come; closed all the same.
+        """
+        if self.transport.closed:
+            return
+        try:
+            if self.transport.ends_with_close:
+                handshake(self.transport, self._state_at_close, caller="close")
+            else:
+                self._state_at_close()
+        except CommunicationError:
+            self.transport.close()
+            raise
+        self.transport.close()
+
+    def __enter__(self) -> Self:
+        self.transport.check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close it. After an error on this rank, which the others may not have, without waiting for them."""
+        if error is None:
+            self.close()
+        elif any(handle.under_way for handle in self._handles):
+            Transport.close(self.transport)
+            ABANDONED.append(self.transport)  # the group's own end would wait for what is under way
+        else:
+            self.transport.close()
+
+    def _state_at_close(self) -> dict[str, Any]:
+        self._refuse_dropped_handles()
+        under_way = sorted(handle.name for handle in self._handles if handle.under_way)
+        if under_way:
+            raise ValueError(f"operations are under way: {', '.join(under_way)}; wait for each before close()")
+        return {}
+
+    @collective
     def backward(
         self, loss: Tensor | None = None, gradient: Tensor | None = None, *, retain_graph: bool = False
     ) -> None:
@@ -496,6 +558,7 @@ class Communicator:
                 and no call waits for one), if `loss` is no scalar and has no `gradient`, if a handle was dropped, or if
                 different collectives of this communicator wait for the backward pass on different ranks.
         """
+        self.transport.check_not_closed()
 
         def state() -> dict[str, Any]:
             self._refuse_dropped_handles()
@@ -563,8 +626,17 @@ class Communicator:
         else:
             state()
         joins = everyone is None or any(facts[NEEDS_GRAD] for facts in everyone)
-        call = Call(self.transport, name, check=checking, trace=self.trace)
+        checked: Checked = "before" if check is False else checking
+        call = Call(self.transport, name, check=checked, trace=self.trace)
         return _Entry(self._order.enter(call), joins, everyone)
+
+    def refuse_call(self, method: str, error: CallError, given: Mapping[str, Any]) -> None:
+        """Raise an error about arguments that do not fit a collective method, on all ranks where they check calls."""
+        self.transport.check_open()
+        self.calls += method not in ("split", "backward")
+        check = given.get("check")
+        if method == "split" or (self.check if check is None else check):
+            handshake(self.transport, complaint(error), caller=f"{type(self).__name__}.{method}")
 
     def _enter_rows(
         self, operation: str, x: Tensor, counts: Sequence[int] | None, dim: int, check: bool | None, **options: Any
@@ -618,12 +690,25 @@ class Communicator:
     def _enter_message(
         self, operation: str, x: Tensor, peer: int, tag: int, *, sends: bool
     ) -> tuple[_Entry, Callable[[], bool] | None]:
-        """The beginning of a message's end: nothing collective."""
+        """The beginning of a message's end: nothing collective, but with checking the peer hears of a mistake."""
         self.transport.check_open()
         self._refuse_dropped_handles()
-        check_tensor("x" if sends else "like", x)
-        largest = self.transport.max_tag // (CHANNELS * maps.SLOTS) - 1
+        largest = self.transport.max_tag // (CHANNELS * maps.tags_of_one(self.transport)) - 1
         check_integer("tag", tag, least=0, most=largest)
+        direction = "to" if sends else "from"
+        if self._epoch(direction, peer, tag) >= maps.EPOCHS:
+            raise ValueError(
+                f"{maps.EPOCHS} messages {direction} rank {peer} with tag {tag} did not fit what was expected; use "
+                "another tag"
+            )
+        try:
+            check_tensor("x" if sends else "like", x)
+        except (ValueError, TypeError) as error:
+            if not self.check or peer == self.rank:
+                raise
+            self._slot(direction, peer, tag)
+            self._failed(direction, peer, tag)
+            raise refusal(self.transport, error, operation, sends=sends, peer=peer, tag=tag) from error
         self._messages += 1
         call = Call(
             self.transport,
@@ -634,7 +719,15 @@ class Communicator:
         )
         verify = None
         if self.check:
-            verify = exchange_signatures(self.transport, x, operation, sends=sends, peer=peer, tag=tag)
+            agree = exchange_signatures(self.transport, x, operation, sends=sends, peer=peer, tag=tag)
+
+            def verify() -> bool:
+                try:
+                    return agree()
+                except (ValueError, TypeError):
+                    self._failed(direction, peer, tag)
+                    raise
+
         # A receiver learns only at its wait whether what it is sent requires a gradient.
         joins = x.requires_grad or not sends or not self.check
         return _Entry(self._order.enter(call), joins, None), verify
@@ -661,9 +754,11 @@ class Communicator:
             flight, ticket = nodes.start(map, x.movedim(dim, 0) if dim else x, call)
         if arrange is None:
             arrange = (lambda y: y.movedim(0, dim)) if dim else (lambda y: y)
-        if call.collective and call.check:
+        if call.collective and call.check is True:
             verify = partial(self._agree_to_wait, call)
-        return Handle(self, flight, ticket, x, verify=verify, arrange=arrange)
+        handle = Handle(self, flight, ticket, x, verify=verify, arrange=arrange)
+        self._handles.add(handle)
+        return handle
 
     def _agree_to_wait(self, call: Call) -> bool:
         """All ranks wait for the same nonblocking collective next: so their adjoints start in the same order, too."""
@@ -675,6 +770,14 @@ class Communicator:
         number = self._slots.get((direction, peer, tag), 0)
         self._slots[direction, peer, tag] = number + 1
         return number % maps.SLOTS
+
+    def _epoch(self, direction: str, peer: int, tag: int) -> int:
+        """How many messages did not fit, which both ends have been told."""
+        return self.transport.failed.get((direction, peer, tag), 0)
+
+    def _failed(self, direction: str, peer: int, tag: int) -> None:
+        """What is left of a message that did not fit is never taken for a later one."""
+        self.transport.failed[direction, peer, tag] = self._epoch(direction, peer, tag) + 1
 
     def _scale(self, op: str) -> float:
         return 1.0 if op == "sum" else 1.0 / self.size

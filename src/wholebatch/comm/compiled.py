@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from .._graph_break import outside_graphs
 from .._precision import accumulation_dtype
 from . import _c10d
+from .binding import bound
 
 if TYPE_CHECKING:
     from .communicator import Communicator
@@ -32,14 +34,19 @@ _R = TypeVar("_R")
 
 def eager(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorator: run outside compiled graphs."""
-    return torch.compiler.disable(method, reason=REASON)
+    return outside_graphs(method, REASON)
+
+
+def collective(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorator: run a communicator's method outside compiled graphs; arguments that do not fit are told to all."""
+    return eager(bound(method, lambda error, args, kwargs: args[0].refuse_call(method.__name__, error, kwargs)))
 
 
 def compiles_to(functional: Callable[..., Tensor | None]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Decorator: `functional(...)` inside compiled graphs, unless it is None; otherwise the method, eagerly."""
 
     def decorate(method: Callable[_P, _R]) -> Callable[_P, _R]:
-        eagerly = eager(method)
+        eagerly = collective(method)
 
         @wraps(method)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -127,5 +134,5 @@ def _is_sum(op: str, x: Tensor) -> bool:
 
 
 def _group(comm: Communicator) -> str | None:
-    """The name of the process group, if there is one."""
-    return getattr(comm.transport, "group_name", None)
+    """The name of the process group, if there is one and it is open."""
+    return None if comm.transport.closed else getattr(comm.transport, "group_name", None)

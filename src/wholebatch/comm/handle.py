@@ -38,7 +38,12 @@ class Handle:
         self._x: Tensor | None = x
         self._version = 0 if x.is_inference() else x._version
         self._verify, self._arrange = verify, arrange
-        self._name = flight.start_call.name
+        self.name = flight.start_call.name
+
+    @property
+    def under_way(self) -> bool:
+        """Whether it has still to be waited for."""
+        return self._x is not None
 
     @eager
     def wait(self) -> Tensor | None:
@@ -50,28 +55,30 @@ class Handle:
             CommunicationError: if the operation failed or timed out.
         """
         if self._x is None:
-            raise ValueError(f"{self._name} has been waited for already; wait once and keep the result")
+            raise ValueError(f"{self.name} has been waited for already; wait once and keep the result")
         x, self._x = self._x, None
         ticket, self._ticket = self._ticket, torch.empty(0)
+        agreed = self._verify is None
         try:
-            if self._verify is not None and not self._verify():
-                y = nodes.wait_without_gradient(self._flight)
-            else:
-                y = nodes.wait(self._flight, ticket)
+            joins = self._verify is None or self._verify()
+            agreed = True
+            y = nodes.wait(self._flight, ticket) if joins else nodes.wait_without_gradient(self._flight)
         except Exception:
             ABANDONED.append(self._flight)
+            if not agreed:
+                self._flight.start_call.withdraw()  # its result has not come, so no backward pass waits for its start
             raise
         if not x.is_inference() and x._version != self._version:
             raise RuntimeError(
-                f"the input of {self._name} was modified in place before wait(); what arrived is undefined"
+                f"the input of {self.name} was modified in place before wait(); what arrived is undefined"
             )
         return self._arrange(y)
 
     def __repr__(self) -> str:
-        return f"<Handle of {self._name}, {'waited for' if self._x is None else 'under way'}>"
+        return f"<Handle of {self.name}, {'waited for' if self._x is None else 'under way'}>"
 
     def __del__(self) -> None:
         if getattr(self, "_x", None) is not None:
-            self._comm._dropped.append(self._name)
+            self._comm._dropped.append(self.name)
             ABANDONED.append((self._flight, self._verify))
-            warnings.warn(f"the handle of {self._name} was dropped without wait()", ResourceWarning, stacklevel=2)
+            warnings.warn(f"the handle of {self.name} was dropped without wait()", ResourceWarning, stacklevel=2)

@@ -15,17 +15,20 @@ import torch
 from torch import Tensor
 
 from .._settings import check_callable, check_instance, check_sequence, shown
+from .binding import CallError
 from .compiled import eager
-from .transport import Transport, named
+from .statement import NoStatementError, decode, encode
+from .transport import Checked, CommunicationError, Transport, named
 
 if TYPE_CHECKING:
     from .communicator import Communicator
 
 GRAD_ENABLED, NEEDS_GRAD = "torch.is_grad_enabled()", "needs grad"  # facts about gradients
 SIGNATURE = "signature"  # the fact that says what a rank passed, for the message when the callers differ
-_MESSAGE_BYTES = 2048  # one rank's statement on the wire, as JSON
+_MESSAGE_BYTES = 2048  # one rank's statement on the wire
 _ON_ALL_RANKS = "raised on all ranks"
-_CALLER, _COMPLAINT, _LENGTH = "caller", "complaint", "length"
+_CALLER, _COMPLAINT, _KIND, _LENGTH = "caller", "complaint", "kind of complaint", "length"
+BACKWARD = "backward of "  # how the caller's name begins in a backward pass
 
 
 @eager
@@ -52,12 +55,14 @@ def handshake(
 
     Raises:
         ValueError: on every rank, with every complaint, or with each rank's value of the fact that differs.
-        CommunicationError: if a rank does not come.
+        TypeError: the same, where all complaints are of arguments that do not fit a signature.
+        CommunicationError: if a rank does not come, or sends something else.
     """
+    checked: Checked = True
     if isinstance(comm, Transport):
         transport = comm
     elif isinstance(getattr(comm, "transport", None), Transport):
-        transport = comm.transport
+        transport, checked = comm.transport, "of a loss"
         comm.calls += 1
     else:
         raise ValueError(f"comm must be a communicator, got {shown(comm)}")
@@ -72,16 +77,21 @@ def handshake(
         json.dumps(mine)  # what cannot be told is a mistake, too: an array for a number
     except Exception as error:
         cause = error
-        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        mine = {_CALLER: caller, _COMPLAINT: text}
-    everyone = [mine] if transport.size == 1 else _exchange(transport, mine)
+        text = str(error) if isinstance(error, ValueError | CallError) else f"{type(error).__name__}: {error}"
+        mine = {_CALLER: caller, _COMPLAINT: text, _KIND: "call" if isinstance(error, CallError) else "value"}
+    everyone = [mine] if transport.size == 1 else _exchange(transport, mine, checked)
 
     complaints = {rank: facts[_COMPLAINT] for rank, facts in enumerate(everyone) if _COMPLAINT in facts}
     if complaints:
-        raise _of_all(f"{caller}: {_by_rank(complaints, transport.size)}") from cause
+        kinds = {everyone[rank][_KIND] for rank in complaints}
+        text = f"{caller}: {_by_rank(complaints, transport.size)}"
+        raise _of_all(text, TypeError if kinds == {"call"} else ValueError) from cause
     callers = {rank: _who(facts) for rank, facts in enumerate(everyone)}
     if len({facts[_CALLER] for facts in everyone}) > 1:
-        raise _of_all(f"all ranks must make the same calls in the same order, got {_by_rank(callers, transport.size)}")
+        raise _of_all(
+            f"all ranks must make the same calls in the same order, got {_by_rank(callers, transport.size)}"
+            + _hint([facts[_CALLER] for facts in everyone])
+        )
     for name in must_match:
         values = [facts.get(name) for facts in everyone]
         if any(value != values[0] for value in values):
@@ -90,10 +100,23 @@ def handshake(
     return everyone
 
 
-def _of_all(message: str) -> ValueError:
-    error = ValueError(message)
+def _of_all(message: str, kind: type[Exception] = ValueError) -> Exception:
+    error = kind(message)
     error.__dict__[_ON_ALL_RANKS] = True
     return error
+
+
+def _hint(callers: Sequence[str]) -> str:
+    """Return the likely mistake, where one of the ranks is in a backward pass."""
+    backward = [caller.startswith(BACKWARD) for caller in callers]
+    if all(backward):
+        return "; run the backward passes of several losses in the same order on all ranks, or add the losses up"
+    if any(backward):
+        return (
+            "; a rank skips a backward pass, or makes a forward pass more. Decide on all ranks alike: a loss is the "
+            "same number on all of them"
+        )
+    return ""
 
 
 def raised_on_all_ranks(error: BaseException) -> bool:
@@ -105,26 +128,36 @@ def _who(facts: Mapping[str, Any]) -> str:
     return f"{facts[_CALLER]} of {facts[SIGNATURE]}" if SIGNATURE in facts else facts[_CALLER]
 
 
-def _exchange(transport: Transport, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _exchange(transport: Transport, mine: Mapping[str, Any], checked: Checked) -> list[dict[str, Any]]:
     """Every rank's facts: in one round, or in two if some rank has more to say than fits."""
-    text = json.dumps(mine).encode()
-    fits = len(text) <= _MESSAGE_BYTES
-    everyone = _round(
-        transport, _who(mine), text if fits else json.dumps({_LENGTH: len(text)}).encode(), _MESSAGE_BYTES
-    )
+    statement, who = encode(mine), _who(mine)
+    fits = len(statement) <= _MESSAGE_BYTES
+    first = statement if fits else encode({_LENGTH: len(statement)})
+    everyone = _round(transport, who, first, _MESSAGE_BYTES, checked)
     longest = max(facts.get(_LENGTH, 0) for facts in everyone)
-    return _round(transport, _who(mine), text, longest) if longest else everyone
+    return _round(transport, who, statement, longest, checked) if longest else everyone
 
 
-def _round(transport: Transport, who: str, text: bytes, num_bytes: int) -> list[dict[str, Any]]:
-    message = torch.frombuffer(bytearray(text.ljust(num_bytes)), dtype=torch.uint8).unsqueeze(0)
+def _round(transport: Transport, who: str, statement: bytes, num_bytes: int, checked: Checked) -> list[dict[str, Any]]:
+    message = torch.frombuffer(bytearray(statement.ljust(num_bytes)), dtype=torch.uint8).unsqueeze(0)
 
     def all_gather() -> Tensor:
-        return transport.all_gather(message, (1,) * transport.size)()
+        return transport.all_gather_statements(message)()
 
     with torch.no_grad():
-        messages = named(transport, who, True, all_gather)
-    return [json.loads(bytes(row)) for row in messages.tolist()]
+        messages = named(transport, who, checked, all_gather)
+    return [_read(transport, who, rank, bytes(row)) for rank, row in enumerate(messages.tolist())]
+
+
+def _read(transport: Transport, who: str, rank: int, message: bytes) -> dict[str, Any]:
+    try:
+        return decode(message)
+    except NoStatementError as error:
+        raise CommunicationError(
+            f"rank {transport.rank} of {transport.size}, in {who}: rank {rank} sent {error}. It is probably in another "
+            "collective of the same group: one that it makes more often than the others or in another order, or one "
+            "of an engine. All ranks must make the same calls in the same order"
+        ) from error
 
 
 def _by_rank(values: Mapping[int, Any], size: int) -> str:

@@ -17,33 +17,37 @@ class LocalTransport(Transport):
     rank, size, max_tag = 0, 1, 2**31 - 1
 
     def check_open(self) -> None:
-        """Always open."""
+        self.check_not_closed()
 
-    def split(self, members: Sequence[int], *, member: bool) -> LocalTransport | None:
+    def split(self, members: Sequence[int], *, member: bool, name: str) -> LocalTransport | None:
         return LocalTransport() if member else None
 
     def all_gather(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
-        return done(x.clone())
+        return self._copy(x)
 
     def reduce_scatter(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
-        return done(x.clone())
+        return self._copy(x)
 
     def all_reduce(self, x: Tensor, op: str) -> Finish:
-        return done(x.clone())
+        return self._copy(x)
 
     def broadcast(self, x: Tensor, root: int) -> Finish:
-        return done(x.clone())
+        return self._copy(x)
 
     def reduce(self, x: Tensor, root: int) -> Finish:
-        return done(x.clone())
+        return self._copy(x)
 
     def gather(self, x: Tensor, counts: tuple[int, ...], root: int) -> Finish:
-        return done(x.clone())
+        return self._copy(x)
 
     def scatter(self, x: Tensor, counts: tuple[int, ...], root: int) -> Finish:
-        return done(x.clone())
+        return self._copy(x)
 
     def all_to_all(self, x: Tensor, send_counts: tuple[int, ...], receive_counts: tuple[int, ...]) -> Finish:
+        return self._copy(x)
+
+    def _copy(self, x: Tensor) -> Finish:
+        self.check_not_closed()
         return done(x.clone())
 
     def _send(self, x: Tensor, dest: int, wire_tag: int) -> Finish:

@@ -33,6 +33,7 @@ returns a function that waits for the result, so that every map is also a nonblo
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -256,17 +257,18 @@ class Send(LinearMap):
     """x to rank `dest`; the output has no entries.  A* receives the gradient from there, on its own channel.
 
     `slot` numbers the messages of one tag, alike at both ends: gradients find their message whatever the order in which
-    the ends waited.
+    the ends waited. `epoch` counts those that did not fit: what is left of them is never taken for a later one.
     """
 
     dest: int
     tag: int
     channel: int
     slot: int
+    epoch: int
     shape: torch.Size
 
     def start(self, x: Tensor) -> Finish:
-        finish = _moved(x, lambda wire: self.transport.send(wire, self.dest, _wire_tag(self), self.channel))
+        finish = _moved(x, lambda wire: self.transport.send(wire, self.dest, _wire_tag(self, wire), self.channel))
 
         def no_entries() -> Tensor:
             finish()
@@ -276,7 +278,7 @@ class Send(LinearMap):
 
     @property
     def adjoint(self) -> LinearMap:
-        return Recv(self.transport, self.dest, self.tag, _opposite(self.channel), self.slot, self.shape)
+        return Recv(self.transport, self.dest, self.tag, _opposite(self.channel), self.slot, self.epoch, self.shape)
 
 
 @dataclass(frozen=True)
@@ -287,15 +289,25 @@ class Recv(LinearMap):
     tag: int
     channel: int
     slot: int
+    epoch: int
     shape: torch.Size
 
     def start(self, x: Tensor) -> Finish:
         out = x.new_empty(self.shape)
-        return _moved(out, lambda wire: self.transport.recv(wire, self.source, _wire_tag(self), self.channel))
+        return _moved(out, self._received)
+
+    def _received(self, out: Tensor) -> Finish:
+        wire_tag = _wire_tag(self, out)
+        if self.channel == FORWARD and self.transport.size_classes > 1 and out.numel():
+            # As large as anything of this class: what does not fit is longer or shorter, but never too long.
+            room = out.new_empty(-(-largest_of_class(size_class(out.nbytes)) // out.itemsize))
+            finish = self.transport.recv(room, self.source, wire_tag, self.channel)
+            return lambda: finish()[: out.numel()].view(out.shape)
+        return self.transport.recv(out, self.source, wire_tag, self.channel)
 
     @property
     def adjoint(self) -> LinearMap:
-        return Send(self.transport, self.source, self.tag, _opposite(self.channel), self.slot, self.shape)
+        return Send(self.transport, self.source, self.tag, _opposite(self.channel), self.slot, self.epoch, self.shape)
 
 
 @dataclass(frozen=True)
@@ -318,11 +330,38 @@ FORWARD, ADJOINT = 0, 1  # a gradient on its way back is never mistaken for a me
 
 
 SLOTS = 64  # messages of one tag whose gradients may be under way at once
+EPOCHS = 64  # messages of one tag that may fail
+SIZE_CLASSES = 192  # of transports on which a message that is too long would end the process that receives it
 
 
-def _wire_tag(message: Send | Recv) -> int:
-    """Messages of one tag arrive in the order in which they were sent; gradients are told apart by their slot."""
-    return message.tag * SLOTS + (message.slot if message.channel == ADJOINT else 0)
+def tags_of_one(transport: Transport) -> int:
+    """How many tags on the wire a tag of the user's stands for."""
+    return max(SLOTS, EPOCHS * transport.size_classes)
+
+
+def size_class(num_bytes: int) -> int:
+    """The class of a message of so many bytes, four for each power of two: those of one class fit into its largest."""
+    k = 4 * (num_bytes - 1).bit_length() if num_bytes > 1 else 0
+    while k and largest_of_class(k - 1) >= num_bytes:
+        k -= 1
+    return k
+
+
+def largest_of_class(k: int) -> int:
+    """Bytes: 2^(k / 4), rounded down; the same integer on every machine."""
+    return math.isqrt(math.isqrt(1 << k))
+
+
+def _wire_tag(message: Send | Recv, x: Tensor) -> int:
+    """Of a message with x's bytes.
+
+    Messages of one tag and size arrive in the order in which they were sent; gradients are told apart by their slot.
+    """
+    of_one = message.tag * tags_of_one(message.transport)
+    if message.channel == ADJOINT:
+        return of_one + message.slot
+    classes = message.transport.size_classes
+    return of_one + message.epoch * classes + (size_class(x.nbytes) if classes > 1 else 0)
 
 
 def _opposite(channel: int) -> int:

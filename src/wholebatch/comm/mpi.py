@@ -19,7 +19,7 @@ from torch import Tensor
 from .._checks import check_positive_number
 from .communicator import Communicator
 from .maps import Finish, Loss
-from .transport import ABANDONED, Transport, done, named
+from .transport import ABANDONED, Failed, Transport, done, named
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -31,20 +31,26 @@ _BUSY_TESTS = 1000  # how often a request is tested before this process lets oth
 class MPITransport(Transport):
     """Bytes over a communicator of mpi4py that nobody else uses."""
 
-    def __init__(self, comm: MPI.Intracomm, timeout_s: float) -> None:
+    def __init__(self, comm: MPI.Intracomm, timeout_s: float, *, made_by_split: bool = False) -> None:
         super().__init__()
         from mpi4py import MPI
 
         self._mpi = MPI
-        self._comm = comm
+        self._messages_over, self._made_by_split = comm, made_by_split
         self.timeout_s = timeout_s
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.max_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+        self.failed = _kept(MPI, comm)
         self._ops = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}
         self._types = {
             torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE, torch.uint8: MPI.UINT8_T, torch.int8: MPI.INT8_T,
             torch.int16: MPI.INT16_T, torch.int32: MPI.INT32_T, torch.int64: MPI.INT64_T,
         }  # fmt: skip
+
+    @property
+    def _comm(self) -> MPI.Intracomm:
+        self.check_not_closed()
+        return self._messages_over
 
     def check_open(self) -> None:
         if self._mpi.Is_finalized():
@@ -52,14 +58,23 @@ class MPITransport(Transport):
         if self._comm == self._mpi.COMM_NULL:
             raise ValueError("the MPI communicator has been freed; make a new MPICommunicator from one that is alive")
 
-    def split(self, members: Sequence[int], *, member: bool) -> MPITransport | None:
+    def split(self, members: Sequence[int], *, member: bool, name: str) -> MPITransport | None:
         part = named(
             self,
             "split",
             False,
             lambda: self._comm.Split(color=members[0] if member else self._mpi.UNDEFINED, key=self.rank),
         )
-        return MPITransport(part, self.timeout_s) if member else None
+        return MPITransport(part, self.timeout_s, made_by_split=True) if member else None
+
+    @property
+    def ends_with_close(self) -> bool:
+        return self._made_by_split and not self.closed and not self._mpi.Is_finalized()
+
+    def close(self) -> None:
+        if self.ends_with_close:
+            self._messages_over.Free()
+        super().close()
 
     def all_gather(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
         wire = x.cpu()
@@ -285,6 +300,18 @@ def _private(mpi: Any, comm: Any) -> Any:
         duplicate = comm.Dup()
         comm.Set_attr(_PRIVATE[0], duplicate)
     return duplicate
+
+
+_FAILED: list[int] = []  # the key under which a duplicate keeps the number of its messages that failed
+
+
+def _kept(mpi: Any, duplicate: Any) -> Failed:
+    """What all communicators of this duplicate know of messages that did not fit."""
+    if not _FAILED:
+        _FAILED.append(mpi.Comm.Create_keyval())
+    if duplicate.Get_attr(_FAILED[0]) is None:
+        duplicate.Set_attr(_FAILED[0], {})
+    return duplicate.Get_attr(_FAILED[0])
 
 
 def _import_mpi() -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -12,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _c10d
 from .communicator import Communicator
-from .maps import Finish, Loss
-from .transport import Message, Transport, done
+from .maps import SIZE_CLASSES, Finish, Loss
+from .transport import Failed, Message, Transport, done
 
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -23,22 +25,38 @@ _REDUCE_OPS = {
 }
 
 
+_FAILED: WeakKeyDictionary[dist.ProcessGroup, Failed] = WeakKeyDictionary()
+
+
 class TorchTransport(Transport):
     """Bytes over a process group."""
 
     max_tag = 2**31 - 1
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, *, made_by_split: bool = False) -> None:
         super().__init__()
-        self.group = group
+        self._group, self._made_by_split = group, made_by_split
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.backend = str(dist.get_backend(group))
         self.in_order = "nccl" in self.backend
+        self.size_classes = SIZE_CLASSES if "gloo" in self.backend else 1  # gloo ends a process that gets too much
         self._default_group: Any = dist.group.WORLD
         named: Any = self._default_group if group is None else group
         self.group_name: str = named.group_name
+        self.failed = _FAILED.setdefault(named, {})
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group, None for the default group.
+
+        Raises:
+            ValueError: after `close`.
+        """
+        self.check_not_closed()
+        return self._group
 
     def check_open(self) -> None:
+        self.check_not_closed()
         if not self._is_alive():
             raise ValueError(
                 "the process group of this communicator has been destroyed; make a new communicator after "
@@ -49,18 +67,41 @@ class TorchTransport(Transport):
         if not dist.is_initialized() or dist.group.WORLD is not self._default_group:
             return False
         try:
-            return dist.get_rank(self.group) >= 0
+            return dist.get_rank(self._group) >= 0
         except ValueError:  # torch has no record of the group
             return False
 
-    def split(self, members: Sequence[int], *, member: bool) -> TorchTransport | None:
+    def split(self, members: Sequence[int], *, member: bool, name: str) -> TorchTransport | None:
         if not member:
             return None
         ranks = [
             dist.get_global_rank(self.group if self.group is not None else self._default_group, member)
             for member in members
         ]
-        return TorchTransport(dist.new_group(ranks, use_local_synchronization=True))
+        with _c10d.next_group_is_named(name):
+            return TorchTransport(
+                dist.new_group(ranks, timeout=self._timeout(), use_local_synchronization=True), made_by_split=True
+            )
+
+    @property
+    def ends_with_close(self) -> bool:
+        return self._made_by_split and not self.closed and self._is_alive()
+
+    def close(self) -> None:
+        """Let go of the process group, too: its threads and descriptors end with the last that refers to it."""
+        if self.ends_with_close:
+            dist.destroy_process_group(self._group)
+        super().close()
+        self._group = self._default_group = None
+
+    def _timeout(self) -> timedelta | None:
+        """That of this group's operations, for its parts; None where torch does not tell: its default."""
+        device = torch.device("cuda" if self.backend == "nccl" else "cpu")
+        try:
+            group: Any = self.group if self.group is not None else self._default_group
+            return group._get_backend(device).options._timeout
+        except (AttributeError, RuntimeError):
+            return None
 
     def all_gather(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
         wire = self._wire(x)
@@ -73,6 +114,17 @@ class TorchTransport(Transport):
             # On the CPU, broadcasts into the slices beat gloo's all-gather, need no padding, and take any counts.
             works = [work for of_rank in self._broadcasts(wire, out, counts) for work in of_rank]
         return _after(works, lambda: out.to(x.device), wire)
+
+    def all_gather_statements(self, x: Tensor) -> Finish:
+        # gloo tells its all-gather from the broadcasts that move features: a rank that is elsewhere makes the others
+        # time out, and does not write its features over their statements or break their connections.
+        wire = self._wire(x)
+        out = wire.new_empty((self.size, *x.shape[1:]))
+        works = [_c10d.all_gather_single(out, wire, group=self.group, async_op=True)]
+        return _after(works, lambda: out.to(x.device), wire)
+
+    def stays_on_device(self, x: Tensor) -> bool:
+        return x.device.type != "cpu" and self._wire(x) is x
 
     def all_gather_by_rank(self, x: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, list[Finish]]:
         if self._wire(x) is not x:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from torch import Tensor
 
@@ -19,6 +19,9 @@ from .maps import Finish
 # Streams of messages that never mix: data, gradients, what either end says of itself, and the ring exchange's.
 CHANNELS, RING = 5, 4
 
+
+# Messages to or from a rank, by tag, that did not fit: as many at both ends, whichever communicators they belong to.
+Failed = dict[tuple[str, int, int], int]
 
 # Operations that nobody will wait for. gloo breaks its connections when one is forgotten while it is under way, and MPI
 # would write into memory that has been freed: so they stay.
@@ -40,25 +43,54 @@ class Transport(ABC):
     rank: int
     size: int
     max_tag: int  # of a message, on the wire
+    size_classes = 1  # of messages, each with tags of its own
     in_order = False  # whether messages of two ranks arrive in the order in which they were sent, whatever their tags
+    closed = False
 
     def __init__(self) -> None:
         self._own_messages: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+        self.failed: Failed = {}
 
     @abstractmethod
     def check_open(self) -> None:
         """Raise ValueError if the ranks can no longer be reached."""
 
+    def check_not_closed(self) -> None:
+        """Raise ValueError after `close`."""
+        if self.closed:
+            raise ValueError(
+                "this communicator has been closed; close it after its last operation and after the backward passes "
+                "of its operations, or make a new one"
+            )
+
     @abstractmethod
-    def split(self, members: Sequence[int], *, member: bool) -> Transport | None:
+    def split(self, members: Sequence[int], *, member: bool, name: str) -> Transport | None:
         """The transport among `members`, ranks of this one in ascending order, for a `member`; None for the others.
 
-        Collective over this transport; its ranks may pass different members, of which each includes the rank.
+        Collective over this transport; its ranks may pass different members, of which each includes the rank. `name`
+        is the same on all members, and no other split of any program's has it.
         """
+
+    @property
+    def ends_with_close(self) -> bool:
+        """Whether `split` made what this moves bytes over, for it alone, and it is still there."""
+        return False
+
+    def close(self) -> None:
+        """Where `ends_with_close`, end what it moves bytes over. From now on every operation raises ValueError."""
+        self.closed = True
 
     @abstractmethod
     def all_gather(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
         """(n_r, ...) -> (sum n_r, ...)."""
+
+    def all_gather_statements(self, x: Tensor) -> Finish:
+        """(1, n) bytes -> (W, n): what ranks state in a handshake, kept apart on the wire from the data of a loss."""
+        return self.all_gather(x, (1,) * self.size)
+
+    def stays_on_device(self, x: Tensor) -> bool:
+        """Whether x travels from device to device, so that reading what arrives would make the host wait."""
+        return False
 
     def all_gather_by_rank(self, x: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, list[Finish]]:
         """The same, and what to wait for before a rank's rows are there."""
@@ -146,24 +178,30 @@ class CommunicationError(RuntimeError):
 _T = TypeVar("_T")
 
 
-def named(transport: Transport, what: str, check: bool, act: Callable[[], _T]) -> _T:
+# Whether the ranks make sure that they make the same call: by a handshake of this call, or not at all. Losses do so
+# once for all collectives of a pass: in a handshake of the loss, before the others.
+Checked = Literal[True, False, "of a loss", "before"]
+
+_HINTS: dict[Checked, str] = {
+    True: "checking is on, so no rank made another call: one did not call at all. It may have failed, or its loss does "
+    "not reach this operation; then every rank calls comm.backward(loss), with None for no loss",
+    False: "to be told whether another rank made another call, switch checking on: check=True in the communicator or "
+    "the environment variable WHOLEBATCH_CHECK=1",
+    "of a loss": "one rank did not come here. It may have failed or ended, or be elsewhere: in an evaluation that one "
+    "rank makes alone, or behind a data loader that gives another rank more batches",
+    "before": "this call is not compared itself (check=False), a loss compares its calls once, when its forward or "
+    "backward pass begins: another rank has failed or has been stopped since; look at what it says",
+}
+
+
+def named(transport: Transport, what: str, check: Checked, act: Callable[[], _T]) -> _T:
     """act(); a failure of the transport becomes a `CommunicationError` that says what was going on."""
     try:
         return act()
     except CommunicationError:
         raise
     except (RuntimeError, TimeoutError) as error:
-        if check:
-            hint = (
-                "checking is on, so no rank made another call: one did not call at all. It may have failed, or its "
-                "loss does not reach this operation; then every rank calls comm.backward(loss), with None for no loss"
-            )
-        else:
-            hint = (
-                "to be told whether another rank made another call, switch checking on: check=True in the communicator "
-                "or the environment variable WHOLEBATCH_CHECK=1"
-            )
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CommunicationError(
-            f"rank {transport.rank} of {transport.size}, in {what}: {reason}. If it waited in vain: {hint}"
+            f"rank {transport.rank} of {transport.size}, in {what}: {reason}. If it waited in vain: {_HINTS[check]}"
         ) from error

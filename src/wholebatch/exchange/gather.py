@@ -56,7 +56,7 @@ class GatherExchange(Exchange):
             return self.comm.all_gather(y_local, counts=self.columns.counts, check=False)
         transport, y = self.comm.transport, y_local.contiguous()
         out, self._arriving = named(
-            transport, "gather exchange", True, lambda: transport.all_gather_by_rank(y, self.columns.counts)
+            transport, "gather exchange", "before", lambda: transport.all_gather_by_rank(y, self.columns.counts)
         )
         return out
 
@@ -109,8 +109,8 @@ class GatherExchange(Exchange):
     def _home(self, into: Tensor, rank: int) -> _Leaving:
         """Put sums of this rank's columns under way to it."""
         transport, x = self.comm.transport, into[self.columns.rows(rank)]
-        finish = named(transport, "gather exchange", True, lambda: transport.reduce(x, rank))
-        return rank == self.comm.rank, lambda: named(transport, "gather exchange", True, finish)
+        finish = named(transport, "gather exchange", "before", lambda: transport.reduce(x, rank))
+        return rank == self.comm.rank, lambda: named(transport, "gather exchange", "before", finish)
 
     def _columns(self, ranks: range) -> slice:
         return slice(self.columns.rows(ranks.start).start, self.columns.rows(ranks.stop - 1).stop)
@@ -135,7 +135,7 @@ class GatherExchange(Exchange):
 
     def _await(self, ranks: range) -> None:
         for finish in self._arriving[ranks.start : ranks.stop]:
-            named(self.comm.transport, "gather exchange", True, finish)
+            named(self.comm.transport, "gather exchange", "before", finish)
 
 
 def _finished(leaving: list[_Leaving], mine: Tensor | None) -> Tensor | None:

@@ -102,8 +102,8 @@ class RingExchange(Exchange):
 
     def _swap(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
         transport, what = self.comm.transport, "ring exchange with the ranks before and after"
-        finish = named(transport, what, True, lambda: transport.swap(sends, receives, RING))
-        return lambda: named(transport, what, True, finish)
+        finish = named(transport, what, "before", lambda: transport.swap(sends, receives, RING))
+        return lambda: named(transport, what, "before", finish)
 
 
 class _Buffers:

@@ -8,7 +8,7 @@ waiting. So inputs that need a gradient on any rank need one on all.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -30,8 +30,11 @@ from .._checks import (
     norm_bound,
     on_host,
 )
+from .._graph_break import outside_graphs
+from .._normalize import LONGEST
 from .._precision import accumulation_dtype, wide_dtype
 from ..comm import Communicator, Group, LocalCommunicator, handshake, select_communicator
+from ..comm.binding import CallError, bound, complaint
 from ..comm.handshake import GRAD_ENABLED
 from ..comm.select import check_group
 from ..exchange import EXCHANGES, Exchange, ExchangeName, columns_of_a_chunk, num_entries, select_exchange
@@ -39,6 +42,7 @@ from ..kernels import KERNELS, Kernel, check_kernel, in_triton
 from ..partition import Partition
 from ..sweep import Budget, Memory, default_side, fit, side_of_tiles, smallest_budget
 from ..sync import Sync, check_sync, feature_factor, loss_parameters, scale_gradient, total
+from ._backward import CALL, check_earlier, differed, latest_call, number_call, together
 from ._joining import gradient_facts, join
 from ._towers import no_autocast, paired_products
 
@@ -107,6 +111,7 @@ class Agreement:
     """What each rank knows of all ranks' arguments."""
 
     caller: str
+    call: int  # its number, the same on all ranks
     options: Options
     comm: Communicator
     scalars: dict[str, float]
@@ -117,7 +122,8 @@ class Agreement:
     vectors: dict[str, tuple[Tensor, str]]  # ids, with the features that they belong to
     everyone: list[Any]  # what each rank told the others
     width: int
-    features_dtype: torch.dtype
+    given_dtype: torch.dtype  # of the features as they came in
+    features_dtype: torch.dtype  # of the features as they are taken
     dtype: torch.dtype  # in which sums are taken
     device: torch.device
 
@@ -131,6 +137,29 @@ class Agreement:
     def rank(self) -> int:
         """Of this process."""
         return self.comm.rank
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """Of what the caller gets."""
+        return accumulation_dtype(self.given_dtype)
+
+    def in_range(self, *norms: float) -> Agreement:
+        """The same; with features in float64 if some of all ranks are so long that float32 has no room for products.
+
+        Args:
+            norms: the largest of other rows of all ranks that take part.
+        """
+        wide = wide_dtype(self.device)
+        if self.dtype == wide or max([*self.norms.values(), *norms]) <= LONGEST[self.dtype]:
+            return self
+        return replace(self, features_dtype=wide, dtype=wide).widened()
+
+    def widened(self) -> Agreement:
+        """The same, with features in the accumulation dtype: gradients of several uses meet there, to be rounded once.
+
+        They are still multiplied in the dtype that they had, where `softmax_numbers` is told `narrow`.
+        """
+        return replace(self, inputs={n: x.to(self.dtype) if n in self.rows else x for n, x in self.inputs.items()})
 
     def facts(self, name: str) -> list[Any]:
         """What each rank told the others about `name`."""
@@ -206,7 +235,7 @@ class Agreement:
         if weights is not None:
             losses = weights.to(losses) * losses
         if self.options.reduction == "none":
-            return losses.to(self.dtype)
+            return self.result(losses, one_loss=False)
         return self.total_of(losses.sum(), count, counted)
 
     def total_of(self, share: Tensor, count: int | Tensor, counted: Tensor | None = None) -> Tensor:
@@ -218,15 +247,32 @@ class Agreement:
             weights = weights.to(loss) if counted is None else weights.to(loss) * counted
             weight = total(self.comm, weights.sum())
             loss = torch.where(weight > 0, loss / weight.clamp(min=torch.finfo(loss.dtype).tiny), 0.0)
-        return loss.to(self.dtype)
+        return self.result(loss)
+
+    def result(self, loss: Tensor, *, one_loss: bool = True) -> Tensor:
+        """The loss as it leaves: its backward pass begins with a comparison between the ranks, see `together`."""
+        return together(loss.to(self.loss_dtype), self.comm, self.caller, self.call, one_loss=one_loss)
 
 
 def eager(loss: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorator: a compiled training step leaves its graph for the loss, whose handshake no graph can hold.
 
-    And autocast is off inside: what a loss makes of its numbers needs their precision.
+    And autocast is off inside: what a loss makes of its numbers needs their precision. Arguments that do not fit the
+    signature are an error on every rank.
     """
-    return torch.compiler.disable(no_autocast(loss), reason="wholebatch's losses run outside the compiled graph")
+    call = no_autocast(bound(loss, lambda error, args, kwargs: _refuse(loss.__qualname__, error, args, kwargs)))
+    return outside_graphs(call, "wholebatch's losses run outside the compiled graph")
+
+
+def _refuse(caller: str, error: CallError, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise, on all ranks of the group that was given, an error about arguments that do not fit a signature."""
+    module = args[0] if args and isinstance(args[0], nn.Module) else None
+    options = getattr(module, "options", module)
+    try:
+        comm = select_communicator(kwargs.get("group", getattr(options, "group", None)))
+    except ValueError:  # no group: there is nobody to tell
+        return
+    handshake(comm, complaint(error), caller=caller)
 
 
 def agree(
@@ -294,7 +340,8 @@ def agree(
         for name, value in numbers.items():
             check_one(name, value)
         # All that is to be known of what lies on a GPU, in one look.
-        seen = on_host({**_to_be_seen(given, numbers, weights[0], matching), **see()})
+        seen = on_host({**_to_be_seen(given, numbers, weights[0], matching), **see(), **differed(comm.transport)})
+        check_earlier(comm.transport, seen)
         norms = {name: check_norm(name, x, seen[_norm(name)]) for name, x in given.items()}
         values = {name: check_value(name, seen.get(name, value)) for name, value in numbers.items()}
         for name in positive:
@@ -316,6 +363,7 @@ def agree(
             "exchange": options.exchange,
             "memory": options.memory,
             "reduction": options.reduction,
+            CALL: latest_call(),
             **more,
             **judge(seen),
             **gradient_facts([*inputs.values()]),
@@ -338,6 +386,7 @@ def agree(
         raise ValueError(f"{caller}: weights must not be 0 for every example of every rank: no loss would be left")
     return Agreement(
         caller,
+        number_call([facts[CALL] for facts in everyone]),
         options,
         comm,
         {name: values[0] for name, values in by_rank.items()},
@@ -349,9 +398,10 @@ def agree(
         everyone,
         first.shape[1],
         first.dtype,
+        first.dtype,
         accumulation_dtype(first.dtype),
         first.device,
-    )
+    ).in_range()
 
 
 def _to_be_seen(
@@ -386,9 +436,10 @@ def _entering(
     With reduction "none" every rank has losses of its own and makes a scalar of them; the engine then averages or adds
     the gradients of these, as it always does, and nothing is to be done here.
 
-    Scalars are widened, whatever they come in: losses are made of few numbers, all of them float64.
+    Scalars and weights are widened, whatever they come in: losses are made of few numbers, all of them float64, and the
+    gradients by a weight of what it adds to the sum and to the mean's divisor all but cancel.
     """
-    inputs = {name: _widened(x) if name in scalars else x for name, x in inputs.items()}
+    inputs = {name: _widened(x) if name in scalars or name == "weights" else x for name, x in inputs.items()}
     if options.reduction == "none":
         return inputs
     parameters = loss_parameters([inputs[name] for name in scalars], comm, options.sync)

@@ -29,6 +29,6 @@ def sum_of_squares(comm: Communicator, x: Tensor) -> Tensor:
     return shared_sum(comm, x.square().sum(0))
 
 
-def of_all_ranks(comm: Communicator, loss: Tensor) -> Tensor:
+def of_all_ranks(agreed: Agreement, loss: Tensor) -> Tensor:
     """A loss that all ranks compute from shared sums."""
-    return scale_gradient(loss, 1 / comm.size)
+    return agreed.result(scale_gradient(loss, 1 / agreed.comm.size))

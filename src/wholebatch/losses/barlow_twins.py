@@ -45,10 +45,11 @@ def barlow_twins_loss(
         batch. Its dtype is that of the features, float32 for half precision.
 
     The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient.
+    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
+    ranks that differ all raise ValueError.
 
     Work: O(b_r d^2). Memory: O(b_r d + d^2), not flat in d. Collectives: forward 1 handshake and five all-reduces, of d
-    and d^2 numbers; backward the same without the handshake.
+    and d^2 numbers; backward the same.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`;
@@ -81,7 +82,7 @@ def barlow_twins_loss(
     correlation = cross_product(comm, *rows) / count
     on_diagonal = correlation.diagonal()
     off_diagonal = correlation.square().sum() - on_diagonal.square().sum()
-    return of_all_ranks(comm, (1 - on_diagonal).square().sum() + redundancy * off_diagonal)
+    return of_all_ranks(agreed, (1 - on_diagonal).square().sum() + redundancy * off_diagonal)
 
 
 def _checked(redundancy: float, epsilon: float) -> dict[str, object]:
@@ -108,6 +109,7 @@ class BarlowTwinsLoss(LossModule):
         super().__init__(group=group, sync=sync, redundancy=redundancy, epsilon=epsilon)
         _checked(redundancy, epsilon)
 
+    @eager
     def forward(self, z0: Tensor, z1: Tensor) -> Tensor:
         """See :func:`wholebatch.functional.barlow_twins_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
         return barlow_twins_loss(z0, z1, **self.settings)

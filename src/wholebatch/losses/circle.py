@@ -97,7 +97,8 @@ def circle_loss(
         batch. Its dtype is that of the features, float32 for half precision.
 
     The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient.
+    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
+    ranks that differ all raise ValueError.
 
     Work: 5 units of b_r B d multiply-adds per rank. Memory: as :func:`wholebatch.functional.nt_xent_loss`, and a
     third tile and a fourth. Collectives: as there, twice, and the positives' sums once more; one all-gather of labels.
@@ -121,7 +122,7 @@ def circle_loss(
         weights,
         check=lambda: _checked(m, gamma),
         must_match=("settings",),
-    )
+    ).widened()
     unit, fields = (1.0, 1.0), wanted(target=False)
     of_negatives = data.numbers(unit, "negatives", fields, bend=_Negatives(gamma, m), bound=math.inf).logsumexp
     of_positives = data.numbers(unit, "positives", fields, bend=_Positives(gamma, m), bound=math.inf).logsumexp
@@ -168,6 +169,7 @@ class CircleLoss(LossModule):
         )
         _checked(m, gamma)
 
+    @eager
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.circle_loss`: (b_r, d), (b_r,) -> L, the same on all ranks."""
         return circle_loss(features, labels, weights=weights, **self.settings)

@@ -80,7 +80,8 @@ def clip_loss(
         label_smoothing: weight e of the uniform distribution in both targets, 0 <= e <= 1.
         reduction: "mean", "sum" over all pairs of all ranks, or "none": L_i of this rank's pairs, (b_r,), times
             their weights if there are any. Each rank then makes a scalar of them; the gradient is that of the sum of
-            these over the ranks, and the engine's averaging makes it that of their mean. `sync` has no part in it.
+            these over the ranks, and the engine's averaging makes it that of their mean. `sync` has no part in it, for
+            every parameter here is replicated; for sharded ones see :func:`wholebatch.functional.partial_fc_loss`.
         return_statistics: return (L, :class:`wholebatch.BatchStatistics`); one more all-reduce, no more sweeps.
 
     Returns:
@@ -91,7 +92,8 @@ def clip_loss(
     parameter, encoder's or temperature's, holds dL/d(parameter); features that are leaves hold W * dL/dX_r, scale and
     bias the full gradient on every rank. `sync="sum"` and None: features hold dL/dX_r, and scale this rank's share.
 
-    `backward` is called on every rank, with the same incoming gradient (1, or a loss scaler's factor).
+    `backward` is called on every rank, with the same incoming gradient (1, or a loss scaler's factor) and in the same
+    order as that of other losses; ranks that differ all raise ValueError. So a step is skipped on all ranks or on none.
 
     Work: 4 units of b B d multiply-adds per rank, 1 forward and 3 backward; 3 for the part of exp(S) that is kept.
     Memory beyond inputs and gradients: two tiles and O(B), and on several ranks Y, its gradient, and a buffer of the
@@ -99,11 +101,11 @@ def clip_loss(
 
     Collectives (none on one process): forward 1 handshake of 2 KiB, then "gather": 1 all-gather of Y and 1 all-reduce
     of B numbers; "ring": W - 1 messages of a block, W of its b numbers; and 1 all-reduce of the loss, with ids 1
-    all-gather of them, 1 all-reduce of a number where logits may exceed 70 and pairs are nearly opposite. Backward
-    "gather": 1 all-gather of B numbers and 1 reduce-scatter of dY, or W reductions, or the ring's messages once more
-    with as many of gradients; and for learnable scalars under "mean" 1 all-reduce of them. Where one shift does not
-    do (see `wholebatch.logsumexp`), forward passes over S three times, each with its messages or, but for the ring's
-    maxima, its all-reduce.
+    all-gather of them, 1 all-reduce of a number where logits may exceed 70 and pairs are nearly opposite. Backward 1
+    handshake (on GPUs 1 all-gather of two numbers, for which the host does not wait), then "gather": 1 all-gather of B
+    numbers and 1 reduce-scatter of dY, or W reductions, or the ring's messages once more with as many of gradients; and
+    for learnable scalars under "mean" 1 all-reduce of them. Where one shift does not do (see `wholebatch.logsumexp`),
+    forward passes over S three times, each with its messages or, but for the ring's maxima, its all-reduce.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: shapes, dtypes, devices or feature sizes that
@@ -221,6 +223,7 @@ class CLIPLoss(LossModule):
         check_label_smoothing(label_smoothing)
         check_choice("equal_ids", equal_ids, EQUAL_IDS)
 
+    @eager
     def forward(
         self,
         image_features: Tensor,

@@ -70,10 +70,11 @@ def dcl_loss(
         batch. Its dtype is that of the features, float32 for half precision.
 
     The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient.
+    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
+    ranks that differ all raise ValueError.
 
     An example without negatives has loss 0. Work, memory and collectives: as
-    :func:`wholebatch.functional.nt_xent_loss`; with sigma one more all-reduce of a number.
+    :func:`wholebatch.functional.nt_xent_loss`; with sigma two more all-reduces of a number.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.nt_xent_loss`;
@@ -105,7 +106,9 @@ def dcl_loss(
     target = numbers.target
     if sigma is not None:
         cosines = target.detach().unflatten(0, (2, -1))[0] * agreed.scalars["temperature"]
-        similar = ((cosines - 1) / sigma).exp()  # cosines are 1 at most
+        nothing = cosines.new_full((1,), -torch.inf)
+        largest = agreed.comm.all_reduce(torch.cat([cosines, nothing]).amax(), "max", check=False)
+        similar = ((cosines - largest) / sigma).exp()
         target = target * (2 - count * similar / total(agreed.comm, similar.sum())).repeat(2)
     losses = torch.where(numbers.logsumexp.isneginf(), 0.0, numbers.logsumexp - target)
     loss = agreed.reduce(losses.unflatten(0, (2, -1)).mean(0), count)
@@ -153,6 +156,7 @@ class DCLLoss(LossModule):
         check_temperature("temperature", temperature)
         _checked(sigma)
 
+    @eager
     def forward(self, z0: Tensor, z1: Tensor, *, ids: Tensor | None = None, weights: Tensor | None = None) -> Any:
         """See :func:`wholebatch.functional.dcl_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
         return dcl_loss(z0, z1, ids=ids, weights=weights, **self.settings)

@@ -72,7 +72,8 @@ def debiased_loss(
         batch. Its dtype is that of the features, float32 for half precision.
 
     The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient.
+    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
+    ranks that differ all raise ValueError.
 
     An example without negatives has loss 0. Work, memory and collectives: as
     :func:`wholebatch.functional.nt_xent_loss`; twice that with beta.
@@ -100,15 +101,18 @@ def debiased_loss(
         check=lambda: _checked(tau_plus, beta),
         must_match=("tau_plus", "beta"),
     )
+    agreed = agreed.widened() if beta else agreed
     count = agreed.rows["z0"].total
     negatives = 2 * count - 2
-    numbers = two_views(agreed, beside_target=False, sharper=1 + beta)
+    numbers = two_views(agreed, beside_target=False, sharper=1 + beta, narrow=beta > 0)
     assert numbers.target is not None
     target, weighted = numbers.target / (1 + beta), numbers.logsumexp
     if not negatives:
         return agreed.reduce(0 * target.unflatten(0, (2, -1)).mean(0), count)
     if beta:
-        weighted = weighted - two_views(agreed, beside_target=False, sharper=beta).logsumexp + math.log(negatives)
+        weighted = (
+            weighted - two_views(agreed, beside_target=False, sharper=beta, narrow=True).logsumexp + math.log(negatives)
+        )
     share = (target - weighted).clamp(max=_ALL).exp()  # of the positive in W_i
     left = 1 - tau_plus * negatives * share
     tiny = torch.finfo(left.dtype).tiny
@@ -161,6 +165,7 @@ class DebiasedLoss(LossModule):
         check_temperature("temperature", temperature)
         _checked(tau_plus, beta)
 
+    @eager
     def forward(self, z0: Tensor, z1: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.debiased_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
         return debiased_loss(z0, z1, weights=weights, **self.settings)

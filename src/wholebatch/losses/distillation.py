@@ -72,7 +72,8 @@ def distillation_loss(
         batch. Its dtype is that of the features, float32 for half precision.
 
     The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient.
+    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
+    ranks that differ all raise ValueError.
 
     Work: 9 units of b_r B d multiply-adds per rank for features of equal width: of the teacher 3, of the student 6.
     Memory beyond inputs and gradients: four tiles and O(b_r), and on several ranks what the exchange takes for
@@ -122,10 +123,12 @@ def distillation_loss(
         check=check,
         must_match=("teacher's feature size",),
     )
+    norms = agreed.facts("teacher's largest norms")
+    agreed = agreed.in_range(*(norm for of_rank in norms for norm in of_rank)).widened()
     rows = agreed.rows["image_features"]
     own = [agreed.inputs["image_features"], agreed.inputs["text_features"]]
     of_teacher = [x.detach().to(agreed.dtype) for x in (teacher_image_features, teacher_text_features)]
-    teacher_scale, norms = agreed.scalars["teacher_logit_scale"], agreed.facts("teacher's largest norms")
+    teacher_scale = agreed.scalars["teacher_logit_scale"]
     common: dict[str, Any] = {
         "towers": Towers(stays=(0,), travels=(1,)),
         "stays": rows,
@@ -169,6 +172,7 @@ class _SoftTargets(torch.autograd.Function):
 
     @staticmethod
     @no_autocast
+    @eager
     def forward(
         ctx: Any,
         plan: _Plan,
@@ -264,6 +268,7 @@ class DistillationLoss(LossModule):
     ) -> None:
         super().__init__(reduction=reduction, group=group, sync=sync, exchange=exchange, memory=memory)
 
+    @eager
     def forward(
         self,
         image_features: Tensor,

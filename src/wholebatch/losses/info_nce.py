@@ -136,7 +136,8 @@ def info_nce_loss(
         batch. Its dtype is that of the features, float32 for half precision.
 
     The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient.
+    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
+    ranks that differ all raise ValueError.
 
     Work: 4 units of b K d multiply-adds per rank, K all keys and negatives; 3 where exp(S) is kept. key_to_query adds
     nothing to that, unless there is `hardness` or `exclude_above`; then each direction is another 4 units.
@@ -224,6 +225,7 @@ def info_nce_loss(
     ceiling = None
     if exclude_above is not None:
         ceiling = _ceiling(agreed, b, exclude_above, exclude_relative, query_guides, key_guides)
+    agreed = agreed.widened() if len(settings.directions) > 1 or hard_negatives is not None else agreed
     retrieval = Retrieval(agreed, equal_ids, wanted(mean_logit=label_smoothing > 0, statistics=return_statistics))
     found = retrieval.numbers(settings.directions, hardness=hardness, ceiling=ceiling)
     target = found[settings.main].target
@@ -302,6 +304,7 @@ class InfoNCELoss(LossModule):
             **settings,
         )
 
+    @eager
     def forward(
         self,
         queries: Tensor,

@@ -77,10 +77,11 @@ def moco_loss(
         batch. Its dtype is that of the features, float32 for half precision.
 
     The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient.
+    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
+    ranks that differ all raise ValueError.
 
     Work: 3 units of b_r n d multiply-adds per rank, 2 where exp(S) is kept. Memory beyond inputs and gradients: two
-    tiles and O(b_r). Collectives: 1 handshake, and all-reduces of one number.
+    tiles and O(b_r). Collectives: 1 handshake in each pass, and all-reduces of one number.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`;
@@ -108,6 +109,7 @@ def moco_loss(
         },
         must_match=("length of the queue", "statistics"),
     )
+    agreed = agreed.widened()
     rows, scale, given = agreed.rows["queries"], agreed.scalars["logit_scale"], agreed.inputs
     numbers, _ = softmax_numbers(
         agreed,
@@ -121,9 +123,10 @@ def moco_loss(
         bound=agreed.norms["queries"] * agreed.norms["queue"],
         rows=wanted(target=False, statistics=return_statistics),
         everywhere=True,
+        narrow=True,
     )
     assert numbers is not None
-    similarities = torch.linalg.vecdot(given["queries"].to(agreed.dtype), given["keys"].to(agreed.dtype))
+    similarities = torch.linalg.vecdot(given["queries"], given["keys"])
     target = given["logit_scale"] * similarities.to(wide_dtype(agreed.device))
     loss = agreed.reduce(softplus(numbers.logsumexp - target), rows.total)
     return loss if not return_statistics else (loss, batch_statistics(agreed.comm, scale, [(numbers, target)]))
@@ -155,6 +158,7 @@ class MoCoLoss(LossModule):
             kernel=kernel,
         )
 
+    @eager
     def forward(
         self,
         queries: Tensor,

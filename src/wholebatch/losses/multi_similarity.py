@@ -69,7 +69,8 @@ def multi_similarity_loss(
         concatenated batch. Its dtype is that of the features, float32 for half precision.
 
     The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient.
+    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
+    ranks that differ all raise ValueError.
 
     A row without positives, or without negatives, lacks that term. Work: 4 units of b_r B d multiply-adds per rank,
     10 with mining. Memory and collectives: twice those of :func:`wholebatch.functional.nt_xent_loss`, four times with
@@ -94,7 +95,7 @@ def multi_similarity_loss(
         weights,
         check=lambda: _checked(alpha, beta, base, epsilon),
         must_match=("settings",),
-    )
+    ).widened()
     positive_floor = negative_floor = None
     if epsilon is not None:
         with torch.no_grad():
@@ -155,6 +156,7 @@ class MultiSimilarityLoss(LossModule):
         )
         _checked(alpha, beta, base, epsilon)
 
+    @eager
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.multi_similarity_loss`: (b_r, d), (b_r,) -> L, the same on all ranks."""
         return multi_similarity_loss(features, labels, weights=weights, **self.settings)

@@ -67,7 +67,8 @@ def nt_xent_loss(
         batch. Its dtype is that of the features, float32 for half precision.
 
     The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient.
+    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
+    ranks that differ all raise ValueError.
 
     Work: with n_r = 2 b_r rows of N, 2 units of n_r N d multiply-adds per rank, half of a full sweep's 4; 1.5 where
     exp(S) is kept. Memory beyond inputs and gradients: Z's rows of this rank, two tiles and O(B), and on several ranks
@@ -141,6 +142,7 @@ class NTXentLoss(LossModule):
         )
         check_temperature("temperature", temperature)
 
+    @eager
     def forward(self, z0: Tensor, z1: Tensor, *, ids: Tensor | None = None, weights: Tensor | None = None) -> Any:
         """See :func:`wholebatch.functional.nt_xent_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
         return nt_xent_loss(z0, z1, ids=ids, weights=weights, **self.settings)

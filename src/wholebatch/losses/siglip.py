@@ -67,14 +67,15 @@ def siglip_loss(
         L, a scalar, the same on every rank: the value of `wholebatch.reference.siglip_loss` on the concatenated
         batch. Its dtype is that of the features, float32 for half precision.
 
-    The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`; a
-    bias is treated as the scale is. `backward` is called on every rank, with the same incoming gradient; it only
-    multiplies. A second one through the same graph (`retain_graph=True`) sweeps again.
+    The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`; a bias
+    is treated as the scale is. `backward` is called on every rank, with the same incoming gradient and in the same
+    order as that of other losses; ranks that differ all raise ValueError. It only multiplies. A second one through the
+    same graph (`retain_graph=True`) sweeps again.
 
     Work: 3 units of b B d multiply-adds per rank, all in the forward pass; 1 where no gradient is wanted. Memory
     beyond inputs and gradients: two tiles, and on several ranks what the exchange takes. Collectives: forward 1
-    handshake, what the exchange needs for Y and for dY, and 1 all-reduce of the loss; backward 1 of the scalars'
-    gradients under "mean".
+    handshake, what the exchange needs for Y and for dY, and 1 all-reduce of the loss; backward 1
+    handshake, and 1 all-reduce of the scalars' gradients under "mean".
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`.
@@ -158,6 +159,7 @@ class SigLIPLoss(LossModule):
         )
         check_choice("equal_ids", equal_ids, EQUAL_IDS)
 
+    @eager
     def forward(
         self,
         image_features: Tensor,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_number, check_temperature
+from .._normalize import normalize
 from .._once import once_differentiable
 from .._precision import wide_dtype
 from ..comm import Group
@@ -65,12 +66,13 @@ def smooth_ap_loss(
         batch. Its dtype is that of the features, float32 for half precision.
 
     The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient.
+    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
+    ranks that differ all raise ValueError.
 
     Work: with P positives of a row at most, 5 units of b_r B d multiply-adds per rank and 2 P sigmoids for each entry
     of S. Memory beyond inputs and gradients: four tiles, O(b_r P), and on several ranks what the exchange takes for Z.
     Collectives: forward 1 handshake, 1 all-gather of labels, what the exchange needs for Z, 1 all-reduce of a number;
-    backward what it needs for dZ.
+    backward 1 handshake, and what it needs for dZ.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.sup_con_loss`.
@@ -94,7 +96,7 @@ def smooth_ap_loss(
     )
     agreed = data.agreed
     how, budget = agreed.exchange(data.rows, data.rows, keep=False)
-    z = torch.nn.functional.normalize(agreed.inputs["features"].to(agreed.dtype), dim=1)
+    z = normalize(agreed.inputs["features"])
     count = data.positives
     most = int(count.max()) if len(count) else 0
     plan = _Plan(how, data.pairs, most, float(temperature), budget)
@@ -123,6 +125,7 @@ class _Ranks(torch.autograd.Function):
 
     @staticmethod
     @no_autocast
+    @eager
     def forward(ctx: Any, plan: _Plan, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         held = plan.exchange.bring(y)
         of_positives = x.new_zeros(len(x), plan.most)
@@ -176,6 +179,7 @@ class SmoothAPLoss(LossModule):
         )
         check_temperature("temperature", check_number("temperature", temperature))
 
+    @eager
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.smooth_ap_loss`: (b_r, d), (b_r,) -> L, the same on all ranks."""
         return smooth_ap_loss(features, labels, weights=weights, **self.settings)

@@ -69,7 +69,8 @@ def sup_con_loss(
         batch. Its dtype is that of the features, float32 for half precision.
 
     The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient.
+    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
+    ranks that differ all raise ValueError.
 
     Work: 2 units of b_r B d multiply-adds per rank. Memory and collectives: as
     :func:`wholebatch.functional.nt_xent_loss`, and one all-gather of labels. Time and memory for positives grow with
@@ -141,6 +142,7 @@ class SupConLoss(LossModule):
         )
         check_temperature("temperature", temperature)
 
+    @eager
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Any:
         """See :func:`wholebatch.functional.sup_con_loss`: (b_r, d), (b_r,) -> L, the same on all ranks."""
         return sup_con_loss(features, labels, weights=weights, **self.settings)

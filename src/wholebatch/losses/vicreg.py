@@ -52,10 +52,11 @@ def vicreg_loss(
         batch. Its dtype is that of the features, float32 for half precision.
 
     The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient.
+    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
+    ranks that differ all raise ValueError.
 
     Work: O(b_r d^2). Memory: O(b_r d + d^2), not flat in d. Collectives: forward 1 handshake and five all-reduces, of
-    d, d^2 and 1 numbers; backward the same without the handshake.
+    d, d^2 and 1 numbers; backward the same.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`;
@@ -90,7 +91,7 @@ def vicreg_loss(
         deviations = (cov.diagonal() + epsilon).sqrt()
         loss = loss + variance / 2 * torch.relu(1 - deviations).mean()
         loss = loss + covariance * (cov.square().sum() - cov.diagonal().square().sum()) / width
-    return of_all_ranks(comm, loss)
+    return of_all_ranks(agreed, loss)
 
 
 def _checked(invariance: float, variance: float, covariance: float, epsilon: float) -> dict[str, object]:
@@ -122,6 +123,7 @@ class VICRegLoss(LossModule):
         )
         _checked(invariance, variance, covariance, epsilon)
 
+    @eager
     def forward(self, z0: Tensor, z1: Tensor) -> Tensor:
         """See :func:`wholebatch.functional.vicreg_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
         return vicreg_loss(z0, z1, **self.settings)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_number
+from .._normalize import normalize
 from ..comm import Group
 from ..sync import Sync, total
 from ._door import LossModule, Options, agree, eager
@@ -46,10 +47,12 @@ def w_mse_loss(
         batch. Its dtype is that of the features, float32 for half precision.
 
     The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient.
+    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
+    ranks that differ all raise ValueError.
 
     The paper whitens random parts of the batch, here it is the whole. Work: O(b_r d^2 + d^3). Memory: O(b_r d + d^2),
-    not flat in d. Collectives: forward 1 handshake and five all-reduces, of d, d^2 and 1 numbers; backward four.
+    not flat in d. Collectives: forward 1 handshake and five all-reduces, of d, d^2 and 1 numbers; backward 1
+    handshake and four.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`;
@@ -93,9 +96,9 @@ def w_mse_loss(
                 "features is constant, or made of the others; leave it out, or take an epsilon above 0"
             )
         rows = torch.linalg.solve_triangular(factor, x.T, upper=False).T
-        whitened.append(torch.nn.functional.normalize(rows, dim=1))
+        whitened.append(normalize(rows))
     distance = (whitened[0] - whitened[1]).square().sum()
-    return total(comm, distance) / count
+    return agreed.result(total(comm, distance) / count)
 
 
 def _checked(epsilon: float) -> dict[str, object]:
@@ -121,6 +124,7 @@ class WMSELoss(LossModule):
         super().__init__(group=group, sync=sync, epsilon=epsilon)
         _checked(epsilon)
 
+    @eager
     def forward(self, z0: Tensor, z1: Tensor) -> Tensor:
         """See :func:`wholebatch.functional.w_mse_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
         return w_mse_loss(z0, z1, **self.settings)

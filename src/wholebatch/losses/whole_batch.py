@@ -31,6 +31,7 @@ from ..comm.maps import AllGather
 from ..comm.select import check_group
 from ..partition import Partition
 from ..sync import Sync, check_sync, replicated_loss_factor, scale_gradient
+from ._backward import CALL, latest_call, number_call, together
 from ._joining import gradient_facts, join
 from ._root import loss_at_root
 
@@ -59,6 +60,10 @@ class WholeBatch(nn.Module):
     others wait: for one device with more memory than the rest. Only parameters that loss_fn owns as a module, or
     receives, are allowed then. Only the gradient of "gather" can be differentiated again. Where a flat loss exists
     (`wholebatch.CLIPLoss`), it does 1/W of the work.
+
+    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
+    under "gather" and "root" ranks that differ all raise ValueError. Under "replicate" nothing travels, and nobody can
+    tell.
 
     Raises:
         ValueError: if `strategy` or `sync` does not exist, or `loss_fn` is not callable.
@@ -128,6 +133,7 @@ class WholeBatch(nn.Module):
                 "dtypes": [str(x.dtype) for x in inputs],
                 "device types": [x.device.type for x in inputs],
                 "trailing shapes": [list(x.shape[1:]) for x in inputs],
+                CALL: latest_call(),
                 **gradient_facts(inputs),
             }
 
@@ -160,13 +166,16 @@ class WholeBatch(nn.Module):
             ]
             return self.loss_fn(*arguments, **{name: swap.get(id(x), x) for name, x in kwargs.items()})
 
-        inputs = join(inputs, everyone)
+        inputs, call = join(inputs, everyone), number_call([facts[CALL] for facts in everyone])
         if self.strategy == "root":
-            return loss_at_root(comm, self.root, self.sync, compute, inputs, partitions, passed, owned, buffers)
+            loss = loss_at_root(comm, self.root, self.sync, compute, inputs, partitions, passed, owned, buffers)
+            return together(loss, comm, "WholeBatch", call)
         spread = _gather if self.strategy == "gather" else _replicate
         full = [spread(comm, x, partition) for x, partition in zip(inputs, partitions, strict=True)]
         loss = _same_on_all_ranks(comm, lambda: compute(full))
-        return scale_gradient(loss, replicated_loss_factor(self.sync, comm.size))
+        loss = scale_gradient(loss, replicated_loss_factor(self.sync, comm.size))
+        communicates = self.strategy == "gather" and any(x.requires_grad for x in inputs)
+        return together(loss, comm, "WholeBatch", call) if communicates else loss
 
     def _of_the_loss(
         self, representations: tuple[Any, ...], has_rows: list[bool], kwargs: dict[str, Any]
@@ -187,7 +196,9 @@ def _gather(comm: Communicator, x: Tensor, partition: Partition) -> Tensor:
     """All rows; the gradient that comes back is the sum over ranks of W equal ones, W dL/dX_r."""
     if not x.requires_grad:
         return _gather_without_gradient(comm, x, partition)
-    return nodes.apply(AllGather(comm.transport, partition.counts), x, Call(comm.transport, "WholeBatch's all_gather"))
+    return nodes.apply(
+        AllGather(comm.transport, partition.counts), x, Call(comm.transport, "WholeBatch's all_gather", check="before")
+    )
 
 
 def _gather_without_gradient(comm: Communicator, x: Tensor, partition: Partition) -> Tensor:

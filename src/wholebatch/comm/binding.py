@@ -1,0 +1,68 @@
+"""A call that does not fit its signature is an error on every rank.
+
+Python refuses a missing or an unknown argument before the function's first line runs, so the rank that made the
+mistake would never reach the handshake in which the other ranks wait. So collective functions bind their arguments
+themselves, and state the complaint in the handshake.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class CallError(TypeError):
+    """The arguments of a call do not fit the function's signature."""
+
+
+def bound(
+    function: Callable[_P, _R], refuse: Callable[[CallError, tuple[Any, ...], dict[str, Any]], object]
+) -> Callable[_P, _R]:
+    """Return the function, which calls `refuse(error, args, kwargs)` where its arguments do not fit.
+
+    `refuse` tells the other ranks, and raises on all of them; if it returns, the error is this rank's alone.
+    """
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            mistake = CallError(f"{error}; the signature is {_shown(signature)}")
+            refuse(mistake, args, kwargs)
+            raise mistake from None
+        return function(*args, **kwargs)
+
+    return call
+
+
+def complaint(error: CallError) -> Callable[[], NoReturn]:
+    """Return the `state` of a handshake that makes every rank raise this error."""
+
+    def state() -> NoReturn:
+        raise error
+
+    return state
+
+
+def _shown(signature: inspect.Signature) -> str:
+    """Return the names of the parameters, those with a default as `name=...`."""
+    names = []
+    star = False
+    for name, parameter in signature.parameters.items():
+        if name == "self":
+            continue
+        if parameter.kind is parameter.KEYWORD_ONLY and not star:
+            names.append("*")
+            star = True
+        prefix = "*" if parameter.kind is parameter.VAR_POSITIONAL else ""
+        prefix = "**" if parameter.kind is parameter.VAR_KEYWORD else prefix
+        star = star or prefix == "*"
+        names.append(f"{prefix}{name}" + ("" if parameter.default is parameter.empty else "=..."))
+    return f"({', '.join(names)})"

@@ -1,0 +1,58 @@
+"""Every public name has a right call in the campaign, or a reason to have none; a new name is an error until then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import wholebatch as wb
+
+# Public names in which nothing is exchanged between ranks, or that start ranks of their own.
+NO_CALL = {
+    **dict.fromkeys(
+        ("AdaFace", "ArcFace", "CombinedMargin", "CosFace", "CurricularFace", "MagFace", "NormFace", "SphereFace"),
+        "a margin: a function of this rank's rows",
+    ),
+    "BatchStatistics": "what a loss returns",
+    "KeyQueue": "its collective is KeyQueue.enqueue",
+    **dict.fromkeys(("SparseAdamW", "SparseSGD"), "steps each rank's own rows"),
+    **dict.fromkeys(("Problem", "audit", "plan"), "called in one process; audit starts ranks of its own"),
+    **dict.fromkeys(("comm", "functional", "gradcache", "heads", "partition", "planning", "reference"), "a module"),
+    **dict.fromkeys(("testing", "__version__"), "not called on ranks"),
+    **dict.fromkeys(("heads.Margin", "heads.Targets", "heads.TopClasses"), "a type"),
+    "heads.load_insightface": "reads files of another library: tests/faults/files.py damages them",
+    **dict.fromkeys(("gradcache.cat_input_tensor",), "joins this rank's tensors"),
+    **dict.fromkeys(("gradcache.SyncControl", "gradcache.register_sync_control"), "said of an engine, once"),
+    "comm.close": "ends this rank's part, which nobody waits for",
+    **dict.fromkeys(("comm.Communicator", "comm.Handle", "comm.Group"), "a type: its methods are the entry points"),
+    **dict.fromkeys(
+        ("comm.TorchCommunicator", "comm.MPICommunicator", "comm.LocalCommunicator", "comm.select_communicator"),
+        "made on each rank by itself",
+    ),
+    **dict.fromkeys(("comm.CommunicationError", "comm.handshake"), "what all others stand on"),
+}
+
+
+def public_names() -> list[str]:
+    """All that a user may call, by module; and every operation of a communicator."""
+    names = [*wb.__all__]
+    for module in ("functional", "heads", "gradcache", "comm"):
+        public = getattr(wb, module).__all__
+        names += [f"{module}.{name}" for name in public if module == "functional" or name not in wb.__all__]
+    return names + [
+        f"comm.{name}" for name, of in vars(wb.comm.Communicator).items() if callable(of) and not name.startswith("_")
+    ]
+
+
+def check(entries: Iterable[str], names: Iterable[str] | None = None) -> None:
+    """Raise unless each public name is called in the campaign, or known not to be.
+
+    Raises:
+        NotImplementedError: with the names that nothing is known of.
+    """
+    called = {name.split(",")[0] for name in entries} | {"heads.partial_fc_loss"}  # which is functional.partial_fc_loss
+    unknown = [name for name in (names or public_names()) if name not in called and name not in NO_CALL]
+    if unknown:
+        raise NotImplementedError(
+            f"no right call is known of {', '.join(unknown)}: write one (tests/faults/*_calls.py), or say in "
+            "tests/faults/coverage.py why there is none"
+        )

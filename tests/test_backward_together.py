@@ -1,0 +1,188 @@
+"""All ranks are in the backward pass of the same call, with the same incoming gradient, or all ranks raise."""
+
+import re
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.append(str(Path(__file__).parent / "faults"))
+
+import order
+
+import wholebatch as wb
+from wholebatch.comm import CommunicationError
+from wholebatch.comm.statement import HEADER_BYTES, NoStatementError, decode, encode
+from wholebatch.comm.torch_distributed import TorchTransport
+from wholebatch.losses import _backward, _door
+from wholebatch.testing import RankError, run_ranks
+
+
+def test_faults_are_told_to_all_ranks_or_do_no_harm():
+    records = order.campaign(seed=1, count=12)
+    assert {record["fault"] for record in records} == set(order.FAULTS)
+    assert not [record for record in records if record["class"] in order.FORBIDDEN]
+    assert {record["class"] for record in records if record["fault"] == "nothing"} == {"right"}
+
+
+def uncompared_body(configurations):
+    """The same faults with losses whose backward passes compare nothing."""
+    _door.together = lambda loss, *_args, **_options: loss
+    return order.one_of(configurations)
+
+
+@pytest.mark.parametrize("fault", ["another gradient", "another order of one loss"])
+def test_without_the_comparison_gradients_are_silently_wrong(fault):
+    configuration = ("clip", "gather", fault, 0, 0)
+    ranks = [outcomes[0] for outcomes in run_ranks(uncompared_body, 2, [configuration], timeout_s=20)]
+    assert order.judged(ranks, "clip") in order.FORBIDDEN
+
+
+def test_without_the_comparison_a_skipped_backward_leaves_a_rank_waiting():
+    configuration = ("clip", "gather", "skipped backward", 0, 0)
+    with pytest.raises(RankError):
+        run_ranks(uncompared_body, 2, [configuration], timeout_s=5)
+
+
+def on_the_device_body():
+    """As between GPUs, where the host does not wait: NaN at once, and an error at the next call."""
+    TorchTransport.stays_on_device = lambda _self, _x: True
+    x = torch.randn(3, 4, requires_grad=True)
+
+    def gradient(factor, loss=wb.functional.siglip_loss):
+        return torch.autograd.grad(factor * loss(x, x, 2.0, 0.0), x)[0]
+
+    assert gradient(3.0).isfinite().all()
+    assert gradient(1.0 + dist.get_rank()).isnan().all(), "incoming gradients differ"
+    with pytest.raises(ValueError, match=r"siglip_loss: an earlier backward pass was not the same on all ranks"):
+        gradient(1.0)
+    assert gradient(1.0).isfinite().all(), "said once"
+    assert torch.autograd.grad((wb.functional.siglip_loss(x, x, 2.0, 0.0, reduction="none") * torch.rand(3)).sum(), x)
+    first, second = wb.functional.clip_loss(x, x, 2.0), wb.functional.clip_loss(x, x.roll(1, 0), 2.0)
+    losses = (first, second) if dist.get_rank() else (second, first)
+    assert all(torch.autograd.grad(loss, x)[0].isnan().all() for loss in losses), "in another order"
+    with pytest.raises(ValueError, match="in the backward passes of different losses or calls"):
+        wb.functional.clip_loss(x, x, 2.0)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_without_a_wait_of_the_host(size):
+    run_ranks(on_the_device_body, size)
+
+
+def weights_of_rows_body():
+    """With reduction "none", each rank makes a scalar of its own losses, and there is nothing to compare."""
+    x = torch.randn(3, 4, requires_grad=True)
+    (wb.functional.clip_loss(x, x.roll(1, 0), 2.0, reduction="none") * (1 + dist.get_rank())).sum().backward()
+    loss = wb.functional.clip_loss(x, x.roll(1, 0), 2.0)
+    (loss * float("nan")).backward()  # a loss scaler that has overflowed does so everywhere
+    (wb.functional.clip_loss(x, x.roll(1, 0), 2.0) * (1 + 1e-8 * dist.get_rank())).backward()
+    loss = wb.functional.clip_loss(x, x.roll(1, 0), 2.0)
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+
+
+def test_what_is_no_difference():
+    run_ranks(weights_of_rows_body, 2)
+
+
+def of_its_own_body():
+    """A rank that makes one forward pass more, elsewhere, is numbered like the others again at the next call."""
+    x = torch.randn(3, 4, requires_grad=True)
+    if dist.get_rank() == 0:
+        alone = dist.new_group([0], use_local_synchronization=True)
+        for _ in range(3):
+            wb.functional.clip_loss(x, x, 2.0, group=alone).backward()
+    wb.functional.clip_loss(x, x, 2.0).backward()
+    return _backward.latest_call()
+
+
+def test_calls_are_numbered_alike():
+    assert len({*run_ranks(of_its_own_body, 2)}) == 1
+
+
+CALLS = {
+    "missing": (lambda x: wb.functional.clip_loss(x, x), r"rank 1: missing a required argument"),
+    "unknown": (lambda x: wb.functional.siglip_loss(x, x, 1.0, 0.0, bias=2), r"unexpected keyword argument 'bias'"),
+    "module, missing": (lambda x: wb.CLIPLoss()(x, x), r"missing a required argument: 'logit_scale'.*\(image_feat"),
+    "module, unknown": (lambda x: wb.NTXentLoss()(x, x, labels=1), r"unexpected keyword argument 'labels'"),
+    "head": (lambda x: wb.PartialFC(4, len(x) + 5)(x), r"missing a required argument: 'labels'"),
+    "communicator": (
+        lambda x: wb.comm.TorchCommunicator().all_gather(x, axis=1),
+        r"unexpected keyword argument 'axis'",
+    ),
+    "split": (lambda _x: wb.comm.TorchCommunicator().split(colour=1), r"missing a required argument: 'color'"),
+    "queue": (lambda _x: wb.KeyQueue(8, 4).enqueue(), r"missing a required argument: 'keys'"),
+}
+
+
+def wrong_call_body(name):
+    call, _ = CALLS[name]
+    x = torch.randn(3, 4)
+    right = lambda x: wb.functional.clip_loss(x, x, 1.0)  # noqa: E731
+    with pytest.raises(TypeError) as caught:
+        (call if dist.get_rank() == 1 else right)(x)
+    assert wb.functional.clip_loss(x, x, 1.0).isfinite(), "the group goes on"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_arguments_that_do_not_fit_are_told_to_all_ranks(name):
+    texts = run_ranks(wrong_call_body, 2, name, timeout_s=30)
+    for text in texts:
+        assert re.search(CALLS[name][1], text), text
+    assert texts[0].partition(": rank 1: ")[2] == texts[1].partition(": rank 1: ")[2]
+
+
+def test_arguments_that_do_not_fit_on_one_process():
+    with pytest.raises(TypeError, match=r"clip_loss: missing a required argument: 'logit_scale'; the signature is \("):
+        wb.functional.clip_loss(torch.eye(2), torch.eye(2))
+
+
+def test_a_statement_is_told_from_data():
+    statement = encode({"caller": "clip_loss"})
+    assert decode(statement.ljust(2048)) == {"caller": "clip_loss"}
+    for damaged in (b"", bytes(2048), statement[1:], statement[:-1], statement[:-1] + b"!", b"{}".ljust(2048)):
+        with pytest.raises(NoStatementError):
+            decode(damaged)
+    header = statement[: HEADER_BYTES - 3] + b"xyz" + statement[HEADER_BYTES:]
+    with pytest.raises(NoStatementError, match="damaged header"):
+        decode(header)
+
+
+def data_body():
+    """Rank 1 gathers features with the collective that a handshake uses, and says so to nobody."""
+    x = torch.randn(3, 4)
+    if dist.get_rank():
+        dist.all_gather(list(torch.empty(2, 2048, dtype=torch.uint8)), torch.full((2048,), 7, dtype=torch.uint8))
+        return ""
+    with pytest.raises(CommunicationError) as caught:
+        wb.functional.clip_loss(x, x, 1.0)
+    return str(caught.value)
+
+
+def test_data_in_the_place_of_a_statement():
+    text = run_ranks(data_body, 2)[0]
+    assert "in clip_loss: rank 1 sent 2048 bytes that are no statement" in text
+    assert "in another collective of the same group" in text
+
+
+def absent_body():
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    text = ""
+    if dist.get_rank() == 0:
+        with pytest.raises(CommunicationError) as caught:
+            wb.functional.clip_loss(torch.eye(3), torch.eye(3), 1.0, group=group)
+        text = str(caught.value)
+    dist.barrier()
+    return text
+
+
+def test_a_timeout_in_a_loss_does_not_advise_to_switch_on_what_is_on():
+    text = run_ranks(absent_body, 2)[0]
+    assert "rank 0 of 2, in clip_loss" in text
+    assert "one rank did not come here" in text
+    assert "WHOLEBATCH_CHECK" not in text

@@ -1,0 +1,83 @@
+"""Some cases of the campaign of faults in calls; and that it sees what it is there to see. `make faults` runs it."""
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+import wholebatch as wb
+
+sys.path.insert(0, str(Path(__file__).parent / "faults"))
+
+import calls
+import coverage
+from case import ENTRIES, PLANTED
+from good_calls import World
+from mistakes import draw
+
+
+def fault_of(seed, name, size):
+    """What the campaign does under this seed."""
+    world = World(seed, 0, size, None, "")
+    make = {**ENTRIES, **PLANTED}[name]
+    return draw(random.Random(f"{seed} fault"), make, make(world), world)
+
+
+def test_faults_in_calls():
+    """Each on all ranks the same error, or right; where no rank stays away, no clock is in the verdict."""
+    planned = [case for case in calls.plan(5, 90, sorted(ENTRIES)) if case.size == 2 and case.index % 3 == 0]
+    planned = [case for case in planned if fault_of(case.seed, case.entry, 2).kind != "absent"]
+    assert len(planned) >= 10
+    lane = calls.Lane(timeout_s=60, hang_s=120)
+    try:
+        outcomes = [lane.run(case) for case in planned]
+    finally:
+        lane.close()
+    assert not [one for one in outcomes if not one.allowed]
+    assert len({one.outcome for one in outcomes}) >= 2, "errors, and calls that are right"
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "outcome", "timeout_s", "hang_s"),
+    [
+        ("planted silent", "x with a NaN", "wrong", 60, 120),
+        ("planted hang", "x in float32", "hang", 60, 2),
+        ("planted abort", "x in float32", "process lost", 60, 120),
+        ("planted alone", "x in float32", "error and timeout", 1, 120),
+    ],
+)
+def test_the_campaign_can_fail(name, fault, outcome, timeout_s, hang_s, capsys):
+    seed = next(f"{i}" for i in range(1000) if fault_of(f"{i}", name, 2).text == fault)
+    lane = calls.Lane(timeout_s, hang_s)
+    try:
+        found = lane.run(calls.Planned(0, seed, name, 2))
+    finally:
+        lane.close()
+    assert (found.outcome, found.allowed) == (outcome, False)
+    code = calls.finish("calls", calls.CLASSES, [found], calls.parsed([]), 0.0)
+    assert code == 1
+    assert f"OFFENDING, {outcome}: [0] {name} on 2 ranks" in capsys.readouterr().out
+
+
+def test_every_public_name_is_known():
+    coverage.check(ENTRIES)
+    with pytest.raises(NotImplementedError, match=r"no right call is known of functional.new_loss"):
+        coverage.check(ENTRIES, [*coverage.public_names(), "functional.new_loss"])
+    for name in ("functional.clip_loss", "CLIPLoss", "comm.all_gather", "GradCache", "WholeBatch"):
+        with pytest.raises(NotImplementedError, match=name):
+            coverage.check([entry for entry in ENTRIES if not entry.startswith(name)])
+
+
+def test_an_argument_that_is_not_known_is_said(monkeypatch):
+    """A new loss is called from its signature; what its arguments are to be has to be said."""
+
+    def new_loss(features, orientation, *, group=None, sync="mean"):
+        raise AssertionError("not reached")
+
+    for module in (wb.functional, wb.reference):
+        monkeypatch.setattr(module, "new_loss", new_loss, raising=False)
+    from losses_calls import make_loss
+
+    with pytest.raises(NotImplementedError, match="new_loss: no right value is known for its argument 'orientation'"):
+        make_loss("new_loss", World("0", 0, 2, None, ""))
