@@ -47,7 +47,7 @@ def cached(func: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
         ValueError: from func's first call, if it returns something else; from `again`, if an r has no gradient, or if
-            func reaches parameters past the DistributedDataParallel that holds them (looked at once).
+            func reaches parameters past the DistributedDataParallel that holds them (checked once).
         RuntimeError: from `again`, if the second representation is not the first; gradients are then to be thrown away.
 
     Source: Gao et al., 2021, arXiv:2101.06983.
@@ -61,7 +61,7 @@ def cached(func: Callable[..., Any]) -> Callable[..., Any]:
     >>> encoder.bias.grad.shape
     torch.Size([2])
     """
-    looks = [True]  # whether nobody has looked yet what engines do
+    looks = [True]  # whether engines are still to be checked
 
     @wraps(func)
     def call(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
