@@ -15,6 +15,7 @@ import torch.distributed as dist
 from glyph_files import write_pairs
 from train_runs import TRAIN, metrics, options, recorded
 
+import wholebatch as wb
 from wholebatch.__main__ import main
 from wholebatch._user_error import UserError
 from wholebatch.testing import run_ranks
@@ -351,6 +352,17 @@ def test_an_environment_that_makes_no_sense_is_one_line_at_once(capsys, monkeypa
     assert not (tmp_path / "run").exists()
 
 
+def test_other_readers_of_the_environment(capsys, monkeypatch):
+    for value in ("abc", "-1", "0", "1.5", ""):
+        monkeypatch.setenv("WORLD_SIZE", value)
+        with pytest.raises(ValueError, match=f"WORLD_SIZE must be the number of processes .*, got '{value}'; unset it"):
+            wb.comm.select_communicator(None)
+        assert main(["audit", "--preset", "open_clip"]) == 2
+        assert "WORLD_SIZE must be the number of processes" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", " 1 ")
+    assert wb.comm.select_communicator(None).size == 1
+
+
 def test_the_variables_of_one_process_ask_for_no_launcher(monkeypatch):
     for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)
@@ -452,6 +464,14 @@ def test_how_a_rank_ends(capfd, tmp_path, how, message):
     with pytest.raises(launch.RankDiedError, match=message):
         launch.run_local_ranks(config, fails)
     assert ("Traceback" in capfd.readouterr().err) == (how == "raise"), "whoever looks for the mistake needs it"
+
+
+def test_a_lost_connection_is_one_whoever_says_so():
+    gloo = "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:27555: Connection reset by peer"
+    assert local_ranks.is_of_a_connection(RuntimeError(gloo))
+    assert local_ranks.is_of_a_connection(UserError(f"save_head: run/head-5 cannot be written: {gloo}")), "not the disk"
+    assert local_ranks.is_of_a_connection(dist.DistStoreError("wait timeout"))
+    assert not local_ranks.is_of_a_connection(UserError("the run folder 'run' cannot be written: No space left"))
 
 
 LOST = ("raised", "RuntimeError: Connection closed by peer", 1)

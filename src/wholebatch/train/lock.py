@@ -46,7 +46,7 @@ class Lock:
                 raise UserError(f"{str(path)!r} must be a file of the run, and is none; remove it")
             self._acquire(folder)
             os.ftruncate(self._file, 0)
-            os.pwrite(self._file, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+            os.write(self._file, f"{os.getpid()} {socket.gethostname()}\n".encode())
         except BaseException:
             self.close()
             raise
@@ -68,7 +68,7 @@ class Lock:
             say(f"the file system has no locks ({error.strerror}): nothing keeps a second run out of {folder}")
 
     def _holder(self) -> str:
-        pid, _, host = os.pread(self._file, 300, 0).decode(errors="replace").strip().partition(" ")
+        pid, _, host = os.read(self._file, 300).decode(errors="replace").strip().partition(" ")
         return f"process {pid} on {host!r}" if pid.isdecimal() and host else "another process"
 
     def close(self) -> None:
