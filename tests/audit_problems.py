@@ -164,6 +164,17 @@ def right_cached():
     return Problem(Encoders(nn.Dropout(0.3)), batch(), step=step, uneven=True)
 
 
+def cached_times_w():
+    def step(model, batch):
+        def loss(x, y):
+            found = wb.functional.clip_loss(normalize(x, dim=1), normalize(y, dim=1), model.log_scale.exp())
+            return found * (dist.get_world_size() if dist.is_initialized() else 1)
+
+        return wb.GradCache([model.image, model.text], 3, loss)(batch["images"], batch["texts"])
+
+    return Problem(Encoders(), batch(), step=step)
+
+
 def right_with_sync_batch_norm():
     model = Encoders(nn.BatchNorm1d(8))
     return problem(wb.CLIPLoss(), nn.SyncBatchNorm.convert_sync_batchnorm(model), uneven=True)

@@ -25,6 +25,7 @@ RIGHT = [name for name in vars(audit_problems) if name.startswith("right_")]
 PLANTED = {
     "everything_times_w": "everything-times-w",
     "everything_times_w_sum": "everything-times-w",
+    "cached_times_w": "everything-times-w",
     "everything_over_w": "everything-over-w",
     "gather_without_gradient": "gather-without-gradient",
     "key_side_missing": "key-side-missing",

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .._graph import leaves_of
 from .._user_error import UserError
 from ..gradcache.inputs import tensors_of
+from ..gradcache.replicas import without_comparison
 from ..partition import Partition
 from .frozen import Recording, Replaying
 from .problem import (
@@ -193,7 +194,7 @@ def _run_trial(job: Job, trial: Trial, communication: AbstractContextManager[Any
             given = problem.engine(given) if callable(problem.engine) else DistributedDataParallel(given)
         if trial.nudge is not None:  # only now: DDP begins with rank 0's parameters
             _apply(trial.nudge, parameters(problem), job.directions, rank)
-        with communication:
+        with communication, nullcontext() if trial.nudge is None else without_comparison():
             loss = _evaluate(
                 problem, given, batch, inputs.values(), reference=by_reference, backward=trial.nudge is None
             )

@@ -4,6 +4,11 @@ grad_cache        GradCache, the step              functional      cached, for l
 two_passes        forward, loss, forward again     keep            which chunks need no second pass
 replay            what the second must repeat      parameter_sync  when engines may synchronise
 inputs            trees of tensors, and models' calls
+observe           which modules a call calls
+
+passed_by         engines that hold parameters, and are not called
+held              engines that are told to wait, and do not
+replicas          parameters that ranks hold copies of, compared
 """
 
 from .functional import cached, cat_input_tensor, gather_input_tensor
