@@ -365,7 +365,10 @@ def test_rates_of_a_file(tmp_path):
     rates = given("cpu", torch.float32)
     path.write_text(rates.to_json())
     assert Rates.from_json(path) == rates
-    for text in ("", "{}", "[]", rates.to_json().replace("2000000000.0", "-1.0")):
+    for text in (
+        *("", "{}", "[]", "[" * 100_000, " " * 2**21, rates.to_json().replace("2000000000.0", "-1.0")),
+        *(rates.to_json().replace("2000000000.0", number) for number in ("NaN", "1e999", "9" * 400)),
+    ):
         path.write_text(text)
         with pytest.raises(ValueError, match="does not hold what `wholebatch plan --measure --save` writes"):
             Rates.from_json(path)

@@ -328,6 +328,13 @@ def test_mistakes_in_files(tmp_path):
         file_pairs(tmp_path / "pairs.parquet", image_size=16, channels=1)
 
 
+def test_metrics_that_are_not_finite_can_be_read_again(tmp_path):
+    """As the last ones of a run that went astray, which goes on from an earlier checkpoint."""
+    folder = RunFolder(tmp_path)
+    folder.append({"step": 1, "loss": 1.0, "logit_scale": math.nan, "validation": {"recall@1": 0.5}})
+    assert folder.metrics() == [{"step": 1, "loss": 1.0, "logit_scale": None, "validation": {"recall@1": 0.5}}]
+
+
 @pytest.mark.parametrize("content", [b'{"step": 1}\n', b"[1]\n", b'{"step": 1, "loss": 1.0\n{}\n', b"\xff\n"])
 def test_metrics_that_are_no_metrics_are_refused(tmp_path, content):
     (tmp_path / "metrics.jsonl").write_bytes(content)

@@ -18,8 +18,12 @@ from dataclasses import asdict, dataclass, replace
 from math import inf, log
 from pathlib import Path
 
+from .._bounded_json import parse_json
+from .._files import read_bounded
 from .._user_error import UserError
 from .work import Work
+
+_MOST_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class Rates:
             UserError: if the file is not that.
         """
         try:
-            found = json.loads(path.read_text())
+            found = parse_json(read_bounded(path.resolve(), _MOST_BYTES), "it")
             for name in ("products", "again"):
                 found[name] = {int(d): float(rate) for d, rate in found[name].items()}
             found["entry"] = {

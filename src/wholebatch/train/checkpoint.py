@@ -12,7 +12,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 import wholebatch as wb
 
 from .._bounded_json import Types, check_fields, parse_json
-from .._files import open_regular, read_bounded, size_of
+from .._files import read_bounded
 from .._settings import shown
 from .._tensor_file import TensorFile, is_save_id, new_save_id, write_tensors
 from .._user_error import UserError
@@ -31,7 +30,7 @@ FILE = "checkpoint.safetensors"
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
 MOST_CONFIG_BYTES = 2**20
-MOST_METRICS_BYTES = 2**30
+_MOST_METRICS_BYTES = 2**30
 _FORMAT = "wholebatch-train-3"
 _FACTS: Types = {
     "step": int, "seconds": (float, int), "torch": str, "save": str, "config": (str, type(None)),
@@ -219,10 +218,7 @@ def _digests(folder: Path, step: int) -> dict[str, str | None]:
 
 def first_lines(metrics: Path, count: int | None) -> list[bytes]:
     """The first lines of metrics.jsonl, or all."""
-    with open_regular(metrics) as file:
-        if size_of(file) > MOST_METRICS_BYTES:
-            raise UserError(f"{metrics} has {size_of(file)} bytes, expected at most {MOST_METRICS_BYTES}")
-        return list(islice(file.read(MOST_METRICS_BYTES).splitlines(keepends=True), count))
+    return read_bounded(metrics, _MOST_METRICS_BYTES).splitlines(keepends=True)[:count]
 
 
 @contextmanager

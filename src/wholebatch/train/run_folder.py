@@ -15,6 +15,7 @@ look_alikes.png          of --task identify: which classes are taken for which
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,7 +83,11 @@ class RunFolder:
         self._keep = step
 
     def append(self, metrics: dict[str, Any]) -> None:
-        """Add a line to metrics.jsonl."""
+        """Add a line to metrics.jsonl; a number that is not finite is null there."""
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in metrics.items()
+        }
         with _writing(self.path):
             if self._keep is not None:
                 kept = first_lines(self._metrics, self._keep) if self._metrics.exists() else []
@@ -90,7 +95,7 @@ class RunFolder:
                     whole.write(b"".join(kept))
                 self._keep = None
             with self._metrics.open("a") as file:
-                file.write(json.dumps(metrics) + "\n")
+                file.write(json.dumps(finite) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
         """All whole lines of metrics.jsonl, one for each step; a last line that a kill cut short is left out."""
@@ -149,12 +154,9 @@ def _check_row(row: Any, number: int) -> None:
     """A line of metrics.jsonl: of this step, and of numbers alone."""
     if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] != number:
         raise ValueError(f"line {number} is not that of step {number}")
-    if "loss" not in row or not _are_numbers({**row, "validation": None}):
+    others = {name: value for name, value in row.items() if name != "validation"}
+    if "loss" not in row or any(type(value) not in (int, float, type(None)) for value in others.values()):
         raise ValueError(f"line {number} must hold a loss, and numbers alone")
-
-
-def _are_numbers(values: dict[str, Any]) -> bool:
-    return all(type(value) in (int, float, type(None)) for value in values.values())
 
 
 @contextmanager
