@@ -381,7 +381,9 @@ def moco_loss(
     9.0798e-05
     """
     logits = logit_scale * torch.cat([(queries * keys).sum(1, keepdim=True), queries @ queue.T], dim=1)
-    return _reduce(logits.logsumexp(1) - logits[:, 0], weights, reduction)
+    own = torch.zeros_like(logits, dtype=torch.bool)
+    own[:, 0] = True
+    return _reduce(_cross_entropy(logits, own, own & ~own), weights, reduction)
 
 
 def global_contrastive_loss(
@@ -556,19 +558,21 @@ def _cross_entropy(
     positive: Tensor,
     excluded: Tensor,
     label_smoothing: float = 0.0,
-    target: Tensor | None = None,
 ) -> Tensor:
     """Of each row: logsumexp over all that is not excluded, less the mean positive; 0 for a row without positives.
 
-    With a `target`, that is subtracted, whether the row has a positive or not.
+    Logits are taken relative to the largest: the derivative of a logsumexp of 1e16 would be exp(S - logsumexp) with a
+    logsumexp that has lost its logarithm.
     """
     candidates = (~excluded).sum(1)
+    largest = logits.detach().masked_fill(excluded, -torch.inf).amax(1, keepdim=True)
+    logits = logits - torch.where(candidates[:, None] > 0, largest, 0.0)
     logsumexp = logits.masked_fill(excluded, -torch.inf).logsumexp(1)
     uniform = logits.masked_fill(excluded, 0).sum(1) / candidates.clamp(min=1)
     count = positive.sum(1)
-    mean = logits.masked_fill(~positive, 0).sum(1) / count.clamp(min=1) if target is None else target
+    mean = logits.masked_fill(~positive, 0).sum(1) / count.clamp(min=1)
     loss = logsumexp - (1 - label_smoothing) * mean - label_smoothing * uniform
-    return torch.where((candidates > 0) & ((count > 0) if target is None else True), loss, 0.0)
+    return torch.where((candidates > 0) & (count > 0), loss, 0.0)
 
 
 def _pairs(n: int, ids: Tensor | None, equal_ids: str, device: torch.device) -> tuple[Tensor, Tensor]:

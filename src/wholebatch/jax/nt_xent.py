@@ -15,7 +15,7 @@ from .axis import Axis
 from .exchange import Memory
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
 from .options import ExchangeName, Options
-from .products import inverse_norms, sum_dtype
+from .products import inverse_norms, moderate, sum_dtype
 from .reduction import Reduction, cross_entropy, reduced
 from .softmax import Codes, Plan, Tower, softmax_statistics
 
@@ -119,7 +119,7 @@ class _NTXent:
 
     def __call__(self, axis: Axis, rows: dict[str, Any], temperature: Any) -> Array:
         b, valid = len(rows["z0"]), valid_rows(axis, "z0", rows)
-        example, z = axis.rows(b), jnp.concatenate([rows["z0"], rows["z1"]])
+        example, z = axis.rows(b), moderate(jnp.concatenate([rows["z0"], rows["z1"]]))[0]
         of_example = Codes(valid, pair=example, same=rows["ids"])
         codes = jax.tree.map(lambda code: jnp.concatenate([code, code]), of_example)
         codes = codes._replace(itself=jnp.concatenate([example, example + b * axis.size]))

@@ -26,7 +26,7 @@ from .exchange import Memory
 from .margins import ArcFace, Margin
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
 from .options import ExchangeName, Options
-from .products import inverse_norms, sum_dtype
+from .products import inverse_norms, lacking, moderate, norms, sum_dtype
 from .reduction import Reduction, reduced
 from .softmax import Codes, Plan, Tower, softmax_statistics
 
@@ -176,7 +176,7 @@ class _PartialFC:
         return rows | {"labels": labels.astype(jnp.promote_types(labels.dtype, jnp.int32))}  # that of places
 
     def __call__(self, axis: Axis, rows: dict[str, Any], key: Array | None) -> Array:
-        x, labels, centres = rows["embeddings"], rows["labels"], rows["centres"]
+        (x, power), labels, (centres, _) = moderate(rows["embeddings"]), rows["labels"], moderate(rows["centres"])
         num_classes = rows.get("totals", {}).get("centres", len(centres) * axis.size)
         valid, ids = valid_rows(axis, "embeddings", rows), axis.rows(len(centres))
         counted = labels != self.ignore_index
@@ -186,7 +186,7 @@ class _PartialFC:
         own, present = _meet(axis, centres, labels, ring=sweep.exchange == "ring" and axis.size > 1)
         factors = inverse_norms(x), inverse_norms(own)
         angles = angles_of_units(*(of * factor[:, None] for of, factor in zip((x, own), factors, strict=True)))
-        targets = self.margin.s * self.margin(angles, 1 / factors[0])
+        targets = self.margin.s * self.margin(angles, norms(x) / power[:, 0])
 
         live = valid_rows(axis, "centres", rows)
         if self.sample_rate < 1:
@@ -224,14 +224,16 @@ def drawn(key: Array, ids: Array, rate: float) -> Array:
 
 
 def angles_of_units(x: Array, w: Array) -> Array:
-    """theta = 2 atan2(|x - w|, |x + w|), exact to rounding at any angle; without a gradient at 0 and pi themselves.
+    """acos(x . w) of normalized rows, exact to rounding at any angle; without a gradient at 0 and pi themselves.
+
+    theta = 2 atan2(sqrt(|x - w|^2 + r), sqrt(|x + w|^2 + r)),    r = (1 - |x|^2) + (1 - |w|^2), 0 but for short rows.
 
     Source: Kahan, 2006, How futile are mindless assessments of roundoff, section 12.
     """
-    least = (_SAME * jnp.finfo(x.dtype).eps) ** 2
+    least, missing = (_SAME * jnp.finfo(x.dtype).eps) ** 2, lacking(x, w)
 
     def length(z: Array) -> Array:
-        squares = (z * z).sum(1)
+        squares = (z * z).sum(1) + missing
         return jnp.where(squares > least, jnp.sqrt(jnp.where(squares > least, squares, 1)), 0)
 
     apart, together = length(x - w), length(x + w)

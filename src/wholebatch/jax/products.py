@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 _LEAST_NORM = 1e-12
+_LARGE = 2.0**20
 
 
 def sum_dtype(*arrays: Array) -> Any:
@@ -16,11 +17,40 @@ def sum_dtype(*arrays: Array) -> Any:
     return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
 
 
+def moderate(x: Array) -> tuple[Array, Array]:
+    """Rows that are to be normalized, and the power of two, (b, 1), by which they have been multiplied.
+
+    It brings entries beyond 2^20 to 2^20 and is 1 for all other rows: neither squares nor products overflow then, and
+    normalizing does not see it. (Short rows do: they are divided by 1e-12 and not by their norms.) To derivatives it is
+    a constant, which is right.
+    """
+    largest = jnp.max(jnp.abs(lax.stop_gradient(x)), -1, keepdims=True).astype(sum_dtype(x))
+    largest = jnp.clip(largest, _LARGE, jnp.finfo(largest.dtype).max ** 0.75)
+    mantissa, _ = jnp.frexp(largest)
+    power = 2 * _LARGE * mantissa / largest
+    return x * power.astype(x.dtype), power
+
+
 def inverse_norms(x: Array) -> Array:
-    """1 / |x_i|, (b,), in the dtype of sums; of a row of zeros 1e12, as `torch.nn.functional.normalize` has it."""
+    """1 / max(|x_i|, 1e-12), (b,), of `moderate` rows in the dtype of sums: `torch.nn.functional.normalize`'s rule.
+
+    Its derivative is that of this function: 0 where a row is shorter than 1e-12.
+    """
     squares = (x.astype(sum_dtype(x)) ** 2).sum(-1)
-    norms = jnp.sqrt(jnp.where(squares > 0, squares, 1))  # whose derivative at 0 is infinite
-    return 1 / jnp.where(squares > 0, jnp.maximum(norms, _LEAST_NORM), _LEAST_NORM)
+    clamped = squares < _LEAST_NORM**2
+    return jnp.where(clamped, 1 / _LEAST_NORM, lax.rsqrt(jnp.where(clamped, 1, squares)))
+
+
+def norms(x: Array) -> Array:
+    """|x_i|, (b,), in the dtype of sums; with derivative 0 at a row of zeros."""
+    squares = (x.astype(sum_dtype(x)) ** 2).sum(-1)
+    return jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1)), 0)
+
+
+def lacking(*units: Array) -> Array:
+    """What normalized rows lack to squared norm 1, all together, (b,): 0 but for rows that were shorter than 1e-12."""
+    missing = [1 - (z * z).sum(-1) for z in units]
+    return sum((jnp.where(m > 16 * jnp.finfo(m.dtype).eps, m, 0) for m in missing), start=jnp.zeros_like(missing[0]))
 
 
 def rows_times_rows(x: Array, y: Array) -> Array:

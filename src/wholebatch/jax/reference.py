@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from .margins import ArcFace, Margin
+from .products import lacking, moderate, norms
 
 __all__ = ["clip_loss", "info_nce_loss", "nt_xent_loss", "partial_fc_loss", "siglip_loss", "sup_con_loss"]
 
@@ -196,7 +197,7 @@ def partial_fc_loss(
     labels = jnp.where(counted, labels, 0)
     no_class = (labels < 0) | (labels >= len(w))
     cosines, own = x @ w.T, labels[:, None] == jnp.arange(len(w))
-    phi = margin(_angles(x, w[labels]), _norms(embeddings))
+    phi = margin(_angles(x, w[labels]), norms(moderate(embeddings)[0]) / moderate(embeddings)[1][:, 0])
     logits = margin.s * jnp.where(own, phi[:, None], cosines)
     losses = jnp.where(no_class, jnp.nan, _cross_entropy(logits, own, jnp.zeros_like(own)))
     return _reduce(losses, weights, reduction, counted)
@@ -221,21 +222,20 @@ def _pairs(n: int, ids: Array | None, equal_ids: str) -> tuple[Array, Array]:
     return (equal, jnp.zeros_like(equal)) if equal_ids == "positive" else (diagonal, equal & ~diagonal)
 
 
-def _norms(x: Array) -> Array:
-    squares = (x * x).sum(-1)
-    return jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1)), 0)
-
-
 def _normalised(x: Array) -> Array:
     """Rows over their length, or over 1e-12, as `torch.nn.functional.normalize` has it."""
-    return x / jnp.maximum(_norms(x), 1e-12)[..., None]
+    x, _ = moderate(x)
+    return x / jnp.maximum(norms(x), 1e-12)[..., None]
 
 
 def _angles(x: Array, w: Array) -> Array:
-    """Of unit vectors (Kahan, 2006, How futile are mindless assessments of roundoff, section 12); at 0 and pi flat."""
-    same = 16 * jnp.finfo(x.dtype).eps
-    lengths = [_norms(jnp.where(_norms(z)[:, None] <= same, 0, z)) for z in (x - w, x + w)]
-    return 2 * jnp.arctan2(*lengths)
+    """acos(x . w) of normalized rows (Kahan, 2006, How futile are mindless assessments of roundoff, section 12).
+
+    At 0 and pi it is flat. Rows that were shorter than 1e-12 lack something to norm 1.
+    """
+    least = (16 * jnp.finfo(x.dtype).eps) ** 2
+    squares = [(z * z).sum(-1) + lacking(x, w) for z in (x - w, x + w)]
+    return 2 * jnp.arctan2(*(jnp.where(s > least, jnp.sqrt(jnp.where(s > least, s, 1)), 0) for s in squares))
 
 
 def _reduce(losses: Array, weights: Array | None, reduction: str, counted: Array | None = None) -> Array:

@@ -14,7 +14,7 @@ from .axis import Axis
 from .exchange import Memory
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
 from .options import ExchangeName, Options
-from .products import inverse_norms, sum_dtype
+from .products import inverse_norms, moderate, sum_dtype
 from .reduction import Reduction, cross_entropy, reduced
 from .softmax import Codes, Plan, Tower, softmax_statistics
 
@@ -132,7 +132,7 @@ class _SupCon:
     def __call__(self, axis: Axis, rows: dict[str, Any], temperature: Any) -> Array:
         features, weights = rows["features"], rows["weights"]
         b, of_one = len(features), features.shape[:-1]  # rows, or rows and views
-        z, views = features.reshape(-1, features.shape[-1]), features.size // (b * features.shape[-1])
+        z, views = moderate(features.reshape(-1, features.shape[-1]))[0], features.size // (b * features.shape[-1])
 
         def of_each(x: Array | None) -> Array | None:
             """Of examples that of all views."""

@@ -107,13 +107,14 @@ def _with_norms(features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 def inner(a: Tensor, b: Tensor | None, divided_by: Tensor | None = None) -> Tensor:
     """<a, b>, of a's rows divided by these numbers, (rows, 1), if given.
 
-    Some rows at a time, for the products of the entries are stored before they are summed.
+    In float64: the gradient of a learnable scale is a small difference of large numbers. Some rows at a time, which are
+    widened.
     """
     assert b is not None, "a learnable scale always comes with U or V; please report this"
     total = torch.zeros((), dtype=wide_dtype(b.device), device=b.device)
     for at in range(0, len(b), rows_at_a_time(b.device)):
         some = slice(at, at + rows_at_a_time(b.device))
-        products = torch.linalg.vecdot(a[some].to(b.dtype), b[some])
+        products = torch.linalg.vecdot(a[some].to(total.dtype), b[some].to(total.dtype))
         total += (products if divided_by is None else products / divided_by[some, 0]).sum(dtype=total.dtype)
     return total
 

@@ -3,8 +3,12 @@
     K_i = sum_j P_ij (S_ij - C_i),    P_ij = exp(T_ij - A_i),    A_i = logsumexp_j T_ij of a teacher's similarities T
 
 and the same for columns with Q_ij = exp(T_ij - A'_j). The A are known beforehand, so that no weight exceeds 1; so are
-the C, near S, so that what is summed is small. With a loss's derivatives k_i and k'_j, dS_ij = k_i P_ij + k'_j Q_ij.
-Forward 2 units of multiply-adds (S and T), backward 1 for T and 2 for the products.
+the C, the logsumexps of S itself, so that what is summed is small, and -K_i is a cross-entropy,
+
+    L_i = C_i - sum_j P_ij S_ij,        dL_i / dS_ij = exp(S_ij - C_i) - P_ij
+
+The difference of student and teacher is taken in the tile, before anything is summed: where they all but agree, nothing
+is lost. Forward 2 units of multiply-adds (S and T), backward the same and 2 for the products.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ import torch
 from torch import Tensor
 
 from .driver import Block, Driver, relative
+
+Sides = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class SoftTargetSweep:
@@ -27,7 +33,10 @@ class SoftTargetSweep:
         self.driver, self.teacher = driver, teacher
 
     def sums(self, block: Block, rows: tuple[Tensor, Tensor, Tensor], cols: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Add the block's part to K of the rows (b,) and of the columns (n,), each given as (A, C, K)."""
+        """Add the block's part to the sums of rows, (b, 3), and of columns, (n, 3), each given as (A, C, sums).
+
+        These are K, and sum_j exp(T_ij - A_i) and sum_j exp(S_ij - C_i): 1, but for what A and C have lost to rounding.
+        """
         of_teacher = self._of_teacher(block)
         for tile, x, y in self.driver.tiles(block):
             logits = self.driver.logits(tile, x, y)
@@ -36,23 +45,35 @@ class SoftTargetSweep:
             for (lse, near, into), at, dim in ((rows, tile.rows, 1), (cols, here, 0)):
                 weights = torch.sub(targets, _at(lse, at, dim, targets), out=self.driver.scratch(tile)).exp_()
                 away = torch.sub(logits, _at(near, at, dim, logits), out=self.teacher.scratch(tile))
-                into[at] += weights.mul_(away).sum(dim)
+                into[at, 1] += weights.sum(dim)
+                into[at, 0] += weights.mul_(away).sum(dim)
+                into[at, 2] += away.exp_().sum(dim)
 
-    def gradients(
-        self, block: Block, rows: tuple[Tensor, Tensor], cols: tuple[Tensor, Tensor], u: Tensor | None, v: Tensor | None
-    ) -> None:
-        """Add dS Y to `u` (b, d) and dS^T X to `v` (n, d), from (A, k) of rows and columns; None is left out."""
+    def gradients(self, block: Block, rows: Sides, cols: Sides, u: Tensor | None, v: Tensor | None) -> None:
+        """Add dS Y to `u` (b, d) and dS^T X to `v` (n, d), from rows' and columns' ((C, c), (A, a)); None is left out.
+
+        dS_ij = c_i exp(S_ij - C_i) - a_i exp(T_ij - A_i), and the same of columns.
+        """
         of_teacher = self._of_teacher(block)
         for tile, x, y in self.driver.tiles(block):
             here = relative(tile.cols, block)
+            logits = self.driver.logits(tile, x, y)
             targets = self.teacher.logits(tile, self.teacher.x[tile.rows], of_teacher[here])
-            grad = torch.sub(targets, _at(rows[0], tile.rows, 1, targets), out=self.driver.buffer(tile))
-            grad.exp_().mul_(_at(rows[1], tile.rows, 1, targets))
-            targets.sub_(_at(cols[0], here, 0, targets)).exp_()
-            self.driver.products(grad.addcmul_(targets, _at(cols[1], here, 0, targets)), tile, x, y, block, u, v)
+            grad, scratch = self.driver.scratch(tile), self.teacher.scratch(tile)
+            _weighed(logits, rows[0], tile.rows, 1, out=grad).sub_(
+                _weighed(targets, rows[1], tile.rows, 1, out=scratch)
+            )
+            _weighed(logits, cols[0], here, 0, out=logits).sub_(_weighed(targets, cols[1], here, 0, out=targets))
+            self.driver.products(grad.add_(logits), tile, x, y, block, u, v)
 
     def _of_teacher(self, block: Block) -> Tensor:
         return block.y[:, self.driver.width :].to(self.teacher.dtype)
+
+
+def _weighed(logits: Tensor, side: tuple[Tensor, Tensor], at: slice, dim: int, *, out: Tensor) -> Tensor:
+    """exp(logits - lse) times a factor, of each row (dim 1) or column (dim 0)."""
+    lse, factor = (_at(numbers, at, dim, logits) for numbers in side)
+    return torch.sub(logits, lse, out=out).exp_().mul_(factor)
 
 
 def _at(numbers: Tensor, at: slice, dim: int, like: Tensor) -> Tensor:
