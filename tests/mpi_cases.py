@@ -1,6 +1,9 @@
 """What is particular to MPI: communicators of mpi4py that are null, freed or finalized, and ranks that do not come."""
 
 import os
+import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from mpi4py import MPI
 
 import wholebatch as wb
 from wholebatch.comm import CommunicationError, MPICommunicator, select_communicator
+from wholebatch.partition import Partition
 
 
 def communicators_of_mpi4py():
@@ -89,6 +93,33 @@ def a_rank_that_does_not_come():
         MPI.COMM_WORLD.Barrier()
 
 
+def a_head_is_saved_and_loaded():
+    """By all ranks, by half of them, and by each alone."""
+    world = MPICommunicator()
+    folder = Path(MPI.COMM_WORLD.bcast(tempfile.mkdtemp() if world.rank == 0 else None, root=0))
+    head = wb.PartialFC(4, 23, margin=wb.AdaFace(), seed=1, group=world)
+    optimizer = wb.SparseSGD(head.parameters(), lr=0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(world.rank)
+    head(torch.randn(3, 4, generator=generator), torch.tensor([0, 11, 22])).backward()
+    optimizer.step()
+    save = wb.heads.save_head(folder / "head", head, optimizer)
+    counts, state = Partition.even(23, world.size).counts, optimizer.state[head.weight]["momentum_buffer"]
+    whole, momentum = (world.all_gather(x, counts=counts) for x in (head.weight.detach(), state))
+    for colour in (0, world.rank % 2, world.rank):
+        group = MPICommunicator(MPI.COMM_WORLD.Split(colour))
+        other = wb.PartialFC(4, 23, margin=wb.AdaFace(), seed=2, group=group)
+        one = wb.SparseSGD(other.parameters(), lr=0.1, momentum=0.9)
+        wb.heads.load_head(folder / "head", other, one, save_id=save)
+        assert torch.equal(other.weight.detach(), whole[other.own_classes])
+        assert torch.equal(one.state[other.weight]["momentum_buffer"], momentum[other.own_classes])
+        assert torch.equal(other.margin.mean, head.margin.mean)
+        with pytest.raises(ValueError, match="has a checkpoint already"):
+            wb.heads.save_head(folder / "head", other)
+    MPI.COMM_WORLD.Barrier()
+    if world.rank == 0:
+        shutil.rmtree(folder)
+
+
 def after_finalization():
     comm = MPICommunicator()
     MPI.Finalize()
@@ -107,6 +138,7 @@ MPI_CASES = {
         closed_parts,
         launched_without_a_group,
         a_rank_that_does_not_come,
+        a_head_is_saved_and_loaded,
         after_finalization,  # the last one
     )
 }

@@ -491,7 +491,7 @@ def strange_body():
     for call, message in (
         (lambda odd: wb.functional.info_nce_loss(x, x, logit_scale=1.0, directions=None if odd else ("query_to_key",)),
          "directions must be one of"),
-        (lambda odd: wb.functional.triplet_loss(x, labels, normalise=Flag() if odd else True), "not JSON serializable"),
+        (lambda odd: wb.functional.triplet_loss(x, labels, normalise=Flag() if odd else True), "normalise must be"),
         (lambda odd: wb.functional.distillation_loss(x, x, 5.0, x, x, 3.0 if odd else 2.0),
          r"teacher_logit_scale must be the same on all ranks, got \[2.0, 3.0"),
     ):  # fmt: skip

@@ -1084,6 +1084,17 @@ def test_what_fsdp2_keeps_to_itself():
     run_ranks(fsdp_state_body, 2, timeout_s=60)
 
 
+def renamed_body(counts):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("wholebatch.gradcache.parameter_sync._SWITCHES", ("a name that FSDP2 does not have",))
+        fsdp_body(counts, 0)
+
+
+def test_an_fsdp2_whose_switches_have_other_names():
+    """Its public one does, until it is known what the caller has switched off (the test above then fails)."""
+    run_ranks(renamed_body, 2, (4, 4), timeout_s=60)
+
+
 def broadcast_body(counts):
     """DDP sets buffers to rank 0's in a step's first pass, which the second passes must see, too."""
     rank = dist.get_rank()
@@ -1502,9 +1513,9 @@ def test_a_model_with_a_state_of_its_own_is_found_out(accumulated):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"chunk_sizes": 0}, "chunk_sizes must be positive integers, rows of a chunk; got 0"),
+        ({"chunk_sizes": 0}, "chunk_sizes must be a positive integer, rows of a chunk; got 0"),
         ({"chunk_sizes": 2.0}, "chunk_sizes"),
-        ({"chunk_sizes": True}, "chunk_sizes must be positive integers"),
+        ({"chunk_sizes": True}, "chunk_sizes must be a positive integer"),
         ({"chunk_sizes": [1, 2, 3]}, r"one for each of the 2 models; got \[1, 2, 3\]"),
         ({"models": nn.Linear(2, 2)}, "models must be a list"),
         ({"models": []}, "models must be a list"),

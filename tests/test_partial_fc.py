@@ -397,7 +397,8 @@ def sampled_body(rows, rate):
             assert set(kept.tolist()) <= set(ids.tolist())
             log_weights = None
             if unbiased and rate < 1:
-                log_weights = torch.where(torch.isin(ids, kept), 0.0, -math.log(rate)).double()
+                log_weights = torch.full(ids.shape, -math.log(rate), dtype=torch.float64)
+                log_weights[torch.isin(ids, kept)] = 0
             twin_x, twin = x.clone().requires_grad_(), centres.clone().requires_grad_()
             true = wb.reference.partial_fc_loss(
                 twin_x, labels, twin[ids], margin=margin, class_ids=ids, log_weights=log_weights
@@ -845,7 +846,7 @@ def damaged_body(folder):
     """A slice that one rank alone needs: none of them is changed."""
     head = wb.PartialFC(4, 10, seed=1)
     before = head.weight.detach().clone()
-    with pytest.raises(ValueError, match="cannot be read, it is damaged"):
+    with pytest.raises(ValueError, match=r"rank-00001-of-00002\.safetensors is damaged or incomplete"):
         wb.heads.load_head(folder, head)
     assert torch.equal(head.weight, before)
 
@@ -856,9 +857,64 @@ def saved_body(folder):
 
 def test_a_damaged_checkpoint_changes_nothing(tmp_path):
     run_ranks(saved_body, 2, tmp_path / "a", timeout_s=60)
-    (file,) = (tmp_path / "a").glob("__1_*.distcp")
+    (file,) = (tmp_path / "a").glob("rank-00001-*")
     file.write_bytes(file.read_bytes()[:40])
     run_ranks(damaged_body, 2, tmp_path / "a", timeout_s=60)
+
+
+def foreign_body(folder):
+    """Of two saves with the same shapes: one's index with a file of the other's."""
+    head, other = wb.PartialFC(4, 10), wb.PartialFC(4, 10, seed=1)
+    saves = [wb.heads.save_head(folder / name, one) for name, one in (("a", head), ("b", other))]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for name in ("a", "b"):
+            (folder / name / "rank-00001-of-00002.safetensors").rename(folder / f"{name}1")
+        (folder / "b1").rename(folder / "a" / "rank-00001-of-00002.safetensors")
+        (folder / "b" / "rank-00001-of-00002.safetensors").symlink_to(folder / "a1")
+    dist.barrier()
+    before = head.weight.detach().clone()
+    with pytest.raises(ValueError, match=r"rank-00001-of-00002\.safetensors belongs to another save") as error:
+        wb.heads.load_head(folder / "a", head)
+    assert saves[0] in str(error.value)
+    assert saves[1] in str(error.value)
+    with pytest.raises(ValueError, match=r"rank-00001-of-00002\.safetensors is a link"):
+        wb.heads.load_head(folder / "b", head)
+    assert torch.equal(head.weight, before)
+    return saves
+
+
+def test_files_of_another_save_are_refused(tmp_path):
+    first, second = run_ranks(foreign_body, 2, tmp_path, timeout_s=60)
+    assert first == second, "the ids are the same on all ranks"
+    assert first[0] != first[1]
+
+
+def test_the_id_of_a_save(tmp_path):
+    head = wb.PartialFC(4, 10)
+    first, second = (wb.heads.save_head(tmp_path / name, head) for name in "ab")
+    wb.heads.load_head(tmp_path / "a", head, save_id=first)
+    with pytest.raises(ValueError, match=f"a belongs to another save: expected {second}, got {first}"):
+        wb.heads.load_head(tmp_path / "a", head, save_id=second)
+    with pytest.raises(ValueError, match="save_id must be an id that save_head has returned, or None; got 5"):
+        wb.heads.load_head(tmp_path / "a", head, save_id=5)
+    for load in (wb.heads.save_head, wb.heads.load_head, wb.heads.load_insightface):
+        with pytest.raises(ValueError, match=r"head must be a wholebatch\.PartialFC, got Linear"):
+            load(tmp_path / "a", nn.Linear(4, 10))
+
+
+def test_folders_of_distributed_checkpoints_are_not_read(tmp_path):
+    """They would have to be unpickled."""
+    from torch.distributed.checkpoint import save
+
+    head = wb.PartialFC(4, 10)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        save({"weight/000000000000": head.weight.detach()}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(ValueError, match=r"is a folder of torch\.distributed\.checkpoint .* save the head again"):
+        wb.heads.load_head(tmp_path, head)
+    with pytest.raises(ValueError, match=r"has a checkpoint already, \.metadata"):
+        wb.heads.save_head(tmp_path, head)
 
 
 def test_what_a_margin_remembers_is_part_of_a_checkpoint(tmp_path):
@@ -1018,6 +1074,60 @@ def test_shards_of_insightface(tmp_path):
     (tmp_path / "2" / "softmax_fc_gpu_1.pt").unlink()
     with pytest.raises(ValueError, match=r"those of \[1\] are missing"):
         wb.heads.load_insightface(tmp_path / "2", wb.PartialFC(4, 11))
+
+
+def of_train_v2(rank, whole, momentum, step=40):
+    """What insightface's train_v2.py saves on one of three ranks."""
+    rows = Partition.even(11, 3).rows(rank)
+    backbone, weight = nn.Linear(3, 4), nn.Parameter(whole[rows].clone())
+    optimizer = torch.optim.SGD([{"params": backbone.parameters()}, {"params": [weight]}], lr=0.1, momentum=0.9)
+    for p in (*backbone.parameters(), weight):
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.state[weight]["momentum_buffer"] = momentum[rows].clone()
+    head = nn.Module()
+    head.weight = weight
+    return {
+        "epoch": 2, "global_step": step, "state_dict_backbone": backbone.state_dict(),
+        "state_dict_softmax_fc": head.state_dict(), "state_optimizer": optimizer.state_dict(),
+        "state_lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3).state_dict(),
+    }  # fmt: skip
+
+
+def train_v2_body(folder):
+    head = wb.PartialFC(4, 11)
+    optimizer = wb.SparseSGD(head.parameters(), momentum=0.9)
+    wb.heads.load_insightface(folder, head, optimizer)
+    return head.weight.detach(), optimizer.state[head.weight]["momentum_buffer"]
+
+
+def test_what_train_v2_of_insightface_saves(tmp_path):
+    """Of three ranks, on one and on two; then files that do not belong together."""
+    whole, momentum = torch.randn(11, 4), torch.randn(11, 4)
+    for rank in range(3):
+        torch.save(of_train_v2(rank, whole, momentum), tmp_path / f"checkpoint_gpu_{rank}.pt")
+    for world in (1, 2):
+        found = run_ranks(train_v2_body, world, tmp_path, timeout_s=60)
+        assert torch.equal(torch.cat([weight for weight, _ in found]), whole)
+        assert torch.equal(torch.cat([of_rank for _, of_rank in found]), momentum)
+    head = wb.PartialFC(4, 11)
+    before = head.weight.detach().clone()
+    for optimizer in (wb.SparseAdamW(head.parameters()), wb.SparseSGD(wb.PartialFC(4, 11).parameters())):
+        with pytest.raises(ValueError, match=r"optimizer must (be a wholebatch\.SparseSGD|have head\.parameters)"):
+            wb.heads.load_insightface(tmp_path, head, optimizer)
+    last = tmp_path / "checkpoint_gpu_2.pt"
+    last.rename(tmp_path / "other")
+    torch.save(of_train_v2(2, whole, momentum, step=80), last)
+    with pytest.raises(ValueError, match=r"checkpoint_gpu_2\.pt is of epoch and step \(2, 80\), .* of different saves"):
+        wb.heads.load_insightface(tmp_path, head)
+    (tmp_path / "checkpoint_gpu_0.pt").rename(last)
+    (tmp_path / "other").rename(tmp_path / "checkpoint_gpu_0.pt")
+    with pytest.raises(ValueError, match=r"checkpoint_gpu_0\.pt was saved as checkpoint_gpu_2\.pt: another rank's"):
+        wb.heads.load_insightface(tmp_path, head)
+    torch.save({"state_dict_softmax_fc": {}}, tmp_path / "checkpoint_gpu_0.pt")
+    with pytest.raises(ValueError, match=r"checkpoint_gpu_0\.pt must hold the classifier's weight"):
+        wb.heads.load_insightface(tmp_path, head)
+    assert torch.equal(head.weight, before)
 
 
 def cached_body(rows, rate):

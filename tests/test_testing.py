@@ -1,8 +1,10 @@
 """The harness itself: results come back, failures and hangs do not pass, warnings are errors on every rank."""
 
 import os
+import subprocess
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +40,42 @@ def die_on_rank_1():
 def leave_early_on_rank_1():
     if dist.get_rank() == 1:
         raise SystemExit(3)
+
+
+class Numbers(torch.utils.data.Dataset):
+    """Whose workers leave their process ids behind."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        (self.folder / f"{os.getpid()}").touch()
+        return torch.tensor(index)
+
+
+def load(folder, method, end):
+    """Sum what two workers load. They stay while their iterator does; and nobody waits for `sleep`."""
+    # Python 3.12 and later: fork, of a process with threads. Workers use none of gloo's.
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+    (folder / f"{os.getpid()}").touch()
+    loader = torch.utils.data.DataLoader(
+        Numbers(folder), 4, num_workers=2, persistent_workers=True, multiprocessing_context=method
+    )
+    kept.append(iter(loader))
+    total = sum(batch.sum().item() for batch in kept[0])
+    (folder / str(subprocess.Popen(["sleep", "600"]).pid)).touch()
+    dist.barrier()
+    if end == "raise":
+        if dist.get_rank() == 1:
+            raise KeyError("planted mistake")
+        time.sleep(600)  # until it is killed
+    return total
+
+
+kept = []
 
 
 def warn():
@@ -76,6 +114,30 @@ def test_a_rank_that_dies_or_leaves_is_a_failure():
         run_ranks(leave_early_on_rank_1, 2)
 
 
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes as Linux shows them")
+@pytest.mark.parametrize(("method", "end"), [("fork", "return"), ("fork", "raise"), ("forkserver", "return")])
+def test_ranks_may_start_processes_and_leave_none(tmp_path, method, end):
+    if end == "return":
+        assert run_ranks(load, 2, tmp_path, method, end, timeout_s=120) == [66, 66]
+    else:
+        with pytest.raises(RankError, match=r"(?s)rank 0 did not finish.*planted mistake"):
+            run_ranks(load, 2, tmp_path, method, end, timeout_s=120)
+    started = {int(file.name) for file in tmp_path.iterdir()}
+    assert len(started) == 2 + 2 * 2 + 2, "ranks, workers, and a program for each rank"
+    deadline = time.monotonic() + 60  # killed, but the system may take its time
+    while (left := {pid for pid in started if runs(pid)}) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
+
+
+def runs(pid):
+    """Whether there is such a process, and it is no zombie that its new parent has yet to see."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def test_a_failure_on_one_process_is_its_own_exception():
     with pytest.raises(FutureWarning):
         run_ranks(warn, 1)
@@ -92,7 +154,7 @@ def test_local_functions_travel():
 
 
 def test_mistakes_in_the_call():
-    with pytest.raises(ValueError, match="at least 1, got 0"):
+    with pytest.raises(ValueError, match="world_size must be an integer from 1 to 1024, ranks on this machine; got 0"):
         run_ranks(sum_of_ranks, 0, 2)
     with pytest.raises(ValueError, match="picklable"):
         run_ranks(sum_of_ranks, 2, (i for i in range(3)))

@@ -40,7 +40,7 @@ def uninterrupted(data, tmp_path_factory):
 def test_a_run_leaves_everything_it_promises(uninterrupted):
     run, output = uninterrupted
     assert {path.name for path in run.iterdir()} == {
-        "config.json", "metrics.jsonl", "checkpoint.safetensors", "head-30", "model.safetensors", "report.json",
+        "config.json", "metrics.jsonl", "checkpoint.safetensors", "head-30", "model.safetensors", "report.json", "lock",
         "curves.png", "look_alikes.png",
     }  # fmt: skip
     assert [row["step"] for row in metrics(run)] == list(range(1, 31))
@@ -150,11 +150,28 @@ def test_a_head_that_was_removed_is_missed(uninterrupted, tmp_path, capsys):
 def test_a_head_that_is_damaged_is_missed(uninterrupted, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(uninterrupted[0], run)
-    for file in (run / "head-30").glob("*.distcp"):
+    for file in (run / "head-30").glob("rank-*"):
         file.write_bytes(file.read_bytes()[:100])
     assert main(["train", "--resume", str(run)]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "it is damaged" in line
+    assert "rank-00000-of-00001.safetensors is damaged or incomplete" in line
+
+
+def test_a_head_that_is_a_link_or_of_another_run_is_refused(data, uninterrupted, tmp_path, capsys):
+    run, other = tmp_path / "run", tmp_path / "other"
+    shutil.copytree(uninterrupted[0], run)
+    assert main(["train", *options(data, other, "--task", "identify", *HEAD, "--seed", "1", steps=30)]) == 0
+    (run / "head-30").rename(tmp_path / "head")
+    for place, message in (
+        (lambda: (run / "head-30").symlink_to(tmp_path / "head"), "head-30 is a link; expected the folder itself"),
+        (lambda: shutil.copytree(other / "head-30", run / "head-30"), "head-30 belongs to another save"),
+    ):
+        place()
+        capsys.readouterr()
+        assert main(["train", "--resume", str(run)]) == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert message in line
+        (run / "head-30").unlink() if (run / "head-30").is_symlink() else shutil.rmtree(run / "head-30")
 
 
 @pytest.mark.parametrize("more", [[], ["--processes", "2"]])

@@ -1,5 +1,8 @@
 """The parts of the application, each by itself."""
 
+import json
+import math
+
 import pytest
 import torch
 from compare import assert_same
@@ -7,6 +10,7 @@ from glyph_files import write_pairs
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wholebatch._tensor_file import TensorFile, write_tensors
 from wholebatch._user_error import UserError
 from wholebatch.train.augment import affine_maps, apply_maps
 from wholebatch.train.checkpoint import FILE, load_checkpoint, save_checkpoint
@@ -179,7 +183,7 @@ def test_checkpoint_restores_weights_optimizer_and_randomness(tmp_path):
     expected = torch.rand(3)
     other = torch.nn.Linear(3, 2)
     other_optimizer = torch.optim.AdamW(other.parameters(), lr=0.5)
-    facts = load_checkpoint(tmp_path, other, other_optimizer)
+    facts = load_checkpoint(tmp_path, other, other_optimizer, steps=5)
     assert (facts["step"], facts["seconds"]) == (5, 1.5)
     assert torch.equal(torch.rand(3), expected)
     assert other_optimizer.param_groups[0]["lr"] == 0.5
@@ -192,47 +196,81 @@ def test_checkpoint_restores_weights_optimizer_and_randomness(tmp_path):
 
 
 def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path, monkeypatch):
-    import safetensors.torch
-
     model, optimizer = stepped(0)
     save_checkpoint(tmp_path, model.state_dict(), optimizer, step=1, seconds=0.0)
     before = (tmp_path / FILE).read_bytes()
 
-    def full_disk(tensors, path, metadata):
-        path.write_bytes(b"half of it")
+    def full_disk(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(safetensors.torch, "save_file", full_disk)
+    monkeypatch.setattr("os.fsync", full_disk)
     with pytest.raises(UserError, match=r"cannot be written: .*No space left"):
         save_checkpoint(tmp_path, model.state_dict(), optimizer, step=2, seconds=0.0)
     assert (tmp_path / FILE).read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == [FILE], "half a file takes no space"
 
 
 def test_damaged_checkpoints_are_refused(tmp_path):
-    from safetensors.torch import load_file, save_file
-
     model, optimizer = stepped(0)
     with pytest.raises(UserError, match="there is no checkpoint"):
-        load_checkpoint(tmp_path, model, optimizer)
+        load_checkpoint(tmp_path, model, optimizer, steps=1)
     save_checkpoint(tmp_path, model.state_dict(), optimizer, step=1, seconds=0.0)
     whole = (tmp_path / FILE).read_bytes()
     torch.save({"a pickle": 1}, tmp_path / "pickle.pt")
     for damaged in (whole[: len(whole) // 2], b"", (tmp_path / "pickle.pt").read_bytes()):
         (tmp_path / FILE).write_bytes(damaged)
         with pytest.raises(UserError, match="damaged or incomplete"):
-            load_checkpoint(tmp_path, model, optimizer)
+            load_checkpoint(tmp_path, model, optimizer, steps=1)
     (tmp_path / FILE).write_bytes(whole)
     with pytest.raises(UserError, match=r"does not fit this configuration's model: .* model.weight among them"):
-        load_checkpoint(tmp_path, *stepped(0, width=4))
-    tensors = {name: value for name, value in load_file(tmp_path / FILE).items() if not name.startswith("optimizer.")}
-    metadata = {"format": "wholebatch-train-2", "facts": '{"step": 1, "seconds": 0}'}
-    save_file(tensors, tmp_path / FILE, metadata)
+        load_checkpoint(tmp_path, *stepped(0, width=4), steps=1)
+    with TensorFile(tmp_path / FILE) as file:
+        metadata, tensors = file.metadata, {name: file.read(name) for name in file.entries}
+    model_alone = {name: x for name, x in tensors.items() if not name.startswith("optimizer.")}
+    write_tensors(tmp_path / FILE, model_alone, metadata)
     with pytest.raises(UserError, match=r"does not fit .* optimizer.0.exp_avg among them"):
-        load_checkpoint(tmp_path, model, optimizer)
-    for broken in ({}, {"format": "another"}, metadata | {"facts": "{}"}):
-        save_file(tensors, tmp_path / FILE, broken)
-        with pytest.raises(UserError, match="is not a checkpoint of this program"):
-            load_checkpoint(tmp_path, model, optimizer)
+        load_checkpoint(tmp_path, model, optimizer, steps=1)
+    facts = json.loads(metadata["facts"])
+    for broken, message in (
+        ({}, "is not a checkpoint of this program"),
+        ({"format": "another"}, "is not a checkpoint of this program"),
+        (metadata | {"facts": "{}"}, "must have the fields"),
+        (metadata | {"facts": "[" * 100_000 + "]" * 100_000}, "nested more than 16 deep"),
+        *(
+            (metadata | {"facts": json.dumps(facts | {name: value})}, message)
+            for name, value, message in (
+                ("step", 10**9, "is of step 1000000000, expected 0 to 1"),
+                ("step", -5, "must not be negative, got step -5"),
+                ("step", True, "step must be int, got True"),
+                ("step", 1.0, "step must be int, got 1.0"),
+                ("seconds", "x", "seconds must be float or int, got 'x'"),
+                ("seconds", math.nan, "NaN is no finite number"),
+                ("seconds", -1.0, "must not be negative"),
+                ("save", None, "save must be str, got None"),
+            )
+        ),
+    ):
+        write_tensors(tmp_path / FILE, tensors, broken)
+        with pytest.raises(UserError, match=message):
+            load_checkpoint(tmp_path, model, optimizer, steps=1)
+
+
+def test_a_random_state_that_is_none_changes_nothing(tmp_path):
+    """Its bytes are those of the file's digest, but torch does not take them."""
+    model, optimizer = stepped(0)
+    save_checkpoint(tmp_path, model.state_dict(), optimizer, step=1, seconds=0.0)
+    with TensorFile(tmp_path / FILE) as file:
+        metadata, tensors = file.metadata, {name: file.read(name) for name in file.entries}
+    other, other_optimizer = stepped(1)
+    other_optimizer.state.clear()
+    random, weights = torch.get_rng_state(), [p.detach().clone() for p in other.parameters()]
+    write_tensors(tmp_path / FILE, tensors | {"rng.cpu": torch.full_like(tensors["rng.cpu"], 255)}, metadata)
+    with pytest.raises(UserError, match=r"checkpoint\.safetensors has no state of torch's random generator"):
+        load_checkpoint(tmp_path, other, other_optimizer, steps=1)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not other_optimizer.state
+    for p, before in zip(other.parameters(), weights, strict=True):
+        assert torch.equal(p, before)
 
 
 @pytest.mark.parametrize("name", ["pairs.csv", "pairs.jsonl"])

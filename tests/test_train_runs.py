@@ -1,6 +1,7 @@
 """`wholebatch train` as a user runs it: whole runs, on a small data set of real characters."""
 
 import json
+import shutil
 import signal
 import sys
 
@@ -27,8 +28,8 @@ def test_a_run_leaves_everything_it_promises(uninterrupted):
     run, output = uninterrupted
     names = {path.name for path in run.iterdir()}
     assert names == {
-        "config.json", "metrics.jsonl", "checkpoint.safetensors", "model.safetensors", "report.json", "curves.png",
-        "retrieval.png",
+        "config.json", "metrics.jsonl", "checkpoint.safetensors", "model.safetensors", "report.json", "lock",
+        "curves.png", "retrieval.png",
     }  # fmt: skip
     assert [row["step"] for row in metrics(run)] == list(range(1, 51))
     assert losses(run)[-1] < 0.8 * losses(run)[0], "it learns"
@@ -129,18 +130,46 @@ def test_a_mistake_found_by_a_started_rank_is_one_line_too(data, tmp_path):
     assert "--batch-size 4096 needs as many texts" in done.stderr
 
 
-def test_damaged_runs_are_refused(capsys, data, uninterrupted, tmp_path):
-    import shutil
+def flipped(content):
+    """One bit of a number in the middle."""
+    return content[: len(content) // 2] + bytes([content[len(content) // 2] ^ 1]) + content[len(content) // 2 + 1 :]
 
-    for file, content, message in (
-        ("checkpoint.safetensors", b"nonsense", "damaged or incomplete"),
-        ("config.json", b"{", "not the configuration of a run"),
-        ("metrics.jsonl", b'{"step": 1, "loss": 1.0}\n', "does not hold the steps 1 to 50"),
-    ):
-        run = tmp_path / file
-        shutil.copytree(uninterrupted[0], run)
-        (run / file).write_bytes(content)
-        assert message in one_line(capsys, 2, "--resume", str(run))
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("checkpoint.safetensors", lambda _: b"nonsense", "damaged or incomplete"),
+        ("checkpoint.safetensors", flipped, "checkpoint.safetensors is damaged"),
+        ("config.json", lambda _: b"{", "config.json is not the configuration of a run"),
+        ("config.json", lambda _: b"[" * 100_000, "brackets are nested more than 16 deep"),
+        ("config.json", lambda _: b" " * (2**20 + 1), "has 1048577 bytes; expected at most 1048576"),
+        ("config.json", lambda text: text.replace(b'"seed": 0', b'"seed": 1'), "its digest is not that of its text"),
+        ("metrics.jsonl", lambda _: b'{"step": 1, "loss": 1.0}\n', "does not hold the steps 1 to 50"),
+        ("metrics.jsonl", lambda text: text.replace(b'"step": 7,', b'"step": 8,'), "line 7 is not that of step 7"),
+        ("metrics.jsonl", lambda text: text.replace(b'"loss": ', b'"loss": 1'), "metrics.jsonl is not the file that"),
+        ("metrics.jsonl", lambda text: text.replace(b'"loss": ', b'"loss": NaN, "was": '), "NaN is no finite number"),
+    ],
+)
+def test_damaged_runs_are_refused(capsys, uninterrupted, tmp_path, file, damage, message):
+    """With the file's name, and the folder as it was."""
+    run = tmp_path / "run"
+    shutil.copytree(uninterrupted[0], run)
+    (run / file).write_bytes(damage((run / file).read_bytes()))
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    line = one_line(capsys, 2, "--resume", str(run))
+    assert message in line
+    assert file in line
+    assert {path.name: path.read_bytes() for path in run.iterdir() if path.name in before} == before
+
+
+def test_another_runs_configuration_is_refused(capsys, data, uninterrupted, tmp_path):
+    """Of the same shapes: it would go on, with another learning rate."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    assert main(["train", *options(data, other, "--learning-rate", "0.003", steps=50), "--no-audit"]) == 0
+    shutil.copytree(uninterrupted[0], run)
+    shutil.copy(other / "config.json", run / "config.json")
+    capsys.readouterr()
+    assert "config.json is not the file that the checkpoint" in one_line(capsys, 2, "--resume", str(run))
 
 
 def test_a_loss_that_is_not_finite_stops_training_and_keeps_the_last_good_checkpoint(capsys, data, tmp_path):

@@ -18,7 +18,7 @@ _SUMMARIES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 0 if it succeeded, 1 if a gradient is wrong or nothing fits, 2 for a mistake of the user's.
+    """Run a command; 0 if it succeeded, 1 if a gradient is wrong, nothing fits or a rank died, 2 for a mistake.
 
     The mistake is one line on stderr.
     """
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = command.main(arguments[1:], prog=prog) or 0
     except UserError as error:
-        return _mistake(prog, str(error))
+        return _mistake(prog, str(error), error.exit_code)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -65,9 +65,9 @@ def _usage() -> str:
     return f"{usage}\n\n'wholebatch COMMAND --help' explains the options."
 
 
-def _mistake(prog: str, message: str) -> int:
+def _mistake(prog: str, message: str, exit_code: int = 2) -> int:
     print(f"{prog}: error: {' '.join(message.split())}", file=sys.stderr)
-    return 2
+    return exit_code
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from ._normalize import known_norms
 from ._precision import accumulation_dtype, wide_dtype
 from ._settings import check_callable as check_callable
 from ._settings import check_choice as check_choice
@@ -33,6 +34,7 @@ from ._settings import checked_path as checked_path
 from ._settings import shown as shown
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_LARGEST, _LEAST = torch.finfo(torch.float32).max, 1e-30  # of a scale; of a temperature
 _ADDRESSES = 2**63 - 1  # bytes, at most, of a tensor
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -51,6 +53,11 @@ def check_features(name: str, x: object) -> None:
         raise ValueError(
             f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}; pass the encoder's output, not ids"
         )
+
+
+def has_feature_dtype(x: object) -> TypeGuard[Tensor]:
+    """Whether x is a tensor of a dtype that features may have."""
+    return isinstance(x, Tensor) and x.dtype in _DTYPES
 
 
 def check_dense(name: str, x: Tensor) -> None:
@@ -130,11 +137,12 @@ def norm_bound(x: Tensor) -> Tensor:
 def check_norm(name: str, x: Tensor, largest: float) -> float:
     """x, whose rows have such a largest norm, has no entry that is NaN or infinite; returns the norm.
 
-    It may be infinite all the same, where squares overflow.
+    Where squares have overflowed it is taken once more, and is infinite only if no float is that large.
     """
-    if not math.isfinite(largest):
-        check_finite(name, x)
-    return largest
+    if math.isfinite(largest):
+        return largest
+    check_finite(name, x)
+    return known_norms(x).amax().item()
 
 
 def largest_norm(name: str, x: Tensor) -> float:
@@ -220,10 +228,11 @@ def check_one(name: str, value: object) -> None:
 
 
 def check_value(name: str, number: float) -> float:
-    """number is finite; returns it."""
+    """number is finite, and float32 holds it; returns it."""
     number = check_real(name, number)
-    if not math.isfinite(number):
-        raise ValueError(f"{name} must be finite, got {number}; clamp it, and look at the learning rate")
+    if not abs(number) <= _LARGEST:
+        finite = "within the range of float32" if math.isfinite(number) else "finite"
+        raise ValueError(f"{name} must be {finite}, got {number}; clamp it, and look at the learning rate")
     return number
 
 
@@ -233,7 +242,9 @@ def check_temperature(name: str, value: object) -> float:
 
 
 def check_positive(name: str, number: float) -> float:
-    """number, a temperature, is positive; returns it."""
+    """number, a temperature, is positive, and not so small that what is divided by it overflows; returns it."""
     if number <= 0:
         raise ValueError(f"{name} must be positive, got {number}; logits are similarities divided by it")
+    if number < _LEAST:
+        raise ValueError(f"{name} must be at least {_LEAST}, got {number}; logits are similarities divided by it")
     return number

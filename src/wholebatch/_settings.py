@@ -2,7 +2,7 @@
 
 One rule for all of them. A flag is True or False and nothing that merely has a truth value. An integer is a Python
 int, a number is a Python int or float (and what is derived from them, such as numpy.float64); a bool is neither.
-NaN and infinity are refused wherever a number is asked for.
+NaN, infinity, and what float32 cannot hold, are refused wherever a number is asked for.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 _MOST = 2**63  # what no computer counts to
+_LARGEST = 3.4028234663852886e38  # of float32
 _SHOWN = 80  # characters of a value in a message
 
 
@@ -65,10 +66,11 @@ def check_real(name: str, value: object, *, or_: str = "") -> float:
 
 
 def check_number(name: str, value: object) -> float:
-    """value is a finite number."""
+    """value is a finite number, and one that float32 holds: what is larger would overflow in the first product."""
     number = check_real(name, value)
-    if not math.isfinite(number):
-        raise ValueError(f"{name} must be finite, got {shown(value)}")
+    if not abs(number) <= _LARGEST:
+        finite = "within the range of float32" if math.isfinite(number) else "finite"
+        raise ValueError(f"{name} must be {finite}, got {shown(value)}")
     return number
 
 
@@ -117,10 +119,10 @@ def check_memory(value: object) -> None:
         raise ValueError(f"memory must be one of 'auto', 'flat', or a number of bytes, an int; got {shown(value)}")
 
 
-def check_callable(name: str, value: object, what: str = "a function") -> Any:
+def check_callable(name: str, value: object) -> Any:
     """value can be called; returns it."""
     if not callable(value):
-        raise ValueError(f"{name} must be {what}, which can be called; got {shown(value)}")
+        raise ValueError(f"{name} must be callable, got {type(value).__name__}")
     return value
 
 

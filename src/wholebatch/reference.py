@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._normalize import EPS, normalize, row_norms
+
 __all__ = [
     "barlow_twins_loss",
     "circle_loss",
@@ -234,9 +236,10 @@ def dcl_loss(
     """
     logits, positive, excluded = _two_views(z0, z1, temperature, ids)
     negatives = logits.masked_fill(excluded | positive, -torch.inf)
-    weight = torch.ones(len(z0), dtype=z0.dtype, device=z0.device)
+    weight = torch.ones(len(z0), dtype=logits.dtype, device=z0.device)
     if sigma is not None:
-        weight = 2 - len(z0) * (F.cosine_similarity(z0, z1, eps=1e-12) / sigma).softmax(0).detach()
+        cosines = (normalize(z0) * normalize(z1)).sum(1)
+        weight = 2 - len(z0) * (cosines / sigma).softmax(0).detach()
     losses = negatives.logsumexp(1) - weight.repeat(2) * logits[positive]
     losses = torch.where((~(excluded | positive)).any(1), losses, 0.0)
     return _reduce(losses.unflatten(0, (2, -1)).mean(0), weights, reduction)
@@ -351,7 +354,7 @@ def triplet_loss(
     """
     cosines, positive, itself = _labelled(features, labels)
     z = features.flatten(0, -2)
-    z = F.normalize(z, dim=1) if normalise or distance == "cosine" else z
+    z = normalize(z) if normalise or distance == "cosine" else z
     differences = torch.linalg.vector_norm((z[:, None] - z).masked_fill(itself[..., None], 1), dim=2)
     away = {"euclidean": differences, "squared": differences.square(), "cosine": 1 - cosines}[distance]
     negative = ~positive & ~itself
@@ -459,7 +462,7 @@ def w_mse_loss(z0: Tensor, z1: Tensor, *, epsilon: float = 0.0) -> Tensor:
     whitened = []
     for z in (z0, z1):
         cov = (1 - epsilon) * z.T.cov() + epsilon * torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
-        whitened.append(F.normalize((z - z.mean(0)) @ torch.linalg.inv(torch.linalg.cholesky(cov)).T, dim=1))
+        whitened.append(normalize((z - z.mean(0)) @ torch.linalg.inv(torch.linalg.cholesky(cov)).T))
     return (whitened[0] - whitened[1]).square().sum(1).mean()
 
 
@@ -535,7 +538,7 @@ def matryoshka_loss(
     """
     loss: Tensor | float = 0.0
     for m, weight in zip(dims, dim_weights or [1.0] * len(dims), strict=True):
-        x, y = (F.normalize(z[:, :m], dim=1) if normalise else z[:, :m] for z in (queries, keys))
+        x, y = (normalize(z[:, :m]) if normalise else z[:, :m] for z in (queries, keys))
         if symmetric:
             part = clip_loss(x, y, logit_scale, ids=ids, equal_ids="excluded", weights=weights, reduction=reduction)
         else:
@@ -579,7 +582,7 @@ def _two_views(
     z0: Tensor, z1: Tensor, temperature: Tensor | float, ids: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Logits of normalised rows, each one's other view, and the rows that are neither that nor negatives."""
-    z = F.normalize(torch.cat([z0, z1]), dim=1)
+    z = normalize(torch.cat([z0, z1]))
     itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
     other = itself.roll(len(z0), 0)
     excluded = itself if ids is None else (ids.repeat(2)[:, None] == ids.repeat(2)) & ~other
@@ -590,7 +593,7 @@ def _labelled(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]
     """Cosines of all rows, those of the same label (of all views, if there are several), and the diagonal."""
     if features.dim() == 3:
         features, labels = features.flatten(0, 1), labels.repeat_interleave(features.shape[1])
-    z = F.normalize(features, dim=1)
+    z = normalize(features)
     itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
     return z @ z.T, (labels[:, None] == labels) & ~itself, itself
 
@@ -669,10 +672,12 @@ def partial_fc_loss(
     ids = torch.arange(len(centres), device=labels.device) if class_ids is None else class_ids
     own = torch.searchsorted(ids, labels).clamp(max=len(ids) - 1)
     centres = centres.view(len(centres), -1, centres.shape[-1])
-    units, directions = F.normalize(embeddings, dim=1), F.normalize(centres, dim=2)
+    of_unit_embeddings, of_unit_centres = (normalise in ("both", side) for side in ("embeddings", "centres"))
+    units = normalize(embeddings, EPS if of_unit_embeddings else 0.0)
+    directions = normalize(centres, EPS if of_unit_centres else 0.0)
     of_sub_centres = [_angles(units[:, None], directions[of]) for of in own.unbind(1)]
     angles = torch.stack([angles.min(1).values for angles in of_sub_centres], 1)
-    norms, lengths = embeddings.norm(dim=1, keepdim=True), centres.norm(dim=2)[:, 0]
+    norms, lengths = row_norms(embeddings), row_norms(centres)[:, 0, 0]
     targets = Targets(angles, norms)
     phi = margin(targets)
     if margin_grad == "straight_through":
@@ -681,8 +686,8 @@ def partial_fc_loss(
     if hasattr(margin, "of_negatives"):
         hard = cosines > (angles + margin.m).cos()
         cosines = torch.where(hard, cosines * (margin.t + cosines), cosines)
-    n = norms if normalise in ("centres", "none") else torch.ones_like(norms)
-    m = lengths if normalise in ("embeddings", "none") else torch.ones_like(lengths)
+    n = torch.ones_like(norms) if of_unit_embeddings else norms
+    m = torch.ones_like(lengths) if of_unit_centres else lengths
     b = torch.zeros_like(lengths) if bias is None else bias
     logits = margin.s * cosines * n * m + b + (0 if log_weights is None else log_weights)
     own_logits = margin.s * phi * n * m[own] + b[own]
@@ -692,7 +697,7 @@ def partial_fc_loss(
     negatives = logits.masked_fill(positive, float("-inf"))
     losses = []
     for of, own_logit in zip(own.unbind(1), own_logits.unbind(1), strict=True):
-        of_label = negatives.scatter(1, of[:, None], own_logit[:, None])
+        of_label = negatives.scatter(1, of[:, None], own_logit[:, None].to(negatives))
         log_p, counts = of_label.log_softmax(1), of_label > float("-inf")
         mean = torch.where(counts, log_p, 0.0).sum(1) / counts.sum(1)
         losses.append(-(1 - label_smoothing) * log_p.gather(1, of[:, None])[:, 0] - label_smoothing * mean)
@@ -707,8 +712,12 @@ def partial_fc_loss(
 
 
 def _angles(x: Tensor, w: Tensor) -> Tensor:
-    """Of unit vectors (Kahan, 2006, How futile are mindless assessments of roundoff, section 12); at 0 and pi flat."""
-    apart, together = x - w, x + w
-    same = 16 * torch.finfo(x.dtype).eps
-    lengths = [torch.where(z.norm(dim=-1, keepdim=True) <= same, 0.0, z).norm(dim=-1) for z in (apart, together)]
-    return 2 * torch.atan2(*lengths)
+    """acos(x . w) of normalized rows (Kahan, 2006, How futile are mindless assessments of roundoff, section 12).
+
+    At 0 and pi it is flat. Rows that were shorter than 1e-12 lack something to norm 1.
+    """
+    eps = torch.finfo(x.dtype).eps
+    lacking = sum(torch.where(1 - z.square().sum(-1) > 16 * eps, 1 - z.square().sum(-1), 0.0) for z in (x, w))
+    squares = [z.square().sum(-1) + lacking for z in (x - w, x + w)]
+    apart, together = (torch.where(s <= (16 * eps) ** 2, 0.0, s.clamp(min=(16 * eps) ** 2).sqrt()) for s in squares)
+    return 2 * torch.atan2(apart, together)

@@ -35,6 +35,7 @@ from ._settings import check_callable, check_instance, check_integer, check_posi
 __all__ = ["RankError", "RankTimeoutError", "assert_exact", "preload", "run_ranks"]
 
 _PRELOADED = "WHOLEBATCH_PRELOAD"  # read by `wholebatch._preload`
+_MOST_SECONDS = 1e9
 _MOST_RANKS = 1024  # processes of one call
 _GRACE_S = 5.0  # how long the other ranks may take to notice that one has failed
 _STACK_SIGNAL = getattr(signal, "SIGUSR1", None)  # asks a rank where it is; not on Windows
@@ -55,7 +56,8 @@ def run_ranks(
 
     Inside `fn`, `torch.distributed` is initialised: `dist.get_rank()` tells the ranks apart. Each rank computes with
     one thread, with this process's import path and warning filters, and with the environment variables that were set
-    when the first call was made. With `world_size=1` the call happens in this process.
+    when the first call was made. It may start processes, as a `DataLoader` with workers does; those that are left when
+    `fn` returns, fails or is late are ended. With `world_size=1` the call happens in this process.
 
     Args:
         fn: the function. It travels to other processes, so it must be importable (defined at the top level of a
@@ -80,7 +82,8 @@ def run_ranks(
     check_callable("fn", fn)
     check_integer("world_size", world_size, least=1, most=_MOST_RANKS, of="ranks on this machine")
     _check_backend(backend)
-    check_positive_number("timeout_s", timeout_s, "it is how long the call may take, in seconds")
+    if check_positive_number("timeout_s", timeout_s, "it is how long the call may take, in seconds") > _MOST_SECONDS:
+        raise ValueError(f"timeout_s must be at most {_MOST_SECONDS:g} seconds, got {timeout_s}")
     if world_size == 1:
         return [_run_in_process(fn, args, backend)]
     return run_processes(fn, world_size, *args, backend=backend, timeout_s=timeout_s)
@@ -186,7 +189,8 @@ def _context() -> Any:
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
     if "forkserver" in methods:
         context.set_forkserver_preload(
-            ["torch", "torch.nn.parallel", __name__, "wholebatch._torch_names", "wholebatch._preload"]
+            # torch's optimizers and FSDP import torch._dynamo: once, here
+            ["torch", "torch._dynamo", "torch.nn.parallel", __name__, "wholebatch._torch_names", "wholebatch._preload"]
         )
     return context
 
@@ -275,6 +279,8 @@ def _rank_main(
     """The life of one rank's process."""
     if hasattr(os, "setsid"):
         os.setsid()  # a group of its own, so that what it starts ends with it
+    # To the caller it is a daemon, which the caller's end ends. As one it could not start processes.
+    multiprocessing.current_process().daemon = False
     threading.Thread(target=_end_with_the_caller, daemon=True).start()
     sys.path[:] = path
     warnings.filters[:] = filters  # type: ignore[index]

@@ -204,3 +204,52 @@ def wrapped_body(wrap, port, keep):
 @pytest.mark.parametrize("wrap", [accelerated, fabricated])
 def test_engines_in_wrappers(wrap, keep):
     assert run_ranks(wrapped_body, 2, wrap, free_port(), keep, timeout_s=120) == [1, 1]
+
+
+# Lightning, whose trainer wraps the module: `self` is what is wrapped, and passes the engine by.
+def trained_body(port, through_the_engine):
+    import lightning
+
+    as_launched(port)
+    rows = Partition(COUNTS).rows(dist.get_rank())
+    own = [{name: x[rows] for name, x in tokenize(texts).items()} for texts in (TEXTS, OTHERS)]
+
+    class Trained(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+            self.net = bert()
+            self.net.pooler = None
+
+        def forward(self, **encoding):
+            return self.net(**encoding)
+
+        def training_step(self, *_):
+            model = self.trainer.strategy.model if through_the_engine else self.net
+            loss = wb.GradCache([model, model], SIZE, loss_fn, get_rep_fn=pooled)(*own)
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def train_dataloader(self):
+            return torch.utils.data.DataLoader(range(4 * dist.get_world_size()))
+
+    module = Trained()
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=dist.get_world_size(), strategy="ddp", max_steps=4, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    if not through_the_engine:
+        with pytest.raises(ValueError, match="must reach its parameters through the DistributedDataParallel"):
+            trainer.fit(module)
+        return
+    trainer.fit(module)
+    assert trainer.global_step == 4
+
+
+@pytest.mark.parametrize("through_the_engine", [False, True])
+def test_a_lightning_module(through_the_engine):
+    run_ranks(trained_body, 2, free_port(), through_the_engine, timeout_s=120)

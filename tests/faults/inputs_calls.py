@@ -68,7 +68,8 @@ def _head() -> Any:
 
 
 @cache
-def _scratch() -> Path:
+def scratch() -> Path:
+    """A folder for what is written, which goes with the program."""
     folder = Path(tempfile.mkdtemp(prefix="wholebatch-inputs-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
@@ -78,19 +79,19 @@ _COUNT = iter(range(10**9))
 
 
 def _new_folder() -> Path:
-    return _scratch() / f"head-{next(_COUNT)}"
+    return scratch() / f"head-{next(_COUNT)}"
 
 
 @cache
 def _saved_head() -> Path:
-    folder = _scratch() / "saved"
+    folder = scratch() / "saved"
     wb.heads.save_head(folder, _head())
     return folder
 
 
 @cache
 def _insightface() -> Path:
-    folder = _scratch() / "insightface"
+    folder = scratch() / "insightface"
     folder.mkdir()
     torch.save(torch.randn(6, 3), folder / "rank_0_softmax_weight.pt")
     return folder

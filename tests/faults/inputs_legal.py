@@ -1,20 +1,223 @@
-"""Which of the pool's values an argument may take, each looked at once; and what functions raise, as documented."""
+"""Which values of the pool an argument may take, each of them looked at; and what else functions raise, as documented.
+
+Keys are `parameter`, or `entry.parameter` where an entry's argument of that name is something else. What is not listed
+is not legal: a call that takes it is reported.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from inputs_calls import TheirError
+from inputs_pool import POOL
 
+import wholebatch as wb
+
+# What functions raise that is neither a ValueError nor a TypeError.
 DOCUMENTED: dict[str, Any] = {
-    "GradCache.__call__": TheirError,
+    "GradCache.__call__": TheirError,  # of a user's model or loss
     "GradCache.cache_step": TheirError,
+    "run_ranks": wb.testing.RankError,  # of what ranks run
+}
+# What a user's function raises inside a handshake becomes its rank's complaint, in that error's own words.
+USERS_OWN = {("handshake", "state")}
+
+_INTEGERS = "one three enum"
+_ANY_INTEGER = f"{_INTEGERS} zero minus_one int_10^12 int_2^63 int_-2^63 int_10^400 int_-10^400 int_10^5000"
+_NOT_NEGATIVE_INTEGER = f"{_INTEGERS} zero int_10^12 int_2^63 int_10^400 int_10^5000"
+_POSITIVE = f"{_INTEGERS} int_10^12 int_2^63 half two_and_a_half two_point_zero float_1e-320 np_float64"
+_TEMPERATURE = _POSITIVE.replace(" float_1e-320", "")
+_NOT_NEGATIVE = f"{_POSITIVE} zero"
+_FINITE = f"{_NOT_NEGATIVE} minus_one minus_half int_-2^63"
+_FRACTION = "zero one half float_1e-320 np_float64"
+_SCALAR_TENSOR = "t_one t_scalar t_scalar_learned"
+_FUNCTION = "function class module_class linear"
+_FLAG = "true false"
+_STRING = "no number_string nul_string long_string empty_string word"
+_FEATURES = "t_4x3 t_4x3_expanded t_4x3_inference t_4x3_learned t_4x3_zero"  # float32, of the right shape
+_OTHER_FLOATS = "t_4x3_bfloat16 t_4x3_double t_4x3_half"
+_IDS = "t_4_int t_4_int8 t_4_uint8 t_4_int_large t_4_int_negative"
+_ANYTHING = " ".join(POOL)
+_TENSORS = " ".join(kind for kind in POOL if kind.startswith("t_"))
+_WITHOUT_DATA = {
+    "t_4_sparse",
+    "t_4_meta",
+    "t_scalar_meta",
+    "t_4x3_sparse",
+    "t_4x3_csr",
+    "t_4x3_meta",
+    "t_4x3_quantized",
+}
+_DENSE = " ".join(k for k in _TENSORS.split() if k not in _WITHOUT_DATA | {"t_nested", "t_jagged"})
+_WITH_ROWS = " ".join(kind for kind in _DENSE.split() if not kind.startswith("t_scalar"))
+_NO_SUMS = {"t_4_bool", "t_4_uint16", "t_4x3_bool", "t_4x3_float8", "t_scalar_bool"}
+_SUMMED = " ".join(kind for kind in _DENSE.split() if kind not in _NO_SUMS)
+_SUMMED_ROWS = " ".join(kind for kind in _WITH_ROWS.split() if kind not in _NO_SUMS)
+
+LEGAL: dict[str, str] = {
+    # settings of losses
+    **dict.fromkeys(("image_features", "text_features", "z0", "z1", "queries", "keys"), _FEATURES),
+    "InfoNCELoss.forward.keys": f"{_FEATURES} t_5x3",  # further keys are negatives
+    "info_nce_loss.keys": f"{_FEATURES} t_5x3",
+    "KeyQueue.enqueue.keys": f"{_FEATURES} t_5x3 t_0x3",
+    "features": f"{_FEATURES} {_OTHER_FLOATS} t_4x5 t_4x2x3",
+    "negatives": f"{_FEATURES} t_0x3 t_5x3",
+    "hard_negatives": "t_4x2x3",
+    "queue": f"{_FEATURES} t_5x3 t_0x3",
+    **dict.fromkeys(("teacher_image_features", "teacher_text_features"), "t_4x5"),
+    **dict.fromkeys(("image_log_averages", "text_log_averages"), "t_4 t_4_negative t_4_zero"),
+    **dict.fromkeys(("ids", "query_ids", "key_ids", "labels"), f"{_IDS} t_4_int_least"),
+    **{
+        f"{entry}.{ids}": _IDS for entry in ("InfoNCELoss.forward", "info_nce_loss") for ids in ("query_ids", "key_ids")
+    },
+    "indices": "t_4_int t_4_int8 t_4_uint8",
+    "weights": "t_4",
+    **dict.fromkeys(
+        ("logit_scale", "logit_bias", "teacher_logit_scale"), f"{_FINITE} {_SCALAR_TENSOR} t_scalar_negative"
+    ),
+    "temperature": f"{_TEMPERATURE} {_SCALAR_TENSOR}",
+    **{f"{entry}.temperature": _TEMPERATURE for entry in ("SmoothAPLoss", "smooth_ap_loss")},
+    **dict.fromkeys(("alpha", "gamma", "epsilon", "s", "m1"), _POSITIVE),
+    **dict.fromkeys(("beta", "hardness", "invariance", "variance", "covariance", "redundancy"), _NOT_NEGATIVE),
+    **{
+        f"{entry}.{name}": _POSITIVE for entry in ("MultiSimilarityLoss", "multi_similarity_loss") for name in ("beta",)
+    },
+    **{
+        f"{entry}.{name}": _FINITE
+        for entry in ("MultiSimilarityLoss", "multi_similarity_loss")
+        for name in ("epsilon",)
+    },
+    **{f"{entry}.epsilon": _FRACTION for entry in ("WMSELoss", "w_mse_loss")},
+    **{
+        f"{entry}.gamma": "one half float_1e-320 np_float64"
+        for entry in ("GlobalContrastiveLoss", "global_contrastive_loss")
+    },
+    "CurricularFace.alpha": _FRACTION,
+    "t_alpha": _FRACTION,
+    "sigma": _TEMPERATURE,
+    "tau_plus": "zero half float_1e-320 np_float64",
+    **dict.fromkeys(("base", "margin", "exclude_above"), _FINITE),
+    **{f"{entry}.margin": _NOT_NEGATIVE for entry in ("TripletLoss", "triplet_loss")},
+    **{f"{entry}.m": f"{_FRACTION} minus_one minus_half" for entry in ("CircleLoss", "circle_loss")},
+    **dict.fromkeys(("m", "m2", "m3", "h", "weight", "eps", "lr", "momentum", "weight_decay"), _NOT_NEGATIVE),
+    "label_smoothing": _FRACTION,
+    "dims": "integers",
+    "dim_weights": "floats integers",
+    "sync": "none word",  # which says "sum"
+    "reduction": "word",
+    "memory": f"{_INTEGERS} int_10^12 int_2^63 int_10^400 int_10^5000",  # bytes, however many
+    "dtype": "torch_float32",
+    "examples": _INTEGERS,
+    "size": _INTEGERS,
+    "width": _INTEGERS,
+    # heads
+    "embeddings": f"{_FEATURES} {_OTHER_FLOATS}",
+    "PartialFC.top_classes.embeddings": f"{_FEATURES} {_OTHER_FLOATS} t_0x3 t_5x3",
+    **{f"{entry}.labels": "t_4_int t_4_int8 t_4_uint8" for entry in ("PartialFC.forward", "partial_fc_loss")},
+    "centres": f"t_4x3 t_4x3_expanded t_4x3_learned {_OTHER_FLOATS} t_5x3 t_4x2x3",
+    "embedding_size": _INTEGERS,
+    "num_classes": _INTEGERS,
+    "sub_centres": _INTEGERS,
+    "k": _INTEGERS,
+    "sample_rate": _FRACTION,
+    **{f"{entry}.exclude_above": f"{_FRACTION} minus_one minus_half" for entry in ("PartialFC", "partial_fc_loss")},
+    "ignore_index": f"{_INTEGERS} zero minus_one int_10^12 int_-2^63",
+    "seed": f"{_INTEGERS} zero minus_one int_10^12 int_-2^63",
+    "device": "cpu meta",
+    "betas": "floats",
+    "closure": "function class",
+    "max_norm": f"{_NOT_NEGATIVE} float_1e308 inf int_10^400 int_10^5000",  # a limit that is never met
+    **dict.fromkeys(("replicated", "sharded"), f"{_TENSORS} empty_list tensors"),  # without a gradient, all of them
+    "folder": "no number_string word path",
+    "params": "tensors",
+    **dict.fromkeys(("norms", "margins"), "integers floats"),
+    # comm
+    **dict.fromkeys(("check", "trace"), _FLAG),
+    "root": "zero",
+    "WholeBatch.root": f"{_INTEGERS} zero int_10^12",
+    **dict.fromkeys(("dest", "source"), "zero"),
+    "tag": f"{_INTEGERS} zero",
+    "color": f"{_INTEGERS} none zero minus_one int_10^12 int_-2^63",
+    "dim": "zero one minus_one",
+    "op": "word",
+    "like": _DENSE,
+    "x": _DENSE,
+    **{
+        f"{of}Communicator.{name}.x": _SUMMED
+        for of in ("Local", "Torch")
+        for name in ("all_reduce", "iall_reduce", "reduce")
+    },
+    **{
+        f"{of}Communicator.{name}.x": _SUMMED_ROWS
+        for of in ("Local", "Torch")
+        for name in ("reduce_scatter", "ireduce_scatter")
+    },
+    **{
+        f"{of}Communicator.{name}.x": _WITH_ROWS
+        for of in ("Local", "Torch")
+        for name in ("all_gather", "iall_gather", "gather", "scatter", "all_to_all")
+    },
+    "gradient": "t_scalar t_scalar_inf t_scalar_nan t_scalar_learned t_scalar_negative",  # the user's own
+    "caller": _STRING,
+    "must_match": "empty_list strings",  # facts that no rank states are alike
+    **{
+        f"{of}Communicator{name}": kinds
+        for of in ("Local", "Torch")
+        for name, kinds in ((".loss", "word"), (".backward.loss", "t_scalar_learned"))
+    },
+    "optimizers": "optimizer",
+    "group": "none",
+    # gradient caching
+    "chunk_sizes": f"{_INTEGERS} int_10^12",
+    "keep_graphs": f"{_NOT_NEGATIVE_INTEGER} half float_1e-320 np_float64",
+    "axis": f"{_INTEGERS} zero minus_one",
+    **dict.fromkeys(("func", "hold", "matches", "remember", "loss_fn", "split_input_fn", "get_rep_fn"), _FUNCTION),
+    "SyncControl.check": _FUNCTION,
+    "kwargs": _ANYTHING,  # go to loss_fn as they are
+    "loss_kwargs": _ANYTHING,
+    "representations": f"{_WITH_ROWS} {_SCALAR_TENSOR} t_scalar_negative",
+    "model_inputs": f"{_FEATURES} t_4x3_nan t_4x3_inf t_0x3 t_5x3 t_4x2x3",  # the user's own
+    # partition
+    "counts": "integers range",
+    "rank": "zero",
+    "modules": "no long_string word",  # are imported, or not, when ranks start
+    "total": _NOT_NEGATIVE_INTEGER,
+    "parts": _INTEGERS,
+    **dict.fromkeys(("row", "col", "length"), _NOT_NEGATIVE_INTEGER),
+    **dict.fromkeys(("rows", "cols"), "slice"),
+    "side": f"{_INTEGERS} int_10^12",
+    # audits and plans
+    "Problem.batch": f"{_TENSORS} floats integers nans strings np_like tensors",  # whatever has rows
+    **dict.fromkeys(("Problem.engine", "Problem.reference"), _FUNCTION),
+    "Problem.engine": f"{_FUNCTION} word",
+    "Problem.sharded": "empty_list strings",
+    "Problem.loss": _FUNCTION,
+    "Problem.model": "linear",
+    "batch": f"{_INTEGERS} int_10^12",
+    "plan.dim": f"{_INTEGERS} int_10^12",
+    "ranks": _INTEGERS,
+    "classes": f"{_INTEGERS} int_10^12",
+    "memory_limit": f"{_INTEGERS} int_10^12",
+    **dict.fromkeys(("model_bytes", "gradient_bytes"), f"{_INTEGERS} zero int_10^12"),
+    "encoder_bytes": f"{_INTEGERS} zero int_10^12 integers",
+    **{f"audit.{name}": kinds for name, kinds in (("name", _STRING), ("tolerance", "half float_1e-320 np_float64"))},
+    **dict.fromkeys(("audit.seed", "assert_exact.seed"), f"{_INTEGERS} zero"),
+    **dict.fromkeys(("audit.timeout_s", "run_ranks.timeout_s"), _POSITIVE),
+    "run_ranks.args": _ANYTHING,
+    "run_ranks.fn": _FUNCTION,
+    "run_ranks.world_size": "three enum",
+    "calibrate.losses": "empty_list",
+    "world_sizes": "integers range",
+    "encoder_flops": f"{_NOT_NEGATIVE} float_1e308",
+    "bandwidth": f"{_POSITIVE} float_1e308",
 }
 
 
 def is_legal(entry: Any, name: str, kind: str) -> bool:
     """Whether the value is what the argument is documented to take."""
     parameter = entry.parameters[name]
-    if kind == "none" and parameter.default is None:
+    if (kind == "none" and parameter.default is None) or (
+        kind in ("true", "false") and type(parameter.default) is bool
+    ):
         return True
-    return kind in ("true", "false") and isinstance(parameter.default, bool)
+    return kind in LEGAL.get(f"{entry.name}.{name}", LEGAL.get(name, "")).split()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .._settings import shown
 from .._user_error import UserError
 from ..partition import Partition
 from . import causes, one_process, several
@@ -23,6 +24,7 @@ from .report import Finding, Report, Row
 from .runs import FailureError, Measured, Runs, Truth
 
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
+_MOST_SECONDS = 1e9
 _WHOLE = Trial((-1,), ())  # all rows, on one rank
 
 
@@ -71,6 +73,10 @@ def audit(
     """
     started = time.monotonic()
     _check(world_sizes, dtype, tolerance, timeout_s, seed)
+    if not isinstance(diagnose, bool):
+        raise UserError(f"diagnose must be True or False, got {shown(diagnose)}")
+    if name is not None and not isinstance(name, str):
+        raise UserError(f"name must be a string, got {shown(name)}")
     world_sizes = tuple(dict.fromkeys(world_sizes))
     with unheard():
         checked_factory(problem)
@@ -101,15 +107,15 @@ def _check(
 ) -> None:
     sizes = list(world_sizes) if isinstance(world_sizes, list | tuple | range) else []
     if not sizes or any(type(size) is not int or not 1 <= size <= 64 for size in sizes):
-        raise UserError(f"world_sizes must be numbers of ranks from 1 to 64, as in (1, 2, 3); got {world_sizes!r}")
-    if dtype not in _TOLERANCES:
-        raise UserError(f"dtype must be torch.float64 or torch.float32, got {dtype}")
+        raise UserError(f"world_sizes must be numbers of ranks from 1 to 64, as in (1, 2, 3); got {shown(world_sizes)}")
+    if not isinstance(dtype, torch.dtype) or dtype not in _TOLERANCES:
+        raise UserError(f"dtype must be torch.float64 or torch.float32, got {shown(dtype)}")
     if tolerance is not None and not (isinstance(tolerance, float) and 0 < tolerance < 1):
-        raise UserError(f"tolerance must be a relative error between 0 and 1, got {tolerance!r}")
-    if not (isinstance(timeout_s, int | float) and timeout_s > 0):
-        raise UserError(f"timeout_s must be a positive number of seconds, got {timeout_s!r}")
+        raise UserError(f"tolerance must be a relative error between 0 and 1, got {shown(tolerance)}")
+    if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool) or not 0 < timeout_s < _MOST_SECONDS:
+        raise UserError(f"timeout_s must be a positive number of seconds, got {shown(timeout_s)}")
     if type(seed) is not int or not 0 <= seed < 2**32 - 2000:
-        raise UserError(f"seed must be an integer from 0 on, got {seed!r}")
+        raise UserError(f"seed must be an integer from 0 on, got {shown(seed)}")
 
 
 def _first_run(

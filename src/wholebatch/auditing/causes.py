@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .. import _not_reduced
+
 
 @dataclass(frozen=True)
 class Cause:
@@ -169,9 +171,8 @@ SCALED_ALIKE = Cause(
 )
 NOT_REDUCED = Cause(
     "not-reduced",
-    "ranks end with different gradients",
-    "under DDP, parameters must be reached through the wrapped model's forward, not through model.module, and belong "
-    "to what is wrapped (unused ones: find_unused_parameters=True); a step with engine='none' reduces all itself",
+    _not_reduced.TITLE,
+    f"{_not_reduced.FIX}; a step with engine='none' reduces all itself",
 )
 NOT_CHECKED = Cause(
     "not-checked",

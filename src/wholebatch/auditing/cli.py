@@ -13,6 +13,7 @@ import torch
 import tyro
 
 from .._user_error import UserError
+from ..comm.select import launched_processes
 from ..testing import preload
 from . import presets
 from .audit import audit
@@ -68,7 +69,11 @@ def main(argv: Sequence[str], *, prog: str) -> int:
         raise UserError("--markdown is of presets")
     if config.setting is not None and config.problem is not None:
         raise UserError("--setting is of presets")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    try:
+        several = launched_processes("WORLD_SIZE") > 1
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if several:
         raise UserError("the audit starts its own processes: run it without torchrun")
     sys.path.insert(0, os.getcwd())
     reports = [("", _audited(config, config.problem))] if config.problem else _of_presets(config)

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .._checks import is_dense
+from .._settings import shown
 from .._user_error import UserError
 from ..heads import PartialFC
 from ..testing import preload, start_server
@@ -79,9 +81,12 @@ class Problem:
     @property
     def call(self) -> Callable[[Any, Any], Any]:
         """`loss` or `step`."""
-        found = self.loss or self.step
+        found = self.step if self.loss is None else self.loss
         assert found is not None
         return found
+
+    def __post_init__(self) -> None:
+        self.check()
 
     def check(self) -> None:
         """Raise UserError for what is no problem."""
@@ -90,18 +95,24 @@ class Problem:
                 f"Problem's model must be a torch.nn.Module, got {type(self.model).__name__}; several go into a "
                 "torch.nn.ModuleDict"
             )
-        if (self.loss is None) == (self.step is None) or not callable(self.loss or self.step):
+        given = [function for function in (self.loss, self.step) if function is not None]
+        if len(given) != 1 or not callable(given[0]):
             raise UserError(
                 "Problem needs loss=, a function loss(model, batch) that returns the scalar to call backward() of, or "
                 "step=, one that has called it; one of the two"
             )
         if self.reference is not None and not callable(self.reference):
             raise UserError(f"Problem's reference must be a function, got {type(self.reference).__name__}")
-        if not callable(self.engine) and self.engine not in _ENGINES:
+        if not callable(self.engine) and (not isinstance(self.engine, str) or self.engine not in _ENGINES):
             raise UserError(
                 f"Problem's engine must be one of {', '.join(_ENGINES)}, or a function that wraps the model; got "
-                f"{self.engine!r}"
+                f"{shown(self.engine)}"
             )
+        for name in ("uneven", "empty"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"Problem's {name} must be True or False, got {shown(getattr(self, name))}")
+        if not isinstance(self.sharded, list | tuple) or not all(isinstance(name, str) for name in self.sharded):
+            raise UserError(f"Problem's sharded must be a list of names of parameters, got {shown(self.sharded)}")
         if isinstance(self.model, DistributedDataParallel):
             raise UserError(
                 "Problem's model is wrapped by DistributedDataParallel: give the module itself, and engine='ddp', or "
@@ -268,7 +279,6 @@ def build(factory: Factory | str, seed: int, dtype: torch.dtype) -> Problem:
     if not isinstance(made, Problem):
         got = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
         raise UserError(f"the factory must be {FORM}; it returned {got}")
-    made.check()
     for module in modules(made):
         module.to(dtype)
     return Problem(**{**vars(made), "batch": _map(made.batch, partial(_converted, dtype=dtype))})
@@ -336,6 +346,9 @@ def num_rows(batch: Any) -> int:
     Raises:
         UserError: if nothing in it has rows, or two things have different numbers of them.
     """
+    for name, x in leaves(batch).items():
+        if isinstance(x, Tensor) and not is_dense(x):
+            raise UserError(f"Problem's batch must hold dense tensors; {name} has layout {x.layout} on {x.device}")
     counts = {name: len(x) for name, x in leaves(batch).items() if _has_rows(x)}
     if not counts:
         raise UserError(

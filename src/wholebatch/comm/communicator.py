@@ -473,8 +473,8 @@ class Communicator:
         """
 
         def state() -> dict[str, Any]:
-            if color is not None and (not isinstance(color, int) or isinstance(color, bool)):
-                raise ValueError(f"color must be an integer or None, got {shown(color)}")
+            if color is not None:
+                check_integer("color", color, least=-(2**63), most=2**63 - 1, of="or None")
             return {"color": color, "name": uuid4().hex}
 
         self.transport.check_open()

@@ -42,7 +42,8 @@ def select_communicator(group: object) -> Communicator:
 
     Raises:
         ValueError: if `group` is something else, a closed communicator, a group that this rank is not in, or None
-            under a launcher of several processes without an initialised process group.
+            under a launcher of several processes without an initialised process group, or where WORLD_SIZE is no
+            number of processes.
     """
     if isinstance(group, Communicator):
         group.transport.check_not_closed()
@@ -51,7 +52,7 @@ def select_communicator(group: object) -> Communicator:
         if dist.is_available() and dist.is_initialized():
             return TorchCommunicator()
         for variable in _LAUNCHED:
-            if int(os.environ.get(variable, "1")) > 1:
+            if launched_processes(variable) > 1:
                 raise ValueError(
                     f"a launcher has started {os.environ[variable]} processes ({variable}), but torch.distributed is "
                     "not initialised: each would take its own rows for the whole batch. Call "
@@ -63,3 +64,19 @@ def select_communicator(group: object) -> Communicator:
         return TorchCommunicator(group)
     check_group(group)
     return MPICommunicator(group)
+
+
+def launched_processes(variable: str) -> int:
+    """The number of processes that a launcher has started, from an environment variable; 1 if that is not set.
+
+    Raises:
+        ValueError: if it is no such number.
+    """
+    text = os.environ.get(variable, "1")
+    number = text.strip()
+    if not (number.isascii() and number.isdecimal() and len(number) < 10 and int(number)):
+        raise ValueError(
+            f"the environment variable {variable} must be the number of processes that a launcher has started, an "
+            f"integer of at least 1, got {text!r}; unset it where there is no launcher"
+        )
+    return int(number)

@@ -20,13 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_callable, check_integer
+from .._graph import leaves_of
 from ..comm import Communicator, Group, select_communicator
 from ..comm.select import check_group
+from .held import watched
 from .inputs import own_containers, representations
 from .observe import Observer
 from .parameter_sync import modules_of
+from .passed_by import check_not_passed_by
 from .replay import Buffers, Replay, without_graph
-from .two_passes import backward_from, difference, differentiable, with_graph
+from .two_passes import backward_from, difference, differentiable, with_graph, zeros_for_awaited
 
 _PENDING: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[_Again]] = weakref.WeakKeyDictionary()
 
@@ -45,7 +48,8 @@ def cached(func: Callable[..., Any]) -> Callable[..., Any]:
         func: returns a tensor, or a tuple of them.
 
     Raises:
-        ValueError: from func's first call, if it returns something else; from `again`, if an r has no gradient.
+        ValueError: from func's first call, if it returns something else; from `again`, if an r has no gradient, or if
+            func reaches parameters past the DistributedDataParallel that holds them (looked at once).
         RuntimeError: from `again`, if the second representation is not the first; gradients are then to be thrown away.
 
     Source: Gao et al., 2021, arXiv:2101.06983.
@@ -60,10 +64,11 @@ def cached(func: Callable[..., Any]) -> Callable[..., Any]:
     torch.Size([2])
     """
     check_callable("func", func)
+    looks = [True]  # whether nobody has looked yet what engines do
 
     @wraps(func)
     def call(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        again = _Again(func, args, kwargs)
+        again = _Again(func, args, kwargs, looks)
         return (*again.leaves(), again)
 
     return call
@@ -72,7 +77,10 @@ def cached(func: Callable[..., Any]) -> Callable[..., Any]:
 class _Again:
     """The second pass of a call."""
 
-    def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], looks: list[bool]
+    ) -> None:
+        self._looks = looks
         self._name = getattr(func, "__name__", type(func).__name__)
         self._call = lambda: representations(func(*own_containers(args), **own_containers(kwargs)), self._name)[0]
         self._buffers, self._replay, self._done = Buffers(), Replay(), False
@@ -80,7 +88,7 @@ class _Again:
         visible = modules_of(func, *given)
         with Observer(self._buffers).call(func, *given, visible=visible) as called, without_graph():
             self._first = self._call()
-        self._engines = called.engines
+        self._engines, self._seen = called.engines, called.seen.values()
         self._buffers.look()
         self._buffers.forget_still()
         for engine in self._engines:
@@ -115,19 +123,28 @@ class _Again:
         self._done, after = True, self._buffers.now()
         with ExitStack() as stack:
             stack.callback(self._buffers.set, after)
+            look, self._looks[0] = self._looks[0], False
+            last, held = [], []
             for engine in self._engines:
                 pending = _PENDING[engine.module]
                 pending.discard(self)
                 if any(other.outstanding() for other in pending):
                     stack.enter_context(engine.hold())
+                    held.append(engine)
+                else:
+                    last.append(engine)
             self._buffers.set([])  # as they were in the beginning
             with self._replay.again():
                 second = with_graph(self._call, self._name)
             wrong = difference(self._first, second, self._name)
-            pairs = zip(second, given, strict=True) if wrong is None else ()
-            backward_from([(x, y.grad) for x, y in pairs if x.requires_grad and y.grad is not None])
-        if wrong is not None:
-            raise wrong
+            both = zip(second, given, strict=True) if wrong is None else ()
+            pairs = [(x, y.grad) for x, y in both if x.requires_grad and y.grad is not None]
+            if pairs and look:
+                check_not_passed_by(self._name, leaves_of(second), self._seen, self._engines)
+            with watched(held if look else ()) as mistakes:
+                backward_from([*pairs, *zeros_for_awaited(pairs, last)])
+        if wrong is not None or mistakes:
+            raise wrong or mistakes[0]
 
 
 def cat_input_tensor(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,7 +187,7 @@ def gather_input_tensor(
         ValueError: on every rank, if tensors differ in dtype or in another dimension than `axis`, or if a launcher has
             started several processes and there is no process group.
     """
-    check_integer("axis", axis)
+    check_integer("axis", axis, least=-64, most=63)
     check_group(group)
     if func is None:
         return lambda func: gather_input_tensor(check_callable("func", func), axis, group=group)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +33,15 @@ from .inputs import (
 from .keep import Keeper, KeepGraphs, check_keep_graphs
 from .observe import Observer
 from .parameter_sync import Synchronised, synchronised
+from .passed_by import check_not_passed_by
 from .replay import Buffers
+from .replicas import check_same, checksums, digest, due, replicated
 from .two_passes import Chunk, Encoder, differentiable, first_pass, second_pass
 
+_T = TypeVar("_T")
 _Remember = Callable[..., None]  # of tensors, and of engines
+_Sums = dict[str, int]
+_Compared = tuple[_Sums, list[str]]
 
 
 class GradCache:
@@ -62,6 +67,8 @@ class GradCache:
             fraction, or "auto", as many as fit. More memory, less time.
         memory_budget: bytes that kept graphs may hold under "auto"; None: most of what is free.
         group: ranks that make the step together, as in :func:`wholebatch.functional.clip_loss`.
+        unchecked: parameters that ranks do not hold as copies of each other (experts, tensor parallel without
+            DTensors), or whose engine you do not call on purpose. All others are looked at, see `cache_step`.
 
     Raises:
         ValueError: if an argument is not what it should be.
@@ -89,6 +96,7 @@ class GradCache:
         keep_graphs: KeepGraphs = 0,
         memory_budget: int | None = None,
         group: Group = None,
+        unchecked: Iterable[Tensor] = (),
     ) -> None:
         listed: Any = models
         if isinstance(listed, nn.Module) and not isinstance(listed, nn.ModuleList):
@@ -114,10 +122,20 @@ class GradCache:
         if fp16 and scaler is None:
             raise ValueError("fp16=True needs a scaler: float16 gradients underflow without; or use bfloat16 autocast")
         check_keep_graphs(keep_graphs, memory_budget)
+        if isinstance(unchecked, nn.Module | Tensor) or not isinstance(unchecked, Iterable):
+            raise ValueError(
+                f"unchecked must be a list of parameters, such as experts.parameters(), got {type(unchecked).__name__}"
+            )
+        left_out: list[Any] = [*unchecked]
+        for p in left_out:
+            if not isinstance(p, Tensor):
+                raise ValueError(f"unchecked must be a list of parameters, got one with a {type(p).__name__}")
         self.models, self.chunk_sizes, self.loss_fn = models, sizes, loss_fn
         self.split_input_fn, self.get_rep_fn = split_input_fn, get_rep_fn
         self.fp16, self.scaler = fp16, scaler
         self.keep_graphs, self.memory_budget, self.group = keep_graphs, memory_budget, group
+        self.unchecked: list[Tensor] = left_out
+        self._steps = 0  # that all ranks have made
 
     def __call__(self, *model_inputs: Any, no_sync_except_last: bool = True, **loss_kwargs: Any) -> Tensor:
         """Same as :meth:`cache_step`."""
@@ -137,10 +155,16 @@ class GradCache:
 
         Collective on several ranks: four handshakes, what loss_fn does, and the engine's one synchronisation.
 
+        In the first step it is looked at whether a model passes by the DistributedDataParallel that holds its
+        parameters. In the first three steps and every hundredth, parameters are compared between ranks: they are the
+        same, unless an optimizer has made a step from gradients that were not reduced. That takes one number of 64 bits
+        for each parameter and one wait for a GPU. FSDP's and PartialFC's are left out, and those of `unchecked`.
+
         Raises:
             ValueError: on every rank, whichever rank made the mistake, with gradients as they were: inputs that are not
                 as many as models, or disagree on their rows; a representation with other rows, or without gradient; a
-                loss that is not one number, or ignores a representation.
+                loss that is not one number, or ignores a representation; a model that passes by its engine; parameters
+                that differ between ranks.
             RuntimeError: if the second forward pass is not the first; gradients are as they were. On ranks where it is,
                 a ValueError. What a model itself raises is raised as it is, and in the second pass on its rank alone.
         """
@@ -169,6 +193,10 @@ class GradCache:
             for chunk in chunks:
                 if chunk.last:
                     _check_parameters(chunk)
+                if chunk.first and not self._steps:
+                    of = chunk.encoder
+                    engines = of.synchronised.values()
+                    check_not_passed_by(of.name, of.leaves, of.seen.values(), engines, self.unchecked)
             found.extend(_joined([c for c in chunks if c.encoder.index == k]) for k in range(len(self.models)))
 
         with self._autocast(device), torch.enable_grad(), _as_they_were() as kept, _moved_once(buffers) as state:
@@ -176,6 +204,7 @@ class GradCache:
             engines = {id(e.module): e for chunk in chunks for e in chunk.engines}
             kept((p for chunk in chunks if chunk.first for p in chunk.encoder.parameters.values()), engines.values())
             owned = {id(p) for engine in engines.values() for p in engine.module.parameters()}
+            of_loss: list[Tensor] = []
 
             def compute() -> tuple[Tensor, list[list[Tensor | None]], list[tuple[Tensor, Tensor]]]:
                 forms = [chunk.encoder.form for chunk in chunks if chunk.first]
@@ -186,12 +215,21 @@ class GradCache:
                         "the loss has no gradient: loss_fn must not detach representations, or run under no_grad"
                     )
                 scaled = loss if self.scaler is None else self.scaler.scale(loss)
-                kept(leaves_of([scaled]))
+                of_loss.extend(leaves_of([scaled]))
+                kept(of_loss)
                 return loss.detach(), *_gradients(scaled, found, owned)
 
-            loss, of_found, extra = _agreed(comm, compute)
+            def compared() -> dict[str, int]:
+                if comm.size == 1 or not due(self._steps):
+                    return {}
+                encoders = [chunk.encoder for chunk in chunks if chunk.first]
+                return checksums(replicated(encoders, self.compute_loss, of_loss, self.unchecked))
+
+            (loss, of_found, extra), sums = _agreed(comm, compute, compared)
+            _check_same(comm, *sums, steps=self._steps)
             state.extend(buffers.now())
-            _end_together(comm, second_pass(chunks, of_found, extra, buffers, kept))
+            _end_together(comm, second_pass(chunks, of_found, extra, buffers, kept, watch=not self._steps))
+            self._steps += 1
         return loss
 
     # What a subclass may replace.
@@ -397,17 +435,33 @@ def _moved_once(buffers: Buffers) -> Iterator[list[Tensor]]:
         buffers.restore(state or buffers.now())
 
 
-def _agreed(comm: Communicator, compute: Callable[[], Any]) -> Any:
-    """What `compute` returns, which may communicate; an error of all ranks if it raises on one."""
-    result, own = None, None
+def _agreed(comm: Communicator, compute: Callable[[], _T], compared: Callable[[], _Sums]) -> tuple[_T, _Compared]:
+    """What `compute` returns, which may communicate; an error of all ranks if it raises on one.
+
+    And the checksums that are compared between ranks, with each rank's digest of them.
+    """
+    result, own, sums = list[_T](), None, dict[str, int]()
     try:
-        result = compute()
+        result.append(compute())
     except Exception as error:
         if comm.size == 1 or raised_on_all_ranks(error):
             raise
         own = error
-    _end_together(comm, own)
-    return result
+
+    def state() -> str:
+        if own is not None:
+            raise own
+        sums.update(compared())
+        return digest(sums)
+
+    digests = _agree(comm, state)
+    return result[0], (sums, digests)
+
+
+def _check_same(comm: Communicator, sums: _Sums, digests: Sequence[str], *, steps: int) -> None:
+    """Raise ValueError, on all ranks, if checksums differ between them."""
+    if any(other != digests[0] for other in digests):
+        check_same(_agree(comm, lambda: sums), steps=steps)
 
 
 def _end_together(comm: Communicator, error: Exception | None) -> None:

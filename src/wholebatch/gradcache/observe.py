@@ -67,6 +67,7 @@ class Called:
     def __init__(self, observer: Observer, stack: ExitStack) -> None:
         self.modules: list[nn.Module] = []
         self.engines: list[Synchronised] = []
+        self.seen: dict[int, nn.Module] = {}  # all of which a hook has told, inner ones too
         self._observer, self._stack = observer, stack
         self._seen: set[int] = set()  # all that is inside these modules
         self._inside: set[int] = set()  # or inside these engines
@@ -107,6 +108,7 @@ class Called:
         """The hook."""
         if torch.compiler.is_compiling():
             return
+        self.seen[id(module)] = module
         self.add(module)
         control = control_of(module)
         if control is not None:

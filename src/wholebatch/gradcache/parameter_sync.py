@@ -20,17 +20,20 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._checks import check_callable, check_choice, check_flag, check_instance
 
+_SWITCHES = ("reduce_grads", "all_reduce_grads")  # of FSDP2's groups of parameters
+_ACCUMULATED = "unsharded_accumulated_grad"  # of FSDP2's parameters
 _DEPTH, _MANY = 6, 1000  # how far, and among how many objects, a function's modules are looked for
 
 
@@ -46,6 +49,9 @@ class SyncControl:
         remember: looks at gradients that the engine keeps to itself until it synchronises; what it returns puts them
             back. None: it keeps none, they are the parameters' own.
         check: raises ValueError if the module's settings do not go with several backward passes.
+        awaits: the parameters without whose gradients the engine does not finish its synchronization. Those that the
+            last backward pass does not reach get zeros in it. None: it finishes anyway.
+        sharded: whether each rank holds a part of the module's parameters, so that they are not compared.
     """
 
     matches: Callable[[nn.Module], bool]
@@ -54,13 +60,16 @@ class SyncControl:
     collective: bool = True
     remember: Callable[[Any], Callable[[], None]] | None = None
     check: Callable[[Any], None] | None = None
+    awaits: Callable[[Any], Iterable[Tensor]] | None = None
+    sharded: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("matches", "hold", "remember", "check"):
+        for name in ("matches", "hold", "remember", "check", "awaits"):
             if getattr(self, name) is not None or name in ("matches", "hold"):
                 check_callable(name, getattr(self, name))
         check_choice("decides", self.decides, ("forward", "backward"))
         check_flag("collective", self.collective)
+        check_flag("sharded", self.sharded)
 
 
 def _no_sync(module: Any) -> AbstractContextManager[None]:
@@ -76,39 +85,66 @@ def _check_ddp(module: Any) -> None:
         )
 
 
+def parameters_of_ddp(module: DistributedDataParallel) -> Iterator[tuple[str, Tensor]]:
+    """The parameters whose gradients a DistributedDataParallel reduces, with their names in what it wraps."""
+    ignored = getattr(module, "parameters_to_ignore", ())
+    return ((name, p) for name, p in module.module.named_parameters() if p.requires_grad and name not in ignored)
+
+
+def _awaited_by_ddp(module: Any) -> Iterable[Tensor]:
+    """All of its parameters, unless it finds out by itself which are not used."""
+    return () if module.find_unused_parameters else (p for _, p in parameters_of_ddp(module))
+
+
+def _is_fsdp1(module: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # where this has not been imported, no module is of FSDP1
+    kind = getattr(fsdp, "FullyShardedDataParallel", None)
+    return kind is not None and isinstance(module, kind)
+
+
 def _shards_of(module: nn.Module) -> list[Any]:
-    """FSDP2's groups of parameters in a module. Their switches and gradients have no public names."""
+    """FSDP2's groups of parameters in a module. Their switches and gradients have no public names.
+
+    None where a release of torch has other names than those that are known here.
+    """
     groups: list[Any] = []
     for inner in module.modules():
         if hasattr(type(inner), "set_requires_gradient_sync"):
-            state: Any = inner._get_fsdp_state()  # type: ignore[operator]
+            state: Any = getattr(inner, "_get_fsdp_state", lambda: None)()
             several = getattr(state, "_fsdp_param_groups", None)  # in newer releases of torch
-            groups += [g for g in ([state._fsdp_param_group] if several is None else several) if g is not None]
-    return groups
+            groups += [getattr(state, "_fsdp_param_group", None)] if several is None else several
+    return [group for group in groups if all(hasattr(group, name) for name in (*_SWITCHES, "fsdp_params"))]
 
 
 @contextmanager
 def _hold_fully_sharded(module: Any) -> Iterator[None]:
-    before = [(group, group.reduce_grads, group.all_reduce_grads) for group in _shards_of(module)]
+    before = [(group, name, getattr(group, name)) for group in _shards_of(module) for name in _SWITCHES]
     module.set_requires_gradient_sync(False)
     try:
         yield
     finally:
-        for group, reduce, all_reduce in before:
-            group.reduce_grads, group.all_reduce_grads = reduce, all_reduce
+        if not before:  # all that a public name can do; it forgets what the caller has switched off
+            module.set_requires_gradient_sync(True)
+        for group, name, switch in before:
+            setattr(group, name, switch)
 
 
 def _remember_fully_sharded(module: Any) -> Callable[[], None]:
-    """Gradients of whole parameters, which accumulate before they are reduced to shards."""
+    """Gradients of whole parameters, which accumulate before they are reduced to shards.
+
+    They are in the whole parameter's `grad`, and up to torch 2.14 in an attribute of their own, too. From 2.15 on that
+    is a property which reads `grad`.
+    """
     before = []
     for shard in (shard for group in _shards_of(module) for shard in group.fsdp_params):
         whole = getattr(shard, "_unsharded_param", None)
-        held = shard.unsharded_accumulated_grad, None if whole is None else whole.grad
+        held = vars(shard).get(_ACCUMULATED), None if whole is None else whole.grad
         before.append((shard, *(None if x is None else x.clone() for x in held)))
 
     def put_back() -> None:
         for shard, accumulated, grad in before:
-            shard.unsharded_accumulated_grad = accumulated
+            if _ACCUMULATED in vars(shard):
+                setattr(shard, _ACCUMULATED, accumulated)
             if hasattr(shard, "_unsharded_param"):
                 shard._unsharded_param.grad = grad
 
@@ -122,24 +158,38 @@ _CONTROLS = [
         decides="forward",
         collective=False,
         check=_check_ddp,
+        awaits=_awaited_by_ddp,
     ),
     SyncControl(
         lambda module: hasattr(type(module), "set_requires_gradient_sync"),
         _hold_fully_sharded,
         remember=_remember_fully_sharded,
+        sharded=True,
     ),
+    SyncControl(_is_fsdp1, _no_sync, sharded=True),
     SyncControl(lambda module: callable(getattr(type(module), "no_sync", None)), _no_sync),
 ]
 
 
+_BUILT_IN = tuple(_CONTROLS)
+
+
 def register_sync_control(control: SyncControl) -> None:
     """Let gradient caching know another engine; it is asked before those that are there.
+
+    In the first step it is looked at whether gradients stay in `.grad` while `hold` is entered, unless the control has
+    `remember`: a `hold` that does nothing is an error.
 
     Raises:
         ValueError: if control is no :class:`SyncControl`.
     """
     check_instance("control", control, SyncControl, "a SyncControl")
     _CONTROLS.insert(0, control)
+
+
+def is_registered(control: SyncControl) -> bool:
+    """Whether it was registered, and is not one of ours."""
+    return not any(control is one for one in _BUILT_IN)
 
 
 def control_of(module: nn.Module) -> SyncControl | None:

@@ -26,9 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from .._graph import leaves_of
+from .held import watched
 from .inputs import tensors_of
 from .keep import Keeper
-from .observe import Observer
+from .observe import Called, Observer
 from .parameter_sync import Synchronised, modules_of, synchronised
 from .replay import Buffers, Replay, fresh_autocast_cache, without_graph
 
@@ -55,10 +56,21 @@ class Encoder:
         self.form: Callable[[Sequence[Any]], Any] = tuple  # of its representations
         self.trained: list[bool] = []  # which of them have a gradient
         self.parameters: dict[int, Tensor] = {id(p): p for module in self.own for p in module.parameters()}
+        self.called: dict[int, nn.Module] = {}  # the outermost modules, whose parameters are the model's
+        self.seen: dict[int, nn.Module] = {}  # these, and inner ones, as far as a hook has seen their calls
+        self.synchronised: dict[int, Synchronised] = {}  # engines that were called
+        self.leaves: list[Tensor] = []  # of the graph of the first chunk
 
     def add_parameters(self, tensors: Iterable[Tensor]) -> None:
         """Take these for the model's."""
         self.parameters |= {id(x): x for x in tensors}
+
+    def add_called(self, called: Called) -> None:
+        """Take what a call has called for the model's."""
+        self.called |= {id(module): module for module in called.modules}
+        self.seen |= called.seen
+        self.synchronised |= {id(engine.module): engine for engine in called.engines}
+        self.add_parameters(p for module in called.modules for p in module.parameters())
 
 
 @dataclass(eq=False)
@@ -129,8 +141,10 @@ def _first_pass(chunk: Chunk, chunks: Sequence[Chunk], keeper: Keeper, observer:
             there = [*encoder.parameters.values(), *tensors_of(chunk.part)]
             with keeper.measured(encoder.index, there), _observed(chunk, observer):
                 chunk.found = _with_graph(chunk)
+            if chunk.first:
+                encoder.leaves = leaves_of(chunk.found)
             if not encoder.own:
-                encoder.add_parameters(leaves_of(chunk.found))
+                encoder.add_parameters(encoder.leaves if chunk.first else leaves_of(chunk.found))
             decided = chunk.last and any(engine.control.decides == "forward" for engine in chunk.engines)
             chunk.kept = wanted and not decided and keeper.kept(encoder.index)
         except Exception as error:
@@ -159,7 +173,7 @@ def _observed(chunk: Chunk, observer: Observer) -> Iterator[None]:
             yield
         finally:
             chunk.engines = called.engines or encoder.engines
-            encoder.add_parameters(p for module in called.modules for p in module.parameters())
+            encoder.add_called(called)
 
 
 def second_pass(
@@ -168,7 +182,9 @@ def second_pass(
     extra: Sequence[tuple[Tensor, Tensor]],
     buffers: Buffers,
     about_to_change: Callable[[Iterable[Tensor]], None],
-) -> RuntimeError | None:
+    *,
+    watch: bool = False,
+) -> Exception | None:
     """Backward through all chunks: those with a graph, then the others, each after its second forward pass.
 
     Args:
@@ -178,14 +194,16 @@ def second_pass(
             backward pass.
         buffers: of all models.
         about_to_change: is told whose gradients come next, where they were not known before.
+        watch: whether to look at what registered engines do with gradients that they are to leave alone.
 
     Returns:
-        An error, if a second representation is not the first. All passes have been made even so: engines and other
-        ranks are where they should be, and gradients can be put back.
+        An error, if a second representation is not the first, or an engine did not do what it was told. All passes have
+        been made even so: engines and other ranks are where they should be, and gradients can be put back.
     """
     order = [*(c for c in chunks if c.kept), *(c for c in chunks if not c.kept)]
     last_of_engine = _last_of_engines(order)
-    wrong = None
+    wrong: Exception | None = None
+    unwatched = {id(engine.module): engine for chunk in order for engine in chunk.engines} if watch else {}
     for chunk in order:
         engines = chunk.engines
         done = {id(engine.module) for engine in engines if last_of_engine[id(engine.module)] is chunk}
@@ -207,11 +225,31 @@ def second_pass(
             if not chunk.encoder.own:
                 about_to_change(leaves_of(chunk.found))
         pairs += _roots(chunk, given, whole=bool(done))
-        with _held(engines, but=done):
+        pairs += zeros_for_awaited(pairs, (e for e in engines if id(e.module) in done))
+        held = [unwatched.pop(id(e.module)) for e in engines if id(e.module) in unwatched.keys() - done]
+        with watched(held) as mistakes, _held(engines, but=done):
             backward_from(pairs)
+        wrong = wrong or next(iter(mistakes), None)
         del pairs
         chunk.forget()
     return wrong
+
+
+def zeros_for_awaited(
+    pairs: Sequence[tuple[Tensor, Tensor]], engines: Iterable[Synchronised]
+) -> list[tuple[Tensor, Tensor]]:
+    """Zeros for the parameters that these engines wait for, and a backward pass from `pairs` does not come to.
+
+    Other chunks may have come to them: two models that are two functions of one engine, each of one of its towers.
+    Their gradients are there by then, and are synchronized in this last pass with all others.
+    """
+    awaited = {id(p): p for e in engines if e.control.awaits is not None for p in e.control.awaits(e.module)}
+    if not awaited:
+        return []
+    roots = [x for x, _ in pairs]
+    for p in (*roots, *leaves_of(roots)):
+        awaited.pop(id(p), None)
+    return [(p, torch.zeros_like(p)) for p in awaited.values()]
 
 
 def _of_chunk(

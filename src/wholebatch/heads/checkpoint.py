@@ -1,65 +1,55 @@
 """Checkpoints of a sharded head that any number of ranks can load: rows are kept by their class, not by their rank.
 
-A folder of torch.distributed.checkpoint holds, of each tensor with a row for each class, slices of at most 65536 rows
-under the name of their first class,
-
-    weight/000000000000, weight/000000065536, ...;   optimizer/weight/momentum_buffer/000000000000, ...
-
-A rank that loads reads the slices with rows of its classes, and takes these out of them. Only when all ranks have read
-theirs is anything changed.
+Each rank writes the rows of its classes, and rank 0 an index of all; see `head_folder`. A rank that loads reads the
+slices with rows of its classes, and takes these out of them. Only when all ranks have read theirs is anything changed.
+No file is unpickled.
 """
 
 from __future__ import annotations
 
-import json
-import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from .._checks import check_ids, check_instance, checked_path
 from .._precision import accumulation_dtype
-from ..comm import handshake, select_communicator
-from ..comm.torch_distributed import TorchTransport
+from .._settings import shown
+from .._tensor_file import bytes_of, is_save_id, new_save_id
+from ..comm import Communicator, handshake, select_communicator
 from ..losses._door import told_to_all
 from .classes import NOT_HERE, rows_within
+from .head_folder import Index, Slices, check_is_new, read_index, write_index, write_rows
 from .partial_fc import PartialFC
-
-_ROWS = 65536  # of a slice
-_FACTS = "head"  # what the checkpoint is of
 
 
 @told_to_all
-def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None = None) -> None:
-    """Write a head, and what its optimiser knows of each class. Collective.
+def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None = None) -> str:
+    """Write a head, and the optimizer's state of each class. Collective: 3 handshakes.
 
     Args:
         folder: that all ranks see, the same on all; it may not hold another checkpoint.
         head: the ranks' parts of it.
-        optimizer: with `head.parameters()` among its own; what it knows of others is not written.
+        optimizer: with `head.parameters()` among its own; its state of other parameters is not written.
+
+    Returns:
+        The id of this save, the same on all ranks, which all files of the folder name. Written beside the backbone, it
+        tells :func:`load_head` which head belongs to it.
 
     Raises:
         ValueError: on every rank: another rank's head, an optimiser whose state of each class is not known here, a
             folder that has a checkpoint or cannot be written.
     """
-    check_instance("head", head, PartialFC, "a wholebatch.PartialFC")
-    given, folder = folder, Path(folder) if isinstance(folder, str | Path) else Path()
-    comm = select_communicator(head.options.group)
+    comm = _communicator(head)
 
     def state() -> dict[str, Any]:
-        checked_path("folder", given)
+        _check_head(head)
+        checked_path("folder", folder)
         check_instance("optimizer", optimizer, (Optimizer, type(None)), "an optimizer of torch, or None")
-        head.check_own()
         if optimizer is not None and not _names_of(optimizer):
             raise ValueError(
                 f"what a {type(optimizer).__name__} knows of each class is not known here: use wholebatch.SparseSGD or "
@@ -67,39 +57,41 @@ def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None =
             )
         if optimizer is not None:
             _check_has(optimizer, head)
-        if comm.size > 1 and not isinstance(comm.transport, TorchTransport):
-            raise ValueError(
-                "checkpoints of several ranks are written by torch.distributed, and this head's group is another"
-            )
-        if (folder / ".metadata").exists():
-            raise ValueError(f"{folder} has a checkpoint already")
-        return {"folder": str(folder), "head": _facts(head, optimizer)}
+        check_is_new(Path(folder))
+        return {"folder": str(folder), "head": _facts(head, optimizer), "save": new_save_id()}
+
+    def write_own() -> dict[str, Any]:
+        rows = _rows_of(head, _known(optimizer, head))
+        try:
+            return write_rows(Path(folder), comm.rank, comm.size, save, head.own_classes.start, rows, _of_margin(head))
+        except OSError as error:
+            raise ValueError(f"{folder} cannot be written: {error}") from error
+
+    def write_last() -> dict[str, Any]:
+        try:
+            if comm.rank == 0:
+                write_index(Path(folder), save, everyone[0]["head"], written)
+        except OSError as error:
+            raise ValueError(f"{folder} cannot be written: {error}") from error
+        return {}
 
     everyone = handshake(comm, state, caller="save_head", must_match=("folder", "head"))
-    tensors = dict[str, Any]()
-    for name, x in _rows_of(head, _known(optimizer, head)).items():
-        for start in range(0, len(x), _ROWS):
-            tensors[f"{name}/{head.own_classes.start + start:012d}"] = x[start : start + _ROWS]
-    for name, x in _of_margin(head).items():
-        tensors[f"margin/{name}"] = x
-    transport = comm.transport
-    try:
-        with _without_a_warning():
-            save(
-                {**tensors, _FACTS: json.dumps(everyone[comm.rank]["head"])},
-                checkpoint_id=folder,
-                process_group=transport.group if isinstance(transport, TorchTransport) else None,
-                no_dist=not isinstance(transport, TorchTransport),
-            )
-    except (CheckpointException, OSError, RuntimeError) as error:
-        raise ValueError(f"save_head: {folder} cannot be written: {_first_line(error)}") from error
+    save = str(everyone[0]["save"])
+    written = handshake(comm, write_own, caller="save_head")
+    handshake(comm, write_last, caller="save_head")
+    return save
 
 
 @told_to_all
 def load_head(
-    folder: Path | str, head: PartialFC, optimizer: Optimizer | None = None, *, classes: Tensor | None = None
+    folder: Path | str,
+    head: PartialFC,
+    optimizer: Optimizer | None = None,
+    *,
+    classes: Tensor | None = None,
+    save_id: str | None = None,
 ) -> None:
-    """Read a head that `save_head` has written, on any number of ranks. Collective.
+    """Read a head that `save_head` has written, on any number of ranks. Collective: 2 handshakes.
 
     Args:
         folder: of the checkpoint.
@@ -110,43 +102,47 @@ def load_head(
             their centres and of what the optimiser knows of them (not with sub-centres, which have no order that two
             classes share); one that none becomes stays as it is. So torch.arange(C) is for a head with new classes
             behind the old ones. None: the classes are the same.
+        save_id: as `save_head` returned it; another save's folder is refused. None: any.
 
     Raises:
-        ValueError: on every rank, with head and optimizer as they were: there is no checkpoint of a head, or a damaged
-            one, or it is of another number of classes or size of embeddings, or has no state of this kind of optimiser.
+        ValueError: on every rank, with head and optimizer as they were: there is no checkpoint of a head, or one of
+            whose files a bit has changed or that is another save's, or it is of another number of classes or size of
+            embeddings, or has no state of this kind of optimiser.
     """
-    check_instance("head", head, PartialFC, "a wholebatch.PartialFC")
-    given, folder = folder, Path(folder) if isinstance(folder, str | Path) else Path()
-    comm, found = select_communicator(head.options.group), dict[str, Any]()
+    comm, found = _communicator(head), dict[str, Any]()
 
     def first() -> dict[str, Any]:
-        checked_path("folder", given)
+        _check_head(head)
+        checked_path("folder", folder)
         check_instance("optimizer", optimizer, (Optimizer, type(None)), "an optimizer of torch, or None")
-        head.check_own()
-        found["metadata"], found["facts"] = _read_facts(folder)
-        _check(found["facts"], head, optimizer, classes)
-        return {
-            "classes": None
-            if classes is None
-            else f"of checksum {zlib.crc32(classes.cpu().long().numpy().tobytes()):08x}"
-        }
+        if save_id is not None and not is_save_id(save_id):
+            raise ValueError(f"save_id must be an id that save_head has returned, or None; got {shown(save_id)}")
+        found["index"] = index = read_index(Path(folder))
+        if save_id not in (None, index.save):
+            raise ValueError(f"{folder} belongs to another save: expected {save_id}, got {index.save}")
+        _check(index.facts, head, optimizer, classes)
+        checksum = None
+        if classes is not None:
+            checksum = f"of checksum {zlib.crc32(bytes_of(classes.detach().cpu().long().contiguous())):08x}"
+        return {"classes": checksum, "save": index.save}
 
     def second() -> dict[str, Any]:
-        count = found["facts"]["num_classes"]
-        becomes = torch.arange(count) if classes is None else classes.cpu().long()
+        index: Index = found["index"]
+        becomes = torch.arange(index.facts["num_classes"]) if classes is None else classes.cpu().long()
         at = rows_within(becomes, head.own_classes)
-        found["state"] = _state_with(optimizer, head, found["facts"]["optimizer"] or ())
+        found["state"] = _state_with(optimizer, head, index.facts["optimizer"] or ())
         found["into"] = _rows_of(head, found["state"])
-        found["rows"] = {name: _rows(folder, found["metadata"], name, x, at) for name, x in found["into"].items()}
-        found["margin"] = {
-            name: _read(folder, f"margin/{name}", torch.empty_like(x, device="cpu"))
-            for name, x in _of_margin(head).items()
-        }
+        try:
+            with Slices(index) as slices:
+                found["rows"] = {name: _rows(slices, name, x, at) for name, x in found["into"].items()}
+                found["margin"] = {name: slices.whole(name, x) for name, x in _of_margin(head).items()}
+        except OSError as error:
+            raise ValueError(f"{folder} cannot be read, it is damaged or incomplete: {error}") from error
         return {}
 
-    handshake(comm, first, caller="load_head", must_match=("classes",))
+    handshake(comm, first, caller="load_head", must_match=("classes", "save"))
     handshake(comm, second, caller="load_head")
-    facts = found["facts"]
+    facts = found["index"].facts
     with torch.no_grad():
         if optimizer is not None:
             optimizer.state.update(found["state"])
@@ -156,6 +152,17 @@ def load_head(
             x.copy_(found["margin"][name])
         head.step.fill_(facts["step"])
         head.seed.fill_(facts["seed"])
+
+
+def _communicator(head: PartialFC) -> Communicator:
+    """The head's; the default one for what is no head, so that all ranks are told."""
+    return select_communicator(head.options.group if isinstance(head, PartialFC) else None)
+
+
+def _check_head(head: object) -> None:
+    if not isinstance(head, PartialFC):
+        raise ValueError(f"head must be a wholebatch.PartialFC, got {type(head).__name__}")
+    head.check_own()
 
 
 def _facts(head: PartialFC, optimizer: Optimizer | None) -> dict[str, Any]:
@@ -173,28 +180,6 @@ def _facts(head: PartialFC, optimizer: Optimizer | None) -> dict[str, Any]:
         "seed": int(head.seed),
         "optimizer": known,
     }
-
-
-def _read_facts(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What there is in a checkpoint, and of which head."""
-    try:
-        metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
-    except (OSError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{folder} holds no checkpoint: {_first_line(error)}") from error
-    if _FACTS not in metadata:
-        raise ValueError(f"{folder} is a checkpoint, but none of a head that save_head has written")
-    return metadata, json.loads(_read(folder, _FACTS, ""))
-
-
-def _read(folder: Path, key: str, like: Any) -> Any:
-    """One of the things in a checkpoint."""
-    read = {key: like}
-    try:
-        with _without_a_warning():
-            load(read, checkpoint_id=folder, no_dist=True)
-    except (CheckpointException, OSError, RuntimeError, EOFError) as error:
-        raise ValueError(f"the checkpoint {folder} cannot be read, it is damaged: {_first_line(error)}") from error
-    return read[key]
 
 
 def _check(facts: dict[str, Any], head: PartialFC, optimizer: Optimizer | None, classes: Tensor | None) -> None:
@@ -279,7 +264,8 @@ def _nothing(name: str, p: Tensor) -> Tensor:
 
 def _of_margin(head: PartialFC) -> dict[str, Tensor]:
     """What a margin learns from the batches, the same on all ranks."""
-    return dict(head.margin.named_buffers()) if isinstance(head.margin, nn.Module) else {}
+    buffers = head.margin.named_buffers() if isinstance(head.margin, nn.Module) else ()
+    return {f"margin/{name}": x for name, x in buffers}
 
 
 def _rows_of(head: PartialFC, state: Mapping[Tensor, Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -291,38 +277,15 @@ def _rows_of(head: PartialFC, state: Mapping[Tensor, Mapping[str, Tensor]]) -> d
     return found
 
 
-def _rows(folder: Path, metadata: dict[str, Any], name: str, present: Tensor, at: Tensor) -> Tensor:
+def _rows(slices: Slices, name: str, present: Tensor, at: Tensor) -> Tensor:
     """The present rows, but row at[i] is the checkpoint's row i, of several the mean; NOT_HERE: it is nowhere."""
     count = torch.bincount(at[at != NOT_HERE], minlength=len(present))
     into = present.detach().to("cpu", accumulation_dtype(present.dtype), copy=True)
     into[count > 0] = 0
-    for key, start, size, dtype in _slices(metadata, name):
-        to = at[start : start + size[0]]
+    for part in slices.of(name):
+        to = at[part.first : part.first + part.rows]
         here = to != NOT_HERE
         if here.any():
-            rows = _read(folder, key, torch.empty(size, dtype=dtype))[here].to(into.dtype)
+            rows = slices.rows(name, part, present)[here].to(into.dtype)
             into.index_add_(0, to[here], rows / count[to[here]].view(-1, *[1] * (into.dim() - 1)))
     return into
-
-
-@contextmanager
-def _without_a_warning() -> Iterator[None]:
-    """Inside, nothing is said of a single process: each rank reads for itself, and that is meant."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
-
-
-def _slices(metadata: dict[str, Any], name: str) -> Iterator[tuple[str, int, torch.Size, torch.dtype]]:
-    for key, of in sorted(metadata.items()):
-        stem, _, start = key.rpartition("/")
-        if stem == name:
-            yield key, int(start), of.size, of.properties.dtype
-
-
-def _first_line(error: BaseException) -> str:
-    """Enough of an error that may hold those of all ranks, with their tracebacks: of these the first."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]

@@ -23,13 +23,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import check_alike, check_count, check_dense, check_ids, check_norm, is_dense, norm_bound, on_host
+from .._checks import (
+    check_alike,
+    check_count,
+    check_dense,
+    check_ids,
+    check_norm,
+    has_feature_dtype,
+    is_dense,
+    norm_bound,
+    on_host,
+)
+from .._normalize import UNIT, known_norms, normalize, row_norms
 from ..comm import Communicator, handshake
 from ..kernels import in_triton
 from ..losses._cross_entropy import one_positive
 from ..losses._door import Agreement, Options, agree
 from ..losses._softmax import Numbers, softmax_numbers, wanted
-from ..losses._towers import UNIT, Towers
+from ..losses._towers import Towers
 from ..partition import Partition
 from ..sweep import NamedRows, Pairs, Selection
 from ..sync import scale_gradient, shard_factor
@@ -43,7 +54,6 @@ from .logits import (
     check_several,
     ends_of,
     flat,
-    lengths_of,
     repeated,
 )
 from .margins import AdaFace, CurricularFace, HardNegatives, MagFace, Targets
@@ -108,13 +118,18 @@ def class_softmax(
         held.check_complete(comm, caller, at, counts)
 
     x = comm.all_gather(agreed.inputs["embeddings"], counts=rows.counts, check=False)
-    lengths = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=agreed.dtype)
     factor = shard_factor(options.sync, comm.size, whole=options.reduction != "none")
     centres, best_of = flat(scale_gradient(sample.centres, factor))
+    agreed = agreed.in_range(longest)
+    # Two gradients meet in each of them. Embeddings are few, and are widened; centres only where the range is small.
+    narrow = agreed.features_dtype == torch.float16
+    x, centres = x.to(agreed.dtype), centres.to(agreed.dtype if narrow else agreed.features_dtype)
+    lengths = row_norms(x)
     # Of many rows one bias gets a gradient from each: half precision would not hold the sum.
     bias = None if sample.bias is None else scale_gradient(sample.bias, factor).to(agreed.dtype)
     places = rows_of_groups(at, best_of)
-    angles, target_lengths, centres = target_angles(x, centres, nearest(x, centres, places))
+    own_centres = nearest(x, centres, places, clamp=logits.clamp)
+    angles, target_lengths, centres = target_angles(x, centres, own_centres, clamp=logits.clamp)
     bend, margin = None, logits.margin
     if isinstance(margin, CurricularFace):
         everyones_angles = comm.all_reduce(angles.detach(), check=False)
@@ -201,7 +216,7 @@ def _negatives(
         if in_triton(agreed.options.kernel):  # multiplied in the precision that they have
             travel_norms = lengths.detach()
         else:
-            x = x / lengths
+            x = normalize(x)
     _, numbers = softmax_numbers(
         agreed,
         (s, s),
@@ -266,7 +281,7 @@ def _agree_on_batch(
     weights: Tensor | None,
 ) -> tuple[Agreement, Tensor]:
     """What the ranks agree on, and the labels of all, (B, k). Collective: 1 handshake, 1 all-gather of the labels."""
-    if isinstance(embeddings, Tensor) and embeddings.is_floating_point():
+    if has_feature_dtype(embeddings):
         embeddings = embeddings.to(dtype)
 
     def check() -> dict[str, Any]:
@@ -282,7 +297,7 @@ def _agree_on_batch(
         of_labels = dict(zip(("smallest", "largest"), label_range(labels, logits.ignore_index), strict=True))
         if labels.dim() == 2:
             of_labels["repeated"] = repeated(labels, logits.ignore_index)
-        return {**of_labels, **dict(zip(("shortest", "longest"), ends_of(lengths_of(embeddings)), strict=True))}
+        return {**of_labels, **dict(zip(("shortest", "longest"), ends_of(known_norms(embeddings)), strict=True))}
 
     def judge(seen: Mapping[str, float]) -> dict[str, Any]:
         check_different(seen.get("repeated", 0.0))
@@ -323,7 +338,8 @@ def _agree_on_centres(
         sample = choose()
         matrix, best_of = flat(sample.centres)
         logits.check_sub_centres(best_of)
-        check_alike("embeddings", agreed.inputs["embeddings"], "centres", matrix, rows=False)
+        embeddings = agreed.inputs["embeddings"].to(agreed.given_dtype)
+        check_alike("embeddings", embeddings, "centres", matrix, rows=False)
         if sample.ids is not None:
             check_ids("class_ids", sample.ids, "centres", len(sample.centres))
         for name, x in (("log_weights", sample.log_weights), ("bias", sample.bias)):
@@ -345,7 +361,7 @@ def _agree_on_centres(
                 "centres, bias and log_weights must not be made under torch.inference_mode() where gradients are "
                 "enabled; pass x.clone()"
             )
-        norms, offsets = lengths_of(matrix), _sum(sample.bias, sample.log_weights)
+        norms, offsets = known_norms(matrix), _sum(sample.bias, sample.log_weights)
         seen = dict(zip(("shortest", "longest"), ends_of(norms), strict=True))
         if offsets is not None:
             seen["offset"] = norm_bound(offsets[:, None])

@@ -14,7 +14,6 @@ import math
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor, nn
 
 from .._checks import (
@@ -29,7 +28,7 @@ from .._checks import (
     is_dense,
     shown,
 )
-from .._precision import accumulation_dtype
+from .._normalize import known_norms
 from ..losses._door import Agreement
 from .margins import CurricularFace, Margin, Targets
 
@@ -57,6 +56,11 @@ class Logits:
     def of_unit_centres(self) -> bool:
         """Whether centres are."""
         return self.normalise in ("both", "centres")
+
+    @property
+    def clamp(self) -> tuple[bool, bool]:
+        """Of `angles.target_angles`."""
+        return self.of_unit_embeddings, self.of_unit_centres
 
     def check(self) -> None:
         """Raise ValueError unless each setting exists, and goes with the others."""
@@ -118,12 +122,6 @@ class Logits:
         }
 
 
-@torch.no_grad()
-def lengths_of(x: Tensor) -> Tensor:
-    """The norms of x's rows, (n, 1)."""
-    return torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=accumulation_dtype(x.dtype))
-
-
 def ends_of(norms: Tensor) -> tuple[Tensor, Tensor]:
     """The smallest and the largest, shape (); 1 and 0 without any."""
     if not len(norms):
@@ -136,7 +134,7 @@ def check_directions(name: str, x: Tensor, least: float, largest: float) -> None
     if not math.isfinite(largest):
         check_finite(name, x)
     if least == 0:
-        zero = (lengths_of(x) == 0).flatten().nonzero()
+        zero = (known_norms(x) == 0).flatten().nonzero()
         raise ValueError(
             f"{name} must not have a row of zeros, which has no direction; row {int(zero[0])} has "
             f"{'one' if len(zero) == 1 else f'one, and {len(zero) - 1} others'}"

@@ -197,7 +197,8 @@ class AdaFace(nn.Module):
     r"""phi = cos(theta - m u) - (m u + m), with u from the norm of the embedding: hard examples of good quality count.
 
     u = clip(h (|x| - mean) / std, -1, 1),    mean and std: running averages over the global batches' norms, in
-    training; |x| within [0.001, 100] and without a gradient. The angle stays within [0, pi].
+    training; |x| within [0.001, 100] and without a gradient. Rows without a label that counts (ignore_index) stay
+    out of the averages. The angle stays within [0, pi].
 
     Args:
         s: multiplies all cosines.
@@ -313,7 +314,7 @@ def angular(targets: Targets, m1: float, m2: Tensor | float, fold: Fold = "exten
     if fold == "clip":
         return angles.clamp(0, math.pi).cos()
     if fold == "linear":
-        m = torch.as_tensor(m2)
-        return torch.where(angles > math.pi, targets.angles.cos() - m.sin() * m, angles.cos())
+        lost = m2.sin() * m2 if isinstance(m2, Tensor) else math.sin(m2) * m2
+        return torch.where(angles > math.pi, targets.angles.cos() - lost, angles.cos())
     turns = (angles.detach() / math.pi).floor().clamp_(min=0)
     return (1 - 2 * (turns % 2)) * angles.cos() - 2 * turns

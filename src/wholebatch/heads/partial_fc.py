@@ -10,6 +10,7 @@ centres at the start. The gradient of a sample is sparse: `SparseSGD` and `Spars
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,9 @@ from .._checks import (
     check_integer,
     checked_device,
 )
-from ..comm import Group, select_communicator
+from .._precision import accumulation_dtype
+from .._sharded import mark_sharded
+from ..comm import Group, handshake, select_communicator
 from ..kernels import Kernel
 from ..losses._door import Options, Reduction, eager, told_to_all
 from ..partition import Partition
@@ -49,6 +52,12 @@ class PartialFC(nn.Module):
     `weight`, (C_r, d), holds this rank's centres. The module must not be wrapped by an engine (DDP, FSDP): its gradient
     is this rank's own, and already dL/dW. It is made on every rank, after `init_process_group`. With samples it does
     not go under activation checkpointing, where the second forward pass would draw another one.
+
+    Two habits of training frameworks are wrong here. Clipping by `torch.nn.utils.clip_grad_norm_` (Lightning's
+    `gradient_clip_val`, the Trainer's `max_grad_norm`) scales each rank by another norm, and backbones drift apart
+    without a message: use :func:`wholebatch.heads.clip_grad_norm_`. A `state_dict()` saved by rank 0 alone has rank 0's
+    classes alone: use :func:`wholebatch.heads.save_head`. Loaded elsewhere, such a state_dict is refused, when it is
+    loaded or at the next use.
 
     Args:
         embedding_size: d.
@@ -140,6 +149,8 @@ class PartialFC(nn.Module):
         self.register_buffer("seed", torch.tensor(seed))
         self.register_buffer("step", torch.tensor(0))  # samples drawn so far, in training
         self.register_buffer("first_class", torch.tensor(self.own_classes.start))  # whose centres these are
+        self.register_state_dict_post_hook(_tell_classes)
+        self.register_load_state_dict_pre_hook(_check_classes)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -176,6 +187,7 @@ class PartialFC(nn.Module):
     def _choose(self, labels: Tensor) -> Sample:
         """What this rank has of a step's classes: in evaluation all of them."""
         self.check_own()
+        mark_sharded(self.weight, self.bias)  # here, for a copy of the module has no marks
         settings = [self.sample_rate, self.unbiased, int(self.seed), int(self.step), self.training]
         if self.sample_rate == 1.0 or not self.training:
             return Sample(self.weight, bias=self.bias, complete=True, settings=settings)
@@ -187,7 +199,9 @@ class PartialFC(nn.Module):
         (index,) = (drawn | positive).nonzero(as_tuple=True)
         log_weights = None
         if self.unbiased:
-            log_weights = torch.where(positive[index], 0.0, -math.log(self.sample_rate))
+            dtype = accumulation_dtype(self.weight.dtype)  # two numbers alone would make float32 of it
+            log_weights = torch.full(index.shape, -math.log(self.sample_rate), dtype=dtype, device=index.device)
+            log_weights.masked_fill_(positive[index], 0.0)
         bias = None if self.bias is None else take_rows(self.bias, index)
         return Sample(take_rows(self.weight, index), ids[index], bias, log_weights, complete=True, settings=settings)
 
@@ -245,17 +259,32 @@ class PartialFC(nn.Module):
 
     @told_to_all
     def full_weight(self, root: int = 0) -> Tensor | None:
-        """All centres, (C, d) or (C, K, d), on rank `root`; None on the others. Collective: 1 gather."""
+        """All centres, (C, d) or (C, K, d), on rank `root`; None on the others.
+
+        Collective: 1 handshake, 1 gather.
+        """
         return self._full(self.weight, root)
 
     @told_to_all
     def full_bias(self, root: int = 0) -> Tensor | None:
-        """All biases, (C,), on rank `root`; None on the others, and where there are none. Collective: 1 gather."""
-        return None if self.bias is None else self._full(self.bias, root)
+        """All biases, (C,), on rank `root`; None on the others, and where there are none.
+
+        Collective: 1 handshake, 1 gather.
+        """
+        if self.bias is None:
+            check_integer("root", root, least=0, most=select_communicator(self.options.group).size - 1, of="a rank")
+            return None
+        return self._full(self.bias, root)
 
     @torch.no_grad()
     def _full(self, of_classes: Tensor, root: int) -> Tensor | None:
         comm = select_communicator(self.options.group)
+
+        def state() -> dict[str, Any]:
+            self.check_own()
+            return {"root": root}
+
+        handshake(comm, state, caller="PartialFC", must_match=("root",))
         counts = Partition.even(self.num_classes, comm.size).counts
         whole = comm.gather(of_classes.detach(), root, counts=counts)
         return whole if comm.rank == root else None
@@ -266,3 +295,30 @@ class PartialFC(nn.Module):
             f"sub_centres={self.sub_centres}, bias={self.bias is not None}, normalise={self.logits.normalise!r}, "
             f"classes {self.own_classes.start} to {self.own_classes.stop} here"
         )
+
+
+def _tell_classes(head: Any, _state: Any, _prefix: str, metadata: dict[str, Any]) -> None:
+    """Say in a state_dict which classes it has; among the facts beside its tensors, which torch.save keeps."""
+    metadata["classes"] = [head.own_classes.start, head.own_classes.stop, head.num_classes]
+
+
+def _check_classes(head: Any, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_others: Any) -> None:
+    """Refuse a state_dict of other classes, before anything of it is loaded.
+
+    One with as many classes, of another rank, is loaded, and refused at the next use: on all ranks, not on this one.
+
+    Raises:
+        ValueError: it has another number of classes than this rank, or is of a head with another number of them.
+    """
+    weight, own = state.get(prefix + "weight"), head.own_classes
+    if not isinstance(weight, Tensor) or not weight.dim():
+        return
+    first, stop, count = metadata.get("classes", (None, None, head.num_classes))
+    if len(weight) == own.stop - own.start and count == head.num_classes:
+        return
+    what = f"{len(weight)} classes" if first is None else f"classes {first} to {stop} of {count}"
+    raise ValueError(
+        f"a state_dict holds one rank's part of a head; the one for {prefix + 'weight'!r} has {what}, and this rank "
+        f"has classes {own.start} to {own.stop} of {head.num_classes}. wholebatch.heads.save_head and load_head write "
+        "and read all parts, on any number of ranks"
+    )

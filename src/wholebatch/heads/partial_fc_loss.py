@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .._checks import is_dense
+from .._sharded import mark_sharded
 from ..comm import Group
 from ..kernels import Kernel
 from ..losses._door import Options, Reduction, eager
@@ -55,13 +56,16 @@ def partial_fc_loss(
         margin: phi and s, such as :class:`wholebatch.ArcFace`.
         margin_grad: "exact", or "straight_through": d phi / d c is taken for 1, as in insightface's code.
         normalise: "both", or only "centres", "embeddings" or "none": a logit is s times the cosine, or the margin,
-            times the norms of what is not normalised. Rows of zeros have no angle, and are refused all the same.
+            times the norms of what is not normalised. Rows of zeros have no angle, and are refused all the same. What
+            is normalised is divided by max(norm, 1e-12), as by `torch.nn.functional.normalize`, and the angle of
+            shorter rows is the arccosine of their product.
         bias: (C_r,), added to the logits of these classes.
         class_ids: (C_r,) ascending integers, the ids of the centres' classes, for a sample of them; every label of the
             batch is among some rank's. None: ranks hold consecutive classes, rank 0's first, and all there are.
         log_weights: (C_r,), added to the logits of these classes where they are negatives: minus the logarithms of the
             probabilities with which they were sampled make the sum over negatives that of all classes, on average.
-        exclude_above: a cosine; negatives that are more similar are left out: one class under two labels, perhaps.
+        exclude_above: a cosine; negatives that are more similar are left out: one class under two labels, perhaps. They
+            leave the sum altogether; insightface's interclass filtering sets their logits to 0 and keeps their exp(0).
         num_classes: C, where it is known: labels must be smaller. None: C is the number of all centres.
         label_smoothing: weight of the mean over all classes at hand, in [0, 1].
         ignore_index: a label that says that there is none.
@@ -69,7 +73,9 @@ def partial_fc_loss(
         reduction: "mean" over the rows that count, "sum", or "none": L_i of this rank's rows, (b_r,).
         group: ranks that share the batch and the classes, as in :func:`wholebatch.functional.clip_loss`.
         sync: what an engine does with the embeddings' gradients, as there. The centres' are this rank's own: dL/dW in
-            full, whatever `sync` says, and no engine may touch them. So is that of `bias`.
+            full, whatever `sync` says, and no engine may touch them. So is that of `bias`. With reduction "none" each
+            rank makes a scalar of its losses: L is their mean over ranks under "mean", for that is what the engine's
+            averaging makes of the embeddings' gradients, and their sum under "sum" and None.
         memory: "flat", "auto" or bytes, as there, of this rank's classes times the batch.
         kernel: who computes a tile, as there; exclude_above, sub-centres and :class:`wholebatch.CurricularFace` are
             left to plain PyTorch.
@@ -100,6 +106,7 @@ def partial_fc_loss(
     """
 
     def given(_labels: Tensor) -> Sample:
+        mark_sharded(centres, bias)
         return Sample(centres, class_ids, bias, log_weights)
 
     return class_softmax(

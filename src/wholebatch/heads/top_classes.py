@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._checks import check_alike, check_count, check_features, check_finite
+from .._checks import check_alike, check_count, check_features, check_finite, has_feature_dtype
+from .._normalize import known_norms, normalize
 from .._precision import accumulation_dtype
 from ..comm import Communicator, handshake
 from ..partition import Partition
-from .logits import Logits, check_directions, ends_of, flat, lengths_of
+from .logits import Logits, check_directions, ends_of, flat
 
 _CLASSES, _ROWS = 4096, 512  # of a tile
 
@@ -39,7 +40,7 @@ def top_classes(
 
     Collective: 1 handshake, 1 all-gather of embeddings, 2 all-to-alls of k B numbers.
     """
-    if isinstance(embeddings, Tensor) and embeddings.is_floating_point():
+    if has_feature_dtype(embeddings):
         embeddings = embeddings.to(centres.dtype)
 
     def state() -> dict[str, Any]:
@@ -49,7 +50,7 @@ def top_classes(
         matrix, _ = flat(centres)
         check_alike("embeddings", embeddings, "centres", matrix, rows=False)
         for name, x in (("embeddings", embeddings), ("centres", matrix)):
-            check_directions(name, x, *(end.item() for end in ends_of(lengths_of(x))))
+            check_directions(name, x, *(end.item() for end in ends_of(known_norms(x))))
         if bias is not None:
             check_finite("bias", bias)
         return {"k": k, "rows": len(embeddings), "classes": len(centres)}
@@ -75,11 +76,11 @@ def top_classes(
 def _of_own_classes(x: Tensor, k: int, centres: Tensor, bias: Tensor | None, logits: Logits, first: int) -> TopClasses:
     """Of this rank's classes, a tile of classes and rows at a time; where it has fewer than k, -inf and -1."""
     x = x.to(accumulation_dtype(x.dtype))
-    x = _unit(x) if logits.of_unit_embeddings else x
+    x = normalize(x) if logits.of_unit_embeddings else x
     values, class_ids = _none(x, k)
     for start in range(0, len(centres), _CLASSES):
         some, best_of = flat(centres[start : start + _CLASSES])
-        some = _unit(some.to(x.dtype)) if logits.of_unit_centres else some.to(x.dtype)
+        some = normalize(some.to(x.dtype)) if logits.of_unit_centres else some.to(x.dtype)
         for row in range(0, len(x), _ROWS):
             rows = slice(row, row + _ROWS)
             tile = logits.margin.s * (x[rows] @ some.T).unflatten(1, (-1, best_of)).amax(2)
@@ -90,10 +91,6 @@ def _of_own_classes(x: Tensor, k: int, centres: Tensor, bias: Tensor | None, log
                 torch.cat([values[rows], best], 1), torch.cat([class_ids[rows], at + (first + start)], 1), k
             )
     return TopClasses(values, class_ids)
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x / torch.linalg.vector_norm(x, dim=1, keepdim=True)
 
 
 def _none(x: Tensor, k: int) -> TopClasses:

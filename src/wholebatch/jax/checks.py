@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -11,12 +11,17 @@ import numpy as np
 from jax import Array, dtypes
 from jax.core import Tracer
 
-_NUMBERS: Any = (Real, np.generic, np.ndarray, Array)
+from .._settings import check_choice, shown
+
+_LARGEST, _LEAST = float(np.finfo(np.float32).max), 1e-30  # of a scale; of a temperature
+_ARRAYS: Any = (np.generic, np.ndarray, Array)
 
 
 def arrays(**given: Any) -> dict[str, Any]:
     """Whatever JAX makes arrays of; None stays None. Integers that it would cut off are refused, and weights < 0."""
     for name, x in given.items():
+        if x is not None:
+            _array_like(name, x)
         # Features are not fetched from a device to be looked at.
         values = known(x) if name == "weights" or not isinstance(x, Array) else None
         if values is None or not values.size:
@@ -36,6 +41,25 @@ def arrays(**given: Any) -> dict[str, Any]:
     return {name: None if x is None else jnp.asarray(x) for name, x in given.items()}
 
 
+def _array_like(name: str, x: Any) -> None:
+    """An array of numbers, a list of them, or what can be turned into an array."""
+    if isinstance(x, (list, tuple)):
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x)):
+            return
+        try:
+            dtype = np.asarray(x).dtype
+        except ValueError:  # rows of different lengths
+            raise ValueError(f"{name} must be an array, and its rows of one length; got {shown(x)}") from None
+    elif isinstance(x, _ARRAYS):
+        dtype = x.dtype
+    elif hasattr(type(x), "__jax_array__") or hasattr(type(x), "__array__"):
+        return
+    else:
+        raise ValueError(f"{name} must be an array, got {type(x).__name__}")
+    if not (jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_):
+        raise ValueError(f"{name} must be an array of numbers, got {dtype}")
+
+
 def known(x: Any) -> np.ndarray[Any, Any] | None:
     """The values of what is not traced, and lies on devices of this process."""
     if x is None or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x)):
@@ -46,14 +70,22 @@ def known(x: Any) -> np.ndarray[Any, Any] | None:
 def names(of: Any, what: str = "axis") -> tuple[str, ...]:
     """Several names, of which one alone may be given."""
     several = (of,) if isinstance(of, str) else of
-    if not isinstance(several, (tuple, list)) or not all(isinstance(name, str) for name in several):
-        raise ValueError(f"{what} must be a name or several names, got {of!r}")
+    if not isinstance(several, (tuple, list)) or not all(isinstance(name, str) and name for name in several):
+        raise ValueError(f"{what} must be a name or several names, got {shown(of)}")
     return tuple(several)
 
 
 def is_integer(x: Any) -> bool:
     """Known while tracing, and no bool."""
     return isinstance(x, Integral) and not isinstance(x, bool)
+
+
+def integer(name: str, x: Any) -> None:
+    """An integer that JAX's integers hold: of 64 bits if it has them, else of 32."""
+    bounds = jnp.iinfo(dtypes.canonicalize_dtype(np.int64))
+    if not is_integer(x) or not bounds.min <= x <= bounds.max:
+        beyond = f", which {bounds.dtype} does not hold" if is_integer(x) else ""
+        raise ValueError(f"{name} must be an integer, got {shown(x)}{beyond}")
 
 
 def features(**towers: Any) -> None:
@@ -122,15 +154,23 @@ def classes(labels: Any, num_classes: int, ignore_index: int) -> None:
 
 
 def scalar(*, positive: bool = False, **numbers: Any) -> None:
-    """Of shape (); positive where its value is known."""
+    """A real number or an array of shape (); finite, and positive, where its value is known."""
     for name, x in numbers.items():
-        if not isinstance(x, _NUMBERS):
-            raise ValueError(f"{name} must be a number or an array of shape (), got {x!r}")
-        real = jnp.issubdtype(jnp.result_type(x), jnp.floating) or jnp.issubdtype(jnp.result_type(x), jnp.integer)
+        if isinstance(x, int) and not isinstance(x, bool):
+            integer(name, x)
+        elif not isinstance(x, (float, *_ARRAYS)):
+            raise ValueError(f"{name} must be a number or an array of shape (), got {shown(x)}")
+        dtype = x.dtype if isinstance(x, _ARRAYS) else np.dtype(type(x))
+        real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
         if jnp.shape(x) not in ((), (1,)) or not real:
-            raise ValueError(f"{name} must be a number or an array of shape (), got {jnp.result_type(x)}{jnp.shape(x)}")
-        if positive and not isinstance(x, Tracer) and not np.all(np.asarray(x) > 0):
+            raise ValueError(f"{name} must be a number or an array of shape (), got {dtype}{jnp.shape(x)}")
+        value = known(x)
+        if value is not None and not np.all(abs(value.astype(np.float64)) <= _LARGEST):
+            raise ValueError(f"{name} must be finite, and within the range of float32; got {x}")
+        if positive and value is not None and not np.all(value > 0):
             raise ValueError(f"{name} must be positive, got {x}")
+        if positive and value is not None and not np.all(value >= _LEAST):
+            raise ValueError(f"{name} must be at least {_LEAST}, got {x}; logits are similarities divided by it")
 
 
 def pairs(first: str, second: str, **towers: Any) -> dict[str, Any]:
@@ -149,19 +189,19 @@ def random_key(key: Any) -> None:
         isinstance(key, Array)
         and (key.shape == () if jnp.issubdtype(key.dtype, dtypes.prng_key) else key.shape == (2,))
     ):
-        raise ValueError(f"key must be one key of jax.random.key(seed), got {key!r}")
+        raise ValueError(f"key must be one key of jax.random.key(seed), got {shown(key)}")
 
 
 def choice(name: str, value: Any, among: tuple[Any, ...]) -> None:
     """One of a few."""
-    if value not in among:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, among))}; got {value!r}")
+    check_choice(name, value, among)
 
 
 def fraction(name: str, value: Any) -> None:
     """Within [0, 1]."""
-    if not isinstance(value, Real) or not 0 <= float(value) <= 1:
-        raise ValueError(f"{name} must be a number within [0, 1] that is known while tracing, got {value!r}")
+    number = isinstance(value, (int, float, np.floating, np.integer)) and not isinstance(value, bool)
+    if not number or not 0 <= value <= 1:
+        raise ValueError(f"{name} must be a number within [0, 1] that is known while tracing, got {shown(value)}")
 
 
 def as_scalar(x: Any, dtype: Any) -> Array:

@@ -6,15 +6,17 @@ The same as :mod:`wholebatch.heads.margins`, where they are derived; and any fun
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf, isfinite, pi
+from math import inf, pi
 from typing import Literal, Protocol
 
 import jax.numpy as jnp
 from jax import Array, lax
 
+from .._settings import shown
 from . import checks
 
 Fold = Literal["extend", "linear", "clip", "none"]
+_LARGEST = 3.4e38  # that float32 holds
 FOLDS = ("extend", "linear", "clip", "none")
 
 
@@ -56,8 +58,11 @@ class CombinedMargin:
     def __post_init__(self) -> None:
         for name, above in (("s", 0.0), ("m1", 0.0), ("m2", -inf), ("m3", -inf)):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not isfinite(value) or value <= above:
-                raise ValueError(f"{name} must be a {'positive' if above == 0 else 'finite'} number, got {value!r}")
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not number or not max(above, -_LARGEST) < value < _LARGEST:
+                raise ValueError(
+                    f"{name} must be a {'positive' if above == 0 else 'finite'} number, got {shown(value)}"
+                )
         if self.m2 < 0 or self.m3 < 0:
             raise ValueError(f"margins m2 and m3 must not be negative, got {self.m2} and {self.m3}")
         checks.choice("fold", self.fold, FOLDS)

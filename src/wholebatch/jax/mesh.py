@@ -43,6 +43,8 @@ def on_mesh(
         per_row: what `body` gives has a row for each of this argument's; None: it is the same everywhere.
     """
     names = checks.names(axis)
+    if not names:
+        raise ValueError("axis must be a name or several names, got none")
     if mesh is None and (mesh := jax.sharding.get_abstract_mesh()).empty:
         refuse_split(rows)
         return _in_one_piece(rows, whole, body=body)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax
 
+from .._settings import shown
 from . import checks
 from .axis import Axis
 from .exchange import Exchange, Memory, Sweep
@@ -35,10 +36,11 @@ class Options:
     def __post_init__(self) -> None:
         checks.choice("reduction", self.reduction, ("mean", "sum", "none"))
         checks.choice("exchange", self.exchange, ("auto", "gather", "ring"))
-        if not checks.is_integer(self.tile) or self.tile < 1:
-            raise ValueError(f"tile must be an integer >= 1, got {self.tile!r}")
-        if self.memory != "flat" and (not checks.is_integer(self.memory) or self.memory < 0):
-            raise ValueError(f"memory must be 'flat' or a number of bytes >= 0, got {self.memory!r}")
+        if not checks.is_integer(self.tile) or not 1 <= self.tile < 2**31:
+            raise ValueError(f"tile must be an integer >= 1, got {shown(self.tile)}")
+        flat = isinstance(self.memory, str) and self.memory == "flat"
+        if not flat and (not checks.is_integer(self.memory) or not 0 <= self.memory < 2**63):  # type: ignore[operator]
+            raise ValueError(f"memory must be 'flat' or a number of bytes >= 0, got {shown(self.memory)}")
 
     def sweep(self, axis: Axis, travels: Any, *, symmetric: bool = False) -> Sweep:
         """Over all tiles, with the same exchange forward and backward, given what travels: a tree with b rows."""

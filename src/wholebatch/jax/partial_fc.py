@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import AbstractMesh, Mesh
 
+from .._settings import shown
 from . import checks
 from .axis import Axis, vary_alike
 from .exchange import Memory
@@ -155,18 +156,18 @@ class _PartialFC:
             or not hasattr(margin, "s")
             or ".heads." in str(type(margin))
         ):
-            raise ValueError(f"margin must be such as wholebatch.jax.ArcFace(s=64.0, m=0.5), got {self.margin!r}")
+            raise ValueError(f"margin must be such as wholebatch.jax.ArcFace(s=64.0, m=0.5), got {shown(self.margin)}")
         if not isinstance(margin, Hashable):
             raise ValueError(
-                f"margin must be hashable, for it is part of what is traced: a @dataclass(frozen=True); got {margin!r}"
+                "margin must be hashable, for it is part of what is traced: a @dataclass(frozen=True); got "
+                f"{shown(margin)}"
             )
         if self.sample_rate < 1 and key is None:
             raise ValueError(f"sample_rate={self.sample_rate} needs key=, a new one of jax.random for each step")
         checks.random_key(key)
         rows = checks.arrays(**given)
         checks.given(labels=rows["labels"])
-        if not checks.is_integer(self.ignore_index):
-            raise ValueError(f"ignore_index must be an integer, got {self.ignore_index!r}")
+        checks.integer("ignore_index", self.ignore_index)
         checks.features(embeddings=rows["embeddings"], centres=rows["centres"])
         checks.same_rows(embeddings=rows["embeddings"], labels=rows["labels"], weights=rows["weights"])
         checks.vector(labels=rows["labels"], weights=rows["weights"])

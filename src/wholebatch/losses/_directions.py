@@ -30,7 +30,7 @@ from ._towers import Towers
 
 Direction = Literal["query_to_key", "key_to_query", "query_to_query", "key_to_key"]
 DIRECTIONS = ("query_to_key", "key_to_query", "query_to_query", "key_to_key")
-_NO_ID = torch.iinfo(torch.int64).min
+NO_ID = torch.iinfo(torch.int64).min
 
 
 class Retrieval:
@@ -86,6 +86,9 @@ class Retrieval:
             found["query_to_query"] = self._among("queries", ceiling)
         if "key_to_key" in directions:
             found["key_to_key"] = self._among("keys", ceiling)
+        if "negatives" in self._agreed.rows:  # which get a gradient of zeros where no direction has looked at them
+            nothing = self._agreed.inputs["negatives"][:0].sum()
+            found = {name: replace(numbers, logsumexp=numbers.logsumexp + nothing) for name, numbers in found.items()}
         return found
 
     def positives(self, direction: Direction) -> Tensor:
@@ -131,6 +134,7 @@ class Retrieval:
             **_below(ceiling, "keys" if keys_stay else "queries", scale + hardness),
         )
         harder = scale + hardness
+        softer = scale / harder if hardness else 1.0  # a scale of 0 is none to divide by
         if hardness:
             given = scale_gradient(given + hardness, harder / scale) if isinstance(given, Tensor) else harder
         rows, cols = softmax_numbers(
@@ -144,14 +148,15 @@ class Retrieval:
             bound=self._norms["queries"] * self._norms["keys"],
             rows=self._fields if of_rows else (),
             cols=self._fields if of_cols else (),
-            beside_target=0.0 if self.several else scale / harder,
+            beside_target=0.0 if self.several else softer,
             least=agreed.least,
             guide=None if ceiling is None else ceiling.traveller("queries" if keys_stay else "keys"),
+            narrow=queries.dtype != agreed.features_dtype,
         )
         to_keys, to_queries = (cols, rows) if keys_stay else (rows, cols)
         found: dict[Direction, Numbers] = {}
         if to_keys is not None:
-            found["query_to_key"] = to_keys if not hardness else _softened(to_keys, scale / harder)
+            found["query_to_key"] = to_keys if not hardness else _softened(to_keys, softer)
         if to_queries is not None:
             found["key_to_query"] = to_queries.first(b)
         return found
@@ -187,6 +192,7 @@ class Retrieval:
             rows=fields,
             symmetric=symmetric,
             guide=None if ceiling is None else ceiling.traveller(tower),
+            narrow=queries.dtype != agreed.features_dtype,
         )
         assert numbers is not None
         return numbers
@@ -208,7 +214,7 @@ class Retrieval:
         b, device = self._own.stop - self._own.start, agreed.device
 
         def none(rows: int) -> Tensor:
-            return torch.full((rows,), _NO_ID, device=device)
+            return torch.full((rows,), NO_ID, device=device)
 
         def given(name: str, features: str) -> Tensor | None:
             if name in vectors:

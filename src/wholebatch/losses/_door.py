@@ -8,7 +8,7 @@ waiting. So inputs that need a gradient on any rank need one on all.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -31,6 +31,7 @@ from .._checks import (
     on_host,
 )
 from .._graph_break import outside_graphs
+from .._normalize import LONGEST
 from .._precision import accumulation_dtype, wide_dtype
 from ..comm import Communicator, Group, LocalCommunicator, handshake, select_communicator
 from ..comm.binding import CallError, bound, complaint
@@ -121,7 +122,8 @@ class Agreement:
     vectors: dict[str, tuple[Tensor, str]]  # ids, with the features that they belong to
     everyone: list[Any]  # what each rank told the others
     width: int
-    features_dtype: torch.dtype
+    given_dtype: torch.dtype  # of the features as they came in
+    features_dtype: torch.dtype  # of the features as they are taken
     dtype: torch.dtype  # in which sums are taken
     device: torch.device
 
@@ -135,6 +137,29 @@ class Agreement:
     def rank(self) -> int:
         """Of this process."""
         return self.comm.rank
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """Of what the caller gets."""
+        return accumulation_dtype(self.given_dtype)
+
+    def in_range(self, *norms: float) -> Agreement:
+        """The same; with features in float64 if some of all ranks are so long that float32 has no room for products.
+
+        Args:
+            norms: the largest of other rows of all ranks that take part.
+        """
+        wide = wide_dtype(self.device)
+        if self.dtype == wide or max([*self.norms.values(), *norms]) <= LONGEST[self.dtype]:
+            return self
+        return replace(self, features_dtype=wide, dtype=wide).widened()
+
+    def widened(self) -> Agreement:
+        """The same, with features in the accumulation dtype: gradients of several uses meet there, to be rounded once.
+
+        They are still multiplied in the dtype that they had, where `softmax_numbers` is told `narrow`.
+        """
+        return replace(self, inputs={n: x.to(self.dtype) if n in self.rows else x for n, x in self.inputs.items()})
 
     def facts(self, name: str) -> list[Any]:
         """What each rank told the others about `name`."""
@@ -210,7 +235,7 @@ class Agreement:
         if weights is not None:
             losses = weights.to(losses) * losses
         if self.options.reduction == "none":
-            return self.result(losses.to(self.dtype), one_loss=False)
+            return self.result(losses, one_loss=False)
         return self.total_of(losses.sum(), count, counted)
 
     def total_of(self, share: Tensor, count: int | Tensor, counted: Tensor | None = None) -> Tensor:
@@ -222,11 +247,11 @@ class Agreement:
             weights = weights.to(loss) if counted is None else weights.to(loss) * counted
             weight = total(self.comm, weights.sum())
             loss = torch.where(weight > 0, loss / weight.clamp(min=torch.finfo(loss.dtype).tiny), 0.0)
-        return self.result(loss.to(self.dtype))
+        return self.result(loss)
 
     def result(self, loss: Tensor, *, one_loss: bool = True) -> Tensor:
         """The loss as it leaves: its backward pass begins with a comparison between the ranks, see `together`."""
-        return together(loss, self.comm, self.caller, self.call, one_loss=one_loss)
+        return together(loss.to(self.loss_dtype), self.comm, self.caller, self.call, one_loss=one_loss)
 
 
 def eager(loss: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -378,9 +403,10 @@ def agree(
         everyone,
         first.shape[1],
         first.dtype,
+        first.dtype,
         accumulation_dtype(first.dtype),
         first.device,
-    )
+    ).in_range()
 
 
 def _to_be_seen(
@@ -415,9 +441,10 @@ def _entering(
     With reduction "none" every rank has losses of its own and makes a scalar of them; the engine then averages or adds
     the gradients of these, as it always does, and nothing is to be done here.
 
-    Scalars are widened, whatever they come in: losses are made of few numbers, all of them float64.
+    Scalars and weights are widened, whatever they come in: losses are made of few numbers, all of them float64, and the
+    gradients by a weight of what it adds to the sum and to the mean's divisor all but cancel.
     """
-    inputs = {name: _widened(x) if name in scalars else x for name, x in inputs.items()}
+    inputs = {name: _widened(x) if name in scalars or name == "weights" else x for name, x in inputs.items()}
     if options.reduction == "none":
         return inputs
     parameters = loss_parameters([inputs[name] for name in scalars], comm, options.sync)

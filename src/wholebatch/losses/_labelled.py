@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from .._checks import is_dense
+from .._normalize import UNIT, normalize
 from ..partition import Diagonal
 from ..sweep import Bend, Diagonals, EqualIds, Over, Pairs, Selection
 from ._cross_entropy import how_many_equal
 from ._door import Agreement, Options, agree
 from ._softmax import Numbers, softmax_numbers
-from ._towers import UNIT, Towers
+from ._towers import Towers
 
 
 def agree_labelled(
@@ -80,12 +81,17 @@ class Labelled:
     """The "features" and "labels" that ranks agreed on, and who is whose positive. Collective: 1 all-gather of ids."""
 
     def __init__(self, agreed: Agreement, views: torch.Size | None = None) -> None:
-        self.agreed, self.rows, self._views = agreed, agreed.rows["features"], views
+        self.agreed, self.rows, self._views, self._narrow = agreed, agreed.rows["features"], views, False
         own = self.rows.rows(agreed.rank)
         self.labels = agreed.ids("labels")
         self.own_labels = self.labels[own]
         itself = Diagonals(Diagonal(0, own.start, own.stop - own.start))
         self.pairs = Pairs(EqualIds(self.own_labels, self.labels, but=itself), itself)
+
+    def widened(self) -> Labelled:
+        """The same, for several calls of `numbers`, whose gradients are rounded once: see `Agreement.widened`."""
+        self.agreed, self._narrow = self.agreed.widened(), True
+        return self
 
     def reduce(self, losses: Tensor, count: int | Tensor, counted: Tensor | None = None) -> Tensor:
         """What the caller asked for: a scalar, or losses in the shape of the rows, (b,) or (b, v)."""
@@ -128,7 +134,7 @@ class Labelled:
         numbers, _ = softmax_numbers(
             self.agreed,
             scale,
-            [z] if symmetric else [torch.nn.functional.normalize(z.to(self.agreed.dtype), dim=1)] * 2,
+            [z] if symmetric else [normalize(z)] * 2,
             towers=Towers(stays=(0,), normalise=True) if symmetric else Towers(stays=(0,), travels=(1,)),
             stays=self.rows,
             travels=self.rows,
@@ -136,6 +142,7 @@ class Labelled:
             bound=bound,
             rows=fields,
             symmetric=symmetric,
+            narrow=self._narrow and symmetric,
         )
         assert numbers is not None
         return numbers

@@ -9,14 +9,15 @@ as numbers of their own, and get gradients of their own: by plain PyTorch these 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._normalize import LONGEST, divisors, inverse_norms, known_norms, part_sizes
 from .._once import once_differentiable
 from .._precision import accumulation_dtype, wide_dtype
 from ..exchange import Exchange
@@ -25,16 +26,16 @@ from ..logsumexp import log_sum_exp, never_small, shared_shift, suffices
 from ..sweep import Block, Budget, Driver, KernelNestedSweep, NestedSweep, Pairs
 from ._door import Agreement
 from ._softmax import certified
-from ._towers import EPS, no_autocast, paired_products
+from ._towers import no_autocast, paired_products
+
+_SPREAD = 32.0  # kernels take a part's gradient off that of all parts, whose largest is up to its square times larger
 
 
-def inverse_norms(x: Tensor, dims: Sequence[int], dtype: torch.dtype, normalise: bool) -> Tensor:
-    """1 / max(|x[:m]|, eps) for each m, (rows, parts)."""
-    if not normalise:
-        return torch.ones(len(x), len(dims), dtype=dtype, device=x.device)
-    parts = x.to(dtype).split(_lengths(dims, x.shape[1]), dim=1)[: len(dims)]
-    squares = torch.stack([part.square().sum(1) for part in parts], dim=1).cumsum(1)
-    return squares.clamp(min=EPS**2).rsqrt()
+def factors(x: Tensor, dims: Sequence[int], dtype: torch.dtype, normalise: bool) -> Tensor:
+    """What each part of a row is multiplied by, (rows, parts): 1 / max(|x[:m]|, eps), or 1."""
+    if normalise:
+        return inverse_norms(x, dims, dtype)
+    return torch.ones(len(x), len(dims), dtype=dtype, device=x.device)
 
 
 @torch.no_grad()
@@ -43,15 +44,20 @@ def least_of_pairs(x: Tensor, y: Tensor, dims: Sequence[int], normalise: bool) -
     if not len(x):
         return torch.full((), float("inf"), device=x.device)
     dtype = accumulation_dtype(x.dtype)
-    parts = zip(*(z.split(_lengths(dims, z.shape[1]), dim=1)[: len(dims)] for z in (x, y)), strict=True)
+    parts = zip(*(z.split(part_sizes(dims, z.shape[1]), dim=1)[: len(dims)] for z in (x, y)), strict=True)
     products = torch.stack([paired_products(a, b) for a, b in parts], dim=1).cumsum(1)
-    inverse = [inverse_norms(z, dims, dtype, normalise) for z in (x, y)]
-    return products.mul_(inverse[0]).mul_(inverse[1]).amin()
+    for z in (x, y):
+        products.mul_(factors(z, dims, dtype, normalise))
+    return products.nan_to_num_(-math.inf, math.inf, -math.inf).amin()  # of rows that are too long nothing is known
 
 
-def _lengths(dims: Sequence[int], width: int) -> list[int]:
-    ends = [0, *dims, width]
-    return [stop - start for start, stop in pairwise(ends)]
+@torch.no_grad()
+def spread(x: Tensor, dims: Sequence[int]) -> Tensor:
+    """How much longer the longest part of a row is than the shortest, at most, shape (); 1 without rows."""
+    if not len(x):
+        return torch.ones((), device=x.device)
+    norms = torch.cat([known_norms(x[:, :m]) for m in (dims[0], dims[-1])], dim=1)
+    return (divisors(norms[:, 1]) / divisors(norms[:, 0])).amax()
 
 
 def parts_at_once(
@@ -64,14 +70,20 @@ def parts_at_once(
     symmetric: bool,
     bound: float,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """A of rows, T, and A of columns, (b, parts) each, of similarities up to `bound`; None if one shift does not do."""
+    """A of rows, T, and A of columns, (b, parts) each, of similarities up to `bound`.
+
+    None if one shift does not do, or if rows are so long that products of what is not yet divided by norms overflow.
+    """
     rows, scale = agreed.rows["queries"], agreed.scalars["logit_scale"]
     bound = abs(scale) * bound
     shift = shared_shift(bound, rows.total, agreed.dtype)
     if shift is None or not scale:  # the derivative by the scale is made of logits, divided by it
         return None
+    if max(agreed.norms.values()) > LONGEST[agreed.dtype]:
+        return None
     how, budget = agreed.exchange(rows, rows, keep=False)
-    dtype = agreed.inputs["queries"].dtype if in_triton(agreed.options.kernel) else None
+    known = in_triton(agreed.options.kernel) and max(agreed.facts("spread")) <= _SPREAD
+    dtype = agreed.inputs["queries"].dtype if known else None
     plan = _Plan(how, budget, pairs, tuple(dims), scale, shift, rows.total, symmetric, dtype)
     of_rows, targets, of_cols = _Nested.apply(plan, agreed.inputs["logit_scale"], *inverse, x, y)
     known = never_small(bound, shift, agreed.dtype) or (

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._normalize import divisors
 from .._once import once_differentiable
 from .._precision import accumulation_dtype, vector, wide_dtype
 from ..comm import Communicator, LocalCommunicator
@@ -71,6 +72,7 @@ class SoftmaxPlan:
         least: no logit of a pair is smaller, where each sum in the loss has one in it; None: that is not known.
         guide: this rank's rows of the guide's features of Y, if the selection has a guide.
         in_kernels: whether kernels in Triton do what they know.
+        dtype: in which features are multiplied; None: in their own.
     """
 
     comm: Communicator
@@ -89,6 +91,7 @@ class SoftmaxPlan:
     least: float | None = None
     guide: Tensor | None = None
     in_kernels: bool = False
+    dtype: torch.dtype | None = None
 
     @property
     def symmetric(self) -> bool:
@@ -119,7 +122,7 @@ class SoftmaxPlan:
 
 @dataclass(frozen=True)
 class _Data:
-    """What passes are made of: this rank's rows of X, what it holds of Y, and the norms that both are divided by."""
+    """What passes are made of: this rank's rows of X, what it holds of Y, and what the sweep divides both by."""
 
     x: Tensor
     held: Tensor
@@ -165,6 +168,7 @@ def softmax_numbers(
     guide: Tensor | None = None,
     everywhere: bool = False,
     largest_offset: float = 0.0,
+    narrow: bool = False,
 ) -> tuple[Numbers | None, Numbers | None]:
     """The numbers of this rank's rows, and of its columns.
 
@@ -186,6 +190,7 @@ def softmax_numbers(
         everywhere: every rank holds all of Y, as `travels`, a partition of one part, says. Numbers are then of this
             rank's rows alone, and nothing is communicated.
         largest_offset: no offset of the selection is larger, nor its negative.
+        narrow: features are `agreed.widened()`, and are multiplied in the dtype that they had: nothing is lost.
     """
     if symmetric:
         rows, cols = (), rows
@@ -199,7 +204,8 @@ def softmax_numbers(
         stays, travels, symmetric=symmetric, keep=keep, exact=exact, everywhere=everywhere
     )
     in_kernels = in_triton(agreed.options.kernel) and asked <= KernelSoftmaxSweep.fields
-    if in_kernels and features[0].dtype == torch.bfloat16:
+    dtype = agreed.features_dtype if narrow else features[0].dtype
+    if in_kernels and dtype == torch.bfloat16:
         towers = replace(towers, late=towers.normalise)  # kernels multiply in the precision that features have
     plan = SoftmaxPlan(
         LocalCommunicator() if everywhere else agreed.comm,
@@ -218,6 +224,7 @@ def softmax_numbers(
         least=None if "squares" in asked or scale[0] < 0 or least is None else (beside_target or 1) * scale[0] * least,
         guide=guide,
         in_kernels=in_kernels,
+        dtype=dtype if narrow else None,
     )
     # No entries, but a way back to the features, which are not all saved: by it a second derivative is refused.
     anchor = torch.cat([feature[:0].flatten() for feature in features])
@@ -241,12 +248,12 @@ class _Softmax(torch.autograd.Function):
     def forward(
         ctx: Any, plan: SoftmaxPlan, anchor: Tensor, scale: Any, offsets: Any, *features: Tensor
     ) -> tuple[Tensor, ...]:
-        x, y, norms = plan.towers.join(features)
+        x, y, norms = plan.towers.join([z if plan.dtype is None else z.to(plan.dtype) for z in features])
         travels = y if plan.guide is None else torch.cat([y.to(plan.guide.dtype), plan.guide], dim=1)
         col_norms = plan.towers.travel_norms
         if plan.towers.late and norms is not None:
             col_norms = plan.comm.all_gather(norms, counts=plan.exchange.columns.counts, check=False)
-        data = _Data(x, plan.exchange.bring(travels), _by_sweep(plan, norms), col_norms)
+        data = _Data(x, plan.exchange.bring(travels), *_by_sweep(plan, norms, col_norms))
         rows, cols, kept = _statistics(plan, data)
 
         ctx.plan, ctx.shifts = plan, [side.shift for side in (rows, cols)]
@@ -281,14 +288,15 @@ class _Softmax(torch.autograd.Function):
             of_rows, of_cols = grads[: len(_names(plan.rows))], grads[len(_names(plan.rows)) :]
             rows = _weights(plan, plan.rows, of_rows, row_sums, ctx.shifts[0] if row_shifts is None else row_shifts)
             cols = _weights(plan, plan.cols, of_cols, col_sums, ctx.shifts[1] if col_shifts is None else col_shifts)
-            data = _Data(x, held, _by_sweep(plan, norms), col_norms)
+            data = _Data(x, held, *_by_sweep(plan, norms, col_norms))
             u, v = _products(plan, data, kept, rows, cols, want_x, want_y, of_offsets)
             if unit is not None:
                 u, v, of_offsets = (None if of is None else of.mul_(unit) for of in (u, v, of_offsets))
 
         grad_scale = None
         if want_scale:
-            share = inner(y, v, norms if plan.towers.late else None) if v is not None else inner(x, u)
+            late = divisors(norms) if plan.towers.late and norms is not None else None
+            share = inner(y, v, late) if v is not None else inner(x, u)
             grad_scale = (share / (plan.size * (2 if plan.symmetric else 1))).to(scale).view_as(scale)
         if of_offsets is not None:
             of_offsets = of_offsets.div_(plan.size).to(ctx.offsets_dtype)
@@ -310,9 +318,10 @@ def _unit(plan: SoftmaxPlan, dtype: torch.dtype, grads: Sequence[Tensor]) -> Ten
     return torch.where(largest > 0, largest / LARGEST, 1.0)
 
 
-def _by_sweep(plan: SoftmaxPlan, norms: Tensor | None) -> Tensor | None:
-    """Of X's rows, where it is the sweep that divides by them."""
-    return norms if plan.towers.late else plan.towers.stay_norms
+def _by_sweep(plan: SoftmaxPlan, norms: Tensor | None, col_norms: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """What the sweep divides X's rows and Y's by, where it is the sweep that does."""
+    of_rows = norms if plan.towers.late else plan.towers.stay_norms
+    return (None if of_rows is None else divisors(of_rows), None if col_norms is None else divisors(col_norms))
 
 
 def _names(fields: tuple[str, ...]) -> list[str]:

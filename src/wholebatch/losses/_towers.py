@@ -10,12 +10,11 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from .._precision import accumulation_dtype, wide_dtype
+from .._normalize import divisors, known_norms, project_
+from .._precision import accumulation_dtype, rows_at_a_time, wide_dtype
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-EPS = 1e-12  # as in torch.nn.functional.normalize
-UNIT = 1.001  # no norm is larger, after division and rounding
 
 
 @dataclass(frozen=True)
@@ -68,11 +67,11 @@ class Towers:
             features: of each, whether its gradient is needed, its rows, its dtype.
         """
         if self.stay_norms is not None and dx is not None:
-            _project_(dx, x, self.stay_norms, divide=True)
+            project_(dx, x, self.stay_norms, divide=True)
         elif norms is not None and dy is not None:
-            _project_(dy, x, norms, divide=self.late)
+            project_(dy, x, norms, divide=self.late)
         if self.travel_norms is not None and dy is not None:
-            _project_(dy, y, self.travel_norms, divide=True)
+            project_(dy, y, self.travel_norms, divide=True)
         grads: list[Tensor | None] = [None] * len(features)
         for at, gradient in ((self.stays, dx if self.travels else dy), (self.travels, dy)):
             first = 0
@@ -90,43 +89,32 @@ def _stacked(features: Sequence[Tensor]) -> Tensor:
 
 
 def _normalised(features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """z = x / max(|x|, eps) of all rows, in the accumulation dtype; and max(|x|, eps), (rows, 1)."""
+    """All rows normalized, in the accumulation dtype, and their norms, (rows, 1)."""
     rows, width = sum(map(len, features)), features[0].shape[1]
     z = features[0].new_empty(rows, width, dtype=accumulation_dtype(features[0].dtype))
     for part, feature in zip(z.split([len(feature) for feature in features]), features, strict=True):
         part.copy_(feature)
-    norms = torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp_(min=EPS)
-    return z.div_(norms), norms
+    norms = known_norms(z)
+    return z.div_(divisors(norms)), norms
 
 
 def _with_norms(features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """All rows as they are, and max(|x|, eps), (rows, 1), in the accumulation dtype."""
+    """All rows as they are, and their norms, (rows, 1), in the accumulation dtype."""
     x = _stacked(features)
-    return x, torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=accumulation_dtype(x.dtype)).clamp_(min=EPS)
+    return x, known_norms(x)
 
 
-def _project_(grad: Tensor, z: Tensor, norms: Tensor, *, divide: bool = False) -> None:
-    """dL/dx = (dL/dz - z <z, dL/dz>) / |x|, in place: the part of dL/dz along x is lost in the division by |x|.
-
-    With `divide`, z is x.
-    """
-    for g, unit, norm in zip(*(of.split(chunk(z.device)) for of in (grad, z, norms)), strict=True):
-        unit = unit / norm if divide else unit
-        along = torch.linalg.vecdot(unit, g).unsqueeze(1)
-        g.addcmul_(unit, along, value=-1).div_(norm)
-
-
-def inner(a: Tensor, b: Tensor | None, norms: Tensor | None = None) -> Tensor:
-    """<a, b>, of a's rows divided by norms, (rows, 1), if given.
+def inner(a: Tensor, b: Tensor | None, divided_by: Tensor | None = None) -> Tensor:
+    """<a, b>, of a's rows divided by these numbers, (rows, 1), if given.
 
     Some rows at a time, for the products of the entries are stored before they are summed.
     """
     assert b is not None, "a learnable scale always comes with U or V; please report this"
     total = torch.zeros((), dtype=wide_dtype(b.device), device=b.device)
-    for at in range(0, len(b), chunk(b.device)):
-        some = slice(at, at + chunk(b.device))
+    for at in range(0, len(b), rows_at_a_time(b.device)):
+        some = slice(at, at + rows_at_a_time(b.device))
         products = torch.linalg.vecdot(a[some].to(b.dtype), b[some])
-        total += (products if norms is None else products / norms[some, 0]).sum(dtype=total.dtype)
+        total += (products if divided_by is None else products / divided_by[some, 0]).sum(dtype=total.dtype)
     return total
 
 
@@ -134,13 +122,8 @@ def inner(a: Tensor, b: Tensor | None, norms: Tensor | None = None) -> Tensor:
 def paired_products(x: Tensor, y: Tensor) -> Tensor:
     """x_i . y_i in the accumulation dtype, (rows,), some rows at a time."""
     dtype = accumulation_dtype(x.dtype)
-    parts = zip(x.split(chunk(x.device)), y.split(chunk(x.device)), strict=True)
+    parts = zip(x.split(rows_at_a_time(x.device)), y.split(rows_at_a_time(x.device)), strict=True)
     return torch.cat([torch.linalg.vecdot(a.to(dtype), b.to(dtype)) for a, b in parts])
-
-
-def chunk(device: torch.device) -> int:
-    """Rows that are worked on at a time: few, that stay in a CPU's cache; many, so that a GPU is busy with them."""
-    return 256 if device.type == "cpu" else 16384
 
 
 def no_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -11,15 +11,21 @@ from typing import Any
 
 import torch
 
+from .._normalize import UNIT
 from ..partition import Diagonal, Partition
 from ..sweep import Diagonals, EqualIds, Pairs, Selection
 from ._door import Agreement
 from ._softmax import Numbers, softmax_numbers, wanted
-from ._towers import UNIT, Towers
+from ._towers import Towers
 
 
 def two_views(
-    agreed: Agreement, *, statistics: bool = False, beside_target: bool = True, sharper: float = 1.0
+    agreed: Agreement,
+    *,
+    statistics: bool = False,
+    beside_target: bool = True,
+    sharper: float = 1.0,
+    narrow: bool = False,
 ) -> Numbers:
     """The numbers of this rank's rows of Z, those of z0 first: one positive each, and A over the negatives.
 
@@ -28,6 +34,7 @@ def two_views(
         statistics: whether they are wanted.
         beside_target: whether the loss adds the positive's exponential to the negatives'.
         sharper: multiplies S.
+        narrow: as in `softmax_numbers`.
     """
     examples = agreed.rows["z0"]
     rows = Partition(tuple(2 * count for count in examples.counts))
@@ -50,6 +57,7 @@ def two_views(
         rows=wanted(statistics=statistics),
         symmetric=True,
         beside_target=beside_target,
+        narrow=narrow,
     )
     assert numbers is not None
     return numbers

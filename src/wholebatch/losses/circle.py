@@ -122,7 +122,7 @@ def circle_loss(
         weights,
         check=lambda: _checked(m, gamma),
         must_match=("settings",),
-    )
+    ).widened()
     unit, fields = (1.0, 1.0), wanted(target=False)
     of_negatives = data.numbers(unit, "negatives", fields, bend=_Negatives(gamma, m), bound=math.inf).logsumexp
     of_positives = data.numbers(unit, "positives", fields, bend=_Positives(gamma, m), bound=math.inf).logsumexp
@@ -134,7 +134,9 @@ def circle_loss(
 
 def _checked(m: float, gamma: float) -> dict[str, object]:
     check_positive_number("gamma", gamma, "it multiplies similarities")
-    return {"settings": {"m": check_number("m", m), "gamma": gamma}}
+    if not -1 <= check_number("m", m) <= 1:
+        raise ValueError(f"m must lie in [-1, 1], got {m}; similarities are to lie above 1 - m or below m")
+    return {"settings": {"m": m, "gamma": gamma}}
 
 
 class CircleLoss(LossModule):

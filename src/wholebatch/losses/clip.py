@@ -80,7 +80,8 @@ def clip_loss(
         label_smoothing: weight e of the uniform distribution in both targets, 0 <= e <= 1.
         reduction: "mean", "sum" over all pairs of all ranks, or "none": L_i of this rank's pairs, (b_r,), times
             their weights if there are any. Each rank then makes a scalar of them; the gradient is that of the sum of
-            these over the ranks, and the engine's averaging makes it that of their mean. `sync` has no part in it.
+            these over the ranks, and the engine's averaging makes it that of their mean. `sync` has no part in it, for
+            every parameter here is replicated; for sharded ones see :func:`wholebatch.functional.partial_fc_loss`.
         return_statistics: return (L, :class:`wholebatch.BatchStatistics`); one more all-reduce, no more sweeps.
 
     Returns:

@@ -74,7 +74,7 @@ def dcl_loss(
     ranks that differ all raise ValueError.
 
     An example without negatives has loss 0. Work, memory and collectives: as
-    :func:`wholebatch.functional.nt_xent_loss`; with sigma one more all-reduce of a number.
+    :func:`wholebatch.functional.nt_xent_loss`; with sigma two more all-reduces of a number.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.nt_xent_loss`;
@@ -106,7 +106,9 @@ def dcl_loss(
     target = numbers.target
     if sigma is not None:
         cosines = target.detach().unflatten(0, (2, -1))[0] * agreed.scalars["temperature"]
-        similar = ((cosines - 1) / sigma).exp()  # cosines are 1 at most
+        nothing = cosines.new_full((1,), -torch.inf)
+        largest = agreed.comm.all_reduce(torch.cat([cosines, nothing]).amax(), "max", check=False)
+        similar = ((cosines - largest) / sigma).exp()
         target = target * (2 - count * similar / total(agreed.comm, similar.sum())).repeat(2)
     losses = torch.where(numbers.logsumexp.isneginf(), 0.0, numbers.logsumexp - target)
     loss = agreed.reduce(losses.unflatten(0, (2, -1)).mean(0), count)

@@ -101,15 +101,18 @@ def debiased_loss(
         check=lambda: _checked(tau_plus, beta),
         must_match=("tau_plus", "beta"),
     )
+    agreed = agreed.widened() if beta else agreed
     count = agreed.rows["z0"].total
     negatives = 2 * count - 2
-    numbers = two_views(agreed, beside_target=False, sharper=1 + beta)
+    numbers = two_views(agreed, beside_target=False, sharper=1 + beta, narrow=beta > 0)
     assert numbers.target is not None
     target, weighted = numbers.target / (1 + beta), numbers.logsumexp
     if not negatives:
         return agreed.reduce(0 * target.unflatten(0, (2, -1)).mean(0), count)
     if beta:
-        weighted = weighted - two_views(agreed, beside_target=False, sharper=beta).logsumexp + math.log(negatives)
+        weighted = (
+            weighted - two_views(agreed, beside_target=False, sharper=beta, narrow=True).logsumexp + math.log(negatives)
+        )
     share = (target - weighted).clamp(max=_ALL).exp()  # of the positive in W_i
     left = 1 - tau_plus * negatives * share
     tiny = torch.finfo(left.dtype).tiny

@@ -123,10 +123,12 @@ def distillation_loss(
         check=check,
         must_match=("teacher's feature size",),
     )
+    norms = agreed.facts("teacher's largest norms")
+    agreed = agreed.in_range(*(norm for of_rank in norms for norm in of_rank)).widened()
     rows = agreed.rows["image_features"]
     own = [agreed.inputs["image_features"], agreed.inputs["text_features"]]
     of_teacher = [x.detach().to(agreed.dtype) for x in (teacher_image_features, teacher_text_features)]
-    teacher_scale, norms = agreed.scalars["teacher_logit_scale"], agreed.facts("teacher's largest norms")
+    teacher_scale = agreed.scalars["teacher_logit_scale"]
     common: dict[str, Any] = {
         "towers": Towers(stays=(0,), travels=(1,)),
         "stays": rows,

@@ -10,7 +10,7 @@ query's own. All of them are numbers A of one sweep or several (see `_directions
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ from ..kernels import Kernel
 from ..sweep import Memory
 from ..sync import Sync
 from ._cross_entropy import many_positives, mean_logit, one_positive, softplus
-from ._directions import DIRECTIONS, Ceiling, Direction, Retrieval
+from ._directions import DIRECTIONS, NO_ID, Ceiling, Direction, Retrieval
 from ._door import Agreement, LossModule, Options, Reduction, agree, eager
 from ._own_negatives import as_rows, check_own_negatives, own_negatives, together
 from ._pairs import EQUAL_IDS, EqualIdsAre
@@ -190,6 +190,17 @@ def info_nce_loss(
         guides = _check_guides(queries, keys, negatives, query_guides, key_guides, exclude_above)
         return {"settings": repr(settings), "guides": guides, "statistics": return_statistics}
 
+    given_ids = {"query_ids": query_ids, "key_ids": key_ids, "negative_ids": negative_ids}
+
+    def see() -> dict[str, Tensor]:
+        return {name: (ids.to(torch.int64) == NO_ID).any() for name, ids in given_ids.items() if ids is not None}
+
+    def judge(seen: Mapping[str, float]) -> dict[str, Any]:
+        for name in given_ids:
+            if seen.get(name):
+                raise ValueError(f"{name} must not have the id -2^63, which stands for none; give it another number")
+        return {}
+
     agreed = agree(
         "info_nce_loss",
         Options(group, sync, exchange, memory, reduction, kernel),
@@ -204,6 +215,8 @@ def info_nce_loss(
         },
         weights=(weights, "queries"),
         check=check,
+        see=see,
+        judge=judge,
         must_match=("settings", "guides", "statistics"),
     )
     b, scale = len(queries), agreed.scalars["logit_scale"]
@@ -212,6 +225,7 @@ def info_nce_loss(
     ceiling = None
     if exclude_above is not None:
         ceiling = _ceiling(agreed, b, exclude_above, exclude_relative, query_guides, key_guides)
+    agreed = agreed.widened() if len(settings.directions) > 1 or hard_negatives is not None else agreed
     retrieval = Retrieval(agreed, equal_ids, wanted(mean_logit=label_smoothing > 0, statistics=return_statistics))
     found = retrieval.numbers(settings.directions, hardness=hardness, ceiling=ceiling)
     target = found[settings.main].target

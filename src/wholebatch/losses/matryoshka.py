@@ -5,8 +5,8 @@
 
 The products of a part are those of the part before and a few features more: one sweep does all parts, with the
 multiply-adds of the largest, one exchange of the features, one of their gradients (see `sweep.nested`). Norms are O(B)
-numbers of plain PyTorch, which pass on their gradients. Where one shift does not do for the sums (scale 10^4), each
-part has a sweep of its own.
+numbers of plain PyTorch, which pass on their gradients. Where one shift does not do for the sums (scale 10^4), or where
+norms exceed 1e100, each part has a sweep of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_flag, check_number, shown
+from .._normalize import UNIT, normalize
 from .._precision import vector
 from ..comm import Group
 from ..exchange import ExchangeName
@@ -26,10 +27,10 @@ from ..sweep import Memory, Pairs, Selection
 from ..sync import Sync
 from ._cross_entropy import softplus
 from ._door import LEAST, Agreement, LossModule, Options, Reduction, agree, eager
-from ._nested import inverse_norms, least_of_pairs, parts_at_once
+from ._nested import factors, least_of_pairs, parts_at_once, spread
 from ._pairs import pairs_of_rows
 from ._softmax import softmax_numbers, wanted
-from ._towers import UNIT, Towers
+from ._towers import Towers
 
 
 @eager
@@ -117,18 +118,22 @@ def matryoshka_loss(
         ids={"ids": (ids, "queries")},
         weights=(weights, "queries"),
         check=check,
-        see=lambda: {LEAST: least_of_pairs(queries, keys, dims, normalise)},
+        see=lambda: {
+            LEAST: least_of_pairs(queries, keys, dims, normalise),
+            **{name: spread(z, dims) for name, z in (("of queries", queries), ("of keys", keys)) if normalise},
+        },
+        judge=lambda seen: {"spread": max(seen.get("of queries", 1.0), seen.get("of keys", 1.0))},
         must_match=("settings",),
     )
     rows = agreed.rows["queries"]
     pairs = pairs_of_rows(rows.rows(agreed.rank), None if ids is None else agreed.ids("ids"), "excluded")
     # Widened once: the gradients by features and by norms meet before they are rounded.
     x, y = (agreed.inputs[name].to(agreed.dtype) for name in ("queries", "keys"))
-    inverse = [inverse_norms(z, dims, agreed.dtype, normalise) for z in (x, y)]
+    inverse = [factors(z, dims, agreed.dtype, normalise) for z in (x, y)]
     bound = UNIT if normalise else agreed.norms["queries"] * agreed.norms["keys"]
     found = parts_at_once(agreed, x, y, inverse, pairs, dims, symmetric, bound)
     if found is None:
-        found = _part_by_part(agreed, x, y, inverse, pairs, dims, symmetric, bound)
+        found = _part_by_part(agreed, x, y, normalise, pairs, dims, symmetric, bound)
     of_rows, targets, of_cols = found
     losses = softplus(of_rows - targets)
     if symmetric:
@@ -166,7 +171,7 @@ def _part_by_part(
     agreed: Agreement,
     x: Tensor,
     y: Tensor,
-    inverse: Sequence[Tensor],
+    normalise: bool,
     pairs: Pairs,
     dims: Sequence[int],
     symmetric: bool,
@@ -174,8 +179,8 @@ def _part_by_part(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same, with a sweep for each part."""
     found = []
-    for part, m in enumerate(dims):
-        features = [z[:, :m] * inverse[side][:, part : part + 1] for side, z in enumerate((x, y))]
+    for m in dims:
+        features = [normalize(z[:, :m]) if normalise else z[:, :m] for z in (x, y)]
         rows, cols = softmax_numbers(
             agreed,
             (agreed.scalars["logit_scale"], agreed.inputs["logit_scale"]),

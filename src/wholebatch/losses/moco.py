@@ -109,6 +109,7 @@ def moco_loss(
         },
         must_match=("length of the queue", "statistics"),
     )
+    agreed = agreed.widened()
     rows, scale, given = agreed.rows["queries"], agreed.scalars["logit_scale"], agreed.inputs
     numbers, _ = softmax_numbers(
         agreed,
@@ -122,9 +123,10 @@ def moco_loss(
         bound=agreed.norms["queries"] * agreed.norms["queue"],
         rows=wanted(target=False, statistics=return_statistics),
         everywhere=True,
+        narrow=True,
     )
     assert numbers is not None
-    similarities = torch.linalg.vecdot(given["queries"].to(agreed.dtype), given["keys"].to(agreed.dtype))
+    similarities = torch.linalg.vecdot(given["queries"], given["keys"])
     target = given["logit_scale"] * similarities.to(wide_dtype(agreed.device))
     loss = agreed.reduce(softplus(numbers.logsumexp - target), rows.total)
     return loss if not return_statistics else (loss, batch_statistics(agreed.comm, scale, [(numbers, target)]))

@@ -95,7 +95,7 @@ def multi_similarity_loss(
         weights,
         check=lambda: _checked(alpha, beta, base, epsilon),
         must_match=("settings",),
-    )
+    ).widened()
     positive_floor = negative_floor = None
     if epsilon is not None:
         with torch.no_grad():

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_number, check_temperature
+from .._normalize import normalize
 from .._once import once_differentiable
 from .._precision import wide_dtype
 from ..comm import Group
@@ -95,7 +96,7 @@ def smooth_ap_loss(
     )
     agreed = data.agreed
     how, budget = agreed.exchange(data.rows, data.rows, keep=False)
-    z = torch.nn.functional.normalize(agreed.inputs["features"].to(agreed.dtype), dim=1)
+    z = normalize(agreed.inputs["features"])
     count = data.positives
     most = int(count.max()) if len(count) else 0
     plan = _Plan(how, data.pairs, most, float(temperature), budget)

@@ -4,8 +4,10 @@
     L_i = [ |z_i - p_i| - |z_i - n_i| + margin ]_+          or softplus in the place of the hinge
 
 One pass over S finds p_i and n_i, which are then fetched from their ranks: everything else is O(b d). Rows are compared
-by x . y - |y|^2 / 2, which orders y by its distance from x; its rounding error is a few eps |x|^2. Where a hardest row
-is nearer than that can tell, |x - y| << |x|, all are looked for once more in float64.
+by x . y - |y|^2 / 2, which orders y by its distance from x; its rounding error is a few eps |x|^2. Normalized rows have
+their |y|^2 in it, too: that of a row of zeros, or of one shorter than 1e-12, is not 1. By the cosine they are compared
+by x . y. Where a hardest row is nearer than that can tell, |x - y| << |x|, all are looked for once more in float64, and
+where that cannot tell either, by their differences.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ import torch
 from torch import Tensor
 
 from .._checks import check_choice, check_flag, check_weight
+from .._normalize import normalize
 from .._precision import wide_dtype
 from ..comm import Group
 from ..exchange import ExchangeName
+from ..partition import Tile
 from ..sweep import Block, Driver, HardestSweep, Memory
 from ..sync import Sync
 from ._cross_entropy import softplus
@@ -26,7 +30,8 @@ from ._labelled import Labelled, agree_labelled
 from ._towers import no_autocast
 
 DISTANCES = ("euclidean", "squared", "cosine")
-_NEAR = 1e-3  # |x - y|^2 / |x|^2, of which float32's rounding is then a thousandth
+_NEAR = {torch.float32: 1e-3, torch.float64: 1e-11}  # |x - y|^2 / |x|^2, of which rounding is then a thousandth or so
+_SHORT = 0.25  # |x|^2 of a normalized row that was shorter than 1e-12
 
 
 @eager
@@ -78,7 +83,8 @@ def triplet_loss(
     ranks that differ all raise ValueError.
 
     Work: 1 unit of b_r B d multiply-adds per rank; another in float64 where features of lower precision have a hardest
-    row within 3% of their norm (of their distance from the mean, if they are not normalised). Memory beyond inputs and
+    row within 3% of their norm (of their distance from the mean, if they are not normalised), or a row has a norm
+    below 1e-12 and is not zero; and one of differences where it is within 3e-6 of their norm. Memory beyond inputs and
     gradients: two tiles, O(b_r d), and on several ranks what the exchange takes for Z. Collectives: forward 1
     handshake, all-gathers of labels and of W numbers, what the exchange needs for Z, 2 all-to-alls, 2 all-reduces of a
     number; backward 1 handshake and 1 all-to-all.
@@ -103,10 +109,10 @@ def triplet_loss(
         must_match=("settings",),
     )
     agreed = data.agreed
-    unit = normalise or distance == "cosine"
-    z = agreed.inputs["features"].to(agreed.dtype)
-    z = torch.nn.functional.normalize(z, dim=1) if unit else z
-    positives, negatives = _hardest(data, z.detach(), unit)
+    normalised = normalise or distance == "cosine"
+    features = agreed.inputs["features"].to(agreed.dtype)
+    z = normalize(features) if normalised else features
+    positives, negatives = _hardest(data, features.detach(), normalised, by_cosine=distance == "cosine")
     complete = (positives >= 0) & (negatives >= 0)
     anchors = z[complete]
     rows = fetch_rows(agreed.comm, z, data.rows, torch.cat([positives[complete], negatives[complete]]))
@@ -119,28 +125,57 @@ def triplet_loss(
 
 @torch.no_grad()
 @no_autocast
-def _hardest(data: Labelled, z: Tensor, unit: bool) -> tuple[Tensor, Tensor]:
-    """Global indices of each row's farthest positive and nearest negative, -1 where there is none."""
-    x, y, half = z, z, 0.5
-    if not unit:  # less the mean, which no distance sees, and which would drown their differences
-        z = z - data.agreed.comm.all_reduce(z.sum(0), check=False) / data.rows.total
+def _hardest(
+    data: Labelled, features: Tensor, normalised: bool, *, by_cosine: bool, by_differences: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Global indices of each row's farthest positive and nearest negative, -1 where there is none.
+
+    Args:
+        data: the labels.
+        features: this rank's rows, (b, d), as they are.
+        normalised: compare normalized rows; of others the mean is subtracted first, which no distance sees, and which
+            would drown their differences.
+        by_cosine: compare them by x . y and not by their distances.
+        by_differences: make distances of differences, which is slow, and exact for rows as near as they may be.
+    """
+    if normalised or by_differences:
+        z = normalize(features) if normalised else features
+    else:
+        z = features - data.agreed.comm.all_reduce(features.sum(0), check=False) / data.rows.total
+    x = y = z
+    if not by_cosine and not by_differences:
         x = torch.cat([z, torch.ones_like(z[:, :1])], dim=1)
-        y, half = torch.cat([z, z.square().sum(1, keepdim=True) / -2], dim=1), 0.0
+        y = torch.cat([z, z.square().sum(1, keepdim=True) / -2], dim=1)
     exchange, budget = data.agreed.exchange(data.rows, data.rows, keep=False, dtype=z.dtype)
-    sweep = HardestSweep(Driver(x, 1.0, side=budget.side, largest=exchange.largest_block), data.pairs)
+    driver = (_Differences if by_differences else Driver)(x, 1.0, side=budget.side, largest=exchange.largest_block)
+    sweep = HardestSweep(driver, data.pairs)
 
     def visit(block: Block, _carried: Tensor | None, _into: Tensor | None, _own: Tensor | None) -> None:
         sweep.block(block)
 
     exchange.collect(exchange.bring(y), visit)
-    if z.dtype != torch.float64:
-        norms = z.square().sum(1)
+    if not by_differences and not (by_cosine and z.dtype == torch.float64):
+        norms, near = z.square().sum(1), _NEAR[z.dtype]
         unclear = torch.zeros_like(norms)
         for found, key in ((sweep.positives, sweep.smallest), (sweep.negatives, sweep.largest)):
-            unclear += (found >= 0) & (norms - 2 * (key - half) < _NEAR * norms)
+            away = 2 - 2 * key if by_cosine else norms - 2 * key
+            unclear += (found >= 0) & (away < near * norms)
+            if (
+                normalised and z.dtype != torch.float64
+            ):  # a row that is far shorter than the others is about as far from all of them
+                unclear += (found >= 0) & (norms > 0) & (norms < _SHORT)
         if data.agreed.comm.all_reduce(unclear.sum(), check=False).item():
-            return _hardest(data, z.double(), False)  # norms are 1 to float32's rounding only
+            exact = z.dtype == torch.float64
+            return _hardest(data, features.double(), normalised, by_cosine=by_cosine, by_differences=exact)
     return sweep.positives, sweep.negatives
+
+
+class _Differences(Driver):
+    """A driver whose S is -|x_i - y_j|."""
+
+    def logits(self, tile: Tile, x: Tensor, y: Tensor) -> Tensor:
+        away = torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
+        return torch.neg(away, out=self.buffer(tile))
 
 
 def _distance(x: Tensor, y: Tensor, distance: str) -> Tensor:

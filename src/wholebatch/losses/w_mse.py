@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_number
+from .._normalize import normalize
 from ..comm import Group
 from ..sync import Sync, total
 from ._door import LossModule, Options, agree, eager
@@ -95,7 +96,7 @@ def w_mse_loss(
                 "features is constant, or made of the others; leave it out, or take an epsilon above 0"
             )
         rows = torch.linalg.solve_triangular(factor, x.T, upper=False).T
-        whitened.append(torch.nn.functional.normalize(rows, dim=1))
+        whitened.append(normalize(rows))
     distance = (whitened[0] - whitened[1]).square().sum()
     return agreed.result(total(comm, distance) / count)
 

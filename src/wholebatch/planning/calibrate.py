@@ -15,13 +15,14 @@ from statistics import median
 
 import torch
 
+from .._checks import check_choice, check_floating_dtype, check_instance, check_sequence
 from .._meter import seconds_of
 from .._precision import accumulation_dtype
 from ..comm import Communicator, LocalCommunicator
 from ..sweep import Memory
 from .rates import Rates, seconds_of_products
 from .subject import make_step
-from .work import LossName, Shapes, work_of
+from .work import LOSSES, LossName, Shapes, work_of
 
 _LEAST, _WIDTHS = 16, (64, 256, 1024)
 # Tiles in a row of S: so many that calls weigh little; of the largest width; and so few that a heap holds what is kept.
@@ -53,8 +54,16 @@ def calibrate(
         The same :class:`Rates` on all ranks: times are those of the slowest. Some seconds for each loss. Collective.
 
     Raises:
+        ValueError: if an argument is not what it should be.
         CommunicationError: if the ranks fail to talk.
     """
+    check_instance("comm", comm, Communicator, "a communicator, such as wholebatch.comm.LocalCommunicator()")
+    for loss in check_sequence("losses", losses, "names of losses"):
+        check_choice("losses", loss, LOSSES)
+    check_floating_dtype("dtype", dtype)
+    check_instance("device", device, torch.device, "a torch.device")
+    if device.type not in _TILES:
+        raise ValueError(f"device must be a CPU or a CUDA device, got {device}")
 
     def took(step: Callable[[], object]) -> float:
         step()

@@ -1,84 +1,181 @@
 """One file per checkpoint: weights, optimiser and random state as safetensors, replaced in one step.
 
 The new file is written beside the old one and renamed over it, so a run that is killed at any moment leaves a whole
-checkpoint. Safetensors holds tensors and strings only: loading a file from elsewhere runs none of its content.
+checkpoint. Its facts name the save, which a classifier's folder beside it names, too, and the digests of config.json
+and of the steps in metrics.jsonl. All of it is read and compared before anything is changed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+import wholebatch as wb
+
+from .._bounded_json import Types, check_fields, parse_json
+from .._files import open_regular, read_bounded, size_of
+from .._settings import shown
+from .._tensor_file import TensorFile, is_save_id, new_save_id, write_tensors
 from .._user_error import UserError
 
 FILE = "checkpoint.safetensors"
-_FORMAT = "wholebatch-train-2"
+CONFIG = "config.json"
+METRICS = "metrics.jsonl"
+MOST_CONFIG_BYTES = 2**20
+MOST_METRICS_BYTES = 2**30
+_FORMAT = "wholebatch-train-3"
+_FACTS: Types = {
+    "step": int, "seconds": (float, int), "torch": str, "save": str, "config": (str, type(None)),
+    "metrics": (str, type(None)),
+}  # fmt: skip
+_Read = TypeVar("_Read")
 
 
 def save_checkpoint(
-    folder: Path, state: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, *, step: int, seconds: float
+    folder: Path,
+    state: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    *,
+    step: int,
+    seconds: float,
+    save: str | None = None,
 ) -> None:
-    """Write folder/checkpoint.safetensors: the model's state after `step` steps and `seconds` of training."""
-    facts = {"step": step, "seconds": seconds, "torch": torch.__version__}
-    save_tensors(folder / FILE, _tensors(state, optimizer), {"format": _FORMAT, "facts": json.dumps(facts)})
+    """Write folder/checkpoint.safetensors: the model's state after `step` steps and `seconds` of training.
+
+    `save` is the id that other parts of the checkpoint name; None: there are none.
+    """
+    facts = {
+        "step": step, "seconds": seconds, "torch": str(torch.__version__), "save": save or new_save_id(),
+        **_digests(folder, step),
+    }  # fmt: skip
+    tensors = _tensors(state, optimizer.state_dict()["state"])
+    save_tensors(folder / FILE, tensors, {"format": _FORMAT, "facts": json.dumps(facts)})
 
 
-def _tensors(state: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _tensors(state: Mapping[str, Tensor], of_optimizer: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     tensors = {f"model.{name}": value for name, value in state.items()}
-    for index, of_parameter in optimizer.state_dict()["state"].items():
+    for index, of_parameter in of_optimizer.items():
         tensors |= {f"optimizer.{index}.{name}": value for name, value in of_parameter.items()}
     return tensors | {"rng.cpu": torch.get_rng_state()}
 
 
-def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Put model, optimizer and random state where `save_checkpoint` found them; returns its facts."""
-    tensors, facts = _read(folder / FILE, with_tensors=True)
-    _create_state(model, optimizer)
-    expected = {name: (value.shape, value.dtype) for name, value in _tensors(model.state_dict(), optimizer).items()}
-    found = {name: (value.shape, value.dtype) for name, value in tensors.items()}
-    if found != expected:
-        differing = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
-        raise UserError(
-            f"{folder / FILE} does not fit this configuration's model: {len(differing)} tensors are missing, unknown "
-            f"or of another shape, {differing[0]} among them; was the run folder edited?"
-        )
-    model.load_state_dict(
-        {name.removeprefix("model."): tensors[name] for name in expected if name.startswith("model.")}
-    )
-    state: dict[int, dict[str, Tensor]] = {}
-    for key in expected:
-        if key.startswith("optimizer."):
-            _, index, name = key.split(".")
-            state.setdefault(int(index), {})[name] = tensors[key]
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    torch.set_rng_state(tensors["rng.cpu"])
-    return facts
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that has been read and fits."""
+
+    facts: dict[str, Any]
+    tensors: Mapping[str, Tensor]
+
+    def put(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Put model, optimizer and random state where they were."""
+        of_model = {name.removeprefix("model."): x for name, x in self.tensors.items() if name.startswith("model.")}
+        state: dict[int, dict[str, Tensor]] = {}
+        for key, x in self.tensors.items():
+            if key.startswith("optimizer."):
+                _, index, name = key.split(".")
+                state.setdefault(int(index), {})[name] = x
+        model.load_state_dict(of_model)
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        torch.set_rng_state(self.tensors["rng.cpu"])
 
 
-def _create_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Give a new optimizer the state that a checkpoint fills: one step without gradient or learning rate."""
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    rates = [group["lr"] for group in optimizer.param_groups]
+def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int) -> dict[str, Any]:
+    """Put model, optimizer and random state where `save_checkpoint` found them; returns its facts. All ranks."""
+    found = read_on_all_ranks(lambda: read_checkpoint(folder, model, optimizer, steps=steps))
+    found.put(model, optimizer)
+    return found.facts
+
+
+def read_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int) -> Checkpoint:
+    """Read the checkpoint of a run of `steps` steps, and change nothing.
+
+    Raises:
+        UserError: if a bit of it has changed, or it is not this run's or this model's.
+    """
+    path = folder / FILE
+    with _reading(path), TensorFile(path) as file:
+        facts = _facts(file)
+        if not 0 <= facts["step"] <= steps:
+            raise UserError(f"{path} is of step {facts['step']}, expected 0 to {steps}, the steps of the run")
+        for name, digest in _digests(folder, facts["step"]).items():
+            if facts[name] != digest:
+                of = {"config": CONFIG, "metrics": METRICS}[name]
+                raise UserError(
+                    f"{folder / of} is not the file that the checkpoint {FILE} was written with; was it edited, or "
+                    "copied from another run?"
+                )
+        expected = _expected(model, optimizer)
+        found = {name: (entry.shape, entry.dtype) for name, entry in file.entries.items()}
+        if found != expected:
+            differing = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+            raise UserError(
+                f"{path} does not fit this configuration's model: {len(differing)} tensors are missing, unknown "
+                f"or of another shape, {differing[0]} among them; was the run folder edited?"
+            )
+        tensors = {name: file.read(name) for name in expected}
+    try:
+        torch.Generator().set_state(tensors["rng.cpu"])
+    except RuntimeError as error:
+        why = str(error).splitlines()[0]
+        raise UserError(f"{path} has no state of torch's random generator in 'rng.cpu': {why}") from error
+    return Checkpoint(facts, tensors)
+
+
+def read_on_all_ranks(read: Callable[[], _Read]) -> _Read:
+    """The result of `read`, once it has succeeded on all ranks; the UserError of one rank is raised on all."""
+    found: list[_Read] = []
+
+    def state() -> dict[str, Any]:
+        found.append(read())
+        return {}
+
+    try:
+        wb.comm.handshake(wb.comm.select_communicator(None), state, caller="resume")
+    except ValueError as error:
+        if error.__cause__ is not None and not isinstance(error.__cause__, UserError):
+            raise  # a bug of ours, with its traceback
+        raise UserError(str(error).removeprefix("resume: ")) from error
+    return found[0]
+
+
+def _expected(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of all tensors of a checkpoint. The optimizer's are those of its like on parameters without data
+    that has made a step.
+    """
+    groups = []
     for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    optimizer.step()
-    optimizer.zero_grad()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+        parameters = [nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in group["params"]]
+        for p in parameters:
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
+        groups.append(group | {"params": parameters})
+    make: Callable[..., torch.optim.Optimizer] = type(optimizer)
+    like = make(groups)
+    like.step()
+    tensors = _tensors(model.state_dict(), like.state_dict()["state"])
+    return {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}
 
 
 def last_step(folder: Path, *, recorded: int, checkpoint_every: int) -> int:
     """The step that a run of `recorded` steps goes on after: its checkpoint's, or 0 if it ended before any."""
     path = folder / FILE
-    if path.exists():
-        return int(_read(path, with_tensors=False)[1]["step"])
+    if path.exists() or path.is_symlink():
+        with _reading(path), TensorFile(path) as file:
+            step = int(_facts(file)["step"])
+        if step > recorded:
+            raise UserError(
+                f"{folder / METRICS} does not hold the steps 1 to {step} of the checkpoint {FILE}, but {recorded}; was "
+                "it edited?"
+            )
+        return step
     if recorded > checkpoint_every:
         raise UserError(
             f"there is no checkpoint {str(path)!r}, though the run has had {recorded} steps; was it removed?"
@@ -86,36 +183,56 @@ def last_step(folder: Path, *, recorded: int, checkpoint_every: int) -> int:
     return 0
 
 
-def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
     """Write a safetensors file beside `path` and rename it over `path`."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    partial = path.with_suffix(".partial")
     try:
-        save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, partial, metadata)
-        with partial.open("rb") as written:
-            os.fsync(written.fileno())
-        partial.replace(path)
-    except (SafetensorError, OSError) as error:
+        write_tensors(path, tensors, metadata)
+    except OSError as error:
         raise UserError(f"{str(path)!r} cannot be written: {error}") from error
 
 
-def _read(path: Path, *, with_tensors: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    from safetensors import SafetensorError, safe_open
+def _facts(file: TensorFile) -> dict[str, Any]:
+    """What a checkpoint says of itself."""
+    if file.metadata.get("format") != _FORMAT:
+        found = shown(file.metadata.get("format"))
+        raise UserError(f"{str(file.path)!r} is not a checkpoint of this program: its format is {found}")
+    what = f"the facts of the checkpoint {file.path}"
+    facts = check_fields(parse_json(file.metadata.get("facts", "").encode(), what), what, _FACTS)
+    if facts["step"] < 0 or facts["seconds"] < 0:
+        raise UserError(f"{what} must not be negative, got step {facts['step']} and {facts['seconds']} seconds")
+    if not is_save_id(facts["save"]):
+        raise UserError(f"{what} name the save {shown(facts['save'])}, expected 32 hexadecimal digits")
+    return facts
 
+
+def _digests(folder: Path, step: int) -> dict[str, str | None]:
+    """Of the run's configuration and of its first steps, where there are such files."""
+    config, metrics = folder / CONFIG, folder / METRICS
+    found: dict[str, str | None] = {"config": None, "metrics": None}
+    with _reading(folder):
+        if config.exists():
+            found["config"] = hashlib.sha256(read_bounded(config, MOST_CONFIG_BYTES)).hexdigest()
+        if metrics.exists():
+            found["metrics"] = hashlib.sha256(b"".join(first_lines(metrics, step))).hexdigest()
+    return found
+
+
+def first_lines(metrics: Path, count: int | None) -> list[bytes]:
+    """The first lines of metrics.jsonl, or all."""
+    with open_regular(metrics) as file:
+        if size_of(file) > MOST_METRICS_BYTES:
+            raise UserError(f"{metrics} has {size_of(file)} bytes, expected at most {MOST_METRICS_BYTES}")
+        return list(islice(file.read(MOST_METRICS_BYTES).splitlines(keepends=True), count))
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn what a file or the file system refuses into a UserError."""
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()} if with_tensors else {}  # noqa: SIM118
+        yield
     except FileNotFoundError as error:
         raise UserError(f"there is no checkpoint {str(path)!r}; the run ended before its first one") from error
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"the checkpoint {str(path)!r} cannot be read, it is damaged or incomplete: {error}") from error
-    try:
-        facts = json.loads(metadata["facts"])
-        if metadata["format"] != _FORMAT or not isinstance(facts["step"], int):
-            raise ValueError(f"format {metadata['format']!r}")
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{str(path)!r} is not a checkpoint of this program ({error!r})") from error
-    return tensors, facts
+    except OSError as error:
+        raise UserError(f"{str(path)!r} cannot be read: {error}") from error
+    except ValueError as error:
+        raise UserError(str(error)) from error

@@ -13,10 +13,11 @@ from .._user_error import UserError
 from .config import DEFAULTS, TrainConfig, check_same_run
 from .launch import launcher_size, run
 from .run_folder import read_config
+from .signals import Stopped, end_by, say
 
 
 def main(argv: Sequence[str], *, prog: str) -> None:
-    """Parse `argv` and train.
+    """Parse `argv` and train. A signal that stops the run is also what ends this process.
 
     Raises:
         UserError: for a mistake of the user's.
@@ -35,7 +36,12 @@ def main(argv: Sequence[str], *, prog: str) -> None:
         config = parse(argv, prog, default=saved)
         check_same_run(saved, config)
         config = dataclasses.replace(config, run_folder=config.resume)
-    run(config)
+    try:
+        run(config)
+    except Stopped as stopped:
+        if stopped.message:
+            say(stopped.message)
+        end_by(stopped.signum)
 
 
 def _with_absolute_data(config: TrainConfig) -> TrainConfig:

@@ -9,6 +9,8 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
+from .._bounded_json import parse_json
+from .._settings import shown
 from .._user_error import UserError
 from .model import ModelConfig
 
@@ -104,6 +106,9 @@ class TrainConfig:
         for name in ("processes", "steps", "batch_size", "image_size", "validation_texts", "test_texts",
                      "evaluate_every", "checkpoint_every"):  # fmt: skip
             _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+        for name, most in _MOST.items():
+            _require(_get(self, name) <= most, name, f"at most {most}", _get(self, name))
+        _require("\0" not in self.data, "data", "'glyphs' or a path", repr(self.data))
         for name in ("warmup_steps", "weight_decay", "augment", "chunk_size"):
             _require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
         _require(0 < self.learning_rate <= 1e30, "learning_rate", "in (0, 1e30]", self.learning_rate)
@@ -152,10 +157,20 @@ class TrainConfig:
     def from_json(cls, text: str, source: Path) -> TrainConfig:
         """Read what `to_json` wrote; `source` is named in errors."""
         try:
-            values = json.loads(text)
+            values = parse_json(text.encode(), "its text")
+        except ValueError as error:
+            raise UserError(f"{source} is not the configuration of a run of this version: {error}") from error
+        return cls.from_values(values, source)
+
+    @classmethod
+    def from_values(cls, given: Any, source: Path) -> TrainConfig:
+        """Read what `to_json` wrote, parsed."""
+        try:
+            values = dict(given)
             parts = {name: _typed(part(), values.pop(name)) for name, part in _PARTS.items()}
             for name in ("run_folder", "resume"):
                 values[name] = None if values[name] is None else Path(values[name])
+            values["data"].encode()  # half a character is no path
             config = _typed(cls(), values | parts)
             config.check()
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -164,6 +179,7 @@ class TrainConfig:
 
 
 _PARTS: dict[str, Any] = {"model": ModelConfig, "head": HeadConfig}
+_OPTIONAL: dict[str, tuple[type, ...]] = {"run_folder": (Path,), "resume": (Path,), "m": (float, int)}
 _Config = TypeVar("_Config", TrainConfig, ModelConfig, HeadConfig)
 
 
@@ -174,14 +190,22 @@ def _typed(default: _Config, values: dict[str, Any]) -> _Config:
         raise TypeError(f"expected the fields {sorted(names)}, got {sorted(values)}")
     for name in names:
         expected, value = type(getattr(default, name)), values[name]
-        if (
-            expected is not type(None)
-            and type(value) is not expected
-            and not (expected is float and type(value) is int)
-        ):
-            raise TypeError(f"{name} must be {expected.__name__}, got {value!r}")
+        if expected is type(None):
+            fits = value is None or (isinstance(value, _OPTIONAL[name]) and not isinstance(value, bool))
+        else:
+            fits = type(value) is expected or (expected is float and type(value) is int)
+        if not fits:
+            of = _OPTIONAL[name][0] if expected is type(None) else expected
+            raise TypeError(f"{name} must be {of.__name__}, got {shown(value)}")
     return dataclasses.replace(default, **values)
 
+
+# Larger ones are mistakes: they would take all of a machine's memory or processes before anything else complains.
+_MOST = {
+    "processes": 4096, "steps": 10**9, "batch_size": 2**31, "chunk_size": 2**31, "warmup_steps": 10**12,
+    "image_size": 4096, "model.feature_size": 2**16, "model.image_width": 2**12, "model.text_width": 2**16,
+    "model.text_layers": 2**10, "model.text_buckets": 2**26, "model.max_words": 2**16, "head.sub_centres": 2**10,
+}  # fmt: skip
 
 # What a task begins with, where that is not what the fields above say.
 DEFAULTS = {

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .._user_error import UserError
+from .images import read_image
 from .pairs import Pairs
 
 _EXAMPLE = {".jsonl": '{"image": "cat.png", "text": "a cat"}', ".csv": "a header line: image,text"}
@@ -74,15 +75,9 @@ def _pair(value: Any, path: Path, number: int) -> tuple[str, str]:
 
 
 def _image(path: Path, where: str, size: int, channels: int) -> torch.Tensor:
-    import numpy as np
-    from PIL import Image, ImageOps
-
     try:
-        with Image.open(path) as image:
-            picture = ImageOps.pad(image.convert("L" if channels == 1 else "RGB"), (size, size))
+        return read_image(path, size=size, channels=channels)
     except FileNotFoundError as error:
         raise UserError(f"{where}: there is no image {str(path)!r}") from error
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except ValueError as error:
         raise UserError(f"{where}: {str(path)!r} cannot be read as an image ({error})") from error
-    pixels = torch.from_numpy(np.array(picture))
-    return pixels.unsqueeze(0) if channels == 1 else pixels.permute(2, 0, 1).contiguous()

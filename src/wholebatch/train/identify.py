@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import wholebatch as wb
 
 from .._user_error import UserError
 from .augment import augmented
-from .checkpoint import load_checkpoint, save_checkpoint
+from .checkpoint import Checkpoint, read_checkpoint, read_on_all_ranks, save_checkpoint
 from .config import HeadConfig, TrainConfig
 from .evaluation import as_float
 from .labelled import LabelledImages, images_of_step
@@ -136,26 +137,40 @@ class Identify(Task):
         self.head.load_state_dict(memory, strict=False)
         of_head = _of_head(folder, step)
         if self._rank == 0:
-            shutil.rmtree(of_head, ignore_errors=True)  # of a run that was killed while it wrote this
+            with suppress(OSError):  # of what is in the way, save_head says it
+                _remove(of_head)  # of a run that was killed while it wrote this
         _wait()
         try:
-            wb.heads.save_head(of_head, self.head, self._head_optimizer)
+            save = wb.heads.save_head(of_head, self.head, self._head_optimizer)
         except ValueError as error:
             raise UserError(str(error)) from error
         self.head.load_state_dict(present, strict=False)
         if self._rank == 0:
-            save_checkpoint(folder, self._encoder.state_dict(), self._optimizer, step=step, seconds=seconds)
+            state = self._encoder.state_dict()
+            save_checkpoint(folder, state, self._optimizer, step=step, seconds=seconds, save=save)
             for other in folder.glob(_of_head(folder, "*").name):
                 if other != of_head:
-                    shutil.rmtree(other)
+                    try:
+                        _remove(other)
+                    except OSError as error:
+                        raise UserError(f"{other}, of an earlier checkpoint, cannot be removed: {error}") from error
 
     def load(self, folder: Path) -> dict[str, Any]:
-        facts = load_checkpoint(folder, self._encoder, self._optimizer)
+        def read() -> Checkpoint:
+            found = read_checkpoint(folder, self._encoder, self._optimizer, steps=self._config.steps)
+            of_head = _of_head(folder, found.facts["step"])
+            if of_head.is_symlink():
+                raise UserError(f"{of_head} is a link; expected the folder itself: was the run folder edited?")
+            return found
+
+        found = read_on_all_ranks(read)
+        step, save = found.facts["step"], found.facts["save"]
         try:
-            wb.heads.load_head(_of_head(folder, facts["step"]), self.head, self._head_optimizer)
+            wb.heads.load_head(_of_head(folder, step), self.head, self._head_optimizer, save_id=save)
         except ValueError as error:
             raise UserError(f"{error}; was the run folder edited?") from error
-        return facts
+        found.put(self._encoder, self._optimizer)
+        return found.facts
 
     def judge(self) -> dict[str, Any]:
         data, rows = self._data, self._data.test
@@ -237,6 +252,14 @@ def make_margin(head: HeadConfig) -> Any:
 
 def _of_head(folder: Path, step: int | str) -> Path:
     return folder / f"head-{step}"
+
+
+def _remove(path: Path) -> None:
+    """Whatever there is; of a link the link."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def _wait() -> None:

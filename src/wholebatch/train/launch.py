@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
-import signal
-import sys
-import tempfile
+import textwrap
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from datetime import datetime
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 import wholebatch as wb
 
@@ -25,17 +23,20 @@ from .audited import audit_start
 from .checkpoint import last_step
 from .config import TrainConfig
 from .data import Data, load_data, make_task
+from .local_ranks import RankDiedError, run_local_ranks
 from .loop import train
 from .planned import plan_start
 from .progress import ConsoleProgress, Progress
 from .run_folder import RunFolder
+from .signals import Requests, can_resume, resume_command
 
 
 def run(config: TrainConfig) -> None:
     """Train with the ranks that the configuration or the launcher asks for.
 
     Raises:
-        UserError: for a mistake in configuration, data or run folder, on whichever rank it was found.
+        UserError: for a mistake in configuration, data, environment or run folder, on whichever rank it was found.
+        Stopped: if a signal has ended the run.
     """
     config.check()
     launched = launcher_size()
@@ -45,62 +46,91 @@ def run(config: TrainConfig) -> None:
     if config.batch_size < size:
         raise UserError(f"--batch-size {config.batch_size} is smaller than the number of processes, {size}")
     if launched is not None:
-        local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        _run_rank(config, "env://", local_rank=local_rank, local_size=local_size)
+        _launched_rank(config)
     elif size == 1:
-        _train_on_this_rank(config, _device(config, 0, 1))
+        with closing(Requests()) as requests:
+            _train_on_this_rank(config, _device(config, 0, 1), requests)
     else:
-        _start_local_ranks(config)
+        run_local_ranks(dataclasses.replace(config, run_folder=_folder(config)), _local_rank)
 
 
 def launcher_size() -> int | None:
-    """Number of ranks if torchrun, or something that sets the same variables, has started this process."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in names) else None
+    """Number of ranks if torchrun, or something that sets the same variables, has started this process.
 
-
-def _start_local_ranks(config: TrainConfig) -> None:
-    """One process per rank; they meet in a file. The first to fail ends the others, and its error is raised here."""
-    # It reports every process that it ends after another has failed; the failure itself is reported here.
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
-    with tempfile.TemporaryDirectory(prefix="wholebatch-train-") as folder:
-        context = start_processes(
-            _local_rank, (config, folder), nprocs=config.processes, join=False, daemon=True, start_method="spawn"
+    Raises:
+        UserError: if the variables contradict themselves, or some are missing for several processes.
+    """
+    if not {"RANK", "WORLD_SIZE"} & os.environ.keys():
+        return None
+    missing = [name for name in _OF_LAUNCHER if name not in os.environ]
+    size = _integer("WORLD_SIZE", 1, None) if "WORLD_SIZE" in os.environ else 1
+    rank = _integer("RANK", 0, size - 1 if "WORLD_SIZE" in os.environ else None) if "RANK" in os.environ else 0
+    if missing and size == 1 and rank == 0:
+        return None
+    if missing:
+        found = ", ".join(f"{name}={os.environ[name]}" for name in ("RANK", "WORLD_SIZE") if name in os.environ)
+        raise UserError(
+            f"{found} says that a launcher has started several processes, but {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set; start with torchrun, which sets all of "
+            f"{', '.join(_OF_LAUNCHER)}, or unset them"
         )
+    _integer("LOCAL_RANK", 0, _integer("LOCAL_WORLD_SIZE", 1, size) - 1)
+    _integer("MASTER_PORT", 1, 65535)
+    if not os.environ["MASTER_ADDR"].strip():
+        raise UserError("MASTER_ADDR must be the address of the machine of rank 0, got ''")
+    return size
+
+
+_OF_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _integer(name: str, smallest: int, largest: int | None) -> int:
+    """The value of an environment variable of a launcher."""
+    text = os.environ[name].strip()
+    value = int(text) if text.isascii() and text.removeprefix("-").isdecimal() and len(text) < 10 else None
+    if value is None or value < smallest or (largest is not None and value > largest):
+        span = f"of at least {smallest}" if largest is None else f"from {smallest} to {largest}"
+        raise UserError(f"the environment variable {name} must be an integer {span}, got {text!r}; a launcher sets it")
+    return value
+
+
+def _launched_rank(config: TrainConfig) -> None:
+    """The life of a process that torchrun, or another launcher, has started."""
+    local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    with closing(Requests(announce=os.environ["RANK"] == "0")) as requests:
         try:
-            while not context.join():
-                pass
-        except (ProcessExitedException, ProcessRaisedException):
-            # Whichever rank went first: the one that left a message knows why.
-            messages = sorted(Path(folder).glob("error-*"))
-            if not messages:
+            _run_rank(config, "env://", requests, local_rank=local_rank, local_size=local_size)
+        except (dist.DistError, RuntimeError) as error:
+            if not _is_of_a_connection(error):
                 raise
-            raise UserError(messages[0].read_text()) from None
+            resume = f"; go on with: {resume_command(requests.folder)}" if can_resume(requests.folder) else ""
+            raise RankDiedError(
+                f"rank {os.environ['RANK']} lost its connection to the others, one of which has probably ended "
+                f"({str(error).splitlines()[0]}){resume}"
+            ) from error
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
-def _local_rank(rank: int, config: TrainConfig, folder: str) -> None:
-    """The life of a process that `_start_local_ranks` has started."""
-    # The parent's end is told to its ranks by SIGINT, which they must not have inherited as ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(config.processes)}
-    try:
-        _run_rank(config, (Path(folder) / "store").as_uri(), local_rank=rank, local_size=config.processes)
-    except UserError as error:
-        (Path(folder) / f"error-{rank}").write_text(str(error))
-        _leave(2)
-    except KeyboardInterrupt:
-        _leave(130)
-    _leave(0)
+def _is_of_a_connection(error: BaseException) -> bool:
+    """Whether an error of torch.distributed says that another process cannot be reached, or is gone."""
+    return isinstance(error, dist.DistNetworkError | dist.DistStoreError | dist.DistBackendError) or any(
+        sign in str(error) for sign in ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
+    )
 
 
-def _leave(code: int) -> None:
-    """End this process without the interpreter's teardown, in which gloo's threads abort now and then (torch 2.13)."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+def _local_rank(config: TrainConfig, init_method: str, rank: int, launcher: Connection) -> None:
+    """The life of a process that `run_local_ranks` has started. It leaves without cleaning up if it does not end well.
+
+    That would tell the other ranks that it is gone before it has told why.
+    """
+    requests = Requests(launcher, announce=False)
+    _run_rank(config, init_method, requests, local_rank=rank, local_size=config.processes)
+    dist.destroy_process_group()
 
 
-def _run_rank(config: TrainConfig, init_method: str, *, local_rank: int, local_size: int) -> None:
+def _run_rank(config: TrainConfig, init_method: str, requests: Requests, *, local_rank: int, local_size: int) -> None:
     torch.set_num_threads(threads_of_a_rank(local_size))
     device = _device(config, local_rank, local_size)
     dist.init_process_group(
@@ -109,10 +139,7 @@ def _run_rank(config: TrainConfig, init_method: str, *, local_rank: int, local_s
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
     )
-    try:
-        _train_on_this_rank(config, device)
-    finally:
-        dist.destroy_process_group()
+    _train_on_this_rank(config, device, requests)
 
 
 def _device(config: TrainConfig, local_rank: int, local_size: int) -> torch.device:
@@ -128,29 +155,36 @@ def _device(config: TrainConfig, local_rank: int, local_size: int) -> torch.devi
     return torch.device("cuda", local_rank)
 
 
-def _train_on_this_rank(config: TrainConfig, device: torch.device) -> None:
+def _train_on_this_rank(config: TrainConfig, device: torch.device, requests: Requests) -> None:
     """Load the data, prepare the run folder on rank 0, train, report; a mistake on any rank ends all ranks."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     is_first = rank == 0
-    (data, folder), path = _together(lambda: _prepare(config, size, is_first=is_first))
     progress = ConsoleProgress() if is_first else Progress()
-    try:
+    with ExitStack() as held:
+        (data, folder), path = _together(lambda: _prepare(config, size, held, is_first=is_first))
+        held.callback(progress.stop)
+        requests.device, requests.folder = device, path
         if folder is not None:
             progress.show_folder(folder.path)
         progress.show_plan(plan_start(config, data, device, size=size))
         if config.audit and config.resume is None:
             progress.show_audit(audit_start(config, data, device, rank=rank, size=size))
         task = make_task(config, data, device, rank=rank, size=size)
-        train(config, task, path, folder, progress, size=size)
-    except KeyboardInterrupt:
-        if folder is not None:
-            progress.stop()
-            progress.show_how_to_resume(folder.path)
-        raise
-    finally:
+        try:
+            train(config, task, path, folder, progress, requests, size=size)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise _no_memory(error, rank, size) from error
         progress.stop()
-    if folder is not None:
-        progress.report(folder, task)
+        if folder is not None:
+            progress.report(folder, task)
+
+
+def _no_memory(error: BaseException, rank: int, size: int) -> UserError:
+    text = " ".join(str(error).split())
+    return UserError(
+        f"rank {rank} of {size} is out of memory: {textwrap.shorten(text, 200) or type(error).__name__}. "
+        "--chunk-size encodes fewer pairs at a time, for the same gradient"
+    )
 
 
 _Prepared = tuple[Data, RunFolder | None]
@@ -177,14 +211,27 @@ def _together(prepare: Callable[[], _Prepared]) -> tuple[_Prepared, Path]:
     return prepared[0], Path(everyone[0]["folder"])
 
 
-def _prepare(config: TrainConfig, size: int, *, is_first: bool) -> _Prepared:
-    """The data on every rank, and then, so that a mistake in them leaves nothing behind, the folder on rank 0."""
+def _prepare(config: TrainConfig, size: int, held: ExitStack, *, is_first: bool) -> _Prepared:
+    """The data on every rank, and then, so that a mistake in them leaves nothing behind, the folder on rank 0.
+
+    A run that goes on has its folder, and locks it before anything is read.
+    """
+    folder = None
+    if is_first and config.resume is not None:
+        folder = RunFolder.lock(config.resume)
+        held.callback(folder.close)
     data = load_data(config, size)
     if not is_first:
         return data, None
-    if config.resume is not None:
-        recorded = len(RunFolder(config.resume).metrics())
-        step = last_step(config.resume, recorded=recorded, checkpoint_every=config.checkpoint_every)
-        return data, RunFolder.reopen(config.resume, step=step)
-    path = config.run_folder or Path("runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    return data, RunFolder.create(path, dataclasses.replace(config, run_folder=path))
+    if folder is not None:
+        step = last_step(folder.path, recorded=len(folder.metrics()), checkpoint_every=config.checkpoint_every)
+        folder.go_on_after(step)
+        return data, folder
+    path = _folder(config)
+    folder = RunFolder.create(path, dataclasses.replace(config, run_folder=path))
+    held.callback(folder.close)
+    return data, folder
+
+
+def _folder(config: TrainConfig) -> Path:
+    return config.run_folder or Path("runs") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")

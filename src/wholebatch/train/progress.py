@@ -13,6 +13,7 @@ from rich.table import Table
 from .audited import Outcome
 from .config import TrainConfig
 from .run_folder import RunFolder
+from .signals import resume_command
 from .task import Task
 
 _LINE_EVERY = 10  # steps between two plain lines
@@ -39,8 +40,8 @@ class Progress:
     def stop(self) -> None:
         """Leave the terminal as it was."""
 
-    def show_how_to_resume(self, folder: Path) -> None:
-        """The run was interrupted."""
+    def show_stop(self, signal: str, step: int, folder: Path, *, finished: bool) -> None:
+        """A signal has stopped the run after `step` steps, or came while its report was written."""
 
     def report(self, folder: RunFolder, task: Task) -> None:
         """The run is finished."""
@@ -93,8 +94,9 @@ class ConsoleProgress(Progress):
     def show_plan(self, line: str) -> None:
         self._console.print(line, highlight=False, soft_wrap=True)
 
-    def show_how_to_resume(self, folder: Path) -> None:
-        self._console.print(f"go on from the last checkpoint with: wholebatch train --resume {folder}")
+    def show_stop(self, signal: str, step: int, folder: Path, *, finished: bool) -> None:
+        done = "the run was finished" if finished else f"stopped after step {step}, which has a checkpoint"
+        self._console.print(f"{signal}: {done}" + ("" if finished else f"; go on with: {resume_command(folder)}"))
 
     def report(self, folder: RunFolder, task: Task) -> None:
         report = folder.report()

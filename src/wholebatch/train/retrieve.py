@@ -127,7 +127,7 @@ class Retrieve(Task):
             save_checkpoint(folder, state, self._optimizer, step=step, seconds=seconds)
 
     def load(self, folder: Path) -> dict[str, Any]:
-        return load_checkpoint(folder, self._state, self._optimizer)
+        return load_checkpoint(folder, self._state, self._optimizer, steps=self._config.steps)
 
     def judge(self) -> dict[str, Any]:
         if self._rank:

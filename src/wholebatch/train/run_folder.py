@@ -5,6 +5,7 @@ metrics.jsonl            one line per step
 checkpoint.safetensors   weights, optimiser and random state after the last checkpointed step
 model.safetensors        the final weights alone; of --task identify with the centres, and the classes' names beside
 head-STEP/               of --task identify: the classifier after as many steps, every rank's part of it
+lock                     which process writes here; locked as long as it does
 report.json              what the test set says, beside chance
 curves.png               loss and validation over the steps
 retrieval.png            of --task retrieve: held-out images beside the five texts that the model finds most similar
@@ -21,64 +22,89 @@ from typing import Any
 
 from torch import Tensor
 
+from .._bounded_json import parse_json, sealed, unsealed
+from .._files import read_bounded, replacing
 from .._user_error import UserError
-from .checkpoint import save_tensors
+from .checkpoint import CONFIG, METRICS, MOST_CONFIG_BYTES, first_lines, save_tensors
 from .config import TrainConfig
+from .lock import FILE as LOCK_FILE
+from .lock import Lock
 from .pictures import draw_curves
 from .task import Task
+
+_MOST_REPORT_BYTES = 2**24
+_PARTIAL_CONFIG = f"{CONFIG}.partial"
 
 
 class RunFolder:
     """A folder that belongs to one run."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, lock: Lock | None = None) -> None:
         self.path = path
-        self._metrics = path / "metrics.jsonl"
+        self._metrics = path / METRICS
+        self._lock = lock
+        self._keep: int | None = None  # lines of metrics.jsonl, when the next one is added
 
     @classmethod
     def create(cls, path: Path, config: TrainConfig) -> RunFolder:
         """A new folder with the configuration in it; refuses one that holds a run already."""
         with _writing(path):
             path.mkdir(parents=True, exist_ok=True)
-            if any(path.iterdir()):
-                raise UserError(
-                    f"{str(path)!r} is not empty; go on with the run in it by --resume {path}, or choose another "
-                    "--run-folder"
-                )
-            (path / "config.json").write_text(config.to_json() + "\n")
-        return cls(path)
+            _refuse_others(path)
+            lock = Lock(path)
+            try:
+                _refuse_others(path)  # another process may have had the lock until now
+                with replacing(path / CONFIG) as file:
+                    file.write(sealed(json.loads(config.to_json())))
+            except BaseException:
+                lock.close()
+                raise
+        return cls(path, lock)
 
     @classmethod
-    def reopen(cls, path: Path, *, step: int) -> RunFolder:
-        """The folder of a run that goes on after `step`; later lines of metrics.jsonl are dropped, to come again."""
-        folder = cls(path)
-        kept = [line for line in folder.metrics() if line["step"] <= step]
-        if [line["step"] for line in kept] != list(range(1, step + 1)):
-            raise UserError(f"{folder._metrics} does not hold the steps 1 to {step} of the checkpoint; was it edited?")
-        partial = folder._metrics.with_suffix(".partial")
+    def lock(cls, path: Path) -> RunFolder:
+        """The folder of a run that is to go on, whose only writer this process is from now on."""
         with _writing(path):
-            partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
-            partial.replace(folder._metrics)
-        return folder
+            return cls(path, Lock(path))
+
+    def close(self) -> None:
+        """Let another process write."""
+        if self._lock is not None:
+            self._lock.close()
+
+    def go_on_after(self, step: int) -> None:
+        """Drop later lines of metrics.jsonl when the first one comes again.
+
+        Until the checkpoint has been read, nothing in the folder is changed.
+        """
+        if len(self.metrics()) < step:
+            raise UserError(f"{self._metrics} does not hold the steps 1 to {step} of the checkpoint; was it edited?")
+        self._keep = step
 
     def append(self, metrics: dict[str, Any]) -> None:
         """Add a line to metrics.jsonl."""
-        with _writing(self.path), self._metrics.open("a") as file:
-            file.write(json.dumps(metrics) + "\n")
+        with _writing(self.path):
+            if self._keep is not None:
+                kept = first_lines(self._metrics, self._keep) if self._metrics.exists() else []
+                with replacing(self._metrics) as whole:
+                    whole.write(b"".join(kept))
+                self._keep = None
+            with self._metrics.open("a") as file:
+                file.write(json.dumps(metrics) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All whole lines of metrics.jsonl; a last line that a kill cut short is left out."""
+        """All whole lines of metrics.jsonl, one for each step; a last line that a kill cut short is left out."""
         rows = []
         try:
-            lines = self._metrics.read_text().splitlines() if self._metrics.exists() else []
+            lines = first_lines(self._metrics, None) if self._metrics.exists() else []
             for number, line in enumerate(lines, 1):
                 try:
-                    rows.append(json.loads(line))
+                    rows.append(parse_json(line, f"line {number}"))
                 except ValueError:
-                    if number < len(lines):
+                    if line.endswith(b"\n"):
                         raise
-            if not all(isinstance(row, dict) and {"step", "loss"} <= row.keys() for row in rows):
-                raise ValueError("a line without step and loss")
+            for number, row in enumerate(rows, 1):
+                _check_row(row, number)
         except (OSError, ValueError) as error:
             raise UserError(f"{self._metrics} cannot be read as the metrics of a run ({error})") from error
         return rows
@@ -93,19 +119,42 @@ class RunFolder:
 
     def report(self) -> dict[str, Any]:
         """What `finish` has written."""
-        return dict(json.loads((self.path / "report.json").read_text()))
+        file = self.path / "report.json"
+        return dict(parse_json(read_bounded(file, _MOST_REPORT_BYTES), str(file)))
+
+
+def _refuse_others(path: Path) -> None:
+    """A folder is empty, but for the files of a run that was killed before it had a configuration."""
+    if {entry.name for entry in path.iterdir()} - {LOCK_FILE, _PARTIAL_CONFIG}:
+        raise UserError(
+            f"{str(path)!r} is not empty; go on with the run in it by --resume {path}, or choose another --run-folder"
+        )
 
 
 def read_config(path: Path) -> TrainConfig:
     """The configuration of the run in `path`."""
-    file = path / "config.json"
+    file = path / CONFIG
     try:
-        text = file.read_text()
+        values = unsealed(read_bounded(file, MOST_CONFIG_BYTES), "it")
     except FileNotFoundError as error:
         raise UserError(f"--resume {path}: that is no run folder, there is no {str(file)!r}") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise UserError(f"--resume {path}: {str(file)!r} cannot be read: {error}") from error
-    return TrainConfig.from_json(text, file)
+    except ValueError as error:
+        raise UserError(f"{file} is not the configuration of a run of this version: {error}") from error
+    return TrainConfig.from_values(values, file)
+
+
+def _check_row(row: Any, number: int) -> None:
+    """A line of metrics.jsonl: of this step, and of numbers alone."""
+    if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] != number:
+        raise ValueError(f"line {number} is not that of step {number}")
+    if "loss" not in row or not _are_numbers({**row, "validation": None}):
+        raise ValueError(f"line {number} must hold a loss, and numbers alone")
+
+
+def _are_numbers(values: dict[str, Any]) -> bool:
+    return all(type(value) in (int, float, type(None)) for value in values.values())
 
 
 @contextmanager

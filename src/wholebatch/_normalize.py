@@ -1,0 +1,104 @@
+r"""The one rule by which rows are normalized: that of `torch.nn.functional.normalize`, in value and in gradient.
+
+    z = x / max(|x|, eps),    eps = 1e-12
+
+With g = dL/dz, the gradient is that of the same function:
+
+    |x| >= eps:    dL/dx = (g - z <z, g>) / |x|        the part of g along x is lost
+    |x| <  eps:    dL/dx = g / eps                     z = x / eps is linear in x: nothing is lost
+
+A row of zeros stays one, and its gradient is g / eps. No row but those that are longer than eps has norm 1 afterwards,
+so that norm 1 may be taken for an upper bound, and never for a fact.
+
+A norm is taken of the row times a power of two that brings its largest entry to [1, 2). Its square neither overflows
+nor underflows then, and since the factor is exact, all other norms keep their bits. Numbers are those of the
+accumulation dtype: a norm has to be representable there, and nothing else has to be.
+
+Losses, heads and `wholebatch.reference` all take the rule from here. `wholebatch.jax`, which imports no torch, has the
+same one in `products`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ._precision import accumulation_dtype, rows_at_a_time
+
+EPS = 1e-12  # as in torch.nn.functional.normalize
+UNIT = 1.001  # no norm is larger, after division and rounding
+LONGEST = {torch.float32: 1e9, torch.float64: 1e100}  # products of rows that are no longer stay well within range
+_EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}
+
+
+def normalize(x: Tensor, eps: float = EPS) -> Tensor:
+    """x / max(|x|, eps) of each row of the last dimension, in the accumulation dtype; differentiable, also twice.
+
+    >>> normalize(torch.tensor([[3e30, 4e30], [0.0, 0.0], [3e-13, 4e-13]]))
+    tensor([[0.6000, 0.8000],
+            [0.0000, 0.0000],
+            [0.3000, 0.4000]])
+    """
+    x = x.to(accumulation_dtype(x.dtype))
+    return x / row_norms(x).clamp(min=eps)
+
+
+def row_norms(x: Tensor) -> Tensor:
+    """|x| of each row of the last dimension, (..., 1), in the accumulation dtype; differentiable, with 0 at zero."""
+    x = x.to(accumulation_dtype(x.dtype))
+    power = _power_of_two(x)
+    return torch.linalg.vector_norm(x * power, dim=-1, keepdim=True) / power
+
+
+@torch.no_grad()
+def known_norms(x: Tensor) -> Tensor:
+    """The same numbers of a matrix, (rows, 1), without a gradient and some rows at a time: no copy of x is made."""
+    return torch.cat([row_norms(some) for some in x.split(rows_at_a_time(x.device))])
+
+
+def divisors(norms: Tensor) -> Tensor:
+    """max(|x|, eps): what rows of these norms are divided by."""
+    return norms.clamp(min=EPS)
+
+
+@torch.no_grad()
+def project_(grad: Tensor, z: Tensor, norms: Tensor, *, divide: bool = False) -> None:
+    """dL/dz to dL/dx in place: the adjoint of `normalize`, as it is derived above.
+
+    Args:
+        grad: dL/dz, (rows, d).
+        z: (rows, d); with `divide` x in its place.
+        norms: |x|, (rows, 1), not clamped.
+        divide: see z.
+    """
+    for g, unit, norm in zip(*(of.split(rows_at_a_time(z.device)) for of in (grad, z, norms)), strict=True):
+        divisor = divisors(norm)
+        unit = unit / divisor if divide else unit
+        along = torch.linalg.vecdot(unit, g).unsqueeze(1)
+        g.addcmul_(unit, torch.where(norm >= EPS, along, 0.0), value=-1).div_(divisor)
+
+
+def inverse_norms(x: Tensor, dims: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """1 / max(|x[:m]|, eps) for each m, (rows, parts), of rows that are no longer than `LONGEST`; differentiable.
+
+    The squares are clamped and not the norms: the derivative of a square root at 0 is infinite.
+    """
+    parts = x.to(dtype).split(part_sizes(dims, x.shape[1]), dim=1)[: len(dims)]
+    squares = torch.stack([part.square().sum(1) for part in parts], dim=1).cumsum(1)
+    return squares.clamp(min=EPS**2).rsqrt()
+
+
+def part_sizes(dims: Sequence[int], width: int) -> list[int]:
+    """How many features lie between the ends of parts, 0, dims and width."""
+    return [stop - start for start, stop in pairwise([0, *dims, width])]
+
+
+def _power_of_two(x: Tensor) -> Tensor:
+    """What brings the largest absolute entry of each row to [1, 2), (..., 1); of extreme rows as near as it takes."""
+    info, (integers, exponent) = torch.finfo(x.dtype), _EXPONENT[x.dtype]
+    largest = torch.linalg.vector_norm(x.detach(), float("inf"), dim=-1, keepdim=True)
+    largest = largest.clamp(info.tiny**0.75, info.max**0.75)
+    return 1 / (largest.view(integers) & exponent).view(x.dtype)  # without its mantissa

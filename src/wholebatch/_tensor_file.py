@@ -1,0 +1,238 @@
+"""Tensors in a file: the layout of safetensors, written and read with torch alone, every byte of it under a digest.
+
+    8 bytes: n, little-endian | n bytes: a header, JSON | the tensors' bytes, one after the other
+
+The header names each tensor's dtype, shape and place, and in its metadata the SHA-256 of each tensor's bytes and of the
+header itself. So a tensor that is read alone is verified alone. Reading constructs tensors and runs nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import math
+import re
+import secrets
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypeGuard
+
+import torch
+from torch import Tensor
+
+from ._bounded_json import DIGEST, ZEROS, check_digest, is_digest, parse_json, with_digest
+from ._files import open_regular, read_into, replacing, size_of
+from ._settings import shown
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_METADATA = "__metadata__"
+_MOST_HEADER_BYTES = 32 * 2**20
+_MOST_DIMS = 16
+_SAVE = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file: its bytes are [start, stop) of all tensors' bytes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    digest: str
+
+
+def new_save_id() -> str:
+    """An id for all parts of one save, 32 random hexadecimal digits; no generator is touched."""
+    return secrets.token_hex(16)
+
+
+def is_save_id(value: object) -> TypeGuard[str]:
+    """Whether it can be the id of a save."""
+    return isinstance(value, str) and _SAVE.fullmatch(value) is not None
+
+
+def bytes_of(x: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, which must live on while this is used."""
+    assert x.is_contiguous()
+    assert x.device.type == "cpu"
+    if not x.numel():
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * (x.numel() * x.element_size())).from_address(x.data_ptr())).cast("B")
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
+    """Write a file beside `path` and rename it over `path`; returns the digest of each tensor's bytes.
+
+    Raises:
+        ValueError: for a dtype that the layout does not have.
+        OSError: if it cannot be written; `path` is as it was.
+    """
+    _check_byte_order()
+    for name, x in tensors.items():
+        if x.dtype not in _NAMES:
+            raise ValueError(f"{name} has dtype {x.dtype}; expected one of {', '.join(map(str, _NAMES))}")
+    digests = dict.fromkeys(tensors, ZEROS)
+    with replacing(path) as file:
+        file.write(_header(tensors, metadata, digests))
+        for name, x in tensors.items():
+            on_host = x.detach().to("cpu").contiguous()
+            memory = bytes_of(on_host)
+            digests[name] = hashlib.sha256(memory).hexdigest()
+            file.write(memory)
+        file.seek(0)
+        file.write(_header(tensors, metadata, digests))
+    return digests
+
+
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], digests: Mapping[str, str]) -> bytes:
+    """The length and the header, whose length does not depend on the digests."""
+    of_tensors = {_of(name): digest for name, digest in digests.items()}
+    header: dict[str, Any] = {_METADATA: {DIGEST: ZEROS, **metadata, **of_tensors}}
+    start = 0
+    for name, x in tensors.items():
+        stop = start + x.numel() * x.element_size()
+        header[name] = {"dtype": _NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    return len(text).to_bytes(8, "little") + with_digest(text)
+
+
+def _of(name: str) -> str:
+    """The key of a tensor's digest in the metadata."""
+    return f"{DIGEST} {name}"
+
+
+class TensorFile:
+    """An open file that `write_tensors` has written; a context manager.
+
+    Raises:
+        ValueError: with the file's name, if it is another or was changed since, or is no regular file.
+        OSError: if it cannot be opened or read.
+    """
+
+    metadata: dict[str, str]
+    entries: dict[str, Entry]
+
+    def __init__(self, path: Path) -> None:
+        _check_byte_order()
+        self.path = path
+        self._file = open_regular(path)
+        try:
+            self._first, header = self._read_header()
+            self.metadata, self.entries = _checked(header, size_of(self._file) - self._first, str(path))
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def read(self, name: str) -> Tensor:
+        """Read a tensor; its bytes are those that were written.
+
+        Raises:
+            ValueError: if they are not, or there is no tensor of that name.
+            OSError: if it cannot be read.
+        """
+        if name not in self.entries:
+            raise ValueError(f"{self.path} has no tensor {name!r}; it is not the file that was written")
+        entry = self.entries[name]
+        x = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+        memory = bytes_of(x)
+        self._file.seek(self._first + entry.start)
+        complete = read_into(self._file, memory) == len(memory)
+        if not complete or hashlib.sha256(memory).hexdigest() != entry.digest:
+            raise ValueError(f"{self.path} is damaged or incomplete: the bytes of {name!r} are not those written")
+        if entry.dtype is torch.bool and x.numel() and x.view(torch.uint8).max() > 1:
+            raise ValueError(f"{self.path} is damaged: {name!r} is of booleans, and holds more than 0 and 1")
+        return x
+
+    def _read_header(self) -> tuple[int, dict[str, Any]]:
+        what = str(self.path)
+        size = int.from_bytes(_exactly(self._file, 8, what), "little")
+        if size > min(_MOST_HEADER_BYTES, size_of(self._file) - 8):
+            raise ValueError(f"{what} is damaged or incomplete: it says that its header has {size} bytes")
+        text = _exactly(self._file, size, what)
+        header = parse_json(text, what) if text[:1] == b"{" else None
+        metadata = header.get(_METADATA) if isinstance(header, dict) else None
+        if not isinstance(header, dict) or not isinstance(metadata, dict):
+            raise ValueError(f"{what} is damaged, or no file of tensors that this program has written")
+        check_digest(text, metadata.get(DIGEST), what)
+        return 8 + size, header
+
+
+def _exactly(file: BinaryIO, count: int, what: str) -> bytes:
+    found = bytearray(count)
+    if read_into(file, memoryview(found)) < count:
+        raise ValueError(f"{what} is damaged or incomplete: it ends within its header")
+    return bytes(found)
+
+
+def _checked(header: dict[str, Any], data_bytes: int, what: str) -> tuple[dict[str, str], dict[str, Entry]]:
+    """Metadata and entries of a header in which everything is as it should be."""
+    metadata = header.pop(_METADATA)
+    if not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"{what} is damaged: its metadata are not all strings")
+    entries = {name: _entry(name, value, metadata, what) for name, value in header.items()}
+    at = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if entry.start != at:
+            raise ValueError(f"{what} is damaged: the bytes of {shown(name)} begin at {entry.start}, expected {at}")
+        at = entry.stop
+    if at != data_bytes:
+        raise ValueError(f"{what} is damaged or incomplete: its tensors take {at} bytes, it has {data_bytes}")
+    return {key: value for key, value in metadata.items() if key.partition(" ")[0] != DIGEST}, entries
+
+
+def _entry(name: str, value: Any, metadata: dict[str, str], what: str) -> Entry:
+    wrong = ValueError(f"{what} is damaged: it describes {shown(name)} as {shown(value)}")
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise wrong
+    shape, offsets = value["shape"], value["data_offsets"]
+    if not isinstance(value["dtype"], str) or value["dtype"] not in _DTYPES or not _are_counts(shape, _MOST_DIMS):
+        raise wrong
+    dtype = _DTYPES[value["dtype"]]
+    if not _are_counts(offsets, 2) or len(offsets) != 2:
+        raise wrong
+    if math.prod(shape) * dtype.itemsize != offsets[1] - offsets[0]:
+        raise wrong
+    digest = metadata.get(_of(name))
+    if not is_digest(digest):
+        raise ValueError(f"{what} has no digest of {shown(name)}; it is damaged, or was not written by this program")
+    return Entry(dtype, tuple(shape), offsets[0], offsets[1], digest)
+
+
+def _are_counts(values: object, most: int) -> bool:
+    """A list of at most so many integers from 0 on, each of less than 63 bits."""
+    if not isinstance(values, list) or len(values) > most:
+        return False
+    return all(type(value) is int and 0 <= value < 2**62 for value in values)
+
+
+def _check_byte_order() -> None:
+    if sys.byteorder != "little":
+        raise ValueError("files of tensors are little-endian, and this machine is not; use another")

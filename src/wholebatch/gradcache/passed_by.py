@@ -1,0 +1,71 @@
+"""Parameters that belong to a DistributedDataParallel which a step does not call.
+
+DDP reduces gradients in the backward pass after its own forward pass, and in no other. A model that is called as
+`ddp.module.image(x)` leaves its gradients on their rank, the loss is right, and nothing else shows it.
+
+A parameter does not know the engine that holds it, and torch keeps no list of engines. The garbage collector knows all
+objects, and those that refer to the class are its instances: one look, in the first step alone. Engines of other
+kinds may be reduced by a call of their own after the step; `replicas` compares what becomes of their parameters.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .. import _not_reduced
+from .parameter_sync import Synchronised, parameters_of_ddp
+
+
+def check_not_passed_by(
+    name: str,
+    reached: Iterable[Tensor],
+    called: Iterable[nn.Module],
+    engines: Iterable[Synchronised],
+    unchecked: Iterable[Tensor] = (),
+) -> None:
+    """Every parameter that a model has trained is one of an engine that it has called, if it is one of any.
+
+    Args:
+        name: of the model, for the message.
+        reached: the leaves of its graph.
+        called: the modules that were seen to be called. Of a parameter whose module was not (compiled code calls it,
+            or a function takes it as it is), nothing is said.
+        engines: those of them that an engine synchronizes, with all that they hold.
+        unchecked: parameters that the caller answers for.
+
+    Raises:
+        ValueError: if a DistributedDataParallel of several ranks holds a parameter and was not called.
+    """
+    covered = {id(p) for engine in engines for p in engine.module.parameters()} | {id(p) for p in unchecked}
+    inside = {id(p) for module in called for p in module.parameters(recurse=False)}
+    left = {id(p) for p in reached if id(p) in inside} - covered
+    if not left:
+        return
+    for ddp in live_ddp():
+        if ddp.process_group.size() == 1:
+            continue
+        for of, p in parameters_of_ddp(ddp):
+            if id(p) in left:
+                raise ValueError(
+                    f"{name} must reach its parameters through the DistributedDataParallel that holds them, which "
+                    f"reduces gradients after its own forward pass alone, and reaches {of!r} without it: "
+                    f"{_not_reduced.TITLE}. {_not_reduced.FIX}. Give GradCache the wrapped model, or functions that "
+                    "call it; parameters that you reduce yourself go into unchecked="
+                )
+
+
+def live_ddp() -> Iterator[DistributedDataParallel]:
+    """All instances of DistributedDataParallel in this process."""
+    kinds = _with_subclasses(DistributedDataParallel)
+    return (x for x in gc.get_referrers(*kinds) if issubclass(type(x), DistributedDataParallel))
+
+
+def _with_subclasses(kind: type) -> list[type]:
+    found = [kind]
+    for one in found:  # which grows
+        found += one.__subclasses__()
+    return found

@@ -1,0 +1,174 @@
+"""Whether the parameters that all ranks hold are the same on all of them.
+
+Nothing else shows a gradient that was not reduced: the loss is right, and the caller may reduce by hand after the step.
+But after an optimizer step from it, ranks hold different parameters. So these are compared, in a few of the steps:
+
+    checksum     of a parameter's bits, one number of 64 bits; a different bit, sign or order gives another
+    digest       of all of a rank's checksums, which goes with a handshake that the step makes anyway
+    checksums    of each parameter, in a second handshake, only if digests differ: to find the first that does
+
+A parameter that not all ranks have used (a function may call other modules on other ranks) is not compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .. import _not_reduced
+from .._sharded import is_sharded
+from .parameter_sync import control_of, modules_of, parameters_of_ddp
+from .two_passes import Encoder
+
+FIRST, EVERY = 3, 100  # steps that are looked at: the first ones, and then one in so many
+
+_BLOCK = 2**18  # words that are multiplied at once: 2 MB
+_STEP = 0x5851F42D4C957F2D  # odd, of no pattern
+_WORDS = {1: torch.int8, 2: torch.int16}  # by the size of an entry; larger ones are several words of 32 bits
+
+
+def due(steps: int) -> bool:
+    """Whether parameters are compared in the step after so many."""
+    return steps < FIRST or (steps + 1) % EVERY == 0
+
+
+def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """By name, a number of 64 bits of each tensor's bits. A GPU is waited for once.
+
+    >>> import torch
+    >>> x = torch.tensor([1.0, 2.0, float("nan")])
+    >>> same, negative, moved = checksums({"same": x.clone(), "negative": -x, "moved": x.flip(0)}).values()
+    >>> checksums({"x": x})["x"] == same, len({same, negative, moved})
+    (True, 3)
+    """
+    found: dict[str, int] = {}
+    for device in {x.device for x in tensors.values()}:
+        there = {name: x for name, x in tensors.items() if x.device == device}
+        weights = _weights().to(device)
+        sums = [_checksum(x.detach(), weights) for x in there.values()]
+        found.update(zip(there, torch.stack(sums).tolist(), strict=True))
+    return found
+
+
+def _checksum(x: Tensor, weights: Tensor) -> Tensor:
+    """sum_i w_i x_i modulo 2^64 over the words of x: of odd weights, so that one word never changes alone."""
+    entries = torch.view_as_real(x) if x.is_complex() else x
+    words = entries.contiguous().view(-1).view(_WORDS.get(entries.element_size(), torch.int32))
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for block in words.split(_BLOCK):
+        total = total * _STEP + (block * weights[: len(block)]).sum()
+    return total
+
+
+@functools.cache
+def _weights() -> Tensor:
+    """Odd numbers, the same in every process."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(2**62), 2**62, (_BLOCK,), generator=generator) * 2 + 1
+
+
+def digest(found: Mapping[str, int]) -> str:
+    """Of all checksums, with their names."""
+    return hashlib.blake2b(json.dumps(found).encode(), digest_size=16).hexdigest()
+
+
+def check_same(everyones: Sequence[Mapping[str, int]], *, steps: int) -> None:
+    """The ranks' checksums agree on what all of them have.
+
+    Args:
+        everyones: of rank 0, 1, ..., W - 1.
+        steps: made so far.
+
+    Raises:
+        ValueError: naming the first parameter that differs.
+    """
+    for name, ours in everyones[0].items():
+        ranks = [rank for rank, of_rank in enumerate(everyones) if of_rank.get(name, ours) != ours]
+        if not ranks or any(name not in of_rank for of_rank in everyones):
+            continue
+        if not steps:
+            why = (
+                "differs before the first step. Make models from the same seed on each rank, or broadcast their "
+                "parameters, as DistributedDataParallel does"
+            )
+        else:
+            why = (
+                "an optimizer step has driven them apart, since its gradients were not reduced, or not alike (scaled "
+                f"by each rank's own norm?): {_not_reduced.TITLE}. {_not_reduced.FIX}; without an engine, reduce "
+                "gradients of all ranks before the optimizer's step"
+            )
+        raise ValueError(
+            f"GradCache: parameters must be the same on all ranks, and rank 0 and rank {ranks[0]} have different "
+            f"values of {name}: {why}. Parameters of which each rank has its own (experts, tensor parallel) go into "
+            "unchecked="
+        )
+
+
+def replicated(
+    encoders: Sequence[Encoder], loss_fn: object, of_loss: Sequence[Tensor], unchecked: Iterable[Tensor]
+) -> dict[str, Tensor]:
+    """The parameters that a step trains and every rank holds a copy of, by names that are the same on all ranks.
+
+    Args:
+        encoders: after the first pass.
+        loss_fn: of the step.
+        of_loss: the leaves of its graph.
+        unchecked: parameters to be left out.
+    """
+    taken, found = {id(p) for p in unchecked}, dict[str, Tensor]()
+
+    def add(of: str, named: Iterable[tuple[str, Tensor]]) -> None:
+        for name, p in named:
+            if id(p) not in taken and _comparable(p):
+                taken.add(id(p))
+                found[f"{name!r} of {of} {tuple(p.shape)}"] = p
+
+    for encoder in encoders:
+        called = {id(p) for _, p in _named_of(encoder.called.values())}
+        add(encoder.name, ((name, p) for name, p in _named_of(encoder.visible) if id(p) in called))
+        add(encoder.name, _named_of(encoder.called.values(), "hidden "))
+        if not any(engine.control.sharded for engine in encoder.synchronised.values()):
+            add(encoder.name, _free(encoder.leaves))
+    wanted = {id(p) for p in of_loss}
+    add("loss_fn", ((name, p) for name, p in _named_of(modules_of(loss_fn)) if id(p) in wanted))
+    add("loss_fn", _free(of_loss))
+    return found
+
+
+def _named_of(modules: Iterable[nn.Module], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    for index, module in enumerate(modules):
+        number = f"[{index}]." if index else ""
+        for name, p in _named(module):
+            yield f"{prefix}{number}{name}", p
+
+
+def _named(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """A module's parameters, without those of which an engine has each rank hold a part."""
+    control = control_of(module)
+    if control is not None and control.sharded:
+        return
+    if isinstance(module, DistributedDataParallel):
+        yield from ((f"{prefix}module.{name}", p) for name, p in parameters_of_ddp(module))
+        return
+    for name, p in module.named_parameters(recurse=False):
+        yield prefix + name, p
+    for name, child in module.named_children():
+        yield from _named(child, f"{prefix}{name}.")
+
+
+def _free(leaves: Iterable[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of no module that is known, by their order."""
+    return ((f"parameter {number}", p) for number, p in enumerate(leaves) if isinstance(p, nn.Parameter))
+
+
+def _comparable(p: Tensor) -> bool:
+    """Whether a parameter is trained, has its entries here, and is a copy of other ranks'."""
+    if not p.requires_grad or is_sharded(p) or p.layout is not torch.strided or p.device.type == "meta":
+        return False
+    return p.untyped_storage().nbytes() >= p.numel() * p.element_size()  # an engine may have freed it

@@ -1,0 +1,78 @@
+"""A run folder has one writer: a lock that the system releases when its holder ends, however it ends."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+from .._user_error import UserError
+from .signals import say
+
+_flock: Callable[[int, int], None] | None
+try:
+    from fcntl import LOCK_EX, LOCK_NB
+    from fcntl import flock as _flock
+except ImportError:  # Windows
+    _flock = None
+
+FILE = "lock"
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
+
+
+class Lock:
+    """Held from the moment that it is made until `close`, or until this process ends.
+
+    The file stays when the lock is gone: to remove it would let two writers lock two files of the same name. It holds
+    the holder's process id and host, for whoever comes second.
+
+    Args:
+        folder: of a run, which exists.
+
+    Raises:
+        UserError: if another process holds it.
+        OSError: if the file cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / FILE
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
+        self._file = os.open(path, flags, 0o666)
+        try:
+            if not stat.S_ISREG(os.fstat(self._file).st_mode):
+                raise UserError(f"{str(path)!r} must be a file of the run, and is none; remove it")
+            self._acquire(folder)
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+        except BaseException:
+            self.close()
+            raise
+
+    def _acquire(self, folder: Path) -> None:
+        if _flock is None:
+            say(f"this system has no file locks: nothing keeps a second run out of {folder}")
+            return
+        try:
+            _flock(self._file, LOCK_EX | LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
+                raise UserError(
+                    f"the run folder {str(folder)!r} is written by {self._holder()} at this moment, and a run has one "
+                    "writer; wait until that has ended, or end it"
+                ) from None
+            if error.errno not in _NO_LOCKS:
+                raise
+            say(f"the file system has no locks ({error.strerror}): nothing keeps a second run out of {folder}")
+
+    def _holder(self) -> str:
+        pid, _, host = os.pread(self._file, 300, 0).decode(errors="replace").strip().partition(" ")
+        return f"process {pid} on {host!r}" if pid.isdecimal() and host else "another process"
+
+    def close(self) -> None:
+        """Let the next one in."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1

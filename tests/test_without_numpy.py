@@ -1,0 +1,156 @@
+"""The core needs torch alone: the public API in an environment where NumPy cannot be imported."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import wholebatch as wb
+
+# Python imports it in every process, those of run_ranks included.
+SITECUSTOMIZE = """
+from importlib.machinery import PathFinder
+
+find_spec = PathFinder.find_spec
+
+
+def without_numpy(name, path=None, target=None):
+    return None if name.partition(".")[0] in ("numpy", "safetensors") else find_spec(name, path, target)
+
+
+PathFinder.find_spec = without_numpy
+"""
+
+PROGRAM = """
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch says so once
+    import torch
+warnings.simplefilter("error")
+
+import wholebatch as wb
+from wholebatch import functional as F
+
+x, y = torch.randn(2, 12, 8).unbind()
+labels = torch.arange(12) // 2
+LOSSES = {
+    "BarlowTwinsLoss": (wb.BarlowTwinsLoss(), (x, y)),
+    "CLIPLoss": (wb.CLIPLoss(), (x, y, torch.tensor(10.0))),
+    "CircleLoss": (wb.CircleLoss(), (x, labels)),
+    "DCLLoss": (wb.DCLLoss(), (x, y)),
+    "DebiasedLoss": (wb.DebiasedLoss(), (x, y)),
+    "DistillationLoss": (wb.DistillationLoss(), (x, y, 10.0, y, x, 5.0)),
+    "GlobalContrastiveLoss": (wb.GlobalContrastiveLoss(12), (x, y, torch.arange(12))),
+    "InfoNCELoss": (lambda a, b: wb.InfoNCELoss()(a, b, logit_scale=10.0), (x, y)),
+    "MatryoshkaLoss": (lambda a, b: wb.MatryoshkaLoss(dims=[4, 8])(a, b, logit_scale=10.0), (x, y)),
+    "MoCoLoss": (lambda a, b: wb.MoCoLoss()(a, b, wb.KeyQueue(24, 8).keys, logit_scale=10.0), (x, y)),
+    "MultiSimilarityLoss": (wb.MultiSimilarityLoss(), (x, labels)),
+    "NTXentLoss": (wb.NTXentLoss(), (x, y)),
+    "SigLIPLoss": (wb.SigLIPLoss(), (x, y, 10.0, -10.0)),
+    "SmoothAPLoss": (wb.SmoothAPLoss(), (x, labels)),
+    "SupConLoss": (wb.SupConLoss(), (x, labels)),
+    "TripletLoss": (wb.TripletLoss(), (x, labels)),
+    "VICRegLoss": (wb.VICRegLoss(), (x, y)),
+    "WMSELoss": (wb.WMSELoss(), (torch.randn(64, 8), torch.randn(64, 8))),
+    "WholeBatch": (wb.WholeBatch(lambda a, b: (a @ b.T).logsumexp(1).mean()), (x, y)),
+}
+MARGINS = (
+    wb.ArcFace(), wb.CosFace(), wb.CombinedMargin(8.0, 1.0, 0.1, 0.1), wb.NormFace(), wb.SphereFace(), wb.AdaFace(),
+    wb.MagFace(), wb.CurricularFace(),
+)
+
+
+def losses():
+    missing = {name for name in wb.__all__ if name.endswith("Loss") or name == "WholeBatch"} - LOSSES.keys()
+    assert not missing, missing
+    for name, (loss, arguments) in LOSSES.items():
+        given = [a.clone().requires_grad_() if torch.is_tensor(a) and a.is_floating_point() else a for a in arguments]
+        loss(*given).backward()
+        assert given[0].grad.isfinite().all(), name
+
+
+def classifier(folder, optimizer=wb.SparseSGD):
+    for margin in MARGINS:
+        head = wb.PartialFC(8, 20, margin=margin, sample_rate=0.5)
+        one = optimizer(head.parameters())
+        head(x, labels).backward()
+        wb.heads.clip_grad_norm_([], head.parameters(), 1.0)
+        one.step()
+        own = folder / type(margin).__name__
+        save = wb.heads.save_head(own, head, one)
+        other = wb.PartialFC(8, 21, margin=margin, sample_rate=0.5, seed=1)
+        wb.heads.load_head(own, other, optimizer(other.parameters()), classes=torch.arange(20), save_id=save)
+        whole, again = head.full_weight(), other.full_weight()
+        assert whole is None or torch.equal(whole, again[:20])
+        other.top_classes(x, 3)
+    torch.save(torch.ones(20, 8), folder / "rank_0_softmax_weight.pt")
+    wb.heads.load_insightface(folder, head)
+    assert (head.weight == 1).all()
+
+
+def on_ranks(folder):
+    losses()
+    classifier(Path(folder), wb.SparseAdamW)
+    return wb.comm.TorchCommunicator().all_reduce(torch.ones(())).item()
+
+
+def cached():
+    encoder = torch.nn.Linear(8, 8)
+    cache = wb.GradCache([encoder, encoder], 4, wb.NTXentLoss())
+    cache(x, y)
+    assert encoder.weight.grad.isfinite().all()
+
+
+def problem():
+    loss = wb.NTXentLoss()
+    return wb.Problem(torch.nn.Linear(8, 4), torch.randn(12, 8), lambda model, z: loss(model(z), model(z.roll(1, 1))))
+
+
+def main():
+    assert "numpy" not in sys.modules
+    losses()
+    cached()
+    print(wb.plan(batch=64, dim=8, ranks=2))
+    report = wb.audit(problem, world_sizes=(1, 2))
+    assert report.exact, report
+    with tempfile.TemporaryDirectory() as folder:
+        classifier(Path(folder))
+    with tempfile.TemporaryDirectory() as folder:
+        assert wb.testing.run_ranks(on_ranks, 2, folder, timeout_s=120) == [2.0, 2.0]
+    assert "numpy" not in sys.modules
+    print("done")
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def run(program, tmp_path):
+    """A program in a process where NumPy cannot be imported, nor in those that it starts."""
+    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    (tmp_path / "program.py").write_text(program)
+    source = str(Path(wb.__file__).parent.parent)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), source]), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, str(tmp_path / "program.py")],
+        env=environment, capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
+
+
+def test_the_public_api_without_numpy(tmp_path):
+    done = run(PROGRAM, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("done\n")
+
+
+def test_numpy_would_be_missed(tmp_path):
+    """What the test above must be able to see."""
+    program = "import warnings; warnings.simplefilter('ignore'); import torch; torch.ones(2).numpy()"
+    done = run(program, tmp_path)
+    assert done.returncode == 1
+    assert "Numpy is not available" in done.stderr
