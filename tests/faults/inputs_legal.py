@@ -201,7 +201,7 @@ LEGAL: dict[str, str] = {
     **dict.fromkeys(("model_bytes", "gradient_bytes"), f"{_INTEGERS} zero int_10^12"),
     "encoder_bytes": f"{_INTEGERS} zero int_10^12 integers",
     **{f"audit.{name}": kinds for name, kinds in (("name", _STRING), ("tolerance", "half float_1e-320 np_float64"))},
-    **dict.fromkeys(("audit.seed", "assert_exact.seed"), f"{_INTEGERS} zero"),
+    "audit.seed": f"{_INTEGERS} zero",
     **dict.fromkeys(("audit.timeout_s", "run_ranks.timeout_s"), _POSITIVE),
     "run_ranks.args": _ANYTHING,
     "run_ranks.fn": _FUNCTION,

@@ -202,14 +202,14 @@ def _forgets_the_optimiser() -> None:
     torch.optim.AdamW.load_state_dict = lambda self, state: None  # type: ignore[assignment, method-assign]
 
 
-def _saves_before_the_step() -> None:
-    """A signal is answered with the checkpoint that there is."""
+def _saves_at_the_end_alone() -> None:
+    """A signal is answered, and no checkpoint written."""
     from wholebatch.train.retrieve import Retrieve
 
     save: Callable[..., None] = Retrieve.save
 
     def sometimes(self: Any, folder: Path, memory: Any, *, step: int, seconds: float) -> None:
-        if step % 5 == 0 or step == STEPS:
+        if step == STEPS:
             save(self, folder, memory, step=step, seconds=seconds)
 
     Retrieve.save = sometimes  # type: ignore[method-assign]
@@ -218,7 +218,7 @@ def _saves_before_the_step() -> None:
 PLANTS: dict[str, Callable[[], None]] = {
     "": lambda: None,
     "forgets-optimiser": _forgets_the_optimiser,
-    "no-checkpoint": _saves_before_the_step,
+    "no-checkpoint": _saves_at_the_end_alone,
 }
 
 
@@ -245,7 +245,8 @@ class Campaign:
             *(more if case.task == "identify" else ["--loss", "global_contrastive"]),
         ]  # fmt: skip
 
-    def _start(self, arguments: list[str], *, plant: str = "") -> Program:
+    def _start(self, arguments: list[str], *, plant: str | None = None) -> Program:
+        plant = self._arguments.plant if plant is None else plant
         return Program(arguments, self._folder, spawn=self._arguments.spawn, plant=plant)
 
     def undisturbed(self, case: Case) -> tuple[Path, float]:
@@ -254,23 +255,24 @@ class Campaign:
         if key not in self._whole:
             run = self._folder / f"whole-{case.task}-{case.processes}"
             began = time.monotonic()
-            program = self._start(self._options(case, run))
+            program = self._start(self._options(case, run), plant="")
             if program.wait() != 0:
                 raise Wrong("wrong exit", f"nobody has disturbed it\n{program.said()}")
             self._whole[key] = run, time.monotonic() - began
         return self._whole[key]
 
-    def run(self, case: Case) -> None:
-        """Everything that happens to the case's run."""
+    def run(self, case: Case, most: int) -> None:
+        """Everything that happens to the case's run: this many faults at most."""
         rng = random.Random(f"{self._arguments.seed} {case.kind} {case.number}")
         run = self._folder / f"run-{case.kind}-{case.number}"
         try:
             whole, lasts = self.undisturbed(case)
-            faults = rng.randint(1, 3) if case.kind == "kill" else 1
+            faults = min(most, rng.randint(1, 3)) if case.kind == "kill" else 1
             resumed = False
             while faults:
                 program = self._resumed(run, resumed) if resumed else self._start(self._options(case, run))
-                hit = _disturb(program, case, run, rng, lasts)
+                when = _wait_for_a_moment(program, run, rng, lasts, self._arguments.steps)
+                hit = _disturb(program, case, run, rng, when)
                 resumed = (run / "config.json").exists()
                 if hit:
                     faults -= 1
@@ -295,7 +297,7 @@ class Campaign:
         """Once the ranks of a program that was killed have seen that it is gone, and left the folder."""
         deadline = time.monotonic() + 60
         while True:
-            program = self._start(["--resume", str(run)], plant=self._arguments.plant)
+            program = self._start(["--resume", str(run)])
             time.sleep(0.3)
             while program.poll() is None and not program.out.read_text():
                 time.sleep(0.005)
@@ -310,24 +312,26 @@ def _recorded(run: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def _wait_for_a_moment(program: Program, run: Path, rng: random.Random, lasts: float) -> str:
+def _wait_for_a_moment(
+    program: Program, run: Path, rng: random.Random, lasts: float, steps: tuple[int, int] | None
+) -> str:
     """Any moment of the run's time, or one between two steps that are drawn: the steps take a small part of it."""
-    if rng.random() < 0.4:
+    if steps is None and rng.random() < 0.4:
         delay = rng.uniform(0, 1.1 * lasts)
         deadline = time.monotonic() + delay
         while time.monotonic() < deadline and program.poll() is None:
             time.sleep(0.002)
         return f"after {delay:.2f} s"
-    step, more = rng.randint(_recorded(run) + 1, STEPS + 1), rng.uniform(0, 0.05)
+    first, last = steps or (_recorded(run) + 1, STEPS + 1)
+    step, more = rng.randint(first, last), rng.uniform(0, 0.05)
     while _recorded(run) < step and program.poll() is None and not (run / "model.safetensors").exists():
         time.sleep(0.001)
     time.sleep(more)
     return f"{more * 1000:.0f} ms after step {min(step, STEPS)}"
 
 
-def _disturb(program: Program, case: Case, run: Path, rng: random.Random, lasts: float) -> str:
-    """Send what the case wants at a random moment, see that it ends as documented; "" if it had ended before."""
-    when = _wait_for_a_moment(program, run, rng, lasts)
+def _disturb(program: Program, case: Case, run: Path, rng: random.Random, when: str) -> str:
+    """Send what the case wants, and see that the run ends as documented; "" if it had ended before."""
     number = signal.SIGKILL if case.kind == "kill" else rng.choice([signal.SIGTERM, signal.SIGTERM, signal.SIGINT])
     whom = rng.choice(["launcher", "rank", "rank"] if case.kind == "kill" else ["launcher", "rank", "everyone"])
     ranks = program.ranks()
@@ -402,10 +406,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills", type=int, default=40, help="how many SIGKILL")
     parser.add_argument("--terms", type=int, default=20, help="how many SIGTERM or SIGINT")
+    parser.add_argument("--first", type=int, default=0, help="number of the first run of each kind")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--tasks", nargs="+", default=["retrieve", "identify"])
+    parser.add_argument("--steps", type=int, nargs=2, metavar=("FIRST", "LAST"), help="only after one of these")
     parser.add_argument("--spawn", action="store_true", help="start programs as users do")
-    parser.add_argument("--plant", choices=PLANTS, default="", help="a defect of resumed runs, to be found")
+    parser.add_argument("--plant", choices=PLANTS, default="", help="a defect, to be found")
     parser.add_argument("--json", type=Path, help="a file for all outcomes")
     arguments = parser.parse_args()
     began = time.monotonic()
@@ -416,9 +422,9 @@ def main() -> int:
         for kind, wanted in (("kill", arguments.kills), ("term", arguments.terms)):
             done = 0
             while done < wanted:
-                number = sum(case.kind == kind for case in cases)
+                number = arguments.first + sum(case.kind == kind for case in cases)
                 case = Case(number, kind, *kinds[number % len(kinds)])
-                campaign.run(case)
+                campaign.run(case, wanted - done)
                 cases.append(case)
                 done += max(1, len(case.faults))
                 print(
@@ -437,7 +443,8 @@ def _report(cases: list[Case], arguments: argparse.Namespace, seconds: float) ->
     offending = [case for case in cases if case.outcome not in ALLOWED]
     for case in offending:
         print(f"\nFORBIDDEN, {case.outcome}: {case.kind} {case.number} ({case.task}, {case.processes} processes)")
-        print(f"  {'; '.join(case.faults)}\n  {case.detail}\n  repeat: {' '.join(sys.argv)}")
+        repeat = f"--first {case.number} --kills {int(case.kind == 'kill')} --terms {int(case.kind == 'term')}"
+        print(f"  {'; '.join(case.faults)}\n  {case.detail}\n  repeat: {sys.argv[0]} --seed {arguments.seed} {repeat}")
     if arguments.json:
         facts = {
             "seed": arguments.seed,

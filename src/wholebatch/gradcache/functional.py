@@ -49,7 +49,7 @@ def cached(func: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
         ValueError: from func's first call, if it returns something else; from `again`, if an r has no gradient, or if
-            func reaches parameters past the DistributedDataParallel that holds them (looked at once).
+            func reaches parameters past the DistributedDataParallel that holds them (checked once).
         RuntimeError: from `again`, if the second representation is not the first; gradients are then to be thrown away.
 
     Source: Gao et al., 2021, arXiv:2101.06983.
@@ -64,7 +64,7 @@ def cached(func: Callable[..., Any]) -> Callable[..., Any]:
     torch.Size([2])
     """
     check_callable("func", func)
-    looks = [True]  # whether nobody has looked yet what engines do
+    looks = [True]  # whether engines are still to be checked
 
     @wraps(func)
     def call(*args: Any, **kwargs: Any) -> tuple[Any, ...]:

@@ -67,8 +67,8 @@ class GradCache:
             fraction, or "auto", as many as fit. More memory, less time.
         memory_budget: bytes that kept graphs may hold under "auto"; None: most of what is free.
         group: ranks that make the step together, as in :func:`wholebatch.functional.clip_loss`.
-        unchecked: parameters that ranks do not hold as copies of each other (experts, tensor parallel without
-            DTensors), or whose engine you do not call on purpose. All others are looked at, see `cache_step`.
+        unchecked: parameters of which each rank has values of its own (experts, tensor parallel without DTensors), or
+            whose engine you do not call on purpose. The others are compared between ranks, see `cache_step`.
 
     Raises:
         ValueError: if an argument is not what it should be.
@@ -155,16 +155,16 @@ class GradCache:
 
         Collective on several ranks: four handshakes, what loss_fn does, and the engine's one synchronisation.
 
-        In the first step it is looked at whether a model passes by the DistributedDataParallel that holds its
-        parameters. In the first three steps and every hundredth, parameters are compared between ranks: they are the
-        same, unless an optimizer has made a step from gradients that were not reduced. That takes one number of 64 bits
-        for each parameter and one wait for a GPU. FSDP's and PartialFC's are left out, and those of `unchecked`.
+        The first step checks that no model reaches parameters past the DistributedDataParallel that holds them. The
+        first three steps and every hundredth compare the parameters of all ranks: they are the same, unless an
+        optimizer has made a step from gradients that were not reduced. This takes a checksum of each parameter and one
+        wait for a GPU. Parameters of FSDP, PartialFC and `unchecked` are left out.
 
         Raises:
             ValueError: on every rank, whichever rank made the mistake, with gradients as they were: inputs that are not
                 as many as models, or disagree on their rows; a representation with other rows, or without gradient; a
-                loss that is not one number, or ignores a representation; a model that passes by its engine; parameters
-                that differ between ranks.
+                loss that is not one number, or ignores a representation; a model that does not call its engine;
+                parameters that differ between ranks.
             RuntimeError: if the second forward pass is not the first; gradients are as they were. On ranks where it is,
                 a ValueError. What a model itself raises is raised as it is, and in the second pass on its rank alone.
         """

@@ -1,7 +1,7 @@
-"""Whether the switch of an engine that a user has registered does what it says.
+"""Check that the `hold` of a registered SyncControl keeps the engine from reducing gradients.
 
-In a pass that it holds, gradients add up in the parameters' `.grad`. An engine that reduces them all the same averages
-`.grad`, or takes it away (DeepSpeed's ZeRO does): then only the last chunk counts, on all ranks alike, the loss is
+In a pass that is held, gradients add up in the parameters' `.grad`. An engine that reduces them all the same averages
+`.grad`, or takes it away (DeepSpeed's ZeRO does). Then only the last chunk counts, on all ranks alike: the loss is
 right, and no rank differs from another. So the first such pass of an engine is watched, at its smallest parameters.
 """
 
@@ -21,7 +21,7 @@ _FEW = 3  # parameters of an engine that are watched
 
 @contextmanager
 def watched(engines: Iterable[Synchronised]) -> Iterator[list[ValueError]]:
-    """Inside, a backward pass is made that these engines are to leave alone; a list of their mistakes, afterwards."""
+    """Watch a backward pass in which these engines are held; afterwards the list has the errors that were found."""
     arrived: dict[int, Tensor] = {}
     watching, hooks, mistakes = [], [], list[ValueError]()
     for engine in engines:

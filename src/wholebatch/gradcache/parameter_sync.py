@@ -177,8 +177,8 @@ _BUILT_IN = tuple(_CONTROLS)
 def register_sync_control(control: SyncControl) -> None:
     """Let gradient caching know another engine; it is asked before those that are there.
 
-    In the first step it is looked at whether gradients stay in `.grad` while `hold` is entered, unless the control has
-    `remember`: a `hold` that does nothing is an error.
+    The first step checks that gradients stay in `.grad` while `hold` is entered, unless the control has `remember`: a
+    `hold` that does nothing is an error.
 
     Raises:
         ValueError: if control is no :class:`SyncControl`.

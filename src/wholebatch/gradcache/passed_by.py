@@ -1,11 +1,11 @@
-"""Parameters that belong to a DistributedDataParallel which a step does not call.
+"""Find parameters that belong to a DistributedDataParallel which a step does not call.
 
 DDP reduces gradients in the backward pass after its own forward pass, and in no other. A model that is called as
 `ddp.module.image(x)` leaves its gradients on their rank, the loss is right, and nothing else shows it.
 
 A parameter does not know the engine that holds it, and torch keeps no list of engines. The garbage collector knows all
-objects, and those that refer to the class are its instances: one look, in the first step alone. Engines of other
-kinds may be reduced by a call of their own after the step; `replicas` compares what becomes of their parameters.
+objects, and those that refer to the class are its instances: it is asked once, in the first step. Other engines may
+be told to reduce by a call of their own after the step; for these `replicas` compares parameters later.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def check_not_passed_by(
     engines: Iterable[Synchronised],
     unchecked: Iterable[Tensor] = (),
 ) -> None:
-    """Every parameter that a model has trained is one of an engine that it has called, if it is one of any.
+    """Check that a model has called the engines that hold the parameters which it trains.
 
     Args:
         name: of the model, for the message.

@@ -1,7 +1,7 @@
-"""Whether the parameters that all ranks hold are the same on all of them.
+"""Compare the parameters of which all ranks hold a copy.
 
-Nothing else shows a gradient that was not reduced: the loss is right, and the caller may reduce by hand after the step.
-But after an optimizer step from it, ranks hold different parameters. So these are compared, in a few of the steps:
+A step cannot tell whether its gradients will be reduced: the loss is right, and the caller may reduce by hand after it.
+But after an optimizer step from unreduced gradients, ranks hold different parameters. Some steps compare these:
 
     checksum     of a parameter's bits, one number of 64 bits; a different bit, sign or order gives another
     digest       of all of a rank's checksums, which goes with a handshake that the step makes anyway
@@ -34,12 +34,12 @@ _WORDS = {1: torch.int8, 2: torch.int16}  # by the size of an entry; larger ones
 
 
 def due(steps: int) -> bool:
-    """Whether parameters are compared in the step after so many."""
+    """Whether the next step compares parameters, after so many steps."""
     return steps < FIRST or (steps + 1) % EVERY == 0
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """By name, a number of 64 bits of each tensor's bits. A GPU is waited for once.
+    """A checksum of 64 bits of each tensor, by name. A GPU is waited for once.
 
     >>> import torch
     >>> x = torch.tensor([1.0, 2.0, float("nan")])
@@ -74,7 +74,7 @@ def _weights() -> Tensor:
 
 
 def digest(found: Mapping[str, int]) -> str:
-    """Of all checksums, with their names."""
+    """One text for all checksums and their names."""
     return hashlib.blake2b(json.dumps(found).encode(), digest_size=16).hexdigest()
 
 

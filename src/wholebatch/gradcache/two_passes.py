@@ -194,7 +194,7 @@ def second_pass(
             backward pass.
         buffers: of all models.
         about_to_change: is told whose gradients come next, where they were not known before.
-        watch: whether to look at what registered engines do with gradients that they are to leave alone.
+        watch: whether to check that registered engines leave gradients alone while they are held.
 
     Returns:
         An error, if a second representation is not the first, or an engine did not do what it was told. All passes have

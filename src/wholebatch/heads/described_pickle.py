@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .._bounded_json import shown
+from .._settings import shown
 
 _STORAGES = {
     "torch DoubleStorage": torch.float64,

@@ -298,7 +298,7 @@ class PartialFC(nn.Module):
 
 
 def _tell_classes(head: Any, _state: Any, _prefix: str, metadata: dict[str, Any]) -> None:
-    """Say in a state_dict which classes it has; among the facts beside its tensors, which torch.save keeps."""
+    """Record the classes in a state_dict's metadata, beside its tensors; torch.save keeps them."""
     metadata["classes"] = [head.own_classes.start, head.own_classes.stop, head.num_classes]
 
 

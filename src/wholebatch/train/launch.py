@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import textwrap
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from datetime import datetime
@@ -23,7 +22,7 @@ from .audited import audit_start
 from .checkpoint import last_step
 from .config import TrainConfig
 from .data import Data, load_data, make_task
-from .local_ranks import RankDiedError, run_local_ranks
+from .local_ranks import RankDiedError, is_of_a_connection, one_line, run_local_ranks
 from .loop import train
 from .planned import plan_start
 from .progress import ConsoleProgress, Progress
@@ -51,6 +50,8 @@ def run(config: TrainConfig) -> None:
         with closing(Requests()) as requests:
             _train_on_this_rank(config, _device(config, 0, 1), requests)
     else:
+        if config.resume is not None:
+            RunFolder.lock(config.resume).close()  # rank 0 holds it, but a refusal need not wait until ranks are there
         run_local_ranks(dataclasses.replace(config, run_folder=_folder(config)), _local_rank)
 
 
@@ -100,24 +101,17 @@ def _launched_rank(config: TrainConfig) -> None:
     with closing(Requests(announce=os.environ["RANK"] == "0")) as requests:
         try:
             _run_rank(config, "env://", requests, local_rank=local_rank, local_size=local_size)
-        except (dist.DistError, RuntimeError) as error:
-            if not _is_of_a_connection(error):
+        except Exception as error:
+            if not is_of_a_connection(error):
                 raise
             resume = f"; go on with: {resume_command(requests.folder)}" if can_resume(requests.folder) else ""
             raise RankDiedError(
                 f"rank {os.environ['RANK']} lost its connection to the others, one of which has probably ended "
-                f"({str(error).splitlines()[0]}){resume}"
+                f"({one_line(error)}){resume}"
             ) from error
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-
-
-def _is_of_a_connection(error: BaseException) -> bool:
-    """Whether an error of torch.distributed says that another process cannot be reached, or is gone."""
-    return isinstance(error, dist.DistNetworkError | dist.DistStoreError | dist.DistBackendError) or any(
-        sign in str(error) for sign in ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
-    )
 
 
 def _local_rank(config: TrainConfig, init_method: str, rank: int, launcher: Connection) -> None:
@@ -180,9 +174,8 @@ def _train_on_this_rank(config: TrainConfig, device: torch.device, requests: Req
 
 
 def _no_memory(error: BaseException, rank: int, size: int) -> UserError:
-    text = " ".join(str(error).split())
     return UserError(
-        f"rank {rank} of {size} is out of memory: {textwrap.shorten(text, 200) or type(error).__name__}. "
+        f"rank {rank} of {size} is out of memory: {one_line(error) or type(error).__name__}. "
         "--chunk-size encodes fewer pairs at a time, for the same gradient"
     )
 

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -20,6 +21,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Literal, NoReturn
+
+import torch.distributed as dist
 
 from .._user_error import UserError
 from .config import TrainConfig
@@ -40,6 +43,9 @@ from .signals import (
 
 Body = Callable[[TrainConfig, str, int, Connection], None]
 """One rank's run: configuration, where the ranks meet, rank, and where the starting process sends its signals."""
+
+
+_RAISED = 1  # exit code
 
 
 class RankDiedError(UserError):
@@ -79,7 +85,7 @@ def run_local_ranks(config: TrainConfig, body: Body) -> None:
                 theirs.close()
                 ranks.append(process)
                 lines.append(ours)
-            stopped_by = _watch(ranks, lines, signals, config)
+            _watch(ranks, lines, signals, config)
         except _Ended as ended:
             _end(ranks)
             raise _why(ended.ranks, ranks, Path(folder), config) from None
@@ -87,8 +93,6 @@ def run_local_ranks(config: TrainConfig, body: Body) -> None:
             _end(ranks)
             for line in lines:
                 line.close()
-    if stopped_by:
-        raise Stopped(stopped_by, f"{name(stopped_by)}: the run was finished already")
 
 
 class _Ended(Exception):  # noqa: N818
@@ -101,9 +105,9 @@ class _Ended(Exception):  # noqa: N818
 
 def _watch(
     ranks: Sequence[SpawnProcess], lines: Sequence[Connection], signals: Inbox | None, config: TrainConfig
-) -> int:
-    """Wait until all ranks have ended well, and hand on signals; returns the one that asks for an end, or 0."""
-    patience, stop, training = Patience(), 0, False
+) -> None:
+    """Wait until all ranks have ended well, and hand on signals."""
+    patience, told, training = Patience(), False, False
     sentinels = {process.sentinel: rank for rank, process in enumerate(ranks)}
     inboxes = [] if signals is None else [signals]
     ended: list[int] = []
@@ -118,17 +122,24 @@ def _watch(
                 _end(ranks)
                 show_cursor()
                 raise Stopped(number, f"{name(number)}: ended at once{_resume(config)}")
-            if number in STOP and not stop:
-                stop = number
+            if number in STOP and not told:
+                told = True
                 say(FINISHING.format(name(number)))
             _hand_on(number, lines)
-        for one in [one for one in wait([*sentinels], timeout=0) if isinstance(one, int)]:
-            rank = sentinels.pop(one)
-            ranks[rank].join()
-            ended.append(rank)
-        if any(ranks[rank].exitcode for rank in ended):
+        ended += _ended(ranks, sentinels, timeout_s=0)
+        codes = {ranks[rank].exitcode for rank in ended} - {0}
+        if codes:
+            if codes == {_RAISED}:  # perhaps because another rank is gone, which is seen in a moment
+                ended += _ended(ranks, sentinels, timeout_s=0.5)
             raise _Ended(ended)
-    return stop
+
+
+def _ended(ranks: Sequence[SpawnProcess], sentinels: dict[int, int], timeout_s: float) -> list[int]:
+    """The ranks that have ended since the last call; their sentinels are removed."""
+    found = [sentinels.pop(one) for one in wait([*sentinels], timeout_s) if isinstance(one, int)]
+    for rank in found:
+        ranks[rank].join()
+    return found
 
 
 def _hand_on(number: int, lines: Sequence[Connection]) -> None:
@@ -192,20 +203,34 @@ def _rank(rank: int, config: TrainConfig, folder: str, launcher: Connection, bod
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(config.processes)}
     try:
         body(config, (Path(folder) / "store").as_uri(), rank, launcher)
-    except UserError as error:
-        words = _LastWords("mistake", str(error))
     except Stopped as stopped:
         words = _LastWords("stopped", "", stopped.signum)
     except Exception as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        words = _LastWords("raised", text, 0, traceback.format_exc())
+        if is_of_a_connection(error):
+            words = _LastWords("raised", f"a lost connection to another rank: {one_line(error)}")
+        elif isinstance(error, UserError):
+            words = _LastWords("mistake", str(error))
+        else:
+            words = _LastWords("raised", f"{type(error).__name__}: {one_line(error)}", 0, traceback.format_exc())
     else:
         _leave(0)
     path = Path(folder) / f"{rank}.json"
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps({**vars(words), "at_ns": time.time_ns()}))
     partial.replace(path)
-    _leave({"mistake": 2, "stopped": 128 + words.signum}.get(words.kind, 1))
+    _leave({"mistake": UserError.exit_code, "stopped": 128 + words.signum}.get(words.kind, _RAISED))
+
+
+def is_of_a_connection(error: BaseException) -> bool:
+    """Whether an error says that another process cannot be reached, or is gone; whoever has raised it."""
+    return isinstance(error, dist.DistNetworkError | dist.DistStoreError | dist.DistBackendError) or any(
+        sign in str(error) for sign in ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
+    )
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, without a library's line breaks."""
+    return textwrap.shorten(str(error), 300)
 
 
 def _leave(code: int) -> NoReturn:

@@ -1,0 +1,493 @@
+"""Signals that come to `wholebatch train`, ranks that die, and the lock of a run folder."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from glyph_files import write_pairs
+from train_runs import TRAIN, metrics, options, recorded
+
+from wholebatch.__main__ import main
+from wholebatch._user_error import UserError
+from wholebatch.testing import run_ranks
+from wholebatch.train import cli, launch, local_ranks
+from wholebatch.train.checkpoint import last_step
+from wholebatch.train.lock import Lock
+from wholebatch.train.retrieve import Retrieve
+from wholebatch.train.run_folder import RunFolder
+from wholebatch.train.signals import Patience, Requests, Stopped, signals_blocked
+
+MORE = ["--no-audit", "--loss", "global_contrastive"]  # a loss with a memory
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_pairs(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data, tmp_path_factory):
+    run = tmp_path_factory.mktemp("runs") / "whole"
+    assert main(["train", *options(data, run, *MORE)]) == 0
+    return run
+
+
+@pytest.fixture
+def requests():
+    """Of this process, as if it were in the middle of a step."""
+    found = Requests(announce=False)
+    found.begin()
+    yield found
+    found.close()
+
+
+def noted(requests, number):
+    """Send this process a signal, and return once it is noted."""
+    os.kill(os.getpid(), number)
+    deadline = time.monotonic() + 60
+    while not (requests._checkpoint if number == signal.SIGUSR1 else requests._stop):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_signals_are_requests(requests):
+    assert requests.agree() == (0, False)
+    noted(requests, signal.SIGUSR1)
+    assert requests.agree() == (0, True)
+    assert requests.agree() == (0, False), "a checkpoint is made once"
+    noted(requests, signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)  # GNU timeout sends two, and this process is still here
+    assert requests.agree() == (signal.SIGTERM, False)
+    assert requests.agree() == (signal.SIGTERM, False)
+
+
+def test_signals_are_given_back():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    threads = threading.active_count()
+    requests = Requests()
+    assert signal.getsignal(signal.SIGTERM) not in before
+    requests.close()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
+    assert threading.active_count() == threads
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_an_echo_is_not_a_second_signal(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    patience = Patience()
+    assert not patience.is_second()
+    now += 0.2
+    assert not patience.is_second()
+    now += 0.2
+    assert patience.is_second()
+
+
+def test_signals_wait_while_a_process_is_started():
+    class CameError(Exception):
+        pass
+
+    def handler(number, frame):
+        raise CameError
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        with pytest.raises(CameError), signals_blocked():  # noqa: PT012
+            os.kill(os.getpid(), signal.SIGTERM)
+            reached = True
+        assert reached
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def a_loop_with_signals(who, at):
+    """The step after which this rank stops, and those after which it has made a checkpoint."""
+    requests = Requests(announce=False)
+    requests.begin()
+    checkpoints = []
+    try:
+        for step in range(20):
+            if dist.get_rank() in who and step == at:
+                noted(requests, signal.SIGUSR1)
+            if dist.get_rank() in who and step == at + 2:
+                noted(requests, signal.SIGINT if dist.get_rank() else signal.SIGTERM)
+            asked = requests.agree()
+            if asked.checkpoint:
+                checkpoints.append(step)
+            if asked.stop:
+                return step, checkpoints, asked.stop
+    finally:
+        requests.close()
+    return None
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
+def test_all_ranks_agree_whoever_gets_the_signal(world_size, who):
+    found = run_ranks(a_loop_with_signals, world_size, who, 5)
+    number = signal.SIGTERM if 0 in who else signal.SIGINT
+    assert found == [(7, [5], number)] * world_size
+
+
+HANGS = """
+import ctypes, os
+from wholebatch.train.signals import Requests
+requests = Requests()
+requests.begin()
+print("ready", flush=True)
+os.pipe()
+read, write = os.pipe()
+ctypes.CDLL(None).read(read, ctypes.create_string_buffer(1), 1)  # as a collective whose other ranks are gone
+"""
+
+
+def test_a_second_signal_ends_a_process_that_hangs_at_once():
+    process = subprocess.Popen([sys.executable, "-c", HANGS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert "this step is finished" in process.stderr.readline()
+        time.sleep(0.5)  # no echo
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 128 + signal.SIGINT
+        assert process.stderr.read() == "wholebatch train: SIGINT: ended at once\n"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+MOMENTS = {
+    "step": (Retrieve, "add_gradients", 8, 8, False),
+    "first step": (Retrieve, "add_gradients", 1, 1, False),
+    "last step": (Retrieve, "add_gradients", 12, 12, False),
+    "evaluation": (Retrieve, "validate", 1, 6, False),
+    "checkpoint": (Retrieve, "save", 1, 6, False),
+    "metrics": (RunFolder, "append", 4, 4, False),
+    "test set": (Retrieve, "judge", 1, 12, True),
+    "last checkpoint": (Retrieve, "save", 3, 12, True),
+    "report": (RunFolder, "finish", 1, 12, True),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_signal_at_any_moment_loses_nothing(capsys, monkeypatch, data, undisturbed, tmp_path, moment):
+    where, method, call, step, finished = MOMENTS[moment]
+    run, found, calls, ended = tmp_path / "a run", [], [], []
+
+    class Kept(Requests):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            found.append(self)
+
+    original = getattr(where, method)
+
+    def with_a_signal(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == call:
+            noted(found[-1], signal.SIGTERM)
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(launch, "Requests", Kept)
+        patches.setattr(where, method, with_a_signal)
+        patches.setattr(cli, "end_by", ended.append)
+        main(["train", *options(data, run, *MORE)])
+    assert ended == [signal.SIGTERM]
+    assert recorded(run) == step == last_step(run, recorded=step, checkpoint_every=5)
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1, "that it is understood"
+    line = said.out.splitlines()[-1]
+    if finished:
+        assert line == "SIGTERM: the run was finished"
+        assert (run / "report.json").exists()
+    else:
+        command = f"wholebatch train --resume '{run}'"
+        assert line == f"SIGTERM: stopped after step {step}, which has a checkpoint; go on with: {command}"
+        assert main(["train", "--resume", str(run)]) == 0
+        assert f"going on after step {step}" in capsys.readouterr().out
+    assert metrics(run) == metrics(undisturbed)
+    assert (run / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()
+
+
+def test_a_checkpoint_that_was_asked_for_is_not_made_again(monkeypatch, data, undisturbed, tmp_path):
+    """To write it once more is to have none for a moment: of a classifier's part there is one folder for a step."""
+    run, found, steps = tmp_path / "run", [], []
+
+    class Kept(Requests):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            found.append(self)
+
+    def gradients(self, step):
+        if step in (4, 11):
+            noted(found[-1], signal.SIGUSR1)
+        return add_gradients(self, step)
+
+    def save(self, *args, step, **kwargs):
+        steps.append(step)
+        return original(self, *args, step=step, **kwargs)
+
+    add_gradients, original = Retrieve.add_gradients, Retrieve.save
+    with monkeypatch.context() as patches:
+        patches.setattr(launch, "Requests", Kept)
+        patches.setattr(Retrieve, "add_gradients", gradients)
+        patches.setattr(Retrieve, "save", save)
+        assert main(["train", *options(data, run, *MORE)]) == 0
+    assert steps == [5, 10, 12]
+    assert metrics(run) == metrics(undisturbed)
+
+
+@pytest.fixture
+def started(data, tmp_path):
+    """A run of two processes that has made a few of its many steps."""
+    command = TRAIN + options(data, tmp_path / "run", *MORE, "--processes", "2", steps=100_000)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 240
+        while recorded(tmp_path / "run") < 3:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        yield process, tmp_path / "run"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_rank_that_is_killed_is_one_line(capsys, started):
+    process, run = started
+    assert main(["train", "--resume", str(run)]) == 2
+    of_second = capsys.readouterr().err
+    pid = re.search(r"is written by process (\d+) on '.+' at this moment, and a run has one writer", of_second)[1]
+    assert of_second.count("\n") == 1
+    os.kill(int(pid), signal.SIGKILL)  # rank 0, which has the lock
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 1, stdout + stderr
+    assert stderr == (
+        "wholebatch train: error: rank 0 of 2 was killed by SIGKILL (was the machine out of memory?); the other ranks "
+        f"were ended; go on with: wholebatch train --resume {run}\n"
+    )
+    RunFolder.lock(run).close()  # nobody holds it
+
+
+def test_two_processes_stop_together(started):
+    process, run = started
+    process.send_signal(signal.SIGUSR1)
+    deadline = time.monotonic() + 120
+    process.send_signal(signal.SIGTERM)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGTERM, stdout + stderr
+    assert time.monotonic() < deadline
+    assert stderr.count("\n") == 1
+    assert f"SIGTERM: stopped after step {recorded(run)}, which has a checkpoint" in stdout
+    assert last_step(run, recorded=recorded(run), checkpoint_every=5) == recorded(run)
+
+
+def test_torchrun_is_asked_to_stop(data, undisturbed, tmp_path):
+    run = tmp_path / "run"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command = [*torchrun, "wholebatch", "train", *options(data, run, *MORE, steps=100_000)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 240
+        while recorded(run) < 3:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.terminate()
+        stdout, stderr = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.communicate()
+    assert f"SIGTERM: stopped after step {recorded(run)}, which has a checkpoint" in stdout, stdout + stderr
+    assert last_step(run, recorded=recorded(run), checkpoint_every=5) == recorded(run)
+
+
+LAUNCHED = {
+    "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29400",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE must be an integer of at least 1, got 'abc'"),
+        ({"WORLD_SIZE": "-2"}, "WORLD_SIZE must be an integer of at least 1, got '-2'"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE must be an integer of at least 1, got ''"),
+        ({"RANK": "5"}, "RANK must be an integer from 0 to 1, got '5'"),
+        ({"RANK": "-1"}, "RANK must be an integer from 0 to 1, got '-1'"),
+        ({"RANK": "1.0"}, "RANK must be an integer from 0 to 1, got '1.0'"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK must be an integer from 0 to 1, got '2'"),
+        ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE must be an integer from 1 to 2, got '3'"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT must be an integer from 1 to 65535, got 'http'"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT must be an integer from 1 to 65535, got '70000'"),
+        ({"MASTER_ADDR": None}, "several processes, but MASTER_ADDR is not set; start with torchrun"),
+        ({"MASTER_ADDR": " "}, "MASTER_ADDR must be the address of the machine of rank 0"),
+        ({"LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None}, "but LOCAL_RANK and LOCAL_WORLD_SIZE are not set"),
+        ({"WORLD_SIZE": None}, "WORLD_SIZE is not set"),
+        (dict.fromkeys([*LAUNCHED], None) | {"WORLD_SIZE": "abc"}, "WORLD_SIZE must be an integer of at least 1"),
+    ],
+)
+def test_an_environment_that_makes_no_sense_is_one_line_at_once(capsys, monkeypatch, tmp_path, changed, message):
+    for name, value in (LAUNCHED | changed).items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    if changed.get("WORLD_SIZE", 1) is None:
+        monkeypatch.setenv("RANK", "1")
+    assert main(["train", "--run-folder", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert message in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_variables_of_one_process_ask_for_no_launcher(monkeypatch):
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    assert launch.launcher_size() is None
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert launch.launcher_size() is None
+    monkeypatch.setenv("RANK", "0")
+    assert launch.launcher_size() is None
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    assert launch.launcher_size() == 2
+
+
+def test_a_lock_has_one_holder(tmp_path):
+    first = Lock(tmp_path)
+    with pytest.raises(UserError, match=rf"is written by process {os.getpid()} on '.+' at this moment") as caught:
+        Lock(tmp_path)
+    assert "\n" not in str(caught.value)
+    (tmp_path / "lock").write_bytes(b"\xff" * 4000)
+    with pytest.raises(UserError, match="is written by another process"):
+        Lock(tmp_path)
+    first.close()
+    first.close()
+    Lock(tmp_path).close()
+
+
+HOLDS = "import sys, time, pathlib\nfrom wholebatch.train.lock import Lock\nheld = Lock(pathlib.Path(sys.argv[1]))\n"
+
+
+def test_a_kill_releases_the_lock(tmp_path):
+    code = HOLDS + "print('held', flush=True)\ntime.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=f"process {process.pid} on"):
+            Lock(tmp_path)
+    finally:
+        process.kill()
+        process.communicate()
+    Lock(tmp_path).close()
+
+
+@pytest.mark.parametrize("error", [37, 95])  # ENOLCK, EOPNOTSUPP
+def test_a_file_system_without_locks_is_told_and_used(capsys, monkeypatch, tmp_path, error):
+    from wholebatch.train import lock
+
+    def refuse(*args):
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(lock, "_flock", refuse)
+    Lock(tmp_path).close()
+    assert "the file system has no locks" in capsys.readouterr().err
+    monkeypatch.setattr(lock, "_flock", None)
+    Lock(tmp_path).close()
+    assert "this system has no file locks" in capsys.readouterr().err
+
+
+def test_a_lock_that_is_a_link_or_no_file_is_refused(tmp_path):
+    (tmp_path / "precious").write_text("do not touch")
+    (tmp_path / "lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(UserError, match="cannot be written"):
+        RunFolder.lock(tmp_path)
+    assert (tmp_path / "precious").read_text() == "do not touch"
+    (tmp_path / "lock").unlink()
+    os.mkfifo(tmp_path / "lock")
+    with pytest.raises(UserError, match="must be a file of the run"):
+        RunFolder.lock(tmp_path)
+
+
+def test_a_folder_that_a_kill_left_before_the_configuration_is_empty(data, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "lock").write_text("4711 elsewhere\n")
+    (run / "config.partial").write_text("{")
+    RunFolder.create(run, launch.TrainConfig()).close()
+    assert json.loads((run / "config.json").read_text())["task"] == "retrieve"
+
+
+def fails(config, store, rank, launcher):
+    """The life of a rank that ends in one of two ways, while the other one waits for it."""
+    requests = Requests(launcher, announce=False)
+    requests.begin()
+    if rank == 1:
+        if config.data == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise KeyError("of the user's")
+    time.sleep(600)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("kill", r"^rank 1 of 2 was killed by SIGKILL \(was .*; nothing was written yet$"),
+        ("raise", r"^rank 1 of 2 ended with KeyError: \"of the user's\"; the other ranks were ended; nothing"),
+    ],
+)
+def test_how_a_rank_ends(capfd, tmp_path, how, message):
+    config = launch.TrainConfig(data=how, processes=2, run_folder=tmp_path / "run")
+    with pytest.raises(launch.RankDiedError, match=message):
+        launch.run_local_ranks(config, fails)
+    assert ("Traceback" in capfd.readouterr().err) == (how == "raise"), "whoever looks for the mistake needs it"
+
+
+LOST = ("raised", "RuntimeError: Connection closed by peer", 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "codes", "seen", "error", "message"),
+    [
+        # A rank that has lost its partner tells its own story, though that is not why the run has ended.
+        ({0: LOST}, [1, -9], [0, 1], launch.RankDiedError, "^rank 1 of 2 was killed by SIGKILL"),
+        ({0: LOST}, [1, 7], [0, 1], launch.RankDiedError, "^rank 1 of 2 ended with exit code 7"),
+        (
+            {0: LOST, 1: ("raised", "KeyError: 0", 0)},
+            [1, 1],
+            [0],
+            launch.RankDiedError,
+            "^rank 1 of 2 ended with KeyErr",
+        ),
+        ({0: LOST, 1: ("mistake", "not a picture", 2)}, [1, 2], [0, 1], UserError, "^not a picture$"),
+        ({1: ("stopped", "", 0)}, [-9, 130], [1], Stopped, r"^\(2, ''\)$"),
+        # Those that were ended because of the first have not died.
+        ({}, [-9, -11], [1], launch.RankDiedError, "^rank 1 of 2 was killed by SIGSEGV; the other ranks were ended"),
+        (
+            {},
+            [-9, 143],
+            [1],
+            Stopped,
+            "SIGTERM: rank 1 of 2 ended at once, and the others with it; nothing was",
+        ),
+    ],
+)
+def test_which_rank_is_the_cause(tmp_path, words, codes, seen, error, message):
+    for rank, (kind, text, at_ns) in words.items():
+        said = {"kind": kind, "text": text, "signum": 2 if kind == "stopped" else 0, "trace": "", "at_ns": at_ns}
+        (tmp_path / f"{rank}.json").write_text(json.dumps(said))
+    config = launch.TrainConfig(processes=2, run_folder=tmp_path / "run")
+    found = local_ranks._why(seen, [SimpleNamespace(exitcode=code) for code in codes], tmp_path, config)
+    assert type(found) is error
+    assert re.search(message, str(found))
