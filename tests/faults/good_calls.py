@@ -77,7 +77,7 @@ class Good:
         settings: arguments of `construct`.
         unsafe: arguments that no fault touches.
         culprits: the ranks that a fault may be on; None: all.
-        binds_alone: whether a call that does not fit the signature is this rank's alone: of a message, of a user's code.
+        binds_alone: whether a call that does not fit the signature is this rank's alone: of a message, or of user code.
         alone: arguments without which a rank cannot know whom to tell of a mistake in them.
         has_backward: whether a backward pass follows.
     """
