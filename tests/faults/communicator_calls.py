@@ -133,6 +133,7 @@ def make_collective(name: str, world: World) -> Good:
         call,
         expected,
         lambda _given: world.communicator(),
+        unsafe=frozenset({"group", "check", *(["x"] if name in ("split", "wait", "backward") else [])}),
         alone=frozenset({"handle"}),
         has_backward=True,
     )
@@ -176,7 +177,7 @@ def make_message(name: str, world: World) -> Good:
         lambda _given: world.communicator(),
         takes_part=(mine, other),
         culprits=(mine,),
-        message=True,
+        binds_alone=True,
         alone=frozenset({"dest", "source", "tag"}),
     )
 

@@ -77,7 +77,7 @@ class Good:
         settings: arguments of `construct`.
         unsafe: arguments that no fault touches.
         culprits: the ranks that a fault may be on; None: all.
-        message: whether this is a message of two ranks.
+        binds_alone: whether a call that does not fit the signature is this rank's alone: of a message, or of user code.
         alone: arguments without which a rank cannot know whom to tell of a mistake in them.
         has_backward: whether a backward pass follows.
     """
@@ -93,7 +93,7 @@ class Good:
     settings: frozenset[str] = frozenset()
     unsafe: frozenset[str] = frozenset({"group", "check"})
     culprits: Sequence[int] | None = None
-    message: bool = False
+    binds_alone: bool = False
     alone: frozenset[str] = frozenset()
     has_backward: bool = False
 

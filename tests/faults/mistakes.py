@@ -118,12 +118,14 @@ def draw(rng: random.Random, make: Callable[[World], Good], good: Good, world: W
     not_given = [k for k in good.parameters if k not in own and k not in {*good.unsafe, *good.user, "loss_fn"}]
     not_given = [k for k in not_given if good.parameters[k] is not None and not _variadic(good.parameters[k])]
 
+    passed = [k for k in own if k not in {*good.unsafe, *good.user, *good.settings}]
+
     def changed(kind: Kind, text: str, act: Act = "call", without: str = "", **values: Any) -> Fault:
         arguments = [dict(of) for of in good.arguments]
         arguments[culprit].update(values)
         arguments[culprit].pop(without, None)
-        unbound = good.message and (without or values.keys() - good.parameters.keys())
-        if unbound or good.alone & {without, *values}:
+        unbound = without or values.keys() - good.parameters.keys()
+        if (good.binds_alone and unbound) or good.alone & {without, *values}:
             kind = "absent"
         return Fault(kind, text, culprit, arguments, act)
 
@@ -147,7 +149,7 @@ def draw(rng: random.Random, make: Callable[[World], Good], good: Good, world: W
         return changed("mistake", f"{name}={what}", **{name: NONSENSE[what]()})
 
     def missing() -> Fault:
-        name = rng.choice([k for k in own if k not in {*good.unsafe, *good.user, *good.settings}])
+        name = rng.choice(passed)
         return changed("mistake", f"without {name}", without=name)
 
     counts = list(world.rows)
@@ -179,11 +181,11 @@ def draw(rng: random.Random, make: Callable[[World], Good], good: Good, world: W
     families: list[tuple[float, bool, Callable[[], Fault]]] = [
         (6, bool(tensors), of_tensor),
         (5, bool(settings or not_given), of_setting),
-        (1.5, set(own) > {*good.unsafe, *good.user, *good.settings}, missing),
+        (1.5, bool(passed), missing),
         (1.5, True, lambda: changed("mistake", "an unknown keyword", nonsense=1)),
         (1, bool(good.has_backward), lambda: changed("mistake", "under torch.no_grad()", "no_grad")),
         (0.5, bool(good.has_backward), lambda: changed("mistake", "under inference_mode", "inference_mode")),
-        (1, not good.message, lambda: changed("mistake", "another call", "another call")),
+        (1, not good.binds_alone, lambda: changed("mistake", "another call", "another call")),
         (1.5, has_rows, row_control),
         (0.7, bool(good.has_backward and any(own[k].is_floating_point() for k in tensors)), frozen),
         (4, any(k in own for k in ("encoder", "loss_fn")), raising),

@@ -166,6 +166,7 @@ def gather_input_tensor(world: World) -> Good:
         lambda of_ranks, _settings_of: dense(of_ranks, 1),
         lambda given: wb.gradcache.gather_input_tensor(**{k: v for k, v in given.items() if k in names}),
         settings=names,
+        binds_alone=True,
         has_backward=True,
     )
 
@@ -210,5 +211,6 @@ def cached(world: World) -> Good:
         lambda made: [made[1]],
         settings=frozenset({"encoder"}),
         alone=frozenset({"encoder", "x", "y"}),  # the user's own code, in which nobody waits
+        binds_alone=True,
         has_backward=True,
     )
