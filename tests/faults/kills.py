@@ -444,7 +444,8 @@ def _report(cases: list[Case], arguments: argparse.Namespace, seconds: float) ->
     for case in offending:
         print(f"\nFORBIDDEN, {case.outcome}: {case.kind} {case.number} ({case.task}, {case.processes} processes)")
         repeat = f"--first {case.number} --kills {int(case.kind == 'kill')} --terms {int(case.kind == 'term')}"
-        print(f"  {'; '.join(case.faults)}\n  {case.detail}\n  repeat: {sys.argv[0]} --seed {arguments.seed} {repeat}")
+        repeat = f"--seed {arguments.seed} --tasks {case.task} --processes {case.processes} {repeat}"
+        print(f"  {'; '.join(case.faults)}\n  {case.detail}\n  repeat: {sys.argv[0]} {repeat}")
     if arguments.json:
         facts = {
             "seed": arguments.seed,
