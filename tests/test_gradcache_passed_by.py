@@ -367,7 +367,7 @@ def changed_body(change, steps):
     with torch.no_grad():
         if dist.get_rank() == 1:
             CHANGES[change](net.text[2].weight)
-    message = APART if steps else "differs before the first step. Make models from the same seed"
+    message = APART if steps else "they differ before the first step of this GradCache. Make models from the same seed"
 
     def go_on():
         for _ in range(steps, 100):

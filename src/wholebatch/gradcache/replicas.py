@@ -108,8 +108,9 @@ def check_same(everyones: Sequence[Mapping[str, int]], *, steps: int) -> None:
             continue
         if not steps:
             why = (
-                "differs before the first step. Make models from the same seed on each rank, or broadcast their "
-                "parameters, as DistributedDataParallel does"
+                "they differ before the first step of this GradCache. Make models from the same seed on each rank, or "
+                "broadcast their parameters, as DistributedDataParallel does; if an optimizer has made steps before, "
+                f"its gradients were not reduced ({_not_reduced.FIX})"
             )
         else:
             why = (
