@@ -1071,6 +1071,9 @@ def test_shards_of_insightface(tmp_path):
     for other, message in ((wb.PartialFC(4, 12), "have 11 classes"), (wb.PartialFC(5, 11), r"of \[4\] numbers")):
         with pytest.raises(ValueError, match=message):
             wb.heads.load_insightface(tmp_path / "2", other)
+    head = wb.PartialFC(4, 11)
+    with pytest.raises(ValueError, match=r"files like softmax_fc_gpu_0\.pt hold no momentum; leave the optimizer out"):
+        wb.heads.load_insightface(tmp_path / "2", head, wb.SparseSGD(head.parameters()))
     (tmp_path / "2" / "softmax_fc_gpu_1.pt").unlink()
     with pytest.raises(ValueError, match=r"those of \[1\] are missing"):
         wb.heads.load_insightface(tmp_path / "2", wb.PartialFC(4, 11))

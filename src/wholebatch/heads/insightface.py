@@ -55,12 +55,17 @@ def load_insightface(folder: Path | str, head: PartialFC, optimizer: Optimizer |
             raise ValueError(f"head must be a wholebatch.PartialFC, got {type(head).__name__}")
         head.check_own()
         check_instance("optimizer", optimizer, (Optimizer, type(None)), "an optimizer of torch, or None")
+        if head.sub_centres > 1 or head.bias is not None:
+            raise ValueError("the files hold one centre for each class and no bias; the head has others")
         _check_optimizer(optimizer, head)
         checked_path("folder", folder)
         try:
-            found["weight"] = _own_rows(Path(folder), "weight", head)
-            if optimizer is not None:
-                found["momentum"] = _own_rows(Path(folder), "momentum", head)
+            weight, momentum = _version_in(Path(folder))
+            found["weight"] = _own_rows(Path(folder), "weight", weight, head)
+            if optimizer is not None and momentum is None:
+                raise ValueError(f"files like {_name_of(weight)} hold no momentum; leave the optimizer out")
+            if optimizer is not None and momentum is not None:
+                found["momentum"] = _own_rows(Path(folder), "momentum", momentum, head)
         except OSError as error:
             raise ValueError(f"{folder} cannot be read: {error}") from error
         return {}
@@ -82,8 +87,8 @@ def _check_optimizer(optimizer: Optimizer | None, head: PartialFC) -> None:
         raise ValueError("the optimizer must have head.parameters() among its own; it lacks weight")
 
 
-class _Kind(NamedTuple):
-    """Files of one version: their names, where the tensor is in them, and what all of a checkpoint's have in common."""
+class _Files(NamedTuple):
+    """One tensor's files: their names, where it is in them, and what all files of a save have in common."""
 
     pattern: str
     take: Callable[[Any], Any]
@@ -97,7 +102,10 @@ def _weight_of(content: Any) -> Any:
 def _momentum_of(content: Any) -> Any:
     """That of the last parameter: the classifier's come after the backbone's."""
     optimizer = content["state_optimizer"]
-    return optimizer["state"][optimizer["param_groups"][-1]["params"][-1]]["momentum_buffer"]
+    last = optimizer["param_groups"][-1]["params"][-1]
+    if type(last) is not int:
+        raise TypeError("parameters must have numbers")
+    return optimizer["state"][last]["momentum_buffer"]
 
 
 def _steps_of(content: Any) -> Any:
@@ -107,42 +115,63 @@ def _steps_of(content: Any) -> Any:
     return steps
 
 
-_KINDS = {
-    "weight": (
-        _Kind(rf"rank_{_RANK}_softmax_weight\.pt", lambda content: content),
-        _Kind(rf"softmax_fc_gpu_{_RANK}\.pt", lambda content: content["weight"]),
-        _Kind(rf"checkpoint_gpu_{_RANK}\.pt", _weight_of, _steps_of),
+# Of each version the weight's, and the momentum's where there is one.
+_VERSIONS = (
+    (
+        _Files(rf"rank_{_RANK}_softmax_weight\.pt", lambda content: content),
+        _Files(rf"rank_{_RANK}_softmax_weight_mom\.pt", lambda content: content),
     ),
-    "momentum": (
-        _Kind(rf"rank_{_RANK}_softmax_weight_mom\.pt", lambda content: content),
-        _Kind(rf"checkpoint_gpu_{_RANK}\.pt", _momentum_of, _steps_of),
+    (_Files(rf"softmax_fc_gpu_{_RANK}\.pt", lambda content: content["weight"]), None),
+    (
+        _Files(rf"checkpoint_gpu_{_RANK}\.pt", _weight_of, _steps_of),
+        _Files(rf"checkpoint_gpu_{_RANK}\.pt", _momentum_of, _steps_of),
     ),
-}
+)
 
 
-def _own_rows(folder: Path, what: str, head: PartialFC) -> Tensor:
+def _version_in(folder: Path) -> tuple[_Files, _Files | None]:
+    """The first version of which there is a file."""
+    for weight, momentum in _VERSIONS:
+        if _by_rank(folder, weight):
+            return weight, momentum
+    names = " or ".join(_name_of(weight) for weight, _ in _VERSIONS)
+    raise ValueError(f"{folder} holds no file whose name is {names}")
+
+
+def _by_rank(folder: Path, files: _Files) -> dict[int, Path]:
+    return {int(at[1]): file for file in folder.glob("*.pt") if (at := re.fullmatch(files.pattern, file.name))}
+
+
+def _name_of(files: _Files) -> str:
+    return files.pattern.replace(_RANK, "0").replace("\\", "")
+
+
+def _own_rows(folder: Path, what: str, files: _Files, head: PartialFC) -> Tensor:
     """The rows of this rank's classes."""
-    if head.sub_centres > 1 or head.bias is not None:
-        raise ValueError("the files hold one centre for each class and no bias; the head has others")
-    kind, files = _files(folder, what)
-    shards, common = [], dict[Path, Any]()
-    for file in files:
+    found = _by_rank(folder, files)
+    missing = sorted(set(range(max(found, default=0) + 1)) - found.keys())
+    if missing:
+        raise ValueError(
+            f"{folder} has files like {_name_of(files)} of ranks {sorted(found)}, those of {missing[:10]} are missing"
+        )
+    shards, common = dict[Path, StoredTensor](), dict[Path, Any]()
+    for _, file in sorted(found.items()):
         with TorchFile(file) as opened:
-            _check_name(kind, file, opened.name)
-            shards.append(_matrix(file, what, opened.content, kind.take))
-            common[file] = _part(file, opened.content, kind.common, "epoch and global_step")
-    first = common[files[0]]
-    for file, steps in common.items():
-        if steps != first:
-            raise ValueError(f"{file} is of epoch and step {steps}, {files[0].name} of {first}: of different saves")
-    rows, widths = sum(shard.shape[0] for shard in shards), {shard.shape[1] for shard in shards}
+            _check_name(files, file, opened.name)
+            shards[file] = _matrix(file, what, opened.content, files.take)
+            common[file] = _part(file, opened.content, files.common, "epoch and global_step")
+    (first, of_first), *others = common.items()
+    for file, steps in others:
+        if steps != of_first:
+            raise ValueError(f"{file} is of epoch and step {steps}, {first.name} of {of_first}: of different saves")
+    rows, widths = sum(shard.shape[0] for shard in shards.values()), {shard.shape[1] for shard in shards.values()}
     if rows != head.num_classes or widths != {head.embedding_size}:
         raise ValueError(
             f"the files in {folder} have {rows} classes of {sorted(widths)} numbers, the head has "
             f"{head.num_classes} of {head.embedding_size}"
         )
     parts, start = [], 0
-    for file, shard in zip(files, shards, strict=True):
+    for file, shard in shards.items():
         shared = overlap(start, shard.shape[0], head.own_classes.start, len(head.weight))
         if shared is not None:
             with TorchFile(file) as opened:
@@ -151,24 +180,10 @@ def _own_rows(folder: Path, what: str, head: PartialFC) -> Tensor:
     return torch.cat(parts)
 
 
-def _files(folder: Path, what: str) -> tuple[_Kind, list[Path]]:
-    """The ranks' files, in order."""
-    for kind in _KINDS[what]:
-        files = {int(at[1]): file for file in folder.glob("*.pt") if (at := re.fullmatch(kind.pattern, file.name))}
-        if not files:
-            continue
-        missing = sorted(set(range(max(files) + 1)) - files.keys())
-        if missing:
-            raise ValueError(f"{folder} has files of ranks {sorted(files)}, those of {missing[:10]} are missing")
-        return kind, [files[rank] for rank in sorted(files)]
-    names = " or ".join(kind.pattern for kind in _KINDS[what]).replace(_RANK, "0").replace("\\", "")
-    raise ValueError(f"{folder} holds no file whose name is {names}")
-
-
-def _check_name(kind: _Kind, file: Path, saved_as: str) -> None:
+def _check_name(files: _Files, file: Path, saved_as: str) -> None:
     """The file is that of the rank that saved it, as far as the archive says it."""
-    was = re.fullmatch(kind.pattern, f"{saved_as}.pt")
-    now = re.fullmatch(kind.pattern, file.name)
+    was = re.fullmatch(files.pattern, f"{saved_as}.pt")
+    now = re.fullmatch(files.pattern, file.name)
     if was is not None and now is not None and was[1] != now[1]:
         raise ValueError(f"{file} was saved as {was[0]}: another rank's classes; give it its name again")
 
