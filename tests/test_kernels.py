@@ -7,9 +7,9 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.metadata import version
 from itertools import product
 from pathlib import Path
-from importlib.metadata import version
 
 import pytest
 import torch
