@@ -32,6 +32,39 @@ def test_the_check_above_can_fail():
     assert loaded("import rich") == "['rich']"
 
 
+# Dynamo takes 1.5 s and 80 MB, and only what compiles needs it.
+WORK = """
+import sys
+import torch
+import torch.distributed as dist
+import wholebatch as wb
+
+x, y, scale = torch.randn(6, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True), torch.tensor(5.0)
+wb.CLIPLoss()(x, y, scale.requires_grad_()).backward()
+wb.PartialFC(4, 10, sample_rate=0.5)(x, torch.arange(6)).backward()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+comm = wb.comm.TorchCommunicator()
+comm.backward(comm.all_gather(x).sum())
+comm.iall_reduce(x.detach()).wait()
+wb.CLIPLoss(group=comm)(x, y, scale).backward()
+dist.destroy_process_group()
+{extra}
+print("torch._dynamo" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("extra", "there"),
+    [("", False), ("torch.compile(wb.CLIPLoss(), backend='eager')(x.detach(), y.detach(), 1.0)", True)],
+    ids=["eager", "the check can fail"],
+)
+def test_work_without_dynamo(extra, there):
+    program = WORK.format(extra=extra)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == str(there)
+
+
 @pytest.mark.skipif(find_spec("jax") is None, reason="JAX needs Python 3.11")
 def test_jax_without_torch():
     program = "import sys; sys.modules['torch'] = None; import wholebatch as wb; print(wb.jax.clip_loss.__name__)"

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from cases import SCALES, SHARDS, SYNCS
 from compare import assert_same
 from loss_cases import BIAS, CORE, LOSSES, dense, gradients, rows_of, whole_batch
+from torch.nn import functional as F
 from torch.nn.functional import normalize
 
 import wholebatch as wb
@@ -330,12 +331,27 @@ def distance(actual, expected):
     return difference / size if size else difference
 
 
+def cancelled(name, whole, scale, gradient):
+    """How much larger a gradient is before its part along the row is taken off, which normalising does: NT-Xent's, in
+    float64. Rounding errors are of what was there before. Where pairs are nearly solved, it is 12 times what is left.
+    """
+    if name != "nt_xent":
+        return 1.0
+    units = [normalize(z.double(), dim=1).requires_grad_() for z in whole]
+    z, rows = torch.cat(units), len(units[0])
+    logits = (scale * z @ z.T).masked_fill(torch.eye(2 * rows, dtype=torch.bool), float("-inf"))
+    F.cross_entropy(logits, torch.arange(2 * rows).roll(rows)).backward()
+    return ((units[0].grad / whole[0].double().norm(dim=1, keepdim=True)).norm() / gradient.norm()).item()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [name for name, case in CORE.items() if len(case.inputs) == 2])
 def test_float32(name, kind):
     """Within 3e-6 of float64; where the problem is ill-conditioned, within 1.5 times plain float32 PyTorch's error.
 
-    A scalar's gradient is an inner product, <X, dL/dX> / scale, and is measured against the size of its factors.
+    Or within 5 eps of what cancels in NT-Xent: 2.4 and 3 have been seen, for the order of summation depends on the
+    machine. A scalar's gradient is an inner product, <X, dL/dX> / scale, and is measured against the size of its
+    factors.
     """
     case = LOSSES[name]
     whole = [z.float() for z in features(kind, rows=512, d=64)]
@@ -344,6 +360,7 @@ def test_float32(name, kind):
         plain = gradients(case, wb.reference, whole, torch.tensor(scale))
         ours = gradients(case, wb.functional, whole, torch.tensor(scale), memory="flat")
         factors = (whole[0].norm() * expected[1].norm() / scale).item()
+        rounding = 5 * torch.finfo(torch.float32).eps * cancelled(name, whole, scale, expected[1])
         if expected[0] < 1e-6:  # all pairs solved: nothing to learn, and nothing to measure against but rounding
             assert all(got.abs().max() <= 1e-7 * scale for got in ours)
             continue
@@ -351,7 +368,7 @@ def test_float32(name, kind):
             is_scalar_gradient = position > 0 and got.dim() == 0
             size = max(true.norm().item(), factors) if is_scalar_gradient else true.norm().item()
             error, plain_error = ((z.double() - true).norm().item() / size for z in (got, other))
-            assert error <= max(3e-6, 1.5 * plain_error), (name, kind, scale, position, error, plain_error)
+            assert error <= max(3e-6, rounding, 1.5 * plain_error), (name, kind, scale, position, error, plain_error)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -119,7 +119,7 @@ def test_memory_of_every_setting(ranks):
         settings.append((shapes, "gather", "flat"))
     settings.append((Shapes("clip", 200, 4096, ranks, torch.bfloat16), "gather", "flat"))
     wrong = []
-    peaks = [max(of_ranks) for of_ranks in zip(*run_processes(rises, ranks, settings), strict=True)]
+    peaks = [max(of_ranks) for of_ranks in zip(*run_processes(rises, ranks, settings, timeout_s=300), strict=True)]
     for (shapes, exchange, memory), rise in zip(settings, peaks, strict=True):
         said = work_of(shapes, exchange, memory).loss
         if abs(said / rise - 1) > 0.15:
@@ -172,7 +172,7 @@ def rise_of_step(batch, dim, chunk, kept):
 @pytest.mark.parametrize(("chunk", "kept"), [(None, 0), (200, 0), (200, 8), (800, 0)])
 def test_memory_of_a_step_with_gradient_caching(chunk, kept):
     batch, dim = 4000, 256
-    rise, gradients = run_processes(rise_of_step, 1, batch, dim, chunk, kept)[0]
+    rise, gradients = run_processes(rise_of_step, 1, batch, dim, chunk, kept, timeout_s=300)[0]
     more = {} if chunk is None else {"chunk": chunk, "keep_graphs": kept}
     found = wb.plan(batch=batch, dim=dim, encoder_bytes=Tower.kept_bytes, gradient_bytes=gradients, **more)
     peaks = {option.chunk: option.peak for option in found.options if option.memory == "flat"}
@@ -190,7 +190,7 @@ def rises_of_steps(sizes):
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="asks Linux what is resident")
 def test_what_the_planner_measures_is_what_a_step_holds():
     """`--measure` asks the system, which adds pages of its own: sizes at which those do not matter."""
-    small, large = run_processes(rises_of_steps, 1, (2**27, 2**29))[0]
+    small, large = run_processes(rises_of_steps, 1, (2**27, 2**29), timeout_s=300)[0]
     assert 0.8 * 2**27 < small < 1.5 * 2**27
     assert 0.8 * 2**29 < large < 1.2 * 2**29
 

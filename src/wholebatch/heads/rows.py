@@ -36,4 +36,6 @@ class _Rows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
-        return torch.sparse_coo_tensor(index[None], grad, ctx.shape, is_coalesced=True, check_invariants=False), None
+        # Not by the argument of this name: torch 2.11 then still warns that nobody has asked for checks or none.
+        with torch.sparse.check_sparse_tensor_invariants(False):
+            return torch.sparse_coo_tensor(index[None], grad, ctx.shape, is_coalesced=True), None
