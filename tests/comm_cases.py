@@ -825,7 +825,7 @@ def mistakes_on_all_ranks(comm):
         (lambda: comm.scatter(None, 0), "must pass the tensor to scatter, got None"),
         (lambda: comm.scatter(square, 0, counts=[3] * size), "ask for .* rows"),
         (lambda: comm.scatter(None, 0, counts=[4] * size, check=False), "without checking, every rank passes a tensor"),
-        (lambda: comm.split("left"), "color must be an integer or None, got 'left'"),
+        (lambda: comm.split("left"), "color must be an integer .* or None; got 'left'"),
         (
             lambda: wb.WholeBatch(lambda z: z.sum(), group=comm, strategy="root", root=size)(square),
             "root must be a rank",

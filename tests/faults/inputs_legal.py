@@ -171,7 +171,9 @@ LEGAL: dict[str, str] = {
     "chunk_sizes": f"{_INTEGERS} int_10^12",
     "keep_graphs": f"{_NOT_NEGATIVE_INTEGER} half float_1e-320 np_float64",
     "axis": f"{_INTEGERS} zero minus_one",
-    **dict.fromkeys(("func", "hold", "matches", "remember", "loss_fn", "split_input_fn", "get_rep_fn"), _FUNCTION),
+    **dict.fromkeys(
+        ("func", "awaits", "hold", "matches", "remember", "loss_fn", "split_input_fn", "get_rep_fn"), _FUNCTION
+    ),
     "SyncControl.check": _FUNCTION,
     "kwargs": _ANYTHING,  # go to loss_fn as they are
     "loss_kwargs": _ANYTHING,

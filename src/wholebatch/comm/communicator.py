@@ -635,7 +635,7 @@ class Communicator:
         self.transport.check_open()
         self.calls += method not in ("split", "backward")
         check = given.get("check")
-        if method == "split" or (self.check if check is None else check):
+        if method == "split" or self._checking(check):
             handshake(self.transport, complaint(error), caller=f"{type(self).__name__}.{method}")
 
     def _enter_rows(

@@ -282,6 +282,7 @@ class PartialFC(nn.Module):
 
         def state() -> dict[str, Any]:
             self.check_own()
+            check_integer("root", root, least=0, most=comm.size - 1, of="a rank")
             return {"root": root}
 
         handshake(comm, state, caller="PartialFC", must_match=("root",))
