@@ -43,7 +43,9 @@ def test_values_and_gradients(name):
         def loss(x, y, functions=functions):
             return LOSSES[name](functions, x, y, jnp.asarray(LABELS), wbj)
 
-        found, of_rows = jax.value_and_grad(loss, argnums=tuple(range(wanted)))(*(jnp.asarray(z.numpy()) for z in (x, y)))
+        found, of_rows = jax.value_and_grad(loss, argnums=tuple(range(wanted)))(
+            *(jnp.asarray(z.numpy()) for z in (x, y))
+        )
         assert abs(float(found) - true.item()) < 1e-5 * abs(true.item())
         for z, ours, truth in zip((x, y), of_rows, grads, strict=False):
             assert np.isfinite(np.asarray(ours)).all()
