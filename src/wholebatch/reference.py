@@ -3,11 +3,13 @@
 Each twin takes the whole batch, stores the whole similarity matrix, and is short enough to be checked by eye
 against its paper. Tests, docs and doubting users all call the same ones. Arguments mean what they mean in
 `wholebatch.functional`; `ids` and `weights` have one entry for each row of the whole batch.
+
+Shapes are checked, and nothing else is: values and options that `wholebatch.functional` refuses are taken as they come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +66,7 @@ def clip_loss(
     >>> round(clip_loss(x, x, 10.0).item(), 9)
     9.0796e-05
     """
+    _check("clip_loss", {"image_features": image_features, "text_features": text_features}, ids, weights)
     logits = logit_scale * image_features @ text_features.T
     if logit_bias is not None:
         logits = logits + logit_bias
@@ -105,6 +108,11 @@ def info_nce_loss(
     >>> round(info_nce_loss(q, q, logit_scale=10.0, negatives=-q).item(), 9)
     0.000181585
     """
+    _check(
+        "info_nce_loss", {"queries": queries, "keys": keys, "negatives": negatives}, query_ids, weights, paired=False
+    )
+    if len(keys) < len(queries):
+        raise ValueError(f"info_nce_loss: keys must have as many rows as queries, {len(queries)}, got {len(keys)}")
     n, own = len(queries), torch.arange(len(queries), device=queries.device)
     every = keys if negatives is None else torch.cat([keys, negatives])
     q_ids, k_ids = _retrieval_ids(n, len(keys), len(every), query_ids, key_ids, negative_ids, queries.device)
@@ -191,6 +199,7 @@ def siglip_loss(
     >>> round(siglip_loss(x, x, 10.0, -5.0).item(), 9)
     0.020146045
     """
+    _check("siglip_loss", {"image_features": image_features, "text_features": text_features}, ids, weights)
     logits = logit_scale * image_features @ text_features.T + logit_bias
     positive, excluded = _pairs(len(logits), ids, equal_ids, logits.device)
     losses = -F.logsigmoid((2.0 * positive - 1) * logits)
@@ -238,7 +247,7 @@ def dcl_loss(
     negatives = logits.masked_fill(excluded | positive, -torch.inf)
     weight = torch.ones(len(z0), dtype=logits.dtype, device=z0.device)
     if sigma is not None:
-        cosines = (normalize(z0) * normalize(z1)).sum(1)
+        cosines = (_normalized(z0) * _normalized(z1)).sum(1)
         weight = 2 - len(z0) * (cosines / sigma).softmax(0).detach()
     losses = negatives.logsumexp(1) - weight.repeat(2) * logits[positive]
     losses = torch.where((~(excluded | positive)).any(1), losses, 0.0)
@@ -354,7 +363,7 @@ def triplet_loss(
     """
     cosines, positive, itself = _labelled(features, labels)
     z = features.flatten(0, -2)
-    z = normalize(z) if normalise or distance == "cosine" else z
+    z = _normalized(z) if normalise or distance == "cosine" else z
     differences = torch.linalg.vector_norm((z[:, None] - z).masked_fill(itself[..., None], 1), dim=2)
     away = {"euclidean": differences, "squared": differences.square(), "cosine": 1 - cosines}[distance]
     negative = ~positive & ~itself
@@ -380,6 +389,8 @@ def moco_loss(
     >>> round(moco_loss(x, x, -x, logit_scale=10.0).item(), 9)
     9.0798e-05
     """
+    _check("moco_loss", {"queries": queries, "keys": keys}, weights)
+    _check("moco_loss", {"queries": queries, "queue": queue}, paired=False)
     logits = logit_scale * torch.cat([(queries * keys).sum(1, keepdim=True), queries @ queue.T], dim=1)
     own = torch.zeros_like(logits, dtype=torch.bool)
     own[:, 0] = True
@@ -406,6 +417,13 @@ def global_contrastive_loss(
     >>> round(global_contrastive_loss(x, x, new, new, temperature=0.5)[0].item(), 9)
     -1.0
     """
+    _check(
+        "global_contrastive_loss",
+        {"image_features": image_features, "text_features": text_features},
+        image_log_averages,
+        text_log_averages,
+        weights,
+    )
     similarities, n = image_features @ text_features.T, len(image_features)
     other = ~torch.eye(n, dtype=torch.bool, device=similarities.device)
     if n == 1:
@@ -426,6 +444,7 @@ def barlow_twins_loss(z0: Tensor, z1: Tensor, *, redundancy: float = 5e-3, epsil
     >>> round(barlow_twins_loss(z, z).item(), 9)
     0.007499331
     """
+    _check("barlow_twins_loss", {"z0": z0, "z1": z1})
     n0, n1 = ((z - z.mean(0)) / (z.var(0, correction=0) + epsilon).sqrt() for z in (z0, z1))
     c = n0.T @ n1 / len(z0)
     return (1 - c.diagonal()).square().sum() + redundancy * (c.square().sum() - c.diagonal().square().sum())
@@ -446,6 +465,7 @@ def vicreg_loss(
     >>> round(vicreg_loss(z, 2 * z).item(), 9)
     14.559816962
     """
+    _check("vicreg_loss", {"z0": z0, "z1": z1})
     loss = invariance * F.mse_loss(z0, z1)
     for z in (z0, z1):
         cov = torch.atleast_2d(z.T.cov())
@@ -461,10 +481,11 @@ def w_mse_loss(z0: Tensor, z1: Tensor, *, epsilon: float = 0.0) -> Tensor:
     >>> round(w_mse_loss(z, z, epsilon=0.5).item(), 9)
     0.0
     """
+    _check("w_mse_loss", {"z0": z0, "z1": z1})
     whitened = []
     for z in (z0, z1):
         cov = (1 - epsilon) * z.T.cov() + epsilon * torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
-        whitened.append(normalize((z - z.mean(0)) @ torch.linalg.inv(torch.linalg.cholesky(cov)).T))
+        whitened.append(_normalized((z - z.mean(0)) @ torch.linalg.inv(torch.linalg.cholesky(cov)).T))
     return (whitened[0] - whitened[1]).square().sum(1).mean()
 
 
@@ -511,6 +532,17 @@ def distillation_loss(
     >>> round(distillation_loss(x, x, 10.0, x, x, 2.0).item(), 9)
     2.130230374
     """
+    _check(
+        "distillation_loss",
+        {"image_features": image_features, "text_features": text_features},
+        teacher_image_features,
+        weights,
+    )
+    teacher_features = {
+        "teacher_image_features": teacher_image_features,
+        "teacher_text_features": teacher_text_features,
+    }
+    _check("distillation_loss", teacher_features)
     student = logit_scale * image_features @ text_features.T
     teacher = (teacher_logit_scale * teacher_image_features @ teacher_text_features.T).detach()
     rows, cols = (-(t.softmax(1) * s.log_softmax(1)).sum(1) for s, t in ((student, teacher), (student.T, teacher.T)))
@@ -538,9 +570,10 @@ def matryoshka_loss(
     >>> round(matryoshka_loss(x, x, logit_scale=10.0, dims=(1, 3)).item(), 9)
     0.732529253
     """
+    _check("matryoshka_loss", {"queries": queries, "keys": keys}, ids, weights)
     loss: Tensor | float = 0.0
     for m, weight in zip(dims, dim_weights or [1.0] * len(dims), strict=True):
-        x, y = (normalize(z[:, :m]) if normalise else z[:, :m] for z in (queries, keys))
+        x, y = (_normalized(z[:, :m]) if normalise else z[:, :m] for z in (queries, keys))
         if symmetric:
             part = clip_loss(x, y, logit_scale, ids=ids, equal_ids="excluded", weights=weights, reduction=reduction)
         else:
@@ -551,6 +584,30 @@ def matryoshka_loss(
 
 
 # What several of them are made of.
+
+
+def _check(caller: str, matrices: Mapping[str, Tensor | None], *vectors: Tensor | None, paired: bool = True) -> None:
+    """Matrices have one width, and as many rows if paired; ids and weights have one entry for each row of the first.
+
+    Raises:
+        TypeError: something else than a tensor.
+        ValueError: another shape.
+    """
+    given = {name: x for name, x in matrices.items() if x is not None}
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{caller}: {name} must be a tensor of shape (rows, feature size), got {type(x).__name__}")
+        if x.dim() != 2 or not x.is_floating_point():
+            raise ValueError(f"{caller}: {name} must be floating-point, (rows, feature size), got {x.dtype}, {x.shape}")
+    first_name, first = next(iter(given.items()))
+    for name, x in given.items():
+        if x.shape[1] != first.shape[1] or (paired and len(x) != len(first)):
+            what = "shape" if paired else "feature size"
+            raise ValueError(f"{caller}: {name} must have {first_name}'s {what}, got {x.shape} and {first.shape}")
+    for vector in vectors:
+        if vector is not None and (not isinstance(vector, Tensor) or vector.shape[:1] != first.shape[:1]):
+            got = vector.shape if isinstance(vector, Tensor) else type(vector).__name__
+            raise ValueError(f"{caller}: ids and weights must have one entry for each of {len(first)} rows, got {got}")
 
 
 def _cross_entropy(
@@ -582,11 +639,17 @@ def _pairs(n: int, ids: Tensor | None, equal_ids: str, device: torch.device) -> 
     return (equal, equal & ~equal) if equal_ids == "positive" else (diagonal, equal & ~diagonal)
 
 
+def _normalized(x: Tensor, eps: float = EPS) -> Tensor:
+    """Rows as by `torch.nn.functional.normalize`, also where squares of their entries overflow."""
+    return normalize(x, eps).to(x.dtype)
+
+
 def _two_views(
     z0: Tensor, z1: Tensor, temperature: Tensor | float, ids: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Logits of normalised rows, each one's other view, and the rows that are neither that nor negatives."""
-    z = normalize(torch.cat([z0, z1]))
+    _check("a loss of two views", {"z0": z0, "z1": z1}, ids)
+    z = _normalized(torch.cat([z0, z1]))
     itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
     other = itself.roll(len(z0), 0)
     excluded = itself if ids is None else (ids.repeat(2)[:, None] == ids.repeat(2)) & ~other
@@ -595,9 +658,10 @@ def _two_views(
 
 def _labelled(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cosines of all rows, those of the same label (of all views, if there are several), and the diagonal."""
-    if features.dim() == 3:
+    if isinstance(features, Tensor) and features.dim() == 3:
         features, labels = features.flatten(0, 1), labels.repeat_interleave(features.shape[1])
-    z = normalize(features)
+    _check("a loss of labelled rows", {"features": features}, labels)
+    z = _normalized(features)
     itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
     return z @ z.T, (labels[:, None] == labels) & ~itself, itself
 
@@ -671,17 +735,20 @@ def partial_fc_loss(
     """
     from .heads.margins import Targets
 
+    _check(
+        "partial_fc_loss", {"embeddings": embeddings, "centres": centres.flatten(0, -2)}, labels, weights, paired=False
+    )
     labels = labels.view(len(labels), -1)
     counted = labels != ignore_index
     ids = torch.arange(len(centres), device=labels.device) if class_ids is None else class_ids
     own = torch.searchsorted(ids, labels).clamp(max=len(ids) - 1)
     centres = centres.view(len(centres), -1, centres.shape[-1])
     of_unit_embeddings, of_unit_centres = (normalise in ("both", side) for side in ("embeddings", "centres"))
-    units = normalize(embeddings, EPS if of_unit_embeddings else 0.0)
-    directions = normalize(centres, EPS if of_unit_centres else 0.0)
+    units = _normalized(embeddings, EPS if of_unit_embeddings else 0.0)
+    directions = _normalized(centres, EPS if of_unit_centres else 0.0)
     of_sub_centres = [_angles(units[:, None], directions[of]) for of in own.unbind(1)]
     angles = torch.stack([angles.min(1).values for angles in of_sub_centres], 1)
-    norms, lengths = row_norms(embeddings), row_norms(centres)[:, 0, 0]
+    norms, lengths = row_norms(embeddings).to(units), row_norms(centres)[:, 0, 0].to(units)
     targets = Targets(angles, norms)
     phi = margin(targets)
     if margin_grad == "straight_through":
