@@ -36,7 +36,9 @@ class Ranks:
 
     def __init__(self, size: int, timeout_s: float = TIMEOUT_S) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.nn.parallel", "wholebatch._torch_names"])
+        # The last one torch imports at the first `torch.autograd.grad` with a cotangent: seconds on a busy machine.
+        names = ["torch", "torch.nn.parallel", "wholebatch._torch_names", "torch.fx.experimental.symbolic_shapes"]
+        context.set_forkserver_preload(names)
         self.folder = tempfile.mkdtemp(prefix="wholebatch-faults-")
         self.connections, self.processes = [], []
         for rank in range(size):
