@@ -59,7 +59,9 @@ class Problem:
         self.whole = whole_batch(self.case, self.counts, seed=seed)
         rows = rows_of(self.case, self.counts, self.rank)
         self.leaves = [z[at].clone() for z, at in zip(self.whole, rows, strict=True)]
-        self.wanted = [self.leaves[at].requires_grad_() for at in self.case.differentiable]
+        # Of what every rank holds in full, each has a share of the gradient that no reference knows.
+        self.compared = [at for at in self.case.differentiable if not self.case.inputs[at].replicated]
+        self.wanted = [self.leaves[at].requires_grad_() for at in self.compared]
         self.scale = torch.tensor(SCALE, dtype=torch.float64)
         self.bias = torch.tensor(BIAS, dtype=torch.float64)
         if name == PARTIAL_FC:
@@ -93,11 +95,9 @@ class Problem:
         if self.name == PARTIAL_FC:
             self.loss().backward()
             return self.gradients()
-        expected = dense(self.case, self.whole, SCALE)[1:]
+        expected = dict(zip(self.case.differentiable, dense(self.case, self.whole, SCALE)[1:], strict=False))
         rows = rows_of(self.case, self.counts, self.rank)
-        at = [rows[position] for position in self.case.differentiable]
-        shares = [1 / self.size if self.case.inputs[p].replicated else 1.0 for p in self.case.differentiable]
-        return [share * g[rows] for g, rows, share in zip(expected, at, shares, strict=False)]
+        return [expected[at][rows[at]] for at in self.compared]
 
 
 def step(problem: Problem, other: Problem, fault: str, culprit: bool) -> None:
