@@ -752,26 +752,37 @@ def losses_differentiated_in_another_order(comm):
 def what_moves_in_the_backward_pass(comm):
     """The strategies differ in it: "replicate" moves nothing, and the replicated loss's adjoints move nothing."""
     x = torch.randn(4, 3, dtype=torch.float64)
-    moved = []
+    moved, inside = [], []
+    operations = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "gather", "scatter")
 
     def spy(name):
         original = getattr(comm.transport, name)
 
         def call(*args):
-            moved.append(name)
-            return original(*args)
+            if not inside:
+                moved.append(name)
+            inside.append(name)
+            try:
+                return original(*args)
+            finally:
+                inside.pop()
 
         return patch.object(comm.transport, name, call)
 
     def backward_of(loss):
         with ExitStack() as spies:
-            for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "gather", "scatter"):
+            for name in (*operations, "all_gather_statements"):
                 spies.enter_context(spy(name))
             moved.clear()
             loss.backward()
         return list(moved)
 
-    for strategy, expected in (("gather", ["reduce_scatter"]), ("replicate", []), ("root", ["scatter"])):
+    together = ["all_gather_statements"] if comm.size > 1 else []  # all ranks are in the same backward pass
+    for strategy, expected in (
+        ("gather", [*together, "reduce_scatter"]),
+        ("replicate", []),
+        ("root", [*together, "scatter"]),
+    ):
         own = x.clone().requires_grad_()
         loss = wb.WholeBatch(lambda z: z.square().sum(), group=comm, strategy=strategy)(own)
         assert backward_of(loss) == expected, strategy
@@ -817,7 +828,10 @@ def mistakes_on_all_ranks(comm):
         (lambda: comm.all_gather(x, dim=2), "dim must be from -2 to 1"),
         (lambda: comm.all_gather([1.0] if wrong else x), "x must be a tensor, got list"),
         (lambda: comm.all_gather(x.to("meta") if wrong else x), "dense tensor with data"),
-        (lambda: comm.all_gather(x, counts=[1] * (size + 1)), f"one entry per rank, {size}, integers, none negative; got"),
+        (
+            lambda: comm.all_gather(x, counts=[1] * (size + 1)),
+            f"one entry per rank, {size}, integers, none neg",
+        ),
         (lambda: comm.reduce_scatter(square, counts=[-1] * size), "none negative"),
         (lambda: comm.reduce_scatter(square, counts=[9] + [0] * (size - 1)), "ask for 9 rows, x has shape"),
         (lambda: comm.all_to_all(square, send_counts=[5] + [0] * (size - 1)), "send_counts .* ask for 5 rows"),
@@ -883,7 +897,7 @@ def mistakes_on_this_rank(comm):
         (lambda: comm.recv(x, -1), "source must be a rank"),
         (lambda: comm.isend(x, 0, tag=-1), "tag must be an integer from 0 to"),
         (lambda: comm.isend(x, 0, tag=2**40), "tag must be an integer from 0 to"),
-        (lambda: comm.isend(None, 0), "x must be a tensor, got NoneType"),
+        (lambda: comm.isend(None, comm.rank), "x must be a tensor, got NoneType"),
         (lambda: comm.wait(3), "handle must be one that this communicator returned, got 3"),
         (lambda: others.comm.wait(others.handle), "handle must be one that this communicator returned"),
         (lambda: wb.comm.LocalCommunicator(loss="mean"), "loss must be one of 'sum', 'replicated'; got 'mean'"),
@@ -1209,7 +1223,7 @@ def adjoint_of_adjoint(comm):
         maps.AllGather(t, counts), maps.ReduceScatter(t, counts), maps.AllReduce(t), maps.AllReduce(t, 0.5),
         maps.AllReduce(t, 0.5, "replicated"), maps.AllGather(t, counts, "replicated"), maps.Broadcast(t, 0),
         maps.Broadcast(t, 0, "replicated"), maps.Reduce(t, 0), maps.Gather(t, counts, 0), maps.Scatter(t, counts, 0),
-        maps.AllToAll(t, counts, counts[::-1]), maps.Send(t, 0, 1, 0, 7, torch.Size([2])),
+        maps.AllToAll(t, counts, counts[::-1]), maps.Send(t, 0, 1, 0, 7, 0, torch.Size([2])),
     ):  # fmt: skip
         assert a.adjoint.adjoint == a
         assert dataclasses.is_dataclass(a)

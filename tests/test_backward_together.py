@@ -73,6 +73,22 @@ def test_without_a_wait_of_the_host(size):
     run_ranks(on_the_device_body, size)
 
 
+def whole_batch_on_the_device_body():
+    """A program whose only loss is WholeBatch is told as well."""
+    TorchTransport.stays_on_device = lambda _self, _x: True
+    x = torch.randn(3, 4, requires_grad=True)
+    loss_fn = wb.WholeBatch(lambda z: z.square().sum())
+    (loss_fn(x) * (1.0 + dist.get_rank())).backward()
+    assert x.grad.isnan().all()
+    with pytest.raises(ValueError, match=r"WholeBatch: an earlier backward pass was not the same on all ranks"):
+        loss_fn(x)
+    assert loss_fn(x).isfinite()
+
+
+def test_whole_batch_without_a_wait_of_the_host():
+    run_ranks(whole_batch_on_the_device_body, 2)
+
+
 def weights_of_rows_body():
     """With reduction "none", each rank makes a scalar of its own losses, and there is nothing to compare."""
     x = torch.randn(3, 4, requires_grad=True)
@@ -115,6 +131,10 @@ CALLS = {
         r"unexpected keyword argument 'axis'",
     ),
     "split": (lambda _x: wb.comm.TorchCommunicator().split(colour=1), r"missing a required argument: 'color'"),
+    "handshake": (
+        lambda _x: wb.comm.handshake(wb.comm.TorchCommunicator(), dict),
+        r"missing a required (keyword-only )?argument: 'caller'",
+    ),
     "queue": (lambda _x: wb.KeyQueue(8, 4).enqueue(), r"missing a required argument: 'keys'"),
 }
 
@@ -140,6 +160,13 @@ def test_arguments_that_do_not_fit_are_told_to_all_ranks(name):
 def test_arguments_that_do_not_fit_on_one_process():
     with pytest.raises(TypeError, match=r"clip_loss: missing a required argument: 'logit_scale'; the signature is \("):
         wb.functional.clip_loss(torch.eye(2), torch.eye(2))
+
+
+def test_facts_of_any_name():
+    """A handshake's own words are not mixed with the facts that it carries."""
+    comm, facts = wb.comm.LocalCommunicator(), {"complaint": "x", "caller": 3, "length": 5, "kind of complaint": 1}
+    assert wb.comm.handshake(comm, lambda: facts, caller="test") == [facts]
+    assert wb.comm.handshake(comm, lambda: {"x": float("nan")}, caller="test", must_match=["x"])
 
 
 def test_a_statement_is_told_from_data():

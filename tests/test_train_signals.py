@@ -436,7 +436,7 @@ def test_a_folder_that_a_kill_left_before_the_configuration_is_empty(data, tmp_p
     run = tmp_path / "run"
     run.mkdir()
     (run / "lock").write_text("4711 elsewhere\n")
-    (run / "config.partial").write_text("{")
+    (run / "config.json.partial").write_text("{")
     RunFolder.create(run, launch.TrainConfig()).close()
     assert json.loads((run / "config.json").read_text())["task"] == "retrieve"
 

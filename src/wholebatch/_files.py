@@ -79,6 +79,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     _sync_folder(path.parent)
 
 
+def sync_file(path: Path) -> None:
+    """Make what has been written to a file last beyond a loss of power; no file is none to sync."""
+    if path.exists():
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+
+
 def _sync_folder(folder: Path) -> None:
     """Make a rename last beyond a loss of power, where folders can be opened."""
     if hasattr(os, "O_DIRECTORY"):

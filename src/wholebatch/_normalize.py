@@ -37,6 +37,8 @@ _EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int
 def normalize(x: Tensor, eps: float = EPS) -> Tensor:
     """x / max(|x|, eps) of each row of the last dimension, in the accumulation dtype; differentiable, also twice.
 
+    The second derivative at a row of zeros is NaN, as that of `torch.nn.functional.normalize` is.
+
     >>> normalize(torch.tensor([[3e30, 4e30], [0.0, 0.0], [3e-13, 4e-13]]))
     tensor([[0.6000, 0.8000],
             [0.0000, 0.0000],

@@ -218,7 +218,7 @@ def _entry(name: str, value: Any, metadata: dict[str, str], what: str) -> Entry:
     dtype = _DTYPES[value["dtype"]]
     if not _are_counts(offsets, 2) or len(offsets) != 2:
         raise wrong
-    if math.prod(shape) * dtype.itemsize != offsets[1] - offsets[0]:
+    if math.prod(shape) * dtype.itemsize != offsets[1] - offsets[0] or math.prod(filter(None, shape)) >= 2**62:
         raise wrong
     digest = metadata.get(_of(name))
     if not is_digest(digest):

@@ -625,10 +625,11 @@ def _cross_entropy(
     largest = logits.detach().masked_fill(excluded, -torch.inf).amax(1, keepdim=True)
     logits = logits - torch.where(candidates[:, None] > 0, largest, 0.0)
     logsumexp = logits.masked_fill(excluded, -torch.inf).logsumexp(1)
-    uniform = logits.masked_fill(excluded, 0).sum(1) / candidates.clamp(min=1)
     count = positive.sum(1)
     mean = logits.masked_fill(~positive, 0).sum(1) / count.clamp(min=1)
-    loss = logsumexp - (1 - label_smoothing) * mean - label_smoothing * uniform
+    loss = logsumexp - (1 - label_smoothing) * mean
+    if label_smoothing:
+        loss = loss - label_smoothing * logits.masked_fill(excluded, 0).sum(1) / candidates.clamp(min=1)
     return torch.where((candidates > 0) & (count > 0), loss, 0.0)
 
 

@@ -232,8 +232,6 @@ LEFT_OUT = {
     "GradCache.model_call": "a step that a subclass may replace: its arguments come from the library",
     "GradCache.get_reps": "a step that a subclass may replace: its arguments come from the library",
     "GradCache.compute_loss": "a step that a subclass may replace: its arguments come from the library",
-    "LocalCommunicator.refuse_call": "called by the communicator's own methods",
-    "TorchCommunicator.refuse_call": "called by the communicator's own methods",
     "AdaFace.observe": "called by PartialFC",
     "CurricularFace.observe": "called by PartialFC",
     "CurricularFace.of_negatives": "called by PartialFC",

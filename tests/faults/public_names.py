@@ -22,7 +22,6 @@ NO_CALL = {
     "heads.load_insightface": "reads files of another library: tests/faults/files.py damages them",
     **dict.fromkeys(("gradcache.cat_input_tensor",), "joins this rank's tensors"),
     **dict.fromkeys(("gradcache.SyncControl", "gradcache.register_sync_control"), "said of an engine, once"),
-    "comm.refuse_call": "called where arguments do not fit a method",
     "comm.close": "ends this rank's part, which nobody waits for",
     **dict.fromkeys(("comm.Communicator", "comm.Handle", "comm.Group"), "a type: its methods are the entry points"),
     **dict.fromkeys(

@@ -630,7 +630,7 @@ class Communicator:
         call = Call(self.transport, name, check=checked, trace=self.trace)
         return _Entry(self._order.enter(call), joins, everyone)
 
-    def refuse_call(self, method: str, error: CallError, given: Mapping[str, Any]) -> None:
+    def _refuse_call(self, method: str, error: CallError, given: Mapping[str, Any]) -> None:
         """Raise an error about arguments that do not fit a collective method, on all ranks where they check calls."""
         self.transport.check_open()
         self.calls += method not in ("split", "backward")

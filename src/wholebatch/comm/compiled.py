@@ -39,7 +39,7 @@ def eager(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
 def collective(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorator: run a communicator's method outside compiled graphs; arguments that do not fit are told to all."""
-    return eager(bound(method, lambda error, args, kwargs: args[0].refuse_call(method.__name__, error, kwargs)))
+    return eager(bound(method, lambda error, args, kwargs: args[0]._refuse_call(method.__name__, error, kwargs)))
 
 
 def compiles_to(functional: Callable[..., Tensor | None]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .._settings import check_callable, check_instance, check_sequence, shown
-from .binding import CallError
+from .binding import CallError, bound, complaint
 from .compiled import eager
 from .statement import NoStatementError, decode, encode
 from .transport import Checked, CommunicationError, Transport, named
@@ -27,11 +28,19 @@ GRAD_ENABLED, NEEDS_GRAD = "torch.is_grad_enabled()", "needs grad"  # facts abou
 SIGNATURE = "signature"  # the fact that says what a rank passed, for the message when the callers differ
 _MESSAGE_BYTES = 2048  # one rank's statement on the wire
 _ON_ALL_RANKS = "raised on all ranks"
-_CALLER, _COMPLAINT, _KIND, _LENGTH = "caller", "complaint", "kind of complaint", "length"
+_CALLER, _FACTS, _COMPLAINT, _KIND, _LENGTH = "caller", "facts", "complaint", "kind of complaint", "length"
 BACKWARD = "backward of "  # how the caller's name begins in a backward pass
 
 
+def _refuse(error: CallError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise, on all ranks, an error about arguments that do not fit the handshake's own signature."""
+    comm = kwargs.get("comm", args[0] if args else None)
+    if isinstance(getattr(comm, "transport", comm), Transport):
+        handshake(comm, complaint(error), caller="handshake")
+
+
 @eager
+@partial(bound, refuse=_refuse)
 def handshake(
     comm: Communicator | Transport,
     state: Callable[[], Mapping[str, Any]],
@@ -73,7 +82,8 @@ def handshake(
         for name in check_sequence("must_match", must_match, "names of facts"):
             check_instance("must_match", name, str, "names of facts")
         facts = check_callable("state", state)()
-        mine = {_CALLER: caller, **check_instance("what state returns", facts, Mapping, "a mapping of JSON values")}
+        check_instance("what state returns", facts, Mapping, "a mapping of JSON values")
+        mine: dict[str, Any] = {_CALLER: caller, _FACTS: {**facts}}
         json.dumps(mine)  # what cannot be told is a mistake, too: an array for a number
     except Exception as error:
         cause = error
@@ -97,11 +107,11 @@ def handshake(
             + _hint([facts[_CALLER] for facts in everyone])
         )
     for name in must_match:
-        values = [facts.get(name) for facts in everyone]
-        if any(value != values[0] for value in values):
+        values = [facts[_FACTS].get(name) for facts in everyone]
+        if not all(_same(value, values[0]) for value in values):
             by_rank = _by_rank(dict(enumerate(values)), transport.size)
             raise _of_all(f"{caller}: {name} must be the same on all ranks, got {by_rank}")
-    return everyone
+    return [facts[_FACTS] for facts in everyone]
 
 
 def _of_all(message: str, kind: type[Exception] = ValueError) -> Exception:
@@ -128,8 +138,14 @@ def raised_on_all_ranks(error: BaseException) -> bool:
     return _ON_ALL_RANKS in error.__dict__
 
 
+def _same(a: object, b: object) -> bool:
+    """Whether two facts are equal, NaN to NaN as well."""
+    return a == b or json.dumps(a) == json.dumps(b)
+
+
 def _who(facts: Mapping[str, Any]) -> str:
-    return f"{facts[_CALLER]} of {facts[SIGNATURE]}" if SIGNATURE in facts else facts[_CALLER]
+    signature = facts.get(_FACTS, {}).get(SIGNATURE)
+    return facts[_CALLER] if signature is None else f"{facts[_CALLER]} of {signature}"
 
 
 def _exchange(transport: Transport, mine: Mapping[str, Any], checked: Checked) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ def watched(engines: Iterable[Synchronised]) -> Iterator[list[ValueError]]:
             continue
         trained = [p for p in engine.module.parameters() if p.requires_grad and p.layout is torch.strided]
         for p in sorted(trained, key=torch.numel)[:_FEW]:
-            watching.append((engine, p, None if p.grad is None else p.grad.clone()))
+            watching.append((engine, p, None if p.grad is None else _dense(p.grad).clone()))
             hooks.append(p.register_hook(partial(_keep, arrived, id(p))))
     try:
         yield mistakes
@@ -43,13 +43,19 @@ def watched(engines: Iterable[Synchronised]) -> Iterator[list[ValueError]]:
 
 
 def _keep(arrived: dict[int, Tensor], key: int, grad: Tensor) -> None:
-    arrived[key] = grad.detach().clone()
+    arrived[key] = _dense(grad).clone()
+
+
+def _dense(grad: Tensor) -> Tensor:
+    """The gradient, which an embedding may have made sparse, as a dense tensor."""
+    grad = grad.detach()
+    return grad if grad.layout is torch.strided else grad.to_dense()
 
 
 def _mistake(engine: Synchronised, p: Tensor, expected: Tensor) -> list[ValueError]:
     if p.grad is None:
         what = "took the gradient out of .grad"
-    elif p.grad.shape != expected.shape or not torch.allclose(p.grad, expected, rtol=1e-2, equal_nan=True):
+    elif p.grad.shape != expected.shape or not torch.allclose(_dense(p.grad), expected, rtol=1e-2, equal_nan=True):
         what = "changed the gradient"
     else:
         return []

@@ -61,7 +61,13 @@ def check_not_passed_by(
 def live_ddp() -> Iterator[DistributedDataParallel]:
     """All instances of DistributedDataParallel in this process."""
     kinds = _with_subclasses(DistributedDataParallel)
-    return (x for x in gc.get_referrers(*kinds) if issubclass(type(x), DistributedDataParallel))
+    frozen = gc.get_freeze_count() > 0
+    if frozen:  # what is frozen, it does not look through
+        gc.unfreeze()
+    found = [x for x in gc.get_referrers(*kinds) if issubclass(type(x), DistributedDataParallel)]
+    if frozen:
+        gc.freeze()
+    return iter(found)
 
 
 def _with_subclasses(kind: type) -> list[type]:

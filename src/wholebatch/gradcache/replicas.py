@@ -83,8 +83,8 @@ def _checksum(x: Tensor, weights: Tensor) -> Tensor:
 @functools.cache
 def _weights() -> Tensor:
     """Odd numbers, the same in every process."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(-(2**62), 2**62, (_BLOCK,), generator=generator) * 2 + 1
+    generator = torch.Generator("cpu").manual_seed(0)  # whatever the default device is
+    return torch.randint(-(2**62), 2**62, (_BLOCK,), generator=generator, device="cpu") * 2 + 1
 
 
 def digest(found: Mapping[str, int]) -> str:

@@ -19,7 +19,7 @@ losses, and there is nothing to compare.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -71,7 +71,7 @@ class _Together(Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, comm: Communicator, call: str, one_loss: bool) -> Tensor:
         ctx.comm, ctx.call, ctx.one_loss = comm, call, one_loss
-        return loss.view_as(loss)
+        return loss.clone()  # and no view, which `loss /= 2` could not change in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -119,7 +119,7 @@ def differed(transport: Transport) -> dict[str, Tensor]:
     return {} if count is None else {_GRADIENT: count}
 
 
-def check_earlier(transport: Transport, seen: dict[str, float]) -> None:
+def check_earlier(transport: Transport, seen: Mapping[str, float]) -> None:
     """Raise ValueError if ranks differed in an earlier backward pass. All ranks do, for all compared the same."""
     _differed.pop(group_of(transport), None)
     if seen.get(_GRADIENT):

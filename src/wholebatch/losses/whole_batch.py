@@ -21,7 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from .._checks import check_callable, check_choice, check_dense, check_finite, check_floating_dtype, check_integer
+from .._checks import (
+    check_callable,
+    check_choice,
+    check_dense,
+    check_finite,
+    check_floating_dtype,
+    check_integer,
+    on_host,
+)
 from .._graph import checked_loss, finite_value
 from .._once import once_differentiable
 from ..comm import Communicator, Group, handshake, nodes, select_communicator
@@ -31,7 +39,7 @@ from ..comm.maps import AllGather
 from ..comm.select import check_group
 from ..partition import Partition
 from ..sync import Sync, check_sync, replicated_loss_factor, scale_gradient
-from ._backward import CALL, latest_call, number_call, together
+from ._backward import CALL, check_earlier, differed, latest_call, number_call, together
 from ._joining import gradient_facts, join
 from ._root import loss_at_root
 
@@ -115,6 +123,7 @@ class WholeBatch(nn.Module):
         passed, owned, buffers = self._of_the_loss(representations, has_rows, kwargs)
 
         def state() -> dict[str, Any]:
+            check_earlier(comm.transport, on_host(differed(comm.transport)))
             if not inputs:
                 raise ValueError("pass at least one tensor with rows, (rows, ...), as a positional argument")
             if self.root >= comm.size:

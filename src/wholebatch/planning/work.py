@@ -263,6 +263,8 @@ def _of_classes(shapes: Shapes, held: int) -> int:
     in_sweep = held + centres * a + embeddings * (s + 2 * a)
     rounding = centres * (a + s) + embeddings * a if s < a else 0
     behind = centres * s + embeddings * (s + 5 * a)
+    if s < a:  # embeddings are widened once, and their gradient is rounded once
+        behind += embeddings * (a + s)
     return drawn + max(in_sweep, rounding, behind)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import wholebatch as wb
 
 from .._bounded_json import Types, check_fields, parse_json
-from .._files import read_bounded
+from .._files import read_bounded, sync_file
 from .._settings import shown
 from .._tensor_file import TensorFile, is_save_id, new_save_id, write_tensors
 from .._user_error import UserError
@@ -52,6 +52,7 @@ def save_checkpoint(
 
     `save` is the id that other parts of the checkpoint name; None: there are none.
     """
+    sync_file(folder / METRICS)  # whose digest the checkpoint holds
     facts = {
         "step": step, "seconds": seconds, "torch": str(torch.__version__), "save": save or new_save_id(),
         **_digests(folder, step),

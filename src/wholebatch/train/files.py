@@ -43,7 +43,7 @@ def _jsonl(path: Path) -> Iterator[tuple[int, str, str]]:
             if line.strip():
                 try:
                     value = json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise UserError(f"{path}, line {number}: not JSON ({error})") from error
                 yield number, *_pair(value, path, number)
 

@@ -80,7 +80,7 @@ class Inbox:
         """Give the signals back to whoever had them."""
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not one of Python's
         self.socket.close()
         self._write.close()
 
