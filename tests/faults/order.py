@@ -49,7 +49,7 @@ SCALE, BIAS = 9.0, -2.5
 
 
 class Problem:
-    """One loss on this rank's rows: `loss()` computes it anew from the same leaves."""
+    """One loss on this rank's rows: `loss()` computes it again from the same leaves."""
 
     def __init__(self, name: str, exchange: str, seed: int) -> None:
         self.name, self.exchange = name, exchange

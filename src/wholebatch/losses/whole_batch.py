@@ -114,7 +114,7 @@ class WholeBatch(nn.Module):
                 ranks, NaN or infinite rows, an empty global batch, a scale of shape [1] in the place of rows, rows of
                 two inputs that are spread differently, a loss_fn that raises, does not return a scalar, whose value
                 differs between ranks, or is NaN or infinite on any of them. Under a gradient scaler, too: the inputs
-                are finite here, so an overflow is loss_fn's own, and no scale of the loss mends it. As every rank
+                are finite here, so an overflow is loss_fn's own, and no scale of the loss fixes it. As every rank
                 raises, a training loop may catch the error and leave the step out.
         """
         comm = select_communicator(self.group)

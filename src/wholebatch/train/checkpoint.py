@@ -13,18 +13,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-import wholebatch as wb
 
 from .._bounded_json import Types, check_fields, parse_json
 from .._files import read_bounded, sync_file
 from .._settings import shown
 from .._tensor_file import TensorFile, is_save_id, new_save_id, write_tensors
 from .._user_error import UserError
+from .all_ranks import on_all_ranks
 
 FILE = "checkpoint.safetensors"
 CONFIG = "config.json"
@@ -36,7 +35,6 @@ _FACTS: Types = {
     "step": int, "seconds": (float, int), "torch": str, "save": str, "config": (str, type(None)),
     "metrics": (str, type(None)),
 }  # fmt: skip
-_Read = TypeVar("_Read")
 
 
 def save_checkpoint(
@@ -90,7 +88,7 @@ class Checkpoint:
 
 def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int) -> dict[str, Any]:
     """Put model, optimizer and random state where `save_checkpoint` found them; returns its facts. All ranks."""
-    found = read_on_all_ranks(lambda: read_checkpoint(folder, model, optimizer, steps=steps))
+    found, _ = on_all_ranks("resume", lambda: read_checkpoint(folder, model, optimizer, steps=steps))
     found.put(model, optimizer)
     return found.facts
 
@@ -128,23 +126,6 @@ def read_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
         why = str(error).splitlines()[0]
         raise UserError(f"{path} has no state of torch's random generator in 'rng.cpu': {why}") from error
     return Checkpoint(facts, tensors)
-
-
-def read_on_all_ranks(read: Callable[[], _Read]) -> _Read:
-    """The result of `read`, once it has succeeded on all ranks; the UserError of one rank is raised on all."""
-    found: list[_Read] = []
-
-    def state() -> dict[str, Any]:
-        found.append(read())
-        return {}
-
-    try:
-        wb.comm.handshake(wb.comm.select_communicator(None), state, caller="resume")
-    except ValueError as error:
-        if error.__cause__ is not None and not isinstance(error.__cause__, UserError):
-            raise  # a bug of ours, with its traceback
-        raise UserError(str(error).removeprefix("resume: ")) from error
-    return found[0]
 
 
 def _expected(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -20,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 import wholebatch as wb
 
 from .._user_error import UserError
+from .all_ranks import on_all_ranks
 from .augment import augmented
-from .checkpoint import Checkpoint, read_checkpoint, read_on_all_ranks, save_checkpoint
+from .checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from .config import HeadConfig, TrainConfig
 from .evaluation import as_float
 from .labelled import LabelledImages, images_of_step
@@ -163,7 +164,7 @@ class Identify(Task):
                 raise UserError(f"{of_head} is a link; expected the folder itself: was the run folder edited?")
             return found
 
-        found = read_on_all_ranks(read)
+        found, _ = on_all_ranks("resume", read)
         step, save = found.facts["step"], found.facts["save"]
         try:
             wb.heads.load_head(_of_head(folder, step), self.head, self._head_optimizer, save_id=save)

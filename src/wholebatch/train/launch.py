@@ -14,10 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import wholebatch as wb
-
 from .._meter import threads_of_a_rank
 from .._user_error import UserError
+from .all_ranks import on_all_ranks
 from .audited import audit_start
 from .checkpoint import last_step
 from .config import TrainConfig
@@ -188,20 +187,12 @@ def _together(prepare: Callable[[], _Prepared]) -> tuple[_Prepared, Path]:
 
     The UserError of one rank is raised on all.
     """
-    prepared: list[_Prepared] = []
 
-    def state() -> dict[str, Any]:
-        prepared.append(prepare())
-        folder = prepared[0][1]
-        return {"folder": None if folder is None else str(folder.path)}
+    def folder_of(prepared: _Prepared) -> dict[str, Any]:
+        return {"folder": None if prepared[1] is None else str(prepared[1].path)}
 
-    try:
-        everyone = wb.comm.handshake(wb.comm.select_communicator(None), state, caller="set-up")
-    except ValueError as error:
-        if error.__cause__ is not None and not isinstance(error.__cause__, UserError):
-            raise  # a bug of ours, with its traceback
-        raise UserError(str(error).removeprefix("set-up: ")) from error
-    return prepared[0], Path(everyone[0]["folder"])
+    prepared, everyone = on_all_ranks("set-up", prepare, folder_of)
+    return prepared, Path(everyone[0]["folder"])
 
 
 def _prepare(config: TrainConfig, size: int, held: ExitStack, *, is_first: bool) -> _Prepared:

@@ -1,0 +1,37 @@
+"""What every rank does for itself, and what none goes on from if one of them could not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import wholebatch as wb
+
+from .._user_error import UserError
+
+_R = TypeVar("_R")
+
+
+def on_all_ranks(
+    caller: str, act: Callable[[], _R], facts: Callable[[_R], dict[str, Any]] = lambda _: {}
+) -> tuple[_R, list[dict[str, Any]]]:
+    """Return the result of `act`, once it has succeeded on all ranks, and the facts that each rank makes of its own.
+
+    Collective: one handshake.
+
+    Raises:
+        UserError: on every rank, if `act` raises one on any.
+    """
+    results: list[_R] = []
+
+    def state() -> dict[str, Any]:
+        results.append(act())
+        return facts(results[0])
+
+    try:
+        everyone = wb.comm.handshake(wb.comm.select_communicator(None), state, caller=caller)
+    except ValueError as error:
+        if error.__cause__ is not None and not isinstance(error.__cause__, UserError):
+            raise  # a bug of ours, with its traceback
+        raise UserError(str(error).removeprefix(f"{caller}: ")) from error
+    return results[0], everyone
