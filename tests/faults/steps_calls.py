@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from good_calls import Arguments, D, Good, Results, UserError, World, entry, gradients_of, with_gradients
@@ -106,6 +106,15 @@ class Encoder(nn.Module):
         return normalize(x @ self.weight, dim=1)
 
 
+def plain_step(world: World, of_ranks: list[Arguments], _settings_of: int) -> list[Results]:
+    """The loss and the encoder's gradient of a step without caching, on the rows of all ranks."""
+    encoder = Encoder(world)
+    value = plain_loss(*(encoder(cat(of_ranks, name).double()) for name in "xy"))
+    value.backward()
+    assert encoder.weight.grad is not None
+    return [{"value": value.detach(), "gradient of encoder": encoder.weight.grad}] * world.size
+
+
 @entry("GradCache")
 def grad_cache(world: World) -> Good:
     names = frozenset(inspect.signature(wb.GradCache).parameters)
@@ -128,18 +137,11 @@ def grad_cache(world: World) -> Good:
         total = world.communicator().all_reduce(encoder.weight.grad)
         return {"value": value, "gradient of encoder": total}
 
-    def expected(of_ranks: list[Arguments], _settings_of: int) -> list[Results]:
-        encoder = Encoder(world)
-        value = plain_loss(*(encoder(cat(of_ranks, name).double()) for name in "xy"))
-        value.backward()
-        assert encoder.weight.grad is not None
-        return [{"value": value.detach(), "gradient of encoder": encoder.weight.grad}] * world.size
-
     return Good(
         [{**settings, **of} for of in pairs(world)],
         {"x": None, "y": None, **parameters_of(wb.GradCache)},
         call,
-        expected,
+        partial(plain_step, world),
         construct,
         lambda made: [made[1]],
         settings=names | {"encoder"},
@@ -195,18 +197,11 @@ def cached(world: World) -> Good:
             again_b(b)
         return {"value": value.detach(), "gradient of encoder": world.communicator().all_reduce(encoder.weight.grad)}
 
-    def expected(of_ranks: list[Arguments], _settings_of: int) -> list[Results]:
-        encoder = Encoder(world)
-        value = plain_loss(*(encoder(cat(of_ranks, name).double()) for name in "xy"))
-        value.backward()
-        assert encoder.weight.grad is not None
-        return [{"value": value.detach(), "gradient of encoder": encoder.weight.grad}] * world.size
-
     return Good(
         [{"encoder": None, **of} for of in pairs(world)],
         {"x": None, "y": None},
         call,
-        expected,
+        partial(plain_step, world),
         construct,
         lambda made: [made[1]],
         settings=frozenset({"encoder"}),
