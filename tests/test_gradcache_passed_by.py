@@ -1,6 +1,7 @@
 """Gradients that no engine reduces: an error of the step, on every rank, instead of models that drift apart."""
 
 import copy
+import gc
 from contextlib import contextmanager
 
 import pytest
@@ -17,7 +18,7 @@ import wholebatch as wb
 from wholebatch._sharded import is_sharded, mark_sharded
 from wholebatch.auditing.causes import NOT_REDUCED
 from wholebatch.gradcache.passed_by import live_ddp
-from wholebatch.gradcache.replicas import checksums, due
+from wholebatch.gradcache.replicas import _weights, checksums, due
 from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
 
@@ -311,6 +312,36 @@ def test_a_switch_that_does_nothing():
     assert max(run_ranks(control_body, 2, True, False, timeout_s=60)) < 0.95
 
 
+def sparse_body(listens):
+    """A registered engine around an embedding with sparse gradients, of integer inputs."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.EmbeddingBag(9, D, mode="sum", sparse=True), nn.Linear(D, OUT)).double()
+    tokens = torch.randint(0, 9, (2, 8, 3), generator=torch.Generator().manual_seed(1))
+    alone = copy.deepcopy(net)
+    wb.reference.clip_loss(*(normalize(alone(z), dim=1) for z in tokens), 5.0).backward()
+    engine = Hooked(net, takes=False, listens=listens)
+    wb.gradcache.register_sync_control(
+        wb.gradcache.SyncControl(lambda module: isinstance(module, Hooked), Hooked.hold, collective=False)
+    )
+    step = wb.GradCache([engine, engine], 2, loss_fn)
+    own = [z[Partition((4, 4)).rows(dist.get_rank())] for z in tokens]
+    if not listens:
+        with pytest.raises(ValueError, match=r"and changed the gradient of a parameter"):
+            step(*own)
+        return
+    for _ in range(2):
+        step(*own)
+        assert net[0].weight.grad.is_sparse
+        for ours, true in zip(net.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.to_dense(), true.grad.to_dense(), rtol=1e-10, atol=1e-14)
+        net.zero_grad()
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_switch_around_sparse_gradients(listens):
+    run_ranks(sparse_body, 2, listens, timeout_s=60)
+
+
 # What only shows after a step of an optimizer.
 def drift_body(counts, what):
     """Without an engine: an error before the second step, naming the first parameter that differs."""
@@ -434,6 +465,14 @@ def test_checksums_see_every_bit():
                 seen.add(checksums({"x": raw.view(dtype).view(7, 3)})["x"])
                 raw[at] ^= 1 << bit
         assert len(seen) == 1 + 8 * len(raw)
+
+
+def test_checksums_whatever_the_default_device_is():
+    x = torch.randn(5, generator=torch.Generator().manual_seed(0))
+    own = checksums({"x": x})
+    _weights.cache_clear()
+    with torch.device("meta"):
+        assert checksums({"x": x}) == own
 
 
 def test_checksums_see_order_in_large_tensors():
@@ -621,9 +660,11 @@ def live_body():
     other = OfSubclass(Towers())
     found.append(len([*live_ddp()]))
     assert {id(x) for x in live_ddp()} == {id(one), id(other)}
+    gc.freeze()  # before forks, as users do
+    assert {id(x) for x in live_ddp()} == {id(one), id(other)}
+    assert gc.get_freeze_count() > 0
+    gc.unfreeze()
     del one, other
-    import gc
-
     gc.collect()
     return [*found, len([*live_ddp()])]
 

@@ -75,7 +75,7 @@ def test_nonsense_is_refused():
             Tile(slice(0, 2), wrong)
     with pytest.raises(ValueError, match="side must be a positive integer"):
         tiles(slice(0, 4), slice(0, 4), 0)
-    with pytest.raises(ValueError, match="length must be an integer, at least 0"):
+    with pytest.raises(ValueError, match="length must be an integer of at least 0"):
         Diagonal(0, 0, -1)
     with pytest.raises(ValueError, match="tile must be a Tile"):
         Diagonal(0, 0, 1).within((0, 1))

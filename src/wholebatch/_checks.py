@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ._normalize import known_norms
 from ._precision import accumulation_dtype, wide_dtype
+from ._settings import LARGEST, LEAST
 from ._settings import check_callable as check_callable
 from ._settings import check_choice as check_choice
 from ._settings import check_count as check_count
@@ -34,7 +35,6 @@ from ._settings import checked_path as checked_path
 from ._settings import shown as shown
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_LARGEST, _LEAST = torch.finfo(torch.float32).max, 1e-30  # of a scale; of a temperature
 _ADDRESSES = 2**63 - 1  # bytes, at most, of a tensor
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -230,7 +230,7 @@ def check_one(name: str, value: object) -> None:
 def check_value(name: str, number: float) -> float:
     """number is finite, and float32 holds it; returns it."""
     number = check_real(name, number)
-    if not abs(number) <= _LARGEST:
+    if not abs(number) <= LARGEST:
         finite = "within the range of float32" if math.isfinite(number) else "finite"
         raise ValueError(f"{name} must be {finite}, got {number}; clamp it, and look at the learning rate")
     return number
@@ -245,6 +245,6 @@ def check_positive(name: str, number: float) -> float:
     """number, a temperature, is positive, and not so small that what is divided by it overflows; returns it."""
     if number <= 0:
         raise ValueError(f"{name} must be positive, got {number}; logits are similarities divided by it")
-    if number < _LEAST:
-        raise ValueError(f"{name} must be at least {_LEAST}, got {number}; logits are similarities divided by it")
+    if number < LEAST:
+        raise ValueError(f"{name} must be at least {LEAST}, got {number}; logits are similarities divided by it")
     return number

@@ -8,13 +8,14 @@ NaN, infinity, and what float32 cannot hold, are refused wherever a number is as
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 _MOST = 2**63  # what no computer counts to
-_LARGEST = 3.4028234663852886e38  # of float32
+LARGEST, LEAST = 3.4028234663852886e38, 1e-30  # that float32 holds; that it can be divided by
 _SHOWN = 80  # characters of a value in a message
 
 
@@ -68,7 +69,7 @@ def check_real(name: str, value: object, *, or_: str = "") -> float:
 def check_number(name: str, value: object) -> float:
     """value is a finite number, and one that float32 holds: what is larger would overflow in the first product."""
     number = check_real(name, value)
-    if not abs(number) <= _LARGEST:
+    if not abs(number) <= LARGEST:
         finite = "within the range of float32" if math.isfinite(number) else "finite"
         raise ValueError(f"{name} must be {finite}, got {shown(value)}")
     return number
@@ -154,10 +155,26 @@ def check_items(name: str, value: object, what: str) -> list[Any]:
     return [*value]
 
 
+def environment_integer(variable: str, *, least: int, most: int | None = None, fix: str) -> int | None:
+    """The integer that a launcher has written into an environment variable; None if that is not set.
+
+    Raises:
+        ValueError: if it is no such integer; `fix` ends the message.
+    """
+    if variable not in os.environ:
+        return None
+    text = os.environ[variable].strip()
+    value = int(text) if text.isascii() and text.removeprefix("-").isdecimal() and len(text) < 10 else None
+    if value is None or value < least or (most is not None and value > most):
+        wanted = f"an integer{_between(least, most)}"
+        raise ValueError(f"the environment variable {variable} must be {wanted}, got {text!r}; {fix}")
+    return value
+
+
 def _between(least: int | None, most: int | None) -> str:
     if least is None:
-        return "" if most is None else f", at most {most}"
-    return f", at least {least}" if most is None else f" from {least} to {most}"
+        return "" if most is None else f" of at most {most}"
+    return f" of at least {least}" if most is None else f" from {least} to {most}"
 
 
 def _as_python(value: object, kind: str) -> str:

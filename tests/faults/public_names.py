@@ -22,7 +22,7 @@ NO_CALL = {
     "heads.load_insightface": "reads files of another library: tests/faults/files.py damages them",
     **dict.fromkeys(("gradcache.cat_input_tensor",), "joins this rank's tensors"),
     **dict.fromkeys(("gradcache.SyncControl", "gradcache.register_sync_control"), "said of an engine, once"),
-    "comm.close": "ends this rank's part, which nobody waits for",
+    "comm.close": "collective where it ends what a split made: tests/test_closing.py has its mistakes",
     **dict.fromkeys(("comm.Communicator", "comm.Handle", "comm.Group"), "a type: its methods are the entry points"),
     **dict.fromkeys(
         ("comm.TorchCommunicator", "comm.MPICommunicator", "comm.LocalCommunicator", "comm.select_communicator"),

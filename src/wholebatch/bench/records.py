@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import wholebatch as wb
+from wholebatch._bounded_json import parse_json
 from wholebatch._user_error import UserError
 
 
@@ -47,7 +48,7 @@ def read(file: Path, needed: Sequence[str]) -> list[dict[str, Any]]:
     if not file.exists():
         return []
     try:
-        rows = json.loads(file.read_text())
+        rows = parse_json(file.read_bytes(), str(file))
         assert all(set(needed) <= row.keys() for row in rows)
     except (ValueError, AssertionError, AttributeError, TypeError, OSError) as error:
         raise UserError(f"{file} does not hold the results of this benchmark; name another file") from error

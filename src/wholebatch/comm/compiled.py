@@ -135,4 +135,4 @@ def _is_sum(op: str, x: Tensor) -> bool:
 
 def _group(comm: Communicator) -> str | None:
     """The name of the process group, if there is one and it is open."""
-    return None if comm.transport.closed else getattr(comm.transport, "group_name", None)
+    return None if comm.transport.closed else comm.transport.group_name

@@ -7,6 +7,7 @@ import os
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._settings import environment_integer
 from .communicator import Communicator
 from .local import LocalCommunicator
 from .mpi import MPICommunicator
@@ -72,11 +73,5 @@ def launched_processes(variable: str) -> int:
     Raises:
         ValueError: if it is no such number.
     """
-    text = os.environ.get(variable, "1")
-    number = text.strip()
-    if not (number.isascii() and number.isdecimal() and len(number) < 10 and int(number)):
-        raise ValueError(
-            f"the environment variable {variable} must be the number of processes that a launcher has started, an "
-            f"integer of at least 1, got {text!r}; unset it where there is no launcher"
-        )
-    return int(number)
+    fix = "a launcher sets it to the number of its processes; unset it where there is no launcher"
+    return environment_integer(variable, least=1, fix=fix) or 1

@@ -42,7 +42,7 @@ class TorchTransport(Transport):
         self.size_classes = SIZE_CLASSES if "gloo" in self.backend else 1  # gloo ends a process that gets too much
         self._default_group: Any = dist.group.WORLD
         named: Any = self._default_group if group is None else group
-        self.group_name: str = named.group_name
+        self.group_name = named.group_name
         self.failed = _FAILED.setdefault(named, {})
 
     @property

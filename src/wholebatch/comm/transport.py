@@ -46,6 +46,7 @@ class Transport(ABC):
     size_classes = 1  # of messages, each with tags of its own
     in_order = False  # whether messages of two ranks arrive in the order in which they were sent, whatever their tags
     closed = False
+    group_name: str | None = None  # by which torch knows the ranks, if it does
 
     def __init__(self) -> None:
         self._own_messages: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)

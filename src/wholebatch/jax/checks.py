@@ -11,9 +11,8 @@ import numpy as np
 from jax import Array, dtypes
 from jax.core import Tracer
 
-from .._settings import check_choice, shown
+from .._settings import LARGEST, LEAST, check_choice, shown
 
-_LARGEST, _LEAST = float(np.finfo(np.float32).max), 1e-30  # of a scale; of a temperature
 _ARRAYS: Any = (np.generic, np.ndarray, Array)
 
 
@@ -165,12 +164,12 @@ def scalar(*, positive: bool = False, **numbers: Any) -> None:
         if jnp.shape(x) not in ((), (1,)) or not real:
             raise ValueError(f"{name} must be a number or an array of shape (), got {dtype}{jnp.shape(x)}")
         value = known(x)
-        if value is not None and not np.all(abs(value.astype(np.float64)) <= _LARGEST):
+        if value is not None and not np.all(abs(value.astype(np.float64)) <= LARGEST):
             raise ValueError(f"{name} must be finite, and within the range of float32; got {x}")
         if positive and value is not None and not np.all(value > 0):
             raise ValueError(f"{name} must be positive, got {x}")
-        if positive and value is not None and not np.all(value >= _LEAST):
-            raise ValueError(f"{name} must be at least {_LEAST}, got {x}; logits are similarities divided by it")
+        if positive and value is not None and not np.all(value >= LEAST):
+            raise ValueError(f"{name} must be at least {LEAST}, got {x}; logits are similarities divided by it")
 
 
 def pairs(first: str, second: str, **towers: Any) -> dict[str, Any]:

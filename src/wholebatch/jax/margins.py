@@ -12,11 +12,10 @@ from typing import Literal, Protocol
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._settings import shown
+from .._settings import LARGEST, shown
 from . import checks
 
 Fold = Literal["extend", "linear", "clip", "none"]
-_LARGEST = 3.4e38  # that float32 holds
 FOLDS = ("extend", "linear", "clip", "none")
 
 
@@ -59,7 +58,7 @@ class CombinedMargin:
         for name, above in (("s", 0.0), ("m1", 0.0), ("m2", -inf), ("m3", -inf)):
             value = getattr(self, name)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not number or not max(above, -_LARGEST) < value < _LARGEST:
+            if not number or not max(above, -LARGEST) < value < LARGEST:
                 raise ValueError(
                     f"{name} must be a {'positive' if above == 0 else 'finite'} number, got {shown(value)}"
                 )

@@ -37,7 +37,9 @@ _TOLERANCE = 1e-5  # relative: ranks that compute the same F may round different
 CALL = "call"  # the fact of a handshake that numbers the call
 
 _latest = 0  # number of the latest call of a loss on this rank
-_differed: dict[str, Tensor] = {}  # by group: how many backward passes differed, on the device, not looked at yet
+_differed: dict[
+    str | None, Tensor
+] = {}  # by group: the backward passes that differed, on the device, not looked at yet
 
 
 def latest_call() -> int:
@@ -107,7 +109,7 @@ def _compare_on_device(comm: Communicator, call: str, grad: Tensor, one_loss: bo
         codes, gradients = comm.transport.all_gather(torch.stack([code, own])[None], (1,) * comm.size)().unbind(1)
         same = torch.isclose(gradients, gradients[0], rtol=_TOLERANCE, atol=0.0, equal_nan=True)
         differ = ((codes != codes[0]) | ~same).any()
-        key = group_of(comm.transport)
+        key = comm.transport.group_name
         before = _differed.get(key)
         _differed[key] = differ.to(dtype) if before is None else before + differ
     return torch.where(differ, float("nan"), grad)
@@ -115,21 +117,16 @@ def _compare_on_device(comm: Communicator, call: str, grad: Tensor, one_loss: bo
 
 def differed(transport: Transport) -> dict[str, Tensor]:
     """Return what the next handshake's one look at the device has to look at as well."""
-    count = _differed.get(group_of(transport))
+    count = _differed.get(transport.group_name)
     return {} if count is None else {_GRADIENT: count}
 
 
 def check_earlier(transport: Transport, seen: Mapping[str, float]) -> None:
     """Raise ValueError if ranks differed in an earlier backward pass. All ranks do, for all compared the same."""
-    _differed.pop(group_of(transport), None)
+    _differed.pop(transport.group_name, None)
     if seen.get(_GRADIENT):
         raise ValueError(
             "an earlier backward pass was not the same on all ranks: they were in the backward passes of different "
             "losses or calls, or had different incoming gradients; the gradients of that step are NaN. Run the same "
             "backward passes in the same order on all ranks, and multiply the loss by the same factors"
         )
-
-
-def group_of(transport: Transport) -> str:
-    """Return the name of the ranks' group."""
-    return str(getattr(transport, "group_name", ""))

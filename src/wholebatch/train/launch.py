@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .._meter import threads_of_a_rank
+from .._settings import environment_integer
 from .._user_error import UserError
 from .all_ranks import on_all_ranks
 from .audited import audit_start
@@ -63,8 +64,8 @@ def launcher_size() -> int | None:
     if not {"RANK", "WORLD_SIZE"} & os.environ.keys():
         return None
     missing = [name for name in _OF_LAUNCHER if name not in os.environ]
-    size = _integer("WORLD_SIZE", 1, None) if "WORLD_SIZE" in os.environ else 1
-    rank = _integer("RANK", 0, size - 1 if "WORLD_SIZE" in os.environ else None) if "RANK" in os.environ else 0
+    known_size = _integer("WORLD_SIZE", 1, None)
+    size, rank = known_size or 1, _integer("RANK", 0, None if known_size is None else known_size - 1) or 0
     if missing and size == 1 and rank == 0:
         return None
     if missing:
@@ -74,7 +75,7 @@ def launcher_size() -> int | None:
             f"{'is' if len(missing) == 1 else 'are'} not set; start with torchrun, which sets all of "
             f"{', '.join(_OF_LAUNCHER)}, or unset them"
         )
-    _integer("LOCAL_RANK", 0, _integer("LOCAL_WORLD_SIZE", 1, size) - 1)
+    _integer("LOCAL_RANK", 0, (_integer("LOCAL_WORLD_SIZE", 1, size) or 1) - 1)
     _integer("MASTER_PORT", 1, 65535)
     if not os.environ["MASTER_ADDR"].strip():
         raise UserError("MASTER_ADDR must be the address of the machine of rank 0, got ''")
@@ -84,14 +85,12 @@ def launcher_size() -> int | None:
 _OF_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def _integer(name: str, smallest: int, largest: int | None) -> int:
-    """The value of an environment variable of a launcher."""
-    text = os.environ[name].strip()
-    value = int(text) if text.isascii() and text.removeprefix("-").isdecimal() and len(text) < 10 else None
-    if value is None or value < smallest or (largest is not None and value > largest):
-        span = f"of at least {smallest}" if largest is None else f"from {smallest} to {largest}"
-        raise UserError(f"the environment variable {name} must be an integer {span}, got {text!r}; a launcher sets it")
-    return value
+def _integer(name: str, smallest: int, largest: int | None) -> int | None:
+    """The value of an environment variable of a launcher, None if that is not set."""
+    try:
+        return environment_integer(name, least=smallest, most=largest, fix="a launcher sets it")
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def _launched_rank(config: TrainConfig) -> None:

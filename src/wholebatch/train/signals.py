@@ -207,7 +207,7 @@ def inbox() -> Iterator[Inbox | None]:
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Signals wait; those of a process that is started in here do until it makes its `Requests`."""
+    """A process that is started in here is sent no signal until it makes its `Requests`: they wait."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
