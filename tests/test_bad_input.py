@@ -540,3 +540,30 @@ def test_unknown_keywords_are_told_to_all_ranks(tmp_path):
     """In the same words on all of them."""
     of_ranks = run_ranks(unknown_keywords_body, 2, tmp_path, timeout_s=60)
     assert of_ranks[0] == of_ranks[1]
+
+
+HEADS_OF_TWO_SETTINGS = {
+    "seed": 1,
+    "bias": True,
+    "num_classes": 7,
+    "embedding_size": 5,
+    "sub_centres": 2,
+    "margin": wb.CosFace(8.0, 0.1),
+    "normalise": "centres",
+}
+
+
+def heads_of_two_settings_body():
+    """One rank's head is another: of its centres, too, nothing is collected."""
+    for name, value in HEADS_OF_TWO_SETTINGS.items():
+        settings = {"embedding_size": 4, "num_classes": 6} | ({name: value} if dist.get_rank() == 1 else {})
+        head = wb.PartialFC(**settings)
+        own = torch.ones(2, head.embedding_size)
+        for call in (head.full_weight, head.full_bias, lambda head=head, own=own: head.top_classes(own)):
+            with pytest.raises(ValueError, match=rf"{name} must be the same on all ranks, got rank 0: .*; rank 1: "):
+                call()
+        assert wb.functional.clip_loss(features(), features(), 1.0).isfinite(), "the group still works"
+
+
+def test_heads_of_two_settings():
+    run_ranks(heads_of_two_settings_body, 2, timeout_s=60)

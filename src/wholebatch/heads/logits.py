@@ -11,7 +11,7 @@ with a margin the large-margin softmax (Liu et al., 2016, arXiv:1612.02295).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
@@ -120,6 +120,10 @@ class Logits:
             "label_smoothing": float(self.label_smoothing),
             "ignore_index": self.ignore_index,
         }
+
+
+# What the parts of a head, one on each rank, have in common: settings of their logits, sizes, the seed of the centres.
+OF_HEAD = (*(field.name for field in fields(Logits)), "num_classes", "embedding_size", "sub_centres", "bias", "seed")
 
 
 def ends_of(norms: Tensor) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,7 @@ from ..sweep import Memory
 from ..sync import Sync
 from .class_softmax import Sample, class_softmax
 from .classes import NOT_HERE, rows_within
-from .logits import Logits, Normalise
+from .logits import OF_HEAD, Logits, Normalise
 from .margins import ArcFace, Margin
 from .rows import overlap, take_rows
 from .sampling import bernoulli, mix
@@ -237,6 +237,22 @@ class PartialFC(nn.Module):
                 "on any number of ranks"
             )
 
+    def facts(self) -> dict[str, Any]:
+        """Return what the parts of all ranks have in common, by the names `OF_HEAD`, if this is this rank's part.
+
+        Raises:
+            ValueError: if it is not; see `check_own`.
+        """
+        self.check_own()
+        return {
+            **self.logits.facts(),
+            "num_classes": self.num_classes,
+            "embedding_size": self.embedding_size,
+            "sub_centres": self.sub_centres,
+            "bias": self.bias is not None,
+            "seed": int(self.seed),
+        }
+
     @eager
     def top_classes(self, embeddings: Tensor, k: int = 1) -> TopClasses:
         """The k classes of all ranks that each of this rank's rows is most like: (b_r, d) -> 2 of (b_r, k).
@@ -253,9 +269,7 @@ class PartialFC(nn.Module):
         [[7], [999]]
         """
         comm = select_communicator(self.options.group)
-        return top_classes(
-            embeddings, k, self.weight, self.bias, self.logits, self.own_classes.start, comm, self.check_own
-        )
+        return top_classes(embeddings, k, self.weight, self.bias, self.logits, self.own_classes.start, comm, self.facts)
 
     @told_to_all
     def full_weight(self, root: int = 0) -> Tensor | None:
@@ -269,23 +283,22 @@ class PartialFC(nn.Module):
     def full_bias(self, root: int = 0) -> Tensor | None:
         """All biases, (C,), on rank `root`; None on the others, and where there are none.
 
-        Collective: 1 handshake, 1 gather.
+        Collective: 1 handshake, and 1 gather where there are biases.
         """
-        if self.bias is None:
-            check_integer("root", root, least=0, most=select_communicator(self.options.group).size - 1, of="a rank")
-            return None
         return self._full(self.bias, root)
 
     @torch.no_grad()
-    def _full(self, of_classes: Tensor, root: int) -> Tensor | None:
+    def _full(self, of_classes: Tensor | None, root: int) -> Tensor | None:
         comm = select_communicator(self.options.group)
 
         def state() -> dict[str, Any]:
-            self.check_own()
+            of_head = self.facts()
             check_integer("root", root, least=0, most=comm.size - 1, of="a rank")
-            return {"root": root}
+            return {**of_head, "root": root}
 
-        handshake(comm, state, caller="PartialFC", must_match=("root",))
+        handshake(comm, state, caller="PartialFC", must_match=(*OF_HEAD, "root"))
+        if of_classes is None:
+            return None
         counts = Partition.even(self.num_classes, comm.size).counts
         whole = comm.gather(of_classes.detach(), root, counts=counts)
         return whole if comm.rank == root else None

@@ -13,7 +13,7 @@ from .._normalize import known_norms, normalize
 from .._precision import accumulation_dtype
 from ..comm import Communicator, handshake
 from ..partition import Partition
-from .logits import Logits, check_directions, ends_of, flat
+from .logits import OF_HEAD, Logits, check_directions, ends_of, flat
 
 _CLASSES, _ROWS = 4096, 512  # of a tile
 
@@ -34,9 +34,11 @@ def top_classes(
     logits: Logits,
     first: int,
     comm: Communicator,
-    check: Callable[[], None],
+    facts: Callable[[], dict[str, Any]],
 ) -> TopClasses:
     """The k best of all classes, without a margin; this rank's `centres` are those of the classes `first`, first + 1...
+
+    `facts` checks the head, and returns those of `OF_HEAD`.
 
     Collective: 1 handshake, 1 all-gather of embeddings, 2 all-to-alls of k B numbers.
     """
@@ -44,7 +46,7 @@ def top_classes(
         embeddings = embeddings.to(centres.dtype)
 
     def state() -> dict[str, Any]:
-        check()
+        of_head = facts()
         check_count("k", k, "classes for each row")
         check_features("embeddings", embeddings)
         matrix, _ = flat(centres)
@@ -53,9 +55,9 @@ def top_classes(
             check_directions(name, x, *(end.item() for end in ends_of(known_norms(x))))
         if bias is not None:
             check_finite("bias", bias)
-        return {"k": k, "rows": len(embeddings), "classes": len(centres)}
+        return {**of_head, "k": k, "rows": len(embeddings), "classes": len(centres)}
 
-    everyone = handshake(comm, state, caller="top_classes", must_match=("k",))
+    everyone = handshake(comm, state, caller="top_classes", must_match=(*OF_HEAD, "k"))
     total = sum(facts["classes"] for facts in everyone)
     if k > total:
         raise ValueError(f"top_classes: k must be at most the number of classes, {total}, got {k}")
