@@ -1155,6 +1155,22 @@ def mistakes_in_backward(comm):
         with refused("the collectives that wait for the backward pass must be the same.*rank 0: 0 .*all_reduce #1"):
             comm.backward(loss.sum())
     comm._order._waiting.clear()
+    mistakes = [({"nonsense": 1}, "unexpected keyword argument 'nonsense'")]
+    if comm.size > 1:
+        mistakes.append(({"retain_graph": True}, "retain_graph must be the same on all ranks"))
+    for culprit in range(comm.size):
+        for wrong, message in mistakes:
+            loss = comm.all_reduce(torch.ones(2, requires_grad=True)).sum()
+            with refused(message, (TypeError, ValueError)):
+                comm.backward(loss, **(wrong if comm.rank == culprit else {}))
+            comm.backward(loss)
+            assert comm.all_reduce(torch.tensor(1)).item() == comm.size, "still in step"
+    # What is kept on all ranks is there for all.
+    x = torch.ones(2, requires_grad=True)
+    loss = comm.all_reduce(x).sum()
+    comm.backward(loss, retain_graph=True)
+    comm.backward(loss)
+    assert x.grad.tolist() == [2.0 * comm.size] * 2
 
 
 @case

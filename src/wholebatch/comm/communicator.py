@@ -478,7 +478,7 @@ class Communicator:
             return {"color": color, "name": uuid4().hex}
 
         self.transport.check_open()
-        everyone = handshake(self.transport, state, caller="split")
+        everyone = handshake(self, state, caller="split")
         members = [rank for rank, facts in enumerate(everyone) if facts["color"] == color]
         transport = self.transport.split(members, member=color is not None, name=everyone[members[0]]["name"])
         if transport is None:
@@ -551,12 +551,13 @@ class Communicator:
         Args:
             loss: this rank's scalar, or None. Which scalar is differentiated, is the communicator's `loss`.
             gradient: of the objective with respect to `loss`, by default 1.
-            retain_graph: keep the graph for another backward pass.
+            retain_graph: keep the graph for another backward pass, of all ranks.
 
         Raises:
             ValueError: with checking, on every rank: if there is nothing to differentiate (`loss` requires no gradient,
                 and no call waits for one), if `loss` is no scalar and has no `gradient`, if a handle was dropped, or if
-                different collectives of this communicator wait for the backward pass on different ranks.
+                different collectives of this communicator wait for the backward pass on different ranks, or if
+                `retain_graph` is not the same on all.
         """
         self.transport.check_not_closed()
 
@@ -581,10 +582,11 @@ class Communicator:
                     "inputs detached, or the loss computed under torch.no_grad()?"
                 )
             ends = f", {waiting[0]} to {waiting[-1]}" if waiting else ""
-            return {_WAITING: f"{len(waiting)}{ends} [{crc32(' '.join(waiting).encode()):08x}]"}
+            calls_waiting = f"{len(waiting)}{ends} [{crc32(' '.join(waiting).encode()):08x}]"
+            return {_WAITING: calls_waiting, "retain_graph": retain_graph}
 
         if self.check:
-            handshake(self, state, caller="backward", must_match=(_WAITING,))
+            handshake(self, state, caller="backward", must_match=(_WAITING, "retain_graph"))
         else:
             state()
         self._order.backward(loss, gradient, retain_graph)
@@ -633,10 +635,9 @@ class Communicator:
     def _refuse_call(self, method: str, error: CallError, given: Mapping[str, Any]) -> None:
         """Raise an error about arguments that do not fit a collective method, on all ranks where they check calls."""
         self.transport.check_open()
-        self.calls += method not in ("split", "backward")
-        check = given.get("check")
-        if method == "split" or self._checking(check):
-            handshake(self.transport, complaint(error), caller=f"{type(self).__name__}.{method}")
+        if method == "split" or self._checking(given.get("check")):
+            handshake(self, complaint(error), caller=f"{type(self).__name__}.{method}")
+        self.calls += method != "backward"
 
     def _enter_rows(
         self, operation: str, x: Tensor, counts: Sequence[int] | None, dim: int, check: bool | None, **options: Any
