@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,6 +38,11 @@ KERNELS = {
     *((nested_tiles, "nested_sums"), (nested_tiles, "nested_gradient")),
 }
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+
+# Triton 3.8's compiler, under Python 3.13.
+warnings.filterwarnings(
+    "ignore", message="AnnAssign.__init__ missing 1 required positional", category=DeprecationWarning
+)
 
 
 @dataclass(frozen=True)
