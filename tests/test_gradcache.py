@@ -1561,3 +1561,13 @@ def test_nothing_warns():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         wb.GradCache([mlp(0), mlp(1)], 2, Clip(), keep_graphs="auto")(*batch(6))
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_step_needs_gradients(context):
+    """An evaluation that calls it would leave gradients in `.grad`."""
+    model = torch.nn.Linear(3, 2)
+    step = wb.GradCache([model, model], 2, lambda x, y: wb.functional.clip_loss(x, y, 1.0))
+    with context(), pytest.raises(ValueError, match=r"must not be under torch\.no_grad\(\) or inference_mode"):
+        step(torch.randn(4, 3), torch.randn(4, 3))
+    assert model.weight.grad is None

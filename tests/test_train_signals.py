@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,8 +24,8 @@ from wholebatch.train import cli, launch, local_ranks
 from wholebatch.train.checkpoint import last_step
 from wholebatch.train.lock import Lock
 from wholebatch.train.retrieve import Retrieve
-from wholebatch.train.run_folder import RunFolder
-from wholebatch.train.signals import Patience, Requests, Stopped, signals_blocked
+from wholebatch.train.run_folder import RunFolder, read_config
+from wholebatch.train.signals import Patience, Requests, Stopped, resume_command, signals_blocked
 
 MORE = ["--no-audit", "--loss", "global_contrastive"]  # a loss with a memory
 
@@ -148,7 +149,7 @@ def test_a_second_signal_ends_a_process_that_hangs_at_once():
     try:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
-        assert "this step is finished" in process.stderr.readline()
+        assert "finishing this step" in process.stderr.readline()
         time.sleep(0.5)  # no echo
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 128 + signal.SIGINT
@@ -203,7 +204,7 @@ def test_a_signal_at_any_moment_loses_nothing(capsys, monkeypatch, data, undistu
         assert line == "SIGTERM: the run was finished"
         assert (run / "report.json").exists()
     else:
-        command = f"wholebatch train --resume '{run}'"
+        command = f"wholebatch train --resume '{run}'"  # whatever program it is that runs tests
         assert line == f"SIGTERM: stopped after step {step}, which has a checkpoint; go on with: {command}"
         assert main(["train", "--resume", str(run)]) == 0
         assert f"going on after step {step}" in capsys.readouterr().out
@@ -211,7 +212,7 @@ def test_a_signal_at_any_moment_loses_nothing(capsys, monkeypatch, data, undistu
     assert (run / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()
 
 
-def test_a_checkpoint_that_was_asked_for_is_not_made_again(monkeypatch, data, undisturbed, tmp_path):
+def test_a_checkpoint_that_was_asked_for_is_not_made_again(capsys, monkeypatch, data, undisturbed, tmp_path):
     """To write it once more is to have none for a moment: of a classifier's part there is one folder for a step."""
     run, found, steps = tmp_path / "run", [], []
 
@@ -236,6 +237,10 @@ def test_a_checkpoint_that_was_asked_for_is_not_made_again(monkeypatch, data, un
         patches.setattr(Retrieve, "save", save)
         assert main(["train", *options(data, run, *MORE)]) == 0
     assert steps == [5, 10, 12]
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if "asked for" in line] == [
+        f"a checkpoint was asked for: step {step} has one" for step in (5, 12)
+    ]
     assert metrics(run) == metrics(undisturbed)
 
 
@@ -256,20 +261,24 @@ def started(data, tmp_path):
         process.communicate()
 
 
-def test_a_rank_that_is_killed_is_one_line(capsys, started):
+def test_a_rank_that_is_killed_is_one_line(capsys, data, started):
     process, run = started
     assert main(["train", "--resume", str(run)]) == 2
     of_second = capsys.readouterr().err
     pid = re.search(r"is written by process (\d+) on '.+' at this moment, and a run has one writer", of_second)[1]
     assert of_second.count("\n") == 1
+    assert main(["train", *options(data, run)]) == 2, "another new run"
+    assert "a run has one writer" in capsys.readouterr().err
     os.kill(int(pid), signal.SIGKILL)  # rank 0, which has the lock
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 1, stdout + stderr
     assert stderr == (
         "wholebatch train: error: rank 0 of 2 was killed by SIGKILL (was the machine out of memory?); the other ranks "
-        f"were ended; go on with: wholebatch train --resume {run}\n"
+        f"were ended; go on with: {sys.executable} -m wholebatch train --resume {run}\n"
     )
-    RunFolder.lock(run).close()  # nobody holds it
+    assert main(["train", *options(data, run)]) == 2, "a new run, while nobody holds the lock"
+    assert "is not empty; go on with the run in it" in capsys.readouterr().err
+    RunFolder.lock(run).close()
 
 
 def test_two_processes_stop_together(started):
@@ -301,8 +310,38 @@ def test_torchrun_is_asked_to_stop(data, undisturbed, tmp_path):
     finally:
         process.kill()
         process.communicate()
-    assert f"SIGTERM: stopped after step {recorded(run)}, which has a checkpoint" in stdout, stdout + stderr
+    command = f"torchrun --nproc-per-node 2 -m wholebatch train --resume {run}\n"
+    stopped = f"SIGTERM: stopped after step {recorded(run)}, which has a checkpoint; go on with: {command}"
+    assert stopped in stdout, stdout + stderr
     assert last_step(run, recorded=recorded(run), checkpoint_every=5) == recorded(run)
+    assert read_config(run).processes == 2, "so that it goes on with as many without torchrun, too"
+
+
+@pytest.mark.parametrize(
+    ("called", "found", "environment", "program"),
+    [
+        ("/e/bin/wholebatch", "/e/bin/wholebatch", {}, "wholebatch"),
+        ("/e/bin/wholebatch", None, {}, "/e/bin/wholebatch"),
+        ("/an env/bin/wholebatch", None, {}, "'/an env/bin/wholebatch'"),
+        ("/e/lib/wholebatch/__main__.py", None, {}, f"{sys.executable} -m wholebatch"),
+        ("/a/notebook.py", None, {}, "wholebatch"),
+        ("x", None, {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, "torchrun --nproc-per-node 4 -m wholebatch"),
+        (
+            "x",
+            None,
+            {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"},
+            "torchrun --nnodes 2 --nproc-per-node 4 -m wholebatch",
+        ),
+    ],
+)
+def test_the_command_that_resumes_can_be_pasted(monkeypatch, tmp_path, called, found, environment, program):
+    monkeypatch.setattr(sys, "argv", [called, "train"])
+    monkeypatch.setattr("wholebatch.train.signals.shutil.which", lambda name: found)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for name, value in ({"TORCHELASTIC_RUN_ID": "x"} | environment if environment else {}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    assert resume_command(Path("runs/a run")) == f"{program} train --resume '{tmp_path}/runs/a run'"
 
 
 LAUNCHED = {

@@ -163,8 +163,8 @@ class GradCache:
         Raises:
             ValueError: on every rank, whichever rank made the mistake, with gradients as they were: inputs that are not
                 as many as models, or disagree on their rows; a representation with other rows, or without gradient; a
-                loss that is not one number, or ignores a representation; a model that does not call its engine;
-                parameters that differ between ranks.
+                loss that is not one number, or ignores a representation; `torch.no_grad()`; a model that does not call
+                its engine; parameters that differ between ranks.
             RuntimeError: if the second forward pass is not the first; gradients are as they were. On ranks where it is,
                 a ValueError. What a model itself raises is raised as it is, and in the second pass on its rank alone.
         """
@@ -173,6 +173,11 @@ class GradCache:
 
         def split() -> list[Any]:
             check_flag("no_sync_except_last", no_sync_except_last)
+            if not torch.is_grad_enabled():
+                raise ValueError(
+                    "a step of GradCache is forward and backward, and must not be under torch.no_grad() or "
+                    "inference_mode; for the loss alone call the models, and loss_fn of what they give"
+                )
             chunks.extend(self._chunks(model_inputs))
             counts = [sum(c.encoder.index == k for c in chunks) for k in range(len(self.models))]
             visible = synchronised(module for chunk in chunks if chunk.first for module in chunk.encoder.visible)

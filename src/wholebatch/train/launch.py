@@ -27,7 +27,7 @@ from .loop import train
 from .planned import plan_start
 from .progress import ConsoleProgress, Progress
 from .run_folder import RunFolder
-from .signals import Requests, can_resume, resume_command
+from .signals import Requests, how_to_resume
 
 
 def run(config: TrainConfig) -> None:
@@ -102,10 +102,9 @@ def _launched_rank(config: TrainConfig) -> None:
         except Exception as error:
             if not is_of_a_connection(error):
                 raise
-            resume = f"; go on with: {resume_command(requests.folder)}" if can_resume(requests.folder) else ""
             raise RankDiedError(
                 f"rank {os.environ['RANK']} lost its connection to the others, one of which has probably ended "
-                f"({one_line(error)}){resume}"
+                f"({one_line(error)}){how_to_resume(requests.folder)}"
             ) from error
         finally:
             if dist.is_initialized():
@@ -211,7 +210,7 @@ def _prepare(config: TrainConfig, size: int, held: ExitStack, *, is_first: bool)
         folder.go_on_after(step)
         return data, folder
     path = _folder(config)
-    folder = RunFolder.create(path, dataclasses.replace(config, run_folder=path))
+    folder = RunFolder.create(path, dataclasses.replace(config, run_folder=path, processes=size))
     held.callback(folder.close)
     return data, folder
 

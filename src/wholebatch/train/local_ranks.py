@@ -32,10 +32,9 @@ from .signals import (
     Inbox,
     Patience,
     Stopped,
-    can_resume,
+    how_to_resume,
     inbox,
     name,
-    resume_command,
     say,
     show_cursor,
     signals_blocked,
@@ -194,8 +193,7 @@ def _died(who: str, code: int, resume: str) -> Exception:
 
 
 def _resume(config: TrainConfig) -> str:
-    folder = config.run_folder
-    return f"; go on with: {resume_command(folder)}" if can_resume(folder) else "; nothing was written yet"
+    return how_to_resume(config.run_folder, "; nothing was written yet")
 
 
 def _rank(rank: int, config: TrainConfig, folder: str, launcher: Connection, body: Body) -> None:

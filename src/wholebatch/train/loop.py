@@ -83,6 +83,8 @@ def train(
             saved_at = step + 1
         if asked.stop:
             raise _end(asked, requests, path, progress, step=step + 1)
+        if asked.checkpoint:
+            progress.show_checkpoint(step + 1)
 
     report = task.judge()
     if saved_at < config.steps:

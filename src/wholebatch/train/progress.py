@@ -40,6 +40,9 @@ class Progress:
     def stop(self) -> None:
         """Leave the terminal as it was."""
 
+    def show_checkpoint(self, step: int) -> None:
+        """A signal has asked for a checkpoint, which there is after `step` steps."""
+
     def show_stop(self, signal: str, step: int, folder: Path, *, finished: bool) -> None:
         """A signal has stopped the run after `step` steps, or came while its report was written."""
 
@@ -96,7 +99,11 @@ class ConsoleProgress(Progress):
 
     def show_stop(self, signal: str, step: int, folder: Path, *, finished: bool) -> None:
         done = "the run was finished" if finished else f"stopped after step {step}, which has a checkpoint"
-        self._console.print(f"{signal}: {done}" + ("" if finished else f"; go on with: {resume_command(folder)}"))
+        line = f"{signal}: {done}" + ("" if finished else f"; go on with: {resume_command(folder)}")
+        self._console.print(line)
+
+    def show_checkpoint(self, step: int) -> None:
+        self._console.print(f"a checkpoint was asked for: step {step} has one")
 
     def report(self, folder: RunFolder, task: Task) -> None:
         report = folder.report()

@@ -51,6 +51,8 @@ class RunFolder:
         """A new folder with the configuration in it; refuses one that holds a run already."""
         with _writing(path):
             path.mkdir(parents=True, exist_ok=True)
+            if (path / LOCK_FILE).exists():
+                Lock(path).close()  # whoever is writing there is what to be told first
             _refuse_others(path)
             lock = Lock(path)
             try:

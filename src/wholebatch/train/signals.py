@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import shutil
 import signal
 import socket
 import sys
@@ -27,7 +28,7 @@ STOP = (signal.SIGTERM, signal.SIGINT)
 CHECKPOINT: int | None = getattr(signal, "SIGUSR1", None)  # Windows has none
 # GNU timeout sends SIGTERM to its child and then to the whole process group: an echo is not a second signal.
 _ECHO_S = 0.3
-FINISHING = "{}: this step is finished and a checkpoint written; once more ends at once"
+FINISHING = "{}: finishing this step, and then writing a checkpoint; a second signal ends at once"
 
 
 class Stopped(Exception):  # noqa: N818  not an error
@@ -188,7 +189,7 @@ class Requests:
 
     def _end_at_once(self, number: int, when: str) -> NoReturn:
         if self._announce:
-            resume = f"; go on with: {resume_command(self.folder)}" if can_resume(self.folder) else ""
+            resume = how_to_resume(self.folder)
             say(f"{name(number)}: ended {when}{resume}")
             show_cursor()
         os._exit(128 + number)
@@ -247,14 +248,26 @@ def name(number: int) -> str:
         return f"signal {number}"
 
 
-def can_resume(folder: Path | None) -> bool:
-    """Whether there is a run in the folder that can be resumed."""
-    return folder is not None and (folder / "config.json").exists()
+def how_to_resume(folder: Path | None, otherwise: str = "") -> str:
+    """The end of a message: how to go on with the run in the folder, if there is one."""
+    if folder is None or not (folder / "config.json").exists():
+        return otherwise
+    return f"; go on with: {resume_command(folder)}"
 
 
-def resume_command(folder: Path | None) -> str:
-    """The command that goes on with the run in `folder`."""
-    return f"wholebatch train --resume {shlex.quote(str(folder))}"
+def resume_command(folder: Path) -> str:
+    """The command that goes on with the run in `folder`, from anywhere: as this program was started."""
+    command = f"train --resume {shlex.quote(str(folder.absolute()))}"
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        size, of_machine = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        machines = f"--nnodes {size // of_machine} " if size > of_machine else ""
+        return f"torchrun {machines}--nproc-per-node {of_machine} -m wholebatch {command}"
+    called = Path(sys.argv[0])
+    if called.parts[-2:] == ("wholebatch", "__main__.py"):
+        return f"{shlex.quote(sys.executable)} -m wholebatch {command}"
+    if called.name == "wholebatch" and shutil.which("wholebatch") is None:  # of an environment that is not activated
+        return f"{shlex.quote(str(called.absolute()))} {command}"
+    return f"wholebatch {command}"
 
 
 def _all() -> list[int]:
