@@ -1158,12 +1158,17 @@ def mistakes_in_backward(comm):
     mistakes = [({"nonsense": 1}, "unexpected keyword argument 'nonsense'")]
     if comm.size > 1:
         mistakes.append(({"retain_graph": True}, "retain_graph must be the same on all ranks"))
+        mistakes.append(({"check": False}, "unexpected keyword argument 'check'"))
     for culprit in range(comm.size):
         for wrong, message in mistakes:
             loss = comm.all_reduce(torch.ones(2, requires_grad=True)).sum()
             with refused(message, (TypeError, ValueError)):
                 comm.backward(loss, **(wrong if comm.rank == culprit else {}))
             comm.backward(loss)
+            assert comm.all_reduce(torch.tensor(1)).item() == comm.size, "still in step"
+            here = {"nonsense": 1} if comm.rank == culprit else {}
+            with refused("unexpected keyword argument 'nonsense'", TypeError):  # a handshake finds the counts
+                comm.all_gather(torch.ones(2), check=False, **here)
             assert comm.all_reduce(torch.tensor(1)).item() == comm.size, "still in step"
     # What is kept on all ranks is there for all.
     x = torch.ones(2, requires_grad=True)

@@ -563,6 +563,9 @@ def heads_of_two_settings_body():
             with pytest.raises(ValueError, match=rf"{name} must be the same on all ranks, got rank 0: .*; rank 1: "):
                 call()
         assert wb.functional.clip_loss(features(), features(), 1.0).isfinite(), "the group still works"
+    head = wb.PartialFC(4, 6)
+    with pytest.raises(ValueError, match=r"rank 0: PartialFC\.full_weight.*; rank 1: PartialFC\.full_bias"):
+        (head.full_bias if dist.get_rank() == 1 else head.full_weight)()
 
 
 def test_heads_of_two_settings():

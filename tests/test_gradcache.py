@@ -1571,3 +1571,17 @@ def test_a_step_needs_gradients(context):
     with context(), pytest.raises(ValueError, match=r"must not be under torch\.no_grad\(\) or inference_mode"):
         step(torch.randn(4, 3), torch.randn(4, 3))
     assert model.weight.grad is None
+
+
+def no_grad_on_one_rank_body():
+    model = torch.nn.Linear(3, 2)
+    step = wb.GradCache([model, model], 2, lambda x, y: wb.functional.clip_loss(x, y, 1.0))
+    x = torch.randn(4, 3)
+    with torch.set_grad_enabled(dist.get_rank() == 0), pytest.raises(ValueError, match=r"rank 1: a step of GradCache"):
+        step(x, x)
+    assert model.weight.grad is None
+    return step(x, x).item()
+
+
+def test_a_step_needs_gradients_on_all_ranks():
+    assert len({*run_ranks(no_grad_on_one_rank_body, 2)}) == 1

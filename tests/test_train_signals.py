@@ -23,6 +23,7 @@ from wholebatch.testing import run_ranks
 from wholebatch.train import cli, launch, local_ranks
 from wholebatch.train.checkpoint import last_step
 from wholebatch.train.lock import Lock
+from wholebatch.train.progress import ConsoleProgress
 from wholebatch.train.retrieve import Retrieve
 from wholebatch.train.run_folder import RunFolder, read_config
 from wholebatch.train.signals import Patience, Requests, Stopped, resume_command, signals_blocked
@@ -149,7 +150,7 @@ def test_a_second_signal_ends_a_process_that_hangs_at_once():
     try:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
-        assert "finishing this step" in process.stderr.readline()
+        assert "the run ends after this step" in process.stderr.readline()
         time.sleep(0.5)  # no echo
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 128 + signal.SIGINT
@@ -310,11 +311,14 @@ def test_torchrun_is_asked_to_stop(data, undisturbed, tmp_path):
     finally:
         process.kill()
         process.communicate()
-    command = f"torchrun --nproc-per-node 2 -m wholebatch train --resume {run}\n"
+    command = f"{TORCHRUN} --nproc-per-node 2 -m wholebatch train --resume {run}\n"
     stopped = f"SIGTERM: stopped after step {recorded(run)}, which has a checkpoint; go on with: {command}"
     assert stopped in stdout, stdout + stderr
     assert last_step(run, recorded=recorded(run), checkpoint_every=5) == recorded(run)
     assert read_config(run).processes == 2, "so that it goes on with as many without torchrun, too"
+
+
+TORCHRUN = f"{sys.executable} -m torch.distributed.run --standalone"
 
 
 @pytest.mark.parametrize(
@@ -325,23 +329,44 @@ def test_torchrun_is_asked_to_stop(data, undisturbed, tmp_path):
         ("/an env/bin/wholebatch", None, {}, "'/an env/bin/wholebatch'"),
         ("/e/lib/wholebatch/__main__.py", None, {}, f"{sys.executable} -m wholebatch"),
         ("/a/notebook.py", None, {}, "wholebatch"),
-        ("x", None, {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, "torchrun --nproc-per-node 4 -m wholebatch"),
+        ("/e/bin/wholebatch", "/f/bin/wholebatch", {}, "/e/bin/wholebatch"),
+        ("x", None, {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, f"{TORCHRUN} --nproc-per-node 4 -m wholebatch"),
         (
             "x",
             None,
             {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"},
-            "torchrun --nnodes 2 --nproc-per-node 4 -m wholebatch",
+            "torchrun as before on each machine, with -m wholebatch",
         ),
+        ("x", None, {"WORLD_SIZE": "8"}, "wholebatch"),
     ],
 )
 def test_the_command_that_resumes_can_be_pasted(monkeypatch, tmp_path, called, found, environment, program):
     monkeypatch.setattr(sys, "argv", [called, "train"])
     monkeypatch.setattr("wholebatch.train.signals.shutil.which", lambda name: found)
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
     for name, value in ({"TORCHELASTIC_RUN_ID": "x"} | environment if environment else {}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     assert resume_command(Path("runs/a run")) == f"{program} train --resume '{tmp_path}/runs/a run'"
+
+
+def test_a_path_is_shown_as_it_is(capsys):
+    """Rich would take some of it for its markup, and for pictures."""
+    folder = Path("/runs[lr=1]/[red]x/:smile:")
+    ConsoleProgress().show_folder(folder)
+    ConsoleProgress().show_stop("SIGTERM", 3, folder, finished=False)
+    assert capsys.readouterr().out.count(str(folder)) == 2
+
+
+def test_a_folder_that_is_no_run_is_left_alone(capsys, data, tmp_path):
+    for name in ("lock", "thesis.txt"):
+        (tmp_path / name).write_text("precious")
+    assert main(["train", *options(data, tmp_path)]) == 2
+    assert "is not empty, and no run; choose another --run-folder" in capsys.readouterr().err
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == dict.fromkeys(
+        ("lock", "thesis.txt"), "precious"
+    )
 
 
 LAUNCHED = {

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 _MOST = 2**63  # what no computer counts to
-LARGEST, LEAST = 3.4028234663852886e38, 1e-30  # that float32 holds; that it can be divided by
+LARGEST, LEAST = 3.4028234663852886e38, 1e-30  # number of float32; what a similarity is divided by
 _SHOWN = 80  # characters of a value in a message
 
 

@@ -14,7 +14,10 @@ import torch
 
 import wholebatch as wb
 from wholebatch._bounded_json import parse_json
+from wholebatch._files import read_bounded
 from wholebatch._user_error import UserError
+
+_MOST_BYTES = 2**28
 
 
 def keep(file: Path, rows: Iterable[Mapping[str, Any]], same_run: Sequence[str]) -> list[dict[str, Any]]:
@@ -48,10 +51,10 @@ def read(file: Path, needed: Sequence[str]) -> list[dict[str, Any]]:
     if not file.exists():
         return []
     try:
-        rows = parse_json(file.read_bytes(), str(file))
+        rows = parse_json(read_bounded(file, _MOST_BYTES), "it")
         assert all(set(needed) <= row.keys() for row in rows)
     except (ValueError, AssertionError, AttributeError, TypeError, OSError) as error:
-        raise UserError(f"{file} does not hold the results of this benchmark; name another file") from error
+        raise UserError(f"{file} does not hold the results of this benchmark ({error}); name another file") from error
     return list(rows)
 
 

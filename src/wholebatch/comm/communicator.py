@@ -7,6 +7,7 @@ keeps the backward pass in order, `handshake` and `messages` do the checking, a 
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -551,12 +552,12 @@ class Communicator:
         Args:
             loss: this rank's scalar, or None. Which scalar is differentiated, is the communicator's `loss`.
             gradient: of the objective with respect to `loss`, by default 1.
-            retain_graph: keep the graph for another backward pass, of all ranks.
+            retain_graph: keep the graph for another backward pass; the same on all ranks.
 
         Raises:
             ValueError: with checking, on every rank: if there is nothing to differentiate (`loss` requires no gradient,
-                and no call waits for one), if `loss` is no scalar and has no `gradient`, if a handle was dropped, or if
-                different collectives of this communicator wait for the backward pass on different ranks, or if
+                and no call waits for one), if `loss` is no scalar and has no `gradient`, if a handle was dropped,
+                if different collectives of this communicator wait for the backward pass on different ranks, or if
                 `retain_graph` is not the same on all.
         """
         self.transport.check_not_closed()
@@ -635,7 +636,10 @@ class Communicator:
     def _refuse_call(self, method: str, error: CallError, given: Mapping[str, Any]) -> None:
         """Raise an error about arguments that do not fit a collective method, on all ranks where they check calls."""
         self.transport.check_open()
-        if method == "split" or self._checking(given.get("check")):
+        takes = inspect.signature(getattr(type(self), method)).parameters
+        check = given.get("check") if "check" in takes else None
+        unknown = any(given.get(name) is None for name in takes if name.endswith("counts"))
+        if method == "split" or unknown or self._checking(check):  # as the ranks that made no mistake do
             handshake(self, complaint(error), caller=f"{type(self).__name__}.{method}")
         self.calls += method != "backward"
 

@@ -173,7 +173,7 @@ class GradCache:
 
         def split() -> list[Any]:
             check_flag("no_sync_except_last", no_sync_except_last)
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
                 raise ValueError(
                     "a step of GradCache is forward and backward, and must not be under torch.no_grad() or "
                     "inference_mode; for the loss alone call the models, and loss_fn of what they give"
@@ -204,7 +204,7 @@ class GradCache:
                     check_not_passed_by(of.name, of.leaves, of.seen.values(), engines, self.unchecked)
             found.extend(_joined([c for c in chunks if c.encoder.index == k]) for k in range(len(self.models)))
 
-        with self._autocast(device), torch.enable_grad(), _as_they_were() as kept, _moved_once(buffers) as state:
+        with self._autocast(device), _as_they_were() as kept, _moved_once(buffers) as state:
             _agree(comm, encode)
             engines = {id(e.module): e for chunk in chunks for e in chunk.engines}
             kept((p for chunk in chunks if chunk.first for p in chunk.encoder.parameters.values()), engines.values())

@@ -24,6 +24,7 @@ from ..comm import Communicator, handshake, select_communicator
 from ..losses._door import told_to_all
 from .classes import NOT_HERE, rows_within
 from .head_folder import Index, Slices, check_is_new, read_index, write_index, write_rows
+from .logits import OF_HEAD
 from .partial_fc import PartialFC
 
 
@@ -58,7 +59,7 @@ def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None =
         if optimizer is not None:
             _check_has(optimizer, head)
         check_is_new(Path(folder))
-        return {"folder": str(folder), "head": _facts(head, optimizer), "save": new_save_id()}
+        return {**head.facts(), "folder": str(folder), "head": _facts(head, optimizer), "save": new_save_id()}
 
     def write_own() -> dict[str, Any]:
         rows = _rows_of(head, _known(optimizer, head))
@@ -75,7 +76,7 @@ def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None =
             raise ValueError(f"{folder} cannot be written: {error}") from error
         return {}
 
-    everyone = handshake(comm, state, caller="save_head", must_match=("folder", "head"))
+    everyone = handshake(comm, state, caller="save_head", must_match=(*OF_HEAD, "folder", "head"))
     save = str(everyone[0]["save"])
     written = handshake(comm, write_own, caller="save_head")
     handshake(comm, write_last, caller="save_head")

@@ -261,7 +261,8 @@ class PartialFC(nn.Module):
         2 all-to-alls of k B numbers.
 
         Raises:
-            ValueError: on every rank, for what is no embedding, and for k above the number of classes.
+            ValueError: on every rank, for what is no embedding, for k above the number of classes, and if k or the
+                head's settings differ between ranks.
 
         >>> import torch, wholebatch as wb
         >>> head = wb.PartialFC(8, 1000)
@@ -276,19 +277,25 @@ class PartialFC(nn.Module):
         """All centres, (C, d) or (C, K, d), on rank `root`; None on the others.
 
         Collective: 1 handshake, 1 gather.
+
+        Raises:
+            ValueError: on every rank, if `root` is no rank, or `root` or the head's settings differ between ranks.
         """
-        return self._full(self.weight, root)
+        return self._full("full_weight", self.weight, root)
 
     @told_to_all
     def full_bias(self, root: int = 0) -> Tensor | None:
         """All biases, (C,), on rank `root`; None on the others, and where there are none.
 
         Collective: 1 handshake, and 1 gather where there are biases.
+
+        Raises:
+            ValueError: as `full_weight`.
         """
-        return self._full(self.bias, root)
+        return self._full("full_bias", self.bias, root)
 
     @torch.no_grad()
-    def _full(self, of_classes: Tensor | None, root: int) -> Tensor | None:
+    def _full(self, name: str, of_classes: Tensor | None, root: int) -> Tensor | None:
         comm = select_communicator(self.options.group)
 
         def state() -> dict[str, Any]:
@@ -296,7 +303,7 @@ class PartialFC(nn.Module):
             check_integer("root", root, least=0, most=comm.size - 1, of="a rank")
             return {**of_head, "root": root}
 
-        handshake(comm, state, caller="PartialFC", must_match=(*OF_HEAD, "root"))
+        handshake(comm, state, caller=f"PartialFC.{name}", must_match=(*OF_HEAD, "root"))
         if of_classes is None:
             return None
         counts = Partition.even(self.num_classes, comm.size).counts

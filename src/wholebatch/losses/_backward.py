@@ -37,9 +37,8 @@ _TOLERANCE = 1e-5  # relative: ranks that compute the same F may round different
 CALL = "call"  # the fact of a handshake that numbers the call
 
 _latest = 0  # number of the latest call of a loss on this rank
-_differed: dict[
-    str | None, Tensor
-] = {}  # by group: the backward passes that differed, on the device, not looked at yet
+# By group: how many backward passes differed, on the device, where nobody has looked yet.
+_differed: dict[str | None, Tensor] = {}
 
 
 def latest_call() -> int:

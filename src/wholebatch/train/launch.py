@@ -210,7 +210,9 @@ def _prepare(config: TrainConfig, size: int, held: ExitStack, *, is_first: bool)
         folder.go_on_after(step)
         return data, folder
     path = _folder(config)
-    folder = RunFolder.create(path, dataclasses.replace(config, run_folder=path, processes=size))
+    on_one_machine = int(os.environ.get("LOCAL_WORLD_SIZE", size)) == size
+    config = dataclasses.replace(config, run_folder=path, processes=size if on_one_machine else 1)
+    folder = RunFolder.create(path, config)
     held.callback(folder.close)
     return data, folder
 

@@ -14,12 +14,13 @@ from .signals import say
 
 _flock: Callable[[int, int], None] | None
 try:
-    from fcntl import LOCK_EX, LOCK_NB
+    from fcntl import LOCK_EX, LOCK_NB, LOCK_SH
     from fcntl import flock as _flock
 except ImportError:  # Windows
     _flock = None
 
 FILE = "lock"
+_HELD = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 
 
@@ -58,21 +59,40 @@ class Lock:
         try:
             _flock(self._file, LOCK_EX | LOCK_NB)
         except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
-                raise UserError(
-                    f"the run folder {str(folder)!r} is written by {self._holder()} at this moment, and a run has one "
-                    "writer; wait until that has ended, or end it"
-                ) from None
+            if error.errno in _HELD:
+                raise _has_a_writer(folder, self._file) from None
             if error.errno not in _NO_LOCKS:
                 raise
             say(f"the file system has no locks ({error.strerror}): nothing keeps a second run out of {folder}")
-
-    def _holder(self) -> str:
-        pid, _, host = os.read(self._file, 300).decode(errors="replace").strip().partition(" ")
-        return f"process {pid} on {host!r}" if pid.isdecimal() and host else "another process"
 
     def close(self) -> None:
         """Let the next one in."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def refuse_a_writer(folder: Path) -> None:
+    """Raise UserError if another process holds the folder's lock; nothing is written, and nothing held."""
+    if _flock is None:
+        return
+    try:
+        file = os.open(folder / FILE, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0))
+    except OSError:  # there is none that could be held
+        return
+    try:
+        _flock(file, LOCK_SH | LOCK_NB)
+    except OSError as error:
+        if error.errno in _HELD:
+            raise _has_a_writer(folder, file) from None
+    finally:
+        os.close(file)
+
+
+def _has_a_writer(folder: Path, file: int) -> UserError:
+    pid, _, host = os.read(file, 300).decode(errors="replace").strip().partition(" ")
+    holder = f"process {pid} on {host!r}" if pid.isdecimal() and host else "another process"
+    return UserError(
+        f"the run folder {str(folder)!r} is written by {holder} at this moment, and a run has one writer; wait until "
+        "that has ended, or end it"
+    )

@@ -54,7 +54,7 @@ class ConsoleProgress(Progress):
     """A bar while training in a terminal; otherwise a line every few steps."""
 
     def __init__(self) -> None:
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)  # a path is shown as it is
         self._bar: Bar | None = None
         self._found = ""
 

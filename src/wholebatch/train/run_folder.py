@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +30,7 @@ from .._user_error import UserError
 from .checkpoint import CONFIG, METRICS, MOST_CONFIG_BYTES, first_lines, save_tensors
 from .config import TrainConfig
 from .lock import FILE as LOCK_FILE
-from .lock import Lock
+from .lock import Lock, refuse_a_writer
 from .pictures import draw_curves
 from .task import Task
 
@@ -51,8 +52,6 @@ class RunFolder:
         """A new folder with the configuration in it; refuses one that holds a run already."""
         with _writing(path):
             path.mkdir(parents=True, exist_ok=True)
-            if (path / LOCK_FILE).exists():
-                Lock(path).close()  # whoever is writing there is what to be told first
             _refuse_others(path)
             lock = Lock(path)
             try:
@@ -132,10 +131,15 @@ class RunFolder:
 
 def _refuse_others(path: Path) -> None:
     """A folder is empty, but for the files of a run that was killed before it had a configuration."""
-    if {entry.name for entry in path.iterdir()} - {LOCK_FILE, _PARTIAL_CONFIG}:
-        raise UserError(
-            f"{str(path)!r} is not empty; go on with the run in it by --resume {path}, or choose another --run-folder"
-        )
+    if not {entry.name for entry in path.iterdir()} - {LOCK_FILE, _PARTIAL_CONFIG}:
+        return
+    if not (path / CONFIG).exists():
+        raise UserError(f"{str(path)!r} is not empty, and no run; choose another --run-folder")
+    refuse_a_writer(path)
+    raise UserError(
+        f"{str(path)!r} is not empty; go on with the run in it by --resume {shlex.quote(str(path))}, or choose another "
+        "--run-folder"
+    )
 
 
 def read_config(path: Path) -> TrainConfig:

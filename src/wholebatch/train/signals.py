@@ -28,7 +28,7 @@ STOP = (signal.SIGTERM, signal.SIGINT)
 CHECKPOINT: int | None = getattr(signal, "SIGUSR1", None)  # Windows has none
 # GNU timeout sends SIGTERM to its child and then to the whole process group: an echo is not a second signal.
 _ECHO_S = 0.3
-FINISHING = "{}: finishing this step, and then writing a checkpoint; a second signal ends at once"
+FINISHING = "{}: the run ends after this step, with a checkpoint; a second signal ends it at once"
 
 
 class Stopped(Exception):  # noqa: N818  not an error
@@ -188,11 +188,12 @@ class Requests:
                 say(FINISHING.format(name(number)))
 
     def _end_at_once(self, number: int, when: str) -> NoReturn:
-        if self._announce:
-            resume = how_to_resume(self.folder)
-            say(f"{name(number)}: ended {when}{resume}")
-            show_cursor()
-        os._exit(128 + number)
+        try:
+            if self._announce:
+                say(f"{name(number)}: ended {when}{how_to_resume(self.folder)}")
+                show_cursor()
+        finally:
+            os._exit(128 + number)
 
 
 @contextlib.contextmanager
@@ -208,7 +209,7 @@ def inbox() -> Iterator[Inbox | None]:
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
-    """A process that is started in here is sent no signal until it makes its `Requests`: they wait."""
+    """Signals to a process that is started in here wait until it makes its `Requests`."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -258,16 +259,23 @@ def how_to_resume(folder: Path | None, otherwise: str = "") -> str:
 def resume_command(folder: Path) -> str:
     """The command that goes on with the run in `folder`, from anywhere: as this program was started."""
     command = f"train --resume {shlex.quote(str(folder.absolute()))}"
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        size, of_machine = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-        machines = f"--nnodes {size // of_machine} " if size > of_machine else ""
-        return f"torchrun {machines}--nproc-per-node {of_machine} -m wholebatch {command}"
-    called = Path(sys.argv[0])
+    python, called = shlex.quote(sys.executable), Path(sys.argv[0])
+    if {"TORCHELASTIC_RUN_ID", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
+        size = os.environ["LOCAL_WORLD_SIZE"]
+        if os.environ["WORLD_SIZE"] != size:
+            return f"torchrun as before on each machine, with -m wholebatch {command}"
+        return f"{python} -m torch.distributed.run --standalone --nproc-per-node {size} -m wholebatch {command}"
     if called.parts[-2:] == ("wholebatch", "__main__.py"):
-        return f"{shlex.quote(sys.executable)} -m wholebatch {command}"
-    if called.name == "wholebatch" and shutil.which("wholebatch") is None:  # of an environment that is not activated
+        return f"{python} -m wholebatch {command}"
+    if called.name == "wholebatch" and not _is_found(called):
         return f"{shlex.quote(str(called.absolute()))} {command}"
     return f"wholebatch {command}"
+
+
+def _is_found(program: Path) -> bool:
+    """Whether a shell finds this program by its name: its environment is activated."""
+    found = shutil.which(program.name)
+    return found is not None and Path(found).resolve() == program.resolve()
 
 
 def _all() -> list[int]:
