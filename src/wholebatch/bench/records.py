@@ -54,7 +54,8 @@ def read(file: Path, needed: Sequence[str]) -> list[dict[str, Any]]:
         rows = parse_json(read_bounded(file, _MOST_BYTES), "it")
         assert all(set(needed) <= row.keys() for row in rows)
     except (ValueError, AssertionError, AttributeError, TypeError, OSError) as error:
-        raise UserError(f"{file} does not hold the results of this benchmark ({error}); name another file") from error
+        why = f": {error}" if str(error) else ""
+        raise UserError(f"{file} does not hold the results of this benchmark; name another file{why}") from error
     return list(rows)
 
 
