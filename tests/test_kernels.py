@@ -511,6 +511,7 @@ def test_machine_code():
         "nested_sums",
         "nested_gradient",
     }
+    assert sum(of["spills"] > 0 for of in found) <= (TRITON < (3, 7))
     for of in found:
         assert of["spills"] <= (8 if TRITON < (3, 7) else 0), of  # instructions: 3.6 has them in one form
         assert of["narrow loads"] == 0 or of["constants"].get("ENDS", 8) < 8, of  # parts of 7 features, for one

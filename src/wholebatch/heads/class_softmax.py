@@ -17,7 +17,7 @@ in which no 1 is subtracted from a probability near 1.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ from ..sync import scale_gradient, shard_factor
 from .angles import nearest, target_angles
 from .classes import HeldClasses, check_ascending, label_range, out_of_order, rows_of_groups
 from .logits import (
+    SETTINGS,
     Logits,
     check_different,
     check_directions,
@@ -317,7 +318,7 @@ def _agree_on_batch(
         check=check,
         see=see,
         judge=judge,
-        must_match=(*(field.name for field in fields(Logits)), "num_classes", "labels of an example"),
+        must_match=(*SETTINGS, "num_classes", "labels of an example"),
     )
     if num_classes is not None:
         check_labels(agreed, num_classes)

@@ -122,8 +122,9 @@ class Logits:
         }
 
 
+SETTINGS = tuple(field.name for field in fields(Logits))  # the names of `facts`
 # What the parts of a head, one on each rank, have in common: settings of their logits, sizes, the seed of the centres.
-OF_HEAD = (*(field.name for field in fields(Logits)), "num_classes", "embedding_size", "sub_centres", "bias", "seed")
+OF_HEAD = (*SETTINGS, "num_classes", "embedding_size", "sub_centres", "bias", "seed")
 
 
 def ends_of(norms: Tensor) -> tuple[Tensor, Tensor]:

@@ -96,6 +96,8 @@ def _integer(name: str, smallest: int, largest: int | None) -> int | None:
 def _launched_rank(config: TrainConfig) -> None:
     """The life of a process that torchrun, or another launcher, has started."""
     local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if local_size == int(os.environ["WORLD_SIZE"]):  # all on this machine, which can start as many without a launcher
+        config = dataclasses.replace(config, processes=local_size)
     with closing(Requests(announce=os.environ["RANK"] == "0")) as requests:
         try:
             _run_rank(config, "env://", requests, local_rank=local_rank, local_size=local_size)
@@ -210,9 +212,7 @@ def _prepare(config: TrainConfig, size: int, held: ExitStack, *, is_first: bool)
         folder.go_on_after(step)
         return data, folder
     path = _folder(config)
-    on_one_machine = int(os.environ.get("LOCAL_WORLD_SIZE", size)) == size
-    config = dataclasses.replace(config, run_folder=path, processes=size if on_one_machine else 1)
-    folder = RunFolder.create(path, config)
+    folder = RunFolder.create(path, dataclasses.replace(config, run_folder=path))
     held.callback(folder.close)
     return data, folder
 
