@@ -17,7 +17,7 @@ from typing import Any
 import wholebatch as wb
 from wholebatch.auditing import presets
 from wholebatch.auditing.report import Report
-from wholebatch.auditing.summary import markdown, summarise
+from wholebatch.auditing.summary import markdown, summarize
 from wholebatch.bench.records import about
 from wholebatch.testing import preload
 
@@ -58,18 +58,18 @@ def main() -> None:
         for setting, problem in presets.settings(name).items():
             report = wb.audit(problem, (1, 2, 3), name=setting)
             found.append((library(name), report))
-            print(f"{library(name)}: {summarise(report)}", flush=True)
+            print(f"{library(name)}: {summarize(report)}", flush=True)
     kept = [
         {
             "library": of,
-            **vars(summarise(report)),
+            **vars(summarize(report)),
             "notes": [finding.cause.name for finding in report.findings if not finding.cause.wrong],
             "figures": figures(report),
         }
         for of, report in found
     ]
     RESULTS.write_text(json.dumps({"about": about(), "settings": kept}, indent=1) + "\n")
-    full = [(of, summarise(report)) for of, report in found]
+    full = [(of, summarize(report)) for of, report in found]
     fill(ROOT / "docs" / "audit.md", markdown(full))
     fill(ROOT / "README.md", markdown([line for line in full if line[0] not in TITLES.values()]))
 

@@ -32,10 +32,10 @@ def step(rows: int) -> Callable[[], torch.Tensor]:
     x, y = (torch.nn.functional.normalize(torch.randn(rows, FEATURES), dim=1) for _ in range(2))
 
     def run() -> torch.Tensor:
-        own = x.clone().requires_grad_()
-        wb.functional.clip_loss(own, y, 20.0).backward()
-        assert own.grad is not None
-        return own.grad
+        local = x.clone().requires_grad_()
+        wb.functional.clip_loss(local, y, 20.0).backward()
+        assert local.grad is not None
+        return local.grad
 
     return run
 

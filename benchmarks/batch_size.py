@@ -2,7 +2,7 @@
 
 Usage: python benchmarks/batch_size.py [--samples 307200] [--seeds 0 1] [--jobs 2]
 
-"batch": global batches of 64, 256 and 1024. A smaller batch also means more optimiser steps. The learning rate is
+"batch": global batches of 64, 256 and 1024. A smaller batch also means more optimizer steps. The learning rate is
 scaled by sqrt(batch / 1024) ("sqrt") or left ("same"); the warm-up sees the same number of samples.
 
 "negatives": 1024 pairs in every step, so the same steps, but the loss is the mean of the losses of groups of 64 or

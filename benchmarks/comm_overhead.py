@@ -37,9 +37,9 @@ def raw_c10d(comm: Communicator) -> Callable[[Tensor, Tensor], tuple[Tensor, Ten
     def both(x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
         full = x.new_empty(gradient.shape)
         _c10d.all_gather_single(full, x)
-        own = x.new_empty(x.shape)
-        _c10d.reduce_scatter_single(own, gradient)
-        return full, own
+        local = x.new_empty(x.shape)
+        _c10d.reduce_scatter_single(local, gradient)
+        return full, local
 
     return both
 
@@ -71,10 +71,10 @@ def raw_mpi4py(comm: Communicator) -> Callable[[Tensor, Tensor], tuple[Tensor, T
         return [MPI.buffer.fromaddress(x.data_ptr(), x.nbytes), x.numel(), MPI.FLOAT]
 
     def both(x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        full, own = x.new_empty(gradient.shape), x.new_empty(x.shape)
+        full, local = x.new_empty(gradient.shape), x.new_empty(x.shape)
         world.Allgather(buffer(x), [MPI.buffer.fromaddress(full.data_ptr(), full.nbytes), x.numel(), MPI.FLOAT])
-        world.Reduce_scatter(buffer(gradient), buffer(own), [x.numel()] * comm.size, op=MPI.SUM)
-        return full, own
+        world.Reduce_scatter(buffer(gradient), buffer(local), [x.numel()] * comm.size, op=MPI.SUM)
+        return full, local
 
     return both
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import wholebatch as wb
-from wholebatch._meter import rise_of_peak
+from wholebatch._measure import rise_of_peak
 from wholebatch.bench.records import keep
 
 RESULTS = Path(__file__).parent / "results" / "family.json"

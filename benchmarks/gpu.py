@@ -22,7 +22,7 @@ from torch.nn.functional import normalize
 
 import wholebatch as wb
 from wholebatch import kernels
-from wholebatch._meter import rise_of_peak, seconds_of
+from wholebatch._measure import rise_of_peak, seconds_of
 from wholebatch.bench.cli import LossConfig, run_loss
 from wholebatch.bench.records import about
 
@@ -89,12 +89,12 @@ def _check_partial_fc() -> None:
 def _check_blocks(name: str, found: object, gradient: torch.Tensor, tile: kernels.TileOf) -> None:
     """Sums, or dS, of the first rows against plain PyTorch's."""
     s = 14.3 * tile.x[:256].float() @ tile.y.float().T
-    own = torch.eye(256, len(tile.y), device=s.device)
+    local = torch.eye(256, len(tile.y), device=s.device)
     if name == "tile_sums":
         assert isinstance(found, tuple)
-        torch.testing.assert_close(found[0]["sum"][:256].float(), (s.exp() * (1 - own)).sum(1), rtol=1e-3, atol=0)
+        torch.testing.assert_close(found[0]["sum"][:256].float(), (s.exp() * (1 - local)).sum(1), rtol=1e-3, atol=0)
     else:
-        torch.testing.assert_close(gradient[:256].float(), 2 * s.exp() * (1 - own) - own, rtol=1e-2, atol=1e-5)
+        torch.testing.assert_close(gradient[:256].float(), 2 * s.exp() * (1 - local) - local, rtol=1e-2, atol=1e-5)
 
 
 def blocks() -> None:

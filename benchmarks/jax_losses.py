@@ -35,8 +35,8 @@ SCALE = 20.0
 def dense_clip(x: Any, y: Any, scale: Any) -> Any:
     """As one writes it: S stands in memory, and is computed once."""
     logits = scale * (x @ y.T)
-    own = jnp.diagonal(logits)
-    rows, cols = (jax.nn.logsumexp(logits, axis) - own for axis in (1, 0))
+    local = jnp.diagonal(logits)
+    rows, cols = (jax.nn.logsumexp(logits, axis) - local for axis in (1, 0))
     return (rows.mean() + cols.mean()) / 2
 
 

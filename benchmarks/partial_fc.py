@@ -4,11 +4,11 @@
 
 "time": forward and backward of ArcFace over 100,000 classes, in turns: PartialFC with flat memory, with exponentials
 kept, a dense transcription of PartialFC's second version (ours, of its algorithm: logits and softmax stored, margin on
-the target under no_grad), torch.nn.functional.linear_cross_entropy, where torch has it, on normalised embeddings
+the target under no_grad), torch.nn.functional.linear_cross_entropy, where torch has it, on normalized embeddings
 without a margin, and ArcFaceLoss of pytorch-metric-learning, where that is installed (`make peers`). The floor is
 8 B C d flops of torch.mm. First every way with a margin is compared with the float64 twin at a size where that fits.
-"memory": what a step adds beyond centres, their gradient and inputs, at 200,000 classes.
-"sample": whole steps with an optimiser, a tenth of the classes against all.
+"memory": what a step adds beyond centers, their gradient and inputs, at 200,000 classes.
+"sample": whole steps with an optimizer, a tenth of the classes against all.
 "million": steps over 1,000,000 classes.
 Results go to results/partial_fc.json.
 """
@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import wholebatch as wb
-from wholebatch._meter import rise_of_peak
+from wholebatch._measure import rise_of_peak
 from wholebatch.bench.records import keep
 
 RESULTS = Path(__file__).parent / "results" / "partial_fc.json"

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 import wholebatch as wb
-from wholebatch._meter import map_each_tensor, rise_of_peak, seconds_of, threads_of_a_rank
+from wholebatch._measure import map_each_tensor, rise_of_peak, seconds_of, threads_of_a_rank
 from wholebatch.bench.records import keep
 from wholebatch.planning.check import check, rates_here
 from wholebatch.planning.rates import Rates

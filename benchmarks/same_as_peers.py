@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import wholebatch as wb
-from wholebatch._peers import declare_torchvision_operators
+from wholebatch._third_party import declare_torchvision_operators
 from wholebatch.bench.records import about
 
 RESULTS = Path(__file__).parent / "results" / "same_as_peers.json"
@@ -231,7 +231,7 @@ def from_sentence_transformers() -> Iterator[tuple[str, str, Loss, Loss, str]]:
         )
 
     def mine(*more: str, **options: Any) -> Loss:
-        """Of normalised rows, as their cosines have it."""
+        """Of normalized rows, as their cosines have it."""
 
         def loss(t: dict[str, Tensor]) -> Tensor:
             x, y = (normalize(t[name], dim=1) for name in "xy")

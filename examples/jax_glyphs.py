@@ -92,9 +92,9 @@ def train(config: Config) -> tuple[list[float], float]:
 
     keys = jax.random.split(jax.random.key(config.seed), 2)
     model = {"image": ImageEncoder(keys[0]), "text": TextEncoder(keys[1]), "log_scale": jnp.log(14.3)}
-    optimiser = optax.adam(config.learning_rate)
+    optimizer = optax.adam(config.learning_rate)
     model = jax.device_put(model, everywhere)
-    state = jax.device_put(optimiser.init(eqx.filter(model, eqx.is_array)), everywhere)
+    state = jax.device_put(optimizer.init(eqx.filter(model, eqx.is_array)), everywhere)
     encode = wbj.chunked(lambda tower, x: jax.vmap(tower)(x), chunk_size=config.chunk_size, mesh=mesh)
 
     @jax.jit
@@ -105,7 +105,7 @@ def train(config: Config) -> tuple[list[float], float]:
             return wbj.clip_loss(*features, jnp.exp(model["log_scale"]), mesh=mesh)
 
         loss, grads = jax.value_and_grad(loss_fn)(arrays)
-        updates, state = optimiser.update(grads, state)
+        updates, state = optimizer.update(grads, state)
         return loss, optax.apply_updates(arrays, updates), state
 
     arrays, fixed = eqx.partition(model, eqx.is_array)

@@ -327,7 +327,7 @@ def another_loss():
 
 
 def own_statistics():
-    """Each rank's rows are standardised by their own mean and variance."""
+    """Each rank's rows are standardized by their own mean and variance."""
 
     def loss(x, y, s):
         x, y = ((z - z.mean(0)) / z.std(0, correction=0) for z in (x, y))

@@ -89,7 +89,7 @@ def dot_test(comm, name, operation, x, *, copies):
 
 
 def ring(comm, like):
-    """Each rank's tensor to its right neighbour."""
+    """Each rank's tensor to its right neighbor."""
 
     def nonblocking(x):
         handles = (
@@ -115,10 +115,10 @@ def ring(comm, like):
 
 def operations(comm, counts, dim):
     """(name, operation, entries of its input along `dim`, whether its output is a copy on every rank)."""
-    own, total, size = counts[comm.rank], sum(counts), comm.size
-    yield "all_gather", lambda x: comm.all_gather(x, dim=dim), own, True
-    yield "all_gather with counts", lambda x: comm.all_gather(x, counts=counts, dim=dim), own, True
-    yield "iall_gather", lambda x: comm.iall_gather(x, counts=counts, dim=dim).wait(), own, True
+    local, total, size = counts[comm.rank], sum(counts), comm.size
+    yield "all_gather", lambda x: comm.all_gather(x, dim=dim), local, True
+    yield "all_gather with counts", lambda x: comm.all_gather(x, counts=counts, dim=dim), local, True
+    yield "iall_gather", lambda x: comm.iall_gather(x, counts=counts, dim=dim).wait(), local, True
     for op in ("sum", "avg"):
         yield f"reduce_scatter {op}", lambda x, op=op: comm.reduce_scatter(x, op, counts=counts, dim=dim), total, False
         yield f"ireduce_scatter {op}", lambda x, op=op: comm.ireduce_scatter(x, op, dim=dim).wait(), total, False
@@ -128,7 +128,7 @@ def operations(comm, counts, dim):
         yield f"broadcast from {root}", lambda x, root=root: comm.broadcast(x, root), total, True
         for op in ("sum", "avg"):
             yield f"reduce {op} to {root}", lambda x, op=op, root=root: comm.reduce(x, op, root=root), total, False
-        yield f"gather to {root}", lambda x, root=root: comm.gather(x, root, dim=dim), own, False
+        yield f"gather to {root}", lambda x, root=root: comm.gather(x, root, dim=dim), local, False
         yield (
             f"scatter from {root}",
             lambda x, root=root: comm.scatter(
@@ -146,7 +146,7 @@ def operations(comm, counts, dim):
         sum(sends),
         False,
     )
-    yield "all_to_all even", lambda x: comm.all_to_all(x, dim=dim), own, False
+    yield "all_to_all even", lambda x: comm.all_to_all(x, dim=dim), local, False
 
 
 def tensor(kind, rows, dim, dtype):
@@ -304,15 +304,17 @@ def values(comm):
         splits(size), [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.complex64]
     ):
         parts = [(torch.arange(3 * n).view(n, 3) % 7 + 10 * r).to(dtype) for r, n in enumerate(counts)]
-        full, own = torch.cat(parts), parts[rank]
-        assert torch.equal(comm.all_gather(own), full)
-        assert torch.equal(comm.all_gather(own.T, dim=1), full.T)
-        assert torch.equal(comm.iall_gather(own).wait(), full)
+        full, local = torch.cat(parts), parts[rank]
+        assert torch.equal(comm.all_gather(local), full)
+        assert torch.equal(comm.all_gather(local.T, dim=1), full.T)
+        assert torch.equal(comm.iall_gather(local).wait(), full)
         for root in range(size):
-            gathered = comm.gather(own, root)
+            gathered = comm.gather(local, root)
             assert torch.equal(gathered, full if rank == root else full[:0])
-            assert torch.equal(comm.scatter(full if rank == root else None, root, counts=counts), own)
-            assert torch.equal(comm.scatter((full if rank == root else full[:0]).T, root, counts=counts, dim=1), own.T)
+            assert torch.equal(comm.scatter(full if rank == root else None, root, counts=counts), local)
+            assert torch.equal(
+                comm.scatter((full if rank == root else full[:0]).T, root, counts=counts, dim=1), local.T
+            )
             assert torch.equal(comm.broadcast(full + rank, root), full + root)
             total = sum(full * (r % 2) for r in range(size))
             reduced = comm.reduce(full * (rank % 2), root=root)
@@ -374,19 +376,19 @@ def nonlinear_reductions(comm):
         # the sum of the ranks' losses: each rank weighs the result differently
         (twin(x, 0) * weights.sum(0)).sum().backward()
         for name in ("all_reduce", "reduce", "reduce_scatter"):
-            own = stack[rank].clone().requires_grad_()
+            local = stack[rank].clone().requires_grad_()
             if name == "all_reduce":
-                loss = (comm.all_reduce(own, op) * weights[rank]).sum()
+                loss = (comm.all_reduce(local, op) * weights[rank]).sum()
             elif name == "reduce":
-                loss = (comm.reduce(own, op, root=size - 1) * weights.sum(0)).sum()
+                loss = (comm.reduce(local, op, root=size - 1) * weights.sum(0)).sum()
             else:
-                loss = (comm.reduce_scatter(own, op) * weights.sum(0)[Partition.even(6, size).rows(rank)]).sum()
+                loss = (comm.reduce_scatter(local, op) * weights.sum(0)[Partition.even(6, size).rows(rank)]).sum()
             comm.backward(loss)
-            assert_same(own.grad, x.grad[rank], relative=1e-12, what=f"{name} {op}")
-        own = stack[rank].clone().requires_grad_()
+            assert_same(local.grad, x.grad[rank], relative=1e-12, what=f"{name} {op}")
+        local = stack[rank].clone().requires_grad_()
         replicated = with_settings(comm, loss="replicated")
-        replicated.backward((replicated.all_reduce(own, op) * weights.sum(0)).sum())
-        assert_same(own.grad, x.grad[rank], relative=1e-12, what=f"replicated {op}")
+        replicated.backward((replicated.all_reduce(local, op) * weights.sum(0)).sum())
+        assert_same(local.grad, x.grad[rank], relative=1e-12, what=f"replicated {op}")
 
 
 # -- order -------------------------------------------------------------------------------------------------------------
@@ -428,7 +430,7 @@ def token_around_a_ring(comm):
 
 
 def branching(comm, x):
-    """Every rank makes the same calls, and then builds its loss from other results than its neighbours."""
+    """Every rank makes the same calls, and then builds its loss from other results than its neighbors."""
     everyone = comm.all_gather(x)
     mean = comm.all_reduce(x, "avg")
     shared = comm.broadcast(x.square(), comm.size - 1)
@@ -621,14 +623,14 @@ def simclr(gather, x, y, temperature):
 
 
 def barlow_twins(total, x, y, weight):
-    """Cross-correlation of batch-normalised features; `total` sums over the batch's rows."""
+    """Cross-correlation of batch-normalized features; `total` sums over the batch's rows."""
     n = total(torch.ones(len(x), 1, dtype=x.dtype))
 
-    def standardised(z):
-        centred = z - total(z) / n
-        return centred / (total(centred.square()) / n).sqrt()
+    def standardized(z):
+        centered = z - total(z) / n
+        return centered / (total(centered.square()) / n).sqrt()
 
-    correlation = total(torch.einsum("ni,nj->nij", standardised(x), standardised(y))) / n
+    correlation = total(torch.einsum("ni,nj->nij", standardized(x), standardized(y))) / n
     diagonal = correlation.diagonal()
     return (diagonal - 1).square().sum() + weight * (correlation.square().sum() - diagonal.square().sum())
 
@@ -652,9 +654,9 @@ def losses_in_plain_style(comm):
             for convention in ("sum", "replicated"):
                 ours = with_settings(comm, loss=convention)
                 together = ours.all_gather if gathers else lambda t, ours=ours: ours.all_reduce(t.sum(0))
-                own = [t[rows].clone().requires_grad_() for t in data]
+                local = [t[rows].clone().requires_grad_() for t in data]
                 own_scale = scale.detach().clone().requires_grad_()
-                loss = loss_fn(together, *own, own_scale)
+                loss = loss_fn(together, *local, own_scale)
                 assert_same(loss, expected, relative=1e-12, what=loss_fn.__name__)
                 loss.backward()
                 # Every rank computed the same loss: their sum is W times it.
@@ -662,7 +664,7 @@ def losses_in_plain_style(comm):
                 largest = torch.stack(
                     [
                         (mine.grad - factor * whole.grad[rows]).abs().amax()
-                        for mine, whole in zip(own, (x, y), strict=True)
+                        for mine, whole in zip(local, (x, y), strict=True)
                     ]
                     if counts[comm.rank]
                     else [torch.zeros(1)]
@@ -694,12 +696,12 @@ def losses_of_this_library(comm):
             ),
         ]
         for loss_fn in losses:
-            own = [t[rows].clone().requires_grad_() for t in data]
+            local = [t[rows].clone().requires_grad_() for t in data]
             own_scale = scale.detach().clone().requires_grad_()
-            loss = loss_fn(*own, own_scale)
+            loss = loss_fn(*local, own_scale)
             loss.backward()
             assert_same(loss, expected, relative=1e-12, what=str(loss_fn))
-            for mine, whole in zip(own, (x, y), strict=True):
+            for mine, whole in zip(local, (x, y), strict=True):
                 assert_same(mine.grad, whole.grad[rows], relative=0, absolute=1e-12, what=str(loss_fn))
             assert_same(summed(comm, own_scale.grad)[0], scale.grad, relative=1e-10, what=str(loss_fn))
 
@@ -713,11 +715,11 @@ def flat_losses_and_their_exchanges(comm):
             loss = LOSSES[name]
             whole = whole_batch(loss, tuple(counts))
             expected = dense(loss, whole, 7.0)
-            own = [z[at] for z, at in zip(whole, rows_of(loss, tuple(counts), comm.rank), strict=True)]
+            local = [z[at] for z, at in zip(whole, rows_of(loss, tuple(counts), comm.rank), strict=True)]
             for exchange in ("gather", "ring"):
                 with torch.no_grad():
                     message = comm.isend(torch.ones(2), (comm.rank + 1) % comm.size)
-                actual = gradients(loss, wb.functional, own, scale, group=comm, sync=None, exchange=exchange)
+                actual = gradients(loss, wb.functional, local, scale, group=comm, sync=None, exchange=exchange)
                 with torch.no_grad():
                     comm.recv(torch.empty(2), (comm.rank - 1) % comm.size)
                 message.wait()
@@ -783,8 +785,8 @@ def what_moves_in_the_backward_pass(comm):
         ("replicate", []),
         ("root", [*together, "scatter"]),
     ):
-        own = x.clone().requires_grad_()
-        loss = wb.WholeBatch(lambda z: z.square().sum(), group=comm, strategy=strategy)(own)
+        local = x.clone().requires_grad_()
+        loss = wb.WholeBatch(lambda z: z.square().sum(), group=comm, strategy=strategy)(local)
         assert backward_of(loss) == expected, strategy
         assert not wb.WholeBatch(lambda z: z.square().sum(), group=comm, strategy=strategy)(x).requires_grad
     comm.loss = "replicated"
@@ -806,7 +808,7 @@ def refused(message, kind=ValueError):
 
 @case
 def mistakes_on_all_ranks(comm):
-    """What one rank does wrong is an error on every rank, and the communicator works afterwards."""
+    """What one rank does wrong is an error on every rank, and the communicator works afterward."""
     rank, size = comm.rank, comm.size
     wrong = rank == size - 1
     x, square = torch.randn(rank + 1, 2), torch.randn(4, 2)

@@ -36,7 +36,7 @@ everywhere, split = (jax.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P("
 assert len(jax.local_devices()) < jax.device_count()
 
 
-def own_rows(x):
+def local_rows(x):
     """A global array, of which this process gives what its devices have."""
     x = np.asarray(as_jax(x))
     if len(x) % jax.device_count():
@@ -57,27 +57,27 @@ for at, (name, rows) in enumerate(ROWS.items()):
     for exchange in exchanges(at):
         case = CASES[name]
         inputs = shards(case, rows, 4)
-        settings = {"place": own_rows, "out": everywhere, "mesh": mesh, "exchange": exchange, "tile": 3}
+        settings = {"place": local_rows, "out": everywhere, "mesh": mesh, "exchange": exchange, "tile": 3}
         assert_close(values_and_gradients(case, inputs, SCALE, BIAS, **settings), twin(case, inputs, SCALE, BIAS))
 
 random = np.random.default_rng(1)
 params, x, _ = towers()
-centres, labels = random.normal(size=(12, 6)), random.integers(0, 12, 24)
+centers, labels = random.normal(size=(12, 6)), random.integers(0, 12, 24)
 
 
-def loss(params, x, labels, centres, encode, **settings):
+def loss(params, x, labels, centers, encode, **settings):
     """PartialFC of what an encoder makes."""
-    return wbj.partial_fc_loss(encode(params, x), labels, centres, sample_rate=0.5, key=jax.random.key(0), **settings)
+    return wbj.partial_fc_loss(encode(params, x), labels, centers, sample_rate=0.5, key=jax.random.key(0), **settings)
 
 
 whole = jax.value_and_grad(partial(loss, encode=encoder), (0, 1, 3))(
-    params, x, labels, centres
+    params, x, labels, centers
 )  # by this process alone
 encode = wbj.chunked(encoder, chunk_size=2, mesh=mesh)
 for exchange in exchanges(len(ROWS)):
     of_all = partial(loss, encode=encode, mesh=mesh, exchange=exchange)
     found = jax.jit(jax.value_and_grad(of_all, (0, 1, 3)), out_shardings=everywhere)(
-        jax.device_put(params, everywhere), *map(own_rows, (x, labels, centres))
+        jax.device_put(params, everywhere), *map(local_rows, (x, labels, centers))
     )
     assert_close(*([np.asarray(z) for z in jax.tree.leaves(of)] for of in (found, whole)))
 

@@ -37,7 +37,7 @@ def losses(x, y, ids, scale=14.3):
             2 * x, y, logit_scale=scale, dims=(7, 13), ids=ids, symmetric=False, **more
         ),
         "matryoshka, as they are": lambda f, more: f.matryoshka_loss(
-            x, y, logit_scale=scale, dims=(20,), normalise=False, **more
+            x, y, logit_scale=scale, dims=(20,), normalize=False, **more
         ),
         "global_contrastive": lambda f, more: f.global_contrastive_loss(x, y, *averages, temperature=0.1, **more)[0],
         "moco": lambda f, more: f.moco_loss(x, y, y.detach().flip(0)[:30].roll(1, 1), logit_scale=scale, **more),
@@ -50,8 +50,8 @@ def losses(x, y, ids, scale=14.3):
         "partial_fc, label smoothing": lambda f, more: f.partial_fc_loss(
             2 * x, ids, 3 * y, margin=cosface, label_smoothing=0.1, **more
         ),
-        "partial_fc, not normalised": lambda f, more: f.partial_fc_loss(
-            x, ids, 3 * y, margin=wb.CosFace(2.0), normalise="none", **more
+        "partial_fc, not normalized": lambda f, more: f.partial_fc_loss(
+            x, ids, 3 * y, margin=wb.CosFace(2.0), normalize="none", **more
         ),
     }, scale
 

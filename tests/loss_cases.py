@@ -65,7 +65,7 @@ class Case:
     inputs: tuple[Input, ...] = (X, Y)
     has_scale: bool = True
     has_bias: bool = False  # whether the bias reaches the loss
-    normalises: bool = False
+    normalizes: bool = False
     core: bool = False  # crossed in full with scales, budgets and steps of training; the others are the core's options
     choices: tuple[str, ...] = ("exchange", "memory", "reduction")  # what it lets its caller choose
     at_least: int = 1  # rows of the global batch
@@ -100,7 +100,7 @@ def two_views(name: str, **settings: Any) -> Callable[..., Tensor]:
     return lambda f, x, y, scale, _bias, **o: getattr(f, name)(x, y, temperature=1 / scale, **settings, **o)
 
 
-def labelled(name: str, *, with_temperature: bool = False, **settings: Any) -> Callable[..., Tensor]:
+def labeled(name: str, *, with_temperature: bool = False, **settings: Any) -> Callable[..., Tensor]:
     def call(f: ModuleType, x: Tensor, labels: Tensor, scale: Any, _bias: Any, **options: Any) -> Tensor:
         temperature = {"temperature": 1 / scale} if with_temperature else {}
         return getattr(f, name)(x, labels, **temperature, **settings, **options)
@@ -150,15 +150,15 @@ def matryoshka(**settings: Any) -> Callable[..., Tensor]:
 
 ALL_DIRECTIONS = ("query_to_key", "key_to_query", "query_to_query", "key_to_key")
 BOTH_WAYS = ALL_DIRECTIONS[:2]
-LABELLED = {"inputs": (X, IDS), "has_scale": False, "normalises": True}
-MOMENTS = {"has_scale": False, "normalises": True, "choices": (), "at_least": 2}
+LABELED = {"inputs": (X, IDS), "has_scale": False, "normalizes": True}
+MOMENTS = {"has_scale": False, "normalizes": True, "choices": (), "at_least": 2}
 LOSSES = {
     "clip": Case(clip(), core=True),
     "clip, label smoothing": Case(clip(label_smoothing=0.2), core=True),
     "info_nce": Case(info_nce(), core=True),
     "info_nce, few negatives": Case(info_nce_with("negatives"), inputs=(X, Y, NEGATIVES), core=True),
     "info_nce, no negatives on any rank": Case(info_nce_with("negatives"), inputs=(X, Y, NO_NEGATIVES), core=True),
-    "nt_xent": Case(two_views("nt_xent_loss"), normalises=True, core=True),
+    "nt_xent": Case(two_views("nt_xent_loss"), normalizes=True, core=True),
     "siglip": Case(siglip, has_bias=True, core=True),
     "clip, ids, weights": Case(keyword(clip(), "ids", "weights"), inputs=(X, Y, IDS, WEIGHTS)),
     "clip, ids, label smoothing": Case(keyword(clip(label_smoothing=0.2), "ids"), inputs=(X, Y, IDS)),
@@ -167,7 +167,7 @@ LOSSES = {
     ),
     "siglip, ids, weights": Case(keyword(siglip, "ids", "weights"), inputs=(X, Y, IDS, WEIGHTS), has_bias=True),
     "nt_xent, ids, weights": Case(
-        keyword(two_views("nt_xent_loss"), "ids", "weights"), inputs=(X, Y, IDS, WEIGHTS), normalises=True
+        keyword(two_views("nt_xent_loss"), "ids", "weights"), inputs=(X, Y, IDS, WEIGHTS), normalizes=True
     ),
     "info_nce, all directions, ids": Case(
         info_nce_with("query_ids", "key_ids", directions=ALL_DIRECTIONS), inputs=(X, Y, IDS, IDS)
@@ -215,35 +215,33 @@ LOSSES = {
         ),
         inputs=(X, Y, GUIDES, GUIDES),
     ),
-    "sup_con": Case(labelled("sup_con_loss", with_temperature=True), **(LABELLED | {"has_scale": True})),
-    "sup_con, weights": Case(
-        keyword(labelled("sup_con_loss"), "weights"), **(LABELLED | {"inputs": (X, IDS, WEIGHTS)})
-    ),
-    "dcl": Case(two_views("dcl_loss"), normalises=True),
+    "sup_con": Case(labeled("sup_con_loss", with_temperature=True), **(LABELED | {"has_scale": True})),
+    "sup_con, weights": Case(keyword(labeled("sup_con_loss"), "weights"), **(LABELED | {"inputs": (X, IDS, WEIGHTS)})),
+    "dcl": Case(two_views("dcl_loss"), normalizes=True),
     "dcl, weighted": Case(
-        keyword(two_views("dcl_loss", sigma=0.5), "ids", "weights"), inputs=(X, Y, IDS, WEIGHTS), normalises=True
+        keyword(two_views("dcl_loss", sigma=0.5), "ids", "weights"), inputs=(X, Y, IDS, WEIGHTS), normalizes=True
     ),
-    "debiased": Case(two_views("debiased_loss", tau_plus=0.1), normalises=True),
-    "debiased, hard negatives": Case(two_views("debiased_loss", tau_plus=0.02, beta=1.0), normalises=True),
+    "debiased": Case(two_views("debiased_loss", tau_plus=0.1), normalizes=True),
+    "debiased, hard negatives": Case(two_views("debiased_loss", tau_plus=0.02, beta=1.0), normalizes=True),
     "moco": Case(moco, inputs=(X, Y, QUEUE), choices=("memory", "reduction")),
     "global contrastive": Case(global_contrastive(), inputs=(X, Y, AVERAGES, AVERAGES)),
     "global contrastive, new examples": Case(global_contrastive(gamma=0.5), inputs=(X, Y, NEW, AVERAGES)),
     "matryoshka": Case(matryoshka(dim_weights=(1.0, 0.0, 2.0)), inputs=(X, Y)),
     "matryoshka, one direction, ids": Case(
-        keyword(matryoshka(symmetric=False, normalise=False), "ids"), inputs=(X, Y, IDS)
+        keyword(matryoshka(symmetric=False, normalize=False), "ids"), inputs=(X, Y, IDS)
     ),
     "distillation": Case(distillation, inputs=(X, Y, TEACHER, TEACHER)),
     "barlow_twins": Case(moments("barlow_twins_loss"), **MOMENTS),
     "vicreg": Case(moments("vicreg_loss"), **MOMENTS, smooth=False),
     "w_mse": Case(moments("w_mse_loss", epsilon=0.2), **MOMENTS),
-    "triplet": Case(labelled("triplet_loss"), **LABELLED, smooth=False),
-    "triplet, no hinge, not normalised": Case(
-        labelled("triplet_loss", smooth=True, distance="squared", normalise=False), **LABELLED, smooth=False
+    "triplet": Case(labeled("triplet_loss"), **LABELED, smooth=False),
+    "triplet, no hinge, not normalized": Case(
+        labeled("triplet_loss", smooth=True, distance="squared", normalize=False), **LABELED, smooth=False
     ),
-    "multi_similarity": Case(labelled("multi_similarity_loss"), **LABELLED),
-    "multi_similarity, mined": Case(labelled("multi_similarity_loss", epsilon=0.1), **LABELLED, smooth=False),
-    "circle": Case(labelled("circle_loss"), **LABELLED),
-    "smooth_ap": Case(labelled("smooth_ap_loss", temperature=0.1), **LABELLED),
+    "multi_similarity": Case(labeled("multi_similarity_loss"), **LABELED),
+    "multi_similarity, mined": Case(labeled("multi_similarity_loss", epsilon=0.1), **LABELED, smooth=False),
+    "circle": Case(labeled("circle_loss"), **LABELED),
+    "smooth_ap": Case(labeled("smooth_ap_loss", temperature=0.1), **LABELED),
 }
 CORE = {name: case for name, case in LOSSES.items() if case.core}
 BIAS = -2.5
@@ -254,7 +252,7 @@ def whole_batch(case: Case, counts: Counts, *, d: int = 6, seed: int = 0) -> lis
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(sum(counts), d, dtype=torch.float64, generator=generator)
     y = x + 1.5 * torch.randn(sum(counts), d, dtype=torch.float64, generator=generator)
-    x, y = (x, y) if case.normalises else (normalize(z, dim=-1) for z in (x, y))
+    x, y = (x, y) if case.normalizes else (normalize(z, dim=-1) for z in (x, y))
     return [of.make(generator, sum(of.counts(counts)), x, y) for of in case.inputs]
 
 

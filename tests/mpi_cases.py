@@ -19,8 +19,8 @@ def communicators_of_mpi4py():
     """Losses take them as they are; each has one private duplicate, whatever is sent beside it."""
     assert isinstance(select_communicator(MPI.COMM_WORLD), MPICommunicator)
     x = torch.randn(3, 4, dtype=torch.float64)
-    own = wb.functional.clip_loss(x, x, 1.0, group=MPI.COMM_SELF)
-    assert_same(own, wb.reference.clip_loss(x, x, 1.0), relative=1e-12)
+    local = wb.functional.clip_loss(x, x, 1.0, group=MPI.COMM_SELF)
+    assert_same(local, wb.reference.clip_loss(x, x, 1.0), relative=1e-12)
     first, second = MPICommunicator(), MPICommunicator(MPI.COMM_WORLD)
     assert first.transport._comm == second.transport._comm
     assert first.transport._comm != MPI.COMM_WORLD
@@ -105,13 +105,13 @@ def a_head_is_saved_and_loaded():
     save = wb.heads.save_head(folder / "head", head, optimizer)
     counts, state = Partition.even(23, world.size).counts, optimizer.state[head.weight]["momentum_buffer"]
     whole, momentum = (world.all_gather(x, counts=counts) for x in (head.weight.detach(), state))
-    for colour in (0, world.rank % 2, world.rank):
-        group = MPICommunicator(MPI.COMM_WORLD.Split(colour))
+    for color in (0, world.rank % 2, world.rank):
+        group = MPICommunicator(MPI.COMM_WORLD.Split(color))
         other = wb.PartialFC(4, 23, margin=wb.AdaFace(), seed=2, group=group)
         one = wb.SparseSGD(other.parameters(), lr=0.1, momentum=0.9)
         wb.heads.load_head(folder / "head", other, one, save_id=save)
-        assert torch.equal(other.weight.detach(), whole[other.own_classes])
-        assert torch.equal(one.state[other.weight]["momentum_buffer"], momentum[other.own_classes])
+        assert torch.equal(other.weight.detach(), whole[other.local_classes])
+        assert torch.equal(one.state[other.weight]["momentum_buffer"], momentum[other.local_classes])
         assert torch.equal(other.margin.mean, head.margin.mean)
         with pytest.raises(ValueError, match="has a checkpoint already"):
             wb.heads.save_head(folder / "head", other)

@@ -17,7 +17,7 @@ import torch
 import wholebatch as wb
 from wholebatch.__main__ import main
 from wholebatch.auditing import presets
-from wholebatch.auditing.summary import markdown, summarise
+from wholebatch.auditing.summary import markdown, summarize
 from wholebatch.testing import assert_exact
 
 RIGHT = [name for name in vars(audit_problems) if name.startswith("right_")]
@@ -177,7 +177,7 @@ def test_the_gradient_of_a_wrong_recipe_is_the_one_that_is_reported():
 @pytest.mark.parametrize("rank_count", [2, 3])
 def test_recipes(rank_count):
     found = {
-        setting: summarise(wb.audit(of, (1, rank_count), name=setting))
+        setting: summarize(wb.audit(of, (1, rank_count), name=setting))
         for setting, of in presets.settings("recipes").items()
     }
     nothing, whole, times_w, local, summed, averaged, ours = found.values()

@@ -137,7 +137,7 @@ CALLS = {
 }
 
 
-def labelled(name):
+def labeled(name):
     loss = getattr(wb.functional, name)
     return lambda **wrong: loss(**{"features": features(), "labels": torch.tensor([0, 0, 1])} | wrong)
 
@@ -147,9 +147,9 @@ def two_views(name):
     return lambda **wrong: loss(**{"z0": features(), "z1": features()} | wrong)
 
 
-LABELLED = ["sup_con_loss", "triplet_loss", "multi_similarity_loss", "circle_loss", "smooth_ap_loss"]
+LABELED = ["sup_con_loss", "triplet_loss", "multi_similarity_loss", "circle_loss", "smooth_ap_loss"]
 TWO_VIEWS = ["dcl_loss", "debiased_loss", "barlow_twins_loss", "vicreg_loss"]
-CALLS |= {name: labelled(name) for name in LABELLED} | {name: two_views(name) for name in TWO_VIEWS}
+CALLS |= {name: labeled(name) for name in LABELED} | {name: two_views(name) for name in TWO_VIEWS}
 CALLS |= {
     "w_mse_loss": lambda **wrong: wb.functional.w_mse_loss(
         **{"z0": features(), "z1": features(), "epsilon": 0.5} | wrong
@@ -224,19 +224,19 @@ NEW_MISTAKES = [
     *((name, {"weights": torch.ones(3) / 0}, "weights must be finite, got inf") for name in SWEEPS),
     *(
         (name, {"labels": torch.zeros(2).long()}, r"labels must have shape \(3,\), one integer for each")
-        for name in LABELLED
+        for name in LABELED
     ),
     *(
         (name, {"labels": torch.zeros(3)}, "labels must be a tensor of integers, .* got torch.float32")
-        for name in LABELLED
+        for name in LABELED
     ),
-    *((name, {"labels": None}, "labels must be a tensor of integers, .* got NoneType") for name in LABELLED),
-    *((name, {"labels": torch.zeros(3, 1).long()}, r"one integer for each row .* got \(3, 1\)") for name in LABELLED),
+    *((name, {"labels": None}, "labels must be a tensor of integers, .* got NoneType") for name in LABELED),
+    *((name, {"labels": torch.zeros(3, 1).long()}, r"one integer for each row .* got \(3, 1\)") for name in LABELED),
     *((name, {"ids": torch.zeros(3)}, "ids must be a tensor of integers") for name in ("clip_loss", "nt_xent_loss")),
     *((name, {"weights": torch.ones(3, device="meta")}, "weights must be a dense tensor with data") for name in SWEEPS),
     *(
         (name, {"labels": torch.zeros(3, device="meta").long()}, "labels must be a dense tensor with data")
-        for name in LABELLED
+        for name in LABELED
     ),
     ("sup_con_loss", {"features": features(6).view(3, 2, 4).to_sparse()}, "features must have shape|dense tensor"),
     ("info_nce_loss", {"hard_negatives": features().view(3, 1, 4).to_sparse()}, "hard_negatives must (have|be)"),
@@ -284,7 +284,7 @@ NEW_MISTAKES = [
     ("multi_similarity_loss", {"alpha": 0.0}, "alpha must be positive"),
     ("circle_loss", {"gamma": -1.0}, "gamma must be positive"),
     ("triplet_loss", {"margin": 0.5}, "settings must be the same on all ranks, got rank 0: .*'margin': 0.2"),
-    ("triplet_loss", {"normalise": "no"}, "normalise must be True or False, got 'no'"),
+    ("triplet_loss", {"normalize": "no"}, "normalize must be True or False, got 'no'"),
     ("triplet_loss", {"smooth": torch.ones(3)}, "smooth must be True or False, got Tensor"),
     ("vicreg_loss", {"invariance": -1.0}, "invariance must not be negative, got -1.0"),
     ("barlow_twins_loss", {"redundancy": -1.0}, "redundancy must not be negative, got -1.0"),
@@ -410,11 +410,11 @@ def test_modules_refuse_what_does_not_exist_when_they_are_made(name):
         ("CLIPLoss", {"group": "world"}, "group must be .* got str"),
         ("CLIPLoss", {"return_statistics": "yes"}, "return_statistics must be True or False, got 'yes'"),
         ("CLIPLoss", {"label_smoothing": True}, "label_smoothing must be a number, got bool"),
-        ("TripletLoss", {"normalise": "no"}, "normalise must be True or False, got 'no'"),
+        ("TripletLoss", {"normalize": "no"}, "normalize must be True or False, got 'no'"),
         ("TripletLoss", {"smooth": 1}, "smooth must be True or False, got 1"),
         ("TripletLoss", {"margin": -0.1}, "margin must not be negative, got -0.1"),
         ("MatryoshkaLoss", {"dims": (2, 3), "symmetric": "no"}, "symmetric must be True or False"),
-        ("MatryoshkaLoss", {"dims": (2, 3), "normalise": None}, "normalise must be True or False, got None"),
+        ("MatryoshkaLoss", {"dims": (2, 3), "normalize": None}, "normalize must be True or False, got None"),
         ("InfoNCELoss", {"exclude_above": 0.1, "exclude_relative": "no"}, "exclude_relative must be True or False"),
         ("VICRegLoss", {"variance": -1.0}, "variance must not be negative, got -1.0"),
         ("VICRegLoss", {"covariance": float("nan")}, "covariance must be finite, got nan"),
@@ -470,7 +470,7 @@ def test_what_is_no_loss_function():
 def test_a_launcher_without_a_process_group(monkeypatch):
     """Each process would take its own rows for the whole batch: silently another loss."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"torch\.distributed is not initialised"):
+    with pytest.raises(ValueError, match=r"torch\.distributed is not initialized"):
         wb.functional.clip_loss(features(), features(), 1.0)
     x = features()
     assert wb.functional.clip_loss(x, x, 1.0, group=wb.comm.LocalCommunicator()).isfinite()
@@ -547,19 +547,19 @@ HEADS_OF_TWO_SETTINGS = {
     "bias": True,
     "num_classes": 7,
     "embedding_size": 5,
-    "sub_centres": 2,
+    "sub_centers": 2,
     "margin": wb.CosFace(8.0, 0.1),
-    "normalise": "centres",
+    "normalize": "centers",
 }
 
 
 def heads_of_two_settings_body():
-    """One rank's head is another: of its centres, too, nothing is collected."""
+    """One rank's head is another: of its centers, too, nothing is collected."""
     for name, value in HEADS_OF_TWO_SETTINGS.items():
         settings = {"embedding_size": 4, "num_classes": 6} | ({name: value} if dist.get_rank() == 1 else {})
         head = wb.PartialFC(**settings)
-        own = torch.ones(2, head.embedding_size)
-        for call in (head.full_weight, head.full_bias, lambda head=head, own=own: head.top_classes(own)):
+        local = torch.ones(2, head.embedding_size)
+        for call in (head.full_weight, head.full_bias, lambda head=head, local=local: head.top_classes(local)):
             with pytest.raises(ValueError, match=rf"{name} must be the same on all ranks, got rank 0: .*; rank 1: "):
                 call()
         assert wb.functional.clip_loss(features(), features(), 1.0).isfinite(), "the group still works"

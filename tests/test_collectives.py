@@ -49,9 +49,9 @@ def step(name, exchange, counts):
     seen = counted(comm)
     case = CORE[name]
     whole = whole_batch(case, counts)
-    own = [z[at].requires_grad_() for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
+    local = [z[at].requires_grad_() for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
     scale, bias = (torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (10.0, -3.0))
-    loss = case.call(wb.functional, *own, scale, bias, exchange=exchange, group=comm)
+    loss = case.call(wb.functional, *local, scale, bias, exchange=exchange, group=comm)
     forward = dict(seen)
     seen.clear()
     loss.backward()
@@ -155,11 +155,11 @@ def chunks_body(counts):
                 patch.setattr("wholebatch.losses._door.columns_of_a_chunk", lambda *_, side=side: side)
                 events.clear()
                 whole = whole_batch(case, counts)
-                own = [z[at].requires_grad_() for z, at in zip(whole, rows_of(case, counts, rank), strict=True)]
-                views = [z.T.contiguous().T for z in own]  # columns one behind the other
+                local = [z[at].requires_grad_() for z, at in zip(whole, rows_of(case, counts, rank), strict=True)]
+                views = [z.T.contiguous().T for z in local]  # columns one behind the other
                 loss = case.call(wb.functional, *views, 10.0, -3.0, exchange="gather", memory="flat", group=comm)
                 loss.backward()
-                grads[side] = [loss.detach(), *(z.grad for z in own)]
+                grads[side] = [loss.detach(), *(z.grad for z in local)]
                 if name == "clip":
                     grads["events", side] = events.copy()
             for one, other in zip(grads[1], grads[10**6], strict=True):
@@ -203,10 +203,12 @@ def in_order_body(counts):
         grads = []
         for group in (comm, None):
             whole = whole_batch(case, counts)
-            own = [z[at].requires_grad_() for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
-            loss = case.call(wb.functional, *own, 10.0, -3.0, exchange="ring", group=group)
+            local = [
+                z[at].requires_grad_() for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)
+            ]
+            loss = case.call(wb.functional, *local, 10.0, -3.0, exchange="ring", group=group)
             loss.backward()
-            grads.append([loss.detach(), *(z.grad for z in own)])
+            grads.append([loss.detach(), *(z.grad for z in local)])
         assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 

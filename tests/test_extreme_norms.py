@@ -18,17 +18,17 @@ from loss_cases import LOSSES, gradients, rows_of, whole_batch
 
 import wholebatch as wb
 from wholebatch import reference
-from wholebatch._normalize import normalize, project_, row_norms
+from wholebatch._normalize import normalize_rows, project_, row_norms
 from wholebatch.testing import run_ranks
 
 NORMS = [0.0, 1e-20, 1e-13, 3e-13, 0.999e-12, 1.001e-12, 2e-12, 1e-3, 1.0, 1e6, 1e15, 1e19, 1e20]
 CASES = {
     name: case
     for name, case in (LOSSES | MORE | PARTIAL_FC).items()
-    if (case.normalises or name == "matryoshka")
-    and name not in ("barlow_twins", "vicreg", "w_mse", "triplet, no hinge, not normalised")
+    if (case.normalizes or name == "matryoshka")
+    and name not in ("barlow_twins", "vicreg", "w_mse", "triplet, no hinge, not normalized")
 }
-TORCH = {"normalize": lambda x, eps=1e-12: F.normalize(x, dim=-1, eps=eps or 1e-300)}
+TORCH = {"normalize_rows": lambda x, eps=1e-12: F.normalize(x, dim=-1, eps=eps or 1e-300)}
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def extreme_batch(name, case, counts):
         z = inputs[position]
         if z.dim() == 2:
             norms = torch.tensor(NORMS if zeros else NORMS[1:], dtype=torch.float64)
-            z = norms.roll(5 * shift).repeat(3)[: len(z), None] * normalize(z)
+            z = norms.roll(5 * shift).repeat(3)[: len(z), None] * normalize_rows(z)
             z[1], z[-1] = z[-2], -z[len(z) // 2]
             inputs[position] = z
     return inputs
@@ -76,7 +76,7 @@ def compared(name, case, inputs, found, true, relative):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_all_that_normalise(name):
+def test_all_that_normalize(name):
     case = CASES[name]
     inputs, scale = extreme_batch(name, case, (26,)), torch.tensor(5.0, dtype=torch.float64)
     true = gradients(case, wb.reference, inputs, scale)
@@ -122,7 +122,7 @@ def test_a_row_of_zeros_among_triplets():
         labels = torch.randint(0, 3, (10,), generator=generator)
         true = reference.triplet_loss(z, labels)
         torch.testing.assert_close(wb.functional.triplet_loss(z, labels), true, rtol=1e-12, atol=0)
-        units = normalize(z)
+        units = normalize_rows(z)
         products, equal = units @ units.T, labels[:, None] == labels
         far = products.masked_fill(~equal | torch.eye(10, dtype=torch.bool), math.inf).argmin(1)
         near = products.masked_fill(equal, -math.inf).argmax(1)
@@ -137,7 +137,7 @@ def test_rows_nearer_than_float64_can_tell_apart_by_their_products():
     for distance in ("euclidean", "squared"):
         leaf, twin = (z.clone().requires_grad_() for _ in range(2))
         for of, f in ((leaf, wb.functional), (twin, wb.reference)):
-            f.triplet_loss(of, labels, normalise=False, distance=distance).backward()
+            f.triplet_loss(of, labels, normalize=False, distance=distance).backward()
         torch.testing.assert_close(leaf.grad, twin.grad, rtol=1e-9, atol=0)
 
 
@@ -149,16 +149,16 @@ def test_the_rule(dtype):
     x = torch.tensor([0, 1e-25, 1e-13, 0.9e-12, 1.1e-12, 1e-6, 1, 3, 1e3, 1e9, 1e15, 1e18], dtype=dtype)[:, None] * x
     x.requires_grad_()
     grad = torch.randn(12, 7, dtype=dtype, generator=generator)
-    assert torch.equal(normalize(x), F.normalize(x, dim=1))
-    (ours,), (theirs,) = (torch.autograd.grad(f, x, grad) for f in (normalize(x), F.normalize(x, dim=1)))
+    assert torch.equal(normalize_rows(x), F.normalize(x, dim=1))
+    (ours,), (theirs,) = (torch.autograd.grad(f, x, grad) for f in (normalize_rows(x), F.normalize(x, dim=1)))
     divisors = x.detach().norm(dim=1, keepdim=True).clamp(min=1e-12)
     near = {"rtol": 0, "atol": 30 * torch.finfo(dtype).eps}
     torch.testing.assert_close(ours * divisors, theirs * divisors, **near)
     by_hand = grad.clone()
-    project_(by_hand, normalize(x).detach(), row_norms(x).detach())
+    project_(by_hand, normalize_rows(x).detach(), row_norms(x).detach())
     torch.testing.assert_close(by_hand * divisors, theirs * divisors, **near)
     longest = torch.full((2, 7), 1e38 if dtype == torch.float32 else 1e300, dtype=dtype)
-    assert normalize(longest).norm(dim=1).allclose(torch.ones(2, dtype=dtype))
+    assert normalize_rows(longest).norm(dim=1).allclose(torch.ones(2, dtype=dtype))
     assert (F.normalize(longest, dim=1) == 0).all()  # torch's, whose squares overflow
 
 

@@ -62,9 +62,9 @@ def test_every_public_name_is_called_or_left_out_with_a_reason():
                 assert name in known, f"{module.__name__}.{name}"
 
 
-def by_truth(x: torch.Tensor, *, normalise: bool = True) -> torch.Tensor:
+def by_truth(x: torch.Tensor, *, normalize: bool = True) -> torch.Tensor:
     """Defect: a flag by its truth value, and an argument whose own errors pass."""
-    return x / 2 if normalise else x.sum(dim=0)
+    return x / 2 if normalize else x.sum(dim=0)
 
 
 def no_such_argument(x: torch.Tensor, strange_name: int) -> None:
@@ -80,7 +80,7 @@ def test_defects_are_seen():
     outcomes = inputs.campaign(0, 300, known=[planted])
     seen = {one.what for one in outcomes}
     assert {"accepted, not reviewed", "other exception", "refused by accident"} <= seen
-    assert any(one.case.replaced == {"normalise": "no"} and one.what == "accepted, not reviewed" for one in
+    assert any(one.case.replaced == {"normalize": "no"} and one.what == "accepted, not reviewed" for one in
                (inputs.run(planted, case) for case in inputs.all_cases([planted])))  # fmt: skip
     (outcome,) = inputs.campaign(0, 0, known=[entry(no_such_argument)])
     assert outcome.what == "no right call"

@@ -24,7 +24,7 @@ def test_killed_and_stopped_runs_have_the_same_bits(tmp_path):
     assert (code, set(outcomes)) == (0, {"same bits"}), said
 
 
-@pytest.mark.parametrize(("plant", "kills"), [("forgets-optimiser", 1), ("no-checkpoint", 0)])
+@pytest.mark.parametrize(("plant", "kills"), [("forgets-optimizer", 1), ("no-checkpoint", 0)])
 def test_the_campaign_finds_what_is_wrong(tmp_path, plant, kills):
     """After step 6 there is a checkpoint to go on from, and there are many steps to come."""
     where = ["--tasks", "retrieve", "--processes", "1", "--steps", "6", "8"]

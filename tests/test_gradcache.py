@@ -658,14 +658,14 @@ def joint_loss_dense(parts):
     ],
     ids=str,
 )
-def test_under_ddp_with_one_synchronisation(counts, sizes, keep):
+def test_under_ddp_with_one_synchronization(counts, sizes, keep):
     assert run_ranks(ddp_body, len(counts), counts, sizes, keep, timeout_s=90) == [len(counts)] * len(counts)
 
 
 def training_body(counts, sizes, keep, engine):
     """Dropout, hard negatives by a third input of their own number, a learned temperature: a step as it is trained."""
     rank = dist.get_rank()
-    rows, own = Partition(counts).rows(rank), Partition([2 * count for count in counts]).rows(rank)
+    rows, local = Partition(counts).rows(rank), Partition([2 * count for count in counts]).rows(rank)
     size, (x, y), (n, _) = sizes[rank % len(sizes)], batch(sum(counts)), batch(2 * sum(counts), seed=1)
     plain, loss_fn = mlp(0, nn.Dropout(0.4)), Hard()
     alone, single = copy.deepcopy(plain), copy.deepcopy(loss_fn)
@@ -673,7 +673,7 @@ def training_body(counts, sizes, keep, engine):
     of_loss = DistributedDataParallel(loss_fn)
     reduced = [counting(of_loss), *([counting(model)] if engine == "ddp" else [])]
     torch.manual_seed(7 + rank)
-    loss = wb.GradCache([model] * 3, size, of_loss, keep_graphs=keep)(x[rows], y[rows], n[own])
+    loss = wb.GradCache([model] * 3, size, of_loss, keep_graphs=keep)(x[rows], y[rows], n[local])
 
     # The same masks on one process: each rank's, in the order in which it drew them.
     towers = [[], [], []]
@@ -741,8 +741,8 @@ def fsdp_body(counts, keep):
     for _ in range(2):
         loss = wb.GradCache([model, model], 2, loss_fn, keep_graphs=keep)(x[rows], y[rows])
         assert_same(loss, single_loss.detach(), relative=1e-12)
-        for own, p in zip(model.parameters(), alone.parameters(), strict=True):
-            assert_same(own.grad.full_tensor(), p.grad, relative=1e-10)
+        for local, p in zip(model.parameters(), alone.parameters(), strict=True):
+            assert_same(local.grad.full_tensor(), p.grad, relative=1e-10)
         assert_same(loss_fn.log_scale.grad, single.log_scale.grad, relative=1e-10)
         model.zero_grad()
         loss_fn.zero_grad()
@@ -1368,7 +1368,7 @@ def test_the_functional_form():
 
 
 def unused_call_body():
-    """Of two calls one is never gone back to; the other synchronises all the same."""
+    """Of two calls one is never gone back to; the other synchronizes all the same."""
     rank = dist.get_rank()
     model = DistributedDataParallel(mlp(0))
     encode = wb.gradcache.cached(lambda model, x: model(x))

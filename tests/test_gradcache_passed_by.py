@@ -68,7 +68,7 @@ def assert_exact(net, true):
     assert (found - true).norm() <= 1e-10 * true.norm()
 
 
-def own_rows(counts):
+def local_rows(counts):
     rows = Partition(counts).rows(dist.get_rank())
     return [z[rows] for z in batch(sum(counts))]
 
@@ -101,7 +101,7 @@ PAST_THE_ENGINE = {
 
 
 def passed_by_body(counts, way, kind):
-    (x, y), own = batch(sum(counts)), own_rows(counts)
+    (x, y), local = batch(sum(counts)), local_rows(counts)
     net = Towers()
     true, ddp = true_gradient(net, x, y), kind(net)
     step = wb.GradCache(PAST_THE_ENGINE[way](ddp), 2, loss_fn)
@@ -109,7 +109,7 @@ def passed_by_body(counts, way, kind):
         for p in net.parameters():
             p.grad = None if kept is None else kept(p.shape, dtype=p.dtype)
         with pytest.raises(ValueError, match=PASSED_BY) as error:
-            step(*own)
+            step(*local)
         assert NOT_REDUCED.title in str(error.value)
         assert NOT_REDUCED.fix.partition("; a step")[0] in str(error.value)
         for p in net.parameters():
@@ -118,11 +118,11 @@ def passed_by_body(counts, way, kind):
     with pytest.MonkeyPatch.context() as monkeypatch:
         without_checks(monkeypatch)
         net.zero_grad()
-        loss = wb.GradCache([net.image, net.text], 2, loss_fn)(*own)
+        loss = wb.GradCache([net.image, net.text], 2, loss_fn)(*local)
         cosine = torch.cosine_similarity(flat(net), true, dim=0).item()
     net.zero_grad()
     right = wb.GradCache([lambda a: ddp(x=a)[0], lambda b: ddp(y=b)[1]], 2, loss_fn)
-    assert torch.equal(right(*own), loss), "the loss shows nothing"
+    assert torch.equal(right(*local), loss), "the loss shows nothing"
     assert_exact(net, true)
     return cosine
 
@@ -139,7 +139,7 @@ def test_an_engine_of_a_class_derived_from_ddp_that_is_passed_by():
 
 
 def functional_body():
-    ddp, (x, y) = DistributedDataParallel(Towers()), own_rows((4, 4))
+    ddp, (x, y) = DistributedDataParallel(Towers()), local_rows((4, 4))
     encode = wb.gradcache.cached(lambda z: 1 * ddp.module.image(z))
     r, again = encode(x)
     r.square().sum().backward()
@@ -166,13 +166,13 @@ def test_the_functional_form():
 
 def one_engine_body(counts, sizes, keep, options):
     """Two functions of one DDP, each of one of its towers: right in the first step, and in the next."""
-    (x, y), own = batch(sum(counts)), own_rows(counts)
+    (x, y), local = batch(sum(counts)), local_rows(counts)
     net = Towers()
     true, ddp = true_gradient(net, x, y), DistributedDataParallel(net, **options)
     reduced = counting(ddp)
     step = wb.GradCache([lambda a: ddp(x=a)[0], lambda b: ddp(y=b)[1]], sizes, loss_fn, keep_graphs=keep)
     for _ in range(3):
-        step(*own)
+        step(*local)
         assert_exact(net, true)
         assert reduced == [0]
         reduced.clear()
@@ -180,7 +180,7 @@ def one_engine_body(counts, sizes, keep, options):
     # Gradients that were there before are reduced with it, as in any accumulation; here they are alike.
     for p in net.parameters():
         p.grad = torch.ones_like(p)
-    step(*own)
+    step(*local)
     assert_exact(net, true + 1)
 
 
@@ -196,15 +196,15 @@ def test_two_functions_of_one_engine(counts, sizes, keep, options):
 
 def not_reached_body():
     """Without the zeros the first step goes out unreduced, and torch raises in the second."""
-    (x, y), own, net = batch(8), own_rows((4, 4)), Towers()
+    (x, y), local, net = batch(8), local_rows((4, 4)), Towers()
     true, ddp = true_gradient(net, x, y), DistributedDataParallel(net)
     models = [lambda a: ddp(x=a)[0], lambda b: ddp(y=b)[1]]
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr("wholebatch.gradcache.two_passes.zeros_for_awaited", lambda *_: [])
-        wb.GradCache(models, 2, loss_fn)(*own)
+        wb.GradCache(models, 2, loss_fn)(*local)
         cosine = torch.cosine_similarity(flat(net), true, dim=0).item()
         with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iteration"):
-            wb.GradCache(models, 2, loss_fn)(*own)
+            wb.GradCache(models, 2, loss_fn)(*local)
     return cosine
 
 
@@ -214,12 +214,12 @@ def test_without_the_zeros_the_first_step_is_wrong():
 
 def unused_body():
     """A parameter that no chunk reaches: the others are reduced, and it gets zeros."""
-    (x, y), own, net = batch(8), own_rows((4, 4)), Towers()
+    (x, y), local, net = batch(8), local_rows((4, 4)), Towers()
     true = true_gradient(net, x, y)
     net.unused = nn.Linear(2, 2).double()
     ddp = DistributedDataParallel(net)
     for _ in range(2):
-        wb.GradCache([lambda a: ddp(x=a)[0], lambda b: ddp(y=b)[1]], 2, loss_fn)(*own)
+        wb.GradCache([lambda a: ddp(x=a)[0], lambda b: ddp(y=b)[1]], 2, loss_fn)(*local)
         assert not net.unused.weight.grad.any()
         net.unused.zero_grad()
         assert_exact(net, true)
@@ -242,7 +242,7 @@ class Hooked(nn.Module):
 
     def __init__(self, module, *, takes, listens):
         super().__init__()
-        self.module, self.takes, self.listens, self.held, self.own = module, takes, listens, False, {}
+        self.module, self.takes, self.listens, self.held, self.local = module, takes, listens, False, {}
         for p in module.parameters():
             p.register_post_accumulate_grad_hook(self.accumulated)
 
@@ -252,7 +252,7 @@ class Hooked(nn.Module):
         dist.all_reduce(p.grad)
         p.grad /= dist.get_world_size()
         if self.takes:
-            self.own[p], p.grad = p.grad, None
+            self.local[p], p.grad = p.grad, None
 
     @contextmanager
     def hold(self):
@@ -265,7 +265,7 @@ class Hooked(nn.Module):
 
 
 def control_body(takes, listens):
-    own, net = own_rows((4, 4)), Towers()
+    local, net = local_rows((4, 4)), Towers()
     true, net.text = true_gradient(shared_towers(), *batch(8)), None
     engine = Hooked(net.image, takes=takes, listens=listens)
     wb.gradcache.register_sync_control(
@@ -273,12 +273,12 @@ def control_body(takes, listens):
     )
 
     def gradient():
-        return torch.cat([(engine.own[p] if takes else p.grad).flatten() for p in net.image.parameters()])
+        return torch.cat([(engine.local[p] if takes else p.grad).flatten() for p in net.image.parameters()])
 
     step = wb.GradCache([engine, engine], 2, loss_fn)
     if listens:
         for _ in range(2):
-            step(*own)
+            step(*local)
             assert (gradient() - true).norm() <= 1e-10 * true.norm()
             net.zero_grad()
         return 1.0
@@ -286,12 +286,12 @@ def control_body(takes, listens):
         with pytest.raises(
             ValueError, match=r"must leave gradients in \.grad while the `hold` of its registered"
         ) as error:
-            step(*own)
+            step(*local)
         assert ("took the gradient out of" if takes else "changed the gradient") in str(error.value)
         assert all(p.grad is None for p in net.parameters())
     # Without the look.
     step._steps = 1
-    step(*own)
+    step(*local)
     return torch.cosine_similarity(gradient(), true, dim=0).item()
 
 
@@ -324,13 +324,13 @@ def sparse_body(listens):
         wb.gradcache.SyncControl(lambda module: isinstance(module, Hooked), Hooked.hold, collective=False)
     )
     step = wb.GradCache([engine, engine], 2, loss_fn)
-    own = [z[Partition((4, 4)).rows(dist.get_rank())] for z in tokens]
+    local = [z[Partition((4, 4)).rows(dist.get_rank())] for z in tokens]
     if not listens:
         with pytest.raises(ValueError, match=r"and changed the gradient of a parameter"):
-            step(*own)
+            step(*local)
         return
     for _ in range(2):
-        step(*own)
+        step(*local)
         assert net[0].weight.grad.is_sparse
         for ours, true in zip(net.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(ours.grad.to_dense(), true.grad.to_dense(), rtol=1e-10, atol=1e-14)
@@ -345,7 +345,7 @@ def test_a_switch_around_sparse_gradients(listens):
 # What only shows after a step of an optimizer.
 def drift_body(counts, what):
     """Without an engine: an error before the second step, naming the first parameter that differs."""
-    own, net = own_rows(counts), Towers()
+    local, net = local_rows(counts), Towers()
     scale = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
     models = [net.image, net.text] if what == "modules" else [lambda a: net(x=a)[0], lambda b: net(y=b)[1]]
     head = nn.Linear(OUT, OUT).double()
@@ -362,11 +362,11 @@ def drift_body(counts, what):
         net.text[2].weight.requires_grad_(True)
         trained = [*head.parameters(), scale]
     step = wb.GradCache(models, 2, with_parameters if what == "of the loss" else loss_fn)
-    step(*own)
+    step(*local)
     torch.optim.SGD(trained, lr=0.1).step()
     before = [None if p.grad is None else p.grad.clone() for p in (*net.parameters(), *head.parameters())]
     with pytest.raises(ValueError, match=APART) as error:
-        step(*own)
+        step(*local)
     for p, grad in zip((*net.parameters(), *head.parameters()), before, strict=True):
         assert p.grad is None if grad is None else torch.equal(p.grad, grad), "as they were"
     return str(error.value)
@@ -390,11 +390,11 @@ def test_parameters_that_drift_apart(counts, what, name):
 
 def changed_body(change, steps):
     """One rank's parameter is changed in some way after so many steps: noticed by the next one that looks."""
-    own, net = own_rows((4, 4)), Towers()
+    local, net = local_rows((4, 4)), Towers()
     ddp = DistributedDataParallel(net)
     step = wb.GradCache([lambda a: ddp(x=a)[0], lambda b: ddp(y=b)[1]], 4, loss_fn)
     for _ in range(steps):
-        step(*own)
+        step(*local)
     with torch.no_grad():
         if dist.get_rank() == 1:
             CHANGES[change](net.text[2].weight)
@@ -402,7 +402,7 @@ def changed_body(change, steps):
 
     def go_on():
         for _ in range(steps, 100):
-            step(*own)
+            step(*local)
 
     with pytest.raises(ValueError, match=message) as error:
         go_on()
@@ -438,12 +438,12 @@ def test_no_way_to_know_needs_the_comparison():
 
 
 def silent_drift_body():
-    own, net = own_rows((4, 4)), Towers()
+    local, net = local_rows((4, 4)), Towers()
     step, optimizer = wb.GradCache([net.image, net.text], 2, loss_fn), torch.optim.SGD(net.parameters(), lr=0.1)
     with pytest.MonkeyPatch.context() as monkeypatch:
         without_checks(monkeypatch)
         for _ in range(3):
-            step(*own)
+            step(*local)
             optimizer.step()
     everyones = [None, None]
     dist.all_gather_object(everyones, net.image[0].weight.detach())
@@ -455,10 +455,10 @@ def test_checksums_see_every_bit():
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64):
         x = torch.randn(7, 3, generator=generator).to(dtype)
-        own = checksums({"x": x})["x"]
-        assert checksums({"x": x.clone()})["x"] == own
+        local = checksums({"x": x})["x"]
+        assert checksums({"x": x.clone()})["x"] == local
         raw = x.clone().view(-1).view(torch.uint8)
-        seen = {own}
+        seen = {local}
         for at in range(len(raw)):
             for bit in range(8):
                 raw[at] ^= 1 << bit
@@ -469,10 +469,10 @@ def test_checksums_see_every_bit():
 
 def test_checksums_whatever_the_default_device_is():
     x = torch.randn(5, generator=torch.Generator().manual_seed(0))
-    own = checksums({"x": x})
+    local = checksums({"x": x})
     _weights.cache_clear()
     with torch.device("meta"):
-        assert checksums({"x": x}) == own
+        assert checksums({"x": x}) == local
 
 
 def test_checksums_see_order_in_large_tensors():
@@ -501,10 +501,10 @@ def reduced_by_hand(net):
             p.grad /= dist.get_world_size()
 
 
-def train(net, step, own, *, by_hand=False, steps=4):
+def train(net, step, local, *, by_hand=False, steps=4):
     optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.01)
     for _ in range(steps):
-        step(*own)
+        step(*local)
         if by_hand:
             reduced_by_hand(net)
         optimizer.step()
@@ -526,14 +526,14 @@ class Own(nn.Module):
 
 
 def no_alarm_body(counts):
-    own = own_rows(counts)
+    local = local_rows(counts)
 
     net = Towers()
     ddp = DistributedDataParallel(net)
-    train(net, wb.GradCache([lambda a: ddp(x=a)[0], lambda b: ddp(y=b)[1]], 2, loss_fn), own)
+    train(net, wb.GradCache([lambda a: ddp(x=a)[0], lambda b: ddp(y=b)[1]], 2, loss_fn), local)
 
     net = Towers()
-    train(net, wb.GradCache([net.image, net.text], 2, loss_fn), own, by_hand=True)
+    train(net, wb.GradCache([net.image, net.text], 2, loss_fn), local, by_hand=True)
     net.text.requires_grad_(False)  # frozen, and other ones on each rank
     with torch.no_grad():
         net.text[0].weight += dist.get_rank()
@@ -541,9 +541,9 @@ def no_alarm_body(counts):
     def half_frozen(a, b):
         return loss_fn(a, b)
 
-    constant = net.text(own[1]).detach()
+    constant = net.text(local[1]).detach()
     one = wb.GradCache([net.image], 2, lambda a: half_frozen(a, constant))
-    train(net, lambda x, _y: one(x), own, by_hand=True)
+    train(net, lambda x, _y: one(x), local, by_hand=True)
 
     shared = nn.Sequential(nn.Linear(D, 8), nn.BatchNorm1d(8), nn.Linear(8, OUT)).double()  # with buffers that differ
     with torch.no_grad():
@@ -551,41 +551,41 @@ def no_alarm_body(counts):
             dist.broadcast(p, 0)
     shared[1].eval()
     shared[1].running_mean += dist.get_rank()
-    train(shared, wb.GradCache([shared, shared], 2, loss_fn), own, by_hand=True)
+    train(shared, wb.GradCache([shared, shared], 2, loss_fn), local, by_hand=True)
 
     plain = Towers()
     for tower in (plain.image, plain.text):
         fully_shard(tower)
-    train(plain, wb.GradCache([plain.image, plain.text], 2, loss_fn), own)
-    train(plain, wb.GradCache([plain.image, lambda b: 1 * plain.text(b)], 2, loss_fn), own)
+    train(plain, wb.GradCache([plain.image, plain.text], 2, loss_fn), local)
+    train(plain, wb.GradCache([plain.image, lambda b: 1 * plain.text(b)], 2, loss_fn), local)
 
     # An engine that held the module once, and is gone.
     net = Towers()
     DistributedDataParallel(net)
-    train(net, wb.GradCache([net.image, net.text], 2, loss_fn), own, by_hand=True)
+    train(net, wb.GradCache([net.image, net.text], 2, loss_fn), local, by_hand=True)
 
     # One that is there, whose user reduces by hand and says so; and parameters that each rank has of its own.
     net = Towers()
     ddp = DistributedDataParallel(net)
     step = wb.GradCache([ddp.module.image, ddp.module.text], 2, loss_fn, unchecked=net.parameters())
-    train(net, step, own, by_hand=True)
+    train(net, step, local, by_hand=True)
     model = Own()
     with pytest.raises(ValueError, match=r"different values of 'expert.weight' of model 0 \(Own\).*go into unchecked="):
-        wb.GradCache([model, model], 2, loss_fn)(*own)
+        wb.GradCache([model, model], 2, loss_fn)(*local)
     model.zero_grad()
     train(
         model.common,
         wb.GradCache([model, model], 2, loss_fn, unchecked=model.expert.parameters()),
-        own,
+        local,
         by_hand=True,
     )
     model.expert.weight.allreduce = model.expert.bias.allreduce = False  # as DeepSpeed marks its experts
-    train(model.common, wb.GradCache([model, model], 2, loss_fn), own, by_hand=True)
+    train(model.common, wb.GradCache([model, model], 2, loss_fn), local, by_hand=True)
 
     # Functions that call other modules on other ranks, of the same shapes.
     rank, towers = dist.get_rank(), [Towers(seed).image for seed in range(dist.get_world_size())]
     step = wb.GradCache([lambda a: 1 * towers[rank](a), lambda b: 2 * towers[rank](b)], 2, loss_fn)
-    train(nn.ModuleList(towers), step, own, by_hand=False)
+    train(nn.ModuleList(towers), step, local, by_hand=False)
     return True
 
 
@@ -596,7 +596,7 @@ def test_no_false_alarm(counts):
 
 def head_body(counts):
     """A head whose classes are spread over the ranks, beside a backbone of which all hold a copy."""
-    (x, _), labels = own_rows(counts), torch.arange(sum(counts))[Partition(counts).rows(dist.get_rank())]
+    (x, _), labels = local_rows(counts), torch.arange(sum(counts))[Partition(counts).rows(dist.get_rank())]
     for rate in (1.0, 0.5):
         net = Towers()
         ddp = DistributedDataParallel(net.image)
@@ -608,14 +608,14 @@ def head_body(counts):
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-    # A function of centres, in half precision and of a parameter of the caller's.
+    # A function of centers, in half precision and of a parameter of the caller's.
     torch.manual_seed(dist.get_rank())
-    centres = nn.Parameter(torch.randn(3, OUT))
+    centers = nn.Parameter(torch.randn(3, OUT))
     step = wb.GradCache(
-        [ddp], 2, lambda a, labels: wb.functional.partial_fc_loss(a, labels % 3, centres.double(), num_classes=None)
+        [ddp], 2, lambda a, labels: wb.functional.partial_fc_loss(a, labels % 3, centers.double(), num_classes=None)
     )
     step(x, labels=labels)
-    assert is_sharded(centres)
+    assert is_sharded(centers)
 
     # Clipped by each rank's own norm, as frameworks do: the backbone's copies differ after one step.
     net = Towers()

@@ -234,8 +234,8 @@ def test_grad_caches_own_names():
         everyone = jax.lax.all_gather(ht, axis, tiled=True)
         first = jax.lax.axis_index(axis) * len(hs)
         logits = hs @ everyone.T
-        own = jnp.take_along_axis(logits, first + jnp.arange(len(hs))[:, None], 1)
-        return jax.nn.logsumexp(logits, 1) - own[:, 0]
+        local = jnp.take_along_axis(logits, first + jnp.arange(len(hs))[:, None], 1)
+        return jax.nn.logsumexp(logits, 1) - local[:, 0]
 
     def one_direction(params):
         return wbj.info_nce_loss(encoder(params, x), encoder(params, y), logit_scale=1.0)
@@ -266,8 +266,8 @@ class TrainState:
     log: Any
 
     def apply_gradients(self, *, grads):
-        optimiser = optax.sgd(0.1)
-        updates, _ = optimiser.update(grads, optimiser.init(self.params))
+        optimizer = optax.sgd(0.1)
+        updates, _ = optimizer.update(grads, optimizer.init(self.params))
         return TrainState(self.apply_fn, optax.apply_updates(self.params, updates), grads)
 
 

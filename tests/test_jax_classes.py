@@ -134,7 +134,7 @@ def test_a_sample_of_classes(exchange):
         assert_close([np.asarray(z) for z in (value, *gradients)], everything, 1e-3, 1e-3)
 
 
-def test_embeddings_that_lie_on_their_centres():
+def test_embeddings_that_lie_on_their_centers():
     """theta = 0, where by the cosine the margin has an infinite derivative."""
     x = jnp.eye(3, 4)
     value, gradient = jax.value_and_grad(lambda x: wbj.partial_fc_loss(x, jnp.arange(3), jnp.eye(3, 4)))(x)

@@ -69,7 +69,7 @@ def collectives(loss, *arrays):
 
 # Gather: Y and codes, and in the backward pass lse and cotangents; largest of columns and the loss, and scalars'
 # gradients; sums of columns, and dY. Ring: Y, codes and sums, on the first step, in the middle, at the end and home.
-# Rows that are normalised inside bring their norms. PartialFC fetches centres by labels, too, and takes dY there home.
+# Rows that are normalized inside bring their norms. PartialFC fetches centers by labels, too, and takes dY there home.
 # On 8 devices a ring's middle takes 6 turns; half a round, 3; PartialFC's labels go all the way round, in 7.
 GATHER, RING = {"all-gather": 3, "all-reduce": 2, "reduce-scatter": 2}, {"collective-permute": 14, "all-reduce": 1}
 EXPECTED = {

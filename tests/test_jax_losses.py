@@ -64,7 +64,7 @@ def test_the_dense_twins_are_the_same(name):
 
 @pytest.mark.parametrize("name", ["nt_xent", "sup_con"])
 def test_rows_of_zeros_and_tiny_ones(name):
-    """Normalised as PyTorch does, by no less than 1e-12, also by the dense twin."""
+    """Normalized as PyTorch does, by no less than 1e-12, also by the dense twin."""
     case = CASES[name]
     inputs = shards(case, 6, 2)
     inputs[0][2], inputs[0][3] = 0, inputs[0][3] * 1e-14
@@ -173,12 +173,12 @@ def test_without_vma_checks_gradients_are_off_by_the_number_of_devices():
     def by_hand(x):
         return jax.lax.psum((x**2).sum(), "data")
 
-    own = jax.custom_vjp(by_hand)
-    own.defvjp(lambda x: (by_hand(x), x), lambda x, cotangent: (2 * x * cotangent,))
+    local = jax.custom_vjp(by_hand)
+    local.defvjp(lambda x: (by_hand(x), x), lambda x, cotangent: (2 * x * cotangent,))
     for unchecked in ({}, {"check_vma": False}):
         inside = jax.shard_map(jax.grad(by_hand), **split | {"out_specs": jax.P("data")}, **unchecked)(x)
         np.testing.assert_allclose(inside, 2 * x * (4 if unchecked else 1))
-        outside = jax.grad(jax.shard_map(own, **split, **unchecked))(x)
+        outside = jax.grad(jax.shard_map(local, **split, **unchecked))(x)
         np.testing.assert_allclose(outside, 2 * x / (4 if unchecked else 1))
     with pytest.raises(ValueError, match=r"image_features must vary over axis_name='data'.*leave check_vma at True"):
         jax.shard_map(lambda x: local_loss(x, x, 1.0), **split, check_vma=False)(x)
@@ -391,8 +391,8 @@ def test_teeth():
 
     def dense(x, y, scale):
         logits = scale * x @ y.T
-        own = jnp.diagonal(logits)
-        return ((jax.nn.logsumexp(logits, 1) - own).mean() + (jax.nn.logsumexp(logits, 0) - own).mean()) / 2
+        local = jnp.diagonal(logits)
+        return ((jax.nn.logsumexp(logits, 1) - local).mean() + (jax.nn.logsumexp(logits, 0) - local).mean()) / 2
 
     def among_own_rows(x, y, scale):
         return jax.lax.pmean(dense(x, y, scale), "data")
@@ -400,8 +400,8 @@ def test_teeth():
     def without_a_gradient_of_others(x, y, scale):
         everyone = jax.lax.stop_gradient(jax.lax.all_gather(y, "data", tiled=True))
         logits = scale * x @ jax.lax.dynamic_update_slice_in_dim(everyone, y, jax.lax.axis_index("data") * len(y), 0).T
-        own = scale * (x * y).sum(1)
-        return jax.lax.pmean((jax.nn.logsumexp(logits, 1) - own).mean(), "data")
+        local = scale * (x * y).sum(1)
+        return jax.lax.pmean((jax.nn.logsumexp(logits, 1) - local).mean(), "data")
 
     split = {"mesh": mesh, "in_specs": (jax.P("data"), jax.P("data"), jax.P()), "out_specs": jax.P()}
     right = jax.value_and_grad(dense, (0, 1, 2))(x, y, SCALE)

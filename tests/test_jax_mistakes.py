@@ -86,9 +86,9 @@ MISTAKES = {
         lambda: wbj.sup_con_loss(FEATURES, jnp.eye(6, dtype=int)),
         r"labels must have shape \(rows,\), got \(6, 6\); of one-hot rows pass the argmax",
     ),
-    "centres": (
+    "centers": (
         lambda: wbj.partial_fc_loss(FEATURES, np.zeros(6, int), FEATURES[:, :3]),
-        r"embeddings and centres must have the same feature size, got \(6, 4\) and \(6, 3\); project both to one width",
+        r"embeddings and centers must have the same feature size, got \(6, 4\) and \(6, 3\); project both to one width",
     ),
     "labels": (lambda: wbj.sup_con_loss(FEATURES, jnp.ones(6)), "labels must be integers, got float"),
     "keys": (lambda: wbj.info_nce_loss(FEATURES, FEATURES[:5], logit_scale=1.0), "at least as many rows.*5 and 6"),

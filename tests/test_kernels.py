@@ -175,9 +175,9 @@ def test_rows_with_norms_and_offsets(in_kernels, of, dtype):
     if of in ("norms of both", "all"):
         norms["col_norms"] = torch.linalg.vector_norm(y, dim=1, keepdim=True, dtype=torch.float64)
     offsets = torch.randn(45, device=DEVICE) if of in ("offsets", "all") else None
-    own = torch.randint(-1, 45, (77, 2), device=DEVICE)
-    own[:, 1].masked_fill_(own[:, 1] == own[:, 0], -1)
-    selection = Selection(Pairs(excluded=NamedRows(own)), offsets=offsets)
+    local = torch.randint(-1, 45, (77, 2), device=DEVICE)
+    local[:, 1].masked_fill_(local[:, 1] == local[:, 0], -1)
+    selection = Selection(Pairs(excluded=NamedRows(local)), offsets=offsets)
     wide = replace(selection, offsets=None if offsets is None else offsets.double())
     true = swept(SoftmaxSweep, x.double(), y.double(), wide, side=640, **norms)
     single = {name: of.float() for name, of in norms.items()}
@@ -432,12 +432,12 @@ def test_what_kernels_do_not_know_is_left_to_plain_pytorch(monkeypatch, more):
 
 
 def on_ranks():
-    """Uneven parts, an empty one among them, by both exchanges; half of a symmetric matrix; rows normalised inside."""
+    """Uneven parts, an empty one among them, by both exchanges; half of a symmetric matrix; rows normalized inside."""
     rank, counts = torch.distributed.get_rank(), (7, 0, 12)
     torch.manual_seed(0)
     whole = [normalize(torch.randn(19, 10), dim=1) for _ in range(2)]
-    centres, labels = 2 * torch.randn(9, 10), torch.randint(0, 9, (19,))
-    own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    centers, labels = 2 * torch.randn(9, 10), torch.randint(0, 9, (19,))
+    local = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
     of_classes = slice(3 * rank, 3 * rank + 3)
     made = {
         "clip": lambda f, x, y, *_, **more: f.clip_loss(x, y, 14.3, **more),
@@ -447,17 +447,17 @@ def on_ranks():
         "partial_fc": lambda f, x, _, w, at, **more: f.partial_fc_loss(x, at, w, margin=wb.ArcFace(8.0), **more),
     }
     for (name, loss), exchange, dtype in product(made.items(), ("gather", "ring"), CLOSE):
-        rounded = [z.to(dtype) for z in (*whole, centres)]
+        rounded = [z.to(dtype) for z in (*whole, centers)]
         true = [z.double().requires_grad_() for z in rounded]
         expected = loss(wb.reference, *true, labels)
         expected.backward()
-        mine = [z[at].clone().requires_grad_() for z, at in zip(rounded, (own, own, of_classes), strict=True)]
+        mine = [z[at].clone().requires_grad_() for z, at in zip(rounded, (local, local, of_classes), strict=True)]
         more = {} if name == "partial_fc" else {"exchange": exchange}
         memory = 1000 if name == "nt_xent" else "flat"  # several tiles of a rank's own rows against themselves
-        found = loss(wb.functional, *mine, labels[own], kernel="triton", memory=memory, **more)
+        found = loss(wb.functional, *mine, labels[local], kernel="triton", memory=memory, **more)
         found.backward()
         torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=0)
-        for got, of, at, times in zip(mine, true, (own, own, of_classes), (3, 3, 1), strict=True):
+        for got, of, at, times in zip(mine, true, (local, local, of_classes), (3, 3, 1), strict=True):
             if of.grad is not None:
                 error = (got.grad.double() - times * of.grad[at]).norm()
                 assert error <= (1e-5 if dtype == torch.float32 else 1e-2) * times * of.grad.norm(), (

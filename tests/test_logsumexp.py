@@ -33,7 +33,7 @@ def test_what_is_certified_is_exact(scale, center, seed):
         if certified[row] or known:
             assert_same(log_sum_exp(shift, sums.double())[row], true, relative=1e-6, absolute=1e-6)
         if suffices(logits[row, 7].item(), shift, 40, torch.float32):
-            assert certified[row], "what is known beforehand is found afterwards"
+            assert certified[row], "what is known beforehand is found afterward"
     if center >= -0.3 and scale <= 100:
         assert all(certified), "the cases that training meets need no fallback"
 

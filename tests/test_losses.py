@@ -82,7 +82,7 @@ def exactness_of(name, counts):
     syncs, memories = cycle(SYNCS), cycle(MEMORIES[1:])
     rank = dist.get_rank()
     whole = whole_batch(case, counts)
-    own = [z[at] for z, at in zip(whole, rows_of(case, counts, rank), strict=True)]
+    local = [z[at] for z, at in zip(whole, rows_of(case, counts, rank), strict=True)]
     for scale in SCALES if case.core else SCALES[1:2]:
         expected = dense(case, whole, scale)
         for exchange in ("gather", "ring"):
@@ -90,7 +90,7 @@ def exactness_of(name, counts):
                 sync = next(syncs)
                 scalar = torch.full(() if sync else (1,), scale, dtype=torch.float64)
                 options = {"exchange": exchange, "memory": memory, "sync": sync}
-                actual = gradients(case, wb.functional, own, scalar, **options)
+                actual = gradients(case, wb.functional, local, scalar, **options)
                 assert same_bits_everywhere(actual[0])
                 assert_gradients(name, counts, actual, expected, scale, sync, f"{name} {counts} {scale} {options}")
 
@@ -105,12 +105,12 @@ def fallback_body(counts):
     for name in [*CORE, "clip, ids, weights", "sup_con", "matryoshka", "distillation", "info_nce, all directions, ids"]:
         case = LOSSES[name]
         whole = whole_batch(case, counts)
-        own = [z[at] for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
+        local = [z[at] for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
         expected = dense(case, whole, 1e4)
         for exchange in ("gather", "ring"):
             for memory in ("flat", TINY_TILES, KEEP_ALL):
                 options = {"exchange": exchange, "memory": memory}
-                actual = gradients(case, wb.functional, own, torch.tensor(1e4, dtype=torch.float64), **options)
+                actual = gradients(case, wb.functional, local, torch.tensor(1e4, dtype=torch.float64), **options)
                 assert_gradients(name, counts, actual, expected, 1e4, "mean", f"{name} {counts} {options}")
 
 
@@ -174,15 +174,15 @@ def planted_body(counts):
             continue  # what it compares with is on every rank
         whole = whole_batch(case, counts)
         expected = dense(case, whole, 14.3)
-        own = [z[at] for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
+        local = [z[at] for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
         scale = torch.tensor(14.3, dtype=torch.float64)
-        right = gradients(case, wb.functional, own, scale)
+        right = gradients(case, wb.functional, local, scale)
         assert_gradients(name, counts, right, expected, 14.3, "mean", "right")
         for factor in (1 / size, size):
             wrong = [right[0], *(factor * g for g in right[1:])]
             with pytest.raises(AssertionError, match=r"planted: .*largest error"):
                 assert_gradients(name, counts, wrong, expected, 14.3, "mean", "planted")
-        own_rows_only = gradients(case, wb.functional, own, scale, group=wb.comm.LocalCommunicator())
+        own_rows_only = gradients(case, wb.functional, local, scale, group=wb.comm.LocalCommunicator())
         with pytest.raises(AssertionError, match="largest error"):
             assert_gradients(name, counts, own_rows_only, expected, 14.3, "mean", "planted")
         with pytest.raises(AssertionError, match="planted: input"):
@@ -199,12 +199,12 @@ def many_tiles_body(counts):
     for name in ("clip", "info_nce, few negatives", "nt_xent", "siglip"):
         case = LOSSES[name]
         whole = whole_batch(case, counts, d=8)
-        own = [z[at] for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
+        local = [z[at] for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
         expected = dense(case, whole, 30.0)
         for exchange in ("gather", "ring"):
             for memory in ("flat", 2 * side * side * 8 + 7 * side * side * 8):
                 with patch.object(_door, "default_side", lambda _device: side):
-                    actual = gradients(case, wb.functional, own, scale, exchange=exchange, memory=memory, sync="sum")
+                    actual = gradients(case, wb.functional, local, scale, exchange=exchange, memory=memory, sync="sum")
                 assert_gradients(name, counts, actual, expected, 30.0, "sum", f"{name} {counts} {exchange} {memory}")
 
 
@@ -248,12 +248,12 @@ def reduction_body(counts):
             continue
         whole = whole_batch(case, counts)
         rows = rows_of(case, counts, rank)
-        own = [z[at] for z, at in zip(whole, rows, strict=True)]
+        local = [z[at] for z, at in zip(whole, rows, strict=True)]
         scalars = [torch.tensor(value, dtype=torch.float64) for value in (14.3, BIAS)]
         for reduction, sync in (("sum", "mean"), ("none", "mean"), ("none", "sum")):
             expected = scalar_of(case, wb.reference, whole, scalars, reduction, weighs)
             here = weighs[Partition(counts).rows(rank)]
-            actual = scalar_of(case, wb.functional, own, scalars, reduction, here, sync=sync)
+            actual = scalar_of(case, wb.functional, local, scalars, reduction, here, sync=sync)
             if reduction == "none":
                 dist.all_reduce(actual[0])
             assert_gradients(
@@ -299,7 +299,7 @@ def features(kind, rows=96, d=16):
     y = x + 1.5 * torch.randn(rows, d, dtype=torch.float64, generator=generator)
     if kind == "unit":
         return normalize(x, dim=-1), normalize(y, dim=-1)
-    if kind == "unnormalised":
+    if kind == "unnormalized":
         return x, y
     if kind == "duplicated":
         return tuple(normalize(z[: rows // 4], dim=-1).repeat(4, 1) for z in (x, y))
@@ -308,7 +308,7 @@ def features(kind, rows=96, d=16):
     return antipodal(rows, d, generator)
 
 
-KINDS = ["unit", "unnormalised", "duplicated", "solved", "antipodal"]
+KINDS = ["unit", "unnormalized", "duplicated", "solved", "antipodal"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -331,8 +331,8 @@ def distance(actual, expected):
     return difference / size if size else difference
 
 
-def cancelled(name, whole, scale, gradient):
-    """How much larger a gradient is before its part along the row is taken off, which normalising does: NT-Xent's, in
+def canceled(name, whole, scale, gradient):
+    """How much larger a gradient is before its part along the row is taken off, which normalizing does: NT-Xent's, in
     float64. Rounding errors are of what was there before. Where pairs are nearly solved, it is 12 times what is left.
     """
     if name != "nt_xent":
@@ -360,7 +360,7 @@ def test_float32(name, kind):
         plain = gradients(case, wb.reference, whole, torch.tensor(scale))
         ours = gradients(case, wb.functional, whole, torch.tensor(scale), memory="flat")
         factors = (whole[0].norm() * expected[1].norm() / scale).item()
-        rounding = 5 * torch.finfo(torch.float32).eps * cancelled(name, whole, scale, expected[1])
+        rounding = 5 * torch.finfo(torch.float32).eps * canceled(name, whole, scale, expected[1])
         if expected[0] < 1e-6:  # all pairs solved: nothing to learn, and nothing to measure against but rounding
             assert all(got.abs().max() <= 1e-7 * scale for got in ours)
             continue
@@ -417,8 +417,8 @@ def same_bits_body(exchange):
     for case in CORE.values():
         counts = (350, 0, 300)
         whole = [z.float() for z in whole_batch(case, counts)]
-        own = [z[at] for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
-        results += gradients(case, wb.functional, own, torch.tensor(14.3), exchange=exchange)
+        local = [z[at] for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
+        results += gradients(case, wb.functional, local, torch.tensor(14.3), exchange=exchange)
     return results
 
 

@@ -51,13 +51,13 @@ SPLITS = [((7,), (11,)), ((4, 3), (6, 5)), ((5, 0, 2), (1, 7, 3)), ((1, 3, 2, 1)
 
 
 def data(rows, classes=CLASSES, dtype=torch.float64):
-    """Some embeddings lie along their centres, opposite, or at the fold of ArcFace's margin; one has no label."""
+    """Some embeddings lie along their centers, opposite, or at the fold of ArcFace's margin; one has no label."""
     generator = torch.Generator().manual_seed(0)
-    centres = torch.randn(classes, D, dtype=dtype, generator=generator)
+    centers = torch.randn(classes, D, dtype=dtype, generator=generator)
     x = 3 * torch.randn(rows, D, dtype=dtype, generator=generator)
     labels = torch.randint(classes, (rows,), generator=generator)
     for row, angle in enumerate((0.0, math.pi, math.pi - 0.5)[: rows - 1]):
-        w = centres[labels[row]]
+        w = centers[labels[row]]
         across = F.normalize(x[row] - w * (x[row] @ w) / (w @ w), dim=0)
         x[row] = (
             2 * w
@@ -68,52 +68,52 @@ def data(rows, classes=CLASSES, dtype=torch.float64):
         )
     if rows > 4:
         labels[4] = IGNORED
-    return x, labels, centres
+    return x, labels, centers
 
 
-def dense(x, labels, centres, **options):
+def dense(x, labels, centers, **options):
     """The twin's loss and gradients."""
-    x, centres = x.clone().requires_grad_(), centres.clone().requires_grad_()
-    loss = wb.reference.partial_fc_loss(x, labels, centres, **options)
+    x, centers = x.clone().requires_grad_(), centers.clone().requires_grad_()
+    loss = wb.reference.partial_fc_loss(x, labels, centers, **options)
     loss.sum().backward()
-    return loss.detach(), x.grad, centres.grad
+    return loss.detach(), x.grad, centers.grad
 
 
-def sharded(rows, classes, x, labels, centres, **options):
+def sharded(rows, classes, x, labels, centers, **options):
     """The same of this rank's part."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    own, held = Partition(rows).rows(rank), Partition(classes).rows(rank)
-    x, centres = x[own].clone().requires_grad_(), centres[held].clone().requires_grad_()
-    loss = wb.functional.partial_fc_loss(x, labels[own], centres, **options)
+    local, held = Partition(rows).rows(rank), Partition(classes).rows(rank)
+    x, centers = x[local].clone().requires_grad_(), centers[held].clone().requires_grad_()
+    loss = wb.functional.partial_fc_loss(x, labels[local], centers, **options)
     loss.sum().backward()
-    return loss.detach(), x.grad, centres.grad
+    return loss.detach(), x.grad, centers.grad
 
 
 def exact_body(rows, classes):
     rank, world = dist.get_rank(), dist.get_world_size()
-    own, held = Partition(rows).rows(rank), Partition(classes).rows(rank)
-    x, labels, centres = data(sum(rows))
+    local, held = Partition(rows).rows(rank), Partition(classes).rows(rank)
+    x, labels, centers = data(sum(rows))
     weights = torch.rand(sum(rows), dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     for name, margin in MARGINS.items():
         for options in OPTIONS if name in ("ArcFace", "MagFace") else OPTIONS[:2]:
-            true = dense(x, labels, centres, margin=margin, **options)
-            found = sharded(rows, classes, x, labels, centres, margin=margin, sync="sum", **options)
+            true = dense(x, labels, centers, margin=margin, **options)
+            found = sharded(rows, classes, x, labels, centers, margin=margin, sync="sum", **options)
             assert_same(found[0], true[0], relative=1e-12, what=name)
-            assert_same(found[1], true[1][own], relative=0, absolute=1e-10 * true[1].abs().max().item())
+            assert_same(found[1], true[1][local], relative=0, absolute=1e-10 * true[1].abs().max().item())
             assert_same(found[2], true[2][held], relative=0, absolute=1e-10 * true[2].abs().max().item())
     margin = MARGINS["ArcFace"]
-    true = dense(x, labels, centres, margin=margin, weights=weights)
+    true = dense(x, labels, centers, margin=margin, weights=weights)
     for memory in ("flat", 2**12, 2**20):
-        found = sharded(rows, classes, x, labels, centres, margin=margin, weights=weights[own], memory=memory)
+        found = sharded(rows, classes, x, labels, centers, margin=margin, weights=weights[local], memory=memory)
         assert_same(found[0], true[0], relative=1e-12)
         assert_same(
-            found[1], world * true[1][own], relative=0, absolute=1e-10 * world * true[1].abs().max().item()
+            found[1], world * true[1][local], relative=0, absolute=1e-10 * world * true[1].abs().max().item()
         )  # what DDP averages
         assert_same(found[2], true[2][held], relative=0, absolute=1e-10 * true[2].abs().max().item())
-    true = dense(x, labels, centres, margin=margin, reduction="none")
-    found = sharded(rows, classes, x, labels, centres, margin=margin, reduction="none")
-    assert_same(found[0], true[0][own], relative=1e-12)
-    assert_same(found[1], true[1][own], relative=0, absolute=1e-10 * true[1].abs().max().item())
+    true = dense(x, labels, centers, margin=margin, reduction="none")
+    found = sharded(rows, classes, x, labels, centers, margin=margin, reduction="none")
+    assert_same(found[0], true[0][local], relative=1e-12)
+    assert_same(found[1], true[1][local], relative=0, absolute=1e-10 * true[1].abs().max().item())
     assert_same(found[2] * world, true[2][held], relative=0, absolute=1e-10 * true[2].abs().max().item())
 
 
@@ -128,16 +128,16 @@ class Own:
 
 def own_margin_body():
     rank = dist.get_rank()
-    own, held = Partition((4, 3)).rows(rank), Partition((6, 5)).rows(rank)
-    x, labels, centres = data(7)
-    true = dense(x, labels, centres, margin=Own())
-    found = sharded((4, 3), (6, 5), x, labels, centres, margin=Own(), sync="sum")
+    local, held = Partition((4, 3)).rows(rank), Partition((6, 5)).rows(rank)
+    x, labels, centers = data(7)
+    true = dense(x, labels, centers, margin=Own())
+    found = sharded((4, 3), (6, 5), x, labels, centers, margin=Own(), sync="sum")
     assert_same(found[0], true[0], relative=1e-12)
-    assert_same(found[1], true[1][own], relative=0, absolute=1e-10 * true[1].abs().max().item())
+    assert_same(found[1], true[1][local], relative=0, absolute=1e-10 * true[1].abs().max().item())
     assert_same(found[2], true[2][held], relative=0, absolute=1e-10 * true[2].abs().max().item())
     margin = wb.AdaFace(20.0) if rank else wb.AdaFace(30.0)
     with pytest.raises(ValueError, match="margin"):
-        wb.functional.partial_fc_loss(x[own], labels[own], centres[held], margin=margin)
+        wb.functional.partial_fc_loss(x[local], labels[local], centers[held], margin=margin)
 
 
 def test_a_margin_of_ones_own():
@@ -147,21 +147,21 @@ def test_a_margin_of_ones_own():
 def several_body(rows, classes):
     """Up to three labels for each example, on any number of ranks; of one each, the same as without."""
     rank = dist.get_rank()
-    own, held = Partition(rows).rows(rank), Partition(classes).rows(rank)
-    x, labels, centres = data(sum(rows))
+    local, held = Partition(rows).rows(rank), Partition(classes).rows(rank)
+    x, labels, centers = data(sum(rows))
     generator = torch.Generator().manual_seed(1)
     others = torch.stack([torch.randperm(CLASSES, generator=generator)[:3] for _ in range(sum(rows))])
     others[::2, 1:] = IGNORED
     others[1::4, 2] = IGNORED
     for name in ("ArcFace", "combined", "MagFace", "AdaFace"):
-        true = dense(x, others, centres, margin=MARGINS[name])
-        found = sharded(rows, classes, x, others, centres, margin=MARGINS[name], sync="sum")
+        true = dense(x, others, centers, margin=MARGINS[name])
+        found = sharded(rows, classes, x, others, centers, margin=MARGINS[name], sync="sum")
         assert_same(found[0], true[0], relative=1e-12, what=name)
-        assert_same(found[1], true[1][own], relative=0, absolute=1e-10 * true[1].abs().max().item())
+        assert_same(found[1], true[1][local], relative=0, absolute=1e-10 * true[1].abs().max().item())
         assert_same(found[2], true[2][held], relative=0, absolute=1e-10 * true[2].abs().max().item())
     padded = torch.stack([labels, torch.full_like(labels, IGNORED)], 1)
-    one = sharded(rows, classes, x, labels, centres, margin=MARGINS["ArcFace"])
-    assert_same(sharded(rows, classes, x, padded, centres, margin=MARGINS["ArcFace"])[0], one[0], relative=1e-14)
+    one = sharded(rows, classes, x, labels, centers, margin=MARGINS["ArcFace"])
+    assert_same(sharded(rows, classes, x, padded, centers, margin=MARGINS["ArcFace"])[0], one[0], relative=1e-14)
 
 
 @pytest.mark.parametrize(("rows", "classes"), SPLITS[:4], ids=str)
@@ -170,78 +170,83 @@ def test_several_labels_for_each_example(rows, classes):
 
 
 FORMS = [
-    {"sub_centres": 3},
-    {"sub_centres": 2, "margin": MARGINS["CurricularFace"], "bias": True},
-    {"sub_centres": 2, "normalise": "centres", "label_smoothing": 0.1},
+    {"sub_centers": 3},
+    {"sub_centers": 2, "margin": MARGINS["CurricularFace"], "bias": True},
+    {"sub_centers": 2, "normalize": "centers", "label_smoothing": 0.1},
     {"bias": True, "exclude_above": 0.3},
     {"bias": True, "label_smoothing": 0.1, "log_weights": True},
-    *({"normalise": name, "bias": bias} for name in ("centres", "embeddings", "none") for bias in (False, True)),
-    {"normalise": "none", "margin": wb.NormFace(1.0), "bias": True},
-    {"normalise": "none", "margin": wb.NormFace(1.0), "margin_grad": "straight_through"},
+    *({"normalize": name, "bias": bias} for name in ("centers", "embeddings", "none") for bias in (False, True)),
+    {"normalize": "none", "margin": wb.NormFace(1.0), "bias": True},
+    {"normalize": "none", "margin": wb.NormFace(1.0), "margin_grad": "straight_through"},
 ]
 
 
 def forms(classes=CLASSES):
-    """Sub-centres, biases, and what is normalised: centres, bias and other settings of each form."""
+    """Sub-centers, biases, and what is normalized: centers, bias and other settings of each form."""
     generator = torch.Generator().manual_seed(2)
     for form in FORMS:
         form = dict(form)
-        shape = (classes, form.pop("sub_centres")) if "sub_centres" in form else (classes,)
-        centres, bias, log_weights = (
+        shape = (classes, form.pop("sub_centers")) if "sub_centers" in form else (classes,)
+        centers, bias, log_weights = (
             torch.randn(*of, dtype=torch.float64, generator=generator) for of in ((*shape, D), (classes,), (classes,))
         )
         form |= {"bias": bias if form.get("bias") else None, "log_weights": log_weights * form.get("log_weights", 0)}
-        yield centres, {"margin": MARGINS["combined"]} | form
+        yield centers, {"margin": MARGINS["combined"]} | form
 
 
-def form_gradients(loss_fn, x, labels, centres, *, bias, **options):
-    x, centres, bias = (None if z is None else z.clone().requires_grad_() for z in (x, centres, bias))
-    loss = loss_fn(x, labels, centres, bias=bias, **options)
+def form_gradients(loss_fn, x, labels, centers, *, bias, **options):
+    x, centers, bias = (None if z is None else z.clone().requires_grad_() for z in (x, centers, bias))
+    loss = loss_fn(x, labels, centers, bias=bias, **options)
     loss.sum().backward()
-    return [loss.detach(), x.grad, centres.grad, None if bias is None else bias.grad]
+    return [loss.detach(), x.grad, centers.grad, None if bias is None else bias.grad]
 
 
 def forms_body(rows, classes):
     rank, world = dist.get_rank(), dist.get_world_size()
-    own, held = Partition(rows).rows(rank), Partition(classes).rows(rank)
+    local, held = Partition(rows).rows(rank), Partition(classes).rows(rank)
     x, labels, _ = data(sum(rows))
-    for memory in ("flat", 3 * 8 * 40):  # tiles smaller than the classes, in which groups of sub-centres stay together
-        for centres, options in forms():
-            true = form_gradients(wb.reference.partial_fc_loss, x, labels, centres, **options)
+    for memory in ("flat", 3 * 8 * 40):  # tiles smaller than the classes, in which groups of sub-centers stay together
+        for centers, options in forms():
+            true = form_gradients(wb.reference.partial_fc_loss, x, labels, centers, **options)
             sliced = {n: z[held] for n, z in options.items() if n in ("bias", "log_weights") and z is not None}
             found = form_gradients(
-                wb.functional.partial_fc_loss, x[own], labels[own], centres[held], memory=memory, **(options | sliced)
+                wb.functional.partial_fc_loss,
+                x[local],
+                labels[local],
+                centers[held],
+                memory=memory,
+                **(options | sliced),
             )
             assert_same(found[0], true[0], relative=1e-12, what=options)
-            for z, t, part, times in zip(found[1:], true[1:], (own, held, held), (world, 1, 1), strict=True):
+            for z, t, part, times in zip(found[1:], true[1:], (local, held, held), (world, 1, 1), strict=True):
                 if t is not None:
                     assert_same(z, times * t[part], relative=0, absolute=1e-10 * times * t.abs().max().item())
     generator = torch.Generator().manual_seed(1)
     several = torch.stack([torch.randperm(CLASSES, generator=generator)[:3] for _ in range(sum(rows))])
     several[::2, 1:] = IGNORED
     weights = torch.rand(sum(rows), dtype=torch.float64, generator=generator)
-    for centres, options in forms():
+    for centers, options in forms():
         if "label_smoothing" in options or options["margin"] is MARGINS["CurricularFace"]:
             continue
         true = form_gradients(
-            wb.reference.partial_fc_loss, x, several, centres, weights=weights, reduction="none", **options
+            wb.reference.partial_fc_loss, x, several, centers, weights=weights, reduction="none", **options
         )
         sliced = {n: z[held] for n, z in options.items() if n in ("bias", "log_weights") and z is not None}
         found = form_gradients(
             wb.functional.partial_fc_loss,
-            *(x[own], several[own], centres[held]),
-            weights=weights[own],
+            *(x[local], several[local], centers[held]),
+            weights=weights[local],
             reduction="none",
             **(options | sliced),
         )
-        assert_same(found[0], true[0][own], relative=1e-12, what=options)
-        for z, t, part, times in zip(found[1:], true[1:], (own, held, held), (1, 1 / world, 1 / world), strict=True):
+        assert_same(found[0], true[0][local], relative=1e-12, what=options)
+        for z, t, part, times in zip(found[1:], true[1:], (local, held, held), (1, 1 / world, 1 / world), strict=True):
             if t is not None:
                 assert_same(z, times * t[part], relative=0, absolute=1e-10 * t.abs().max().item())
 
 
 @pytest.mark.parametrize(("rows", "classes"), SPLITS[:4], ids=str)
-def test_sub_centres_biases_and_what_is_normalised(rows, classes):
+def test_sub_centers_biases_and_what_is_normalized(rows, classes):
     run_ranks(forms_body, len(rows), rows, classes, timeout_s=60)
 
 
@@ -262,47 +267,47 @@ def test_a_bias_of_half_precision_has_the_gradient_of_many_rows():
     assert_same(found[0][1], found[1][1], relative=1e-2)
 
 
-def test_only_the_nearest_sub_centre_counts():
+def test_only_the_nearest_sub_center_counts():
     """All of them as classes of their own would be another loss; plain logits are those of torch's cross-entropy."""
     x, labels, _ = data(4)
-    centres = torch.randn(CLASSES, 2, D, dtype=torch.float64)
-    centres[:, 1] = centres[:, 0]  # equal ones count once
+    centers = torch.randn(CLASSES, 2, D, dtype=torch.float64)
+    centers[:, 1] = centers[:, 0]  # equal ones count once
     margin = wb.CosFace(20.0, 0.3)
-    once = wb.functional.partial_fc_loss(x, labels, centres[:, 0], margin=margin)
-    assert_same(wb.functional.partial_fc_loss(x, labels, centres, margin=margin), once, relative=1e-12)
-    twice = wb.functional.partial_fc_loss(x, 2 * labels, centres.flatten(0, 1), margin=margin)
+    once = wb.functional.partial_fc_loss(x, labels, centers[:, 0], margin=margin)
+    assert_same(wb.functional.partial_fc_loss(x, labels, centers, margin=margin), once, relative=1e-12)
+    twice = wb.functional.partial_fc_loss(x, 2 * labels, centers.flatten(0, 1), margin=margin)
     assert abs(twice - once) > 0.01
     bias = torch.randn(CLASSES, dtype=torch.float64)
     linear = wb.functional.partial_fc_loss(
-        x, labels, centres[:, 0], margin=wb.NormFace(1.0), normalise="none", bias=bias
+        x, labels, centers[:, 0], margin=wb.NormFace(1.0), normalize="none", bias=bias
     )
-    assert_same(linear, F.cross_entropy(F.linear(x, centres[:, 0], bias), labels), relative=1e-12)
+    assert_same(linear, F.cross_entropy(F.linear(x, centers[:, 0], bias), labels), relative=1e-12)
 
 
 def top_body(rows, classes):
     """The best classes by the module, against those of the whole matrix of logits."""
     rank = dist.get_rank()
-    own = Partition(rows).rows(rank)
+    local = Partition(rows).rows(rank)
     x = torch.randn(sum(rows), D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    forms = [{}, {"sub_centres": 3}, {"normalise": "none", "bias": True}, {"normalise": "embeddings"}]
-    for settings in [*forms, {"normalise": "centres", "sub_centres": 2}]:
+    forms = [{}, {"sub_centers": 3}, {"normalize": "none", "bias": True}, {"normalize": "embeddings"}]
+    for settings in [*forms, {"normalize": "centers", "sub_centers": 2}]:
         head = wb.PartialFC(D, classes, margin=wb.CosFace(8.0, 0.3), dtype=torch.float64, **settings)
         whole = wb.PartialFC(
             D, classes, dtype=torch.float64, group=wb.comm.LocalCommunicator(), **settings
         ).weight.detach()
         bias = torch.arange(classes).double() / 100 if settings.get("bias") else torch.zeros(classes).double()
         if head.bias is not None:
-            head.bias.data.copy_(bias[head.own_classes])
-        normalise = settings.get("normalise", "both")
-        z = F.normalize(x) if normalise in ("both", "embeddings") else x
-        w = F.normalize(whole, dim=-1) if normalise in ("both", "centres") else whole
+            head.bias.data.copy_(bias[head.local_classes])
+        normalize = settings.get("normalize", "both")
+        z = F.normalize(x) if normalize in ("both", "embeddings") else x
+        w = F.normalize(whole, dim=-1) if normalize in ("both", "centers") else whole
         logits = 8.0 * (z @ w.view(-1, D).T).unflatten(1, (classes, -1)).amax(2) + bias
         for k in (1, 4):
-            found = head.top_classes(x[own], k)
+            found = head.top_classes(x[local], k)
             true = logits.topk(k, dim=1)
-            assert torch.equal(found.class_ids, true.indices[own]), settings
-            assert_same(found.logits, true.values[own], relative=1e-12)
-    wrong = (x[own], 4 if rank else 3) if len(rows) > 1 else (x[own], 12)
+            assert torch.equal(found.class_ids, true.indices[local]), settings
+            assert_same(found.logits, true.values[local], relative=1e-12)
+    wrong = (x[local], 4 if rank else 3) if len(rows) > 1 else (x[local], 12)
     with pytest.raises(ValueError, match="k must be"):
         head.top_classes(*wrong)
 
@@ -317,25 +322,25 @@ def test_the_loss_and_all_gradients_are_the_dense_twins(rows, classes):
     run_ranks(exact_body, len(rows), rows, classes, timeout_s=90)
 
 
-# The module: samples, optimisers, any number of ranks.
+# The module: samples, optimizers, any number of ranks.
 RATES = [1.0, 0.3, 0.0]
 
 
-def trained(world_rows, rate, optimiser, steps=4, classes=CLASSES, **options):
+def trained(world_rows, rate, optimizer, steps=4, classes=CLASSES, **options):
     """A backbone and a head, trained for some steps on the ranks of this call; what all ranks have in the end."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    own = Partition(world_rows).rows(rank)
+    local = Partition(world_rows).rows(rank)
     torch.manual_seed(0)
     backbone = nn.Linear(5, D).double()
     model = DistributedDataParallel(backbone) if dist.is_initialized() else backbone
     head = wb.PartialFC(D, classes, margin=wb.ArcFace(10.0, 0.3), sample_rate=rate, dtype=torch.float64, **options)
-    first = optimiser(head.parameters())
+    first = optimizer(head.parameters())
     second = torch.optim.SGD(backbone.parameters(), lr=0.1)
     losses = []
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
-        x = torch.randn(sum(world_rows), 5, dtype=torch.float64, generator=generator)[own]
-        y = torch.randint(classes, (sum(world_rows),), generator=generator)[own]
+        x = torch.randn(sum(world_rows), 5, dtype=torch.float64, generator=generator)[local]
+        y = torch.randint(classes, (sum(world_rows),), generator=generator)[local]
         loss = head(model(x), y)
         loss.backward()
         losses.append(loss.item())
@@ -358,54 +363,56 @@ def adamw(params):
     return wb.SparseAdamW(params, lr=0.05, weight_decay=0.1)
 
 
-def trained_body(rows, rate, optimiser, unbiased):
-    found = trained(rows, rate, optimiser, unbiased=unbiased)
+def trained_body(rows, rate, optimizer, unbiased):
+    found = trained(rows, rate, optimizer, unbiased=unbiased)
     if dist.get_rank() == 0:
         return found
     return None
 
 
-@pytest.mark.parametrize(("rate", "optimiser", "unbiased"), [(1.0, sgd, False), (0.3, sgd, True), (0.3, adamw, False)])
-def test_training_is_the_same_on_any_number_of_ranks(rate, optimiser, unbiased):
-    """Centres at the start, samples, losses, and what the optimisers make of them."""
-    losses, centres, backbone = trained((6,), rate, optimiser, unbiased=unbiased)
+@pytest.mark.parametrize(("rate", "optimizer", "unbiased"), [(1.0, sgd, False), (0.3, sgd, True), (0.3, adamw, False)])
+def test_training_is_the_same_on_any_number_of_ranks(rate, optimizer, unbiased):
+    """Centers at the start, samples, losses, and what the optimizers make of them."""
+    losses, centers, backbone = trained((6,), rate, optimizer, unbiased=unbiased)
     assert len({*losses}) == 4
     for rows in ((4, 2), (3, 0, 3)):
-        found = run_ranks(trained_body, len(rows), rows, rate, optimiser, unbiased, timeout_s=60)[0]
+        found = run_ranks(trained_body, len(rows), rows, rate, optimizer, unbiased, timeout_s=60)[0]
         assert found[0] == pytest.approx(losses, rel=1e-12)
-        assert_same(found[1], centres, relative=1e-10)
+        assert_same(found[1], centers, relative=1e-10)
         assert_same(found[2], backbone, relative=1e-10)
 
 
 def sampled_body(rows, rate):
     """The loss and gradients of a sample are the dense twin's of the same classes."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    own = Partition(rows).rows(rank)
+    local = Partition(rows).rows(rank)
     x, labels, _ = data(sum(rows))
     kept = labels[labels != IGNORED]
     for name, margin in MARGINS.items():
         for unbiased in (False, True) if rate else (False,):
             head = wb.PartialFC(D, CLASSES, margin=margin, sample_rate=rate, unbiased=unbiased, dtype=torch.float64)
-            embeddings = x[own].clone().requires_grad_()
-            loss = head(embeddings, labels[own])
+            embeddings = x[local].clone().requires_grad_()
+            loss = head(embeddings, labels[local])
             loss.backward()
             gathered = [None] * world
             grad = head.weight.grad
             index = grad.coalesce().indices()[0] if grad.is_sparse else torch.arange(len(grad))
-            dist.all_gather_object(gathered, (head.weight.detach(), head.own_classes.start + index, grad.to_dense()))
-            centres, ids, grads = (torch.cat(parts) for parts in zip(*gathered, strict=True))
+            dist.all_gather_object(gathered, (head.weight.detach(), head.local_classes.start + index, grad.to_dense()))
+            centers, ids, grads = (torch.cat(parts) for parts in zip(*gathered, strict=True))
             assert set(kept.tolist()) <= set(ids.tolist())
             log_weights = None
             if unbiased and rate < 1:
                 log_weights = torch.full(ids.shape, -math.log(rate), dtype=torch.float64)
                 log_weights[torch.isin(ids, kept)] = 0
-            twin_x, twin = x.clone().requires_grad_(), centres.clone().requires_grad_()
+            twin_x, twin = x.clone().requires_grad_(), centers.clone().requires_grad_()
             true = wb.reference.partial_fc_loss(
                 twin_x, labels, twin[ids], margin=margin, class_ids=ids, log_weights=log_weights
             )
             true.backward()
             assert_same(loss.detach(), true.detach(), relative=1e-12, what=name)
-            assert_same(embeddings.grad, world * twin_x.grad[own], relative=0, absolute=1e-10 * twin_x.grad.abs().max())
+            assert_same(
+                embeddings.grad, world * twin_x.grad[local], relative=0, absolute=1e-10 * twin_x.grad.abs().max()
+            )
             assert_same(grads, twin.grad, relative=1e-10, what=name)
 
 
@@ -450,7 +457,7 @@ def test_unbiased_samples_estimate_the_sum_of_all_negatives():
     assert full - found[False] > 1.0, "the usual recipe's is log(rate) off"
 
 
-# Optimisers.
+# Optimizers.
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_dense_gradients_are_stepped_as_by_pytorch(nesterov):
     torch.manual_seed(0)
@@ -474,10 +481,10 @@ def test_dense_gradients_are_stepped_as_by_pytorch(nesterov):
 def test_rows_without_a_gradient_stand_still_and_others_go_on():
     """A row is stepped as if the steps in which it has a gradient were all there are."""
     torch.manual_seed(0)
-    for optimiser in (sgd, adamw):
+    for optimizer in (sgd, adamw):
         p = nn.Parameter(torch.randn(6, 3, dtype=torch.float64))
         alone = [nn.Parameter(p[row : row + 1].detach().clone()) for row in range(6)]
-        ours, each = optimiser([p]), [optimiser([row]) for row in alone]
+        ours, each = optimizer([p]), [optimizer([row]) for row in alone]
         for step in range(6):
             index = torch.arange(6)[torch.arange(6) % (step + 1) == 0]
             grad = torch.randn(len(index), 3, dtype=torch.float64)
@@ -546,9 +553,9 @@ def test_a_larger_angle_is_never_rewarded(margin):
 
 def test_the_straight_through_gradient_is_another():
     """As insightface's code has it: smaller by sin(theta + m) / sin(theta) at the target."""
-    x, labels, centres = data(6)
+    x, labels, centers = data(6)
     exact, through = (
-        dense(x, labels, centres, margin=wb.ArcFace(), margin_grad=g) for g in ("exact", "straight_through")
+        dense(x, labels, centers, margin=wb.ArcFace(), margin_grad=g) for g in ("exact", "straight_through")
     )
     assert_same(exact[0], through[0], relative=1e-15)
     assert (exact[2] - through[2]).norm() > 0.05 * exact[2].norm()
@@ -557,10 +564,10 @@ def test_the_straight_through_gradient_is_another():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lower_precision(dtype):
     """Against the float64 twin on the same numbers, those at the ends of the angle included."""
-    x, labels, centres = data(30, 40, dtype)
+    x, labels, centers = data(30, 40, dtype)
     for name, margin in MARGINS.items():
-        true = dense(x.double(), labels, centres.double(), margin=margin)
-        found = sharded((30,), (40,), x, labels, centres, margin=margin)
+        true = dense(x.double(), labels, centers.double(), margin=margin)
+        found = sharded((30,), (40,), x, labels, centers, margin=margin)
         for z, t in zip(found, true, strict=True):
             error = ((z.double() - t).norm() / t.norm()).item()
             assert error < (3e-6 if dtype == torch.float32 else 1e-2), (name, error)
@@ -576,15 +583,15 @@ BAD = {
     "label negative": (lambda x, y, w: good_call(x, y - CLASSES, w), r"labels must lie in \[0, 11\)"),
     "float labels": (lambda x, y, w: good_call(x, y.float(), w), "labels must be a tensor of integers"),
     "zero embedding": (lambda x, y, w: good_call(0 * x, y, w), "embeddings must not have a row of zeros"),
-    "zero centre": (
+    "zero center": (
         lambda x, y, w: good_call(x, y, torch.cat([0 * w[:1], w[1:]])),
-        "centres must not have a row of zeros",
+        "centers must not have a row of zeros",
     ),
     "a label twice": (
         lambda x, y, w: good_call(x, torch.stack([y, y], 1), w),
         "must be different ones|labels of an example",
     ),
-    "NaN": (lambda x, y, w: good_call(x, y, w / 0 * 0), "centres must be finite"),
+    "NaN": (lambda x, y, w: good_call(x, y, w / 0 * 0), "centers must be finite"),
     "width": (lambda x, y, w: good_call(x, y, w[:, 1:]), "must have the same feature size"),
     "margin": (lambda x, y, w: wb.functional.partial_fc_loss(x, y, w, margin=0.5), "margin must be one such as"),
     "other margin": (
@@ -600,11 +607,11 @@ BAD = {
         lambda x, y, w: wb.functional.partial_fc_loss(x, y, w, bias=torch.zeros(len(w) + 1)),
         "bias must have shape|whether there is a bias",
     ),
-    "sub-centres": (
+    "sub-centers": (
         lambda x, y, w: good_call(x, y, torch.stack([w, w], 1)[..., None]),
-        "centres must have shape",
+        "centers must have shape",
     ),
-    "sub-centres of one rank": (lambda x, y, w: good_call(x, y, torch.stack([w, w], 1)), "sub-centres of a class"),
+    "sub-centers of one rank": (lambda x, y, w: good_call(x, y, torch.stack([w, w], 1)), "sub-centers of a class"),
     "order": (
         lambda x, y, w: wb.functional.partial_fc_loss(x, y, w, class_ids=torch.arange(len(w)).flip(0)),
         "class_ids must be ascending|whether there are",
@@ -615,16 +622,16 @@ BAD = {
 def bad_body():
     """On the last rank alone: an error on all, and the next call is right."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    x, labels, centres = data(6)
+    x, labels, centers = data(6)
     labels[4] = 0
     rows, classes = Partition.even(6, world), Partition.even(CLASSES, world)
-    mine = x[rows.rows(rank)], labels[rows.rows(rank)], centres[classes.rows(rank)]
+    mine = x[rows.rows(rank)], labels[rows.rows(rank)], centers[classes.rows(rank)]
     for name, (call, message) in BAD.items():
-        if world == 1 and name in ("other margin", "sub-centres of one rank"):
+        if world == 1 and name in ("other margin", "sub-centers of one rank"):
             continue
         with pytest.raises(ValueError, match=message):
             (call if rank == world - 1 else good_call)(*mine)
-        true = wb.reference.partial_fc_loss(x, labels, centres, margin=wb.ArcFace())
+        true = wb.reference.partial_fc_loss(x, labels, centers, margin=wb.ArcFace())
         assert_same(good_call(*mine), true, relative=1e-12, what=name)
 
 
@@ -674,10 +681,10 @@ class Learned(nn.Module):
         ({"margin": Learned()}, "a margin must have no parameters to learn"),
         ({"margin": None}, "margin must be one such as"),
         ({"exclude_above": 2.0}, "exclude_above must be a cosine from -1 to 1"),
-        ({"exclude_above": 0.5, "normalise": "none"}, "they need normalise='both', got 'none'"),
-        ({"normalise": True}, "normalise must be one of 'both', 'centres', 'embeddings', 'none'"),
-        ({"sub_centres": 0}, "sub_centres must be a positive integer"),
-        ({"sub_centres": 2, "normalise": "none"}, "sub-centres are compared as unit vectors"),
+        ({"exclude_above": 0.5, "normalize": "none"}, "they need normalize='both', got 'none'"),
+        ({"normalize": True}, "normalize must be one of 'both', 'centers', 'embeddings', 'none'"),
+        ({"sub_centers": 0}, "sub_centers must be a positive integer"),
+        ({"sub_centers": 2, "normalize": "none"}, "sub-centers are compared as unit vectors"),
     ],
 )
 def test_settings(arguments, message):
@@ -706,7 +713,7 @@ def wrapped_body():
             return self.backbone(x) if y is None else self.head(self.backbone(x), y)
 
     x, y = torch.randn(2, 5), torch.tensor([0, 1])
-    refused = "the head holds another rank's centres|DistributedDataParallel has wrapped the head"
+    refused = "the head holds another rank's centers|DistributedDataParallel has wrapped the head"
     for rate in (1.0, 0.3):
         model = DistributedDataParallel(Model(wb.PartialFC(4, 10, sample_rate=rate)))
         with pytest.raises(ValueError, match=refused):
@@ -744,12 +751,12 @@ def test_heads_that_are_not_this_ranks_are_refused():
 
 
 # Checkpoints.
-def steps_body(folder, optimiser, rate, saved_after, steps):
+def steps_body(folder, optimizer, rate, saved_after, steps):
     """Train, save, or load and go on; the losses."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    own = Partition.even(10, world).rows(rank)
+    local = Partition.even(10, world).rows(rank)
     head = wb.PartialFC(D, 23, margin=wb.ArcFace(10.0, 0.3), sample_rate=rate, dtype=torch.float64, seed=5)
-    one = optimiser(head.parameters())
+    one = optimizer(head.parameters())
     first = 0
     if saved_after is None:
         wb.heads.load_head(folder, head, one)
@@ -759,8 +766,8 @@ def steps_body(folder, optimiser, rate, saved_after, steps):
         if step == saved_after:
             wb.heads.save_head(folder, head, one)
         generator = torch.Generator().manual_seed(step)
-        x = torch.randn(10, D, dtype=torch.float64, generator=generator)[own]
-        y = torch.randint(23, (10,), generator=generator)[own]
+        x = torch.randn(10, D, dtype=torch.float64, generator=generator)[local]
+        y = torch.randint(23, (10,), generator=generator)[local]
         loss = head(x, y)
         loss.backward()
         losses.append(loss.item())
@@ -769,13 +776,13 @@ def steps_body(folder, optimiser, rate, saved_after, steps):
     return losses
 
 
-@pytest.mark.parametrize(("optimiser", "worlds"), [(sgd, (2, 5)), (adamw, (1,))])
-def test_checkpoints_of_three_ranks_go_on_with_any_number(optimiser, worlds, tmp_path):
-    """Centres, momentum and samples: the next ten losses are those of the run that was not interrupted."""
+@pytest.mark.parametrize(("optimizer", "worlds"), [(sgd, (2, 5)), (adamw, (1,))])
+def test_checkpoints_of_three_ranks_go_on_with_any_number(optimizer, worlds, tmp_path):
+    """Centers, momentum and samples: the next ten losses are those of the run that was not interrupted."""
     folder = tmp_path / "head"
-    losses = run_ranks(steps_body, 3, folder, optimiser, 0.4, 4, 14, timeout_s=90)[0]
+    losses = run_ranks(steps_body, 3, folder, optimizer, 0.4, 4, 14, timeout_s=90)[0]
     for world in worlds:
-        found = run_ranks(steps_body, world, folder, optimiser, 0.4, None, 10, timeout_s=90)[0]
+        found = run_ranks(steps_body, world, folder, optimizer, 0.4, None, 10, timeout_s=90)[0]
         assert found == pytest.approx(losses[4:], rel=1e-10), world
 
 
@@ -803,7 +810,7 @@ def test_what_a_checkpoint_is_not_loaded_into(tmp_path):
         (wb.PartialFC(4, 12), torch.arange(9), r"classes must have shape \(10,\)"),
         (wb.PartialFC(4, 12), torch.arange(10) + 3, r"classes must lie in \[0, 12\), or be -1; got 3 to 12"),
         (wb.PartialFC(4, 10, bias=True), None, "bias: the checkpoint has False, the head True"),
-        (wb.PartialFC(4, 10, sub_centres=2), None, "sub-centres of a class: the checkpoint has 1, the head 2"),
+        (wb.PartialFC(4, 10, sub_centers=2), None, "sub-centers of a class: the checkpoint has 1, the head 2"),
     ):
         with pytest.raises(ValueError, match=message):
             wb.heads.load_head(tmp_path / "a", other, classes=classes)
@@ -824,7 +831,7 @@ def refused_saves_body(folder):
         wb.heads.save_head(folder / "a", head, wb.SparseSGD(wb.PartialFC(4, 10).parameters()) if rank else good)
     other = wb.PartialFC(4, 10)
     other.first_class.fill_(rank)
-    with pytest.raises(ValueError, match="the head holds another rank's centres"):
+    with pytest.raises(ValueError, match="the head holds another rank's centers"):
         wb.heads.save_head(folder / "a", other)
     (folder / "file").write_text("in the way")
     with pytest.raises(ValueError, match=r"file cannot be written: .*(exists|directory)"):
@@ -832,7 +839,7 @@ def refused_saves_body(folder):
     wb.heads.save_head(folder / "a", head)
     with pytest.raises(ValueError, match="has a checkpoint already"):
         wb.heads.save_head(folder / "a", head)
-    with pytest.raises(ValueError, match="the head holds another rank's centres"):
+    with pytest.raises(ValueError, match="the head holds another rank's centers"):
         wb.heads.load_head(folder / "a", other)
     with pytest.raises(ValueError, match="the checkpoint was saved without an optimizer"):
         wb.heads.load_head(folder / "a", head, good)
@@ -952,10 +959,10 @@ def test_classes_that_come_go_and_become_one(tmp_path):
             assert torch.equal(x[[0, 1, 3, 4, 5, 6, 7]], was[[0, 1, 4, 6, 7, 8, 9]])
             assert_same(x[2], was[2:4].mean(0), relative=1e-6)
             assert torch.equal(x[8], new[8] if x.shape == new.shape and was is old[0] else torch.zeros_like(x[8]))
-    several = wb.PartialFC(4, 10, sub_centres=2)
+    several = wb.PartialFC(4, 10, sub_centers=2)
     wb.heads.save_head(tmp_path / "b", several)
-    with pytest.raises(ValueError, match="classes with several sub-centres cannot become one"):
-        wb.heads.load_head(tmp_path / "b", wb.PartialFC(4, 9, sub_centres=2), classes=classes)
+    with pytest.raises(ValueError, match="classes with several sub-centers cannot become one"):
+        wb.heads.load_head(tmp_path / "b", wb.PartialFC(4, 9, sub_centers=2), classes=classes)
     wb.heads.load_head(tmp_path / "b", several, classes=torch.arange(10).flip(0))
 
 
@@ -965,11 +972,11 @@ def clipped_body():
     whole, backbone = torch.arange(1.0, 8.0).double(), nn.Parameter(torch.ones(3).double())
     for sparse in (False, True):
         backbone.grad = torch.tensor([3.0, 0.0, 4.0]).double()
-        own = whole[Partition.even(7, world).rows(rank)]
-        head = nn.Parameter(torch.ones(len(own), 1).double())
-        head.grad = own[:, None].clone()
+        local = whole[Partition.even(7, world).rows(rank)]
+        head = nn.Parameter(torch.ones(len(local), 1).double())
+        head.grad = local[:, None].clone()
         if sparse:
-            index = torch.arange(len(own))
+            index = torch.arange(len(local))
             twice = torch.cat([index, index])[None]
             with torch.sparse.check_sparse_tensor_invariants():
                 head.grad = torch.sparse_coo_tensor(twice, head.grad.repeat(2, 1) / 2, head.shape)
@@ -977,7 +984,7 @@ def clipped_body():
         true = math.sqrt(25 + float(whole.square().sum()))
         assert abs(norm.item() - true) < 1e-12
         assert_same(backbone.grad, torch.tensor([3.0, 0.0, 4.0]).double() * 2 / true, relative=1e-6)
-        assert_same(head.grad.to_dense()[:, 0], own * 2 / true, relative=1e-6)
+        assert_same(head.grad.to_dense()[:, 0], local * 2 / true, relative=1e-6)
 
 
 def wrong_clips_body():
@@ -1043,7 +1050,7 @@ def export_body():
 def test_the_whole_classifier_is_the_same_for_any_number_of_ranks():
     alone = wb.PartialFC(3, 2500, seed=2).full_weight()
     assert torch.equal(run_ranks(export_body, 3, timeout_s=60)[1], alone)
-    assert len(alone.unique(dim=0)) == 2500, "no two ranks start with the same centres"
+    assert len(alone.unique(dim=0)) == 2500, "no two ranks start with the same centers"
 
 
 def insightface_body(folder):
@@ -1135,9 +1142,9 @@ def test_what_train_v2_of_insightface_saves(tmp_path):
 
 
 def cached_body(rows, rate):
-    """The head as the loss of gradient caching: every gradient that of the step without, the centres' once."""
+    """The head as the loss of gradient caching: every gradient that of the step without, the centers' once."""
     rank = dist.get_rank()
-    own = Partition(rows).rows(rank)
+    local = Partition(rows).rows(rank)
     torch.manual_seed(0)
     x, y = torch.randn(sum(rows), 5).double(), torch.randint(CLASSES, (sum(rows),))
     found = []
@@ -1146,9 +1153,9 @@ def cached_body(rows, rate):
         backbone = DistributedDataParallel(nn.Linear(5, D).double())
         head = wb.PartialFC(D, CLASSES, margin=wb.ArcFace(10.0, 0.3), sample_rate=rate, dtype=torch.float64)
         if cached:
-            loss = wb.GradCache([backbone], 2, head)(x[own], labels=y[own])
+            loss = wb.GradCache([backbone], 2, head)(x[local], labels=y[local])
         else:
-            loss = head(backbone(x[own]), y[own])
+            loss = head(backbone(x[local]), y[local])
             loss.backward()
         found.append([loss.detach(), *(p.grad for p in backbone.parameters()), head.weight.grad.to_dense()])
     for a, b in zip(*found, strict=True):

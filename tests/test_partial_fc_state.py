@@ -67,7 +67,7 @@ def another_ranks_body():
         lambda: head.top_classes(torch.ones(2, 4)),
     ]
     for use in uses:
-        with pytest.raises(ValueError, match="the head holds another rank's centres"):
+        with pytest.raises(ValueError, match="the head holds another rank's centers"):
             use()
     with pytest.raises(ValueError, match="root must be the same on all ranks"):
         wb.PartialFC(4, 10).full_weight(root=dist.get_rank())

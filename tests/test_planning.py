@@ -12,7 +12,7 @@ from torch import nn
 
 import wholebatch as wb
 from wholebatch.__main__ import main
-from wholebatch._meter import map_each_tensor, rise_of_peak
+from wholebatch._measure import map_each_tensor, rise_of_peak
 from wholebatch.comm import LocalCommunicator, select_communicator
 from wholebatch.exchange import GatherExchange, RingExchange, select_exchange
 from wholebatch.losses import _door

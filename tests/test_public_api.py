@@ -184,7 +184,7 @@ def test_functions_and_their_twins_have_the_same_arguments():
 def test_modules_have_their_functions_options():
     """Whatever is no tensor is a setting of the module; the rest enters its `forward`."""
     modules = [name for name in PUBLIC[wb] if name.endswith("Loss")]
-    assert len(modules) == len(LOSSES) - 1, "all but PartialFC, which has centres"
+    assert len(modules) == len(LOSSES) - 1, "all but PartialFC, which has centers"
     functions = {name.replace("_", ""): getattr(wb.functional, name) for name in LOSSES}
     for name in modules:
         module, function = getattr(wb, name), functions[name.lower()]

@@ -23,10 +23,10 @@ def test_definition_in_loops(label_smoothing):
     for a, b in ((x, y), (y, x)):
         for i in range(n):
             logits = [scale * float(a[i] @ b[j]) + bias for j in range(n)]
-            log_normaliser = math.log(sum(math.exp(logit) for logit in logits))
+            log_normalizer = math.log(sum(math.exp(logit) for logit in logits))
             for j in range(n):
                 target = (1 - label_smoothing) * (i == j) + label_smoothing / n
-                total -= target * (logits[j] - log_normaliser)
+                total -= target * (logits[j] - log_normalizer)
     loss = wb.reference.clip_loss(x, y, scale, logit_bias=bias, label_smoothing=label_smoothing)
     assert_same(loss, torch.tensor(total / (2 * n)), relative=1e-7)
 

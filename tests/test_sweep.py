@@ -17,10 +17,10 @@ counts = st.lists(st.integers(0, 9), min_size=1, max_size=9).map(tuple)
 @given(counts)
 def test_a_full_schedule_meets_every_pair_once(rows):
     columns = Partition(rows)
-    for rank, own in enumerate(rows):
-        visits = full(own, columns, rank)
+    for rank, local in enumerate(rows):
+        visits = full(local, columns, rank)
         assert [visit.source for visit in visits] == [(rank - step) % len(rows) for step in range(len(rows))]
-        assert all(visit.rows == slice(0, own) for visit in visits)
+        assert all(visit.rows == slice(0, local) for visit in visits)
 
 
 @given(counts, st.integers(1, 4))

@@ -156,7 +156,7 @@ def test_files_that_are_none(tmp_path, header, data, length):
 
 
 def test_booleans_are_0_or_1(tmp_path, monkeypatch):
-    """Others would be undefined behaviour in C++; the digest is right."""
+    """Others would be undefined behavior in C++; the digest is right."""
     write_tensors(tmp_path / "a", {"x": torch.full((4,), 2, dtype=torch.uint8)}, {})
     text = (tmp_path / "a").read_bytes()
     size = int.from_bytes(text[:8], "little")

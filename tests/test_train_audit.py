@@ -56,7 +56,7 @@ def test_every_loss_is_that_of_its_twin(data, loss):
 
 
 @pytest.mark.parametrize(
-    "head", [HeadConfig(), HeadConfig(margin="adaface"), HeadConfig(sample_rate=0.5, sub_centres=2)]
+    "head", [HeadConfig(), HeadConfig(margin="adaface"), HeadConfig(sample_rate=0.5, sub_centers=2)]
 )
 def test_classifiers(faces, head):
     config = replace(CONFIG, task="identify", data=faces, head=head)

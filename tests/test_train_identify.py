@@ -9,12 +9,12 @@ import torch
 from glyph_files import write_pairs
 from safetensors.torch import load_file
 from train_runs import TRAIN, difference, finish, killed, losses, metrics, options, recorded
+from wholebatch.train.labeled import images_of_step, with_split
 
 from wholebatch.__main__ import main
 from wholebatch._user_error import UserError
 from wholebatch.train.config import HeadConfig, TrainConfig
 from wholebatch.train.glyphs import TEST_FACES, glyph_classes
-from wholebatch.train.labelled import images_of_step, with_split
 from wholebatch.train.verification import accepted_at, best_possible
 
 FACES = ("DejaVuSans", "DejaVuSerif", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSerif-Bold")
@@ -53,7 +53,7 @@ def test_a_run_leaves_everything_it_promises(uninterrupted):
     assert report["threshold"] > 0.99
     for picture in ("curves.png", "look_alikes.png"):
         assert (run / picture).read_bytes().startswith(b"\x89PNG")
-    assert load_file(run / "model.safetensors")["centres"].shape == (158, 32)
+    assert load_file(run / "model.safetensors")["centers"].shape == (158, 32)
     assert "top-1 accuracy" in output
     assert "158 classes: 458 images for training, 16 for validation, 316 for test (images never seen)" in output
 
@@ -64,7 +64,7 @@ def test_a_run_leaves_everything_it_promises(uninterrupted):
 def test_the_curve_is_the_same_on_any_number_of_processes(data, uninterrupted, tmp_path, more):
     finish(command(data, tmp_path / "run", *more))
     assert difference(uninterrupted[0], tmp_path / "run") <= 1e-4
-    found, true = (load_file(run / "model.safetensors")["centres"] for run in (tmp_path / "run", uninterrupted[0]))
+    found, true = (load_file(run / "model.safetensors")["centers"] for run in (tmp_path / "run", uninterrupted[0]))
     assert (found - true).norm() < 1e-3 * true.norm()
 
 
@@ -88,7 +88,7 @@ def test_resume_with_another_number_of_processes(data, uninterrupted, tmp_path):
 @pytest.mark.parametrize(
     ("margin", "more"),
     [(margin, []) for margin in ("arcface", "cosface", "sphereface", "normface", "magface", "curricularface")]
-    + [("arcface", ["--head.m", "0.2", "--head.sub-centres", "2", "--label-smoothing", "0.1"])],
+    + [("arcface", ["--head.m", "0.2", "--head.sub-centers", "2", "--label-smoothing", "0.1"])],
 )
 def test_other_margins_train(data, tmp_path, margin, more, capsys):
     every = options(data, tmp_path / "run", "--task", "identify", "--head.margin", margin, "--head.scale", "16", *more)
@@ -107,7 +107,7 @@ def test_other_margins_train(data, tmp_path, margin, more, capsys):
             {"task": "identify", "head": HeadConfig(margin="sphereface", m=0.1)},
             r"--head.m must be in \[1, 10\], got 0.1",
         ),
-        ({"task": "recognise"}, "--task must be 'retrieve' or 'identify', got recognise"),
+        ({"task": "recognize"}, "--task must be 'retrieve' or 'identify', got recognize"),
     ],
 )
 def test_configurations_that_make_no_sense(settings, message):

@@ -70,9 +70,9 @@ def test_what_lies_beneath_transparent_pixels_does_not_matter(tmp_path, channels
 
 @pytest.mark.parametrize("mode", ["LA", "PA", "La", "RGBa"])
 def test_other_modes_with_transparency(tmp_path, mode, monkeypatch):
-    grey = Image.new("L", (SIZE, SIZE), 40)
+    gray = Image.new("L", (SIZE, SIZE), 40)
     alpha = Image.fromarray(np.repeat(np.array([[0] * 4 + [255] * 4], np.uint8), SIZE, axis=0))
-    image = Image.merge("LA", (grey, alpha))
+    image = Image.merge("LA", (gray, alpha))
     if mode in ("LA", "PA"):
         image = image.convert("RGBA").quantize(4).convert("PA") if mode == "PA" else image
     else:

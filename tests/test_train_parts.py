@@ -279,8 +279,8 @@ def test_pairs_from_files(tmp_path, name):
     assert "CYRILLIC SMALL LETTER YA" in pairs.texts
     assert pairs.images.shape == (len(pairs), 1, 16, 16)
     assert pairs.images.flatten(1).any(1).all()
-    colour = file_pairs(tmp_path / name, image_size=24, channels=3)
-    assert colour.images.shape == (len(pairs), 3, 24, 24)
+    color = file_pairs(tmp_path / name, image_size=24, channels=3)
+    assert color.images.shape == (len(pairs), 3, 24, 24)
 
 
 def test_mistakes_in_files(tmp_path):

@@ -15,7 +15,7 @@ from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
 
 
-class LabelledLoss(nn.Module):
+class LabeledLoss(nn.Module):
     """A supervised contrastive loss with a temperature and a projection inside, a margin by keyword."""
 
     def __init__(self):
@@ -46,7 +46,7 @@ def data(rows):
 def body(counts):
     rows = Partition(counts).rows(dist.get_rank())
     images, labels = data(sum(counts))
-    model, loss_fn, margin = encoder(), LabelledLoss(), torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    model, loss_fn, margin = encoder(), LabeledLoss(), torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
     expected = loss_fn(model(images), labels, margin=margin)
     expected.backward()
     reference = {**dict(model.named_parameters()), **dict(loss_fn.named_parameters())}
@@ -58,7 +58,7 @@ def body(counts):
         def __init__(self, strategy):
             super().__init__()
             self.encoder = encoder()
-            self.loss = wb.WholeBatch(LabelledLoss(), strategy=strategy)
+            self.loss = wb.WholeBatch(LabeledLoss(), strategy=strategy)
 
         def forward(self, images, labels, margin):
             return self.loss(self.encoder(images), labels, margin=margin)
@@ -93,10 +93,10 @@ def shared_body():
     for strategy in STRATEGIES:
         whole = x_full.clone().requires_grad_()
         loss_fn(whole, whole, torch.tensor(0.5), "cosine").backward()
-        own = x_full[rows].clone().requires_grad_()
+        local = x_full[rows].clone().requires_grad_()
         temperature = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
-        wb.WholeBatch(loss_fn, strategy=strategy, sync=None)(own, own, temperature, "cosine").backward()
-        assert_same(own.grad, whole.grad[rows], relative=1e-10)
+        wb.WholeBatch(loss_fn, strategy=strategy, sync=None)(local, local, temperature, "cosine").backward()
+        assert_same(local.grad, whole.grad[rows], relative=1e-10)
 
 
 def test_one_tensor_twice_and_arguments_without_rows():
@@ -114,10 +114,10 @@ def gradient_penalty_body():
 
     whole = x_full.clone().requires_grad_()
     penalty(whole, lambda z: (z @ z.T).logsumexp(1).sum()).square().sum().backward()
-    own = x_full[rows].clone().requires_grad_()
+    local = x_full[rows].clone().requires_grad_()
     loss = wb.WholeBatch(lambda z: (z @ z.T).logsumexp(1).sum(), sync="sum")
-    penalty(own, loss).square().sum().backward()
-    assert_same(own.grad, whole.grad[rows], relative=1e-10)
+    penalty(local, loss).square().sum().backward()
+    assert_same(local.grad, whole.grad[rows], relative=1e-10)
 
 
 def test_double_backward():
@@ -150,11 +150,11 @@ def root_parameters_body():
         gradients = {}
         for strategy in ("gather", "root", "dense"):
             module, t = Scaled(), torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
-            own = (data_full if strategy == "dense" else data_full[rows]).clone().requires_grad_()
+            local = (data_full if strategy == "dense" else data_full[rows]).clone().requires_grad_()
             if strategy == "dense":
-                module(own, **route(t, module)).backward()
+                module(local, **route(t, module)).backward()
             else:
-                wb.WholeBatch(module, strategy=strategy, root=1, sync="mean")(own, **route(t, module)).backward()
+                wb.WholeBatch(module, strategy=strategy, root=1, sync="mean")(local, **route(t, module)).backward()
                 assert module.calls.item() == 1, "on every rank"
             gradients[strategy] = [x.grad for x in (module.log_t, t) if x.grad is not None]
         for strategy in ("gather", "root"):

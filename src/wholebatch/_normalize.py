@@ -7,7 +7,7 @@ With g = dL/dz, the gradient is that of the same function:
     |x| >= eps:    dL/dx = (g - z <z, g>) / |x|        the part of g along x is lost
     |x| <  eps:    dL/dx = g / eps                     z = x / eps is linear in x: nothing is lost
 
-A row of zeros stays one, and its gradient is g / eps. No row but those that are longer than eps has norm 1 afterwards,
+A row of zeros stays one, and its gradient is g / eps. No row but those that are longer than eps has norm 1 afterward,
 so that norm 1 may be taken for an upper bound, and never for a fact.
 
 A norm is taken of the row times a power of two that brings its largest entry to [1, 2). Its square neither overflows
@@ -34,12 +34,12 @@ LONGEST = {torch.float32: 1e9, torch.float64: 1e100}  # products of rows that ar
 _EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}
 
 
-def normalize(x: Tensor, eps: float = EPS) -> Tensor:
+def normalize_rows(x: Tensor, eps: float = EPS) -> Tensor:
     """x / max(|x|, eps) of each row of the last dimension, in the accumulation dtype; differentiable, also twice.
 
     The second derivative at a row of zeros is NaN, as that of `torch.nn.functional.normalize` is.
 
-    >>> normalize(torch.tensor([[3e30, 4e30], [0.0, 0.0], [3e-13, 4e-13]]))
+    >>> normalize_rows(torch.tensor([[3e30, 4e30], [0.0, 0.0], [3e-13, 4e-13]]))
     tensor([[0.6000, 0.8000],
             [0.0000, 0.0000],
             [0.3000, 0.4000]])
@@ -68,7 +68,7 @@ def divisors(norms: Tensor) -> Tensor:
 
 @torch.no_grad()
 def project_(grad: Tensor, z: Tensor, norms: Tensor, *, divide: bool = False) -> None:
-    """dL/dz to dL/dx in place: the adjoint of `normalize`, as it is derived above.
+    """dL/dz to dL/dx in place: the adjoint of `normalize_rows`, as it is derived above.
 
     Args:
         grad: dL/dz, (rows, d).

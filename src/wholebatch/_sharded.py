@@ -1,6 +1,6 @@
 """Parameters of which each rank holds a part or values of its own, so that they are no copies of each other.
 
-They are known by a mark (PartialFC's centres), by their type (FSDP2's DTensors), or by the marks that Megatron and
+They are known by a mark (PartialFC's centers), by their type (FSDP2's DTensors), or by the marks that Megatron and
 DeepSpeed set on tensor-parallel parameters and on experts.
 """
 
@@ -24,9 +24,9 @@ def is_sharded(x: Tensor) -> bool:
     """Whether ranks may hold different values of this parameter.
 
     >>> import torch
-    >>> centres = torch.nn.Parameter(torch.zeros(2))
-    >>> mark_sharded(centres)
-    >>> is_sharded(centres), is_sharded(torch.nn.Parameter(torch.zeros(2)))
+    >>> centers = torch.nn.Parameter(torch.zeros(2))
+    >>> mark_sharded(centers)
+    >>> is_sharded(centers), is_sharded(torch.nn.Parameter(torch.zeros(2)))
     (True, False)
     """
     return (

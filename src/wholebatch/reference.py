@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._normalize import EPS, normalize, row_norms
+from ._normalize import EPS, normalize_rows, row_norms
 
 __all__ = [
     "barlow_twins_loss",
@@ -113,7 +113,7 @@ def info_nce_loss(
     )
     if len(keys) < len(queries):
         raise ValueError(f"info_nce_loss: keys must have as many rows as queries, {len(queries)}, got {len(keys)}")
-    n, own = len(queries), torch.arange(len(queries), device=queries.device)
+    n, local = len(queries), torch.arange(len(queries), device=queries.device)
     every = keys if negatives is None else torch.cat([keys, negatives])
     q_ids, k_ids = _retrieval_ids(n, len(keys), len(every), query_ids, key_ids, negative_ids, queries.device)
     guides = (queries, every) if query_guides is None or key_guides is None else (query_guides, key_guides)
@@ -129,7 +129,7 @@ def info_nce_loss(
         x, y, x_ids, y_ids, x_guide, y_guide = towers[name]
         similarities = x @ y.T
         diagonal = torch.zeros_like(similarities, dtype=torch.bool)
-        diagonal[own, own] = True
+        diagonal[local, local] = True
         equal = (x_ids[:, None] == y_ids) & (x_ids[:, None] != _NO_ID) & ~diagonal
         positive, excluded = (diagonal, equal) if equal_ids == "excluded" else (diagonal | equal, equal & ~equal)
         if name in ("query_to_query", "key_to_key"):  # itself gives its place to the pair, or to nobody
@@ -169,7 +169,7 @@ def nt_xent_loss(
 ) -> Tensor:
     """Each row's other view among all other rows (Chen et al., 2020, arXiv:2002.05709, equation 1).
 
-    S = Z Z^T / temperature without its diagonal,    Z = normalize([Z0; Z1]),    L = CE(S, other view)
+    S = Z Z^T / temperature without its diagonal,    Z = normalize_rows([Z0; Z1]),    L = CE(S, other view)
 
     >>> z = torch.eye(3, dtype=torch.float64)
     >>> round(nt_xent_loss(z, z, temperature=0.5).item(), 9)
@@ -221,7 +221,7 @@ def sup_con_loss(
     >>> round(sup_con_loss(torch.eye(3, dtype=torch.float64), torch.tensor([0, 0, 1]), temperature=0.5).item(), 9)
     0.693147181
     """
-    cosines, positive, itself = _labelled(features, labels)
+    cosines, positive, itself = _labeled(features, labels)
     return _reduce(_cross_entropy(cosines / temperature, positive, itself), weights, reduction, positive.any(1))
 
 
@@ -276,11 +276,11 @@ def debiased_loss(
     negative, count = ~(positive | itself), 2 * len(z0) - 2
     if not count:
         return _reduce(0 * logits.diagonal()[: len(z0)], weights, reduction)
-    similar, own = logits[negative].view(-1, count).exp(), logits[positive].exp()
+    similar, local = logits[negative].view(-1, count).exp(), logits[positive].exp()
     weighed = similar.sum(1) if not beta else count * similar.pow(1 + beta).sum(1) / similar.pow(beta).sum(1)
     least = count * torch.exp(-1 / torch.as_tensor(temperature, dtype=z0.dtype))
-    corrected = torch.maximum((weighed - tau_plus * count * own) / (1 - tau_plus), least)
-    return _reduce(-torch.log(own / (own + corrected)).unflatten(0, (2, -1)).mean(0), weights, reduction)
+    corrected = torch.maximum((weighed - tau_plus * count * local) / (1 - tau_plus), least)
+    return _reduce(-torch.log(local / (local + corrected)).unflatten(0, (2, -1)).mean(0), weights, reduction)
 
 
 def multi_similarity_loss(
@@ -301,7 +301,7 @@ def multi_similarity_loss(
     >>> round(multi_similarity_loss(torch.eye(3, dtype=torch.float64), torch.tensor([0, 0, 1])).item(), 9)
     0.437753896
     """
-    cosines, positive, itself = _labelled(features, labels)
+    cosines, positive, itself = _labeled(features, labels)
     negative = ~positive & ~itself
     if epsilon is not None:
         nearest = cosines.masked_fill(~negative, -torch.inf).amax(1, keepdim=True).detach()
@@ -328,7 +328,7 @@ def circle_loss(
     >>> round(circle_loss(torch.eye(3, dtype=torch.float64), torch.tensor([0, 0, 1])).item(), 9)
     54.4
     """
-    cosines, positive, itself = _labelled(features, labels)
+    cosines, positive, itself = _labeled(features, labels)
     negative = ~positive & ~itself
     fixed = cosines.detach()
     of_negatives = gamma * (fixed + m).clamp(min=0) * (cosines - m)
@@ -350,7 +350,7 @@ def triplet_loss(
     margin: float = 0.2,
     smooth: bool = False,
     distance: str = "euclidean",
-    normalise: bool = True,
+    normalize: bool = True,
     weights: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
@@ -361,9 +361,9 @@ def triplet_loss(
     >>> round(triplet_loss(torch.eye(3, dtype=torch.float64), torch.tensor([0, 0, 1])).item(), 9)
     0.2
     """
-    cosines, positive, itself = _labelled(features, labels)
+    cosines, positive, itself = _labeled(features, labels)
     z = features.flatten(0, -2)
-    z = _normalized(z) if normalise or distance == "cosine" else z
+    z = _normalized(z) if normalize or distance == "cosine" else z
     differences = torch.linalg.vector_norm((z[:, None] - z).masked_fill(itself[..., None], 1), dim=2)
     away = {"euclidean": differences, "squared": differences.square(), "cosine": 1 - cosines}[distance]
     negative = ~positive & ~itself
@@ -392,9 +392,9 @@ def moco_loss(
     _check("moco_loss", {"queries": queries, "keys": keys}, weights)
     _check("moco_loss", {"queries": queries, "queue": queue}, paired=False)
     logits = logit_scale * torch.cat([(queries * keys).sum(1, keepdim=True), queries @ queue.T], dim=1)
-    own = torch.zeros_like(logits, dtype=torch.bool)
-    own[:, 0] = True
-    return _reduce(_cross_entropy(logits, own, own & ~own), weights, reduction)
+    local = torch.zeros_like(logits, dtype=torch.bool)
+    local[:, 0] = True
+    return _reduce(_cross_entropy(logits, local, local & ~local), weights, reduction)
 
 
 def global_contrastive_loss(
@@ -505,7 +505,7 @@ def smooth_ap_loss(
     >>> round(smooth_ap_loss(z, torch.tensor([0, 1, 0]), temperature=0.1).item(), 9)
     0.480785833
     """
-    cosines, positive, itself = _labelled(features, labels)
+    cosines, positive, itself = _labeled(features, labels)
     larger = ((cosines[:, None, :] - cosines[:, :, None]) / temperature).sigmoid()  # of i, for p, by j
     larger = larger * ~itself[None] * ~itself[:, None]
     precision = (1 + (larger * positive[:, None]).sum(2)) / (1 + larger.sum(2))
@@ -557,7 +557,7 @@ def matryoshka_loss(
     dims: Sequence[int],
     dim_weights: Sequence[float] | None = None,
     symmetric: bool = True,
-    normalise: bool = True,
+    normalize: bool = True,
     ids: Tensor | None = None,
     weights: Tensor | None = None,
     reduction: str = "mean",
@@ -573,7 +573,7 @@ def matryoshka_loss(
     _check("matryoshka_loss", {"queries": queries, "keys": keys}, ids, weights)
     loss: Tensor | float = 0.0
     for m, weight in zip(dims, dim_weights or [1.0] * len(dims), strict=True):
-        x, y = (_normalized(z[:, :m]) if normalise else z[:, :m] for z in (queries, keys))
+        x, y = (_normalized(z[:, :m]) if normalize else z[:, :m] for z in (queries, keys))
         if symmetric:
             part = clip_loss(x, y, logit_scale, ids=ids, equal_ids="excluded", weights=weights, reduction=reduction)
         else:
@@ -642,13 +642,13 @@ def _pairs(n: int, ids: Tensor | None, equal_ids: str, device: torch.device) -> 
 
 def _normalized(x: Tensor, eps: float = EPS) -> Tensor:
     """Rows as by `torch.nn.functional.normalize`, also where squares of their entries overflow."""
-    return normalize(x, eps).to(x.dtype)
+    return normalize_rows(x, eps).to(x.dtype)
 
 
 def _two_views(
     z0: Tensor, z1: Tensor, temperature: Tensor | float, ids: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits of normalised rows, each one's other view, and the rows that are neither that nor negatives."""
+    """Logits of normalized rows, each one's other view, and the rows that are neither that nor negatives."""
     _check("a loss of two views", {"z0": z0, "z1": z1}, ids)
     z = _normalized(torch.cat([z0, z1]))
     itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
@@ -657,11 +657,11 @@ def _two_views(
     return z @ z.T / temperature, other, excluded
 
 
-def _labelled(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _labeled(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cosines of all rows, those of the same label (of all views, if there are several), and the diagonal."""
     if isinstance(features, Tensor) and features.dim() == 3:
         features, labels = features.flatten(0, 1), labels.repeat_interleave(features.shape[1])
-    _check("a loss of labelled rows", {"features": features}, labels)
+    _check("a loss of labeled rows", {"features": features}, labels)
     z = _normalized(features)
     itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
     return z @ z.T, (labels[:, None] == labels) & ~itself, itself
@@ -708,11 +708,11 @@ def _reduce(losses: Tensor, weights: Tensor | None, reduction: str, counted: Ten
 def partial_fc_loss(
     embeddings: Tensor,
     labels: Tensor,
-    centres: Tensor,
+    centers: Tensor,
     *,
     margin: Any,
     margin_grad: str = "exact",
-    normalise: str = "both",
+    normalize: str = "both",
     bias: Tensor | None = None,
     class_ids: Tensor | None = None,
     log_weights: Tensor | None = None,
@@ -724,9 +724,9 @@ def partial_fc_loss(
 ) -> Tensor:
     """Softmax over classes with a margin (An et al., 2020, arXiv:2010.05222), all logits in memory.
 
-    L_i = -log softmax_j(s c_ij, with s phi(c_iy) for the own class),    c: cosines of embeddings and centres
+    L_i = -log softmax_j(s c_ij, with s phi(c_iy) for the own class),    c: cosines of embeddings and centers
 
-    Of (C, K, d) centres the nearest of each K counts. Logits are times the norms of what is not normalised, and a bias
+    Of (C, K, d) centers the nearest of each K counts. Logits are times the norms of what is not normalized, and a bias
     is added.
 
     >>> from wholebatch import CosFace
@@ -737,19 +737,19 @@ def partial_fc_loss(
     from .heads.margins import Targets
 
     _check(
-        "partial_fc_loss", {"embeddings": embeddings, "centres": centres.flatten(0, -2)}, labels, weights, paired=False
+        "partial_fc_loss", {"embeddings": embeddings, "centers": centers.flatten(0, -2)}, labels, weights, paired=False
     )
     labels = labels.view(len(labels), -1)
     counted = labels != ignore_index
-    ids = torch.arange(len(centres), device=labels.device) if class_ids is None else class_ids
-    own = torch.searchsorted(ids, labels).clamp(max=len(ids) - 1)
-    centres = centres.view(len(centres), -1, centres.shape[-1])
-    of_unit_embeddings, of_unit_centres = (normalise in ("both", side) for side in ("embeddings", "centres"))
+    ids = torch.arange(len(centers), device=labels.device) if class_ids is None else class_ids
+    local = torch.searchsorted(ids, labels).clamp(max=len(ids) - 1)
+    centers = centers.view(len(centers), -1, centers.shape[-1])
+    of_unit_embeddings, of_unit_centers = (normalize in ("both", side) for side in ("embeddings", "centers"))
     units = _normalized(embeddings, EPS if of_unit_embeddings else 0.0)
-    directions = _normalized(centres, EPS if of_unit_centres else 0.0)
-    of_sub_centres = [_angles(units[:, None], directions[of]) for of in own.unbind(1)]
-    angles = torch.stack([angles.min(1).values for angles in of_sub_centres], 1)
-    norms, lengths = row_norms(embeddings).to(units), row_norms(centres)[:, 0, 0].to(units)
+    directions = _normalized(centers, EPS if of_unit_centers else 0.0)
+    of_sub_centers = [_angles(units[:, None], directions[of]) for of in local.unbind(1)]
+    angles = torch.stack([angles.min(1).values for angles in of_sub_centers], 1)
+    norms, lengths = row_norms(embeddings).to(units), row_norms(centers)[:, 0, 0].to(units)
     targets = Targets(angles, norms)
     phi = margin(targets)
     if margin_grad == "straight_through":
@@ -759,23 +759,23 @@ def partial_fc_loss(
         hard = cosines > (angles + margin.m).cos()
         cosines = torch.where(hard, cosines * (margin.t + cosines), cosines)
     n = torch.ones_like(norms) if of_unit_embeddings else norms
-    m = torch.ones_like(lengths) if of_unit_centres else lengths
+    m = torch.ones_like(lengths) if of_unit_centers else lengths
     b = torch.zeros_like(lengths) if bias is None else bias
     logits = margin.s * cosines * n * m + b + (0 if log_weights is None else log_weights)
-    own_logits = margin.s * phi * n * m[own] + b[own]
+    own_logits = margin.s * phi * n * m[local] + b[local]
     if exclude_above is not None:
         logits = logits.masked_fill(cosines > exclude_above, float("-inf"))
-    positive = (counted[:, :, None] & (own[:, :, None] == torch.arange(len(ids), device=own.device))).any(1)
+    positive = (counted[:, :, None] & (local[:, :, None] == torch.arange(len(ids), device=local.device))).any(1)
     negatives = logits.masked_fill(positive, float("-inf"))
     losses = []
-    for of, own_logit in zip(own.unbind(1), own_logits.unbind(1), strict=True):
+    for of, own_logit in zip(local.unbind(1), own_logits.unbind(1), strict=True):
         of_label = negatives.scatter(1, of[:, None], own_logit[:, None].to(negatives))
         log_p, counts = of_label.log_softmax(1), of_label > float("-inf")
         mean = torch.where(counts, log_p, 0.0).sum(1) / counts.sum(1)
         losses.append(-(1 - label_smoothing) * log_p.gather(1, of[:, None])[:, 0] - label_smoothing * mean)
     per_label = torch.stack(losses, 1)
-    if hasattr(margin, "regulariser"):
-        per_label = per_label + margin.regulariser(targets)
+    if hasattr(margin, "regularizer"):
+        per_label = per_label + margin.regularizer(targets)
     per_row = torch.where(counted, per_label, 0.0).sum(1) / counted.sum(1).clamp(min=1)
     some = counted.any(1)
     if reduction == "none":

@@ -1,4 +1,4 @@
-"""What the engine does with gradients afterwards, and the one factor that makes the result exact.
+"""What the engine does with gradients afterward, and the one factor that makes the result exact.
 
 Let L be the loss of the global batch, the same scalar on all W ranks, and theta a parameter that all ranks hold.
 Rank r's backward produces its share, the part of dL/dtheta that runs through its own rows; the shares add up:
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ._once import once_differentiable
+from ._autograd import once_differentiable
 from ._precision import wide_dtype
 from ._settings import shown
 from .comm import Communicator

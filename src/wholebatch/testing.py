@@ -54,7 +54,7 @@ def run_ranks(
 ) -> list[Any]:
     """Call `fn(*args)` on `world_size` ranks of a fresh default process group and return each rank's result.
 
-    Inside `fn`, `torch.distributed` is initialised: `dist.get_rank()` tells the ranks apart. Each rank computes with
+    Inside `fn`, `torch.distributed` is initialized: `dist.get_rank()` tells the ranks apart. Each rank computes with
     one thread, with this process's import path and warning filters, and with the environment variables that were set
     when the first call was made. It may start processes, as a `DataLoader` with workers does; those that are left when
     `fn` returns, fails or is late are ended. With `world_size=1` the call happens in this process.

@@ -185,11 +185,11 @@ def wrapped_body(wrap, port, keep):
     model.pooler = None  # DDP waits for gradients of all parameters
     alone = copy.deepcopy(model)
     encodings = [tokenize(texts) for texts in (TEXTS, OTHERS)]
-    own = [{name: x[rows.rows(rank)] for name, x in encoding.items()} for encoding in encodings]
+    local = [{name: x[rows.rows(rank)] for name, x in encoding.items()} for encoding in encodings]
     wrapped = wrap(model)
     reduced = counting(engine_in(wrapped))
     torch.manual_seed(rank)
-    wb.GradCache([wrapped, wrapped], SIZE, loss_fn, get_rep_fn=pooled, keep_graphs=keep)(*own)
+    wb.GradCache([wrapped, wrapped], SIZE, loss_fn, get_rep_fn=pooled, keep_graphs=keep)(*local)
 
     of_ranks = [
         graphed(alone, [{n: x[rows.rows(r)] for n, x in e.items()} for e in encodings], SIZE, seed=r) for r in (0, 1)
@@ -212,7 +212,7 @@ def trained_body(port, through_the_engine):
 
     as_launched(port)
     rows = Partition(COUNTS).rows(dist.get_rank())
-    own = [{name: x[rows] for name, x in tokenize(texts).items()} for texts in (TEXTS, OTHERS)]
+    local = [{name: x[rows] for name, x in tokenize(texts).items()} for texts in (TEXTS, OTHERS)]
 
     class Trained(lightning.LightningModule):
         def __init__(self):
@@ -226,7 +226,7 @@ def trained_body(port, through_the_engine):
 
         def training_step(self, *_):
             model = self.trainer.strategy.model if through_the_engine else self.net
-            loss = wb.GradCache([model, model], SIZE, loss_fn, get_rep_fn=pooled)(*own)
+            loss = wb.GradCache([model, model], SIZE, loss_fn, get_rep_fn=pooled)(*local)
             self.optimizers().step()
             self.optimizers().zero_grad()
             return loss

@@ -95,8 +95,8 @@ def classify(facts: dict[str, Any], made: list[Any], called: list[Any] | None, a
         return "error here only", told
     if facts["kind"] == "legal":
         return "legal call refused", told
-    own = [answer for answer in errors if answer["user"]]
-    if own and all(own[0]["text"] in answer["text"] for answer in errors):
+    local = [answer for answer in errors if answer["user"]]
+    if local and all(local[0]["text"] in answer["text"] for answer in errors):
         return _goes_on(facts, "own error", told, after, called)
     alike = len({(answer["error"], answer["text"]) for answer in errors}) == 1
     return _goes_on(facts, "same error", told, after, called) if alike else ("different errors", told)
@@ -106,7 +106,7 @@ def _goes_on(facts: dict[str, Any], name: str, told: str, after: list[Any], call
     if not all(answer.get("untouched", True) for answer in called):
         return "not as before", f"state was changed; {told}"
     if not all(answer.get("same bits") for answer in after):
-        return "not as before", f"afterwards {_told(after)}; before that {told}"
+        return "not as before", f"afterward {_told(after)}; before that {told}"
     return name, told
 
 

@@ -122,7 +122,7 @@ def make_collective(name: str, world: World) -> Good:
         ys = DENSE[name](xs, of_ranks[settings_of])
         if name == "split":  # the sum over those of the same color
             colors = [of["color"] for of in of_ranks]
-            ys = [sum((x for x, c in zip(xs, colors, strict=True) if c == own), 0 * xs[0]) for own in colors]
+            ys = [sum((x for x, c in zip(xs, colors, strict=True) if c == local), 0 * xs[0]) for local in colors]
         total = torch.stack([(y * _weights(y, rank)).sum() for rank, y in enumerate(ys)]).sum()
         gradients = torch.autograd.grad(total, xs, allow_unused=True)
         return [

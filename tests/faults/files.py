@@ -510,7 +510,7 @@ def on_two_ranks(cases: list[Path]) -> list[str]:
 
 @contextmanager
 def one_case(number: int, seed: int, base: Path) -> Iterator[Case]:
-    """A case in a folder that is removed afterwards."""
+    """A case in a folder that is removed afterward."""
     with tempfile.TemporaryDirectory() as name:
         yield make_case(number, seed, base, Path(name) / "case")
 

@@ -40,7 +40,7 @@ def head_settings(world: World) -> Arguments:
     return {**settings, "group": world.group, "seed": 5}
 
 
-def all_centres(settings: Arguments) -> Tensor:
+def all_centers(settings: Arguments) -> Tensor:
     """Of a head with these settings: the same on any number of ranks."""
     names = ("embedding_size", "num_classes", "seed", "dtype")
     alone = wb.PartialFC(**{k: settings[k] for k in names}, group=wb.comm.LocalCommunicator())
@@ -80,20 +80,20 @@ def partial_fc(world: World) -> Good:
 
     def expected(of_ranks: list[Arguments], settings_of: int) -> list[Results]:
         of = of_ranks[settings_of]
-        x, centres = cat(of_ranks, "embeddings").double().requires_grad_(), all_centres(of).requires_grad_()
-        loss = wb.reference.partial_fc_loss(x, cat(of_ranks, "labels"), centres, margin=of["margin"])
+        x, centers = cat(of_ranks, "embeddings").double().requires_grad_(), all_centers(of).requires_grad_()
+        loss = wb.reference.partial_fc_loss(x, cat(of_ranks, "labels"), centers, margin=of["margin"])
         loss.backward()
         assert x.grad is not None
-        assert centres.grad is not None
+        assert centers.grad is not None
         results = []
         for rank in range(world.size):
             at = Partition(tuple(len(of["embeddings"]) for of in of_ranks)).rows(rank)
-            own = Partition.even(of["num_classes"], world.size).rows(rank)
+            local = Partition.even(of["num_classes"], world.size).rows(rank)
             results.append(
                 {
                     "value": loss.detach(),
                     "gradient of embeddings": world.size * x.grad[at],
-                    "gradient of weight": centres.grad[own],
+                    "gradient of weight": centers.grad[local],
                 }
             )
         return results
@@ -130,14 +130,14 @@ def of_head(method: str, more: Arguments) -> Any:
 
         def expected(of_ranks: list[Arguments], settings_of: int) -> list[Results]:
             of = of_ranks[settings_of]
-            centres = all_centres(of)
+            centers = all_centers(of)
             if method != "top_classes":
-                whole = centres if method == "full_weight" else torch.zeros(of["num_classes"])
+                whole = centers if method == "full_weight" else torch.zeros(of["num_classes"])
                 return [{"value": whole if rank == of["root"] else torch.zeros(0)} for rank in range(world.size)]
             results = []
             for of_rank in of_ranks:
                 x = of_rank["embeddings"].double()
-                best = (8.0 * normalize(x, dim=1) @ normalize(centres, dim=1).T).topk(of["k"])
+                best = (8.0 * normalize(x, dim=1) @ normalize(centers, dim=1).T).topk(of["k"])
                 results.append({"value": best.values, "classes": best.indices})
             return results
 
@@ -212,8 +212,8 @@ def global_contrastive(world: World) -> Good:
         results = []
         for rank in range(world.size):
             at = Partition(tuple(len(of["indices"]) for of in of_ranks)).rows(rank)
-            own = {f"gradient of {k}": world.size * z.grad[at] for k, z in zip(towers, (x, y), strict=True)}
-            results.append({"value": loss.detach(), "averages": averages, **own})
+            local = {f"gradient of {k}": world.size * z.grad[at] for k, z in zip(towers, (x, y), strict=True)}
+            results.append({"value": loss.detach(), "averages": averages, **local})
         return results
 
     return Good(
@@ -253,7 +253,7 @@ def _files(name: str) -> Any:
             return {"value": target.weight.detach().clone()}
 
         def expected(_of_ranks: list[Arguments], _settings_of: int) -> list[Results]:
-            whole = all_centres(settings)
+            whole = all_centers(settings)
             return [{"value": whole[Partition.even(CLASSES, world.size).rows(rank)]} for rank in range(world.size)]
 
         arguments = [dict(given) for _ in range(world.size)]
@@ -278,8 +278,8 @@ def clip_grad_norm(world: World) -> Good:
     backbone = world.normal("backbone", 4)
     shards = [world.normal(f"shard {rank}", 3) for rank in range(world.size)]
     arguments = [
-        {"replicated": [_parameter(backbone)], "sharded": [_parameter(own)], "max_norm": 0.5, "group": world.group}
-        for own in shards
+        {"replicated": [_parameter(backbone)], "sharded": [_parameter(local)], "max_norm": 0.5, "group": world.group}
+        for local in shards
     ]
 
     def construct(given: Arguments) -> None:
@@ -296,7 +296,7 @@ def clip_grad_norm(world: World) -> Good:
     def expected(of_ranks: list[Arguments], settings_of: int) -> list[Results]:
         norm = torch.cat([backbone, *shards]).norm()
         factor = min(1.0, of_ranks[settings_of]["max_norm"] / (norm.item() + 1e-6))
-        return [{"value": norm, "of shard": factor * own} for own in shards]
+        return [{"value": norm, "of shard": factor * local} for local in shards]
 
     return Good(arguments, parameters_of(wb.heads.clip_grad_norm_), call, expected, construct)
 

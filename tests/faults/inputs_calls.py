@@ -116,7 +116,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     **dict.fromkeys(("labels", "indices"), _labels),
     **dict.fromkeys(("image_log_averages", "text_log_averages"), _rows(4)),
     "embeddings": _rows(4, 3),
-    "centres": _rows(6, 3),
+    "centers": _rows(6, 3),
     "queue": _rows(5, 3),
     "x": _rows(4, 3),
     "like": _rows(4, 3),
@@ -235,7 +235,7 @@ LEFT_OUT = {
     "AdaFace.observe": "called by PartialFC",
     "CurricularFace.observe": "called by PartialFC",
     "CurricularFace.of_negatives": "called by PartialFC",
-    "MagFace.regulariser": "called by PartialFC",
+    "MagFace.regularizer": "called by PartialFC",
 }
 # Seconds for each call: of 100 cases, one.
 SLOW = ("audit", "assert_exact", "calibrate", "run_ranks")

@@ -19,7 +19,7 @@ VALUES: dict[str, Callable[[], Any]] = {
         ("image_features", "text_features", "queries", "keys", "z0", "z1", "features", "embeddings"),
         lambda: np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32),
     ),
-    "centres": lambda: np.random.default_rng(1).normal(size=(6, 3)).astype(np.float32),
+    "centers": lambda: np.random.default_rng(1).normal(size=(6, 3)).astype(np.float32),
     "labels": lambda: np.array([0, 0, 1, 2]),
 }
 ARRAYS: dict[str, Callable[[], Any]] = {
@@ -42,7 +42,7 @@ MORE_LEGAL = {
     **dict.fromkeys(("keys", "info_nce_loss.keys"), f"{_FEATURES} j_5x3"),
     "negatives": f"{_FEATURES} j_5x3 j_0x3",
     "hard_negatives": "j_4x2x3",
-    "centres": f"{_FEATURES} j_5x3",
+    "centers": f"{_FEATURES} j_5x3",
     **dict.fromkeys(("ids", "query_ids", "key_ids", "labels"), "j_4_int np_integers"),
     "weights": "j_4 j_4_int j_4_bool np_integers",
     **dict.fromkeys(("logit_scale", "logit_bias", "temperature"), "j_scalar np_float32 np_int64"),

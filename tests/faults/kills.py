@@ -195,7 +195,7 @@ class _Multiprocessing:
         return _Context
 
 
-def _forgets_the_optimiser() -> None:
+def _forgets_the_optimizer() -> None:
     """A resumed run has the weights, and starts Adam's averages again."""
     import torch
 
@@ -217,7 +217,7 @@ def _saves_at_the_end_alone() -> None:
 
 PLANTS: dict[str, Callable[[], None]] = {
     "": lambda: None,
-    "forgets-optimiser": _forgets_the_optimiser,
+    "forgets-optimizer": _forgets_the_optimizer,
     "no-checkpoint": _saves_at_the_end_alone,
 }
 

@@ -57,7 +57,7 @@ ROWS = {
     "weights": Rows(lambda w, name, n: w.normal(name, n).abs() + 0.1),
     "image_log_averages": Rows(lambda w, name, n: w.normal(name, n), differentiable=False),
     "text_log_averages": Rows(lambda w, name, n: w.normal(name, n), differentiable=False),
-    "centres": Rows(_features, counts=_of_classes, sharded=True),
+    "centers": Rows(_features, counts=_of_classes, sharded=True),
 }
 SCALARS = {"logit_scale": 7.0, "logit_bias": -2.5, "teacher_logit_scale": 3.0, "temperature": 0.2}
 LEARNED = ("logit_scale", "logit_bias", "temperature")

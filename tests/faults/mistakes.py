@@ -112,13 +112,13 @@ NONSENSE: dict[str, Callable[[], Any]] = {
 def draw(rng: random.Random, make: Callable[[World], Good], good: Good, world: World) -> Fault:
     """A random fault in a right call."""
     culprit = rng.choice(list(good.culprits or range(world.size)))
-    own = good.arguments[culprit]
-    tensors = [k for k, x in own.items() if isinstance(x, Tensor) and k not in good.unsafe]
-    settings = [k for k, x in own.items() if not isinstance(x, Tensor) and k not in {*good.unsafe, *good.user}]
-    not_given = [k for k in good.parameters if k not in own and k not in {*good.unsafe, *good.user, "loss_fn"}]
+    local = good.arguments[culprit]
+    tensors = [k for k, x in local.items() if isinstance(x, Tensor) and k not in good.unsafe]
+    settings = [k for k, x in local.items() if not isinstance(x, Tensor) and k not in {*good.unsafe, *good.user}]
+    not_given = [k for k in good.parameters if k not in local and k not in {*good.unsafe, *good.user, "loss_fn"}]
     not_given = [k for k in not_given if good.parameters[k] is not None and not _variadic(good.parameters[k])]
 
-    passed = [k for k in own if k not in {*good.unsafe, *good.user, *good.settings}]
+    passed = [k for k in local if k not in {*good.unsafe, *good.user, *good.settings}]
 
     def changed(kind: Kind, text: str, act: Act = "call", without: str = "", **values: Any) -> Fault:
         arguments = [dict(of) for of in good.arguments]
@@ -131,7 +131,7 @@ def draw(rng: random.Random, make: Callable[[World], Good], good: Good, world: W
 
     def of_tensor() -> Fault:
         name = rng.choice(tensors)
-        x = own[name]
+        x = local[name]
         fitting = [what for what, (fits, _) in TENSOR_FAULTS.items() if fits(x)]
         what = rng.choice([*fitting, *fitting, *NOT_TENSORS])
         with warnings.catch_warnings():
@@ -141,7 +141,7 @@ def draw(rng: random.Random, make: Callable[[World], Good], good: Good, world: W
 
     def of_setting() -> Fault:
         name = rng.choice([*settings, *not_given])
-        other = _others(name, own.get(name), good.parameters.get(name))
+        other = _others(name, local.get(name), good.parameters.get(name))
         if other and rng.random() < 0.5:
             value = rng.choice(other)
             return changed("mistake", f"{name}={value!r}, other than on the others", **{name: value})
@@ -156,19 +156,19 @@ def draw(rng: random.Random, make: Callable[[World], Good], good: Good, world: W
     counts[culprit] += rng.choice([1, 2, 3] if counts[culprit] < 2 else [1, 2, -1])
     elsewhere = replace(world, counts=tuple(counts))
     of_other_rows = make(elsewhere).arguments
-    has_rows = _shapes(of_other_rows[culprit]) != _shapes(own)
+    has_rows = _shapes(of_other_rows[culprit]) != _shapes(local)
 
     def row_control() -> Fault:
         return Fault("legal", f"with {counts[culprit]} rows", culprit, of_other_rows, world=elsewhere)
 
     def frozen() -> Fault:
-        name = rng.choice([k for k in tensors if own[k].is_floating_point()])
-        x = own[name].clone()
+        name = rng.choice([k for k in tensors if local[k].is_floating_point()])
+        x = local[name].clone()
         x.frozen = True  # type: ignore[attr-defined]
         return changed("legal", f"{name} needs no gradient", **{name: x})
 
     def raising() -> Fault:
-        name = rng.choice([k for k in ("encoder", "loss_fn") if k in own])
+        name = rng.choice([k for k in ("encoder", "loss_fn") if k in local])
         at = rng.randint(0, 6) if name == "encoder" else 0  # the first pass, or the second
         return changed("user", f"{name} raises in its call {at}", **{name: Raises(at)})
 
@@ -187,10 +187,10 @@ def draw(rng: random.Random, make: Callable[[World], Good], good: Good, world: W
         (0.5, bool(good.has_backward), lambda: changed("mistake", "under inference_mode", "inference_mode")),
         (1, not good.binds_alone, lambda: changed("mistake", "another call", "another call")),
         (1.5, has_rows, row_control),
-        (0.7, bool(good.has_backward and any(own[k].is_floating_point() for k in tensors)), frozen),
-        (4, any(k in own for k in ("encoder", "loss_fn")), raising),
+        (0.7, bool(good.has_backward and any(local[k].is_floating_point() for k in tensors)), frozen),
+        (4, any(k in local for k in ("encoder", "loss_fn")), raising),
         (0.35, True, lambda: changed("absent", "the call is skipped", "skip")),
-        (0.35, "group" in own, other_group),
+        (0.35, "group" in local, other_group),
         (0.35, bool(good.has_backward), lambda: changed("absent", "the backward pass is skipped", "no backward")),
     ]
     possible = [(weight, of) for weight, can, of in families if can]
@@ -236,7 +236,7 @@ CHOICES: dict[str, list[Any]] = {
     "directions": [("query_to_key",), ("query_to_key", "key_to_query")],
     "partition": ["joint", "per_direction"],
     "distance": ["euclidean", "squared", "cosine"],
-    "normalise": ["both", "centres", "none", True, False],
+    "normalize": ["both", "centers", "none", True, False],
     "margin_grad": ["exact", "straight_through"],
     "strategy": ["gather", "replicate", "root"],
     "op": ["sum", "avg", "max"],

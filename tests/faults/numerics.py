@@ -42,7 +42,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import loss_cases
-from loss_cases import HARD_NEGATIVES, IDS, LOSSES, NEGATIVES, NO_NEGATIVES, QUEUE, TEACHER, Case, Input, X, Y, labelled
+from loss_cases import HARD_NEGATIVES, IDS, LOSSES, NEGATIVES, NO_NEGATIVES, QUEUE, TEACHER, Case, Input, X, Y, labeled
 
 import wholebatch as wb
 
@@ -51,22 +51,22 @@ FORBIDDEN = ("not finite", "wrong", "error")
 _FEATURES = (X, Y, NEGATIVES, NO_NEGATIVES, HARD_NEGATIVES, QUEUE, TEACHER)
 _RUNS, _PLAIN_RUNS, _ILL_POSED = 4, 8, 1e-6
 _NORMS = {torch.float32: (-20, 20), torch.bfloat16: (-20, 20), torch.float16: (-6, 4)}  # as powers of ten
-_CENTRES = Input(lambda g, _n, x, _y: torch.randn(11, x.shape[1], dtype=torch.float64, generator=g), replicated=True)
+_CENTERS = Input(lambda g, _n, x, _y: torch.randn(11, x.shape[1], dtype=torch.float64, generator=g), replicated=True)
 _CLASSES = Input(lambda g, n, _x, _y: torch.randint(0, 11, (n,), generator=g), differentiable=False)
-_FEATURES += (_CENTRES,)
-_LABELLED = {"has_scale": False, "normalises": True}
+_FEATURES += (_CENTERS,)
+_LABELED = {"has_scale": False, "normalizes": True}
 
 
 def partial_fc(margin: Callable[[], Any], **settings: Any) -> Case:
     """A row of the table; margins with averages start afresh with each call, and change nothing."""
 
-    def call(f: ModuleType, x: Tensor, labels: Tensor, centres: Tensor, _scale: Any, _bias: Any, **o: Any) -> Tensor:
+    def call(f: ModuleType, x: Tensor, labels: Tensor, centers: Tensor, _scale: Any, _bias: Any, **o: Any) -> Tensor:
         chosen = margin()
         if isinstance(chosen, torch.nn.Module):
             chosen.eval()
-        return f.partial_fc_loss(x, labels, centres, margin=chosen, **settings, **o)
+        return f.partial_fc_loss(x, labels, centers, margin=chosen, **settings, **o)
 
-    return Case(call, inputs=(X, _CLASSES, _CENTRES), choices=("memory", "reduction"), **_LABELLED)
+    return Case(call, inputs=(X, _CLASSES, _CENTERS), choices=("memory", "reduction"), **_LABELED)
 
 
 PARTIAL_FC = {
@@ -79,16 +79,16 @@ PARTIAL_FC = {
     "partial_fc, magface": partial_fc(wb.MagFace),
     "partial_fc, adaface": partial_fc(wb.AdaFace),
     "partial_fc, curricularface": partial_fc(wb.CurricularFace),
-    "partial_fc, centres normalised": partial_fc(lambda: wb.SphereFace(1.0), normalise="centres"),
-    "partial_fc, embeddings normalised": partial_fc(lambda: wb.CosFace(1.0, 0.2), normalise="embeddings"),
-    "partial_fc, linear": partial_fc(lambda: wb.NormFace(1.0), normalise="none"),
+    "partial_fc, centers normalized": partial_fc(lambda: wb.SphereFace(1.0), normalize="centers"),
+    "partial_fc, embeddings normalized": partial_fc(lambda: wb.CosFace(1.0, 0.2), normalize="embeddings"),
+    "partial_fc, linear": partial_fc(lambda: wb.NormFace(1.0), normalize="none"),
 }
 MORE = {
-    "triplet, cosine": Case(labelled("triplet_loss", distance="cosine"), (X, IDS), **_LABELLED, smooth=False),
-    "triplet, squared": Case(labelled("triplet_loss", distance="squared"), (X, IDS), **_LABELLED, smooth=False),
-    "smooth_ap, sharp": Case(labelled("smooth_ap_loss", temperature=0.003), (X, IDS), **_LABELLED),
-    "circle, sharp": Case(labelled("circle_loss", gamma=512.0), (X, IDS), **_LABELLED),
-    "dcl, sharp weights": Case(loss_cases.two_views("dcl_loss", sigma=1e-3), normalises=True),
+    "triplet, cosine": Case(labeled("triplet_loss", distance="cosine"), (X, IDS), **_LABELED, smooth=False),
+    "triplet, squared": Case(labeled("triplet_loss", distance="squared"), (X, IDS), **_LABELED, smooth=False),
+    "smooth_ap, sharp": Case(labeled("smooth_ap_loss", temperature=0.003), (X, IDS), **_LABELED),
+    "circle, sharp": Case(labeled("circle_loss", gamma=512.0), (X, IDS), **_LABELED),
+    "dcl, sharp weights": Case(loss_cases.two_views("dcl_loss", sigma=1e-3), normalizes=True),
 }
 CASES = LOSSES | MORE | PARTIAL_FC
 
@@ -255,7 +255,7 @@ def _merged(trial: Trial, number: int, of: Tensor) -> Tensor:
     if z.dim() != 2 or of.shape != z.shape:
         return of
     z = z.double()
-    if "not normalised" in trial.name:  # of a long row all short ones are equally far
+    if "not normalized" in trial.name:  # of a long row all short ones are equally far
         z = (z / z.abs().amax().clamp(min=1e-30) * 2**26).round()
     _, group = torch.unique(z, dim=0, return_inverse=True)
     of = torch.where((z == 0).all(1, keepdim=True), 0.0, of)

@@ -15,7 +15,7 @@ import torch
 from .._settings import shown
 from .._user_error import UserError
 from ..partition import Partition
-from . import causes, one_process, several
+from . import causes, multi_rank, one_process
 from .compare import Comparison, compare, directions, grouped, norm, number, same
 from .differences import CLOSE, smooth_step
 from .measure import Facts, Quiet, Trial
@@ -80,9 +80,9 @@ def audit(
     world_sizes = tuple(dict.fromkeys(world_sizes))
     with unheard():
         checked_factory(problem)
-    runs, own, reference, notes = _first_run(problem, dtype, seed, timeout_s)
-    facts = own.facts
-    truth, more = _truth(runs, facts, own, reference, world_sizes, tolerance or _TOLERANCES[runs.dtype])
+    runs, local, reference, notes = _first_run(problem, dtype, seed, timeout_s)
+    facts = local.facts
+    truth, more = _truth(runs, facts, local, reference, world_sizes, tolerance or _TOLERANCES[runs.dtype])
     notes += more
     made = _Audit(runs, facts, truth, diagnose=diagnose)
     made.one_process()
@@ -170,7 +170,7 @@ def _check_deterministic(one: Measured, other: Measured) -> None:
 
 
 def _truth(
-    runs: Runs, facts: Facts, own: Measured, reference: Measured, world_sizes: Sequence[int], tolerance: float
+    runs: Runs, facts: Facts, local: Measured, reference: Measured, world_sizes: Sequence[int], tolerance: float
 ) -> tuple[Truth, list[str]]:
     """What one process finds, for the rows that all splits have."""
     notes, rows = [], facts.rows
@@ -188,9 +188,9 @@ def _truth(
         raise UserError(f"a batch of {rows} rows cannot be split over {max(world_sizes)} ranks: give it more rows")
     whole = Trial((rows,), tuple(range(rows)))
     if rows == facts.rows:
-        own, reference = replace(own, trial=whole), replace(reference, trial=replace(whole, reference=True))
+        local, reference = replace(local, trial=whole), replace(reference, trial=replace(whole, reference=True))
     else:
-        own, reference = runs.measure([whole, replace(whole, reference=True)])
+        local, reference = runs.measure([whole, replace(whole, reference=True)])
     total = norm(reference.gradients)
     if not total or not math.isfinite(total):
         raise UserError(
@@ -199,12 +199,12 @@ def _truth(
         )
     groups = grouped(reference.gradients)
     quiet: tuple[Quiet, ...] = ()
-    if own.answers[0].drew and max(world_sizes) > 1:
+    if local.answers[0].drew and max(world_sizes) > 1:
         quiet = _quiet(runs, whole)
         modules = "its dropout modules" if quiet == ("dropout",) else "the model"
         notes.append(f"on several ranks with {modules} in evaluation mode, for ranks draw different random numbers")
     made = directions(reference.gradients, groups)
-    return Truth(own, reference, groups, made, total, tolerance, None, quiet, CLOSE[runs.dtype]), notes
+    return Truth(local, reference, groups, made, total, tolerance, None, quiet, CLOSE[runs.dtype]), notes
 
 
 def _quiet(runs: Runs, whole: Trial) -> tuple[Quiet, ...]:
@@ -238,21 +238,21 @@ class _Audit:
     def one_process(self) -> None:
         """The gradient of the returned loss, or of the reference."""
         truth, runs = self.truth, self.runs
-        own, tolerance = truth.own, truth.tolerance
-        counts = own.trial.counts
-        self.values[counts] = (own.losses[0],)
+        local, tolerance = truth.local, truth.tolerance
+        counts = local.trial.counts
+        self.values[counts] = (local.losses[0],)
         step: float | None = None
         close = truth.close
         found: dict[str, float] = {}
         try:
-            step, found, close = smooth_step(runs, truth, own.trial)
+            step, found, close = smooth_step(runs, truth, local.trial)
         except FailureError as failure:
             self.notes.append(f"differences of the loss could not be taken: {failure.summary}")
         self.truth = truth = replace(truth, step=step, close=close)
         if self.facts.has_reference:
             compared = one_process.against_reference(truth)
         elif step is not None:
-            compared, tolerance = one_process.against_differences(truth, own, found), close
+            compared, tolerance = one_process.against_differences(truth, local, found), close
         elif self.facts.calls_backward:
             compared = {}
             self.findings.append(Finding(causes.NOT_CHECKED, counts, (), "differences with several steps disagree"))
@@ -269,29 +269,29 @@ class _Audit:
         self.findings += found_here
         if self.diagnose and not self.facts.has_reference:
             self._look_at_micro_batches()
-        if self.facts.has_reference and any(row.kind == "input" and not row.exact for row in self._inputs(own)):
+        if self.facts.has_reference and any(row.kind == "input" and not row.exact for row in self._inputs(local)):
             self.with_inputs = False
             self.notes.append("inputs are left out: on one process their gradient is not the reference's")
-        unused = [name for name in own.answers[0].missing if not truth.reference.gradients[name].count_nonzero()]
+        unused = [name for name in local.answers[0].missing if not truth.reference.gradients[name].count_nonzero()]
         if unused:
             self.findings.append(Finding(causes.UNUSED, counts, tuple(unused), "grad is None"))
         if truth.quiet:  # on several ranks nothing is drawn; neither is in what they are compared with
             trials = [
-                Trial(m.trial.counts, m.trial.rows, m.trial.reference, truth.quiet) for m in (own, truth.reference)
+                Trial(m.trial.counts, m.trial.rows, m.trial.reference, truth.quiet) for m in (local, truth.reference)
             ]
-            new_own, new_reference = runs.measure(trials)
-            self.truth = replace(truth, own=new_own, reference=new_reference)
+            new_local, new_reference = runs.measure(trials)
+            self.truth = replace(truth, local=new_local, reference=new_reference)
 
     def _look_at_micro_batches(self) -> None:
         """The loss of one process is taken for that of the whole batch; it may be a mean of several."""
         apart = one_process.micro_batches(self.runs, self.truth)
         if apart is not None:
             cause = replace(causes.MICRO_BATCHES, wrong=False)
-            self.findings.append(Finding(cause, self.truth.own.trial.counts, (), apart))
+            self.findings.append(Finding(cause, self.truth.local.trial.counts, (), apart))
 
     def several(self, size: int) -> None:
         """Equal parts, and those that the problem is made for."""
-        rows = self.truth.own.trial.rows
+        rows = self.truth.local.trial.rows
         of_sizes = splits(len(rows), size, uneven=self.facts.uneven, empty=self.facts.empty)
         for measured in self._measured([Trial(counts, rows, quiet=self.truth.quiet) for counts in of_sizes]):
             counts = measured.trial.counts
@@ -322,13 +322,13 @@ class _Audit:
         symptoms = (len(set(measured.trial.counts)) > 1, wrong)
         if symptoms in self.explained:
             return
-        found = several.diagnose(self.runs, self.truth, measured, compared)
+        found = multi_rank.diagnose(self.runs, self.truth, measured, compared)
         self.findings += found
         if any(finding.cause.name not in causes.GENERAL for finding in found):
             self.explained.add(symptoms)
 
     def _as_on_one(self, measured: Measured) -> bool:
-        one, total, tolerance = self.truth.own.gradients, self.truth.total, self.truth.tolerance
+        one, total, tolerance = self.truth.local.gradients, self.truth.total, self.truth.tolerance
         every = self.truth.groups.values()
         return all(compare(measured.gradients, one, names, total).error <= tolerance for names in every)
 

@@ -118,7 +118,7 @@ OWN_STATISTICS = Cause(
     "own-statistics",
     "something that belongs to the whole batch is computed from each rank's own rows: the loss is right where all "
     "ranks have the same rows",
-    "take means, variances, normalisations and weights over the rows of all ranks (wholebatch.comm.all_reduce has the "
+    "take means, variances, normalizations and weights over the rows of all ranks (wholebatch.comm.all_reduce has the "
     "gradient)",
 )
 ANOTHER_LOSS = Cause(
@@ -159,8 +159,8 @@ LAST_CHUNK_ONLY = Cause(
 )
 BATCH_STATISTICS = Cause(
     "batch-statistics",
-    "BatchNorm normalises each rank's rows by their own statistics",
-    "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), or a normalisation without statistics of the batch",
+    "BatchNorm normalizes each rank's rows by their own statistics",
+    "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), or a normalization without statistics of the batch",
 )
 RAISES = Cause("raises", "on several ranks it raises", "see the message")
 HANGS = Cause("hangs", "it does not end: ranks wait for each other", "see where each rank was")

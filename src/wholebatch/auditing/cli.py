@@ -19,7 +19,7 @@ from . import presets
 from .audit import audit
 from .display import print_report, print_summaries
 from .report import Report
-from .summary import markdown, summarise
+from .summary import markdown, summarize
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,12 @@ def main(argv: Sequence[str], *, prog: str) -> int:
         found = [{"library": library, **report.to_dict()} for library, report in reports]
         print(json.dumps(found[0] if config.problem else found, indent=1))
     elif config.markdown:
-        print(markdown([(library, summarise(report)) for library, report in reports]))
+        print(markdown([(library, summarize(report)) for library, report in reports]))
     elif config.problem is not None or config.setting is not None:
         for _, report in reports:
             print_report(report)
     else:
-        print_summaries([(library, summarise(report)) for library, report in reports])
+        print_summaries([(library, summarize(report)) for library, report in reports])
     return 0 if all(report.exact for _, report in reports) else 1
 
 

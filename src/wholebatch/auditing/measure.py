@@ -26,7 +26,6 @@ from .._user_error import UserError
 from ..gradcache.inputs import tensors_of
 from ..gradcache.replicas import without_comparison
 from ..partition import Partition
-from .frozen import Recording, Replaying
 from .problem import (
     Problem,
     build,
@@ -41,6 +40,7 @@ from .problem import (
     unheard,
     with_gradient,
 )
+from .replay_collectives import Recording, Replaying
 from .sync_batch_norm import make_runnable
 
 Quiet = Literal["dropout", "batch_norm", "all"]
@@ -96,7 +96,7 @@ class Answer:
 
     Args:
         loss: its value.
-        gradients: by parameter, as the optimiser finds them: from rank 0, and from ranks where they are others.
+        gradients: by parameter, as the optimizer finds them: from rank 0, and from ranks where they are others.
         contributed: on one process, the sum of everything that backward passes brought.
         last: there, what the last one brought.
         passes: how many brought something.
@@ -173,15 +173,15 @@ def _run_trial(job: Job, trial: Trial, communication: AbstractContextManager[Any
         factory = job.factory if isinstance(job.factory, str) else pickle.loads(job.factory)
         problem = build(factory, job.seed, job.dtype)
         by_reference = trial.reference and problem.reference is not None
-        own_parts = sharded_names(problem)
-        _share_start(problem, own_parts)
+        local_parts = sharded_names(problem)
+        _share_start(problem, local_parts)
         for module in modules(problem):
             _quieten(module, trial.quiet)
             make_runnable(module)
         batch, inputs = problem.batch, dict[str, Tensor]()
         if trial.counts != (-1,):
-            own = Partition(trial.counts).rows(rank)
-            batch = take(batch, trial.rows[own], but=(trial.but[0], trial.but[1][own]) if trial.but else None)
+            local = Partition(trial.counts).rows(rank)
+            batch = take(batch, trial.rows[local], but=(trial.but[0], trial.but[1][local]) if trial.but else None)
         if trial.inputs and trial.nudge is None:
             batch, inputs = with_gradient(batch)
         seed_all(_FORWARD_SEED + job.seed + rank)
@@ -189,7 +189,7 @@ def _run_trial(job: Job, trial: Trial, communication: AbstractContextManager[Any
         seen = _Seen(problem)
         given: nn.Module = problem.model
         if problem.wraps and not by_reference:
-            ours = [name.removeprefix("loss.") for name in own_parts]
+            ours = [name.removeprefix("loss.") for name in local_parts]
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(given, ours)
             given = problem.engine(given) if callable(problem.engine) else DistributedDataParallel(given)
         if trial.nudge is not None:  # only now: DDP begins with rank 0's parameters
@@ -207,13 +207,13 @@ def _run_trial(job: Job, trial: Trial, communication: AbstractContextManager[Any
         problem.reference is not None,
         problem.step is not None,
         any(isinstance(module, _BatchNorm) for module in problem.model.modules()),
-        tuple(own_parts),
+        tuple(local_parts),
     )
     if trial.nudge is not None:
         return Answer(loss, facts=facts)
     found = {name: p for name, p in parameters(problem).items() if p.requires_grad}
     engine = "sum" if by_reference else facts.engine
-    gradients = _after(engine, _dense({n: p.grad for n, p in found.items()}, found), own_parts)
+    gradients = _after(engine, _dense({n: p.grad for n, p in found.items()}, found), local_parts)
     others = engine in ("none", "ddp") and _differ_from_rank_0(gradients)  # nothing here has made them one
     tells = rank == 0 or others
     alone = dist.get_world_size() == 1
@@ -266,12 +266,12 @@ def _evaluate(
     return loss.item()
 
 
-def _share_start(problem: Problem, own_parts: Sequence[str]) -> None:
+def _share_start(problem: Problem, local_parts: Sequence[str]) -> None:
     """All ranks start from rank 0's parameters and buffers, as engines see to it."""
     if dist.get_world_size() == 1:
         return
-    kept = {id(p) for name, p in parameters(problem).items() if name in own_parts}
-    heads = {name.rpartition(".")[0] for name in own_parts}
+    kept = {id(p) for name, p in parameters(problem).items() if name in local_parts}
+    heads = {name.rpartition(".")[0] for name in local_parts}
     for module in modules(problem):
         for p in module.parameters():
             if id(p) not in kept:
@@ -351,11 +351,11 @@ def _dense(grads: Mapping[str, Tensor | None], found: Mapping[str, Tensor]) -> d
     return made
 
 
-def _after(engine: str, of_rank: Mapping[str, Tensor], own_parts: Sequence[str]) -> dict[str, Tensor]:
+def _after(engine: str, of_rank: Mapping[str, Tensor], local_parts: Sequence[str]) -> dict[str, Tensor]:
     """What the engine makes of the ranks' gradients; of parameters in parts, all of them. Collective."""
     made, size = {}, dist.get_world_size()
     for name, x in of_rank.items():
-        if name in own_parts:
+        if name in local_parts:
             made[name] = _joined(x)
         elif engine in ("none", "ddp"):
             made[name] = x.detach()

@@ -20,7 +20,7 @@ from .runs import FailureError, Measured, Runs, Truth
 def against_reference(truth: Truth) -> dict[str, Comparison]:
     """Each group's gradient and the reference's."""
     return {
-        group: compare(truth.own.gradients, truth.reference.gradients, names, truth.total)
+        group: compare(truth.local.gradients, truth.reference.gradients, names, truth.total)
         for group, names in truth.groups.items()
     }
 
@@ -44,9 +44,9 @@ def diagnose(
     wrong = [g for g, c in compared.items() if c.verdict(tolerance) != "exact"]
     if not wrong:
         return []
-    own = truth.own
-    answer, counts = own.answers[0], own.trial.counts
-    facts = own.facts
+    local = truth.local
+    answer, counts = local.answers[0], local.trial.counts
+    facts = local.facts
     trusted = not facts.calls_backward and not facts.has_reference  # autograd's own gradient of what was returned
 
     def finding(cause: causes.Cause, groups: list[str], evidence: str) -> list[Finding]:
@@ -59,7 +59,7 @@ def diagnose(
             wrong,
             f"of {len(answer.calls)} calls of the model with gradients on, only the last one's output got one",
         )
-    if _is_last(own, wrong, truth):
+    if _is_last(local, wrong, truth):
         steps = max(answer.passes.values())
         return finding(
             causes.LAST_CHUNK_ONLY,
@@ -82,10 +82,10 @@ def diagnose(
     if found:
         return found
     if facts.has_reference and truth.step is not None:
-        of_its_loss = against_differences(truth, own, differences).values()
+        of_its_loss = against_differences(truth, local, differences).values()
         if all(c.verdict(truth.close) == "exact" for c in of_its_loss):
             apart = micro_batches(runs, truth)
-            losses = f"the loss is {number(own.losses[0])}, the reference's {number(truth.reference.losses[0])}"
+            losses = f"the loss is {number(local.losses[0])}, the reference's {number(truth.reference.losses[0])}"
             return finding(causes.MICRO_BATCHES if apart else causes.ANOTHER_LOSS, wrong, apart or losses)
     figures = f"along a direction of each group, {', '.join(f'{g} x {number(r)}' for g, r in ratios.items())}"
     alike = max(ratios.values()) - min(ratios.values()) <= 10 * tolerance * abs(max(ratios.values()))
@@ -102,15 +102,15 @@ def diagnose(
 
 def micro_batches(runs: Runs, truth: Truth) -> str | None:
     """What shows that rows of one backward pass do not meet those of another: it matters which rows are in which."""
-    own = truth.own
-    steps, (first, *between, last) = max(own.answers[0].passes.values(), default=0), own.trial.rows
-    if steps < 2 or own.answers[0].drew:
+    local = truth.local
+    steps, (first, *between, last) = max(local.answers[0].passes.values(), default=0), local.trial.rows
+    if steps < 2 or local.answers[0].drew:
         return None
     try:
-        (exchanged,) = runs.measure([replace(own.trial, rows=(last, *between, first))])
+        (exchanged,) = runs.measure([replace(local.trial, rows=(last, *between, first))])
     except FailureError:
         return None
-    before, after = own.losses[0], exchanged.losses[0]
+    before, after = local.losses[0], exchanged.losses[0]
     if same(before, after):
         return None
     return (
@@ -124,19 +124,19 @@ def _stops_at_collectives(runs: Runs, truth: Truth, wrong: list[str]) -> bool:
     if truth.step is None:
         return False
     try:
-        within = derivatives_within(runs, truth, truth.own.trial, wrong, truth.step)
+        within = derivatives_within(runs, truth, truth.local.trial, wrong, truth.step)
     except FailureError:
         return False
-    return all(_agrees(truth, inner(truth.own.gradients, truth.directions[g]), within[g]) for g in wrong)
+    return all(_agrees(truth, inner(truth.local.gradients, truth.directions[g]), within[g]) for g in wrong)
 
 
-def _is_last(own: Measured, wrong: list[str], truth: Truth) -> bool:
+def _is_last(local: Measured, wrong: list[str], truth: Truth) -> bool:
     """Whether the parameters hold what the last of several backward passes brought."""
-    answer = own.answers[0]
+    answer = local.answers[0]
     names = [name for g in wrong for name in truth.groups[g]]
     if max((answer.passes.get(name, 0) for name in names), default=0) < 2:
         return False
-    last, total = (compare(own.gradients, of, names, truth.total) for of in (answer.last, answer.contributed))
+    last, total = (compare(local.gradients, of, names, truth.total) for of in (answer.last, answer.contributed))
     return last.error <= 1e-9 and total.error > truth.tolerance
 
 
@@ -144,7 +144,7 @@ def _right_when_quiet(runs: Runs, truth: Truth, wrong: list[str]) -> bool:
     """Whether differences agree with the gradient once nothing is drawn."""
     assert truth.step is not None
     for quiet in (("dropout",), ("all",)):
-        trial = replace(truth.own.trial, quiet=quiet)
+        trial = replace(truth.local.trial, quiet=quiet)
         try:
             (measured,) = runs.measure([trial])
             if measured.answers[0].drew:

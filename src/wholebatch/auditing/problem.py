@@ -47,12 +47,12 @@ class Problem:
         batch: of all ranks: a tree (mappings, lists, tuples) of tensors with the batch's rows first, and of lists with
             one text or number for each row. Tensors of shape () and other things are the same on all ranks.
         loss: `loss(model, batch)`, a rank's forward pass from its rows of the batch to the scalar that it calls
-            `backward()` of. In it `torch.distributed` is initialised, with one rank, too.
+            `backward()` of. In it `torch.distributed` is initialized, with one rank, too.
         step: in the place of `loss`, where training code calls `backward()` itself (gradient caching, accumulation):
             `step(model, batch)` leaves the gradients in the parameters and returns the value of the loss.
         reference: `reference(model, batch)`, the loss that one process computes of the whole batch, where `loss` or
             `step` on one rank is not to be trusted with it.
-        engine: what happens to the gradients afterwards. "mean": they are averaged over ranks; "sum": added; "ddp": the
+        engine: what happens to the gradients afterward. "mean": they are averaged over ranks; "sum": added; "ddp": the
             model is wrapped by a real `DistributedDataParallel`, of which `loss` gets the wrapper; a function of the
             model: as "ddp", and it is what wraps (`partial(DistributedDataParallel, find_unused_parameters=True)`);
             "none": nothing, the step itself leaves the final gradient on every rank.

@@ -79,7 +79,7 @@ class Measured:
 
     @property
     def gradients(self) -> Gradients:
-        """As the optimiser finds them."""
+        """As the optimizer finds them."""
         return self.answers[0].gradients
 
     @property
@@ -172,7 +172,7 @@ class Truth:
         detached: the gradient is not that of the loss's value, so that differences say nothing about it.
     """
 
-    own: Measured
+    local: Measured
     reference: Measured
     groups: Mapping[str, Sequence[str]]
     directions: Mapping[str, Mapping[str, Tensor]]

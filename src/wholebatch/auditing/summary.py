@@ -28,7 +28,7 @@ class Summary:
     exact: bool
 
 
-def summarise(report: Report) -> Summary:
+def summarize(report: Report) -> Summary:
     """One line for all numbers of ranks."""
     of_parameters = [row for row in report.rows if row.kind == "parameters"]
     scalars = [row for row in of_parameters if row.scalar]

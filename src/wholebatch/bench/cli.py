@@ -18,8 +18,8 @@ import torch.distributed as dist
 import tyro
 
 import wholebatch as wb
-from wholebatch._meter import threads_of_a_rank
-from wholebatch._peers import version
+from wholebatch._measure import threads_of_a_rank
+from wholebatch._third_party import version
 from wholebatch._user_error import UserError
 from wholebatch.comm import Communicator
 from wholebatch.comm.select import MPI_SIZES
@@ -70,7 +70,7 @@ class LossConfig:
     """Bytes of memory for each entry of S, to keep exp(S) between forward and backward: 0 is memory="flat", 2 keeps all
     of it in bfloat16, 4 as it is in float32."""
     exchanges: tuple[Literal["auto", "gather", "ring"], ...] = ("auto",)
-    """How the travelling tower travels, on several ranks."""
+    """How the traveling tower travels, on several ranks."""
     dtypes: tuple[Literal["float32", "bfloat16", "float16", "float64"], ...] = ("float32",)
     """Of the features; peers get the first."""
     kernels: tuple[Literal["auto", "torch", "triton"], ...] = ("auto",)

@@ -69,11 +69,11 @@ def check(comm: Communicator) -> None:
     (gradient,) = torch.autograd.grad(expected, whole)
     rows = slice(3 * comm.rank, 3 * comm.rank + 3)
     for strategy in STRATEGIES:
-        own = views[:, rows].clone().requires_grad_()
-        loss = wb.WholeBatch(simclr, group=comm, sync=None, strategy=strategy)(*own)  # type: ignore[arg-type]
+        local = views[:, rows].clone().requires_grad_()
+        loss = wb.WholeBatch(simclr, group=comm, sync=None, strategy=strategy)(*local)  # type: ignore[arg-type]
         loss.backward()
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(own.grad, gradient[:, rows], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(local.grad, gradient[:, rows], rtol=1e-10, atol=1e-12)
     partial = torch.randn(2 * comm.size, 3, dtype=torch.float64)
     ways = [adjoint(comm, partial) for adjoint in _adjoints(2).values()]
     torch.testing.assert_close(*ways, rtol=1e-12, atol=1e-12)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import wholebatch as wb
-from wholebatch._meter import rise_of_peak, seconds_of
+from wholebatch._measure import rise_of_peak, seconds_of
 from wholebatch._precision import accumulation_dtype
 from wholebatch.comm import Communicator
 from wholebatch.partition import Partition
@@ -137,10 +137,10 @@ def measure(
     """
     torch.set_num_threads(threads)
     subject = SUBJECTS[name]
-    own = Partition.even(rows, comm.size).counts[comm.rank]
-    entries = subject.tower_rows**2 * own * rows
+    local = Partition.even(rows, comm.size).counts[comm.rank]
+    entries = subject.tower_rows**2 * local * rows
     generator = torch.Generator().manual_seed(comm.rank)
-    towers = [normalize(torch.randn(own, dim, generator=generator), dim=1).to(device) for _ in range(2)]
+    towers = [normalize(torch.randn(local, dim, generator=generator), dim=1).to(device) for _ in range(2)]
     on = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
     runs: list[tuple[Row, Callable[[], None]]] = []
@@ -191,7 +191,7 @@ def measure(
         check_peer(comm, name, loss, device, _DTYPES[of_peer.dtype], max(peer.dim, _GATE_DIM))
         add(label, package, of_peer, loss)
 
-    shape = [min(_FLOOR_ROWS, subject.tower_rows * n) for n in (own, rows)]
+    shape = [min(_FLOOR_ROWS, subject.tower_rows * n) for n in (local, rows)]
     floors = {way.dtype: _Floor.of(shape, dim, device, _DTYPES[way.dtype]) for way in ways}
     times: dict[int, list[float]] = {}
     peaks: dict[int, int | None] = {}
@@ -245,7 +245,7 @@ def check(comm: Communicator, name: str, way: Way, device: torch.device = _CPU, 
     dtype = _DTYPES[way.dtype]
     call: Callable[..., Tensor] = SUBJECTS[name].call
     of_rank = _GATE_ROWS[device.type]
-    own, rows = slice(of_rank * comm.rank, of_rank * (comm.rank + 1)), of_rank * comm.size
+    local, rows = slice(of_rank * comm.rank, of_rank * (comm.rank + 1)), of_rank * comm.size
     generator = torch.Generator().manual_seed(0)
     whole = [normalize(torch.randn(rows, dim, generator=generator), dim=1).to(device, dtype) for _ in range(2)]
 
@@ -259,12 +259,12 @@ def check(comm: Communicator, name: str, way: Way, device: torch.device = _CPU, 
 
     expected = run(wb.reference, [z.double() for z in whole])
     options = way.options(SUBJECTS[name].tower_rows ** 2 * of_rank * rows, device)
-    actual = run(wb.functional, [z[own] for z in whole], group=comm, sync="mean", **options)
+    actual = run(wb.functional, [z[local] for z in whole], group=comm, sync="mean", **options)
     # float32 rounds at 1e-7; a gradient in half precision, and a kept weight in bfloat16, at 4e-3
     close = 2e-2 if dtype.itemsize == 2 or way.keep else 1e-5
     torch.testing.assert_close(actual[0].double(), expected[0], rtol=1e-5, atol=1e-5)
     for position, (got, true) in enumerate(zip(actual[1:], expected[1:], strict=True)):
-        mine = comm.size * true[own] if position < len(whole) else true
+        mine = comm.size * true[local] if position < len(whole) else true
         torch.testing.assert_close(got.double(), mine, rtol=0, atol=close * mine.abs().max().item())
 
 
@@ -285,9 +285,9 @@ def check_peer(
     rows = _PEER_ROWS * comm.size
     whole = [normalize(torch.randn(rows, dim, generator=generator), dim=1).to(device, dtype) for _ in range(2)]
     scale, bias = (torch.tensor(value, device=device) for value in (SCALE, BIAS))
-    own = slice(_PEER_ROWS * comm.rank, _PEER_ROWS * (comm.rank + 1))
+    local = slice(_PEER_ROWS * comm.rank, _PEER_ROWS * (comm.rank + 1))
     x, y = whole
-    value = comm.all_reduce(loss(x[own], y[own], scale, bias).detach().double(), "avg", check=False)
+    value = comm.all_reduce(loss(x[local], y[local], scale, bias).detach().double(), "avg", check=False)
     expected = SUBJECTS[name].call(wb.reference, x.double(), y.double(), scale, bias)
     close = 1e-4 if dtype.itemsize >= 4 else 1e-2
     torch.testing.assert_close(value, expected, rtol=close, atol=close)

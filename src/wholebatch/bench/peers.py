@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wholebatch._peers import declare_torchvision_operators
+from wholebatch._third_party import declare_torchvision_operators
 from wholebatch.comm import Communicator
 
 PairLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # two towers, scale, bias
@@ -71,8 +71,8 @@ def _both_ways(linear: Callable[[Tensor, Tensor, Tensor], Tensor]) -> PairLoss:
     """CLIP's loss, of a cross-entropy of rows with all columns: one tower's rows are the other's classes."""
 
     def loss(x: Tensor, y: Tensor, scale: Tensor, _bias: Tensor) -> Tensor:
-        own = torch.arange(len(x), device=x.device)
-        return (linear((scale * x).to(x.dtype), y, own) + linear((scale * y).to(y.dtype), x, own)) / 2
+        local = torch.arange(len(x), device=x.device)
+        return (linear((scale * x).to(x.dtype), y, local) + linear((scale * y).to(y.dtype), x, local)) / 2
 
     return loss
 
@@ -88,7 +88,7 @@ def _cut_cross_entropy(_comm: Communicator, _scale: float) -> PairLoss:
     from cut_cross_entropy import linear_cross_entropy
 
     # Its filter would leave small probabilities out of the gradient: of contrastive losses, most.
-    return _both_ways(lambda x, y, own: linear_cross_entropy(x, y, own, filter_eps=None))
+    return _both_ways(lambda x, y, local: linear_cross_entropy(x, y, local, filter_eps=None))
 
 
 def _liger(_comm: Communicator, _scale: float) -> PairLoss:

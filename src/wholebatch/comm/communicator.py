@@ -470,7 +470,7 @@ class Communicator:
         `with comm.split(color) as part:`.
 
         Raises:
-            ValueError: on every rank, if a colour is neither an integer nor None.
+            ValueError: on every rank, if a color is neither an integer nor None.
         """
 
         def state() -> dict[str, Any]:

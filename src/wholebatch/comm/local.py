@@ -58,7 +58,7 @@ class LocalTransport(Transport):
 
 
 class LocalCommunicator(Communicator):
-    """Size 1, rank 0, no process group: what every `group=None` becomes when nothing is initialised.
+    """Size 1, rank 0, no process group: what every `group=None` becomes when nothing is initialized.
 
     The arguments are those of every :class:`Communicator`.
     """

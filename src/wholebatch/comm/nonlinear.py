@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._once import once_differentiable
+from .._autograd import once_differentiable
 from .._precision import accumulation_dtype
 from .call import Call
 from .maps import AllReduce, Finish, Loss, Map, wide

@@ -39,11 +39,11 @@ def select_communicator(group: object) -> Communicator:
 
     A communicator is itself; a process group or a one-dimensional mesh is a `TorchCommunicator`, mpi4py's communicator
     an `MPICommunicator`; None is the default process group at the time of the call, or this process alone where
-    torch.distributed is not initialised.
+    torch.distributed is not initialized.
 
     Raises:
         ValueError: if `group` is something else, a closed communicator, a group that this rank is not in, or None
-            under a launcher of several processes without an initialised process group, or where WORLD_SIZE is no
+            under a launcher of several processes without an initialized process group, or where WORLD_SIZE is no
             number of processes.
     """
     if isinstance(group, Communicator):
@@ -56,7 +56,7 @@ def select_communicator(group: object) -> Communicator:
             if launched_processes(variable) > 1:
                 raise ValueError(
                     f"a launcher has started {os.environ[variable]} processes ({variable}), but torch.distributed is "
-                    "not initialised: each would take its own rows for the whole batch. Call "
+                    "not initialized: each would take its own rows for the whole batch. Call "
                     "torch.distributed.init_process_group(), or pass group=wholebatch.comm.MPICommunicator() under "
                     "mpiexec, or group=wholebatch.comm.LocalCommunicator()"
                 )

@@ -144,15 +144,15 @@ class TorchTransport(Transport):
 
     def reduce_scatter(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
         wire = self._wire(x)
-        own = (counts[self.rank], *x.shape[1:])
+        local = (counts[self.rank], *x.shape[1:])
         if len(set(counts)) == 1 and "nccl" in self.backend and wire.is_cuda:
-            out = wire.new_empty(own)
+            out = wire.new_empty(local)
             work = _c10d.reduce_scatter_single(out, wire, group=self.group, async_op=True)
             return _after([work], lambda: out.to(x.device), wire)
         # Each rank receives its rows from all ranks and adds them in the order of the ranks: the same bytes as a
         # reduce-scatter, any counts, the same bits on every run.
         parts = self.all_to_all(wire, counts, (counts[self.rank],) * self.size)
-        return lambda: parts().unflatten(0, (self.size, own[0])).sum(0, dtype=x.dtype).to(x.device)
+        return lambda: parts().unflatten(0, (self.size, local[0])).sum(0, dtype=x.dtype).to(x.device)
 
     def all_reduce(self, x: Tensor, op: str) -> Finish:
         out = self._copy(x)
@@ -260,7 +260,7 @@ class TorchCommunicator(Communicator):
         loss, check, trace: as for every :class:`Communicator`.
 
     Raises:
-        ValueError: if torch.distributed is not initialised, if this rank is not in the group, or if `group` is
+        ValueError: if torch.distributed is not initialized, if this rank is not in the group, or if `group` is
             something else.
     """
 
@@ -269,7 +269,7 @@ class TorchCommunicator(Communicator):
     ) -> None:
         if not dist.is_initialized():
             raise ValueError(
-                "torch.distributed is not initialised: call torch.distributed.init_process_group() first, "
+                "torch.distributed is not initialized: call torch.distributed.init_process_group() first, "
                 "or use LocalCommunicator() for one process"
             )
         if isinstance(group, DeviceMesh):

@@ -2,7 +2,7 @@
 
 Y's rows, (n_r, d) on rank r, are the columns of S. A pass over S visits all columns that are this rank's to compute,
 block by block. Along with a block come the columns' finished numbers ("carried": sums and shifts), and there is room
-for what the visit says about each column ("into": sums, maxima, gradients), combined over the ranks afterwards.
+for what the visit says about each column ("into": sums, maxima, gradients), combined over the ranks afterward.
 
 Statistics of columns stay where the exchange keeps them between the passes: "gather" holds all columns' on every rank,
 "ring" its own rows'. `kept_own` says where a rank's own columns are among them.
@@ -22,7 +22,7 @@ from ..sweep import Block
 from .schedule import Visit, full, half
 
 # What a pass does with a block: visit(block, carried, into, own). `carried` is (k, n), of the block's columns. `into`
-# is (n, ...), to be added to or maximised. `own` is the same for the columns that this rank's own rows are, where S is
+# is (n, ...), to be added to or maximized. `own` is the same for the columns that this rank's own rows are, where S is
 # symmetric, else None.
 VisitBlock = Callable[[Block, Tensor | None, Tensor | None, Tensor | None], None]
 Op = str | tuple[str, ...]
@@ -53,22 +53,22 @@ class Exchange(ABC):
 
     @property
     @abstractmethod
-    def kept_own(self) -> slice:
+    def kept_local(self) -> slice:
         """Where this rank's own columns are among those whose statistics it keeps."""
 
     @abstractmethod
-    def bring(self, y_local: Tensor) -> Tensor:
+    def fetch(self, y_local: Tensor) -> Tensor:
         """What the passes start from, to be kept for backward: (n_r, d) -> (columns kept, d).
 
         It is complete when the first pass is through.
         """
 
     @abstractmethod
-    def spread(self, numbers: Tensor) -> Tensor:
+    def distribute(self, numbers: Tensor) -> Tensor:
         """Numbers of this rank's own columns, to be carried with them: (k, n_r) -> (k, columns kept)."""
 
     @abstractmethod
-    def collect(
+    def accumulate(
         self,
         held: Tensor,
         visit: VisitBlock,
@@ -76,7 +76,7 @@ class Exchange(ABC):
         carried: Tensor | None = None,
         initial: Tensor | None = None,
         op: Op = "sum",
-        home: bool = False,
+        to_owner: bool = False,
     ) -> Tensor | None:
         """One pass over S.
 
@@ -86,14 +86,14 @@ class Exchange(ABC):
             carried: (k, columns kept), travels with the columns.
             initial: (1, ...), with which each column's `into` begins; None: there is nothing to collect.
             op: "sum" or "max", how what two ranks say about a column combines; or one of them for each of k numbers.
-            home: whether sums are brought to the columns' owners, as soon as they are there.
+            to_owner: whether to reduce sums to the owners of the columns, as soon as they are complete.
 
         Returns:
-            (columns kept, ...), to be finished by `merge`; at home (n_r, ...); None without `initial`.
+            (columns kept, ...), to be finished by `merge`; with to_owner (n_r, ...); None without `initial`.
         """
 
     @abstractmethod
-    def merge(self, collected: Tensor, op: Op) -> Tensor:
+    def reduce(self, collected: Tensor, op: Op) -> Tensor:
         """Combine what the ranks have collected: then each kept column's numbers are those of all ranks."""
 
 

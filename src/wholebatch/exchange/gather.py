@@ -46,10 +46,10 @@ class GatherExchange(Exchange):
         return rows, cols if self.symmetric else max(at.stop - at.start for at in map(self._columns, self._chunks))
 
     @property
-    def kept_own(self) -> slice:
+    def kept_local(self) -> slice:
         return self.columns.rows(self.comm.rank)
 
-    def bring(self, y_local: Tensor) -> Tensor:
+    def fetch(self, y_local: Tensor) -> Tensor:
         if self.comm.size == 1:
             return y_local
         if len(self._chunks) == 1:
@@ -60,12 +60,12 @@ class GatherExchange(Exchange):
         )
         return out
 
-    def spread(self, numbers: Tensor) -> Tensor:
+    def distribute(self, numbers: Tensor) -> Tensor:
         if self.comm.size == 1:
             return numbers
         return self.comm.all_gather(numbers.T.contiguous(), counts=self.columns.counts, check=False).T
 
-    def collect(
+    def accumulate(
         self,
         held: Tensor,
         visit: VisitBlock,
@@ -73,11 +73,11 @@ class GatherExchange(Exchange):
         carried: Tensor | None = None,
         initial: Tensor | None = None,
         op: Op = "sum",
-        home: bool = False,
+        to_owner: bool = False,
     ) -> Tensor | None:
         into = None if initial is None else initial.repeat(len(held), *[1] * (initial.dim() - 1))
-        own = into[self.kept_own] if into is not None and self.symmetric else None
-        early = home and into is not None and len(self._chunks) > 1 and not self.symmetric
+        local = into[self.kept_local] if into is not None and self.symmetric else None
+        early = to_owner and into is not None and len(self._chunks) > 1 and not self.symmetric
         leaving: list[_Leaving] = []
         mine: Tensor | None = None
         for ranks, block in self._blocks(held):
@@ -85,19 +85,19 @@ class GatherExchange(Exchange):
                 block,
                 None if carried is None else carried[:, block.cols],
                 None if into is None else into[block.cols],
-                own,
+                local,
             )
             if early and into is not None:
                 mine = _finished(leaving, mine)  # before the next: there is memory for one chunk's
                 leaving = [self._home(into, rank) for rank in ranks]
         if early:
             return _finished(leaving, mine)
-        if not home or into is None or self.comm.size == 1:
+        if not to_owner or into is None or self.comm.size == 1:
             return into
         del held, block  # Y goes before there is memory for what comes home
         return self.comm.reduce_scatter(into, counts=self.columns.counts, check=False)
 
-    def merge(self, collected: Tensor, op: Op) -> Tensor:
+    def reduce(self, collected: Tensor, op: Op) -> Tensor:
         if isinstance(op, str):
             return self.comm.all_reduce(collected, op, check=False)
         merged = self.comm.all_reduce(collected, check=False)
@@ -140,7 +140,7 @@ class GatherExchange(Exchange):
 
 def _finished(leaving: list[_Leaving], mine: Tensor | None) -> Tensor | None:
     """Own sums, when these are through; as they were before, if none of these is for this rank."""
-    for own, finish in leaving:
+    for local, finish in leaving:
         found = finish()
-        mine = found if own else mine
+        mine = found if local else mine
     return mine

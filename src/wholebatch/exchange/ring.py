@@ -28,16 +28,16 @@ class RingExchange(Exchange):
     """Blocks of Y, their columns' numbers, and what is collected about them, all in messages to the next rank."""
 
     @property
-    def kept_own(self) -> slice:
+    def kept_local(self) -> slice:
         return slice(0, self.columns.counts[self.comm.rank])
 
-    def bring(self, y_local: Tensor) -> Tensor:
+    def fetch(self, y_local: Tensor) -> Tensor:
         return y_local
 
-    def spread(self, numbers: Tensor) -> Tensor:
+    def distribute(self, numbers: Tensor) -> Tensor:
         return numbers
 
-    def collect(
+    def accumulate(
         self,
         held: Tensor,
         visit: VisitBlock,
@@ -45,7 +45,7 @@ class RingExchange(Exchange):
         carried: Tensor | None = None,
         initial: Tensor | None = None,
         op: Op = "sum",
-        home: bool = False,
+        to_owner: bool = False,
     ) -> Tensor | None:
         rank, size, steps = self.comm.rank, self.comm.size, len(self.visits)
         following, previous = (rank + 1) % size, (rank - 1) % size
@@ -55,9 +55,9 @@ class RingExchange(Exchange):
         y_blocks = _Buffers(y, counts, 2 * one)
         number_blocks = None if numbers is None else _Buffers(numbers, counts, 2 * one)
         said_blocks, before_block = (None if initial is None else _Buffers(initial, counts, of) for of in (two, one))
-        own = None
+        local = None
         if initial is not None and self.symmetric:
-            own = _Buffers(initial, counts, 1).take(0, rank, initial)
+            local = _Buffers(initial, counts, 1).take(0, rank, initial)
         said: Tensor | None = None
         for step, planned in enumerate(self.visits):
             source, last = planned.source, step + 1 == steps
@@ -79,7 +79,7 @@ class RingExchange(Exchange):
                 Block(y[planned.cols], cols, planned.rows, planned.triangle),
                 None if numbers is None else numbers[planned.cols].T,
                 None if said is None else said[planned.cols],
-                own,
+                local,
             )
             arrived = finish()
             if said is not None and step:
@@ -93,11 +93,11 @@ class RingExchange(Exchange):
             out = _Buffers(initial, (counts[rank],), 1).take(0, 0)
             visitor = (rank + steps - 1) % size
             (said,) = self._swap([Message(said, source, _HOME)], [Message(out, visitor, _HOME)])()
-        if own is not None and said is not None:
-            combine_(said, own, op)
+        if local is not None and said is not None:
+            combine_(said, local, op)
         return said
 
-    def merge(self, collected: Tensor, op: Op) -> Tensor:
+    def reduce(self, collected: Tensor, op: Op) -> Tensor:
         return collected
 
     def _swap(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:

@@ -47,17 +47,17 @@ def half(columns: Partition, rank: int) -> tuple[Visit, ...]:
     [(1, slice(0, 5, None), slice(0, 5, None)), (0, slice(0, 5, None), slice(2, 3, None))]
     """
     counts, size = columns.counts, len(columns.counts)
-    own = slice(0, counts[rank])
-    visits = [Visit(rank, own, own, triangle=True)]
+    local = slice(0, counts[rank])
+    visits = [Visit(rank, local, local, triangle=True)]
     for step in range(1, size // 2 + 1):
         source = (rank - step) % size
         whole = slice(0, counts[source])
         if 2 * step < size:
-            visits.append(Visit(source, whole, own))
+            visits.append(Visit(source, whole, local))
         elif rank < source:
             visits.append(Visit(source, whole, slice(0, _upper_half(counts[rank]))))
         else:
-            visits.append(Visit(source, slice(_upper_half(counts[source]), counts[source]), own))
+            visits.append(Visit(source, slice(_upper_half(counts[source]), counts[source]), local))
     return tuple(visits)
 
 

@@ -1,8 +1,8 @@
-"""Gradient caching: the gradient of a batch that does not fit, with one parameter synchronisation.
+"""Gradient caching: the gradient of a batch that does not fit, with one parameter synchronization.
 
 grad_cache        GradCache, the step              functional      cached, for loops of one's own
 two_passes        forward, loss, forward again     keep            which chunks need no second pass
-replay            what the second must repeat      parameter_sync  when engines may synchronise
+replay            what the second must repeat      parameter_sync  when engines may synchronize
 inputs            trees of tensors, and models' calls
 observe           which modules a call calls
 

@@ -41,7 +41,7 @@ def cached(func: Callable[..., Any]) -> Callable[..., Any]:
 
     Each r is a leaf that requires a gradient. After the loss's backward pass `again(r, ...)`, or `again([r, ...])`,
     calls func once more, with the random numbers, autocast state and buffers of the first time, and goes backward from
-    r.grad. Modules that func calls, which an engine synchronises, do so in the last `again` outstanding for them: every
+    r.grad. Modules that func calls, which an engine synchronizes, do so in the last `again` outstanding for them: every
     r that has a gradient must be gone back to, and every rank makes at least one call of each such module.
 
     Args:

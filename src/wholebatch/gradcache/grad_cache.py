@@ -32,7 +32,7 @@ from .inputs import (
 )
 from .keep import Keeper, KeepGraphs, check_keep_graphs
 from .observe import Observer
-from .parameter_sync import Synchronised, synchronised
+from .parameter_sync import Synchronized, synchronized
 from .passed_by import check_not_passed_by
 from .replay import Buffers
 from .replicas import check_same, checksums, digest, due, replicated
@@ -51,7 +51,7 @@ class GradCache:
 
     The encoders run over the chunks without a graph; the loss sees all representations and gives their gradients; the
     encoders run again, chunk by chunk, and backward. Random numbers, autocast and buffers are replayed, and an engine
-    synchronises gradients once per step (see `wholebatch.gradcache.register_sync_control`).
+    synchronizes gradients once per step (see `wholebatch.gradcache.register_sync_control`).
 
     Args:
         models: encoders, modules or functions; the same one twice where it encodes both inputs.
@@ -147,13 +147,13 @@ class GradCache:
         Args:
             model_inputs: one for each model: a tensor, a list (the model's arguments), a mapping (its keywords), or
                 (list, mapping). Their rows may differ between ranks and may be 0.
-            no_sync_except_last: accepted for programs that pass it: gradients are synchronised once, whatever it says.
+            no_sync_except_last: accepted for programs that pass it: gradients are synchronized once, whatever it says.
             loss_kwargs: passed on to loss_fn.
 
         Returns:
             L, detached, not scaled.
 
-        Collective on several ranks: four handshakes, what loss_fn does, and the engine's one synchronisation.
+        Collective on several ranks: four handshakes, what loss_fn does, and the engine's one synchronization.
 
         The first step checks that no model reaches parameters past the DistributedDataParallel that holds them. The
         first three steps and every hundredth compare the parameters of all ranks: they are the same, unless an
@@ -180,7 +180,7 @@ class GradCache:
                 )
             chunks.extend(self._chunks(model_inputs))
             counts = [sum(c.encoder.index == k for c in chunks) for k in range(len(self.models))]
-            visible = synchronised(module for chunk in chunks if chunk.first for module in chunk.encoder.visible)
+            visible = synchronized(module for chunk in chunks if chunk.first for module in chunk.encoder.visible)
             collective = comm.size > 1 and any(engine.control.collective for engine in visible)
             return [counts, all(may_be_empty(chunk.part) for chunk in chunks), self.keep_graphs, collective]
 
@@ -200,7 +200,7 @@ class GradCache:
                     _check_parameters(chunk)
                 if chunk.first and not self._steps:
                     of = chunk.encoder
-                    engines = of.synchronised.values()
+                    engines = of.synchronized.values()
                     check_not_passed_by(of.name, of.leaves, of.seen.values(), engines, self.unchecked)
             found.extend(_joined([c for c in chunks if c.encoder.index == k]) for k in range(len(self.models)))
 
@@ -310,10 +310,10 @@ class GradCache:
             )
         filled = []
         for index, count in enumerate(max(of_model) for of_model in zip(*counts, strict=True)):
-            own = [chunk for chunk in chunks if chunk.encoder.index == index]
-            nothing = without_rows(own[-1].part)
-            own[-1].last = False
-            filled += [*own, *(self._chunk(own[0].encoder, nothing) for _ in range(count - len(own)))]
+            local = [chunk for chunk in chunks if chunk.encoder.index == index]
+            nothing = without_rows(local[-1].part)
+            local[-1].last = False
+            filled += [*local, *(self._chunk(local[0].encoder, nothing) for _ in range(count - len(local)))]
             filled[-1].last = True
         return filled
 
@@ -367,14 +367,14 @@ def _joined(chunks: Sequence[Chunk]) -> list[Tensor]:
 
 
 def _check_parameters(chunk: Chunk) -> None:
-    """No parameter has its optimiser step in its backward pass, of which there are many."""
+    """No parameter has its optimizer step in its backward pass, of which there are many."""
     owned = {id(p) for engine in chunk.engines for p in engine.module.parameters()}
     for p in chunk.encoder.parameters.values():
         if id(p) not in owned and getattr(p, "_post_accumulate_grad_hooks", None):
             raise ValueError(
                 f"a parameter of {chunk.encoder.name}, of shape {tuple(p.shape)}, has a hook for "
-                "when its gradient is accumulated (an optimiser in the backward pass?), which is in every chunk. Step "
-                "the optimiser after the cached step"
+                "when its gradient is accumulated (an optimizer in the backward pass?), which is in every chunk. Step "
+                "the optimizer after the cached step"
             )
 
 
@@ -412,7 +412,7 @@ def _as_they_were() -> Iterator[_Remember]:
     before: dict[int, tuple[Tensor, Tensor | None, Tensor | None]] = {}
     put_back: list[Callable[[], None]] = []
 
-    def remember(tensors: Iterable[Tensor], engines: Iterable[Synchronised] = ()) -> None:
+    def remember(tensors: Iterable[Tensor], engines: Iterable[Synchronized] = ()) -> None:
         for p in tensors:
             if p.requires_grad and id(p) not in before:
                 before[id(p)] = p, p.grad, None if p.grad is None else p.grad.clone()
@@ -445,17 +445,17 @@ def _agreed(comm: Communicator, compute: Callable[[], _T], compared: Callable[[]
 
     And the checksums that are compared between ranks, with each rank's digest of them.
     """
-    result, own, sums = list[_T](), None, dict[str, int]()
+    result, local, sums = list[_T](), None, dict[str, int]()
     try:
         result.append(compute())
     except Exception as error:
         if comm.size == 1 or raised_on_all_ranks(error):
             raise
-        own = error
+        local = error
 
     def state() -> str:
-        if own is not None:
-            raise own
+        if local is not None:
+            raise local
         sums.update(compared())
         return digest(sums)
 
@@ -483,20 +483,20 @@ def _agree(comm: Communicator, state: Callable[[], Any]) -> list[Any]:
     """What `state` returns on each rank; an error of all of them if it raises on one, there its own."""
     if comm.size == 1:
         return [state()]
-    own: list[Exception] = []
+    local: list[Exception] = []
 
     def facts() -> dict[str, Any]:
         try:
             return {"found": state()}
         except Exception as error:
-            own.append(error)
+            local.append(error)
             raise
 
     try:
         return [of_rank["found"] for of_rank in handshake(comm, facts, caller="GradCache")]
     except ValueError:
-        if own and not isinstance(own[0], ValueError):
-            raise own[0] from None
+        if local and not isinstance(local[0], ValueError):
+            raise local[0] from None
         raise
 
 

@@ -14,14 +14,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .parameter_sync import Synchronised, is_registered
+from .parameter_sync import Synchronized, is_registered
 
 _FEW = 3  # parameters of an engine that are watched
 
 
 @contextmanager
-def watched(engines: Iterable[Synchronised]) -> Iterator[list[ValueError]]:
-    """Watch a backward pass in which these engines are held; afterwards the list has the errors that were found."""
+def watched(engines: Iterable[Synchronized]) -> Iterator[list[ValueError]]:
+    """Watch a backward pass in which these engines are held; afterward the list has the errors that were found."""
     arrived: dict[int, Tensor] = {}
     watching, hooks, mistakes = [], [], list[ValueError]()
     for engine in engines:
@@ -52,7 +52,7 @@ def _dense(grad: Tensor) -> Tensor:
     return grad if grad.layout is torch.strided else grad.to_dense()
 
 
-def _mistake(engine: Synchronised, p: Tensor, expected: Tensor) -> list[ValueError]:
+def _mistake(engine: Synchronized, p: Tensor, expected: Tensor) -> list[ValueError]:
     if p.grad is None:
         what = "took the gradient out of .grad"
     elif p.grad.shape != expected.shape or not torch.allclose(_dense(p.grad), expected, rtol=1e-2, equal_nan=True):

@@ -140,10 +140,10 @@ def own_containers(tree: Any) -> Any:
     that outlives the call, these would stay, a chunk's states for each chunk.
     """
     if isinstance(tree, dict | UserDict):
-        own = copy(tree)
+        local = copy(tree)
         for name, value in tree.items():
-            own[name] = own_containers(value)
-        return own
+            local[name] = own_containers(value)
+        return local
     if type(tree) in (list, tuple):
         return type(tree)(map(own_containers, tree))
     return tree

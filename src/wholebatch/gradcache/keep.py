@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from .._checks import shown
-from .._meter import free_memory
+from .._measure import free_memory
 
 KeepGraphs = int | float | Literal["auto"]
 _PARTS = {
@@ -93,7 +93,7 @@ class Keeper:
 
 @contextmanager
 def _graph_memory(device: torch.device, there: Iterable[Tensor]) -> Iterator[list[int]]:
-    """A list, whose only entry is afterwards how many bytes the graph holds that was made inside."""
+    """A list, whose only entry is afterward how many bytes the graph holds that was made inside."""
     held = [0]
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)

@@ -1,7 +1,7 @@
 """Which modules a call calls, wherever it has them from: a closure, a global, an object's attribute.
 
 A hook on all modules sees them. The outermost ones are the call's models: their buffers are looked after, and their
-parameters' gradients. Those that an engine synchronises are told not to, before their forward pass decides.
+parameters' gradients. Those that an engine synchronizes are told not to, before their forward pass decides.
 
 What runs inside a compiled graph is not seen; a compiled module is, with all that it holds.
 """
@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from .parameter_sync import Synchronised, control_of, synchronised
+from .parameter_sync import Synchronized, control_of, synchronized
 from .replay import Buffers
 
 
@@ -45,15 +45,15 @@ class Observer:
         with ExitStack() as stack:
             called = Called(self, stack)
             for x in objects:
-                own = getattr(x, "__self__", x)
-                if isinstance(own, nn.Module):
-                    called.add(own)
-                    if own is not x:  # a method, by which its module's call is not seen
-                        called.add_engines(engine for engine in synchronised([own]) if engine.module is own)
+                local = getattr(x, "__self__", x)
+                if isinstance(local, nn.Module):
+                    called.add(local)
+                    if local is not x:  # a method, by which its module's call is not seen
+                        called.add_engines(engine for engine in synchronized([local]) if engine.module is local)
             for module in visible:
                 if _compiled(module):  # nor is any inside
                     called.add(module)
-                    called.add_engines(synchronised([module]))
+                    called.add_engines(synchronized([module]))
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
             handle = register_module_forward_pre_hook(called.see)
@@ -66,7 +66,7 @@ class Called:
 
     def __init__(self, observer: Observer, stack: ExitStack) -> None:
         self.modules: list[nn.Module] = []
-        self.engines: list[Synchronised] = []
+        self.engines: list[Synchronized] = []
         self.seen: dict[int, nn.Module] = {}  # all of which a hook has told, inner ones too
         self._observer, self._stack = observer, stack
         self._seen: set[int] = set()  # all that is inside these modules
@@ -80,12 +80,12 @@ class Called:
             self._seen.update(id(inner) for inner in module.modules())
             self._observer.buffers.add(module)
 
-    def add_engines(self, engines: Iterable[Synchronised]) -> None:
-        """The same of modules that an engine synchronises."""
+    def add_engines(self, engines: Iterable[Synchronized]) -> None:
+        """The same of modules that an engine synchronizes."""
         for engine in engines:
             self._add_engine(engine)
 
-    def _add_engine(self, engine: Synchronised) -> None:
+    def _add_engine(self, engine: Synchronized) -> None:
         module = engine.module
         if id(module) in self._inside:
             return
@@ -112,9 +112,9 @@ class Called:
         self.add(module)
         control = control_of(module)
         if control is not None:
-            self._add_engine(Synchronised(module, control))
+            self._add_engine(Synchronized(module, control))
         elif _compiled(module):
-            self.add_engines(synchronised([module]))
+            self.add_engines(synchronized([module]))
         if id(module) in self._after_broadcast:
             self._after_broadcast.remove(id(module))
             self._observer.buffers.begin(module)

@@ -1,6 +1,6 @@
-"""How an engine is kept from synchronising gradients before a step's last backward pass.
+"""How an engine is kept from synchronizing gradients before a step's last backward pass.
 
-A step makes a backward pass for every chunk, and an engine would synchronise in each. It is told not to, but for the
+A step makes a backward pass for every chunk, and an engine would synchronize in each. It is told not to, but for the
 last chunk of its module. When it listens differs:
 
     engine                       switch                                looks at it             passes
@@ -46,7 +46,7 @@ class SyncControl:
         hold: a context in which the module's passes leave gradients on their rank.
         decides: the pass in which the engine looks at its switch.
         collective: whether all ranks have to make the same passes.
-        remember: looks at gradients that the engine keeps to itself until it synchronises; what it returns puts them
+        remember: looks at gradients that the engine keeps to itself until it synchronizes; what it returns puts them
             back. None: it keeps none, they are the parameters' own.
         check: raises ValueError if the module's settings do not go with several backward passes.
         awaits: the parameters without whose gradients the engine does not finish its synchronization. Those that the
@@ -198,8 +198,8 @@ def control_of(module: nn.Module) -> SyncControl | None:
 
 
 @dataclass(frozen=True)
-class Synchronised:
-    """A module whose engine synchronises its gradients."""
+class Synchronized:
+    """A module whose engine synchronizes its gradients."""
 
     module: nn.Module
     control: SyncControl
@@ -209,16 +209,16 @@ class Synchronised:
         return self.control.hold(self.module)
 
 
-def synchronised(modules: Iterable[nn.Module]) -> list[Synchronised]:
-    """The outermost modules among these and their children that an engine synchronises, each once."""
+def synchronized(modules: Iterable[nn.Module]) -> list[Synchronized]:
+    """The outermost modules among these and their children that an engine synchronizes, each once."""
     found = {id(one.module): one for module in modules for one in _outermost(module)}
     return [*found.values()]
 
 
-def _outermost(module: nn.Module) -> list[Synchronised]:
+def _outermost(module: nn.Module) -> list[Synchronized]:
     control = control_of(module)
     if control is not None:
-        return [Synchronised(module, control)]
+        return [Synchronized(module, control)]
     return [found for child in module.children() for found in _outermost(child)]
 
 

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _not_reduced
-from .parameter_sync import Synchronised, parameters_of_ddp
+from .parameter_sync import Synchronized, parameters_of_ddp
 
 
 def check_not_passed_by(
     name: str,
     reached: Iterable[Tensor],
     called: Iterable[nn.Module],
-    engines: Iterable[Synchronised],
+    engines: Iterable[Synchronized],
     unchecked: Iterable[Tensor] = (),
 ) -> None:
     """Check that a model has called the engines that hold the parameters which it trains.

@@ -1,6 +1,6 @@
 """The second forward pass of a chunk must be the first one again: random numbers, autocast, and buffers that move.
 
-random numbers   of the CPU, of every accelerator, of Python and of NumPy: set back, and afterwards where they were
+random numbers   of the CPU, of every accelerator, of Python and of NumPy: set back, and afterward where they were
 autocast         as it was; and in every pass its cache of weights empty: one made without gradient cuts weights off
 buffers          such as BatchNorm's running averages: set back to what the chunk saw, and in the end to what the
                  first passes left: they count every chunk once
@@ -174,7 +174,7 @@ class Buffers:
 
     @torch.no_grad()
     def restore(self, state: list[Tensor]) -> None:
-        """The buffers themselves again, with this state. Afterwards no graph may need them."""
+        """The buffers themselves again, with this state. Afterward no graph may need them."""
         for (owner, name), held in self._replaced.items():
             owner._buffers[name] = held
         self._replaced.clear()

@@ -148,7 +148,7 @@ def replicated(
         called = {id(p) for _, p in _named_of(encoder.called.values())}
         add(encoder.name, ((name, p) for name, p in _named_of(encoder.visible) if id(p) in called))
         add(encoder.name, _named_of(encoder.called.values(), "hidden "))
-        if not any(engine.control.sharded for engine in encoder.synchronised.values()):
+        if not any(engine.control.sharded for engine in encoder.synchronized.values()):
             add(encoder.name, _free(encoder.leaves))
     wanted = {id(p) for p in of_loss}
     add("loss_fn", ((name, p) for name, p in _named_of(modules_of(loss_fn)) if id(p) in wanted))

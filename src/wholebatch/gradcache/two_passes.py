@@ -9,7 +9,7 @@
 At no time is there more than one chunk's graph, besides those that are kept. The sum is that of autograd over the whole
 batch, so that nothing is approximated; the second r_c must be the first (see `replay`), which is looked at.
 
-Engines synchronise in the last backward pass of their module, and these come in the order of the models on every rank,
+Engines synchronize in the last backward pass of their module, and these come in the order of the models on every rank,
 whatever each rank keeps: kept graphs have theirs before, and where an engine decides in the forward pass, no graph of a
 model's last chunk is kept, since between that forward pass and its backward pass there must be no other.
 """
@@ -30,7 +30,7 @@ from .held import watched
 from .inputs import tensors_of
 from .keep import Keeper
 from .observe import Called, Observer
-from .parameter_sync import Synchronised, modules_of, synchronised
+from .parameter_sync import Synchronized, modules_of, synchronized
 from .replay import Buffers, Replay, fresh_autocast_cache, without_graph
 
 
@@ -49,16 +49,16 @@ class Encoder:
 
     def __init__(self, model: Callable[..., Any], index: int, name: str) -> None:
         self.model, self.index, self.name = model, index, name
-        own = [x for x in (model, getattr(model, "__self__", None)) if isinstance(x, nn.Module)]
-        self.own = own[:1]  # the module that it is, or is a method of
+        local = [x for x in (model, getattr(model, "__self__", None)) if isinstance(x, nn.Module)]
+        self.local = local[:1]  # the module that it is, or is a method of
         self.visible = modules_of(model)  # looked for once: its calls are many
-        self.engines = synchronised(self.own)  # if calls show none
+        self.engines = synchronized(self.local)  # if calls show none
         self.form: Callable[[Sequence[Any]], Any] = tuple  # of its representations
         self.trained: list[bool] = []  # which of them have a gradient
-        self.parameters: dict[int, Tensor] = {id(p): p for module in self.own for p in module.parameters()}
+        self.parameters: dict[int, Tensor] = {id(p): p for module in self.local for p in module.parameters()}
         self.called: dict[int, nn.Module] = {}  # the outermost modules, whose parameters are the model's
         self.seen: dict[int, nn.Module] = {}  # these, and inner ones, as far as a hook has seen their calls
-        self.synchronised: dict[int, Synchronised] = {}  # engines that were called
+        self.synchronized: dict[int, Synchronized] = {}  # engines that were called
         self.leaves: list[Tensor] = []  # of the graph of the first chunk
 
     def add_parameters(self, tensors: Iterable[Tensor]) -> None:
@@ -69,7 +69,7 @@ class Encoder:
         """Take what a call has called for the model's."""
         self.called |= {id(module): module for module in called.modules}
         self.seen |= called.seen
-        self.synchronised |= {id(engine.module): engine for engine in called.engines}
+        self.synchronized |= {id(engine.module): engine for engine in called.engines}
         self.add_parameters(p for module in called.modules for p in module.parameters())
 
 
@@ -93,7 +93,7 @@ class Chunk:
     last: bool = False
     replay: Replay = field(init=False)
     before: list[Tensor] = field(default_factory=list)  # the state of the buffers that the pass found
-    engines: list[Synchronised] = field(default_factory=list)  # that the pass has called
+    engines: list[Synchronized] = field(default_factory=list)  # that the pass has called
     found: tuple[Tensor, ...] = ()
     rows: list[slice] = field(default_factory=list)  # where they lie among the model's, for each representation
     kept: bool = False  # found has its graph
@@ -143,7 +143,7 @@ def _first_pass(chunk: Chunk, chunks: Sequence[Chunk], keeper: Keeper, observer:
                 chunk.found = _with_graph(chunk)
             if chunk.first:
                 encoder.leaves = leaves_of(chunk.found)
-            if not encoder.own:
+            if not encoder.local:
                 encoder.add_parameters(encoder.leaves if chunk.first else leaves_of(chunk.found))
             decided = chunk.last and any(engine.control.decides == "forward" for engine in chunk.engines)
             chunk.kept = wanted and not decided and keeper.kept(encoder.index)
@@ -166,7 +166,7 @@ def _first_pass(chunk: Chunk, chunks: Sequence[Chunk], keeper: Keeper, observer:
 
 @contextmanager
 def _observed(chunk: Chunk, observer: Observer) -> Iterator[None]:
-    """Inside, the chunk's model is called for the first time, and held; afterwards it is known what it called."""
+    """Inside, the chunk's model is called for the first time, and held; afterward it is known what it called."""
     encoder = chunk.encoder
     with observer.call(encoder.model, visible=encoder.visible) as called:
         try:
@@ -222,7 +222,7 @@ def second_pass(
                     pairs += [(p, torch.zeros_like(p)) for p in owned.values()]  # their engine waits for them
             if different is not None:
                 wrong, given = wrong or different, [None] * len(chunk.found)
-            if not chunk.encoder.own:
+            if not chunk.encoder.local:
                 about_to_change(leaves_of(chunk.found))
         pairs += _roots(chunk, given, whole=bool(done))
         pairs += zeros_for_awaited(pairs, (e for e in engines if id(e.module) in done))
@@ -236,7 +236,7 @@ def second_pass(
 
 
 def zeros_for_awaited(
-    pairs: Sequence[tuple[Tensor, Tensor]], engines: Iterable[Synchronised]
+    pairs: Sequence[tuple[Tensor, Tensor]], engines: Iterable[Synchronized]
 ) -> list[tuple[Tensor, Tensor]]:
     """Zeros for the parameters that these engines wait for, and a backward pass from `pairs` does not come to.
 
@@ -346,8 +346,8 @@ def _last_of_engines(chunks: Iterable[Chunk]) -> dict[int, Chunk]:
 
 
 @contextmanager
-def _held(engines: Iterable[Synchronised], but: set[int] | None = None) -> Iterator[None]:
-    """No gradients are synchronised, but for those of some modules."""
+def _held(engines: Iterable[Synchronized], but: set[int] | None = None) -> Iterator[None]:
+    """No gradients are synchronized, but for those of some modules."""
     with ExitStack() as stack:
         for engine in engines:
             stack.enter_context(nullcontext() if id(engine.module) in (but or set()) else engine.hold())

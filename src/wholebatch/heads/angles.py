@@ -1,4 +1,4 @@
-r"""Angles between embeddings and their own classes' centres, and their gradient where it is: also near 0 and pi.
+r"""Angles between embeddings and their own classes' centers, and their gradient where it is: also near 0 and pi.
 
     theta = acos(c),  c = x . w        x, w normalized as everything is (see `_normalize`)
           = 2 atan2(sqrt(|x - w|^2 + r), sqrt(|x + w|^2 + r)),        r = (1 - |x|^2) + (1 - |w|^2)
@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._autograd import once_differentiable
 from .._normalize import divisors, row_norms
-from .._once import once_differentiable
 from .._precision import rows_at_a_time, wide_dtype
 from .classes import NOT_HERE
 
@@ -33,63 +33,63 @@ _SAME = 16  # times eps: unit vectors that are nearer to each other are taken fo
 
 
 @torch.no_grad()
-def nearest(x: Tensor, centres: Tensor, rows: Tensor, *, clamp: tuple[bool, bool]) -> Tensor:
-    """Of several rows of the centres, (B, k, K), that of the smallest angle with each embedding, (B, k)."""
+def nearest(x: Tensor, centers: Tensor, rows: Tensor, *, clamp: tuple[bool, bool]) -> Tensor:
+    """Of several rows of the centers, (B, k, K), that of the smallest angle with each embedding, (B, k)."""
     if rows.shape[2] == 1:
         return rows[..., 0]
-    angles, *_ = target_angles(x, centres, rows.flatten(1), clamp=clamp)
+    angles, *_ = target_angles(x, centers, rows.flatten(1), clamp=clamp)
     return rows.gather(2, angles.view(rows.shape).argmin(2, keepdim=True))[..., 0]
 
 
-def target_angles(x: Tensor, centres: Tensor, at: Tensor, *, clamp: tuple[bool, bool]) -> tuple[Tensor, Tensor, Tensor]:
-    """The angle of each embedding with its class's centre, and the centres for whatever else is made of them.
+def target_angles(x: Tensor, centers: Tensor, at: Tensor, *, clamp: tuple[bool, bool]) -> tuple[Tensor, Tensor, Tensor]:
+    """The angle of each embedding with its class's center, and the centers for whatever else is made of them.
 
     Args:
         x: (B, d), embeddings of any length.
-        centres: (C_r, d), of any length.
-        at: (B, k), the rows of the centres of each embedding's classes, or NOT_HERE.
-        clamp: whether embeddings, and centres, are normalized as everything is, by 1e-12 at least; else the angle is
+        centers: (C_r, d), of any length.
+        at: (B, k), the rows of the centers of each embedding's classes, or NOT_HERE.
+        clamp: whether embeddings, and centers, are normalized as everything is, by 1e-12 at least; else the angle is
             that of their directions, however short they are.
 
     Returns:
-        The angles, and the lengths of the centres, both (B, k), float64, 0 where the centre is not here; and the
-        centres, whose other gradient is to arrive by these: it is taken on here, in place, and not stored twice.
+        The angles, and the lengths of the centers, both (B, k), float64, 0 where the center is not here; and the
+        centers, whose other gradient is to arrive by these: it is taken on here, in place, and not stored twice.
     """
-    angles, lengths, again = _Angles.apply(x, centres, at, clamp)
+    angles, lengths, again = _Angles.apply(x, centers, at, clamp)
     return angles, lengths, again
 
 
 class _Angles(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, centres: Tensor, at: Tensor, clamp: tuple[bool, bool]
+        ctx: Any, x: Tensor, centers: Tensor, at: Tensor, clamp: tuple[bool, bool]
     ) -> tuple[Tensor, Tensor, Tensor]:
         angles, lengths = (torch.zeros(at.shape, dtype=wide_dtype(x.device), device=x.device) for _ in range(2))
-        for cols, slots, rows, here in _pairs(at, len(centres)):
-            u, w = _Rows.of(x[cols], clamp[0]), _Rows.of(centres[rows], clamp[1])
+        for cols, slots, rows, here in _pairs(at, len(centers)):
+            u, w = _Rows.of(x[cols], clamp[0]), _Rows.of(centers[rows], clamp[1])
             lengths[cols, slots] = torch.where(here, w.norms[:, 0], 0.0)
             angles[cols, slots] = torch.where(here, _angle(u, w)[:, 0], 0.0)
-        ctx.save_for_backward(x, centres, at, angles)
+        ctx.save_for_backward(x, centers, at, angles)
         ctx.clamp = clamp
-        return angles, lengths, centres.view_as(centres)
+        return angles, lengths, centers.view_as(centers)
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad: Tensor, of_lengths: Tensor, of_centres: Tensor
+        ctx: Any, grad: Tensor, of_lengths: Tensor, of_centers: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, centres, at, angles = ctx.saved_tensors
+        x, centers, at, angles = ctx.saved_tensors
         of_x = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
-        for cols, slots, rows, here in _pairs(at, len(centres)):
+        for cols, slots, rows, here in _pairs(at, len(centers)):
             theta, weight, here = (of[:, None] for of in (angles[cols, slots], grad[cols, slots], here))
-            u, w = _Rows.of(x[cols], ctx.clamp[0]), _Rows.of(centres[rows], ctx.clamp[1])
+            u, w = _Rows.of(x[cols], ctx.clamp[0]), _Rows.of(centers[rows], ctx.clamp[1])
             if of_x is not None:
                 of_u = _away(u, w, theta) * weight / u.divisors
                 of_x.index_add_(0, cols, torch.where(here, of_u, 0.0).to(of_x.dtype))
             if ctx.needs_input_grad[1]:
                 of_w = _away(w, u, theta) * weight / w.divisors + w.directions * of_lengths[cols, slots, None]
-                of_centres.index_add_(0, rows, torch.where(here, of_w, 0.0).to(of_centres.dtype))
-        return of_x, of_centres if ctx.needs_input_grad[1] else None, None, None
+                of_centers.index_add_(0, rows, torch.where(here, of_w, 0.0).to(of_centers.dtype))
+        return of_x, of_centers if ctx.needs_input_grad[1] else None, None, None
 
 
 @dataclass(frozen=True)
@@ -140,12 +140,12 @@ def _away(u: _Rows, w: _Rows, theta: Tensor) -> Tensor:
     return torch.where(same, 0.0, -torch.where(u.clamped, y, difference + half * x) / theta.sin())
 
 
-def _pairs(at: Tensor, centres: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Embeddings and which of their classes, the centre's row, and whether it is here at all; some at a time.
+def _pairs(at: Tensor, centers: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Embeddings and which of their classes, the center's row, and whether it is here at all; some at a time.
 
     To leave out those that are not would make tensors whose size a host has to wait for.
     """
-    if not centres:
+    if not centers:
         return
     for some in torch.arange(at.numel(), device=at.device).split(rows_at_a_time(at.device) // 2):  # in float64
         cols, slots = some // at.shape[1], some % at.shape[1]

@@ -42,7 +42,7 @@ def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None =
         tells :func:`load_head` which head belongs to it.
 
     Raises:
-        ValueError: on every rank: another rank's head, an optimiser whose state of each class is not known here, a
+        ValueError: on every rank: another rank's head, an optimizer whose state of each class is not known here, a
             folder that has a checkpoint or cannot be written.
     """
     comm = _communicator(head)
@@ -54,17 +54,19 @@ def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None =
         if optimizer is not None and not _names_of(optimizer):
             raise ValueError(
                 f"what a {type(optimizer).__name__} knows of each class is not known here: use wholebatch.SparseSGD or "
-                "SparseAdamW, which are PyTorch's on dense gradients, or save the optimiser yourself"
+                "SparseAdamW, which are PyTorch's on dense gradients, or save the optimizer yourself"
             )
         if optimizer is not None:
             _check_has(optimizer, head)
         check_is_new(Path(folder))
         return {**head.facts(), "folder": str(folder), "head": _facts(head, optimizer), "save": new_save_id()}
 
-    def write_own() -> dict[str, Any]:
+    def write_local() -> dict[str, Any]:
         rows = _rows_of(head, _known(optimizer, head))
         try:
-            return write_rows(Path(folder), comm.rank, comm.size, save, head.own_classes.start, rows, _of_margin(head))
+            return write_rows(
+                Path(folder), comm.rank, comm.size, save, head.local_classes.start, rows, _of_margin(head)
+            )
         except OSError as error:
             raise ValueError(f"{folder} cannot be written: {error}") from error
 
@@ -78,7 +80,7 @@ def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None =
 
     everyone = handshake(comm, state, caller="save_head", must_match=(*OF_HEAD, "folder", "head"))
     save = str(everyone[0]["save"])
-    written = handshake(comm, write_own, caller="save_head")
+    written = handshake(comm, write_local, caller="save_head")
     handshake(comm, write_last, caller="save_head")
     return save
 
@@ -96,11 +98,11 @@ def load_head(
 
     Args:
         folder: of the checkpoint.
-        head: takes its centres, and goes on with its samples.
+        head: takes its centers, and goes on with its samples.
         optimizer: takes its state; None: that is left alone.
         classes: (C,) integers, which of the head's classes each of the checkpoint's C is to be, the same on all ranks;
             -1: none, it is left out. A class that several become, as two that turned out to be one, gets the mean of
-            their centres and of what the optimiser knows of them (not with sub-centres, which have no order that two
+            their centers and of what the optimizer knows of them (not with sub-centers, which have no order that two
             classes share); one that none becomes stays as it is. So torch.arange(C) is for a head with new classes
             behind the old ones. None: the classes are the same.
         save_id: as `save_head` returned it; another save's folder is refused. None: any.
@@ -108,7 +110,7 @@ def load_head(
     Raises:
         ValueError: on every rank, with head and optimizer as they were: there is no checkpoint of a head, or one of
             whose files a bit has changed or that is another save's, or it is of another number of classes or size of
-            embeddings, or has no state of this kind of optimiser.
+            embeddings, or has no state of this kind of optimizer.
     """
     comm, found = _communicator(head), dict[str, Any]()
 
@@ -130,7 +132,7 @@ def load_head(
     def second() -> dict[str, Any]:
         index: Index = found["index"]
         becomes = torch.arange(index.facts["num_classes"]) if classes is None else classes.cpu().long()
-        at = rows_within(becomes, head.own_classes)
+        at = rows_within(becomes, head.local_classes)
         found["state"] = _state_with(optimizer, head, index.facts["optimizer"] or ())
         found["into"] = _rows_of(head, found["state"])
         try:
@@ -167,14 +169,14 @@ def _check_head(head: object) -> None:
 
 
 def _facts(head: PartialFC, optimizer: Optimizer | None) -> dict[str, Any]:
-    """What a checkpoint is of; of the optimiser None where it is not part of it."""
+    """What a checkpoint is of; of the optimizer None where it is not part of it."""
     known = None
     if optimizer is not None:
         known = sorted({name for state in _known(optimizer, head).values() for name in state})
     return {
         "num_classes": head.num_classes,
         "embedding_size": head.embedding_size,
-        "sub_centres": head.sub_centres,
+        "sub_centers": head.sub_centers,
         "bias": head.bias is not None,
         "margin": sorted(_of_margin(head)),
         "step": int(head.step),
@@ -188,14 +190,14 @@ def _check(facts: dict[str, Any], head: PartialFC, optimizer: Optimizer | None, 
         raise ValueError(
             f"the checkpoint's embeddings have {facts['embedding_size']} numbers, the head's {head.embedding_size}"
         )
-    for name, own, one in (
-        ("sub-centres of a class", head.sub_centres, facts["sub_centres"]),
+    for name, local, one in (
+        ("sub-centers of a class", head.sub_centers, facts["sub_centers"]),
         ("bias", head.bias is not None, facts["bias"]),
         ("what the margin remembers", sorted(_of_margin(head)), facts["margin"]),
     ):
-        if own != one:
+        if local != one:
             raise ValueError(
-                f"{name}: the checkpoint has {one}, the head {own}; make a head like the one that was saved"
+                f"{name}: the checkpoint has {one}, the head {local}; make a head like the one that was saved"
             )
     count = facts["num_classes"]
     if classes is None and count != head.num_classes:
@@ -204,14 +206,14 @@ def _check(facts: dict[str, Any], head: PartialFC, optimizer: Optimizer | None, 
             f"say with classes=: torch.arange({count}) if the head has new ones behind them, -1 for those that go"
         )
     if classes is not None:
-        check_ids("classes", classes, "the checkpoint's centres", count)
+        check_ids("classes", classes, "the checkpoint's centers", count)
         low, high = int(classes.min()), int(classes.max())
         if not -1 <= low <= high < head.num_classes:
             raise ValueError(f"classes must lie in [0, {head.num_classes}), or be -1; got {low} to {high}")
         kept = classes[classes != NOT_HERE]
-        if head.sub_centres > 1 and len(kept.unique()) < len(kept):
+        if head.sub_centers > 1 and len(kept.unique()) < len(kept):
             raise ValueError(
-                "classes with several sub-centres cannot become one: the sub-centres of one are in no order that is "
+                "classes with several sub-centers cannot become one: the sub-centers of one are in no order that is "
                 "another's"
             )
     if optimizer is not None:
@@ -240,7 +242,7 @@ def _check_has(optimizer: Optimizer, head: PartialFC) -> None:
 
 
 def _names_of(optimizer: Optimizer) -> tuple[str, ...]:
-    """What an optimiser may know of each row."""
+    """What an optimizer may know of each row."""
     names: tuple[str, ...] = getattr(optimizer, "of_rows", ())
     return names
 
@@ -270,7 +272,7 @@ def _of_margin(head: PartialFC) -> dict[str, Tensor]:
 
 
 def _rows_of(head: PartialFC, state: Mapping[Tensor, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Tensors with a row for each of this rank's classes: the head's own, and an optimiser's state of these."""
+    """Tensors with a row for each of this rank's classes: the head's own, and an optimizer's state of these."""
     found = {}
     for name, p in head.named_parameters():
         found[name] = p.detach()

@@ -1,11 +1,11 @@
-r"""Softmax over classes whose centres lie on many ranks: the logits are never stored, on no rank.
+r"""Softmax over classes whose centers lie on many ranks: the logits are never stored, on no rank.
 
-    x = embedding / |embedding|,  w_j = centre_j / |centre_j|,  c_ij = x_i . w_j
+    x = embedding / |embedding|,  w_j = center_j / |center_j|,  c_ij = x_i . w_j
     N_i = sum_{j not a class of i} exp(s c_ij)            over the classes of all ranks
-    L_i = log(exp(s phi) + N_i) - s phi = softplus(log N_i - s phi),    phi = phi(angle of i and its own centre)
+    L_i = log(exp(s phi) + N_i) - s phi = softplus(log N_i - s phi),    phi = phi(angle of i and its own center)
 
-Each rank has all embeddings and its own centres: these are the rows of S, those its columns, and of each column the
-sweep takes the sum over the negatives. The angle to an example's own centre comes from the rank that has it (`angles`).
+Each rank has all embeddings and its own centers: these are the rows of S, those its columns, and of each column the
+sweep takes the sum over the negatives. The angle to an example's own center comes from the rank that has it (`angles`).
 An all-to-all of these two numbers brings each example's together on its own rank, where a margin and a softplus make a
 loss of them; autograd goes the same way back. The large part of the gradient touches one number of each example,
 
@@ -34,7 +34,7 @@ from .._checks import (
     norm_bound,
     on_host,
 )
-from .._normalize import UNIT, known_norms, normalize, row_norms
+from .._normalize import UNIT, known_norms, normalize_rows, row_norms
 from ..comm import Communicator, handshake
 from ..kernels import in_triton
 from ..losses._cross_entropy import one_positive
@@ -60,10 +60,10 @@ from .logits import (
 from .margins import AdaFace, CurricularFace, HardNegatives, MagFace, Targets
 
 _DRAWN = "sample_rate, unbiased, seed, step and training"
-_OF_CENTRES = (
+_OF_CENTERS = (
     "whether there are class_ids",
-    "whether the centres need a gradient",
-    "sub-centres of a class",
+    "whether the centers need a gradient",
+    "sub-centers of a class",
     "whether there is a bias",
 )
 
@@ -73,7 +73,7 @@ class Sample:
     """A rank's part of the classes of one step.
 
     Args:
-        centres: (K_r, d), or (K_r, K, d): K sub-centres of each class.
+        centers: (K_r, d), or (K_r, K, d): K sub-centers of each class.
         ids: (K_r,), ascending, of their classes; None: all of them, consecutive.
         bias: (K_r,), added to the logits.
         log_weights: (K_r,), added to the logits of negatives.
@@ -81,7 +81,7 @@ class Sample:
         settings: by which it was drawn, the same on all ranks.
     """
 
-    centres: Tensor
+    centers: Tensor
     ids: Tensor | None = None
     bias: Tensor | None = None
     log_weights: Tensor | None = None
@@ -103,13 +103,13 @@ def class_softmax(
 ) -> Tensor:
     """The loss over the classes that are chosen when the labels of all ranks, (B,), are known.
 
-    Two handshakes: of the batch, and of the centres chosen for it.
+    Two handshakes: of the batch, and of the centers chosen for it.
     """
     agreed, everyones = _agree_on_batch(
         caller, embeddings, labels, logits, dtype=dtype, options=options, num_classes=num_classes, weights=weights
     )
     counts = everyones != logits.ignore_index
-    sample, partition, norms, (longest, largest_offset) = _agree_on_centres(
+    sample, partition, norms, (longest, largest_offset) = _agree_on_centers(
         agreed, lambda: choose(everyones), logits, num_classes
     )
     held = HeldClasses(partition, agreed.rank, sample.ids)
@@ -120,17 +120,17 @@ def class_softmax(
 
     x = comm.all_gather(agreed.inputs["embeddings"], counts=rows.counts, check=False)
     factor = shard_factor(options.sync, comm.size, whole=options.reduction != "none")
-    centres, best_of = flat(scale_gradient(sample.centres, factor))
+    centers, best_of = flat(scale_gradient(sample.centers, factor))
     agreed = agreed.in_range(longest)
-    # Two gradients meet in each of them. Embeddings are few, and are widened; centres only where the range is small.
+    # Two gradients meet in each of them. Embeddings are few, and are widened; centers only where the range is small.
     narrow = agreed.features_dtype == torch.float16
-    x, centres = x.to(agreed.dtype), centres.to(agreed.dtype if narrow else agreed.features_dtype)
+    x, centers = x.to(agreed.dtype), centers.to(agreed.dtype if narrow else agreed.features_dtype)
     lengths = row_norms(x)
     # Of many rows one bias gets a gradient from each: half precision would not hold the sum.
     bias = None if sample.bias is None else scale_gradient(sample.bias, factor).to(agreed.dtype)
     places = rows_of_groups(at, best_of)
-    own_centres = nearest(x, centres, places, clamp=logits.clamp)
-    angles, target_lengths, centres = target_angles(x, centres, own_centres, clamp=logits.clamp)
+    own_centers = nearest(x, centers, places, clamp=logits.clamp)
+    angles, target_lengths, centers = target_angles(x, centers, own_centers, clamp=logits.clamp)
     bend, margin = None, logits.margin
     if isinstance(margin, CurricularFace):
         everyones_angles = comm.all_reduce(angles.detach(), check=False)
@@ -139,48 +139,48 @@ def class_softmax(
     numbers = _negatives(
         agreed,
         logits,
-        Shards(centres, norms, longest, partition, best_of, _sum(bias, sample.log_weights), largest_offset),
+        Shards(centers, norms, longest, partition, best_of, _sum(bias, sample.log_weights), largest_offset),
         x,
         lengths,
-        own_classes=places,
+        target_rows=places,
         bend=bend,
     )
 
     of_targets = {"angles": angles}  # and what else an own class's logit is made of
-    if not logits.of_unit_centres:
+    if not logits.of_unit_centers:
         of_targets["lengths"] = target_lengths
     if bias is not None:
         of_targets["bias"] = torch.cat([bias, bias.new_zeros(1)])[at]  # the last is for those that are NOT_HERE
     numbers, of_targets = _of_own_rows(comm, rows, numbers, of_targets)
-    own, wide = rows.rows(agreed.rank), lengths.to(angles)[:, 0]
+    local, wide = rows.rows(agreed.rank), lengths.to(angles)[:, 0]
     if isinstance(margin, AdaFace):
         margin.observe(wide[counts.any(1)])
-    targets = Targets(of_targets["angles"], wide[own, None])
+    targets = Targets(of_targets["angles"], wide[local, None])
     of_labels = logits.of_targets(targets, of_targets.get("lengths"), of_targets.get("bias"))
     smoothing = logits.label_smoothing
     losses = torch.stack([one_positive(numbers, z, label_smoothing=smoothing) for z in of_labels.unbind(1)], 1)
     if isinstance(margin, MagFace):
-        losses = losses + margin.regulariser(targets)
-    labelled = counts[own]
-    losses = torch.where(labelled, losses, 0.0).sum(1) / labelled.sum(1).clamp(min=1)
-    return agreed.reduce(losses, counts.any(1).sum(), labelled.any(1))
+        losses = losses + margin.regularizer(targets)
+    labeled = counts[local]
+    losses = torch.where(labeled, losses, 0.0).sum(1) / labeled.sum(1).clamp(min=1)
+    return agreed.reduce(losses, counts.any(1).sum(), labeled.any(1))
 
 
 @dataclass(frozen=True)
 class Shards:
-    """The rows of S: this rank's part of all centres.
+    """The rows of S: this rank's part of all centers.
 
     Args:
-        centres: (K_r K, d), of any length, sub-centres one below the other.
+        centers: (K_r K, d), of any length, sub-centers one below the other.
         norms: (K_r K, 1), theirs.
         longest: no norm is larger.
         partition: how many classes each rank has.
-        best_of: K, sub-centres of a class.
+        best_of: K, sub-centers of a class.
         offsets: (K_r,), added to the logits of these classes, or None.
         largest_offset: no offset is larger, nor its negative.
     """
 
-    centres: Tensor
+    centers: Tensor
     norms: Tensor
     longest: float
     partition: Partition
@@ -196,7 +196,7 @@ def _negatives(
     x: Tensor,
     lengths: Tensor,
     *,
-    own_classes: Tensor,
+    target_rows: Tensor,
     bend: HardNegatives | None,
 ) -> Numbers:
     """The numbers of all embeddings, (B, d), over this rank's classes but for an embedding's own, (B, k, K)."""
@@ -210,23 +210,23 @@ def _negatives(
     bound = UNIT**2 if bend is None else UNIT**2 * (1 + abs(bend.t))
     if not logits.of_unit_embeddings:
         bound *= agreed.norms["embeddings"]
-    if not logits.of_unit_centres:
+    if not logits.of_unit_centers:
         bound *= shards.longest
-    stay_norms, travel_norms = shards.norms if logits.of_unit_centres else None, None
+    stay_norms, travel_norms = shards.norms if logits.of_unit_centers else None, None
     if logits.of_unit_embeddings:
         if in_triton(agreed.options.kernel):  # multiplied in the precision that they have
             travel_norms = lengths.detach()
         else:
-            x = normalize(x)
+            x = normalize_rows(x)
     _, numbers = softmax_numbers(
         agreed,
         (s, s),
-        [shards.centres, x],
+        [shards.centers, x],
         towers=Towers(stays=(0,), travels=(1,), stay_norms=stay_norms, travel_norms=travel_norms),
         stays=Partition(tuple(best_of * count for count in shards.partition.counts)),
         travels=Partition((len(x),)),
         selection=Selection(
-            Pairs(excluded=NamedRows(own_classes.flatten(1))),
+            Pairs(excluded=NamedRows(target_rows.flatten(1))),
             ceiling=ceiling,
             bend=bend,
             offsets=offsets,
@@ -326,10 +326,10 @@ def _agree_on_batch(
     return agreed, agreed.gathered(columns, agreed.rows["embeddings"])
 
 
-def _agree_on_centres(
+def _agree_on_centers(
     agreed: Agreement, choose: Callable[[], Sample], logits: Logits, num_classes: int | None
 ) -> tuple[Sample, Partition, Tensor, tuple[float, float]]:
-    """The classes of this rank, how many each rank has, and its centres' norms, (K_r K, 1). Collective: 1 handshake.
+    """The classes of this rank, how many each rank has, and its centers' norms, (K_r K, 1). Collective: 1 handshake.
 
     And the largest of these norms, and the largest offset of this rank's logits.
     """
@@ -337,29 +337,29 @@ def _agree_on_centres(
 
     def state() -> dict[str, Any]:
         sample = choose()
-        matrix, best_of = flat(sample.centres)
-        logits.check_sub_centres(best_of)
+        matrix, best_of = flat(sample.centers)
+        logits.check_sub_centers(best_of)
         embeddings = agreed.inputs["embeddings"].to(agreed.given_dtype)
-        check_alike("embeddings", embeddings, "centres", matrix, rows=False)
+        check_alike("embeddings", embeddings, "centers", matrix, rows=False)
         if sample.ids is not None:
-            check_ids("class_ids", sample.ids, "centres", len(sample.centres))
+            check_ids("class_ids", sample.ids, "centers", len(sample.centers))
         for name, x in (("log_weights", sample.log_weights), ("bias", sample.bias)):
             if isinstance(x, Tensor):
                 check_dense(name, x)
-            if x is not None and (not isinstance(x, Tensor) or x.shape != sample.centres.shape[:1]):
+            if x is not None and (not isinstance(x, Tensor) or x.shape != sample.centers.shape[:1]):
                 raise ValueError(
-                    f"{name} must have shape ({len(sample.centres)},), one for each of the classes, got "
+                    f"{name} must have shape ({len(sample.centers)},), one for each of the classes, got "
                     f"{tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}"
                 )
             if x is not None and not x.is_floating_point():
                 raise ValueError(f"{name} must be floating-point, got {x.dtype}")
         for name, x in (("log_weights", sample.log_weights), ("bias", sample.bias), ("class_ids", sample.ids)):
-            if x is not None and x.device != sample.centres.device:
-                raise ValueError(f"{name} must be on the centres' device, {sample.centres.device}, got {x.device}")
-        of_centres = (sample.centres, sample.bias, sample.log_weights)
-        if torch.is_grad_enabled() and any(x is not None and x.is_inference() for x in of_centres):
+            if x is not None and x.device != sample.centers.device:
+                raise ValueError(f"{name} must be on the centers' device, {sample.centers.device}, got {x.device}")
+        of_centers = (sample.centers, sample.bias, sample.log_weights)
+        if torch.is_grad_enabled() and any(x is not None and x.is_inference() for x in of_centers):
             raise ValueError(
-                "centres, bias and log_weights must not be made under torch.inference_mode() where gradients are "
+                "centers, bias and log_weights must not be made under torch.inference_mode() where gradients are "
                 "enabled; pass x.clone()"
             )
         norms, offsets = known_norms(matrix), _sum(sample.bias, sample.log_weights)
@@ -369,16 +369,16 @@ def _agree_on_centres(
         if sample.ids is not None:
             seen["out of order"] = out_of_order(sample.ids)
         found = on_host(seen)  # in one look
-        check_directions("centres", matrix, found["shortest"], found["longest"])
+        check_directions("centers", matrix, found["shortest"], found["longest"])
         check_ascending(found.get("out of order", 0.0))
         for name, x in (("log_weights", sample.log_weights), ("bias", sample.bias)):
             if x is not None:
                 check_norm(name, x, found["offset"])
         chosen.append((sample, norms, (found["longest"], found.get("offset", 0.0))))
-        each = (sample.ids is not None, sample.centres.requires_grad, best_of, sample.bias is not None)
+        each = (sample.ids is not None, sample.centers.requires_grad, best_of, sample.bias is not None)
         return {
-            "centres": len(sample.centres),
-            **dict(zip(_OF_CENTRES, each, strict=True)),
+            "centers": len(sample.centers),
+            **dict(zip(_OF_CENTERS, each, strict=True)),
             _DRAWN: [*sample.settings],
         }
 
@@ -386,13 +386,13 @@ def _agree_on_centres(
         agreed.comm,
         state,
         caller=agreed.caller,
-        must_match=(_DRAWN, *_OF_CENTRES),
+        must_match=(_DRAWN, *_OF_CENTERS),
     )
     sample, norms, largest = chosen[0]
-    partition = Partition(tuple(facts["centres"] for facts in everyone))
+    partition = Partition(tuple(facts["centers"] for facts in everyone))
     if sample.ids is None and num_classes is not None and partition.total != num_classes:
         raise ValueError(
-            f"{agreed.caller}: the ranks' centres must be num_classes={num_classes}, got {partition.total} on ranks "
+            f"{agreed.caller}: the ranks' centers must be num_classes={num_classes}, got {partition.total} on ranks "
             f"with {partition.counts}"
         )
     if num_classes is None and sample.ids is None:

@@ -1,4 +1,4 @@
-"""Which rank has which class's centre: consecutive classes, or a sample of them by their ids."""
+"""Which rank has which class's center: consecutive classes, or a sample of them by their ids."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ NOT_HERE = -1
 
 @dataclass(frozen=True)
 class HeldClasses:
-    """The classes of this rank's centres.
+    """The classes of this rank's centers.
 
     Args:
-        partition: how many centres each rank has.
+        partition: how many centers each rank has.
         rank: of this process.
         ids: (C_r,), ascending; None: each rank has consecutive classes, rank 0 the first.
     """
@@ -28,7 +28,7 @@ class HeldClasses:
     ids: Tensor | None = None
 
     def rows_of(self, labels: Tensor) -> Tensor:
-        """Where each label's centre is among this rank's, or NOT_HERE; in the shape of the labels."""
+        """Where each label's center is among this rank's, or NOT_HERE; in the shape of the labels."""
         if self.ids is None:
             return rows_within(labels, self.partition.rows(self.rank))
         ids = self.ids.to(labels)
@@ -54,13 +54,13 @@ class HeldClasses:
             )
 
 
-def rows_within(labels: Tensor, own: slice) -> Tensor:
-    """Where each label's centre is among those of consecutive classes, or NOT_HERE; in the shape of the labels."""
-    return torch.where((labels >= own.start) & (labels < own.stop), labels - own.start, NOT_HERE)
+def rows_within(labels: Tensor, local: slice) -> Tensor:
+    """Where each label's center is among those of consecutive classes, or NOT_HERE; in the shape of the labels."""
+    return torch.where((labels >= local.start) & (labels < local.stop), labels - local.start, NOT_HERE)
 
 
 def rows_of_groups(at: Tensor, of: int) -> Tensor:
-    """The rows of each class's sub-centres, (B, k, of), from the places of the classes, (B, k), or NOT_HERE.
+    """The rows of each class's sub-centers, (B, k, of), from the places of the classes, (B, k), or NOT_HERE.
 
     >>> rows_of_groups(torch.tensor([[2, -1]]), 2)
     tensor([[[ 4,  5],
@@ -78,7 +78,7 @@ def out_of_order(ids: Tensor) -> Tensor:
 def check_ascending(wrong: float) -> None:
     """No ids of classes are out of order."""
     if wrong:
-        raise ValueError("class_ids must be ascending, each id once; sort them, and the centres with them")
+        raise ValueError("class_ids must be ascending, each id once; sort them, and the centers with them")
 
 
 def label_range(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:

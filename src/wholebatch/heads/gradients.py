@@ -41,14 +41,14 @@ def clip_grad_norm_(
     """
     comm = select_communicator(group)
     everyone: list[Tensor] = []
-    own: list[Tensor] = []
+    local: list[Tensor] = []
     most = 0.0
 
     def state() -> dict[str, Any]:
         nonlocal most
-        for found, name, given in ((everyone, "replicated", replicated), (own, "sharded", sharded)):
+        for found, name, given in ((everyone, "replicated", replicated), (local, "sharded", sharded)):
             found.extend(_parameters(name, given))
-        if {id(p) for p in everyone} & {id(p) for p in own}:
+        if {id(p) for p in everyone} & {id(p) for p in local}:
             raise ValueError(
                 "a parameter must be replicated or sharded, not both: leave head.parameters() out of the first list"
             )
@@ -58,15 +58,15 @@ def clip_grad_norm_(
         return {"max_norm": str(most)}
 
     handshake(comm, state, caller="clip_grad_norm_", must_match=("max_norm",))
-    everyone, own = ([p for p in parameters if p.grad is not None] for parameters in (everyone, own))
-    device = next((p.device for p in (*everyone, *own)), torch.device("cpu"))
+    everyone, local = ([p for p in parameters if p.grad is not None] for parameters in (everyone, local))
+    device = next((p.device for p in (*everyone, *local)), torch.device("cpu"))
     squares = [torch.zeros((), dtype=wide_dtype(device), device=device) for _ in range(2)]
-    for square, parameters in zip(squares, (everyone, own), strict=True):
+    for square, parameters in zip(squares, (everyone, local), strict=True):
         for p in parameters:
             square += torch.linalg.vector_norm(_values(p), dtype=square.dtype) ** 2
     norm = (squares[0] + comm.all_reduce(squares[1], check=False)).sqrt()
     factor = (most / (norm + 1e-6)).clamp(max=1.0)
-    for p in (*everyone, *own):
+    for p in (*everyone, *local):
         _values(p).mul_(factor.to(p.dtype))
     return norm
 
@@ -77,12 +77,12 @@ def agree_on_overflow(scaler: Any, *optimizers: Optimizer, group: Group = None) 
     """After `scaler.unscale_`: an overflow that one rank has found is every rank's, so that all skip the step or none.
 
     Args:
-        scaler: a torch.amp.GradScaler that has unscaled these optimisers' gradients.
+        scaler: a torch.amp.GradScaler that has unscaled these optimizers' gradients.
         optimizers: of the backbone and of the head.
-        group: ranks that share the head. Collective: 1 handshake, 1 all-reduce of a number for each optimiser.
+        group: ranks that share the head. Collective: 1 handshake, 1 all-reduce of a number for each optimizer.
 
     Raises:
-        ValueError: on every rank: an optimiser's gradients have not been unscaled, so that nothing is known of them.
+        ValueError: on every rank: an optimizer's gradients have not been unscaled, so that nothing is known of them.
     """
     comm = select_communicator(group)
 
@@ -102,8 +102,8 @@ def agree_on_overflow(scaler: Any, *optimizers: Optimizer, group: Group = None) 
         if not found and comm.size == 1:
             continue
         device = next(p.device for of_group in optimizer.param_groups for p in of_group["params"])
-        own = torch.stack([x.to(device) for x in found.values()]).amax() if found else torch.zeros((), device=device)
-        of_all = comm.all_reduce(own.reshape(()), "max", check=False)
+        local = torch.stack([x.to(device) for x in found.values()]).amax() if found else torch.zeros((), device=device)
+        of_all = comm.all_reduce(local.reshape(()), "max", check=False)
         for x in found.values():
             x.fill_(of_all.item())
         if not found:

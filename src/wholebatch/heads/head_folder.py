@@ -30,7 +30,7 @@ _ROWS = 65536  # of a slice
 _MOST_INDEX_BYTES = 64 * 2**20
 _FILE = re.compile(r"rank-\d{5,}-of-\d{5,}\.safetensors")
 _FACTS: Types = {
-    "num_classes": int, "embedding_size": int, "sub_centres": int, "bias": bool, "margin": list, "step": int,
+    "num_classes": int, "embedding_size": int, "sub_centers": int, "bias": bool, "margin": list, "step": int,
     "seed": int, "optimizer": (list, type(None)),
 }  # fmt: skip
 
@@ -137,7 +137,7 @@ def read_index(folder: Path) -> Index:
     if value["format"] != _FORMAT or not is_save_id(value["save"]):
         raise ValueError(f"{what} has format {shown(value['format'])} of save {shown(value['save'])}; not known here")
     facts = check_fields(value["head"], what, _FACTS)
-    for name, least in (("num_classes", 1), ("embedding_size", 1), ("sub_centres", 1), ("step", 0)):
+    for name, least in (("num_classes", 1), ("embedding_size", 1), ("sub_centers", 1), ("step", 0)):
         if not least <= facts[name] < 2**63:
             raise ValueError(f"{what}: {name} must be at least {least} and have 64 bits, got {shown(facts[name])}")
     if not -(2**63) <= facts["seed"] < 2**63:

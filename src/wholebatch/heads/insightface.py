@@ -1,9 +1,9 @@
-"""Centres and momentum from the files that insightface's PartialFC leaves, one for each of its ranks.
+"""Centers and momentum from the files that insightface's PartialFC leaves, one for each of its ranks.
 
     rank_{r}_softmax_weight.pt, rank_{r}_softmax_weight_mom.pt     its first version: a tensor each
     softmax_fc_gpu_{r}.pt                                          its second: a state_dict with "weight"
     checkpoint_gpu_{r}.pt                                          train_v2.py: that as "state_dict_softmax_fc", and
-                                                                   the optimiser of backbone and classifier
+                                                                   the optimizer of backbone and classifier
 
 Its rank r has the classes that a rank r of as many has here: the remainder goes to the first. The files are pickles, of
 which nothing is executed: see `torch_file`.
@@ -34,13 +34,13 @@ _RANK = r"(0|[1-9]\d{0,5})"
 
 @told_to_all
 def load_insightface(folder: Path | str, head: PartialFC, optimizer: Optimizer | None = None) -> None:
-    """Read centres, and with an optimizer their momentum, on any number of ranks, whatever theirs was. Collective.
+    """Read centers, and with an optimizer their momentum, on any number of ranks, whatever theirs was. Collective.
 
     Nothing in the files is executed. The bytes of each tensor that is read are compared with their checksum.
 
     Args:
         folder: that holds all of its ranks' files.
-        head: takes the centres.
+        head: takes the centers.
         optimizer: a :class:`wholebatch.SparseSGD` of `head.weight`; takes the momentum, which the first version and
             train_v2.py with SGD have.
 
@@ -55,17 +55,17 @@ def load_insightface(folder: Path | str, head: PartialFC, optimizer: Optimizer |
             raise ValueError(f"head must be a wholebatch.PartialFC, got {type(head).__name__}")
         head.check_own()
         check_instance("optimizer", optimizer, (Optimizer, type(None)), "an optimizer of torch, or None")
-        if head.sub_centres > 1 or head.bias is not None:
-            raise ValueError("the files hold one centre for each class and no bias; the head has others")
+        if head.sub_centers > 1 or head.bias is not None:
+            raise ValueError("the files hold one center for each class and no bias; the head has others")
         _check_optimizer(optimizer, head)
         checked_path("folder", folder)
         try:
             weight, momentum = _version_in(Path(folder))
-            found["weight"] = _own_rows(Path(folder), "weight", weight, head)
+            found["weight"] = _local_rows(Path(folder), "weight", weight, head)
             if optimizer is not None and momentum is None:
                 raise ValueError(f"files like {_name_of(weight)} hold no momentum; leave the optimizer out")
             if optimizer is not None and momentum is not None:
-                found["momentum"] = _own_rows(Path(folder), "momentum", momentum, head)
+                found["momentum"] = _local_rows(Path(folder), "momentum", momentum, head)
         except OSError as error:
             raise ValueError(f"{folder} cannot be read: {error}") from error
         return {}
@@ -146,7 +146,7 @@ def _name_of(files: _Files) -> str:
     return files.pattern.replace(_RANK, "0").replace("\\", "")
 
 
-def _own_rows(folder: Path, what: str, files: _Files, head: PartialFC) -> Tensor:
+def _local_rows(folder: Path, what: str, files: _Files, head: PartialFC) -> Tensor:
     """The rows of this rank's classes."""
     found = _by_rank(folder, files)
     missing = sorted(set(range(max(found, default=0) + 1)) - found.keys())
@@ -172,7 +172,7 @@ def _own_rows(folder: Path, what: str, files: _Files, head: PartialFC) -> Tensor
         )
     parts, start = [], 0
     for file, shard in shards.items():
-        shared = overlap(start, shard.shape[0], head.own_classes.start, len(head.weight))
+        shared = overlap(start, shard.shape[0], head.local_classes.start, len(head.weight))
         if shared is not None:
             with TorchFile(file) as opened:
                 parts.append(opened.rows(shard, shared[0]).to(head.weight.dtype))

@@ -1,10 +1,10 @@
-r"""What the logits of a classifier are, and what must be true of labels and centres before any is computed.
+r"""What the logits of a classifier are, and what must be true of labels and centers before any is computed.
 
-    z_ij = s c_ij n_i m_j + b_j         of another class,    c_ij: cosine of embedding i and centre j
+    z_ij = s c_ij n_i m_j + b_j         of another class,    c_ij: cosine of embedding i and center j
     z_iy = s phi(theta_iy) n_i m_y + b_y       of the own,    theta: their angle, phi: the margin
 
-with n_i = |x_i| where embeddings are not normalised, m_j = |w_j| where centres are not, else 1. Both: ArcFace and all
-that came after. Centres alone: SphereFace as it was published. Neither: s x_i . w_j + b_j, a linear classifier, and
+with n_i = |x_i| where embeddings are not normalized, m_j = |w_j| where centers are not, else 1. Both: ArcFace and all
+that came after. Centers alone: SphereFace as it was published. Neither: s x_i . w_j + b_j, a linear classifier, and
 with a margin the large-margin softmax (Liu et al., 2016, arXiv:1612.02295).
 """
 
@@ -33,7 +33,7 @@ from ..losses._door import Agreement
 from .margins import CurricularFace, Margin, Targets
 
 GRADIENTS = ("exact", "straight_through")
-Normalise = Literal["both", "centres", "embeddings", "none"]
+Normalize = Literal["both", "centers", "embeddings", "none"]
 
 
 @dataclass(frozen=True)
@@ -42,25 +42,25 @@ class Logits:
 
     margin: Margin
     margin_grad: str = "exact"
-    normalise: Normalise = "both"
+    normalize: Normalize = "both"
     exclude_above: float | None = None
     label_smoothing: float = 0.0
     ignore_index: int = -100
 
     @property
     def of_unit_embeddings(self) -> bool:
-        """Whether embeddings are normalised."""
-        return self.normalise in ("both", "embeddings")
+        """Whether embeddings are normalized."""
+        return self.normalize in ("both", "embeddings")
 
     @property
-    def of_unit_centres(self) -> bool:
-        """Whether centres are."""
-        return self.normalise in ("both", "centres")
+    def of_unit_centers(self) -> bool:
+        """Whether centers are."""
+        return self.normalize in ("both", "centers")
 
     @property
     def clamp(self) -> tuple[bool, bool]:
         """Of `angles.target_angles`."""
-        return self.of_unit_embeddings, self.of_unit_centres
+        return self.of_unit_embeddings, self.of_unit_centers
 
     def check(self) -> None:
         """Raise ValueError unless each setting exists, and goes with the others."""
@@ -74,29 +74,29 @@ class Logits:
                 "buffers may be"
             )
         check_choice("margin_grad", self.margin_grad, GRADIENTS)
-        check_choice("normalise", self.normalise, get_args(Normalise))
+        check_choice("normalize", self.normalize, get_args(Normalize))
         check_label_smoothing(self.label_smoothing)
         check_integer("ignore_index", self.ignore_index, least=-(2**63), most=2**63 - 1)
         if cosine is not None and not -1.0 <= check_real("exclude_above", cosine) <= 1.0:
             raise ValueError(f"exclude_above must be a cosine from -1 to 1, or None; got {cosine!r}")
         if cosine is not None and isinstance(margin, CurricularFace):
             raise ValueError("CurricularFace weighs similar negatives up; with exclude_above they would be left out")
-        if self.normalise != "both" and (cosine is not None or isinstance(margin, CurricularFace)):
+        if self.normalize != "both" and (cosine is not None or isinstance(margin, CurricularFace)):
             raise ValueError(
-                "CurricularFace and exclude_above look at the cosines of negatives: they need normalise='both', got "
-                f"{self.normalise!r}"
+                "CurricularFace and exclude_above look at the cosines of negatives: they need normalize='both', got "
+                f"{self.normalize!r}"
             )
 
-    def check_sub_centres(self, count: int) -> None:
+    def check_sub_centers(self, count: int) -> None:
         """Raise ValueError where each class has several, and the nearest is not that of the largest logit."""
-        if count > 1 and not self.of_unit_centres:
+        if count > 1 and not self.of_unit_centers:
             raise ValueError(
-                f"sub-centres are compared as unit vectors: normalise must be 'both' or 'centres', got "
-                f"{self.normalise!r}"
+                f"sub-centers are compared as unit vectors: normalize must be 'both' or 'centers', got "
+                f"{self.normalize!r}"
             )
 
     def of_targets(self, targets: Targets, lengths: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Logits of own classes, (b_r, k), from the lengths of centres that are not normalised, and biases."""
+        """Logits of own classes, (b_r, k), from the lengths of centers that are not normalized, and biases."""
         phi = self.margin(targets)
         if self.margin_grad == "straight_through":
             cosines = targets.angles.cos()
@@ -115,7 +115,7 @@ class Logits:
         return {
             "margin": repr(margin) if shown else type(margin).__qualname__,
             "margin_grad": self.margin_grad,
-            "normalise": self.normalise,
+            "normalize": self.normalize,
             "exclude_above": self.exclude_above,
             "label_smoothing": float(self.label_smoothing),
             "ignore_index": self.ignore_index,
@@ -123,8 +123,8 @@ class Logits:
 
 
 SETTINGS = tuple(field.name for field in fields(Logits))  # the names of `facts`
-# What the parts of a head, one on each rank, have in common: settings of their logits, sizes, the seed of the centres.
-OF_HEAD = (*SETTINGS, "num_classes", "embedding_size", "sub_centres", "bias", "seed")
+# What the parts of a head, one on each rank, have in common: settings of their logits, sizes, the seed of the centers.
+OF_HEAD = (*SETTINGS, "num_classes", "embedding_size", "sub_centers", "bias", "seed")
 
 
 def ends_of(norms: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,18 +185,18 @@ def check_labels(agreed: Agreement, classes: int) -> None:
                 )
 
 
-def flat(centres: Tensor) -> tuple[Tensor, int]:
-    """Centres (C_r, d), or the sub-centres of (C_r, K, d) one below the other; and K.
+def flat(centers: Tensor) -> tuple[Tensor, int]:
+    """Centers (C_r, d), or the sub-centers of (C_r, K, d) one below the other; and K.
 
     Raises:
         ValueError: if they are neither.
     """
-    if not isinstance(centres, Tensor) or centres.dim() != 3:
-        check_features("centres", centres)
-        return centres, 1
-    check_dense("centres", centres)
-    if not centres.shape[1]:
-        raise ValueError(f"centres must have shape (C_r, d), or (C_r, K, d) with K >= 1, got {tuple(centres.shape)}")
-    matrix = centres.flatten(0, 1)
-    check_features("centres", matrix)
-    return matrix, centres.shape[1]
+    if not isinstance(centers, Tensor) or centers.dim() != 3:
+        check_features("centers", centers)
+        return centers, 1
+    check_dense("centers", centers)
+    if not centers.shape[1]:
+        raise ValueError(f"centers must have shape (C_r, d), or (C_r, K, d) with K >= 1, got {tuple(centers.shape)}")
+    matrix = centers.flatten(0, 1)
+    check_features("centers", matrix)
+    return matrix, centers.shape[1]

@@ -1,10 +1,10 @@
-r"""Margins: what an example's own class has to be better by. Functions of the angle to its centre alone.
+r"""Margins: what an example's own class has to be better by. Functions of the angle to its center alone.
 
     theta = angle of x and w_y,        logit of the own class s phi(theta), of the others s cos theta_j
 
     ArcFace       phi = cos(theta + m)                    CosFace      phi = cos theta - m
     SphereFace    phi = cos(m theta)                      combined     phi = cos(m1 theta + m2) - m3
-    AdaFace       phi = cos(theta - m u) - (m u + m)      u in [-1, 1]: the norm of x, standardised
+    AdaFace       phi = cos(theta - m u) - (m u + m)      u in [-1, 1]: the norm of x, standardized
     MagFace       phi = cos(theta + m(a))                 a = |x|
 
 Their gradient is that of the same function, d phi / d theta = -m1 sin(m1 theta + m2). By the cosine, as it is often
@@ -43,7 +43,7 @@ class Targets:
     """What a margin may look at, of this rank's rows.
 
     Args:
-        angles: (b_r, k), of embeddings and their classes' centres, in [0, pi], float64; 0 where there is no label.
+        angles: (b_r, k), of embeddings and their classes' centers, in [0, pi], float64; 0 where there is no label.
         norms: (b_r, 1), of the embeddings, float64.
     """
 
@@ -148,7 +148,7 @@ class NormFace(CombinedMargin):
 
 @dataclass(frozen=True)
 class MagFace:
-    r"""phi = cos(theta + m(a)), m growing with the norm a = |x|, which has a regulariser.
+    r"""phi = cos(theta + m(a)), m growing with the norm a = |x|, which has a regularizer.
 
     m(a) = m_low + (m_high - m_low) (a - a_low) / (a_high - a_low),   a within [a_low, a_high]
     L    = mean CE + weight mean(1 / a + a / a_high^2)
@@ -157,7 +157,7 @@ class MagFace:
         s: multiplies all cosines.
         norms: a_low, a_high.
         margins: m_low, m_high.
-        weight: of the regulariser, which the loss adds.
+        weight: of the regularizer, which the loss adds.
         fold: as in :class:`CombinedMargin`.
 
     Source: Meng et al., 2021, arXiv:2103.06627, equations 5 and 6, and its code's constants.
@@ -187,7 +187,7 @@ class MagFace:
         norms = targets.norms.clamp(low, high)
         return angular(targets, 1.0, least + (most - least) * (norms - low) / (high - low), self.fold)
 
-    def regulariser(self, targets: Targets) -> Tensor:
+    def regularizer(self, targets: Targets) -> Tensor:
         """Of each row, (b_r, 1)."""
         norms = targets.norms.clamp(*self.norms)
         return self.weight * (1 / norms + norms / self.norms[1] ** 2)

@@ -1,10 +1,10 @@
-r"""Optimisers that touch the rows of a sparse gradient, and no others: a step costs by the sample of classes.
+r"""Optimizers that touch the rows of a sparse gradient, and no others: a step costs by the sample of classes.
 
     SGD       b <- momentum b + (g + decay w),                        w <- w - lr b
     AdamW     m <- beta1 m + (1 - beta1) g,  v <- beta2 v + (1 - beta2) g^2,  n <- n + 1
               w <- (1 - lr decay) w - lr m / (1 - beta1^n) / (sqrt(v / (1 - beta2^n)) + eps)
 
-are PyTorch's, each row with its own n. What differs from a dense optimiser: a row without a gradient stands still. It
+are PyTorch's, each row with its own n. What differs from a dense optimizer: a row without a gradient stands still. It
 is not moved by its momentum, not decayed, and its step is not counted. With dense gradients both are PyTorch's.
 """
 

@@ -4,7 +4,7 @@
     a step's classes: those of its labels, and each other one with probability `sample_rate`
 
 Which others is a function of seed, step and class (see `sampling`): the same for any number of ranks. So are the
-centres at the start. The gradient of a sample is sparse: `SparseSGD` and `SparseAdamW` touch its rows, and no others.
+centers at the start. The gradient of a sample is sparse: `SparseSGD` and `SparseAdamW` touch its rows, and no others.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from ..sweep import Memory
 from ..sync import Sync
 from .class_softmax import Sample, class_softmax
 from .classes import NOT_HERE, rows_within
-from .logits import OF_HEAD, Logits, Normalise
+from .logits import OF_HEAD, Logits, Normalize
 from .margins import ArcFace, Margin
 from .rows import overlap, take_rows
 from .sampling import bernoulli, mix
 from .top_classes import TopClasses, top_classes
 
-_BLOCK = 1024  # classes whose centres are drawn together
+_BLOCK = 1024  # classes whose centers are drawn together
 
 
 class PartialFC(nn.Module):
-    r"""Softmax over millions of classes with a margin, their centres spread over the ranks, the logits never stored.
+    r"""Softmax over millions of classes with a margin, their centers spread over the ranks, the logits never stored.
 
-    L_i = log(exp(s phi(c_iy)) + sum_{j != y} exp(s c_ij)) - s phi(c_iy),    c = cosines of embeddings and centres
+    L_i = log(exp(s phi(c_iy)) + sum_{j != y} exp(s c_ij)) - s phi(c_iy),    c = cosines of embeddings and centers
 
-    `weight`, (C_r, d), holds this rank's centres. The module must not be wrapped by an engine (DDP, FSDP): its gradient
+    `weight`, (C_r, d), holds this rank's centers. The module must not be wrapped by an engine (DDP, FSDP): its gradient
     is this rank's own, and already dL/dW. It is made on every rank, after `init_process_group`. With samples it does
     not go under activation checkpointing, where the second forward pass would draw another one.
 
@@ -63,17 +63,17 @@ class PartialFC(nn.Module):
         embedding_size: d.
         num_classes: C, on all ranks together; at least one for each rank.
         margin: phi and s.
-        sub_centres: K of each class, of which the one nearest to an embedding counts: for noisy labels. `weight` is
+        sub_centers: K of each class, of which the one nearest to an embedding counts: for noisy labels. `weight` is
             then (C_r, K, d).
         bias: whether there is one, (C_r,), 0 at the start.
-        margin_grad, normalise: as in :func:`wholebatch.functional.partial_fc_loss`.
+        margin_grad, normalize: as in :func:`wholebatch.functional.partial_fc_loss`.
         sample_rate: of the classes without a label in the batch, the probability with which each is in a step of
             training; 1: all. In evaluation all are there. With samples the gradient of `weight` is a sparse tensor,
             for `SparseSGD` or `SparseAdamW`.
         unbiased: sampled negatives weigh 1 / sample_rate, so that their sum is that of all classes on average.
         exclude_above, label_smoothing, ignore_index, reduction, group, sync, memory, kernel: as there.
-        seed: of the centres at the start and of all samples; the same on all ranks.
-        device, dtype: of the centres.
+        seed: of the centers at the start and of all samples; the same on all ranks.
+        device, dtype: of the centers.
 
     Raises:
         ValueError: if an argument is not what it should be.
@@ -97,10 +97,10 @@ class PartialFC(nn.Module):
         num_classes: int,
         *,
         margin: Margin = ArcFace(),  # noqa: B008  # it is frozen
-        sub_centres: int = 1,
+        sub_centers: int = 1,
         bias: bool = False,
         margin_grad: str = "exact",
-        normalise: Normalise = "both",
+        normalize: Normalize = "both",
         sample_rate: float = 1.0,
         unbiased: bool = False,
         exclude_above: float | None = None,
@@ -118,10 +118,10 @@ class PartialFC(nn.Module):
         super().__init__()
         check_count("embedding_size", embedding_size, "numbers of an embedding")
         check_count("num_classes", num_classes, "classes of all ranks")
-        check_count("sub_centres", sub_centres, "sub-centres of a class")
-        self.logits = Logits(margin, margin_grad, normalise, exclude_above, label_smoothing, ignore_index)
+        check_count("sub_centers", sub_centers, "sub-centers of a class")
+        self.logits = Logits(margin, margin_grad, normalize, exclude_above, label_smoothing, ignore_index)
         self.logits.check()
-        self.logits.check_sub_centres(sub_centres)
+        self.logits.check_sub_centers(sub_centers)
         check_fraction("sample_rate", sample_rate)
         check_flag("bias", bias)
         check_flag("unbiased", unbiased)
@@ -138,29 +138,29 @@ class PartialFC(nn.Module):
         if num_classes < comm.size:
             raise ValueError(f"there must be a class for each of the {comm.size} ranks, got num_classes={num_classes}")
         self.embedding_size, self.num_classes = embedding_size, num_classes
-        self.margin, self.sub_centres = margin, sub_centres
+        self.margin, self.sub_centers = margin, sub_centers
         self.sample_rate, self.unbiased = float(sample_rate), unbiased
-        self.own_classes = Partition.even(num_classes, comm.size).rows(comm.rank)
-        held = self.own_classes.stop - self.own_classes.start
-        shape = (held, embedding_size) if sub_centres == 1 else (held, sub_centres, embedding_size)
+        self.local_classes = Partition.even(num_classes, comm.size).rows(comm.rank)
+        held = self.local_classes.stop - self.local_classes.start
+        shape = (held, embedding_size) if sub_centers == 1 else (held, sub_centers, embedding_size)
         self.weight = nn.Parameter(allocated("num_classes and embedding_size", shape, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(held, device=device, dtype=dtype)) if bias else None
         self._made_with = [self.weight]  # in a list, where no module sees it
         self.register_buffer("seed", torch.tensor(seed))
         self.register_buffer("step", torch.tensor(0))  # samples drawn so far, in training
-        self.register_buffer("first_class", torch.tensor(self.own_classes.start))  # whose centres these are
+        self.register_buffer("first_class", torch.tensor(self.local_classes.start))  # whose centers these are
         self.register_state_dict_post_hook(_tell_classes)
         self.register_load_state_dict_pre_hook(_check_classes)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the centres, each from the seed and its class: on any number of ranks the same."""
-        first = self.own_classes.start - self.own_classes.start % _BLOCK
-        for start in range(first, self.own_classes.stop, _BLOCK):
+        """Draw the centers, each from the seed and its class: on any number of ranks the same."""
+        first = self.local_classes.start - self.local_classes.start % _BLOCK
+        for start in range(first, self.local_classes.stop, _BLOCK):
             generator = torch.Generator().manual_seed(mix(mix(int(self.seed)) + start // _BLOCK))
             block = torch.randn(_BLOCK, *self.weight.shape[1:], generator=generator)
-            shared = overlap(start, _BLOCK, self.own_classes.start, len(self.weight))
+            shared = overlap(start, _BLOCK, self.local_classes.start, len(self.weight))
             assert shared is not None
             self.weight[shared[1]] = 0.01 * block[shared[0]]
         if self.bias is not None:
@@ -191,9 +191,9 @@ class PartialFC(nn.Module):
         settings = [self.sample_rate, self.unbiased, int(self.seed), int(self.step), self.training]
         if self.sample_rate == 1.0 or not self.training:
             return Sample(self.weight, bias=self.bias, complete=True, settings=settings)
-        ids = torch.arange(self.own_classes.start, self.own_classes.stop, device=self.weight.device)
+        ids = torch.arange(self.local_classes.start, self.local_classes.stop, device=self.weight.device)
         drawn = bernoulli(self.sample_rate, ids, seed=int(self.seed), step=int(self.step))
-        at = rows_within(labels, self.own_classes)
+        at = rows_within(labels, self.local_classes)
         positive = torch.zeros_like(drawn)
         positive[at[at != NOT_HERE]] = True
         (index,) = (drawn | positive).nonzero(as_tuple=True)
@@ -206,15 +206,15 @@ class PartialFC(nn.Module):
         return Sample(take_rows(self.weight, index), ids[index], bias, log_weights, complete=True, settings=settings)
 
     def check_own(self) -> None:
-        """The centres are those of this rank's classes, and no engine's.
+        """The centers are those of this rank's classes, and no engine's.
 
         Raises:
             ValueError: if an engine has taken them, another rank's have been loaded, or ranks have come since.
         """
         comm = select_communicator(self.options.group)
-        if Partition.even(self.num_classes, comm.size).rows(comm.rank) != self.own_classes:
+        if Partition.even(self.num_classes, comm.size).rows(comm.rank) != self.local_classes:
             raise ValueError(
-                f"the head has classes {self.own_classes.start} to {self.own_classes.stop}, which are not those of "
+                f"the head has classes {self.local_classes.start} to {self.local_classes.stop}, which are not those of "
                 f"rank {comm.rank} of {comm.size}: make it after torch.distributed.init_process_group, on each rank"
             )
         if comm.size > 1 and self.weight is not self._made_with[0]:
@@ -227,12 +227,12 @@ class PartialFC(nn.Module):
             p is self.weight and name not in active.parameters_to_ignore for name, p in active.module.named_parameters()
         ):
             raise ValueError(
-                "DistributedDataParallel has wrapped the head: it overwrites the centres with rank 0's and averages "
+                "DistributedDataParallel has wrapped the head: it overwrites the centers with rank 0's and averages "
                 "gradients of different classes. Wrap the backbone alone, and make the head anew"
             )
-        if int(self.first_class) != self.own_classes.start:
+        if int(self.first_class) != self.local_classes.start:
             raise ValueError(
-                "the head holds another rank's centres: has DistributedDataParallel wrapped it, or was another rank's "
+                "the head holds another rank's centers: has DistributedDataParallel wrapped it, or was another rank's "
                 "state_dict loaded? Wrap the backbone alone, and make the head anew; wholebatch.heads.load_head loads "
                 "on any number of ranks"
             )
@@ -248,7 +248,7 @@ class PartialFC(nn.Module):
             **self.logits.facts(),
             "num_classes": self.num_classes,
             "embedding_size": self.embedding_size,
-            "sub_centres": self.sub_centres,
+            "sub_centers": self.sub_centers,
             "bias": self.bias is not None,
             "seed": int(self.seed),
         }
@@ -270,11 +270,13 @@ class PartialFC(nn.Module):
         [[7], [999]]
         """
         comm = select_communicator(self.options.group)
-        return top_classes(embeddings, k, self.weight, self.bias, self.logits, self.own_classes.start, comm, self.facts)
+        return top_classes(
+            embeddings, k, self.weight, self.bias, self.logits, self.local_classes.start, comm, self.facts
+        )
 
     @told_to_all
     def full_weight(self, root: int = 0) -> Tensor | None:
-        """All centres, (C, d) or (C, K, d), on rank `root`; None on the others.
+        """All centers, (C, d) or (C, K, d), on rank `root`; None on the others.
 
         Collective: 1 handshake, 1 gather.
 
@@ -313,14 +315,14 @@ class PartialFC(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"{self.embedding_size}, {self.num_classes}, margin={self.margin}, sample_rate={self.sample_rate}, "
-            f"sub_centres={self.sub_centres}, bias={self.bias is not None}, normalise={self.logits.normalise!r}, "
-            f"classes {self.own_classes.start} to {self.own_classes.stop} here"
+            f"sub_centers={self.sub_centers}, bias={self.bias is not None}, normalize={self.logits.normalize!r}, "
+            f"classes {self.local_classes.start} to {self.local_classes.stop} here"
         )
 
 
 def _tell_classes(head: Any, _state: Any, _prefix: str, metadata: dict[str, Any]) -> None:
     """Record the classes in a state_dict's metadata, beside its tensors; torch.save keeps them."""
-    metadata["classes"] = [head.own_classes.start, head.own_classes.stop, head.num_classes]
+    metadata["classes"] = [head.local_classes.start, head.local_classes.stop, head.num_classes]
 
 
 def _check_classes(head: Any, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_others: Any) -> None:
@@ -331,15 +333,15 @@ def _check_classes(head: Any, state: dict[str, Any], prefix: str, metadata: dict
     Raises:
         ValueError: it has another number of classes than this rank, or is of a head with another number of them.
     """
-    weight, own = state.get(prefix + "weight"), head.own_classes
+    weight, local = state.get(prefix + "weight"), head.local_classes
     if not isinstance(weight, Tensor) or not weight.dim():
         return
     first, stop, count = metadata.get("classes", (None, None, head.num_classes))
-    if len(weight) == own.stop - own.start and count == head.num_classes:
+    if len(weight) == local.stop - local.start and count == head.num_classes:
         return
     what = f"{len(weight)} classes" if first is None else f"classes {first} to {stop} of {count}"
     raise ValueError(
         f"a state_dict holds one rank's part of a head; the one for {prefix + 'weight'!r} has {what}, and this rank "
-        f"has classes {own.start} to {own.stop} of {head.num_classes}. wholebatch.heads.save_head and load_head write "
-        "and read all parts, on any number of ranks"
+        f"has classes {local.start} to {local.stop} of {head.num_classes}. wholebatch.heads.save_head and load_head "
+        "write and read all parts, on any number of ranks"
     )

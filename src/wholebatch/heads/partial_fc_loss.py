@@ -1,4 +1,4 @@
-"""PartialFC's loss as a function of this rank's embeddings, labels and centres."""
+"""PartialFC's loss as a function of this rank's embeddings, labels and centers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..losses._door import Options, Reduction, eager
 from ..sweep import Memory
 from ..sync import Sync
 from .class_softmax import Sample, class_softmax
-from .logits import Logits, Normalise
+from .logits import Logits, Normalize
 from .margins import ArcFace, Margin
 
 
@@ -21,11 +21,11 @@ from .margins import ArcFace, Margin
 def partial_fc_loss(
     embeddings: Tensor,
     labels: Tensor,
-    centres: Tensor,
+    centers: Tensor,
     *,
     margin: Margin = ArcFace(),  # noqa: B008  # it is frozen
     margin_grad: str = "exact",
-    normalise: Normalise = "both",
+    normalize: Normalize = "both",
     bias: Tensor | None = None,
     class_ids: Tensor | None = None,
     log_weights: Tensor | None = None,
@@ -42,80 +42,80 @@ def partial_fc_loss(
 ) -> Tensor:
     r"""Cross-entropy over the classes of all ranks, with a margin for the example's own, and its exact gradient.
 
-    L_i = log(exp(s phi(c_iy)) + sum_{j != y} exp(s c_ij)) - s phi(c_iy),    c = cosines of embeddings and centres
+    L_i = log(exp(s phi(c_iy)) + sum_{j != y} exp(s c_ij)) - s phi(c_iy),    c = cosines of embeddings and centers
 
     Args:
-        embeddings: (b_r, d), this rank's rows; normalised inside. b_r may differ between ranks and may be 0. float64,
-            float32, bfloat16 or float16; of another dtype than the centres', they are cast to that.
+        embeddings: (b_r, d), this rank's rows; normalized inside. b_r may differ between ranks and may be 0. float64,
+            float32, bfloat16 or float16; of another dtype than the centers', they are cast to that.
         labels: (b_r,) integers, the ids of their classes among all C; ignore_index: the row does not count. Or
             (b_r, k): a row has up to k classes, none of which is a negative of another, and L_i is the mean over them;
             where it has fewer, the rest is ignore_index.
-        centres: (C_r, d), this rank's classes; normalised inside. C_r may differ between ranks and may be 0. Or
-            (C_r, K, d): K sub-centres of each class, of which the one nearest to an embedding counts (Deng et al.,
+        centers: (C_r, d), this rank's classes; normalized inside. C_r may differ between ranks and may be 0. Or
+            (C_r, K, d): K sub-centers of each class, of which the one nearest to an embedding counts (Deng et al.,
             2020, doi:10.1007/978-3-030-58621-8_43).
         margin: phi and s, such as :class:`wholebatch.ArcFace`.
         margin_grad: "exact", or "straight_through": d phi / d c is taken for 1, as in insightface's code.
-        normalise: "both", or only "centres", "embeddings" or "none": a logit is s times the cosine, or the margin,
-            times the norms of what is not normalised. Rows of zeros have no angle, and are refused all the same. What
-            is normalised is divided by max(norm, 1e-12), as by `torch.nn.functional.normalize`, and the angle of
+        normalize: "both", or only "centers", "embeddings" or "none": a logit is s times the cosine, or the margin,
+            times the norms of what is not normalized. Rows of zeros have no angle, and are refused all the same. What
+            is normalized is divided by max(norm, 1e-12), as by `torch.nn.functional.normalize`, and the angle of
             shorter rows is the arccosine of their product.
         bias: (C_r,), added to the logits of these classes.
-        class_ids: (C_r,) ascending integers, the ids of the centres' classes, for a sample of them; every label of the
+        class_ids: (C_r,) ascending integers, the ids of the centers' classes, for a sample of them; every label of the
             batch is among some rank's. None: ranks hold consecutive classes, rank 0's first, and all there are.
         log_weights: (C_r,), added to the logits of these classes where they are negatives: minus the logarithms of the
             probabilities with which they were sampled make the sum over negatives that of all classes, on average.
         exclude_above: a cosine; negatives that are more similar are left out: one class under two labels, perhaps. They
             leave the sum altogether; insightface's interclass filtering sets their logits to 0 and keeps their exp(0).
-        num_classes: C, where it is known: labels must be smaller. None: C is the number of all centres.
+        num_classes: C, where it is known: labels must be smaller. None: C is the number of all centers.
         label_smoothing: weight of the mean over all classes at hand, in [0, 1].
         ignore_index: a label that says that there is none.
         weights: (b_r,), >= 0; the mean is sum w_i L_i / sum w_i over the rows that count.
         reduction: "mean" over the rows that count, "sum", or "none": L_i of this rank's rows, (b_r,).
         group: ranks that share the batch and the classes, as in :func:`wholebatch.functional.clip_loss`.
-        sync: what an engine does with the embeddings' gradients, as there. The centres' are this rank's own: dL/dW in
+        sync: what an engine does with the embeddings' gradients, as there. The centers' are this rank's own: dL/dW in
             full, whatever `sync` says, and no engine may touch them. So is that of `bias`. With reduction "none" each
             rank makes a scalar of its losses: L is their mean over ranks under "mean", for that is what the engine's
             averaging makes of the embeddings' gradients, and their sum under "sum" and None.
         memory: "flat", "auto" or bytes, as there, of this rank's classes times the batch.
-        kernel: who computes a tile, as there; exclude_above, sub-centres and :class:`wholebatch.CurricularFace` are
+        kernel: who computes a tile, as there; exclude_above, sub-centers and :class:`wholebatch.CurricularFace` are
             left to plain PyTorch.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.partial_fc_loss` on all embeddings and
-        all centres. Its dtype is the centres', float32 for half precision.
+        all centers. Its dtype is the centers', float32 for half precision.
 
     Work: 4 units of B C_r d multiply-adds per rank, 3 where exp(S) is kept. Memory beyond inputs and gradients: two
-    tiles, a tile's centres, and on several ranks all embeddings, their gradient and a buffer of the reduce-scatter.
+    tiles, a tile's centers, and on several ranks all embeddings, their gradient and a buffer of the reduce-scatter.
 
     Collectives (none on one process): forward 2 handshakes, 1 all-gather of labels, 1 of embeddings, 1 all-to-all of
-    2 B numbers (B more each for a bias, and for centres that are not normalised), 1 all-reduce of one number, with
+    2 B numbers (B more each for a bias, and for centers that are not normalized), 1 all-reduce of one number, with
     class_ids 1 of B; backward 1 handshake, the same all-to-all and 1 reduce-scatter of the embeddings' gradient. A
     :class:`wholebatch.CurricularFace`: 1 all-reduce of B numbers more.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`; also
-            labels that are no integers or of no class, an embedding or a centre of norm 0.
+            labels that are no integers or of no class, an embedding or a center of norm 0.
         RuntimeError: if the gradient is differentiated again.
 
     Source: An et al., 2020, arXiv:2010.05222; the margins' papers.
 
     >>> import torch, wholebatch as wb
-    >>> x, centres = torch.eye(3, 4), torch.eye(3, 4, requires_grad=True)
-    >>> round(wb.functional.partial_fc_loss(x, torch.arange(3), centres, margin=wb.CosFace(4.0, 0.5)).item(), 4)
+    >>> x, centers = torch.eye(3, 4), torch.eye(3, 4, requires_grad=True)
+    >>> round(wb.functional.partial_fc_loss(x, torch.arange(3), centers, margin=wb.CosFace(4.0, 0.5)).item(), 4)
     0.2395
     """
 
     def given(_labels: Tensor) -> Sample:
-        mark_sharded(centres, bias)
-        return Sample(centres, class_ids, bias, log_weights)
+        mark_sharded(centers, bias)
+        return Sample(centers, class_ids, bias, log_weights)
 
     return class_softmax(
         "partial_fc_loss",
         embeddings,
         labels,
         given,
-        Logits(margin, margin_grad, normalise, exclude_above, label_smoothing, ignore_index),
-        dtype=centres.dtype if is_dense(centres) and centres.is_floating_point() else torch.float32,
+        Logits(margin, margin_grad, normalize, exclude_above, label_smoothing, ignore_index),
+        dtype=centers.dtype if is_dense(centers) and centers.is_floating_point() else torch.float32,
         options=Options(group, sync, exchange="gather", memory=memory, reduction=reduction, kernel=kernel),
         num_classes=num_classes,
         weights=weights,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._once import once_differentiable
+from .._autograd import once_differentiable
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:

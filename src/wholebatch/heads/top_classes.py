@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_alike, check_count, check_features, check_finite, has_feature_dtype
-from .._normalize import known_norms, normalize
+from .._normalize import known_norms, normalize_rows
 from .._precision import accumulation_dtype
 from ..comm import Communicator, handshake
 from ..partition import Partition
@@ -29,33 +29,33 @@ class TopClasses(NamedTuple):
 def top_classes(
     embeddings: Tensor,
     k: int,
-    centres: Tensor,
+    centers: Tensor,
     bias: Tensor | None,
     logits: Logits,
     first: int,
     comm: Communicator,
     facts: Callable[[], dict[str, Any]],
 ) -> TopClasses:
-    """The k best of all classes, without a margin; this rank's `centres` are those of the classes `first`, first + 1...
+    """The k best of all classes, without a margin; this rank's `centers` are those of the classes `first`, first + 1...
 
     `facts` checks the head, and returns those of `OF_HEAD`.
 
     Collective: 1 handshake, 1 all-gather of embeddings, 2 all-to-alls of k B numbers.
     """
     if has_feature_dtype(embeddings):
-        embeddings = embeddings.to(centres.dtype)
+        embeddings = embeddings.to(centers.dtype)
 
     def state() -> dict[str, Any]:
         of_head = facts()
         check_count("k", k, "classes for each row")
         check_features("embeddings", embeddings)
-        matrix, _ = flat(centres)
-        check_alike("embeddings", embeddings, "centres", matrix, rows=False)
-        for name, x in (("embeddings", embeddings), ("centres", matrix)):
+        matrix, _ = flat(centers)
+        check_alike("embeddings", embeddings, "centers", matrix, rows=False)
+        for name, x in (("embeddings", embeddings), ("centers", matrix)):
             check_directions(name, x, *(end.item() for end in ends_of(known_norms(x))))
         if bias is not None:
             check_finite("bias", bias)
-        return {**of_head, "k": k, "rows": len(embeddings), "classes": len(centres)}
+        return {**of_head, "k": k, "rows": len(embeddings), "classes": len(centers)}
 
     everyone = handshake(comm, state, caller="top_classes", must_match=(*OF_HEAD, "k"))
     total = sum(facts["classes"] for facts in everyone)
@@ -63,7 +63,7 @@ def top_classes(
         raise ValueError(f"top_classes: k must be at most the number of classes, {total}, got {k}")
     rows = Partition(tuple(facts["rows"] for facts in everyone))
     x = comm.all_gather(embeddings, counts=rows.counts, check=False)
-    found = _of_own_classes(x, k, centres, bias, logits, first)
+    found = _of_own_classes(x, k, centers, bias, logits, first)
     mine = rows.counts[comm.rank]
     values, classes = (
         comm.all_to_all(part, send_counts=rows.counts, receive_counts=(mine,) * comm.size, check=False)
@@ -75,14 +75,14 @@ def top_classes(
     return _best(values, classes, k)
 
 
-def _of_own_classes(x: Tensor, k: int, centres: Tensor, bias: Tensor | None, logits: Logits, first: int) -> TopClasses:
+def _of_own_classes(x: Tensor, k: int, centers: Tensor, bias: Tensor | None, logits: Logits, first: int) -> TopClasses:
     """Of this rank's classes, a tile of classes and rows at a time; where it has fewer than k, -inf and -1."""
     x = x.to(accumulation_dtype(x.dtype))
-    x = normalize(x) if logits.of_unit_embeddings else x
+    x = normalize_rows(x) if logits.of_unit_embeddings else x
     values, class_ids = _none(x, k)
-    for start in range(0, len(centres), _CLASSES):
-        some, best_of = flat(centres[start : start + _CLASSES])
-        some = normalize(some.to(x.dtype)) if logits.of_unit_centres else some.to(x.dtype)
+    for start in range(0, len(centers), _CLASSES):
+        some, best_of = flat(centers[start : start + _CLASSES])
+        some = normalize_rows(some.to(x.dtype)) if logits.of_unit_centers else some.to(x.dtype)
         for row in range(0, len(x), _ROWS):
             rows = slice(row, row + _ROWS)
             tile = logits.margin.s * (x[rows] @ some.T).unflatten(1, (-1, best_of)).amax(2)

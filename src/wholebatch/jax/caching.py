@@ -1,6 +1,6 @@
 r"""Gradient caching: activations live for one chunk of the batch at a time, and the gradient is that of the whole.
 
-In JAX that is rematerialisation inside of a scan: `lax.scan` over chunks keeps each chunk's representations, and
+In JAX that is rematerialization inside of a scan: `lax.scan` over chunks keeps each chunk's representations, and
 `jax.checkpoint` its inputs, of which the backward pass makes the rest again. :func:`chunked` is all of it.
 
 The functions below it do the same in steps, by the names that GradCache's JAX code has (Gao et al., 2021,
@@ -110,8 +110,10 @@ def chunked(
             """Of chunks with so many examples each."""
 
             def one(_: None, chunk: tuple[Any, Array | None]) -> tuple[None, Any]:
-                inputs, own_key = chunk
-                encoded = encode_fn(jax.tree.map(_like, wide, params), inputs, *() if own_key is None else (own_key,))
+                inputs, local_key = chunk
+                encoded = encode_fn(
+                    jax.tree.map(_like, wide, params), inputs, *() if local_key is None else (local_key,)
+                )
                 if any(jnp.shape(z)[:1] != (examples,) for z in jax.tree.leaves(encoded)):
                     shapes = ", ".join(str(jnp.shape(z)) for z in jax.tree.leaves(encoded))
                     raise ValueError(f"encode_fn must give a row for each of {examples} examples, got {shapes}")
@@ -121,7 +123,7 @@ def chunked(
             return lax.scan(jax.checkpoint(one, policy=policy, prevent_cse=False), None, (chunks, keys))[1]
 
         def on_device(wide: Any, batch: Any, key: Array | None) -> Any:
-            return jax.tree.map(joined, over_chunks(_own(wide, batch), jax.tree.map(cut, batch), key, c))
+            return jax.tree.map(joined, over_chunks(_local(wide, batch), jax.tree.map(cut, batch), key, c))
 
         whole = jax.tree.map(lambda x: _longer(jnp.asarray(x), devices.number * b - rows), batch)
         if per_device or devices.mesh is None:
@@ -134,7 +136,7 @@ def chunked(
     return encode
 
 
-def _own(params: Any, batch: Any) -> Any:
+def _local(params: Any, batch: Any) -> Any:
     """Parameters of which each device that has rows of its own has its own: their gradients are added up once."""
     names = frozenset().union(*(varies_over(x) for x in jax.tree.leaves(batch)))
     return jax.tree.map(lambda w: vary(jnp.asarray(w), names) if _is_array(w) else w, params)
@@ -174,8 +176,8 @@ class _Devices:
 
         def on_device(arrays: dict[int, Array], batch: Any, key: Array | None) -> Any:
             merged = jax.tree.unflatten(structure, [arrays.get(at, leaf) for at, leaf in enumerate(leaves)])
-            own_key = None if key is None else jax.random.fold_in(key, lax.axis_index(self.names))
-            return function(merged, batch, own_key)
+            local_key = None if key is None else jax.random.fold_in(key, lax.axis_index(self.names))
+            return function(merged, batch, local_key)
 
         split, everywhere = PartitionSpec(self.names), PartitionSpec()
         batch = jax.tree.map(lambda x: placed(x, mesh, split), batch)
@@ -213,9 +215,9 @@ def _is_array(w: Any) -> bool:
     return isinstance(w, (Array, np.ndarray))
 
 
-def _like(w: Any, own: Any) -> Any:
+def _like(w: Any, local: Any) -> Any:
     """In the dtype that it had."""
-    return _cast(w, own.dtype) if isinstance(w, Array) else w
+    return _cast(w, local.dtype) if isinstance(w, Array) else w
 
 
 def _cast(w: Any, dtype: Any) -> Any:

@@ -42,7 +42,7 @@ def clip_loss(
     S = logit_scale * X Y^T,    L = (CE(S, diagonal) + CE(S^T, diagonal)) / 2
 
     Args:
-        image_features: X, (B, d), a global array, as it is: the caller normalises. B need not divide over the devices.
+        image_features: X, (B, d), a global array, as it is: the caller normalizes. B need not divide over the devices.
             float64, float32, bfloat16 or float16; products are summed in float32 (float64 for float64).
         text_features: Y, (B, d); row i belongs to row i of X.
         logit_scale: multiplies the similarities (1 / temperature, already exponentiated); a scalar.
@@ -64,7 +64,7 @@ def clip_loss(
     Returns:
         L, the value of `wholebatch.jax.reference.clip_loss` on the whole batch, a scalar that is the same everywhere.
 
-    The gradient is that of this one L, by `jax.grad` under `jit` or without: nothing is to be averaged afterwards.
+    The gradient is that of this one L, by `jax.grad` under `jit` or without: nothing is to be averaged afterward.
 
     Work: 4 units of b B d multiply-adds per device, 1 forward and 3 backward; 3 for the part of X Y^T that is kept.
     Collectives: "gather": forward 1 all-gather of Y, 1 all-reduce of B numbers and 1 reduce-scatter, backward 1

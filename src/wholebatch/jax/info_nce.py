@@ -53,7 +53,7 @@ def info_nce_loss(
     S = logit_scale * Q [K; N]^T,    L = CE(S, i)
 
     Args:
-        queries: Q, (B, d), a global array, as it is: the caller normalises.
+        queries: Q, (B, d), a global array, as it is: the caller normalizes.
         keys: K, (B, d) or more rows; row i is the positive of query i, rows from B on are negatives.
         logit_scale: multiplies the similarities (1 / temperature); a scalar.
         negatives: N, (n, d), further keys that are nobody's positive; they count for all queries.

@@ -1,4 +1,4 @@
-"""Margins: what an example's own class has to be better by. Functions of the angle to its centre alone.
+"""Margins: what an example's own class has to be better by. Functions of the angle to its center alone.
 
 The same as :mod:`wholebatch.heads.margins`, where they are derived; and any function of angles and norms will do.
 """
@@ -28,7 +28,7 @@ class Margin(Protocol):
         ...
 
     def __call__(self, angles: Array, norms: Array) -> Array:
-        """phi, (b,), of the angles between embeddings and their classes' centres, and the embeddings' norms."""
+        """phi, (b,), of the angles between embeddings and their classes' centers, and the embeddings' norms."""
         ...
 
 

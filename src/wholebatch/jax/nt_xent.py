@@ -39,7 +39,7 @@ def nt_xent_loss(
     S = Z Z^T / temperature,    L = CE(S without its diagonal, other view),    Z = normalize([Z0; Z1])
 
     Args:
-        z0: (B, d), a global array, of the first view; normalised inside. float64, float32, bfloat16 or float16.
+        z0: (B, d), a global array, of the first view; normalized inside. float64, float32, bfloat16 or float16.
         z1: (B, d), the second view; row i is another view of row i of z0.
         temperature: divides the cosines; a positive scalar, which may be learned.
         ids: (B,) integers; examples with equal ids are no negatives of each other.

@@ -3,8 +3,8 @@
     L_i = log(e^{s phi(theta_i)} + sum_{j != y_i} e^{s c_ij}) - s phi(theta_i)
         = softplus(lse_i - s phi(theta_i)),    lse_i over the negatives
 
-That is the column half of CLIP: centres stay, embeddings travel, and the own class is left out of their columns' sums.
-Its angle is taken apart from that, between an embedding and its own class's centre, which is fetched.
+That is the column half of CLIP: centers stay, embeddings travel, and the own class is left out of their columns' sums.
+Its angle is taken apart from that, between an embedding and its own class's center, which is fetched.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SAME = 16  # times eps: unit vectors that are nearer to each other are taken fo
 def partial_fc_loss(
     embeddings: Array,
     labels: Array,
-    centres: Array,
+    centers: Array,
     *,
     margin: Margin = ArcFace(),  # noqa: B008  # it is frozen
     sample_rate: float = 1.0,
@@ -53,13 +53,13 @@ def partial_fc_loss(
 ) -> Array:
     r"""Cross-entropy over the classes of all devices, with a margin for the example's own, and its exact gradient.
 
-    L_i = log(exp(s phi(c_iy)) + sum_{j != y} exp(s c_ij)) - s phi(c_iy),    c = cosines of embeddings and centres
+    L_i = log(exp(s phi(c_iy)) + sum_{j != y} exp(s c_ij)) - s phi(c_iy),    c = cosines of embeddings and centers
 
     Args:
-        embeddings: (B, d), a global array; normalised inside. float64, float32, bfloat16 or float16.
+        embeddings: (B, d), a global array; normalized inside. float64, float32, bfloat16 or float16.
         labels: (B,) integers, their classes among all C; ignore_index: the row does not count. Any other number that
             is no class raises, or makes L NaN under `jit`, where what arrays hold is not known.
-        centres: (C, d), of all classes, split over the same axis; normalised inside.
+        centers: (C, d), of all classes, split over the same axis; normalized inside.
         margin: phi and s, such as :class:`wholebatch.jax.ArcFace`.
         sample_rate: the share of classes that are drawn as negatives, each by itself; the classes of the batch always
             take part. The sample depends on `key` and the classes alone, not on the number of devices.
@@ -68,17 +68,17 @@ def partial_fc_loss(
         weights: (B,), >= 0; the mean is sum w_i L_i / sum w_i over the rows that count.
         reduction: "mean" over the rows that count, "sum", or "none": w_i L_i, (B,).
         mesh: the devices; None: the mesh of `jax.set_mesh`, and without one the batch is in one piece.
-        axis: of the mesh, over which both embeddings and centres are split; several names are taken as one.
+        axis: of the mesh, over which both embeddings and centers are split; several names are taken as one.
         exchange: how the embeddings travel: "gather", "ring" or "auto".
         memory: "flat", or bytes on each device for products that are kept from forward to backward.
         tile: rows and columns of a tile of S, at most.
 
     Returns:
-        L, the value of `wholebatch.jax.reference.partial_fc_loss` on all embeddings and all centres.
+        L, the value of `wholebatch.jax.reference.partial_fc_loss` on all embeddings and all centers.
 
     Work: 4 units of B C/W d multiply-adds per device; of a sample, C times sample_rate and at most B classes more.
     Collectives: as in :func:`wholebatch.jax.clip_loss`, with embeddings in the place of texts, and for the own classes'
-    centres an all-gather of labels and a reduce-scatter of (B, d), or a ring of messages of (b, d).
+    centers an all-gather of labels and a reduce-scatter of (B, d), or a ring of messages of (b, d).
 
     Raises:
         ValueError: while tracing: shapes, dtypes, an option or an axis that does not exist;
@@ -92,15 +92,15 @@ def partial_fc_loss(
     0.2395
     """
     loss = _PartialFC(margin, sample_rate, ignore_index, Options(reduction, exchange, tile, memory))
-    rows = loss.check(key, embeddings=embeddings, labels=labels, centres=centres, weights=weights)
-    checks.classes(labels, len(rows["centres"]), ignore_index)
+    rows = loss.check(key, embeddings=embeddings, labels=labels, centers=centers, weights=weights)
+    checks.classes(labels, len(rows["centers"]), ignore_index)
     return on_mesh(loss, rows, key, mesh=mesh, axis=axis, per_row="embeddings" if reduction == "none" else None)
 
 
 def partial_fc_loss_local(
     embeddings: Array,
     labels: Array,
-    centres: Array,
+    centers: Array,
     *,
     axis_name: AxisNames,
     margin: Margin = ArcFace(),  # noqa: B008  # it is frozen
@@ -118,7 +118,7 @@ def partial_fc_loss_local(
     Args:
         embeddings: (b, d), this device's rows; as many on each.
         labels: (b,).
-        centres: (C_r, d), of this device's classes, the index-th C_r; as many on each.
+        centers: (C_r, d), of this device's classes, the index-th C_r; as many on each.
         axis_name: the axis, or axes, over which both are split.
         margin: phi and s.
         sample_rate: the share of classes that are drawn as negatives.
@@ -134,7 +134,7 @@ def partial_fc_loss_local(
         L of the whole batch, the same on each device.
     """
     loss = _PartialFC(margin, sample_rate, ignore_index, Options(reduction, exchange, tile, memory))
-    rows = loss.check(key, embeddings=embeddings, labels=labels, centres=centres, weights=weights)
+    rows = loss.check(key, embeddings=embeddings, labels=labels, centers=centers, weights=weights)
     return loss(in_shard_map(axis_name, rows), rows, key)
 
 
@@ -168,7 +168,7 @@ class _PartialFC:
         rows = checks.arrays(**given)
         checks.given(labels=rows["labels"])
         checks.integer("ignore_index", self.ignore_index)
-        checks.features(embeddings=rows["embeddings"], centres=rows["centres"])
+        checks.features(embeddings=rows["embeddings"], centers=rows["centers"])
         checks.same_rows(embeddings=rows["embeddings"], labels=rows["labels"], weights=rows["weights"])
         checks.vector(labels=rows["labels"], weights=rows["weights"])
         checks.integers(labels=rows["labels"])
@@ -176,23 +176,23 @@ class _PartialFC:
         return rows | {"labels": labels.astype(jnp.promote_types(labels.dtype, jnp.int32))}  # that of places
 
     def __call__(self, axis: Axis, rows: dict[str, Any], key: Array | None) -> Array:
-        (x, power), labels, (centres, _) = moderate(rows["embeddings"]), rows["labels"], moderate(rows["centres"])
-        num_classes = rows.get("totals", {}).get("centres", len(centres) * axis.size)
-        valid, ids = valid_rows(axis, "embeddings", rows), axis.rows(len(centres))
+        (x, power), labels, (centers, _) = moderate(rows["embeddings"]), rows["labels"], moderate(rows["centers"])
+        num_classes = rows.get("totals", {}).get("centers", len(centers) * axis.size)
+        valid, ids = valid_rows(axis, "embeddings", rows), axis.rows(len(centers))
         counted = labels != self.ignore_index
         counted = counted if valid is None else counted & valid
         sweep = self.options.sweep(axis, x)
         labels = jnp.where(counted, labels, _NO_CLASS)
-        own, present = _meet(axis, centres, labels, ring=sweep.exchange == "ring" and axis.size > 1)
-        factors = inverse_norms(x), inverse_norms(own)
-        angles = angles_of_units(*(of * factor[:, None] for of, factor in zip((x, own), factors, strict=True)))
+        local, present = _meet(axis, centers, labels, ring=sweep.exchange == "ring" and axis.size > 1)
+        factors = inverse_norms(x), inverse_norms(local)
+        angles = angles_of_units(*(of * factor[:, None] for of, factor in zip((x, local), factors, strict=True)))
         targets = self.margin.s * self.margin(angles, norms(x) / power[:, 0])
 
-        live = valid_rows(axis, "centres", rows)
+        live = valid_rows(axis, "centers", rows)
         if self.sample_rate < 1:
-            centres, ids, live = self._sample(centres, ids, live, present, key, len(labels) * axis.size)
+            centers, ids, live = self._sample(centers, ids, live, present, key, len(labels) * axis.size)
         plan = Plan(sweep, rows=False, positives=False)
-        of_classes = Tower(centres, inverse_norms(centres), Codes(live, itself=ids))
+        of_classes = Tower(centers, inverse_norms(centers), Codes(live, itself=ids))
         of_examples = Tower(x, factors[0], Codes(valid, itself=labels))
         _, of = softmax_statistics(plan, of_classes, of_examples, jnp.asarray(self.margin.s, sum_dtype(x)))
         assert of is not None
@@ -201,17 +201,17 @@ class _PartialFC:
         return reduced(axis, losses, rows["weights"], counted, self.options.reduction)
 
     def _sample(
-        self, centres: Array, ids: Array, valid: Array | None, present: Array, key: Any, examples: int
+        self, centers: Array, ids: Array, valid: Array | None, present: Array, key: Any, examples: int
     ) -> tuple[Array, Array, Array]:
-        """Centres that take part, their classes, and which of these places are taken: their number has to be fixed."""
-        here = len(centres)
+        """Centers that take part, their classes, and which of these places are taken: their number has to be fixed."""
+        here = len(centers)
         wanted = present | drawn(key, ids, self.sample_rate)
         if valid is not None:
             wanted &= valid
         spread = 8 * sqrt(here * self.sample_rate * (1 - self.sample_rate))  # standard deviations
         room = min(here, ceil(here * self.sample_rate + spread) + min(examples, here))
         _, places = lax.top_k(2 * present.astype(jnp.int32) + wanted, room)
-        return centres[places], ids[places], wanted[places]
+        return centers[places], ids[places], wanted[places]
 
 
 def drawn(key: Array, ids: Array, rate: float) -> Array:
@@ -240,15 +240,15 @@ def angles_of_units(x: Array, w: Array) -> Array:
     return 2 * jnp.arctan2(apart, together)
 
 
-def _meet(axis: Axis, centres: Array, labels: Array, *, ring: bool) -> tuple[Array, Array]:
-    """Of each row its class's centre, (b, d), wherever that is, and zeros where there is none; and of each centre here
+def _meet(axis: Axis, centers: Array, labels: Array, *, ring: bool) -> tuple[Array, Array]:
+    """Of each row its class's center, (b, d), wherever that is, and zeros where there is none; and of each center here
     whether some device has an example of its class. Labels go to all devices once.
     """
-    here, first = len(centres), axis.index * len(centres)
+    here, first = len(centers), axis.index * len(centers)
 
     def visit(present: Array, labels: Array) -> tuple[Array, Array]:
         places = _place(labels, first, here)
-        return present.at[places].set(True, mode="drop"), centres.at[places].get(mode="fill", fill_value=0)
+        return present.at[places].set(True, mode="drop"), centers.at[places].get(mode="fill", fill_value=0)
 
     (nobody,) = vary_alike(jnp.zeros(here, bool), axis=axis)
     if not ring:
@@ -256,8 +256,8 @@ def _meet(axis: Axis, centres: Array, labels: Array, *, ring: bool) -> tuple[Arr
         return axis.scatter_sum(found), present
 
     def step(so_far: tuple[Array, Array, Array], _: None) -> tuple[tuple[Array, Array, Array], None]:
-        present, *travelling = so_far
-        labels, found = axis.take_from(travelling, 1)
+        present, *traveling = so_far
+        labels, found = axis.take_from(traveling, 1)
         present, more = visit(present, labels)
         return (present, labels, found + more), None
 

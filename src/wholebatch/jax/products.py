@@ -58,9 +58,9 @@ def rows_times_rows(x: Array, y: Array) -> Array:
     return _product(x, y, 1, 1)
 
 
-def rows_times_own(x: Array, own: Array) -> Array:
+def rows_times_own(x: Array, local: Array) -> Array:
     """x_i . own_ih, (b, h), of (b, d) and (b, h, d)."""
-    return _product(own, x, 2, 1, batch=True)
+    return _product(local, x, 2, 1, batch=True)
 
 
 def matrix_times_rows(a: Array, y: Array) -> Array:

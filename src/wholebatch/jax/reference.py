@@ -89,10 +89,10 @@ def info_nce_loss(
             continue
         block: Any = logits, positive, excluded
         if hard_negatives is not None:
-            own = logit_scale * jnp.einsum("bd,bhd->bh", queries, hard_negatives)
-            nothing = jnp.zeros(own.shape, bool)
+            local = logit_scale * jnp.einsum("bd,bhd->bh", queries, hard_negatives)
+            nothing = jnp.zeros(local.shape, bool)
             known = None if hard_negative_ids is None or of_queries is None else of_queries[:, None]
-            beside = own, nothing, nothing if known is None else hard_negative_ids == known
+            beside = local, nothing, nothing if known is None else hard_negative_ids == known
             block = tuple(jnp.concatenate(parts, 1) for parts in zip(block, beside, strict=True))
         blocks.append(block)
     if partition == "joint":
@@ -117,7 +117,7 @@ def nt_xent_loss(
     >>> print(f"{nt_xent_loss(jnp.eye(3), jnp.eye(3), temperature=0.5):.4f}")
     0.4327
     """
-    z = _normalised(jnp.concatenate([z0, z1]))
+    z = _normalized(jnp.concatenate([z0, z1]))
     itself = jnp.eye(len(z), dtype=bool)
     other = jnp.roll(itself, len(z0), 0)
     excluded = itself if ids is None else (jnp.tile(ids, 2)[:, None] == jnp.tile(ids, 2)) & ~other
@@ -165,7 +165,7 @@ def sup_con_loss(
     0.6931
     """
     rows = features.shape[:-1]
-    z, labels = _normalised(features.reshape(-1, features.shape[-1])), jnp.repeat(labels, features[0, ..., 0].size)
+    z, labels = _normalized(features.reshape(-1, features.shape[-1])), jnp.repeat(labels, features[0, ..., 0].size)
     itself = jnp.eye(len(z), dtype=bool)
     positive = (labels[:, None] == labels) & ~itself
     losses = _cross_entropy(z @ z.T / temperature, positive, itself).reshape(rows)
@@ -177,7 +177,7 @@ def sup_con_loss(
 def partial_fc_loss(
     embeddings: Array,
     labels: Array,
-    centres: Array,
+    centers: Array,
     *,
     margin: Margin = ArcFace(),  # noqa: B008  # it is frozen
     ignore_index: int = -100,
@@ -186,20 +186,20 @@ def partial_fc_loss(
 ) -> Array:
     """Softmax over all classes with a margin (An et al., 2020, arXiv:2010.05222).
 
-    L_i = -log softmax_j(s c_ij, with s phi(theta_iy) for the own class),    c: cosines of embeddings and centres
+    L_i = -log softmax_j(s c_ij, with s phi(theta_iy) for the own class),    c: cosines of embeddings and centers
 
     >>> from wholebatch.jax import CosFace
     >>> print(f"{partial_fc_loss(jnp.eye(3, 4), jnp.arange(3), jnp.eye(3, 4), margin=CosFace(4.0, 0.5)):.4f}")
     0.2395
     """
-    x, w = _normalised(embeddings), _normalised(centres)
+    x, w = _normalized(embeddings), _normalized(centers)
     counted = labels != ignore_index
     labels = jnp.where(counted, labels, 0)
     no_class = (labels < 0) | (labels >= len(w))
-    cosines, own = x @ w.T, labels[:, None] == jnp.arange(len(w))
+    cosines, local = x @ w.T, labels[:, None] == jnp.arange(len(w))
     phi = margin(_angles(x, w[labels]), norms(moderate(embeddings)[0]) / moderate(embeddings)[1][:, 0])
-    logits = margin.s * jnp.where(own, phi[:, None], cosines)
-    losses = jnp.where(no_class, jnp.nan, _cross_entropy(logits, own, jnp.zeros_like(own)))
+    logits = margin.s * jnp.where(local, phi[:, None], cosines)
+    losses = jnp.where(no_class, jnp.nan, _cross_entropy(logits, local, jnp.zeros_like(local)))
     return _reduce(losses, weights, reduction, counted)
 
 
@@ -222,7 +222,7 @@ def _pairs(n: int, ids: Array | None, equal_ids: str) -> tuple[Array, Array]:
     return (equal, jnp.zeros_like(equal)) if equal_ids == "positive" else (diagonal, equal & ~diagonal)
 
 
-def _normalised(x: Array) -> Array:
+def _normalized(x: Array) -> Array:
     """Rows over their length, or over 1e-12, as `torch.nn.functional.normalize` has it."""
     x, _ = moderate(x)
     return x / jnp.maximum(norms(x), 1e-12)[..., None]

@@ -42,7 +42,7 @@ def siglip_loss(
     The sum runs over all B^2 pairs, and is divided by the B images.
 
     Args:
-        image_features: X, (B, d), a global array, as it is: the caller normalises.
+        image_features: X, (B, d), a global array, as it is: the caller normalizes.
         text_features: Y, (B, d); row i belongs to row i of X.
         logit_scale: multiplies the similarities (1 / temperature, already exponentiated); a scalar.
         logit_bias: added to all logits, about -log B at the start of training; a scalar.

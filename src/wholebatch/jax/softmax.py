@@ -2,7 +2,7 @@ r"""What softmax losses are made of: of each row, and of each column, of S the l
 
     S_ij = scale m_i n_j x_i . y_j,    lse_i = log sum_{j in A} e^{S_ij},    positives_i = sum_{j in P} S_ij
 
-m and n are the inverse norms of rows that are normalised, or absent. With cotangents u of lse and p of positives, and v
+m and n are the inverse norms of rows that are normalized, or absent. With cotangents u of lse and p of positives, and v
 and q those of the columns,
 
     dS_ij = [A] (u_i e^{S_ij - lse_i} + v_j e^{S_ij - lse_j}) + [P] (p_i + q_j)
@@ -54,7 +54,7 @@ class Codes(NamedTuple):
 
 
 class Tower(NamedTuple):
-    """Features of b rows, their inverse norms if they are normalised, and their codes."""
+    """Features of b rows, their inverse norms if they are normalized, and their codes."""
 
     features: Array
     factor: Array | None

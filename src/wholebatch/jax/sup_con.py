@@ -40,7 +40,7 @@ def sup_con_loss(
     row has one, L is 0.
 
     Args:
-        features: Z, (B, d), a global array, or (B, v, d) for v views of each example; normalised inside. float64,
+        features: Z, (B, d), a global array, or (B, v, d) for v views of each example; normalized inside. float64,
             float32, bfloat16 or float16.
         labels: (B,) integers, the examples' classes.
         temperature: divides the cosines; a positive scalar, which may be learned.

@@ -5,7 +5,7 @@
 
 with E_ij = exp(S_ij - shift) = 2^(x_i . y_j scale log2(e) - shift log2(e)): one product, one multiply-add and one `ex2`
 for each entry. A program computes BM x BN entries. It writes one number for each of its rows and columns, to a place of
-its own, and these are added up in a fixed order afterwards: no atomics, no locks, the same bits each time.
+its own, and these are added up in a fixed order afterward: no atomics, no locks, the same bits each time.
 
 What dS has of the positives is added before dS is rounded to the features' dtype: where training has gone well, it
 cancels all of E_ij (r_i + c_j), and outside of the tile a bfloat16 would be left of that.

@@ -103,9 +103,9 @@ def _compare_on_device(comm: Communicator, call: str, grad: Tensor, one_loss: bo
     """Return the incoming gradient; NaN where ranks differ. Collective: one all-gather of two numbers, no wait."""
     dtype = wide_dtype(grad.device)
     with torch.no_grad():
-        own = grad.detach().to(dtype).reshape(()) if one_loss else torch.zeros((), dtype=dtype, device=grad.device)
+        local = grad.detach().to(dtype).reshape(()) if one_loss else torch.zeros((), dtype=dtype, device=grad.device)
         code = torch.full((), float(crc32(call.encode()) >> 8), dtype=dtype, device=grad.device)  # 24 bits: exact
-        codes, gradients = comm.transport.all_gather(torch.stack([code, own])[None], (1,) * comm.size)().unbind(1)
+        codes, gradients = comm.transport.all_gather(torch.stack([code, local])[None], (1,) * comm.size)().unbind(1)
         same = torch.isclose(gradients, gradients[0], rtol=_TOLERANCE, atol=0.0, equal_nan=True)
         differ = ((codes != codes[0]) | ~same).any()
         key = comm.transport.group_name

@@ -47,9 +47,9 @@ class Retrieval:
         self._queries = agreed.rows["queries"]
         counts = [agreed.rows[name].counts for name in ("keys", "negatives") if name in agreed.rows]
         self._keys = Partition(tuple(map(sum, zip(*counts, strict=True))))  # with negatives
-        rank, own = agreed.rank, self._queries.counts[agreed.rank]
-        self._own = self._queries.rows(rank)
-        self._own_keys = slice(self._keys.offsets[rank], self._keys.offsets[rank] + own)  # of these queries
+        rank, local = agreed.rank, self._queries.counts[agreed.rank]
+        self._local = self._queries.rows(rank)
+        self._local_keys = slice(self._keys.offsets[rank], self._keys.offsets[rank] + local)  # of these queries
         self._query_ids, self._key_ids = self._all_ids()
         self.several = self._query_ids is not None and equal_ids == "positive"
         self._norms = {
@@ -58,10 +58,10 @@ class Retrieval:
         }
 
     @property
-    def own_query_ids(self) -> Tensor:
+    def local_query_ids(self) -> Tensor:
         """Of this rank's queries, (b,)."""
         assert self._query_ids is not None
-        return self._query_ids[self._own]
+        return self._query_ids[self._local]
 
     def numbers(
         self, directions: Sequence[Direction], *, hardness: float = 0.0, ceiling: Ceiling | None = None
@@ -95,7 +95,7 @@ class Retrieval:
         """How many each of this rank's queries, or their keys, has: (b,)."""
         assert self._query_ids is not None
         assert self._key_ids is not None
-        queries, keys = self._query_ids[self._own], self._key_ids[self._own_keys]
+        queries, keys = self._query_ids[self._local], self._key_ids[self._local_keys]
         equal = (
             how_many_equal(queries, self._key_ids)
             if direction == "query_to_key"
@@ -108,7 +108,7 @@ class Retrieval:
     ) -> dict[Direction, Numbers]:
         """query_to_key, key_to_query, or both in one sweep."""
         agreed, (queries, *keys) = self._agreed, self._towers()
-        b = self._own.stop - self._own.start
+        b = self._local.stop - self._local.start
         keys_stay = self._queries.total < self._keys.total if ceiling is None else not to_key
         if ceiling is not None and keys_stay:
             keys, key_rows = [keys[0][:b]], self._queries  # no other key has a query
@@ -124,7 +124,7 @@ class Retrieval:
         of_rows, of_cols = (to_query, to_key) if keys_stay else (to_key, to_query)
         row_ids, col_ids = (self._key_ids, self._query_ids) if keys_stay else (self._query_ids, self._key_ids)
         if ceiling is not None and keys_stay and row_ids is not None:
-            ids: Tensor | None = row_ids[self._own_keys]
+            ids: Tensor | None = row_ids[self._local_keys]
         else:
             ids = None if row_ids is None else row_ids[stays.rows(rank)]
         scale, given = agreed.scalars["logit_scale"], agreed.inputs["logit_scale"]
@@ -150,7 +150,7 @@ class Retrieval:
             cols=self._fields if of_cols else (),
             beside_target=0.0 if self.several else softer,
             least=agreed.least,
-            guide=None if ceiling is None else ceiling.traveller("queries" if keys_stay else "keys"),
+            guide=None if ceiling is None else ceiling.traveler("queries" if keys_stay else "keys"),
             narrow=queries.dtype != agreed.features_dtype,
         )
         to_keys, to_queries = (cols, rows) if keys_stay else (rows, cols)
@@ -164,13 +164,13 @@ class Retrieval:
     def _among(self, tower: Literal["queries", "keys"], ceiling: Ceiling | None) -> Numbers:
         """query_to_query, or key_to_key: negatives alone."""
         agreed, (queries, *keys) = self._agreed, self._towers()
-        rank, b = agreed.rank, self._own.stop - self._own.start
+        rank, b = agreed.rank, self._local.stop - self._local.start
         of_keys = tower == "keys"
         columns, ids = (self._keys, self._key_ids) if of_keys else (self._queries, self._query_ids)
         symmetric = columns.total == self._queries.total and ceiling is None
         itself = Diagonals(Diagonal(0, columns.offsets[rank], b))
-        own_ids = None if ids is None else ids[self._own_keys if of_keys else self._own]
-        excluded: Entries = itself if own_ids is None or ids is None else EqualIds(own_ids, ids)
+        local_ids = None if ids is None else ids[self._local_keys if of_keys else self._local]
+        excluded: Entries = itself if local_ids is None or ids is None else EqualIds(local_ids, ids)
         features = [queries] if not of_keys else keys if symmetric else [keys[0][:b], *keys]
         if symmetric:
             towers = Towers(stays=tuple(range(len(features))))
@@ -191,7 +191,7 @@ class Retrieval:
             bound=self._norms[tower] ** 2,
             rows=fields,
             symmetric=symmetric,
-            guide=None if ceiling is None else ceiling.traveller(tower),
+            guide=None if ceiling is None else ceiling.traveler(tower),
             narrow=queries.dtype != agreed.features_dtype,
         )
         assert numbers is not None
@@ -211,7 +211,7 @@ class Retrieval:
         agreed, vectors = self._agreed, self._agreed.vectors
         if "query_ids" not in vectors and "key_ids" not in vectors:
             return None, None
-        b, device = self._own.stop - self._own.start, agreed.device
+        b, device = self._local.stop - self._local.start, agreed.device
 
         def none(rows: int) -> Tensor:
             return torch.full((rows,), NO_ID, device=device)
@@ -241,12 +241,12 @@ class Ceiling:
 
     def of(self, tower: Literal["queries", "keys"], scale: float) -> dict[str, Tensor]:
         """What a selection needs whose rows are this rank's queries, or their keys."""
-        guide = self.traveller(tower)
+        guide = self.traveler(tower)
         if guide is None:
             return {"ceiling": scale * self.largest}
         return {"ceiling": self.largest, "guide": guide[: len(self.largest)]}
 
-    def traveller(self, tower: Literal["queries", "keys"]) -> Tensor | None:
+    def traveler(self, tower: Literal["queries", "keys"]) -> Tensor | None:
         """The guide's features that travel with this rank's queries, or keys and negatives."""
         return self.query_guides if tower == "queries" else self.key_guides
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._once import once_differentiable
+from .._autograd import once_differentiable
 from ..comm import Communicator
 from ..partition import Partition
 
@@ -48,5 +48,5 @@ class _FetchRows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, Tensor]:
         x, order, local = ctx.saved_tensors
         from_me, to_me = ctx.counts
-        home = ctx.comm.all_to_all(grad[order].contiguous(), send_counts=to_me, receive_counts=from_me, check=False)
-        return None, None, None, torch.zeros_like(x).index_add_(0, local, home)
+        returned = ctx.comm.all_to_all(grad[order].contiguous(), send_counts=to_me, receive_counts=from_me, check=False)
+        return None, None, None, torch.zeros_like(x).index_add_(0, local, returned)

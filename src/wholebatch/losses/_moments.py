@@ -13,7 +13,7 @@ from ..sync import scale_gradient, shared_sum
 from ._door import Agreement
 
 
-def centred(agreed: Agreement, name: str) -> Tensor:
+def centered(agreed: Agreement, name: str) -> Tensor:
     """Own rows less the mean of all ranks', (b_r, d), in the accumulation dtype. One all-reduce of d numbers."""
     x = agreed.inputs[name].to(agreed.dtype)
     return x - shared_sum(agreed.comm, x.sum(0)) / agreed.rows[name].total

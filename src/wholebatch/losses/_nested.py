@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._autograd import once_differentiable
 from .._normalize import LONGEST, divisors, inverse_norms, known_norms, part_sizes
-from .._once import once_differentiable
 from .._precision import accumulation_dtype, wide_dtype
 from ..exchange import Exchange
 from ..kernels import in_triton
@@ -31,15 +31,15 @@ from ._towers import no_autocast, paired_products
 _SPREAD = 32.0  # kernels take a part's gradient off that of all parts, whose largest is up to its square times larger
 
 
-def factors(x: Tensor, dims: Sequence[int], dtype: torch.dtype, normalise: bool) -> Tensor:
+def factors(x: Tensor, dims: Sequence[int], dtype: torch.dtype, normalize: bool) -> Tensor:
     """What each part of a row is multiplied by, (rows, parts): 1 / max(|x[:m]|, eps), or 1."""
-    if normalise:
+    if normalize:
         return inverse_norms(x, dims, dtype)
     return torch.ones(len(x), len(dims), dtype=dtype, device=x.device)
 
 
 @torch.no_grad()
-def least_of_pairs(x: Tensor, y: Tensor, dims: Sequence[int], normalise: bool) -> Tensor:
+def least_of_pairs(x: Tensor, y: Tensor, dims: Sequence[int], normalize: bool) -> Tensor:
     """The least similarity of a row of x with its row of y, in any part, shape (); infinite without rows."""
     if not len(x):
         return torch.full((), float("inf"), device=x.device)
@@ -47,12 +47,12 @@ def least_of_pairs(x: Tensor, y: Tensor, dims: Sequence[int], normalise: bool) -
     parts = zip(*(z.split(part_sizes(dims, z.shape[1]), dim=1)[: len(dims)] for z in (x, y)), strict=True)
     products = torch.stack([paired_products(a, b) for a, b in parts], dim=1).cumsum(1)
     for z in (x, y):
-        products.mul_(factors(z, dims, dtype, normalise))
+        products.mul_(factors(z, dims, dtype, normalize))
     return products.nan_to_num_(-math.inf, math.inf, -math.inf).amin()  # of rows that are too long nothing is known
 
 
 @torch.no_grad()
-def spread(x: Tensor, dims: Sequence[int]) -> Tensor:
+def norm_ratio(x: Tensor, dims: Sequence[int]) -> Tensor:
     """How much longer the longest part of a row is than the shortest, at most, shape (); 1 without rows."""
     if not len(x):
         return torch.ones((), device=x.device)
@@ -131,17 +131,17 @@ class _Nested(torch.autograd.Function):
         ctx: Any, plan: _Plan, scale: Any, inverse_x: Tensor, inverse_y: Tensor, x: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide, parts = wide_dtype(x.device), len(plan.dims)
-        held = plan.exchange.bring(torch.cat([y.to(inverse_y.dtype), inverse_y], dim=1))
+        held = plan.exchange.fetch(torch.cat([y.to(inverse_y.dtype), inverse_y], dim=1))
         sweep = plan.sweep(x, inverse_x)
         of_rows, targets = (x.new_zeros(len(x), parts, dtype=wide) for _ in range(2))
 
-        def visit(block: Block, _carried: Tensor | None, into: Tensor | None, _own: Tensor | None) -> None:
+        def visit(block: Block, _carried: Tensor | None, into: Tensor | None, _local: Tensor | None) -> None:
             sweep.sums(block, of_rows, targets, into)
 
         initial = x.new_zeros(1, parts, dtype=wide) if plan.symmetric else None
-        of_cols = plan.exchange.collect(held, visit, initial=initial)
+        of_cols = plan.exchange.accumulate(held, visit, initial=initial)
         if of_cols is not None:
-            of_cols = plan.exchange.merge(of_cols, "sum")[plan.exchange.kept_own].clone()
+            of_cols = plan.exchange.reduce(of_cols, "sum")[plan.exchange.kept_local].clone()
         ctx.plan = plan
         scale = scale if isinstance(scale, Tensor) else None
         ctx.save_for_backward(scale, inverse_x, inverse_y, x, y, held, of_rows, of_cols)
@@ -163,19 +163,19 @@ class _Nested(torch.autograd.Function):
         rows = torch.where(a == 0, 0.0, a / row_sums)
         carried = None
         if col_sums is not None:
-            carried = plan.exchange.spread(torch.where(a_cols == 0, 0.0, a_cols / col_sums).T.contiguous())
+            carried = plan.exchange.distribute(torch.where(a_cols == 0, 0.0, a_cols / col_sums).T.contiguous())
         dtype, parts, d = accumulation_dtype(x.dtype), len(plan.dims), x.shape[1]
         sweep = plan.sweep(x, inverse_x)
         u = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if want_x else None
         of_rows = x.new_zeros(len(x), parts, dtype=wide_dtype(x.device))
 
-        def visit(block: Block, carried: Tensor | None, into: Tensor | None, _own: Tensor | None) -> None:
+        def visit(block: Block, carried: Tensor | None, into: Tensor | None, _local: Tensor | None) -> None:
             cols = None if carried is None else carried.T
             v, of_cols = (None, None) if into is None else (into[:, :d], into[:, d:])
             sweep.gradients(block, rows, t, cols, u, v, of_rows, of_cols)
 
         initial = x.new_zeros(1, d + parts, dtype=dtype) if want_y else None
-        v = plan.exchange.collect(held, visit, carried=carried, initial=initial, home=True)
+        v = plan.exchange.accumulate(held, visit, carried=carried, initial=initial, to_owner=True)
         grad_scale = None
         if want_scale:
             grad_scale = (of_rows.sum() / (plan.size * plan.scale)).to(scale).view_as(scale)

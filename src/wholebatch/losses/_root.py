@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from .._autograd import once_differentiable
 from .._graph import checked_loss, finite_value, leaves_of
-from .._once import once_differentiable
 from ..comm import Communicator, handshake
 from ..partition import Partition
 from ..sync import Sync, feature_factor, replicated_loss_factor

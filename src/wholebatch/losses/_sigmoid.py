@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._once import once_differentiable
+from .._autograd import once_differentiable
 from .._precision import accumulation_dtype, wide_dtype
 from ..comm import Communicator
 from ..exchange import Exchange
@@ -126,11 +126,11 @@ def _sweep(
     sweep = plan.sweep(x, weights)
     u = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if want_x else None
 
-    def visit(block: Block, _carried: Tensor | None, into: Tensor | None, _own: Tensor | None) -> None:
+    def visit(block: Block, _carried: Tensor | None, into: Tensor | None, _local: Tensor | None) -> None:
         sweep.block(block, u, into, bias=want_bias)
 
     initial = x.new_zeros(1, x.shape[1], dtype=dtype) if want_y else None
-    v = plan.exchange.collect(plan.exchange.bring(y), visit, initial=initial, home=True)
+    v = plan.exchange.accumulate(plan.exchange.fetch(y), visit, initial=initial, to_owner=True)
     if unit is not None:
         u, v = (None if of is None else of.mul_(unit) for of in (u, v))
         sweep.grad_bias.mul_(unit)

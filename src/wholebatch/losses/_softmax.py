@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._autograd import once_differentiable
 from .._normalize import divisors
-from .._once import once_differentiable
 from .._precision import accumulation_dtype, vector, wide_dtype
 from ..comm import Communicator, LocalCommunicator
 from ..exchange import Exchange
@@ -206,7 +206,7 @@ def softmax_numbers(
     in_kernels = in_triton(agreed.options.kernel) and asked <= KernelSoftmaxSweep.fields
     dtype = agreed.features_dtype if narrow else features[0].dtype
     if in_kernels and dtype == torch.bfloat16:
-        towers = replace(towers, late=towers.normalise)  # kernels multiply in the precision that features have
+        towers = replace(towers, late=towers.normalize)  # kernels multiply in the precision that features have
     plan = SoftmaxPlan(
         LocalCommunicator() if everywhere else agreed.comm,
         exchange,
@@ -253,7 +253,7 @@ class _Softmax(torch.autograd.Function):
         col_norms = plan.towers.travel_norms
         if plan.towers.late and norms is not None:
             col_norms = plan.comm.all_gather(norms, counts=plan.exchange.columns.counts, check=False)
-        data = _Data(x, plan.exchange.bring(travels), *_by_sweep(plan, norms, col_norms))
+        data = _Data(x, plan.exchange.fetch(travels), *_by_sweep(plan, norms, col_norms))
         rows, cols, kept = _statistics(plan, data)
 
         ctx.plan, ctx.shifts = plan, [side.shift for side in (rows, cols)]
@@ -389,13 +389,13 @@ def _maxima(plan: SoftmaxPlan, data: _Data) -> tuple[Tensor | None, Tensor | Non
     row_max = nothing[0].repeat(len(x)) if plan.rows and not plan.symmetric else None
     sweep = plan.sweep(data)
 
-    def visit(block: Block, _carried: Tensor | None, into: Tensor | None, own: Tensor | None) -> None:
-        rows = own if plan.symmetric else row_max
+    def visit(block: Block, _carried: Tensor | None, into: Tensor | None, local: Tensor | None) -> None:
+        rows = local if plan.symmetric else row_max
         sweep.maxima(block, None if rows is None else rows.view(-1), None if into is None else into[:, 0])
 
-    col_max = plan.exchange.collect(data.held, visit, initial=nothing if plan.cols else None, op="max")
+    col_max = plan.exchange.accumulate(data.held, visit, initial=nothing if plan.cols else None, op="max")
     if col_max is not None:
-        col_max = plan.exchange.merge(col_max, "max")[:, 0]
+        col_max = plan.exchange.reduce(col_max, "max")[:, 0]
     row_max, col_max = (None if m is None else m.masked_fill(m.isneginf(), 0.0) for m in (row_max, col_max))
     return row_max, col_max
 
@@ -408,19 +408,19 @@ def _sums(
     kept: Tensor | None,
 ) -> tuple[Sums, Sums]:
     """The fields of this rank's rows and columns, relative to one shift, or to (b,) and (columns kept,) of them."""
-    x, wide, own_cols = data.x, wide_dtype(data.x.device), plan.exchange.kept_own
+    x, wide, local_cols = data.x, wide_dtype(data.x.device), plan.exchange.kept_local
     row_fields = _initial(plan.rows, x, wide).repeat(len(x), 1) if plan.rows and not plan.symmetric else None
     sweep = plan.sweep(data, kept)
     ops = tuple("max" if name == "largest" else "sum" for name in plan.cols)
     carried = col_shift[None] if isinstance(col_shift, Tensor) else None
     if plan.symmetric and isinstance(col_shift, Tensor):
-        row_shift = col_shift[own_cols]
+        row_shift = col_shift[local_cols]
 
-    def visit(block: Block, carried: Tensor | None, into: Tensor | None, own: Tensor | None) -> None:
-        rows = _named(row_shift, plan.cols, own) if plan.symmetric else _named(row_shift, plan.rows, row_fields)
+    def visit(block: Block, carried: Tensor | None, into: Tensor | None, local: Tensor | None) -> None:
+        rows = _named(row_shift, plan.cols, local) if plan.symmetric else _named(row_shift, plan.rows, row_fields)
         sweep.sums(block, rows, _named(col_shift if carried is None else carried[0], plan.cols, into))
 
-    collected = plan.exchange.collect(
+    collected = plan.exchange.accumulate(
         data.held,
         visit,
         carried=carried,
@@ -428,8 +428,8 @@ def _sums(
         op=ops,
     )
     if collected is not None:
-        collected = plan.exchange.merge(collected, ops)[own_cols].clone()
-        col_shift = col_shift[own_cols] if isinstance(col_shift, Tensor) else col_shift
+        collected = plan.exchange.reduce(collected, ops)[local_cols].clone()
+        col_shift = col_shift[local_cols] if isinstance(col_shift, Tensor) else col_shift
     nothing = Sums(0.0, {})
     return _named(row_shift, plan.rows, row_fields) or nothing, _named(col_shift, plan.cols, collected) or nothing
 
@@ -478,11 +478,11 @@ def _products(
     sweep = plan.sweep(data, kept)
     if plan.symmetric:
         rows = cols
-    carried = None if cols is None else plan.exchange.spread(cols.stacked())
+    carried = None if cols is None else plan.exchange.distribute(cols.stacked())
 
-    def visit(block: Block, carried: Tensor | None, into: Tensor | None, own: Tensor | None) -> None:
+    def visit(block: Block, carried: Tensor | None, into: Tensor | None, local: Tensor | None) -> None:
         of_block = None if cols is None or carried is None else cols.unstacked(carried)
-        sweep.gradients(block, rows, of_block, u=own if plan.symmetric else u, v=into, of_offsets=of_offsets)
+        sweep.gradients(block, rows, of_block, u=local if plan.symmetric else u, v=into, of_offsets=of_offsets)
 
     initial = x.new_zeros(1, x.shape[1], dtype=dtype) if want_y else None
-    return u, plan.exchange.collect(data.held, visit, carried=carried, initial=initial, home=True)
+    return u, plan.exchange.accumulate(data.held, visit, carried=carried, initial=initial, to_owner=True)

@@ -21,23 +21,23 @@ _R = TypeVar("_R")
 class Towers:
     """X = the features `stays`, one below the other, Y = the features `travels`; without those, Y is X.
 
-    With `normalise`, the rows of X and Y are those of the features divided by their norms. With `stay_norms`, (b, 1),
+    With `normalize`, the rows of X and Y are those of the features divided by their norms. With `stay_norms`, (b, 1),
     X's rows are divided by these, but never all at once: X holds them as they are, the sweep divides. So are Y's with
-    `travel_norms`, (B, 1), of all of Y's rows, which this rank then holds; and so is all that is normalised, if `late`.
+    `travel_norms`, (B, 1), of all of Y's rows, which this rank then holds; and so is all that is normalized, if `late`.
     """
 
     stays: tuple[int, ...]
     travels: tuple[int, ...] = ()
-    normalise: bool = False
+    normalize: bool = False
     late: bool = False
     stay_norms: Tensor | None = None
     travel_norms: Tensor | None = None
 
     def join(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
         """X, Y, and the norms of X's rows if they are or will be divided by them."""
-        if self.normalise:
-            assert not self.travels, "only features against themselves are normalised here; please report this"
-            x, norms = (_with_norms if self.late else _normalised)([features[i] for i in self.stays])
+        if self.normalize:
+            assert not self.travels, "only features against themselves are normalized here; please report this"
+            x, norms = (_with_norms if self.late else _normalized)([features[i] for i in self.stays])
             return x, x, norms
         x = _stacked([features[i] for i in self.stays])
         return x, _stacked([features[i] for i in self.travels]) if self.travels else x, self.stay_norms
@@ -88,7 +88,7 @@ def _stacked(features: Sequence[Tensor]) -> Tensor:
     return features[0] if len(features) == 1 else torch.cat(list(features))
 
 
-def _normalised(features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _normalized(features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """All rows normalized, in the accumulation dtype, and their norms, (rows, 1)."""
     rows, width = sum(map(len, features)), features[0].shape[1]
     z = features[0].new_empty(rows, width, dtype=accumulation_dtype(features[0].dtype))

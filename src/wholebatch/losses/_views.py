@@ -38,18 +38,18 @@ def two_views(
     """
     examples = agreed.rows["z0"]
     rows = Partition(tuple(2 * count for count in examples.counts))
-    own, b = rows.rows(agreed.rank), examples.counts[agreed.rank]
-    matching = Diagonals(Diagonal(0, own.start + b, b), Diagonal(b, own.start, b))
-    itself = Diagonals(Diagonal(0, own.start, 2 * b))
+    local, b = rows.rows(agreed.rank), examples.counts[agreed.rank]
+    matching = Diagonals(Diagonal(0, local.start + b, b), Diagonal(b, local.start, b))
+    itself = Diagonals(Diagonal(0, local.start, 2 * b))
     excluded: Any = itself
     if "ids" in agreed.vectors:
         ids = torch.cat([part.repeat(2) for part in agreed.ids("ids").split(examples.counts)])
-        excluded = EqualIds(ids[own], ids, but=matching)
+        excluded = EqualIds(ids[local], ids, but=matching)
     numbers, _ = softmax_numbers(
         agreed,
         (sharper / agreed.scalars["temperature"], sharper / agreed.inputs["temperature"]),
         [agreed.inputs["z0"], agreed.inputs["z1"]],
-        towers=Towers(stays=(0, 1), normalise=True),
+        towers=Towers(stays=(0, 1), normalize=True),
         stays=rows,
         travels=rows,
         selection=Selection(Pairs(matching, excluded)),

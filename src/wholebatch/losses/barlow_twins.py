@@ -14,7 +14,7 @@ from .._checks import check_positive_number, check_weight
 from ..comm import Group
 from ..sync import Sync
 from ._door import LossModule, Options, agree, eager
-from ._moments import centred, cross_product, of_all_ranks, sum_of_squares
+from ._moments import centered, cross_product, of_all_ranks, sum_of_squares
 
 
 @eager
@@ -29,7 +29,7 @@ def barlow_twins_loss(
 ) -> Tensor:
     r"""Distance from the identity of the two views' correlation matrix over the rows of all ranks.
 
-    L = sum_k (1 - C_kk)^2 + redundancy sum_{k != l} C_kl^2,    C = Z0^T Z1 / B of standardised features.
+    L = sum_k (1 - C_kk)^2 + redundancy sum_{k != l} C_kl^2,    C = Z0^T Z1 / B of standardized features.
 
     Args:
         z0: (b_r, d), this rank's rows of the first view, as they are. b_r may differ between ranks and may be 0.
@@ -77,7 +77,7 @@ def barlow_twins_loss(
         raise ValueError("barlow_twins_loss: a variance needs at least two rows, got one in all")
     rows = []
     for name in ("z0", "z1"):
-        x = centred(agreed, name)
+        x = centered(agreed, name)
         rows.append(x / (sum_of_squares(comm, x) / count + epsilon).sqrt())
     correlation = cross_product(comm, *rows) / count
     on_diagonal = correlation.diagonal()

@@ -22,7 +22,7 @@ from ..sweep import Memory
 from ..sync import Sync
 from ._cross_entropy import softplus
 from ._door import LossModule, Options, Reduction, eager
-from ._labelled import agree_labelled
+from ._labeled import agree_labeled
 from ._softmax import wanted
 
 
@@ -79,7 +79,7 @@ def circle_loss(
     L is the mean over the rows that have both; where no row has, L is 0.
 
     Args:
-        features: Z_r, (b_r, d), this rank's rows, or (b_r, v, d) for v views of each example; they are normalised
+        features: Z_r, (b_r, d), this rank's rows, or (b_r, v, d) for v views of each example; they are normalized
             inside. b_r may differ between ranks and may be 0. float64, float32, bfloat16 or float16.
         labels: (b_r,) integers, the examples' classes.
         m: relaxation, which sets the optima of both and the margin between them.
@@ -114,7 +114,7 @@ def circle_loss(
     >>> wb.functional.circle_loss(torch.eye(3), torch.tensor([0, 0, 1]))
     tensor(54.4000)
     """
-    data = agree_labelled(
+    data = agree_labeled(
         "circle_loss",
         Options(group, sync, exchange, memory, reduction),
         features,

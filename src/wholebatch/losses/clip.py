@@ -53,7 +53,7 @@ def clip_loss(
     S = logit_scale * X Y^T + logit_bias,    L = (CE(S, diagonal) + CE(S^T, diagonal)) / 2,    X, Y: all ranks' rows.
 
     Args:
-        image_features: X_r, (b_r, d), this rank's rows as they are: the caller normalises. b_r may differ between
+        image_features: X_r, (b_r, d), this rank's rows as they are: the caller normalizes. b_r may differ between
             ranks and may be 0. float64, float32, bfloat16 or float16 (the last two are widened to float32).
         text_features: Y_r, (b_r, d); row i belongs to row i of X_r.
         logit_scale: multiplies the similarities (1 / temperature, already exponentiated); a number or a tensor of
@@ -62,7 +62,7 @@ def clip_loss(
             receives a gradient of exactly 0, so that engines which look for unused parameters find it used.
         group: ranks that share the batch: a `torch.distributed.ProcessGroup`, a one-dimensional `DeviceMesh`, a
             `wholebatch.comm` communicator, or None for the default group (this process alone if there is none).
-        sync: what the engine does with gradients afterwards, see below.
+        sync: what the engine does with gradients afterward, see below.
         exchange: how the texts travel: "gather" (all of Y on every rank, memory O(B d)), "ring" (from rank to rank,
             memory O(b d)), or "auto": "gather" while it takes at most 1 GiB, and always on NCCL.
         memory: of the tiles of S. "flat": S is computed twice and never stored; an int: so many bytes per rank, which
@@ -143,9 +143,9 @@ def clip_loss(
         must_match=("label_smoothing", "equal_ids", "statistics"),
     )
     rows = agreed.rows["image_features"]
-    own = rows.rows(agreed.rank)
+    local = rows.rows(agreed.rank)
     everyones_ids = None if ids is None else agreed.ids("ids")
-    pairs = pairs_of_rows(own, everyones_ids, equal_ids)
+    pairs = pairs_of_rows(local, everyones_ids, equal_ids)
     several = everyones_ids is not None and equal_ids == "positive"
     fields = wanted(mean_logit=label_smoothing > 0, statistics=return_statistics)
     of_images, of_texts = softmax_numbers(
@@ -168,7 +168,7 @@ def clip_loss(
     if several:
         assert everyones_ids is not None
         assert of_texts.target is not None
-        positives = how_many_equal(everyones_ids[own], everyones_ids)
+        positives = how_many_equal(everyones_ids[local], everyones_ids)
         losses = [many_positives(side, positives, label_smoothing=label_smoothing) for side in (of_images, of_texts)]
         targets = [of_images.target / positives, of_texts.target / positives]
     else:

@@ -47,7 +47,7 @@ def dcl_loss(
     S = Z Z^T / temperature,    L_i = logsumexp_{j != i, p(i)} S_ij - w_i S_{i p(i)},    Z = normalize([Z0; Z1]).
 
     Args:
-        z0: (b_r, d), this rank's rows of the first view; they are normalised inside. b_r may differ between ranks and
+        z0: (b_r, d), this rank's rows of the first view; they are normalized inside. b_r may differ between ranks and
             may be 0. float64, float32, bfloat16 or float16.
         z1: (b_r, d), the second view; row i is another view of row i of z0.
         temperature: divides the cosines; a positive number or a tensor of shape () or [1], which may be learned; the

@@ -45,13 +45,13 @@ def debiased_loss(
     memory: Memory = "auto",
     kernel: Kernel = "auto",
 ) -> Tensor:
-    r"""NT-Xent whose sum over negatives is corrected for false ones, and weighed towards hard ones.
+    r"""NT-Xent whose sum over negatives is corrected for false ones, and weighed toward hard ones.
 
     G_i = max((W_i - tau n exp S_{i p(i)}) / (1 - tau), n exp(-1 / temperature)),    n = 2B - 2,
     L_i = -log(exp S_{i p(i)} / (exp S_{i p(i)} + G_i)),    W_i = n sum_j exp((1 + beta) S_ij) / sum_j exp(beta S_ij).
 
     Args:
-        z0: (b_r, d), this rank's rows of the first view; they are normalised inside. b_r may differ between ranks and
+        z0: (b_r, d), this rank's rows of the first view; they are normalized inside. b_r may differ between ranks and
             may be 0. float64, float32, bfloat16 or float16.
         z1: (b_r, d), the second view; row i is another view of row i of z0.
         temperature: divides the cosines; a positive number or a tensor of shape () or [1], which may be learned; the

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._autograd import once_differentiable
 from .._checks import check_alike, check_features, largest_norm
-from .._once import once_differentiable
 from .._precision import accumulation_dtype, wide_dtype
 from ..comm import Group
 from ..exchange import Exchange, ExchangeName
@@ -57,7 +57,7 @@ def distillation_loss(
     L = (CE(S, softmax(T)) + CE(S^T, softmax(T^T))) / 2,    S = logit_scale X Y^T,    T = teacher_logit_scale X' Y'^T.
 
     Args:
-        image_features: X_r, (b_r, d), this rank's rows as they are: the caller normalises. b_r may differ between
+        image_features: X_r, (b_r, d), this rank's rows as they are: the caller normalizes. b_r may differ between
             ranks and may be 0. float64, float32, bfloat16 or float16.
         text_features: Y_r, (b_r, d); row i belongs to row i of X_r.
         logit_scale: of the student; a number or a tensor of shape () or [1], the same on all ranks.
@@ -130,7 +130,7 @@ def distillation_loss(
     norms = agreed.facts("teacher's largest norms")
     agreed = agreed.in_range(*(norm for of_rank in norms for norm in of_rank))
     rows = agreed.rows["image_features"]
-    own = [agreed.inputs["image_features"], agreed.inputs["text_features"]]
+    local = [agreed.inputs["image_features"], agreed.inputs["text_features"]]
     of_teacher = [x.detach().to(agreed.dtype) for x in (teacher_image_features, teacher_text_features)]
     teacher_scale = agreed.scalars["teacher_logit_scale"]
     common: dict[str, Any] = {
@@ -145,11 +145,11 @@ def distillation_loss(
         bound = max(norm[0] for norm in norms) * max(norm[1] for norm in norms)
         targets = softmax_numbers(agreed, (teacher_scale, teacher_scale), of_teacher, bound=bound, **common)
         bound, scale = agreed.norms["image_features"] * agreed.norms["text_features"], agreed.scalars["logit_scale"]
-        sides = softmax_numbers(agreed, (scale, scale), own, bound=bound, **common)
+        sides = softmax_numbers(agreed, (scale, scale), local, bound=bound, **common)
     how, budget = agreed.exchange(rows, rows, keep=False)
     of_targets, of_sides = ([side.logsumexp for side in both if side is not None] for both in (targets, sides))
     plan = _Plan(how, budget, scale, teacher_scale, rows.total)
-    losses = _SoftTargets.apply(plan, agreed.inputs["logit_scale"], *of_teacher, *of_targets, *of_sides, *own)
+    losses = _SoftTargets.apply(plan, agreed.inputs["logit_scale"], *of_teacher, *of_targets, *of_sides, *local)
     return agreed.reduce((losses[0] + losses[1]) / 2, rows.total)
 
 
@@ -186,26 +186,26 @@ class _SoftTargets(torch.autograd.Function):
         x: Tensor,
         y: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        held = plan.exchange.bring(torch.cat([y.to(teacher_y.dtype), teacher_y], dim=1))
+        held = plan.exchange.fetch(torch.cat([y.to(teacher_y.dtype), teacher_y], dim=1))
         sweep, wide = plan.sweep(x, teacher_x), wide_dtype(x.device)
         of_rows = x.new_zeros(len(x), 3, dtype=wide)
         (row_lse, row_rest), (col_lse, col_rest), (row_near, row_short), (col_near, col_short) = (
             _split(known, teacher_x.dtype) for known in (row_lse, col_lse, row_near, col_near)
         )
 
-        def visit(block: Block, carried: Tensor | None, into: Tensor | None, _own: Tensor | None) -> None:
+        def visit(block: Block, carried: Tensor | None, into: Tensor | None, _local: Tensor | None) -> None:
             assert carried is not None
             assert into is not None
             sweep.sums(block, (row_lse, row_near, of_rows), (carried[0], carried[1], into))
 
-        of_cols = plan.exchange.collect(
+        of_cols = plan.exchange.accumulate(
             held,
             visit,
-            carried=plan.exchange.spread(torch.stack([col_lse, col_near])),
+            carried=plan.exchange.distribute(torch.stack([col_lse, col_near])),
             initial=x.new_zeros(1, 3, dtype=wide),
         )
         assert of_cols is not None
-        of_cols = plan.exchange.merge(of_cols, "sum")[plan.exchange.kept_own]
+        of_cols = plan.exchange.reduce(of_cols, "sum")[plan.exchange.kept_local]
         ctx.plan = plan
         scale = scale if isinstance(scale, Tensor) else None
         rests = ((of_rows, row_rest, row_short), (of_cols, col_rest, col_short))
@@ -229,17 +229,17 @@ class _SoftTargets(torch.autograd.Function):
         dtype, sweep = accumulation_dtype(x.dtype), plan.sweep(x, teacher_x)
         u = torch.zeros_like(x, dtype=dtype) if want_x or (want_scale and not want_y) else None
 
-        def visit(block: Block, carried: Tensor | None, into: Tensor | None, _own: Tensor | None) -> None:
+        def visit(block: Block, carried: Tensor | None, into: Tensor | None, _local: Tensor | None) -> None:
             assert carried is not None
             rows = (row_near, of_student[0]), (row_lse, of_teacher[0])
             sweep.gradients(block, rows, ((carried[0], carried[1]), (carried[2], carried[3])), u, into)
 
-        v = plan.exchange.collect(
+        v = plan.exchange.accumulate(
             held,
             visit,
-            carried=plan.exchange.spread(torch.stack([col_near, of_student[1], col_lse, of_teacher[1]])),
+            carried=plan.exchange.distribute(torch.stack([col_near, of_student[1], col_lse, of_teacher[1]])),
             initial=x.new_zeros(1, x.shape[1], dtype=dtype) if want_y else None,
-            home=True,
+            to_owner=True,
         )
         grad_scale = None
         if want_scale:

@@ -71,7 +71,7 @@ def global_contrastive_loss(
     :class:`wholebatch.GlobalContrastiveLoss` keeps the averages for you.
 
     Args:
-        image_features: X_r, (b_r, d), this rank's rows as they are: the caller normalises. b_r may differ between
+        image_features: X_r, (b_r, d), this rank's rows as they are: the caller normalizes. b_r may differ between
             ranks and may be 0. float64, float32, bfloat16 or float16.
         text_features: Y_r, (b_r, d); row i belongs to row i of X_r.
         image_log_averages: (b_r,), log u' of these images, -inf for those that are new: u_i is then g_i.

@@ -90,7 +90,7 @@ def info_nce_loss(
     each, L_i = mean_d [ log(exp T_i + exp A^d_i) - T_i ].
 
     Args:
-        queries: Q_r, (b_r, d), this rank's rows as they are: the caller normalises. b_r may differ between ranks and
+        queries: Q_r, (b_r, d), this rank's rows as they are: the caller normalizes. b_r may differ between ranks and
             may be 0. float64, float32, bfloat16 or float16 (the last two are widened to float32).
         keys: K_r, (b_r, d) or more rows; row i is the positive of query i, rows from b_r on are negatives (in the
             concatenated batch they lie behind the positives of all ranks).
@@ -116,7 +116,7 @@ def info_nce_loss(
             by rounding: for m = 0 and keys that occur twice, give ids.
         exclude_relative: the bound is q_i . k_i + m |q_i . k_i|.
         query_guides: (b_r, g), features of another model, whose similarities then decide what is left out.
-        key_guides: (rows of keys, and of negatives below them, g). Guides' similarities are dot products: normalise
+        key_guides: (rows of keys, and of negatives below them, g). Guides' similarities are dot products: normalize
             them. A query's own hard negatives have no guide, and stay.
         label_smoothing: weight of the uniform distribution over all candidates.
         weights: (b_r,), of the examples, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
@@ -142,7 +142,7 @@ def info_nce_loss(
     Work: 4 units of b K d multiply-adds per rank, K all keys and negatives; 3 where exp(S) is kept. key_to_query adds
     nothing to that, unless there is `hardness` or `exclude_above`; then each direction is another 4 units.
     query_to_query is another 2 b B d, key_to_key 2 or 4. Memory and collectives: as
-    :func:`wholebatch.functional.clip_loss` for each sweep, with the travelling tower in the place of Y, and with
+    :func:`wholebatch.functional.clip_loss` for each sweep, with the traveling tower in the place of Y, and with
     `negatives` a copy of this rank's keys and negatives below one another; with ids two all-gathers of them.
 
     Raises:
@@ -233,7 +233,7 @@ def info_nce_loss(
     if hard_negatives is not None:
         excluded = None
         if hard_negative_ids is not None:
-            excluded = hard_negative_ids.to(agreed.device) == retrieval.own_query_ids[:, None]
+            excluded = hard_negative_ids.to(agreed.device) == retrieval.local_query_ids[:, None]
         of_own = own_negatives(agreed, hard_negatives.shape, hardness, ceiling, excluded)
         found["query_to_key"] = together(found["query_to_key"], of_own)
     if retrieval.several:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_flag, check_number, shown
-from .._normalize import UNIT, normalize
+from .._normalize import UNIT, normalize_rows
 from .._precision import vector
 from ..comm import Group
 from ..exchange import ExchangeName
@@ -27,7 +27,7 @@ from ..sweep import Memory, Pairs, Selection
 from ..sync import Sync
 from ._cross_entropy import softplus
 from ._door import LEAST, Agreement, LossModule, Options, Reduction, agree, eager
-from ._nested import factors, least_of_pairs, parts_at_once, spread
+from ._nested import factors, least_of_pairs, norm_ratio, parts_at_once
 from ._pairs import pairs_of_rows
 from ._softmax import softmax_numbers, wanted
 from ._towers import Towers
@@ -42,7 +42,7 @@ def matryoshka_loss(
     dims: Sequence[int],
     dim_weights: Sequence[float] | None = None,
     symmetric: bool = True,
-    normalise: bool = True,
+    normalize: bool = True,
     ids: Tensor | None = None,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
@@ -66,7 +66,7 @@ def matryoshka_loss(
         dims: m_l, how many features each part has: increasing, from 1 to d.
         dim_weights: w_l, of the parts, >= 0; default 1 each.
         symmetric: both directions (CLIP), or that of the queries alone (InfoNCE).
-        normalise: divide each part of a row by its norm. False: parts are taken as they are.
+        normalize: divide each part of a row by its norm. False: parts are taken as they are.
         ids: (b_r,) integers; pairs with equal ids are no negatives of each other.
         weights: (b_r,), of the pairs, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
         reduction: "mean", "sum", or "none": L_i of this rank's pairs; see :func:`wholebatch.functional.clip_loss`.
@@ -105,9 +105,9 @@ def matryoshka_loss(
 
     def check() -> dict[str, Any]:
         check_dims(dims, dim_weights, queries.shape[1] if queries.dim() == 2 else None)
-        _check_flags(symmetric, normalise)
+        _check_flags(symmetric, normalize)
         settings = {"dims": list(dims), "dim_weights": dim_weights and list(dim_weights)}
-        return {"settings": settings | {"symmetric": symmetric, "normalise": normalise}}
+        return {"settings": settings | {"symmetric": symmetric, "normalize": normalize}}
 
     agreed = agree(
         "matryoshka_loss",
@@ -119,8 +119,8 @@ def matryoshka_loss(
         weights=(weights, "queries"),
         check=check,
         see=lambda: {
-            LEAST: least_of_pairs(queries, keys, dims, normalise),
-            **{name: spread(z, dims) for name, z in (("of queries", queries), ("of keys", keys)) if normalise},
+            LEAST: least_of_pairs(queries, keys, dims, normalize),
+            **{name: norm_ratio(z, dims) for name, z in (("of queries", queries), ("of keys", keys)) if normalize},
         },
         judge=lambda seen: {"spread": max(seen.get("of queries", 1.0), seen.get("of keys", 1.0))},
         must_match=("settings",),
@@ -129,11 +129,11 @@ def matryoshka_loss(
     pairs = pairs_of_rows(rows.rows(agreed.rank), None if ids is None else agreed.ids("ids"), "excluded")
     # Widened once: the gradients by features and by norms meet before they are rounded.
     x, y = (agreed.inputs[name].to(agreed.dtype) for name in ("queries", "keys"))
-    inverse = [factors(z, dims, agreed.dtype, normalise) for z in (x, y)]
-    bound = UNIT if normalise else agreed.norms["queries"] * agreed.norms["keys"]
+    inverse = [factors(z, dims, agreed.dtype, normalize) for z in (x, y)]
+    bound = UNIT if normalize else agreed.norms["queries"] * agreed.norms["keys"]
     found = parts_at_once(agreed, x, y, inverse, pairs, dims, symmetric, bound)
     if found is None:
-        found = _part_by_part(agreed, x, y, normalise, pairs, dims, symmetric, bound)
+        found = _part_by_part(agreed, x, y, normalize, pairs, dims, symmetric, bound)
     of_rows, targets, of_cols = found
     losses = softplus(of_rows - targets)
     if symmetric:
@@ -162,16 +162,16 @@ def check_dims(dims: Sequence[int], dim_weights: Sequence[float] | None, width: 
         raise ValueError("dim_weights must not all be 0: no loss would be left")
 
 
-def _check_flags(symmetric: object, normalise: object) -> None:
+def _check_flags(symmetric: object, normalize: object) -> None:
     check_flag("symmetric", symmetric)
-    check_flag("normalise", normalise)
+    check_flag("normalize", normalize)
 
 
 def _part_by_part(
     agreed: Agreement,
     x: Tensor,
     y: Tensor,
-    normalise: bool,
+    normalize: bool,
     pairs: Pairs,
     dims: Sequence[int],
     symmetric: bool,
@@ -180,7 +180,7 @@ def _part_by_part(
     """The same, with a sweep for each part."""
     found = []
     for m in dims:
-        features = [normalize(z[:, :m]) if normalise else z[:, :m] for z in (x, y)]
+        features = [normalize_rows(z[:, :m]) if normalize else z[:, :m] for z in (x, y)]
         rows, cols = softmax_numbers(
             agreed,
             (agreed.scalars["logit_scale"], agreed.inputs["logit_scale"]),
@@ -205,7 +205,7 @@ class MatryoshkaLoss(LossModule):
     """A contrastive loss of several leading parts of the features, over the global batch.
 
     Args:
-        dims, dim_weights, symmetric, normalise, reduction, group, sync, exchange, memory, kernel: as in
+        dims, dim_weights, symmetric, normalize, reduction, group, sync, exchange, memory, kernel: as in
             :func:`wholebatch.functional.matryoshka_loss`.
     """
 
@@ -215,7 +215,7 @@ class MatryoshkaLoss(LossModule):
         dims: Sequence[int],
         dim_weights: Sequence[float] | None = None,
         symmetric: bool = True,
-        normalise: bool = True,
+        normalize: bool = True,
         reduction: Reduction = "mean",
         group: Group = None,
         sync: Sync = "mean",
@@ -224,12 +224,12 @@ class MatryoshkaLoss(LossModule):
         kernel: Kernel = "auto",
     ) -> None:
         check_dims(dims, dim_weights, None)
-        _check_flags(symmetric, normalise)
+        _check_flags(symmetric, normalize)
         super().__init__(
             dims=tuple(dims),
             dim_weights=dim_weights and tuple(dim_weights),
             symmetric=symmetric,
-            normalise=normalise,
+            normalize=normalize,
             reduction=reduction,
             group=group,
             sync=sync,

@@ -57,7 +57,7 @@ def moco_loss(
     L_i = log(exp T_i + sum_j exp(logit_scale q_i . n_j)) - T_i,    T_i = logit_scale q_i . k_i.
 
     Args:
-        queries: Q_r, (b_r, d), this rank's rows as they are: the caller normalises. b_r may differ between ranks and
+        queries: Q_r, (b_r, d), this rank's rows as they are: the caller normalizes. b_r may differ between ranks and
             may be 0. float64, float32, bfloat16 or float16.
         keys: K_r, (b_r, d), of the momentum encoder; row i is the positive of query i. Other queries do not see it.
         queue: (n, d), the past keys, all of them on every rank: `KeyQueue.keys`.

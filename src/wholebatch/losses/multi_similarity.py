@@ -20,7 +20,7 @@ from ..sweep import Memory
 from ..sync import Sync
 from ._cross_entropy import softplus
 from ._door import LossModule, Options, Reduction, eager
-from ._labelled import agree_labelled
+from ._labeled import agree_labeled
 from ._softmax import wanted
 
 
@@ -48,7 +48,7 @@ def multi_similarity_loss(
     with the cosines c of all ranks' rows; P(i): the others with i's label, N(i): those with another.
 
     Args:
-        features: Z_r, (b_r, d), this rank's rows, or (b_r, v, d) for v views of each example; they are normalised
+        features: Z_r, (b_r, d), this rank's rows, or (b_r, v, d) for v views of each example; they are normalized
             inside. b_r may differ between ranks and may be 0. float64, float32, bfloat16 or float16.
         labels: (b_r,) integers, the examples' classes.
         alpha: of positives, > 0.
@@ -87,7 +87,7 @@ def multi_similarity_loss(
     >>> wb.functional.multi_similarity_loss(torch.eye(3), torch.tensor([0, 0, 1]))
     tensor(0.4378)
     """
-    data = agree_labelled(
+    data = agree_labeled(
         "multi_similarity_loss",
         Options(group, sync, exchange, memory, reduction),
         features,

@@ -46,7 +46,7 @@ def nt_xent_loss(
     S = Z Z^T / temperature,    L = CE(S without its diagonal, other view),    Z = normalize([Z0; Z1]), all ranks' rows.
 
     Args:
-        z0: (b_r, d), this rank's rows of the first view; they are normalised inside. b_r may differ between ranks and
+        z0: (b_r, d), this rank's rows of the first view; they are normalized inside. b_r may differ between ranks and
             may be 0. float64, float32, bfloat16 or float16 (the last two are widened to float32).
         z1: (b_r, d), the second view; row i is another view of row i of z0.
         temperature: divides the cosines; a positive number or a tensor of shape () or [1], which may be learned; the
@@ -113,7 +113,7 @@ class NTXentLoss(LossModule):
 
     Args:
         temperature: a number, or an `nn.Parameter` to be learned: then wrap the module like the model, so that the
-            engine synchronises its gradient.
+            engine synchronizes its gradient.
         group, sync, exchange, memory, kernel, reduction, return_statistics: as in
             :func:`wholebatch.functional.nt_xent_loss`.
     """

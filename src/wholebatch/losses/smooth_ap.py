@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._autograd import once_differentiable
 from .._checks import check_number, check_temperature
-from .._normalize import normalize
-from .._once import once_differentiable
+from .._normalize import normalize_rows
 from .._precision import wide_dtype
 from ..comm import Group
 from ..exchange import Exchange, ExchangeName
 from ..sweep import Block, Budget, Driver, Memory, Pairs, RankingSweep
 from ..sync import Sync
 from ._door import LossModule, Options, Reduction, eager
-from ._labelled import agree_labelled
+from ._labeled import agree_labeled
 from ._towers import no_autocast
 
 
@@ -49,7 +49,7 @@ def smooth_ap_loss(
     L is the mean over the rows that have a positive; where no row has, L is 0.
 
     Args:
-        features: Z_r, (b_r, d), this rank's rows, or (b_r, v, d) for v views of each example; they are normalised
+        features: Z_r, (b_r, d), this rank's rows, or (b_r, v, d) for v views of each example; they are normalized
             inside. b_r may differ between ranks and may be 0. float64, float32, bfloat16 or float16.
         labels: (b_r,) integers, the examples' classes; they need not be equally frequent.
         temperature: of the sigmoids; a positive number. Small ones are sharp: the gradient then comes from few pairs.
@@ -85,7 +85,7 @@ def smooth_ap_loss(
     >>> wb.functional.smooth_ap_loss(z, torch.tensor([0, 1, 0]), temperature=0.1)
     tensor(0.4808)
     """
-    data = agree_labelled(
+    data = agree_labeled(
         "smooth_ap_loss",
         Options(group, sync, exchange, memory, reduction),
         features,
@@ -96,7 +96,7 @@ def smooth_ap_loss(
     )
     agreed = data.agreed
     how, budget = agreed.exchange(data.rows, data.rows, keep=False)
-    z = normalize(agreed.inputs["features"])
+    z = normalize_rows(agreed.inputs["features"])
     count = data.positives
     most = int(count.max()) if len(count) else 0
     plan = _Plan(how, data.pairs, most, float(temperature), budget)
@@ -127,12 +127,12 @@ class _Ranks(torch.autograd.Function):
     @no_autocast
     @eager
     def forward(ctx: Any, plan: _Plan, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        held = plan.exchange.bring(y)
+        held = plan.exchange.fetch(y)
         of_positives = x.new_zeros(len(x), plan.most)
         sums = x.new_zeros(4, len(x), plan.most, dtype=wide_dtype(x.device))
         first, second = plan.sweep(x), plan.sweep(x)
-        plan.exchange.collect(held, lambda block, *_: first.similarities(block, of_positives))
-        plan.exchange.collect(held, lambda block, *_: second.sums(block, of_positives, sums))
+        plan.exchange.accumulate(held, lambda block, *_: first.similarities(block, of_positives))
+        plan.exchange.accumulate(held, lambda block, *_: second.sums(block, of_positives, sums))
         ctx.plan = plan
         ctx.save_for_backward(x, y, held, of_positives, sums)
         return sums[0].clone(), sums[1].clone()
@@ -144,14 +144,14 @@ class _Ranks(torch.autograd.Function):
         plan: _Plan = ctx.plan
         x, _, held, of_positives, sums = ctx.saved_tensors
         all_, positive = of_all / plan.temperature, of_positive / plan.temperature
-        own = -(all_ * sums[2] + positive * sums[3])
-        all_, positive, own = (z.to(x.dtype) for z in (all_, positive, own))
+        local = -(all_ * sums[2] + positive * sums[3])
+        all_, positive, local = (z.to(x.dtype) for z in (all_, positive, local))
         u, sweep = torch.zeros_like(x), plan.sweep(x)
 
-        def visit(block: Block, _carried: Tensor | None, into: Tensor | None, _own: Tensor | None) -> None:
-            sweep.gradients(block, of_positives, all_, positive, own, u, into)
+        def visit(block: Block, _carried: Tensor | None, into: Tensor | None, _local: Tensor | None) -> None:
+            sweep.gradients(block, of_positives, all_, positive, local, u, into)
 
-        v = plan.exchange.collect(held, visit, initial=x.new_zeros(1, x.shape[1]), home=True)
+        v = plan.exchange.accumulate(held, visit, initial=x.new_zeros(1, x.shape[1]), to_owner=True)
         assert v is not None
         return None, u, v
 

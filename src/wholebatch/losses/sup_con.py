@@ -21,7 +21,7 @@ from ..sweep import Memory
 from ..sync import Sync
 from ._cross_entropy import many_positives
 from ._door import LossModule, Options, Reduction, eager
-from ._labelled import agree_labelled
+from ._labeled import agree_labeled
 from ._softmax import wanted
 from .statistics import batch_statistics
 
@@ -49,7 +49,7 @@ def sup_con_loss(
     row has one, L is 0.
 
     Args:
-        features: Z_r, (b_r, d), this rank's rows, or (b_r, v, d) for v views of each example; they are normalised
+        features: Z_r, (b_r, d), this rank's rows, or (b_r, v, d) for v views of each example; they are normalized
             inside. b_r may differ between ranks and may be 0. float64, float32, bfloat16 or float16.
         labels: (b_r,) integers, the examples' classes.
         temperature: divides the cosines; a positive number or a tensor of shape () or [1], which may be learned; the
@@ -88,7 +88,7 @@ def sup_con_loss(
     >>> wb.functional.sup_con_loss(torch.eye(3), torch.tensor([0, 0, 1]), temperature=0.5)
     tensor(0.6931)
     """
-    data = agree_labelled(
+    data = agree_labeled(
         "sup_con_loss",
         Options(group, sync, exchange, memory, reduction, kernel),
         features,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_choice, check_flag, check_weight
-from .._normalize import normalize
+from .._normalize import normalize_rows
 from .._precision import wide_dtype
 from ..comm import Group
 from ..exchange import ExchangeName
@@ -26,7 +26,7 @@ from ..sync import Sync
 from ._cross_entropy import softplus
 from ._door import LossModule, Options, Reduction, eager
 from ._fetch import fetch_rows
-from ._labelled import Labelled, agree_labelled
+from ._labeled import Labeled, agree_labeled
 from ._towers import no_autocast
 
 DISTANCES = ("euclidean", "squared", "cosine")
@@ -42,7 +42,7 @@ def triplet_loss(
     margin: float = 0.2,
     smooth: bool = False,
     distance: str = "euclidean",
-    normalise: bool = True,
+    normalize: bool = True,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
     group: Group = None,
@@ -65,7 +65,7 @@ def triplet_loss(
         margin: of the hinge.
         smooth: log(1 + exp(x)) in the place of the hinge max(0, x); the paper's soft margin with `margin=0`.
         distance: D: "euclidean", "squared" (Euclidean), or "cosine", 1 - cos.
-        normalise: divide the rows by their norms first; "cosine" does so anyway.
+        normalize: divide the rows by their norms first; "cosine" does so anyway.
         weights: (b_r,), of the examples, or (b_r, v), >= 0; the mean is sum w_i L_i / sum w_i.
         reduction: "mean", "sum", or "none": L_i of this rank\'s rows, (b_r,) or
             (b_r, v), 0 where there is no positive or no negative; see :func:`wholebatch.functional.clip_loss`.
@@ -83,7 +83,7 @@ def triplet_loss(
     ranks that differ all raise ValueError.
 
     Work: 1 unit of b_r B d multiply-adds per rank; another in float64 where features of lower precision have a hardest
-    row within 3% of their norm (of their distance from the mean, if they are not normalised), or a row has a norm
+    row within 3% of their norm (of their distance from the mean, if they are not normalized), or a row has a norm
     below 1e-12 and is not zero; and one of differences where it is within 3e-6 of their norm. Memory beyond inputs and
     gradients: two tiles, O(b_r d), and on several ranks what the exchange takes for Z. Collectives: forward 1
     handshake, all-gathers of labels and of W numbers, what the exchange needs for Z, 2 all-to-alls, 2 all-reduces of a
@@ -99,20 +99,20 @@ def triplet_loss(
     >>> wb.functional.triplet_loss(torch.eye(3), torch.tensor([0, 0, 1]))
     tensor(0.2000)
     """
-    data = agree_labelled(
+    data = agree_labeled(
         "triplet_loss",
         Options(group, sync, exchange, memory, reduction),
         features,
         labels,
         weights,
-        check=lambda: _checked(margin, smooth, distance, normalise),
+        check=lambda: _checked(margin, smooth, distance, normalize),
         must_match=("settings",),
     )
     agreed = data.agreed
-    normalised = normalise or distance == "cosine"
+    normalized = normalize or distance == "cosine"
     features = agreed.inputs["features"].to(agreed.dtype)
-    z = normalize(features) if normalised else features
-    positives, negatives = _hardest(data, features.detach(), normalised, by_cosine=distance == "cosine")
+    z = normalize_rows(features) if normalized else features
+    positives, negatives = _hardest(data, features.detach(), normalized, by_cosine=distance == "cosine")
     complete = (positives >= 0) & (negatives >= 0)
     anchors = z[complete]
     rows = fetch_rows(agreed.comm, z, data.rows, torch.cat([positives[complete], negatives[complete]]))
@@ -126,20 +126,20 @@ def triplet_loss(
 @torch.no_grad()
 @no_autocast
 def _hardest(
-    data: Labelled, features: Tensor, normalised: bool, *, by_cosine: bool, by_differences: bool = False
+    data: Labeled, features: Tensor, normalized: bool, *, by_cosine: bool, by_differences: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Global indices of each row's farthest positive and nearest negative, -1 where there is none.
 
     Args:
         data: the labels.
         features: this rank's rows, (b, d), as they are.
-        normalised: compare normalized rows; of others the mean is subtracted first, which no distance sees, and which
+        normalized: compare normalized rows; of others the mean is subtracted first, which no distance sees, and which
             would drown their differences.
         by_cosine: compare them by x . y and not by their distances.
         by_differences: make distances of differences, which is slow, and exact for rows as near as they may be.
     """
-    if normalised or by_differences:
-        z = normalize(features) if normalised else features
+    if normalized or by_differences:
+        z = normalize_rows(features) if normalized else features
     else:
         z = features - data.agreed.comm.all_reduce(features.sum(0), check=False) / data.rows.total
     x = y = z
@@ -150,10 +150,10 @@ def _hardest(
     driver = (_Differences if by_differences else Driver)(x, 1.0, side=budget.side, largest=exchange.largest_block)
     sweep = HardestSweep(driver, data.pairs)
 
-    def visit(block: Block, _carried: Tensor | None, _into: Tensor | None, _own: Tensor | None) -> None:
+    def visit(block: Block, _carried: Tensor | None, _into: Tensor | None, _local: Tensor | None) -> None:
         sweep.block(block)
 
-    exchange.collect(exchange.bring(y), visit)
+    exchange.accumulate(exchange.fetch(y), visit)
     if not by_differences and not (by_cosine and z.dtype == torch.float64):
         norms, near = z.square().sum(1), _NEAR[z.dtype]
         unclear = torch.zeros_like(norms)
@@ -161,12 +161,12 @@ def _hardest(
             away = 2 - 2 * key if by_cosine else norms - 2 * key
             unclear += (found >= 0) & (away < near * norms)
             if (
-                normalised and z.dtype != torch.float64
+                normalized and z.dtype != torch.float64
             ):  # a row that is far shorter than the others is about as far from all of them
                 unclear += (found >= 0) & (norms > 0) & (norms < _SHORT)
         if data.agreed.comm.all_reduce(unclear.sum(), check=False).item():
             exact = z.dtype == torch.float64
-            return _hardest(data, features.double(), normalised, by_cosine=by_cosine, by_differences=exact)
+            return _hardest(data, features.double(), normalized, by_cosine=by_cosine, by_differences=exact)
     return sweep.positives, sweep.negatives
 
 
@@ -185,19 +185,19 @@ def _distance(x: Tensor, y: Tensor, distance: str) -> Tensor:
     return (x - y).square().sum(1) if distance == "squared" else torch.linalg.vector_norm(x - y, dim=1)
 
 
-def _checked(margin: float, smooth: bool, distance: str, normalise: bool) -> dict[str, object]:
+def _checked(margin: float, smooth: bool, distance: str, normalize: bool) -> dict[str, object]:
     check_choice("distance", distance, DISTANCES)
     check_weight("margin", margin, "it is the distance by which negatives are to be farther than positives")
     check_flag("smooth", smooth)
-    check_flag("normalise", normalise)
-    return {"settings": {"margin": margin, "smooth": smooth, "distance": distance, "normalise": normalise}}
+    check_flag("normalize", normalize)
+    return {"settings": {"margin": margin, "smooth": smooth, "distance": distance, "normalize": normalize}}
 
 
 class TripletLoss(LossModule):
     """Batch-hard triplet loss over the global batch.
 
     Args:
-        margin, smooth, distance, normalise, reduction, group, sync, exchange, memory: as in
+        margin, smooth, distance, normalize, reduction, group, sync, exchange, memory: as in
             :func:`wholebatch.functional.triplet_loss`.
     """
 
@@ -207,7 +207,7 @@ class TripletLoss(LossModule):
         margin: float = 0.2,
         smooth: bool = False,
         distance: str = "euclidean",
-        normalise: bool = True,
+        normalize: bool = True,
         reduction: Reduction = "mean",
         group: Group = None,
         sync: Sync = "mean",
@@ -218,14 +218,14 @@ class TripletLoss(LossModule):
             margin=margin,
             smooth=smooth,
             distance=distance,
-            normalise=normalise,
+            normalize=normalize,
             reduction=reduction,
             group=group,
             sync=sync,
             exchange=exchange,
             memory=memory,
         )
-        _checked(margin, smooth, distance, normalise)
+        _checked(margin, smooth, distance, normalize)
 
     @eager
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:

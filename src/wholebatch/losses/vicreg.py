@@ -16,7 +16,7 @@ from .._checks import check_positive_number, check_weight
 from ..comm import Group
 from ..sync import Sync, shared_sum
 from ._door import LossModule, Options, agree, eager
-from ._moments import centred, cross_product, of_all_ranks
+from ._moments import centered, cross_product, of_all_ranks
 
 
 @eager
@@ -86,7 +86,7 @@ def vicreg_loss(
     width = agreed.width
     loss = invariance * shared_sum(comm, difference) / (count * width)
     for name in ("z0", "z1"):
-        x = centred(agreed, name)
+        x = centered(agreed, name)
         cov = cross_product(comm, x, x) / (count - 1)
         deviations = (cov.diagonal() + epsilon).sqrt()
         loss = loss + variance / 2 * torch.relu(1 - deviations).mean()

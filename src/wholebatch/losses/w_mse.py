@@ -3,7 +3,7 @@
     w = (z - mean) F^-T,    F F^T = (1 - epsilon) Cov + epsilon 1          of each view, over the rows of all ranks
     L = 1/B sum_i |w0_i / |w0_i| - w1_i / |w1_i||^2
 
-The means and the d x d covariances are sums over all ranks; every rank factorises them alike and whitens its own rows.
+The means and the d x d covariances are sums over all ranks; every rank factorizes them alike and whitens its own rows.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from .._checks import check_number
-from .._normalize import normalize
+from .._normalize import normalize_rows
 from ..comm import Group
 from ..sync import Sync, total
 from ._door import LossModule, Options, agree, eager
-from ._moments import centred, cross_product
+from ._moments import centered, cross_product
 
 
 @eager
@@ -28,7 +28,7 @@ def w_mse_loss(
     group: Group = None,
     sync: Sync = "mean",
 ) -> Tensor:
-    r"""Mean squared distance of two views' whitened, normalised rows, over the rows of all ranks.
+    r"""Mean squared distance of two views' whitened, normalized rows, over the rows of all ranks.
 
     L = mean_i |n(w0_i) - n(w1_i)|^2,    n(w) = w / |w|,
     W = (Z - mean) F^-T,    F F^T = (1 - epsilon) Cov + epsilon 1.
@@ -85,7 +85,7 @@ def w_mse_loss(
         )
     whitened = []
     for name in ("z0", "z1"):
-        x = centred(agreed, name)
+        x = centered(agreed, name)
         cov = (1 - epsilon) * cross_product(comm, x, x) / (count - 1)
         factor, failed = torch.linalg.cholesky_ex(
             cov + epsilon * torch.eye(agreed.width, dtype=x.dtype, device=x.device)
@@ -96,7 +96,7 @@ def w_mse_loss(
                 "features is constant, or made of the others; leave it out, or take an epsilon above 0"
             )
         rows = torch.linalg.solve_triangular(factor, x.T, upper=False).T
-        whitened.append(normalize(rows))
+        whitened.append(normalize_rows(rows))
     distance = (whitened[0] - whitened[1]).square().sum()
     return agreed.result(total(comm, distance) / count)
 

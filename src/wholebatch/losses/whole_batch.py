@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from .._autograd import once_differentiable
 from .._checks import (
     check_callable,
     check_choice,
@@ -31,7 +32,6 @@ from .._checks import (
     on_host,
 )
 from .._graph import checked_loss, finite_value
-from .._once import once_differentiable
 from ..comm import Communicator, Group, handshake, nodes, select_communicator
 from ..comm.call import Call
 from ..comm.handshake import GRAD_ENABLED
@@ -55,7 +55,7 @@ class WholeBatch(nn.Module):
         loss_fn: a single-process loss: full-batch tensors in, a scalar out. A module's parameters become parameters
             of this one. It has to give the same value on every rank: no dropout, or the same seed everywhere.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
-        sync: what the engine does with gradients afterwards: "mean", "sum" or None.
+        sync: what the engine does with gradients afterward: "mean", "sum" or None.
         strategy: "gather", "replicate" or "root": see the comparison below. The gradients are the same.
         root: the rank that computes, under "root"; it may hold no rows of its own.
 
@@ -179,8 +179,8 @@ class WholeBatch(nn.Module):
         if self.strategy == "root":
             loss = loss_at_root(comm, self.root, self.sync, compute, inputs, partitions, passed, owned, buffers)
             return together(loss, comm, "WholeBatch", call)
-        spread = _gather if self.strategy == "gather" else _replicate
-        full = [spread(comm, x, partition) for x, partition in zip(inputs, partitions, strict=True)]
+        distribute = _gather if self.strategy == "gather" else _replicate
+        full = [distribute(comm, x, partition) for x, partition in zip(inputs, partitions, strict=True)]
         loss = _same_on_all_ranks(comm, lambda: compute(full))
         loss = scale_gradient(loss, replicated_loss_factor(self.sync, comm.size))
         communicates = self.strategy == "gather" and any(x.requires_grad for x in inputs)
@@ -218,11 +218,11 @@ def _gather_without_gradient(comm: Communicator, x: Tensor, partition: Partition
 
 def _replicate(comm: Communicator, x: Tensor, partition: Partition) -> Tensor:
     """All rows without gradient, and this rank's own with W times theirs."""
-    own = partition.rows(comm.rank)
+    local = partition.rows(comm.rank)
     full = _gather_without_gradient(comm, x, partition)
     if not x.requires_grad:
         return full
-    return torch.cat([full[: own.start], _OwnRows.apply(x, comm.size), full[own.stop :]])
+    return torch.cat([full[: local.start], _OwnRows.apply(x, comm.size), full[local.stop :]])
 
 
 class _OwnRows(Function):

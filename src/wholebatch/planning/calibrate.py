@@ -16,7 +16,7 @@ from statistics import median
 import torch
 
 from .._checks import check_choice, check_floating_dtype, check_instance, check_sequence
-from .._meter import seconds_of
+from .._measure import seconds_of
 from .._precision import accumulation_dtype
 from ..comm import Communicator, LocalCommunicator
 from ..sweep import Memory
@@ -157,10 +157,10 @@ def _of_network(
         return None, 0.0
     seconds = []
     for numbers in (_SMALL, _LARGE):
-        own = torch.ones(numbers, device=device)
+        local = torch.ones(numbers, device=device)
 
-        def there_and_back(own: torch.Tensor = own) -> None:
-            comm.reduce_scatter(comm.all_gather(own, check=False), check=False)
+        def there_and_back(local: torch.Tensor = local) -> None:
+            comm.reduce_scatter(comm.all_gather(local, check=False), check=False)
 
         seconds.append(took(there_and_back) / 2)
     sent = 4 * (comm.size - 1)

@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 
-from .._meter import map_each_tensor, rise_of_peak, seconds_of, threads_of_a_rank
+from .._measure import map_each_tensor, rise_of_peak, seconds_of, threads_of_a_rank
 from ..comm import Communicator, select_communicator
 from ..sweep import Memory
 from ..testing import run_processes

@@ -50,7 +50,7 @@ class PlanConfig:
     memory_limit: str | None = None
     """Bytes that a rank may take; by default nine tenths of a card's memory, or this machine's free memory, divided."""
     model_bytes: str = "0"
-    """Bytes of parameters, optimiser and all else that a rank holds throughout."""
+    """Bytes of parameters, optimizer and all else that a rank holds throughout."""
     gradient_bytes: str = "0"
     """Bytes of the parameters' gradients, which appear in the backward pass."""
     encoder_bytes: tuple[str, ...] = ()

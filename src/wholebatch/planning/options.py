@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .._meter import free_memory
+from .._measure import free_memory
 from .._user_error import UserError
 from ..sweep.memory import Memory
 from .given import given
@@ -146,7 +146,7 @@ def plan(
         device: "cpu", "cuda" (the GPU here), or a card: "t4", "v100", "l4", "rtx4090", "a100", "h100", "h200", "b200".
         memory_limit: bytes that a rank may take; None: nine tenths of a named card's memory, what is free on the GPU
             here, or what is free here, divided among the ranks.
-        model_bytes: of parameters, optimiser and all else that a rank holds throughout.
+        model_bytes: of parameters, optimizer and all else that a rank holds throughout.
         gradient_bytes: of the parameters' gradients, which appear in the backward pass (`zero_grad`'s default).
         encoder_bytes: of the activations that an encoder keeps of one row for its backward pass; one number for all
             encoders, or one for each. With it, gradient caching is planned as well.

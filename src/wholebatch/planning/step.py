@@ -34,7 +34,7 @@ class Step:
 
     Args:
         shapes: of the loss.
-        model: bytes of parameters, optimiser and what else is there throughout.
+        model: bytes of parameters, optimizer and what else is there throughout.
         gradients: bytes of the parameters' gradients, which appear in the backward pass.
         activations: bytes that each encoder keeps of a row for its backward pass; empty: not known.
         forward: flops of encoding an example, all towers.
@@ -148,7 +148,7 @@ def _peak(step: Step, setting: Setting) -> int:
 
 def peak_with(step: Step, setting: Setting, work: Work) -> int:
     """Bytes at the peak of a step whose loss takes this work."""
-    there = step.model + work.centres + work.features
+    there = step.model + work.centers + work.features
     if setting.chunk is None:
         return there + max(step.shapes.rows * sum(step.activations) + work.loss, step.gradients)
     rows = min(setting.chunk, step.shapes.rows)

@@ -14,7 +14,7 @@ s bytes as features and of a bytes in sums (4; 8 for float64), one unit being b 
 
 Gather: Y, its gradient, the buffer of the reduce-scatter; the gradients of X and of own rows of Y. Ring: X's gradient,
 two blocks of Y, two of its gradient, one that arrives. Alone: both gradients, or of a symmetric S the rows of unit
-length and their gradient. PartialFC, of k classes on each rank: the gradient of their centres, which of a sample takes
+length and their gradient. PartialFC, of k classes on each rank: the gradient of their centers, which of a sample takes
 the place of the last step's; of all ranks' embeddings they, of unit length and their gradient, then what becomes of it
 when the tiles are gone. The tiles are two of side x side, and for half precision the rows that are widened; in half
 precision, a gradient is beside the one in float32 that it is rounded from.
@@ -92,7 +92,7 @@ class Shapes:
         return ceil(self.batch / self.ranks)
 
     @property
-    def centres(self) -> int:
+    def centers(self) -> int:
         """Of classes, on the rank that has most."""
         return ceil(self.classes / self.ranks)
 
@@ -100,11 +100,11 @@ class Shapes:
     def sampled(self) -> int:
         """Classes of a step on a rank: labels, and of the others each with one probability; rarely more than this."""
         if self.sample_rate == 1:
-            return self.centres
+            return self.centers
         with_label = self.classes * (1 - (1 - 1 / self.classes) ** self.batch)
         others = self.classes - with_label
         spread = (others * self.sample_rate * (1 - self.sample_rate) / self.ranks) ** 0.5
-        return min(self.centres, ceil((with_label + self.sample_rate * others) / self.ranks + 3 * spread))
+        return min(self.centers, ceil((with_label + self.sample_rate * others) / self.ranks + 3 * spread))
 
     @property
     def symmetric(self) -> bool:
@@ -166,7 +166,7 @@ class Work:
         kept: of them, from the forward pass for the backward pass.
         kept_size: bytes of each that is kept.
         features: bytes of X and Y, or of embeddings; their gradients take as many.
-        centres: bytes of PartialFC's centres and of their gradient.
+        centers: bytes of PartialFC's centers and of their gradient.
         loss: bytes at the peak of the loss, beside these; gradients of features come out of it.
         wire: bytes that it sends.
         messages: collectives, or messages to other ranks, one after the other.
@@ -178,7 +178,7 @@ class Work:
     kept: int
     kept_size: int
     features: int
-    centres: int
+    centers: int
     loss: int
     wire: float
     messages: int
@@ -206,7 +206,7 @@ def work_of(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> Work:
         kept=kept,
         kept_size=budget.kept_dtype.itemsize,
         features=shapes.towers * shapes.rows * shapes.dim * shapes.dtype.itemsize,
-        centres=_of_centres(shapes),
+        centers=_of_centers(shapes),
         loss=_of_classes(shapes, held) if shapes.loss == "partial_fc" else _at_the_peak(shapes, exchange, held),
         wire=wire,
         messages=messages,
@@ -221,10 +221,10 @@ def _mirrored(shapes: Shapes) -> int:
     return tiles * shapes.side**2 + rest**2
 
 
-def _of_centres(shapes: Shapes) -> int:
-    """Bytes of centres and of their gradient, which is a sample's, or of all."""
-    gradient = shapes.centres if shapes.sample_rate == 1 else shapes.sampled
-    return (shapes.centres + gradient) * shapes.dim * shapes.dtype.itemsize if shapes.classes else 0
+def _of_centers(shapes: Shapes) -> int:
+    """Bytes of centers and of their gradient, which is a sample's, or of all."""
+    gradient = shapes.centers if shapes.sample_rate == 1 else shapes.sampled
+    return (shapes.centers + gradient) * shapes.dim * shapes.dtype.itemsize if shapes.classes else 0
 
 
 def _of_tiles(shapes: Shapes, exchange: ExchangeUsed, budget: Budget) -> int:
@@ -256,13 +256,13 @@ def _at_the_peak(shapes: Shapes, exchange: ExchangeUsed, held: int) -> int:
 
 
 def _of_classes(shapes: Shapes, held: int) -> int:
-    """Bytes of PartialFC: in the sweep; when the centres' gradient is rounded; and behind it."""
+    """Bytes of PartialFC: in the sweep; when the centers' gradient is rounded; and behind it."""
     s, a, d = shapes.size, shapes.sums_size, shapes.dim
-    embeddings, centres = shapes.batch * d, shapes.sampled * d
-    drawn = 16 * shapes.centres if shapes.sample_rate < 1 else 0
-    in_sweep = held + centres * a + embeddings * (s + 2 * a)
-    rounding = centres * (a + s) + embeddings * a if s < a else 0
-    behind = centres * s + embeddings * (s + 5 * a)
+    embeddings, centers = shapes.batch * d, shapes.sampled * d
+    drawn = 16 * shapes.centers if shapes.sample_rate < 1 else 0
+    in_sweep = held + centers * a + embeddings * (s + 2 * a)
+    rounding = centers * (a + s) + embeddings * a if s < a else 0
+    behind = centers * s + embeddings * (s + 5 * a)
     if s < a:  # embeddings are widened once, and their gradient is rounded once
         behind += embeddings * (a + s)
     return drawn + max(in_sweep, rounding, behind)

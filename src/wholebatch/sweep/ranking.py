@@ -64,7 +64,7 @@ class RankingSweep:
         of_positives: Tensor,
         all_: Tensor,
         positive: Tensor,
-        own: Tensor,
+        local: Tensor,
         u: Tensor | None,
         v: Tensor | None,
     ) -> None:
@@ -75,7 +75,7 @@ class RankingSweep:
             of_positives: S_ip, (b, P).
             all_: a loss's derivatives by all_ip, over t, (b, P).
             positive: by positive_ip, over t.
-            own: by S_ip, as what others are compared with.
+            local: by S_ip, as what others are compared with.
             u: (b, d), None where not needed.
             v: (n, d), None where not needed.
         """
@@ -91,7 +91,7 @@ class RankingSweep:
                 if at is not None:
                     grad[at] += slopes[at] * positive[tile.rows, slot][at[0]]
             if at is not None:
-                grad[at] += own[tile.rows][at[0], slots]
+                grad[at] += local[tile.rows][at[0], slots]
             self.driver.products(grad, tile, x, y, block, u, v)
 
     def _positives(self, tile: Tile) -> tuple[Index | None, Tensor]:

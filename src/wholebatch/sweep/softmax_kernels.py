@@ -4,7 +4,7 @@
     backward    a kernel writes a tile of dS; two products add it to dX and dY
 
 Where exp(S) is kept, the first kernel writes it and the second reads it. Rows and columns that are to be divided by
-their norms are multiplied as they are, and the norms come in afterwards: S_ij = scale x_i . y_j / (|x_i| |y_j|), and
+their norms are multiplied as they are, and the norms come in afterward: S_ij = scale x_i . y_j / (|x_i| |y_j|), and
 with G_ij = dS_ij / (|x_i| |y_j|),
 
     U_i = |x_i| sum_j G_ij y_j,        V_j = |y_j| sum_i G_ij x_i

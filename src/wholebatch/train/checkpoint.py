@@ -1,4 +1,4 @@
-"""One file per checkpoint: weights, optimiser and random state as safetensors, replaced in one step.
+"""One file per checkpoint: weights, optimizer and random state as safetensors, replaced in one step.
 
 The new file is written beside the old one and renamed over it, so a run that is killed at any moment leaves a whole
 checkpoint. Its facts name the save, which a classifier's folder beside it names, too, and the digests of config.json

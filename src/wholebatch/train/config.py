@@ -35,10 +35,10 @@ class HeadConfig:
     """Size of the margin, in radians or of the cosine. None: that of its paper, but 0.1 for cosface."""
     sample_rate: float = 1.0
     """Of the classes that are not in the batch, the part that is drawn for each step."""
-    sub_centres: int = 1
+    sub_centers: int = 1
     """Of each class; the one nearest to an image counts."""
     learning_rate: float = 0.01
-    """Peak of the learning rate of the centres."""
+    """Peak of the learning rate of the centers."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; "auto": CUDA if there is a GPU for each rank of this machine, else the CPU."""
     steps: int = 300
-    """Optimiser steps in all; to identify 450, if not said."""
+    """Optimizer steps in all; to identify 450, if not said."""
     batch_size: int = 1024
     """Pairs in the global batch, over all ranks."""
     chunk_size: int = 0
@@ -80,7 +80,7 @@ class TrainConfig:
     image_size: int = 32
     """Height and width of the images, in pixels; a multiple of 8. Files are scaled to fit and padded."""
     image_channels: Literal[1, 3] = 1
-    """1: grey, 3: colour."""
+    """1: gray, 3: color."""
     validation_texts: int = 325
     """Texts kept for validation, which is made during training; to identify, texts of which one image is kept."""
     test_texts: int = 650
@@ -142,10 +142,10 @@ class TrainConfig:
         _require(head.margin in get_args(Margin), "head.margin", f"one of {', '.join(get_args(Margin))}", head.margin)
         _require(0 < head.scale <= 1e4, "head.scale", "in (0, 1e4]", head.scale)
         _require(0 <= head.sample_rate <= 1, "head.sample_rate", "in [0, 1]", head.sample_rate)
-        _require(head.sub_centres >= 1, "head.sub_centres", "at least 1", head.sub_centres)
+        _require(head.sub_centers >= 1, "head.sub_centers", "at least 1", head.sub_centers)
         _require(0 < head.learning_rate <= 1e30, "head.learning_rate", "in (0, 1e30]", head.learning_rate)
-        own = head.margin not in ("normface", "magface")
-        _require(head.m is None or own, "head.m", f"left out for --head.margin {head.margin}", head.m)
+        local = head.margin not in ("normface", "magface")
+        _require(head.m is None or local, "head.m", f"left out for --head.margin {head.margin}", head.m)
         smallest = 1.0 if head.margin == "sphereface" else 0.0
         _require(head.m is None or smallest <= head.m <= 10, "head.m", f"in [{smallest:g}, 10]", head.m)
 
@@ -204,7 +204,7 @@ def _typed(default: _Config, values: dict[str, Any]) -> _Config:
 _MOST = {
     "processes": 4096, "steps": 10**9, "batch_size": 2**31, "chunk_size": 2**31, "warmup_steps": 10**12,
     "image_size": 4096, "model.feature_size": 2**16, "model.image_width": 2**12, "model.text_width": 2**16,
-    "model.text_layers": 2**10, "model.text_buckets": 2**26, "model.max_words": 2**16, "head.sub_centres": 2**10,
+    "model.text_layers": 2**10, "model.text_buckets": 2**26, "model.max_words": 2**16, "head.sub_centers": 2**10,
 }  # fmt: skip
 
 # What a task begins with, where that is not what the fields above say.
@@ -232,8 +232,8 @@ def check_same_run(saved: TrainConfig, asked: TrainConfig) -> None:
 
 
 def _names(config: TrainConfig) -> list[str]:
-    own = [f.name for f in dataclasses.fields(config) if f.name not in _PARTS]
-    return own + [f"{part}.{f.name}" for part in _PARTS for f in dataclasses.fields(getattr(config, part))]
+    local = [f.name for f in dataclasses.fields(config) if f.name not in _PARTS]
+    return local + [f"{part}.{f.name}" for part in _PARTS for f in dataclasses.fields(getattr(config, part))]
 
 
 def _get(config: TrainConfig, name: str) -> Any:

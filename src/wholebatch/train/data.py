@@ -11,12 +11,12 @@ from .config import TrainConfig
 from .files import file_pairs
 from .glyphs import glyph_classes, glyph_pairs
 from .identify import Identify
-from .labelled import LabelledImages, classes_of_texts
+from .labeled import LabeledImages, classes_of_texts
 from .pairs import Pairs, Split, split_by_text
 from .retrieve import Retrieve
 from .task import Task
 
-Data = tuple[Pairs, Split] | LabelledImages
+Data = tuple[Pairs, Split] | LabeledImages
 
 
 def load_data(config: TrainConfig, size: int) -> Data:
@@ -28,7 +28,7 @@ def load_data(config: TrainConfig, size: int) -> Data:
     """
     glyphs = config.data == "glyphs"
     if glyphs and config.image_channels != 1:
-        raise UserError("--data glyphs are grey: --image-channels must be 1")
+        raise UserError("--data glyphs are gray: --image-channels must be 1")
     return _classes(config, glyphs, size) if config.task == "identify" else _pairs(config, glyphs)
 
 
@@ -36,7 +36,7 @@ def make_task(
     config: TrainConfig, data: Data, device: torch.device, *, rank: int, size: int, dense: bool = False
 ) -> Task:
     """What is to be trained, this rank's part of it; with `dense`, by a loss that computes all on this process."""
-    if isinstance(data, LabelledImages):
+    if isinstance(data, LabeledImages):
         return Identify(config, data, device, rank=rank, size=size, dense=dense)
     return Retrieve(config, *data, device, rank=rank, size=size, dense=dense)
 
@@ -53,7 +53,7 @@ def _pairs(config: TrainConfig, glyphs: bool) -> tuple[Pairs, Split]:
     return pairs, split
 
 
-def _classes(config: TrainConfig, glyphs: bool, size: int) -> LabelledImages:
+def _classes(config: TrainConfig, glyphs: bool, size: int) -> LabeledImages:
     how = {"validation": config.validation_texts, "seed": config.seed}
     data = glyph_classes(config.image_size, **how) if glyphs else classes_of_texts(_file(config), **how)
     if len(data.train) < config.batch_size:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .labelled import LabelledImages, with_split
+from .labeled import LabeledImages, with_split
 from .pairs import Pairs
 
 # The upright sans face first: it has the most characters, and the first image of a character is the one it is
@@ -31,7 +31,7 @@ def glyph_pairs(image_size: int, faces: Sequence[str] = FACES) -> Pairs:
     return Pairs.grouped_by_text(images, names)
 
 
-def glyph_classes(image_size: int, *, validation: int, seed: int) -> LabelledImages:
+def glyph_classes(image_size: int, *, validation: int, seed: int) -> LabeledImages:
     """Images of characters, each character a class; two faces are for the test."""
     images, names, faces = _draw(image_size, FACES)
     for_test = torch.tensor([face in TEST_FACES for face in faces])

@@ -25,7 +25,7 @@ from .augment import augmented
 from .checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from .config import HeadConfig, TrainConfig
 from .evaluation import as_float
-from .labelled import LabelledImages, images_of_step
+from .labeled import LabeledImages, images_of_step
 from .look_alikes import draw_look_alikes
 from .model import ImageEncoder
 from .task import Curve, Task, finite_loss, make_adamw, stopped
@@ -45,7 +45,7 @@ class Identify(Task):
     def __init__(
         self,
         config: TrainConfig,
-        data: LabelledImages,
+        data: LabeledImages,
         device: torch.device,
         *,
         rank: int,
@@ -204,8 +204,8 @@ class Identify(Task):
         return title, ["", ""], rows
 
     def weights(self) -> dict[str, Tensor]:
-        centres = self.head.full_weight()
-        return dict(self._encoder.state_dict()) | ({} if centres is None else {"centres": centres})
+        centers = self.head.full_weight()
+        return dict(self._encoder.state_dict()) | ({} if centers is None else {"centers": centers})
 
     def facts(self) -> dict[str, str]:
         return {"classes": json.dumps(self._data.names)}
@@ -222,7 +222,7 @@ def make_head(config: TrainConfig, classes: int, device: torch.device, group: An
         config.model.feature_size,
         classes,
         margin=make_margin(head),
-        sub_centres=head.sub_centres,
+        sub_centers=head.sub_centers,
         sample_rate=head.sample_rate,
         label_smoothing=config.label_smoothing,
         seed=config.seed,
@@ -232,7 +232,7 @@ def make_head(config: TrainConfig, classes: int, device: torch.device, group: An
 
 
 def has_twin(head: HeadConfig) -> bool:
-    """Whether the head's loss is a function of one batch, of all centres."""
+    """Whether the head's loss is a function of one batch, of all centers."""
     return head.sample_rate == 1.0 and head.margin in ("arcface", "cosface", "sphereface", "normface")
 
 

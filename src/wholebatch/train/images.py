@@ -70,7 +70,7 @@ def _eight_bits(image: Any) -> Any:
     if image.mode not in ("LA", "PA", "RGBA") and "transparency" not in image.info:
         return image
     page = Image.new("RGBA", image.size, (BACKGROUND,) * 3 + (255,))
-    # By way of RGBA: from a palette to grey Pillow takes what lies beneath, and warns.
+    # By way of RGBA: from a palette to gray Pillow takes what lies beneath, and warns.
     return Image.alpha_composite(page, image.convert("RGBA")).convert("RGB")
 
 
@@ -86,7 +86,7 @@ def _scaled(image: Any) -> Any:
         raise ValueError(
             f"one channel of {values.dtype.name} must hold {unit}, got {low} to {high}; write it with 8 or 16 bits"
         )
-    grey = np.rint(values.astype(np.float64) * (255 / largest)).astype(np.uint8)
+    gray = np.rint(values.astype(np.float64) * (255 / largest)).astype(np.uint8)
     if "transparency" in image.info:
-        grey[values == image.info["transparency"]] = BACKGROUND
-    return Image.fromarray(grey)
+        gray[values == image.info["transparency"]] = BACKGROUND
+    return Image.fromarray(gray)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._meter import threads_of_a_rank
+from .._measure import threads_of_a_rank
 from .._settings import environment_integer
 from .._user_error import UserError
 from .all_ranks import on_all_ranks

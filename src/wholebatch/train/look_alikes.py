@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .labelled import LabelledImages
+from .labeled import LabeledImages
 
 _IN_MATRIX, _IN_LIST = 24, 12
 
 
-def draw_look_alikes(data: LabelledImages, found: Tensor, logits: Tensor, path: Path) -> None:
+def draw_look_alikes(data: LabeledImages, found: Tensor, logits: Tensor, path: Path) -> None:
     """The classes that are confused most, as a matrix; beside it the surest mistakes about pictures that do differ.
 
     Args:
@@ -43,7 +43,7 @@ def draw_look_alikes(data: LabelledImages, found: Tensor, logits: Tensor, path: 
         figure.savefig(path, dpi=110)
 
 
-def _equal_pictures(data: LabelledImages, wrong: Tensor, found: Tensor) -> Tensor:
+def _equal_pictures(data: LabeledImages, wrong: Tensor, found: Tensor) -> Tensor:
     """Whether the class that an image was mistaken for has the very same one, in some face; (number of mistakes,)."""
     known: dict[int, set[bytes]] = defaultdict(set)
     asked = {*found[wrong].tolist()}
@@ -72,7 +72,7 @@ def confused_classes(labels: Tensor, found: Tensor, most: int) -> list[int]:
     return [label for group in sorted(groups, key=len, reverse=True) for label in group]
 
 
-def _draw_matrix(figure: Any, data: LabelledImages, labels: Tensor, found: Tensor) -> None:
+def _draw_matrix(figure: Any, data: LabeledImages, labels: Tensor, found: Tensor) -> None:
     classes = confused_classes(labels, found, _IN_MATRIX)
     place = {label: index for index, label in enumerate(classes)}
     counts = torch.zeros(len(classes), len(classes))
@@ -97,7 +97,7 @@ def _draw_matrix(figure: Any, data: LabelledImages, labels: Tensor, found: Tenso
         _thumbnail(axes.inset_axes((-size - 0.005, 1 - at - size / 2, size, size)), picture)
 
 
-def _draw_list(figure: Any, data: LabelledImages, labels: Tensor, found: Tensor, wrong: Tensor, logits: Tensor) -> None:
+def _draw_list(figure: Any, data: LabeledImages, labels: Tensor, found: Tensor, wrong: Tensor, logits: Tensor) -> None:
     """Each mistaken image, and one in training of the class that it was taken for."""
     by_pair: dict[tuple[int, int], int] = {}
     for i in wrong[logits[wrong].argsort(descending=True)].tolist():

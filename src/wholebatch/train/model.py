@@ -2,7 +2,7 @@
 
 Nothing in it looks at another example (no batch norm) or at random numbers (no dropout), so what a rank computes for
 a row does not depend on how the batch is split. No parameter is without effect (a bias straight before a
-normalisation): its gradient would be rounding noise, which Adam turns into steps of full size.
+normalization): its gradient would be rounding noise, which Adam turns into steps of full size.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The losses that `--loss` offers: each a way to compare images with texts, or both with themselves.
 
-Losses of two views take an image and its name for two views of one character; those of labelled examples take both for
+Losses of two views take an image and its name for two views of one character; those of labeled examples take both for
 examples of the class that is the name. What needs a scale learns it, unless the loss would gain by scaling alone.
 """
 

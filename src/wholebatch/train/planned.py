@@ -36,7 +36,7 @@ def plan_start(config: TrainConfig, data: Data, device: torch.device, *, size: i
         loss=config.loss if classes is None else None,  # type: ignore[arg-type]
         memory_limit=_ENOUGH,  # whether it fits is seen when it runs
         device="cpu" if device.type == "cpu" else _ANY_CARD,
-        classes=None if classes is None else classes * config.head.sub_centres,
+        classes=None if classes is None else classes * config.head.sub_centers,
         sample_rate=None if classes is None else config.head.sample_rate,
     )
     option = next(option for option in found.options if option.auto)

@@ -16,8 +16,8 @@ def ranks_of_partner(queries: Tensor, candidates: Tensor) -> Tensor:
     better = []
     for start in range(0, len(queries), 1024):
         similarity = queries[start : start + 1024] @ candidates.T
-        own = torch.arange(start, start + len(similarity), device=queries.device)
-        partner = similarity.gather(1, own[:, None])
+        local = torch.arange(start, start + len(similarity), device=queries.device)
+        partner = similarity.gather(1, local[:, None])
         better.append((similarity >= partner).sum(1) - 1)
     return torch.cat(better)
 

@@ -2,8 +2,8 @@
 
 config.json              the configuration, read back by --resume
 metrics.jsonl            one line per step
-checkpoint.safetensors   weights, optimiser and random state after the last checkpointed step
-model.safetensors        the final weights alone; of --task identify with the centres, and the classes' names beside
+checkpoint.safetensors   weights, optimizer and random state after the last checkpointed step
+model.safetensors        the final weights alone; of --task identify with the centers, and the classes' names beside
 head-STEP/               of --task identify: the classifier after as many steps, every rank's part of it
 lock                     which process writes here; locked as long as it does
 report.json              what the test set says, beside chance

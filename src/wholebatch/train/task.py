@@ -46,14 +46,14 @@ class Task(ABC):
 
     @abstractmethod
     def gradients(self) -> dict[str, Tensor]:
-        """By parameter, as the optimisers find them; what ranks have parts of, whole. All ranks."""
+        """By parameter, as the optimizers find them; what ranks have parts of, whole. All ranks."""
 
     @abstractmethod
     def grad_norm(self) -> float:
         """Euclidean norm of the whole gradient. All ranks."""
 
     def after_step(self) -> None:  # noqa: B027  # most have nothing to do
-        """The optimisers have made their step."""
+        """The optimizers have made their step."""
 
     def metrics(self) -> dict[str, Any]:
         """What a line of metrics.jsonl says beside loss, learning rate and norm."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 
-from ..._peers import version
+from ..._third_party import version
 from ..._user_error import UserError
 from ..problem import Problem
 

@@ -69,7 +69,7 @@ def two_views(loss: Callable[..., Tensor], *, engine: Engine = "ddp", **options:
     return Problem(OneTower(), batch, of_rank, engine=engine, **options)
 
 
-def labelled(loss: Callable[..., Tensor], *, engine: Engine = "ddp", classes: int = 3, **options: Any) -> Problem:
+def labeled(loss: Callable[..., Tensor], *, engine: Engine = "ddp", classes: int = 3, **options: Any) -> Problem:
     """Of a loss of features and labels."""
 
     def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..._peers import declare_torchvision_operators
+from ..._third_party import declare_torchvision_operators
 from ..problem import Problem
 from .encoders import two_views
 

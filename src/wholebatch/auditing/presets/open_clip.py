@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import wholebatch as wb
 
-from ..._peers import declare_torchvision_operators
+from ..._third_party import declare_torchvision_operators
 from ..problem import Problem
 
 declare_torchvision_operators()
@@ -46,7 +46,7 @@ class _Data:
 
 
 def _train_step(loss: nn.Module, steps: int, model: nn.Module, batch: Mapping[str, Tensor]) -> float:
-    """open_clip's `train_one_epoch` on one batch, with an optimiser that leaves the parameters alone."""
+    """open_clip's `train_one_epoch` on one batch, with an optimizer that leaves the parameters alone."""
     values: list[float] = []
 
     def remembered(*args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 import wholebatch as wb
 
 from ..problem import Problem
-from .encoders import IN, OUT, ROWS, OneTower, TwoTowers, labelled, two_towers, two_views
+from .encoders import IN, OUT, ROWS, OneTower, TwoTowers, labeled, two_towers, two_views
 
 _ANY: dict[str, Any] = {"uneven": True, "empty": True, "engine": "mean"}
 
@@ -32,7 +32,7 @@ def _views(make: Callable[[], Callable[..., Tensor]]) -> Problem:
 
 
 def _labels(make: Callable[[], Callable[..., Tensor]]) -> Problem:
-    return labelled(make(), **_ANY)
+    return labeled(make(), **_ANY)
 
 
 def _head() -> Problem:

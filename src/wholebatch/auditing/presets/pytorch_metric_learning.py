@@ -9,12 +9,12 @@ from pytorch_metric_learning import losses
 from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 
 from ..problem import Problem
-from .encoders import labelled
+from .encoders import labeled
 
 
 def _wrapped(loss: str, *, efficient: bool | None) -> Problem:
     made = getattr(losses, loss)()
-    return labelled(made if efficient is None else DistributedLossWrapper(made, efficient=efficient))
+    return labeled(made if efficient is None else DistributedLossWrapper(made, efficient=efficient))
 
 
 SETTINGS: dict[str, Callable[[], Problem]] = {

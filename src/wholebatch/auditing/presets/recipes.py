@@ -72,11 +72,11 @@ def global_by_global(gather: Gather, x: Tensor, y: Tensor, scale: Tensor) -> Ten
     return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
 
 
-def local_by_global(gather: Gather, x: Tensor, y: Tensor, scale: Tensor, *, own_gathered: bool = False) -> Tensor:
+def local_by_global(gather: Gather, x: Tensor, y: Tensor, scale: Tensor, *, local_gathered: bool = False) -> Tensor:
     """Every rank computes its rows' part: of what it has, or of its own rows among the gathered ones."""
     all_x, all_y = gather(x), gather(y)
     first = dist.get_rank() * len(x)
-    if own_gathered:
+    if local_gathered:
         x, y = (z.narrow(0, first, len(x)) for z in (all_x, all_y))
     labels = first + torch.arange(len(x))
     return (cross_entropy(scale * x @ all_y.T, labels) + cross_entropy(scale * y @ all_x.T, labels)) / 2
@@ -112,7 +112,7 @@ def _summed() -> Problem:
 
 
 def _averaged() -> Problem:
-    return two_towers(partial(local_by_global, averaged, own_gathered=True))
+    return two_towers(partial(local_by_global, averaged, local_gathered=True))
 
 
 def _wholebatch() -> Problem:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._peers import declare_torchvision_operators
+from ..._third_party import declare_torchvision_operators
 from ..problem import Problem
 from .encoders import IN, ROWS, mlp
 

@@ -22,14 +22,14 @@ def leaves(name, counts=(6,)):
     case = LOSSES[name]
     whole = whole_batch(case, counts)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    own = [z[at].clone().requires_grad_() for z, at in zip(whole, rows_of(case, counts, rank), strict=True)]
+    local = [z[at].clone().requires_grad_() for z, at in zip(whole, rows_of(case, counts, rank), strict=True)]
     expected = dense(case, whole, SCALE)
     scale, bias = (torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (SCALE, BIAS))
 
     def loss(*features, **options):
-        return case.call(wb.functional, *(features or own), scale, bias, **options)
+        return case.call(wb.functional, *(features or local), scale, bias, **options)
 
-    return loss, own, expected, scale
+    return loss, local, expected, scale
 
 
 @pytest.mark.parametrize("name", CORE)
@@ -54,17 +54,17 @@ def test_accumulation_and_graphs_used_twice(name):
 @pytest.mark.parametrize("name", CORE)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(name, reentrant):
-    loss, own, (_, dx, *_), scale = leaves(name)
-    checkpoint(lambda *z: loss(*(2 * zz / 2 for zz in z)), *own, use_reentrant=reentrant).backward()
-    assert_same(own[0].grad, dx, relative=GRADIENT)
+    loss, local, (_, dx, *_), scale = leaves(name)
+    checkpoint(lambda *z: loss(*(2 * zz / 2 for zz in z)), *local, use_reentrant=reentrant).backward()
+    assert_same(local[0].grad, dx, relative=GRADIENT)
     assert scale.grad is not None
 
 
 @pytest.mark.parametrize("name", CORE)
 def test_autocast_changes_nothing(name):
     def everything():
-        loss, own, _, _ = leaves(name)
-        halves = [z.detach().float().requires_grad_() for z in own]
+        loss, local, _, _ = leaves(name)
+        halves = [z.detach().float().requires_grad_() for z in local]
         value = loss(*halves)
         return value, *torch.autograd.grad(value, halves)
 
@@ -76,9 +76,9 @@ def test_autocast_changes_nothing(name):
 @pytest.mark.parametrize("name", CORE)
 def test_the_gradient_cannot_be_differentiated_again(name):
     """Not even where another term has a gradient, which would hide that this one's is missing."""
-    loss, own, _, scale = leaves(name)
-    for first in (own[0], own[1], scale):
-        for second in (own[0], own[1], scale):
+    loss, local, _, scale = leaves(name)
+    for first in (local[0], local[1], scale):
+        for second in (local[0], local[1], scale):
             (gradient,) = torch.autograd.grad(loss(), first, create_graph=True)
             with pytest.raises(RuntimeError, match="differentiated once"):
                 (gradient.sum() + second.sum()).backward()
@@ -107,7 +107,7 @@ def test_no_gradient_no_work():
 
 
 def compiled_steps_body():
-    """A whole training step, compiled: the loss leaves the graph, encoder and optimiser do not."""
+    """A whole training step, compiled: the loss leaves the graph, encoder and optimizer do not."""
     # dynamo itself looks at .grad of a tensor that is no leaf, in a frame that a graph break has cut (torch 2.13)
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")  # torch's own, in dynamo
@@ -119,17 +119,17 @@ def compiled_steps_body():
             torch.manual_seed(0)
             encoder = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6))
             scale = nn.Parameter(torch.tensor(5.0))
-            optimiser = torch.optim.SGD([*encoder.parameters(), scale], lr=0.1)
+            optimizer = torch.optim.SGD([*encoder.parameters(), scale], lr=0.1)
 
-            def step(encoder=encoder, scale=scale, case=case, optimiser=optimiser):
+            def step(encoder=encoder, scale=scale, case=case, optimizer=optimizer):
                 features = [nn.functional.normalize(encoder(z), dim=1) for z in inputs]
                 extra = [features[0].detach()[:2]] if len(case.inputs) > 2 else []
                 loss = case.call(wb.functional, *features, *extra, scale, BIAS)
                 loss.backward()
                 for parameter in (*encoder.parameters(), scale):
                     dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
-                optimiser.step()
-                optimiser.zero_grad()
+                optimizer.step()
+                optimizer.zero_grad()
                 return loss.detach()
 
             run = torch.compile(step, backend="aot_eager") if compiling else step

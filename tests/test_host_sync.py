@@ -1,4 +1,4 @@
-"""What a host has to wait for: a loss looks at its inputs once, at the door, and at nothing afterwards.
+"""What a host has to wait for: a loss looks at its inputs once, at the door, and at nothing afterward.
 
 Each look at a tensor's numbers waits until a GPU is through with all that it has been given, and none can be part of a
 CUDA graph. Without a GPU, they are what reads a tensor into Python, or makes one whose size depends on numbers.
@@ -115,7 +115,7 @@ def test_one_look_at_the_door(name, scale, kernel):
 
 
 def test_a_second_look_where_pairs_are_nearly_opposite(kernel):
-    """At scale 100, of pairs with opposite features, whether one shift did is seen afterwards."""
+    """At scale 100, of pairs with opposite features, whether one shift did is seen afterward."""
     assert looks("clip", 100.0, kernel, matching=False) == (2, 0)
     assert looks("clip", 14.3, kernel, matching=False) == (1, 0)
 

@@ -97,7 +97,7 @@ class _Case:
             return []
         quiet = (*self.truth.quiet, "batch_norm")
         try:
-            (one,) = self.runs.measure([replace(self.truth.own.trial, quiet=quiet)])
+            (one,) = self.runs.measure([replace(self.truth.local.trial, quiet=quiet)])
             (here,) = self.runs.measure([replace(self.measured.trial, quiet=quiet)])
         except FailureError:
             return []
@@ -120,12 +120,14 @@ class _Case:
             )
             return [self._finding(causes.UNEQUAL_RANKS_COUNT_ALIKE, self.wrong, evidence)]
         rows, least, most = range(total), min(self.counts), max(self.counts)
-        own = [list(rows[Partition(self.counts).rows(rank)]) for rank in range(self.ranks)]
-        supposed = [(causes.ROWS_DROPPED, [part[:least] for part in own], f"the first {least} rows of each rank alone")]
+        local = [list(rows[Partition(self.counts).rows(rank)]) for rank in range(self.ranks)]
+        supposed = [
+            (causes.ROWS_DROPPED, [part[:least] for part in local], f"only the first {least} rows of each rank")
+        ]
         if least:
             supposed += [
-                (causes.ROWS_REPEATED, [part + part[-1:] * (most - len(part)) for part in own], "last rows repeated"),
-                (causes.ROWS_REPEATED, [(part * most)[:most] for part in own], "rows repeated from the first"),
+                (causes.ROWS_REPEATED, [part + part[-1:] * (most - len(part)) for part in local], "last rows repeated"),
+                (causes.ROWS_REPEATED, [(part * most)[:most] for part in local], "rows repeated from the first"),
             ]
         for cause, batch, what in supposed:
             flat = tuple(row for part in batch for row in part)
@@ -173,8 +175,8 @@ class _Case:
         of_groups = derivatives(self.runs, self.truth, trial, wrong, step)
         held = {g: inner(self.measured.gradients, self.truth.directions[g]) for g in wrong}
         whole = {g: self.counted * of_groups[g].sum().item() for g in wrong}
-        own = {g: self.counted * of_groups[g].diagonal().sum().item() for g in wrong}
-        alone = all(self._close(whole[g], own[g]) for g in wrong)
+        local = {g: self.counted * of_groups[g].diagonal().sum().item() for g in wrong}
+        alone = all(self._close(whole[g], local[g]) for g in wrong)
 
         def holds(expected: dict[str, float]) -> bool:
             return all(self._close(held[g], expected[g]) for g in wrong)
@@ -190,8 +192,8 @@ class _Case:
             within = derivatives_within(self.runs, self.truth, trial, wrong, step)
             within = {g: w * self.counted * within[g] for g in wrong}
             through = {g: whole[g] - within[g] for g in wrong}
-            if holds(own):  # rows go from rank to rank, in messages, which are not held fixed
-                within, through = own, {g: whole[g] - own[g] for g in wrong}
+            if holds(local):  # rows go from rank to rank, in messages, which are not held fixed
+                within, through = local, {g: whole[g] - local[g] for g in wrong}
             most = max(wrong, key=lambda g: abs(through[g]))
             evidence = (
                 f"along a direction in {most} the ranks' loss changes by {number(whole[most])}, "
@@ -258,8 +260,8 @@ class _Case:
         rows = self.measured.trial.rows
         losses, true = self._losses_of([(rows[0],) * len(rows)])
         fewer = replace(self.truth.reference.trial, counts=(self.counts[0],), rows=(rows[0],) * self.counts[0])
-        (own,) = self.runs.measure([fewer])
-        return None if same(own.losses[0], true[0]) else same(self.counted * sum(losses[0]), true[0])
+        (local,) = self.runs.measure([fewer])
+        return None if same(local.losses[0], true[0]) else same(self.counted * sum(losses[0]), true[0])
 
     def _twice(self) -> bool:
         """The same rows on all ranks; and on two, where rows that alternate do not happen to fall on their own."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from compare import assert_same
 from loss_cases import BIAS, LOSSES, dense, gradients, options_of, whole_batch
-from torch.nn.functional import normalize
+from torch.nn import functional as F
 
 import wholebatch as wb
 from wholebatch.partition import Partition
@@ -44,8 +44,8 @@ def test_float32_distillation_of_what_is_nearly_solved():
     """At a scale of 100 a logsumexp is rounded by 10^-5, and the loss is 2 10^-3."""
     generator = torch.Generator().manual_seed(0)
     x, tx, dy, dty = (torch.randn(512, 64, dtype=torch.float64, generator=generator) for _ in range(4))
-    x, tx = normalize(x + 1.5, dim=1).float(), normalize(tx + 1.5, dim=1).float()
-    y, ty = (normalize(of + 0.5 * normalize(by, dim=1), dim=1).float() for of, by in ((x, dy), (tx, dty)))
+    x, tx = F.normalize(x + 1.5, dim=1).float(), F.normalize(tx + 1.5, dim=1).float()
+    y, ty = (F.normalize(of + 0.5 * F.normalize(by, dim=1), dim=1).float() for of, by in ((x, dy), (tx, dty)))
 
     def found(functions, dtype):
         leaf = x.to(dtype, copy=True).requires_grad_()
@@ -61,22 +61,24 @@ def test_float32_distillation_of_what_is_nearly_solved():
     assert (ours[1] - true[1]).norm() <= 4 * (plain[1] - true[1]).norm()
 
 
-@pytest.mark.parametrize("normalise", [True, False])
-def test_the_hardest_of_rows_that_lie_close_together(normalise):
+@pytest.mark.parametrize("normalize", [True, False])
+def test_the_hardest_of_rows_that_lie_close_together(normalize):
     """In float32 x . y - |y|^2 / 2 cannot tell them apart, and picks others; the twin subtracts first."""
     generator = torch.Generator().manual_seed(0)
-    if normalise:
-        z = normalize(torch.randn(1, 16, generator=generator), dim=1) + 1e-4 * torch.randn(64, 16, generator=generator)
+    if normalize:
+        z = F.normalize(torch.randn(1, 16, generator=generator), dim=1) + 1e-4 * torch.randn(
+            64, 16, generator=generator
+        )
     else:
         z = 300 * torch.randn(8, 16, generator=generator).repeat_interleave(8, 0)
         z = z + 0.1 * torch.randn(64, 16, generator=generator)
     labels = torch.arange(64) // 2
-    options = {"margin": 0.0, "smooth": True, "distance": "euclidean", "normalise": normalise, "reduction": "none"}
+    options = {"margin": 0.0, "smooth": True, "distance": "euclidean", "normalize": normalize, "reduction": "none"}
     true = wb.reference.triplet_loss(z.double(), labels, **options)
     plain, ours = (f.triplet_loss(z, labels, **options) for f in (wb.reference, wb.functional))
     assert_same(ours.double(), plain.double(), relative=1e-6)
     assert (ours - true).abs().max() <= 2 * (plain - true).abs().max() + 1e-7
-    key = normalize(z, dim=1) if normalise else z - z.mean(0)
+    key = F.normalize(z, dim=1) if normalize else z - z.mean(0)
     similar = (key @ key.T - key.square().sum(1) / 2).masked_fill(labels[:, None] == labels, -torch.inf)
     away = torch.cdist(key.double(), key.double()).masked_fill(labels[:, None] == labels, torch.inf)
     assert (similar.argmax(1) != away.argmin(1)).any(), "what one sweep in float32 finds"
@@ -119,7 +121,7 @@ def test_a_graph_can_be_used_twice_and_its_gradient_not_differentiated(name):
 def lonely_body():
     """Anchors without positives, without negatives, without anything: 0, with gradient 0, the same on all ranks."""
     torch.manual_seed(0)
-    x = normalize(torch.randn(3, 4, dtype=torch.float64), dim=-1).requires_grad_()
+    x = F.normalize(torch.randn(3, 4, dtype=torch.float64), dim=-1).requires_grad_()
     rank, size = dist.get_rank(), dist.get_world_size()
     unique, equal = 3 * rank + torch.arange(3), torch.zeros(3, dtype=torch.int64)
     for loss in (wb.SupConLoss(), wb.CircleLoss(), wb.TripletLoss(), wb.SmoothAPLoss()):
@@ -132,7 +134,7 @@ def lonely_body():
         (gradient,) = torch.autograd.grad(value, x)
         assert value == 0, loss
         assert not gradient.any(), loss
-    y = normalize(torch.randn(3, 4, dtype=torch.float64), dim=-1)
+    y = F.normalize(torch.randn(3, 4, dtype=torch.float64), dim=-1)
     for excluded in (
         wb.functional.clip_loss(x, y, 10.0, ids=equal, equal_ids="excluded"),
         wb.functional.info_nce_loss(x, y, logit_scale=10.0, query_ids=equal),
@@ -196,10 +198,10 @@ def statistics_body(counts):
     x, y, *_ = whole_batch(case, counts)
     rows, scale = Partition(counts).rows(dist.get_rank()), 5.0
     diagonal = torch.eye(len(x), dtype=torch.bool)
-    z = normalize(torch.cat([x, y]), dim=1)
+    z = F.normalize(torch.cat([x, y]), dim=1)
     itself = torch.eye(len(z), dtype=torch.bool)
     other = itself.roll(len(x), 0)
-    h = normalize(
+    h = F.normalize(
         torch.randn(len(x), 2, x.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(5)), dim=-1
     )
     with_hard = torch.cat([x @ y.T, torch.einsum("bd,bhd->bh", x, h)], 1)
@@ -342,7 +344,7 @@ def averages_body(counts):
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         x, y = (
-            normalize(torch.randn(sum(counts), 4, dtype=torch.float64, generator=generator), dim=1).requires_grad_()
+            F.normalize(torch.randn(sum(counts), 4, dtype=torch.float64, generator=generator), dim=1).requires_grad_()
             for _ in range(2)
         )
         indices = torch.randperm(20, generator=generator)[: sum(counts)]
@@ -442,8 +444,8 @@ def both_ways_body(negatives):
     """More keys than queries, both directions, logits for which the certificate is asked."""
     rank, size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(1)
-    q, k = (normalize(torch.randn(3 * size, 8, generator=generator), dim=1) for _ in range(2))
-    n = normalize(torch.randn(sum(negatives), 8, generator=generator), dim=1)
+    q, k = (F.normalize(torch.randn(3 * size, 8, generator=generator), dim=1) for _ in range(2))
+    n = F.normalize(torch.randn(sum(negatives), 8, generator=generator), dim=1)
     ours = (Partition((3,) * size).rows(rank), Partition((3,) * size).rows(rank), Partition(negatives).rows(rank))
     options = {"logit_scale": 100.0, "directions": ("query_to_key", "key_to_query")}
     value = wb.functional.info_nce_loss(q[ours[0]], k[ours[1]], negatives=n[ours[2]], **options)
@@ -464,10 +466,10 @@ def mixed_scale_body():
             continue
         whole = whole_batch(case, counts)
         rows = [slice(None) if of.replicated else Partition(of.counts(counts)).rows(rank) for of in case.inputs]
-        own = [z[at] for z, at in zip(whole, rows, strict=True)]
+        local = [z[at] for z, at in zip(whole, rows, strict=True)]
         scale = torch.tensor(9.0, dtype=torch.float64, requires_grad=True) if rank == 0 else 9.0
         bias = torch.tensor(BIAS, dtype=torch.float64) if rank == 0 else BIAS
-        loss = case.call(wb.functional, *own, scale, bias)
+        loss = case.call(wb.functional, *local, scale, bias)
         (expected, *gradients_) = dense(case, whole, 9.0)
         assert_same(loss, expected, relative=1e-12, absolute=1e-12, what=name)
         loss.backward()
@@ -491,7 +493,7 @@ def strange_body():
     for call, message in (
         (lambda odd: wb.functional.info_nce_loss(x, x, logit_scale=1.0, directions=None if odd else ("query_to_key",)),
          "directions must be one of"),
-        (lambda odd: wb.functional.triplet_loss(x, labels, normalise=Flag() if odd else True), "normalise must be"),
+        (lambda odd: wb.functional.triplet_loss(x, labels, normalize=Flag() if odd else True), "normalize must be"),
         (lambda odd: wb.functional.distillation_loss(x, x, 5.0, x, x, 3.0 if odd else 2.0),
          r"teacher_logit_scale must be the same on all ranks, got \[2.0, 3.0"),
     ):  # fmt: skip
@@ -507,8 +509,8 @@ def test_strange_arguments():
 @pytest.mark.parametrize("scale", [50.0, 100.0])
 def test_effective_negatives_in_float32(scale):
     generator = torch.Generator().manual_seed(2)
-    base = normalize(torch.randn(8, 6, dtype=torch.float64, generator=generator), dim=1)
-    x = normalize(base.repeat(4, 1) + 0.1 * torch.randn(32, 6, dtype=torch.float64, generator=generator), dim=1)
+    base = F.normalize(torch.randn(8, 6, dtype=torch.float64, generator=generator), dim=1)
+    x = F.normalize(base.repeat(4, 1) + 0.1 * torch.randn(32, 6, dtype=torch.float64, generator=generator), dim=1)
     options = {"return_statistics": True}
     for call in (
         lambda x: wb.functional.clip_loss(x, x, scale, **options),
@@ -521,7 +523,7 @@ def test_effective_negatives_in_float32(scale):
 
 def test_statistics_are_in_the_units_of_similarities():
     x, y = whole_batch(LOSSES["clip"], (9,))
-    h = normalize(torch.randn(9, 2, 6, dtype=torch.float64), dim=-1)
+    h = F.normalize(torch.randn(9, 2, 6, dtype=torch.float64), dim=-1)
     options = {"logit_scale": 5.0, "hard_negatives": h, "return_statistics": True}
     (_, plain), (_, harder) = (wb.functional.info_nce_loss(x, y, hardness=a, **options) for a in (0.0, 7.0))
     for name in ("accuracy", "positive_similarity", "hardest_negative_similarity"):
@@ -532,8 +534,8 @@ def test_triplets_far_from_the_origin():
     """Distances do not see an offset that all rows share; products of them do."""
     z = torch.randn(64, 16, generator=torch.Generator().manual_seed(0)) + 300
     labels = torch.arange(64) // 4
-    value = wb.functional.triplet_loss(z, labels, normalise=False)
-    assert_same(value, wb.reference.triplet_loss(z.double(), labels, normalise=False), relative=1e-5)
+    value = wb.functional.triplet_loss(z, labels, normalize=False)
+    assert_same(value, wb.reference.triplet_loss(z.double(), labels, normalize=False), relative=1e-5)
 
 
 def test_a_scale_in_half_precision():
@@ -547,7 +549,7 @@ def test_a_scale_in_half_precision():
 
 
 def test_sharp_temperatures_have_gradients():
-    z = normalize(torch.randn(6, 4, dtype=torch.float64), dim=1).requires_grad_()
+    z = F.normalize(torch.randn(6, 4, dtype=torch.float64), dim=1).requires_grad_()
     for temperature in (1e-3, 3e-3):
         for loss in (
             wb.functional.debiased_loss(z, z.detach(), temperature=temperature),

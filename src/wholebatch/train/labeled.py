@@ -15,7 +15,7 @@ _HELD_OUT = 2  # images of a text of a file that are kept for the test, where it
 
 
 @dataclass(frozen=True)
-class LabelledImages:
+class LabeledImages:
     """Images, the class of each, and which are for what."""
 
     images: Tensor
@@ -48,7 +48,7 @@ def with_split(
     validation: int,
     seed: int,
     what_is_new: str = "images never seen",
-) -> LabelledImages:
+) -> LabeledImages:
     """Classes are the names of images that are not `for_test` (n,); of `validation` classes one of these is kept apart.
 
     Images for the test whose name is no class are left out.
@@ -70,10 +70,10 @@ def with_split(
     test = (for_test & (labels >= 0)).nonzero()[:, 0]
     if not len(test):
         raise UserError("there is no image to test with: a text needs three images or more, of which two are kept")
-    return LabelledImages(images, labels, tuple(known), train[~torch.isin(train, held)], held, test, what_is_new)
+    return LabeledImages(images, labels, tuple(known), train[~torch.isin(train, held)], held, test, what_is_new)
 
 
-def classes_of_texts(pairs: Pairs, *, validation: int, seed: int) -> LabelledImages:
+def classes_of_texts(pairs: Pairs, *, validation: int, seed: int) -> LabeledImages:
     """Each text is a class; of one with three images or more, the last two are for the test."""
     counts = pairs.first.diff()
     text = torch.repeat_interleave(torch.arange(len(pairs)), counts)
@@ -83,7 +83,7 @@ def classes_of_texts(pairs: Pairs, *, validation: int, seed: int) -> LabelledIma
     return with_split(pairs.images, names, for_test, validation=validation, seed=seed)
 
 
-def images_of_step(data: LabelledImages, *, batch_size: int, step: int, seed: int) -> Tensor:
+def images_of_step(data: LabeledImages, *, batch_size: int, step: int, seed: int) -> Tensor:
     """Indices of the images of the step's global batch; a pass's incomplete last batch is left out."""
     passed, position = divmod(step, len(data.train) // batch_size)
     order = torch.randperm(len(data.train), generator=seeded(seed, "order", passed))

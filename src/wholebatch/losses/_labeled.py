@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._checks import is_dense
-from .._normalize import UNIT, normalize
+from .._normalize import UNIT, normalize_rows
 from ..partition import Diagonal
 from ..sweep import Bend, Diagonals, EqualIds, Over, Pairs, Selection
 from ._cross_entropy import how_many_equal
@@ -25,7 +25,7 @@ from ._softmax import Numbers, softmax_numbers
 from ._towers import Towers
 
 
-def agree_labelled(
+def agree_labeled(
     caller: str,
     options: Options,
     features: Tensor,
@@ -36,7 +36,7 @@ def agree_labelled(
     positive: Sequence[str] = (),
     check: Callable[[], Mapping[str, Any]],
     must_match: Sequence[str] = (),
-) -> Labelled:
+) -> Labeled:
     """As `agree`, on rows with labels: (b, d), or (b, v, d) for v views of each example, with b labels either way."""
     with_views = is_dense(features) and features.dim() == 3
     shape = features.shape[:-1] if with_views else None
@@ -67,7 +67,7 @@ def agree_labelled(
         check=check_views,
         must_match=must_match,
     )
-    return Labelled(agreed, shape)
+    return Labeled(agreed, shape)
 
 
 def _of_views(x: Any, shape: Sequence[int]) -> Any:
@@ -77,18 +77,18 @@ def _of_views(x: Any, shape: Sequence[int]) -> Any:
     return x.repeat_interleave(shape[1]) if x.dim() == 1 else x.flatten()
 
 
-class Labelled:
+class Labeled:
     """The "features" and "labels" that ranks agreed on, and who is whose positive. Collective: 1 all-gather of ids."""
 
     def __init__(self, agreed: Agreement, views: torch.Size | None = None) -> None:
         self.agreed, self.rows, self._views, self._narrow = agreed, agreed.rows["features"], views, False
-        own = self.rows.rows(agreed.rank)
+        local = self.rows.rows(agreed.rank)
         self.labels = agreed.ids("labels")
-        self.own_labels = self.labels[own]
-        itself = Diagonals(Diagonal(0, own.start, own.stop - own.start))
-        self.pairs = Pairs(EqualIds(self.own_labels, self.labels, but=itself), itself)
+        self.local_labels = self.labels[local]
+        itself = Diagonals(Diagonal(0, local.start, local.stop - local.start))
+        self.pairs = Pairs(EqualIds(self.local_labels, self.labels, but=itself), itself)
 
-    def widened(self) -> Labelled:
+    def widened(self) -> Labeled:
         """The same, for several calls of `numbers`, whose gradients are rounded once: see `Agreement.widened`."""
         self.agreed, self._narrow = self.agreed.widened(), True
         return self
@@ -101,7 +101,7 @@ class Labelled:
     @cached_property
     def positives(self) -> Tensor:
         """How many each of this rank's rows has, (b,)."""
-        return how_many_equal(self.own_labels, self.labels) - 1
+        return how_many_equal(self.local_labels, self.labels) - 1
 
     @property
     def negatives(self) -> Tensor:
@@ -129,13 +129,13 @@ class Labelled:
         bend: Bend | None = None,
         bound: float = UNIT**2,
     ) -> Numbers:
-        """Of this rank's rows, normalised. A floor belongs to rows: with one, all of S is computed."""
+        """Of this rank's rows, normalized. A floor belongs to rows: with one, all of S is computed."""
         z, symmetric = self.agreed.inputs["features"], floor is None
         numbers, _ = softmax_numbers(
             self.agreed,
             scale,
-            [z] if symmetric else [normalize(z)] * 2,
-            towers=Towers(stays=(0,), normalise=True) if symmetric else Towers(stays=(0,), travels=(1,)),
+            [z] if symmetric else [normalize_rows(z)] * 2,
+            towers=Towers(stays=(0,), normalize=True) if symmetric else Towers(stays=(0,), travels=(1,)),
             stays=self.rows,
             travels=self.rows,
             selection=Selection(self.pairs, over, floor=floor, bend=bend),
