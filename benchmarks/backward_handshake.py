@@ -20,7 +20,7 @@ import torch
 
 import wholebatch as wb
 from wholebatch.bench.records import about
-from wholebatch.losses import _door
+from wholebatch.contract import reduction
 from wholebatch.testing import run_ranks
 
 RESULTS = Path(__file__).parent / "results" / "backward_handshake.jsonl"
@@ -44,7 +44,7 @@ def without_comparison(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Te
     """The same, without the node that compares."""
 
     def bare() -> torch.Tensor:
-        with patch.object(_door, "together", lambda loss, *_args, **_settings: loss):
+        with patch.object(reduction, "together", lambda loss, *_args, **_settings: loss):
             return run()
 
     return bare

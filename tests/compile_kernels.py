@@ -75,7 +75,7 @@ def started(dtype: torch.dtype, capability: int) -> dict[Started, str]:
             return start
 
     patches = [patch.object(module, kernel, Recorder(getattr(module, kernel))) for module, kernel in KERNELS]
-    patches += [patch("wholebatch.losses._door.check_kernel"), patch("wholebatch.losses._softmax.certified", bool)]
+    patches += [patch("wholebatch.contract.agree.check_kernel"), patch("wholebatch.nodes.shifts.no_underflow", bool)]
     patches.append(patch("wholebatch.kernels.launch.capability", return_value=divmod(capability, 10)))
     for of in patches:
         of.start()

@@ -17,7 +17,7 @@ import wholebatch as wb
 from wholebatch.comm import CommunicationError
 from wholebatch.comm.statement import HEADER_BYTES, NoStatementError, decode, encode
 from wholebatch.comm.torch_distributed import TorchTransport
-from wholebatch.losses import _backward, _door
+from wholebatch.contract import latest_call, reduction
 from wholebatch.testing import RankError, run_ranks
 
 
@@ -30,7 +30,7 @@ def test_faults_are_told_to_all_ranks_or_do_no_harm():
 
 def uncompared_body(configurations):
     """The same faults with losses whose backward passes compare nothing."""
-    _door.together = lambda loss, *_args, **_options: loss
+    reduction.together = lambda loss, *_args, **_options: loss
     return order.one_of(configurations)
 
 
@@ -113,7 +113,7 @@ def of_its_own_body():
         for _ in range(3):
             wb.functional.clip_loss(x, x, 2.0, group=alone).backward()
     wb.functional.clip_loss(x, x, 2.0).backward()
-    return _backward.latest_call()
+    return latest_call()
 
 
 def test_calls_are_numbered_alike():

@@ -103,15 +103,12 @@ def kernel(request, monkeypatch):
 
 @pytest.mark.parametrize("scale", [14.3, 100.0])
 @pytest.mark.parametrize("name", NAMES)
-def test_one_look_at_the_door(name, scale, kernel):
-    """PartialFC takes two: at the batch, and at the classes that are chosen for it.
-
-    Plain PyTorch takes one more for each tile with equal ids, or with an example's own class, whose entries it lists.
-    """
+def test_entry_validation_waits_for_the_device_once(name, scale, kernel):
+    """Plain PyTorch waits once more for each tile with equal ids, or with an example's own class: it lists entries."""
     of_classes = name.startswith("partial_fc")
     listed = kernel == "torch" and (of_classes or "ids" in name or name == "sup_con")
     in_backward = listed and not name.startswith("siglip")  # which has made its gradient by then
-    assert looks(name, scale, kernel) == (1 + of_classes + listed, int(in_backward))
+    assert looks(name, scale, kernel) == (1 + listed, int(in_backward))
 
 
 def test_a_second_look_where_pairs_are_nearly_opposite(kernel):

@@ -15,7 +15,7 @@ from wholebatch.__main__ import main
 from wholebatch._measure import map_each_tensor, rise_of_peak
 from wholebatch.comm import LocalCommunicator, select_communicator
 from wholebatch.exchange import GatherExchange, RingExchange, select_exchange
-from wholebatch.losses import _door
+from wholebatch.nodes import route
 from wholebatch.partition import Partition
 from wholebatch.planning import DEVICES, Rates
 from wholebatch.planning.check import check
@@ -63,8 +63,8 @@ def test_units():
 def test_the_budget_is_the_one_that_a_sweep_gets(monkeypatch, loss, memory):
     """Of a call of the loss itself."""
     made = []
-    real = _door.fit
-    monkeypatch.setattr(_door, "fit", lambda *args, **more: made.append(real(*args, **more)) or made[-1])
+    real = route.fit
+    monkeypatch.setattr(route, "fit", lambda *args, **more: made.append(real(*args, **more)) or made[-1])
     shapes = Shapes(loss, 900, 16, 1, **({"classes": 1000} if loss == "partial_fc" else {}))
     make_step(LocalCommunicator(), shapes, "gather", memory, CPU)()
     said = shapes.budget(memory)

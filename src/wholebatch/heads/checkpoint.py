@@ -21,14 +21,14 @@ from .._precision import accumulation_dtype
 from .._settings import shown
 from .._tensor_file import bytes_of, is_save_id, new_save_id
 from ..comm import Communicator, handshake, select_communicator
-from ..losses._door import told_to_all
+from ..contract import bind_on_all_ranks
 from .classes import NOT_HERE, rows_within
 from .head_folder import Index, Slices, check_is_new, read_index, write_index, write_rows
 from .logits import OF_HEAD
 from .partial_fc import PartialFC
 
 
-@told_to_all
+@bind_on_all_ranks
 def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None = None) -> str:
     """Write a head, and the optimizer's state of each class. Collective: 3 handshakes.
 
@@ -85,7 +85,7 @@ def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None =
     return save
 
 
-@told_to_all
+@bind_on_all_ranks
 def load_head(
     folder: Path | str,
     head: PartialFC,

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from .._checks import check_dense, check_instance, check_items, check_real
 from .._precision import wide_dtype
 from ..comm import Group, handshake, select_communicator
-from ..losses._door import told_to_all
+from ..contract import bind_on_all_ranks
 
 
-@told_to_all
+@bind_on_all_ranks
 @torch.no_grad()
 def clip_grad_norm_(
     replicated: Iterable[Tensor], sharded: Iterable[Tensor], max_norm: float, *, group: Group = None
@@ -71,7 +71,7 @@ def clip_grad_norm_(
     return norm
 
 
-@told_to_all
+@bind_on_all_ranks
 @torch.no_grad()
 def agree_on_overflow(scaler: Any, *optimizers: Optimizer, group: Group = None) -> None:
     """After `scaler.unscale_`: an overflow that one rank has found is every rank's, so that all skip the step or none.

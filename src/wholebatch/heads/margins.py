@@ -292,7 +292,7 @@ class HardNegatives:
     t: float
     limits: Tensor  # (n,)
 
-    def bend_(self, logits: Tensor, cols: slice) -> Tensor:
+    def transform_(self, logits: Tensor, cols: slice) -> Tensor:
         """To what takes their place."""
         hard = self._hard(logits, cols)
         return torch.where(hard, logits * (self.t + logits / self.s), logits, out=logits)

@@ -37,11 +37,10 @@ from ..comm.call import Call
 from ..comm.handshake import GRAD_ENABLED
 from ..comm.maps import AllGather
 from ..comm.select import check_group
+from ..contract import CALL, check_earlier, differed, gradient_facts, join, latest_call, number_call, together
+from ..nodes.root import loss_at_root
 from ..partition import Partition
 from ..sync import Sync, check_sync, replicated_loss_factor, scale_gradient
-from ._backward import CALL, check_earlier, differed, latest_call, number_call, together
-from ._joining import gradient_facts, join
-from ._root import loss_at_root
 
 STRATEGIES = ("gather", "replicate", "root")
 

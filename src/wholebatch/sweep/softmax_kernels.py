@@ -99,7 +99,7 @@ class KernelSoftmaxSweep(SoftmaxSweep):
     def _known(self, columns: int) -> KernelTiles | None:
         """None if a kernel does not know what is asked, whichever way is gone."""
         selection = self.selection
-        plain = (selection.floor, selection.ceiling, selection.guide, selection.bend)
+        plain = (selection.floor, selection.ceiling, selection.guide, selection.transform)
         if any(of is not None for of in plain) or selection.best_of > 1 or self.driver.bias != 0:
             return None
         return KernelTiles.of(

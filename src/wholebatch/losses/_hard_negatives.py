@@ -1,9 +1,9 @@
-"""Hard negatives of a query's own: (b, h, d), which count for it alone, and never leave its rank.
+"""Hard negatives of single queries: (b, h, d), each of which counts for its query alone and never leaves its rank.
 
     S_ic = scale q_i . n_ic,    A'_i = logsumexp_c S_ic
 
-Their numbers are b h products of plain PyTorch, put together with those of the sweep: A = log(exp A + exp A'), and the
-rest likewise.
+Their statistics are b h products of plain PyTorch, combined with those of the sweep: A = log(exp A + exp A'), and the
+other fields likewise.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Tensor
 
 from .._checks import check_ids, is_dense
 from .._precision import wide_dtype
+from ..contract import Facts
+from ..nodes import RowStatistics
 from ._directions import Ceiling
-from ._door import Agreement
-from ._softmax import Numbers
 
 
-def as_rows(hard_negatives: Tensor | None) -> Tensor | None:
-    """(b, h, d) as (b h, d); what has another shape is refused by the check."""
+def rows_of(hard_negatives: Tensor | None) -> Tensor | None:
+    """Return (b, h, d) as (b h, d); the check refuses other shapes."""
     return hard_negatives.flatten(0, 1) if _is_cube(hard_negatives) else hard_negatives
 
 
-def check_own_negatives(queries: Tensor, hard_negatives: Tensor, hard_negative_ids: Tensor | None) -> None:
-    """Raise ValueError unless each query has its own, and each of them its id, if any has."""
+def check_hard_negatives(queries: Tensor, hard_negatives: Tensor, hard_negative_ids: Tensor | None) -> None:
+    """Raise ValueError unless each query has equally many, and each of them an id if there are ids."""
     if hard_negatives.dim() != 3 or len(hard_negatives) != len(queries):
         raise ValueError(
             f"hard_negatives must have shape ({len(queries)}, per query, feature size), got "
@@ -49,15 +49,15 @@ def _is_cube(x: object) -> TypeGuard[Tensor]:
     return is_dense(x) and x.dim() == 3
 
 
-def own_negatives(
-    agreed: Agreement, shape: torch.Size, hardness: float, ceiling: Ceiling | None, excluded: Tensor | None
-) -> Numbers:
-    """The numbers of each query's own negatives, (b, h, d): h products for each."""
-    queries, negatives = (agreed.inputs[name].to(agreed.dtype) for name in ("queries", "hard_negatives"))
+def hard_negative_statistics(
+    facts: Facts, shape: torch.Size, hardness: float, ceiling: Ceiling | None, excluded: Tensor | None
+) -> RowStatistics:
+    """Return the statistics of each query over its hard negatives, of the given shape (b, h, d)."""
+    queries, negatives = (facts.inputs[name].to(facts.dtype) for name in ("queries", "hard_negatives"))
     similarities = torch.einsum("bd,bhd->bh", queries, negatives.view(shape))
-    scale = agreed.inputs["logit_scale"]
-    logits = (scale * similarities + hardness * similarities.detach()).to(wide_dtype(agreed.device))
-    least = torch.finfo(logits.dtype).min / 4
+    scale = facts.inputs["logit_scale"]
+    logits = (scale * similarities + hardness * similarities.detach()).to(wide_dtype(facts.device))
+    lowest = torch.finfo(logits.dtype).min / 4
     among = torch.ones_like(logits, dtype=torch.bool)
     if ceiling is not None and ceiling.query_guides is None:
         among = similarities.detach() <= ceiling.largest[:, None]
@@ -65,12 +65,12 @@ def own_negatives(
         among = among & ~excluded
     if not shape[1]:
         nothing = logits.new_zeros(shape[0])
-        return Numbers(nothing + least, None, nothing, nothing, nothing - math.inf, nothing)
-    logits = logits.masked_fill(~among, least)
+        return RowStatistics(nothing + lowest, None, nothing, nothing, nothing - math.inf, nothing)
+    logits = logits.masked_fill(~among, lowest)
     logsumexp = logits.logsumexp(1)
-    largest = (agreed.scalars["logit_scale"] * similarities.detach().to(logits)).masked_fill(~among, -math.inf).amax(1)
+    largest = (facts.scalars["logit_scale"] * similarities.detach().to(logits)).masked_fill(~among, -math.inf).amax(1)
     squares = (2 * (logits - logsumexp[:, None])).detach().exp().sum(1)
-    return Numbers(
+    return RowStatistics(
         logsumexp,
         logits=torch.where(among, logits, 0.0).sum(1),
         count=among.sum(1).to(logits),
@@ -79,14 +79,14 @@ def own_negatives(
     )
 
 
-def together(one: Numbers, other: Numbers) -> Numbers:
-    """Of the candidates of both; the target is the one's."""
+def combined(one: RowStatistics, other: RowStatistics) -> RowStatistics:
+    """Return the statistics over the candidates of both; the target is the first one's."""
     assert other.logits is not None
     assert other.count is not None
     assert other.largest is not None
     assert other.effective is not None
-    least = torch.finfo(one.logsumexp.dtype).min / 4
-    logsumexp = torch.logaddexp(one.logsumexp.clamp(min=least), other.logsumexp)
+    lowest = torch.finfo(one.logsumexp.dtype).min / 4
+    logsumexp = torch.logaddexp(one.logsumexp.clamp(min=lowest), other.logsumexp)
     effective = None
     if one.effective is not None:
         parts = zip((one, other), (one.effective, other.effective), strict=True)
@@ -95,7 +95,7 @@ def together(one: Numbers, other: Numbers) -> Numbers:
             share = (side.logsumexp - logsumexp).detach().exp()
             squares = squares + torch.where(of_side > 0, share.square() / of_side, 0.0)
         effective = 1 / squares
-    return Numbers(
+    return RowStatistics(
         logsumexp,
         one.target,
         None if one.logits is None else one.logits + other.logits,

@@ -17,108 +17,119 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._autograd import once_differentiable
+from .._autograd import no_autocast, once_differentiable
 from .._normalize import LONGEST, divisors, inverse_norms, known_norms, part_sizes
 from .._precision import accumulation_dtype, wide_dtype
-from ..exchange import Exchange
+from .._products import paired_products
+from ..contract import Facts
 from ..kernels import in_triton
-from ..logsumexp import log_sum_exp, never_small, shared_shift, suffices
-from ..sweep import Block, Budget, Driver, KernelNestedSweep, NestedSweep, Pairs
-from ._door import Agreement
-from ._softmax import certified
-from ._towers import no_autocast, paired_products
+from ..logsumexp import log_sum_exp, shared_shift
+from ..sweep import Block, KernelNestedSweep, NestedSweep, Pairs
+from .route import Layout, Route, choose_route
+from .shifts import cannot_underflow, no_underflow
+from .softmax_plan import LogitBounds
 
+NORM_RATIO = "largest ratio of norms"  # of parts of a row: a fact of each rank
 _SPREAD = 32.0  # kernels take a part's gradient off that of all parts, whose largest is up to its square times larger
 
 
-def factors(x: Tensor, dims: Sequence[int], dtype: torch.dtype, normalize: bool) -> Tensor:
-    """What each part of a row is multiplied by, (rows, parts): 1 / max(|x[:m]|, eps), or 1."""
+@dataclass(frozen=True)
+class Parts:
+    """The nested matrices of one call.
+
+    Args:
+        dims: m_l, the number of leading features of each part, increasing.
+        pairs: the positives and the excluded entries, the same for all parts.
+        bound: no similarity of any part is larger.
+        symmetric: whether columns have statistics, too.
+        normalize: whether each part of a row is divided by its norm.
+    """
+
+    dims: tuple[int, ...]
+    pairs: Pairs
+    bound: float
+    symmetric: bool
+    normalize: bool
+
+
+def inverse_norms_of_parts(x: Tensor, dims: Sequence[int], dtype: torch.dtype, normalize: bool) -> Tensor:
+    """Return the factor of each part of a row, (rows, parts): 1 / max(|x[:m]|, eps), or 1 without `normalize`."""
     if normalize:
         return inverse_norms(x, dims, dtype)
     return torch.ones(len(x), len(dims), dtype=dtype, device=x.device)
 
 
 @torch.no_grad()
-def least_of_pairs(x: Tensor, y: Tensor, dims: Sequence[int], normalize: bool) -> Tensor:
-    """The least similarity of a row of x with its row of y, in any part, shape (); infinite without rows."""
+def smallest_pair_product(x: Tensor, y: Tensor, dims: Sequence[int], normalize: bool) -> Tensor:
+    """Return the smallest similarity of a row of x with its row of y in any part, shape (); infinite without rows."""
     if not len(x):
         return torch.full((), float("inf"), device=x.device)
     dtype = accumulation_dtype(x.dtype)
     parts = zip(*(z.split(part_sizes(dims, z.shape[1]), dim=1)[: len(dims)] for z in (x, y)), strict=True)
     products = torch.stack([paired_products(a, b) for a, b in parts], dim=1).cumsum(1)
     for z in (x, y):
-        products.mul_(factors(z, dims, dtype, normalize))
-    return products.nan_to_num_(-math.inf, math.inf, -math.inf).amin()  # of rows that are too long nothing is known
+        products.mul_(inverse_norms_of_parts(z, dims, dtype, normalize))
+    return products.nan_to_num_(-math.inf, math.inf, -math.inf).amin()  # nothing is known of rows that are too long
 
 
 @torch.no_grad()
 def norm_ratio(x: Tensor, dims: Sequence[int]) -> Tensor:
-    """How much longer the longest part of a row is than the shortest, at most, shape (); 1 without rows."""
+    """Return the largest ratio of norms of a row's longest and shortest part, shape (); 1 without rows."""
     if not len(x):
         return torch.ones((), device=x.device)
     norms = torch.cat([known_norms(x[:, :m]) for m in (dims[0], dims[-1])], dim=1)
     return (divisors(norms[:, 1]) / divisors(norms[:, 0])).amax()
 
 
-def parts_at_once(
-    agreed: Agreement,
-    x: Tensor,
-    y: Tensor,
-    inverse: Sequence[Tensor],
-    pairs: Pairs,
-    dims: Sequence[int],
-    symmetric: bool,
-    bound: float,
+def nested_statistics(
+    facts: Facts, towers: tuple[Tensor, Tensor], inverse: Sequence[Tensor], parts: Parts
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """A of rows, T, and A of columns, (b, parts) each, of similarities up to `bound`.
+    """Return A of rows, T, and A of columns, (b, parts) each, in one sweep.
 
-    None if one shift does not do, or if rows are so long that products of what is not yet divided by norms overflow.
+    None if one shift underflows, or if rows are so long that products overflow before they are divided by norms.
+
+    Args:
+        facts: of a loss on "queries" and "keys", whose ranks know `NORM_RATIO`.
+        towers: this rank's queries and keys.
+        inverse: the factors of their parts.
+        parts: the nested matrices.
     """
-    rows, scale = agreed.rows["queries"], agreed.scalars["logit_scale"]
-    bound = abs(scale) * bound
-    shift = shared_shift(bound, rows.total, agreed.dtype)
+    rows, scale = facts.rows["queries"], facts.scalars["logit_scale"]
+    bound = abs(scale) * parts.bound
+    shift = shared_shift(bound, rows.total, facts.dtype)
     if shift is None or not scale:  # the derivative by the scale is made of logits, divided by it
         return None
-    if max(agreed.norms.values()) > LONGEST[agreed.dtype]:
+    if max(facts.norms.values()) > LONGEST[facts.dtype]:
         return None
-    how, budget = agreed.exchange(rows, rows, keep=False)
-    known = in_triton(agreed.options.kernel) and max(agreed.facts("spread")) <= _SPREAD
-    dtype = agreed.inputs["queries"].dtype if known else None
-    plan = _Plan(how, budget, pairs, tuple(dims), scale, shift, rows.total, symmetric, dtype)
-    of_rows, targets, of_cols = _Nested.apply(plan, agreed.inputs["logit_scale"], *inverse, x, y)
-    known = never_small(bound, shift, agreed.dtype) or (
-        scale > 0 and suffices(scale * agreed.least, shift, rows.total, agreed.dtype)
-    )
-    if not known:
+    in_kernels = in_triton(facts.options.kernel) and max(facts.of_ranks(NORM_RATIO)) <= _SPREAD
+    dtype = facts.inputs["queries"].dtype if in_kernels else None
+    plan = _Plan(choose_route(facts, Layout(rows, rows), keep=False), parts, scale, shift, rows.total, dtype)
+    of_rows, targets, of_cols = _Nested.apply(plan, facts.inputs["logit_scale"], *inverse, *towers)
+    min_pair = scale * facts.min_pair_product if scale > 0 else None
+    bounds = LogitBounds(bound, min_pair, 1.0, rows.total)
+    if not cannot_underflow(bounds, shift, facts.dtype):
         with torch.no_grad():
-            sums = [(side - shift).exp() + (targets - shift).exp() for side in (of_rows, of_cols)[: 1 + symmetric]]
-            if not certified(agreed.comm, sums, rows.total, agreed.dtype):
+            sides = (of_rows, of_cols)[: 1 + parts.symmetric]
+            sums = [(side - shift).exp() + (targets - shift).exp() for side in sides]
+            if not no_underflow(facts.comm, sums, rows.total, facts.dtype):
                 return None
     return of_rows, targets, of_cols
 
 
 @dataclass(frozen=True)
 class _Plan:
-    exchange: Exchange
-    budget: Budget
-    pairs: Pairs
-    dims: tuple[int, ...]
+    route: Route
+    parts: Parts
     scale: float
     shift: float
     size: int  # N, of the batch
-    symmetric: bool
-    kernel_dtype: torch.dtype | None  # of the features as they were given, if kernels do what they know
+    kernel_dtype: torch.dtype | None  # of the features as they were given, where kernels compute the tiles
 
     def sweep(self, x: Tensor, inverse: Tensor) -> NestedSweep:
-        driver = Driver(
-            x,
-            1.0,
-            side=self.budget.side,
-            largest=self.exchange.largest_block,
-        )
-        given = (driver, self.pairs, self.dims, inverse, self.scale, self.shift)
+        driver = self.route.driver(x, 1.0)
+        given = (driver, self.parts.pairs, self.parts.dims, inverse, self.scale, self.shift)
         if self.kernel_dtype is not None:
-            return KernelNestedSweep(*given, self.exchange.columns.total, self.kernel_dtype)
+            return KernelNestedSweep(*given, self.route.exchange.columns.total, self.kernel_dtype)
         return NestedSweep(*given)
 
 
@@ -130,18 +141,18 @@ class _Nested(torch.autograd.Function):
     def forward(
         ctx: Any, plan: _Plan, scale: Any, inverse_x: Tensor, inverse_y: Tensor, x: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        wide, parts = wide_dtype(x.device), len(plan.dims)
-        held = plan.exchange.fetch(torch.cat([y.to(inverse_y.dtype), inverse_y], dim=1))
+        wide, parts = wide_dtype(x.device), len(plan.parts.dims)
+        held = plan.route.exchange.fetch(torch.cat([y.to(inverse_y.dtype), inverse_y], dim=1))
         sweep = plan.sweep(x, inverse_x)
         of_rows, targets = (x.new_zeros(len(x), parts, dtype=wide) for _ in range(2))
 
         def visit(block: Block, _carried: Tensor | None, into: Tensor | None, _local: Tensor | None) -> None:
             sweep.sums(block, of_rows, targets, into)
 
-        initial = x.new_zeros(1, parts, dtype=wide) if plan.symmetric else None
-        of_cols = plan.exchange.accumulate(held, visit, initial=initial)
+        initial = x.new_zeros(1, parts, dtype=wide) if plan.parts.symmetric else None
+        of_cols = plan.route.exchange.accumulate(held, visit, initial=initial)
         if of_cols is not None:
-            of_cols = plan.exchange.reduce(of_cols, "sum")[plan.exchange.kept_local].clone()
+            of_cols = plan.route.exchange.reduce(of_cols, "sum")[plan.route.exchange.kept_local].clone()
         ctx.plan = plan
         scale = scale if isinstance(scale, Tensor) else None
         ctx.save_for_backward(scale, inverse_x, inverse_y, x, y, held, of_rows, of_cols)
@@ -163,8 +174,8 @@ class _Nested(torch.autograd.Function):
         rows = torch.where(a == 0, 0.0, a / row_sums)
         carried = None
         if col_sums is not None:
-            carried = plan.exchange.distribute(torch.where(a_cols == 0, 0.0, a_cols / col_sums).T.contiguous())
-        dtype, parts, d = accumulation_dtype(x.dtype), len(plan.dims), x.shape[1]
+            carried = plan.route.exchange.distribute(torch.where(a_cols == 0, 0.0, a_cols / col_sums).T.contiguous())
+        dtype, parts, d = accumulation_dtype(x.dtype), len(plan.parts.dims), x.shape[1]
         sweep = plan.sweep(x, inverse_x)
         u = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if want_x else None
         of_rows = x.new_zeros(len(x), parts, dtype=wide_dtype(x.device))
@@ -175,7 +186,7 @@ class _Nested(torch.autograd.Function):
             sweep.gradients(block, rows, t, cols, u, v, of_rows, of_cols)
 
         initial = x.new_zeros(1, d + parts, dtype=dtype) if want_y else None
-        v = plan.exchange.accumulate(held, visit, carried=carried, initial=initial, to_owner=True)
+        v = plan.route.exchange.accumulate(held, visit, carried=carried, initial=initial, to_owner=True)
         grad_scale = None
         if want_scale:
             grad_scale = (of_rows.sum() / (plan.size * plan.scale)).to(scale).view_as(scale)

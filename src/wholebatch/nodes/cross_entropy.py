@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ._softmax import Numbers
+from .row_statistics import RowStatistics
 
 _LARGE = 40.0  # softplus(x) is x to float64's rounding
 
 
-def one_positive(side: Numbers, target: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
+def one_positive(side: RowStatistics, target: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
     """Cross-entropy of each row's one positive, whose logit is `target`, among that and the negatives, (n,)."""
     loss = softplus(side.logsumexp - target)
     return loss if not label_smoothing else loss + label_smoothing * (target - mean_logit([side], target))
@@ -30,14 +30,14 @@ def softplus(x: Tensor) -> Tensor:
     return F.softplus(x, threshold=_LARGE)
 
 
-def mean_logit(sides: Sequence[Numbers], target: Tensor, copies: int = 1) -> Tensor:
+def mean_logit(sides: Sequence[RowStatistics], target: Tensor, copies: int = 1) -> Tensor:
     """Of the negatives of all sides and the positive, which counts `copies` times."""
     logits = torch.stack([side.logits for side in sides if side.logits is not None]).sum(0)
     count = torch.stack([side.count for side in sides if side.count is not None]).sum(0)
     return (logits + copies * target) / (count + copies)
 
 
-def many_positives(side: Numbers, positives: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
+def many_positives(side: RowStatistics, positives: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
     """Mean cross-entropy of each row's `positives` (n,) targets among all candidates; 0 where it has none."""
     assert side.target is not None
     mean = side.target / positives.clamp(min=1)

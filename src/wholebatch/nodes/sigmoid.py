@@ -15,34 +15,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._autograd import once_differentiable
+from .._autograd import no_autocast, once_differentiable
 from .._precision import accumulation_dtype, wide_dtype
-from ..comm import Communicator
-from ..exchange import Exchange
-from ..sweep import LARGEST, Block, Budget, Driver, KernelSigmoidSweep, Pairs, SigmoidSweep
-from ._towers import inner, no_autocast
+from .._products import inner
+from ..sweep import LARGEST, Block, KernelSigmoidSweep, Pairs, SigmoidSweep
+from .route import Route
 
 
 @dataclass(frozen=True)
 class SigmoidPlan:
     """What forward and backward of one call have in common."""
 
-    comm: Communicator
-    exchange: Exchange
+    route: Route
     pairs: Pairs
     scale: float
     bias: float
-    budget: Budget
     differentiable: bool  # whether a backward pass may follow
     per_row: bool  # whether the l_i are wanted, and not their sum
-    in_kernels: bool = False  # whether kernels in Triton do what they know
+    in_kernels: bool = False  # whether Triton kernels compute the tiles
 
     def sweep(self, x: Tensor, weights: Tensor | None) -> SigmoidSweep:
-        """A sweep of X's rows."""
-        driver = Driver(x, self.scale, self.bias, side=self.budget.side, largest=self.exchange.largest_block)
+        """Return a sweep of X's rows."""
+        driver = self.route.driver(x, self.scale, self.bias)
         wide = wide_dtype(x.device)
         if self.in_kernels:
-            return KernelSigmoidSweep(driver, self.pairs, wide, self.exchange.columns.total, weights)
+            return KernelSigmoidSweep(driver, self.pairs, wide, self.route.exchange.columns.total, weights)
         return SigmoidSweep(driver, self.pairs, wide, weights)
 
 
@@ -103,21 +100,21 @@ class Sigmoid(torch.autograd.Function):
 
 
 def _unit(plan: SigmoidPlan, x: Tensor, weights: Tensor | None) -> Tensor | None:
-    """What brings dS into the range of float16, shape (), the same on all ranks; None where nothing has to."""
+    """Return the unit in which dS fits into float16, shape (), the same on all ranks; None for other dtypes."""
     if x.dtype != torch.float16 or not plan.in_kernels:
         return None
     largest = x.new_ones((), dtype=accumulation_dtype(x.dtype))
     if weights is not None:
         largest = weights.abs().amax().to(largest) if len(weights) else torch.zeros_like(largest)
-        largest = plan.comm.all_reduce(largest, "max", check=False)
+        largest = plan.route.comm.all_reduce(largest, "max", check=False)
     return torch.where(largest > 0, largest / LARGEST, 1.0)
 
 
 def _sweep(
-    plan: SigmoidPlan, x: Tensor, y: Tensor, weights: Tensor | None, wanted: tuple[bool, ...]
+    plan: SigmoidPlan, x: Tensor, y: Tensor, weights: Tensor | None, statistics_fields: tuple[bool, ...]
 ) -> tuple[Tensor, _Gradients]:
-    """The rows' l_i, and what the backward pass multiplies."""
-    want_scale, want_bias, want_x, want_y = wanted
+    """Return the rows' l_i, and the gradients that the backward pass multiplies."""
+    want_scale, want_bias, want_x, want_y = statistics_fields
     want_x = want_x or (want_scale and not want_y)
     dtype = accumulation_dtype(x.dtype)
     unit = _unit(plan, x, weights)
@@ -130,7 +127,7 @@ def _sweep(
         sweep.block(block, u, into, bias=want_bias)
 
     initial = x.new_zeros(1, x.shape[1], dtype=dtype) if want_y else None
-    v = plan.exchange.accumulate(plan.exchange.fetch(y), visit, initial=initial, to_owner=True)
+    v = plan.route.exchange.accumulate(plan.route.exchange.fetch(y), visit, initial=initial, to_owner=True)
     if unit is not None:
         u, v = (None if of is None else of.mul_(unit) for of in (u, v))
         sweep.grad_bias.mul_(unit)

@@ -1,0 +1,143 @@
+"""The settings of InfoNCE, and which of them go together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .._checks import (
+    check_alike,
+    check_choice,
+    check_features,
+    check_flag,
+    check_label_smoothing,
+    check_number,
+    largest_norm,
+)
+from ._directions import DIRECTIONS, NO_ID, Direction
+from ._pairs import EQUAL_IDS
+
+PartitionOf = Literal["joint", "per_direction"]
+PARTITIONS = ("joint", "per_direction")
+
+
+@dataclass(frozen=True)
+class InfoNCESettings:
+    """The settings of InfoNCE that are not tensors."""
+
+    equal_ids: str
+    directions: tuple[Direction, ...]
+    partition: str
+    margin: float
+    hardness: float
+    exclude_above: float | None
+    exclude_relative: bool
+    label_smoothing: float
+
+    @property
+    def main(self) -> Direction:
+        """The direction whose positives the statistics are about."""
+        return "query_to_key" if "query_to_key" in self.directions else "key_to_query"
+
+    def check(self) -> None:
+        """Raise ValueError unless each of them exists, and they go together."""
+        check_choice("equal_ids", self.equal_ids, EQUAL_IDS)
+        check_choice("partition", self.partition, PARTITIONS)
+        for direction in self.directions:
+            check_choice("directions", direction, DIRECTIONS)
+        if not {"query_to_key", "key_to_query"} & set(self.directions):
+            raise ValueError(f"directions must have 'query_to_key' or 'key_to_query' among them, got {self.directions}")
+        if len(set(self.directions)) < len(self.directions):
+            raise ValueError(f"directions must be different, got {self.directions}")
+        check_label_smoothing(self.label_smoothing)
+        check_flag("exclude_relative", self.exclude_relative)
+        check_number("margin", self.margin)
+        if check_number("hardness", self.hardness) < 0:
+            raise ValueError(f"hardness must not be negative, got {self.hardness}; 0 is none")
+        if self.hardness and "query_to_key" not in self.directions:
+            raise ValueError("hardness requires 'query_to_key' in directions")
+        if self.exclude_above is not None:
+            check_number("exclude_above", self.exclude_above)
+        elif self.exclude_relative:
+            raise ValueError("exclude_relative requires exclude_above")
+
+    def check_positives(self, several: bool, hard_negatives: Tensor | None) -> None:
+        """Raise ValueError for settings that do not go with several positives of a query."""
+        given = {
+            "margin": self.margin,
+            "hardness": self.hardness,
+            "exclude_above": self.exclude_above is not None,
+            "hard_negatives": hard_negatives is not None,
+            "directions": not set(self.directions) <= {"query_to_key", "key_to_query"},
+            "partition='joint'": self.partition == "joint" and len(self.directions) > 1,
+        }
+        wrong = [name for name, value in given.items() if value]
+        if several and wrong:
+            raise ValueError(
+                f"equal_ids='positive' does not go with {', '.join(wrong)}; it takes the directions query_to_key and "
+                "key_to_query, per direction"
+            )
+
+
+def as_tuple(directions: Any) -> tuple[Direction, ...]:
+    """Return directions as a tuple, also of a single name; the check refuses anything else."""
+    return tuple(directions) if isinstance(directions, list | tuple) else (directions,)
+
+
+def has_no_id(ids: Tensor) -> Tensor:
+    """Return whether some id is the number that stands for none, shape ()."""
+    return (ids.to(torch.int64) == NO_ID).any()
+
+
+def check_no_id(ids: Mapping[str, object], found: Mapping[str, float]) -> dict[str, Any]:
+    """Raise ValueError for ids for which `has_no_id` was found; return no facts."""
+    for name in ids:
+        if found.get(name):
+            raise ValueError(f"{name} must not have the id -2^63, which stands for none; give it another number")
+    return {}
+
+
+def check_rows(queries: Tensor, keys: Tensor) -> None:
+    """Raise ValueError unless every query has a key."""
+    if len(keys) < len(queries):
+        raise ValueError(
+            f"keys must have at least as many rows as queries, got {len(keys)} and {len(queries)}; key i is the "
+            "positive of query i"
+        )
+
+
+def check_compared(given: bool, ids: dict[str, Tensor | None], rows: dict[str, Tensor | None]) -> None:
+    """Raise ValueError for ids of negatives without negatives, or without ids of queries to compare them with."""
+    for (name, of_ids), (of, of_rows) in zip(ids.items(), rows.items(), strict=True):
+        if of_ids is not None and (not given or of_rows is None):
+            raise ValueError(f"{name} requires {of}, and query_ids or key_ids to be compared with")
+
+
+def check_guides(
+    queries: Tensor,
+    keys: Tensor,
+    negatives: Tensor | None,
+    guides: tuple[Tensor | None, Tensor | None],
+    exclude_above: float | None,
+) -> list[Any] | None:
+    """Return the facts about guides that ranks have to agree on; None without guides."""
+    query_guides, key_guides = guides
+    if query_guides is None and key_guides is None:
+        return None
+    if query_guides is None or key_guides is None or exclude_above is None:
+        raise ValueError(
+            "query_guides, key_guides and exclude_above go together: give all three, or none of the guides"
+        )
+    rows = {"query_guides": len(queries), "key_guides": len(keys) + (0 if negatives is None else len(negatives))}
+    for name, x in (("query_guides", query_guides), ("key_guides", key_guides)):
+        check_features(name, x)
+        if len(x) != rows[name]:
+            below = " (keys, and negatives below them)" if name == "key_guides" else ""
+            raise ValueError(f"{name} must have {rows[name]} rows{below}, got {len(x)}")
+        largest_norm(name, x)
+    check_alike("query_guides", query_guides, "key_guides", key_guides, rows=False)
+    return [query_guides.shape[1], str(query_guides.dtype)]
