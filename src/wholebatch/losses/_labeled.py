@@ -57,16 +57,17 @@ def agree_labeled(
                     )
         return checks.check()
 
+    flat = (features, labels, weights)
     if shape is not None:
-        features, labels, weights = features.flatten(0, 1), _of_views(labels, shape), _of_views(weights, shape)
+        flat = (features.flatten(0, 1), _of_views(labels, shape), _of_views(weights, shape))
     facts = agree(
         caller,
         options,
         Inputs(
-            features={"features": features},
+            features={"features": flat[0]},
             scalars=scalars,
-            ids={"labels": (labels, "features")},
-            weights=(weights, "features"),
+            ids={"labels": (flat[1], "features")},
+            weights=(flat[2], "features"),
             required=("labels",),
             positive=tuple(scalars),
         ),

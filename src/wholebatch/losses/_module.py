@@ -53,9 +53,10 @@ class Settings(nn.Module):
             if name in vars(cls):  # a class attribute would hide a parameter or a buffer of this name
                 delattr(cls, name)
         cls._declared = declared
-        if "__init__" not in vars(cls):
-            kinds = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d) for n, d in declared.items()]
-            cls.__signature__ = inspect.Signature(kinds)  # type: ignore[attr-defined]
+        parameters = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d) for n, d in declared.items()]
+        if "__init__" in vars(cls):
+            parameters = [*inspect.signature(vars(cls)["__init__"]).parameters.values()][1:]
+        cls.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
 
     def __init__(self, **settings: Any) -> None:  # typed by the declarations of each subclass
         super().__init__()
