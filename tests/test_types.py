@@ -1,4 +1,4 @@
-"""Full signatures reach a user's editor: functions and modules complete their arguments, and mistakes are underlined."""
+"""Full signatures reach a user's editor: arguments of functions and modules complete, and mistakes are underlined."""
 
 import re
 from pathlib import Path
