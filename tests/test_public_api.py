@@ -119,7 +119,6 @@ PUBLIC = {
         "LocalCommunicator",
         "MPICommunicator",
         "TorchCommunicator",
-        "handshake",
         "select_communicator",
     ],
 }

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .._checks import check_count, check_flag, check_items, shown
 from .._graph import checked_loss, leaves_of
-from ..comm import Communicator, Group, handshake, select_communicator
+from ..comm import Communicator, Group, select_communicator
 from ..comm.handshake import raised_on_all_ranks
 from ..comm.select import check_group
 from .inputs import (
@@ -493,7 +493,7 @@ def _agree(comm: Communicator, state: Callable[[], Any]) -> list[Any]:
             raise
 
     try:
-        return [of_rank["found"] for of_rank in handshake(comm, facts, caller="GradCache")]
+        return [of_rank["found"] for of_rank in comm.handshake(facts, caller="GradCache")]
     except ValueError:
         if local and not isinstance(local[0], ValueError):
             raise local[0] from None

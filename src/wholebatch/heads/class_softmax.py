@@ -35,7 +35,7 @@ from .._checks import (
     on_host,
 )
 from .._normalize import UNIT, known_norms, normalize_rows, row_norms
-from ..comm import Communicator, handshake
+from ..comm import Communicator
 from ..kernels import in_triton
 from ..losses._cross_entropy import one_positive
 from ..losses._door import Agreement, Options, agree
@@ -382,12 +382,7 @@ def _agree_on_centers(
             _DRAWN: [*sample.settings],
         }
 
-    everyone = handshake(
-        agreed.comm,
-        state,
-        caller=agreed.caller,
-        must_match=(_DRAWN, *_OF_CENTERS),
-    )
+    everyone = agreed.comm.handshake(state, caller=agreed.caller, must_match=(_DRAWN, *_OF_CENTERS))
     sample, norms, largest = chosen[0]
     partition = Partition(tuple(facts["centers"] for facts in everyone))
     if sample.ids is None and num_classes is not None and partition.total != num_classes:

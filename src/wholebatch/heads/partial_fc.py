@@ -27,7 +27,7 @@ from .._checks import (
 )
 from .._precision import accumulation_dtype
 from .._sharded import mark_sharded
-from ..comm import Group, handshake, select_communicator
+from ..comm import Group, select_communicator
 from ..kernels import Kernel
 from ..losses._door import Options, Reduction, eager, told_to_all
 from ..partition import Partition
@@ -305,7 +305,7 @@ class PartialFC(nn.Module):
             check_integer("root", root, least=0, most=comm.size - 1, of="a rank")
             return {**of_head, "root": root}
 
-        handshake(comm, state, caller=f"PartialFC.{name}", must_match=(*OF_HEAD, "root"))
+        comm.handshake(state, caller=f"PartialFC.{name}", must_match=(*OF_HEAD, "root"))
         if of_classes is None:
             return None
         counts = Partition.even(self.num_classes, comm.size).counts

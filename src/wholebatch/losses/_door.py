@@ -33,7 +33,7 @@ from .._checks import (
 from .._graph_break import outside_graphs
 from .._normalize import LONGEST
 from .._precision import accumulation_dtype, wide_dtype
-from ..comm import Communicator, Group, LocalCommunicator, handshake, select_communicator
+from ..comm import Communicator, Group, LocalCommunicator, select_communicator
 from ..comm.binding import CallError, bound, complaint
 from ..comm.handshake import GRAD_ENABLED
 from ..comm.select import check_group
@@ -277,7 +277,7 @@ def _refuse(caller: str, error: CallError, args: Sequence[Any], kwargs: Mapping[
         comm = select_communicator(kwargs.get("group", getattr(options, "group", None)))
     except ValueError:  # no group: there is nobody to tell
         return
-    handshake(comm, complaint(error), caller=caller)
+    comm.handshake(complaint(error), caller=caller)
 
 
 def agree(
@@ -379,7 +379,7 @@ def agree(
         *must_match,
         GRAD_ENABLED,
     )
-    everyone = handshake(comm, state, caller=caller, must_match=names)
+    everyone = comm.handshake(state, caller=caller, must_match=names)
     rows = {name: Partition(tuple(facts["rows"][name] for facts in everyone)) for name in given}
     first_name, first = next(iter(given.items()))
     if rows[first_name].total == 0:
