@@ -208,8 +208,8 @@ class MPITransport(Transport):
     def _after(self, requests: list[Any], result: Callable[[], Tensor], *keep: Tensor, free: Any = None) -> Finish:
         """Return a function that tests the requests until they are complete, then returns `result()`.
 
-        Until then, `keep` stays in memory. It tests because MPI's wait has no timeout, and on fewer cores than ranks burns
-        the time that the other ranks need.
+        Until then, `keep` stays in memory. It tests, because MPI's wait has no timeout, and on fewer cores than ranks
+        takes the time that other ranks need.
         """
 
         def finish(_keep: tuple[Tensor, ...] = keep) -> Tensor:
