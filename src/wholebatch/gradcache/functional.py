@@ -23,13 +23,15 @@ from .._checks import check_callable, check_integer
 from .._graph import leaves_of
 from ..comm import Communicator, Group, select_communicator
 from ..comm.select import check_group
+from .chunks import differentiable
 from .held import watched
 from .inputs import own_containers, representations
 from .observe import Observer
+from .one_pass import difference, with_graph
 from .parameter_sync import modules_of
 from .passed_by import check_not_passed_by
 from .replay import Buffers, Replay, without_graph
-from .two_passes import backward_from, difference, differentiable, with_graph, zeros_for_awaited
+from .second_pass import backward_from, zeros_for_awaited
 
 _PENDING: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[_Again]] = weakref.WeakKeyDictionary()
 
@@ -89,7 +91,7 @@ class _Again:
         with Observer(self._buffers).call(func, *given, visible=visible) as called, without_graph():
             self._first = self._call()
         self._engines, self._seen = called.engines, called.seen.values()
-        self._buffers.look()
+        self._buffers.find_moved()
         self._buffers.forget_still()
         for engine in self._engines:
             _PENDING.setdefault(engine.module, weakref.WeakSet()).add(self)

@@ -145,7 +145,7 @@ class Buffers:
         """The state."""
         return [_at(place).clone() for place in self._moving]
 
-    def look(self) -> None:
+    def find_moved(self) -> None:
         """Find out which have moved."""
         for place, beginning in [*self._still.items()]:
             if not torch.equal(_at(place), beginning):

@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import _not_reduced
 from .._sharded import is_sharded
+from .chunks import Encoder
 from .parameter_sync import control_of, modules_of, parameters_of_ddp
-from .two_passes import Encoder
 
 FIRST, EVERY = 3, 100  # steps that are looked at: the first ones, and then one in so many
 
