@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .inputs import may_be_empty, own_containers, representations, rows_of, without_rows
+from .inputs import may_be_empty, new_containers, representations, rows_of, without_rows
 from .observe import Called
 from .parameter_sync import Synchronized, modules_of, synchronized
 from .replay import Replay
@@ -51,7 +51,7 @@ class Encoder:
 
     def call(self, part: Any) -> Any:
         """Return the model's output for a part of its input."""
-        return self._call(self.model, own_containers(part))
+        return self._call(self.model, new_containers(part))
 
     def read(self, part: Any, out: Any) -> tuple[Tensor, ...]:
         """Return the representations in the model's output for a part of its input."""

@@ -38,19 +38,19 @@ class GradCache:
         loss_fn: (r_0, r_1, ..., \**loss_kwargs) -> L, of one element. r_k has the rows of input k; a model with several
             representations gives a tuple of them. Its parameters get their gradients, once.
         split_input_fn: (input, chunk size) -> list of chunks, for inputs that are no trees of tensors.
-        get_rep_fn: what a model returns -> its representation: a tensor with the rows of its input, or a tuple of such.
-            A tensor of shape () among them is one number for the whole batch, such as a learned scale.
+        get_rep_fn: a model's output -> its representation: a tensor with the rows of its input, or a tuple of such. A
+            tensor of shape () among them is one number for the whole batch, such as a learned scale.
         fp16: run under float16 autocast; needs a scaler. Otherwise the caller's autocast holds, whatever its dtype.
-        scaler: a GradScaler, which scales the loss before its gradient is taken; stepping it is the caller's.
+        scaler: a GradScaler, which scales the loss before its gradient is taken; the caller steps it.
         keep_graphs: which chunks keep the graph of their first pass, and are not encoded again: a number of them, a
             fraction, or "auto", as many as fit. More memory, less time.
         memory_budget: bytes that kept graphs may hold under "auto"; None: most of what is free.
         group: ranks that make the step together, as in :func:`wholebatch.functional.clip_loss`.
-        unchecked: parameters of which each rank has values of its own (experts, tensor parallel without DTensors), or
-            whose engine you do not call on purpose. The others are compared between ranks, see `cache_step`.
+        unchecked: parameters whose values differ between ranks on purpose (experts, tensor parallel without DTensors),
+            or whose engine you do not call on purpose. The others are compared between ranks, see `cache_step`.
 
     Raises:
-        ValueError: if an argument is not what it should be.
+        ValueError: if an argument is none of these.
 
     Source: Gao et al., 2021, arXiv:2101.06983.
 
@@ -96,20 +96,20 @@ class GradCache:
         self._steps = 0  # that all ranks have made
 
     def __call__(self, *model_inputs: Any, no_sync_except_last: bool = True, **loss_kwargs: Any) -> Tensor:
-        """Same as :meth:`cache_step`."""
+        """Make a step: the same as :meth:`cache_step`."""
         return self.cache_step(*model_inputs, no_sync_except_last=no_sync_except_last, **loss_kwargs)
 
     def cache_step(self, *model_inputs: Any, no_sync_except_last: bool = True, **loss_kwargs: Any) -> Tensor:
-        r"""Add the gradient of the loss of these inputs to all parameters'.
+        r"""Add the gradient of the loss of these inputs to the gradients of all parameters.
 
         Args:
             model_inputs: one for each model: a tensor, a list (the model's arguments), a mapping (its keywords), or
                 (list, mapping). Their rows may differ between ranks and may be 0.
-            no_sync_except_last: accepted for programs that pass it: gradients are synchronized once, whatever it says.
+            no_sync_except_last: accepted for programs that pass it; gradients are synchronized once in any case.
             loss_kwargs: passed on to loss_fn.
 
         Returns:
-            L, detached, not scaled.
+            L, detached, not scaled. The gradients are computed: do not call `backward()` on it.
 
         Collective on several ranks: four handshakes, what loss_fn does, and the engine's one synchronization.
 
@@ -118,13 +118,17 @@ class GradCache:
         optimizer has made a step from gradients that were not reduced. This takes a checksum of each parameter and one
         wait for a GPU. Parameters of FSDP, PartialFC and `unchecked` are left out.
 
+        Memory: one chunk's graph, the graphs that are kept, all representations and their gradients; while gradients
+        accumulate over steps, a copy of them.
+
         Raises:
             ValueError: on every rank, whichever rank made the mistake, with gradients as they were: inputs that are not
                 as many as models, or disagree on their rows; a representation with other rows, or without gradient; a
                 loss that is not one number, or ignores a representation; `torch.no_grad()`; a model that does not call
                 its engine; parameters that differ between ranks.
-            RuntimeError: if the second forward pass is not the first; gradients are as they were. On ranks where it is,
-                a ValueError. What a model itself raises is raised as it is, and in the second pass on its rank alone.
+            RuntimeError: if the second forward pass is not the first; gradients are as they were. Other ranks raise a
+                ValueError. A model's error is raised unchanged, with a note that names the chunk (from Python 3.11
+                on); in the second pass it is raised on its rank alone.
         """
         comm = select_communicator(self.group)
         chunks: list[Chunk] = []
@@ -158,9 +162,9 @@ class GradCache:
         self._steps += 1
         return loss
 
-    # What a subclass may replace.
+    # A subclass may replace the next four methods.
     def split_inputs(self, model_input: Any, chunk_size: int) -> Sequence[Any]:
-        """The chunks of an input."""
+        """Return the chunks of an input."""
         return (
             split_inputs(model_input, chunk_size)
             if self.split_input_fn is None
@@ -168,15 +172,15 @@ class GradCache:
         )
 
     def model_call(self, model: Callable[..., Any], model_input: Any) -> Any:
-        """A model's output for a chunk."""
+        """Return a model's output for a chunk."""
         return call_model(model, model_input)
 
     def get_reps(self, model_out: Any) -> Any:
-        """The representation in an output."""
+        """Return the representation in an output."""
         return model_out if self.get_rep_fn is None else self.get_rep_fn(model_out)
 
     def compute_loss(self, *reps: Any, **loss_kwargs: Any) -> Tensor:
-        """The loss of all representations."""
+        """Return the loss of all representations."""
         return self.loss_fn(*reps, **loss_kwargs)
 
     def _chunks(self, model_inputs: Sequence[Any]) -> list[Chunk]:
@@ -239,7 +243,7 @@ def _checked_parameters(unchecked: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _device_of(inputs: Sequence[Any], models: Sequence[object]) -> torch.device:
-    """Where the step runs: where its models are, or its inputs."""
+    """Return the device of the models, or else of the inputs."""
     for model in models:
         if isinstance(model, nn.Module):
             for p in model.parameters():
