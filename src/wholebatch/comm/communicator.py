@@ -68,8 +68,8 @@ class Communicator(RowEntry, MessageEntry):
     **Dtypes and layouts.** Any dtype moves; sums need numbers. float16 and bfloat16 are summed in float32. Inputs may
     be non-contiguous, parts may be empty, parts may differ in size between ranks wherever there are `counts`.
 
-    **Collectives.** An operation is one collective of its backend, and so is its adjoint; checking adds a handshake to
-    each. Results are new tensors, no operation writes into its input.
+    **Cost.** Checking adds a handshake, an all-gather of 2 KiB per rank, to every operation and to its adjoint. Results
+    are new tensors; no operation writes into its input.
 
     >>> import torch, wholebatch as wb
     >>> comm, x = wb.comm.LocalCommunicator(), torch.ones(2, 3, requires_grad=True)
@@ -123,7 +123,7 @@ class Communicator(RowEntry, MessageEntry):
     ) -> Tensor:
         """Concatenate the ranks' tensors along `dim`, rank 0 first, on every rank; adjoint: :meth:`reduce_scatter`.
 
-        sharded -> copies. Under `loss="replicated"` the adjoint is this rank's own slice, and moves nothing.
+        sharded -> copies. Under `loss="replicated"` the adjoint is the slice of this rank, and moves nothing.
 
         Args:
             x: n_r entries along `dim` on rank r; n_r may differ between ranks and may be 0, other dimensions may not.
@@ -479,7 +479,7 @@ class Communicator(RowEntry, MessageEntry):
             self.close()
         elif any(handle.under_way for handle in self._handles):
             Transport.close(self.transport)
-            ABANDONED.append(self.transport)  # the group's own end would wait for what is under way
+            ABANDONED.append(self.transport)  # ending the group would wait for the operations under way
         else:
             self.transport.close()
 
@@ -502,7 +502,7 @@ class Communicator(RowEntry, MessageEntry):
         :meth:`split` take part.
 
         Args:
-            loss: this rank's scalar, or None. The communicator's `loss` says which scalar is differentiated.
+            loss: this rank's scalar, or None. The communicator's `loss` determines the scalar that is differentiated.
             gradient: the objective's gradient with respect to `loss`, by default 1.
             retain_graph: keep the graph for another backward pass; the same on all ranks.
 

@@ -27,8 +27,8 @@ from .transport import Checked, Transport
 
 Counts = Sequence[int] | None
 
-# A call begins with a handshake if the communicator checks calls, if `check=True` says so, or, in any case, where it
-# needs the other ranks' facts: always, or to find out counts that the caller leaves out.
+# A call begins with a handshake if `check=True` or the communicator asks for it, and in any case if it needs the other
+# ranks' facts: these methods always do, those below where the caller leaves out one of the named counts.
 _ALWAYS = ("handshake", "split")
 _FINDS_OUT = {
     **dict.fromkeys(("all_gather", "iall_gather", "gather", "scatter"), ("counts",)),

@@ -66,7 +66,7 @@ def handshake(
         for name in check_sequence("must_match", must_match, "names of facts"):
             check_instance("must_match", name, str, "names of facts")
         facts = check_callable("state", state)()
-        check_instance("what state returns", facts, Mapping, "a mapping of JSON values")
+        check_instance("the return value of state", facts, Mapping, "a mapping of JSON values")
         local: Facts = {_CALLER: caller, _FACTS: {**facts}}
         json.dumps(local)  # a fact that is no JSON value, such as an array for a number, is a mistake too
     except Exception as error:

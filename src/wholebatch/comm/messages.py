@@ -1,4 +1,4 @@
-"""Both ends of a message state what they expect, so that a mistake at one is an error at both, and not wrong numbers.
+"""Both ends of a message state its dtype and shape, so that a mistake at one is an error at both, not wrong numbers.
 
 Only with checking on. The two statements travel at once and beside the message, so nothing waits that would not have
 waited for a synchronous send.

@@ -67,7 +67,7 @@ class Order:
         elif self._thread != threading.get_ident():
             raise RuntimeError(
                 f"{call.name}: this communicator's calls have come from two threads, which have no common order to "
-                "reverse; give each thread a communicator of its own"
+                "reverse; give each thread a separate communicator"
             )
         assert call.index is not None
         self._waiting[call.index] = _Waiting(call, token, has_entries=y is None or y.numel() > 0)

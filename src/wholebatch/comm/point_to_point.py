@@ -47,7 +47,7 @@ class Envelope:
     def wire_tag(self, transport: Transport, x: Tensor) -> int:
         """Return the tag on the wire, for a message with x's bytes.
 
-        Messages of one tag and size arrive in the order in which they were sent; gradients are told apart by slot.
+        Messages of one tag and size arrive in the order in which they were sent; gradients are matched by slot.
         """
         first = self.tag * tags_of_one(transport)
         if self.channel == ADJOINT:
@@ -58,7 +58,7 @@ class Envelope:
 
 @dataclass(frozen=True)
 class Send(LinearMap):
-    """Send x to rank `dest`; the output has no entries. A* receives the gradient from there, on its own channel."""
+    """Send x to rank `dest`; the output has no entries. A* receives the gradient from there, on another channel."""
 
     dest: int
     envelope: Envelope

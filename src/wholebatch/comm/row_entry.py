@@ -24,7 +24,7 @@ class RowEntry(CallEntry):
     def _enter_rows(
         self, operation: str, x: Tensor, counts: Counts, dim: int, check: bool | None, **options: Any
     ) -> tuple[Entry, _Fixed]:
-        """Enter a collective to which each rank brings its rows; return how many each of them brings."""
+        """Enter a collective to which each rank passes its rows; return how many each of them passes."""
 
         def state() -> Facts:
             for name, value in options.items():

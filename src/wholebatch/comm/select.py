@@ -56,7 +56,7 @@ def select_communicator(group: object) -> Communicator:
             if launched_processes(variable) > 1:
                 raise ValueError(
                     f"a launcher has started {os.environ[variable]} processes ({variable}), but torch.distributed is "
-                    "not initialized: each would take its own rows for the whole batch. Call "
+                    "not initialized: each would take its local rows for the whole batch. Call "
                     "torch.distributed.init_process_group(), or pass group=wholebatch.comm.MPICommunicator() under "
                     "mpiexec, or group=wholebatch.comm.LocalCommunicator()"
                 )

@@ -43,7 +43,7 @@ class Transport(ABC):
     rank: int
     size: int
     max_tag: int  # the largest tag of a message on the wire
-    size_classes = 1  # groups of message sizes, each with tags of its own
+    size_classes = 1  # groups of message sizes, each with separate tags
     in_order = False  # whether messages of two ranks arrive in the order in which they were sent, whatever their tags
     closed = False
     group_name: str | None = None  # torch's name of the process group, if there is one
@@ -97,7 +97,7 @@ class Transport(ABC):
     def all_gather_by_rank(self, x: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, list[Finish]]:
         """Return the result of `all_gather`, and for each rank a function that waits for its rows.
 
-        An empty list says that all rows have arrived.
+        With an empty list, all rows have arrived.
         """
         return self.all_gather(x, counts)(), []
 

@@ -111,7 +111,7 @@ class _SecondPass:
     def __call__(self, *leaves: Tensor | Sequence[Tensor]) -> None:
         given = [x for leaf in leaves for x in ([leaf] if isinstance(leaf, Tensor) else leaf)]
         if self._done:
-            raise ValueError(f"this call of {self._name} has been gone back through, and its gradient counted")
+            raise ValueError(f"this call of {self._name} has had its second pass already, and its gradient is counted")
         if len(given) != len(self._first):
             raise ValueError(f"{self._name} gave {len(self._first)} representations, got back {len(given)}")
         for number, leaf in enumerate(given):

@@ -44,7 +44,7 @@ class GradCache:
         scaler: a GradScaler, which scales the loss before its gradient is taken; the caller steps it.
         keep_graphs: which chunks keep the graph of their first pass, and are not encoded again: a number of them, a
             fraction, or "auto", as many as fit. More memory, less time.
-        memory_budget: bytes that kept graphs may hold under "auto"; None: most of what is free.
+        memory_budget: bytes that kept graphs may hold under "auto"; None: most of the free memory.
         group: ranks that make the step together, as in :func:`wholebatch.functional.clip_loss`.
         unchecked: parameters whose values differ between ranks on purpose (experts, tensor parallel without DTensors),
             or whose engine you do not call on purpose. The others are compared between ranks, see `cache_step`.
@@ -111,7 +111,7 @@ class GradCache:
         Returns:
             L, detached, not scaled. The gradients are computed: do not call `backward()` on it.
 
-        Collective on several ranks: four handshakes, what loss_fn does, and the engine's one synchronization.
+        Collective on several ranks: four handshakes, the collectives of loss_fn, and the engine's one synchronization.
 
         The first step checks that no model reaches parameters past the DistributedDataParallel that holds them. The
         first three steps and every hundredth compare the parameters of all ranks: they are the same, unless an

@@ -47,7 +47,7 @@ def check_input(tree: Any, name: str, chunk_size: int) -> None:
     """Check that an input can be cut into chunks, all of it, and that its graph does not begin before the model.
 
     Raises:
-        ValueError: if its tensors disagree on their rows, have a graph, or lie beside a list that may be of rows, too.
+        ValueError: if its tensors disagree on their rows, have a graph, or lie beside a list with one item per row.
     """
     for tensor in tensors_of(tree):
         check_dense(f"a tensor of {name}, which is cut into chunks (a split_input_fn may cut others),", tensor)
@@ -84,7 +84,7 @@ def rows_of(tree: Any, name: str) -> int:
     """Return the number of rows of the batch.
 
     Raises:
-        ValueError: if no tensor says so, or two disagree.
+        ValueError: if there is no tensor with rows, or two disagree.
     """
     sizes = [len(x) for x in tensors_of(tree) if x.dim()]
     if not sizes:
@@ -172,5 +172,5 @@ def representations(output: Any, name: str) -> tuple[tuple[Tensor, ...], Callabl
         return tuple(output), (lambda found: type(output)(*found)) if hasattr(output, "_fields") else tuple
     raise ValueError(
         f"{name} must return a tensor, or a tuple of tensors, got {type(output).__name__}; "
-        "get_rep_fn=lambda output: output.pooler_output (say) takes the representation out of it"
+        "get_rep_fn=lambda output: output.pooler_output, for example, takes the representation out of it"
     )

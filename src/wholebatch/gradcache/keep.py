@@ -48,7 +48,7 @@ class Keeper:
     Args:
         keep: "auto", a number or a fraction.
         chunks: of the step, over all models.
-        budget: bytes that graphs may hold; None: a share of what is free.
+        budget: bytes that graphs may hold; None: a share of the free memory.
         device: where they are.
     """
 

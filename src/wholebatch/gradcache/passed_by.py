@@ -1,6 +1,6 @@
 """Find parameters that belong to a DistributedDataParallel which a step does not call.
 
-DDP reduces gradients in the backward pass after its own forward pass, and in no other. A model that is called as
+DDP reduces gradients in the backward pass after its forward pass, and in no other. A model that is called as
 `ddp.module.image(x)` leaves its gradients on their rank, the loss is right, and nothing else shows it.
 
 A parameter does not refer to the engine that holds it, and torch keeps no list of engines. The garbage collector knows
@@ -52,7 +52,7 @@ def check_not_passed_by(
             if id(p) in left:
                 raise ValueError(
                     f"{name} must reach its parameters through the DistributedDataParallel that holds them, which "
-                    f"reduces gradients after its own forward pass alone, and reaches {of!r} without it: "
+                    f"reduces gradients only after its own forward pass, and reaches {of!r} without it: "
                     f"{_not_reduced.TITLE}. {_not_reduced.FIX}. Give GradCache the wrapped model, or functions that "
                     "call it; parameters that you reduce yourself go into unchecked="
                 )

@@ -150,7 +150,7 @@ def _gradients(
         for number, x in enumerate(of_model):
             if x.requires_grad and x.dim() and x.grad is None:
                 raise ValueError(
-                    f"the loss does not depend on representation {number} of model {model}; do not encode here what it "
+                    f"the loss does not depend on representation {number} of model {model}; leave out models that it "
                     "does not train"
                 )
     return [[x.grad for x in of_model] for of_model in found], extra
