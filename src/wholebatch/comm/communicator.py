@@ -123,7 +123,7 @@ class Communicator(RowEntry, MessageEntry):
     ) -> Tensor:
         """Concatenate the ranks' tensors along `dim`, rank 0 first, on every rank; adjoint: :meth:`reduce_scatter`.
 
-        sharded -> copies. Under `loss="replicated"` the adjoint is the slice of this rank, and moves nothing.
+        sharded -> copies: y = concat_r x_r. Under `loss="replicated"` the adjoint is this rank's slice, and moves nothing.
 
         Args:
             x: n_r entries along `dim` on rank r; n_r may differ between ranks and may be 0, other dimensions may not.
@@ -162,7 +162,7 @@ class Communicator(RowEntry, MessageEntry):
     ) -> Tensor:
         """Reduce the ranks' tensors and give each rank its part of the result; adjoint: :meth:`all_gather`.
 
-        partial -> sharded.
+        partial -> sharded: y_r = (sum_q x_q)[rows r].
 
         Args:
             x: sum_r n_r entries along `dim`, the same shape on every rank.
@@ -203,8 +203,8 @@ class Communicator(RowEntry, MessageEntry):
     def all_reduce(self, x: Tensor, op: str = "sum", *, check: bool | None = None) -> Tensor:
         """Reduce the ranks' tensors elementwise, the result on every rank; adjoint of sum and average: itself.
 
-        partial -> copies. Under `loss="replicated"` the adjoint is the identity, and moves nothing. The gradient of a
-        maximum or minimum goes to the ranks that attain it, in equal parts, as in `torch.amax`.
+        partial -> copies: y = sum_q x_q. Under `loss="replicated"` the adjoint is the identity, and moves nothing. The
+        gradient of a maximum or minimum goes to the ranks that attain it, in equal parts, as in `torch.amax`.
 
         Args:
             x: the same shape and dtype on every rank.
@@ -230,7 +230,7 @@ class Communicator(RowEntry, MessageEntry):
     def broadcast(self, x: Tensor, root: int = 0, *, check: bool | None = None) -> Tensor:
         """Give every rank the tensor of rank `root`; adjoint: :meth:`reduce`.
 
-        root -> copies. On the other ranks x only shows shape and dtype, and its gradient is zero. Under
+        root -> copies: y_r = x_root. On the other ranks x only shows shape and dtype, and its gradient is zero. Under
         `loss="replicated"` the adjoint keeps the root's gradient, and moves nothing.
 
         Raises:
@@ -244,7 +244,7 @@ class Communicator(RowEntry, MessageEntry):
     def reduce(self, x: Tensor, op: str = "sum", *, root: int = 0, check: bool | None = None) -> Tensor:
         """Reduce the ranks' tensors, the result on rank `root` and zeros elsewhere; adjoint: :meth:`broadcast`.
 
-        partial -> root.
+        partial -> root: y_root = sum_r x_r.
 
         Args:
             x: the same shape and dtype on every rank.
@@ -279,7 +279,7 @@ class Communicator(RowEntry, MessageEntry):
     ) -> Tensor:
         """Concatenate the ranks' tensors along `dim`, rank 0 first, on rank `root`; adjoint: :meth:`scatter`.
 
-        sharded -> root.
+        sharded -> root: y_root = concat_r x_r.
 
         Args:
             x: n_r entries along `dim` on rank r; n_r may differ between ranks and may be 0, other dimensions may not.
@@ -309,7 +309,7 @@ class Communicator(RowEntry, MessageEntry):
     ) -> Tensor:
         """Give each rank its part of the tensor of rank `root`; adjoint: :meth:`gather`.
 
-        root -> sharded.
+        root -> sharded: y_r = x_root[rows r].
 
         Args:
             x: on rank `root`, sum_r n_r entries along `dim`. On the others None, or a tensor of the same dtype and
@@ -344,7 +344,7 @@ class Communicator(RowEntry, MessageEntry):
     ) -> Tensor:
         """Send part q of x to rank q and join the received parts, rank 0's first; adjoint: itself, counts exchanged.
 
-        sharded -> sharded.
+        sharded -> sharded: y_r = concat_q (x_q's part for r).
 
         Args:
             x: the parts for rank 0, 1, ... along `dim`; other dimensions are the same on all ranks.

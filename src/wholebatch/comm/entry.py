@@ -128,7 +128,8 @@ class CallEntry:
         shakes_hands = self._begins_with_handshake(method, given.get("check") if "check" in takes else None, given)
         self._calls += shakes_hands or method != "backward"  # as the ranks that made no mistake count it
         if shakes_hands:
-            handshake(self.transport, complaint(error), caller=f"{type(self).__name__}.{method}")
+            caller = f"{type(self).__name__}.{method}"
+            handshake(self.transport, complaint(error), caller=caller, checked="of a loss")
 
     def _begins_with_handshake(self, method: str, check: object, given: Mapping[str, Any]) -> bool:
         """Return whether a call with these arguments begins with a handshake.
