@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
 from wholebatch.comm import maps
+from wholebatch.comm.point_to_point import EPOCHS, Envelope, Send
 from wholebatch.partition import Partition
 
 CASES = {}
@@ -225,7 +226,7 @@ def planted(cls, adjoint):
 
 
 MISTAKES = {
-    "own slice only": (maps.AllGather, lambda a: maps.OwnRows(a.transport, a.counts), "all_gather"),
+    "own slice only": (maps.AllGather, lambda a: maps.LocalRows(a.transport, a.counts), "all_gather"),
     "a factor W": (maps.AllReduce, lambda a: maps.Scaled(a.transport, a, a.transport.size), "all_reduce sum"),
     "divided by W": (
         maps.AllGather,
@@ -1028,9 +1029,9 @@ def a_tag_wears_out(comm):
     """After many messages that did not fit a tag is refused, so that no old message is taken for a new one."""
     if comm.size == 1:
         return
-    for attempt in range(maps.EPOCHS + 1):
+    for attempt in range(EPOCHS + 1):
         if comm.rank < 2:
-            with refused("64 messages .* did not fit" if attempt == maps.EPOCHS else "a message must have the same"):
+            with refused("64 messages .* did not match" if attempt == EPOCHS else "a message must have the same"):
                 if comm.rank == 0:
                     comm.send(torch.zeros(2), 1, tag=11)
                 else:
@@ -1080,7 +1081,10 @@ def messages_without_gradient(comm):
     comm.all_reduce(x).sum().backward()
     assert not comm._order.waiting()
     handle = comm.isend(x, right)
-    with torch.no_grad(), refused(f"rank {left} sends what requires a gradient.* rank {comm.rank} receives it under"):
+    with (
+        torch.no_grad(),
+        refused(f"rank {left} sends a tensor that requires a gradient.* rank {comm.rank} receives it under"),
+    ):
         comm.recv(torch.empty(2), left)
     with refused("receives it under torch.no_grad"):
         handle.wait()
@@ -1183,7 +1187,7 @@ def mistakes_in_backward(comm):
 @case
 def facts_that_do_not_fit_one_message(comm):
     """A second round carries them."""
-    facts = wb.comm.handshake(comm, lambda: {"long": "x" * (5000 * comm.rank)}, caller="test")
+    facts = comm.handshake(lambda: {"long": "x" * (5000 * comm.rank)}, caller="test")
     assert [len(each["long"]) for each in facts] == [5000 * r for r in range(comm.size)]
 
 
@@ -1246,7 +1250,7 @@ def adjoint_of_adjoint(comm):
         maps.AllGather(t, counts), maps.ReduceScatter(t, counts), maps.AllReduce(t), maps.AllReduce(t, 0.5),
         maps.AllReduce(t, 0.5, "replicated"), maps.AllGather(t, counts, "replicated"), maps.Broadcast(t, 0),
         maps.Broadcast(t, 0, "replicated"), maps.Reduce(t, 0), maps.Gather(t, counts, 0), maps.Scatter(t, counts, 0),
-        maps.AllToAll(t, counts, counts[::-1]), maps.Send(t, 0, 1, 0, 7, 0, torch.Size([2])),
+        maps.AllToAll(t, counts, counts[::-1]), Send(t, 0, Envelope(tag=1, slot=7, epoch=0), torch.Size([2])),
     ):  # fmt: skip
         assert a.adjoint.adjoint == a
         assert dataclasses.is_dataclass(a)

@@ -244,7 +244,11 @@ NEW_MISTAKES = [
     ("siglip_loss", {"equal_ids": "ignored"}, "equal_ids must be one of 'positive', 'excluded'; got 'ignored'"),
     ("clip_loss", {"ids": torch.zeros(3).long()}, "arguments that are given"),
     ("info_nce_loss", {"directions": ("query_to_query",)}, "must have 'query_to_key' or 'key_to_query' among them"),
-    ("info_nce_loss", {"directions": ("key_to_query",), "hardness": 1.0}, "hardness requires .query_to_key. in directions"),
+    (
+        "info_nce_loss",
+        {"directions": ("key_to_query",), "hardness": 1.0},
+        "hardness requires .query_to_key.",
+    ),
     ("info_nce_loss", {"hardness": -1.0}, "hardness must not be negative, got -1.0"),
     ("info_nce_loss", {"directions": ("query_to_key",) * 2}, "directions must be different"),
     ("info_nce_loss", {"directions": ("query_to_key", "sideways")}, "directions must be one of 'query_to_key', .*way"),

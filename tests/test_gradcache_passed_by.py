@@ -75,8 +75,8 @@ def local_rows(counts):
 
 def without_checks(monkeypatch):
     """As before there were any."""
-    monkeypatch.setattr("wholebatch.gradcache.grad_cache.check_not_passed_by", lambda *_: None)
-    monkeypatch.setattr("wholebatch.gradcache.grad_cache.due", lambda _: False)
+    monkeypatch.setattr("wholebatch.gradcache.step.check_not_passed_by", lambda *_: None)
+    monkeypatch.setattr("wholebatch.gradcache.step.due", lambda _: False)
 
 
 class OfSubclass(DistributedDataParallel):
@@ -200,7 +200,7 @@ def not_reached_body():
     true, ddp = true_gradient(net, x, y), DistributedDataParallel(net)
     models = [lambda a: ddp(x=a)[0], lambda b: ddp(y=b)[1]]
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("wholebatch.gradcache.two_passes.zeros_for_awaited", lambda *_: [])
+        monkeypatch.setattr("wholebatch.gradcache.second_pass.zeros_for_awaited", lambda *_: [])
         wb.GradCache(models, 2, loss_fn)(*local)
         cosine = torch.cosine_similarity(flat(net), true, dim=0).item()
         with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iteration"):

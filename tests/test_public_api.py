@@ -69,7 +69,6 @@ PUBLIC = {
         "LocalCommunicator",
         "MPICommunicator",
         "TorchCommunicator",
-        "handshake",
         "select_communicator",
     ],
 }

@@ -29,7 +29,7 @@ def on_all_ranks(
         return facts(results[0])
 
     try:
-        everyone = wb.comm.handshake(wb.comm.select_communicator(None), state, caller=caller)
+        everyone = wb.comm.select_communicator(None).handshake(state, caller=caller)
     except ValueError as error:
         if error.__cause__ is not None and not isinstance(error.__cause__, UserError):
             raise  # a bug of ours, with its traceback
