@@ -1,4 +1,4 @@
-"""Two pictures of a run."""
+"""The pictures of a run: its curves, and examples of retrieval."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHOWN, _TOP = 12, 5
 
 
 def draw_curves(metrics: list[dict[str, Any]], curves: Sequence[Curve], title: str, path: Path) -> None:
-    """Training loss, and what validations say, over the steps."""
+    """Draw the training loss and the figures of the validations over the steps."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
@@ -43,7 +43,7 @@ def draw_curves(metrics: list[dict[str, Any]], curves: Sequence[Curve], title: s
 
 
 def draw_retrieval(pairs: Pairs, texts: Tensor, image_features: Tensor, text_features: Tensor, path: Path) -> None:
-    """A random dozen of held-out images, each beside its five most similar texts; the right one is marked."""
+    """Draw a random dozen of held-out images, each beside its five most similar texts, with the right one marked."""
     from matplotlib.figure import Figure
 
     chosen = torch.randperm(len(texts), generator=seeded("shown"))[:_SHOWN].tolist()
@@ -86,6 +86,6 @@ def draw_retrieval(pairs: Pairs, texts: Tensor, image_features: Tensor, text_fea
             )  # fmt: skip
     figure.subplots_adjust(left=0.01, right=0.99, bottom=0.02, top=0.93, wspace=0.05, hspace=0.15)
     with warnings.catch_warnings():
-        # A user's text may hold characters that the figure's font lacks; they become boxes.
+        # Characters of a user's text that the figure's font lacks become boxes.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(path, dpi=120)
