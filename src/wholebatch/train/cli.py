@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import tyro
 
 from .._user_error import UserError
 from .config import DEFAULTS, TrainConfig, check_data_path
-from .launcher import launcher_size
+from .launcher import launcher_size, number_of_ranks
+from .lock import check_is_free
 from .resume import check_same_run, read_config
 
 
@@ -23,9 +25,7 @@ def main(argv: Sequence[str], *, prog: str) -> None:
         SystemExit: 0 after --help, 2 for options that cannot be parsed.
     """
     config = _config(argv, prog)
-    config.check()
-    if launcher_size() is None and config.data != "glyphs":  # a launcher's ranks check it together
-        check_data_path(Path(config.data))
+    _check(config)
     if os.environ.get("RANK", "0").strip() == "0":
         print("loading torch and the data ...", flush=True)
     from .launch import run
@@ -37,6 +37,19 @@ def main(argv: Sequence[str], *, prog: str) -> None:
         if stopped.message:
             show(stopped.message)
         end_by(stopped.signum)
+
+
+def _check(config: TrainConfig) -> None:
+    """Refuse whatever can be refused without torch; paths only here, because a launcher's ranks check them together."""
+    config.check()
+    number_of_ranks(config)
+    if launcher_size() is not None:
+        return
+    if config.data != "glyphs":
+        check_data_path(Path(config.data))
+    if config.resume is None and config.run_folder is not None and config.run_folder.is_dir():
+        with suppress(OSError):  # the run folder itself reports it
+            check_is_free(config.run_folder)
 
 
 def _config(argv: Sequence[str], prog: str) -> TrainConfig:

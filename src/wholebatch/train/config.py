@@ -145,7 +145,9 @@ class TrainConfig:
         _require(self.task in ("retrieve", "identify"), "task", "'retrieve' or 'identify'", self.task)
         _require(self.loss in get_args(Loss), "loss", f"one of {', '.join(get_args(Loss))}", self.loss)
         without_negatives = self.task == "retrieve" and self.batch_size == 1
-        _require(not without_negatives, "batch_size", "at least 2: a pair alone has no negatives", self.batch_size)
+        _require(
+            not without_negatives, "batch_size", "at least 2, because a pair alone has no negatives", self.batch_size
+        )
         has_smoothing = self.label_smoothing == 0 or self.loss == "clip"
         _require(has_smoothing, "label_smoothing", f"0 for --loss {self.loss}, which has none", self.label_smoothing)
         _require(0 <= self.label_smoothing <= 1, "label_smoothing", "in [0, 1]", self.label_smoothing)
