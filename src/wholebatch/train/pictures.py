@@ -27,18 +27,21 @@ def draw_curves(metrics: list[dict[str, Any]], curves: Sequence[Curve], title: s
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    left.plot([row["step"] for row in metrics], [row["loss"] for row in metrics], color="tab:blue", linewidth=1)
+    dot = "o" if len(metrics) == 1 else None
+    steps, losses = [row["step"] for row in metrics], [row["loss"] for row in metrics]
+    left.plot(steps, losses, color="tab:blue", linewidth=1, marker=dot)
     left.set(xlabel="step", ylabel="loss of the global batch", ylim=(0, None), title="training")
     validated = [row for row in metrics if "validation" in row]
     for curve in curves:
         values = [reduce(getitem, curve.keys, row["validation"]) for row in validated]
         steps = [row["step"] for row in validated]
-        right.plot(steps, values, curve.style, color=curve.color, marker=".", label=curve.label)
+        right.plot(steps, values, curve.style, color=curve.color, marker=curve.marker, markersize=4, label=curve.label)
     right.set(xlabel="step", ylabel="fraction", ylim=(0, 1), title=title)
-    right.legend(fontsize="small", loc="lower right")
+    right.legend(fontsize="small")
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.set_xlim(left=0)
+        axes.xaxis.get_major_locator().set_params(integer=True)
     figure.savefig(path, dpi=120)
 
 

@@ -81,11 +81,11 @@ class ConsoleProgress(Progress):
         step, loss = metrics["step"], f"loss {metrics['loss']:.4f}"
         validation = f", validation {self._task.headline(metrics['validation'])}" if "validation" in metrics else ""
         if step == self._first:
-            self._console.print(f"the first step took {time.monotonic() - self._began:.1f} s")
+            self._console.print(f"the first step took {time.monotonic() - self._began:.1f} s, {loss}")
         if self._bar is not None:
             self._validation = validation or self._validation  # the bar keeps the last one in sight
             self._bar.update(self._bar.task_ids[0], completed=step, description=loss + self._validation)
-        elif step in (self._first, self._last) or step % _LINE_EVERY == 0 or validation:
+        elif step == self._last or step % _LINE_EVERY == 0 or validation:
             self._console.print(f"step {step:4d}/{self._last}  {loss}, {metrics['seconds']:.0f} s{validation}")
 
     def stop(self) -> None:

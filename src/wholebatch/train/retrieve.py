@@ -29,8 +29,8 @@ class Retrieve(Task):
     """Find the text of an image and the image of a text, among texts never seen in training."""
 
     curves = tuple(
-        Curve(f"recall@{k}, {direction.replace('_', ' ')}", (direction, f"recall@{k}"), color, style)
-        for direction, style in (("image_to_text", "-"), ("text_to_image", "--"))
+        Curve(f"recall@{k}, {direction.replace('_', ' ')}", (direction, f"recall@{k}"), color, style, marker)
+        for direction, style, marker in (("image_to_text", "-", "o"), ("text_to_image", "--", "x"))
         for k, color in ((1, "tab:green"), (10, "tab:orange"))
     )
     validation_title = "validation: texts not trained on"

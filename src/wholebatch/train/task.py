@@ -24,6 +24,7 @@ class Curve:
     keys: tuple[str, ...]  # its path in a validation
     color: str
     style: str = "-"
+    marker: str = "o"
 
 
 class Task(ABC):
