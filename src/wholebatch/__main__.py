@@ -34,7 +34,7 @@ _COMMANDS = {
         "wholebatch.bench.cli", "train", ("tyro", "rich", "matplotlib"),
     ),
     "plan": _Command(
-        "estimate memory, time and bytes sent of each way to compute a loss, and the largest batch that fits",
+        "estimate memory, time and bytes sent of each method of computing a loss, and the largest batch that fits",
         "wholebatch.planning.cli", "cli", ("tyro", "rich"),
     ),
     "train": _Command(

@@ -28,7 +28,7 @@ def apply_maps(images: Tensor, maps: Tensor) -> Tensor:
 
 
 def augmented(images: Tensor, config: TrainConfig, rows: slice, step: int) -> Tensor:
-    """Apply the settings' augmentation to these rows of the step's global batch."""
+    """Apply the configured augmentation to these rows of the step's global batch."""
     if not config.augment:
         return images
     maps = affine_maps(config.batch_size, strength=config.augment, step=step, seed=config.seed)

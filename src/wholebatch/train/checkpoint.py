@@ -193,7 +193,7 @@ def _facts(file: TensorFile) -> dict[str, Any]:
 
 
 def _digests(folder: Path, step: int) -> dict[str, str | None]:
-    """Return the digests of the run's settings and of its first steps; None for a file that does not exist."""
+    """Return the digests of the run's configuration and first steps; None for a file that does not exist."""
     config, metrics = folder / CONFIG, folder / METRICS
     found: dict[str, str | None] = {"config": None, "metrics": None}
     with _reading(folder):

@@ -1,4 +1,4 @@
-"""`wholebatch train`: options to settings to run. torch is imported when the options are known to make sense."""
+"""`wholebatch train`: from options to a configuration to a run. torch is imported after the options are checked."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str], *, prog: str) -> None:
 
 
 def _check(config: TrainConfig) -> None:
-    """Refuse whatever can be refused without torch; paths only here, because a launcher's ranks check them together."""
+    """Refuse mistakes that can be found without torch. The ranks of a launcher check paths later, together."""
     config.check()
     number_of_ranks(config)
     if launcher_size() is not None:
@@ -53,7 +53,7 @@ def _check(config: TrainConfig) -> None:
 
 
 def _config(argv: Sequence[str], prog: str) -> TrainConfig:
-    """Return the settings that `argv` asks for, on top of the task's defaults or of the resumed run's settings."""
+    """Return the configuration of `argv`, on top of the task's defaults or of the resumed run's configuration."""
     config = _parse(argv, prog, TrainConfig())
     if config.resume is None:
         return _parse(argv, prog, DEFAULTS[config.task])
@@ -62,7 +62,7 @@ def _config(argv: Sequence[str], prog: str) -> TrainConfig:
     saved = dataclasses.replace(read_config(config.resume), run_folder=None)
     if launcher_size() is not None:
         saved = dataclasses.replace(saved, ranks=1)  # the launcher decides
-    config = _parse(argv, prog, saved)  # a setting that still differs was on the command line
+    config = _parse(argv, prog, saved)  # a difference was on the command line
     check_same_run(saved, config)
     return dataclasses.replace(config, run_folder=config.resume)
 

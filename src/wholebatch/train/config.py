@@ -1,6 +1,6 @@
-"""The settings of a run: one frozen dataclass, written beside every run and read back by `--resume`.
+"""The configuration of a run: one frozen dataclass, written beside every run and read back by `--resume`.
 
-This module imports no torch: --help and mistakes in options need the settings alone.
+This module imports no torch: --help and mistakes in options need only the configuration.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class TrainConfig:
     """"glyphs": images of Unicode characters and their names, drawn at the start with the fonts of matplotlib.
     Or the path of a .jsonl or .csv file of (image, text) pairs; image paths are relative to that file."""
     run_folder: Path | None = None
-    """Folder of the run: settings, metrics, checkpoint, pictures. None: runs/ and the time of the start."""
+    """Folder of the run: configuration, metrics, checkpoint, pictures. None: runs/ and the time of the start."""
     resume: Path | None = None
-    """Folder of a run to resume from its last checkpoint, with its settings."""
+    """Folder of a run to resume from its last checkpoint, with its configuration."""
     ranks: int = 1
     """Processes to start on this machine, each with its share of the cores. torchrun decides this by itself."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -241,7 +241,7 @@ _LARGEST = {
     "model.text_layers": 2**10, "model.text_buckets": 2**26, "model.max_words": 2**16, "head.sub_centers": 2**10,
 }  # fmt: skip
 
-# The settings that a task starts from, where they differ from the fields above.
+# Defaults of a task, where they differ from the fields above.
 DEFAULTS = {
     "retrieve": TrainConfig(),
     "identify": TrainConfig(task="identify", steps=450),
@@ -249,13 +249,13 @@ DEFAULTS = {
 
 
 def differences(saved: TrainConfig, asked: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ, as {name: (saved value, asked value)}; a part's settings are PART.NAME."""
+    """Return the fields that differ, as {name: (saved value, asked value)}; a field of a part is PART.NAME."""
     values = {name: (_get(saved, name), _get(asked, name)) for name in _names(saved)}
     return {name: (old, new) for name, (old, new) in values.items() if old != new}
 
 
 def option(name: str) -> str:
-    """Return the command-line option of a setting.
+    """Return the command-line option of a field.
 
     >>> option("model.text_width")
     '--model.text-width'

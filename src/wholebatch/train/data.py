@@ -23,7 +23,7 @@ def load_data(config: TrainConfig, size: int) -> Data:
     """Load pairs split by text for --task retrieve, or labeled images for --task identify.
 
     Args:
-        config: settings of the run.
+        config: the configuration of the run.
         size: number of ranks.
     """
     glyphs = config.data == "glyphs"

@@ -32,10 +32,10 @@ from .signals import Requests
 
 
 def run(config: TrainConfig) -> None:
-    """Train with the ranks of the launcher, or else with those that the settings ask for.
+    """Train with the ranks of the launcher, or else with those of the configuration.
 
     Raises:
-        UserError: for a mistake in settings, data, environment or run folder, on whichever rank it was found.
+        UserError: for a mistake in configuration, data, environment or run folder, on whichever rank it was found.
         Stopped: if a signal has ended the run.
     """
     size = number_of_ranks(config)

@@ -1,4 +1,4 @@
-"""The number of ranks, from the settings or from the environment variables of a launcher such as torchrun.
+"""The number of ranks, from the configuration or from the environment variables of a launcher such as torchrun.
 
 This module imports no torch.
 """
@@ -15,7 +15,7 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_AD
 
 
 def number_of_ranks(config: TrainConfig) -> int:
-    """Return the number of ranks that the launcher has started, or else that the settings ask for.
+    """Return the number of ranks that the launcher has started, or else that of the configuration.
 
     Raises:
         UserError: if the two differ, or the batch has too few rows for so many ranks.

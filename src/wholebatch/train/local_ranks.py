@@ -30,7 +30,7 @@ from .resume import how_to_resume
 from .signals import FINISHING, STOP, Inbox, Patience, Stopped, inbox, name, show, show_cursor, signals_blocked
 
 Body = Callable[[TrainConfig, str, int, Connection], None]
-"""The run of one rank: (settings, URL where ranks meet, rank, connection to the starting process)."""
+"""The run of one rank: (configuration, URL where ranks meet, rank, connection to the starting process)."""
 
 
 _RAISED = 1  # exit code

@@ -76,7 +76,7 @@ class Lock:
 
 
 def check_is_free(folder: Path) -> None:
-    """Raise UserError unless `folder` is empty, but for the files of a run that was killed before it had settings."""
+    """Raise UserError unless `folder` is empty, or has only the files of a run killed before it had a configuration."""
     if not {entry.name for entry in folder.iterdir()} - {FILE, PARTIAL_CONFIG}:
         return
     if not (folder / CONFIG).exists():

@@ -46,7 +46,7 @@ def make_objective(config: TrainConfig, texts: int, *, dense: bool = False) -> O
     """Make the loss of the global batch, with every loss's default `sync`: DDP averages over ranks.
 
     Args:
-        config: settings of the run.
+        config: the configuration of the run.
         texts: number of texts in all.
         dense: take the reference implementation, which this process computes alone.
     """

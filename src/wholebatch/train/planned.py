@@ -18,7 +18,7 @@ def plan_start(config: TrainConfig, data: Data, device: torch.device, *, size: i
     """Return a line about the method that the library chooses for this run.
 
     Args:
-        config: settings of the run.
+        config: the configuration of the run.
         data: its data, for the number of classes.
         device: its device.
         size: W, the number of ranks.

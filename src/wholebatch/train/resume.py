@@ -1,4 +1,4 @@
-"""Resuming a run: its saved settings, the few that may change, and the command that the user can paste.
+"""Resuming a run: its saved configuration, the options that may change, and the command that the user can paste.
 
 This module imports no torch.
 """
@@ -24,7 +24,7 @@ _FREE = (*_REPEATED, "run_folder", "resume", "audit")
 
 
 def read_config(path: Path) -> TrainConfig:
-    """Return the settings of the run in the folder `path`."""
+    """Return the configuration of the run in the folder `path`."""
     file = path / CONFIG
     try:
         values = unsealed(read_bounded(file, MOST_CONFIG_BYTES), "it")
@@ -38,7 +38,7 @@ def read_config(path: Path) -> TrainConfig:
 
 
 def check_same_run(saved: TrainConfig, asked: TrainConfig) -> None:
-    """Raise UserError if `asked` differs from the `saved` settings in anything that changes the numbers."""
+    """Raise UserError if `asked` differs from the `saved` configuration in anything that changes the numbers."""
     changed = [
         f"{name} was {old!r}, got {new!r}"
         for name, (old, new) in differences(saved, asked).items()
@@ -61,7 +61,7 @@ def how_to_resume(folder: Path | None, config: TrainConfig, otherwise: str = "")
 def resume_command(folder: Path, config: TrainConfig) -> str:
     """Return the command that resumes the run in `folder` from any directory, by the program that runs now.
 
-    It repeats the options by which this run, if it was itself resumed, differs from its saved settings.
+    It repeats the options by which this run, if it was itself resumed, differs from its saved configuration.
     """
     command = f"train --resume {shlex.quote(str(folder.absolute()))}"
     python, program = shlex.quote(sys.executable), Path(sys.argv[0])

@@ -1,6 +1,6 @@
 """The folder of a run. Rank 0 writes all of it, but for the other ranks' parts of head-STEP.
 
-config.json              the settings, read back by --resume
+config.json              the configuration, read back by --resume
 metrics.jsonl            one line per step
 checkpoint.safetensors   weights, optimizer and random state of the last checkpoint
 model.safetensors        the final weights; of --task identify with the centers and the names of the classes
@@ -47,7 +47,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config: TrainConfig) -> RunFolder:
-        """Create a folder with the settings in it; UserError if it is not empty."""
+        """Create a folder with the configuration in it; UserError if it is not empty."""
         with _writing(path):
             path.mkdir(parents=True, exist_ok=True)
             check_is_free(path)
