@@ -1,4 +1,4 @@
-"""`wholebatch train --task identify`: the classifier is spread over the ranks, and the numbers are one process's."""
+"""`wholebatch train --task identify`: the classifier is sharded over the ranks, and the numbers are those of one process."""
 
 import json
 import shutil

@@ -1,6 +1,7 @@
 """`wholebatch train` as a user runs it: whole runs, on a small data set of real characters."""
 
 import json
+import re
 import shutil
 import signal
 import sys
@@ -39,6 +40,8 @@ def test_a_run_leaves_everything_it_promises(uninterrupted):
     for picture in ("curves.png", "retrieval.png"):
         assert (run / picture).read_bytes().startswith(b"\x89PNG")
     assert "\x1b" not in output, "plain lines where there is no terminal"
+    assert output.startswith("loading torch and the data ...\n"), "no silence before the first step"
+    assert re.search(r"^the first step took \d+\.\d s, loss \d\.\d{4}$", output, re.MULTILINE)
     assert "step   50/50" in output
     assert "recall@1" in output
 

@@ -504,7 +504,7 @@ def test_a_lock_that_is_a_link_or_no_file_is_refused(tmp_path):
     assert (tmp_path / "precious").read_text() == "do not touch"
     (tmp_path / "lock").unlink()
     os.mkfifo(tmp_path / "lock")
-    with pytest.raises(UserError, match="must be a file of the run"):
+    with pytest.raises(UserError, match="must be a regular file"):
         RunFolder.lock(tmp_path)
 
 
