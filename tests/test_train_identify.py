@@ -1,4 +1,4 @@
-"""`wholebatch train --task identify`: the classifier is sharded over the ranks, and the numbers are those of one process."""
+"""`wholebatch train --task identify`: the classifier is sharded over the ranks, and the numbers do not change."""
 
 import json
 import shutil
