@@ -64,19 +64,19 @@ def audit_start(config: TrainConfig, data: Data, device: torch.device, *, rank: 
         UserError: if they differ.
     """
     examples = config.batch_size if config.loss in _NEED_MORE else max(size, min(_EXAMPLES, config.batch_size))
-    some = replace(config, batch_size=examples, chunk_size=min(config.chunk_size, max(1, examples // size // 2)))
-    together = make_task(some, data, device, rank=rank, size=size)
-    alone = make_task(replace(some, chunk_size=0), data, device, rank=0, size=1, dense=True)
-    for task in (together, alone):
+    smaller = replace(config, batch_size=examples, chunk_size=min(config.chunk_size, max(1, examples // size // 2)))
+    on_ranks = make_task(smaller, data, device, rank=rank, size=size)
+    dense = make_task(replace(smaller, chunk_size=0), data, device, rank=0, size=1, dense=True)
+    for task in (on_ranks, dense):
         task.add_gradients(0)
-    found, expected = together.gradients(), alone.gradients()
+    found, expected = on_ranks.gradients(), dense.gradients()
     if found.keys() != expected.keys():
         raise UserError(f"audit: parameters without a gradient: {', '.join(sorted(expected.keys() ^ found.keys()))}")
-    error, size_of_expected = (
+    error, norm = (
         torch.stack([x.double().square().sum().cpu() for x in tensors]).sum().sqrt().item()
         for tensors in ([found[name].to(x) - x for name, x in expected.items()], expected.values())
     )
-    outcome = Outcome(examples, size, error / size_of_expected if size_of_expected else error)
+    outcome = Outcome(examples, size, error / norm if norm else error)
     if not outcome.error < _WRONG:
         raise UserError(
             f"the gradient of {examples} examples on {size} processes is not that of the dense loss on one: relative "
