@@ -26,7 +26,7 @@ class _Command(NamedTuple):
 
 _COMMANDS = {
     "audit": _Command(
-        "compare the gradients of several ranks with those of one process, and name the cause of a difference",
+        "check that several ranks give the gradient of one process, and say why not",
         "wholebatch.auditing.cli", "cli", ("tyro", "rich"),
     ),
     "bench": _Command(
@@ -34,11 +34,11 @@ _COMMANDS = {
         "wholebatch.bench.cli", "train", ("tyro", "rich", "matplotlib"),
     ),
     "plan": _Command(
-        "estimate memory, time and bytes sent of each method of computing a loss, and the largest batch that fits",
+        "estimate the memory and time of a loss, and the largest batch that fits",
         "wholebatch.planning.cli", "cli", ("tyro", "rich"),
     ),
     "train": _Command(
-        "train a dual encoder, or an encoder and a classifier, with the exact loss of the global batch",
+        "train a dual encoder or a classifier with the exact loss of the global batch",
         "wholebatch.train.cli", "train", ("tyro", "rich", "matplotlib", "numpy", "PIL"),
     ),
 }  # fmt: skip
