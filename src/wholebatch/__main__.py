@@ -26,7 +26,7 @@ class _Command(NamedTuple):
 
 _COMMANDS = {
     "audit": _Command(
-        "check that several ranks give the gradient of one process, and say why not",
+        "check that ranks give the gradient of one process, or find the cause",
         "wholebatch.auditing.cli", "cli", ("tyro", "rich"),
     ),
     "bench": _Command(
@@ -34,11 +34,11 @@ _COMMANDS = {
         "wholebatch.bench.cli", "train", ("tyro", "rich", "matplotlib"),
     ),
     "plan": _Command(
-        "estimate the memory and time of a loss, and the largest batch that fits",
+        "estimate a loss's memory and time, and the largest batch that fits",
         "wholebatch.planning.cli", "cli", ("tyro", "rich"),
     ),
     "train": _Command(
-        "train a dual encoder or a classifier with the exact loss of the global batch",
+        "train a dual encoder or a classifier with the exact global loss",
         "wholebatch.train.cli", "train", ("tyro", "rich", "matplotlib", "numpy", "PIL"),
     ),
 }  # fmt: skip

@@ -197,7 +197,7 @@ class Identify(Task):
         rows = [
             ["top-1 accuracy", f"{report['top_1']:.4f}"],
             [f"top-{_TOP} accuracy", f"{report[f'top_{_TOP}']:.4f}"],
-            ["top-1 at most: some classes have equal pictures", f"{report['top_1_at_most']:.4f}"],
+            ["best possible top-1: some classes have equal pictures", f"{report['top_1_at_most']:.4f}"],
             ["top-1 by chance", f"{report['chance']:.4f}"],
             [f"verification: TAR at FAR {report['far']:g}", "no pairs" if tar is None else f"{tar:.4f}"],
         ]
