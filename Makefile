@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 .PHONY: train test faults kernels jax ecosystem peers lint format clean
 
-# The main job: images of Unicode characters and their names. Options: make train ARGS="--processes 2"
+# The main job: images of Unicode characters and their names. Options: make train ARGS="--ranks 2"
 train: .venv/train-installed
 	$(BIN)/wholebatch train $(ARGS)
 
