@@ -23,12 +23,12 @@ from torch.nn.functional import normalize
 
 import wholebatch as wb
 from wholebatch._measure import map_each_tensor, rise_of_peak, seconds_of, threads_of_a_rank
+from wholebatch._processes import run_processes
 from wholebatch.bench.records import keep
 from wholebatch.planning.check import check, rates_here
 from wholebatch.planning.rates import Rates
 from wholebatch.planning.sizes import DTYPES
 from wholebatch.planning.work import ExchangeUsed, LossName, Shapes
-from wholebatch.testing import run_processes
 
 HERE = Path(__file__).parent
 RESULTS, PAGE, MARK = HERE / "results" / "plan.json", HERE.parent / "docs" / "planning.md", "<!-- plan -->"

@@ -13,6 +13,7 @@ from torch import nn
 import wholebatch as wb
 from wholebatch.__main__ import main
 from wholebatch._measure import map_each_tensor, rise_of_peak
+from wholebatch._processes import run_processes
 from wholebatch.comm import LocalCommunicator, select_communicator
 from wholebatch.exchange import GatherExchange, RingExchange, select_exchange
 from wholebatch.losses import _door
@@ -22,7 +23,6 @@ from wholebatch.planning.check import check
 from wholebatch.planning.given import given
 from wholebatch.planning.subject import make_step
 from wholebatch.planning.work import LOSSES, Shapes, work_of
-from wholebatch.testing import run_processes
 
 CPU = torch.device("cpu")
 OF_CLASSES = {"partial_fc": {"classes": 5000}}

@@ -12,9 +12,9 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
+from .._processes import preload
 from .._user_error import UserError
 from ..comm.select import launched_processes
-from ..testing import preload
 from . import presets
 from .audit import audit
 from .display import print_report, print_summaries

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._checks import is_dense
+from .._processes import preload, start_server
 from .._settings import shown
 from .._user_error import UserError
 from ..heads import PartialFC
-from ..testing import preload, start_server
 
 Engine = Literal["mean", "sum", "ddp", "none"] | Callable[[nn.Module], nn.Module]
 INSTALLED = "site-packages"  # the folder of what is

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._processes import RankError, RankTimeoutError, pickled, run_processes
 from .._user_error import UserError
-from ..testing import RankError, RankTimeoutError, pickled, run_processes
 from .compare import Gradients
 from .measure import Answer, Facts, Job, Mistake, Quiet, Trial, run_trials
 from .problem import INSTALLED, Factory
@@ -34,7 +34,7 @@ class FailureError(Exception):
             blocks = str(self).split("--- ")[1:]
             return "; ".join(f"{block.partition(' ')[0]} {block.split()[1]} {_place(block)}" for block in blocks)
         _, block = self._first()
-        if "died without a word" in block:
+        if "died silently" in block:
             return f"{block.splitlines()[-1].strip()} (in a script, calls stand under if __name__ == '__main__')"
         frames = [line.strip() for line in block.splitlines() if line.strip().startswith("File ")]
         if "UserError: " in block:

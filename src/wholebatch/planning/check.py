@@ -9,9 +9,9 @@ from statistics import median
 import torch
 
 from .._measure import map_each_tensor, rise_of_peak, seconds_of, threads_of_a_rank
+from .._processes import run_processes
 from ..comm import Communicator, select_communicator
 from ..sweep import Memory
-from ..testing import run_processes
 from .calibrate import calibrate
 from .rates import Rates
 from .subject import make_step

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 import tyro
 
+from .._processes import RankError
 from .._user_error import UserError
-from ..testing import RankError
 from .check import Measured, check, rates_here
 from .display import print_measured, print_plan
 from .given import given
