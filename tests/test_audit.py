@@ -402,7 +402,7 @@ def test_exit_codes(capsys, monkeypatch):
         (["audit_problems:right_local", "--preset", "recipes"], "one of the two"),
         (["--preset", "openclip"], "there is no preset 'openclip'; choose one of: recipes, open_clip"),
         (["--preset", "recipes", "--setting", "nothing like it"], "has 'nothing like it' in its name"),
-        (["audit_problems:right_local", "--markdown"], "--markdown is of presets"),
+        (["audit_problems:right_local", "--markdown"], "--markdown needs --preset"),
     ):
         assert main(["audit", *arguments]) == 2
         assert message in capsys.readouterr().err
