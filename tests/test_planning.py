@@ -312,7 +312,7 @@ def test_samples_of_classes_take_less():
         ({"batch_size": 2.5}, "batch_size must be an integer of at least 1; got 2.5"),
         (
             {"ranks": 128},
-            "batch_size is that of all ranks together: at least one example for each of 128 ranks",
+            "batch_size is that of all ranks together: at least one example for each of 128 ranks, got 64",
         ),
         ({"loss": "circle"}, "loss must be one of clip, info_nce, siglip, nt_xent, sup_con, partial_fc; got 'circle'"),
         ({"dtype": "int8"}, "dtype must be one of float64, float32"),
@@ -330,11 +330,11 @@ def test_samples_of_classes_take_less():
         ({"dtype": [1]}, "dtype must be one of float64"),
         ({"rates": "x.json"}, "rates must be wholebatch.planning.Rates, or None; got 'x.json'"),
         ({"chunk_size": 8}, "chunk_size needs encoder_bytes, the bytes that an encoder keeps of one row"),
-        ({"chunk_size": 65, "encoder_bytes": 10}, "chunk_size must be at most the rows of a rank, 64 = 64 / 1; got"),
+        ({"chunk_size": 65, "encoder_bytes": 10}, "chunk_size must be at most the rows of a rank, 64 = 64 / 1; got 65"),
         ({"keep_graphs": 1, "encoder_bytes": 10}, "keep_graphs is a number of chunks: give chunk_size as well"),
         (
             {"keep_graphs": 9, "chunk_size": 16, "encoder_bytes": 1},
-            "keep_graphs must be at most the number of chunks, 8",
+            "keep_graphs must be at most the number of chunks, 8; got 9",
         ),
         ({"loss": "partial_fc"}, "partial_fc needs classes, as in classes=1000000"),
         ({"loss": "clip", "classes": 10}, "classes belong to partial_fc; clip has none"),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from ._text_table import format_rows
+from ._text_table import format_rows, wrapped
 
 
 def print_table(
@@ -33,7 +33,7 @@ def print_table(
     first, *others = format_rows(header, rows, left=left, width=console.width if console.is_terminal else None)
     as_blocks = not first
     if title:
-        _print(console, title, "bold")
+        print_text(title, "bold")
     if first:
         every = [line for lines in (first, *others) for line in lines]
         for line in (*first, "-" * max(map(len, every))):
@@ -47,8 +47,9 @@ def print_table(
 
 
 def print_text(text: str, style: str = "") -> None:
-    """Print a line of text, which the terminal may wrap."""
-    _print(Console(), text, style)
+    """Print a line of text; on a terminal it wraps to the width between words."""
+    console = Console()
+    _print(console, "\n".join(wrapped(text, console.width)) if console.is_terminal else text, style)
 
 
 def _print(console: Console, line: str, style: str) -> None:

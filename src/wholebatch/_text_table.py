@@ -1,7 +1,7 @@
 """Tables in plain text, which stay readable in any width.
 
-Cells wrap between words, never inside one. Where the longest words of all columns do not fit side by side, each row
-becomes a block with one line for each column.
+Cells of text wrap between words, numbers with their units do not wrap. Where the columns do not fit side by side, each
+row becomes a block with one line for each column.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from textwrap import wrap
 
-_GAP = "  "
+_GAPS = ("  ", " ")  # between columns; one space where two do not fit
 
 
 def format_rows(
@@ -30,21 +30,30 @@ def format_rows(
     >>> format_rows(["setting", "ms"], [["a ring", "3"]], left=["setting"], width=8)
     [[], ['setting:', '  a ring', 'ms: 3']]
     """
-    columns = [*zip(header, *rows, strict=True)]
-    widths = [max(map(len, column)) for column in columns]
-    if width is not None:
-        words = [max(len(word) for cell in column for word in [*cell.split(), ""]) for column in columns]
-        room = width - len(_GAP) * (len(header) - 1)
-        if sum(words) > room:
-            return [[], *(_block(header, row, width) for row in rows)]
-        while sum(widths) > room:
-            spare = [at for at in range(len(widths)) if widths[at] > words[at]]
-            widths[max(spare, key=lambda at: widths[at])] -= 1
-    return [_row(header, row, widths, left) for row in (header, *rows)]
+    columns = [*zip(*rows, strict=True)] if rows else [()] * len(header)
+    widths = [max(map(len, (name, *column))) for name, column in zip(header, columns, strict=True)]
+    least = [_least(name, column, text=name in left) for name, column in zip(header, columns, strict=True)]
+    if width is None:
+        return [_row(header, row, widths, left, _GAPS[0]) for row in (header, *rows)]
+    for gap in _GAPS:
+        room = width - len(gap) * (len(header) - 1)
+        if sum(least) <= room:
+            while sum(widths) > room:
+                shrinkable = [at for at in range(len(widths)) if widths[at] > least[at]]
+                widths[max(shrinkable, key=lambda at: widths[at])] -= 1
+            return [_row(header, row, widths, left, gap) for row in (header, *rows)]
+    return [[], *(_block(header, row, width) for row in rows)]
 
 
-def _row(header: Sequence[str], row: Sequence[str], widths: Sequence[int], left: Sequence[str]) -> list[str]:
-    cells = [_wrapped(cell, width) for cell, width in zip(row, widths, strict=True)]
+def _least(name: str, column: Sequence[str], *, text: bool) -> int:
+    """Return the width of a column whose header wraps, and whose cells do if they are text."""
+    whole = [name, *column] if text else [name]
+    words = [word for cell in whole for word in cell.split()]
+    return max(map(len, ["", *words, *([] if text else column)]))
+
+
+def _row(header: Sequence[str], row: Sequence[str], widths: Sequence[int], left: Sequence[str], gap: str) -> list[str]:
+    cells = [wrapped(cell, width) for cell, width in zip(row, widths, strict=True)]
     lines = []
     for at in range(max(len(cell) for cell in cells)):
         texts = [cell[at] if at < len(cell) else "" for cell in cells]
@@ -52,16 +61,18 @@ def _row(header: Sequence[str], row: Sequence[str], widths: Sequence[int], left:
             text.ljust(width) if name in left else text.rjust(width)
             for name, text, width in zip(header, texts, widths, strict=True)
         ]
-        lines.append(_GAP.join(aligned).rstrip())
+        lines.append(gap.join(aligned).rstrip())
     return lines
 
 
 def _block(header: Sequence[str], row: Sequence[str], width: int) -> list[str]:
     texts = [f"{name}: {cell}" if name else cell for name, cell in zip(header, row, strict=True) if cell]
-    return [line for text in texts for line in _wrapped(text, width, indent=_GAP)]
+    return [line for text in texts for line in wrapped(text, width, indent=_GAPS[0])]
 
 
-def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
+def wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    """Return the text as lines that break between words; an indented text stays so."""
     if len(text) <= width:
         return [text]
+    indent = indent or text[: len(text) - len(text.lstrip())]
     return wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
