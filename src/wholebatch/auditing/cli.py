@@ -40,7 +40,7 @@ class AuditConfig:
     ranks: tuple[int, ...] = (1, 2, 3)
     """Numbers of ranks."""
     dtype: Literal["float64", "float32"] = "float64"
-    """Of the computation."""
+    """Precision of the computation."""
     tolerance: float | None = None
     """Largest relative error; by default 1e-5 in float64, 1e-3 in float32."""
     seed: int = 0

@@ -38,9 +38,9 @@ class Probes:
 
     @_none_if_impossible
     def constant(self) -> bool | None:
-        """Return whether losses are right with one row everywhere, which only the number of terms can make wrong.
+        """Return whether losses are right with one row everywhere, where only a wrong number of terms changes them.
 
-        None if L of one rank's rows is that of all, which says nothing.
+        None if L of one rank's rows equals L of all, so that the number of terms does not show.
         """
         rows = self._rows
         losses, true = self._losses_of([(rows[0],) * len(rows)])

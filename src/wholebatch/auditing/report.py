@@ -61,7 +61,7 @@ class Report:
         findings: causes, wrong ones first, each once.
         notes: on how the audit was done.
         values: for each split, the loss of each rank.
-        dtype: of the computation.
+        dtype: precision of the computation.
         tolerance: of relative errors, for "exact".
         seconds: the audit took.
         versions: of packages.

@@ -78,13 +78,13 @@ class LossConfig:
     exchanges: tuple[Literal["auto", "gather", "ring"], ...] = ("auto",)
     """Exchanges of rows between several ranks."""
     dtypes: tuple[Literal["float32", "bfloat16", "float16", "float64"], ...] = ("float32",)
-    """Of the features; peers get the first one."""
+    """Precisions of the features; peers get the first one."""
     kernels: tuple[Literal["auto", "torch", "triton"], ...] = ("auto",)
     """Implementations of tiles."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where to compute; several ranks take a GPU each, on NCCL."""
     threads: int | None = None
-    """Of each rank; by default its share of the machine's cores."""
+    """Threads of each rank; by default its share of the machine's cores."""
     steps: int = 5
     """Timed steps of each method, after an untimed one; figures are medians."""
     peers: bool = True

@@ -44,7 +44,7 @@ _PASSED = {"logit_scale", "logit_bias"}  # required parameters that a call passe
 
 @dataclass(frozen=True)
 class Sweep:
-    """How a loss goes over the similarity matrix S: the facts from which its work is counted.
+    """The sweep of a loss over the similarity matrix S: the facts from which its work is counted.
 
     Args:
         one_pass: the forward pass computes the gradient, too, so that S is computed once and no part of it is kept.

@@ -46,7 +46,7 @@ class PlanConfig:
     loss: LossName | None = None
     """The loss; by default clip, with --classes partial_fc."""
     dtype: str = "float32"
-    """Of the features: float32, bfloat16, float16, float64."""
+    """Precision of the features: float32, bfloat16, float16, float64."""
     device: str = "cpu"
     """cpu, cuda (the GPU here), or a card: t4, v100, l4, rtx4090, a100, h100, h200, b200."""
     memory_limit: str | None = None
