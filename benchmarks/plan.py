@@ -27,8 +27,8 @@ from wholebatch._processes import run_processes
 from wholebatch.bench.records import keep
 from wholebatch.planning.check import check, rates_here
 from wholebatch.planning.rates import Rates
+from wholebatch.planning.shapes import ExchangeUsed, LossName, Shapes
 from wholebatch.planning.sizes import DTYPES
-from wholebatch.planning.work import ExchangeUsed, LossName, Shapes
 
 HERE = Path(__file__).parent
 RESULTS, PAGE, MARK = HERE / "results" / "plan.json", HERE.parent / "docs" / "planning.md", "<!-- plan -->"

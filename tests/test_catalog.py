@@ -11,7 +11,7 @@ from wholebatch.auditing import presets
 from wholebatch.bench.configuration import SUBJECTS
 from wholebatch.losses.catalog import CATALOG, Entry, Sweep
 from wholebatch.planning.given import given
-from wholebatch.planning.work import LOSSES
+from wholebatch.planning.shapes import LOSSES
 
 # Losses that need more than features, scale, bias and labels.
 OTHERS = {"moco", "distillation", "global_contrastive", "partial_fc"}

@@ -21,8 +21,9 @@ from wholebatch.partition import Partition
 from wholebatch.planning import DEVICES, Rates
 from wholebatch.planning.check import check
 from wholebatch.planning.given import given
+from wholebatch.planning.shapes import LOSSES, Shapes
 from wholebatch.planning.subject import make_step
-from wholebatch.planning.work import LOSSES, Shapes, work_of
+from wholebatch.planning.work import work_of
 
 CPU = torch.device("cpu")
 SIZES = "--batch-size 8 --embedding-size 8"

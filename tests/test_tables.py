@@ -18,7 +18,7 @@ from wholebatch.bench.gather import Row as GatherRow
 from wholebatch.bench.loss import Row as LossRow
 from wholebatch.planning.check import Measured
 from wholebatch.planning.display import print_measured, print_plan
-from wholebatch.planning.work import Shapes
+from wholebatch.planning.shapes import Shapes
 
 
 def audit():

@@ -22,8 +22,9 @@ from ..comm import Communicator, LocalCommunicator
 from ..losses.catalog import CATALOG
 from ..sweep import Memory
 from .rates import Rates, seconds_of_products
+from .shapes import LOSSES, PARTIAL_FC, LossName, Shapes
 from .subject import make_step
-from .work import LOSSES, PARTIAL_FC, LossName, Shapes, work_of
+from .work import work_of
 
 _SMALLEST, _SIZES = 16, (64, 256, 1024)  # embedding sizes
 # Tiles in a row of S: enough that calls weigh little; for the largest d; and few enough that a heap holds kept entries.

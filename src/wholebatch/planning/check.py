@@ -14,8 +14,9 @@ from ..comm import Communicator, select_communicator
 from ..sweep import Memory
 from .calibrate import calibrate
 from .rates import Rates
+from .shapes import ExchangeUsed, LossName, Shapes
 from .subject import make_step
-from .work import ExchangeUsed, LossName, Shapes, work_of
+from .work import work_of
 
 _STEPS = 3
 _PATIENCE_S = 600.0

@@ -21,8 +21,8 @@ from .given import given
 from .options import plan
 from .rates import Rates
 from .report import Plan
+from .shapes import LossName, Shapes
 from .sizes import DTYPES
-from .work import LossName, Shapes
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _CHECK_S = 15.0  # of each setting

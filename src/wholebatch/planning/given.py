@@ -10,7 +10,7 @@ import torch
 from .._user_error import UserError
 from ..losses.catalog import CATALOG
 from .rates import Rates
-from .work import LOSSES, PARTIAL_FC
+from .shapes import LOSSES, PARTIAL_FC
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from .._user_error import UserError
 from .given import given
 from .rates import Rates
 from .report import Option, Plan
+from .shapes import PARTIAL_FC, LossName, Shapes
 from .sizes import Sizes, check_rates
 from .step import Setting, Step, largest_batch, num_chunks, peak_with, worthwhile_settings
-from .work import PARTIAL_FC, LossName, Shapes, work_of
+from .work import work_of
 
 _USABLE = 0.9  # of a device's memory; the rest is CUDA's, NCCL's and fragments that an allocator cannot reuse
 _SIMILAR = 0.05  # of the chunks

@@ -8,8 +8,8 @@ from typing import Any
 from .._text_table import format_rows
 from ..sweep.memory import Memory
 from .rates import Rates
+from .shapes import LossName
 from .units import amount, duration, operations
-from .work import LossName
 
 _COLUMNS = ("", "exchange", "similarities", "encoders", "peak", "sent", "FLOP", "time", "largest batch", "remark")
 LEFT = ("exchange", "similarities", "encoders", "remark")  # columns of text

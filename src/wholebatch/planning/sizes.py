@@ -13,7 +13,7 @@ from .._settings import shown
 from .._user_error import UserError
 from .given import DEVICES
 from .rates import Rates
-from .work import LOSSES, PARTIAL_FC, LossName, Shapes
+from .shapes import LOSSES, PARTIAL_FC, LossName, Shapes
 
 _LIMIT = 2**63  # no computer counts to it
 DTYPES = {

@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from ..sweep.memory import Memory
-from .work import ExchangeUsed, Shapes, Work, work_of
+from .shapes import ExchangeUsed, Shapes
+from .work import Work, work_of
 
 _FILLED = 0.9  # of the limit, at most, is filled: a prediction may be some percent too small
 _LEAST_KEPT = 0.1  # of S: keeping a smaller part is not worth a line

@@ -15,7 +15,7 @@ from ..heads import CosFace, PartialFC
 from ..losses.catalog import Entry
 from ..partition import Partition
 from ..sweep import Memory
-from .work import Shapes
+from .shapes import Shapes
 
 SCALE, BIAS = 14.3, -10.0
 _PER_CLASS = 4  # examples of a class, for losses with labels
