@@ -273,7 +273,7 @@ def key_side_missing():
     return problem(loss)
 
 
-def key_side_missing_own():
+def key_side_missing_local():
     """Own rows are put back among the gathered ones."""
     return problem(lambda x, y, s: local(x, y, s, gathered(x), gathered(y)))
 
@@ -314,7 +314,7 @@ class GradientTimes(Function):
         return ctx.factor * grad, None
 
 
-def another_loss():
+def loss_differs():
     """Own negatives count twice."""
 
     def loss(x, y, s):
@@ -326,7 +326,7 @@ def another_loss():
     return problem(loss)
 
 
-def own_statistics():
+def local_statistics():
     """Each rank's rows are standardized by their own mean and variance."""
 
     def loss(x, y, s):
@@ -385,7 +385,7 @@ def rank_order_mixed_reversed():
     return problem(lambda x, y, s: clip(with_gradient(x), from_the_last(y), s))
 
 
-def own_weights():
+def local_weights():
     """Rows weigh by how they compare with the others of their rank; on one process, with all."""
 
     def loss(x, y, s):
@@ -421,7 +421,7 @@ def batch_statistics():
     return problem(wb.CLIPLoss(), Encoders(nn.BatchNorm1d(8)))
 
 
-def ranks_count_alike():
+def mean_of_means():
     def loss(x, y, s):
         return (s * (x - y)).square().sum(1).mean()
 
@@ -586,7 +586,7 @@ def batch_statistics_and_noise():
     return problem(wb.CLIPLoss(), Encoders(nn.BatchNorm1d(8), Noise()))
 
 
-def thirteen_rows_count_alike():
+def thirteen_rows_mean_of_means():
     return problem(lambda x, y, s: (s * (x - y)).square().sum(1).mean(), rows=13, uneven=True)
 
 
@@ -623,7 +623,7 @@ def bypassed():
     return Problem(Encoders(), batch(), loss, engine="ddp")
 
 
-def scaled_alike():
+def uniform_scaling():
     def step(model, batch):
         loss = wb.functional.clip_loss(*model(**batch))
         loss.backward()
@@ -665,7 +665,7 @@ def micro_batches_reference():
     return Problem(Encoders(), batch(), step=of_micro_batches, reference=reference_of_clip)
 
 
-def another_loss_than_the_reference():
+def loss_differs_from_the_reference():
     def loss(model, batch):
         x, y, scale = model(batch["images"], batch["texts"])
         return wb.functional.clip_loss(x, y, scale) + 0.1 * scale

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import wholebatch as wb
-from wholebatch.planning.table import amount, of_entries
+from wholebatch.planning.units import amount
 
 from .config import TrainConfig
 from .data import Data
@@ -30,10 +30,10 @@ def plan_start(config: TrainConfig, data: Data, device: torch.device, *, size: i
         return "plan: none, because the planner does not know --head.margin curricularface"
     found = wb.plan(
         # the examples of sup_con are the features of both towers
-        batch=config.batch_size * (2 if config.loss == "sup_con" else 1),
-        dim=config.model.embedding_size,
+        batch_size=config.batch_size * (2 if config.loss == "sup_con" else 1),
+        embedding_size=config.model.embedding_size,
         ranks=size,
-        loss=config.loss if classes is None else None,  # type: ignore[arg-type]
+        loss=config.loss if classes is None else None,
         memory_limit=_ENOUGH,  # the run itself shows whether it fits
         device="cpu" if device.type == "cpu" else _ANY_CARD,
         classes=None if classes is None else classes * config.head.sub_centers,
@@ -45,7 +45,6 @@ def plan_start(config: TrainConfig, data: Data, device: torch.device, *, size: i
     name = config.loss if classes is None else f"{classes} classes"
     on = f"on {size} process{'es' if size > 1 else ''}"
     sent = f", exchange {option.exchange}, {amount(option.wire)} sent by each" if option.exchange else ""
-    entries = of_entries(found.loss, option)
     chunks = f", {config.chunk_size} rows encoded at a time" if config.chunk_size else ""
     loss = f"{amount(option.of_loss)} and {option.flops / 1e9:.3g} GFLOP for the loss"
-    return f"plan: {name} {on}, similarities {entries}: {loss}{sent}{chunks}"
+    return f"plan: {name} {on}, similarities {option.similarities}: {loss}{sent}{chunks}"

@@ -1,4 +1,4 @@
-"""The library's own losses, heads and caching: any split of the rows, ranks without rows included."""
+"""wholebatch: every loss of the catalog, the head and caching, on any split of the rows, with ranks without rows."""
 
 from __future__ import annotations
 
@@ -12,27 +12,25 @@ from torch.nn.functional import normalize
 
 import wholebatch as wb
 
+from ...losses.catalog import CATALOG, Entry
 from ..problem import Problem
 from .encoders import IN, OUT, ROWS, OneTower, TwoTowers, labeled, two_towers, two_views
 
 _ANY: dict[str, Any] = {"uneven": True, "empty": True, "engine": "mean"}
 
 
-def _towers(make: Callable[[], Callable[..., Tensor]], *, bias: bool = False) -> Problem:
-    return two_towers(make(), bias=bias, **_ANY)
+def _loss(entry: Entry, **settings: Any) -> Problem:
+    loss = entry.module(**entry.required_settings(OUT), **settings)
+    if entry.kind == "labeled":
+        return labeled(loss, **_ANY)
+    if entry.kind == "views":
+        return two_views(loss, **_ANY)
 
+    def of_towers(x: Tensor, y: Tensor, scale: Tensor, *bias: Tensor) -> Tensor:
+        found: Tensor = loss(x, y, logit_scale=scale, **({"logit_bias": bias[0]} if bias else {}))
+        return found
 
-def _by_scale(make: Callable[[], Callable[..., Tensor]]) -> Problem:
-    loss = make()
-    return two_towers(lambda x, y, scale: loss(x, y, logit_scale=scale), **_ANY)
-
-
-def _views(make: Callable[[], Callable[..., Tensor]]) -> Problem:
-    return two_views(make(), **_ANY)
-
-
-def _labels(make: Callable[[], Callable[..., Tensor]]) -> Problem:
-    return labeled(make(), **_ANY)
+    return two_towers(of_towers, bias=entry.needs_bias, **_ANY)
 
 
 def _head() -> Problem:
@@ -65,18 +63,8 @@ def _cached(*, dropout: bool) -> Problem:
 
 
 SETTINGS: dict[str, Callable[[], Problem]] = {
-    "CLIPLoss": partial(_towers, wb.CLIPLoss),
-    'CLIPLoss(exchange="ring")': partial(_towers, partial(wb.CLIPLoss, exchange="ring")),
-    "SigLIPLoss": partial(_towers, wb.SigLIPLoss, bias=True),
-    "InfoNCELoss": partial(_by_scale, wb.InfoNCELoss),
-    "MatryoshkaLoss": partial(_by_scale, partial(wb.MatryoshkaLoss, dims=(2, OUT))),
-    "NTXentLoss": partial(_views, wb.NTXentLoss),
-    "DCLLoss": partial(_views, wb.DCLLoss),
-    "BarlowTwinsLoss": partial(_views, wb.BarlowTwinsLoss),
-    "VICRegLoss": partial(_views, wb.VICRegLoss),
-    "SupConLoss": partial(_labels, wb.SupConLoss),
-    "MultiSimilarityLoss": partial(_labels, wb.MultiSimilarityLoss),
-    "CircleLoss": partial(_labels, wb.CircleLoss),
+    **{entry.module.__name__: partial(_loss, entry) for entry in CATALOG.values()},
+    'CLIPLoss(exchange="ring")': partial(_loss, CATALOG["clip"], exchange="ring"),
     "PartialFC, ArcFace": _head,
     "GradCache of CLIPLoss, chunks of 2": partial(_cached, dropout=False),
     "the same, with dropout": partial(_cached, dropout=True),
