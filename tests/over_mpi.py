@@ -12,7 +12,6 @@ import warnings
 from pathlib import Path
 from unittest.mock import patch
 
-import closing_cases  # noqa: F401 (its cases are in CASES, too)
 import torch
 from comm_cases import CASES, run_case
 from mpi_cases import MPI_CASES
