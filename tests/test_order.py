@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from comm_cases import branching
+from comm_cases.order import branching
 
 from wholebatch.comm import CommunicationError, TorchCommunicator
 from wholebatch.testing import RankTimeoutError, run_ranks
