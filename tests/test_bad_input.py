@@ -116,7 +116,7 @@ def option_mistakes_body():
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_options(world_size):
+def test_a_wrong_option_is_refused_by_function_and_module(world_size):
     run_ranks(option_mistakes_body, world_size, timeout_s=30)
 
 

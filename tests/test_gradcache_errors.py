@@ -162,7 +162,7 @@ def mistakes_body():
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_mistakes(world_size):
+def test_a_wrong_call_on_one_rank_raises_on_all_ranks(world_size):
     run_ranks(mistakes_body, world_size, timeout_s=60)
 
 
@@ -201,7 +201,7 @@ def test_a_model_with_a_state_of_its_own_is_found_out(accumulated):
         ({"memory_budget": 10}, "memory_budget is a number of bytes for keep_graphs='auto'"),
     ],
 )
-def test_settings(arguments, message):
+def test_a_wrong_setting_is_refused_by_the_constructor(arguments, message):
     given = {"models": [nn.Linear(2, 2)] * 2, "chunk_sizes": 2, "loss_fn": good_loss} | arguments
     with pytest.raises(ValueError, match=message):
         wb.GradCache(**given)

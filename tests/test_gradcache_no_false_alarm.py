@@ -199,7 +199,7 @@ def test_what_is_unchecked_are_parameters(unchecked):
         wb.GradCache([nn.Linear(2, 2)], 2, loss_fn, unchecked=unchecked)
 
 
-def test_marks():
+def test_a_mark_reaches_the_parameter_behind_a_product():
     net = nn.Linear(2, 2)
     mark_sharded(net.weight.float() * 2, None)
     assert is_sharded(net.weight)

@@ -255,8 +255,8 @@ def test_a_scale_that_is_learned_on_one_rank():
     run_ranks(mixed_scale_body, 2, timeout_s=60)
 
 
-def strange_body():
-    """Arguments of strange types, on one rank: every rank says so."""
+def other_type_body():
+    """Rank 1 passes an option of another type: every rank raises."""
     rank, x = dist.get_rank(), torch.randn(3, 4)
     labels = torch.tensor([0, 0, 1])
 
@@ -275,8 +275,8 @@ def strange_body():
     assert wb.functional.triplet_loss(x, labels).isfinite()
 
 
-def test_strange_arguments():
-    run_ranks(strange_body, 2, timeout_s=30)
+def test_an_option_of_another_type_on_one_rank_raises_on_all_ranks():
+    run_ranks(other_type_body, 2, timeout_s=30)
 
 
 def test_triplets_far_from_the_origin():

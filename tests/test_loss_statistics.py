@@ -98,7 +98,7 @@ def statistics_body(counts):
 
 
 @pytest.mark.parametrize("counts", [(7,), (5, 2), (4, 0, 5)], ids=str)
-def test_statistics(counts):
+def test_statistics_are_those_of_the_whole_batch(counts):
     run_ranks(statistics_body, len(counts), counts, timeout_s=60)
 
 

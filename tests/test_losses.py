@@ -96,7 +96,7 @@ def exactness_of(name, counts):
 
 
 @pytest.mark.parametrize("counts", SHARDS, ids=str)
-def test_exact(counts):
+def test_every_loss_equals_its_dense_reference(counts):
     run_ranks(exactness_body, len(counts), counts, timeout_s=300)
 
 
@@ -262,7 +262,7 @@ def reduction_body(counts):
 
 
 @pytest.mark.parametrize("counts", [(5,), (4, 3), (5, 0, 6)], ids=str)
-def test_reductions(counts):
+def test_sums_and_losses_of_rows_have_the_dense_gradient(counts):
     run_ranks(reduction_body, len(counts), counts, timeout_s=120)
 
 

@@ -102,7 +102,7 @@ def checkpointed_body():
     assert not comm._order.waiting()
 
 
-def test_checkpointing():
+def test_activation_checkpointing_keeps_the_order():
     run_ranks(checkpointed_body, 2)
 
 

@@ -78,7 +78,7 @@ def bad_body():
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_mistakes(world):
+def test_a_wrong_call_on_one_rank_raises_on_all_ranks(world):
     run_ranks(bad_body, world, timeout_s=60)
 
 
@@ -129,7 +129,7 @@ class Learned(nn.Module):
         ({"sub_centers": 2, "normalize": "none"}, "sub-centers are compared as unit vectors"),
     ],
 )
-def test_settings(arguments, message):
+def test_a_wrong_setting_is_refused_by_the_constructor(arguments, message):
     with pytest.raises(ValueError, match=message):
         wb.PartialFC(**{"embedding_size": 4, "num_classes": 10} | arguments)
 

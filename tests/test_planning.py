@@ -49,7 +49,7 @@ def test_entries_add_up_to_the_matrix(loss, ranks):
     assert whole / ranks <= shapes.entries <= 1.3 * whole / ranks
 
 
-def test_units():
+def test_work_is_counted_in_products_of_the_features():
     for loss, units in (("clip", 4), ("info_nce", 4), ("siglip", 3)):
         work = work_of(Shapes(loss, 1024, 64, 1), "gather", "flat")
         assert work.flops == 2 * units * 1024**2 * 64
