@@ -536,7 +536,7 @@ def unknown_keywords_body(folder):
     return errors
 
 
-def test_unknown_keywords_are_told_to_all_ranks(tmp_path):
+def test_unknown_keywords_raise_on_all_ranks(tmp_path):
     """In the same words on all of them."""
     of_ranks = run_ranks(unknown_keywords_body, 2, tmp_path, timeout_s=60)
     assert of_ranks[0] == of_ranks[1]

@@ -100,7 +100,7 @@ def test_any_change_is_noticed(change, steps):
     run_ranks(changed_body, 2, change, steps, timeout_s=90)
 
 
-def test_which_steps_are_looked_at():
+def test_which_steps_are_compared():
     assert [n + 1 for n in range(301) if due(n)] == [1, 2, 3, 100, 200, 300]
 
 

@@ -158,7 +158,7 @@ def test_a_head_of_which_each_rank_has_a_part(counts):
     run_ranks(head_body, len(counts), counts, timeout_s=90)
 
 
-def test_on_one_rank_nothing_is_looked_at(monkeypatch):
+def test_on_one_rank_nothing_is_compared(monkeypatch):
     monkeypatch.setattr("wholebatch.gradcache.replicas.checksums", None)
     monkeypatch.setattr("wholebatch.gradcache.passed_by.live_ddp", list)
     net = Towers()

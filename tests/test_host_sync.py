@@ -103,7 +103,7 @@ def kernel(request, monkeypatch):
 
 @pytest.mark.parametrize("scale", [14.3, 100.0])
 @pytest.mark.parametrize("name", NAMES)
-def test_one_look_at_the_door(name, scale, kernel):
+def test_a_loss_reads_its_inputs_once_at_entry(name, scale, kernel):
     """PartialFC takes two: at the batch, and at the classes that are chosen for it.
 
     Plain PyTorch takes one more for each tile with equal ids, or with an example's own class, whose entries it lists.
@@ -114,13 +114,13 @@ def test_one_look_at_the_door(name, scale, kernel):
     assert looks(name, scale, kernel) == (1 + of_classes + listed, int(in_backward))
 
 
-def test_a_second_look_where_pairs_are_nearly_opposite(kernel):
+def test_a_second_read_where_pairs_are_nearly_opposite(kernel):
     """At scale 100, of pairs with opposite features, whether one shift did is seen afterward."""
     assert looks("clip", 100.0, kernel, matching=False) == (2, 0)
     assert looks("clip", 14.3, kernel, matching=False) == (1, 0)
 
 
-def test_a_look_is_seen():
+def test_the_count_sees_a_read():
     x = torch.arange(3.0, device=DEVICE)
     for look in (
         lambda: x.sum().item(),

@@ -54,7 +54,7 @@ def test_losses_equal_the_dense_reference_on_any_devices(name, devices, kind, ex
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_dense_twins_are_the_same(name):
+def test_dense_references_of_both_libraries_are_the_same(name):
     """JAX's own, which need no torch."""
     case = CASES[name]
     inputs = shards(case, 7, 4)

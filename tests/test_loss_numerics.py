@@ -227,7 +227,7 @@ def both_ways_body(negatives):
 
 
 @pytest.mark.parametrize("negatives", [(4,), (0, 5), (3, 0, 4)], ids=str)
-def test_certificates_of_both_directions(negatives):
+def test_underflow_checks_of_both_directions(negatives):
     run_ranks(both_ways_body, len(negatives), negatives, timeout_s=30)
 
 

@@ -84,7 +84,7 @@ def own_margin_body():
         wb.functional.partial_fc_loss(x[local], labels[local], centers[held], margin=margin)
 
 
-def test_a_margin_of_ones_own():
+def test_a_margin_that_the_user_writes():
     run_ranks(own_margin_body, 2, timeout_s=60)
 
 
@@ -262,7 +262,7 @@ def test_the_most_similar_classes(rows):
 
 
 @pytest.mark.parametrize(("rows", "classes"), SPLITS, ids=str)
-def test_the_loss_and_all_gradients_are_the_dense_twins(rows, classes):
+def test_the_loss_and_all_gradients_are_the_dense_references(rows, classes):
     run_ranks(exact_body, len(rows), rows, classes, timeout_s=90)
 
 

@@ -101,7 +101,7 @@ def sampled_body(rows, rate):
 
 @pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("rows", [rows for rows, _ in SPLITS[:4]], ids=str)
-def test_samples_have_the_dense_twins_gradient(rows, rate):
+def test_samples_have_the_dense_references_gradient(rows, rate):
     run_ranks(sampled_body, len(rows), rows, rate, timeout_s=60)
 
 

@@ -174,7 +174,7 @@ def test_every_public_name_is_documented():
                     assert method.startswith("_") or inspect.getdoc(function), f"{name}.{method}"
 
 
-def test_functions_and_their_twins_have_the_same_arguments():
+def test_functions_and_their_references_have_the_same_arguments():
     for name in wb.functional.__all__:
         ours = list(inspect.signature(getattr(wb.functional, name)).parameters)
         twin = list(inspect.signature(getattr(wb.reference, name)).parameters)
