@@ -95,7 +95,7 @@ OPTIMIZERS = [
 
 
 @pytest.mark.parametrize(("make", "options", "message"), OPTIMIZERS)
-def test_settings_of_optimizers(make, options, message):
+def test_a_wrong_setting_of_an_optimizer_is_refused(make, options, message):
     with pytest.raises(ValueError, match=message):
         make([_parameter()], **options)
     with pytest.raises(ValueError, match=message):  # and those that a group of parameters has of its own
@@ -124,7 +124,7 @@ MARGINS = [
 
 
 @pytest.mark.parametrize(("make", "options", "message"), MARGINS)
-def test_settings_of_margins(make, options, message):
+def test_a_wrong_setting_of_a_margin_is_refused(make, options, message):
     with pytest.raises(ValueError, match=message):
         make(**options)
 
@@ -167,7 +167,7 @@ def test_gradient_caching():
     assert step(torch.ones(4, 3)).isfinite(), "no engine was registered by mistake"
 
 
-def test_processes():
+def test_wrong_numbers_of_processes_and_seconds_are_refused():
     for arguments, message in (
         ((dist.get_world_size, 2.0), "world_size must be an integer"),
         ((dist.get_world_size, True), "world_size must be an integer"),
@@ -231,7 +231,7 @@ def collectives_body():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_collectives(world_size):
+def test_wrong_arguments_of_collectives_are_refused_on_all_ranks(world_size):
     run_ranks(collectives_body, world_size, timeout_s=60)
 
 
@@ -261,7 +261,7 @@ def heads_body(folder):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_heads(world_size, tmp_path):
+def test_wrong_arguments_of_heads_and_checkpoints_are_refused_on_all_ranks(world_size, tmp_path):
     run_ranks(heads_body, world_size, str(tmp_path), timeout_s=60)
 
 

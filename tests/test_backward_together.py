@@ -150,7 +150,7 @@ def wrong_call_body(name):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_arguments_that_do_not_fit_are_told_to_all_ranks(name):
+def test_arguments_that_do_not_fit_raise_on_all_ranks(name):
     texts = run_ranks(wrong_call_body, 2, name, timeout_s=30)
     for text in texts:
         assert re.search(CALLS[name][1], text), text

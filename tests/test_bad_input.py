@@ -116,7 +116,7 @@ def option_mistakes_body():
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_options(world_size):
+def test_a_wrong_option_is_refused_by_function_and_module(world_size):
     run_ranks(option_mistakes_body, world_size, timeout_s=30)
 
 
@@ -538,7 +538,7 @@ def unknown_keywords_body(folder):
     return errors
 
 
-def test_unknown_keywords_are_told_to_all_ranks(tmp_path):
+def test_unknown_keywords_raise_on_all_ranks(tmp_path):
     """In the same words on all of them."""
     of_ranks = run_ranks(unknown_keywords_body, 2, tmp_path, timeout_s=60)
     assert of_ranks[0] == of_ranks[1]

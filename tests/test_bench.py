@@ -76,7 +76,7 @@ def test_the_gate_rejects_a_wrong_gradient():
         (["gather", "--results", "OTHER.json"], "does not hold the results of this benchmark; name another file"),
     ],
 )
-def test_mistakes(arguments, message, tmp_path, capsys):
+def test_wrong_arguments_of_bench_gather_are_refused_in_one_line(arguments, message, tmp_path, capsys):
     other = tmp_path / "other.json"
     other.write_text('{"loss": 1}')
     assert main(["bench", *(str(other) if a == "OTHER.json" else a for a in arguments)]) == 2
@@ -86,7 +86,7 @@ def test_mistakes(arguments, message, tmp_path, capsys):
     assert error.count("\n") == 1
 
 
-def test_help(capsys):
+def test_help_names_the_options(capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["bench", "--help"])
     assert exit_.value.code == 0
@@ -107,7 +107,7 @@ def losses_of(file):
     return {(row["loss"], row["ranks"], row["method"]) for row in rows}, len(rows)
 
 
-def test_losses(tmp_path, capsys):
+def test_bench_loss_keeps_figures_of_other_losses(tmp_path, capsys):
     file = tmp_path / "losses.json"
     for options in ([], ["--losses", "siglip"]):  # the second run replaces the first's figures
         assert main(["bench", "loss", *SMALL_LOSSES, *options, "--no-peers", "--results", str(file)]) == 0
@@ -164,6 +164,6 @@ def test_the_gate_of_the_losses_rejects_what_is_wrong():
         (["--results", "no/such/folder.json"], "there is no folder no/such"),
     ],
 )
-def test_mistakes_with_losses(options, message, capsys):
+def test_wrong_options_of_bench_loss_are_refused_with_their_value(options, message, capsys):
     assert main(["bench", "loss", *options]) == 2
     assert message in capsys.readouterr().err

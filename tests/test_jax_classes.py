@@ -60,7 +60,7 @@ def test_partial_fc(name, devices, kind, exchange):
 
 
 @pytest.mark.parametrize("name", MARGINS)
-def test_the_dense_twins_are_the_same(name):
+def test_dense_references_of_both_libraries_are_the_same(name):
     (margin, of_torch), (x, labels, w, weights) = MARGINS[name], classes()
 
     def loss(x, w, weights):

@@ -89,7 +89,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize(("name", "exchange"), EXPECTED)
-def test_collectives(name, exchange):
+def test_compiled_losses_have_the_expected_collectives(name, exchange):
     mesh = mesh_of(8, "auto")
     loss = flat_losses(mesh, exchange=exchange, tile=32)[name]
     assert collectives(loss, placed(mesh, 512, 32)) == EXPECTED[name, exchange]

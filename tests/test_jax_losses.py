@@ -47,14 +47,14 @@ def check_parity(name, rows, mesh, exchange):
 
 
 @pytest.mark.parametrize(("name", "devices", "kind", "exchange"), settings_of(list(CASES), CORE))
-def test_parity(name, devices, kind, exchange):
+def test_losses_equal_the_dense_reference_on_any_devices(name, devices, kind, exchange):
     """Rows that divide over the devices, and rows that do not: of 5 on eight, some have none."""
     rows = 16 if (kind == "explicit") == (devices % 4 == 0) else 5
     check_parity(name, rows, mesh_of(devices, kind), exchange)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_dense_twins_are_the_same(name):
+def test_dense_references_of_both_libraries_are_the_same(name):
     """JAX's own, which need no torch."""
     case = CASES[name]
     inputs = shards(case, 7, 4)
@@ -242,7 +242,7 @@ def test_vmap_over_temperatures(name, exchange, kind):
 
 
 @pytest.mark.parametrize(("name", "exchange", "kind"), TURNS)
-def test_remat(name, exchange, kind):
+def test_losses_inside_jax_checkpoint_are_the_same(name, exchange, kind):
     case = CASES[name]
     inputs = shards(case, 8, 4)
     functions, arrays = as_module(mesh=mesh_of(4, kind), exchange=exchange, tile=3), [as_jax(x) for x in inputs]
@@ -258,7 +258,7 @@ def test_remat(name, exchange, kind):
 
 
 @pytest.mark.parametrize("name", ["clip, ids, weights", "nt_xent, ids, weights", "siglip, ids, weights", "sup_con"])
-def test_reductions(name):
+def test_sums_and_losses_of_rows_have_the_dense_gradient(name):
     """The sum; and the losses of rows, with a gradient for each of them."""
     case, inputs = CASES[name], shards(CASES[name], 7, 4)
     for reduction, kind in (("sum", "auto"), ("none", "explicit")):
@@ -383,7 +383,7 @@ def test_a_float16_gradient_of_a_mean_is_not_that_of_a_sum():
 # Plausible wrong answers are told apart.
 
 
-def test_teeth():
+def test_wrong_recipes_are_rejected():
     case, mesh = CASES["clip"], mesh_of(4, "auto")
     inputs = shards(case, 12, 4)
     x, y = map(as_jax, inputs)

@@ -20,7 +20,7 @@ def test_no_sum_overflows(bound, terms, dtype):
 
 
 @given(st.sampled_from([1.0, 14.3, 60.0, 100.0, 200.0]), st.floats(-1, 1), st.integers(0, 99))
-def test_what_is_certified_is_exact(scale, center, seed):
+def test_what_passes_the_underflow_check_is_exact(scale, center, seed):
     """Logits anywhere in the range that the bound allows: either certified and right, or refused."""
     generator = torch.Generator().manual_seed(seed)
     cosines = (center + 0.2 * torch.randn(5, 40, dtype=torch.float64, generator=generator)).clamp(-1, 1)
@@ -38,7 +38,7 @@ def test_what_is_certified_is_exact(scale, center, seed):
         assert all(certified), "the cases that training meets need no fallback"
 
 
-def test_the_certificate_refuses_what_the_obvious_shift_gets_wrong():
+def test_the_underflow_check_refuses_what_the_obvious_shift_gets_wrong():
     """The largest possible logit as the shift: at scale 100, rows near cosine 0 underflow to log(0)."""
     logits = 100 * torch.tensor([[0.01, 0.02, -0.01]])
     naive = (logits - 100.0).exp().sum(1)
@@ -51,14 +51,14 @@ def test_the_certificate_refuses_what_the_obvious_shift_gets_wrong():
 
 
 @given(st.floats(0, 100), st.integers(1, 2**21))
-def test_what_is_known_to_do_leaves_room_for_weights(bound, terms):
+def test_the_known_bound_leaves_room_for_weights(bound, terms):
     """Gradients weigh 1 / sum, times a scaler's factor: that is to be a number of float32."""
     shift = shared_shift(bound, terms, torch.float32)
     if never_small(bound, shift, torch.float32):
         assert 2.0**20 / math.exp(-bound - shift) < torch.finfo(torch.float32).max
 
 
-def test_nan_is_not_certified():
+def test_nan_does_not_pass_the_underflow_check():
     assert uncertified(torch.tensor([1.0, math.nan]), 2, torch.float32) == 1
 
 
@@ -67,7 +67,7 @@ def test_no_bound_no_shared_shift(bound):
     assert shared_shift(bound, 3, torch.float32) is None
 
 
-def test_shifts_of_their_own():
+def test_rows_with_a_shift_each():
     logits = torch.tensor([[1e4, 1e4 - 1], [-1e4, -1e4 - 1]])
     assert logits.exp().sum(1).tolist() == [math.inf, 0.0], "the plain sum fails on these"
     shift = logits.amax(1)

@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from comm_cases import branching
+from comm_cases.order import branching
 
 from wholebatch.comm import CommunicationError, TorchCommunicator
 from wholebatch.testing import RankTimeoutError, run_ranks
@@ -102,7 +102,7 @@ def checkpointed_body():
     assert not comm._order.waiting()
 
 
-def test_checkpointing():
+def test_activation_checkpointing_keeps_the_order():
     run_ranks(checkpointed_body, 2)
 
 

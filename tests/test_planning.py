@@ -9,7 +9,6 @@ import pytest
 import torch
 from live_bytes import peak_of
 from torch import nn
-from wholebatch.planning.shapes import LOSSES, Shapes
 
 import wholebatch as wb
 from wholebatch.__main__ import main
@@ -22,6 +21,7 @@ from wholebatch.partition import Partition
 from wholebatch.planning import DEVICES, Rates
 from wholebatch.planning.check import check
 from wholebatch.planning.given import given
+from wholebatch.planning.shapes import LOSSES, Shapes
 from wholebatch.planning.subject import make_step
 from wholebatch.planning.work import work_of
 
@@ -51,7 +51,7 @@ def test_entries_add_up_to_the_matrix(loss, ranks):
     assert whole / ranks <= shapes.entries <= 1.3 * whole / ranks
 
 
-def test_units():
+def test_work_is_counted_in_products_of_the_features():
     for loss, units in (("clip", 4), ("info_nce", 4), ("siglip", 3)):
         work = work_of(Shapes(loss, 1024, 64, 1), "gather", "flat")
         assert work.flops == 2 * units * 1024**2 * 64

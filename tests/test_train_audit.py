@@ -57,7 +57,7 @@ def test_every_loss_has_the_gradient_of_its_reference(data, loss):
 @pytest.mark.parametrize(
     "head", [HeadConfig(), HeadConfig(margin="adaface"), HeadConfig(sample_rate=0.5, sub_centers=2)]
 )
-def test_classifiers(faces, head):
+def test_gradients_of_classifiers_are_exact(faces, head):
     config = replace(CONFIG, task="identify", data=faces, head=head)
     for outcome in (audited(config), *run_ranks(audited, 3, config)):
         assert outcome.error < 1e-4

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from comm_cases import case, refused
 
 import wholebatch as wb
+
+from .registry import case, refused
 
 CLOSED = "this communicator has been closed"
 PROC = Path("/proc/self/fd")

@@ -1,6 +1,5 @@
 """Every case of `comm_cases` on gloo and in one process; `test_mpi` has the same on MPI."""
 
-import closing_cases  # noqa: F401 (its cases are in CASES, too)
 import pytest
 import torch.distributed as dist
 from comm_cases import CASES, run_case
