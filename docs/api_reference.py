@@ -1,0 +1,160 @@
+"""Generate the API reference from the source: one page for each public module, read without importing it.
+
+MkDocs calls `on_config` and `on_files`; griffe, which reads the source for mkdocstrings, calls `Docstrings`. The public names are those
+of `__all__`, so nothing is listed here. The build fails if a public name has no docstring.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+SOURCE = Path(__file__).parent.parent / "src"
+PACKAGE = "wholebatch"
+NESTED = ("auditing", "jax", "jax.reference")  # public modules that `wholebatch.__all__` does not name
+
+_ROLE = re.compile(r":(?:func|class|meth|mod|attr|data|exc):`([^`]+)`")
+_FORMULA = re.compile(r"(?:^|(?<=\n\n))(\w[\w/()']* += \S.*(?:\n\S.*)*)(?=\n\n|$)")  # a paragraph that is an equation
+_DOCTEST = re.compile(r"((?:^|(?<=\n))[ \t]*>>> .*(?:\n[ \t]*\S.*)*)")
+
+
+def read() -> griffe.Module:
+    """Return the package as griffe reads it."""
+    extensions = griffe.load_extensions(f"{__file__}:Docstrings")
+    return griffe.load(PACKAGE, search_paths=[SOURCE], resolve_aliases=True, extensions=extensions)
+
+
+def public_modules(package: griffe.Object) -> dict[str, list[str]]:
+    """Return the public names of each public module, by the module's path."""
+    top = _exports(package["_torch_names"])
+    modules = [name for name in top if _target(package[name]).is_module]
+    found = {PACKAGE: [name for name in top if name not in modules]}
+    for name in [*modules, *NESTED]:
+        module = package[name]
+        submodules = {f"{name}.{member}" for member in _exports(module)} & set(NESTED)
+        found[f"{PACKAGE}.{name}"] = [m for m in _exports(module) if f"{name}.{m}" not in submodules]
+    return found
+
+
+def undocumented(package: griffe.Object, modules: dict[str, list[str]]) -> list[str]:
+    """Return the public modules, names and methods that have no docstring."""
+    missing = []
+    for path, names in modules.items():
+        module = package if path == PACKAGE else package[path.removeprefix(f"{PACKAGE}.")]
+        missing += [path] * (not module.has_docstring)
+        for name in names:
+            value = _target(module[name])
+            missing += [f"{path}.{name}"] * (not value.has_docstring and not value.is_attribute)
+            if value.is_class:
+                missing += [
+                    f"{path}.{name}.{member.name}"
+                    for member in value.members.values()
+                    if member.is_function and not member.name.startswith("_") and not member.has_docstring
+                    if not _documented_by_base(value, member.name)
+                ]
+    return missing
+
+
+def prefer_imports(package: griffe.Module) -> None:
+    """Point `from .audit import audit` at the function, where griffe takes the module of the same name."""
+    for name, member in package["_torch_names"].members.items():
+        if member.is_alias and member.target_path.startswith(f"{PACKAGE}."):
+            found = package[member.target_path.removeprefix(f"{PACKAGE}.")]
+            if not found.is_alias and found.is_module and name in found.members:
+                member.target = found.members[name]
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the generated pages into the navigation, where `mkdocs.yml` says `API: generated`."""
+    pages = [{_title(path): f"api/{path}.md"} for path in public_modules(read())]
+    config.nav = [{"API reference": pages} if entry == {"API": "generated"} else entry for entry in config.nav or []]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add a page for each public module; refuse to build if a public name has no docstring."""
+    package = read()
+    modules = public_modules(package)
+    missing = undocumented(package, modules)
+    if missing:
+        raise PluginError(f"public names without a docstring: {', '.join(missing)}")
+    elsewhere = {
+        _target(package[f"{path}.{name}".removeprefix(f"{PACKAGE}.")]).path: f"{path}.{name}"
+        for path, names in modules.items()
+        for name in names
+        if path != PACKAGE
+    }
+    for path, names in modules.items():
+        text = f"# {_title(path)}\n\n::: {path}\n    options:\n      members: false\n      show_root_heading: false\n\n"
+        also = []
+        for name in sorted(names, key=str.lower):
+            documented = elsewhere.get(_target(package[name]).path) if path == PACKAGE else None
+            if documented:
+                also.append(f"[`{_title(path)}.{name}`][{documented}]")
+            else:
+                text += f"::: {path}.{name}\n\n"
+        if also:
+            text += "## Names that their modules document\n\n" + ", ".join(also) + "\n"
+        files.append(File.generated(config, f"api/{path}.md", content=text))
+    return files
+
+
+class Docstrings(griffe.Extension):
+    """Turn roles such as :func:`name` into cross-references and doctests into blocks of code."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Settle names that are both a module and imported from it."""
+        if pkg.name == PACKAGE:
+            prefer_imports(pkg)
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Rewrite the docstring of an object that griffe has read."""
+        if obj.docstring is None:
+            return
+        text = _DOCTEST.sub(_fenced, obj.docstring.value)
+        text = _FORMULA.sub(r"```text\n\1\n```", text)
+        obj.docstring.value = _ROLE.sub(lambda role: _reference(role[1], obj), text)
+
+
+def _reference(name: str, of: griffe.Object) -> str:
+    """Return Markdown that links a name, as the docstring of `of` sees it."""
+    shown = name.removeprefix("wholebatch.").lstrip("~.")
+    if name.startswith(PACKAGE):
+        return f"[`wb.{shown}`][{name}]"
+    scope = of if of.is_class else of.parent
+    inside = scope is not None and scope.is_class and name in scope.members
+    return f"[`{name}`][{scope.path}.{name}]" if inside and scope is not None else f"`{name}`"
+
+
+def _fenced(block: re.Match[str]) -> str:
+    indent = re.match(r"[ \t]*", block[1])
+    assert indent is not None
+    return f"{indent[0]}```pycon\n{block[1]}\n{indent[0]}```"
+
+
+def _title(path: str) -> str:
+    return path.replace(PACKAGE, "wb", 1)
+
+
+def _exports(module: griffe.Object) -> list[str]:
+    exports = module.exports
+    if exports is None:
+        raise PluginError(f"{module.path} has no __all__")
+    return [str(name) for name in exports]
+
+
+def _target(value: Any) -> Any:
+    return value.final_target if value.is_alias else value
+
+
+def _documented_by_base(of: Any, name: str) -> bool:
+    """Return whether a method's docstring is a base class's, among them `torch.nn.Module`, which griffe has not read."""
+    if name in ("extra_repr", "forward"):
+        return True
+    return any(name in base.members and base.members[name].has_docstring for base in of.mro())
