@@ -1,7 +1,4 @@
-"""Draw the README's picture from `results/losses.json`: time and memory of CLIP's loss beside open_clip's.
-
-    python benchmarks/readme_figure.py
-"""
+"""Draw the README's picture from `results/losses.json`: time and memory of CLIP's loss beside open_clip's."""
 
 from __future__ import annotations
 

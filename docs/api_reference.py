@@ -1,7 +1,7 @@
 """Generate the API reference from the source: one page for each public module, read without importing it.
 
-MkDocs calls `on_config` and `on_files`; griffe, which reads the source for mkdocstrings, calls `Docstrings`. The public names are those
-of `__all__`, so nothing is listed here. The build fails if a public name has no docstring.
+MkDocs calls `on_config` and `on_files`; griffe, which reads the source for mkdocstrings, calls `Docstrings`. The public
+names are those of `__all__`, so nothing is listed here. The build fails if a public name has no docstring.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _target(value: Any) -> Any:
 
 
 def _documented_by_base(of: Any, name: str) -> bool:
-    """Return whether a method's docstring is a base class's, among them `torch.nn.Module`, which griffe has not read."""
+    """Return whether a base class documents a method; griffe has not read `torch.nn.Module`, which may be one."""
     if name in ("extra_repr", "forward"):
         return True
     return any(name in base.members and base.members[name].has_docstring for base in of.mro())
