@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import griffe
 from mkdocs.config.defaults import MkDocsConfig
@@ -46,10 +46,10 @@ def undocumented(package: griffe.Object, modules: dict[str, list[str]]) -> list[
     """Return the public modules, names and methods that have no docstring."""
     missing = []
     for path, names in modules.items():
-        module = package if path == PACKAGE else package[path.removeprefix(f"{PACKAGE}.")]
+        module = _module(package, path)
         missing += [path] * (not module.has_docstring)
         for name in names:
-            value = _target(module[name])
+            value = package[_member(module, name).target.removeprefix(f"{PACKAGE}.")]
             missing += [f"{path}.{name}"] * (not value.has_docstring and not value.is_attribute)
             if value.is_class:
                 missing += [
@@ -84,21 +84,19 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     missing = undocumented(package, modules)
     if missing:
         raise PluginError(f"public names without a docstring: {', '.join(missing)}")
-    elsewhere = {
-        _target(package[f"{path}.{name}".removeprefix(f"{PACKAGE}.")]).path: f"{path}.{name}"
-        for path, names in modules.items()
-        for name in names
-        if path != PACKAGE
-    }
-    for path, names in modules.items():
-        text = f"# {_title(path)}\n\n::: {path}\n    options:\n      members: false\n      show_root_heading: false\n\n"
+    paths = {path: {name: _member(_module(package, path), name) for name in names} for path, names in modules.items()}
+    documented = {found.target: found.path for path in paths if path != PACKAGE for found in paths[path].values()}
+    for path, members in paths.items():
+        text = f"# {_title(path)} {{#{path}}}\n\n::: {path}\n    options:\n      members: false\n"
+        text += "      show_root_heading: false\n      show_root_toc_entry: false\n\n"
         also = []
-        for name in sorted(names, key=str.lower):
-            documented = elsewhere.get(_target(package[name]).path) if path == PACKAGE else None
-            if documented:
-                also.append(f"[`{_title(path)}.{name}`][{documented}]")
+        for name, found in sorted(members.items(), key=lambda item: item[0].lower()):
+            if path == PACKAGE and found.target in documented:
+                there = documented[found.target]
+                unknown = there.endswith(f".{name}.{name}")  # mkdocstrings does not know this alias
+                also.append(f"[](){{#{path}.{name}}}" * unknown + f"[`{_title(path)}.{name}`][{there}]")
             else:
-                text += f"::: {path}.{name}\n\n"
+                text += f"::: {found.path}\n\n"
         if also:
             text += "## Names that their modules document\n\n" + ", ".join(also) + "\n"
         files.append(File.generated(config, f"api/{path}.md", content=text))
@@ -151,6 +149,23 @@ def _exports(module: griffe.Object) -> list[str]:
 
 def _target(value: Any) -> Any:
     return value.final_target if value.is_alias else value
+
+
+class _Member(NamedTuple):
+    path: str  # by which the reference names it
+    target: str  # where it is defined
+
+
+def _module(package: griffe.Module, path: str) -> griffe.Object:
+    return package if path == PACKAGE else _target(package[path.removeprefix(f"{PACKAGE}.")])
+
+
+def _member(module: griffe.Object, name: str) -> _Member:
+    """Return where a public name is; of a module that holds a function of its name, the function."""
+    value = _target(module[name])
+    if value.is_module and name in value.members:
+        return _Member(f"{value.path}.{name}", _target(value[name]).path)
+    return _Member(f"{module.path}.{name}", value.path)
 
 
 def _documented_by_base(of: Any, name: str) -> bool:
