@@ -21,6 +21,7 @@ NESTED = ("auditing", "jax", "jax.reference")  # public modules that `wholebatch
 
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|data|exc):`([^`]+)`")
 _FORMULA = re.compile(r"(?:^|(?<=\n\n))(\w[\w/()']* += \S.*(?:\n\S.*)*)(?=\n\n|$)")  # a paragraph that is an equation
+_RETURNS = re.compile(r"(?<=\n)Returns:\n[ \t]+")
 _DOCTEST = re.compile(r"((?:^|(?<=\n))[ \t]*>>> .*(?:\n[ \t]*\S.*)*)")
 
 
@@ -117,6 +118,8 @@ class Docstrings(griffe.Extension):
             return
         text = _DOCTEST.sub(_fenced, obj.docstring.value)
         text = _FORMULA.sub(r"```text\n\1\n```", text)
+        if obj.is_function and obj.returns is not None:  # or its text up to a colon would be read as the type
+            text = _RETURNS.sub(lambda start: f"{start[0]}{obj.returns}: ", text)
         obj.docstring.value = _ROLE.sub(lambda role: _reference(role[1], obj), text)
 
 
