@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from wholebatch.comm.point_to_point import EPOCHS
+
 from .registry import case, refused, with_settings
 
 
