@@ -214,6 +214,6 @@ def by_torch(functions: Any, case: Case, inputs: list[Tensor], scale: float, bia
     return [x.detach().numpy() for x in (loss, *torch.autograd.grad(loss, of))]
 
 
-def twin(case: Case, inputs: list[Tensor], scale: float, bias: float) -> list[Any]:
-    """By the dense twin."""
+def by_reference(case: Case, inputs: list[Tensor], scale: float, bias: float) -> list[Any]:
+    """Value and gradients of the reference implementation, in float64."""
     return by_torch(wb.reference, case, inputs, scale, bias)

@@ -1,7 +1,7 @@
 """One of several JAX processes that share a batch, as test_jax_processes starts them: jax_process.py RANK SIZE PORT.
 
-Each sees the rows of its own devices alone, as on a cluster. The witness is the dense twin, which each has whole; of an
-encoder in chunks and a sample of classes, the same on one device.
+Each process holds the rows of its own devices alone, as on a cluster. Results are compared with the dense reference,
+which each process computes on the whole batch; for an encoder in chunks and a sample of classes, with one device.
 """
 
 import sys
@@ -20,11 +20,11 @@ from jax_cases import (  # noqa: E402
     SCALE,
     as_jax,
     assert_close,
+    by_reference,
     encoder,
     mesh_of,
     shards,
     towers,
-    twin,
     values_and_gradients,
 )
 from loss_cases import BIAS  # noqa: E402
@@ -58,7 +58,9 @@ for at, (name, rows) in enumerate(ROWS.items()):
         case = CASES[name]
         inputs = shards(case, rows, 4)
         settings = {"place": local_rows, "out": everywhere, "mesh": mesh, "exchange": exchange, "tile": 3}
-        assert_close(values_and_gradients(case, inputs, SCALE, BIAS, **settings), twin(case, inputs, SCALE, BIAS))
+        assert_close(
+            values_and_gradients(case, inputs, SCALE, BIAS, **settings), by_reference(case, inputs, SCALE, BIAS)
+        )
 
 random = np.random.default_rng(1)
 params, x, _ = towers()

@@ -46,14 +46,14 @@ MISTAKES = {
     "not a matrix": (lambda: (features()[0], features(), 10.0), r"image_features must have shape .* got \(4,\)"),
     "no features": (lambda: (features(d=0), features(d=0), 10.0), r"feature size >= 1, got \(3, 0\)"),
     "integers": (lambda: (torch.ones(3, 4).long(), features(), 10.0), "must be float64, .* got torch.int64"),
-    "no tensor": (lambda: ([[1.0]], features(), 10.0), "must be a tensor .* got list"),
+    "no tensor": (lambda: ([[1.0]], features(), 10.0), r"must be a tensor .* got \[\[1.0\]\] \(list\)"),
     "NaN": (lambda: (features() / 0 * 0, features(), 10.0), "image_features must be finite, .* nan"),
     "infinite": (lambda: (features(), features().fill_(float("inf")), 10.0), "text_features must be finite.*inf"),
     "scale vector": (lambda: (features(), features(), torch.ones(2)), r"logit_scale must be .* got shape \(2,\)"),
     "scale matrix": (lambda: (features(), features(), torch.ones(1, 1)), r"logit_scale must be .* got shape \(1, 1\)"),
     "scale integer": (lambda: (features(), features(), torch.tensor(3)), "floating-point tensor.*torch.int64"),
     "scale NaN": (lambda: (features(), features(), float("nan")), "logit_scale must be finite, got nan"),
-    "scale None": (lambda: (features(), features(), None), "logit_scale must be a number .* got NoneType"),
+    "scale None": (lambda: (features(), features(), None), "logit_scale must be a number .* got None"),
     "scale differs across ranks": (
         lambda: (features(), features(), 11.0),
         r"logit_scale must be the same.*\[10.0, 11.0",
@@ -190,16 +190,16 @@ NEW_MISTAKES = [
         r"arguments that are given .* passes shape \(0, d\), not None\) must be the same",
     ),
     ("info_nce_loss", {"keys": features(2)}, "keys must have at least as many rows as queries, got 2 and 3"),
-    ("info_nce_loss", {"keys": None}, "keys must be a tensor .* got NoneType"),
+    ("info_nce_loss", {"keys": None}, "keys must be a tensor .* got None"),
     ("info_nce_loss", {"logit_scale": torch.ones(2)}, "logit_scale must be a number"),
     ("nt_xent_loss", {"temperature": 0.0}, "temperature must be positive, got 0.0"),
     ("nt_xent_loss", {"temperature": -1.0}, "temperature must be positive, got -1.0"),
     ("nt_xent_loss", {"temperature": torch.tensor(-0.1)}, "temperature must be positive"),
     ("nt_xent_loss", {"temperature": float("nan")}, "temperature must be finite"),
-    ("nt_xent_loss", {"temperature": "cold"}, "temperature must be a number .* got str"),
+    ("nt_xent_loss", {"temperature": "cold"}, r"temperature must be a number .* got 'cold' \(str\)"),
     ("nt_xent_loss", {"temperature": 0.2}, r"temperature must be the same on all ranks, got \[0.1, 0.2"),
     ("nt_xent_loss", {"z1": features(2)}, r"z0 and z1 must have the same shape, got \(3, 4\) and \(2, 4\)"),
-    ("siglip_loss", {"logit_bias": None}, "logit_bias must be a number .* got NoneType"),
+    ("siglip_loss", {"logit_bias": None}, "logit_bias must be a number .* got None"),
     ("siglip_loss", {"logit_bias": -2.0}, r"logit_bias must be the same on all ranks, got \[-1.0, -2.0"),
     ("siglip_loss", {"text_features": features(2)}, "must have the same shape"),
     *(
@@ -220,7 +220,7 @@ NEW_MISTAKES = [
         for name in SWEEPS
     ),
     *((name, {"weights": -torch.ones(3)}, r"arguments that are given|weights must not be negative") for name in SWEEPS),
-    *((name, {"weights": [1, 1, 1]}, "weights must be a floating-point tensor, .* got list") for name in SWEEPS),
+    *((name, {"weights": [1, 1, 1]}, r"weights must be a floating-point tensor, .*1, 1\] \(list\)") for name in SWEEPS),
     *((name, {"weights": torch.ones(3) / 0}, "weights must be finite, got inf") for name in SWEEPS),
     *(
         (name, {"labels": torch.zeros(2).long()}, r"labels must have shape \(3,\), one integer for each")
@@ -230,7 +230,7 @@ NEW_MISTAKES = [
         (name, {"labels": torch.zeros(3)}, "labels must be a tensor of integers, .* got torch.float32")
         for name in LABELED
     ),
-    *((name, {"labels": None}, "labels must be a tensor of integers, .* got NoneType") for name in LABELED),
+    *((name, {"labels": None}, "labels must be a tensor of integers, .* got None") for name in LABELED),
     *((name, {"labels": torch.zeros(3, 1).long()}, r"one integer for each row .* got \(3, 1\)") for name in LABELED),
     *((name, {"ids": torch.zeros(3)}, "ids must be a tensor of integers") for name in ("clip_loss", "nt_xent_loss")),
     *((name, {"weights": torch.ones(3, device="meta")}, "weights must be a dense tensor with data") for name in SWEEPS),
@@ -290,7 +290,7 @@ NEW_MISTAKES = [
     ("barlow_twins_loss", {"redundancy": -1.0}, "redundancy must not be negative, got -1.0"),
     ("matryoshka_loss", {"symmetric": 1}, "symmetric must be True or False, got 1"),
     ("clip_loss", {"return_statistics": 1}, "return_statistics must be True or False, got 1"),
-    ("clip_loss", {"label_smoothing": True}, "label_smoothing must be a number, got bool"),
+    ("clip_loss", {"label_smoothing": True}, r"label_smoothing must be a number, got True \(bool\)"),
     ("clip_loss", {"logit_scale": 10**400}, "logit_scale must be finite, got inf"),
     ("clip_loss", {"sync": torch.ones(3)}, "sync must be 'mean' .* got Tensor"),
     ("clip_loss", {"exchange": ["gather"]}, "exchange must be one of .* got .'gather'."),
@@ -409,7 +409,7 @@ def test_modules_refuse_what_does_not_exist_when_they_are_made(name):
         ("KeyQueue", {"size": 4, "width": 4, "group": "world"}, "group must be .* got str"),
         ("CLIPLoss", {"group": "world"}, "group must be .* got str"),
         ("CLIPLoss", {"return_statistics": "yes"}, "return_statistics must be True or False, got 'yes'"),
-        ("CLIPLoss", {"label_smoothing": True}, "label_smoothing must be a number, got bool"),
+        ("CLIPLoss", {"label_smoothing": True}, r"label_smoothing must be a number, got True \(bool\)"),
         ("TripletLoss", {"normalize": "no"}, "normalize must be True or False, got 'no'"),
         ("TripletLoss", {"smooth": 1}, "smooth must be True or False, got 1"),
         ("TripletLoss", {"margin": -0.1}, "margin must not be negative, got -0.1"),
@@ -463,7 +463,7 @@ def whole_batch_mistakes_body():
 
 
 def test_what_is_no_loss_function():
-    with pytest.raises(ValueError, match="loss_fn must be callable, got NoneType"):
+    with pytest.raises(ValueError, match="loss_fn must be callable, got None"):
         wb.WholeBatch(None)
 
 

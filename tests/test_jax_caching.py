@@ -241,11 +241,11 @@ def test_grad_caches_own_names():
         return wbj.info_nce_loss(encoder(params, x), encoder(params, y), logit_scale=1.0)
 
     symmetric = partial(wbj.clip_loss_local, logit_scale=1.0)
-    for loss_fn, twin_of in (
+    for loss_fn, expected_of in (
         (lambda hs, ht, axis: symmetric(hs, ht, axis_name=axis), whole),
         (local_mean, one_direction),
     ):
-        expected = jax.value_and_grad(twin_of)(params)
+        expected = jax.value_and_grad(expected_of)(params)
         step = partial(wbj.cache_train_step, loss_fn)
         on = jax.P(None, "device")
         train_step = jax.shard_map(

@@ -1,4 +1,4 @@
-"""PartialFC on JAX: classes that are split over devices, beside the dense twin and beside PyTorch."""
+"""PartialFC on JAX: classes that are split over devices, beside the dense reference and beside PyTorch."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ import jax.numpy as jnp  # noqa: E402
 from jax_cases import as_jax, assert_close, mesh_of, settings_of  # noqa: E402
 
 import wholebatch.jax as wbj  # noqa: E402
-from wholebatch.jax.partial_fc import drawn  # noqa: E402
+from wholebatch.jax.partial_fc import sampled  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -60,7 +60,7 @@ def test_partial_fc(name, devices, kind, exchange):
 
 
 @pytest.mark.parametrize("name", MARGINS)
-def test_the_dense_twins_are_the_same(name):
+def test_the_references_are_the_same(name):
     (margin, of_torch), (x, labels, w, weights) = MARGINS[name], classes()
 
     def loss(x, w, weights):
@@ -109,9 +109,9 @@ def test_a_sample_of_classes(exchange):
     """The same on any number of devices, with the batch's own classes; and of it the exact loss and gradient."""
     x, labels, w, weights = classes(rows=9, num=64)
     key, rate = jax.random.key(5), 0.3
-    drawn_classes = np.asarray(drawn(key, jnp.arange(64), rate))
-    assert 8 < drawn_classes.sum() < 32
-    ids = torch.from_numpy(np.flatnonzero(drawn_classes))
+    in_sample = np.asarray(sampled(key, jnp.arange(64), rate))
+    assert 8 < in_sample.sum() < 32
+    ids = torch.from_numpy(np.flatnonzero(in_sample))
     ids = torch.cat([ids, labels[labels >= 0]]).unique()
     assert len(ids) < 40
 

@@ -46,6 +46,21 @@ def test_products_take_as_much_memory_as_they_are_given():
     assert all_of_them - flat == pytest.approx(256 * 512 * 4, rel=0.1)
 
 
+def test_products_of_a_small_batch_are_kept_by_default():
+    """A flat loss computes X Y^T twice, in 4 products in all; if X Y^T fits into one more tile, it is kept."""
+    mesh = mesh_of(2, "auto")
+    settings = {"kept": {"tile": 64}, "flat": {"tile": 64, "memory": "flat"}, "larger than a tile": {"tile": 32}}
+    programs = {
+        name: compiled(flat_losses(mesh, exchange="gather", **given)["clip"], placed(mesh, 64, 32)).as_text()
+        for name, given in settings.items()
+    }
+    assert {name: len(re.findall(r" dot\(", text)) for name, text in programs.items()} == {
+        "kept": 3,
+        "flat": 4,
+        "larger than a tile": 4,
+    }
+
+
 def test_a_dense_loss_is_not_flat():
     mesh = mesh_of(8, "auto")
 

@@ -1,4 +1,4 @@
-"""wholebatch.jax beside the dense twin and beside PyTorch, on one to eight devices that the CPU pretends to have."""
+"""The losses of wholebatch.jax equal the dense reference and PyTorch, on one to eight devices simulated by the CPU."""
 
 from functools import partial
 from itertools import product
@@ -20,18 +20,18 @@ from jax_cases import (  # noqa: E402
     as_jax,
     as_module,
     assert_close,
+    by_reference,
     by_torch,
     compiled,
     local_loss,
     mesh_of,
     settings_of,
     shards,
-    twin,
     values_and_gradients,
 )
 
 import wholebatch.jax as wbj  # noqa: E402
-from wholebatch.jax import options  # noqa: E402
+from wholebatch.jax import exchange as exchange_module  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -42,7 +42,7 @@ def check_parity(name, rows, mesh, exchange):
     case = CASES[name]
     inputs = shards(case, rows, 4)
     found = values_and_gradients(case, inputs, SCALE, BIAS, mesh=mesh, exchange=exchange, tile=3)
-    assert_close(found, twin(case, inputs, SCALE, BIAS))
+    assert_close(found, by_reference(case, inputs, SCALE, BIAS))
     assert_close(found, by_torch(wb.functional, case, inputs, SCALE, BIAS))
 
 
@@ -54,21 +54,21 @@ def test_parity(name, devices, kind, exchange):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_dense_twins_are_the_same(name):
+def test_the_references_are_the_same(name):
     """JAX's own, which need no torch."""
     case = CASES[name]
     inputs = shards(case, 7, 4)
     found = values_and_gradients(case, inputs, SCALE, BIAS, functions=as_module(wbj.reference))
-    assert_close(found, twin(case, inputs, SCALE, BIAS))
+    assert_close(found, by_reference(case, inputs, SCALE, BIAS))
 
 
 @pytest.mark.parametrize("name", ["nt_xent", "sup_con"])
 def test_rows_of_zeros_and_tiny_ones(name):
-    """Normalized as PyTorch does, by no less than 1e-12, also by the dense twin."""
+    """Normalized as PyTorch does, by no less than 1e-12, also by the reference."""
     case = CASES[name]
     inputs = shards(case, 6, 2)
     inputs[0][2], inputs[0][3] = 0, inputs[0][3] * 1e-14
-    expected = twin(case, inputs, SCALE, BIAS)
+    expected = by_reference(case, inputs, SCALE, BIAS)
     for settings in ({"functions": as_module(wbj.reference)}, {"mesh": mesh_of(2, "auto"), "tile": 2}):
         assert_close(values_and_gradients(case, inputs, SCALE, BIAS, **settings), expected)
 
@@ -89,7 +89,9 @@ def test_products_that_are_kept(name, exchange):
     some, whole = 5 * 72, 10**6
     for memory in (some, whole) if EVERYTHING else (some if (exchange == "ring") == name.startswith("c") else whole,):
         settings = {"mesh": mesh_of(4, "auto"), "exchange": exchange, "tile": 3, "memory": memory}
-        assert_close(values_and_gradients(case, inputs, SCALE, BIAS, **settings), twin(case, inputs, SCALE, BIAS))
+        assert_close(
+            values_and_gradients(case, inputs, SCALE, BIAS, **settings), by_reference(case, inputs, SCALE, BIAS)
+        )
 
 
 @pytest.mark.parametrize("memory", ["flat", 10**6])
@@ -98,9 +100,11 @@ def test_an_exchange_is_chosen_once(monkeypatch, memory):
     case = CASES["clip"]
     for rows, room, messages in ((20, 0, "all-gather"), (28, 1, "collective-permute")):
         inputs = shards(case, rows, 4)
-        monkeypatch.setattr(options, "_GATHER_BYTES", 3 * inputs[1].nbytes - room)
+        monkeypatch.setattr(exchange_module, "_GATHER_BYTES", 3 * inputs[1].nbytes - room)
         settings = {"mesh": mesh_of(4, "auto"), "tile": 3, "memory": memory}
-        assert_close(values_and_gradients(case, inputs, SCALE, BIAS, **settings), twin(case, inputs, SCALE, BIAS))
+        assert_close(
+            values_and_gradients(case, inputs, SCALE, BIAS, **settings), by_reference(case, inputs, SCALE, BIAS)
+        )
         loss = partial(wbj.clip_loss, logit_scale=SCALE, **settings)
         split = jax.NamedSharding(mesh_of(4, "auto"), jax.P("data"))
         text = compiled(loss, *(jax.device_put(as_jax(x), split) for x in inputs)).as_text()
@@ -143,7 +147,7 @@ def test_local_functions_are_the_same_losses(name, exchange):
 
     value, (of_inputs, *of_scalars) = jax.jit(jax.value_and_grad(of_wanted, (0, 1, 2)))(wanted, SCALE, BIAS)
     of_scalars = [x for x, there_is in zip(of_scalars, (case.has_scale, case.has_bias), strict=True) if there_is]
-    assert_close([np.asarray(x) for x in (value, *of_inputs, *of_scalars)], twin(case, inputs, SCALE, BIAS))
+    assert_close([np.asarray(x) for x in (value, *of_inputs, *of_scalars)], by_reference(case, inputs, SCALE, BIAS))
 
 
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
@@ -159,7 +163,7 @@ def test_gradients_taken_inside_and_outside_of_shard_map(exchange):
     )
     for function in (outside, inside):
         value, gradients = jax.jit(function)(x, y, SCALE)
-        assert_close([np.asarray(z) for z in (value, *gradients)], twin(case, inputs, SCALE, BIAS))
+        assert_close([np.asarray(z) for z in (value, *gradients)], by_reference(case, inputs, SCALE, BIAS))
 
 
 def test_without_vma_checks_gradients_are_off_by_the_number_of_devices():
@@ -191,7 +195,7 @@ def test_two_axes_are_one(exchange):
     found = values_and_gradients(
         case, inputs, SCALE, BIAS, mesh=mesh_of(8, "auto", ("data", "fsdp")), axis=("data", "fsdp"), exchange=exchange
     )
-    assert_close(found, twin(case, inputs, SCALE, BIAS))
+    assert_close(found, by_reference(case, inputs, SCALE, BIAS))
 
 
 @pytest.mark.parametrize("rows", [12, 7])
@@ -203,14 +207,14 @@ def test_an_axis_beside_the_batchs(rows):
     for kinds in product((auto, explicit), repeat=2):
         mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds, devices=jax.devices())
         found = values_and_gradients(case, inputs, SCALE, BIAS, mesh=mesh)
-        assert_close(found, twin(case, inputs, SCALE, BIAS))
+        assert_close(found, by_reference(case, inputs, SCALE, BIAS))
 
 
 def test_the_mesh_that_has_been_set():
     case = CASES["clip"]
     inputs = shards(case, 8, 4)
     with jax.set_mesh(mesh_of(4, "auto")):
-        assert_close(values_and_gradients(case, inputs, SCALE, BIAS), twin(case, inputs, SCALE, BIAS))
+        assert_close(values_and_gradients(case, inputs, SCALE, BIAS), by_reference(case, inputs, SCALE, BIAS))
         with pytest.raises(ValueError, match="axis must name axes of the mesh, got 'batch'; the mesh has 'data'"):
             values_and_gradients(case, inputs, SCALE, BIAS, axis="batch")
 
@@ -237,7 +241,7 @@ def test_vmap_over_temperatures(name, exchange, kind):
 
     value, gradient = jax.jit(jax.vmap(jax.value_and_grad(loss)))(scales)
     for at, scale in enumerate(scales):
-        expected = twin(case, inputs, scale, BIAS)
+        expected = by_reference(case, inputs, scale, BIAS)
         assert_close([value[at], gradient[at]], [expected[0], expected[-2 if case.has_bias else -1]])
 
 
@@ -252,7 +256,7 @@ def test_remat(name, exchange, kind):
         return case.call(functions, x, *arrays[1:], scale, BIAS)
 
     value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(arrays[0], SCALE)
-    expected = twin(case, inputs, SCALE, BIAS)
+    expected = by_reference(case, inputs, SCALE, BIAS)
     expected = [*expected[:2], expected[-2 if case.has_bias else -1]]
     assert_close([np.asarray(z) for z in (value, *gradients)], expected)
 
@@ -293,7 +297,10 @@ def test_float32_at_any_scale(name, scale):
         mesh=mesh_of(4), tile=3,
     )  # fmt: skip
     assert_close(
-        found, twin(case, [z.float().double() for z in inputs], scale, BIAS), 1e-6 * scale, 2e-5 * max(1, scale / 100)
+        found,
+        by_reference(case, [z.float().double() for z in inputs], scale, BIAS),
+        1e-6 * scale,
+        2e-5 * max(1, scale / 100),
     )
 
 
@@ -305,12 +312,12 @@ def test_float32_at_any_scale(name, scale):
     ],
 )
 def test_half_precision_is_summed_in_float32(name, dtype):
-    """Beside the twin on the same rounded features; logits in half precision would be off by far more."""
+    """Beside the reference on the same rounded features; logits in half precision would be off by far more."""
     case = CASES[name]
     half = torch.bfloat16 if dtype == jnp.bfloat16 else torch.float16
     inputs = whole_batch(case, (32,), d=64)
     rounded = [z.to(half).double() if z.is_floating_point() else z for z in inputs]
-    expected = twin(case, rounded, 50.0, BIAS)
+    expected = by_reference(case, rounded, 50.0, BIAS)
     arrays = [as_jax(z).astype(dtype) if z.is_floating_point() else as_jax(z) for z in rounded]
     functions, features = as_module(mesh=mesh_of(4, "auto"), tile=8), len(case.differentiable)
     assert list(case.differentiable) == list(range(features))
@@ -387,7 +394,7 @@ def test_teeth():
     case, mesh = CASES["clip"], mesh_of(4, "auto")
     inputs = shards(case, 12, 4)
     x, y = map(as_jax, inputs)
-    expected = twin(case, inputs, SCALE, BIAS)
+    expected = by_reference(case, inputs, SCALE, BIAS)
 
     def dense(x, y, scale):
         logits = scale * x @ y.T
