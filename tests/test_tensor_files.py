@@ -171,7 +171,7 @@ def test_what_is_no_regular_file(tmp_path):
     (tmp_path / "a").write_bytes(b"12345")
     (tmp_path / "link").symlink_to(tmp_path / "a")
     os.mkfifo(tmp_path / "pipe")
-    for name, message in (("link", "is a link"), ("pipe", "no regular file"), (".", "no regular file")):
+    for name, message in (("link", "is a link"), ("pipe", "not a regular file"), (".", "not a regular file")):
         with pytest.raises(ValueError, match=message):
             open_regular(tmp_path / name)
     assert read_bounded(tmp_path / "a", 5) == b"12345"

@@ -22,7 +22,7 @@ from .._normalize import LONGEST, divisors, inverse_norms, known_norms, part_siz
 from .._precision import accumulation_dtype, wide_dtype
 from ..exchange import Exchange
 from ..kernels import in_triton
-from ..logsumexp import log_sum_exp, never_small, shared_shift, suffices
+from ..logsumexp import cannot_underflow, log_sum_exp, passes_underflow_check, shared_shift
 from ..sweep import Block, Budget, Driver, KernelNestedSweep, NestedSweep, Pairs
 from ._door import Agreement
 from ._softmax import certified
@@ -86,8 +86,8 @@ def parts_at_once(
     dtype = agreed.inputs["queries"].dtype if known else None
     plan = _Plan(how, budget, pairs, tuple(dims), scale, shift, rows.total, symmetric, dtype)
     of_rows, targets, of_cols = _Nested.apply(plan, agreed.inputs["logit_scale"], *inverse, x, y)
-    known = never_small(bound, shift, agreed.dtype) or (
-        scale > 0 and suffices(scale * agreed.least, shift, rows.total, agreed.dtype)
+    known = cannot_underflow(bound, shift, agreed.dtype) or (
+        scale > 0 and passes_underflow_check(scale * agreed.least, shift, rows.total, agreed.dtype)
     )
     if not known:
         with torch.no_grad():

@@ -32,7 +32,7 @@ from .._precision import accumulation_dtype, vector, wide_dtype
 from ..comm import Communicator, LocalCommunicator
 from ..exchange import Exchange
 from ..kernels import in_triton
-from ..logsumexp import log_sum_exp, never_small, shared_shift, suffices, uncertified
+from ..logsumexp import cannot_underflow, count_underflowed, log_sum_exp, passes_underflow_check, shared_shift
 from ..partition import Partition
 from ..sweep import (
     LARGEST,
@@ -358,14 +358,14 @@ def _statistics(plan: SoftmaxPlan, data: _Data) -> tuple[Sums, Sums, Tensor | No
 
 def _known_to_do(plan: SoftmaxPlan, shift: float, dtype: torch.dtype) -> bool:
     """Whether one shift is certain to do, without a look at sums: no GPU has to be waited for."""
-    if never_small(plan.bound, shift, dtype):
+    if cannot_underflow(plan.bound, shift, dtype):
         return True
-    return plan.least is not None and suffices(plan.least, shift, plan.terms, dtype)
+    return plan.least is not None and passes_underflow_check(plan.least, shift, plan.terms, dtype)
 
 
 def certified(comm: Communicator, sums: Sequence[Tensor], terms: int, dtype: torch.dtype) -> bool:
     """Whether all of these sums of all ranks are exact to rounding. Collective: one all-reduce of a number."""
-    bad = torch.stack([uncertified(of_side, terms, dtype) for of_side in sums]).sum()
+    bad = torch.stack([count_underflowed(of_side, terms, dtype) for of_side in sums]).sum()
     return not comm.all_reduce(bad.to(wide_dtype(bad.device)), check=False).item()
 
 
