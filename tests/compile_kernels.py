@@ -1,4 +1,4 @@
-"""Compile what losses start, for GPUs that need not be there, and print what the machine code has, a line of JSON each.
+"""Compile the kernels that losses start, without a GPU, and print facts of the machine code, a line of JSON each.
 
 Losses run on a CPU, and the function that starts kernels only records its arguments.
 """
@@ -42,14 +42,14 @@ warnings.filterwarnings(
 
 @dataclass(frozen=True)
 class Started:
-    """A kernel, the types of its arguments, and what is compiled into it."""
+    """A kernel, the types of its arguments, and its compile-time constants."""
 
     kernel: Any
     types: tuple[str, ...]
     constants: tuple[tuple[str, Any], ...]
 
     def describe(self, **more: Any) -> dict[str, Any]:
-        """For a message."""
+        """Return the facts that identify it in a message."""
         return {"kernel": self.kernel.__name__, "constants": dict(self.constants), **more}
 
 
@@ -79,7 +79,7 @@ def started(dtype: torch.dtype, capability: int) -> dict[Started, str]:
 
 
 def compiled(of: Started, capability: int, **other: Any) -> dict[str, Any]:
-    """What its machine code has; with other constants than those, if given."""
+    """Return facts of the machine code, compiled with these constants or, if given, with `other` ones."""
     constants = dict(of.constants) | other
     options = {name: constants.pop(name) for name in OPTIONS}
     names = of.kernel.arg_names[: len(of.types)]

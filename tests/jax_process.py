@@ -37,10 +37,10 @@ assert len(jax.local_devices()) < jax.device_count()
 
 
 def local_rows(x):
-    """A global array, of which this process gives what its devices have."""
+    """Return a global array, of which this process provides the rows of its devices."""
     x = np.asarray(as_jax(x))
     if len(x) % jax.device_count():
-        return x  # the same everywhere
+        return x  # replicated
     return jax.make_array_from_callback(x.shape, split, lambda index: x[index])
 
 
@@ -49,7 +49,7 @@ ROWS = {"clip, ids, weights": 12, "info_nce, few negatives": 12, "nt_xent": 12, 
 
 
 def exchanges(at):
-    """By turns, unless everything is to be run."""
+    """Return one setting by turns, or all of them if everything runs."""
     return EXCHANGES if EVERYTHING else EXCHANGES[(at + size) % 2 :][:1]
 
 
@@ -68,7 +68,7 @@ centers, labels = random.normal(size=(12, 6)), random.integers(0, 12, 24)
 
 
 def loss(params, x, labels, centers, encode, **settings):
-    """PartialFC of what an encoder makes."""
+    """Return PartialFC's loss of an encoder's embeddings."""
     return wbj.partial_fc_loss(encode(params, x), labels, centers, sample_rate=0.5, key=jax.random.key(0), **settings)
 
 

@@ -1,4 +1,4 @@
-"""Every mistake is a ValueError that shows expected and got, on every rank, whichever rank made it; nothing hangs."""
+"""Every mistake raises ValueError with the accepted and the given value, on every rank; nothing hangs."""
 
 import warnings
 
@@ -20,7 +20,7 @@ def nested():
         return torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(1, 4)])
 
 
-# What rank 1 passes in the place of (features, features, 10.0), and what every rank must then say.
+# The arguments of rank 1 instead of (features, features, 10.0), and the message that every rank must then raise.
 MISTAKES = {
     "rows differ": (lambda: (features(3), features(2), 10.0), r"same shape, got \(3, 4\) and \(2, 4\)"),
     "width differs": (lambda: (features(d=4), features(d=5), 10.0), r"same shape, got \(3, 4\) and \(3, 5\)"),
@@ -120,7 +120,7 @@ def test_options(world_size):
     run_ranks(option_mistakes_body, world_size, timeout_s=30)
 
 
-# A call of each loss that is right, and what rank 1 passes instead: by keyword, for every argument that is new.
+# A valid call of each loss; and the keywords of rank 1 instead, for every argument that is not tested yet.
 CALLS = {
     "info_nce_loss": lambda **wrong: wb.functional.info_nce_loss(
         **{"queries": features(), "keys": features(), "logit_scale": 10.0, "negatives": features(2)} | wrong
@@ -343,7 +343,7 @@ def test_every_argument_of_every_loss():
 
 
 def empty_body():
-    """All ranks empty is an error; a loss whose negatives alone are empty is not."""
+    """A batch that is empty on all ranks raises; a loss without negatives does not."""
     none = features(0)
     empty = "the global batch is empty"
     with pytest.raises(ValueError, match=empty):
@@ -373,7 +373,7 @@ def test_empty_batches_and_rings_of_any_size(world_size):
 
 
 @pytest.mark.parametrize("name", ["CLIPLoss", "InfoNCELoss", "NTXentLoss", "SigLIPLoss"])
-def test_modules_refuse_what_does_not_exist_when_they_are_made(name):
+def test_modules_check_their_options_when_they_are_made(name):
     for options, message in (
         ({"sync": "average"}, "sync must be"),
         ({"exchange": "teleport"}, "exchange must be one of"),
@@ -462,13 +462,13 @@ def whole_batch_mistakes_body():
             wb.WholeBatch(torch.mean, **options)
 
 
-def test_what_is_no_loss_function():
+def test_loss_fn_must_be_callable():
     with pytest.raises(ValueError, match="loss_fn must be callable, got None"):
         wb.WholeBatch(None)
 
 
 def test_a_launcher_without_a_process_group(monkeypatch):
-    """Each process would take its own rows for the whole batch: silently another loss."""
+    """Each process would take its local rows for the whole batch, which is silently another loss."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"torch\.distributed is not initialized"):
         wb.functional.clip_loss(features(), features(), 1.0)
@@ -508,7 +508,7 @@ def test_a_wrong_group_on_one_rank():
 
 
 def unknown_keywords_body(folder):
-    """Of functions that are collective over a head's group, or over one that is passed."""
+    """Functions that are collective over a head's group, or over a given group, raise on every rank."""
     wrong = {"nonsense": 1} if dist.get_rank() == 1 else {}
     head = wb.PartialFC(4, 6, bias=True)
     weight = torch.nn.Parameter(torch.ones(2))
@@ -536,8 +536,8 @@ def unknown_keywords_body(folder):
     return errors
 
 
-def test_unknown_keywords_are_told_to_all_ranks(tmp_path):
-    """In the same words on all of them."""
+def test_unknown_keywords_raise_on_all_ranks(tmp_path):
+    """The message is the same on all of them."""
     of_ranks = run_ranks(unknown_keywords_body, 2, tmp_path, timeout_s=60)
     assert of_ranks[0] == of_ranks[1]
 
@@ -554,7 +554,7 @@ HEADS_OF_TWO_SETTINGS = {
 
 
 def heads_of_two_settings_body():
-    """One rank's head is another: of its centers, too, nothing is collected."""
+    """One rank has another head: then its centers are not gathered either."""
     for name, value in HEADS_OF_TWO_SETTINGS.items():
         settings = {"embedding_size": 4, "num_classes": 6} | ({name: value} if dist.get_rank() == 1 else {})
         head = wb.PartialFC(**settings)

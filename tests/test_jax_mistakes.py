@@ -1,4 +1,4 @@
-"""Mistakes with wholebatch.jax are named while the function is traced: what was expected, what came."""
+"""Mistakes with wholebatch.jax raise while the function is traced, with the accepted and the given value."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ FEATURES = jnp.ones((6, 4))
 
 @dataclass
 class Unhashable:
-    """A margin that can be changed."""
+    """A mutable margin."""
 
     s: float = 64.0
 
@@ -234,18 +234,18 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_met_while_tracing(name):
+def test_mistakes_raise_while_tracing(name):
     call, message = MISTAKES[name]
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(call)
 
 
-def test_ids_that_jax_would_cut_off():
+def test_ids_that_jax_would_truncate():
     with jax.enable_x64(False):
         for ids in (np.arange(6) * 2**32, [2**31] * 6):
             with pytest.raises(ValueError, match=r"ids must fit into int32.*renumber them"):
                 wbj.clip_loss(np.eye(6), np.eye(6), 1.0, ids=ids)
 
 
-def test_a_temperature_that_is_not_known_is_traced():
+def test_a_traced_temperature_is_accepted():
     assert jax.eval_shape(lambda t: wbj.nt_xent_loss(FEATURES, FEATURES, temperature=t), 0.1).shape == ()
