@@ -8,7 +8,7 @@ import torch.distributed as dist
 from compare import assert_same
 from partial_fc_data import CLASSES, data
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from partial_fc_data import CLASSES, IGNORED, MARGINS, SPLITS, D, data, dense
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
@@ -114,8 +114,8 @@ class Learned(nn.Module):
         ({"margin": wb.ArcFace}, "margin must be one such as wholebatch.ArcFace"),
         ({"bias": "no"}, "bias must be True or False, got 'no'"),
         ({"unbiased": 1}, "unbiased must be True or False, got 1"),
-        ({"sample_rate": True}, "sample_rate must be a number, got bool"),
-        ({"label_smoothing": True}, "label_smoothing must be a number, got bool"),
+        ({"sample_rate": True}, r"sample_rate must be a number, got True \(bool\)"),
+        ({"label_smoothing": True}, r"label_smoothing must be a number, got True \(bool\)"),
         ({"ignore_index": 1.5}, "ignore_index must be an integer"),
         ({"dtype": torch.bool}, "dtype must be torch.float64, float32, bfloat16 or float16, got torch.bool"),
         ({"device": "toaster"}, "device must be a torch.device or its name, got 'toaster'"),

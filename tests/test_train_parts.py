@@ -247,7 +247,7 @@ def test_damaged_checkpoints_are_refused(tmp_path):
                 ("step", True, "step must be int, got True"),
                 ("step", 1.0, "step must be int, got 1.0"),
                 ("seconds", "x", "seconds must be float or int, got 'x'"),
-                ("seconds", math.nan, "NaN is no finite number"),
+                ("seconds", math.nan, "NaN is not a finite number"),
                 ("seconds", -1.0, "must not be negative"),
                 ("save", None, "save must be str, got None"),
             )

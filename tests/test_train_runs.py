@@ -150,7 +150,7 @@ def flipped(content):
         ("metrics.jsonl", lambda _: b'{"step": 1, "loss": 1.0}\n', "does not hold the steps 1 to 50"),
         ("metrics.jsonl", lambda text: text.replace(b'"step": 7,', b'"step": 8,'), "line 7 is not that of step 7"),
         ("metrics.jsonl", lambda text: text.replace(b'"loss": ', b'"loss": 1'), "metrics.jsonl is not the file that"),
-        ("metrics.jsonl", lambda text: text.replace(b'"loss": ', b'"loss": NaN, "was": '), "NaN is no finite number"),
+        ("metrics.jsonl", lambda text: text.replace(b'"loss": ', b'"loss": NaN, "was": '), "NaN is not a finite"),
     ],
 )
 def test_damaged_runs_are_refused(capsys, uninterrupted, tmp_path, file, damage, message):

@@ -1,4 +1,4 @@
-"""What a GPU does with a tile of the nested sweep: the similarities of several leading parts of the features at once.
+"""The kernels of the nested sweep: the similarities of several leading parts of the features at once, for one tile.
 
     S^l_ij = r^l_i q^l_j sum_{k < m_l} x_ik y_jk        r with the scale in it; E^l = exp(S^l - shift)
 
@@ -6,9 +6,10 @@
     nested_gradient    H^l = sum of G^l', l' >= l, with G^l = r^l_i q^l_j dS^l_ij,
                        dS^l_ij = E^l_ij (a^l_i + c^l_j) of negatives, t^l_i of positives; and sums of dS^l_ij S^l_ij
 
-The products of a part are those of the part before and a few features more. The features from m_{l-1} to m_l meet H^l,
-so what the kernel writes can be multiplied as it is. When a part's products are there, nothing is known of later parts;
-so all are computed twice: first H^1 is summed up, then G^l is taken off, part after part.
+The products of a part are those of the previous part plus those of a few more features. The features from m_{l-1} to
+m_l are multiplied with H^l, so the products take what the kernel writes as it is. When a part's products are computed,
+those of later parts are not known yet; so all parts are computed twice: the first time H^1 is summed up, the second
+time G^l is subtracted, part after part.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tile import ANY, NO_IDS, members, place, with_products
+from .common import ANY, NO_IDS, members, place, with_products
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -27,7 +28,7 @@ def _special(
     excluded, excluded_stride, excluded_rows, excluded_cols,
     POSITIVE: tl.constexpr, POSITIVE_IDS: tl.constexpr, EXCLUDED: tl.constexpr, EXCLUDED_IDS: tl.constexpr,
 ):  # fmt: skip
-    """Which entries are positive, of which there is at least one in the batch, and which are no negatives."""
+    """Return masks of the positives, of which the batch has at least one, and of the entries that are no negatives."""
     among = members(
         rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
         POSITIVE, POSITIVE_IDS,
@@ -51,7 +52,7 @@ def nested_sums(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     ALIGNED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Sums of a tile, (parts, blocks of columns, rows) and (parts, blocks of rows, columns)."""
+    """Write the sums of a tile, (parts, blocks of columns, rows) and (parts, blocks of rows, columns)."""
     block_row, block_col, rows, cols, here_rows, here_cols = place(num_rows, num_cols, BM, BN, GROUP)
     among, out = _special(
         rows, cols, num_rows, num_cols, first_row, positive, positive_stride, positive_rows, positive_cols,
@@ -87,7 +88,7 @@ def _gradient(
     OF_COLS: tl.constexpr, ENDS: tl.constexpr,
     ALIGNED: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Products up to a part's end, and that; its dS, S and r q."""
+    """Return the products up to a part's end, that end, and the part's dS, S and r q."""
     stop = tl.load(ends + part)  # in units of ENDS
     total = with_products(
         total, x, y, rows, cols, num_rows, num_cols, first * ENDS, stop * ENDS, stride_x, stride_y,
@@ -115,7 +116,7 @@ def nested_gradient(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     ALIGNED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """H of a tile, (parts, rows, columns); sums of dS S, (parts, blocks of columns, rows), and of columns."""
+    """Write H of a tile, (parts, rows, columns), and sums of dS S, (parts, blocks of columns, rows), and of columns."""
     block_row, block_col, rows, cols, here_rows, here_cols = place(num_rows, num_cols, BM, BN, GROUP)
     here = here_rows[:, None] & here_cols[None, :]
     among, out = _special(

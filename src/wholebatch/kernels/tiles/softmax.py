@@ -1,18 +1,18 @@
-"""What a GPU does with a tile of the softmax sweep: similarities are computed, used and forgotten on the chip.
+"""The kernels of the softmax sweep: the similarities of a tile are computed and used on the chip, and never stored.
 
     tile_sums        S -> sum_j E_ij and sum_i E_ij of the candidates; sums of S_ij of positives, and of candidates
     tile_gradient    S -> dS_ij = E_ij (r_i + c_j) + m_i + m'_j of candidates, + t_i + t'_j of positives
 
 with E_ij = exp(S_ij - shift) = 2^(x_i . y_j scale log2(e) - shift log2(e)): one product, one multiply-add and one `ex2`
-for each entry. A program computes BM x BN entries. It writes one number for each of its rows and columns, to a place of
-its own, and these are added up in a fixed order afterward: no atomics, no locks, the same bits each time.
+for each entry. A program computes BM x BN entries. It writes one number for each of its rows and columns, to a separate
+place, and these are added in a fixed order afterward: no atomics, no locks, the same bits each time.
 
-What dS has of the positives is added before dS is rounded to the features' dtype: where training has gone well, it
-cancels all of E_ij (r_i + c_j), and outside of the tile a bfloat16 would be left of that.
+The positives' terms of dS are added before dS is rounded to the features' dtype: after good training they cancel nearly
+all of E_ij (r_i + c_j), and rounding before the addition would leave only bfloat16's errors.
 
-E of the candidates may be kept and read again in the place of a product. Rows and columns may have a scale each, such
-as 1 / |x_i| and 1 / |y_j| where X and Y hold them as they are, and rows a shift: what is written is then dS_ij times
-these scales, for products with X and Y as they are.
+E of the candidates may be kept, and read again instead of computing a product. Rows and columns may have a scale each,
+such as 1 / |x_i| and 1 / |y_j| for X and Y that are not normalized, and rows a shift: the kernel then writes dS_ij
+times these scales, for products with X and Y as they are.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tile import ANY, NO_IDS, any_named, members, place, similarities
+from .common import ANY, NO_IDS, any_named, members, place, similarities
 
-# Which entries are candidates; positives are whether they are excluded or not.
+# Which entries are candidates; a positive may be one even if it is excluded.
 NEGATIVES = tl.constexpr(0)
 ALL = tl.constexpr(1)
 POSITIVES = tl.constexpr(2)
 
-# What is summed of a side, and what it weighs in dS, a bit each. Without the first there is no such side.
+# The sums of a side, and its weights in dS, a bit each. A side without the first bit does not exist.
 EXPONENTIALS = tl.constexpr(1)
 TARGETS = tl.constexpr(2)
-LOGITS = tl.constexpr(4)  # and how many there are
+LOGITS = tl.constexpr(4)  # and their number
 
 
 @triton.jit
 def _as_long(x, beside):
-    """In 64 bits, also where it is a constant: one column is compiled into the kernel. `beside` is any number."""
+    """Convert x to 64 bits, even if it is a constant, such as a single column; `beside` is any number."""
     return beside.to(tl.int64) * 0 + x
 
 
 @triton.jit
 def _write_sums(out, at, here, others, values, AXIS: tl.constexpr):
-    """One number for each row (AXIS 1) or column (0), over the others that there are."""
+    """Write the sum of each row (AXIS 1) or column (0) over the others that exist."""
     tl.store(out + at, tl.sum(tl.where(tl.expand_dims(others, 1 - AXIS), values, 0.0), AXIS), mask=here)
 
 
@@ -56,9 +56,9 @@ def tile_sums(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     ALIGNED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Sums of a tile, (fields, blocks of columns, rows) and (fields, blocks of rows, columns).
+    """Write the sums of a tile, (fields, blocks of columns, rows) and (fields, blocks of rows, columns).
 
-    Logits are given as x . y, or where each row has a scale as S / log(2).
+    The sums of logits are those of x . y, or of S / log(2) where each row has a scale.
     """
     block_row, block_col, rows, cols, here_rows, here_cols = place(num_rows, num_cols, BM, BN, GROUP)
     logits = similarities(
@@ -75,7 +75,7 @@ def tile_sums(
     across, down = _as_long(tl.cdiv(num_cols, BN), block_col), _as_long(tl.cdiv(num_rows, BM), block_row)
     at_rows, stride_rows = block_col.to(tl.int64) * num_rows + rows, across * num_rows
     at_cols, stride_cols = block_row.to(tl.int64) * num_cols + cols, down * num_cols
-    # What is made of logits comes first: then their registers are free for exponentials.
+    # Sums of logits come first: then their registers are free for exponentials.
     if EXCLUDED > 0 or EXCLUDED_IDS != NO_IDS:
         out = members(
             rows, cols, num_rows, num_cols, first_row, excluded, excluded_stride, excluded_rows, excluded_cols,
@@ -137,7 +137,7 @@ def _weights(
     of_rows, of_cols, rows, cols, num_rows, num_cols,
     FIELD: tl.constexpr, SLOT: tl.constexpr, OF_ROWS: tl.constexpr, OF_COLS: tl.constexpr,
 ):  # fmt: skip
-    """What rows and columns say of a field, of which one of them says something: added up."""
+    """Return the sum of the rows' and the columns' weights of a field, of which at least one exists."""
     if FIELD & OF_ROWS:
         found = tl.load(of_rows + SLOT * num_rows + rows, mask=rows < num_rows, other=0.0)[:, None]
     if FIELD & OF_COLS:
@@ -157,9 +157,9 @@ def tile_gradient(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     ALIGNED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """dS of a tile, (rows, columns), from weights of its rows and columns, (fields, rows) and (fields, columns).
+    """Write dS of a tile, (rows, columns), given weights of its rows and columns, (fields, rows) and (fields, columns).
 
-    If asked for, `totals` gets sum_j dS_ij, (blocks of columns, rows).
+    With TOTALS, also write sum_j dS_ij, (blocks of columns, rows).
     """
     _, block_col, rows, cols, here_rows, here_cols = place(num_rows, num_cols, BM, BN, GROUP)
     at, here = rows[:, None] * num_cols + cols[None, :], here_rows[:, None] & here_cols[None, :]

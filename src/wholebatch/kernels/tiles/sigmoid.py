@@ -1,13 +1,13 @@
-"""What a GPU does with a tile of the sigmoid sweep: losses of rows and dS, from similarities that are never stored.
+"""The kernel of the sigmoid sweep: losses of a tile's rows and dS, from similarities that are never stored.
 
     m_ij = -z_ij S_ij,  l_ij = log(1 + exp(m_ij)),  dS_ij = -z_ij w_i sigmoid(m_ij)        z_ij = 1: positive, else -1
 
-Most pairs are negative and clearly so: their l_ij are small, and there are B^2 of them, so that it is their relative
-error that counts. With e = exp(-|m|) and t = e / (2 + e), which is at most 1/3,
+Most pairs are clearly negative: their l_ij are small, and there are B^2 of them, so their relative error matters. With
+e = exp(-|m|) and t = e / (2 + e), which is at most 1/3,
 
     log(1 + e) = 2 artanh(t) = 2 (t + t^3 / 3 + t^5 / 5 + ...)
 
-and after eight terms what is left out is less than t^17 / 8, for which float32 has no place.
+and after eight terms the remainder is less than t^17 / 8, below float32's resolution.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tile import ANY, NO_IDS, members, place, similarities
+from .common import ANY, NO_IDS, members, place, similarities
 
 _LOG_2 = tl.constexpr(0.6931471805599453)
 
@@ -30,7 +30,7 @@ def tile_sigmoid(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     ALIGNED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """sum_j l_ij and sum_j dS_ij, (blocks of columns, rows), and dS, (rows, columns)."""
+    """Write sum_j l_ij and sum_j dS_ij, (blocks of columns, rows), and dS, (rows, columns)."""
     _, block_col, rows, cols, here_rows, here_cols = place(num_rows, num_cols, BM, BN, GROUP)
     m = similarities(
         x, y, rows, cols, num_rows, num_cols, dim, stride_x, stride_y, BM, BN, ALIGNED, BK, PRECISION, WIDEN

@@ -1,7 +1,7 @@
-"""What all kernels have in common: where a program's part of a tile is, its similarities, and sets of entries.
+"""The parts that all kernels share: the place of a program's block in a tile, its similarities, and sets of entries.
 
-Rows, columns and ids are relative to the tile that a call is given. A set of entries is those that columns name, each
-the rows of its own (int32; -1: none), and those whose row and column have equal ids (int32).
+Rows, columns and ids are relative to the tile of a call. A set of entries consists of those that columns name, each
+column its rows (int32; -1: none), and of those whose row and column have equal ids (int32).
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# What ids have to do with a set.
+# How equal ids change a set of named entries.
 NO_IDS = tl.constexpr(0)
-OR_EQUAL_IDS = tl.constexpr(1)  # beside those that are named
-EQUAL_IDS_BUT = tl.constexpr(2)  # but for those
+OR_EQUAL_IDS = tl.constexpr(1)  # added to the named ones
+EQUAL_IDS_BUT = tl.constexpr(2)  # without the named ones
 
-# How many rows there are, and which the first is, differs from tile to tile: no reason to compile again.
+# The number of rows and the first row differ from tile to tile, which must not compile a kernel again.
 ANY = ["num_rows", "first_row"]
 
 
 @triton.jit
 def place(num_rows, num_cols, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """The program's block of rows and of columns, these rows and columns, and which of them there are.
+    """Return the program's blocks of rows and of columns, their rows and columns, and masks of those that exist.
 
-    GROUP blocks of rows at a time, so that Y stays in the L2 cache.
+    Programs go through GROUP blocks of rows at a time, so that Y stays in the L2 cache.
     """
     down, across = tl.cdiv(num_rows, BM), tl.cdiv(num_cols, BN)
     program = tl.program_id(0)
@@ -39,10 +39,10 @@ def with_products(
     total, x, y, rows, cols, num_rows, num_cols, first, stop, stride_x, stride_y,
     ALIGNED: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """`total`, and the products of the features from `first` to `stop`; strides are in units of ALIGNED.
+    """Add the products of the features from `first` to `stop` to `total`; strides are in units of ALIGNED.
 
-    Where units are multiplied, the compiler sees what may be loaded at once. Rows behind the last are the last once
-    more: what is made of them is not used.
+    From the multiplication by ALIGNED the compiler knows how many features one load may take. Rows beyond the last
+    repeat the last row; their results are not used.
     """
     of_rows = x + tl.minimum(rows, num_rows - 1).to(tl.int64)[:, None] * (stride_x * ALIGNED)
     of_cols = y + tl.minimum(cols, num_cols - 1).to(tl.int64)[:, None] * (stride_y * ALIGNED)
@@ -62,7 +62,7 @@ def similarities(
     BM: tl.constexpr, BN: tl.constexpr,
     ALIGNED: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """x_i . y_j, summed in float32; how many features there are is in units of ALIGNED, too."""
+    """Return x_i . y_j, summed in float32; `dim` is in units of ALIGNED, like the strides."""
     return with_products(
         tl.zeros((BM, BN), tl.float32), x, y, rows, cols, num_rows, num_cols, 0, dim * ALIGNED, stride_x, stride_y,
         ALIGNED, BK, PRECISION, WIDEN,
@@ -74,7 +74,7 @@ def members(
     rows, cols, num_rows, num_cols, first_row, named, stride_named, row_ids, col_ids,
     NAMED: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
-    """Which of the entries are in a set, of which there is something: NAMED rows for each column, or ids."""
+    """Return a mask of the entries in a set that is not empty: it has NAMED rows for each column, or ids."""
     if NAMED > 0:
         found = rows[:, None] == (tl.load(named + cols, mask=cols < num_cols, other=-1) - first_row)[None, :]
         for at in tl.static_range(1, NAMED):
@@ -92,7 +92,7 @@ def members(
 
 @triton.jit
 def any_named(first, cols, num_cols, first_row, named, stride_named, NAMED: tl.constexpr, BM: tl.constexpr):
-    """Whether one of the columns names one of the BM rows from `first` on: most blocks have none."""
+    """Whether a column names one of the BM rows from `first` on, which is false for most blocks."""
     found = 0
     for at in tl.static_range(0, NAMED):
         of_cols = tl.load(named + at * stride_named + cols, mask=cols < num_cols, other=-1) - first_row - first
