@@ -5,13 +5,13 @@ import inspect
 import pytest
 import torch
 from torch.nn.functional import normalize
-from wholebatch.planning.shapes import LOSSES
 
 import wholebatch as wb
 from wholebatch.auditing import presets
 from wholebatch.bench.configuration import SUBJECTS
 from wholebatch.losses.catalog import CATALOG, Entry, Sweep
 from wholebatch.planning.given import given
+from wholebatch.planning.shapes import LOSSES
 
 # Losses that need more than features, scale, bias and labels.
 OTHERS = {"moco", "distillation", "global_contrastive", "partial_fc"}
