@@ -1,4 +1,4 @@
-"""Small problems to be audited: right ones, and each with one mistake planted."""
+"""Small problems for the audit: right ones, and wrong ones with one planted mistake each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS, D, OUT = 12, 6, 4
 
 
 class Encoders(nn.Module):
-    """Two towers and a temperature."""
+    """Two towers and a learned temperature."""
 
     def __init__(self, *middle):
         super().__init__()
@@ -42,7 +42,7 @@ def size():
 
 
 def gathered(x, *, own=True):
-    """All ranks' rows, of which at most the own ones have a gradient."""
+    """Gather all ranks' rows; at most the local ones have a gradient."""
     parts = [torch.zeros_like(x) for _ in range(size())]
     dist.all_gather(parts, x.detach().contiguous())
     if own:
@@ -51,7 +51,7 @@ def gathered(x, *, own=True):
 
 
 class GatherWithGradient(Function):
-    """Backward by an all-reduce, of which each rank takes its rows; `factor` is applied on the way."""
+    """A gather whose backward is an all-reduce times `factor`, of which each rank takes its rows."""
 
     @staticmethod
     def forward(ctx, x, factor):
@@ -71,20 +71,20 @@ def with_gradient(x, factor=1.0):
 
 
 def clip(x, y, scale):
-    """Of the whole batch."""
+    """Compute CLIP's loss of the whole batch."""
     logits = scale * x @ y.T
     labels = torch.arange(len(x))
     return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
 
 
 def local(x, y, scale, all_x, all_y, offset=None):
-    """Of this rank's rows against all."""
+    """Compute the loss of this rank's rows against all rows."""
     labels = torch.arange(len(x)) + (dist.get_rank() * len(x) if offset is None else offset)
     return (cross_entropy(scale * x @ all_y.T, labels) + cross_entropy(scale * y @ all_x.T, labels)) / 2
 
 
 def problem(loss, model=None, rows=ROWS, **options):
-    """Of loss(x, y, scale)."""
+    """Return a problem with loss(x, y, scale)."""
 
     def of_rank(model, batch):
         return loss(*model(batch["images"], batch["texts"]))
@@ -92,7 +92,7 @@ def problem(loss, model=None, rows=ROWS, **options):
     return Problem(Encoders() if model is None else model, batch(rows), of_rank, **options)
 
 
-# Right ones.
+# Right problems.
 
 
 def right_replicated():
@@ -125,7 +125,7 @@ def right_engine_of_its_own():
 
 
 def right_separable():
-    """A mean over examples: any number of ranks, equal parts."""
+    """Use a mean over examples, which is right on any number of ranks with equal parts."""
     return problem(lambda x, y, s: (s * (x - y)).square().sum(1).mean())
 
 
@@ -138,7 +138,7 @@ def right_with_dropout():
 
 
 def right_accumulated():
-    """Of a loss that is a mean over examples, in four steps."""
+    """Accumulate a mean over examples in four steps."""
 
     def step(model, batch):
         total = 0.0
@@ -193,7 +193,7 @@ def right_with_unused_parameters():
 
 
 def right_as_launchers_say():
-    """How many ranks there are is read from the environment."""
+    """Read the number of ranks from the environment."""
     assert int(os.environ["RANK"]) == int(os.environ["LOCAL_RANK"]) == dist.get_rank()
 
     def loss(x, y, s):
@@ -204,7 +204,7 @@ def right_as_launchers_say():
 
 
 def right_whatever_the_model_holds():
-    """Buffers that do not travel as they are, and inputs without an effect."""
+    """Have buffers that gloo cannot send, and inputs without an effect."""
     model = Encoders()
     model.register_buffer("mask", torch.tensor([True, False]))
     model.register_buffer("counts", torch.zeros(3, dtype=torch.int16))
@@ -217,7 +217,7 @@ def right_whatever_the_model_holds():
 
 
 def right_scaled():
-    """A loss scaler that is unscaled: only what lies before the parameters has its factor."""
+    """Scale the loss and unscale the gradients: only gradients before the parameters have the factor."""
 
     def step(model, batch):
         loss = wb.functional.clip_loss(*model(**batch))
@@ -230,7 +230,7 @@ def right_scaled():
 
 
 def right_sharded():
-    """Each rank has rows of a classifier, and its gradient is complete."""
+    """Shard a classifier by rows, each with its complete gradient."""
     made = wb.PartialFC(OUT, 10, margin=wb.CosFace(8.0, 0.1))
     model = Encoders()
     model.head = nn.Linear(1, 1, bias=False)
@@ -244,7 +244,7 @@ def right_sharded():
     return Problem(model, {**batch(), "labels": torch.arange(ROWS) % 10}, loss, sharded=["head"])
 
 
-# A mistake each. In the name: the cause that should be found.
+# Problems with one mistake each. The name is the expected cause.
 
 
 def everything_times_w():
@@ -252,7 +252,7 @@ def everything_times_w():
 
 
 def everything_times_w_sum():
-    """Shares that are whole losses, under an engine that adds."""
+    """Compute the whole loss on each rank, under an engine that adds."""
     return problem(lambda x, y, s: local(x, y, s, with_gradient(x), with_gradient(y)), engine="sum")
 
 
@@ -274,12 +274,12 @@ def key_side_missing():
 
 
 def key_side_missing_local():
-    """Own rows are put back among the gathered ones."""
+    """Put local rows back among the gathered ones."""
     return problem(lambda x, y, s: local(x, y, s, gathered(x), gathered(y)))
 
 
 def key_side_missing_everywhere():
-    """On one process, too, for it gathers there as well."""
+    """Gather on one process, too, and lose the gradient there as well."""
     return problem(lambda x, y, s: local(x, y, s, gathered(x, own=False), gathered(y, own=False)))
 
 
@@ -292,7 +292,7 @@ def scale_times_w():
 
 
 def scale_over_w():
-    """Each rank brings its share of the temperature's gradient, and W times its features'."""
+    """Give each rank its share of the temperature's gradient, and W times its features'."""
 
     def loss(x, y, s):
         x, y = (GradientTimes.apply(z, size()) for z in (x, y))
@@ -302,7 +302,7 @@ def scale_over_w():
 
 
 class GradientTimes(Function):
-    """The same, but for a factor in backward."""
+    """Return the same tensor, with a factor in backward."""
 
     @staticmethod
     def forward(ctx, x, factor):
@@ -315,7 +315,7 @@ class GradientTimes(Function):
 
 
 def loss_differs():
-    """Own negatives count twice."""
+    """Count local negatives twice."""
 
     def loss(x, y, s):
         logits = s * x @ with_gradient(y).T
@@ -327,7 +327,7 @@ def loss_differs():
 
 
 def local_statistics():
-    """Each rank's rows are standardized by their own mean and variance."""
+    """Standardize each rank's rows by the local mean and variance."""
 
     def loss(x, y, s):
         x, y = ((z - z.mean(0)) / z.std(0, correction=0) for z in (x, y))
@@ -352,7 +352,7 @@ def labels_not_offset():
 
 
 def gather_averages_all():
-    """Own rows go through the gather, too."""
+    """Take local rows from the gathered ones, too."""
 
     def loss(x, y, s):
         all_x, all_y = with_gradient(x, 1 / size()), with_gradient(y, 1 / size())
@@ -367,7 +367,7 @@ def gather_times_w():
 
 
 def rank_order_mixed():
-    """Own rows come first."""
+    """Put local rows first."""
 
     def own_first(x):
         parts = [*with_gradient(x).split(len(x))]
@@ -377,7 +377,7 @@ def rank_order_mixed():
 
 
 def rank_order_mixed_reversed():
-    """Texts are gathered from the last rank to the first."""
+    """Gather texts from the last rank to the first."""
 
     def from_the_last(y):
         return torch.cat([*with_gradient(y).split(len(y))][::-1])
@@ -386,7 +386,7 @@ def rank_order_mixed_reversed():
 
 
 def local_weights():
-    """Rows weigh by how they compare with the others of their rank; on one process, with all."""
+    """Weight rows by comparison with the other local rows; on one process these are all rows."""
 
     def loss(x, y, s):
         logits = s * with_gradient(x) @ with_gradient(y).T
@@ -397,7 +397,7 @@ def local_weights():
 
 
 def views_interleaved():
-    """Views are joined before they are gathered, and looked for as if they had been gathered one by one."""
+    """Concatenate views before the gather, and pair them as if they had been gathered one by one."""
 
     def loss(x, y, _scale):
         z = with_gradient(torch.cat([x, y]))
@@ -448,7 +448,7 @@ def rows_repeated():
 
 
 def accumulated(model, batch, steps, *, scaled=1.0):
-    """As open_clip does: features without gradient first, then each chunk's with gradient among the others'."""
+    """Accumulate as open_clip does: features without gradient first, then each chunk's with gradient."""
     chunks = [*zip(batch["images"].chunk(steps), batch["texts"].chunk(steps), strict=True)]
     with torch.no_grad():
         found = [model(*chunk)[:2] for chunk in chunks]
@@ -465,7 +465,7 @@ def scale_times_steps():
 
 
 def scale_times_steps_reference():
-    """With the truth beside it."""
+    """Give the true loss as a reference."""
 
     def reference(model, batch):
         return clip(*model(batch["images"], batch["texts"]))
@@ -486,7 +486,7 @@ def everything_times_steps():
 
 
 def dropout_not_replayed():
-    """Cached by hand: the second pass draws anew."""
+    """Cache by hand, with other dropout masks in the second pass."""
 
     def step(model, batch):
         with torch.no_grad():
@@ -505,7 +505,7 @@ def dropout_not_replayed():
 
 
 def last_chunk_only():
-    """Only the last chunk's graph is there when backward begins."""
+    """Keep only the last chunk's graph for the backward pass."""
 
     def step(model, batch):
         parts = [*zip(batch["images"].chunk(3), batch["texts"].chunk(3), strict=True)]
@@ -519,7 +519,7 @@ def last_chunk_only():
 
 
 def last_chunk_only_overwritten():
-    """Each chunk's backward pass finds no gradient to add to."""
+    """Clear the gradients before each chunk's backward pass."""
 
     def step(model, batch):
         total = 0.0
@@ -558,7 +558,7 @@ def sum_not_gathered():
 
 
 def ring_without_gradient():
-    """Rows go from rank to rank in messages."""
+    """Send rows from rank to rank in messages."""
 
     def gone_round(x):
         rank, w, parts, block = dist.get_rank(), size(), {}, x.detach().clone()
@@ -614,7 +614,7 @@ def not_reduced_nan():
 
 
 def bypassed():
-    """DDP's forward is not called."""
+    """Call the module instead of DDP's forward."""
 
     def loss(model, batch):
         x, y, scale = getattr(model, "module", model)(batch["images"], batch["texts"])
@@ -634,7 +634,7 @@ def uniform_scaling():
 
 
 def scale_times_steps_in_float32():
-    """What is returned rounds as float32 does."""
+    """Return a loss rounded to float32."""
 
     def step(model, batch):
         return accumulated(lambda *x: tuple(z.float() for z in model(*x)), batch, 2)
@@ -643,7 +643,7 @@ def scale_times_steps_in_float32():
 
 
 def of_micro_batches(model, batch):
-    """Half of a rank's rows at a time, with negatives of that half alone."""
+    """Accumulate over halves of a rank's rows, each with its negatives alone."""
     total = 0.0
     parts = [*zip(*(z.chunk(2) for z in (batch["images"], batch["texts"])), strict=True)]
     for images, texts in parts:
@@ -674,7 +674,7 @@ def loss_differs_from_the_reference():
 
 
 def not_of_its_loss():
-    """A backward pass by hand that doubles the temperature's gradient."""
+    """Double the temperature's gradient in a backward pass by hand."""
     return problem(lambda x, y, s: wb.functional.clip_loss(x, y, GradientTimes.apply(s, 2)))
 
 
@@ -683,11 +683,11 @@ def sharded_times_w():
     return Problem(made.model, made.batch, lambda model, batch: size() * made.loss(model, batch), sharded=["head"])
 
 
-# Worth knowing, and not wrong.
+# Right problems with a note.
 
 
 def detached_first_call():
-    """A target from the same model."""
+    """Detach a target from the same model."""
 
     def loss(model, batch):
         x, y, scale = model(batch["images"], batch["texts"])
@@ -703,7 +703,7 @@ def values_differ():
 
 
 def detached():
-    """On purpose: how much the batch counts is not learned."""
+    """Detach a weight of the batch on purpose."""
     return problem(lambda x, y, s: wb.functional.clip_loss(x, y, s) * s.detach().square())
 
 
@@ -714,7 +714,7 @@ def unused():
     return problem(wb.CLIPLoss(), model)
 
 
-# No problems.
+# Invalid problems.
 
 
 def not_deterministic():
@@ -838,7 +838,7 @@ def learned_elsewhere():
 
 
 def learned_elsewhere_hidden():
-    """Where no one looks before it is used."""
+    """Hide a learned parameter where only its use shows it."""
     found = {"scale": nn.Parameter(torch.tensor(2.0, dtype=torch.float64))}
     return problem(lambda x, y, _s: clip(x, y, found["scale"]))
 
@@ -859,7 +859,7 @@ MODEL = Encoders()
 
 
 def same_model_twice():
-    """And what it does to the model stays."""
+    """Return the same model twice, so that changes to it stay."""
 
     def loss(model, batch):
         with torch.no_grad():

@@ -47,7 +47,7 @@ def audited(config):
 
 
 @pytest.mark.parametrize("loss", get_args(Loss))
-def test_every_loss_is_that_of_its_twin(data, loss):
+def test_every_loss_is_that_of_its_reference(data, loss):
     config = replace(CONFIG, data=data, loss=loss)
     for outcome in (audited(config), audited(replace(config, chunk_size=5)), run_ranks(audited, 2, config)[0]):
         assert outcome.examples == 24
