@@ -413,7 +413,7 @@ def no_gradient():
 
 
 def no_gradient_anywhere():
-    """On one process, too."""
+    """Detach the scale on one process, too."""
     return problem(lambda x, y, s: wb.functional.clip_loss(x, y, s.detach()))
 
 
