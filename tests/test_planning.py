@@ -17,6 +17,7 @@ from wholebatch._processes import run_processes
 from wholebatch.comm import LocalCommunicator, select_communicator
 from wholebatch.exchange import GatherExchange, RingExchange, select_exchange
 from wholebatch.losses import _door
+from wholebatch.losses.catalog import CATALOG
 from wholebatch.partition import Partition
 from wholebatch.planning import DEVICES, Rates
 from wholebatch.planning.check import check
@@ -87,8 +88,7 @@ def test_one_option_is_the_default_of_the_library(loss, batch):
 
 
 def _module(loss):
-    return {"clip": "CLIPLoss", "info_nce": "InfoNCELoss", "siglip": "SigLIPLoss", "nt_xent": "NTXentLoss",
-            "sup_con": "SupConLoss"}.get(loss)  # fmt: skip
+    return CATALOG[loss].module.__name__ if loss in CATALOG else None
 
 
 # Memory is as predicted.
@@ -315,7 +315,7 @@ def test_samples_of_classes_take_less():
             {"ranks": 128},
             "batch_size is that of all ranks together: at least one example for each of 128 ranks, got 64",
         ),
-        ({"loss": "circle"}, "loss must be one of clip, info_nce, siglip, nt_xent, sup_con, partial_fc; got 'circle'"),
+        ({"loss": "circle"}, f"loss must be one of {', '.join(LOSSES)}; got 'circle'"),
         ({"dtype": "int8"}, "dtype must be one of float64, float32"),
         ({"dtype": torch.int64}, "dtype must be one of float64, float32"),
         ({"device": "tpu"}, "device must be one of cpu, cuda, t4"),
@@ -386,7 +386,7 @@ def test_rates_are_read_from_a_file_or_refused(tmp_path):
         *(rates.to_json().replace("2000000000.0", number) for number in ("NaN", "1e999", "9" * 400)),
     ):
         path.write_text(text)
-        with pytest.raises(ValueError, match="does not hold what `wholebatch plan --measure --save` writes"):
+        with pytest.raises(ValueError, match="does not hold rates as `wholebatch plan --measure --save` writes them"):
             Rates.from_json(path)
 
 
