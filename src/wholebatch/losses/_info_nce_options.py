@@ -1,4 +1,4 @@
-"""The settings of InfoNCE, and which of them go together."""
+"""The settings of InfoNCE, and the checks of their combinations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PARTITIONS = ("joint", "per_direction")
 
 @dataclass(frozen=True)
 class InfoNCESettings:
-    """The settings of InfoNCE that are not tensors."""
+    """The settings of InfoNCE that are no tensors."""
 
     equal_ids: str
     directions: tuple[Direction, ...]
@@ -40,33 +40,40 @@ class InfoNCESettings:
 
     @property
     def main(self) -> Direction:
-        """The direction whose positives the statistics are about."""
+        """The direction of the targets, and of the statistics of the batch."""
         return "query_to_key" if "query_to_key" in self.directions else "key_to_query"
 
     def check(self) -> None:
-        """Raise ValueError unless each of them exists, and they go together."""
+        """Raise ValueError unless each setting is valid and they can be combined."""
         check_choice("equal_ids", self.equal_ids, EQUAL_IDS)
         check_choice("partition", self.partition, PARTITIONS)
         for direction in self.directions:
             check_choice("directions", direction, DIRECTIONS)
         if not {"query_to_key", "key_to_query"} & set(self.directions):
-            raise ValueError(f"directions must have 'query_to_key' or 'key_to_query' among them, got {self.directions}")
+            raise ValueError(
+                f"directions must have 'query_to_key' or 'key_to_query' among them, got {self.directions}; only these "
+                "two have positives"
+            )
         if len(set(self.directions)) < len(self.directions):
-            raise ValueError(f"directions must be different, got {self.directions}")
+            raise ValueError(f"directions must be different, got {self.directions}; name each once")
         check_label_smoothing(self.label_smoothing)
         check_flag("exclude_relative", self.exclude_relative)
         check_number("margin", self.margin)
         if check_number("hardness", self.hardness) < 0:
-            raise ValueError(f"hardness must not be negative, got {self.hardness}; 0 is none")
+            raise ValueError(f"hardness must not be negative, got {self.hardness}; 0 turns it off")
         if self.hardness and "query_to_key" not in self.directions:
-            raise ValueError("hardness requires 'query_to_key' in directions")
+            raise ValueError(
+                f"hardness requires 'query_to_key' in directions, got {self.directions}; add it, or leave hardness at 0"
+            )
         if self.exclude_above is not None:
             check_number("exclude_above", self.exclude_above)
         elif self.exclude_relative:
-            raise ValueError("exclude_relative requires exclude_above")
+            raise ValueError(
+                "exclude_relative requires exclude_above, got None; exclude_above is the margin that it makes relative"
+            )
 
     def check_positives(self, several: bool, hard_negatives: Tensor | None) -> None:
-        """Raise ValueError for settings that do not go with several positives of a query."""
+        """Raise ValueError for settings that cannot be combined with several positives of a query."""
         given = {
             "margin": self.margin,
             "hardness": self.hardness,
@@ -78,26 +85,26 @@ class InfoNCESettings:
         wrong = [name for name, value in given.items() if value]
         if several and wrong:
             raise ValueError(
-                f"equal_ids='positive' does not go with {', '.join(wrong)}; it takes the directions query_to_key and "
-                "key_to_query, per direction"
+                f"equal_ids='positive' does not go with {', '.join(wrong)}; it accepts the directions 'query_to_key' "
+                "and 'key_to_query', and for both of them partition='per_direction'"
             )
 
 
 def as_tuple(directions: Any) -> tuple[Direction, ...]:
-    """Return directions as a tuple, also of a single name; the check refuses anything else."""
+    """Return directions as a tuple, a single name included; the check refuses anything else."""
     return tuple(directions) if isinstance(directions, list | tuple) else (directions,)
 
 
 def has_no_id(ids: Tensor) -> Tensor:
-    """Return whether some id is the number that stands for none, shape ()."""
+    """Return whether an id is the number that stands for no id, shape ()."""
     return (ids.to(torch.int64) == NO_ID).any()
 
 
 def check_no_id(ids: Mapping[str, object], found: Mapping[str, float]) -> dict[str, Any]:
-    """Raise ValueError for ids for which `has_no_id` was found; return no facts."""
+    """Raise ValueError for ids in which `has_no_id` found the number; return no facts."""
     for name in ids:
         if found.get(name):
-            raise ValueError(f"{name} must not have the id -2^63, which stands for none; give it another number")
+            raise ValueError(f"{name} must not contain -2^63, which stands for no id; use another number")
     return {}
 
 
@@ -111,10 +118,10 @@ def check_rows(queries: Tensor, keys: Tensor) -> None:
 
 
 def check_compared(given: bool, ids: dict[str, Tensor | None], rows: dict[str, Tensor | None]) -> None:
-    """Raise ValueError for ids of negatives without negatives, or without ids of queries to compare them with."""
+    """Raise ValueError for ids of negatives that are given without negatives, or without ids to compare them with."""
     for (name, of_ids), (of, of_rows) in zip(ids.items(), rows.items(), strict=True):
         if of_ids is not None and (not given or of_rows is None):
-            raise ValueError(f"{name} requires {of}, and query_ids or key_ids to be compared with")
+            raise ValueError(f"{name} requires {of}, and query_ids or key_ids to compare them with; pass these as well")
 
 
 def check_guides(
@@ -124,13 +131,13 @@ def check_guides(
     guides: tuple[Tensor | None, Tensor | None],
     exclude_above: float | None,
 ) -> list[Any] | None:
-    """Return the facts about guides that ranks have to agree on; None without guides."""
+    """Return the facts about guides that must be equal on all ranks; None without guides."""
     query_guides, key_guides = guides
     if query_guides is None and key_guides is None:
         return None
     if query_guides is None or key_guides is None or exclude_above is None:
         raise ValueError(
-            "query_guides, key_guides and exclude_above go together: give all three, or none of the guides"
+            "query_guides, key_guides and exclude_above go together; pass all three, or neither of the guides"
         )
     rows = {"query_guides": len(queries), "key_guides": len(keys) + (0 if negatives is None else len(negatives))}
     for name, x in (("query_guides", query_guides), ("key_guides", key_guides)):

@@ -136,9 +136,8 @@ def smooth_ap_loss(
     0.480785833
     """
     cosines, positive, itself = labeled_cosines(features, labels)
-    larger = (
-        (cosines[:, None, :] - cosines[:, :, None]) / temperature
-    ).sigmoid()  # larger[i, p, j]: is j more similar to i than p is?
+    # larger[i, p, j]: whether j is more similar to i than p is
+    larger = ((cosines[:, None, :] - cosines[:, :, None]) / temperature).sigmoid()
     larger = larger * ~itself[None] * ~itself[:, None]
     precision = (1 + (larger * positive[:, None]).sum(2)) / (1 + larger.sum(2))
     losses = 1 - (precision * positive).sum(1) / positive.sum(1).clamp(min=1)
