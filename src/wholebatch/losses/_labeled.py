@@ -39,7 +39,7 @@ def agree_labeled(
         caller: the loss, for messages.
         options: the options of the call.
         rows: features, labels, and weights or None: (b, d) and (b,), or (b, v, d) and (b,) for v views of each example.
-        checks: what the loss checks itself.
+        checks: the further checks of the loss.
         scalars: the scalars of the loss, which must be positive.
     """
     features, labels, weights = rows

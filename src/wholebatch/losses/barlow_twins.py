@@ -85,7 +85,7 @@ def barlow_twins_loss(
 
 
 def _check(redundancy: float, epsilon: float) -> dict[str, object]:
-    check_weight("redundancy", redundancy, "it weighs the entries off the diagonal; 0 leaves them out")
+    check_weight("redundancy", redundancy, "it is the weight of the entries off the diagonal; 0 leaves them out")
     check_positive_number("epsilon", epsilon, "it is added to variances")
     return {"settings": {"redundancy": redundancy, "epsilon": epsilon}}
 

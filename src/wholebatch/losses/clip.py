@@ -76,7 +76,7 @@ def clip_loss(
             memory O(b d)), or "auto": "gather" while it takes at most 1 GiB, and always on NCCL.
         memory: for the tiles of S. "flat": S is computed twice and never stored; an int: this many bytes per rank hold
             exp(S), or part of it, between forward and backward, so that it is computed once; "auto": "flat" except
-            for small batches. `wholebatch.sweep.memory` has what is kept in half precision, and the cost of that.
+            for small batches. Half precision is used for some of it, at a cost: see `wholebatch.sweep.memory`.
         kernel: "torch": tiles are computed by plain PyTorch, in float32 (float64 for float64). "triton": by kernels
             that never store S, on CUDA, with `pip install 'wholebatch[triton]'`; features are multiplied in the
             precision that they have and summed in float32, and dS is rounded to their dtype. Unsupported cases fall

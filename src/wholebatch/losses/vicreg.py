@@ -95,7 +95,7 @@ def vicreg_loss(
 
 def _check(invariance: float, variance: float, covariance: float, epsilon: float) -> dict[str, object]:
     for name, value in (("invariance", invariance), ("variance", variance), ("covariance", covariance)):
-        check_weight(name, value, "it weighs a term of the loss; 0 leaves the term out")
+        check_weight(name, value, "it is the weight of a term of the loss; 0 leaves the term out")
     check_positive_number("epsilon", epsilon, "it is added to variances")
     return {"settings": {"invariance": invariance, "variance": variance, "covariance": covariance, "epsilon": epsilon}}
 
