@@ -10,6 +10,8 @@ import time
 from functools import partial
 from pathlib import Path
 
+import audit_failures
+import audit_mistakes
 import audit_problems
 import pytest
 import torch
@@ -20,6 +22,7 @@ from wholebatch.auditing import presets
 from wholebatch.auditing.summary import markdown, summarize
 from wholebatch.testing import assert_exact
 
+MODULES = (audit_problems, audit_mistakes, audit_failures)
 RIGHT = [name for name in vars(audit_problems) if name.startswith("right_")]
 # What is planted, and what it should be called.
 PLANTED = {
@@ -29,7 +32,7 @@ PLANTED = {
     "everything_over_w": "everything-over-w",
     "gather_without_gradient": "gather-without-gradient",
     "key_side_missing": "key-side-missing",
-    "key_side_missing_own": "key-side-missing",
+    "key_side_missing_local": "key-side-missing",
     "key_side_missing_everywhere": "key-side-missing",
     "gather_averages": "gather-averages",
     "gather_averages_all": "gather-averages",
@@ -46,14 +49,14 @@ PLANTED = {
     "views_interleaved": "rank-order-mixed",
     "micro_batches": "micro-batches",
     "micro_batches_reference": "micro-batches",
-    "own_weights": "own-statistics",
-    "own_statistics": "own-statistics",
-    "another_loss": "another-loss",
-    "another_loss_than_the_reference": "another-loss",
+    "local_weights": "local-statistics",
+    "local_statistics": "local-statistics",
+    "loss_differs": "loss-differs",
+    "loss_differs_from_the_reference": "loss-differs",
     "no_gradient": "no-gradient",
     "no_gradient_anywhere": "no-gradient",
     "batch_statistics": "batch-statistics",
-    "ranks_count_alike": "ranks-count-alike",
+    "mean_of_means": "mean-of-means",
     "rows_dropped": "rows-dropped",
     "rows_repeated": "rows-repeated",
     "dropout_not_replayed": "dropout-not-replayed",
@@ -68,11 +71,11 @@ PLANTED = {
     "ring_without_gradient": "gather-without-gradient",
     "detached_and_gather_without_gradient": "gather-without-gradient",
     "batch_statistics_and_noise": "batch-statistics",
-    "thirteen_rows_count_alike": "ranks-count-alike",
+    "thirteen_rows_mean_of_means": "mean-of-means",
     "not_reduced": "not-reduced",
     "not_reduced_nan": "not-reduced",
     "bypassed": "not-reduced",
-    "scaled_alike": "scaled-alike",
+    "uniform_scaling": "uniform-scaling",
     "scale_times_steps_in_float32": "scale-times-steps",
     "not_of_its_loss": "not-of-its-loss",
     "sharded_times_w": "everything-times-w",
@@ -80,7 +83,7 @@ PLANTED = {
 
 
 def problem(name):
-    return getattr(audit_problems, name)
+    return next(getattr(module, name) for module in MODULES if hasattr(module, name))
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -124,7 +127,7 @@ def test_no_false_alarm_about_what_this_library_does(setting):
 
 def test_micro_batches_are_seen_on_one_process():
     """Whose gradient is that of their own losses."""
-    report = wb.audit(audit_problems.micro_batches, (1,))
+    report = wb.audit(audit_mistakes.micro_batches, (1,))
     assert report.exact
     (finding,) = report.findings
     assert finding.cause.name == "micro-batches"
@@ -132,13 +135,13 @@ def test_micro_batches_are_seen_on_one_process():
 
 
 def test_who_raises_is_said():
-    (finding,) = wb.audit(audit_problems.raises_on_ranks, (2,)).findings
+    (finding,) = wb.audit(audit_failures.raises_on_ranks, (2,)).findings
     assert finding.evidence.startswith("rank 1: KeyError: 'rank 1 has no such thing' (File")
 
 
 # What the figures are, where they are known.
 def test_ratios_are_those_of_the_algebra():
-    report = wb.audit(audit_problems.gather_without_gradient, (2, 4))
+    report = wb.audit(audit_mistakes.gather_without_gradient, (2, 4))
     for size in (2, 4):
         counts = (12 // size,) * size
         for group in ("image", "text", "images", "texts"):
@@ -147,7 +150,7 @@ def test_ratios_are_those_of_the_algebra():
             assert math.isclose(row.comparison.cosine, 1, rel_tol=1e-9)
             assert row.verdict == f"x {1 / size}"
         assert report.row("log_scale", counts).exact
-    wrong = wb.audit(audit_problems.key_side_missing, (2,)).row("image", (6, 6))
+    wrong = wb.audit(audit_mistakes.key_side_missing, (2,)).row("image", (6, 6))
     assert wrong.comparison.cosine < 0.99
     assert wrong.verdict == "wrong direction"
 
@@ -155,7 +158,7 @@ def test_ratios_are_those_of_the_algebra():
 def test_the_gradient_of_a_wrong_recipe_is_the_one_that_is_reported():
     """Key side missing: by hand, each rank's own rows against the others' features held constant."""
     torch.manual_seed(0)
-    planted = audit_problems.key_side_missing()
+    planted = audit_mistakes.key_side_missing()
     model = planted.model.double()
     images, texts = (x.double() for x in planted.batch.values())
     true = torch.autograd.grad(audit_problems.clip(*model(images, texts)), list(model.image.parameters()))
@@ -169,13 +172,13 @@ def test_the_gradient_of_a_wrong_recipe_is_the_one_that_is_reported():
         losses.append((ce(scale * x @ all_y.T, labels) + ce(scale * y @ all_x.T, labels)) / 2)
     wrong = torch.autograd.grad(sum(losses) / 2, list(model.image.parameters()))
     g, t = (torch.cat([x.flatten() for x in of]) for of in (wrong, true))
-    row = wb.audit(audit_problems.key_side_missing, (2,)).row("image", (6, 6))
+    row = wb.audit(audit_mistakes.key_side_missing, (2,)).row("image", (6, 6))
     assert math.isclose(row.comparison.ratio, (g @ t / (t @ t)).item(), rel_tol=1e-9)
     assert math.isclose(row.comparison.error, ((g - t).norm() / t.norm()).item(), rel_tol=1e-9)
 
 
 @pytest.mark.parametrize("rank_count", [2, 3])
-def test_recipes(rank_count):
+def test_recipes_have_their_known_causes(rank_count):
     found = {
         setting: summarize(wb.audit(of, (1, rank_count), name=setting))
         for setting, of in presets.settings("recipes").items()
@@ -195,24 +198,24 @@ def test_recipes(rank_count):
 
 
 def test_where_a_model_wants_float32_it_gets_it():
-    report = wb.audit(audit_problems.only_float32)
+    report = wb.audit(audit_failures.only_float32)
     assert report.exact, report
     assert report.dtype == "float32"
     assert any("float32" in note for note in report.notes)
     # and what is wrong is wrong there, too
-    assert wb.audit(audit_problems.gather_without_gradient, dtype=torch.float32).causes == ("gather-without-gradient",)
-    assert wb.audit(audit_problems.scale_times_steps, dtype=torch.float32).causes == ("scale-times-steps",)
+    assert wb.audit(audit_mistakes.gather_without_gradient, dtype=torch.float32).causes == ("gather-without-gradient",)
+    assert wb.audit(audit_mistakes.scale_times_steps, dtype=torch.float32).causes == ("scale-times-steps",)
 
 
 def test_what_is_printed_is_left_out_and_said(capfd):
-    report = wb.audit(audit_problems.prints, (1, 2))
+    report = wb.audit(audit_failures.prints, (1, 2))
     assert report.exact
     assert any("loading the data set" in note for note in report.notes)
     assert capfd.readouterr().out == ""
 
 
 def test_rows_that_cannot_be_split_evenly_are_left_out():
-    report = wb.audit(audit_problems.thirteen_rows)
+    report = wb.audit(audit_failures.thirteen_rows)
     assert any("first 12 of 13 rows" in note for note in report.notes)
     assert {sum(row.counts) for row in report.rows} == {12}
 
@@ -226,10 +229,10 @@ MISTAKES = {
     "two_things": r"must be a function .* returns wholebatch.Problem\(model, batch, loss\).* it returned a tuple of 2",
     "uneven_rows": r"must have the same rows, got \{'images': 4, 'texts': 5\}",
     "few_rows": "cannot be split evenly over 1, 2 and 3 ranks: give it a multiple of 6 rows",
-    "raises": r"KeyError: 'no such thing' \(File .*audit_problems.py",
+    "raises": r"KeyError: 'no such thing' \(File .*audit_failures.py",
     "no_loss": "has no gradient; if it calls backward",
     "backward_in_the_loss": r"loss\(model, batch\) has called backward\(\) itself: give it as step=",
-    "no_such_file": r"the factory raised FileNotFoundError: .*'no such file' \(File .*audit_problems.py.*, line",
+    "no_such_file": r"the factory raised FileNotFoundError: .*'no such file' \(File .*audit_failures.py.*, line",
     "drawn_everywhere": "draws random numbers, in evaluation mode, too",
     "no_rows": "must hold tensors, or lists, with a row for each example",
     "no_parameters": "no parameters that need a gradient",
@@ -310,12 +313,12 @@ def children_of_server():
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes as Linux shows them")
 def test_no_process_is_left_behind():
-    report = wb.audit(audit_problems.hangs, (1, 2), timeout_s=5)
+    report = wb.audit(audit_failures.hangs, (1, 2), timeout_s=5)
     assert report.causes == ("hangs",)
     (finding,) = report.findings
     places = finding.evidence.split("; ")
     assert [place[:10] for place in places] == ["rank 0 is ", "rank 1 is "]
-    assert all("audit_problems.py" in place and place.endswith("in loss") for place in places)
+    assert all("audit_failures.py" in place and place.endswith("in loss") for place in places)
     for name in ("dies", "raises_on_ranks", "exits"):
         try:
             wb.audit(problem(name), (1, 2))
@@ -372,7 +375,7 @@ def test_what_a_library_in_c_prints_does_not_reach_json(tmp_path):
 def test_assert_exact():
     assert_exact(audit_problems.right_local, (1, 2))
     with pytest.raises(AssertionError, match=r"scale-times-w: .*\n.*seen on 2 ranks .6 \+ 6., log_scale"):
-        assert_exact(audit_problems.scale_times_w, (1, 2))
+        assert_exact(audit_mistakes.scale_times_w, (1, 2))
 
 
 def test_a_problem_made_by_a_partial_or_a_lambda():
@@ -387,13 +390,13 @@ def test_exit_codes(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "every gradient is that of one process" in out
     assert "values-differ" in out
-    assert main(["audit", "audit_problems:scale_times_w", "--ranks", "1", "2", "--json"]) == 1
+    assert main(["audit", "audit_mistakes:scale_times_w", "--ranks", "1", "2", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["causes"] == ["scale-times-w"]
     assert report["exact"] is False
     (row,) = (row for row in report["rows"] if row["name"] == "log_scale" and row["counts"] == [6, 6])
     assert math.isclose(row["ratio"], 2)
-    assert main(["audit", "audit_problems:needs_cuda"]) == 2
+    assert main(["audit", "audit_failures:needs_cuda"]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("wholebatch audit: error: the factory asks for a GPU")
     assert len(captured.err.splitlines()) == 1
@@ -402,7 +405,7 @@ def test_exit_codes(capsys, monkeypatch):
         (["audit_problems:right_local", "--preset", "recipes"], "one of the two"),
         (["--preset", "openclip"], "there is no preset 'openclip'; choose one of: recipes, open_clip"),
         (["--preset", "recipes", "--setting", "nothing like it"], "has 'nothing like it' in its name"),
-        (["audit_problems:right_local", "--markdown"], "--markdown is of presets"),
+        (["audit_problems:right_local", "--markdown"], "--markdown needs --preset"),
     ):
         assert main(["audit", *arguments]) == 2
         assert message in capsys.readouterr().err
