@@ -101,9 +101,9 @@ def load_head(
         head: the head that gets the centers, and continues the samples.
         optimizer: the optimizer that gets the state; None: the state is not loaded.
         classes: (C,) integers, the head's class for each of the checkpoint's C classes, the same on all ranks; -1
-            leaves a class out. If several classes map to one, for instance two that turned out to be the same, it gets the
-            mean of their centers and of their optimizer state (not with sub-centers, which have no common order). A
-            class to which none maps stays unchanged. So torch.arange(C) is for a head with new classes after the old
+            leaves a class out. If several map to one class, for instance two that turned out to be the same, it gets
+            the mean of their centers and of their optimizer state (not with sub-centers, which have no common order).
+            A class to which none maps stays unchanged. So torch.arange(C) is for a head with new classes after the old
             ones. None: the classes are the same.
         save_id: the id that `save_head` returned; the folder of another save raises. None: any.
 
