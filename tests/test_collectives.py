@@ -106,7 +106,7 @@ def fallback_body():
     return dict(seen)
 
 
-def test_collectives_where_one_shift_does_not_do():
+def test_collectives_where_one_shift_underflows():
     """Three times in place of one: sums in vain, maxima, sums; and a number to find out that it is needed."""
     (seen, _) = run_ranks(fallback_body, 2)
     # ring: 1 block, and 2 messages about blocks, each time; the third time a block's maxima travel beside it

@@ -66,5 +66,5 @@ def body(name):
 
 
 @pytest.mark.parametrize("name", ["clip", "info_nce, few negatives", "nt_xent", "siglip"])
-def test_what_must_not_matter(name):
+def test_results_do_not_depend_on_splits_tiles_budget_or_exchange(name):
     assert all(run_ranks(body, 3, name, timeout_s=120))

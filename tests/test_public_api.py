@@ -9,24 +9,18 @@ import pytest
 
 import wholebatch as wb
 from wholebatch import losses
+from wholebatch.heads import margins
 
 LOSSES = [name for name in losses.__all__ if name.endswith("_loss")] + ["partial_fc_loss"]  # docs/losses.md lists them
 PUBLIC = {
     wb: [
         *losses.__all__,
-        "AdaFace",
-        "ArcFace",
-        "CombinedMargin",
-        "CosFace",
-        "CurricularFace",
+        *margins.__all__,
         "GradCache",
-        "MagFace",
-        "NormFace",
         "PartialFC",
         "Problem",
         "SparseAdamW",
         "SparseSGD",
-        "SphereFace",
         "__version__",
         "audit",
         "comm",
@@ -50,18 +44,11 @@ PUBLIC = {
         "register_sync_control",
     ],
     wb.heads: [
-        "AdaFace",
-        "ArcFace",
-        "CombinedMargin",
-        "CosFace",
-        "CurricularFace",
-        "MagFace",
+        *margins.__all__,
         "Margin",
-        "NormFace",
         "PartialFC",
         "SparseAdamW",
         "SparseSGD",
-        "SphereFace",
         "Targets",
         "TopClasses",
         "agree_on_overflow",
@@ -82,7 +69,6 @@ PUBLIC = {
         "LocalCommunicator",
         "MPICommunicator",
         "TorchCommunicator",
-        "handshake",
         "select_communicator",
     ],
 }

@@ -13,17 +13,10 @@ from . import testing as testing
 from .auditing import Problem as Problem
 from .auditing import audit as audit
 from .gradcache import GradCache as GradCache
-from .heads import AdaFace as AdaFace
-from .heads import ArcFace as ArcFace
-from .heads import CombinedMargin as CombinedMargin
-from .heads import CosFace as CosFace
-from .heads import CurricularFace as CurricularFace
-from .heads import MagFace as MagFace
-from .heads import NormFace as NormFace
 from .heads import PartialFC as PartialFC
 from .heads import SparseAdamW as SparseAdamW
 from .heads import SparseSGD as SparseSGD
-from .heads import SphereFace as SphereFace
+from .heads.margins import *  # noqa: F403
 from .losses import *  # noqa: F403
 from .planning import plan as plan
 

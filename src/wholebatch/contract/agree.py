@@ -14,7 +14,7 @@ from typing import Any
 
 from .._checks import on_host
 from .._precision import accumulation_dtype
-from ..comm import Communicator, handshake, select_communicator
+from ..comm import Communicator, select_communicator
 from ..comm.handshake import GRAD_ENABLED
 from ..kernels import check_kernel
 from ..partition import Partition
@@ -43,8 +43,7 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
     """
     checks = checks or Checks()
     comm = select_communicator(options.group)
-    by_rank = handshake(
-        comm,
+    by_rank = comm.handshake(
         lambda: _local_facts(comm, options, inputs, checks),
         caller=caller,
         must_match=(*_MUST_MATCH, *checks.must_match, GRAD_ENABLED),

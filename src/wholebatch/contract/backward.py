@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .._precision import wide_dtype
-from ..comm import Communicator, handshake
+from ..comm import Communicator
 from ..comm.handshake import BACKWARD
 from ..comm.transport import Transport
 
@@ -83,7 +83,7 @@ class _Together(Function):
 def _compare(comm: Communicator, call: str, grad: Tensor, one_loss: bool) -> Tensor:
     """Return the incoming gradient, if call and gradient are the same on all ranks. Collective: one handshake."""
     facts = {_GRADIENT: grad.item()} if one_loss else {}
-    everyone = handshake(comm, lambda: facts, caller=BACKWARD + call)
+    everyone = comm.handshake(lambda: facts, caller=BACKWARD + call)
     if one_loss:
         gradients = [facts_of_rank[_GRADIENT] for facts_of_rank in everyone]
         if not all(_close(value, gradients[0]) for value in gradients):

@@ -9,7 +9,7 @@ from torch import nn
 
 from .._autograd import no_autocast
 from .._graph_break import outside_graphs
-from ..comm import handshake, select_communicator
+from ..comm import select_communicator
 from ..comm.binding import CallError, bound, complaint
 
 _P = ParamSpec("_P")
@@ -40,4 +40,4 @@ def _refuse(caller: str, error: CallError, args: Sequence[Any], kwargs: Mapping[
         comm = select_communicator(kwargs.get("group", getattr(options, "group", None)))
     except ValueError:  # an invalid group: there are no other ranks to report to
         return
-    handshake(comm, complaint(error), caller=caller)
+    comm.handshake(complaint(error), caller=caller)

@@ -25,7 +25,6 @@ from .._checks import (
     on_host,
 )
 from .._normalize import known_norms
-from ..comm import handshake
 from ..contract import Checks, Facts, Inputs, Options, agree
 from ..partition import Partition
 from .classes import check_ascending, label_range, out_of_order
@@ -140,8 +139,7 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
     by_rank = facts.by_rank
     if centers is None:
         centers = drawn = _Centers(classes, logits, all_labels)
-        by_rank = handshake(
-            facts.comm,
+        by_rank = facts.comm.handshake(
             lambda: drawn.facts(facts.inputs["embeddings"].to(facts.given_dtype)),
             caller=caller,
             must_match=_OF_CENTERS,

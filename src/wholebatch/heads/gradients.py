@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from .._checks import check_dense, check_instance, check_items, check_real
 from .._precision import wide_dtype
-from ..comm import Group, handshake, select_communicator
+from ..comm import Group, select_communicator
 from ..contract import bind_on_all_ranks
 
 
@@ -58,7 +58,7 @@ def clip_grad_norm_(
             raise ValueError(f"max_norm must be at least 0, got {max_norm}; float('inf') does not clip")
         return {"max_norm": str(most)}
 
-    handshake(comm, state, caller="clip_grad_norm_", must_match=("max_norm",))
+    comm.handshake(state, caller="clip_grad_norm_", must_match=("max_norm",))
     everyone, local = ([p for p in parameters if p.grad is not None] for parameters in (everyone, local))
     device = next((p.device for p in (*everyone, *local)), torch.device("cpu"))
     squares = [torch.zeros((), dtype=wide_dtype(device), device=device) for _ in range(2)]
@@ -97,7 +97,7 @@ def agree_on_overflow(scaler: Any, *optimizers: Optimizer, group: Group = None) 
                 )
         return {"optimizers": len(optimizers), "enabled": scaler.is_enabled()}
 
-    handshake(comm, state, caller="agree_on_overflow", must_match=("optimizers", "enabled"))
+    comm.handshake(state, caller="agree_on_overflow", must_match=("optimizers", "enabled"))
     if not scaler.is_enabled():
         return
     for optimizer in optimizers:

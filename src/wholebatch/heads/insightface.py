@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._checks import check_instance, checked_path
-from ..comm import handshake, select_communicator
+from ..comm import select_communicator
 from ..contract import bind_on_all_ranks
 from .described_pickle import StoredTensor
 from .optim import SparseSGD
@@ -73,7 +73,7 @@ def load_insightface(folder: Path | str, head: PartialFC, optimizer: Optimizer |
             raise ValueError(f"{folder} cannot be read: {error}") from error
         return {}
 
-    handshake(comm, state, caller="load_insightface")
+    comm.handshake(state, caller="load_insightface")
     with torch.no_grad():
         head.weight.copy_(found["weight"])
         if optimizer is not None:

@@ -37,6 +37,17 @@ Fold = Literal["extend", "linear", "clip", "none"]
 FOLDS = ("extend", "linear", "clip", "none")
 _ADAFACE_NORMS = (1e-3, 100.0)
 
+__all__ = [  # the margins that the package ships, under its own name as well
+    "AdaFace",
+    "ArcFace",
+    "CombinedMargin",
+    "CosFace",
+    "CurricularFace",
+    "MagFace",
+    "NormFace",
+    "SphereFace",
+]
+
 
 @dataclass(frozen=True)
 class Targets:

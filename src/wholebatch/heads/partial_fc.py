@@ -27,7 +27,7 @@ from .._checks import (
 )
 from .._precision import accumulation_dtype
 from .._sharded import mark_sharded
-from ..comm import Group, handshake, select_communicator
+from ..comm import Group, select_communicator
 from ..contract import Options, Reduction, bind_on_all_ranks, entry
 from ..kernels import Kernel
 from ..partition import Partition
@@ -317,7 +317,7 @@ class PartialFC(nn.Module):
             check_integer("root", root, least=0, most=comm.size - 1, of="a rank")
             return {**head_facts, "root": root}
 
-        handshake(comm, state, caller=f"PartialFC.{name}", must_match=(*OF_HEAD, "root"))
+        comm.handshake(state, caller=f"PartialFC.{name}", must_match=(*OF_HEAD, "root"))
         if local is None:
             return None
         counts = Partition.even(self.num_classes, comm.size).counts

@@ -10,7 +10,7 @@ from .clip import CLIPLoss, clip_loss
 from .dcl import DCLLoss, dcl_loss
 from .debiased import DebiasedLoss, debiased_loss
 from .distillation import DistillationLoss, distillation_loss
-from .global_contrastive import GlobalContrastiveLoss, global_contrastive_loss
+from .global_contrastive import GlobalContrastiveLoss, LossAndAverages, global_contrastive_loss
 from .info_nce import InfoNCELoss, info_nce_loss
 from .matryoshka import MatryoshkaLoss, matryoshka_loss
 from .moco import KeyQueue, MoCoLoss, moco_loss
@@ -36,6 +36,7 @@ __all__ = [
     "GlobalContrastiveLoss",
     "InfoNCELoss",
     "KeyQueue",
+    "LossAndAverages",
     "LossAndStatistics",
     "MatryoshkaLoss",
     "MoCoLoss",

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
-from .._checks import (
-    check_alike,
-    check_choice,
-    check_features,
-    check_flag,
-    check_label_smoothing,
-    check_number,
-    largest_norm,
-)
-from ._directions import DIRECTIONS, NO_ID, Direction
+from .._checks import check_choice, check_flag, check_label_smoothing, check_number
+from ._directions import DIRECTIONS, Direction
 from ._pairs import EQUAL_IDS
 
 PartitionOf = Literal["joint", "per_direction"]
@@ -86,58 +76,3 @@ class InfoNCESettings:
 def as_tuple(directions: Any) -> tuple[Direction, ...]:
     """Return directions as a tuple, also of a single name; the check refuses anything else."""
     return tuple(directions) if isinstance(directions, list | tuple) else (directions,)
-
-
-def has_no_id(ids: Tensor) -> Tensor:
-    """Return whether some id is the number that stands for none, shape ()."""
-    return (ids.to(torch.int64) == NO_ID).any()
-
-
-def check_no_id(ids: Mapping[str, object], found: Mapping[str, float]) -> dict[str, Any]:
-    """Raise ValueError for ids for which `has_no_id` was found; return no facts."""
-    for name in ids:
-        if found.get(name):
-            raise ValueError(f"{name} must not have the id -2^63, which stands for none; give it another number")
-    return {}
-
-
-def check_rows(queries: Tensor, keys: Tensor) -> None:
-    """Raise ValueError unless every query has a key."""
-    if len(keys) < len(queries):
-        raise ValueError(
-            f"keys must have at least as many rows as queries, got {len(keys)} and {len(queries)}; key i is the "
-            "positive of query i"
-        )
-
-
-def check_compared(given: bool, ids: dict[str, Tensor | None], rows: dict[str, Tensor | None]) -> None:
-    """Raise ValueError for ids of negatives without negatives, or without ids of queries to compare them with."""
-    for (name, of_ids), (of, of_rows) in zip(ids.items(), rows.items(), strict=True):
-        if of_ids is not None and (not given or of_rows is None):
-            raise ValueError(f"{name} requires {of}, and query_ids or key_ids to be compared with")
-
-
-def check_guides(
-    queries: Tensor,
-    keys: Tensor,
-    negatives: Tensor | None,
-    guides: tuple[Tensor | None, Tensor | None],
-    exclude_above: float | None,
-) -> list[Any] | None:
-    """Return the facts about guides that ranks have to agree on; None without guides."""
-    query_guides, key_guides = guides
-    if query_guides is None and key_guides is None:
-        return None
-    if query_guides is None or key_guides is None or exclude_above is None:
-        raise ValueError(
-            "query_guides, key_guides and exclude_above go together: give all three, or none of the guides"
-        )
-    rows = {"query_guides": len(queries), "key_guides": len(keys) + (0 if negatives is None else len(negatives))}
-    for name, x in (("query_guides", query_guides), ("key_guides", key_guides)):
-        check_features(name, x)
-        if len(x) != rows[name]:
-            below = " (keys, and negatives below them)" if name == "key_guides" else ""
-            raise ValueError(f"{name} must have {rows[name]} rows{below}, got {len(x)}")
-        largest_norm(name, x)
-    check_alike("query_guides", query_guides, "key_guides", key_guides, rows=False)
-    return [query_guides.shape[1], str(query_guides.dtype)]

@@ -31,7 +31,7 @@ from .._checks import (
     norm_bound,
 )
 from .._precision import wide_dtype
-from ..comm import Group, handshake, select_communicator
+from ..comm import Group, select_communicator
 from ..contract import Checks, Inputs, Options, Reduction, agree, entry, reduce_losses
 from ..exchange import ExchangeName
 from ..kernels import Kernel
@@ -296,7 +296,7 @@ class GlobalContrastiveLoss(KernelLoss):
             learning = self.training and torch.is_grad_enabled()
             return {"rows": len(indices), "examples": examples, "learning": learning}
 
-        everyone = handshake(comm, check, caller="GlobalContrastiveLoss", must_match=("examples", "learning"))
+        everyone = comm.handshake(check, caller="GlobalContrastiveLoss", must_match=("examples", "learning"))
         at = indices.to(self.image_log_averages.device, torch.int64)
         loss, *after = global_contrastive_loss(
             image_features,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .._products import paired_products
 from ..comm import Group
-from ..contract import Checks, Facts, Inputs, Options, Reduction, agree, entry, reduce_losses
+from ..contract import Checks, Facts, Options, Reduction, agree, entry, reduce_losses
 from ..exchange import ExchangeName
 from ..kernels import Kernel
 from ..nodes import RowStatistics, statistics_fields
@@ -27,17 +27,9 @@ from ..nodes.cross_entropy import many_positives, mean_logit, one_positive, soft
 from ..sweep import Memory
 from ..sync import Sync
 from ._directions import Ceiling, Direction, Retrieval
-from ._hard_negatives import check_hard_negatives, combined, hard_negative_statistics, rows_of
-from ._info_nce_options import (
-    InfoNCESettings,
-    PartitionOf,
-    as_tuple,
-    check_compared,
-    check_guides,
-    check_no_id,
-    check_rows,
-    has_no_id,
-)
+from ._hard_negatives import combined, hard_negative_statistics
+from ._info_nce_inputs import InfoNCETensors
+from ._info_nce_options import InfoNCESettings, PartitionOf, as_tuple
 from ._module import KernelLoss
 from ._pairs import EqualIdsAre
 from .statistics import report_statistics, statistics_requested
@@ -168,81 +160,51 @@ def info_nce_loss(
         exclude_relative=exclude_relative,
         label_smoothing=label_smoothing,
     )
-    has_ids = query_ids is not None or key_ids is not None
-    ids = {"query_ids": query_ids, "key_ids": key_ids, "negative_ids": negative_ids}
+    tensors = InfoNCETensors(
+        queries=queries,
+        keys=keys,
+        negatives=negatives,
+        hard_negatives=hard_negatives,
+        query_ids=query_ids,
+        key_ids=key_ids,
+        negative_ids=negative_ids,
+        hard_negative_ids=hard_negative_ids,
+        query_guides=query_guides,
+        key_guides=key_guides,
+        weights=weights,
+    )
 
     def check() -> dict[str, Any]:
         settings.check()
-        settings.check_positives(equal_ids == "positive" and has_ids, hard_negatives)
-        check_rows(queries, keys)
-        if hard_negatives is not None:
-            if "query_to_key" not in settings.directions:
-                raise ValueError("hard_negatives requires 'query_to_key' in directions")
-            check_hard_negatives(queries, hard_negatives, hard_negative_ids)
-        check_compared(
-            has_ids,
-            {"negative_ids": negative_ids, "hard_negative_ids": hard_negative_ids},
-            {"negatives": negatives, "hard_negatives": hard_negatives},
-        )
-        guides = check_guides(queries, keys, negatives, (query_guides, key_guides), exclude_above)
-        return {"settings": repr(settings), "guides": guides, "statistics": statistics}
+        return {"guides": tensors.check(settings), "settings": repr(settings), "statistics": statistics}
 
     facts = agree(
         "info_nce_loss",
         Options(group, sync, exchange, memory, reduction, kernel),
-        Inputs(
-            features={
-                "queries": queries,
-                "keys": keys,
-                "negatives": negatives,
-                "hard_negatives": rows_of(hard_negatives),
-            },
-            scalars={"logit_scale": logit_scale},
-            ids={
-                "query_ids": (query_ids, "queries"),
-                "key_ids": (key_ids, "keys"),
-                "negative_ids": (negative_ids, "negatives"),
-            },
-            weights=(weights, "queries"),
-            optional=("negatives", "hard_negatives"),
-            matching=("queries", "keys"),
-        ),
-        Checks(
-            check,
-            read_back=lambda: {name: has_no_id(x) for name, x in ids.items() if x is not None},
-            derive=lambda found: check_no_id(ids, found),
-            must_match=("settings", "guides", "statistics"),
-        ),
+        tensors.inputs(logit_scale),
+        Checks(check, tensors.read_back, tensors.check_values, must_match=("settings", "guides", "statistics")),
     )
-    b, scale = len(queries), facts.scalars["logit_scale"]
+    scale = facts.scalars["logit_scale"]
     if (exclude_above is not None or hardness) and scale <= 0:
         raise ValueError(f"info_nce_loss: exclude_above and hardness need a positive logit_scale, got {scale}")
-    ceiling = None
-    if exclude_above is not None:
-        ceiling = _ceiling(facts, b, exclude_above, exclude_relative, (query_guides, key_guides))
+    ceiling = _ceiling(facts, tensors, settings)
     facts = facts.widened() if len(settings.directions) > 1 or hard_negatives is not None else facts
-    wanted = statistics_fields(mean_logit=label_smoothing > 0, statistics=statistics)
-    retrieval = Retrieval(facts, equal_ids, wanted)
+    fields_wanted = statistics_fields(mean_logit=label_smoothing > 0, statistics=statistics)
+    retrieval = Retrieval(facts, equal_ids, fields_wanted)
     found = retrieval.statistics(settings.directions, hardness=hardness, ceiling=ceiling)
-    target = found[settings.main].target
-    assert target is not None
     if hard_negatives is not None:
         excluded = None
         if hard_negative_ids is not None:
             excluded = hard_negative_ids.to(facts.device) == retrieval.local_query_ids[:, None]
         of_hard = hard_negative_statistics(facts, hard_negatives.shape, hardness, ceiling, excluded)
         found["query_to_key"] = combined(found["query_to_key"], of_hard)
+    target = found[settings.main].target
+    assert target is not None
     if retrieval.several:
-        losses = torch.stack(
-            [
-                many_positives(side, retrieval.positives(direction), label_smoothing=label_smoothing)
-                for direction, side in found.items()
-            ]
-        ).mean(0)
+        losses = _many_positives(settings, retrieval, found)
         target = target / retrieval.positives(settings.main)
     else:
-        with_margin = target - facts.inputs["logit_scale"] * margin if margin else target
-        losses = _cross_entropy(settings, found, with_margin)
+        losses = _one_positive(settings, found, target - facts.inputs["logit_scale"] * margin if margin else target)
     if statistics:
         report_statistics(facts.comm, scale, [(found[settings.main], target)])
     return reduce_losses(facts, losses, facts.rows["queries"].total)
@@ -310,8 +272,19 @@ class InfoNCELoss(KernelLoss):
         )
 
 
-def _cross_entropy(settings: InfoNCESettings, found: Mapping[Direction, RowStatistics], target: Tensor) -> Tensor:
-    """Return L_i of one positive each, whose logit is T_i, (b,)."""
+def _many_positives(
+    settings: InfoNCESettings, retrieval: Retrieval, found: Mapping[Direction, RowStatistics]
+) -> Tensor:
+    """Return L_i, (b,): the mean over directions of the mean cross-entropy of a query's positives."""
+    losses = [
+        many_positives(side, retrieval.positives(direction), label_smoothing=settings.label_smoothing)
+        for direction, side in found.items()
+    ]
+    return torch.stack(losses).mean(0)
+
+
+def _one_positive(settings: InfoNCESettings, found: Mapping[Direction, RowStatistics], target: Tensor) -> Tensor:
+    """Return L_i, (b,), of queries with one positive each, whose logit is T_i."""
     sides, smoothing = list(found.values()), settings.label_smoothing
     if settings.partition == "per_direction":
         return torch.stack([one_positive(side, target, label_smoothing=smoothing) for side in sides]).mean(0)
@@ -322,14 +295,16 @@ def _cross_entropy(settings: InfoNCESettings, found: Mapping[Direction, RowStati
     return loss if not smoothing else loss + smoothing * (target - mean_logit(sides, target, copies))
 
 
-def _ceiling(
-    facts: Facts, b: int, above: float, relative: bool, guides: tuple[Tensor | None, Tensor | None]
-) -> Ceiling:
-    """Return the similarities above which a negative is taken for false."""
-    query_guides, key_guides = guides
+def _ceiling(facts: Facts, tensors: InfoNCETensors, settings: InfoNCESettings) -> Ceiling | None:
+    """Return the similarities above which a negative counts as false; None without `exclude_above`."""
+    above, b = settings.exclude_above, len(tensors.queries)
+    if above is None:
+        return None
+    query_guides, key_guides = tensors.query_guides, tensors.key_guides
     if query_guides is None or key_guides is None:
         of_pairs = paired_products(facts.inputs["queries"], facts.inputs["keys"][:b])
     else:
         query_guides, key_guides = (guide.detach().to(facts.dtype) for guide in (query_guides, key_guides))
         of_pairs = paired_products(query_guides, key_guides[:b])
-    return Ceiling(of_pairs + above * (of_pairs.abs() if relative else 1), query_guides, key_guides)
+    largest = of_pairs + above * (of_pairs.abs() if settings.exclude_relative else 1)
+    return Ceiling(largest, query_guides, key_guides)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .._checks import allocated, check_alike, check_count, check_features, check_finite, check_floating_dtype
 from .._precision import wide_dtype
-from ..comm import Group, handshake, select_communicator
+from ..comm import Group, select_communicator
 from ..comm.select import check_group
 from ..contract import Checks, Inputs, Options, Reduction, agree, entry, reduce_losses
 from ..kernels import Kernel
@@ -210,7 +210,7 @@ class KeyQueue(nn.Module):
             return {"rows": len(keys), "size, width, dtype": ring, "keys enqueued": self.enqueued.item()}
 
         comm = select_communicator(self.group)
-        everyone = handshake(comm, check, caller="KeyQueue.enqueue", must_match=("size, width, dtype", "keys enqueued"))
+        everyone = comm.handshake(check, caller="KeyQueue.enqueue", must_match=("size, width, dtype", "keys enqueued"))
         counts = tuple(facts["rows"] for facts in everyone)
         if sum(counts) > len(self.ring):
             raise ValueError(

@@ -32,7 +32,7 @@ from .._checks import (
     on_host,
 )
 from .._graph import checked_loss, finite_value
-from ..comm import Communicator, Group, handshake, nodes, select_communicator
+from ..comm import Communicator, Group, nodes, select_communicator
 from ..comm.call import Call
 from ..comm.handshake import GRAD_ENABLED
 from ..comm.maps import AllGather
@@ -145,8 +145,7 @@ class WholeBatch(nn.Module):
                 **gradient_facts(inputs),
             }
 
-        everyone = handshake(
-            comm,
+        everyone = comm.handshake(
             state,
             caller="WholeBatch",
             must_match=(
@@ -277,7 +276,7 @@ def _same_on_all_ranks(comm: Communicator, compute: Callable[[], Any]) -> Tensor
         loss = checked_loss(compute())
         return {"value": finite_value(loss)}
 
-    values = [facts["value"] for facts in handshake(comm, state, caller="WholeBatch loss_fn")]
+    values = [facts["value"] for facts in comm.handshake(state, caller="WholeBatch loss_fn")]
     if not all(_close(value, values[0]) for value in values):
         raise ValueError(
             f"WholeBatch: loss_fn must give the same value on all ranks, got {values}; its gradient would be that of "

@@ -26,7 +26,7 @@ from ..kernels import in_triton
 from ..logsumexp import log_sum_exp, shared_shift
 from ..sweep import Block, KernelNestedSweep, NestedSweep, Pairs
 from .route import Layout, Route, choose_route
-from .shifts import cannot_underflow, no_underflow
+from .shifts import never_underflows, no_underflow
 from .softmax_plan import LogitBounds
 
 NORM_RATIO = "largest ratio of norms"  # of parts of a row: a fact of each rank
@@ -108,7 +108,7 @@ def nested_statistics(
     row_lse, targets, col_lse = _Nested.apply(plan, facts.inputs["logit_scale"], *inverse, *towers)
     min_pair = scale * facts.min_pair_product if scale > 0 else None
     bounds = LogitBounds(bound, min_pair, 1.0, rows.total)
-    if not cannot_underflow(bounds, shift, facts.dtype):
+    if not never_underflows(bounds, shift, facts.dtype):
         with torch.no_grad():
             sides = (row_lse, col_lse)[: 1 + parts.symmetric]
             sums = [(side - shift).exp() + (targets - shift).exp() for side in sides]

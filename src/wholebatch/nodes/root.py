@@ -19,7 +19,7 @@ from torch.autograd import Function
 
 from .._autograd import once_differentiable
 from .._graph import checked_loss, finite_value, leaves_of
-from ..comm import Communicator, handshake
+from ..comm import Communicator
 from ..partition import Partition
 from ..sync import Sync, feature_factor, replicated_loss_factor
 
@@ -113,7 +113,7 @@ class _LossAtRoot(Function):
                 _refuse_hidden_parameters(loss, leaves)
             return {"value": finite_value(loss), "dtype": str(loss.dtype).removeprefix("torch.")}
 
-        sent = handshake(comm, state, caller="WholeBatch loss_fn")[root]
+        sent = comm.handshake(state, caller="WholeBatch loss_fn")[root]
         ctx.comm, ctx.root, ctx.sync, ctx.partitions, ctx.num_tensors = comm, root, sync, partitions, len(tensors)
         # Saved tensors are freed with the graph, on every rank.
         ctx.save_for_backward(loss, *leaves, *tensors)

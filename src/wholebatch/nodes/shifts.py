@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._precision import accumulation_dtype, vector, wide_dtype
 from ..comm import Communicator
-from ..logsumexp import never_small, shared_shift, suffices, uncertified
+from ..logsumexp import cannot_underflow, count_underflowed, passes_underflow_check, shared_shift
 from ..sweep import Block, Sums
 from .softmax_plan import Data, LogitBounds, SoftmaxPlan
 
@@ -27,7 +27,7 @@ def sums_of_sides(plan: SoftmaxPlan, data: Data) -> tuple[Sums, Sums, Tensor | N
         budget = plan.route.budget
         kept = data.x.new_empty(budget.kept, dtype=budget.kept_dtype) if plan.keep else None
         rows, cols = _sums(plan, data, shift, shift, kept)
-        if cannot_underflow(plan.bounds, shift, dtype) or no_underflow(
+        if never_underflows(plan.bounds, shift, dtype) or no_underflow(
             plan.route.comm, _sums_in_loss(plan, rows, cols), plan.bounds.terms, dtype
         ):
             return rows, cols, kept
@@ -36,16 +36,16 @@ def sums_of_sides(plan: SoftmaxPlan, data: Data) -> tuple[Sums, Sums, Tensor | N
     return *_sums(plan, data, row_max, col_max, None), None
 
 
-def cannot_underflow(bounds: LogitBounds, shift: float, dtype: torch.dtype) -> bool:
+def never_underflows(bounds: LogitBounds, shift: float, dtype: torch.dtype) -> bool:
     """Return whether bounds alone show that no sum underflows under this shift, without waiting for a GPU."""
-    if never_small(bounds.largest, shift, dtype):
+    if cannot_underflow(bounds.largest, shift, dtype):
         return True
-    return bounds.min_pair is not None and suffices(bounds.min_pair, shift, bounds.terms, dtype)
+    return bounds.min_pair is not None and passes_underflow_check(bounds.min_pair, shift, bounds.terms, dtype)
 
 
 def no_underflow(comm: Communicator, sums: Sequence[Tensor], terms: int, dtype: torch.dtype) -> bool:
     """Return whether all of these sums of all ranks are exact to rounding. Collective: one all-reduce of a number."""
-    bad = torch.stack([uncertified(of_side, terms, dtype) for of_side in sums]).sum()
+    bad = torch.stack([count_underflowed(of_side, terms, dtype) for of_side in sums]).sum()
     return not comm.all_reduce(bad.to(wide_dtype(bad.device)), check=False).item()
 
 
