@@ -363,7 +363,7 @@ def pickled_tensor(shape="(K\x02K\x02t", count=4, key="0", offset=0):
         (b"\x80\x02K\x01K\x01a.", "appends to a value that is no list"),
         (b"\x80\x02]K\x01b.", "sets the state of an object"),
         (b"\x80\x02K\x01Q.", "is no storage"),
-        (b"\x80\x02]]R.", "calls what is no function"),
+        (b"\x80\x02]]R.", "calls a value that is no function"),
         (b"\x80\x02t.", "no mark"),
         (b"\x80\x02" + b"N0" * 10, "opcode POP, which is refused"),
         (b"\x80\x02" + b"N" * 2_000_001 + b".", "more than 2000000 opcodes"),

@@ -4,8 +4,8 @@ Rank r visits Y's blocks in the order r, r - 1, r - 2, ... (modulo W), the order
 
 Where S is symmetric (X's rows against themselves), half of it suffices: one rank of each pair computes the block
 that they share, and each rank computes the upper triangle of its local block. Rank r takes the blocks of the
-(W - 1) / 2 ranks before it. If W is even, it divides the block shared with the rank on the opposite side with that
-rank, by the rows of the lower of the two.
+(W - 1) / 2 ranks before it. If W is even, two ranks on opposite sides divide the block that they share, by the
+rows of the lower one.
 """
 
 from __future__ import annotations
