@@ -2,9 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test quick faults kernels jax ecosystem peers lint format clean
+.PHONY: train test quick faults kernels jax ecosystem peers docs lint format clean
 
-# The main job: images of Unicode characters and their names. Options: make train ARGS="--processes 2"
+# The main job: images of Unicode characters and their names. Options: make train ARGS="--ranks 2"
 train: .venv/train-installed
 	$(BIN)/wholebatch train $(ARGS)
 
@@ -48,6 +48,11 @@ ecosystem: .venv-ecosystem/ready
 # The libraries that benchmarks/losses.py compares with, in an environment of their own.
 peers: .venv-peers/ready
 
+# The documentation as a site, into site/; a broken link or an undocumented public name is an error. With a server that rebuilds on
+# changes: make docs ARGS=serve
+docs: .venv-docs/ready
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs $(or $(ARGS),build)
+
 lint: .venv/dev-installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -58,7 +63,7 @@ format: .venv/dev-installed
 	$(BIN)/ruff format
 
 clean:
-	rm -rf .venv .venv-mpich .venv-openmpi .venv-ecosystem .venv-peers .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-mpich .venv-openmpi .venv-ecosystem .venv-peers .venv-docs site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 define make_environment
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -102,4 +107,11 @@ INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constr
 	.venv-ecosystem/bin/python $(INSTALL) torch==2.13.0
 	.venv-ecosystem/bin/python $(INSTALL) --editable '.[train,testing]' pytest \
 	  transformers peft sentence-transformers accelerate lightning
+	touch $@
+
+# The reference is read from the source without importing it, so neither torch nor wholebatch is installed here.
+.venv-docs/ready: .venv-docs/bin/python pyproject.toml constraints.txt
+	@echo "installing what builds the documentation into .venv-docs"
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'  # the first that knows groups
+	.venv-docs/bin/python $(INSTALL) --group docs
 	touch $@

@@ -1,7 +1,7 @@
-"""Which gradient installed libraries and circulating recipes give: the audit's presets, and the table in the README.
+"""Which gradient installed libraries and circulating recipes give: the audit's presets, and the table in docs/audit.md.
 
-Run with the environment that `make peers` makes; writes the figures beside the other results, and the table where the
-README and docs/audit.md have their marks.
+Run with the environment that `make peers` makes; writes the figures beside the other results, and the table where
+docs/audit.md has its marks.
 
     PYTHONPATH=src .venv-peers/bin/python benchmarks/audit_peers.py
 """
@@ -71,7 +71,6 @@ def main() -> None:
     RESULTS.write_text(json.dumps({"about": about(), "settings": kept}, indent=1) + "\n")
     full = [(of, summarize(report)) for of, report in found]
     fill(ROOT / "docs" / "audit.md", markdown(full))
-    fill(ROOT / "README.md", markdown([line for line in full if line[0] not in TITLES.values()]))
 
 
 if __name__ == "__main__":

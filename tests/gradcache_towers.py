@@ -42,8 +42,8 @@ def local_rows(counts):
 
 def without_checks(monkeypatch):
     """As before there were any."""
-    monkeypatch.setattr("wholebatch.gradcache.grad_cache.check_not_passed_by", lambda *_: None)
-    monkeypatch.setattr("wholebatch.gradcache.grad_cache.due", lambda _: False)
+    monkeypatch.setattr("wholebatch.gradcache.step.check_not_passed_by", lambda *_: None)
+    monkeypatch.setattr("wholebatch.gradcache.step.due", lambda _: False)
 
 
 class OfSubclass(DistributedDataParallel):

@@ -61,7 +61,7 @@ def test_a_bool_is_no_number_and_a_number_is_no_bool():
     for value in (10**300, 1e300, -1e300):
         with pytest.raises(ValueError, match="it must be within the range of float32"):
             settings.check_number("it", value)
-    with pytest.raises(ValueError, match="it must be a number, got Fraction"):
+    with pytest.raises(ValueError, match=r"it must be a number, got Fraction\(1, 2\) \(Fraction\)"):
         settings.check_number("it", Fraction(1, 2))
 
 
@@ -86,9 +86,9 @@ OPTIMIZERS = [
     (wb.SparseAdamW, {"betas": 0.9}, "betas must be a list or tuple of two numbers"),
     (wb.SparseAdamW, {"betas": (0.9,)}, "betas must be two numbers"),
     (wb.SparseAdamW, {"eps": -1e-8}, "eps must not be negative"),
-    (wb.SparseAdamW, {"lr": "0.1"}, "lr must be a number, got str"),
+    (wb.SparseAdamW, {"lr": "0.1"}, r"lr must be a number, got '0.1' \(str\)"),
     (wb.SparseSGD, {"lr": -0.1}, "lr must not be negative, got -0.1"),
-    (wb.SparseSGD, {"momentum": True}, "momentum must be a number, got bool"),
+    (wb.SparseSGD, {"momentum": True}, r"momentum must be a number, got True \(bool\)"),
     (wb.SparseSGD, {"nesterov": 2, "momentum": 0.9}, "nesterov must be True or False, got 2"),
     (wb.SparseSGD, {"nesterov": True}, "give a momentum above 0"),
 ]
@@ -119,7 +119,7 @@ MARGINS = [
     (wb.AdaFace, {"m": -0.1}, "m must not be negative"),
     (wb.CurricularFace, {"alpha": -0.1}, r"alpha must lie in \[0, 1\]"),
     (wb.CurricularFace, {"s": 10**400}, "s must be finite"),
-    (wb.ArcFace, {"m": True}, "m2 must be a number, got bool"),
+    (wb.ArcFace, {"m": True}, r"m2 must be a number, got True \(bool\)"),
 ]
 
 
@@ -154,7 +154,7 @@ def test_gradient_caching():
     with pytest.raises(ValueError, match="no_sync_except_last must be True or False"):
         step(torch.ones(4, 3), no_sync_except_last="no")
     for decorator in (wb.gradcache.cached, wb.gradcache.cat_input_tensor, wb.gradcache.gather_input_tensor(axis=0)):
-        with pytest.raises(ValueError, match="func must be callable, got NoneType"):
+        with pytest.raises(ValueError, match="func must be callable, got None"):
             decorator(None)
     with pytest.raises(ValueError, match="axis must be an integer"):
         wb.gradcache.gather_input_tensor(lambda x: x, axis="0")
@@ -247,7 +247,7 @@ def heads_body(folder):
         (lambda: wb.heads.clip_grad_norm_(one("x", [p]), [], 1.0), "replicated must be a list of parameters, got 'x'"),
         (lambda: wb.heads.clip_grad_norm_([p], one([None], []), 1.0), "sharded must be parameters.* got None"),
         (lambda: wb.heads.clip_grad_norm_([p], [], one(math.nan, 1.0)), "max_norm must be at least 0, got nan"),
-        (lambda: wb.heads.clip_grad_norm_([p], [], one("1", 1.0)), "max_norm must be a number, got str"),
+        (lambda: wb.heads.clip_grad_norm_([p], [], one("1", 1.0)), r"max_norm must be a number, got '1' \(str\)"),
         (lambda: wb.heads.agree_on_overflow(one("x", torch.amp.GradScaler("cpu"))), "scaler must be a torch.amp"),
         (lambda: wb.heads.load_head(one(3, folder), wb.PartialFC(3, 6)), "folder must be a path"),
     ):

@@ -1,8 +1,11 @@
 """The Python in README and docs is executed: what is not run will lie."""
 
+import ast
 import re
 import subprocess
 import sys
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -10,15 +13,20 @@ from mpi import available, mpiexec
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCKS = [
-    pytest.param(block, id=f"{page.name}-{number}")
-    for page in PAGES
-    for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL))
-]
+LINKED = [*PAGES, *(ROOT / f"{name}.md" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY"))]
+
+
+def blocks(language):
+    """Return the blocks of code of all pages; a block that stands on two pages counts once."""
+    found = {}
+    for page in PAGES:
+        for number, block in enumerate(re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)):
+            found.setdefault(block, f"{page.name}-{number}")
+    return [pytest.param(block, id=name) for block, name in found.items()]
 
 
 def test_there_is_something_to_run():
-    assert len(BLOCKS) >= 3
+    assert len(blocks("python")) >= 30
 
 
 def same_on_both(printed):
@@ -28,7 +36,7 @@ def same_on_both(printed):
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", blocks("python"))
 def test_block_runs(block, tmp_path):
     if "import jax" in block:
         pytest.importorskip("jax")  # JAX needs Python 3.11
@@ -59,7 +67,56 @@ def test_block_runs(block, tmp_path):
     exec(compile(block, "documentation", "exec"), {"__name__": "__main__"})
 
 
-def test_links_and_pictures_exist():
-    for page in [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+@pytest.mark.parametrize("block", blocks("py"))
+def test_block_of_another_library_parses(block):
+    ast.parse(block)
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)
+def test_links_and_pictures_exist(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if generated := re.fullmatch(r"api/([\w.]+)\.md", target):  # `make docs` writes these
+            assert find_spec(generated[1]), f"{page.name}: {target}"
+        else:
             assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)
+def test_named_files_exist(page):
+    named = re.findall(r"(?<![\w/])((?:tests|benchmarks|examples|docs)/[\w/]+\.(?:py|md|jsonl?|png))", page.read_text())
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert not missing, f"{page.name} names {missing}"
+
+
+@cache
+def literals():
+    """Return every string of the source, placeholders as `...`; adjacent strings are one."""
+    found = []
+    for file in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def quoted():
+    """Return the messages that the error catalog quotes."""
+    return re.findall(r"^\| `([^`]+)`", (ROOT / "docs" / "errors.md").read_text(), flags=re.MULTILINE)
+
+
+def in_source(message):
+    """Return whether one string of the source holds the parts of a message in this order."""
+    pattern = re.compile(".*".join(re.escape(part.strip()) for part in message.split("...")), flags=re.DOTALL)
+    return any(pattern.search(text) for text in literals())
+
+
+@pytest.mark.parametrize("message", quoted())
+def test_the_catalog_quotes_messages_of_the_source(message):
+    assert in_source(message), "no string of src/ holds this; was the message reworded?"
+
+
+def test_the_catalog_would_notice_another_wording():
+    assert len(quoted()) > 40
+    assert not in_source("must be the same on every rank, obtained ...")

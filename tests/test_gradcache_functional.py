@@ -136,7 +136,7 @@ def test_what_the_functional_form_refuses(monkeypatch):
     with pytest.raises(ValueError, match="is not the one that came with this call"):
         again(other)
     again(r)
-    with pytest.raises(ValueError, match="has been gone back through, and its gradient counted"):
+    with pytest.raises(ValueError, match="has had its second pass already, and its gradient is counted"):
         again(r)
     with pytest.raises(ValueError, match="must return a tensor, or a tuple of tensors, got dict"):
         wb.gradcache.cached(lambda: {"x": x})()

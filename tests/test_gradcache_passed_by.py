@@ -156,7 +156,7 @@ def not_reached_body():
     true, ddp = true_gradient(net, x, y), DistributedDataParallel(net)
     models = [lambda a: ddp(x=a)[0], lambda b: ddp(y=b)[1]]
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("wholebatch.gradcache.two_passes.zeros_for_awaited", lambda *_: [])
+        monkeypatch.setattr("wholebatch.gradcache.second_pass.zeros_for_awaited", lambda *_: [])
         wb.GradCache(models, 2, loss_fn)(*local)
         cosine = torch.cosine_similarity(flat(net), true, dim=0).item()
         with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iteration"):

@@ -1,6 +1,7 @@
 """Statistics of a loss are those of the whole batch, and cost no further sweep."""
 
 import math
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -11,6 +12,7 @@ from loss_cases import LOSSES, whole_batch
 from torch.nn import functional as F
 
 import wholebatch as wb
+from wholebatch import with_statistics
 from wholebatch.partition import Partition
 from wholebatch.sweep import Driver
 from wholebatch.testing import run_ranks
@@ -45,10 +47,9 @@ def statistics_body(counts):
     labels = torch.arange(len(x)) // 2 % 2
     classmates = (labels[:, None] == labels) & ~diagonal
     hard = torch.ones(len(x), 2, dtype=torch.bool)
-    options = {"return_statistics": True}
     cases = {
         "clip": (
-            wb.functional.clip_loss(x[rows], y[rows], scale, **options),
+            with_statistics(wb.functional.clip_loss)(x[rows], y[rows], scale),
             [
                 torch.stack(pair).mean()
                 for pair in zip(
@@ -57,19 +58,19 @@ def statistics_body(counts):
             ],
         ),
         "info_nce": (
-            wb.functional.info_nce_loss(x[rows], y[rows], logit_scale=scale, hard_negatives=h[rows], **options),
+            with_statistics(wb.functional.info_nce_loss)(x[rows], y[rows], logit_scale=scale, hard_negatives=h[rows]),
             dense_statistics(with_hard, torch.cat([diagonal, ~hard], 1), torch.cat([~diagonal, hard], 1), scale),
         ),
         "nt_xent": (
-            wb.functional.nt_xent_loss(x[rows], y[rows], temperature=1 / scale, **options),
+            with_statistics(wb.functional.nt_xent_loss)(x[rows], y[rows], temperature=1 / scale),
             dense_statistics(z @ z.T, other, ~other & ~itself, scale),
         ),
         "dcl": (
-            wb.functional.dcl_loss(x[rows], y[rows], temperature=1 / scale, sigma=0.5, **options),
+            with_statistics(wb.functional.dcl_loss)(x[rows], y[rows], temperature=1 / scale, sigma=0.5),
             dense_statistics(z @ z.T, other, ~other & ~itself, scale),
         ),
         "moco": (
-            wb.functional.moco_loss(x[rows], y[rows], h[:, 0], logit_scale=scale, **options),
+            with_statistics(wb.functional.moco_loss)(x[rows], y[rows], h[:, 0], logit_scale=scale),
             dense_statistics(
                 torch.cat([(x * y).sum(1, keepdim=True), x @ h[:, 0].T], 1),
                 torch.arange(len(x) + 1).expand(len(x), -1) == 0,
@@ -78,22 +79,24 @@ def statistics_body(counts):
             ),
         ),
         "info_nce, key_to_query": (
-            wb.functional.info_nce_loss(x[rows], y[rows], logit_scale=scale, directions="key_to_query", **options),
+            with_statistics(wb.functional.info_nce_loss)(
+                x[rows], y[rows], logit_scale=scale, directions="key_to_query"
+            ),
             dense_statistics(y @ x.T, diagonal, ~diagonal, scale),
         ),
         "sup_con": (
-            wb.functional.sup_con_loss(x[rows], labels[rows], temperature=1 / scale, **options),
+            with_statistics(wb.functional.sup_con_loss)(x[rows], labels[rows], temperature=1 / scale),
             dense_statistics(x @ x.T, classmates, ~classmates & ~diagonal, scale),
         ),
     }
     for name, ((loss, found), expected) in cases.items():
         assert loss.isfinite()
-        numbers = [getattr(found, field) for field in found.__dataclass_fields__]
+        numbers = [getattr(found, field) for field in found._fields]
         assert not any(number.requires_grad for number in numbers)
         everywhere = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, [number.item() for number in numbers])
         assert everywhere == [everywhere[0]] * len(everywhere), name
-        for field, got, true in zip(found.__dataclass_fields__, numbers, expected, strict=True):
+        for field, got, true in zip(found._fields, numbers, expected, strict=True):
             assert_same(got, true, relative=1e-10, what=f"{name} {field}")
 
 
@@ -117,8 +120,8 @@ def test_statistics_take_no_further_sweep(name):
     with patch.object(Driver, "logits", counted):
         for statistics in (False, True):
             tiles.clear()
-            returned = case.call(wb.functional, x, y, torch.tensor(5.0), None, memory=512, return_statistics=statistics)
-            loss = returned[0] if statistics else returned
+            call = partial(case.call, wb.functional, x, y, torch.tensor(5.0), None, memory=512)
+            loss = with_statistics(call)().loss if statistics else call()
             computed.append((loss.detach(), torch.autograd.grad(loss, x)[0], len(tiles)))
     (loss, gradient, before), (same_loss, same_gradient, after) = computed
     assert before == after > 10
@@ -131,12 +134,11 @@ def test_effective_negatives_in_float32(scale):
     generator = torch.Generator().manual_seed(2)
     base = F.normalize(torch.randn(8, 6, dtype=torch.float64, generator=generator), dim=1)
     x = F.normalize(base.repeat(4, 1) + 0.1 * torch.randn(32, 6, dtype=torch.float64, generator=generator), dim=1)
-    options = {"return_statistics": True}
     for call in (
-        lambda x: wb.functional.clip_loss(x, x, scale, **options),
-        lambda x: wb.functional.sup_con_loss(x, torch.arange(32) // 2, temperature=1 / scale, **options),
+        lambda x: wb.functional.clip_loss(x, x, scale),
+        lambda x: wb.functional.sup_con_loss(x, torch.arange(32) // 2, temperature=1 / scale),
     ):
-        narrowed, wide = (call(z)[1].effective_negatives for z in (x.float(), x))
+        narrowed, wide = (with_statistics(call)(z).statistics.effective_negatives for z in (x.float(), x))
         assert wide > 1
         assert_same(narrowed, wide, relative=1e-3)
 
@@ -144,7 +146,8 @@ def test_effective_negatives_in_float32(scale):
 def test_statistics_are_in_the_units_of_similarities():
     x, y = whole_batch(LOSSES["clip"], (9,))
     h = F.normalize(torch.randn(9, 2, 6, dtype=torch.float64), dim=-1)
-    options = {"logit_scale": 5.0, "hard_negatives": h, "return_statistics": True}
-    (_, plain), (_, harder) = (wb.functional.info_nce_loss(x, y, hardness=a, **options) for a in (0.0, 7.0))
+    options = {"logit_scale": 5.0, "hard_negatives": h}
+    info_nce = with_statistics(wb.functional.info_nce_loss)
+    (_, plain), (_, harder) = (info_nce(x, y, hardness=a, **options) for a in (0.0, 7.0))
     for name in ("accuracy", "positive_similarity", "hardest_negative_similarity"):
         assert_same(getattr(harder, name), getattr(plain, name), relative=1e-12, what=name)

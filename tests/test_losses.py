@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.functional import normalize
 
 import wholebatch as wb
-from wholebatch.losses import _door
+from wholebatch.nodes import route
 from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
 
@@ -203,7 +203,7 @@ def many_tiles_body(counts):
         expected = dense(case, whole, 30.0)
         for exchange in ("gather", "ring"):
             for memory in ("flat", 2 * side * side * 8 + 7 * side * side * 8):
-                with patch.object(_door, "default_side", lambda _device: side):
+                with patch.object(route, "default_side", lambda _device: side):
                     actual = gradients(case, wb.functional, local, scale, exchange=exchange, memory=memory, sync="sum")
                 assert_gradients(name, counts, actual, expected, 30.0, "sum", f"{name} {counts} {exchange} {memory}")
 

@@ -34,7 +34,7 @@ def test_margins_are_the_papers():
     curricular.observe(theta)
     assert_same(curricular.t, 0.01 * c.mean(), relative=1e-12)
     negatives = torch.linspace(-1, 1, 50, dtype=torch.float64).expand(50, 50).T.contiguous()
-    bent = curricular.of_negatives(theta).bend_(10 * negatives, slice(0, 50)) / 10
+    bent = curricular.of_negatives(theta).transform_(10 * negatives, slice(0, 50)) / 10
     hard = negatives > (theta[:, 0] + 0.5).cos()
     assert hard.any()
     assert not hard.all()

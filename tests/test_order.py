@@ -80,7 +80,7 @@ def two_threads_body():
     comm = TorchCommunicator()
     x = torch.ones(1, requires_grad=True)
     comm.all_reduce(x)
-    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="give each thread a communicator of its own"):
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="give each thread a separate communicator"):
         pool.submit(comm.all_reduce, x).result()
 
 

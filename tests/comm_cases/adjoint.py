@@ -12,6 +12,7 @@ import torch
 from compare import assert_same
 
 from wholebatch.comm import maps
+from wholebatch.comm.point_to_point import Envelope, Send
 from wholebatch.partition import Partition
 
 from .registry import case, same_on_all, splits, summed, with_settings
@@ -199,7 +200,7 @@ def planted(cls, adjoint):
 
 
 MISTAKES = {
-    "own slice only": (maps.AllGather, lambda a: maps.OwnRows(a.transport, a.counts), "all_gather"),
+    "own slice only": (maps.AllGather, lambda a: maps.LocalRows(a.transport, a.counts), "all_gather"),
     "a factor W": (maps.AllReduce, lambda a: maps.Scaled(a.transport, a, a.transport.size), "all_reduce sum"),
     "divided by W": (
         maps.AllGather,
@@ -314,7 +315,7 @@ def adjoint_of_adjoint(comm):
         maps.AllGather(t, counts), maps.ReduceScatter(t, counts), maps.AllReduce(t), maps.AllReduce(t, 0.5),
         maps.AllReduce(t, 0.5, "replicated"), maps.AllGather(t, counts, "replicated"), maps.Broadcast(t, 0),
         maps.Broadcast(t, 0, "replicated"), maps.Reduce(t, 0), maps.Gather(t, counts, 0), maps.Scatter(t, counts, 0),
-        maps.AllToAll(t, counts, counts[::-1]), maps.Send(t, 0, 1, 0, 7, 0, torch.Size([2])),
+        maps.AllToAll(t, counts, counts[::-1]), Send(t, 0, Envelope(tag=1, slot=7, epoch=0), torch.Size([2])),
     ):  # fmt: skip
         assert a.adjoint.adjoint == a
         assert dataclasses.is_dataclass(a)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from wholebatch.comm import maps
+from wholebatch.comm.point_to_point import EPOCHS
 
 from .registry import case, refused, with_settings
 
@@ -89,9 +89,9 @@ def a_tag_wears_out(comm):
     """After many messages that did not fit a tag is refused, so that no old message is taken for a new one."""
     if comm.size == 1:
         return
-    for attempt in range(maps.EPOCHS + 1):
+    for attempt in range(EPOCHS + 1):
         if comm.rank < 2:
-            with refused("64 messages .* did not fit" if attempt == maps.EPOCHS else "a message must have the same"):
+            with refused("64 messages .* did not match" if attempt == EPOCHS else "a message must have the same"):
                 if comm.rank == 0:
                     comm.send(torch.zeros(2), 1, tag=11)
                 else:
@@ -126,7 +126,10 @@ def messages_without_gradient(comm):
     comm.all_reduce(x).sum().backward()
     assert not comm._order.waiting()
     handle = comm.isend(x, right)
-    with torch.no_grad(), refused(f"rank {left} sends what requires a gradient.* rank {comm.rank} receives it under"):
+    with (
+        torch.no_grad(),
+        refused(f"rank {left} sends a tensor that requires a gradient.* rank {comm.rank} receives it under"),
+    ):
         comm.recv(torch.empty(2), left)
     with refused("receives it under torch.no_grad"):
         handle.wait()

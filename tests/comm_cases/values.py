@@ -9,7 +9,6 @@ from io import StringIO
 import torch
 from compare import assert_same
 
-import wholebatch as wb
 from wholebatch.partition import Partition
 
 from .registry import case, splits, with_settings
@@ -72,7 +71,7 @@ def half_precision_is_summed_in_float32(comm):
 @case
 def facts_that_do_not_fit_one_message(comm):
     """A second round carries them."""
-    facts = wb.comm.handshake(comm, lambda: {"long": "x" * (5000 * comm.rank)}, caller="test")
+    facts = comm.handshake(lambda: {"long": "x" * (5000 * comm.rank)}, caller="test")
     assert [len(each["long"]) for each in facts] == [5000 * r for r in range(comm.size)]
 
 

@@ -1,0 +1,178 @@
+"""Generate the API reference from the source: one page for each public module, read without importing it.
+
+MkDocs calls `on_config` and `on_files`; griffe, which reads the source for mkdocstrings, calls `Docstrings`. The public
+names are those of `__all__`, so nothing is listed here. The build fails if a public name has no docstring.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import griffe
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+SOURCE = Path(__file__).parent.parent / "src"
+PACKAGE = "wholebatch"
+NESTED = ("auditing", "jax", "jax.reference")  # public modules that `wholebatch.__all__` does not name
+
+_ROLE = re.compile(r":(?:func|class|meth|mod|attr|data|exc):`([^`]+)`")
+_FORMULA = re.compile(r"(?:^|(?<=\n\n))(\w[\w/()']* += \S.*(?:\n\S.*)*)(?=\n\n|$)")  # a paragraph that is an equation
+_RETURNS = re.compile(r"(?<=\n)Returns:\n[ \t]+")
+_DOCTEST = re.compile(r"((?:^|(?<=\n))[ \t]*>>> .*(?:\n[ \t]*\S.*)*)")
+
+
+def read() -> griffe.Module:
+    """Return the package as griffe reads it."""
+    extensions = griffe.load_extensions(f"{__file__}:Docstrings")
+    return griffe.load(PACKAGE, search_paths=[SOURCE], resolve_aliases=True, extensions=extensions)
+
+
+def public_modules(package: griffe.Object) -> dict[str, list[str]]:
+    """Return the public names of each public module, by the module's path."""
+    top = _exports(package["_torch_names"])
+    modules = [name for name in top if _target(package[name]).is_module]
+    found = {PACKAGE: [name for name in top if name not in modules]}
+    for name in [*modules, *NESTED]:
+        module = package[name]
+        submodules = {f"{name}.{member}" for member in _exports(module)} & set(NESTED)
+        found[f"{PACKAGE}.{name}"] = [m for m in _exports(module) if f"{name}.{m}" not in submodules]
+    return found
+
+
+def undocumented(package: griffe.Object, modules: dict[str, list[str]]) -> list[str]:
+    """Return the public modules, names and methods that have no docstring."""
+    missing = []
+    for path, names in modules.items():
+        module = _module(package, path)
+        missing += [path] * (not module.has_docstring)
+        for name in names:
+            value = package[_member(module, name).target.removeprefix(f"{PACKAGE}.")]
+            missing += [f"{path}.{name}"] * (not value.has_docstring and not value.is_attribute)
+            if value.is_class:
+                missing += [
+                    f"{path}.{name}.{member.name}"
+                    for member in value.members.values()
+                    if member.is_function and not member.name.startswith("_") and not member.has_docstring
+                    if not _documented_by_base(value, member.name)
+                ]
+    return missing
+
+
+def prefer_imports(package: griffe.Module) -> None:
+    """Point `from .audit import audit` at the function, where griffe takes the module of the same name."""
+    for name, member in package["_torch_names"].members.items():
+        if member.is_alias and member.target_path.startswith(f"{PACKAGE}."):
+            found = package[member.target_path.removeprefix(f"{PACKAGE}.")]
+            if not found.is_alias and found.is_module and name in found.members:
+                member.target = found.members[name]
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the generated pages into the navigation, where `mkdocs.yml` says `API: generated`."""
+    pages = [{_title(path): f"api/{path}.md"} for path in public_modules(read())]
+    config.nav = [{"API reference": pages} if entry == {"API": "generated"} else entry for entry in config.nav or []]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add a page for each public module; refuse to build if a public name has no docstring."""
+    package = read()
+    modules = public_modules(package)
+    missing = undocumented(package, modules)
+    if missing:
+        raise PluginError(f"public names without a docstring: {', '.join(missing)}")
+    paths = {path: {name: _member(_module(package, path), name) for name in names} for path, names in modules.items()}
+    documented = {found.target: found.path for path in paths if path != PACKAGE for found in paths[path].values()}
+    for path, members in paths.items():
+        text = f"# {_title(path)} {{#{path}}}\n\n::: {path}\n    options:\n      members: false\n"
+        text += "      show_root_heading: false\n      show_root_toc_entry: false\n\n"
+        also = []
+        for name, found in sorted(members.items(), key=lambda item: item[0].lower()):
+            if path == PACKAGE and found.target in documented:
+                there = documented[found.target]
+                unknown = there.endswith(f".{name}.{name}")  # mkdocstrings does not know this alias
+                also.append(f"[](){{#{path}.{name}}}" * unknown + f"[`{_title(path)}.{name}`][{there}]")
+            else:
+                text += f"::: {found.path}\n\n"
+        if also:
+            text += "## Names that their modules document\n\n" + ", ".join(also) + "\n"
+        files.append(File.generated(config, f"api/{path}.md", content=text))
+    return files
+
+
+class Docstrings(griffe.Extension):
+    """Turn roles such as :func:`name` into cross-references and doctests into blocks of code."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Settle names that are both a module and imported from it."""
+        if pkg.name == PACKAGE:
+            prefer_imports(pkg)
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Rewrite the docstring of an object that griffe has read."""
+        if obj.docstring is None:
+            return
+        text = _DOCTEST.sub(_fenced, obj.docstring.value)
+        text = _FORMULA.sub(r"```text\n\1\n```", text)
+        if obj.is_function and obj.returns is not None:  # or its text up to a colon would be read as the type
+            text = _RETURNS.sub(lambda start: f"{start[0]}{obj.returns}: ", text)
+        obj.docstring.value = _ROLE.sub(lambda role: _reference(role[1], obj), text)
+
+
+def _reference(name: str, of: griffe.Object) -> str:
+    """Return Markdown that links a name, as the docstring of `of` sees it."""
+    shown = name.removeprefix("wholebatch.").lstrip("~.")
+    if name.startswith(PACKAGE):
+        return f"[`wb.{shown}`][{name}]"
+    scope = of if of.is_class else of.parent
+    inside = scope is not None and scope.is_class and name in scope.members
+    return f"[`{name}`][{scope.path}.{name}]" if inside and scope is not None else f"`{name}`"
+
+
+def _fenced(block: re.Match[str]) -> str:
+    indent = re.match(r"[ \t]*", block[1])
+    assert indent is not None
+    return f"{indent[0]}```pycon\n{block[1]}\n{indent[0]}```"
+
+
+def _title(path: str) -> str:
+    return path.replace(PACKAGE, "wb", 1)
+
+
+def _exports(module: griffe.Object) -> list[str]:
+    exports = module.exports
+    if exports is None:
+        raise PluginError(f"{module.path} has no __all__")
+    return [str(name) for name in exports]
+
+
+def _target(value: Any) -> Any:
+    return value.final_target if value.is_alias else value
+
+
+class _Member(NamedTuple):
+    path: str  # by which the reference names it
+    target: str  # where it is defined
+
+
+def _module(package: griffe.Module, path: str) -> griffe.Object:
+    return package if path == PACKAGE else _target(package[path.removeprefix(f"{PACKAGE}.")])
+
+
+def _member(module: griffe.Object, name: str) -> _Member:
+    """Return where a public name is; of a module that holds a function of its name, the function."""
+    value = _target(module[name])
+    if value.is_module and name in value.members:
+        return _Member(f"{value.path}.{name}", _target(value[name]).path)
+    return _Member(f"{module.path}.{name}", value.path)
+
+
+def _documented_by_base(of: Any, name: str) -> bool:
+    """Return whether a base class documents a method; griffe has not read `torch.nn.Module`, which may be one."""
+    if name in ("extra_repr", "forward"):
+        return True
+    return any(name in base.members and base.members[name].has_docstring for base in of.mro())
