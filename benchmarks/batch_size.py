@@ -76,7 +76,7 @@ def run(batch: int, group: int, rule: str, seed: int, *, samples: int) -> dict[s
     with tempfile.TemporaryDirectory() as folder:
         arguments = {
             "run-folder": f"{folder}/run", "batch-size": batch, "steps": steps, "learning-rate": rate,
-            "warmup-steps": WARMUP * BATCH // batch, "seed": seed, "evaluate-every": steps, "checkpoint-every": steps,
+            "warmup-steps": WARMUP * BATCH // batch, "seed": seed, "validate-every": steps, "checkpoint-every": steps,
         }  # fmt: skip
         command = [sys.executable, *start, "train"]
         for name, value in arguments.items():

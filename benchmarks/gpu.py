@@ -31,13 +31,28 @@ BLOCKS_RESULTS = Path(__file__).parent / "results" / "gpu_blocks.json"
 CLASSES_RESULTS = Path(__file__).parent / "results" / "gpu_partial_fc.json"
 _ON = {"dtypes": ("bfloat16",), "device": "cuda", "results": RESULTS}
 CASES = {
-    "clip": LossConfig(losses=("clip",), rows=65536, dim=512, keep=(0.0, 2.0), kernels=("triton", "torch"), **_ON),
-    "clip 1024": LossConfig(losses=("clip",), rows=65536, dim=1024, keep=(0.0,), kernels=("triton", "torch"), **_ON),
-    "largest of open_clip": LossConfig(losses=("clip",), rows=49152, dim=512, keep=(0.0,), kernels=("triton",), **_ON),
-    "nt_xent": LossConfig(losses=("nt_xent",), rows=32768, dim=512, keep=(0.0,), kernels=("triton", "torch"), **_ON),
-    "siglip": LossConfig(losses=("siglip",), rows=65536, dim=512, kernels=("triton", "torch"), **_ON),
+    "clip": LossConfig(
+        losses=("clip",), batch_size=65536, embedding_size=512, keep=(0.0, 2.0), kernels=("triton", "torch"), **_ON
+    ),
+    "clip 1024": LossConfig(
+        losses=("clip",), batch_size=65536, embedding_size=1024, keep=(0.0,), kernels=("triton", "torch"), **_ON
+    ),
+    "largest of open_clip": LossConfig(
+        losses=("clip",), batch_size=49152, embedding_size=512, keep=(0.0,), kernels=("triton",), **_ON
+    ),
+    "nt_xent": LossConfig(
+        losses=("nt_xent",), batch_size=32768, embedding_size=512, keep=(0.0,), kernels=("triton", "torch"), **_ON
+    ),
+    "siglip": LossConfig(losses=("siglip",), batch_size=65536, embedding_size=512, kernels=("triton", "torch"), **_ON),
     "million": LossConfig(
-        losses=("clip",), rows=2**20, dim=512, keep=(0.0,), kernels=("triton",), peers=False, steps=3, **_ON
+        losses=("clip",),
+        batch_size=2**20,
+        embedding_size=512,
+        keep=(0.0,),
+        kernels=("triton",),
+        peers=False,
+        steps=3,
+        **_ON,
     ),
 }
 

@@ -92,7 +92,7 @@ CASES: dict[str, dict[str, Any]] = {
         "sizes": [(4096, 512), (8192, 512)],
         "losses": {
             "dense": dense_clip,
-            "wholebatch": wbj.clip_loss,
+            "wholebatch": partial(wbj.clip_loss, memory="flat"),
             "wholebatch, X Y^T kept": partial(wbj.clip_loss, memory=2**28),
             "two matrices, optax's cross-entropy": clip_of_two_matrices,
         },
@@ -108,7 +108,7 @@ CASES: dict[str, dict[str, Any]] = {
         "sizes": [(512, 256), (4096, 256)],
         "losses": {
             "dense": dense_nt_xent,
-            "wholebatch": lambda x, y, scale: wbj.nt_xent_loss(x, y, temperature=1 / scale),
+            "wholebatch": lambda x, y, scale: wbj.nt_xent_loss(x, y, temperature=1 / scale, memory="flat"),
             "wholebatch, half of Z Z^T kept": lambda x, y, scale: wbj.nt_xent_loss(
                 x, y, temperature=1 / scale, memory=2**28
             ),

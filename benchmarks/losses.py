@@ -18,22 +18,22 @@ RESULTS = Path(__file__).parent / "results" / "losses.json"
 
 CASES = {
     "clip": LossConfig(
-        losses=("clip",), rows=8192, keep=(0.0, 2.0, 4.0), dtypes=("float32", "bfloat16"), results=RESULTS
+        losses=("clip",), batch_size=8192, keep=(0.0, 2.0, 4.0), dtypes=("float32", "bfloat16"), results=RESULTS
     ),
-    "info_nce": LossConfig(losses=("info_nce",), rows=8192, results=RESULTS),
-    "siglip": LossConfig(losses=("siglip",), rows=8192, results=RESULTS),
-    "nt_xent": LossConfig(losses=("nt_xent",), rows=8192, results=RESULTS),
-    "nt_xent 1024": LossConfig(losses=("nt_xent",), rows=1024, results=RESULTS),
+    "info_nce": LossConfig(losses=("info_nce",), batch_size=8192, results=RESULTS),
+    "siglip": LossConfig(losses=("siglip",), batch_size=8192, results=RESULTS),
+    "nt_xent": LossConfig(losses=("nt_xent",), batch_size=8192, results=RESULTS),
+    "nt_xent 1024": LossConfig(losses=("nt_xent",), batch_size=1024, results=RESULTS),
     "two ranks": LossConfig(
         losses=("clip", "siglip"),
-        rows=8192,
+        batch_size=8192,
         ranks=(2,),
         exchanges=("gather", "ring"),
         keep=(0.0,),
         results=RESULTS,
     ),
-    "growth 16k": LossConfig(losses=("clip",), rows=16384, keep=(0.0,), peers=False, results=RESULTS),
-    "growth 32k": LossConfig(losses=("clip",), rows=32768, keep=(0.0,), peers=False, steps=3, results=RESULTS),
+    "growth 16k": LossConfig(losses=("clip",), batch_size=16384, keep=(0.0,), peers=False, results=RESULTS),
+    "growth 32k": LossConfig(losses=("clip",), batch_size=32768, keep=(0.0,), peers=False, steps=3, results=RESULTS),
 }
 
 if __name__ == "__main__":

@@ -20,15 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
+from wholebatch.planning.shapes import ExchangeUsed, LossName, Shapes
 
 import wholebatch as wb
 from wholebatch._measure import map_each_tensor, rise_of_peak, seconds_of, threads_of_a_rank
+from wholebatch._processes import run_processes
 from wholebatch.bench.records import keep
 from wholebatch.planning.check import check, rates_here
 from wholebatch.planning.rates import Rates
 from wholebatch.planning.sizes import DTYPES
-from wholebatch.planning.work import ExchangeUsed, LossName, Shapes
-from wholebatch.testing import run_processes
 
 HERE = Path(__file__).parent
 RESULTS, PAGE, MARK = HERE / "results" / "plan.json", HERE.parent / "docs" / "planning.md", "<!-- plan -->"
@@ -42,28 +42,28 @@ class Case:
 
     loss: LossName
     ranks: int
-    batch: int
-    dim: int
+    batch_size: int
+    embedding_size: int
     exchange: ExchangeUsed = "gather"
     kept_size: int = 0
     classes: int = 0
     sample_rate: float = 1.0
-    chunk: int = 0
+    chunk_size: int = 0
     kept_graphs: int = 0
     dtype: str = "float32"
 
     def shapes(self) -> Shapes:
-        sizes = (self.batch, self.dim, self.ranks, DTYPES[self.dtype])
+        sizes = (self.batch_size, self.embedding_size, self.ranks, DTYPES[self.dtype])
         return Shapes(self.loss, *sizes, classes=self.classes, sample_rate=self.sample_rate)
 
     def label(self) -> str:
-        parts = [self.loss, f"B = {self.batch}", f"d = {self.dim}"]
+        parts = [self.loss, f"B = {self.batch_size}", f"d = {self.embedding_size}"]
         parts += [f"{self.classes:,} classes"] if self.classes else []
         parts += [f"{self.sample_rate:.0%} of them"] if self.sample_rate < 1 else []
         parts += [self.exchange] if self.ranks > 1 and not self.classes else []
         parts += [f"kept, {self.kept_size} B"] if self.kept_size else []
         parts += [self.dtype] if self.dtype != "float32" else []
-        parts += [f"GradCache, chunks of {self.chunk}, {self.kept_graphs} kept"] if self.chunk else []
+        parts += [f"GradCache, chunks of {self.chunk_size}, {self.kept_graphs} kept"] if self.chunk_size else []
         return ", ".join(parts)
 
 
@@ -72,8 +72,8 @@ CASES = (
     Case("info_nce", 1, 4500, 900, kept_size=4),
     Case("nt_xent", 1, 3200, 288, kept_size=2),
     Case("partial_fc", 1, 1800, 320, classes=70_000),
-    Case("clip", 1, 3600, 192, chunk=600),
-    Case("clip", 1, 3600, 192, chunk=300, kept_graphs=10),
+    Case("clip", 1, 3600, 192, chunk_size=600),
+    Case("clip", 1, 3600, 192, chunk_size=300, kept_graphs=10),
     Case("clip", 2, 7200, 448, kept_size=2),
     Case("siglip", 2, 6800, 384),
     Case("sup_con", 2, 9000, 224, "ring"),
@@ -96,18 +96,18 @@ def tower(dim: int) -> nn.Sequential:
 
 def cached(case: Case, rates: Rates) -> tuple[int, float]:
     """Bytes and seconds, as planned."""
-    weights = LAYERS * (WIDTH + 1) * WIDTH + (WIDTH + 1) * case.dim
+    weights = LAYERS * (WIDTH + 1) * WIDTH + (WIDTH + 1) * case.embedding_size
     found = wb.plan(
-        batch=case.batch,
-        dim=case.dim,
+        batch_size=case.batch_size,
+        embedding_size=case.embedding_size,
         gradient_bytes=4 * 2 * weights,
         encoder_bytes=4 * 2 * LAYERS * WIDTH,  # what each Linear and each GELU got
         encoder_flops=2.0 * 2 * weights,
-        chunk=case.chunk,
+        chunk_size=case.chunk_size,
         keep_graphs=case.kept_graphs,
         rates=rates,
     )
-    option = next(option for option in found.options if option.chunk and option.memory == "flat")
+    option = next(option for option in found.options if option.chunk_size and option.memory == "flat")
     return option.peak, option.seconds
 
 
@@ -117,14 +117,18 @@ def run_cached(case: Case, what: str) -> float | int | None:
         map_each_tensor()
     torch.set_num_threads(threads_of_a_rank(1))
     torch.manual_seed(0)
-    comm, encoders, loss = wb.comm.LocalCommunicator(), [tower(case.dim), tower(case.dim)], wb.CLIPLoss(memory="flat")
-    inputs = [torch.randn(case.batch, WIDTH) for _ in encoders]
+    comm, encoders, loss = (
+        wb.comm.LocalCommunicator(),
+        [tower(case.embedding_size), tower(case.embedding_size)],
+        wb.CLIPLoss(memory="flat"),
+    )
+    inputs = [torch.randn(case.batch_size, WIDTH) for _ in encoders]
 
     def of_features(x: Tensor, y: Tensor) -> Tensor:
         found: Tensor = loss(normalize(x, dim=1), normalize(y, dim=1), 14.3)
         return found
 
-    cache = wb.GradCache(encoders, case.chunk, of_features, keep_graphs=case.kept_graphs)
+    cache = wb.GradCache(encoders, case.chunk_size, of_features, keep_graphs=case.kept_graphs)
 
     def step() -> None:
         cache(*inputs)
@@ -152,7 +156,7 @@ def measure() -> list[dict[str, Any]]:
             losses = tuple(dict.fromkeys(case.loss for case in cases))
             rates = rates_here(losses, ranks, dtype=DTYPES[dtype], device="cpu")
             for case in cases:
-                if case.chunk:
+                if case.chunk_size:
                     predicted_bytes, predicted = cached(case, rates)
                     seconds, rise = (
                         run_processes(run_cached, 1, case, what, timeout_s=PATIENCE_S)[0] for what in ("time", "memory")

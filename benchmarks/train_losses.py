@@ -26,7 +26,7 @@ PROBE = 20
 
 def run(name: str, steps: int, seed: int, folder: Path) -> list[dict[str, Any]]:
     """The metrics of a run."""
-    options = ["--loss", name, "--steps", steps, "--seed", seed, "--evaluate-every", steps, "--checkpoint-every", steps]
+    options = ["--loss", name, "--steps", steps, "--seed", seed, "--validate-every", steps, "--checkpoint-every", steps]
     command = [sys.executable, "-m", "wholebatch", "train", *map(str, options), "--run-folder", str(folder)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

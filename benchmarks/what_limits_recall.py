@@ -16,8 +16,8 @@ from wholebatch.train.data import load_data
 from wholebatch.train.evaluation import held_out_features
 from wholebatch.train.model import DualEncoder
 from wholebatch.train.pairs import Pairs
+from wholebatch.train.resume import read_config
 from wholebatch.train.retrieval import both_ways, ranks_of_partner
-from wholebatch.train.run_folder import read_config
 from wholebatch.train.text import split_words
 
 

@@ -1,14 +1,14 @@
-"""Fine-tune a sentence encoder to find functions by what their docstrings say, with batches that do not fit.
+"""Fine-tune a sentence encoder to find functions by their docstrings, with batches that do not fit into memory.
 
     python examples/code_search.py --model FOLDER_OR_HUB_NAME
 
-Pairs are docstrings and bodies of the functions in the standard library and in the installed packages of the
-interpreter that runs this. Whole packages are held out: what is searched in the end, no training step has seen.
-Contrastive batches of 64, 256 and 1024 pairs train on the same pairs, as often, in the same memory, that of a chunk, by
-gradient caching; a table and a picture show what the larger batch is worth.
+Pairs are the docstrings and bodies of the functions in the standard library and in the installed packages of the
+running interpreter. Whole packages are held out: no training step has seen the functions of the final search.
+Batches of 64, 256 and 1024 pairs train on the same pairs, equally often. By gradient caching they need the same memory,
+that of a chunk. A table and a picture show the gain of the larger batch.
 
-Needs wholebatch[train] and transformers. Without a network, any folder with a model's files will do for --model.
-Runs go from the smallest batch to the largest, in one process: its peak of memory shows that it does not grow.
+Needs wholebatch[train] and transformers. Without a network, --model takes any folder with a model's files. The runs
+follow each other in one process, from the smallest batch to the largest: its peak memory shows no growth.
 """
 
 from __future__ import annotations
@@ -45,30 +45,30 @@ class Config:
     model: str
     """Name on the hub, or a folder with a transformers model and its tokenizer."""
     batch_sizes: tuple[int, ...] = (64, 256, 1024)
-    """Pairs in a contrastive batch, a run each."""
+    """Pairs in the global batch, one run for each size."""
     pairs: int = 16384
     """Pairs that each run trains on, once."""
     candidates: int = 1000
-    """Held-out functions among which each docstring's own is searched."""
+    """Held-out functions among which each docstring's function is searched."""
     chunk_size: int = 32
-    """Pairs that are encoded at a time: this bounds the memory, whatever the batch."""
+    """Pairs that are encoded at a time, which bounds the memory for every batch size."""
     learning_rate: float = 1e-4
-    """Peak of AdamW's, scaled with the square root of the batch over 256."""
+    """Peak of AdamW's learning rate for a batch of 256; it grows with the square root of the batch."""
     doc_tokens: int = 24
-    """Of a docstring, at most."""
+    """Most tokens of a docstring."""
     code_tokens: int = 64
-    """Of a body, at most."""
+    """Most tokens of a body."""
     seed: int = 0
-    """Of the split, the order and dropout."""
+    """Seed of the split, the order and dropout."""
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     """Where the encoder runs."""
     results: Path = Path("code_search.json")
-    """Where the figures go; the picture lies beside it."""
+    """File for the figures; the picture is written beside it."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A function."""
+    """The docstring and the body of a function."""
 
     package: str
     docstring: str
@@ -76,11 +76,11 @@ class Pair:
 
 
 def functions(file: Path, package: str) -> Iterator[Pair]:
-    """Those of a file that have a docstring of a sentence and a body of three lines."""
+    """Yield the functions of a file that have a docstring of four words or more and a body of three lines or more."""
     try:
         source = file.read_text(encoding="utf-8")
         tree = ast.parse(source)
-    except (SyntaxError, UnicodeDecodeError, ValueError):  # tests of parsers, files of other Pythons
+    except (SyntaxError, UnicodeDecodeError, ValueError):  # tests of parsers, files for other versions of Python
         return
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or len(node.body) < 2:
@@ -96,7 +96,7 @@ def functions(file: Path, package: str) -> Iterator[Pair]:
 
 
 def all_pairs() -> list[Pair]:
-    """Of the standard library and of the installed packages; each docstring and each body once."""
+    """Return the functions of the standard library and of installed packages; each docstring and body once."""
     paths, found = sysconfig.get_paths(), {}
     for root in dict.fromkeys((paths["stdlib"], paths["platlib"], paths["purelib"])):
         for file in sorted(Path(root).rglob("*.py")):
@@ -109,7 +109,7 @@ def all_pairs() -> list[Pair]:
 
 
 def split(pairs: list[Pair], config: Config) -> tuple[list[Pair], list[Pair]]:
-    """To train on, and to search in: no package on both sides."""
+    """Return functions to train on and functions to search, with no package in both."""
 
     def held_out(package: str) -> bool:
         return hashlib.sha256(f"{config.seed} {package}".encode()).digest()[0] < 64  # a quarter
@@ -123,13 +123,13 @@ def split(pairs: list[Pair], config: Config) -> tuple[list[Pair], list[Pair]]:
     if len(train) < config.pairs or len(test) < config.candidates:
         raise SystemExit(
             f"code_search: this interpreter's packages have {len(train)} functions to train on and {len(test)} to "
-            f"search in; --pairs {config.pairs} and --candidates {config.candidates} ask for more"
+            f"search; --pairs {config.pairs} and --candidates {config.candidates} ask for more"
         )
     return train[: config.pairs], test[: config.candidates]
 
 
 class Encoder(nn.Module):
-    """A transformer, the mean of its last states as a unit vector; and the scale of similarities."""
+    """A transformer whose embedding is the unit mean of its last states, and the scale of similarities."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class Encoder(nn.Module):
 
 
 def tokens(tokenizer: Any, pairs: list[Pair], config: Config) -> list[Any]:
-    """What the encoder takes: docstrings, and bodies."""
+    """Tokenize the docstrings and the bodies."""
     sides = ([pair.docstring for pair in pairs], config.doc_tokens), ([pair.body for pair in pairs], config.code_tokens)
     return [
         tokenizer(
@@ -157,7 +157,7 @@ def tokens(tokenizer: Any, pairs: list[Pair], config: Config) -> list[Any]:
 
 @torch.no_grad()
 def search(encoder: Encoder, tokenizer: Any, pairs: list[Pair], config: Config) -> dict[str, float]:
-    """Mean reciprocal rank of each docstring's own body among all bodies, and how often it is among ten."""
+    """Return the mean reciprocal rank of each docstring's body among all bodies, and how often it is in the top ten."""
     encoder.eval()
     found = []
     for start in range(0, len(pairs), config.chunk_size):
@@ -175,7 +175,7 @@ def loss_fn(docs: tuple[Tensor, Tensor], bodies: tuple[Tensor, Tensor]) -> Tenso
 
 
 def train(encoder: Encoder, tokenizer: Any, pairs: list[Pair], batch_size: int, config: Config) -> list[float]:
-    """One pass over the pairs; the losses."""
+    """Train for one pass over the pairs; return the losses."""
     encoder.train()
     rate = config.learning_rate * (batch_size / 256) ** 0.5
     optimizer = torch.optim.AdamW(encoder.parameters(), lr=rate, weight_decay=0.01)
@@ -200,7 +200,7 @@ def train(encoder: Encoder, tokenizer: Any, pairs: list[Pair], batch_size: int, 
 
 
 def peak_memory(device: str) -> float:
-    """Of the process so far, or of its GPU since the last time this was asked; MB."""
+    """Return the peak memory of the process so far, or of its GPU since the last call, in MB."""
     if device.startswith("cuda"):
         peak = torch.cuda.max_memory_allocated() / 1e6
         torch.cuda.reset_peak_memory_stats()
@@ -209,7 +209,7 @@ def peak_memory(device: str) -> float:
 
 
 def runs(tokenizer: Any, pairs: list[Pair], held_out: list[Pair], config: Config) -> Iterator[dict[str, Any]]:
-    """The figures of the encoder as it comes, and after training with each size of batch."""
+    """Yield the figures of the encoder before training, and after training with each batch size."""
     for batch_size in (0, *sorted(config.batch_sizes)):
         torch.manual_seed(config.seed)
         encoder, start, cpu = Encoder(config.model).to(config.device), time.monotonic(), time.process_time()
@@ -228,7 +228,7 @@ def runs(tokenizer: Any, pairs: list[Pair], held_out: list[Pair], config: Config
 
 def table(rows: list[dict[str, Any]], title: str) -> Table:
     shown = Table(title=title)
-    for name in ("batch", "steps", "minutes", "peak MB", "MRR", "recall@10"):
+    for name in ("batch size", "steps", "minutes", "peak MB", "MRR", "recall@10"):
         shown.add_column(name, justify="right")
     for row in rows:
         minutes = f"{row['seconds'] / 60:.1f}"
@@ -249,7 +249,7 @@ def picture(rows: list[dict[str, Any]], title: str, path: Path) -> None:
         names = [str(row["batch"]) for row in rows]
         bars = axis.bar(names, [row[measure] for row in rows], color=["0.6", *["C0"] * (len(rows) - 1)])
         axis.bar_label(bars, fmt=form, fontsize=8)
-        axis.set(title=measure, xlabel="contrastive batch", ylim=(0, 1.15 * max(row[measure] for row in rows)))
+        axis.set(title=measure, xlabel="batch size", ylim=(0, 1.15 * max(row[measure] for row in rows)))
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
 
@@ -271,9 +271,11 @@ def main() -> None:
     for row in runs(tokenizer, pairs, held_out, config):
         rows.append(row)
         about = {"torch": torch.__version__, "wholebatch": wb.__version__, "machine": platform.machine()}
-        asked = {name: value for name, value in asdict(config).items() if name not in ("model", "results")}
-        config.results.write_text(json.dumps({**about, **asked, "packages": packages, "rows": rows}, indent=1) + "\n")
-    title = f"Each docstring's own function among {len(held_out)} never seen"
+        settings = {name: value for name, value in asdict(config).items() if name not in ("model", "results")}
+        config.results.write_text(
+            json.dumps({**about, **settings, "packages": packages, "rows": rows}, indent=1) + "\n"
+        )
+    title = f"Each docstring's function among {len(held_out)} never seen"
     console.print(table(rows, title))
     picture(rows, title, config.results.with_suffix(".png"))
 

@@ -1,12 +1,12 @@
-"""CLIP with JAX: images of Unicode characters and their names, on one device or on several.
+"""Train CLIP with JAX on images of Unicode characters and their names, on one device or on several.
 
     pip install 'wholebatch[jax,train]' equinox optax
-    python examples/jax_glyphs.py --devices 8         # of a CPU: as many as it is told to be
+    python examples/jax_glyphs.py --devices 8         # a CPU becomes as many devices as this says
     python examples/jax_glyphs.py --devices 1         # the same losses
 
-The batch is split over a mesh of devices; the loss is that of the whole batch, computed by tiles, and so is its
+The batch is split over a mesh of devices. The loss is that of the whole batch, computed by tiles, and so is its
 gradient: there is nothing to average. Encoders run in chunks (`chunked`), so that a large batch takes no more memory
-than a small one. Drawing the characters is left to `wholebatch.train`, which is what needs torch here.
+than a small one. `wholebatch.train` draws the characters; only this needs torch.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Config:
-    """What to train, and how."""
+    """Settings of the run."""
 
     devices: int = 8
     steps: int = 60
     batch_size: int = 512
     chunk_size: int = 32
-    """Examples that a device encodes at a time."""
-    width: int = 64
+    """Rows that a device encodes at a time."""
+    embedding_size: int = 128
+    """Length of the embeddings; even. Hidden layers have half as many channels."""
     learning_rate: float = 1e-3
     image_size: int = 32
     seed: int = 0
 
 
 def train(config: Config) -> tuple[list[float], float]:
-    """Train; the loss of every step, and how many of 500 characters never seen are found by their names (recall@10)."""
+    """Return the loss of every step, and recall@10 of 500 characters never seen, searched by their names."""
     import equinox as eqx
     import jax
     import jax.numpy as jnp
@@ -47,20 +48,20 @@ def train(config: Config) -> tuple[list[float], float]:
 
     import wholebatch.jax as wbj
 
-    # Explicit axes, JAX's default, would have every gather and convolution of the encoders say where its result lies.
+    # With explicit axes, JAX's default, every gather and convolution of the encoders would need an output sharding.
     auto = jax.sharding.AxisType.Auto
     mesh = jax.make_mesh((config.devices,), ("data",), axis_types=(auto,), devices=jax.devices()[: config.devices])
     rows = jax.sharding.NamedSharding(mesh, jax.P("data"))
     everywhere = jax.sharding.NamedSharding(mesh, jax.P())
 
     class ImageEncoder(eqx.Module):
-        """Patches of 4 x 4, each through the same two layers, and a projection of all."""
+        """Two layers on each patch of 4 x 4 pixels, and a projection of all patches."""
 
         layers: tuple[eqx.nn.Linear, eqx.nn.Linear]
         project: eqx.nn.Linear
 
         def __init__(self, key: Any) -> None:
-            keys, w = jax.random.split(key, 3), config.width
+            keys, w = jax.random.split(key, 3), config.embedding_size // 2
             self.layers = eqx.nn.Linear(16, 4 * w, key=keys[0]), eqx.nn.Linear(4 * w, w, key=keys[1])
             self.project = eqx.nn.Linear(w * (config.image_size // 4) ** 2, 2 * w, key=keys[2])
 
@@ -72,19 +73,19 @@ def train(config: Config) -> tuple[list[float], float]:
             return _unit(self.project(x.reshape(-1)))
 
     class TextEncoder(eqx.Module):
-        """The mean of the vectors of a name's pieces, and a projection."""
+        """The mean of the vectors of a name's pieces, and its projection."""
 
         pieces: Any
         project: eqx.nn.Linear
 
         def __init__(self, key: Any) -> None:
-            keys, w = jax.random.split(key, 2), config.width
+            keys, w = jax.random.split(key, 2), config.embedding_size // 2
             self.pieces = 0.05 * jax.random.normal(keys[0], (_BUCKETS + 1, 2 * w))
             self.project = eqx.nn.Linear(2 * w, 2 * w, key=keys[1])
 
         def __call__(self, pieces: Any) -> Any:
-            there_is = (pieces < _BUCKETS)[:, None]
-            mean = jnp.where(there_is, self.pieces[pieces], 0).sum(0) / jnp.maximum(there_is.sum(), 1)
+            is_piece = (pieces < _BUCKETS)[:, None]
+            mean = jnp.where(is_piece, self.pieces[pieces], 0).sum(0) / jnp.maximum(is_piece.sum(), 1)
             return _unit(self.project(jax.nn.gelu(mean * 10)))
 
     def _unit(x: Any) -> Any:
@@ -138,7 +139,7 @@ class Glyphs:
 
         self.config, pairs = config, glyph_pairs(config.image_size, faces=("DejaVuSans", "DejaVuSerif"))
         self.images, self.first = pairs.images.numpy(), pairs.first.numpy()
-        self.pieces = np.full((len(pairs), _MOST_PIECES), _BUCKETS)  # the bucket behind the last: no piece
+        self.pieces = np.full((len(pairs), _MOST_PIECES), _BUCKETS)  # one more than the last bucket: no piece
         for row, text in enumerate(pairs.texts):
             of_name = tokenize([text], max_words=12, buckets=_BUCKETS).pieces.numpy()[:_MOST_PIECES]
             self.pieces[row, : len(of_name)] = of_name
@@ -146,27 +147,27 @@ class Glyphs:
         self.held_out, self.to_train = order[:500], order[500:]
 
     def batches(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """One for each step: a function of the seed, not of the devices."""
+        """Yield the batch of each step, a function of the seed, not of the devices."""
         import numpy as np
 
         random = np.random.default_rng(self.config.seed + 1)
         for _ in range(self.config.steps):
-            of = random.choice(self.to_train, self.config.batch_size, replace=False)
-            yield self._images(of, random.random(len(of))), self.pieces[of]
+            texts = random.choice(self.to_train, self.config.batch_size, replace=False)
+            yield self._images(texts, random.random(len(texts))), self.pieces[texts]
 
     def unseen(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Characters of no batch."""
-        of = self.held_out[:count]
-        return self._images(of, 0), self.pieces[of]
+        """Return characters that are in no batch."""
+        texts = self.held_out[:count]
+        return self._images(texts, 0), self.pieces[texts]
 
-    def _images(self, of: np.ndarray, which: Any) -> np.ndarray:
-        """One image of each character: its faces are in [0, 1)."""
-        count = self.first[of + 1] - self.first[of]
-        return self.images[self.first[of] + (which * count).astype(int)]
+    def _images(self, texts: np.ndarray, choice: Any) -> np.ndarray:
+        """Return one image of each character, chosen among its faces by a number in [0, 1)."""
+        count = self.first[texts + 1] - self.first[texts]
+        return self.images[self.first[texts] + (choice * count).astype(int)]
 
 
 def main() -> None:
-    """From the command line."""
+    """Train with the settings of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for name, default in vars(Config()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)

@@ -1,9 +1,8 @@
-"""Small problems to be audited: right ones, and each with one mistake planted."""
+"""Small problems to be audited that are right, some of them worth a remark."""
 
 from __future__ import annotations
 
 import os
-import random
 from collections import defaultdict
 from functools import partial
 
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Function
-from torch.nn.functional import cross_entropy, dropout, normalize
+from torch.nn.functional import cross_entropy, normalize
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
@@ -21,7 +20,7 @@ ROWS, D, OUT = 12, 6, 4
 
 
 class Encoders(nn.Module):
-    """Two towers and a temperature."""
+    """Two towers and a learned temperature."""
 
     def __init__(self, *middle):
         super().__init__()
@@ -42,7 +41,7 @@ def size():
 
 
 def gathered(x, *, own=True):
-    """All ranks' rows, of which at most the own ones have a gradient."""
+    """Gather all ranks' rows; at most the local ones have a gradient."""
     parts = [torch.zeros_like(x) for _ in range(size())]
     dist.all_gather(parts, x.detach().contiguous())
     if own:
@@ -51,7 +50,7 @@ def gathered(x, *, own=True):
 
 
 class GatherWithGradient(Function):
-    """Backward by an all-reduce, of which each rank takes its rows; `factor` is applied on the way."""
+    """A gather whose backward is an all-reduce times `factor`, of which each rank takes its rows."""
 
     @staticmethod
     def forward(ctx, x, factor):
@@ -71,28 +70,25 @@ def with_gradient(x, factor=1.0):
 
 
 def clip(x, y, scale):
-    """Of the whole batch."""
+    """Compute CLIP's loss of the whole batch."""
     logits = scale * x @ y.T
     labels = torch.arange(len(x))
     return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
 
 
 def local(x, y, scale, all_x, all_y, offset=None):
-    """Of this rank's rows against all."""
+    """Compute the loss of this rank's rows against all rows."""
     labels = torch.arange(len(x)) + (dist.get_rank() * len(x) if offset is None else offset)
     return (cross_entropy(scale * x @ all_y.T, labels) + cross_entropy(scale * y @ all_x.T, labels)) / 2
 
 
 def problem(loss, model=None, rows=ROWS, **options):
-    """Of loss(x, y, scale)."""
+    """Return a problem with loss(x, y, scale)."""
 
     def of_rank(model, batch):
         return loss(*model(batch["images"], batch["texts"]))
 
     return Problem(Encoders() if model is None else model, batch(rows), of_rank, **options)
-
-
-# Right ones.
 
 
 def right_replicated():
@@ -125,7 +121,7 @@ def right_engine_of_its_own():
 
 
 def right_separable():
-    """A mean over examples: any number of ranks, equal parts."""
+    """Use a mean over examples, which is right on any number of ranks with equal parts."""
     return problem(lambda x, y, s: (s * (x - y)).square().sum(1).mean())
 
 
@@ -138,7 +134,7 @@ def right_with_dropout():
 
 
 def right_accumulated():
-    """Of a loss that is a mean over examples, in four steps."""
+    """Accumulate a mean over examples in four steps."""
 
     def step(model, batch):
         total = 0.0
@@ -193,7 +189,7 @@ def right_with_unused_parameters():
 
 
 def right_as_launchers_say():
-    """How many ranks there are is read from the environment."""
+    """Read the number of ranks from the environment."""
     assert int(os.environ["RANK"]) == int(os.environ["LOCAL_RANK"]) == dist.get_rank()
 
     def loss(x, y, s):
@@ -204,7 +200,7 @@ def right_as_launchers_say():
 
 
 def right_whatever_the_model_holds():
-    """Buffers that do not travel as they are, and inputs without an effect."""
+    """Have buffers that gloo cannot send, and inputs without an effect."""
     model = Encoders()
     model.register_buffer("mask", torch.tensor([True, False]))
     model.register_buffer("counts", torch.zeros(3, dtype=torch.int16))
@@ -217,7 +213,7 @@ def right_whatever_the_model_holds():
 
 
 def right_scaled():
-    """A loss scaler that is unscaled: only what lies before the parameters has its factor."""
+    """Scale the loss and unscale the gradients: only gradients before the parameters have the factor."""
 
     def step(model, batch):
         loss = wb.functional.clip_loss(*model(**batch))
@@ -230,7 +226,7 @@ def right_scaled():
 
 
 def right_sharded():
-    """Each rank has rows of a classifier, and its gradient is complete."""
+    """Shard a classifier by rows, each with its complete gradient."""
     made = wb.PartialFC(OUT, 10, margin=wb.CosFace(8.0, 0.1))
     model = Encoders()
     model.head = nn.Linear(1, 1, bias=False)
@@ -244,450 +240,12 @@ def right_sharded():
     return Problem(model, {**batch(), "labels": torch.arange(ROWS) % 10}, loss, sharded=["head"])
 
 
-# A mistake each. In the name: the cause that should be found.
-
-
-def everything_times_w():
-    return problem(lambda x, y, s: size() * clip(with_gradient(x), with_gradient(y), s))
-
-
-def everything_times_w_sum():
-    """Shares that are whole losses, under an engine that adds."""
-    return problem(lambda x, y, s: local(x, y, s, with_gradient(x), with_gradient(y)), engine="sum")
-
-
-def everything_over_w():
-    return problem(lambda x, y, s: local(x, y, s, with_gradient(x), with_gradient(y)) / size())
-
-
-def gather_without_gradient():
-    return problem(lambda x, y, s: clip(gathered(x), gathered(y), s))
-
-
-def key_side_missing():
-    def loss(x, y, s):
-        if size() == 1:
-            return clip(x, y, s)
-        return local(x, y, s, gathered(x, own=False), gathered(y, own=False))
-
-    return problem(loss)
-
-
-def key_side_missing_own():
-    """Own rows are put back among the gathered ones."""
-    return problem(lambda x, y, s: local(x, y, s, gathered(x), gathered(y)))
-
-
-def key_side_missing_everywhere():
-    """On one process, too, for it gathers there as well."""
-    return problem(lambda x, y, s: local(x, y, s, gathered(x, own=False), gathered(y, own=False)))
-
-
-def gather_averages():
-    return problem(lambda x, y, s: local(x, y, s, with_gradient(x, 1 / size()), with_gradient(y, 1 / size())))
-
-
-def scale_times_w():
-    return problem(lambda x, y, s: size() * clip(gathered(x), gathered(y), s))
-
-
-def scale_over_w():
-    """Each rank brings its share of the temperature's gradient, and W times its features'."""
-
-    def loss(x, y, s):
-        x, y = (GradientTimes.apply(z, size()) for z in (x, y))
-        return local(x, y, s, with_gradient(x), with_gradient(y)) / size()
-
-    return problem(loss)
-
-
-class GradientTimes(Function):
-    """The same, but for a factor in backward."""
-
-    @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor = factor
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.factor * grad, None
-
-
-def another_loss():
-    """Own negatives count twice."""
-
-    def loss(x, y, s):
-        logits = s * x @ with_gradient(y).T
-        own = dist.get_rank() * len(x) + torch.arange(len(x))
-        more = logits[:, own] if size() > 1 else logits[:, :0]
-        return cross_entropy(torch.cat([logits, more], 1), own)
-
-    return problem(loss)
-
-
-def own_statistics():
-    """Each rank's rows are standardized by their own mean and variance."""
-
-    def loss(x, y, s):
-        x, y = ((z - z.mean(0)) / z.std(0, correction=0) for z in (x, y))
-        return s * (x.T @ y / len(x)).square().sum()
-
-    def gathered_loss(x, y, s):
-        n = torch.tensor(float(len(x)))
-        dist.all_reduce(n)
-        x, y = ((z - z.mean(0)) / z.std(0, correction=0) for z in (x, y))
-        all_x, all_y = with_gradient(x), with_gradient(y)
-        return s * (all_x.T @ all_y / n).square().sum()
-
-    return problem(loss if size() == 1 else gathered_loss)
-
-
-def not_gathered():
-    return problem(clip)
-
-
-def labels_not_offset():
-    return problem(lambda x, y, s: local(x, y, s, with_gradient(x), with_gradient(y), offset=0))
-
-
-def gather_averages_all():
-    """Own rows go through the gather, too."""
-
-    def loss(x, y, s):
-        all_x, all_y = with_gradient(x, 1 / size()), with_gradient(y, 1 / size())
-        own = slice(dist.get_rank() * len(x), (dist.get_rank() + 1) * len(x))
-        return local(all_x[own], all_y[own], s, all_x, all_y)
-
-    return problem(loss)
-
-
-def gather_times_w():
-    return problem(lambda x, y, s: local(x, y, s, with_gradient(x, size()), with_gradient(y, size())))
-
-
-def rank_order_mixed():
-    """Own rows come first."""
-
-    def own_first(x):
-        parts = [*with_gradient(x).split(len(x))]
-        return torch.cat([parts.pop(dist.get_rank()), *parts])
-
-    return problem(lambda x, y, s: local(x, y, s, own_first(x), own_first(y)))
-
-
-def rank_order_mixed_reversed():
-    """Texts are gathered from the last rank to the first."""
-
-    def from_the_last(y):
-        return torch.cat([*with_gradient(y).split(len(y))][::-1])
-
-    return problem(lambda x, y, s: clip(with_gradient(x), from_the_last(y), s))
-
-
-def own_weights():
-    """Rows weigh by how they compare with the others of their rank; on one process, with all."""
-
-    def loss(x, y, s):
-        logits = s * with_gradient(x) @ with_gradient(y).T
-        weights = with_gradient(torch.softmax((x * y).sum(1), 0).detach() / size())
-        return (weights * cross_entropy(logits, torch.arange(len(logits)), reduction="none")).sum()
-
-    return problem(loss)
-
-
-def views_interleaved():
-    """Views are joined before they are gathered, and looked for as if they had been gathered one by one."""
-
-    def loss(x, y, _scale):
-        z = with_gradient(torch.cat([x, y]))
-        n = len(z) // 2
-        logits = (z @ z.T / 0.3).fill_diagonal_(float("-inf"))
-        return cross_entropy(logits, (torch.arange(2 * n) + n) % (2 * n))
-
-    return problem(loss)
-
-
-def no_gradient():
-    return problem(lambda x, y, s: clip(with_gradient(x), with_gradient(y), s.detach() if size() > 1 else s))
-
-
-def no_gradient_anywhere():
-    """On one process, too."""
-    return problem(lambda x, y, s: wb.functional.clip_loss(x, y, s.detach()))
-
-
-def batch_statistics():
-    return problem(wb.CLIPLoss(), Encoders(nn.BatchNorm1d(8)))
-
-
-def ranks_count_alike():
-    def loss(x, y, s):
-        return (s * (x - y)).square().sum(1).mean()
-
-    return problem(loss, uneven=True)
-
-
-def rows_dropped():
-    def loss(x, y, s):
-        least = torch.tensor(len(x))
-        dist.all_reduce(least, dist.ReduceOp.MIN)
-        return wb.functional.clip_loss(x[:least], y[:least], s)
-
-    return problem(loss, uneven=True)
-
-
-def rows_repeated():
-    def loss(x, y, s):
-        most = torch.tensor(len(x))
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        at = torch.arange(int(most)).clamp(max=len(x) - 1)
-        return wb.functional.clip_loss(x[at], y[at], s)
-
-    return problem(loss, uneven=True)
-
-
-def accumulated(model, batch, steps, *, scaled=1.0):
-    """As open_clip does: features without gradient first, then each chunk's with gradient among the others'."""
-    chunks = [*zip(batch["images"].chunk(steps), batch["texts"].chunk(steps), strict=True)]
-    with torch.no_grad():
-        found = [model(*chunk)[:2] for chunk in chunks]
-    for at, chunk in enumerate(chunks):
-        *own, scale = model(*chunk)
-        x, y = (torch.cat([own[k] if j == at else other[k] for j, other in enumerate(found)]) for k in range(2))
-        loss = scaled * wb.functional.clip_loss(x, y, scale)
-        loss.backward()
-    return loss
-
-
-def scale_times_steps():
-    return Problem(Encoders(), batch(), step=lambda model, batch: accumulated(model, batch, 4 // size() or 1))
-
-
-def scale_times_steps_reference():
-    """With the truth beside it."""
-
-    def reference(model, batch):
-        return clip(*model(batch["images"], batch["texts"]))
-
-    return Problem(Encoders(), batch(), step=lambda model, batch: accumulated(model, batch, 3), reference=reference)
-
-
-def everything_times_steps():
-    def step(model, batch):
-        losses = []
-        for images, texts in zip(batch["images"].chunk(3), batch["texts"].chunk(3), strict=True):
-            x, y, scale = model(images, texts)
-            losses.append((scale * (x - y)).square().sum(1).mean())
-            losses[-1].backward()
-        return sum(losses) / 3
-
-    return Problem(Encoders(), batch(), step=step)
-
-
-def dropout_not_replayed():
-    """Cached by hand: the second pass draws anew."""
-
-    def step(model, batch):
-        with torch.no_grad():
-            found = [z.requires_grad_() for z in model(batch["images"], batch["texts"])]
-        loss = wb.functional.clip_loss(*found)
-        loss.backward()
-        for images, texts, dx, dy in zip(
-            *(z.chunk(2) for z in (batch["images"], batch["texts"], found[0].grad, found[1].grad)), strict=True
-        ):
-            x, y, _ = model(images, texts)
-            torch.autograd.backward([x, y], [dx, dy])
-        torch.autograd.backward(model.log_scale.exp(), found[2].grad)
-        return loss
-
-    return Problem(Encoders(nn.Dropout(0.3)), batch(), step=step)
-
-
-def last_chunk_only():
-    """Only the last chunk's graph is there when backward begins."""
-
-    def step(model, batch):
-        parts = [*zip(batch["images"].chunk(3), batch["texts"].chunk(3), strict=True)]
-        found = [model(*part)[:2] for part in parts]
-        x, y = (torch.cat([*(of[k].detach() for of in found[:-1]), found[-1][k]]) for k in range(2))
-        loss = wb.functional.clip_loss(x, y, model.log_scale.exp())
-        loss.backward()
-        return loss
-
-    return Problem(Encoders(), batch(), step=step)
-
-
-def last_chunk_only_overwritten():
-    """Each chunk's backward pass finds no gradient to add to."""
-
-    def step(model, batch):
-        total = 0.0
-        for images, texts in zip(batch["images"].chunk(3), batch["texts"].chunk(3), strict=True):
-            model.zero_grad()
-            x, y, scale = model(images, texts)
-            loss = (scale * (x - y)).square().sum(1).mean() / 3
-            loss.backward()
-            total += loss.item()
-        return total
-
-    return Problem(Encoders(), batch(), step=step)
-
-
-def nan_on_a_rank():
-    return problem(lambda x, y, s: wb.functional.clip_loss(x, y, s) * (float("nan") if dist.get_rank() else 1.0))
-
-
-def sum_gather_without_gradient():
-    return problem(lambda x, y, s: clip(gathered(x), gathered(y), s) / size(), engine="sum")
-
-
-def sum_key_side_missing():
-    return problem(lambda x, y, s: local(x, y, s, gathered(x), gathered(y)) / size(), engine="sum")
-
-
-def sum_labels_not_offset():
-    def loss(x, y, s):
-        return local(x, y, s, with_gradient(x), with_gradient(y), offset=0) / size()
-
-    return problem(loss, engine="sum")
-
-
-def sum_not_gathered():
-    return problem(lambda x, y, s: clip(x, y, s) / size(), engine="sum")
-
-
-def ring_without_gradient():
-    """Rows go from rank to rank in messages."""
-
-    def gone_round(x):
-        rank, w, parts, block = dist.get_rank(), size(), {}, x.detach().clone()
-        parts[rank] = x
-        for step in range(1, w):
-            sent, came = dist.isend(block, (rank + 1) % w), torch.empty_like(block)
-            dist.recv(came, (rank - 1) % w)
-            sent.wait()
-            parts[(rank - step) % w] = block = came
-        return torch.cat([parts[r] for r in range(w)])
-
-    return problem(lambda x, y, s: clip(gone_round(x), gone_round(y), s))
-
-
-def detached_and_gather_without_gradient():
-    return problem(lambda x, y, s: clip(gathered(x), gathered(y), s) * s.detach())
-
-
-class Noise(nn.Module):
-    def forward(self, x):
-        return x + 0.1 * torch.randn_like(x) if self.training else x
-
-
-def batch_statistics_and_noise():
-    return problem(wb.CLIPLoss(), Encoders(nn.BatchNorm1d(8), Noise()))
-
-
-def thirteen_rows_count_alike():
-    return problem(lambda x, y, s: (s * (x - y)).square().sum(1).mean(), rows=13, uneven=True)
-
-
-def reduced_by_hand(spoil):
-    def step(model, batch):
-        x, y, scale = model(batch["images"], batch["texts"])
-        loss = local(x, y, scale, with_gradient(x), with_gradient(y))
-        loss.backward()
-        for p in model.parameters():
-            dist.all_reduce(p.grad)
-            p.grad /= size()
-        if dist.get_rank() == 1:
-            spoil(model)
-        return loss
-
-    return Problem(Encoders(), batch(), step=step, engine="none")
-
-
-def not_reduced():
-    return reduced_by_hand(lambda model: model.image[0].weight.grad.mul_(2))
-
-
-def not_reduced_nan():
-    return reduced_by_hand(lambda model: model.image[0].weight.grad.fill_(float("nan")))
-
-
-def bypassed():
-    """DDP's forward is not called."""
-
-    def loss(model, batch):
-        x, y, scale = getattr(model, "module", model)(batch["images"], batch["texts"])
-        return local(x, y, scale, with_gradient(x), with_gradient(y))
-
-    return Problem(Encoders(), batch(), loss, engine="ddp")
-
-
-def scaled_alike():
-    def step(model, batch):
-        loss = wb.functional.clip_loss(*model(**batch))
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        return loss
-
-    return Problem(Encoders(), batch(), step=step)
-
-
-def scale_times_steps_in_float32():
-    """What is returned rounds as float32 does."""
-
-    def step(model, batch):
-        return accumulated(lambda *x: tuple(z.float() for z in model(*x)), batch, 2)
-
-    return Problem(Encoders(), batch(), step=step)
-
-
-def of_micro_batches(model, batch):
-    """Half of a rank's rows at a time, with negatives of that half alone."""
-    total = 0.0
-    parts = [*zip(*(z.chunk(2) for z in (batch["images"], batch["texts"])), strict=True)]
-    for images, texts in parts:
-        loss = wb.functional.clip_loss(*model(images, texts)) / len(parts)
-        loss.backward()
-        total += loss.detach()
-    return total
-
-
 def reference_of_clip(model, batch):
     return clip(*model(**batch))
 
 
-def micro_batches():
-    return Problem(Encoders(), batch(), step=of_micro_batches, engine="ddp")
-
-
-def micro_batches_reference():
-    return Problem(Encoders(), batch(), step=of_micro_batches, reference=reference_of_clip)
-
-
-def another_loss_than_the_reference():
-    def loss(model, batch):
-        x, y, scale = model(batch["images"], batch["texts"])
-        return wb.functional.clip_loss(x, y, scale) + 0.1 * scale
-
-    return Problem(Encoders(), batch(), loss, reference=reference_of_clip)
-
-
-def not_of_its_loss():
-    """A backward pass by hand that doubles the temperature's gradient."""
-    return problem(lambda x, y, s: wb.functional.clip_loss(x, y, GradientTimes.apply(s, 2)))
-
-
-def sharded_times_w():
-    made = right_sharded()
-    return Problem(made.model, made.batch, lambda model, batch: size() * made.loss(model, batch), sharded=["head"])
-
-
-# Worth knowing, and not wrong.
-
-
 def detached_first_call():
-    """A target from the same model."""
+    """Detach a target from the same model."""
 
     def loss(model, batch):
         x, y, scale = model(batch["images"], batch["texts"])
@@ -703,7 +261,7 @@ def values_differ():
 
 
 def detached():
-    """On purpose: how much the batch counts is not learned."""
+    """Detach a weight of the batch on purpose."""
     return problem(lambda x, y, s: wb.functional.clip_loss(x, y, s) * s.detach().square())
 
 
@@ -712,190 +270,3 @@ def unused():
     model.image.spare = nn.Parameter(torch.ones(3))
     model.image.forward = lambda x: nn.Sequential.forward(model.image[:3], x)
     return problem(wb.CLIPLoss(), model)
-
-
-# No problems.
-
-
-def not_deterministic():
-    made = problem(wb.CLIPLoss())
-    made.batch["images"] += torch.randn(ROWS, D, generator=fresh())
-    return made
-
-
-def fresh():
-    generator = torch.Generator()
-    generator.seed()
-    return generator
-
-
-def needs_cuda():
-    return Problem(Encoders().cuda(), batch(), clip)
-
-
-def exits():
-    raise SystemExit(3)
-
-
-def dies():
-    import os
-
-    os._exit(7)
-
-
-def prints():
-    print("loading the data set")
-    return right_wholebatch()
-
-
-def half():
-    return Problem(Encoders().bfloat16(), batch(), clip)
-
-
-def three_things():
-    return Encoders(), batch(), lambda model, batch: wb.functional.clip_loss(*model(**batch))
-
-
-def two_things():
-    return Encoders(), batch()
-
-
-def uneven_rows():
-    return Problem(Encoders(), {"images": torch.rand(4, D), "texts": torch.rand(5, D)}, clip)
-
-
-def few_rows():
-    return problem(wb.CLIPLoss(), rows=4)
-
-
-def thirteen_rows():
-    return problem(wb.CLIPLoss(), rows=13)
-
-
-def raises_on_ranks():
-    def loss(x, y, s):
-        if dist.get_rank() == 1:
-            raise KeyError("rank 1 has no such thing")
-        return wb.functional.clip_loss(x, y, s)
-
-    return problem(loss)
-
-
-def raises():
-    def loss(x, y, s):
-        raise KeyError("no such thing")
-
-    return problem(loss)
-
-
-def hangs():
-    def loss(x, y, s):
-        if dist.get_rank() == 1:
-            dist.barrier()
-        return wb.functional.clip_loss(x, y, s)
-
-    return problem(loss)
-
-
-def only_float32():
-    def loss(x, y, s):
-        return wb.functional.clip_loss(x @ torch.eye(OUT), y @ torch.eye(OUT), s)
-
-    return problem(loss)
-
-
-def no_loss():
-    return problem(lambda x, y, s: wb.functional.clip_loss(x, y, s).detach())
-
-
-def backward_in_the_loss():
-    def loss(x, y, s):
-        found = wb.functional.clip_loss(x, y, s)
-        found.backward()
-        return found
-
-    return problem(loss)
-
-
-def no_such_file():
-    return Problem(Encoders(), torch.load("no such file"), wb.CLIPLoss())
-
-
-def drawn_everywhere():
-    def loss(x, y, s):
-        return wb.functional.clip_loss(dropout(x, 0.2), y, s)
-
-    return problem(loss)
-
-
-def random_module():
-    return random.random()
-
-
-def learned_elsewhere():
-    scale = nn.Parameter(torch.tensor(2.0))
-    return problem(lambda x, y, _s: clip(x, y, scale))
-
-
-def learned_elsewhere_hidden():
-    """Where no one looks before it is used."""
-    found = {"scale": nn.Parameter(torch.tensor(2.0, dtype=torch.float64))}
-    return problem(lambda x, y, _s: clip(x, y, found["scale"]))
-
-
-def random_elsewhere():
-    return problem(lambda x, y, s: wb.functional.clip_loss(x, y, s * (1 + random.random())))
-
-
-def wrapped():
-    return Problem(DistributedDataParallel(Encoders()), batch(), clip)
-
-
-def step_not_finite():
-    return Problem(Encoders(), batch(), step=lambda model, batch: float("nan"))
-
-
-MODEL = Encoders()
-
-
-def same_model_twice():
-    """And what it does to the model stays."""
-
-    def loss(model, batch):
-        with torch.no_grad():
-            model.log_scale += 0.1
-        return wb.functional.clip_loss(*model(**batch))
-
-    return Problem(MODEL, batch(), loss)
-
-
-def no_rows():
-    return Problem(Encoders(), {"temperature": torch.tensor(3.0)}, clip)
-
-
-def no_parameters():
-    return Problem(Encoders().requires_grad_(False), batch(), clip)
-
-
-def both():
-    return Problem(Encoders(), batch(), clip, step=clip)
-
-
-def wrong_engine():
-    return Problem(Encoders(), batch(), clip, engine="fsdp")
-
-
-def not_a_module():
-    return Problem({"image": Encoders()}, batch(), clip)
-
-
-def a_matrix():
-    return problem(lambda x, y, s: s * x @ y.T)
-
-
-def not_finite():
-    return problem(lambda x, y, s: clip(x, y, s) * float("nan"))
-
-
-def no_gradient_at_all():
-    return problem(lambda x, y, s: 0 * clip(x, y, s))

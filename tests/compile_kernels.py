@@ -1,10 +1,11 @@
-"""Compile what losses start, for GPUs that need not be there, and print what the machine code has, a line of JSON each.
+"""Compile the kernels that losses start, without a GPU, and print facts of the machine code, a line of JSON each.
 
-Losses run, on a CPU, with kernels that only take down how they were started.
+Losses run on a CPU, and the function that starts kernels only records its arguments.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
@@ -25,7 +26,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import wholebatch as wb
-from wholebatch.kernels import nested_tiles, sigmoid_tiles, softmax_tiles
 
 CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 TYPES = {
@@ -33,10 +33,6 @@ TYPES = {
     **{int: "i32", float: "fp32"},
 }
 WHOLE = {"num_rows", "num_cols", "positive_stride", "excluded_stride"}  # multiples of 16, as in most batches
-KERNELS = {
-    *((softmax_tiles, "tile_sums"), (softmax_tiles, "tile_gradient"), (sigmoid_tiles, "tile_sigmoid")),
-    *((nested_tiles, "nested_sums"), (nested_tiles, "nested_gradient")),
-}
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 # Triton 3.8's compiler, under Python 3.13.
@@ -47,42 +43,36 @@ warnings.filterwarnings(
 
 @dataclass(frozen=True)
 class Started:
-    """A kernel, the types of its arguments, and what is compiled into it."""
+    """A kernel, the types of its arguments, and its compile-time constants."""
 
     kernel: Any
     types: tuple[str, ...]
     constants: tuple[tuple[str, Any], ...]
 
     def describe(self, **more: Any) -> dict[str, Any]:
-        """For a message."""
+        """Return the facts that identify it in a message."""
         return {"kernel": self.kernel.__name__, "constants": dict(self.constants), **more}
 
 
+@functools.cache
 def started(dtype: torch.dtype, capability: int) -> dict[Started, str]:
-    """Every way in which losses start kernels, and the first loss that does."""
+    """Every form in which losses start kernels, and the first loss that does."""
     found: dict[Started, str] = {}
     name = ""
 
-    class Recorder:
-        def __init__(self, kernel: Any) -> None:
-            self.kernel = kernel
+    def record(kernel: Any, _programs: int, *arguments: Any, **constants: Any) -> None:
+        types = (TYPES[arg.dtype if isinstance(arg, torch.Tensor) else type(arg)] for arg in arguments)
+        found.setdefault(Started(kernel, tuple(types), tuple(constants.items())), name)
 
-        def __getitem__(self, _grid: tuple[int, ...]) -> Any:
-            def start(*args: Any, **constants: Any) -> None:
-                types = (TYPES[arg.dtype if isinstance(arg, torch.Tensor) else type(arg)] for arg in args)
-                found.setdefault(Started(self.kernel, tuple(types), tuple(constants.items())), name)
-
-            return start
-
-    patches = [patch.object(module, kernel, Recorder(getattr(module, kernel))) for module, kernel in KERNELS]
-    patches += [patch("wholebatch.losses._door.check_kernel"), patch("wholebatch.losses._softmax.certified", bool)]
+    patches = [patch("wholebatch.kernels.launch.run", record)]
+    patches += [patch("wholebatch.contract.agree.check_kernel"), patch("wholebatch.nodes.shifts.no_underflow", bool)]
     patches.append(patch("wholebatch.kernels.launch.capability", return_value=divmod(capability, 10)))
     for of in patches:
         of.start()
     torch.manual_seed(0)
     x, y = (normalize(torch.randn(50, 520), dim=1).to(dtype).requires_grad_() for _ in range(2))
     made, _ = losses(x, y, torch.randint(0, 30, (50,)))
-    for name, loss in made.items():  # noqa: B007, which `start` reads
+    for name, loss in made.items():  # noqa: B007, which `record` reads
         for memory in ("flat", 2**24):
             loss(wb.functional, {"kernel": "triton", "memory": memory}).backward()
     for of in patches:
@@ -91,7 +81,7 @@ def started(dtype: torch.dtype, capability: int) -> dict[Started, str]:
 
 
 def compiled(of: Started, capability: int, **other: Any) -> dict[str, Any]:
-    """What its machine code has; with other constants than those, if given."""
+    """Return facts of the machine code, compiled with these constants or, if given, with `other` ones."""
     constants = dict(of.constants) | other
     options = {name: constants.pop(name) for name in OPTIONS}
     names = of.kernel.arg_names[: len(of.types)]
@@ -124,7 +114,7 @@ def compiled(of: Started, capability: int, **other: Any) -> dict[str, Any]:
     }
 
 
-# Of all that is started, what `make test` compiles: what differs most, on what differs most.
+# The forms that `make test` compiles: the most different ones, for the most different GPUs.
 SOME = {
     (torch.bfloat16, 90): ("clip", "siglip, ids excluded", "matryoshka", "partial_fc"),
     (torch.bfloat16, 100): ("nt_xent, ids",),
@@ -136,14 +126,16 @@ ALL = ((torch.bfloat16, (80, 89, 90, 100, 120)), (torch.float32, (80, 90, 100)),
 if __name__ == "__main__":
     for dtype, capabilities in ALL:
         for capability in capabilities:
+            if "--all" not in sys.argv and (dtype, capability) not in SOME:
+                continue
             for of, name in started(dtype, capability).items():
                 if "--all" in sys.argv or name in SOME.get((dtype, capability), ()):
                     found = compiled(of, capability)
                     print(json.dumps(of.describe(loss=name, dtype=str(dtype), **found)), flush=True)
-    # A tile with one column, of which the compiler makes a constant.
+    # A tile with one column, a number that the compiler takes for a constant.
     for of, name in started(torch.bfloat16, 90).items():
         if name == "clip" and not dict(of.constants).get("KEPT"):
             print(json.dumps(of.describe(loss=name, dtype="of one column", **compiled(of, 90, num_cols=1))), flush=True)
-    # And one whose part is too large: that is seen.
+    # A block that is too large must be reported as spilling.
     largest = next(of for of, name in started(torch.bfloat16, 90).items() if name == "clip, ids excluded")
     print(json.dumps(largest.describe(**compiled(largest, 90, BN=256))))

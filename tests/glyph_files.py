@@ -41,6 +41,6 @@ def write_pairs(folder: Path, name: str = "pairs.csv", *, faces: Sequence[str] =
 # A model and a split that fit this data set and a second.
 SMALL = [
     "--image-size", "16", "--validation-texts", "16", "--test-texts", "24", "--batch-size", "48",
-    "--model.image-width", "8", "--model.text-width", "32", "--model.feature-size", "32", "--model.text-buckets", "512",
-    "--warmup-steps", "2",
+    "--model.image-width", "8", "--model.text-width", "32", "--model.embedding-size", "32",
+    "--model.text-buckets", "512", "--warmup-steps", "2",
 ]  # fmt: skip

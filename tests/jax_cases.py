@@ -1,4 +1,4 @@
-"""What the JAX tests run over: the shared table's rows that both libraries have, and how the two are called alike.
+"""The cases of the JAX tests: the rows of the shared table that both libraries have, and one way to call both.
 
 With WHOLEBATCH_TEST_JAX=all (`make jax`) every row runs on every number and kind of devices, by every exchange.
 Otherwise plain losses and ArcFace run on every number of devices by every exchange, on automatic or explicit axes by
@@ -70,13 +70,13 @@ CASES = {name: LOSSES[name] for name in SHARED} | {
 
 
 def mesh_of(devices: int, kind: str = "explicit", axes: tuple[str, ...] = ("data",)) -> Mesh:
-    """Over the first devices; of two axes the second has two of them."""
+    """Return a mesh of the first devices; a second axis has two of them."""
     shape = (devices,) if len(axes) == 1 else (devices // 2, 2)
     return jax.make_mesh(shape, axes, axis_types=(KINDS[kind],) * len(axes), devices=jax.devices()[:devices])
 
 
 def settings_of(rows: list[str], whole: list[str]) -> list[tuple[str, int, str, str]]:
-    """For each of some rows of a table the settings to run on: those in `whole` on more of them."""
+    """Return the settings to run for each row of a table; rows in `whole` run on more settings."""
     given = []
     for turn, name in enumerate(rows):
         settings = SETTINGS if EVERYTHING else [SETTINGS[(turn + at) % len(SETTINGS)] for at in (0, 5)]
@@ -88,7 +88,7 @@ def settings_of(rows: list[str], whole: list[str]) -> list[tuple[str, int, str, 
 
 
 def assert_close(found: list[Any], expected: list[Any], value: float = 1e-12, gradient: float = 1e-10) -> None:
-    """The first is the loss; the others are gradients, relative to the largest entry of each."""
+    """Compare a loss and its gradients; a gradient's error is relative to its largest entry."""
     assert len(found) == len(expected)
     for at, (x, y) in enumerate(zip(found, expected, strict=True)):
         error = np.abs(x - y).max(initial=0) / max(1.0, np.abs(y).max(initial=0))
@@ -96,12 +96,12 @@ def assert_close(found: list[Any], expected: list[Any], value: float = 1e-12, gr
 
 
 def local_loss(x: Any, y: Any, scale: Any, exchange: Any = "ring") -> Any:
-    """CLIP of a device's rows, on an axis "data"."""
+    """Return CLIP's loss of a device's rows, on an axis "data"."""
     return wbj.clip_loss_local(x, y, scale, axis_name="data", exchange=exchange, tile=3)
 
 
 def encoder(params: Any, x: Any, key: Any = None) -> Any:
-    """Two layers, with dropout between them if there is a key."""
+    """Encode by two layers, with dropout between them if there is a key."""
     h = jnp.tanh(x @ params["w"])
     if key is not None:
         h = h * jax.random.bernoulli(key, 0.5, h.shape)
@@ -109,7 +109,7 @@ def encoder(params: Any, x: Any, key: Any = None) -> Any:
 
 
 def towers(rows: int = 24, dtype: Any = np.float64) -> tuple[dict[str, Any], Any, Any]:
-    """Parameters of that encoder, and two batches for it."""
+    """Return parameters of `encoder`, and two batches for it."""
     random = np.random.default_rng(0)
     params = {"w": random.normal(size=(5, 16)), "v": random.normal(size=(16, 6))}
     x, y = (jnp.asarray(random.normal(size=(rows, 5)), dtype) for _ in "xy")
@@ -120,23 +120,23 @@ COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|collective-perm
 
 
 def computations(text: str) -> dict[str, str]:
-    """The functions that a compiled program has, loops' bodies among them."""
+    """Return the functions of a compiled program, bodies of loops included."""
     found = re.findall(r"^(?:ENTRY )?%?(\S+) \([^\n]*\{\n(.*?)^\}", text, flags=re.MULTILINE | re.DOTALL)
     return dict(found)
 
 
 def compiled(loss: Callable[..., Any], *arrays: Any) -> Any:
-    """A loss and its gradient by the first array."""
+    """Compile a loss and its gradient with respect to the first array."""
     return jax.jit(jax.value_and_grad(loss)).lower(*arrays).compile()
 
 
 def temporary_bytes(loss: Callable[..., Any], *arrays: Any) -> int:
-    """What these allocate on each device beside inputs and outputs."""
+    """Return the bytes that a loss and its gradient allocate on each device beyond inputs and outputs."""
     return compiled(loss, *arrays).memory_analysis().temp_size_in_bytes
 
 
 def placed(mesh: Mesh, *shape: int) -> Any:
-    """Zeros, whose rows are split over the mesh."""
+    """Return zeros whose rows are split over the mesh."""
     return jax.device_put(jnp.zeros(shape, jnp.float32), jax.NamedSharding(mesh, jax.P("data")))
 
 
@@ -145,7 +145,7 @@ def as_jax(x: Any) -> Any:
 
 
 def as_module(of: Any = wbj, **settings: Any) -> SimpleNamespace:
-    """wholebatch.jax's functions, with settings that all of them have; softmax has no bias."""
+    """Return wholebatch.jax's functions with common settings; clip_loss ignores a bias."""
 
     def function(name: str) -> Callable[..., Any]:
         def loss(*args: Any, **options: Any) -> Any:
@@ -169,17 +169,17 @@ def values_and_gradients(
     functions: Any = None,
     **settings: Any,
 ) -> list[Any]:
-    """By JAX: the loss, and its gradients of the inputs that have one, the scale and the bias where it has them.
+    """Return JAX's loss, and its gradients with respect to the differentiable inputs, the scale and the bias.
 
     Args:
         case: a row of the table.
         inputs: its arrays.
-        scale: of the logits.
-        bias: likewise.
-        place: makes of an array one of JAX.
-        out: where results are to lie.
-        functions: instead of those of wholebatch.jax.
-        settings: of the function.
+        scale: the scale of the logits.
+        bias: their bias.
+        place: converts an array to JAX.
+        out: the sharding of the results.
+        functions: replaces the functions of wholebatch.jax.
+        settings: the settings of the function.
     """
     functions, arrays = functions or as_module(**settings), [place(x) for x in inputs]
 
@@ -199,13 +199,13 @@ def values_and_gradients(
 
 
 def shards(case: Case, rows: int, devices: int, *, seed: int = 0) -> list[Tensor]:
-    """A batch of so many rows; other inputs have what the table gives them for that many ranks."""
+    """Return a batch of so many rows, with the table's other inputs for that many ranks."""
     counts = tuple(rows // devices + (rank < rows % devices) for rank in range(devices))
     return whole_batch(case, counts, seed=seed)
 
 
 def by_torch(functions: Any, case: Case, inputs: list[Tensor], scale: float, bias: float) -> list[Any]:
-    """The same by PyTorch, in one process."""
+    """Return PyTorch's loss and gradients, in one process."""
     leaves = [x.detach().clone() for x in inputs]
     wanted = [leaves[position].requires_grad_() for position in case.differentiable]
     scalars = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (scale, bias)]
@@ -214,6 +214,6 @@ def by_torch(functions: Any, case: Case, inputs: list[Tensor], scale: float, bia
     return [x.detach().numpy() for x in (loss, *torch.autograd.grad(loss, of))]
 
 
-def twin(case: Case, inputs: list[Tensor], scale: float, bias: float) -> list[Any]:
-    """By the dense twin."""
+def by_reference(case: Case, inputs: list[Tensor], scale: float, bias: float) -> list[Any]:
+    """Return the loss and gradients of the reference implementation."""
     return by_torch(wb.reference, case, inputs, scale, bias)

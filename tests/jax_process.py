@@ -1,7 +1,7 @@
 """One of several JAX processes that share a batch, as test_jax_processes starts them: jax_process.py RANK SIZE PORT.
 
-Each sees the rows of its own devices alone, as on a cluster. The witness is the dense twin, which each has whole; of an
-encoder in chunks and a sample of classes, the same on one device.
+Each process holds the rows of its own devices alone, as on a cluster. Results are compared with the dense reference,
+which each process computes on the whole batch; for an encoder in chunks and a sample of classes, with one device.
 """
 
 import sys
@@ -20,11 +20,11 @@ from jax_cases import (  # noqa: E402
     SCALE,
     as_jax,
     assert_close,
+    by_reference,
     encoder,
     mesh_of,
     shards,
     towers,
-    twin,
     values_and_gradients,
 )
 from loss_cases import BIAS  # noqa: E402
@@ -37,10 +37,10 @@ assert len(jax.local_devices()) < jax.device_count()
 
 
 def local_rows(x):
-    """A global array, of which this process gives what its devices have."""
+    """Return a global array, of which this process provides the rows of its devices."""
     x = np.asarray(as_jax(x))
     if len(x) % jax.device_count():
-        return x  # the same everywhere
+        return x  # replicated
     return jax.make_array_from_callback(x.shape, split, lambda index: x[index])
 
 
@@ -49,7 +49,7 @@ ROWS = {"clip, ids, weights": 12, "info_nce, few negatives": 12, "nt_xent": 12, 
 
 
 def exchanges(at):
-    """By turns, unless everything is to be run."""
+    """Return one setting by turns, or all of them if everything runs."""
     return EXCHANGES if EVERYTHING else EXCHANGES[(at + size) % 2 :][:1]
 
 
@@ -58,7 +58,9 @@ for at, (name, rows) in enumerate(ROWS.items()):
         case = CASES[name]
         inputs = shards(case, rows, 4)
         settings = {"place": local_rows, "out": everywhere, "mesh": mesh, "exchange": exchange, "tile": 3}
-        assert_close(values_and_gradients(case, inputs, SCALE, BIAS, **settings), twin(case, inputs, SCALE, BIAS))
+        assert_close(
+            values_and_gradients(case, inputs, SCALE, BIAS, **settings), by_reference(case, inputs, SCALE, BIAS)
+        )
 
 random = np.random.default_rng(1)
 params, x, _ = towers()
@@ -66,7 +68,7 @@ centers, labels = random.normal(size=(12, 6)), random.integers(0, 12, 24)
 
 
 def loss(params, x, labels, centers, encode, **settings):
-    """PartialFC of what an encoder makes."""
+    """Return PartialFC's loss of an encoder's embeddings."""
     return wbj.partial_fc_loss(encode(params, x), labels, centers, sample_rate=0.5, key=jax.random.key(0), **settings)
 
 

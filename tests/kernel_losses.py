@@ -1,4 +1,4 @@
-"""Every loss that kernels compute, in every form that starts them in another way: what their tests go through."""
+"""Every loss that kernels compute, in every form that starts them differently: the cases of the kernels' tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import wholebatch as wb
 
 
 def losses(x, y, ids, scale=14.3):
-    """By name, functions of a module of losses and its options; and the scale that some of them learn."""
+    """Return by name functions of a module of losses and its options, and the scale that some of them learn."""
     scale = torch.tensor(scale, dtype=torch.float64, device=x.device, requires_grad=True)
     labels = torch.arange(len(x), device=x.device) % 4
     several = torch.stack([ids, torch.where(ids % 2 == 0, (ids + 1) % 30, -100)], dim=1)
@@ -57,5 +57,5 @@ def losses(x, y, ids, scale=14.3):
 
 
 def learns_its_scale(name):
-    """Whether it is the scale that `losses` returns."""
+    """Whether the loss depends on the scale that `losses` returns."""
     return name.split(",")[0] in ("clip", "info_nce", "siglip", "moco", "matryoshka")

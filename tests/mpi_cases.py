@@ -75,7 +75,7 @@ def launched_without_a_group():
     if MPI.COMM_WORLD.Get_size() > 1:
         assert any(name in os.environ for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE"))
         with pytest.raises(
-            ValueError, match=r"each would take its own rows.*group=wholebatch.comm.MPICommunicator\(\)"
+            ValueError, match=r"each would take its local rows.*group=wholebatch.comm.MPICommunicator\(\)"
         ):
             wb.functional.clip_loss(torch.ones(2, 2), torch.ones(2, 2), 1.0)
 

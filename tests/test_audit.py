@@ -1,4 +1,4 @@
-"""The audit: right problems pass, each planted mistake is found and named, mistakes of the user's are said clearly."""
+"""The audit: right problems pass, each planted mistake is named, and mistakes of the user's are reported clearly."""
 
 import json
 import math
@@ -10,6 +10,8 @@ import time
 from functools import partial
 from pathlib import Path
 
+import audit_failures
+import audit_mistakes
 import audit_problems
 import pytest
 import torch
@@ -20,8 +22,9 @@ from wholebatch.auditing import presets
 from wholebatch.auditing.summary import markdown, summarize
 from wholebatch.testing import assert_exact
 
+MODULES = (audit_problems, audit_mistakes, audit_failures)
 RIGHT = [name for name in vars(audit_problems) if name.startswith("right_")]
-# What is planted, and what it should be called.
+# The planted mistake, and the expected cause.
 PLANTED = {
     "everything_times_w": "everything-times-w",
     "everything_times_w_sum": "everything-times-w",
@@ -29,7 +32,7 @@ PLANTED = {
     "everything_over_w": "everything-over-w",
     "gather_without_gradient": "gather-without-gradient",
     "key_side_missing": "key-side-missing",
-    "key_side_missing_own": "key-side-missing",
+    "key_side_missing_local": "key-side-missing",
     "key_side_missing_everywhere": "key-side-missing",
     "gather_averages": "gather-averages",
     "gather_averages_all": "gather-averages",
@@ -46,14 +49,14 @@ PLANTED = {
     "views_interleaved": "rank-order-mixed",
     "micro_batches": "micro-batches",
     "micro_batches_reference": "micro-batches",
-    "own_weights": "own-statistics",
-    "own_statistics": "own-statistics",
-    "another_loss": "another-loss",
-    "another_loss_than_the_reference": "another-loss",
+    "local_weights": "local-statistics",
+    "local_statistics": "local-statistics",
+    "loss_differs": "loss-differs",
+    "loss_differs_from_the_reference": "loss-differs",
     "no_gradient": "no-gradient",
     "no_gradient_anywhere": "no-gradient",
     "batch_statistics": "batch-statistics",
-    "ranks_count_alike": "ranks-count-alike",
+    "mean_of_means": "mean-of-means",
     "rows_dropped": "rows-dropped",
     "rows_repeated": "rows-repeated",
     "dropout_not_replayed": "dropout-not-replayed",
@@ -68,11 +71,11 @@ PLANTED = {
     "ring_without_gradient": "gather-without-gradient",
     "detached_and_gather_without_gradient": "gather-without-gradient",
     "batch_statistics_and_noise": "batch-statistics",
-    "thirteen_rows_count_alike": "ranks-count-alike",
+    "thirteen_rows_mean_of_means": "mean-of-means",
     "not_reduced": "not-reduced",
     "not_reduced_nan": "not-reduced",
     "bypassed": "not-reduced",
-    "scaled_alike": "scaled-alike",
+    "uniform_scaling": "uniform-scaling",
     "scale_times_steps_in_float32": "scale-times-steps",
     "not_of_its_loss": "not-of-its-loss",
     "sharded_times_w": "everything-times-w",
@@ -80,15 +83,15 @@ PLANTED = {
 
 
 def problem(name):
-    return getattr(audit_problems, name)
+    return next(getattr(module, name) for module in MODULES if hasattr(module, name))
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_what_is_right_passes(name):
+def test_right_problems_pass(name):
     report = wb.audit(problem(name), (1, 2, 3, 4))
     assert report.exact, report
     assert not report.causes
-    # Not by looking away: every group, on every number of ranks.
+    # Every group was compared, on every number of ranks.
     groups = {row.name for row in report.rows if row.kind == "parameters"}
     assert {"image", "text", "log_scale"} <= groups
     for size in (1, 2, 3, 4):
@@ -96,7 +99,7 @@ def test_what_is_right_passes(name):
 
 
 @pytest.mark.parametrize(("name", "cause"), PLANTED.items(), ids=PLANTED)
-def test_what_is_wrong_is_named(name, cause):
+def test_each_planted_mistake_is_named(name, cause):
     report = wb.audit(problem(name))
     assert report.causes == (cause,), report
     assert not report.exact
@@ -106,14 +109,14 @@ def test_what_is_wrong_is_named(name, cause):
 
 
 @pytest.mark.parametrize("name", ["values_differ", "detached", "detached_first_call", "unused"])
-def test_what_is_worth_knowing_is_said_and_is_not_wrong(name):
+def test_notes_are_reported_and_do_not_fail_the_audit(name):
     report = wb.audit(problem(name))
     assert report.exact, report
     assert name.replace("_first_call", "").replace("_", "-") in [finding.cause.name for finding in report.findings]
 
 
 @pytest.mark.parametrize("setting", presets.settings("wholebatch"))
-def test_no_false_alarm_about_what_this_library_does(setting):
+def test_no_false_alarm_on_this_library(setting):
     report = wb.audit(presets.settings("wholebatch")[setting], (1, 2, 3, 4))
     assert report.exact, report
     uneven = {row.counts for row in report.rows if len(set(row.counts)) > 1}
@@ -123,22 +126,22 @@ def test_no_false_alarm_about_what_this_library_does(setting):
 
 
 def test_micro_batches_are_seen_on_one_process():
-    """Whose gradient is that of their own losses."""
-    report = wb.audit(audit_problems.micro_batches, (1,))
+    """The gradient of micro-batches is right for their losses, which the audit reports as worth knowing."""
+    report = wb.audit(audit_mistakes.micro_batches, (1,))
     assert report.exact
     (finding,) = report.findings
     assert finding.cause.name == "micro-batches"
     assert "2 backward passes, and on one process the loss is" in finding.evidence
 
 
-def test_who_raises_is_said():
-    (finding,) = wb.audit(audit_problems.raises_on_ranks, (2,)).findings
+def test_the_rank_that_raises_is_named():
+    (finding,) = wb.audit(audit_failures.raises_on_ranks, (2,)).findings
     assert finding.evidence.startswith("rank 1: KeyError: 'rank 1 has no such thing' (File")
 
 
-# What the figures are, where they are known.
+# Figures that algebra gives.
 def test_ratios_are_those_of_the_algebra():
-    report = wb.audit(audit_problems.gather_without_gradient, (2, 4))
+    report = wb.audit(audit_mistakes.gather_without_gradient, (2, 4))
     for size in (2, 4):
         counts = (12 // size,) * size
         for group in ("image", "text", "images", "texts"):
@@ -147,15 +150,15 @@ def test_ratios_are_those_of_the_algebra():
             assert math.isclose(row.comparison.cosine, 1, rel_tol=1e-9)
             assert row.verdict == f"x {1 / size}"
         assert report.row("log_scale", counts).exact
-    wrong = wb.audit(audit_problems.key_side_missing, (2,)).row("image", (6, 6))
+    wrong = wb.audit(audit_mistakes.key_side_missing, (2,)).row("image", (6, 6))
     assert wrong.comparison.cosine < 0.99
     assert wrong.verdict == "wrong direction"
 
 
-def test_the_gradient_of_a_wrong_recipe_is_the_one_that_is_reported():
-    """Key side missing: by hand, each rank's own rows against the others' features held constant."""
+def test_the_reported_figures_of_a_wrong_recipe_are_those_computed_by_hand():
+    """Compute key-side-missing by hand: each rank's local rows against constant features of others."""
     torch.manual_seed(0)
-    planted = audit_problems.key_side_missing()
+    planted = audit_mistakes.key_side_missing()
     model = planted.model.double()
     images, texts = (x.double() for x in planted.batch.values())
     true = torch.autograd.grad(audit_problems.clip(*model(images, texts)), list(model.image.parameters()))
@@ -169,13 +172,13 @@ def test_the_gradient_of_a_wrong_recipe_is_the_one_that_is_reported():
         losses.append((ce(scale * x @ all_y.T, labels) + ce(scale * y @ all_x.T, labels)) / 2)
     wrong = torch.autograd.grad(sum(losses) / 2, list(model.image.parameters()))
     g, t = (torch.cat([x.flatten() for x in of]) for of in (wrong, true))
-    row = wb.audit(audit_problems.key_side_missing, (2,)).row("image", (6, 6))
+    row = wb.audit(audit_mistakes.key_side_missing, (2,)).row("image", (6, 6))
     assert math.isclose(row.comparison.ratio, (g @ t / (t @ t)).item(), rel_tol=1e-9)
     assert math.isclose(row.comparison.error, ((g - t).norm() / t.norm()).item(), rel_tol=1e-9)
 
 
 @pytest.mark.parametrize("rank_count", [2, 3])
-def test_recipes(rank_count):
+def test_recipes_have_their_known_causes(rank_count):
     found = {
         setting: summarize(wb.audit(of, (1, rank_count), name=setting))
         for setting, of in presets.settings("recipes").items()
@@ -194,25 +197,25 @@ def test_recipes(rank_count):
     )
 
 
-def test_where_a_model_wants_float32_it_gets_it():
-    report = wb.audit(audit_problems.only_float32)
+def test_a_model_that_needs_float32_is_audited_in_float32():
+    report = wb.audit(audit_failures.only_float32)
     assert report.exact, report
     assert report.dtype == "float32"
     assert any("float32" in note for note in report.notes)
-    # and what is wrong is wrong there, too
-    assert wb.audit(audit_problems.gather_without_gradient, dtype=torch.float32).causes == ("gather-without-gradient",)
-    assert wb.audit(audit_problems.scale_times_steps, dtype=torch.float32).causes == ("scale-times-steps",)
+    # mistakes are found in float32, too
+    assert wb.audit(audit_mistakes.gather_without_gradient, dtype=torch.float32).causes == ("gather-without-gradient",)
+    assert wb.audit(audit_mistakes.scale_times_steps, dtype=torch.float32).causes == ("scale-times-steps",)
 
 
-def test_what_is_printed_is_left_out_and_said(capfd):
-    report = wb.audit(audit_problems.prints, (1, 2))
+def test_output_of_the_problem_is_suppressed_with_a_note(capfd):
+    report = wb.audit(audit_failures.prints, (1, 2))
     assert report.exact
     assert any("loading the data set" in note for note in report.notes)
     assert capfd.readouterr().out == ""
 
 
 def test_rows_that_cannot_be_split_evenly_are_left_out():
-    report = wb.audit(audit_problems.thirteen_rows)
+    report = wb.audit(audit_failures.thirteen_rows)
     assert any("first 12 of 13 rows" in note for note in report.notes)
     assert {sum(row.counts) for row in report.rows} == {12}
 
@@ -226,10 +229,10 @@ MISTAKES = {
     "two_things": r"must be a function .* returns wholebatch.Problem\(model, batch, loss\).* it returned a tuple of 2",
     "uneven_rows": r"must have the same rows, got \{'images': 4, 'texts': 5\}",
     "few_rows": "cannot be split evenly over 1, 2 and 3 ranks: give it a multiple of 6 rows",
-    "raises": r"KeyError: 'no such thing' \(File .*audit_problems.py",
+    "raises": r"KeyError: 'no such thing' \(File .*audit_failures.py",
     "no_loss": "has no gradient; if it calls backward",
     "backward_in_the_loss": r"loss\(model, batch\) has called backward\(\) itself: give it as step=",
-    "no_such_file": r"the factory raised FileNotFoundError: .*'no such file' \(File .*audit_problems.py.*, line",
+    "no_such_file": r"the factory raised FileNotFoundError: .*'no such file' \(File .*audit_failures.py.*, line",
     "drawn_everywhere": "draws random numbers, in evaluation mode, too",
     "no_rows": "must hold tensors, or lists, with a row for each example",
     "no_parameters": "no parameters that need a gradient",
@@ -249,7 +252,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("name", "message"), MISTAKES.items(), ids=MISTAKES)
-def test_mistakes_are_said(name, message):
+def test_invalid_problems_are_reported(name, message):
     with pytest.raises(ValueError, match=message):
         wb.audit(problem(name))
 
@@ -270,7 +273,7 @@ def test_mistakes_are_said(name, message):
         (("./audit_problems.py:right_local",), "as in an import"),
     ],
 )
-def test_arguments_that_are_not_what_they_should_be(arguments, message):
+def test_invalid_arguments_are_reported(arguments, message):
     with pytest.raises(ValueError, match=message):
         wb.audit(*arguments)
     with pytest.raises(ValueError, match="dtype must be"):
@@ -279,7 +282,7 @@ def test_arguments_that_are_not_what_they_should_be(arguments, message):
         wb.audit(audit_problems.right_local, tolerance=2.0)
 
 
-def test_a_module_that_cannot_be_imported(tmp_path, monkeypatch):
+def test_a_module_that_cannot_be_imported_is_reported(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "leaves.py").write_text("raise SystemExit(4)")
     (tmp_path / "needs.py").write_text("import surely_not_installed")
@@ -294,7 +297,7 @@ def test_a_module_that_cannot_be_imported(tmp_path, monkeypatch):
 
 
 def children_of_server():
-    """Processes that the server of `run_ranks` has started and that are still there."""
+    """Return the names of running processes that the server of `run_ranks` has started."""
     server = multiprocessing.forkserver._forkserver._forkserver_pid
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -310,12 +313,12 @@ def children_of_server():
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes as Linux shows them")
 def test_no_process_is_left_behind():
-    report = wb.audit(audit_problems.hangs, (1, 2), timeout_s=5)
+    report = wb.audit(audit_failures.hangs, (1, 2), timeout_s=5)
     assert report.causes == ("hangs",)
     (finding,) = report.findings
     places = finding.evidence.split("; ")
     assert [place[:10] for place in places] == ["rank 0 is ", "rank 1 is "]
-    assert all("audit_problems.py" in place and place.endswith("in loss") for place in places)
+    assert all("audit_failures.py" in place and place.endswith("in loss") for place in places)
     for name in ("dies", "raises_on_ranks", "exits"):
         try:
             wb.audit(problem(name), (1, 2))
@@ -329,7 +332,7 @@ def test_no_process_is_left_behind():
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes as Linux shows them")
 def test_ranks_end_with_the_process_that_audits(tmp_path):
-    """Killed from outside, as continuous integration does when time is up."""
+    """Kill the audit from outside, as continuous integration does after a time limit."""
     (tmp_path / "endless.py").write_text(
         "import os, pathlib, time, torch, wholebatch as wb\n"
         "def problem():\n"
@@ -348,7 +351,7 @@ def test_ranks_end_with_the_process_that_audits(tmp_path):
         time.sleep(0.1)
 
 
-def test_what_a_library_in_c_prints_does_not_reach_json(tmp_path):
+def test_output_of_a_c_library_does_not_reach_json(tmp_path):
     (tmp_path / "loud.py").write_text(
         "import os, sys\n"
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
@@ -369,31 +372,31 @@ def test_what_a_library_in_c_prints_does_not_reach_json(tmp_path):
     assert json.loads(completed.stdout)["exact"] is True
 
 
-def test_assert_exact():
+def test_assert_exact_fails_with_the_report():
     assert_exact(audit_problems.right_local, (1, 2))
     with pytest.raises(AssertionError, match=r"scale-times-w: .*\n.*seen on 2 ranks .6 \+ 6., log_scale"):
-        assert_exact(audit_problems.scale_times_w, (1, 2))
+        assert_exact(audit_mistakes.scale_times_w, (1, 2))
 
 
-def test_a_problem_made_by_a_partial_or_a_lambda():
+def test_a_factory_may_be_a_partial_or_a_lambda():
     assert wb.audit(partial(audit_problems.problem, wb.CLIPLoss(), rows=6), (1, 2)).exact
     assert wb.audit(lambda: audit_problems.problem(wb.CLIPLoss(), rows=6), (1, 2)).exact
 
 
 # The command line.
-def test_exit_codes(capsys, monkeypatch):
+def test_exit_codes_and_messages_of_the_command(capsys, monkeypatch):
     monkeypatch.chdir(Path(__file__).parent)
     assert main(["audit", "audit_problems:right_local", "--ranks", "1", "2"]) == 0
     out = capsys.readouterr().out
     assert "every gradient is that of one process" in out
     assert "values-differ" in out
-    assert main(["audit", "audit_problems:scale_times_w", "--ranks", "1", "2", "--json"]) == 1
+    assert main(["audit", "audit_mistakes:scale_times_w", "--ranks", "1", "2", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["causes"] == ["scale-times-w"]
     assert report["exact"] is False
     (row,) = (row for row in report["rows"] if row["name"] == "log_scale" and row["counts"] == [6, 6])
     assert math.isclose(row["ratio"], 2)
-    assert main(["audit", "audit_problems:needs_cuda"]) == 2
+    assert main(["audit", "audit_failures:needs_cuda"]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("wholebatch audit: error: the factory asks for a GPU")
     assert len(captured.err.splitlines()) == 1
@@ -402,7 +405,7 @@ def test_exit_codes(capsys, monkeypatch):
         (["audit_problems:right_local", "--preset", "recipes"], "one of the two"),
         (["--preset", "openclip"], "there is no preset 'openclip'; choose one of: recipes, open_clip"),
         (["--preset", "recipes", "--setting", "nothing like it"], "has 'nothing like it' in its name"),
-        (["audit_problems:right_local", "--markdown"], "--markdown is of presets"),
+        (["audit_problems:right_local", "--markdown"], "--markdown needs --preset"),
     ):
         assert main(["audit", *arguments]) == 2
         assert message in capsys.readouterr().err
@@ -418,7 +421,7 @@ def test_exit_codes(capsys, monkeypatch):
     assert "run it without torchrun" in completed.stderr
 
 
-def test_a_preset_in_a_table_in_markdown_and_in_full(capsys):
+def test_presets_print_in_full_or_in_markdown(capsys):
     assert main(["audit", "--preset", "recipes", "--setting", "ED4CT", "--ranks", "1", "2"]) == 0
     assert "input images" in capsys.readouterr().out
     assert main(["audit", "--preset", "recipes", "--ranks", "2", "--setting", "times W", "--markdown"]) == 1

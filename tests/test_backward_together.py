@@ -17,7 +17,7 @@ import wholebatch as wb
 from wholebatch.comm import CommunicationError
 from wholebatch.comm.statement import HEADER_BYTES, NoStatementError, decode, encode
 from wholebatch.comm.torch_distributed import TorchTransport
-from wholebatch.losses import _backward, _door
+from wholebatch.contract import latest_call, reduction
 from wholebatch.testing import RankError, run_ranks
 
 
@@ -30,7 +30,7 @@ def test_faults_are_told_to_all_ranks_or_do_no_harm():
 
 def uncompared_body(configurations):
     """The same faults with losses whose backward passes compare nothing."""
-    _door.together = lambda loss, *_args, **_options: loss
+    reduction.together = lambda loss, *_args, **_options: loss
     return order.one_of(configurations)
 
 
@@ -113,7 +113,7 @@ def of_its_own_body():
         for _ in range(3):
             wb.functional.clip_loss(x, x, 2.0, group=alone).backward()
     wb.functional.clip_loss(x, x, 2.0).backward()
-    return _backward.latest_call()
+    return latest_call()
 
 
 def test_calls_are_numbered_alike():
@@ -132,7 +132,7 @@ CALLS = {
     ),
     "split": (lambda _x: wb.comm.TorchCommunicator().split(colour=1), r"missing a required argument: 'color'"),
     "handshake": (
-        lambda _x: wb.comm.handshake(wb.comm.TorchCommunicator(), dict),
+        lambda _x: wb.comm.TorchCommunicator().handshake(dict),
         r"missing a required (keyword-only )?argument: 'caller'",
     ),
     "queue": (lambda _x: wb.KeyQueue(8, 4).enqueue(), r"missing a required argument: 'keys'"),
@@ -150,7 +150,7 @@ def wrong_call_body(name):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_arguments_that_do_not_fit_are_told_to_all_ranks(name):
+def test_arguments_that_do_not_fit_raise_on_all_ranks(name):
     texts = run_ranks(wrong_call_body, 2, name, timeout_s=30)
     for text in texts:
         assert re.search(CALLS[name][1], text), text
@@ -165,8 +165,8 @@ def test_arguments_that_do_not_fit_on_one_process():
 def test_facts_of_any_name():
     """A handshake's own words are not mixed with the facts that it carries."""
     comm, facts = wb.comm.LocalCommunicator(), {"complaint": "x", "caller": 3, "length": 5, "kind of complaint": 1}
-    assert wb.comm.handshake(comm, lambda: facts, caller="test") == [facts]
-    assert wb.comm.handshake(comm, lambda: {"x": float("nan")}, caller="test", must_match=["x"])
+    assert comm.handshake(lambda: facts, caller="test") == [facts]
+    assert comm.handshake(lambda: {"x": float("nan")}, caller="test", must_match=["x"])
 
 
 def test_a_statement_is_told_from_data():

@@ -1,4 +1,4 @@
-"""Every mistake is a ValueError that shows expected and got, on every rank, whichever rank made it; nothing hangs."""
+"""Every mistake raises ValueError with the accepted and the given value, on every rank; nothing hangs."""
 
 import warnings
 
@@ -20,7 +20,7 @@ def nested():
         return torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(1, 4)])
 
 
-# What rank 1 passes in the place of (features, features, 10.0), and what every rank must then say.
+# The arguments of rank 1 instead of (features, features, 10.0), and the message that every rank must then raise.
 MISTAKES = {
     "rows differ": (lambda: (features(3), features(2), 10.0), r"same shape, got \(3, 4\) and \(2, 4\)"),
     "width differs": (lambda: (features(d=4), features(d=5), 10.0), r"same shape, got \(3, 4\) and \(3, 5\)"),
@@ -46,14 +46,14 @@ MISTAKES = {
     "not a matrix": (lambda: (features()[0], features(), 10.0), r"image_features must have shape .* got \(4,\)"),
     "no features": (lambda: (features(d=0), features(d=0), 10.0), r"feature size >= 1, got \(3, 0\)"),
     "integers": (lambda: (torch.ones(3, 4).long(), features(), 10.0), "must be float64, .* got torch.int64"),
-    "no tensor": (lambda: ([[1.0]], features(), 10.0), "must be a tensor .* got list"),
+    "no tensor": (lambda: ([[1.0]], features(), 10.0), r"must be a tensor .* got \[\[1.0\]\] \(list\)"),
     "NaN": (lambda: (features() / 0 * 0, features(), 10.0), "image_features must be finite, .* nan"),
     "infinite": (lambda: (features(), features().fill_(float("inf")), 10.0), "text_features must be finite.*inf"),
     "scale vector": (lambda: (features(), features(), torch.ones(2)), r"logit_scale must be .* got shape \(2,\)"),
     "scale matrix": (lambda: (features(), features(), torch.ones(1, 1)), r"logit_scale must be .* got shape \(1, 1\)"),
     "scale integer": (lambda: (features(), features(), torch.tensor(3)), "floating-point tensor.*torch.int64"),
     "scale NaN": (lambda: (features(), features(), float("nan")), "logit_scale must be finite, got nan"),
-    "scale None": (lambda: (features(), features(), None), "logit_scale must be a number .* got NoneType"),
+    "scale None": (lambda: (features(), features(), None), "logit_scale must be a number .* got None"),
     "scale differs across ranks": (
         lambda: (features(), features(), 11.0),
         r"logit_scale must be the same.*\[10.0, 11.0",
@@ -116,11 +116,11 @@ def option_mistakes_body():
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_options(world_size):
+def test_a_wrong_option_is_refused_by_function_and_module(world_size):
     run_ranks(option_mistakes_body, world_size, timeout_s=30)
 
 
-# A call of each loss that is right, and what rank 1 passes instead: by keyword, for every argument that is new.
+# A valid call of each loss; and the keywords of rank 1 instead, for every argument that is not tested yet.
 CALLS = {
     "info_nce_loss": lambda **wrong: wb.functional.info_nce_loss(
         **{"queries": features(), "keys": features(), "logit_scale": 10.0, "negatives": features(2)} | wrong
@@ -190,16 +190,16 @@ NEW_MISTAKES = [
         r"arguments that are given .* passes shape \(0, d\), not None\) must be the same",
     ),
     ("info_nce_loss", {"keys": features(2)}, "keys must have at least as many rows as queries, got 2 and 3"),
-    ("info_nce_loss", {"keys": None}, "keys must be a tensor .* got NoneType"),
+    ("info_nce_loss", {"keys": None}, "keys must be a tensor .* got None"),
     ("info_nce_loss", {"logit_scale": torch.ones(2)}, "logit_scale must be a number"),
     ("nt_xent_loss", {"temperature": 0.0}, "temperature must be positive, got 0.0"),
     ("nt_xent_loss", {"temperature": -1.0}, "temperature must be positive, got -1.0"),
     ("nt_xent_loss", {"temperature": torch.tensor(-0.1)}, "temperature must be positive"),
     ("nt_xent_loss", {"temperature": float("nan")}, "temperature must be finite"),
-    ("nt_xent_loss", {"temperature": "cold"}, "temperature must be a number .* got str"),
+    ("nt_xent_loss", {"temperature": "cold"}, r"temperature must be a number .* got 'cold' \(str\)"),
     ("nt_xent_loss", {"temperature": 0.2}, r"temperature must be the same on all ranks, got \[0.1, 0.2"),
     ("nt_xent_loss", {"z1": features(2)}, r"z0 and z1 must have the same shape, got \(3, 4\) and \(2, 4\)"),
-    ("siglip_loss", {"logit_bias": None}, "logit_bias must be a number .* got NoneType"),
+    ("siglip_loss", {"logit_bias": None}, "logit_bias must be a number .* got None"),
     ("siglip_loss", {"logit_bias": -2.0}, r"logit_bias must be the same on all ranks, got \[-1.0, -2.0"),
     ("siglip_loss", {"text_features": features(2)}, "must have the same shape"),
     *(
@@ -220,7 +220,7 @@ NEW_MISTAKES = [
         for name in SWEEPS
     ),
     *((name, {"weights": -torch.ones(3)}, r"arguments that are given|weights must not be negative") for name in SWEEPS),
-    *((name, {"weights": [1, 1, 1]}, "weights must be a floating-point tensor, .* got list") for name in SWEEPS),
+    *((name, {"weights": [1, 1, 1]}, r"weights must be a floating-point tensor, .*1, 1\] \(list\)") for name in SWEEPS),
     *((name, {"weights": torch.ones(3) / 0}, "weights must be finite, got inf") for name in SWEEPS),
     *(
         (name, {"labels": torch.zeros(2).long()}, r"labels must have shape \(3,\), one integer for each")
@@ -230,7 +230,7 @@ NEW_MISTAKES = [
         (name, {"labels": torch.zeros(3)}, "labels must be a tensor of integers, .* got torch.float32")
         for name in LABELED
     ),
-    *((name, {"labels": None}, "labels must be a tensor of integers, .* got NoneType") for name in LABELED),
+    *((name, {"labels": None}, "labels must be a tensor of integers, .* got None") for name in LABELED),
     *((name, {"labels": torch.zeros(3, 1).long()}, r"one integer for each row .* got \(3, 1\)") for name in LABELED),
     *((name, {"ids": torch.zeros(3)}, "ids must be a tensor of integers") for name in ("clip_loss", "nt_xent_loss")),
     *((name, {"weights": torch.ones(3, device="meta")}, "weights must be a dense tensor with data") for name in SWEEPS),
@@ -244,7 +244,11 @@ NEW_MISTAKES = [
     ("siglip_loss", {"equal_ids": "ignored"}, "equal_ids must be one of 'positive', 'excluded'; got 'ignored'"),
     ("clip_loss", {"ids": torch.zeros(3).long()}, "arguments that are given"),
     ("info_nce_loss", {"directions": ("query_to_query",)}, "must have 'query_to_key' or 'key_to_query' among them"),
-    ("info_nce_loss", {"directions": ("key_to_query",), "hardness": 1.0}, "hardness is that of query_to_key"),
+    (
+        "info_nce_loss",
+        {"directions": ("key_to_query",), "hardness": 1.0},
+        "hardness requires .query_to_key.",
+    ),
     ("info_nce_loss", {"hardness": -1.0}, "hardness must not be negative, got -1.0"),
     ("info_nce_loss", {"directions": ("query_to_key",) * 2}, "directions must be different"),
     ("info_nce_loss", {"directions": ("query_to_key", "sideways")}, "directions must be one of 'query_to_key', .*way"),
@@ -289,8 +293,7 @@ NEW_MISTAKES = [
     ("vicreg_loss", {"invariance": -1.0}, "invariance must not be negative, got -1.0"),
     ("barlow_twins_loss", {"redundancy": -1.0}, "redundancy must not be negative, got -1.0"),
     ("matryoshka_loss", {"symmetric": 1}, "symmetric must be True or False, got 1"),
-    ("clip_loss", {"return_statistics": 1}, "return_statistics must be True or False, got 1"),
-    ("clip_loss", {"label_smoothing": True}, "label_smoothing must be a number, got bool"),
+    ("clip_loss", {"label_smoothing": True}, r"label_smoothing must be a number, got True \(bool\)"),
     ("clip_loss", {"logit_scale": 10**400}, "logit_scale must be finite, got inf"),
     ("clip_loss", {"sync": torch.ones(3)}, "sync must be 'mean' .* got Tensor"),
     ("clip_loss", {"exchange": ["gather"]}, "exchange must be one of .* got .'gather'."),
@@ -343,7 +346,7 @@ def test_every_argument_of_every_loss():
 
 
 def empty_body():
-    """All ranks empty is an error; a loss whose negatives alone are empty is not."""
+    """A batch that is empty on all ranks raises; a loss without negatives does not."""
     none = features(0)
     empty = "the global batch is empty"
     with pytest.raises(ValueError, match=empty):
@@ -373,7 +376,7 @@ def test_empty_batches_and_rings_of_any_size(world_size):
 
 
 @pytest.mark.parametrize("name", ["CLIPLoss", "InfoNCELoss", "NTXentLoss", "SigLIPLoss"])
-def test_modules_refuse_what_does_not_exist_when_they_are_made(name):
+def test_modules_check_their_options_when_they_are_made(name):
     for options, message in (
         ({"sync": "average"}, "sync must be"),
         ({"exchange": "teleport"}, "exchange must be one of"),
@@ -408,8 +411,7 @@ def test_modules_refuse_what_does_not_exist_when_they_are_made(name):
         ("KeyQueue", {"size": 4, "width": 4, "dtype": torch.bool}, "dtype must be .* got torch.bool"),
         ("KeyQueue", {"size": 4, "width": 4, "group": "world"}, "group must be .* got str"),
         ("CLIPLoss", {"group": "world"}, "group must be .* got str"),
-        ("CLIPLoss", {"return_statistics": "yes"}, "return_statistics must be True or False, got 'yes'"),
-        ("CLIPLoss", {"label_smoothing": True}, "label_smoothing must be a number, got bool"),
+        ("CLIPLoss", {"label_smoothing": True}, r"label_smoothing must be a number, got True \(bool\)"),
         ("TripletLoss", {"normalize": "no"}, "normalize must be True or False, got 'no'"),
         ("TripletLoss", {"smooth": 1}, "smooth must be True or False, got 1"),
         ("TripletLoss", {"margin": -0.1}, "margin must not be negative, got -0.1"),
@@ -462,13 +464,13 @@ def whole_batch_mistakes_body():
             wb.WholeBatch(torch.mean, **options)
 
 
-def test_what_is_no_loss_function():
-    with pytest.raises(ValueError, match="loss_fn must be callable, got NoneType"):
+def test_loss_fn_must_be_callable():
+    with pytest.raises(ValueError, match="loss_fn must be callable, got None"):
         wb.WholeBatch(None)
 
 
 def test_a_launcher_without_a_process_group(monkeypatch):
-    """Each process would take its own rows for the whole batch: silently another loss."""
+    """Each process would take its local rows for the whole batch, which is silently another loss."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"torch\.distributed is not initialized"):
         wb.functional.clip_loss(features(), features(), 1.0)
@@ -508,7 +510,7 @@ def test_a_wrong_group_on_one_rank():
 
 
 def unknown_keywords_body(folder):
-    """Of functions that are collective over a head's group, or over one that is passed."""
+    """Functions that are collective over a head's group, or over a given group, raise on every rank."""
     wrong = {"nonsense": 1} if dist.get_rank() == 1 else {}
     head = wb.PartialFC(4, 6, bias=True)
     weight = torch.nn.Parameter(torch.ones(2))
@@ -536,8 +538,8 @@ def unknown_keywords_body(folder):
     return errors
 
 
-def test_unknown_keywords_are_told_to_all_ranks(tmp_path):
-    """In the same words on all of them."""
+def test_unknown_keywords_raise_on_all_ranks(tmp_path):
+    """The message is the same on all of them."""
     of_ranks = run_ranks(unknown_keywords_body, 2, tmp_path, timeout_s=60)
     assert of_ranks[0] == of_ranks[1]
 
@@ -554,7 +556,7 @@ HEADS_OF_TWO_SETTINGS = {
 
 
 def heads_of_two_settings_body():
-    """One rank's head is another: of its centers, too, nothing is collected."""
+    """One rank has another head: then its centers are not gathered either."""
     for name, value in HEADS_OF_TWO_SETTINGS.items():
         settings = {"embedding_size": 4, "num_classes": 6} | ({name: value} if dist.get_rank() == 1 else {})
         head = wb.PartialFC(**settings)

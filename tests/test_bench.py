@@ -1,7 +1,6 @@
-"""`wholebatch bench` end to end: on gloo, gather under mpiexec, and what it says about mistakes."""
+"""`wholebatch bench` end to end: on gloo, gather under mpiexec, and messages about mistakes."""
 
 import json
-from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -10,36 +9,37 @@ from test_mpi import implementation  # noqa: F401  a fixture
 
 import wholebatch as wb
 from wholebatch.__main__ import main
+from wholebatch.bench.configuration import SUBJECTS, Configuration
+from wholebatch.bench.gate import check as check_loss
+from wholebatch.bench.gate import check_peer
 from wholebatch.bench.gather import ALL_REDUCE, REDUCE_SCATTER, STRATEGIES, check
-from wholebatch.bench.loss import SUBJECTS, Way, check_peer
-from wholebatch.bench.loss import check as check_loss
 from wholebatch.comm import LocalCommunicator, TorchCommunicator
 from wholebatch.sweep import KeptTiles
 from wholebatch.testing import RankError, run_ranks
 
-SMALL = ["--dims", "4", "16", "--rows", "3", "--steps", "2"]
+SMALL = ["--embedding-sizes", "4", "16", "--rows-per-rank", "3", "--steps", "2"]
 
 
 def rows_of(file):
     rows = json.loads(file.read_text())
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert all(row["step_ms"] > 0 for row in rows)
-    return {(row["backend"], row["ranks"], row["what"], row["dim"]) for row in rows}, len(rows)
+    return {(row["backend"], row["ranks"], row["method"], row["embedding_size"]) for row in rows}, len(rows)
 
 
-def test_on_gloo(tmp_path, capsys):
+def test_gather_on_gloo_writes_all_results_once(tmp_path, capsys):
     file = tmp_path / "figures.json"
     for _ in range(2):  # the second run replaces the first's figures
         assert main(["bench", "gather", "--ranks", "1", "2", *SMALL, "--results", str(file)]) == 0
     printed = capsys.readouterr().out
     assert "gather to root with backpropagation" in printed
     found, number = rows_of(file)
-    ways = [*STRATEGIES, REDUCE_SCATTER, ALL_REDUCE]
-    assert found == {("gloo", ranks, way, dim) for ranks in (1, 2) for way in ways for dim in (4, 16)}
+    methods = [*STRATEGIES, REDUCE_SCATTER, ALL_REDUCE]
+    assert found == {("gloo", ranks, method, dim) for ranks in (1, 2) for method in methods for dim in (4, 16)}
     assert number == len(found)
 
 
-def test_under_mpiexec(tmp_path, implementation):  # noqa: F811
+def test_gather_under_mpiexec(tmp_path, implementation):  # noqa: F811
     file = tmp_path / "figures.json"
     run = mpiexec(implementation, 2, "-m", "wholebatch", "bench", "gather", *SMALL, "--results", str(file))
     assert run.returncode == 0, run.stderr
@@ -59,7 +59,7 @@ def wrong_loss_body():
         check(TorchCommunicator())
 
 
-def test_the_gate_rejects_a_wrong_gradient():
+def test_gather_rejects_a_wrong_gradient():
     with pytest.raises(RankError, match="AssertionError"):
         run_ranks(wrong_loss_body, 2)
 
@@ -69,14 +69,14 @@ def test_the_gate_rejects_a_wrong_gradient():
     [
         (["nothing"], "there is no benchmark 'nothing'; choose one of: gather"),
         (["gather", "--ranks", "0"], "--ranks must be at least 1, got 0"),
-        (["gather", "--dims", "8", "-1"], "--dims must be at least 1, got 8 -1"),
+        (["gather", "--embedding-sizes", "8", "-1"], "--embedding-sizes must be at least 1, got 8 -1"),
         (["gather", "--steps", "0"], "--steps must be at least 1"),
         (["gather", "--results", "x.txt"], "must be a file that ends in .json, got x.txt"),
         (["gather", "--results", "/nowhere/x.json"], "there is no folder /nowhere"),
         (["gather", "--results", "OTHER.json"], "does not hold the results of this benchmark; name another file"),
     ],
 )
-def test_mistakes(arguments, message, tmp_path, capsys):
+def test_wrong_arguments_of_bench_gather_are_refused_in_one_line(arguments, message, tmp_path, capsys):
     other = tmp_path / "other.json"
     other.write_text('{"loss": 1}')
     assert main(["bench", *(str(other) if a == "OTHER.json" else a for a in arguments)]) == 2
@@ -86,7 +86,7 @@ def test_mistakes(arguments, message, tmp_path, capsys):
     assert error.count("\n") == 1
 
 
-def test_help(capsys):
+def test_help_names_the_options(capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["bench", "--help"])
     assert exit_.value.code == 0
@@ -96,7 +96,7 @@ def test_help(capsys):
     assert "--results" in capsys.readouterr().out
 
 
-SMALL_LOSSES = ["--rows", "60", "--dim", "8", "--steps", "2"]
+SMALL_LOSSES = ["--batch-size", "60", "--embedding-size", "8", "--steps", "2"]
 
 
 def losses_of(file):
@@ -104,44 +104,46 @@ def losses_of(file):
     rows = json.loads(file.read_text())
     assert all(row["step_ms"] > 0 and row["times_floor"] > 0 for row in rows)
     assert all({"machine", "torch", "wholebatch"} <= row.keys() for row in rows)
-    return {(row["loss"], row["ranks"], row["what"]) for row in rows}, len(rows)
+    return {(row["loss"], row["ranks"], row["method"]) for row in rows}, len(rows)
 
 
-def test_losses(tmp_path, capsys):
+def test_bench_loss_keeps_figures_of_other_losses(tmp_path, capsys):
     file = tmp_path / "losses.json"
     for options in ([], ["--losses", "siglip"]):  # the second run replaces the first's figures
         assert main(["bench", "loss", *SMALL_LOSSES, *options, "--no-peers", "--results", str(file)]) == 0
     found, number = losses_of(file)
-    ways = ("flat", "keep 2 bytes/entry")
-    kept = {(name, 1, f"wholebatch {way}") for name in ("clip", "info_nce", "nt_xent") for way in ways}
+    settings = ("flat", "keep 2 bytes/entry")
+    kept = {(name, 1, f"wholebatch {setting}") for name in SUBJECTS if name != "siglip" for setting in settings}
     assert found == kept | {("siglip", 1, "wholebatch flat")}
     assert number == len(found)
-    assert "nt_xent, B = 60, d = 8" in capsys.readouterr().out
+    assert "nt_xent, batch size 60, embedding size 8" in capsys.readouterr().out
 
 
-def test_losses_on_ranks_and_peers_that_are_missing(tmp_path, capsys):
+def test_missing_peers_are_skipped_with_a_message(tmp_path, capsys):
     file = tmp_path / "losses.json"
     options = ["--losses", "clip", "--ranks", "2", "--exchanges", "gather", "ring", "--keep", "0"]
     assert main(["bench", "loss", *SMALL_LOSSES, *options, "--results", str(file)]) == 0
     found, _ = losses_of(file)
     assert {("clip", 2, "wholebatch flat gather"), ("clip", 2, "wholebatch flat ring")} <= found
-    installed = any(what.startswith("open_clip") for _, _, what in found)
+    installed = any(method.startswith("open_clip") for _, _, method in found)
     assert installed != ("open_clip_torch is not installed: skipped" in capsys.readouterr().out)
 
 
-def test_the_gate_of_the_losses_rejects_what_is_wrong():
-    """A loss whose gradient is right but for a factor, a peer that computes another loss: neither is timed."""
+def test_wrong_losses_and_peers_are_rejected():
+    """A loss whose gradient is wrong by a factor, and a peer that computes another loss, are not timed."""
     comm = LocalCommunicator()
-    right = SUBJECTS["clip"]
     for name in SUBJECTS:
-        check_loss(comm, name, Way())
+        check_loss(comm, name, Configuration())
         if name != "siglip":
             with patch.object(KeptTiles, "keep", autospec=True, side_effect=KeptTiles.keep) as keep:
-                check_loss(comm, name, Way(keep=2.0))
-            assert keep.called, "what is timed is what is checked"
-    doubled = replace(right, call=lambda f, *z, **o: right.call(f, *z, **o) * (2 if f is wb.functional else 1))
-    with patch.dict(SUBJECTS, clip=doubled), pytest.raises(AssertionError, match="not close"):
-        check_loss(comm, "clip", Way())
+                check_loss(comm, name, Configuration(keep=2.0))
+            assert keep.called, "the checked loss is not the timed one"
+    right = wb.functional.clip_loss
+    with (
+        patch.object(wb.functional, "clip_loss", lambda *z, **o: 2 * right(*z, **o)),
+        pytest.raises(AssertionError, match="not close"),
+    ):
+        check_loss(comm, "clip", Configuration())
     check_peer(comm, "clip", lambda x, y, scale, _bias: wb.reference.clip_loss(x, y, scale))
     with pytest.raises(AssertionError, match="not close"):
         check_peer(comm, "clip", lambda x, y, scale, _bias: wb.reference.info_nce_loss(x, y, logit_scale=scale))
@@ -150,10 +152,10 @@ def test_the_gate_of_the_losses_rejects_what_is_wrong():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--rows", "0"], "--rows must be at least 1, got 0"),
+        (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         (["--ranks", "0"], "--ranks must be at least 1, got 0"),
         (["--threads", "0"], "--threads must be at least 1, got 0"),
-        (["--rows", "3", "--ranks", "4"], "--rows must be at least the number of ranks, 4; got 3"),
+        (["--batch-size", "3", "--ranks", "4"], "--batch-size must be at least the number of ranks, 4; got 3"),
         (["--keep", "-2"], "--keep is in bytes for each entry of S, from 0 to 16; got -2"),
         (["--keep", "0", "2000000"], "--keep is in bytes for each entry of S, from 0 to 16; got 2e+06"),
         (["--keep", "inf"], "--keep is in bytes"),
@@ -162,6 +164,6 @@ def test_the_gate_of_the_losses_rejects_what_is_wrong():
         (["--results", "no/such/folder.json"], "there is no folder no/such"),
     ],
 )
-def test_mistakes_with_losses(options, message, capsys):
+def test_wrong_options_of_bench_loss_are_refused_with_their_value(options, message, capsys):
     assert main(["bench", "loss", *options]) == 2
     assert message in capsys.readouterr().err

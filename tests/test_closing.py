@@ -1,6 +1,6 @@
 """Closing communicators over process groups: whose group ends, and what the other ranks see.
 
-`closing_cases` has what holds for every communicator.
+`comm_cases.closing` has what holds for every communicator.
 """
 
 import pytest

@@ -106,7 +106,7 @@ def fallback_body():
     return dict(seen)
 
 
-def test_collectives_where_one_shift_does_not_do():
+def test_collectives_where_one_shift_underflows():
     """Three times in place of one: sums in vain, maxima, sums; and a number to find out that it is needed."""
     (seen, _) = run_ranks(fallback_body, 2)
     # ring: 1 block, and 2 messages about blocks, each time; the third time a block's maxima travel beside it
@@ -152,7 +152,7 @@ def chunks_body(counts):
         patch.setattr(Driver, "tiles", lambda self, block: (events.append("tiles"), visit(self, block))[1])
         for name, case in CORE.items():
             for side in (1, 10**6):
-                patch.setattr("wholebatch.losses._door.columns_of_a_chunk", lambda *_, side=side: side)
+                patch.setattr("wholebatch.nodes.route.columns_of_a_chunk", lambda *_, side=side: side)
                 events.clear()
                 whole = whole_batch(case, counts)
                 local = [z[at].requires_grad_() for z, at in zip(whole, rows_of(case, counts, rank), strict=True)]

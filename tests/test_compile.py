@@ -68,5 +68,5 @@ def compile_body(convention):
 
 
 @pytest.mark.parametrize("convention", ["sum", "replicated"])
-def test_compile(convention):
+def test_compiled_and_eager_gradients_are_the_same(convention):
     run_ranks(compile_body, 2, convention, timeout_s=120)

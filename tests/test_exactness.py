@@ -203,7 +203,7 @@ def subgroup_body():
         wb.CLIPLoss(group=groups[1 - rank % 2])(x, x, 1.0)
 
 
-def test_subgroups():
+def test_losses_over_subgroups_are_exact():
     run_ranks(subgroup_body, 4)
 
 

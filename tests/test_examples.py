@@ -147,7 +147,7 @@ def test_jax_trains_the_same_on_eight_devices_as_on_one():
     curves = []
     with example("jax_glyphs") as jax_glyphs:
         for devices in (8, 1):
-            config = jax_glyphs.Config(devices=devices, steps=3, batch_size=24, chunk_size=2, width=8)
+            config = jax_glyphs.Config(devices=devices, steps=3, batch_size=24, chunk_size=2, embedding_size=16)
             losses, recall = jax_glyphs.train(config)
             assert 0 <= recall <= 1
             curves.append(losses)

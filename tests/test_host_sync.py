@@ -1,4 +1,4 @@
-"""What a host has to wait for: a loss looks at its inputs once, at the door, and at nothing afterward.
+"""Waits of the host: a loss reads its inputs back once, at its entry, and nothing afterward.
 
 Each look at a tensor's numbers waits until a GPU is through with all that it has been given, and none can be part of a
 CUDA graph. Without a GPU, they are what reads a tensor into Python, or makes one whose size depends on numbers.
@@ -19,9 +19,6 @@ import wholebatch as wb
 NAMES = tuple(losses(*[torch.zeros(1, 1)] * 2, torch.zeros(1))[0])
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
-KERNELS = ("wholebatch.kernels.softmax_tiles.tile_sums", "wholebatch.kernels.softmax_tiles.tile_gradient",
-           "wholebatch.kernels.sigmoid_tiles.tile_sigmoid", "wholebatch.kernels.nested_tiles.nested_sums",
-           "wholebatch.kernels.nested_tiles.nested_gradient")  # fmt: skip
 OF_TENSORS = (
     *("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "numpy", "cpu", "is_nonzero"),
     *("nonzero", "argwhere", "equal", "allclose", "masked_select", "unique", "unique_consecutive", "new_tensor"),
@@ -92,35 +89,27 @@ def kernel(request, monkeypatch):
     if request.param == "triton" and not CUDA:
         pytest.importorskip("triton")
 
-        class Nothing:
-            def __getitem__(self, _grid):
-                return lambda *args, **constants: None
-
-        for of in KERNELS:
-            monkeypatch.setattr(of, Nothing())
+        monkeypatch.setattr("wholebatch.kernels.launch.run", lambda *_, **constants: None)
     return request.param
 
 
 @pytest.mark.parametrize("scale", [14.3, 100.0])
 @pytest.mark.parametrize("name", NAMES)
-def test_one_look_at_the_door(name, scale, kernel):
-    """PartialFC takes two: at the batch, and at the classes that are chosen for it.
-
-    Plain PyTorch takes one more for each tile with equal ids, or with an example's own class, whose entries it lists.
-    """
+def test_a_loss_reads_its_inputs_once_at_entry(name, scale, kernel):
+    """Plain PyTorch waits once more for each tile with equal ids, or with an example's own class: it lists entries."""
     of_classes = name.startswith("partial_fc")
     listed = kernel == "torch" and (of_classes or "ids" in name or name == "sup_con")
     in_backward = listed and not name.startswith("siglip")  # which has made its gradient by then
-    assert looks(name, scale, kernel) == (1 + of_classes + listed, int(in_backward))
+    assert looks(name, scale, kernel) == (1 + listed, int(in_backward))
 
 
-def test_a_second_look_where_pairs_are_nearly_opposite(kernel):
+def test_a_second_read_where_pairs_are_nearly_opposite(kernel):
     """At scale 100, of pairs with opposite features, whether one shift did is seen afterward."""
     assert looks("clip", 100.0, kernel, matching=False) == (2, 0)
     assert looks("clip", 14.3, kernel, matching=False) == (1, 0)
 
 
-def test_a_look_is_seen():
+def test_the_count_sees_a_read():
     x = torch.arange(3.0, device=DEVICE)
     for look in (
         lambda: x.sum().item(),

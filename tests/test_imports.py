@@ -1,4 +1,4 @@
-"""Importing the package warns of nothing and drags in nothing that only some users have."""
+"""Importing the package raises no warning and imports no optional dependency."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ def loaded(extra=""):
     return run.stdout.strip()
 
 
-def test_core_imports_no_extra_and_warns_of_nothing():
+def test_core_imports_no_extra_and_raises_no_warning():
     assert loaded() == "[]"
 
 
@@ -32,7 +32,7 @@ def test_the_check_above_can_fail():
     assert loaded("import rich") == "['rich']"
 
 
-# Dynamo takes 1.5 s and 80 MB, and only what compiles needs it.
+# Dynamo takes 1.5 s and 80 MB, and only programs that compile need it.
 WORK = """
 import sys
 import torch
@@ -76,7 +76,7 @@ def test_jax_without_torch():
     ("missing", "name", "message"),
     [("jax", "jax", "wholebatch.jax needs JAX: pip install 'wholebatch[jax]'"), ("torch", "CLIPLoss", "torch")],
 )
-def test_what_is_missing_is_named(missing, name, message):
+def test_errors_name_the_missing_dependency(missing, name, message):
     program = f"import sys; sys.modules[{missing!r}] = None; import wholebatch as wb; wb.{name}"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert run.returncode == 1

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from loss_cases import LOSSES, gradients, rows_of, whole_batch
 
 import wholebatch as wb
-from wholebatch.losses import _door
+from wholebatch.nodes import route
 from wholebatch.testing import run_ranks
 
 # Every rank draws the same examples, since all draw from the same seed; and none goes looking for a smaller one alone.
@@ -34,7 +34,7 @@ def assert_alike(case, counts, order, reference_features, options, side):
     expected = gradients(case, wb.functional, reference_features, scale, **local)
     rows = rows_of(case, counts, dist.get_rank())
     own = [z[at] for z, at in zip(whole, rows, strict=True)]
-    with patch.object(_door, "default_side", lambda _device: side):
+    with patch.object(route, "default_side", lambda _device: side):
         actual = gradients(case, wb.functional, own, scale, sync="sum", **options)
     assert_same(actual[0], expected[0], relative=1e-12)
     for position, at in enumerate(rows, start=1):
@@ -66,5 +66,5 @@ def body(name):
 
 
 @pytest.mark.parametrize("name", ["clip", "info_nce, few negatives", "nt_xent", "siglip"])
-def test_what_must_not_matter(name):
+def test_results_do_not_depend_on_splits_tiles_budget_or_exchange(name):
     assert all(run_ranks(body, 3, name, timeout_s=120))

@@ -55,7 +55,7 @@ def test_chunks_have_the_gradient_of_the_batch(kind, rows, chunks):
 
 
 def test_parameters_that_are_split_too():
-    """Over the same axis, as FSDP has it: encode_fn then takes all devices' rows, and the compiler sees to the rest."""
+    """Parameters are split over the batch's axis, as by FSDP: encode_fn then takes all devices' rows."""
     params, x, _ = towers()
     mesh = mesh_of(4, "auto")
     split = jax.device_put(
@@ -70,8 +70,8 @@ def test_parameters_that_are_split_too():
     assert_close(*([np.asarray(z) for z in jax.tree.leaves(of)] for of in (found, expected)))
 
 
-def test_an_encoder_that_brings_its_parameters_along():
-    """As a closure, of what is differentiated."""
+def test_an_encoder_that_closes_over_its_parameters():
+    """The gradient passes through the closure."""
     params, x, _ = towers()
 
     def loss(params, encode):
@@ -85,8 +85,8 @@ def test_an_encoder_that_brings_its_parameters_along():
     assert_close(*([np.asarray(z) for z in jax.tree.leaves(of)] for of in (found, expected)))
 
 
-def test_chunks_lie_as_the_batch_does():
-    """No device is sent rows, and none encodes another's. The usual reshape makes them encode four times as many."""
+def test_chunks_stay_on_the_devices_of_their_rows():
+    """No device receives rows, or encodes another's. The usual reshape makes each encode four times as many."""
     mesh = mesh_of(8, "auto")
     params = {"w": jnp.zeros((5, 16), jnp.float32), "v": jnp.zeros((16, 6), jnp.float32)}
     x = placed(mesh, 64, 5)
@@ -102,13 +102,13 @@ def test_chunks_lie_as_the_batch_does():
     assert "all-gather" not in texts[0]
     assert "all-to-all" not in texts[0]
     assert "all-gather" in texts[1]
-    # Of a chunk's 16 rows a device has 2, and f32[2,16] are its activations; by the reshape it encodes 8 of them.
+    # A device has 2 of a chunk's 16 rows, with activations f32[2,16]; with the reshape it encodes 8 rows.
     assert ["f32[2,16]" in text for text in texts] == [True, False]
     assert ["f32[8,16]" in text for text in texts] == [False, True]
 
 
 def collectives_in_loops(text):
-    """Those that run once in each turn of a loop."""
+    """Return the kinds of collectives that run in each iteration of a loop."""
     bodies = computations(text)
     reached, new = set(), set(re.findall(r"body=%?([^\s,)]+)", text))
     while new:
@@ -119,8 +119,8 @@ def collectives_in_loops(text):
 
 
 @pytest.mark.parametrize("kind", ["a mesh", "a mesh, all rows", "a shard_map"])
-def test_gradients_are_added_up_over_devices_once(kind):
-    """And not with each chunk."""
+def test_gradients_are_summed_over_devices_once(kind):
+    """They are not summed with each chunk, unless encode_fn gets all devices' rows."""
     mesh, x = mesh_of(8, "auto"), placed(mesh_of(8, "auto"), 64, 5)
     params = {"w": jnp.zeros((5, 16), jnp.float32), "v": jnp.zeros((16, 6), jnp.float32)}
     settings = {"mesh": mesh, "per_device": kind == "a mesh"} if kind.startswith("a mesh") else {}
@@ -152,8 +152,8 @@ def test_chunks_take_the_memory_of_one():
     assert in_chunks < whole / 8
 
 
-def test_gradients_added_up_in_float32():
-    """Of parameters in bfloat16, over 256 chunks: in their own dtype small contributions are lost."""
+def test_gradients_are_summed_in_grad_dtype():
+    """Gradients of bfloat16 parameters over 256 chunks: summed in bfloat16, small contributions are lost."""
     params, x, _ = towers(256)
     params, x = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params), jnp.abs(x.astype(jnp.bfloat16))
 
@@ -169,8 +169,8 @@ def test_gradients_added_up_in_float32():
     assert max(errors[:2]) < 0.01 < errors[2]
 
 
-def test_each_chunk_has_a_key_of_its_own_twice():
-    """The backward pass drops what the forward pass dropped: the gradient is that of the representations that came."""
+def test_each_chunk_has_its_own_key_in_both_passes():
+    """The backward pass drops the same activations as the forward pass, so the gradient is that of the output."""
     params, x, _ = towers()
     encode, key = wbj.chunked(encoder, chunk_size=8), jax.random.key(1)
     keys = jax.random.split(key, 3)
@@ -185,9 +185,9 @@ def test_each_chunk_has_a_key_of_its_own_twice():
     assert_close(*([0, *map(np.asarray, jax.tree.leaves(of[1](cotangent)))] for of in (found, expected)))
 
 
-def test_each_device_has_keys_of_its_own():
+def test_each_device_has_its_own_keys():
     params, x, _ = towers(8)
-    x = jnp.broadcast_to(x[:1], x.shape)  # all rows alike
+    x = jnp.broadcast_to(x[:1], x.shape)  # equal rows
     key, mesh = jax.random.key(1), mesh_of(4, "auto")
     encoded = wbj.chunked(encoder, chunk_size=1, mesh=mesh)(params, x, key)
     assert len(np.unique(np.asarray(encoded), axis=0)) == 8
@@ -199,8 +199,8 @@ def test_each_device_has_keys_of_its_own():
     np.testing.assert_allclose(encoded, jnp.concatenate(expected), rtol=1e-12)
 
 
-def test_grad_caches_own_names():
-    """The steps of GradCache's JAX code, by its names, on today's JAX."""
+def test_the_functions_of_gradcache_are_exact():
+    """The functions of GradCache's JAX code, by its names, on current JAX."""
     params, x, y = towers()
 
     def whole(params):
@@ -230,7 +230,7 @@ def test_grad_caches_own_names():
     assert_close(*([np.asarray(z) for z in jax.tree.leaves(of)] for of in ((value, grads), expected)))
 
     def local_mean(hs, ht, axis):
-        """A loss among all targets, of this device's sources: the form that GradCache's users have."""
+        """The losses of this device's sources among all targets, as GradCache's users write them."""
         everyone = jax.lax.all_gather(ht, axis, tiled=True)
         first = jax.lax.axis_index(axis) * len(hs)
         logits = hs @ everyone.T
@@ -241,11 +241,11 @@ def test_grad_caches_own_names():
         return wbj.info_nce_loss(encoder(params, x), encoder(params, y), logit_scale=1.0)
 
     symmetric = partial(wbj.clip_loss_local, logit_scale=1.0)
-    for loss_fn, twin_of in (
+    for loss_fn, expected_of in (
         (lambda hs, ht, axis: symmetric(hs, ht, axis_name=axis), whole),
         (local_mean, one_direction),
     ):
-        expected = jax.value_and_grad(twin_of)(params)
+        expected = jax.value_and_grad(expected_of)(params)
         step = partial(wbj.cache_train_step, loss_fn)
         on = jax.P(None, "device")
         train_step = jax.shard_map(
@@ -259,7 +259,7 @@ def test_grad_caches_own_names():
 @partial(jax.tree_util.register_dataclass, data_fields=["params", "log"], meta_fields=["apply_fn"])
 @dataclass
 class TrainState:
-    """As flax's: applies gradients, by optax, and here remembers them."""
+    """A train state like flax's, which also keeps the gradients."""
 
     apply_fn: Callable
     params: dict
@@ -272,7 +272,7 @@ class TrainState:
 
 
 def test_parameters_of_any_kind():
-    """A model has numbers and functions in it, too."""
+    """A model may also hold numbers and functions."""
     _, x, _ = towers()
     params = {"w": jnp.ones((5, 3), jnp.bfloat16), "times": 2.0, "activation": jnp.tanh, "n": 3}
 

@@ -1,4 +1,4 @@
-"""PartialFC on JAX: classes that are split over devices, beside the dense twin and beside PyTorch."""
+"""PartialFC on JAX: classes that are split over devices equal the dense reference and PyTorch."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ import jax.numpy as jnp  # noqa: E402
 from jax_cases import as_jax, assert_close, mesh_of, settings_of  # noqa: E402
 
 import wholebatch.jax as wbj  # noqa: E402
-from wholebatch.jax.partial_fc import drawn  # noqa: E402
+from wholebatch.jax.partial_fc import sampled  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -45,7 +45,7 @@ def by_torch_classes(function, x, labels, w, weights, **options):
 
 @pytest.mark.parametrize(("name", "devices", "kind", "exchange"), settings_of(list(MARGINS), ["arcface"]))
 def test_partial_fc(name, devices, kind, exchange):
-    """13 examples and 11 classes divide over no number of devices; on eight, some have no class."""
+    """13 examples and 11 classes divide over no number of devices; of eight devices, some have no class."""
     (margin, of_torch), (x, labels, w, weights), mesh = MARGINS[name], classes(), mesh_of(devices, kind)
 
     def loss(x, w, weights):
@@ -60,7 +60,7 @@ def test_partial_fc(name, devices, kind, exchange):
 
 
 @pytest.mark.parametrize("name", MARGINS)
-def test_the_dense_twins_are_the_same(name):
+def test_dense_references_of_both_libraries_are_the_same(name):
     (margin, of_torch), (x, labels, w, weights) = MARGINS[name], classes()
 
     def loss(x, w, weights):
@@ -106,12 +106,12 @@ def test_half_precision_is_summed_in_float32(dtype):
 
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
 def test_a_sample_of_classes(exchange):
-    """The same on any number of devices, with the batch's own classes; and of it the exact loss and gradient."""
+    """The sample is the same on any number of devices and has the batch's classes; its loss and gradient are exact."""
     x, labels, w, weights = classes(rows=9, num=64)
     key, rate = jax.random.key(5), 0.3
-    drawn_classes = np.asarray(drawn(key, jnp.arange(64), rate))
-    assert 8 < drawn_classes.sum() < 32
-    ids = torch.from_numpy(np.flatnonzero(drawn_classes))
+    in_sample = np.asarray(sampled(key, jnp.arange(64), rate))
+    assert 8 < in_sample.sum() < 32
+    ids = torch.from_numpy(np.flatnonzero(in_sample))
     ids = torch.cat([ids, labels[labels >= 0]]).unique()
     assert len(ids) < 40
 
@@ -135,14 +135,14 @@ def test_a_sample_of_classes(exchange):
 
 
 def test_embeddings_that_lie_on_their_centers():
-    """theta = 0, where by the cosine the margin has an infinite derivative."""
+    """At theta = 0 the margin's derivative with respect to the cosine is infinite."""
     x = jnp.eye(3, 4)
     value, gradient = jax.value_and_grad(lambda x: wbj.partial_fc_loss(x, jnp.arange(3), jnp.eye(3, 4)))(x)
     assert np.isfinite(value)
     assert np.isfinite(gradient).all()
 
 
-def test_a_label_of_no_class_is_not_passed_over():
+def test_a_label_of_no_class_is_an_error_or_nan():
     x = jnp.eye(3, 4)
     loss = jax.jit(wbj.partial_fc_loss)
     for label in (3, -1):
@@ -154,7 +154,7 @@ def test_a_label_of_no_class_is_not_passed_over():
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.uint32])
 def test_labels_of_any_integer_dtype(dtype):
-    """Also one that has no ignore_index, and no number as large as that of the classes."""
+    """Some dtypes hold neither ignore_index nor the number of classes."""
     x, labels, w, _ = classes(num=300)
     labels = labels.clamp(min=0) % 128
     expected = wb.reference.partial_fc_loss(x, labels, w, margin=wb.ArcFace())

@@ -1,4 +1,4 @@
-"""Memory and messages of wholebatch.jax, by what the compiler says."""
+"""Memory and collectives of wholebatch.jax, as the compiler reports them."""
 
 import re
 from collections import Counter
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 
 def flat_losses(mesh, **settings):
-    """Of the first tower; d = 32."""
+    """Return the losses as functions of the first tower; d = 32."""
     return {
         "clip": lambda x: wbj.clip_loss(x, x, 10.0, mesh=mesh, **settings),
         "info_nce": lambda x: wbj.info_nce_loss(x, x, logit_scale=10.0, negatives=x, mesh=mesh, **settings),
@@ -29,14 +29,14 @@ def flat_losses(mesh, **settings):
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
 @pytest.mark.parametrize("name", flat_losses(None))
 def test_temporary_memory_is_linear_in_rows(name, exchange):
-    """Twice the rows, twice the memory; a dense loss takes four times as much."""
+    """Four times the rows take four times the memory; a dense loss takes 16 times as much."""
     mesh = mesh_of(8, "auto")
     loss = flat_losses(mesh, exchange=exchange, tile=32)[name]
     small, large = (temporary_bytes(loss, placed(mesh, 8 * b, 32)) for b in (128, 512))
     assert large < 4.2 * small
 
 
-def test_products_take_as_much_memory_as_they_are_given():
+def test_kept_products_take_the_memory_that_is_given():
     mesh = mesh_of(2, "auto")
     flat, half, all_of_them = (
         temporary_bytes(flat_losses(mesh, exchange="gather", tile=32, memory=memory)["clip"], placed(mesh, 512, 32))
@@ -44,6 +44,21 @@ def test_products_take_as_much_memory_as_they_are_given():
     )
     assert half - flat == pytest.approx(2**17, rel=0.1)
     assert all_of_them - flat == pytest.approx(256 * 512 * 4, rel=0.1)
+
+
+def test_products_of_a_small_batch_are_kept_by_default():
+    """A flat loss computes X Y^T twice, in 4 products in all; if X Y^T fits into one more tile, it is kept."""
+    mesh = mesh_of(2, "auto")
+    settings = {"kept": {"tile": 64}, "flat": {"tile": 64, "memory": "flat"}, "larger than a tile": {"tile": 32}}
+    programs = {
+        name: compiled(flat_losses(mesh, exchange="gather", **given)["clip"], placed(mesh, 64, 32)).as_text()
+        for name, given in settings.items()
+    }
+    assert {name: len(re.findall(r" dot\(", text)) for name, text in programs.items()} == {
+        "kept": 3,
+        "flat": 4,
+        "larger than a tile": 4,
+    }
 
 
 def test_a_dense_loss_is_not_flat():
@@ -58,7 +73,7 @@ def test_a_dense_loss_is_not_flat():
 
 
 def collectives(loss, *arrays):
-    """How many of each kind the compiled program has, and in how many turns of which loops these stand."""
+    """Count the collectives of each kind in the program, and list the iterations of loops that have some."""
     text = compiled(loss, *arrays).as_text()
     bodies = computations(text)
     loops = re.findall(r"body=%?([^\s,]+).*?known_trip_count\":\{\"n\":\"(\d+)\"", text)
@@ -67,10 +82,11 @@ def collectives(loss, *arrays):
     }
 
 
-# Gather: Y and codes, and in the backward pass lse and cotangents; largest of columns and the loss, and scalars'
-# gradients; sums of columns, and dY. Ring: Y, codes and sums, on the first step, in the middle, at the end and home.
-# Rows that are normalized inside bring their norms. PartialFC fetches centers by labels, too, and takes dY there home.
-# On 8 devices a ring's middle takes 6 turns; half a round, 3; PartialFC's labels go all the way round, in 7.
+# Gather: Y and codes, and in the backward pass lse and cotangents; maxima of columns and the loss, and scalars'
+# gradients; sums of columns, and dY. Ring: Y, codes and sums, in the first step, in the middle, at the end, and to the
+# owner. Rows that are normalized inside travel with their norms. PartialFC also fetches centers by labels, and reduces
+# their gradient to the owner. On 8 devices the middle of a ring takes 6 iterations, that of half a round 3, and a whole
+# round of PartialFC's labels 7.
 GATHER, RING = {"all-gather": 3, "all-reduce": 2, "reduce-scatter": 2}, {"collective-permute": 14, "all-reduce": 1}
 EXPECTED = {
     ("clip", "gather"): (GATHER, set()),
@@ -89,7 +105,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize(("name", "exchange"), EXPECTED)
-def test_collectives(name, exchange):
+def test_compiled_losses_have_the_expected_collectives(name, exchange):
     mesh = mesh_of(8, "auto")
     loss = flat_losses(mesh, exchange=exchange, tile=32)[name]
     assert collectives(loss, placed(mesh, 512, 32)) == EXPECTED[name, exchange]

@@ -1,4 +1,4 @@
-"""wholebatch.jax beside the dense twin and beside PyTorch, on one to eight devices that the CPU pretends to have."""
+"""The losses of wholebatch.jax equal the dense reference and PyTorch, on one to eight devices simulated by the CPU."""
 
 from functools import partial
 from itertools import product
@@ -20,18 +20,18 @@ from jax_cases import (  # noqa: E402
     as_jax,
     as_module,
     assert_close,
+    by_reference,
     by_torch,
     compiled,
     local_loss,
     mesh_of,
     settings_of,
     shards,
-    twin,
     values_and_gradients,
 )
 
 import wholebatch.jax as wbj  # noqa: E402
-from wholebatch.jax import options  # noqa: E402
+from wholebatch.jax import exchange as exchange_module  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -42,33 +42,33 @@ def check_parity(name, rows, mesh, exchange):
     case = CASES[name]
     inputs = shards(case, rows, 4)
     found = values_and_gradients(case, inputs, SCALE, BIAS, mesh=mesh, exchange=exchange, tile=3)
-    assert_close(found, twin(case, inputs, SCALE, BIAS))
+    assert_close(found, by_reference(case, inputs, SCALE, BIAS))
     assert_close(found, by_torch(wb.functional, case, inputs, SCALE, BIAS))
 
 
 @pytest.mark.parametrize(("name", "devices", "kind", "exchange"), settings_of(list(CASES), CORE))
-def test_parity(name, devices, kind, exchange):
+def test_losses_equal_the_dense_reference_on_any_devices(name, devices, kind, exchange):
     """Rows that divide over the devices, and rows that do not: of 5 on eight, some have none."""
     rows = 16 if (kind == "explicit") == (devices % 4 == 0) else 5
     check_parity(name, rows, mesh_of(devices, kind), exchange)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_dense_twins_are_the_same(name):
+def test_dense_references_of_both_libraries_are_the_same(name):
     """JAX's own, which need no torch."""
     case = CASES[name]
     inputs = shards(case, 7, 4)
     found = values_and_gradients(case, inputs, SCALE, BIAS, functions=as_module(wbj.reference))
-    assert_close(found, twin(case, inputs, SCALE, BIAS))
+    assert_close(found, by_reference(case, inputs, SCALE, BIAS))
 
 
 @pytest.mark.parametrize("name", ["nt_xent", "sup_con"])
 def test_rows_of_zeros_and_tiny_ones(name):
-    """Normalized as PyTorch does, by no less than 1e-12, also by the dense twin."""
+    """The losses and the reference divide by at least 1e-12, as PyTorch's normalize does."""
     case = CASES[name]
     inputs = shards(case, 6, 2)
     inputs[0][2], inputs[0][3] = 0, inputs[0][3] * 1e-14
-    expected = twin(case, inputs, SCALE, BIAS)
+    expected = by_reference(case, inputs, SCALE, BIAS)
     for settings in ({"functions": as_module(wbj.reference)}, {"mesh": mesh_of(2, "auto"), "tile": 2}):
         assert_close(values_and_gradients(case, inputs, SCALE, BIAS, **settings), expected)
 
@@ -76,31 +76,35 @@ def test_rows_of_zeros_and_tiny_ones(name):
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
 @pytest.mark.parametrize("name", ["clip", "nt_xent", "sup_con"])
 def test_parity_on_three_devices(name, exchange):
-    """Of an odd number none shares a block with another, where S is symmetric."""
+    """With an odd number of devices no two share a block of a symmetric S."""
     check_parity(name, 7, mesh_of(3, "auto"), exchange)
 
 
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
 @pytest.mark.parametrize("name", ["clip, label smoothing", "info_nce, few negatives", "nt_xent", "sup_con"])
-def test_products_that_are_kept(name, exchange):
-    """Of some tiles, or of all: of 3 x 3 numbers of 8 bytes each."""
+def test_kept_products(name, exchange):
+    """The products of some tiles are kept, or of all; a tile has 3 x 3 numbers of 8 bytes."""
     case = CASES[name]
     inputs = shards(case, 24, 4)
     some, whole = 5 * 72, 10**6
     for memory in (some, whole) if EVERYTHING else (some if (exchange == "ring") == name.startswith("c") else whole,):
         settings = {"mesh": mesh_of(4, "auto"), "exchange": exchange, "tile": 3, "memory": memory}
-        assert_close(values_and_gradients(case, inputs, SCALE, BIAS, **settings), twin(case, inputs, SCALE, BIAS))
+        assert_close(
+            values_and_gradients(case, inputs, SCALE, BIAS, **settings), by_reference(case, inputs, SCALE, BIAS)
+        )
 
 
 @pytest.mark.parametrize("memory", ["flat", 10**6])
-def test_an_exchange_is_chosen_once(monkeypatch, memory):
-    """By the features that travel; backward more travels with them, and what was kept forward lies as it did."""
+def test_the_exchange_is_chosen_once(monkeypatch, memory):
+    """The backward pass, in which more travels, must have the exchange, and the kept products, of the forward pass."""
     case = CASES["clip"]
     for rows, room, messages in ((20, 0, "all-gather"), (28, 1, "collective-permute")):
         inputs = shards(case, rows, 4)
-        monkeypatch.setattr(options, "_GATHER_BYTES", 3 * inputs[1].nbytes - room)
+        monkeypatch.setattr(exchange_module, "_GATHER_BYTES", 3 * inputs[1].nbytes - room)
         settings = {"mesh": mesh_of(4, "auto"), "tile": 3, "memory": memory}
-        assert_close(values_and_gradients(case, inputs, SCALE, BIAS, **settings), twin(case, inputs, SCALE, BIAS))
+        assert_close(
+            values_and_gradients(case, inputs, SCALE, BIAS, **settings), by_reference(case, inputs, SCALE, BIAS)
+        )
         loss = partial(wbj.clip_loss, logit_scale=SCALE, **settings)
         split = jax.NamedSharding(mesh_of(4, "auto"), jax.P("data"))
         text = compiled(loss, *(jax.device_put(as_jax(x), split) for x in inputs)).as_text()
@@ -143,7 +147,7 @@ def test_local_functions_are_the_same_losses(name, exchange):
 
     value, (of_inputs, *of_scalars) = jax.jit(jax.value_and_grad(of_wanted, (0, 1, 2)))(wanted, SCALE, BIAS)
     of_scalars = [x for x, there_is in zip(of_scalars, (case.has_scale, case.has_bias), strict=True) if there_is]
-    assert_close([np.asarray(x) for x in (value, *of_inputs, *of_scalars)], twin(case, inputs, SCALE, BIAS))
+    assert_close([np.asarray(x) for x in (value, *of_inputs, *of_scalars)], by_reference(case, inputs, SCALE, BIAS))
 
 
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
@@ -159,13 +163,13 @@ def test_gradients_taken_inside_and_outside_of_shard_map(exchange):
     )
     for function in (outside, inside):
         value, gradients = jax.jit(function)(x, y, SCALE)
-        assert_close([np.asarray(z) for z in (value, *gradients)], twin(case, inputs, SCALE, BIAS))
+        assert_close([np.asarray(z) for z in (value, *gradients)], by_reference(case, inputs, SCALE, BIAS))
 
 
 def test_without_vma_checks_gradients_are_off_by_the_number_of_devices():
-    """Of sums over devices W times too large inside; of a derivative that one gives oneself, 1/W of it, outside.
+    """Gradients of sums over devices are W times too large inside; custom derivatives are too small by W outside.
 
-    Which is why the functions for a device's rows refuse to be called there.
+    So the functions for a device's rows raise there.
     """
     mesh, x = mesh_of(4, "auto"), jnp.eye(8)
     split = {"mesh": mesh, "in_specs": (jax.P("data"),), "out_specs": jax.P()}
@@ -191,31 +195,31 @@ def test_two_axes_are_one(exchange):
     found = values_and_gradients(
         case, inputs, SCALE, BIAS, mesh=mesh_of(8, "auto", ("data", "fsdp")), axis=("data", "fsdp"), exchange=exchange
     )
-    assert_close(found, twin(case, inputs, SCALE, BIAS))
+    assert_close(found, by_reference(case, inputs, SCALE, BIAS))
 
 
 @pytest.mark.parametrize("rows", [12, 7])
-def test_an_axis_beside_the_batchs(rows):
-    """Of a mesh with another axis, along which every device has the same rows; of one kind, or of two."""
+def test_a_mesh_with_another_axis(rows):
+    """Devices along the other axis have the same rows; the two axes may be of different kinds."""
     case = CASES["clip"]
     inputs = shards(case, rows, 4)
     auto, explicit = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
     for kinds in product((auto, explicit), repeat=2):
         mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds, devices=jax.devices())
         found = values_and_gradients(case, inputs, SCALE, BIAS, mesh=mesh)
-        assert_close(found, twin(case, inputs, SCALE, BIAS))
+        assert_close(found, by_reference(case, inputs, SCALE, BIAS))
 
 
-def test_the_mesh_that_has_been_set():
+def test_the_mesh_of_set_mesh():
     case = CASES["clip"]
     inputs = shards(case, 8, 4)
     with jax.set_mesh(mesh_of(4, "auto")):
-        assert_close(values_and_gradients(case, inputs, SCALE, BIAS), twin(case, inputs, SCALE, BIAS))
+        assert_close(values_and_gradients(case, inputs, SCALE, BIAS), by_reference(case, inputs, SCALE, BIAS))
         with pytest.raises(ValueError, match="axis must name axes of the mesh, got 'batch'; the mesh has 'data'"):
             values_and_gradients(case, inputs, SCALE, BIAS, axis="batch")
 
 
-# Under JAX's transformations.
+# JAX's transformations.
 
 
 TURNS = [  # each loss by one exchange on one kind of axes, in turn, or by all
@@ -237,12 +241,12 @@ def test_vmap_over_temperatures(name, exchange, kind):
 
     value, gradient = jax.jit(jax.vmap(jax.value_and_grad(loss)))(scales)
     for at, scale in enumerate(scales):
-        expected = twin(case, inputs, scale, BIAS)
+        expected = by_reference(case, inputs, scale, BIAS)
         assert_close([value[at], gradient[at]], [expected[0], expected[-2 if case.has_bias else -1]])
 
 
 @pytest.mark.parametrize(("name", "exchange", "kind"), TURNS)
-def test_remat(name, exchange, kind):
+def test_losses_inside_jax_checkpoint_are_the_same(name, exchange, kind):
     case = CASES[name]
     inputs = shards(case, 8, 4)
     functions, arrays = as_module(mesh=mesh_of(4, kind), exchange=exchange, tile=3), [as_jax(x) for x in inputs]
@@ -252,13 +256,13 @@ def test_remat(name, exchange, kind):
         return case.call(functions, x, *arrays[1:], scale, BIAS)
 
     value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(arrays[0], SCALE)
-    expected = twin(case, inputs, SCALE, BIAS)
+    expected = by_reference(case, inputs, SCALE, BIAS)
     expected = [*expected[:2], expected[-2 if case.has_bias else -1]]
     assert_close([np.asarray(z) for z in (value, *gradients)], expected)
 
 
 @pytest.mark.parametrize("name", ["clip, ids, weights", "nt_xent, ids, weights", "siglip, ids, weights", "sup_con"])
-def test_reductions(name):
+def test_sums_and_losses_of_rows_have_the_dense_gradient(name):
     """The sum; and the losses of rows, with a gradient for each of them."""
     case, inputs = CASES[name], shards(CASES[name], 7, 4)
     for reduction, kind in (("sum", "auto"), ("none", "explicit")):
@@ -280,7 +284,7 @@ def test_reductions(name):
         assert_close([0, np.asarray(gradient)], [0, leaves[0].grad.numpy()])
 
 
-# Numbers of few bits, and of extreme scales.
+# Low precision and extreme scales.
 
 
 @pytest.mark.parametrize("scale", [1.0, 100.0, 1e4])
@@ -293,7 +297,10 @@ def test_float32_at_any_scale(name, scale):
         mesh=mesh_of(4), tile=3,
     )  # fmt: skip
     assert_close(
-        found, twin(case, [z.float().double() for z in inputs], scale, BIAS), 1e-6 * scale, 2e-5 * max(1, scale / 100)
+        found,
+        by_reference(case, [z.float().double() for z in inputs], scale, BIAS),
+        1e-6 * scale,
+        2e-5 * max(1, scale / 100),
     )
 
 
@@ -305,12 +312,12 @@ def test_float32_at_any_scale(name, scale):
     ],
 )
 def test_half_precision_is_summed_in_float32(name, dtype):
-    """Beside the twin on the same rounded features; logits in half precision would be off by far more."""
+    """The loss is compared with the reference on the rounded features; logits in half precision would be far worse."""
     case = CASES[name]
     half = torch.bfloat16 if dtype == jnp.bfloat16 else torch.float16
     inputs = whole_batch(case, (32,), d=64)
     rounded = [z.to(half).double() if z.is_floating_point() else z for z in inputs]
-    expected = twin(case, rounded, 50.0, BIAS)
+    expected = by_reference(case, rounded, 50.0, BIAS)
     arrays = [as_jax(z).astype(dtype) if z.is_floating_point() else as_jax(z) for z in rounded]
     functions, features = as_module(mesh=mesh_of(4, "auto"), tile=8), len(case.differentiable)
     assert list(case.differentiable) == list(range(features))
@@ -344,7 +351,7 @@ def test_a_gradient_is_not_differentiated_again():
 
 @pytest.mark.parametrize("devices", [3, 8])
 def test_a_gather_rounds_as_one_piece_does(devices):
-    """The largest logit comes home as it is: at a large scale its rounding would be that of the loss."""
+    """The maximum of a column is not rounded when it is reduced: at a large scale its error would be the loss's."""
     x, y = whole_batch(CASES["clip"], (24,))
     arrays = [as_jax(z.float()) for z in (x, y)]
     loss = partial(wbj.clip_loss, *arrays, np.float32(12345), reduction="none")
@@ -354,8 +361,8 @@ def test_a_gather_rounds_as_one_piece_does(devices):
 
 
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
-def test_what_is_not_finite_is_not_passed_over(exchange):
-    """Of a row that is nobody's positive, too, which only the sums meet."""
+def test_features_that_are_not_finite_make_the_loss_nan(exchange):
+    """A row that is nobody's positive, and enters only the sums, has the same effect."""
     x, n = (as_jax(z) for z in shards(CASES["clip"], 6, 2))
     labels = jnp.array([0, 0, 1, 1, 2, 3])  # the last row has no positive
     for wrong in (jnp.nan, jnp.inf):
@@ -369,8 +376,8 @@ def test_what_is_not_finite_is_not_passed_over(exchange):
         assert not np.isfinite(wbj.siglip_loss(x, n, 1.0, 0.0, **settings))
 
 
-def test_a_float16_gradient_of_a_mean_is_not_that_of_a_sum():
-    """SigLIP's is computed forward, as that of the sum, which is beyond float16."""
+def test_the_float16_gradient_of_a_mean_does_not_overflow():
+    """SigLIP computes the gradient of the sum in the forward pass, and this is beyond float16."""
     random = np.random.default_rng(0)
     x, y = (random.normal(size=(2048, 4)) + 4 for _ in "xy")
     x, y = (jnp.asarray(z / np.linalg.norm(z, axis=1, keepdims=True), jnp.float16) for z in (x, y))
@@ -380,21 +387,21 @@ def test_a_float16_gradient_of_a_mean_is_not_that_of_a_sum():
     np.testing.assert_allclose(found, exact, rtol=2e-3, atol=2e-3 * np.abs(exact).max())
 
 
-# Plausible wrong answers are told apart.
+# Plausible wrong answers are rejected.
 
 
-def test_teeth():
+def test_wrong_recipes_are_rejected():
     case, mesh = CASES["clip"], mesh_of(4, "auto")
     inputs = shards(case, 12, 4)
     x, y = map(as_jax, inputs)
-    expected = twin(case, inputs, SCALE, BIAS)
+    expected = by_reference(case, inputs, SCALE, BIAS)
 
     def dense(x, y, scale):
         logits = scale * x @ y.T
         local = jnp.diagonal(logits)
         return ((jax.nn.logsumexp(logits, 1) - local).mean() + (jax.nn.logsumexp(logits, 0) - local).mean()) / 2
 
-    def among_own_rows(x, y, scale):
+    def among_local_rows(x, y, scale):
         return jax.lax.pmean(dense(x, y, scale), "data")
 
     def without_a_gradient_of_others(x, y, scale):
@@ -406,7 +413,7 @@ def test_teeth():
     split = {"mesh": mesh, "in_specs": (jax.P("data"), jax.P("data"), jax.P()), "out_specs": jax.P()}
     right = jax.value_and_grad(dense, (0, 1, 2))(x, y, SCALE)
     assert_close([np.asarray(z) for z in (right[0], *right[1])], expected)
-    for wrong in (among_own_rows, without_a_gradient_of_others):
+    for wrong in (among_local_rows, without_a_gradient_of_others):
         found = jax.jit(jax.value_and_grad(jax.shard_map(wrong, **split), (0, 1, 2)))(x, y, SCALE)
         with pytest.raises(AssertionError):
             assert_close([np.asarray(z) for z in (found[0], *found[1])], expected, 1e-3, 1e-3)
@@ -414,7 +421,7 @@ def test_teeth():
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint32, np.int8])
 def test_ids_of_any_integer_dtype(dtype):
-    """An id of 0 is one like any other, also where it is the least of its dtype; negatives without ids are nobody's."""
+    """An id of 0 is an id like others, even as the smallest of its dtype; negatives without ids match no query."""
     case = CASES["clip"]
     (x, y), ids = shards(case, 6, 2), np.array([0, 1, 2, 0, 1, 2])
     negatives = torch.randn(5, x.shape[1], dtype=torch.float64)
@@ -426,8 +433,8 @@ def test_ids_of_any_integer_dtype(dtype):
         np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
-def test_keys_and_negatives_that_lie_differently():
-    """On explicit axes: more keys than queries, split; negatives the same everywhere, and not as many as divide."""
+def test_keys_and_negatives_with_different_shardings():
+    """On explicit axes: more keys than queries, split; negatives replicated, and not divisible over the devices."""
     x, y = shards(CASES["clip"], 8, 4)
     keys, negatives = torch.cat([y, x[:4]]), torch.randn(3, x.shape[1], dtype=torch.float64)
     expected = wb.reference.info_nce_loss(x, keys, logit_scale=5.0, negatives=negatives)

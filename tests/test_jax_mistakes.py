@@ -1,4 +1,4 @@
-"""Mistakes with wholebatch.jax are named while the function is traced: what was expected, what came."""
+"""Mistakes with wholebatch.jax raise while the function is traced, with the accepted and the given value."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ FEATURES = jnp.ones((6, 4))
 
 @dataclass
 class Unhashable:
-    """A margin that can be changed."""
+    """A mutable margin."""
 
     s: float = 64.0
 
@@ -63,9 +63,12 @@ MISTAKES = {
     "tile, yes or no": (lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, tile=True), "tile must be an integer.*got True"),
     "memory, yes or no": (
         lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, memory=True),
-        "'flat' or a number of bytes >= 0, got True",
+        "'auto', 'flat' or a number of bytes >= 0, got True",
     ),
-    "memory": (lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, memory=-1), "'flat' or a number of bytes >= 0, got -1"),
+    "memory": (
+        lambda: wbj.clip_loss(FEATURES, FEATURES, 1.0, memory=-1),
+        "'auto', 'flat' or a number of bytes >= 0, got -1",
+    ),
     "temperature": (
         lambda: wbj.nt_xent_loss(FEATURES, FEATURES, temperature=0.0),
         "temperature must be positive, got 0.0",
@@ -84,11 +87,11 @@ MISTAKES = {
     ),
     "one-hot labels": (
         lambda: wbj.sup_con_loss(FEATURES, jnp.eye(6, dtype=int)),
-        r"labels must have shape \(rows,\), got \(6, 6\); of one-hot rows pass the argmax",
+        r"labels must have shape \(rows,\), got \(6, 6\); for one-hot rows pass the argmax",
     ),
     "centers": (
         lambda: wbj.partial_fc_loss(FEATURES, np.zeros(6, int), FEATURES[:, :3]),
-        r"embeddings and centers must have the same feature size, got \(6, 4\) and \(6, 3\); project both to one width",
+        r"embeddings and centers must have the same feature size, got \(6, 4\) and \(6, 3\); project both to one size",
     ),
     "labels": (lambda: wbj.sup_con_loss(FEATURES, jnp.ones(6)), "labels must be integers, got float"),
     "keys": (lambda: wbj.info_nce_loss(FEATURES, FEATURES[:5], logit_scale=1.0), "at least as many rows.*5 and 6"),
@@ -231,18 +234,18 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_met_while_tracing(name):
+def test_mistakes_raise_while_tracing(name):
     call, message = MISTAKES[name]
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(call)
 
 
-def test_ids_that_jax_would_cut_off():
+def test_ids_that_jax_would_truncate():
     with jax.enable_x64(False):
         for ids in (np.arange(6) * 2**32, [2**31] * 6):
-            with pytest.raises(ValueError, match=r"ids must fit into int32.*number them anew"):
+            with pytest.raises(ValueError, match=r"ids must fit into int32.*renumber them"):
                 wbj.clip_loss(np.eye(6), np.eye(6), 1.0, ids=ids)
 
 
-def test_a_temperature_that_is_not_known_is_traced():
+def test_a_traced_temperature_is_accepted():
     assert jax.eval_shape(lambda t: wbj.nt_xent_loss(FEATURES, FEATURES, temperature=t), 0.1).shape == ()

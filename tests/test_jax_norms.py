@@ -1,4 +1,4 @@
-"""JAX's losses that normalize, on rows of extreme norms: those of plain PyTorch's `normalize`, and no NaN."""
+"""Losses of wholebatch.jax that normalize, on rows of extreme norms: the values of PyTorch's `normalize`, no NaN."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_values_and_gradients(name):
         assert abs(float(found) - true.item()) < 1e-5 * abs(true.item())
         for z, ours, truth in zip((x, y), of_rows, grads, strict=False):
             assert np.isfinite(np.asarray(ours)).all()
-            # By the normalized row each derivative is about 1: the rows' own divisors bring them there.
+            # With respect to a normalized row each derivative is about 1: the rows' divisors scale them to that.
             divisors = z.double().norm(dim=1, keepdim=True).clamp(min=1e-12)
             error = (torch.from_numpy(np.array(ours)).double() - truth) * divisors
             assert error.abs().max() < 2e-5 * (truth * divisors).abs().max()

@@ -1,4 +1,4 @@
-"""wholebatch.jax on several real processes, each with devices of its own, that talk over sockets."""
+"""wholebatch.jax is exact on several processes that communicate over sockets, each with its own devices."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Kernels in Triton: their numbers, in the interpreter where there is no GPU, and what they compile to."""
+"""Kernels in Triton: their results, in the interpreter where there is no GPU, and their machine code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
+from inspect import isfunction, signature
 from itertools import product
 from pathlib import Path
 
@@ -47,16 +49,21 @@ if not torch.cuda.is_available() and TRITON < (3, 7) and NUMPY >= (2, 4):
     )
 NAMES = tuple(losses(*[torch.zeros(1, 1)] * 2, torch.zeros(1))[0])
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+LAUNCHERS = {  # a launcher has the name of its kernel, and takes a tile first
+    name
+    for name, function in vars(kernels).items()
+    if name in kernels.__all__ and isfunction(function) and [*signature(function).parameters][:1] == ["tile"]
+}
 ALL_KERNELS = os.environ.get("WHOLEBATCH_TEST_KERNELS") == "all"  # `make kernels`: minutes
 SHIFT = 3.0
 NAN = float("nan")
 SINGLE = 2e-6 if DEVICE.type == "cpu" else 1e-5  # float32 on tensor cores is three products
-# Of float64's figures; dS is rounded to the features' dtype (in the interpreter, cut off).
+# Errors relative to float64; dS is rounded to the features' dtype (truncated in the interpreter).
 CLOSE = {torch.float32: (SINGLE, SINGLE), torch.bfloat16: (SINGLE, 6e-3)}
 
 
 def poisoned(rows, dim, dtype):
-    """Rows of unit length amid NaN, so that what is read beside them shows."""
+    """Return rows of unit length surrounded by NaN, so that reading beyond them shows."""
     around = torch.full((rows + 3, dim + 5), NAN, dtype=dtype, device=DEVICE)
     around[1 : rows + 1, :dim] = normalize(torch.randn(rows, dim, dtype=torch.float64), dim=1).to(DEVICE, dtype)
     return around[1 : rows + 1, :dim]
@@ -79,7 +86,7 @@ FIELDS = ("sum", "target", "logits", "count")
 
 
 def swept(kind, x, y, selection, *, side, sides=("rows", "cols"), triangle=False, kept=None, uniform=False, **of):
-    """Sums and products of one block, and the gradient of offsets."""
+    """Return sums and products of one block, and the gradient of offsets."""
     driver = Driver(x, 14.3, side=side, **of)
     columns = [len(y)] if kind is KernelSoftmaxSweep else []
     keep = None if kept is None else x.new_empty(len(x) * len(y), dtype=kept)
@@ -116,7 +123,7 @@ def swept(kind, x, y, selection, *, side, sides=("rows", "cols"), triangle=False
 
 
 def errors(found, true):
-    """Of sums, and of products."""
+    """Return the relative errors of sums, and of products."""
     assert all(f.isfinite().all() for f in found)
     relative = [((f - t).norm() / t.norm().clamp(min=1e-3)).item() for f, t in zip(found, true, strict=True)]
     return max(relative[:-3]), max(relative[-3:])
@@ -125,7 +132,7 @@ def errors(found, true):
 @pytest.mark.parametrize("over", ["negatives", "all", "positives"])
 @pytest.mark.parametrize("kind", ["pairs", "two views", "ids", "ids excluded", "both", "none"])
 def test_sums_and_products(in_kernels, kind, over):
-    """In float32, of 45 rows and 77 columns in two tiles each way, against the same sweep in float64."""
+    """float32, 45 rows and 77 columns in two tiles each way, against the same sweep in float64."""
     x, y = poisoned(45, 19, torch.float32), poisoned(77, 19, torch.float32)
     selection = Selection(pairs_of(kind, 45, 77), over)
     true = swept(SoftmaxSweep, x.double(), y.double(), selection, side=640)
@@ -136,8 +143,8 @@ def test_sums_and_products(in_kernels, kind, over):
 
 @pytest.mark.parametrize("over", ["negatives", "all", "positives"])
 @pytest.mark.parametrize("kind", ["pairs", "ids excluded", "both"])
-def test_logits_of_candidates_weigh_too(in_kernels, kind, over):
-    """As label smoothing asks for."""
+def test_weights_of_candidates_logits(in_kernels, kind, over):
+    """Label smoothing needs them."""
     x, y = poisoned(45, 19, torch.float32), poisoned(77, 19, torch.float32)
     selection = Selection(pairs_of(kind, 45, 77), over)
     true = swept(SoftmaxSweep, x.double(), y.double(), selection, side=640, uniform=True)
@@ -147,8 +154,8 @@ def test_logits_of_candidates_weigh_too(in_kernels, kind, over):
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["pairs", "two views", "ids excluded", "both"])
-def test_exponentials_that_are_kept(in_kernels, monkeypatch, kind, kept):
-    """The gradient reads them: of other features, and other ids of what is excluded, it would not know."""
+def test_kept_exponentials(in_kernels, monkeypatch, kind, kept):
+    """The gradient reads kept exponentials, and no features."""
     x, y = poisoned(45, 19, torch.float32), poisoned(77, 19, torch.float32)
     selection = Selection(pairs_of(kind, 45, 77), "all")
     true = swept(SoftmaxSweep, x.double(), y.double(), selection, side=640)
@@ -161,13 +168,13 @@ def test_exponentials_that_are_kept(in_kernels, monkeypatch, kind, kept):
     monkeypatch.setattr(kernels, "tile_gradient", without_features)
     of_sums, of_products = errors(swept(KernelSoftmaxSweep, x, y, selection, side=30, kept=kept), true)
     assert of_sums < SINGLE
-    assert of_products < (SINGLE if kept == torch.float32 else 1e-2)  # the interpreter cuts off what it keeps
+    assert of_products < (SINGLE if kept == torch.float32 else 1e-2)  # the interpreter truncates kept exponentials
 
 
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("of", ["norms of rows", "norms of both", "offsets", "all"])
 def test_rows_with_norms_and_offsets(in_kernels, of, dtype):
-    """As PartialFC has them: rows are classes, of which each column names its own."""
+    """PartialFC has such rows: they are classes, and each column names its own."""
     x, y = poisoned(45, 19, dtype) * 3, poisoned(77, 19, dtype) / 2
     norms = {}
     if "offsets" not in of:
@@ -215,8 +222,7 @@ def test_half_of_a_symmetric_matrix(in_kernels):
     assert max(errors(half, true)) < SINGLE
 
 
-def test_features_that_lie_otherwise(in_kernels):
-    """Columns one behind the other."""
+def test_features_in_column_major_order(in_kernels):
     x, y = (normalize(torch.randn(12, n, device=DEVICE), dim=0).T for n in (40, 50))
     selection = Selection(pairs_of("pairs", 40, 50))
     true = swept(SoftmaxSweep, x.double(), y.double(), selection, side=640)
@@ -224,7 +230,7 @@ def test_features_that_lie_otherwise(in_kernels):
 
 
 def test_the_scale_of_sums_is_that_of_positives(in_kernels):
-    """Rounded each for itself, log R - T would be off by 2e-6 at scale 100, where p = 1 and all else is exact."""
+    """With separate rounding, log R - T would be off by 2e-6 at scale 100, where p = 1 and all else is exact."""
     x = torch.eye(40, device=DEVICE)
     for scale, shift in ((100.0, 99.3), (1 / 0.07, 13.9), (50.0, 49.9)):
         driver = Driver(x, scale, side=640)
@@ -237,7 +243,7 @@ def test_the_scale_of_sums_is_that_of_positives(in_kernels):
 
 @pytest.fixture
 def in_kernels(monkeypatch):
-    """What is tested is not plain PyTorch; and what kernels do not write is NaN."""
+    """Fail if plain PyTorch computes a tile, and fill memory with NaN before kernels write it."""
     logits, new_empty = Driver.logits, torch.Tensor.new_empty
 
     def only_in_float64(self, tile, x, y):
@@ -253,7 +259,7 @@ def in_kernels(monkeypatch):
 
 
 def test_positives_are_subtracted_inside_the_tile():
-    """Trained features: p = 1 - 3e-4. What is left of dS is lost if its parts are rounded before they are added."""
+    """For trained features, p = 1 - 3e-4, dS is lost if its parts are rounded before they are added."""
     x = normalize(torch.randn(48, 64, device=DEVICE), dim=1).bfloat16()
     selection = Selection(Pairs(Diagonals(Diagonal(0, 0, 48))), "all")
     sweep = KernelSoftmaxSweep(Driver(x, 12.0, side=640), selection, 48)
@@ -278,7 +284,7 @@ def test_the_same_bits_each_time():
 
 
 def test_sets_are_the_ones_that_plain_pytorch_has():
-    """Of a tile, entry by entry."""
+    """The sets of a tile are compared entry by entry."""
     tile, rows, cols, cpu = Tile(slice(3, 30), slice(5, 60)), 40, 70, torch.device("cpu")
     sets = [entries for kind in ("pairs", "two views", "ids", "ids excluded", "both") for entries in
             (pairs_of(kind, rows, cols).positive, pairs_of(kind, rows, cols).excluded)]  # fmt: skip
@@ -299,7 +305,7 @@ def test_sets_are_the_ones_that_plain_pytorch_has():
             equal = of.rows.cpu()[:, None] == of.cols.cpu()
             found = equal | found if of.ids == 1 else equal & ~found
         assert torch.equal(found, expected)
-    assert members(NamedRows(torch.zeros(cols, 5, dtype=torch.int64)), cols, cpu) is None  # left to plain PyTorch
+    assert members(NamedRows(torch.zeros(cols, 5, dtype=torch.int64)), cols, cpu) is None  # unsupported
     assert members(Union(Diagonals(Diagonal(0, 0, 1)), NONE), cols, cpu) is None
 
 
@@ -308,7 +314,7 @@ def test_sets_are_the_ones_that_plain_pytorch_has():
 
 @pytest.mark.parametrize(("name", "dtype"), [*product(NAMES, CLOSE)])
 def test_losses_are_exact(in_kernels, name, dtype):
-    """Value and gradients, against the dense twin in float64."""
+    """Value and gradients, against the reference in float64."""
     whole = [normalize(torch.randn(50, 24), dim=1).to(DEVICE, dtype) for _ in range(2)]
     ids = torch.randint(0, 30, (50,), device=DEVICE)
 
@@ -329,7 +335,7 @@ def test_losses_are_exact(in_kernels, name, dtype):
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("unbiased", [False, True])
 def test_samples_of_classes(dtype, unbiased):
-    """The same classes as in plain PyTorch, whose gradient is sparse."""
+    """The sampled classes are those of plain PyTorch, and the gradient is sparse."""
     found = []
     for kernel in ("torch", "triton"):
         torch.manual_seed(0)
@@ -347,7 +353,7 @@ def test_samples_of_classes(dtype, unbiased):
 @pytest.mark.parametrize("times", [1.0, 2.0**18, 2.0**-20])
 @pytest.mark.parametrize("name", ["clip", "clip, ids", "info_nce", "moco", "siglip"])
 def test_losses_in_float16(in_kernels, name, times):
-    """Whatever a scaler multiplies the loss by: dS is brought into float16's range, and back."""
+    """For any factor of a loss scaler, dS is scaled into float16's range, and back."""
     whole = [normalize(torch.randn(50, 24), dim=1).to(DEVICE, torch.float16) for _ in range(2)]
     ids = torch.randint(0, 30, (50,), device=DEVICE)
 
@@ -356,7 +362,7 @@ def test_losses_in_float16(in_kernels, name, times):
         loss = losses(*leaves, ids)[0][name](functions, more)
         if cast == torch.float64:
             return [loss, *torch.autograd.grad(loss, leaves)]
-        # What goes on to float16 leaves is float32 until it is theirs: look at it there.
+        # Gradients are float32 until they reach float16 leaves: compare them before that.
         wide = [z.float().requires_grad_() for z in whole]
         loss = losses(*(z.half() for z in wide), ids)[0][name](functions, more)
         return [loss, *torch.autograd.grad(loss * times, wide)]
@@ -365,13 +371,13 @@ def test_losses_in_float16(in_kernels, name, times):
     found = run(wb.functional, torch.float16, times, kernel="triton", memory="flat")
     assert (found[0].double() - true[0]).abs() < 1e-5 * true[0]
     for got, exact in zip(found[1:], true[1:], strict=True):
-        if 1e-4 < times * exact.abs().max() < 6e4:  # a gradient in float16 has no room for others
+        if 1e-4 < times * exact.abs().max() < 6e4:  # others do not fit into float16
             assert (got.double() / times - exact).norm() < 2e-3 * exact.norm()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_worse_than_plain_pytorch_in_bfloat16(in_kernels, monkeypatch, name):
-    """The dense twins' own code on bfloat16 tensors, whose similarities are rounded: as a matmul under autocast is."""
+    """The reference on bfloat16 tensors rounds its similarities, like a matmul under autocast."""
     whole = [normalize(torch.randn(50, 24), dim=1).to(DEVICE, torch.bfloat16) for _ in range(2)]
     ids = torch.randint(0, 30, (50,), device=DEVICE)
     calls = 1 if name == "sup_con" else 2
@@ -388,7 +394,7 @@ def test_no_worse_than_plain_pytorch_in_bfloat16(in_kernels, monkeypatch, name):
 
 
 def test_more_exact_than_plain_pytorch_in_bfloat16(in_kernels):
-    """Whose similarities are rounded, as in a matmul under autocast."""
+    """Plain PyTorch rounds its similarities, like a matmul under autocast."""
     x, y = (normalize(torch.randn(60, 32), dim=1).to(DEVICE, torch.bfloat16) for _ in range(2))
 
     def gradient(loss, cast):
@@ -402,37 +408,38 @@ def test_more_exact_than_plain_pytorch_in_bfloat16(in_kernels):
     true = gradient(lambda x, y: wb.reference.clip_loss(x, y, 50.0), torch.float64)
     ours = gradient(lambda x, y: wb.functional.clip_loss(x, y, 50.0, kernel="triton", memory="flat"), torch.bfloat16)
     theirs = gradient(plain, torch.bfloat16)
-    assert (ours - true).norm() < 0.5 * (theirs - true).norm()  # the interpreter cuts dS off, where a GPU rounds
+    assert (ours - true).norm() < 0.5 * (theirs - true).norm()  # the interpreter truncates dS, a GPU rounds it
 
 
 @pytest.mark.parametrize(
     "more",
     [
-        {"return_statistics": True},
+        {"statistics": True},
         {"scale": 1e5},  # a shift for each row
         {"dtype": torch.float64},
     ],
 )
-def test_what_kernels_do_not_know_is_left_to_plain_pytorch(monkeypatch, more):
-    """All of it, forward and backward: the same bits."""
+def test_cases_that_kernels_do_not_support_use_plain_pytorch(monkeypatch, more):
+    """Forward and backward then have the same bits as with kernel="torch"."""
     monkeypatch.setattr(kernels, "tile_sums", None)
     monkeypatch.setattr(kernels, "tile_gradient", None)
     settings = {"memory": "flat", **more}
     dtype, scale = settings.pop("dtype", torch.float32), settings.pop("scale", 14.3)
+    statistics = settings.pop("statistics", False)
     x, y = (normalize(torch.randn(30, 8), dim=1).to(DEVICE, dtype) for _ in range(2))
     found = []
     for kernel in ("triton", "torch"):
         leaves = [z.clone().requires_grad_() for z in (x, y)]
         if scale == 1e5:
-            monkeypatch.setattr("wholebatch.losses._softmax.shared_shift", lambda *_: None)
-        made = wb.functional.clip_loss(*leaves, scale, kernel=kernel, **settings)
-        loss = made[0] if isinstance(made, tuple) else made
+            monkeypatch.setattr("wholebatch.nodes.shifts.shared_shift", lambda *_: None)
+        call = partial(wb.functional.clip_loss, *leaves, scale, kernel=kernel, **settings)
+        loss = wb.with_statistics(call)().loss if statistics else call()
         found.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def on_ranks():
-    """Uneven parts, an empty one among them, by both exchanges; half of a symmetric matrix; rows normalized inside."""
+    """Compare losses on uneven and empty parts, by both exchanges, symmetric and normalized inside ones included."""
     rank, counts = torch.distributed.get_rank(), (7, 0, 12)
     torch.manual_seed(0)
     whole = [normalize(torch.randn(19, 10), dim=1) for _ in range(2)]
@@ -453,7 +460,7 @@ def on_ranks():
         expected.backward()
         mine = [z[at].clone().requires_grad_() for z, at in zip(rounded, (local, local, of_classes), strict=True)]
         more = {} if name == "partial_fc" else {"exchange": exchange}
-        memory = 1000 if name == "nt_xent" else "flat"  # several tiles of a rank's own rows against themselves
+        memory = 1000 if name == "nt_xent" else "flat"  # several tiles of a rank's local rows against themselves
         found = loss(wb.functional, *mine, labels[local], kernel="triton", memory=memory, **more)
         found.backward()
         torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=0)
@@ -474,7 +481,7 @@ def test_on_several_ranks():
     run_ranks(on_ranks, 3)
 
 
-def test_it_is_said_where_there_are_no_kernels(monkeypatch):
+def test_errors_where_there_are_no_kernels(monkeypatch):
     x = torch.eye(3)
     with pytest.raises(ValueError, match="kernel must be one of 'auto', 'torch', 'triton'; got 'cuda'"):
         wb.CLIPLoss(kernel="cuda")
@@ -486,11 +493,11 @@ def test_it_is_said_where_there_are_no_kernels(monkeypatch):
         wb.functional.clip_loss(x, x, 1.0, kernel="triton")
 
 
-# Machine code, for GPUs that need not be there.
+# Machine code, compiled without a GPU.
 
 
 def test_machine_code():
-    """Tensor cores are used, nothing is spilled, shared memory suffices."""
+    """Tensor cores are used, no register is spilled, and shared memory is large enough."""
     environment = {name: of for name, of in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-W", "error", Path(__file__).parent / "compile_kernels.py", *["--all"] * ALL_KERNELS],
@@ -504,16 +511,10 @@ def test_machine_code():
     *found, too_large = [json.loads(line) for line in run.stdout.splitlines()]
     assert too_large["spills"] > 0
     assert {of["capability"] for of in found} >= {80, 90, 100}
-    assert {of["kernel"] for of in found} == {
-        "tile_sums",
-        "tile_gradient",
-        "tile_sigmoid",
-        "nested_sums",
-        "nested_gradient",
-    }
+    assert {of["kernel"] for of in found} == LAUNCHERS, "the losses start every kernel"
     assert sum(of["spills"] > 0 for of in found) <= (TRITON < (3, 7))
     for of in found:
-        assert of["spills"] <= (8 if TRITON < (3, 7) else 0), of  # instructions: 3.6 has them in one form
+        assert of["spills"] <= (8 if TRITON < (3, 7) else 0), of  # instructions: with 3.6 one form spills
         assert of["narrow loads"] == 0 or of["constants"].get("ENDS", 8) < 8, of  # parts of 7 features, for one
         assert of["products"] > 0 or of["constants"].get("KEPT"), of
         assert of["registers"] <= 255, of

@@ -1,8 +1,4 @@
-"""What the losses have in common beside their exactness: precision, edges, statistics, state across ranks."""
-
-import math
-import warnings
-from unittest.mock import patch
+"""Losses in low precision, at edges and far from the origin are as good as plain PyTorch's or better."""
 
 import pytest
 import torch
@@ -13,7 +9,6 @@ from torch.nn import functional as F
 
 import wholebatch as wb
 from wholebatch.partition import Partition
-from wholebatch.sweep import Driver
 from wholebatch.testing import run_ranks
 
 SMOOTH = [name for name, case in LOSSES.items() if case.smooth]
@@ -117,7 +112,6 @@ def test_a_graph_can_be_used_twice_and_its_gradient_not_differentiated(name):
         again.square().sum().backward()
 
 
-# Edges that have a meaning.
 def lonely_body():
     """Anchors without positives, without negatives, without anything: 0, with gradient 0, the same on all ranks."""
     torch.manual_seed(0)
@@ -178,226 +172,6 @@ def test_views_are_rows_with_the_same_label():
         assert each.shape == (5, 3)
 
 
-# Statistics.
-def dense_statistics(similarities, positive, negative, scale):
-    """By definition: rows of similarities, with masks."""
-    largest = similarities.masked_fill(~negative, -math.inf).amax(1)
-    mean_positive = (similarities * positive).sum(1) / positive.sum(1)
-    p = (scale * similarities).masked_fill(~negative, -math.inf).softmax(1)
-    return [
-        (mean_positive > largest).double().mean(),
-        mean_positive.mean(),
-        largest.mean(),
-        (1 / p.square().sum(1)).mean(),
-        torch.tensor(1 / scale, dtype=torch.float64),
-    ]
-
-
-def statistics_body(counts):
-    case = LOSSES["clip, ids, weights"]
-    x, y, *_ = whole_batch(case, counts)
-    rows, scale = Partition(counts).rows(dist.get_rank()), 5.0
-    diagonal = torch.eye(len(x), dtype=torch.bool)
-    z = F.normalize(torch.cat([x, y]), dim=1)
-    itself = torch.eye(len(z), dtype=torch.bool)
-    other = itself.roll(len(x), 0)
-    h = F.normalize(
-        torch.randn(len(x), 2, x.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(5)), dim=-1
-    )
-    with_hard = torch.cat([x @ y.T, torch.einsum("bd,bhd->bh", x, h)], 1)
-    labels = torch.arange(len(x)) // 2 % 2
-    classmates = (labels[:, None] == labels) & ~diagonal
-    hard = torch.ones(len(x), 2, dtype=torch.bool)
-    options = {"return_statistics": True}
-    cases = {
-        "clip": (
-            wb.functional.clip_loss(x[rows], y[rows], scale, **options),
-            [
-                torch.stack(pair).mean()
-                for pair in zip(
-                    *(dense_statistics(s, diagonal, ~diagonal, scale) for s in (x @ y.T, y @ x.T)), strict=True
-                )
-            ],
-        ),
-        "info_nce": (
-            wb.functional.info_nce_loss(x[rows], y[rows], logit_scale=scale, hard_negatives=h[rows], **options),
-            dense_statistics(with_hard, torch.cat([diagonal, ~hard], 1), torch.cat([~diagonal, hard], 1), scale),
-        ),
-        "nt_xent": (
-            wb.functional.nt_xent_loss(x[rows], y[rows], temperature=1 / scale, **options),
-            dense_statistics(z @ z.T, other, ~other & ~itself, scale),
-        ),
-        "dcl": (
-            wb.functional.dcl_loss(x[rows], y[rows], temperature=1 / scale, sigma=0.5, **options),
-            dense_statistics(z @ z.T, other, ~other & ~itself, scale),
-        ),
-        "moco": (
-            wb.functional.moco_loss(x[rows], y[rows], h[:, 0], logit_scale=scale, **options),
-            dense_statistics(
-                torch.cat([(x * y).sum(1, keepdim=True), x @ h[:, 0].T], 1),
-                torch.arange(len(x) + 1).expand(len(x), -1) == 0,
-                torch.arange(len(x) + 1).expand(len(x), -1) > 0,
-                scale,
-            ),
-        ),
-        "info_nce, key_to_query": (
-            wb.functional.info_nce_loss(x[rows], y[rows], logit_scale=scale, directions="key_to_query", **options),
-            dense_statistics(y @ x.T, diagonal, ~diagonal, scale),
-        ),
-        "sup_con": (
-            wb.functional.sup_con_loss(x[rows], labels[rows], temperature=1 / scale, **options),
-            dense_statistics(x @ x.T, classmates, ~classmates & ~diagonal, scale),
-        ),
-    }
-    for name, ((loss, found), expected) in cases.items():
-        assert loss.isfinite()
-        numbers = [getattr(found, field) for field in found.__dataclass_fields__]
-        assert not any(number.requires_grad for number in numbers)
-        everywhere = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, [number.item() for number in numbers])
-        assert everywhere == [everywhere[0]] * len(everywhere), name
-        for field, got, true in zip(found.__dataclass_fields__, numbers, expected, strict=True):
-            assert_same(got, true, relative=1e-10, what=f"{name} {field}")
-
-
-@pytest.mark.parametrize("counts", [(7,), (5, 2), (4, 0, 5)], ids=str)
-def test_statistics(counts):
-    run_ranks(statistics_body, len(counts), counts, timeout_s=60)
-
-
-@pytest.mark.parametrize("name", ["clip", "info_nce", "nt_xent"])
-def test_statistics_take_no_further_sweep(name):
-    """As many tiles of S are computed, and the loss and its gradient have the same bits."""
-    case, tiles = LOSSES[name], []
-    x, y = whole_batch(case, (20,))
-    x.requires_grad_()
-    computed, logits = [], Driver.logits
-
-    def counted(driver, tile, *features):
-        tiles.append(tile)
-        return logits(driver, tile, *features)
-
-    with patch.object(Driver, "logits", counted):
-        for statistics in (False, True):
-            tiles.clear()
-            returned = case.call(wb.functional, x, y, torch.tensor(5.0), None, memory=512, return_statistics=statistics)
-            loss = returned[0] if statistics else returned
-            computed.append((loss.detach(), torch.autograd.grad(loss, x)[0], len(tiles)))
-    (loss, gradient, before), (same_loss, same_gradient, after) = computed
-    assert before == after > 10
-    assert torch.equal(loss, same_loss)
-    assert torch.equal(gradient, same_gradient)
-
-
-# State that lives across steps.
-def queue_body(size):
-    """Uneven pushes around the ring: the same keys, in the same places, as on one process."""
-    queue, alone = wb.KeyQueue(7, 2), wb.KeyQueue(7, 2, group=wb.comm.LocalCommunicator())
-    pushed = []
-    for step, counts in enumerate([(2, 1, 0), (0, 3, 2), (1, 1, 1), (4, 0, 3)]):
-        counts = counts[:size]
-        keys = torch.arange(2.0 * sum(counts)).view(-1, 2) + 100 * step
-        before = queue.keys
-        copy = before.clone()
-        queue.enqueue(keys[Partition(counts).rows(dist.get_rank())])
-        alone.enqueue(keys)
-        pushed.append(keys)
-        assert torch.equal(queue.ring, alone.ring)
-        assert torch.equal(before, copy), "a loss may still need it"
-        last = torch.cat(pushed)[-7:]
-        assert sorted(queue.keys.tolist()) == sorted(last.tolist())
-    again = wb.KeyQueue(7, 2)
-    again.load_state_dict(queue.state_dict())
-    assert torch.equal(again.keys, queue.keys)
-    for wrong, message in (
-        (torch.zeros(8, 2), r"do not fit into a queue of 7"),
-        (torch.zeros(1, 3), "same feature size, got 3 and 2"),
-        (torch.zeros(1, 2).double(), "same dtype"),
-        (torch.full((1, 2), torch.nan), "keys must be finite"),
-        ("keys", "must be a tensor"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            queue.enqueue(wrong if dist.get_rank() == 0 else torch.zeros(1, 2))
-    assert torch.equal(again.keys, queue.keys)
-    if size > 1:
-        rank = dist.get_rank()
-        for differing, message in ((wb.KeyQueue(7 + rank, 2), "size, width, dtype"), (queue, "keys enqueued")):
-            queue.enqueued += rank
-            with pytest.raises(ValueError, match=f"{message} must be the same on all ranks"):
-                differing.enqueue(torch.zeros(1, 2))
-            queue.enqueued -= rank
-        x = torch.eye(2)
-        with pytest.raises(ValueError, match="examples must be the same on all ranks"):
-            wb.GlobalContrastiveLoss(9 + rank)(x, x, torch.arange(2))
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_queue_is_the_same_on_all_ranks(world_size):
-    run_ranks(queue_body, world_size, world_size, timeout_s=60)
-
-
-def averages_body(counts):
-    """Three steps of SogCLR with uneven rows: loss, gradient and the whole state are those of one process."""
-    together = wb.GlobalContrastiveLoss(20, temperature=0.2, dtype=torch.float64)
-    alone = wb.GlobalContrastiveLoss(20, temperature=0.2, dtype=torch.float64, group=wb.comm.LocalCommunicator())
-    rows = Partition(counts).rows(dist.get_rank())
-    for step in range(3):
-        generator = torch.Generator().manual_seed(step)
-        x, y = (
-            F.normalize(torch.randn(sum(counts), 4, dtype=torch.float64, generator=generator), dim=1).requires_grad_()
-            for _ in range(2)
-        )
-        indices = torch.randperm(20, generator=generator)[: sum(counts)]
-        results = []
-        for loss, at in ((together, rows), (alone, slice(None))):
-            value = loss(x[at], y[at], indices[at])
-            results.append((value.detach(), *(g[rows] for g in torch.autograd.grad(value, (x, y)))))
-        (value, *got), (expected, *true) = results
-        assert_same(value, expected, relative=1e-12)
-        for ours, theirs in zip(got, true, strict=True):
-            assert_same(ours, len(counts) * theirs, relative=1e-9, absolute=1e-14)
-        for name in ("image_log_averages", "text_log_averages"):
-            both = [getattr(loss, name) for loss in (together, alone)]
-            assert torch.equal(both[0].isneginf(), both[1].isneginf())
-            assert_same(*(averages.nan_to_num(neginf=0.0) for averages in both), relative=1e-12)
-    state = {name: value.clone() for name, value in together.state_dict().items()}
-    together.eval()
-    together(x[rows], y[rows], indices[rows])
-    together.train()
-    with torch.no_grad():
-        together(x[rows], y[rows], indices[rows])
-    assert all(torch.equal(together.state_dict()[name], value) for name, value in state.items())
-    for wrong, message in (
-        (indices[rows].float(), "indices must be a tensor of integers"),
-        (indices[rows] + 20, "between 0 and 19"),
-        (torch.cat([indices[rows], indices[:1]]), "one integer for each row"),
-    ):
-        if len(x[rows]):
-            with pytest.raises(ValueError, match=message):
-                together(x[rows], y[rows], wrong)
-
-
-@pytest.mark.parametrize("counts", [(6,), (4, 2), (3, 1, 2)], ids=str)
-def test_averages_are_those_of_one_process(counts):
-    run_ranks(averages_body, len(counts), counts, timeout_s=60)
-
-
-def test_a_gradient_through_the_average_would_be_another():
-    """The twin's teeth: with gamma in the gradient, as plain differentiation of u has it, it is 0.9 times as large."""
-    case = LOSSES["global contrastive"]
-    whole = whole_batch(case, (6,))
-    right = dense(case, whole, 5.0)
-    x, y, u, v = whole
-    x.requires_grad_()
-    g = ((x @ y.T - (x * y).sum(1, keepdim=True)) * 5.0).exp().masked_fill(torch.eye(6, dtype=torch.bool), 0).sum(1) / 5
-    h = ((y @ x.T - (x * y).sum(1, keepdim=True)) * 5.0).exp().masked_fill(torch.eye(6, dtype=torch.bool), 0).sum(1) / 5
-    averages = [0.1 * old.exp() + 0.9 * new for old, new in ((u, g), (v, h))]
-    value = sum((1e-14 + average).log().mean() for average in averages) / 2 / 5.0
-    (wrong,) = torch.autograd.grad(value, x)
-    assert_same(value, right[0], relative=1e-12)
-    assert_same(wrong, 0.9 * right[1], relative=1e-9)
-
-
 def shared_body():
     """Collectives of Matryoshka with three parts, in all."""
     comm = wb.comm.TorchCommunicator()
@@ -424,7 +198,6 @@ def test_matryoshka_moves_features_once():
     ]
 
 
-# What once was wrong.
 @pytest.mark.parametrize("name", LOSSES)
 def test_autocast_changes_nothing(name):
     """Not even in what a loss makes of its numbers in plain PyTorch."""
@@ -454,7 +227,7 @@ def both_ways_body(negatives):
 
 
 @pytest.mark.parametrize("negatives", [(4,), (0, 5), (3, 0, 4)], ids=str)
-def test_certificates_of_both_directions(negatives):
+def test_underflow_checks_of_both_directions(negatives):
     run_ranks(both_ways_body, len(negatives), negatives, timeout_s=30)
 
 
@@ -482,8 +255,8 @@ def test_a_scale_that_is_learned_on_one_rank():
     run_ranks(mixed_scale_body, 2, timeout_s=60)
 
 
-def strange_body():
-    """Arguments of strange types, on one rank: every rank says so."""
+def other_type_body():
+    """Rank 1 passes an option of another type: every rank raises."""
     rank, x = dist.get_rank(), torch.randn(3, 4)
     labels = torch.tensor([0, 0, 1])
 
@@ -502,32 +275,8 @@ def strange_body():
     assert wb.functional.triplet_loss(x, labels).isfinite()
 
 
-def test_strange_arguments():
-    run_ranks(strange_body, 2, timeout_s=30)
-
-
-@pytest.mark.parametrize("scale", [50.0, 100.0])
-def test_effective_negatives_in_float32(scale):
-    generator = torch.Generator().manual_seed(2)
-    base = F.normalize(torch.randn(8, 6, dtype=torch.float64, generator=generator), dim=1)
-    x = F.normalize(base.repeat(4, 1) + 0.1 * torch.randn(32, 6, dtype=torch.float64, generator=generator), dim=1)
-    options = {"return_statistics": True}
-    for call in (
-        lambda x: wb.functional.clip_loss(x, x, scale, **options),
-        lambda x: wb.functional.sup_con_loss(x, torch.arange(32) // 2, temperature=1 / scale, **options),
-    ):
-        narrowed, wide = (call(z)[1].effective_negatives for z in (x.float(), x))
-        assert wide > 1
-        assert_same(narrowed, wide, relative=1e-3)
-
-
-def test_statistics_are_in_the_units_of_similarities():
-    x, y = whole_batch(LOSSES["clip"], (9,))
-    h = F.normalize(torch.randn(9, 2, 6, dtype=torch.float64), dim=-1)
-    options = {"logit_scale": 5.0, "hard_negatives": h, "return_statistics": True}
-    (_, plain), (_, harder) = (wb.functional.info_nce_loss(x, y, hardness=a, **options) for a in (0.0, 7.0))
-    for name in ("accuracy", "positive_similarity", "hardest_negative_similarity"):
-        assert_same(getattr(harder, name), getattr(plain, name), relative=1e-12, what=name)
+def test_an_option_of_another_type_on_one_rank_raises_on_all_ranks():
+    run_ranks(other_type_body, 2, timeout_s=30)
 
 
 def test_triplets_far_from_the_origin():
@@ -557,45 +306,3 @@ def test_sharp_temperatures_have_gradients():
             wb.functional.nt_xent_loss(z, z.detach(), temperature=temperature),
         ):
             assert torch.autograd.grad(loss, z)[0].isfinite().all()
-
-
-def test_a_queue_filled_in_inference_mode():
-    queue = wb.KeyQueue(4, 3)
-    with torch.inference_mode():
-        queue.enqueue(torch.randn(2, 3))
-    x = torch.randn(2, 3, requires_grad=True)
-    wb.functional.moco_loss(x, x.detach(), queue.keys, logit_scale=5.0).backward()
-    assert x.grad.isfinite().all()
-
-
-def test_what_has_state_leaves_a_compiled_graph():
-    queue, loss, x = wb.KeyQueue(4, 3), wb.GlobalContrastiveLoss(5), torch.eye(3, requires_grad=True)
-
-    @torch.compile(backend="eager")
-    def step(x):
-        value = loss(2 * x, x, torch.arange(3))
-        queue.enqueue(x.detach())
-        return 2 * value
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        step(x).backward()
-    assert not [str(one.message) for one in caught if "Dynamo" in str(one.message)]
-    assert x.grad.isfinite().all()
-    assert len(queue.keys) == 3
-
-
-def test_ids_of_any_strides():
-    x, y, ids = *whole_batch(LOSSES["clip"], (6,)), torch.arange(12).view(6, 2) // 4
-    assert torch.equal(
-        wb.functional.clip_loss(x, y, 5.0, ids=ids[:, 0]), wb.functional.clip_loss(x, y, 5.0, ids=ids[:, 0].clone())
-    )
-
-
-def test_the_last_of_equal_indices_stays():
-    loss = wb.GlobalContrastiveLoss(5, dtype=torch.float64, gamma=1.0)
-    x, y = whole_batch(LOSSES["clip"], (3,))
-    loss(x, y, torch.tensor([2, 2, 4]))
-    alone = wb.GlobalContrastiveLoss(5, dtype=torch.float64, gamma=1.0)
-    alone(x, y, torch.tensor([0, 2, 4]))
-    assert torch.equal(loss.image_log_averages[[2, 4]], alone.image_log_averages[[2, 4]])

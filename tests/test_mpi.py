@@ -8,7 +8,6 @@ import json
 import tempfile
 from pathlib import Path
 
-import closing_cases  # noqa: F401 (its cases are in CASES, too)
 import pytest
 from comm_cases import CASES
 from mpi import ENVIRONMENTS, available, mpiexec

@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from comm_cases import branching
+from comm_cases.order import branching
 
 from wholebatch.comm import CommunicationError, TorchCommunicator
 from wholebatch.testing import RankTimeoutError, run_ranks
@@ -80,7 +80,7 @@ def two_threads_body():
     comm = TorchCommunicator()
     x = torch.ones(1, requires_grad=True)
     comm.all_reduce(x)
-    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="give each thread a communicator of its own"):
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="give each thread a separate communicator"):
         pool.submit(comm.all_reduce, x).result()
 
 
@@ -102,7 +102,7 @@ def checkpointed_body():
     assert not comm._order.waiting()
 
 
-def test_checkpointing():
+def test_activation_checkpointing_keeps_the_order():
     run_ranks(checkpointed_body, 2)
 
 

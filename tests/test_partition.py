@@ -57,7 +57,7 @@ def _entries(tile):
     return [(i, j) for i in range(100)[tile.rows] for j in range(100)[tile.cols]]
 
 
-def test_nonsense_is_refused():
+def test_invalid_partitions_and_tiles_raise():
     nan = float("nan")
     for bad in ((), (3, -1), (nan,), (1.5,), (True,), (None,), "12"):
         with pytest.raises(ValueError, match=r"partition needs|counts must be a list or tuple"):

@@ -1,4 +1,4 @@
-"""What is said of a step before it runs is what then happens: the same exchange, the same tiles, the same memory."""
+"""The planner predicts what then happens: the same exchange, the same tiles, the same memory."""
 
 import json
 import re
@@ -13,18 +13,21 @@ from torch import nn
 import wholebatch as wb
 from wholebatch.__main__ import main
 from wholebatch._measure import map_each_tensor, rise_of_peak
+from wholebatch._processes import run_processes
 from wholebatch.comm import LocalCommunicator, select_communicator
 from wholebatch.exchange import GatherExchange, RingExchange, select_exchange
-from wholebatch.losses import _door
+from wholebatch.losses.catalog import CATALOG
+from wholebatch.nodes import route
 from wholebatch.partition import Partition
 from wholebatch.planning import DEVICES, Rates
 from wholebatch.planning.check import check
 from wholebatch.planning.given import given
+from wholebatch.planning.shapes import LOSSES, Shapes
 from wholebatch.planning.subject import make_step
-from wholebatch.planning.work import LOSSES, Shapes, work_of
-from wholebatch.testing import run_processes
+from wholebatch.planning.work import work_of
 
 CPU = torch.device("cpu")
+SIZES = "--batch-size 8 --embedding-size 8"
 OF_CLASSES = {"partial_fc": {"classes": 5000}}
 
 
@@ -33,7 +36,7 @@ OF_CLASSES = {"partial_fc": {"classes": 5000}}
 
 @pytest.mark.parametrize("loss", ["clip", "nt_xent"])
 @pytest.mark.parametrize("rows", [64, 43_690, 43_691, 87_381, 87_382, 10**6])
-def test_auto_is_the_same_exchange(loss, rows):
+def test_auto_is_the_exchange_of_the_library(loss, rows):
     said = Shapes(loss, rows, 1024, 1).exchange()
     of_s = 2 * rows if loss == "nt_xent" else rows
     made = select_exchange("auto", LocalCommunicator(), of_s, Partition((of_s,)), row_bytes=4 * 1024)
@@ -43,13 +46,13 @@ def test_auto_is_the_same_exchange(loss, rows):
 @pytest.mark.parametrize("loss", ["clip", "info_nce", "siglip", "nt_xent", "sup_con"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_entries_add_up_to_the_matrix(loss, ranks):
-    """Of what ranks compute; a symmetric one by half, and by the diagonal's tiles."""
+    """Ranks together compute all entries; of a symmetric matrix half, and the diagonal's tiles."""
     shapes = Shapes(loss, 4800, 8, ranks)
     whole = {"nt_xent": 9600**2 / 2, "sup_con": 4800**2 / 2}.get(loss, 4800**2)
     assert whole / ranks <= shapes.entries <= 1.3 * whole / ranks
 
 
-def test_units():
+def test_work_is_counted_in_products_of_the_features():
     for loss, units in (("clip", 4), ("info_nce", 4), ("siglip", 3)):
         work = work_of(Shapes(loss, 1024, 64, 1), "gather", "flat")
         assert work.flops == 2 * units * 1024**2 * 64
@@ -60,11 +63,11 @@ def test_units():
 
 @pytest.mark.parametrize("memory", ["flat", "auto", 2**21, 2**22, 2**24])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_budget_is_the_one_that_a_sweep_gets(monkeypatch, loss, memory):
-    """Of a call of the loss itself."""
+def test_the_budget_is_that_of_the_sweep(monkeypatch, loss, memory):
+    """Compare with the budget in a call of the loss."""
     made = []
-    real = _door.fit
-    monkeypatch.setattr(_door, "fit", lambda *args, **more: made.append(real(*args, **more)) or made[-1])
+    real = route.fit
+    monkeypatch.setattr(route, "fit", lambda *args, **more: made.append(real(*args, **more)) or made[-1])
     shapes = Shapes(loss, 900, 16, 1, **({"classes": 1000} if loss == "partial_fc" else {}))
     make_step(LocalCommunicator(), shapes, "gather", memory, CPU)()
     said = shapes.budget(memory)
@@ -75,25 +78,24 @@ def test_the_budget_is_the_one_that_a_sweep_gets(monkeypatch, loss, memory):
 
 @pytest.mark.parametrize("batch", [500, 5000])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_one_option_is_what_the_library_takes_by_itself(loss, batch):
+def test_one_option_is_the_default_of_the_library(loss, batch):
     classes = 5000 if loss == "partial_fc" else None
     for ranks in (1, 3):
-        options = wb.plan(batch=batch, dim=64, ranks=ranks, loss=loss, classes=classes).options
+        options = wb.plan(batch_size=batch, embedding_size=64, ranks=ranks, loss=loss, classes=classes).options
         (auto,) = [option for option in options if option.auto]
         assert auto.call in (f"wb.{_module(loss)}()", "wb.PartialFC(64, 5000)")
         assert all(option.call != auto.call for option in options if option is not auto)
 
 
 def _module(loss):
-    return {"clip": "CLIPLoss", "info_nce": "InfoNCELoss", "siglip": "SigLIPLoss", "nt_xent": "NTXentLoss",
-            "sup_con": "SupConLoss"}.get(loss)  # fmt: skip
+    return CATALOG[loss].module.__name__ if loss in CATALOG else None
 
 
-# Memory is what it was said to be.
+# Memory is as predicted.
 
 
 def rises(settings):
-    """Of the peak on this rank, in the memory of tensors alone."""
+    """Return the rise of the peak on this rank for each setting, in the memory of tensors alone."""
     torch.set_num_threads(1)
     comm, found = select_communicator(None), []
     for shapes, exchange, memory in settings:
@@ -103,7 +105,7 @@ def rises(settings):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_memory_of_every_setting(ranks):
+def test_memory_of_every_setting_is_as_predicted(ranks):
     settings = []
     for loss in LOSSES:
         shapes = Shapes(loss, 1200, 640, ranks, **OF_CLASSES.get(loss, {}))
@@ -131,7 +133,7 @@ def test_memory_of_every_setting(ranks):
 
 
 class Tower(nn.Sequential):
-    """Of which is known what it keeps: the inputs of linear maps and of activations."""
+    """An encoder whose kept activations are known: the inputs of linear maps and of activations."""
 
     width, layers = 512, 4
     kept_bytes = 4 * 2 * layers * width
@@ -170,12 +172,14 @@ def rise_of_step(batch, dim, chunk, kept):
 
 
 @pytest.mark.parametrize(("chunk", "kept"), [(None, 0), (200, 0), (200, 8), (800, 0)])
-def test_memory_of_a_step_with_gradient_caching(chunk, kept):
+def test_memory_of_a_step_with_gradient_caching_is_as_predicted(chunk, kept):
     batch, dim = 4000, 256
     rise, gradients = run_processes(rise_of_step, 1, batch, dim, chunk, kept, timeout_s=300)[0]
-    more = {} if chunk is None else {"chunk": chunk, "keep_graphs": kept}
-    found = wb.plan(batch=batch, dim=dim, encoder_bytes=Tower.kept_bytes, gradient_bytes=gradients, **more)
-    peaks = {option.chunk: option.peak for option in found.options if option.memory == "flat"}
+    more = {} if chunk is None else {"chunk_size": chunk, "keep_graphs": kept}
+    found = wb.plan(
+        batch_size=batch, embedding_size=dim, encoder_bytes=Tower.kept_bytes, gradient_bytes=gradients, **more
+    )
+    peaks = {option.chunk_size: option.peak for option in found.options if option.memory == "flat"}
     assert peaks[chunk] == pytest.approx(rise, rel=0.15)
     if chunk is not None:
         assert peaks[None] > 1.5 * rise  # teeth: all rows at once
@@ -188,22 +192,22 @@ def rises_of_steps(sizes):
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="asks Linux what is resident")
-def test_what_the_planner_measures_is_what_a_step_holds():
-    """`--measure` asks the system, which adds pages of its own: sizes at which those do not matter."""
+def test_measured_memory_is_that_of_the_step():
+    """`--measure` asks the system, which adds some pages: use sizes at which they do not matter."""
     small, large = run_processes(rises_of_steps, 1, (2**27, 2**29), timeout_s=300)[0]
     assert 0.8 * 2**27 < small < 1.5 * 2**27
     assert 0.8 * 2**29 < large < 1.2 * 2**29
 
 
-# What fits, and what is chosen.
+# The largest batch, and the choice.
 
 
 def test_the_largest_batch_fits_and_the_next_does_not():
-    sizes = {"dim": 64, "ranks": 3, "memory_limit": 40 * 10**6, "encoder_bytes": 9000, "model_bytes": 10**6}
-    for option in wb.plan(batch=3000, chunk=16, keep_graphs=3, **sizes).options:
+    sizes = {"embedding_size": 64, "ranks": 3, "memory_limit": 40 * 10**6, "encoder_bytes": 9000, "model_bytes": 10**6}
+    for option in wb.plan(batch_size=3000, chunk_size=16, keep_graphs=3, **sizes).options:
         fits = []
         for batch in (option.largest_batch, option.largest_batch + 3):
-            again = wb.plan(batch=batch, chunk=16, keep_graphs=3, **sizes).options
+            again = wb.plan(batch_size=batch, chunk_size=16, keep_graphs=3, **sizes).options
             same = [o for o in again if _choices(o) == _choices(option)]
             fits.append(any(o.fits for o in same))
         assert option.largest_batch % 3 == 0
@@ -211,14 +215,14 @@ def test_the_largest_batch_fits_and_the_next_does_not():
 
 
 def _choices(option):
-    return option.exchange, option.kept, option.kept_size, option.chunk, option.kept_graphs
+    return option.exchange, option.kept, option.kept_size, option.chunk_size, option.kept_graphs
 
 
 def test_caching_is_chosen_where_all_rows_do_not_fit():
-    sizes = {"batch": 4096, "dim": 256, "encoder_bytes": (50_000, 20_000)}
+    sizes = {"batch_size": 4096, "embedding_size": 256, "encoder_bytes": (50_000, 20_000)}
     roomy, tight = (wb.plan(memory_limit=limit * 10**6, **sizes) for limit in (2000, 80))
-    assert roomy.chosen.chunk is None
-    assert tight.chosen.chunk
+    assert roomy.chosen.chunk_size is None
+    assert tight.chosen.chunk_size
     assert tight.chosen.peak <= tight.limit
     assert any(option.kept_graphs for option in tight.options)
     for option in tight.options:
@@ -226,9 +230,9 @@ def test_caching_is_chosen_where_all_rows_do_not_fit():
 
 
 def test_as_much_is_kept_as_fits():
-    """Where exp(S) does not fit as a whole, a part of it does; a tenth of the memory stays free."""
-    roomy = wb.plan(batch=20_000, dim=64, memory_limit=2 * 10**9)
-    tight = wb.plan(batch=20_000, dim=64, memory_limit=4 * 10**8)
+    """Where all of exp(S) does not fit, a part of it is kept; a tenth of the memory stays free."""
+    roomy = wb.plan(batch_size=20_000, embedding_size=64, memory_limit=2 * 10**9)
+    tight = wb.plan(batch_size=20_000, embedding_size=64, memory_limit=4 * 10**8)
     assert {option.kept for option in roomy.options if option.fits} == {0.0, 1.0}
     (part,) = [option for option in tight.options if 0 < option.kept < 1]
     assert part.fits
@@ -236,24 +240,26 @@ def test_as_much_is_kept_as_fits():
     assert part.seconds < tight.options[0].seconds
 
 
-def test_nothing_fits():
-    found = wb.plan(batch=10**6, dim=1024, memory_limit=10**8)
+def test_a_plan_in_which_nothing_fits():
+    found = wb.plan(batch_size=10**6, embedding_size=1024, memory_limit=10**8)
     assert found.chosen is None
-    assert "Nothing fits: the least is 16.4 GB" in str(found)
+    assert "Nothing fits: the smallest peak is 16.4 GB" in str(found)
     assert re.search(r"largest batch that fits: \d+, with wb.CLIPLoss\(\)", str(found))
-    assert "No batch fits" in str(wb.plan(batch=8, dim=8, memory_limit=10**6, model_bytes=10**6))
+    assert "No batch fits" in str(wb.plan(batch_size=8, embedding_size=8, memory_limit=10**6, model_bytes=10**6))
 
 
 def test_the_call_of_the_largest_batch_is_made_for_it():
-    (option,) = [o for o in wb.plan(batch=600, dim=64, memory_limit=2 * 10**9).options if o.kept_size == 4]
+    (option,) = [
+        o for o in wb.plan(batch_size=600, embedding_size=64, memory_limit=2 * 10**9).options if o.kept_size == 4
+    ]
     assert option.call == "wb.CLIPLoss()"
     (memory,) = re.findall(r"memory=(\d+)", option.call_of_largest)
-    found = wb.plan(batch=option.largest_batch, dim=64, memory_limit=2 * 10**9)
+    found = wb.plan(batch_size=option.largest_batch, embedding_size=64, memory_limit=2 * 10**9)
     assert int(memory) in [o.memory for o in found.options if o.fits]
 
 
-def test_what_is_encoded_least_again_is_chosen_where_its_time_is_not_known():
-    found = wb.plan(batch=16384, dim=1024, memory_limit=12 * 10**8, encoder_bytes=100_000)
+def test_without_encoder_flops_the_option_that_encodes_least_is_chosen():
+    found = wb.plan(batch_size=16384, embedding_size=1024, memory_limit=12 * 10**8, encoder_bytes=100_000)
     assert found.chosen.encoded_again <= min(o.encoded_again for o in found.options if o.fits) + 0.05
 
 
@@ -262,11 +268,11 @@ def test_what_is_encoded_least_again_is_chosen_where_its_time_is_not_known():
     [{"loss": loss} for loss in LOSSES[:-1]]
     + [
         {"classes": 5000, "sample_rate": 0.123456789, "dtype": "bf16"},
-        {"encoder_bytes": 1000, "chunk": 8, "memory_limit": 10**7},
+        {"encoder_bytes": 1000, "chunk_size": 8, "memory_limit": 10**7},
     ],
 )
 def test_calls_can_be_pasted(more):
-    found = wb.plan(batch=1000, dim=32, **more)
+    found = wb.plan(batch_size=1000, embedding_size=32, **more)
     names = {
         "wb": wb,
         "torch": torch,
@@ -276,7 +282,7 @@ def test_calls_can_be_pasted(more):
     }
     for option in found.options:
         made = eval(option.call, names)
-        loss = made.loss_fn if option.chunk else made
+        loss = made.loss_fn if option.chunk_size else made
         settings = vars(loss.options) if isinstance(loss, wb.PartialFC) else loss.settings
         if option.exchange:
             assert settings["exchange"] in ("auto", option.exchange)
@@ -287,13 +293,15 @@ def test_calls_can_be_pasted(more):
         if isinstance(loss, wb.PartialFC):
             assert loss.weight.dtype == getattr(torch, found.dtype)
             assert loss.sample_rate == more["sample_rate"]
-        if option.chunk:
-            assert (made.chunk_sizes, made.keep_graphs) == ([option.chunk] * 2, option.kept_graphs)
+        if option.chunk_size:
+            assert (made.chunk_sizes, made.keep_graphs) == ([option.chunk_size] * 2, option.kept_graphs)
     assert found.chosen.call in str(found)
 
 
 def test_samples_of_classes_take_less():
-    all_of_them, tenth = (wb.plan(batch=512, dim=128, ranks=4, classes=10**6, sample_rate=s) for s in (1.0, 0.1))
+    all_of_them, tenth = (
+        wb.plan(batch_size=512, embedding_size=128, ranks=4, classes=10**6, sample_rate=s) for s in (1.0, 0.1)
+    )
     assert tenth.options[0].flops < 0.11 * all_of_them.options[0].flops
     assert tenth.options[0].peak < all_of_them.options[0].peak
 
@@ -301,10 +309,13 @@ def test_samples_of_classes_take_less():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"batch": 0}, "batch must be an integer of at least 1; got 0"),
-        ({"batch": 2.5}, "batch must be an integer of at least 1; got 2.5"),
-        ({"ranks": 128}, "batch is of all ranks together: at least one example for each of 128 ranks, got 64"),
-        ({"loss": "circle"}, "loss must be one of clip, info_nce, siglip, nt_xent, sup_con, partial_fc; got 'circle'"),
+        ({"batch_size": 0}, "batch_size must be an integer of at least 1; got 0"),
+        ({"batch_size": 2.5}, "batch_size must be an integer of at least 1; got 2.5"),
+        (
+            {"ranks": 128},
+            "batch_size is that of all ranks together: at least one example for each of 128 ranks, got 64",
+        ),
+        ({"loss": "circle"}, f"loss must be one of {', '.join(LOSSES)}; got 'circle'"),
         ({"dtype": "int8"}, "dtype must be one of float64, float32"),
         ({"dtype": torch.int64}, "dtype must be one of float64, float32"),
         ({"device": "tpu"}, "device must be one of cpu, cuda, t4"),
@@ -319,21 +330,24 @@ def test_samples_of_classes_take_less():
         ({"encoder_bytes": None}, "one for each encoder; got None"),
         ({"dtype": [1]}, "dtype must be one of float64"),
         ({"rates": "x.json"}, "rates must be wholebatch.planning.Rates, or None; got 'x.json'"),
-        ({"chunk": 8}, "chunk is of gradient caching, which takes encoder_bytes"),
-        ({"chunk": 65, "encoder_bytes": 10}, "chunk must be at most the rows of a rank, 64 = 64 / 1; got 65"),
-        ({"keep_graphs": 1, "encoder_bytes": 10}, "keep_graphs is a number of chunks: give chunk as well"),
-        ({"keep_graphs": 9, "chunk": 16, "encoder_bytes": 1}, "keep_graphs must be at most the 8 chunks"),
+        ({"chunk_size": 8}, "chunk_size needs encoder_bytes, the bytes that an encoder keeps of one row"),
+        ({"chunk_size": 65, "encoder_bytes": 10}, "chunk_size must be at most the rows of a rank, 64 = 64 / 1; got 65"),
+        ({"keep_graphs": 1, "encoder_bytes": 10}, "keep_graphs is a number of chunks: give chunk_size as well"),
+        (
+            {"keep_graphs": 9, "chunk_size": 16, "encoder_bytes": 1},
+            "keep_graphs must be at most the number of chunks, 8; got 9",
+        ),
         ({"loss": "partial_fc"}, "partial_fc needs classes, as in classes=1000000"),
-        ({"loss": "clip", "classes": 10}, "classes are of partial_fc; clip has none"),
+        ({"loss": "clip", "classes": 10}, "classes belong to partial_fc; clip has none"),
         ({"classes": 3, "ranks": 4}, "there must be a class for each of 4 ranks, got classes=3"),
-        ({"sample_rate": 0.5}, "sample_rate is of partial_fc, with classes; clip has none"),
+        ({"sample_rate": 0.5}, "sample_rate belongs to partial_fc, with classes; clip has none"),
         ({"classes": 10, "sample_rate": 2}, "sample_rate must be from 0 to 1; got 2"),
         ({"bandwidth": 0}, "bandwidth must be above 0, in bytes per second; got 0"),
     ],
 )
-def test_sizes_that_make_no_sense(sizes, message):
+def test_contradictory_sizes_are_reported(sizes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        wb.plan(**{"batch": 64, "dim": 8, **sizes})
+        wb.plan(**{"batch_size": 64, "embedding_size": 8, **sizes})
 
 
 @pytest.mark.parametrize("device", [name for name in DEVICES if name != "cuda"])
@@ -341,7 +355,9 @@ def test_every_device_has_a_plan(device):
     for dtype in ("float32", "bf16", "float64"):
         for loss in LOSSES:
             classes = 1000 if loss == "partial_fc" else None
-            found = wb.plan(batch=256, dim=32, ranks=2, loss=loss, classes=classes, device=device, dtype=dtype)
+            found = wb.plan(
+                batch_size=256, embedding_size=32, ranks=2, loss=loss, classes=classes, device=device, dtype=dtype
+            )
             assert found.chosen is not None
             assert all(option.seconds > 0 for option in found.options)
 
@@ -360,7 +376,7 @@ def test_time_is_made_of_its_parts():
     assert rates.with_wire(1e3).seconds("clip", 16, sent) == pytest.approx(5.5 + 2e3 + 1.5)
 
 
-def test_rates_of_a_file(tmp_path):
+def test_rates_are_read_from_a_file_or_refused(tmp_path):
     path = tmp_path / "rates.json"
     rates = given("cpu", torch.float32)
     path.write_text(rates.to_json())
@@ -370,33 +386,35 @@ def test_rates_of_a_file(tmp_path):
         *(rates.to_json().replace("2000000000.0", number) for number in ("NaN", "1e999", "9" * 400)),
     ):
         path.write_text(text)
-        with pytest.raises(ValueError, match="does not hold what `wholebatch plan --measure --save` writes"):
+        with pytest.raises(ValueError, match="does not hold rates as `wholebatch plan --measure --save` writes them"):
             Rates.from_json(path)
 
 
-def test_rates_that_say_nothing_of_what_is_planned():
+def test_rates_of_another_loss_dtype_or_device_are_refused():
     known = given("cpu", torch.float32)
     with pytest.raises(ValueError, match=re.escape("these rates are of clip: measure them with --loss siglip")):
-        wb.plan(batch=8, dim=8, loss="siglip", rates=replace(known, entry={"clip": known.entry["clip"]}))
+        wb.plan(
+            batch_size=8, embedding_size=8, loss="siglip", rates=replace(known, entry={"clip": known.entry["clip"]})
+        )
     alone = replace(known, wire=None)
-    assert wb.plan(batch=8, dim=8, rates=alone).chosen
-    with pytest.raises(ValueError, match="of one rank, and of no network: measure them on 2, or give bandwidth"):
-        wb.plan(batch=8, dim=8, ranks=2, rates=alone)
-    assert wb.plan(batch=8, dim=8, ranks=2, rates=alone, bandwidth=1e9).chosen
+    assert wb.plan(batch_size=8, embedding_size=8, rates=alone).chosen
+    with pytest.raises(ValueError, match="of one rank, without a network: measure on 2 ranks, or give bandwidth"):
+        wb.plan(batch_size=8, embedding_size=8, ranks=2, rates=alone)
+    assert wb.plan(batch_size=8, embedding_size=8, ranks=2, rates=alone, bandwidth=1e9).chosen
     for what, of in (("dtype", "bfloat16"), ("ranks", 2), ("device", "cuda")):
         with pytest.raises(ValueError, match=f"these rates were measured for {what} {of}, and this is a plan for"):
-            wb.plan(batch=8, dim=8, rates=replace(known, **{what: of}))
+            wb.plan(batch_size=8, embedding_size=8, rates=replace(known, **{what: of}))
     with pytest.raises(ValueError, match="rates must be finite and above 0"):
-        wb.plan(batch=8, dim=8, rates=replace(known, encoders=0.0))
+        wb.plan(batch_size=8, embedding_size=8, rates=replace(known, encoders=0.0))
 
 
 def test_a_check_takes_a_smaller_batch_where_time_is_short():
     rates = replace(given("cpu", torch.float32), call=0.0)
     shapes = Shapes("clip", 2048, 64, 2)
     kept = shapes.memory_for(2)
-    allowed = 5 * rates.seconds("clip", 64, work_of(replace(shapes, batch=512), "ring", kept)) * 1.5
+    allowed = 5 * rates.seconds("clip", 64, work_of(replace(shapes, batch_size=512), "ring", kept)) * 1.5
     found = check(shapes, "ring", kept, rates, within_s=allowed)
-    assert found.shapes.batch == 512
+    assert found.shapes.batch_size == 512
     assert found.memory == found.shapes.memory_for(2)
     assert found.seconds > 0
 
@@ -409,13 +427,14 @@ def run(capsys, arguments):
     return code, capsys.readouterr()
 
 
-def test_command_line(capsys):
-    code, shown = run(capsys, "--batch 65536 --dim 768 --ranks 8 --dtype bf16 --device h200 --encoder-bytes 40MB 1e6")
+def test_the_command_prints_a_table_or_json(capsys):
+    large = "--batch-size 65536 --embedding-size 768"
+    code, shown = run(capsys, f"{large} --ranks 8 --dtype bf16 --device h200 --encoder-bytes 40MB 1e6")
     assert code == 0
-    assert "clip, batch 65536, d = 768, bfloat16, 8 ranks of h200, at most 127 GB each" in shown.out
+    assert "clip, batch size 65536, embedding size 768, bfloat16, 8 ranks of h200, at most 127 GB each" in shown.out
     assert "chosen: wb.GradCache([encoder_a, encoder_b]" in shown.out
     assert "…" not in shown.out  # whatever the width
-    code, shown = run(capsys, "--batch 65536 --dim 768 --json --memory-limit 1MiB")
+    code, shown = run(capsys, f"{large} --json --memory-limit 1MiB")
     found = json.loads(shown.out)
     assert code == 1
     assert found["chosen"] is None
@@ -426,18 +445,30 @@ def test_command_line(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "--batch and --dim must be given: examples on all ranks, and numbers of a feature; as in wholebatch plan"),
-        ("--dim 8", "--batch must be given"),
-        ("--batch 8 --dim 8 --memory-limit 5XB", "--memory-limit must be a number of bytes, such as 80GB"),
-        ("--batch 8 --dim 8 --memory-limit 1e400", "--memory-limit must be a number of bytes, such as 80GB"),
-        ("--batch 8 --dim 8 --measure --save no/where.json", "--save: there is no folder no"),
-        ("--batch 8 --dim 8 --encoder-bytes many", "--encoder-bytes must be a number of bytes"),
-        ("--batch 8 --dim 8 --device h100 --measure", "--measure runs on this machine: --device cpu or cuda"),
-        ("--batch 8 --dim 8 --measure --rates here.json", "one of the two"),
-        ("--batch 8 --dim 8 --save here.json", "--save keeps the rates that --measure takes"),
-        ("--batch 8 --dim 8 --rates nowhere.json", "nowhere.json does not hold"),
-        ("--batch 8 --dim 8 --device tpu", "device must be one of cpu, cuda, t4"),
-        ("--batch 8 --dim 8 --chunk 4", "chunk is of gradient caching"),
+        (
+            "",
+            "--batch-size and --embedding-size must be given: examples on all ranks, and numbers of a feature; as in",
+        ),
+        ("--embedding-size 8", "--batch-size must be given"),
+        (
+            "--batch-size 8 --embedding-size 8 --memory-limit 5XB",
+            "--memory-limit must be a number of bytes, such as 80GB",
+        ),
+        (
+            "--batch-size 8 --embedding-size 8 --memory-limit 1e400",
+            "--memory-limit must be a number of bytes, such as 80GB",
+        ),
+        (f"{SIZES} --measure --save no/where.json", "--save: there is no folder no"),
+        (f"{SIZES} --encoder-bytes many", "--encoder-bytes must be a number of bytes"),
+        (
+            "--batch-size 8 --embedding-size 8 --device h100 --measure",
+            "--measure runs on this machine: --device cpu or cuda",
+        ),
+        (f"{SIZES} --measure --rates here.json", "one of the two"),
+        (f"{SIZES} --save here.json", "--save writes the rates of --measure"),
+        (f"{SIZES} --rates nowhere.json", "nowhere.json does not hold"),
+        (f"{SIZES} --device tpu", "device must be one of cpu, cuda, t4"),
+        (f"{SIZES} --chunk-size 4", "chunk_size needs encoder_bytes"),
     ],
 )
 def test_mistakes_on_the_command_line(capsys, arguments, message):
@@ -449,22 +480,22 @@ def test_mistakes_on_the_command_line(capsys, arguments, message):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_there_is_no_gpu(capsys):
-    _, shown = run(capsys, "--batch 8 --dim 8 --device cuda")
+def test_cuda_without_a_gpu_is_reported(capsys):
+    _, shown = run(capsys, f"{SIZES} --device cuda")
     assert "there is no GPU here; name one of t4" in shown.err
-    _, shown = run(capsys, "--batch 8 --dim 8 --device cuda --measure")
-    assert "--measure needs a GPU for each of 1 ranks, here are 0" in shown.err
+    _, shown = run(capsys, f"{SIZES} --device cuda --measure")
+    assert "--measure needs a GPU for each of 1 ranks, and there are 0" in shown.err
 
 
-def test_measured_here(capsys, tmp_path):
-    """Two processes take rates, then run what is planned; figures are times, of which nothing is asserted."""
+def test_measure_calibrates_checks_and_saves_rates(capsys, tmp_path):
+    """Two processes measure rates, then run the plan; nothing is asserted about times."""
     path = tmp_path / "rates.json"
-    sizes = "--batch 600 --dim 32 --ranks 2 --loss siglip"
+    sizes = "--batch-size 600 --embedding-size 32 --ranks 2 --loss siglip"
     code, shown = run(capsys, f"{sizes} --measure --save {path}")
     assert code == 0
     assert "rates measured on 2 ranks, cpu, torch" in shown.out
-    assert "the loss on this machine, its memory beside the features': predicted, measured" in shown.out
-    assert shown.out.count(" fastest ") == 1
+    assert "the loss on this machine; its memory without features and their gradients" in shown.out
+    assert shown.out.count(" fastest\n") == 1
     assert len(re.findall(r" 600 +(?:gather|ring) +flat", shown.out)) == 2
     rates = Rates.from_json(path)
     assert set(rates.entry) == {"siglip", "clip"}

@@ -1,4 +1,4 @@
-"""Files of tensors: what safetensors reads of ours, what is refused, and that nothing in a file is ever executed."""
+"""Files of tensors: safetensors reads ours, damaged files raise, and nothing in a file is ever executed."""
 
 import json
 import math
@@ -56,7 +56,7 @@ def test_safetensors_reads_what_is_written_and_so_do_we(tmp_path):
 
 
 def test_a_tensor_is_read_without_the_others(tmp_path, monkeypatch):
-    """By their bytes: a header, and the one."""
+    """The bytes that are read are those of the header and of this tensor."""
     write_tensors(tmp_path / "a", {str(i): torch.randn(1000, 10) for i in range(20)}, {})
     counts = []
 
@@ -78,8 +78,8 @@ def read_all_of(path):
         return {name: file.read(name) for name in file.entries}
 
 
-def test_every_flipped_bit_is_seen(tmp_path):
-    """Of a whole file, each of them; and every length that it can be cut to."""
+def test_every_flipped_bit_is_detected(tmp_path):
+    """Every bit of a file is flipped, and the file is cut to every length."""
     path = tmp_path / "a"
     write_tensors(path, {"x": torch.tensor([True, False])}, {})
     whole = path.read_bytes()
@@ -101,7 +101,7 @@ def test_every_flipped_bit_is_seen(tmp_path):
 
 
 def write_header(path, header, data=b"", length=None):
-    """A file with any header, whose digest is right."""
+    """Write a file with any header and a valid digest."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     text = with_digest(text)
     path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
@@ -119,7 +119,7 @@ ENTRY = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
         {"data_offsets": [0]}, {"data_offsets": [0, 4, 4]}, {"data_offsets": [0, 10**30]}, {"more": 1},
     ],
 )  # fmt: skip
-def test_headers_are_not_believed(tmp_path, changes):
+def test_headers_are_checked(tmp_path, changes):
     metadata = {"sha256": ZEROS, "sha256 x": "f" * 64}
     write_header(tmp_path / "a", {"__metadata__": metadata, "x": ENTRY}, b"1234")
     with TensorFile(tmp_path / "a") as file, pytest.raises(ValueError, match="the bytes of 'x' are not those"):
@@ -149,14 +149,14 @@ def test_headers_are_not_believed(tmp_path, changes):
         (b" {}", 0, None),
     ],
 )  # fmt: skip
-def test_files_that_are_none(tmp_path, header, data, length):
+def test_malformed_files_raise(tmp_path, header, data, length):
     write_header(tmp_path / "a", header, b"1" * data, length)
     with pytest.raises(ValueError, match=r"a (is damaged|has)"):
         TensorFile(tmp_path / "a")
 
 
 def test_booleans_are_0_or_1(tmp_path, monkeypatch):
-    """Others would be undefined behavior in C++; the digest is right."""
+    """Other bytes would be undefined behavior in C++, even with a valid digest."""
     write_tensors(tmp_path / "a", {"x": torch.full((4,), 2, dtype=torch.uint8)}, {})
     text = (tmp_path / "a").read_bytes()
     size = int.from_bytes(text[:8], "little")
@@ -167,11 +167,11 @@ def test_booleans_are_0_or_1(tmp_path, monkeypatch):
         file.read("x")
 
 
-def test_what_is_no_regular_file(tmp_path):
+def test_only_regular_files_are_read(tmp_path):
     (tmp_path / "a").write_bytes(b"12345")
     (tmp_path / "link").symlink_to(tmp_path / "a")
     os.mkfifo(tmp_path / "pipe")
-    for name, message in (("link", "is a link"), ("pipe", "no regular file"), (".", "no regular file")):
+    for name, message in (("link", "is a link"), ("pipe", "not a regular file"), (".", "not a regular file")):
         with pytest.raises(ValueError, match=message):
             open_regular(tmp_path / name)
     assert read_bounded(tmp_path / "a", 5) == b"12345"
@@ -179,7 +179,7 @@ def test_what_is_no_regular_file(tmp_path):
         read_bounded(tmp_path / "a", 4)
 
 
-def test_a_link_in_the_place_of_a_new_file_is_not_followed(tmp_path):
+def test_a_link_with_the_name_of_a_new_file_is_not_followed(tmp_path):
     (tmp_path / "theirs").write_text("theirs")
     (tmp_path / "a.partial").symlink_to(tmp_path / "theirs")
     (tmp_path / "a").symlink_to(tmp_path / "theirs")
@@ -204,7 +204,7 @@ def test_json_is_bounded(text):
         parse_json(text, "it")
 
 
-def test_json_that_is_right_is_parsed():
+def test_valid_json_is_parsed():
     value = {"a": [1, -2.5e3, None, True, {"brackets in strings": "[" * 100 + '\\"{'}], "é": ""}
     assert parse_json(json.dumps(value).encode(), "it") == value
     assert parse_json(b"[" * 16 + b"]" * 16, "it")
@@ -230,7 +230,7 @@ def content():
 
 
 def read_all(file, value):
-    """The value with its matrices read."""
+    """Return the value with its tensors read."""
     if isinstance(value, StoredTensor):
         return file.rows(value, slice(0, value.shape[0])) if len(value.shape) == 2 else value.shape
     if isinstance(value, dict):
@@ -248,7 +248,7 @@ def same(found, true):
     return found == true and type(found) is type(true)
 
 
-def test_what_torch_saves_is_read(tmp_path):
+def test_files_of_torch_save_are_read(tmp_path):
     torch.manual_seed(0)
     true = content()
     torch.save(true, tmp_path / "a.pt")
@@ -268,7 +268,7 @@ class Executed:
 
 
 def bombs(marker):
-    """Pickles that make a folder where they are loaded, in every way that a pickle can call."""
+    """Return pickles that create a folder when they are loaded, by every opcode that can call."""
     path = str(marker)
     yield from (pickle.dumps(Executed(marker), protocol) for protocol in range(6))
     yield f"cos\nmkdir\n(S'{path}'\ntR.".encode()
@@ -303,8 +303,8 @@ def test_nothing_is_executed(tmp_path):
     assert not marker.exists()
 
 
-def test_pickles_that_are_changed_anywhere(tmp_path):
-    """With a right checksum: they are refused by a ValueError, or describe something else; never anything more."""
+def test_changed_pickles_raise_or_are_harmless(tmp_path):
+    """With a valid checksum they raise ValueError or describe another value, and never do anything else."""
     torch.manual_seed(0)
     torch.save(content(), tmp_path / "a.pt")
     with zipfile.ZipFile(tmp_path / "a.pt") as archive:
@@ -336,7 +336,7 @@ def test_pickles_that_are_changed_anywhere(tmp_path):
 
 
 def pickled_tensor(shape="(K\x02K\x02t", count=4, key="0", offset=0):
-    """What torch.save writes of a tensor, by hand."""
+    """Write a tensor by hand as torch.save does."""
     text = (
         "\x80\x02ctorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\nFloatStorage\n"
         f"X{chr(len(key))}\0\0\0{key}X\x03\0\0\0cpuK{chr(count)}tQK{chr(offset)}{shape}(K\x02K\x01t\x89"
@@ -371,7 +371,7 @@ def pickled_tensor(shape="(K\x02K\x02t", count=4, key="0", offset=0):
         (b"N" * (16 * 2**20 + 1), "at most 16777216 are expected"),
     ],
 )  # fmt: skip
-def test_pickles_that_are_refused(tmp_path, pickled, message):
+def test_malicious_pickles_raise(tmp_path, pickled, message):
     def read(text):
         with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
             archive.writestr("a/data.pkl", text)
@@ -385,7 +385,7 @@ def test_pickles_that_are_refused(tmp_path, pickled, message):
 
 
 def test_values_that_share_others_take_no_time(tmp_path):
-    """A tuple of two of the tuple before, sixty times: as a tree it would have 2^60 leaves."""
+    """A tuple holds the previous tuple twice, sixty times: as a tree it would have 2^60 leaves."""
     nested = b"\x80\x02)q\0" + b"".join(b"h%ch%c\x86q%c" % (i, i, i + 1) for i in range(60))
     for end, message in ((b".", None), (b"}h<K\x01s.", "a key of type|one value"), (b"R.", "calls|not there")):
         with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
@@ -394,7 +394,7 @@ def test_values_that_share_others_take_no_time(tmp_path):
             TorchFile(tmp_path / "a.pt")
 
 
-def test_archives_that_are_refused(tmp_path):
+def test_malicious_archives_raise(tmp_path):
     path = tmp_path / "a.pt"
     torch.save({"weight": torch.randn(64, 64)}, path)
     whole = path.read_bytes()
@@ -434,7 +434,7 @@ def test_archives_that_are_refused(tmp_path):
 
 
 def test_sizes_are_compared_before_memory_is_taken(tmp_path):
-    """A storage of 2^50 numbers, in a file of a few bytes."""
+    """A file of a few bytes claims a storage of 2^50 numbers."""
     count = b"\x8a\x07" + (2**50).to_bytes(7, "little")
     text = pickled_tensor().replace(b"K\x04tQ", count + b"tQ").replace(b"(K\x02K\x02t", b"(" + count + b"K\x01t", 1)
     text = text.replace(b"(K\x02K\x01t", b"(K\x01K\x01t")

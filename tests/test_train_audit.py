@@ -13,9 +13,8 @@ from wholebatch._user_error import UserError
 from wholebatch.testing import run_ranks
 from wholebatch.train import retrieve
 from wholebatch.train.audited import audit_start
-from wholebatch.train.config import HeadConfig, Loss, TrainConfig
+from wholebatch.train.config import HeadConfig, Loss, ModelConfig, TrainConfig
 from wholebatch.train.data import load_data
-from wholebatch.train.model import ModelConfig
 from wholebatch.train.objectives import Objective, make_objective
 from wholebatch.train.planned import plan_start
 
@@ -24,7 +23,7 @@ CONFIG = TrainConfig(
     image_size=16,
     validation_texts=2,
     test_texts=2,
-    model=ModelConfig(feature_size=16, image_width=8, text_width=16, text_buckets=256),
+    model=ModelConfig(embedding_size=16, image_width=8, text_width=16, text_buckets=256),
 )
 
 
@@ -47,7 +46,7 @@ def audited(config):
 
 
 @pytest.mark.parametrize("loss", get_args(Loss))
-def test_every_loss_is_that_of_its_twin(data, loss):
+def test_every_loss_has_the_gradient_of_its_reference(data, loss):
     config = replace(CONFIG, data=data, loss=loss)
     for outcome in (audited(config), audited(replace(config, chunk_size=5)), run_ranks(audited, 2, config)[0]):
         assert outcome.examples == 24
@@ -58,7 +57,7 @@ def test_every_loss_is_that_of_its_twin(data, loss):
 @pytest.mark.parametrize(
     "head", [HeadConfig(), HeadConfig(margin="adaface"), HeadConfig(sample_rate=0.5, sub_centers=2)]
 )
-def test_classifiers(faces, head):
+def test_gradients_of_classifiers_are_exact(faces, head):
     config = replace(CONFIG, task="identify", data=faces, head=head)
     for outcome in (audited(config), *run_ranks(audited, 3, config)):
         assert outcome.error < 1e-4
@@ -79,7 +78,7 @@ def test_a_wrong_gradient_is_refused(data, monkeypatch):
 
 
 def test_a_run_says_so_unless_it_is_asked_not_to(tmp_path, data):
-    command = [*TRAIN, "--data", data, "--steps", "1", *SMALL, "--processes", "2", "--run-folder"]
+    command = [*TRAIN, "--data", data, "--steps", "1", *SMALL, "--ranks", "2", "--run-folder"]
     printed = finish([*command, str(tmp_path / "a")]).stdout
     assert "audit: on 2 processes the gradient of" in printed
     assert "plan: clip on 2 processes, similarities kept, fp32: " in printed
@@ -95,7 +94,7 @@ def test_the_plan_is_of_what_the_run_does(data, faces):
     assert "computed twice" in line(label_smoothing=0.1)  # with which nothing is kept
     assert "computed once" in line(loss="siglip", size=2)
     assert "exchange gather" in line(loss="siglip", size=2)
-    assert "plan: none, the planner does not know what --loss circle is here" in line(loss="circle")
-    assert "4 pairs encoded at a time" in line(chunk_size=4)
+    assert "plan: none, because the planner does not know --loss circle" in line(loss="circle")
+    assert "4 rows encoded at a time" in line(chunk_size=4)
     assert "classes on 2 processes" in line(task="identify", data=faces, size=2)
     assert "plan: none" in line(task="identify", data=faces, head=HeadConfig(margin="curricularface"))

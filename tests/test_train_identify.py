@@ -1,4 +1,4 @@
-"""`wholebatch train --task identify`: the classifier is spread over the ranks, and the numbers are one process's."""
+"""`wholebatch train --task identify`: the classifier is sharded over the ranks, and the numbers do not change."""
 
 import json
 import shutil
@@ -9,12 +9,12 @@ import torch
 from glyph_files import write_pairs
 from safetensors.torch import load_file
 from train_runs import TRAIN, difference, finish, killed, losses, metrics, options, recorded
-from wholebatch.train.labeled import images_of_step, with_split
 
 from wholebatch.__main__ import main
 from wholebatch._user_error import UserError
 from wholebatch.train.config import HeadConfig, TrainConfig
 from wholebatch.train.glyphs import TEST_FACES, glyph_classes
+from wholebatch.train.labeled import images_of_step, with_split
 from wholebatch.train.verification import accepted_at, best_possible
 
 FACES = ("DejaVuSans", "DejaVuSerif", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSerif-Bold")
@@ -58,9 +58,7 @@ def test_a_run_leaves_everything_it_promises(uninterrupted):
     assert "158 classes: 458 images for training, 16 for validation, 316 for test (images never seen)" in output
 
 
-@pytest.mark.parametrize(
-    "more", [["--processes", "2"], ["--processes", "3"], ["--processes", "2", "--chunk-size", "9"]]
-)
+@pytest.mark.parametrize("more", [["--ranks", "2"], ["--ranks", "3"], ["--ranks", "2", "--chunk-size", "9"]])
 def test_the_curve_is_the_same_on_any_number_of_processes(data, uninterrupted, tmp_path, more):
     finish(command(data, tmp_path / "run", *more))
     assert difference(uninterrupted[0], tmp_path / "run") <= 1e-4
@@ -79,9 +77,9 @@ def test_killed_and_resumed_gives_the_same_numbers(data, uninterrupted, tmp_path
 def test_resume_with_another_number_of_processes(data, uninterrupted, tmp_path):
     run = tmp_path / "run"
     when = (run / "checkpoint.safetensors").exists
-    killed(command(data, run, "--processes", "3"), when=when, kill=signal.SIGINT)
+    killed(command(data, run, "--ranks", "3"), when=when, kill=signal.SIGINT)
     assert recorded(run) < 30
-    finish([*TRAIN, "--resume", str(run), "--processes", "2"])
+    finish([*TRAIN, "--resume", str(run), "--ranks", "2"])
     assert difference(uninterrupted[0], run) <= 1e-4
 
 
@@ -118,7 +116,7 @@ def test_configurations_that_make_no_sense(settings, message):
 def test_a_task_has_its_own_defaults(monkeypatch):
     """And what is said holds, also where it is the other task's default."""
     asked = []
-    monkeypatch.setattr("wholebatch.train.cli.run", asked.append)
+    monkeypatch.setattr("wholebatch.train.launch.run", asked.append)
     for argv in ([], ["--task", "identify"], ["--task", "identify", "--steps", "300"]):
         assert main(["train", *argv]) == 0
     assert [config.steps for config in asked] == [300, 450, 300]
@@ -174,7 +172,7 @@ def test_a_head_that_is_a_link_or_of_another_run_is_refused(data, uninterrupted,
         (run / "head-30").unlink() if (run / "head-30").is_symlink() else shutil.rmtree(run / "head-30")
 
 
-@pytest.mark.parametrize("more", [[], ["--processes", "2"]])
+@pytest.mark.parametrize("more", [[], ["--ranks", "2"]])
 def test_a_model_that_is_not_finite_stops_the_run(data, tmp_path, more):
     wild = ["--learning-rate", "1e30", "--warmup-steps", "0", *more]
     done = finish(TRAIN + options(data, tmp_path / "run", "--task", "identify", *wild, steps=1), expect=2)

@@ -14,16 +14,17 @@ from wholebatch._tensor_file import TensorFile, write_tensors
 from wholebatch._user_error import UserError
 from wholebatch.train.augment import affine_maps, apply_maps
 from wholebatch.train.checkpoint import FILE, load_checkpoint, save_checkpoint
-from wholebatch.train.config import TrainConfig, check_same_run
+from wholebatch.train.config import ModelConfig, TrainConfig
 from wholebatch.train.files import file_pairs
 from wholebatch.train.glyphs import glyph_pairs
-from wholebatch.train.model import DualEncoder, ModelConfig
+from wholebatch.train.model import DualEncoder
 from wholebatch.train.pairs import Pairs, batch_of_step, split_by_text
+from wholebatch.train.resume import check_same_run
 from wholebatch.train.retrieval import ranks_of_partner, recall
 from wholebatch.train.run_folder import RunFolder
 from wholebatch.train.text import tokenize
 
-SMALL_MODEL = ModelConfig(feature_size=16, image_width=8, text_width=16, text_layers=1, text_buckets=256)
+SMALL_MODEL = ModelConfig(embedding_size=16, image_width=8, text_width=16, text_layers=1, text_buckets=256)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +136,7 @@ def test_recall_by_hand():
 def test_configuration_survives_json_and_differences_are_named(tmp_path):
     config = TrainConfig(run_folder=tmp_path, steps=7, model=ModelConfig(text_layers=2))
     assert TrainConfig.from_json(config.to_json(), tmp_path) == config
-    check_same_run(config, TrainConfig(run_folder=None, processes=3, steps=7, model=ModelConfig(text_layers=2)))
+    check_same_run(config, TrainConfig(run_folder=None, ranks=3, steps=7, model=ModelConfig(text_layers=2)))
     with pytest.raises(UserError, match=r"steps was 7, got 8; model.text_layers was 2, got 0"):
         check_same_run(config, TrainConfig(steps=8))
     for broken in (
@@ -155,11 +156,13 @@ def test_configuration_survives_json_and_differences_are_named(tmp_path):
     [
         ({"steps": 0}, "--steps must be at least 1, got 0"),
         ({"batch_size": -1}, "--batch-size must be at least 1, got -1"),
+        ({"batch_size": 1}, "--batch-size must be at least 2, because a pair alone has no negatives, got 1"),
+        ({"image_channels": 3}, "--image-channels must be 1 for --data glyphs, which are gray, got 3"),
         ({"learning_rate": 0.0}, r"--learning-rate must be in \(0, 1e30\], got 0.0"),
         ({"label_smoothing": 2.0}, r"--label-smoothing must be in \[0, 1\], got 2.0"),
         ({"image_size": 30}, "--image-size must be a multiple of 8, got 30"),
-        ({"model": ModelConfig(text_heads=3)}, r"--model.text-width must be a multiple of model.text_heads \(3\)"),
-        ({"model": ModelConfig(feature_size=0)}, "--model.feature-size must be at least 1, got 0"),
+        ({"model": ModelConfig(text_heads=3)}, r"--model.text-width must be a multiple of --model.text-heads \(3\)"),
+        ({"model": ModelConfig(embedding_size=0)}, "--model.embedding-size must be at least 1, got 0"),
     ],
 )
 def test_configurations_that_make_no_sense(options, message):
@@ -244,7 +247,7 @@ def test_damaged_checkpoints_are_refused(tmp_path):
                 ("step", True, "step must be int, got True"),
                 ("step", 1.0, "step must be int, got 1.0"),
                 ("seconds", "x", "seconds must be float or int, got 'x'"),
-                ("seconds", math.nan, "NaN is no finite number"),
+                ("seconds", math.nan, "NaN is not a finite number"),
                 ("seconds", -1.0, "must not be negative"),
                 ("save", None, "save must be str, got None"),
             )

@@ -1,6 +1,7 @@
 """`wholebatch train` as a user runs it: whole runs, on a small data set of real characters."""
 
 import json
+import re
 import shutil
 import signal
 import sys
@@ -39,19 +40,21 @@ def test_a_run_leaves_everything_it_promises(uninterrupted):
     for picture in ("curves.png", "retrieval.png"):
         assert (run / picture).read_bytes().startswith(b"\x89PNG")
     assert "\x1b" not in output, "plain lines where there is no terminal"
+    assert output.startswith("loading torch and the data ...\n"), "no silence before the first step"
+    assert re.search(r"^the first step took \d+\.\d s, loss \d\.\d{4}$", output, re.MULTILINE)
     assert "step   50/50" in output
     assert "recall@1" in output
 
 
 @pytest.mark.parametrize("processes", [2, 3])
 def test_the_curve_is_the_same_on_any_number_of_processes(data, uninterrupted, tmp_path, processes):
-    finish(TRAIN + options(data, tmp_path / "run", "--processes", str(processes), steps=50))
+    finish(TRAIN + options(data, tmp_path / "run", "--ranks", str(processes), steps=50))
     assert difference(uninterrupted[0], tmp_path / "run") <= 1e-4
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_curve_is_the_same_with_gradient_caching(data, uninterrupted, tmp_path, processes):
-    finish(TRAIN + options(data, tmp_path / "run", "--processes", str(processes), "--chunk-size", "10", steps=50))
+    finish(TRAIN + options(data, tmp_path / "run", "--ranks", str(processes), "--chunk-size", "10", steps=50))
     assert difference(uninterrupted[0], tmp_path / "run") <= 1e-4
 
 
@@ -81,10 +84,10 @@ def test_killed_and_resumed_gives_the_same_numbers(data, uninterrupted, tmp_path
 
 def test_resume_with_another_number_of_processes(data, uninterrupted, tmp_path):
     run = tmp_path / "run"
-    command = TRAIN + options(data, run, "--processes", "2", steps=50)
+    command = TRAIN + options(data, run, "--ranks", "2", steps=50)
     killed(command, when=(run / "checkpoint.safetensors").exists, kill=signal.SIGINT)  # as a terminal does
     assert recorded(run) < 50
-    finish([*TRAIN, "--resume", str(run), "--processes", "1"])
+    finish([*TRAIN, "--resume", str(run), "--ranks", "1"])
     assert difference(uninterrupted[0], run) <= 1e-4
 
 
@@ -105,11 +108,11 @@ def test_mistakes_are_one_line_and_exit_code_2(capsys, data, tmp_path, uninterru
     assert "must be 'glyphs' or" in one_line(capsys, 2, "--data", "emoji", "--run-folder", str(tmp_path / "b"))
     too_large = one_line(capsys, 2, *options(data, tmp_path / "c", "--batch-size", "4096"))
     assert "--batch-size 4096 needs as many texts to train on, got 118" in too_large
-    assert "smaller than the number of processes, 4" in one_line(
-        capsys, 2, *options(data, new, "--batch-size", "3", "--processes", "4")
+    assert "--batch-size must be at least the number of ranks, 4; got 3" in one_line(
+        capsys, 2, *options(data, new, "--batch-size", "3", "--ranks", "4")
     )
     assert "--steps must be at least 1, got 0" in one_line(capsys, 2, "--steps", "0")
-    assert "is not empty; go on with" in one_line(capsys, 2, *options(data, uninterrupted[0]))
+    assert "is not empty; resume its run with" in one_line(capsys, 2, *options(data, uninterrupted[0]))
     assert "that is no run folder" in one_line(capsys, 2, "--resume", str(tmp_path / "nowhere"))
     assert "learning_rate was 0.002, got 0.1" in one_line(
         capsys, 2, "--resume", str(uninterrupted[0]), "--learning-rate", "0.1"
@@ -125,7 +128,7 @@ def test_mistakes_are_one_line_and_exit_code_2(capsys, data, tmp_path, uninterru
 
 
 def test_a_mistake_found_by_a_started_rank_is_one_line_too(data, tmp_path):
-    done = finish(TRAIN + options(data, tmp_path / "run", "--processes", "2", "--batch-size", "4096"), expect=2)
+    done = finish(TRAIN + options(data, tmp_path / "run", "--ranks", "2", "--batch-size", "4096"), expect=2)
     assert done.stderr.count("\n") == 1
     assert "--batch-size 4096 needs as many texts" in done.stderr
 
@@ -147,7 +150,7 @@ def flipped(content):
         ("metrics.jsonl", lambda _: b'{"step": 1, "loss": 1.0}\n', "does not hold the steps 1 to 50"),
         ("metrics.jsonl", lambda text: text.replace(b'"step": 7,', b'"step": 8,'), "line 7 is not that of step 7"),
         ("metrics.jsonl", lambda text: text.replace(b'"loss": ', b'"loss": 1'), "metrics.jsonl is not the file that"),
-        ("metrics.jsonl", lambda text: text.replace(b'"loss": ', b'"loss": NaN, "was": '), "NaN is no finite number"),
+        ("metrics.jsonl", lambda text: text.replace(b'"loss": ', b'"loss": NaN, "was": '), "NaN is not a finite"),
     ],
 )
 def test_damaged_runs_are_refused(capsys, uninterrupted, tmp_path, file, damage, message):

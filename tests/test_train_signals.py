@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,13 +21,15 @@ import wholebatch as wb
 from wholebatch.__main__ import main
 from wholebatch._user_error import UserError
 from wholebatch.testing import run_ranks
-from wholebatch.train import cli, launch, local_ranks
+from wholebatch.train import launch, launcher, local_ranks, signals
 from wholebatch.train.checkpoint import last_step
+from wholebatch.train.config import TrainConfig
 from wholebatch.train.lock import Lock
 from wholebatch.train.progress import ConsoleProgress
+from wholebatch.train.resume import read_config, resume_command
 from wholebatch.train.retrieve import Retrieve
-from wholebatch.train.run_folder import RunFolder, read_config
-from wholebatch.train.signals import Patience, Requests, Stopped, resume_command, signals_blocked
+from wholebatch.train.run_folder import RunFolder
+from wholebatch.train.signals import Patience, Requests, Stopped, signals_blocked
 
 MORE = ["--no-audit", "--loss", "global_contrastive"]  # a loss with a memory
 
@@ -62,14 +65,14 @@ def noted(requests, number):
 
 
 def test_signals_are_requests(requests):
-    assert requests.agree() == (0, False)
+    assert requests.combined() == (0, False)
     noted(requests, signal.SIGUSR1)
-    assert requests.agree() == (0, True)
-    assert requests.agree() == (0, False), "a checkpoint is made once"
+    assert requests.combined() == (0, True)
+    assert requests.combined() == (0, False), "a checkpoint is made once"
     noted(requests, signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGTERM)  # GNU timeout sends two, and this process is still here
-    assert requests.agree() == (signal.SIGTERM, False)
-    assert requests.agree() == (signal.SIGTERM, False)
+    assert requests.combined() == (signal.SIGTERM, False)
+    assert requests.combined() == (signal.SIGTERM, False)
 
 
 def test_signals_are_given_back():
@@ -115,7 +118,7 @@ def a_loop_with_signals(who, at):
                 noted(requests, signal.SIGUSR1)
             if dist.get_rank() in who and step == at + 2:
                 noted(requests, signal.SIGINT if dist.get_rank() else signal.SIGTERM)
-            asked = requests.agree()
+            asked = requests.combined()
             if asked.checkpoint:
                 checkpoints.append(step)
             if asked.stop:
@@ -150,7 +153,7 @@ def test_a_second_signal_ends_a_process_that_hangs_at_once():
     try:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
-        assert "the run ends after this step" in process.stderr.readline()
+        assert "the run completes this step or its report and ends, with a checkpoint" in process.stderr.readline()
         time.sleep(0.5)  # no echo
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 128 + signal.SIGINT
@@ -167,7 +170,7 @@ MOMENTS = {
     "evaluation": (Retrieve, "validate", 1, 6, False),
     "checkpoint": (Retrieve, "save", 1, 6, False),
     "metrics": (RunFolder, "append", 4, 4, False),
-    "test set": (Retrieve, "judge", 1, 12, True),
+    "test set": (Retrieve, "test", 1, 12, True),
     "last checkpoint": (Retrieve, "save", 3, 12, True),
     "report": (RunFolder, "finish", 1, 12, True),
 }
@@ -194,7 +197,7 @@ def test_a_signal_at_any_moment_loses_nothing(capsys, monkeypatch, data, undistu
     with monkeypatch.context() as patches:
         patches.setattr(launch, "Requests", Kept)
         patches.setattr(where, method, with_a_signal)
-        patches.setattr(cli, "end_by", ended.append)
+        patches.setattr(signals, "end_by", ended.append)
         main(["train", *options(data, run, *MORE)])
     assert ended == [signal.SIGTERM]
     assert recorded(run) == step == last_step(run, recorded=step, checkpoint_every=5)
@@ -206,9 +209,9 @@ def test_a_signal_at_any_moment_loses_nothing(capsys, monkeypatch, data, undistu
         assert (run / "report.json").exists()
     else:
         command = f"wholebatch train --resume '{run}'"  # whatever program it is that runs tests
-        assert line == f"SIGTERM: stopped after step {step}, which has a checkpoint; go on with: {command}"
+        assert line == f"SIGTERM: stopped after step {step}, which has a checkpoint; resume with: {command}"
         assert main(["train", "--resume", str(run)]) == 0
-        assert f"going on after step {step}" in capsys.readouterr().out
+        assert f"resuming after step {step}" in capsys.readouterr().out
     assert metrics(run) == metrics(undisturbed)
     assert (run / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()
 
@@ -239,8 +242,8 @@ def test_a_checkpoint_that_was_asked_for_is_not_made_again(capsys, monkeypatch, 
         assert main(["train", *options(data, run, *MORE)]) == 0
     assert steps == [5, 10, 12]
     said = capsys.readouterr().out.splitlines()
-    assert [line for line in said if "asked for" in line] == [
-        f"a checkpoint was asked for: step {step} has one" for step in (5, 12)
+    assert [line for line in said if "requested" in line] == [
+        f"a checkpoint was requested: step {step} has one" for step in (5, 12)
     ]
     assert metrics(run) == metrics(undisturbed)
 
@@ -248,7 +251,7 @@ def test_a_checkpoint_that_was_asked_for_is_not_made_again(capsys, monkeypatch, 
 @pytest.fixture
 def started(data, tmp_path):
     """A run of two processes that has made a few of its many steps."""
-    command = TRAIN + options(data, tmp_path / "run", *MORE, "--processes", "2", steps=100_000)
+    command = TRAIN + options(data, tmp_path / "run", *MORE, "--ranks", "2", steps=100_000)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 240
@@ -275,10 +278,10 @@ def test_a_rank_that_is_killed_is_one_line(capsys, data, started):
     assert process.returncode == 1, stdout + stderr
     assert stderr == (
         "wholebatch train: error: rank 0 of 2 was killed by SIGKILL (was the machine out of memory?); the other ranks "
-        f"were ended; go on with: {sys.executable} -m wholebatch train --resume {run}\n"
+        f"were ended; resume with: {sys.executable} -m wholebatch train --resume {run}\n"
     )
     assert main(["train", *options(data, run)]) == 2, "a new run, while nobody holds the lock"
-    assert "is not empty; go on with the run in it" in capsys.readouterr().err
+    assert "is not empty; resume its run with --resume" in capsys.readouterr().err
     RunFolder.lock(run).close()
 
 
@@ -312,10 +315,10 @@ def test_torchrun_is_asked_to_stop(data, undisturbed, tmp_path):
         process.kill()
         process.communicate()
     command = f"{TORCHRUN} --nproc-per-node 2 -m wholebatch train --resume {run}\n"
-    stopped = f"SIGTERM: stopped after step {recorded(run)}, which has a checkpoint; go on with: {command}"
+    stopped = f"SIGTERM: stopped after step {recorded(run)}, which has a checkpoint; resume with: {command}"
     assert stopped in stdout, stdout + stderr
     assert last_step(run, recorded=recorded(run), checkpoint_every=5) == recorded(run)
-    assert read_config(run).processes == 2, "so that it goes on with as many without torchrun, too"
+    assert read_config(run).ranks == 2, "so that it goes on with as many without torchrun, too"
 
 
 TORCHRUN = f"{sys.executable} -m torch.distributed.run --standalone"
@@ -342,20 +345,36 @@ TORCHRUN = f"{sys.executable} -m torch.distributed.run --standalone"
 )
 def test_the_command_that_resumes_can_be_pasted(monkeypatch, tmp_path, called, found, environment, program):
     monkeypatch.setattr(sys, "argv", [called, "train"])
-    monkeypatch.setattr("wholebatch.train.signals.shutil.which", lambda name: found)
+    monkeypatch.setattr("wholebatch.train.resume.shutil.which", lambda name: found)
     for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in ({"TORCHELASTIC_RUN_ID": "x"} | environment if environment else {}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
-    assert resume_command(Path("runs/a run")) == f"{program} train --resume '{tmp_path}/runs/a run'"
+    assert resume_command(Path("runs/a run"), TrainConfig()) == f"{program} train --resume '{tmp_path}/runs/a run'"
+
+
+def test_the_command_that_resumes_repeats_the_options_of_this_resume(monkeypatch, tmp_path):
+    """Not those that the run was started with, which are saved; under torchrun it says how many ranks there are."""
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    saved = TrainConfig(ranks=2, run_folder=tmp_path / "run")
+    RunFolder.create(tmp_path / "run", saved).close()
+    command = f"wholebatch train --resume {tmp_path}/run"
+    assert resume_command(tmp_path / "run", saved) == command
+    resumed = replace(saved, resume=tmp_path / "run", audit=False)
+    assert resume_command(tmp_path / "run", resumed) == command
+    changed = replace(resumed, ranks=3, device="cpu", chunk_size=8)
+    assert resume_command(tmp_path / "run", changed) == f"{command} --ranks 3 --device cpu --chunk-size 8"
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert resume_command(tmp_path / "run", changed).endswith(f" {command} --device cpu --chunk-size 8")
 
 
 def test_a_path_is_shown_as_it_is(capsys):
     """Rich would take some of it for its markup, and for pictures."""
     folder = Path("/runs[lr=1]/[red]x/:smile:")
     ConsoleProgress().show_folder(folder)
-    ConsoleProgress().show_stop("SIGTERM", 3, folder, finished=False)
+    ConsoleProgress().show_stop("SIGTERM", 3, f"; resume with: train --resume {folder}", finished=False)
     assert capsys.readouterr().out.count(str(folder)) == 2
 
 
@@ -363,7 +382,7 @@ def test_a_folder_that_is_no_run_is_left_alone(capsys, data, tmp_path):
     for name in ("lock", "thesis.txt"):
         (tmp_path / name).write_text("precious")
     assert main(["train", *options(data, tmp_path)]) == 2
-    assert "is not empty, and no run; choose another --run-folder" in capsys.readouterr().err
+    assert "is not empty and no run; choose another folder" in capsys.readouterr().err
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == dict.fromkeys(
         ("lock", "thesis.txt"), "precious"
     )
@@ -423,14 +442,14 @@ def test_other_readers_of_the_environment(capsys, monkeypatch):
 def test_the_variables_of_one_process_ask_for_no_launcher(monkeypatch):
     for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)
-    assert launch.launcher_size() is None
+    assert launcher.launcher_size() is None
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert launch.launcher_size() is None
+    assert launcher.launcher_size() is None
     monkeypatch.setenv("RANK", "0")
-    assert launch.launcher_size() is None
+    assert launcher.launcher_size() is None
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
-    assert launch.launcher_size() == 2
+    assert launcher.launcher_size() == 2
 
 
 def test_a_lock_has_one_holder(tmp_path):
@@ -485,7 +504,7 @@ def test_a_lock_that_is_a_link_or_no_file_is_refused(tmp_path):
     assert (tmp_path / "precious").read_text() == "do not touch"
     (tmp_path / "lock").unlink()
     os.mkfifo(tmp_path / "lock")
-    with pytest.raises(UserError, match="must be a file of the run"):
+    with pytest.raises(UserError, match="must be a regular file"):
         RunFolder.lock(tmp_path)
 
 
@@ -494,7 +513,7 @@ def test_a_folder_that_a_kill_left_before_the_configuration_is_empty(data, tmp_p
     run.mkdir()
     (run / "lock").write_text("4711 elsewhere\n")
     (run / "config.json.partial").write_text("{")
-    RunFolder.create(run, launch.TrainConfig()).close()
+    RunFolder.create(run, TrainConfig()).close()
     assert json.loads((run / "config.json").read_text())["task"] == "retrieve"
 
 
@@ -517,7 +536,7 @@ def fails(config, store, rank, launcher):
     ],
 )
 def test_how_a_rank_ends(capfd, tmp_path, how, message):
-    config = launch.TrainConfig(data=how, processes=2, run_folder=tmp_path / "run")
+    config = TrainConfig(data=how, ranks=2, run_folder=tmp_path / "run")
     with pytest.raises(launch.RankDiedError, match=message):
         launch.run_local_ranks(config, fails)
     assert ("Traceback" in capfd.readouterr().err) == (how == "raise"), "whoever looks for the mistake needs it"
@@ -525,10 +544,12 @@ def test_how_a_rank_ends(capfd, tmp_path, how, message):
 
 def test_a_lost_connection_is_one_whoever_says_so():
     gloo = "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:27555: Connection reset by peer"
-    assert local_ranks.is_of_a_connection(RuntimeError(gloo))
-    assert local_ranks.is_of_a_connection(UserError(f"save_head: run/head-5 cannot be written: {gloo}")), "not the disk"
-    assert local_ranks.is_of_a_connection(dist.DistStoreError("wait timeout"))
-    assert not local_ranks.is_of_a_connection(UserError("the run folder 'run' cannot be written: No space left"))
+    assert local_ranks.is_connection_error(RuntimeError(gloo))
+    assert local_ranks.is_connection_error(UserError(f"save_head: run/head-5 cannot be written: {gloo}")), (
+        "not the disk"
+    )
+    assert local_ranks.is_connection_error(dist.DistStoreError("wait timeout"))
+    assert not local_ranks.is_connection_error(UserError("the run folder 'run' cannot be written: No space left"))
 
 
 LOST = ("raised", "RuntimeError: Connection closed by peer", 1)
@@ -564,7 +585,7 @@ def test_which_rank_is_the_cause(tmp_path, words, codes, seen, error, message):
     for rank, (kind, text, at_ns) in words.items():
         said = {"kind": kind, "text": text, "signum": 2 if kind == "stopped" else 0, "trace": "", "at_ns": at_ns}
         (tmp_path / f"{rank}.json").write_text(json.dumps(said))
-    config = launch.TrainConfig(processes=2, run_folder=tmp_path / "run")
-    found = local_ranks._why(seen, [SimpleNamespace(exitcode=code) for code in codes], tmp_path, config)
+    config = TrainConfig(ranks=2, run_folder=tmp_path / "run")
+    found = local_ranks._cause(seen, [SimpleNamespace(exitcode=code) for code in codes], tmp_path, config)
     assert type(found) is error
     assert re.search(message, str(found))

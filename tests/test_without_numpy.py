@@ -114,7 +114,7 @@ def main():
     assert "numpy" not in sys.modules
     losses()
     cached()
-    print(wb.plan(batch=64, dim=8, ranks=2))
+    print(wb.plan(batch_size=64, embedding_size=8, ranks=2))
     report = wb.audit(problem, world_sizes=(1, 2))
     assert report.exact, report
     with tempfile.TemporaryDirectory() as folder:

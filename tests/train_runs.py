@@ -13,7 +13,7 @@ TRAIN = [sys.executable, "-W", "error", "-m", "wholebatch", "train"]
 
 
 def options(data, run, *more, steps=12):
-    every = ["--evaluate-every", "6", "--checkpoint-every", "5"]
+    every = ["--validate-every", "6", "--checkpoint-every", "5"]
     return ["--data", str(data), "--run-folder", str(run), "--steps", str(steps), *every, *SMALL, *more]
 
 

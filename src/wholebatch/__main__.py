@@ -1,4 +1,7 @@
-"""The command line: `wholebatch COMMAND ...`, also as `python -m wholebatch COMMAND ...` under a launcher."""
+"""The command line: `wholebatch COMMAND ...`, also as `python -m wholebatch COMMAND ...` under a launcher.
+
+This module imports no torch: a command's module does when it needs it.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,46 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import NamedTuple
 
-_COMMANDS = {"audit": "wholebatch.auditing.cli", "bench": "wholebatch.bench.cli",
-             "plan": "wholebatch.planning.cli", "train": "wholebatch.train.cli"}  # fmt: skip
-_SUMMARIES = {
-    "audit": "compare the gradient that ranks end with with one process's, and say why it differs",
-    "bench": "time what the library does on this machine",
-    "plan": "what fits: memory, time and bytes sent of each way to compute a loss, and the largest batch",
-    "train": "train a dual encoder, or an encoder and a classifier, with the exact loss of the global batch",
-}
+from wholebatch._user_error import UserError
+
+
+class _Command(NamedTuple):
+    summary: str
+    module: str
+    """Its `main(argv, *, prog)` parses the options and runs the command."""
+    extra: str
+    """The extra of this package that installs `packages`."""
+    packages: tuple[str, ...]
+
+
+_COMMANDS = {
+    "audit": _Command(
+        "check that ranks give the gradient of one process, or find the cause",
+        "wholebatch.auditing.cli", "cli", ("tyro", "rich"),
+    ),
+    "bench": _Command(
+        "time the library's losses and collectives on this machine",
+        "wholebatch.bench.cli", "train", ("tyro", "rich", "matplotlib"),
+    ),
+    "plan": _Command(
+        "estimate a loss's memory and time, and the largest batch that fits",
+        "wholebatch.planning.cli", "cli", ("tyro", "rich"),
+    ),
+    "train": _Command(
+        "train a dual encoder or a classifier with the exact global loss",
+        "wholebatch.train.cli", "train", ("tyro", "rich", "matplotlib", "numpy", "PIL"),
+    ),
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 0 if it succeeded, 1 if a gradient is wrong, nothing fits or a rank died, 2 for a mistake.
+    """Run a command; a mistake of the user's is one line on stderr.
 
-    The mistake is one line on stderr.
+    Returns:
+        0 if it succeeded; 1 if a gradient is wrong, nothing fits or a rank died; 2 for a mistake; 130 after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -33,25 +61,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if arguments[0] not in _COMMANDS:
         return _mistake("wholebatch", f"there is no command {arguments[0]!r}; choose one of: {', '.join(_COMMANDS)}")
-    prog = f"wholebatch {arguments[0]}"
+    prog, command = f"wholebatch {arguments[0]}", _COMMANDS[arguments[0]]
+    missing = [name for name in ("torch", *command.packages) if find_spec(name) is None]
+    if missing:
+        return _mistake(
+            prog,
+            f"this command needs {', '.join(missing)}: pip install 'wholebatch[{command.extra}]', or in a checkout "
+            f"pip install -e '.[{command.extra}]'",
+        )
     try:
-        command = importlib.import_module(_COMMANDS[arguments[0]])
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "wholebatch":
-            raise
-        return _mistake(prog, f"needs the package {error.name!r}: pip install 'wholebatch[train]'")
-    from wholebatch._user_error import UserError
-
-    try:
-        code = command.main(arguments[1:], prog=prog) or 0
+        code = importlib.import_module(command.module).main(arguments[1:], prog=prog) or 0
     except UserError as error:
         return _mistake(prog, str(error), error.exit_code)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     if "WORLD_SIZE" in os.environ:
-        # Under torchrun. gloo's threads outlive destroy_process_group, and now and then abort a process that tears the
-        # interpreter down ("terminate called without an active exception": any DDP program, torch 2.13). All is
+        # Under torchrun. gloo's threads outlive destroy_process_group, and occasionally abort a process that tears the
+        # interpreter down ("terminate called without an active exception": any DDP program, torch 2.13). All output is
         # written; leave at once.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -60,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _usage() -> str:
-    commands = "\n".join(f"  {name:8} {summary}" for name, summary in _SUMMARIES.items())
+    commands = "\n".join(f"  {name:8} {command.summary}" for name, command in _COMMANDS.items())
     usage = f"usage: wholebatch COMMAND [OPTIONS]\n\ncommands:\n{commands}"
     return f"{usage}\n\n'wholebatch COMMAND --help' explains the options."
 

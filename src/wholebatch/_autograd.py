@@ -1,17 +1,21 @@
-"""Gradients that cannot be differentiated again say so, instead of counting as constants."""
+"""Decorators of autograd nodes: a gradient that has no gradient raises, and autocast is off inside."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 
 def once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """Decorator of a Function's backward: a second derivative raises a RuntimeError.
+    """Decorate the backward of a Function: a second derivative raises a RuntimeError.
 
     torch's decorator of this name detaches the gradients where no incoming gradient requires one, which is the usual
     case (`create_graph=True` on a plain loss): a gradient penalty would then silently lose its gradient.
@@ -26,6 +30,21 @@ def once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Callable[..
         return tuple(_Constant.apply(x, *anchor) if isinstance(x, Tensor) else x for x in results)
 
     return wrapper
+
+
+def no_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate a function that runs in the dtypes that it is given; the device is that of its last tensor."""
+
+    @wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        tensors = [arg for arg in (*kwargs.values(), *args) if isinstance(arg, Tensor)]
+        device = tensors[-1].device.type if tensors else "cpu"
+        if not torch.amp.is_autocast_available(device):  # a tensor without data, which entry validation refuses
+            return function(*args, **kwargs)
+        with torch.autocast(device, enabled=False):
+            return function(*args, **kwargs)
+
+    return run
 
 
 class _Constant(Function):

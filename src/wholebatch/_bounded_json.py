@@ -1,7 +1,7 @@
-"""JSON from files: bounded before it is parsed, checked before it is believed, and sealed by a digest of its own text.
+"""JSON from files: bounded before it is parsed, checked before it is used, and sealed by a digest of its own text.
 
-A sealed text names its SHA-256 under the key "sha256", computed with 64 zeros in the place of the digest itself. So
-every bit of it counts, spaces included.
+A sealed text holds its SHA-256 under the key "sha256", computed with 64 zeros instead of the digest itself. So the
+digest covers every bit of the text, spaces included.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _DEPTH = 16
 Types = Mapping[str, "type | tuple[type, ...]"]
 
 
-def parse_json(text: bytes, what: str) -> Any:
-    """Parse JSON that may come from anyone; `what` names it in errors.
+def parse_json(text: bytes, source: str) -> Any:
+    """Parse JSON that may come from anyone; `source` names it in errors.
 
     Raises:
-        ValueError: for what is no JSON or no UTF-8, is nested too deeply, names a key twice, or has a number that is
-            not finite or an integer of more than 20 digits.
+        ValueError: no JSON or no UTF-8, brackets that are nested too deeply, a key that occurs twice, a number that is
+            not finite, or an integer of more than 20 digits.
     """
     try:
         decoded = text.decode()
@@ -40,68 +40,68 @@ def parse_json(text: bytes, what: str) -> Any:
             decoded, object_pairs_hook=_unique, parse_constant=_not_finite, parse_int=_integer, parse_float=_finite
         )
     except ValueError as error:
-        raise ValueError(f"{what} is damaged, or no JSON of this program: {error}") from error
+        raise ValueError(f"{source} is damaged, or no JSON of this program: {error}") from error
 
 
-def check_fields(value: object, what: str, types: Types) -> dict[str, Any]:
-    """Return `value`, if it is an object of exactly these fields, each of exactly one of its types.
+def check_fields(value: object, source: str, types: Types) -> dict[str, Any]:
+    """Return `value` if it is an object of exactly these fields, each of exactly one of its types.
 
     Raises:
-        ValueError: if it is not.
+        ValueError: otherwise; `source` names the value.
     """
     if not isinstance(value, dict) or value.keys() != types.keys():
         found = sorted(value) if isinstance(value, dict) else type(value).__name__
-        raise ValueError(f"{what} must have the fields {sorted(types)}, got {shown(found)}")
+        raise ValueError(f"{source} must have the fields {sorted(types)}, got {shown(found)}")
     for name, expected in types.items():
         allowed = expected if isinstance(expected, tuple) else (expected,)
         if type(value[name]) not in allowed:
             names = " or ".join("None" if one is type(None) else one.__name__ for one in allowed)
-            raise ValueError(f"{what}: {name} must be {names}, got {shown(value[name])}")
+            raise ValueError(f"{source}: {name} must be {names}, got {shown(value[name])}")
     return value
 
 
 def sealed(value: Mapping[str, Any]) -> bytes:
-    """The value as JSON, with its digest."""
+    """Return the value as JSON with its digest."""
     return with_digest(json.dumps({DIGEST: ZEROS, **value}, indent=1, allow_nan=False).encode() + b"\n")
 
 
-def unsealed(text: bytes, what: str) -> dict[str, Any]:
-    """Parse what `sealed` has written.
+def unsealed(text: bytes, source: str) -> dict[str, Any]:
+    """Parse a text that `sealed` has written.
 
     Raises:
-        ValueError: if a bit of it has changed.
+        ValueError: a bit of it has changed.
     """
-    value = parse_json(text, what)
+    value = parse_json(text, source)
     if not isinstance(value, dict):
-        raise ValueError(f"{what} must hold an object, got {type(value).__name__}")
-    check_digest(text, value.pop(DIGEST, None), what)
+        raise ValueError(f"{source} must hold an object, got {type(value).__name__}")
+    check_digest(text, value.pop(DIGEST, None), source)
     return value
 
 
 def with_digest(text: bytes) -> bytes:
-    """The text with its digest in the place of the first 64 zeros."""
+    """Replace the first 64 zeros of the text by its digest."""
     return text.replace(ZEROS.encode(), hashlib.sha256(text).hexdigest().encode(), 1)
 
 
-def check_digest(text: bytes, digest: object, what: str) -> None:
-    """The text is the one of which this is the digest.
+def check_digest(text: bytes, digest: object, source: str) -> None:
+    """Check that the digest is that of the text.
 
     Raises:
-        ValueError: if it is not.
+        ValueError: it is not.
     """
     if not is_digest(digest):
-        raise ValueError(f"{what} has no digest; it is damaged, or was not written by this program")
+        raise ValueError(f"{source} has no digest; it is damaged, or was not written by this program")
     if hashlib.sha256(text.replace(digest.encode(), ZEROS.encode(), 1)).hexdigest() != digest:
-        raise ValueError(f"{what} is damaged, or was edited: its digest is not that of its text")
+        raise ValueError(f"{source} is damaged, or was edited: its digest is not that of its text")
 
 
 def is_digest(value: object) -> TypeGuard[str]:
-    """Whether it is a SHA-256 in hexadecimal digits."""
+    """Whether value is a SHA-256 in hexadecimal digits."""
     return isinstance(value, str) and _HEX.fullmatch(value) is not None
 
 
 def _check_depth(text: str) -> None:
-    """Brackets outside of strings are nested at most so deep; json's parser would recurse."""
+    """Check how deep brackets outside of strings are nested, because json's parser recurses."""
     depth = 0
     for bracket in _BRACKET.finditer(_STRING.sub("", text)):
         depth += 1 if bracket[0] in "[{" else -1
@@ -117,13 +117,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _not_finite(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no finite number")
+    raise ValueError(f"{text} is not a finite number")
 
 
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{shown(text)} is no finite number")
+        raise ValueError(f"{shown(text)} is not a finite number")
     return number
 
 

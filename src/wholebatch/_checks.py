@@ -1,6 +1,6 @@
-"""Preconditions of tensors, one function each; every message shows expected, got and the likely fix.
+"""Checks of tensors, one function each; an error names the argument, the accepted and the given value, and the fix.
 
-Those of flags, numbers and names are in `_settings`, which imports no torch; they are offered here as well.
+The checks of flags, numbers and names are in `_settings`, which imports no torch; they are exported here as well.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ._normalize import known_norms
 from ._precision import accumulation_dtype, wide_dtype
-from ._settings import LARGEST, LEAST
+from ._settings import SMALLEST_DIVISOR, shown_with_type
 from ._settings import check_callable as check_callable
 from ._settings import check_choice as check_choice
 from ._settings import check_count as check_count
@@ -35,14 +35,14 @@ from ._settings import checked_path as checked_path
 from ._settings import shown as shown
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_ADDRESSES = 2**63 - 1  # bytes, at most, of a tensor
+_ADDRESSABLE = 2**63 - 1  # bytes, at most, of a tensor
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_features(name: str, x: object) -> None:
-    """x is a floating-point matrix (rows, feature size)."""
+    """Raise ValueError unless x is a floating-point matrix (rows, feature size)."""
     if not isinstance(x, Tensor):
-        raise ValueError(f"{name} must be a tensor of shape (rows, feature size), got {type(x).__name__}")
+        raise ValueError(f"{name} must be a tensor of shape (rows, feature size), got {shown_with_type(x)}")
     check_dense(name, x)
     if x.dim() != 2 or x.shape[1] == 0:
         raise ValueError(
@@ -61,14 +61,14 @@ def has_feature_dtype(x: object) -> TypeGuard[Tensor]:
 
 
 def check_dense(name: str, x: Tensor) -> None:
-    """x has its entries in memory, side by side: it is not sparse, nested, quantized or on the meta device."""
+    """Raise ValueError unless x is dense and has data: not sparse, nested, quantized or on the meta device."""
     if not is_dense(x):
         kind = "a nested tensor" if x.is_nested else f"dtype {x.dtype}" if x.is_quantized else f"layout {x.layout}"
         raise ValueError(f"{name} must be a dense tensor with data, got {kind} on device {x.device}")
 
 
 def is_dense(x: object) -> TypeGuard[Tensor]:
-    """Whether x is a tensor that has its entries in memory, side by side."""
+    """Whether x is a dense tensor with data."""
     return (
         isinstance(x, Tensor)
         and x.layout is torch.strided
@@ -79,13 +79,13 @@ def is_dense(x: object) -> TypeGuard[Tensor]:
 
 
 def check_floating_dtype(name: str, dtype: object) -> None:
-    """dtype is one of those that features may have."""
+    """Raise ValueError unless dtype is one that features may have."""
     if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES:
         raise ValueError(f"{name} must be torch.float64, float32, bfloat16 or float16, got {shown(dtype)}")
 
 
 def checked_device(name: str, device: object) -> torch.device:
-    """The device that is meant: a torch.device, or its name."""
+    """Return a torch.device, which may be given by its name."""
     if not isinstance(device, torch.device | str):
         raise ValueError(f"{name} must be a torch.device or its name, such as 'cpu' or 'cuda:0'; got {shown(device)}")
     try:
@@ -97,47 +97,47 @@ def checked_device(name: str, device: object) -> torch.device:
 def allocated(
     name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> Tensor:
-    """An uninitialized tensor of a shape for which this machine has the memory."""
+    """Return an uninitialized tensor, if this machine has the memory for its shape."""
     where = torch.get_default_device() if device is None else torch.device(device)
     num_bytes = math.prod(shape) * (dtype or torch.get_default_dtype()).itemsize
-    most = _memory_bytes() if where.type == "cpu" else _ADDRESSES
+    most = _memory_bytes() if where.type == "cpu" else _ADDRESSABLE
     if num_bytes > most:
         raise ValueError(
             f"{name} ask for a tensor of shape {shape}, {num_bytes:.3g} bytes; this machine has {most:.3g}: "
-            "is a number too large, or are there too few ranks to share it?"
+            "check the numbers, or share it among more ranks"
         )
     return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _memory_bytes() -> int:
-    """Of this machine, in all; where the system does not say, what can be addressed."""
+    """Return the memory of this machine; where the system does not report it, all addressable memory."""
     names = getattr(os, "sysconf_names", {})
     if "SC_PHYS_PAGES" not in names or "SC_PAGE_SIZE" not in names:
-        return _ADDRESSES
-    return min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _ADDRESSES)
+        return _ADDRESSABLE
+    return min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _ADDRESSABLE)
 
 
 def on_host(numbers: Mapping[str, Tensor]) -> dict[str, float]:
-    """Tensors of one element, as numbers. What lies on a GPU is waited for once, however many there are."""
+    """Copy tensors of one element to the host, as numbers; the host waits once for each device."""
     found: dict[str, float] = {}
     for device in {x.device for x in numbers.values()}:
-        there = {name: x for name, x in numbers.items() if x.device == device}
-        stacked = torch.stack([x.detach().reshape(()).to(wide_dtype(device)) for x in there.values()])
-        found.update(zip(there, stacked.tolist(), strict=True))
+        on_device = {name: x for name, x in numbers.items() if x.device == device}
+        stacked = torch.stack([x.detach().reshape(()).to(wide_dtype(device)) for x in on_device.values()])
+        found.update(zip(on_device, stacked.tolist(), strict=True))
     return found
 
 
 def norm_bound(x: Tensor) -> Tensor:
-    """The largest norm of x's rows, shape (); 0 without rows."""
+    """Return the largest norm of x's rows, shape (); 0 without rows."""
     if not len(x):
         return x.new_zeros((), dtype=accumulation_dtype(x.dtype))
     return torch.linalg.vector_norm(x.detach(), dim=1, dtype=accumulation_dtype(x.dtype)).amax()
 
 
 def check_norm(name: str, x: Tensor, largest: float) -> float:
-    """x, whose rows have such a largest norm, has no entry that is NaN or infinite; returns the norm.
+    """Return the largest norm of x's rows, given `norm_bound`, if no entry of x is NaN or infinite.
 
-    Where squares have overflowed it is taken once more, and is infinite only if no float is that large.
+    Where squares have overflowed the norm is computed again, and is infinite only if no float is that large.
     """
     if math.isfinite(largest):
         return largest
@@ -146,52 +146,52 @@ def check_norm(name: str, x: Tensor, largest: float) -> float:
 
 
 def largest_norm(name: str, x: Tensor) -> float:
-    """The largest norm of x's rows, none of which has an entry that is NaN or infinite; 0 without rows."""
+    """Return the largest norm of x's rows if no entry of x is NaN or infinite; 0 without rows."""
     return check_norm(name, x, norm_bound(x).item())
 
 
 def check_finite(name: str, x: Tensor) -> None:
-    """No entry of x is NaN or infinite."""
+    """Raise ValueError if an entry of x is NaN or infinite."""
     if x.numel() and (x.is_floating_point() or x.is_complex()):
         largest = torch.linalg.vector_norm(x.detach(), ord=math.inf).item()
         if not math.isfinite(largest):
             raise ValueError(
-                f"{name} must be finite, its largest absolute entry is {largest}; look for an overflow, a division "
+                f"{name} must be finite, its largest absolute entry is {largest}; check for an overflow, a division "
                 "by the norm of a zero vector, or a learning rate that is too high"
             )
 
 
 def check_alike(name_x: str, x: Tensor, name_y: str, y: Tensor, *, rows: bool) -> None:
-    """Two feature matrices have the same width, dtype and device, and with `rows` the same number of rows."""
-    for what, ours, theirs, fix in (
+    """Raise ValueError unless x and y have the same feature size, dtype and device, and with `rows` as many rows."""
+    for property_, of_x, of_y, fix in (
         ("shape", tuple(x.shape), tuple(y.shape), "row i of one belongs to row i of the other")
         if rows
         else ("feature size", x.shape[1], y.shape[1], "each row of one meets each row of the other"),
         ("dtype", x.dtype, y.dtype, "cast one of them"),
         ("device", x.device, y.device, "move one of them"),
     ):
-        if ours != theirs:
-            raise ValueError(f"{name_x} and {name_y} must have the same {what}, got {ours} and {theirs}; {fix}")
+        if of_x != of_y:
+            raise ValueError(f"{name_x} and {name_y} must have the same {property_}, got {of_x} and {of_y}; {fix}")
 
 
 def check_ids(name: str, ids: object, of: str, rows: int) -> None:
-    """ids is one integer for each of the rows of the features `of`."""
+    """Raise ValueError unless ids has one integer for each row of the features `of`."""
     if not isinstance(ids, Tensor) or ids.dtype not in _INTEGERS:
-        got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        got = ids.dtype if isinstance(ids, Tensor) else shown_with_type(ids)
         fix = "cast with .long()" if isinstance(ids, Tensor) else f"pass torch.tensor({name})"
         raise ValueError(f"{name} must be a tensor of integers, one for each row of {of}, got {got}; {fix}")
     check_dense(name, ids)
     if ids.shape != (rows,):
         raise ValueError(
-            f"{name} must have shape ({rows},), one integer for each row of {of}, got {tuple(ids.shape)}; of one-hot "
-            "rows pass the argmax"
+            f"{name} must have shape ({rows},), one integer for each row of {of}, got {tuple(ids.shape)}; for "
+            "one-hot rows pass the argmax"
         )
 
 
 def check_weights(name: str, weights: object, of: str, rows: int) -> None:
-    """weights has one number for each of the rows of the features `of`."""
+    """Raise ValueError unless weights has one number for each row of the features `of`."""
     if not isinstance(weights, Tensor) or weights.dtype not in _DTYPES:
-        got = weights.dtype if isinstance(weights, Tensor) else type(weights).__name__
+        got = weights.dtype if isinstance(weights, Tensor) else shown_with_type(weights)
         raise ValueError(f"{name} must be a floating-point tensor, one number for each row of {of}, got {got}")
     check_dense(name, weights)
     if weights.shape != (rows,):
@@ -199,7 +199,7 @@ def check_weights(name: str, weights: object, of: str, rows: int) -> None:
 
 
 def check_not_negative(name: str, weights: Tensor, least: float, total: float) -> float:
-    """weights, of which these are the least and the sum, are finite and not negative; returns their sum."""
+    """Return the sum of weights, given their minimum and their sum, if they are finite and not negative."""
     if not math.isfinite(total):
         wrong = weights[~weights.isfinite()]
         raise ValueError(f"{name} must be finite, got {wrong[0].item() if len(wrong) else total}")
@@ -209,13 +209,13 @@ def check_not_negative(name: str, weights: Tensor, least: float, total: float) -
 
 
 def check_scalar(name: str, value: object) -> float:
-    """value is a finite real number, or a floating-point tensor of one element (shape () or [1])."""
+    """Return value as a float if it is a finite number, or a floating-point tensor of one element, () or [1]."""
     check_one(name, value)
     return check_value(name, value.detach().item() if isinstance(value, Tensor) else check_real(name, value))
 
 
 def check_one(name: str, value: object) -> None:
-    """value is a real number, or a floating-point tensor of one element."""
+    """Raise ValueError unless value is a real number, or a floating-point tensor of one element."""
     if isinstance(value, Tensor):
         check_dense(name, value)
         if value.numel() != 1 or value.dim() > 1 or not value.is_floating_point():
@@ -228,23 +228,21 @@ def check_one(name: str, value: object) -> None:
 
 
 def check_value(name: str, number: float) -> float:
-    """number is finite, and float32 holds it; returns it."""
-    number = check_real(name, number)
-    if not abs(number) <= LARGEST:
-        finite = "within the range of float32" if math.isfinite(number) else "finite"
-        raise ValueError(f"{name} must be {finite}, got {number}; clamp it, and look at the learning rate")
-    return number
+    """Return a scalar that may be learned, as a float, if it is finite and within the range of float32."""
+    return check_number(name, check_real(name, number), fix="clamp it, and check the learning rate")
 
 
 def check_temperature(name: str, value: object) -> float:
-    """value is a scalar as for `check_scalar`, and positive."""
+    """Return value as a float if it is a scalar as for `check_scalar`, and positive."""
     return check_positive(name, check_scalar(name, value))
 
 
 def check_positive(name: str, number: float) -> float:
-    """number, a temperature, is positive, and not so small that what is divided by it overflows; returns it."""
+    """Return number, a temperature, if it is positive, and so large that similarities divided by it do not overflow."""
     if number <= 0:
         raise ValueError(f"{name} must be positive, got {number}; logits are similarities divided by it")
-    if number < LEAST:
-        raise ValueError(f"{name} must be at least {LEAST}, got {number}; logits are similarities divided by it")
+    if number < SMALLEST_DIVISOR:
+        raise ValueError(
+            f"{name} must be at least {SMALLEST_DIVISOR}, got {number}; logits are similarities divided by it"
+        )
     return number

@@ -1,4 +1,4 @@
-"""What can be seen of a loss and of the graph behind it."""
+"""Checks of a loss, and the leaves of its graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from ._checks import is_dense
 
 
 def checked_loss(loss: Any) -> Tensor:
-    """The loss, if it is one number."""
+    """Return the loss if it is a tensor of one number.
+
+    Raises:
+        ValueError: if it is not.
+    """
     if not isinstance(loss, Tensor) or not is_dense(loss) or loss.numel() != 1:
         got = f"shape {tuple(loss.shape)}" if is_dense(loss) else type(loss).__name__
         raise ValueError(f"loss_fn must return a tensor of one element, got {got}; reduce it, e.g. by .mean()")
@@ -22,7 +26,11 @@ def checked_loss(loss: Any) -> Tensor:
 
 
 def finite_value(loss: Tensor) -> float:
-    """The loss as a number, if it is one."""
+    """Return the loss as a finite number.
+
+    Raises:
+        ValueError: if it is not finite.
+    """
     value = loss.detach().item()
     if not math.isfinite(value):
         raise ValueError(
@@ -34,7 +42,7 @@ def finite_value(loss: Tensor) -> float:
 
 
 def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
-    """The leaves of the graph of these tensors that require a gradient."""
+    """Return the leaves of these tensors' graphs that require a gradient."""
     found: list[Tensor] = []
     seen: set[Any] = set()
     todo = [x.grad_fn for x in outputs]

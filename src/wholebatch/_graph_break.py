@@ -1,6 +1,6 @@
-"""Functions that run outside compiled graphs, and no Dynamo before somebody compiles.
+"""Functions that run outside of compiled graphs, without importing Dynamo before the program compiles.
 
-`torch.compiler.disable` imports `torch._dynamo` when it decorates: 1.5 s and 80 MB for programs that compile nothing.
+`torch.compiler.disable` imports `torch._dynamo` when it decorates: 1.5 s and 80 MB for programs that never compile.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _DYNAMO = "torch._dynamo"
 
 
 def outside_graphs(function: Callable[_P, _R], reason: str) -> Callable[_P, _R]:
-    """The function, which breaks the graph where it is called in a compiled one; `fullgraph=True` names the `reason`.
+    """Wrap a function so that it breaks the graph of a compiled caller; `fullgraph=True` reports the `reason`.
 
-    Nothing compiles before `torch._dynamo` is imported, which `torch.compile` does: until then it is called as it is.
+    `torch.compile` imports `torch._dynamo`. Before this import nothing compiles, and the function is called directly.
     """
     skipped = _skipped(function, reason)
 
     @wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        # Dynamo takes the first for true when it traces this, and does not read the second.
+        # When Dynamo traces this, it takes the first condition to be true, and does not read the second.
         if torch.compiler.is_compiling() or _DYNAMO in sys.modules:
             return skipped(*args, **kwargs)
         return function(*args, **kwargs)
@@ -35,10 +35,10 @@ def outside_graphs(function: Callable[_P, _R], reason: str) -> Callable[_P, _R]:
 
 
 def _skipped(function: Callable[_P, _R], reason: str) -> Callable[_P, _R]:
-    """The function as Dynamo skips it.
+    """Wrap a function so that Dynamo skips it.
 
-    torch has a decorator of its own that imports `torch._dynamo` at the first call. It is private and takes no reason,
-    so the reason goes where Dynamo looks for one. A torch without it gets the public decorator, which imports at once.
+    torch has a private decorator that imports `torch._dynamo` at the first call. It takes no reason, so the reason is
+    set where Dynamo reads it. Where torch lacks it, the public decorator is used, which imports at once.
     """
     lazily: Any = getattr(torch, "_disable_dynamo", None)
     if lazily is None:

@@ -1,4 +1,4 @@
-"""Time and memory: of a step on the slowest rank and on the largest; and what of the machine a rank may take."""
+"""Measure the time and memory of a step, and the share of the machine that a rank may take."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CPU = torch.device("cpu")
 
 
 def seconds_of(comm: Communicator, step: Callable[[], object], device: torch.device = _CPU) -> float:
-    """A step's time, on the slowest rank; all ranks start together. Collective."""
+    """Return a step's seconds on the slowest rank; all ranks start together. Collective."""
     comm.all_reduce(torch.zeros(1, device=device), check=False)
     _synchronize(device)
     start = time.perf_counter()
@@ -31,9 +31,9 @@ def seconds_of(comm: Communicator, step: Callable[[], object], device: torch.dev
 
 
 def rise_of_peak(comm: Communicator, step: Callable[[], object], device: torch.device = _CPU) -> int | None:
-    """By how many bytes a step raises the peak of the largest rank's memory; None where the system does not say.
+    """Return the bytes by which a step raises the peak memory, on the rank with most; None if it cannot be measured.
 
-    Collective, of a GPU's memory what its allocator has given out, of a CPU's what is resident.
+    On a GPU this is allocated memory, on a CPU resident memory. Collective.
     """
     if device.type == "cpu" and not _CLEAR.exists():
         step()
@@ -49,7 +49,7 @@ def rise_of_peak(comm: Communicator, step: Callable[[], object], device: torch.d
     else:
         release = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if release is not None:
-            release(0)  # what earlier steps have freed goes back to the system, and counts again
+            release(0)  # return memory that earlier steps have freed, so that it counts again
         _CLEAR.write_text(_RESET_PEAK)
         before = _resident("VmRSS")
         step()
@@ -58,10 +58,10 @@ def rise_of_peak(comm: Communicator, step: Callable[[], object], device: torch.d
 
 
 def map_each_tensor() -> None:
-    """From now on, what a tensor held goes back to the system at once, and resident memory is what tensors hold.
+    """From now on, return a freed tensor's memory to the system at once, so that resident memory is that of tensors.
 
-    glibc does so with every tensor above 32 MB; smaller ones it takes from a heap, where some remains behind. Elsewhere
-    nothing changes.
+    glibc by itself does so for tensors above 32 MB, and takes smaller ones from a heap that keeps some of their memory.
+    Without glibc nothing changes.
     """
     option = getattr(ctypes.CDLL(None), "mallopt", None)
     if option is not None:
@@ -70,14 +70,14 @@ def map_each_tensor() -> None:
 
 
 def threads_of_a_rank(ranks: int) -> int:
-    """Of the machine's cores, those of each of so many ranks."""
+    """Return each rank's share of the machine's cores."""
     return max(1, (os.cpu_count() or 1) // ranks)
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be allocated: of a GPU with what its allocator holds in reserve, of a CPU within its cgroup.
+    """Return the bytes that can still be allocated; None on a system that does not report them.
 
-    None on a system that does not say.
+    On a GPU the allocator's reserve counts as free; on a CPU the limit of the cgroup counts.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)

@@ -1,7 +1,7 @@
-"""Imported by the server that rank processes are forked from: it imports, once, what each of them would.
+"""Modules that the fork server imports once for all rank processes, named in WHOLEBATCH_PRELOAD.
 
-What cannot be imported here is left to the ranks, where it is an error with a traceback. (In the server it would be the
-end of the server.)
+A module that cannot be imported is left to the ranks, where it raises with a traceback. In the server the error would
+end the server.
 """
 
 from __future__ import annotations

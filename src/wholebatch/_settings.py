@@ -1,8 +1,9 @@
 """Checks of arguments that are no tensors: flags, numbers, names, functions. This module imports no torch.
 
-One rule for all of them. A flag is True or False and nothing that merely has a truth value. An integer is a Python
-int, a number is a Python int or float (and what is derived from them, such as numpy.float64); a bool is neither.
-NaN, infinity, and what float32 cannot hold, are refused wherever a number is asked for.
+The same rules hold for all of them. A flag is True or False, not a value with a truth value. An integer is a Python
+int, a number is a Python int or float (or a subclass, such as numpy.float64); a bool is neither. NaN, infinity and
+numbers beyond float32 are refused wherever a number is expected. An error names the argument, the accepted values, the
+given value, and the likely fix.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
-_MOST = 2**63  # what no computer counts to
-LARGEST, LEAST = 3.4028234663852886e38, 1e-30  # number of float32; what a similarity is divided by
+_MOST = 2**63  # beyond any count
+LARGEST = 3.4028234663852886e38  # number of float32
+SMALLEST_DIVISOR = 1e-30  # of similarities
 _SHOWN = 80  # characters of a value in a message
 
 
 def shown(value: object) -> str:
-    """A value as it stands in a message: its type and shape if it is an array, else its representation, cut short."""
-    shape, dtype = getattr(type(value), "shape", None), getattr(type(value), "dtype", None)
-    if shape is not None and dtype is not None:
-        return f"{type(value).__name__} of {getattr(value, 'dtype', 'unknown dtype')}"
+    """Return the text of a value for a message: its type and dtype if it is an array, else its repr, cut short."""
+    if _is_array(value):
+        name, dtype = type(value).__name__, str(getattr(value, "dtype", "unknown dtype"))
+        return name if name == dtype else f"{name} of {dtype}"  # a scalar of NumPy has its dtype's name
     try:
         text = repr(value)
     except Exception:  # a message about a value must not fail because the value cannot be shown
@@ -31,34 +33,44 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
+def shown_with_type(value: object) -> str:
+    """Return the text of a value for a message about its type."""
+    return shown(value) if value is None or _is_array(value) else f"{shown(value)} ({type(value).__name__})"
+
+
+def _is_array(value: object) -> bool:
+    return all(getattr(type(value), name, None) is not None for name in ("shape", "dtype"))
+
+
 def check_flag(name: str, value: object) -> bool:
-    """value is True or False."""
+    """Return value if it is True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {shown(value)}")
     return value
 
 
 def check_integer(name: str, value: object, *, least: int | None = None, most: int | None = None, of: str = "") -> int:
-    """value is an int from `least` to `most`, both included; `of` says in a message what it counts."""
-    wanted = f"an integer{_between(least, most)}{f', {of}' if of else ''}"
+    """Return value if it is an int from `least` to `most`, both included; `of` names the counted things in errors."""
+    accepted = f"an integer{_between(least, most)}{f', {of}' if of else ''}"
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{name} must be {wanted}; got {shown(value)}{_as_python(value, 'int')}")
+        raise ValueError(f"{name} must be {accepted}; got {shown(value)}{_as_python(value, 'int')}")
     if (least is not None and value < least) or (most is not None and value > most):
-        raise ValueError(f"{name} must be {wanted}; got {shown(value)}")
+        raise ValueError(f"{name} must be {accepted}; got {shown(value)}")
     return value
 
 
 def check_count(name: str, value: object, of: str) -> int:
-    """value is a positive integer."""
+    """Return value if it is a positive integer; `of` names the counted things in errors."""
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < _MOST:
         raise ValueError(f"{name} must be a positive integer, {of}; got {shown(value)}{_as_python(value, 'int')}")
     return value
 
 
 def check_real(name: str, value: object, *, or_: str = "") -> float:
-    """value is an int or a float; returns it as a float, which is infinite for an int that no float can hold."""
+    """Return value as a float if it is an int or a float; infinity for an int that no float can hold."""
     if not isinstance(value, int | float) or isinstance(value, bool):
-        got = "a tensor; it is not learned" if hasattr(type(value), "requires_grad") else type(value).__name__
+        is_tensor = hasattr(type(value), "requires_grad")
+        got = "a tensor; it is not learned" if is_tensor else shown_with_type(value)
         raise ValueError(f"{name} must be a number{or_}, got {got}{_as_python(value, 'float')}")
     try:
         return float(value)
@@ -66,17 +78,17 @@ def check_real(name: str, value: object, *, or_: str = "") -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def check_number(name: str, value: object) -> float:
-    """value is a finite number, and one that float32 holds: what is larger would overflow in the first product."""
+def check_number(name: str, value: object, *, fix: str = "check how it was computed") -> float:
+    """Return value as a float if it is finite and within float32's range, beyond which the first product overflows."""
     number = check_real(name, value)
     if not abs(number) <= LARGEST:
         finite = "within the range of float32" if math.isfinite(number) else "finite"
-        raise ValueError(f"{name} must be {finite}, got {shown(value)}")
+        raise ValueError(f"{name} must be {finite}, got {shown(value)}; {fix}")
     return number
 
 
 def check_positive_number(name: str, value: object, why: str) -> float:
-    """value is a finite number above 0."""
+    """Return value as a float if it is a finite number above 0; `why` ends the error."""
     number = check_number(name, value)
     if number <= 0:
         raise ValueError(f"{name} must be positive, got {shown(value)}; {why}")
@@ -84,7 +96,7 @@ def check_positive_number(name: str, value: object, why: str) -> float:
 
 
 def check_weight(name: str, value: object, why: str) -> float:
-    """value is a finite number, 0 or more."""
+    """Return value as a float if it is a finite number, 0 or more; `why` ends the error."""
     number = check_number(name, value)
     if number < 0:
         raise ValueError(f"{name} must not be negative, got {shown(value)}; {why}")
@@ -92,7 +104,7 @@ def check_weight(name: str, value: object, why: str) -> float:
 
 
 def check_fraction(name: str, value: object, *, below_one: bool = False) -> float:
-    """0 <= value <= 1, or < 1."""
+    """Return value as a float if 0 <= value <= 1, or, with `below_one`, 0 <= value < 1."""
     number = check_number(name, value)
     if not (0 <= number < 1 or (number == 1 and not below_one)):
         raise ValueError(f"{name} must lie in [0, 1{')' if below_one else ']'}, got {shown(value)}")
@@ -100,19 +112,19 @@ def check_fraction(name: str, value: object, *, below_one: bool = False) -> floa
 
 
 def check_label_smoothing(value: object) -> float:
-    """0 <= label_smoothing <= 1."""
+    """Return label_smoothing as a float if it lies in [0, 1]."""
     return check_fraction("label_smoothing", value)
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
-    """value is one of the named choices; returns it."""
+    """Return value if it is one of the named choices."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {shown(value)}")
     return value
 
 
 def check_memory(value: object) -> None:
-    """value is "auto", "flat" or a number of bytes."""
+    """Raise ValueError unless value is "auto", "flat" or a positive number of bytes."""
     if isinstance(value, int) and not isinstance(value, bool):
         if value <= 0:
             raise ValueError(f"memory must be 'auto', 'flat' or a positive number of bytes, got {shown(value)}")
@@ -121,53 +133,53 @@ def check_memory(value: object) -> None:
 
 
 def check_callable(name: str, value: object) -> Any:
-    """value can be called; returns it."""
+    """Return value if it is callable."""
     if not callable(value):
-        raise ValueError(f"{name} must be callable, got {type(value).__name__}")
+        raise ValueError(f"{name} must be callable, got {shown_with_type(value)}")
     return value
 
 
-def check_instance(name: str, value: object, of: type[_T] | tuple[type[Any], ...], what: str) -> Any:
-    """value is an instance; returns it."""
+def check_instance(name: str, value: object, of: type[_T] | tuple[type[Any], ...], expected: str) -> Any:
+    """Return value if it is an instance of the type, which `expected` describes in errors."""
     if not isinstance(value, of):
-        raise ValueError(f"{name} must be {what}, got {shown(value)}")
+        raise ValueError(f"{name} must be {expected}, got {shown(value)}")
     return value
 
 
 def checked_path(name: str, value: object) -> Path:
-    """The path that is meant: a string that names a file or a folder, or a pathlib.Path."""
+    """Return value as a path if it is a string that names a file or a folder, or a pathlib.Path."""
     if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
         raise ValueError(f"{name} must be a path, a string or a pathlib.Path; got {shown(value)}")
     return Path(value)
 
 
-def check_sequence(name: str, value: object, what: str) -> list[Any]:
-    """value is a list, a tuple or the like, no string; returns its items."""
+def check_sequence(name: str, value: object, expected: str) -> list[Any]:
+    """Return the items of a list, a tuple or another sequence, but not of a string."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise ValueError(f"{name} must be a list or tuple of {what}, got {shown(value)}")
+        raise ValueError(f"{name} must be a list or tuple of {expected}, got {shown(value)}")
     return [*value]
 
 
-def check_items(name: str, value: object, what: str) -> list[Any]:
-    """value can be gone through, and is no string, mapping or single tensor; returns its items."""
+def check_items(name: str, value: object, expected: str) -> list[Any]:
+    """Return the items of an iterable, but not of a string, a mapping or a tensor."""
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | dict) or hasattr(type(value), "dtype"):
-        raise ValueError(f"{name} must be a list of {what}, got {shown(value)}")
+        raise ValueError(f"{name} must be a list of {expected}, got {shown(value)}")
     return [*value]
 
 
 def environment_integer(variable: str, *, least: int, most: int | None = None, fix: str) -> int | None:
-    """The integer that a launcher has written into an environment variable; None if that is not set.
+    """Read an integer that a launcher has written into an environment variable; None if it is not set.
 
     Raises:
-        ValueError: if it is no such integer; `fix` ends the message.
+        ValueError: the variable holds no such integer; `fix` ends the message.
     """
     if variable not in os.environ:
         return None
     text = os.environ[variable].strip()
     value = int(text) if text.isascii() and text.removeprefix("-").isdecimal() and len(text) < 10 else None
     if value is None or value < least or (most is not None and value > most):
-        wanted = f"an integer{_between(least, most)}"
-        raise ValueError(f"the environment variable {variable} must be {wanted}, got {text!r}; {fix}")
+        accepted = f"an integer{_between(least, most)}"
+        raise ValueError(f"the environment variable {variable} must be {accepted}, got {text!r}; {fix}")
     return value
 
 
@@ -178,7 +190,7 @@ def _between(least: int | None, most: int | None) -> str:
 
 
 def _as_python(value: object, kind: str) -> str:
-    """How to pass the number that an array library has wrapped."""
+    """Say how to pass a number that an array library has wrapped."""
     of = type(value)
     wrapped = hasattr(of, "dtype") and hasattr(of, "item") and not hasattr(of, "requires_grad")
     return f"; pass {kind}(...) of it" if wrapped else ""

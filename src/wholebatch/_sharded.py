@@ -1,6 +1,6 @@
-"""Parameters of which each rank holds a part or values of its own, so that they are no copies of each other.
+"""Parameters that are not replicated: each rank holds a part of them, or values of its own.
 
-They are known by a mark (PartialFC's centers), by their type (FSDP2's DTensors), or by the marks that Megatron and
+They are recognized by a mark (PartialFC's centers), by their type (FSDP2's DTensors), or by the marks that Megatron and
 DeepSpeed set on tensor-parallel parameters and on experts.
 """
 
@@ -14,7 +14,7 @@ _MARK = "_wholebatch_sharded"
 
 
 def mark_sharded(*tensors: Tensor | None) -> None:
-    """Mark these tensors, and the parameters that they are computed from; copies have to be marked themselves."""
+    """Mark these tensors, and the parameters that they are computed from, as sharded; copies lose the mark."""
     given = [x for x in tensors if isinstance(x, Tensor)]
     for x in (*given, *leaves_of(given)):
         setattr(x, _MARK, True)

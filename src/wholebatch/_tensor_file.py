@@ -1,9 +1,9 @@
-"""Tensors in a file: the layout of safetensors, written and read with torch alone, every byte of it under a digest.
+"""Tensors in a file, in the layout of safetensors, written and read with torch alone; a digest covers every byte.
 
     8 bytes: n, little-endian | n bytes: a header, JSON | the tensors' bytes, one after the other
 
-The header names each tensor's dtype, shape and place, and in its metadata the SHA-256 of each tensor's bytes and of the
-header itself. So a tensor that is read alone is verified alone. Reading constructs tensors and runs nothing.
+The header holds each tensor's dtype, shape and place, and in its metadata the SHA-256 of each tensor's bytes and of the
+header itself. So a tensor that is read alone is verified alone. Reading constructs tensors and executes nothing.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ class Entry:
 
 
 def new_save_id() -> str:
-    """An id for all parts of one save, 32 random hexadecimal digits; no generator is touched."""
+    """Return an id for all parts of one save: 32 random hexadecimal digits. No generator of torch is used."""
     return secrets.token_hex(16)
 
 
 def is_save_id(value: object) -> TypeGuard[str]:
-    """Whether it can be the id of a save."""
+    """Whether value has the form of such an id."""
     return isinstance(value, str) and _SAVE.fullmatch(value) is not None
 
 
 def bytes_of(x: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, which must live on while this is used."""
+    """Return the memory of a contiguous tensor on the CPU; the tensor must outlive the result."""
     assert x.is_contiguous()
     assert x.device.type == "cpu"
     if not x.numel():
@@ -77,16 +77,16 @@ def bytes_of(x: Tensor) -> memoryview:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
-    """Write a file beside `path` and rename it over `path`; returns the digest of each tensor's bytes.
+    """Write a file beside `path`, rename it over `path`, and return the digest of each tensor's bytes.
 
     Raises:
-        ValueError: for a dtype that the layout does not have.
-        OSError: if it cannot be written; `path` is as it was.
+        ValueError: a dtype that the layout does not have.
+        OSError: the file cannot be written; `path` is unchanged.
     """
     _check_byte_order()
     for name, x in tensors.items():
         if x.dtype not in _NAMES:
-            raise ValueError(f"{name} has dtype {x.dtype}; expected one of {', '.join(map(str, _NAMES))}")
+            raise ValueError(f"{name} has dtype {x.dtype}; expected one of {', '.join(map(str, _NAMES))}: cast it")
     digests = dict.fromkeys(tensors, ZEROS)
     with replacing(path) as file:
         file.write(_header(tensors, metadata, digests))
@@ -101,8 +101,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], digests: Mapping[str, str]) -> bytes:
-    """The length and the header, whose length does not depend on the digests."""
-    of_tensors = {_of(name): digest for name, digest in digests.items()}
+    """Return the header, preceded by its length, which does not depend on the digests."""
+    of_tensors = {_digest_key(name): digest for name, digest in digests.items()}
     header: dict[str, Any] = {_METADATA: {DIGEST: ZEROS, **metadata, **of_tensors}}
     start = 0
     for name, x in tensors.items():
@@ -114,8 +114,8 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], digests:
     return len(text).to_bytes(8, "little") + with_digest(text)
 
 
-def _of(name: str) -> str:
-    """The key of a tensor's digest in the metadata."""
+def _digest_key(name: str) -> str:
+    """Return the key of a tensor's digest in the metadata."""
     return f"{DIGEST} {name}"
 
 
@@ -123,8 +123,8 @@ class TensorFile:
     """An open file that `write_tensors` has written; a context manager.
 
     Raises:
-        ValueError: with the file's name, if it is another or was changed since, or is no regular file.
-        OSError: if it cannot be opened or read.
+        ValueError: no regular file, or not the file that was written; the message has its name.
+        OSError: the file cannot be opened or read.
     """
 
     metadata: dict[str, str]
@@ -136,7 +136,7 @@ class TensorFile:
         self._file = open_regular(path)
         try:
             self._first, header = self._read_header()
-            self.metadata, self.entries = _checked(header, size_of(self._file) - self._first, str(path))
+            self.metadata, self.entries = _checked_header(header, size_of(self._file) - self._first, str(path))
         except BaseException:
             self._file.close()
             raise
@@ -152,11 +152,11 @@ class TensorFile:
         self._file.close()
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor; its bytes are those that were written.
+        """Read a tensor, and check that its bytes are those that were written.
 
         Raises:
-            ValueError: if they are not, or there is no tensor of that name.
-            OSError: if it cannot be read.
+            ValueError: other bytes, or no tensor of that name.
+            OSError: the file cannot be read.
         """
         if name not in self.entries:
             raise ValueError(f"{self.path} has no tensor {name!r}; it is not the file that was written")
@@ -164,52 +164,52 @@ class TensorFile:
         x = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         memory = bytes_of(x)
         self._file.seek(self._first + entry.start)
-        complete = read_into(self._file, memory) == len(memory)
-        if not complete or hashlib.sha256(memory).hexdigest() != entry.digest:
+        is_complete = read_into(self._file, memory) == len(memory)
+        if not is_complete or hashlib.sha256(memory).hexdigest() != entry.digest:
             raise ValueError(f"{self.path} is damaged or incomplete: the bytes of {name!r} are not those written")
         if entry.dtype is torch.bool and x.numel() and x.view(torch.uint8).max() > 1:
-            raise ValueError(f"{self.path} is damaged: {name!r} is of booleans, and holds more than 0 and 1")
+            raise ValueError(f"{self.path} is damaged: {name!r} has dtype bool, and holds more than 0 and 1")
         return x
 
     def _read_header(self) -> tuple[int, dict[str, Any]]:
-        what = str(self.path)
-        size = int.from_bytes(_exactly(self._file, 8, what), "little")
+        source = str(self.path)
+        size = int.from_bytes(_read_exactly(self._file, 8, source), "little")
         if size > min(_MOST_HEADER_BYTES, size_of(self._file) - 8):
-            raise ValueError(f"{what} is damaged or incomplete: it says that its header has {size} bytes")
-        text = _exactly(self._file, size, what)
-        header = parse_json(text, what) if text[:1] == b"{" else None
+            raise ValueError(f"{source} is damaged or incomplete: its header claims to have {size} bytes")
+        text = _read_exactly(self._file, size, source)
+        header = parse_json(text, source) if text[:1] == b"{" else None
         metadata = header.get(_METADATA) if isinstance(header, dict) else None
         if not isinstance(header, dict) or not isinstance(metadata, dict):
-            raise ValueError(f"{what} is damaged, or no file of tensors that this program has written")
-        check_digest(text, metadata.get(DIGEST), what)
+            raise ValueError(f"{source} is damaged, or no file of tensors that this program has written")
+        check_digest(text, metadata.get(DIGEST), source)
         return 8 + size, header
 
 
-def _exactly(file: BinaryIO, count: int, what: str) -> bytes:
+def _read_exactly(file: BinaryIO, count: int, source: str) -> bytes:
     found = bytearray(count)
     if read_into(file, memoryview(found)) < count:
-        raise ValueError(f"{what} is damaged or incomplete: it ends within its header")
+        raise ValueError(f"{source} is damaged or incomplete: it ends within its header")
     return bytes(found)
 
 
-def _checked(header: dict[str, Any], data_bytes: int, what: str) -> tuple[dict[str, str], dict[str, Entry]]:
-    """Metadata and entries of a header in which everything is as it should be."""
+def _checked_header(header: dict[str, Any], data_bytes: int, source: str) -> tuple[dict[str, str], dict[str, Entry]]:
+    """Check a header, and return its metadata and entries."""
     metadata = header.pop(_METADATA)
     if not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError(f"{what} is damaged: its metadata are not all strings")
-    entries = {name: _entry(name, value, metadata, what) for name, value in header.items()}
+        raise ValueError(f"{source} is damaged: its metadata are not all strings")
+    entries = {name: _entry(name, value, metadata, source) for name, value in header.items()}
     at = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.start != at:
-            raise ValueError(f"{what} is damaged: the bytes of {shown(name)} begin at {entry.start}, expected {at}")
+            raise ValueError(f"{source} is damaged: the bytes of {shown(name)} begin at {entry.start}, expected {at}")
         at = entry.stop
     if at != data_bytes:
-        raise ValueError(f"{what} is damaged or incomplete: its tensors take {at} bytes, it has {data_bytes}")
+        raise ValueError(f"{source} is damaged or incomplete: its tensors take {at} bytes, it has {data_bytes}")
     return {key: value for key, value in metadata.items() if key.partition(" ")[0] != DIGEST}, entries
 
 
-def _entry(name: str, value: Any, metadata: dict[str, str], what: str) -> Entry:
-    wrong = ValueError(f"{what} is damaged: it describes {shown(name)} as {shown(value)}")
+def _entry(name: str, value: Any, metadata: dict[str, str], source: str) -> Entry:
+    wrong = ValueError(f"{source} is damaged: it describes {shown(name)} as {shown(value)}")
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise wrong
     shape, offsets = value["shape"], value["data_offsets"]
@@ -220,14 +220,14 @@ def _entry(name: str, value: Any, metadata: dict[str, str], what: str) -> Entry:
         raise wrong
     if math.prod(shape) * dtype.itemsize != offsets[1] - offsets[0] or math.prod(filter(None, shape)) >= 2**62:
         raise wrong
-    digest = metadata.get(_of(name))
+    digest = metadata.get(_digest_key(name))
     if not is_digest(digest):
-        raise ValueError(f"{what} has no digest of {shown(name)}; it is damaged, or was not written by this program")
+        raise ValueError(f"{source} has no digest of {shown(name)}; it is damaged, or was not written by this program")
     return Entry(dtype, tuple(shape), offsets[0], offsets[1], digest)
 
 
 def _are_counts(values: object, most: int) -> bool:
-    """A list of at most so many integers from 0 on, each of less than 63 bits."""
+    """Whether values is a list of at most `most` integers, each >= 0 and of less than 63 bits."""
     if not isinstance(values, list) or len(values) > most:
         return False
     return all(type(value) is int and 0 <= value < 2**62 for value in values)
@@ -235,4 +235,4 @@ def _are_counts(values: object, most: int) -> bool:
 
 def _check_byte_order() -> None:
     if sys.byteorder != "little":
-        raise ValueError("files of tensors are little-endian, and this machine is not; use another")
+        raise ValueError("files of tensors are little-endian, and this machine is not: use a little-endian machine")

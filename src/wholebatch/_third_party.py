@@ -1,4 +1,4 @@
-"""Other libraries: which are installed, and what they need to be imported beside a CPU build of torch."""
+"""Other libraries: their installed versions, and operators that make them importable with a CPU build of torch."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 
 
 def version(package: str) -> str | None:
-    """The installed version of a package; None if it is not installed."""
+    """Return the installed version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-_LIBRARIES: list[torch.library.Library] = []  # what they declare lasts as long as they do
+_LIBRARIES: list[torch.library.Library] = []  # their declarations live as long as these objects
 
 
 def declare_torchvision_operators() -> None:
-    """Let torchvision be imported beside a CPU build of torch, which its compiled operators do not fit.
+    """Declare torchvision's compiled operators where they do not load, so that torchvision can be imported.
 
-    Three peers import torchvision for their models. It refuses to load without the operators that it describes; the
-    losses never call them.
+    They do not load with a CPU build of torch. Three peers import torchvision for their models; their losses never call
+    these operators.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,7 +1,7 @@
-"""Who owns which rows, and in which pieces a matrix is worked off: frozen integers, no tensors, no processes.
+"""Which rank owns which rows, and the tiles that cover a matrix: frozen integers, no tensors, no processes.
 
 The global batch is the concatenation of the ranks' rows, rank 0 first. Everything that depends on this order (slices,
-offsets, the place of the positive pairs, the tiles of a sweep) is computed here, once, from the row counts alone.
+offsets, the positions of the positive pairs, the tiles of a sweep) is computed here, from the row counts alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ._settings import check_count, check_flag, check_instance, check_integer, c
 
 __all__ = ["Diagonal", "Partition", "Tile", "tiles"]
 
-_MOST_PARTS = 2**20  # more ranks than any group has; a number above is a mistake that would take all memory
+_MOST_PARTS = 2**20  # more ranks than any group has; a larger number is a mistake, and would fill the memory
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Partition:
     def __post_init__(self) -> None:
         counts = check_sequence("counts", self.counts, "numbers of rows, one for each rank")
         if not counts or any(not isinstance(count, int) or isinstance(count, bool) or count < 0 for count in counts):
-            raise ValueError(f"a partition needs at least one count, integers, none negative; got {shown(self.counts)}")
+            raise ValueError(f"a partition needs at least one count, each an integer >= 0; got {shown(self.counts)}")
         object.__setattr__(self, "counts", tuple(counts))
 
     @classmethod
@@ -51,16 +51,16 @@ class Partition:
 
     @property
     def total(self) -> int:
-        """Rows of the global batch, B."""
+        """The number of rows of the global batch, B."""
         return sum(self.counts)
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Global index of each rank's first row."""
+        """The global index of each rank's first row."""
         return tuple(sum(self.counts[:part]) for part in range(len(self.counts)))
 
     def rows(self, rank: int) -> slice:
-        """The global rows that `rank` owns."""
+        """Return the global rows that `rank` owns."""
         check_integer("rank", rank, least=0, most=len(self.counts) - 1, of="a rank of this partition")
         start = sum(self.counts[:rank])
         return slice(start, start + self.counts[rank])
@@ -68,11 +68,17 @@ class Partition:
 
 @dataclass(frozen=True)
 class Tile:
-    """A rectangle of the similarity matrix: rows of this rank x columns of the global batch."""
+    """A rectangle of the similarity matrix: local rows x global columns.
+
+    Args:
+        rows: rows of this rank.
+        cols: columns of the global batch.
+        own_mirror: whether the tile of a symmetric matrix is its own transpose.
+    """
 
     rows: slice
     cols: slice
-    own_mirror: bool = False  # of a symmetric matrix: this tile is its own transpose
+    own_mirror: bool = False
 
     def __post_init__(self) -> None:
         _check_range("rows", self.rows)
@@ -89,10 +95,10 @@ def tiles(rows: slice, cols: slice, side: int, *, triangle: bool = False) -> Ite
     """Cut rows x cols into tiles of at most side x side, row by row.
 
     Args:
-        rows: that are cut.
-        cols: that are cut.
-        side: of a tile.
-        triangle: the matrix is square and symmetric, its columns being its rows: the tiles below the diagonal, mirror
+        rows: the rows to cut.
+        cols: the columns to cut.
+        side: rows and columns of a tile, at most.
+        triangle: the matrix is square and symmetric, and its columns are its rows: the tiles below the diagonal, mirror
             images of those above, are left out.
 
     >>> [(t.rows.start, t.cols.start) for t in tiles(slice(0, 2), slice(4, 8), 2)]
@@ -135,7 +141,7 @@ class Diagonal:
             check_integer(name, getattr(self, name), least=0)
 
     def within(self, tile: Tile) -> tuple[int, int, int]:
-        """Where the diagonal enters the tile, (row of the tile, column of the tile), and how many entries lie in it."""
+        """Return (row in the tile, column in the tile) where the diagonal enters it, and its entries in the tile."""
         check_instance("tile", tile, Tile, "a Tile")
         first = max(0, tile.rows.start - self.row, tile.cols.start - self.col)
         last = min(self.length, tile.rows.stop - self.row, tile.cols.stop - self.col)
@@ -143,7 +149,7 @@ class Diagonal:
 
 
 def _check_range(name: str, rows: object) -> None:
-    """rows is a slice with a start and a stop, neither of them negative."""
+    """Raise ValueError unless rows is a slice with a start and a stop, neither of them negative."""
     good = isinstance(rows, slice) and all(type(end) is int and end >= 0 for end in (rows.start, rows.stop))
     if not good or rows.step not in (None, 1):  # type: ignore[attr-defined]
-        raise ValueError(f"{name} must be a slice(start, stop) of numbers from 0 on, got {shown(rows)}")
+        raise ValueError(f"{name} must be a slice(start, stop) with 0 <= start, stop; got {shown(rows)}")

@@ -18,7 +18,7 @@ Dense = Callable[[list[Tensor], Arguments], list[Tensor]]  # all ranks' x and th
 OPERATIONS = [
     name
     for name, of in vars(wb.comm.Communicator).items()
-    if not name.startswith("_") and inspect.isfunction(of) and name not in ("close",)
+    if not name.startswith("_") and inspect.isfunction(of) and name not in ("close", "handshake")
 ]
 MESSAGES = ("send", "recv", "isend", "irecv")
 

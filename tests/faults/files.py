@@ -42,10 +42,10 @@ from wholebatch._tensor_file import TensorFile, write_tensors
 from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
 from wholebatch.train.checkpoint import last_step
-from wholebatch.train.config import TrainConfig
+from wholebatch.train.config import ModelConfig, TrainConfig
 from wholebatch.train.data import load_data, make_task
-from wholebatch.train.model import ModelConfig
-from wholebatch.train.run_folder import RunFolder, read_config
+from wholebatch.train.resume import read_config
+from wholebatch.train.run_folder import RunFolder
 
 REFUSED = "refused, all as before"
 SAME = "accepted, identical"
@@ -114,7 +114,7 @@ def save_run(base: Path, pairs: Path, task_name: str, name: str, seed: int) -> N
     config = TrainConfig(
         task=task_name, data=str(pairs), seed=seed, batch_size=8, steps=2, image_size=16, validation_texts=8,
         test_texts=8, checkpoint_every=1, audit=False, learning_rate=1e-3,
-        model=ModelConfig(feature_size=8, image_width=8, text_width=8, text_buckets=64),
+        model=ModelConfig(embedding_size=8, image_width=8, text_width=8, text_buckets=64),
     )  # fmt: skip
     if task_name == "identify":
         config = TrainConfig(**{**vars(config), "data": str(four_times(pairs))})
@@ -127,7 +127,7 @@ def save_run(base: Path, pairs: Path, task_name: str, name: str, seed: int) -> N
             optimizer.zero_grad()
         folder.append({"step": step + 1, "loss": loss.item(), "seconds": 0.5 * step})
         torch.rand(seed + 1)
-        task.save(path, task.memory(), step=step + 1, seconds=0.5)
+        task.save(path, task.loss_state(), step=step + 1, seconds=0.5)
         if step == 0 and name == "whole":
             shutil.copytree(path, path.with_name("earlier"))
 
@@ -199,7 +199,7 @@ def reader(kind: str, base: Path) -> tuple[Callable[[Path], None], State]:
     def run_state() -> list[bytes]:
         heads = [task.head.state_dict()] if kind == "identify" else []
         return [
-            as_bytes([task.weights(), task.memory(), *heads, torch.get_rng_state()]),
+            as_bytes([task.weights(), task.loss_state(), *heads, torch.get_rng_state()]),
             as_bytes([optimizer.state_dict() for optimizer in task.optimizers]),
             json.dumps({name: str(value) for name, value in found.items()}, sort_keys=True).encode(),
         ]

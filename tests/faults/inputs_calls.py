@@ -182,7 +182,6 @@ VALUES: dict[str, Callable[[], Any]] = {
     "load_head.folder": _saved_head,
     "load_insightface.folder": _insightface,
     "select_communicator.group": lambda: None,
-    "handshake.comm": wb.comm.LocalCommunicator,
     "run_ranks.world_size": lambda: 2,
     "run_ranks.args": lambda: (),
     "w_mse_loss.epsilon": lambda: 0.5,

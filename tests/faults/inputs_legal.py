@@ -20,7 +20,7 @@ DOCUMENTED: dict[str, Any] = {
     "run_ranks": wb.testing.RankError,  # of what ranks run
 }
 # What a user's function raises inside a handshake becomes its rank's complaint, in that error's own words.
-USERS_OWN = {("handshake", "state")}
+USERS_OWN = {(f"{of}Communicator.handshake", "state") for of in ("Local", "Torch")}
 
 _INTEGERS = "one three enum"
 _ANY_INTEGER = f"{_INTEGERS} zero minus_one int_10^12 int_2^63 int_-2^63 int_10^400 int_-10^400 int_10^5000"

@@ -240,8 +240,8 @@ class Campaign:
         more = ["--task", "identify", "--head.margin", "adaface", "--head.sample-rate", "0.4"]
         return [
             "--data", str(self._data[case.task]), "--run-folder", str(run), "--steps", str(STEPS),
-            "--evaluate-every", "6", "--checkpoint-every", "5", *SMALL, "--no-audit",
-            "--processes", str(case.processes),
+            "--validate-every", "6", "--checkpoint-every", "5", *SMALL, "--no-audit",
+            "--ranks", str(case.processes),
             *(more if case.task == "identify" else ["--loss", "global_contrastive"]),
         ]  # fmt: skip
 
@@ -360,7 +360,7 @@ def _disturb(program: Program, case: Case, run: Path, rng: random.Random, when: 
         return what
     if code not in (-number, 128 + number):
         raise Wrong("wrong exit", f"{what}: exit code {code}\n{program.said()}")
-    said = re.search(r"stopped after step (\d+), which has a checkpoint; go on with: ", program.out.read_text())
+    said = re.search(r"stopped after step (\d+), which has a checkpoint; resume with: ", program.out.read_text())
     finished = "the run was finished" in program.out.read_text() + stderr
     early = _recorded(run) == 0 or "before the first step" in stderr or not program.out.read_text()
     if not (early or finished or (said and int(said[1]) == _recorded(run))):
@@ -370,7 +370,7 @@ def _disturb(program: Program, case: Case, run: Path, rng: random.Random, when: 
 
 def _went_on_after(program: Program, recorded: int) -> None:
     """The checkpoint was that of the last line of metrics.jsonl, as the resumed run says."""
-    found = re.search(r"going on after step (\d+)", program.out.read_text())
+    found = re.search(r"resuming after step (\d+)", program.out.read_text())
     if (int(found[1]) if found else 0) != recorded:
         raise Wrong("wrong exit", f"it had {recorded} steps in its metrics and went on elsewhere\n{program.said()}")
 
@@ -393,9 +393,10 @@ def _without_time(path: Path) -> Any:
 @contextmanager
 def _rank_server() -> Iterator[None]:
     """The process that ranks are forks of."""
-    import wholebatch.train.cli  # noqa: F401  before the first fork
+    import wholebatch.train.cli
+    import wholebatch.train.launch  # noqa: F401  before the first fork
 
-    multiprocessing.set_forkserver_preload(["wholebatch.train.cli", "matplotlib.figure", "safetensors.torch"])
+    multiprocessing.set_forkserver_preload(["wholebatch.train.launch", "matplotlib.figure", "safetensors.torch"])
     forkserver.ensure_running()
     yield
 

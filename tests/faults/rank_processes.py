@@ -159,9 +159,9 @@ def _serve(rank: int, size: int, folder: str, timeout_s: float, connection: Any,
     sys.path[:] = path
     import torch.distributed as dist
 
-    from wholebatch.testing import _use_loopback
+    from wholebatch._rank_process import use_loopback
 
-    _use_loopback()
+    use_loopback()
     init = {"init_method": Path(folder, "store").as_uri(), "rank": rank, "world_size": size}
     dist.init_process_group("gloo", **init, timeout=timedelta(seconds=timeout_s))  # type: ignore[arg-type]
     _obey(rank, size, folder, None, connection)

@@ -1,8 +1,8 @@
-"""The audit: whether the gradient that ranks end with is that of one process, and if not, why not.
+"""The audit: compare the final gradient of several ranks with that of one process, and find the causes of differences.
 
-Real processes run the user's own training step; what they end with is compared with one process. Where it differs,
-causes are told apart by measurements: whose loss depends on whose rows, which calls of a model got a gradient back,
-what the same code gives on batches for which a mistake of one kind does no harm.
+Real processes run the user's training step. Causes are told apart by measurements: how each rank's loss depends on each
+rank's rows, which calls of a model received a gradient, and the losses of batches on which a mistake of one kind has no
+effect.
 """
 
 from .audit import audit

@@ -1,4 +1,4 @@
-"""`wholebatch audit`: options to an audit, and an exit code for continuous integration."""
+"""The command `wholebatch audit`: options, and an exit code for continuous integration."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
+from .._processes import preload
 from .._user_error import UserError
 from ..comm.select import launched_processes
-from ..testing import preload
 from . import presets
 from .audit import audit
 from .display import print_report, print_summaries
@@ -24,7 +24,7 @@ from .summary import markdown, summarize
 
 @dataclass(frozen=True)
 class AuditConfig:
-    """Whether the gradient that ranks end with is that of one process on the whole batch, and if not, why not.
+    """Compare the final gradient of several ranks with that of one process on the whole batch, and find the causes.
 
     Starts its own processes, on the CPU. Exit code 0: all gradients are right; 1: one is wrong; 2: a mistake in the
     options or in the problem.
@@ -33,42 +33,42 @@ class AuditConfig:
     problem: Annotated[str | None, tyro.conf.Positional] = None
     """MODULE:FUNCTION, where the function returns wholebatch.Problem(model, batch, loss)."""
     preset: tuple[str, ...] = ()
-    """In the place of a problem: what people run, each setting of installed libraries. recipes, open_clip,
-    sentence_transformers, lightly, pml, wholebatch; or all, which leaves out what is not installed."""
+    """Instead of a problem: every setting of recipes and libraries. recipes, open_clip, sentence_transformers, lightly,
+    pml, wholebatch; or all, which leaves out libraries that are not installed."""
     setting: str | None = None
-    """Of the presets, only settings whose name holds this; then in full."""
+    """With presets, only settings whose name contains this text; their reports are printed in full."""
     ranks: tuple[int, ...] = (1, 2, 3)
     """Numbers of ranks."""
     dtype: Literal["float64", "float32"] = "float64"
-    """In which everything is computed."""
+    """Precision of the computation."""
     tolerance: float | None = None
-    """Of relative errors; by default 1e-5 in float64, 1e-3 in float32."""
+    """Largest relative error; by default 1e-5 in float64, 1e-3 in float32."""
     seed: int = 0
-    """Of everything that draws random numbers."""
+    """Seed of all random generators."""
     timeout_s: float = 120.0
-    """For each group of processes."""
+    """Seconds for each group of processes."""
     diagnose: bool = True
     """Whether to look for causes."""
     json: bool = False
-    """Print JSON in the place of tables."""
+    """Print JSON instead of tables."""
     markdown: bool = False
-    """Of presets, print a table in Markdown."""
+    """With presets, print a table in Markdown."""
 
 
 def main(argv: Sequence[str], *, prog: str) -> int:
-    """Audit what `argv` names; 1 if a gradient is wrong.
+    """Audit the problem or presets that `argv` names; return 1 if a gradient is wrong.
 
     Raises:
-        UserError: for a mistake of the user's.
+        UserError: for a mistake in the options or in the problem.
         SystemExit: 0 after --help, 2 for options that cannot be parsed.
     """
     config = tyro.cli(AuditConfig, args=list(argv), prog=prog)
     if (config.problem is None) == (not config.preset):
         raise UserError("name a problem, as MODULE:FUNCTION, or presets, as in --preset open_clip; one of the two")
     if config.markdown and config.problem is not None:
-        raise UserError("--markdown is of presets")
+        raise UserError("--markdown needs --preset: it prints a table of settings")
     if config.setting is not None and config.problem is not None:
-        raise UserError("--setting is of presets")
+        raise UserError("--setting needs --preset: it selects some of its settings")
     try:
         several = launched_processes("WORLD_SIZE") > 1
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Two gradients compared: by what factor, in what direction, how far apart."""
+"""Compare two gradients: ratio, cosine, relative error."""
 
 from __future__ import annotations
 
@@ -11,53 +11,53 @@ from torch import Tensor
 
 Gradients = Mapping[str, Tensor]
 _SAME = 1e-6  # losses, relatively
-_NOTHING = {torch.float64: 1e-8, torch.float32: 1e-5}  # of the whole gradient: a group with less has none
+_NOTHING = {torch.float64: 1e-8, torch.float32: 1e-5}  # of the whole gradient: a group with less has no gradient
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of a gradient g with the true one, t.
+    """The comparison of a gradient g with the true one, t.
 
     Args:
         ratio: <g, t> / <t, t>.
         cosine: <g, t> / |g| |t|.
-        error: |g - t| / |t|. Where t is 0 but for rounding, |g| as a part of the norm of all groups' true gradient, and
+        error: |g - t| / |t|. Where t is 0 but for rounding, |g| relative to the norm of all groups' true gradient; then
             ratio and cosine are NaN.
-        beside: |g - ratio t| / |g|, what is not along t.
+        off_axis: |g - ratio t| / |g|, the part of g that is not along t.
     """
 
     ratio: float
     cosine: float
     error: float
-    beside: float
+    off_axis: float
 
     def verdict(self, tolerance: float) -> str:
-        """In a word or two."""
+        """Return the verdict in a word or two."""
         if not math.isfinite(self.error):
             return "not finite"
         if self.error <= tolerance:
             return "exact"
         if math.isnan(self.ratio):
             return "should be 0"
-        if self.ratio == 0 and self.beside == 0:
+        if self.ratio == 0 and self.off_axis == 0:
             return "no gradient"
-        if self.beside <= tolerance:
+        if self.off_axis <= tolerance:
             return f"x {number(self.ratio)}"
         return "wrong direction"
 
 
 def same(a: float, b: float) -> bool:
-    """Two losses."""
+    """Return whether two losses are equal up to rounding."""
     return abs(a - b) <= _SAME * max(abs(a), abs(b), torch.finfo(torch.float32).tiny)
 
 
 def number(x: float) -> str:
-    """Four digits, and no more of them than it has: 0.5, 3, 0.3333."""
+    """Format with at most four digits: 0.5, 3, 0.3333."""
     return f"{x:.4g}"
 
 
 def compare(got: Gradients, true: Gradients, names: Sequence[str], total: float) -> Comparison:
-    """The gradients of some parameters; `total` is the norm of the true gradient of all."""
+    """Compare the gradients of some parameters; `total` is the norm of the true gradient of all parameters."""
     g, t = (torch.cat([of[name].double().flatten() for name in names]) for of in (got, true))
     of_g, of_t = g.norm().item(), t.norm().item()
     if of_t <= _NOTHING[true[names[0]].dtype] * total:
@@ -65,22 +65,22 @@ def compare(got: Gradients, true: Gradients, names: Sequence[str], total: float)
     if not math.isfinite(of_g):
         return Comparison(math.nan, math.nan, math.inf, math.nan)
     ratio = (g @ t).item() / of_t**2
-    beside = (g - ratio * t).norm().item() / of_g if of_g else 0.0
-    return Comparison(ratio, ratio * of_t / of_g if of_g else math.nan, (g - t).norm().item() / of_t, beside)
+    off_axis = (g - ratio * t).norm().item() / of_g if of_g else 0.0
+    return Comparison(ratio, ratio * of_t / of_g if of_g else math.nan, (g - t).norm().item() / of_t, off_axis)
 
 
 def norm(gradients: Gradients) -> float:
-    """Of all together."""
+    """Return the norm of all gradients together."""
     return math.sqrt(sum(x.double().square().sum().item() for x in gradients.values()))
 
 
 def inner(gradients: Gradients, direction: Gradients) -> float:
-    """<g, v> over the direction's parameters."""
+    """Return <g, v> over the direction's parameters."""
     return sum((gradients[name].double() * v.double()).sum().item() for name, v in direction.items())
 
 
 def grouped(gradients: Gradients) -> dict[str, list[str]]:
-    """Parameters by the module they are in: as far down as it takes to tell two groups apart; scalars alone.
+    """Group parameters by their module, at the first depth with two different modules; each scalar is a group.
 
     >>> shapes = {"net.image.weight": (2, 3), "net.image.bias": (2,), "net.text.weight": (2, 3), "net.scale": ()}
     >>> grouped({name: torch.zeros(shape) for name, shape in shapes.items()})
@@ -96,7 +96,7 @@ def grouped(gradients: Gradients) -> dict[str, list[str]]:
 
 
 def directions(true: Gradients, groups: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Tensor]]:
-    """For each group a unit vector, half along its true gradient and half at random."""
+    """Return a unit vector for each group, half along its true gradient and half random."""
     generator = torch.Generator().manual_seed(0)
     made = {}
     for group, names in groups.items():
@@ -104,7 +104,7 @@ def directions(true: Gradients, groups: Mapping[str, Sequence[str]]) -> dict[str
         along = {name: true[name].double() for name in names}
         of_chance, of_along = norm(chance), norm(along)
         mixed = {name: chance[name] / of_chance + (along[name] / of_along if of_along else 0) for name in names}
-        if sum(x.numel() for x in mixed.values()) == 1:  # there is one direction, and its opposite
+        if sum(x.numel() for x in mixed.values()) == 1:  # one direction and its opposite
             mixed = {name: torch.ones_like(x) for name, x in mixed.items()}
         whole = norm(mixed)
         made[group] = {name: x / whole for name, x in mixed.items()}

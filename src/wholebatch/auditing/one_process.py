@@ -1,8 +1,8 @@
-"""On one process: whether the gradient is that of the loss that is returned.
+"""Check on one process that the gradient is that of the returned loss, and find causes if it is not.
 
-With a reference it is compared with that of the reference. Without one, its products with a direction for each group
-are compared with differences of the loss itself. What is wrong here is wrong on any number of ranks: gradient
-accumulation and caching get dropout, temperatures and chunks wrong without any other process.
+With a reference, its gradient is the truth. Without one, products of the gradient with a direction for each group are
+compared with finite differences of the loss. A mistake found here is wrong on any number of ranks: gradient
+accumulation and caching can get dropout, temperatures and chunks wrong without any other process.
 """
 
 from __future__ import annotations
@@ -14,40 +14,42 @@ from . import causes
 from .compare import Comparison, compare, inner, number, same
 from .differences import derivatives, derivatives_within
 from .report import Finding
-from .runs import FailureError, Measured, Runs, Truth
+from .runs import Baseline, FailureError, Measured, Runs
 
 
-def against_reference(truth: Truth) -> dict[str, Comparison]:
-    """Each group's gradient and the reference's."""
+def against_reference(baseline: Baseline) -> dict[str, Comparison]:
+    """Compare each group's gradient with the reference's."""
     return {
-        group: compare(truth.local.gradients, truth.reference.gradients, names, truth.total)
-        for group, names in truth.groups.items()
+        group: compare(baseline.measured.gradients, baseline.reference.gradients, names, baseline.total)
+        for group, names in baseline.groups.items()
     }
 
 
-def against_differences(truth: Truth, measured: Measured, found: dict[str, float]) -> dict[str, Comparison]:
-    """Each group's gradient along its direction, and what differences of the loss say of it."""
+def against_differences(baseline: Baseline, measured: Measured, found: dict[str, float]) -> dict[str, Comparison]:
+    """Compare each group's gradient along its direction with finite differences of the loss."""
     made = {}
-    for group, direction in truth.directions.items():
+    for group, direction in baseline.directions.items():
         ours, true = inner(measured.gradients, direction), found[group]
-        if abs(true) <= 1e-6 * truth.total:
-            made[group] = Comparison(float("nan"), float("nan"), abs(ours - true) / truth.total, float("nan"))
+        if abs(true) <= 1e-6 * baseline.total:
+            made[group] = Comparison(float("nan"), float("nan"), abs(ours - true) / baseline.total, float("nan"))
         else:
             made[group] = Comparison(ours / true, float("nan"), abs(ours / true - 1), 0.0)
     return made
 
 
 def diagnose(
-    runs: Runs, truth: Truth, compared: dict[str, Comparison], tolerance: float, differences: dict[str, float]
+    runs: Runs, baseline: Baseline, compared: dict[str, Comparison], tolerance: float, differences: dict[str, float]
 ) -> list[Finding]:
-    """Why groups are wrong on one process; `differences` are those of the returned loss, along each direction."""
+    """Return the causes of wrong groups on one process.
+
+    `differences` are those of the returned loss along each group's direction.
+    """
     wrong = [g for g, c in compared.items() if c.verdict(tolerance) != "exact"]
     if not wrong:
         return []
-    local = truth.local
-    answer, counts = local.answers[0], local.trial.counts
-    facts = local.facts
-    trusted = not facts.calls_backward and not facts.has_reference  # autograd's own gradient of what was returned
+    measured = baseline.measured
+    answer, counts, facts = measured.answers[0], measured.trial.counts, measured.facts
+    trusted = not facts.calls_backward and not facts.has_reference  # the gradient is autograd's, of the returned loss
 
     def finding(cause: causes.Cause, groups: list[str], evidence: str) -> list[Finding]:
         return [Finding(cause, counts, tuple(groups), evidence)]
@@ -57,60 +59,60 @@ def diagnose(
         return finding(
             causes.LAST_CHUNK_ONLY,
             wrong,
-            f"of {len(answer.calls)} calls of the model with gradients on, only the last one's output got one",
+            f"of {len(answer.calls)} calls of the model with gradients on, only the last one's output received one",
         )
-    if _is_last(local, wrong, truth):
+    if _is_last(measured, wrong, baseline):
         steps = max(answer.passes.values())
         return finding(
             causes.LAST_CHUNK_ONLY,
             wrong,
-            f"{steps} backward passes brought gradients, and the parameters hold what the last one brought",
+            f"{steps} backward passes gave gradients, and the parameters hold only the last one's",
         )
-    if answer.drew and truth.step is not None and _right_when_quiet(runs, truth, wrong):
+    if answer.drew and baseline.step is not None and _right_without_randomness(runs, baseline, wrong):
         return finding(
             causes.DROPOUT_NOT_REPLAYED, wrong, "with dropout switched off, the gradient is that of the returned loss"
         )
     found = []
     ratios = {g: compared[g].ratio for g in wrong if g not in without}
-    passes = {answer.passes.get(name, 0) for g in ratios for name in truth.groups[g]}
+    passes = {answer.passes.get(name, 0) for g in ratios for name in baseline.groups[g]}
     n = passes.pop() if len(passes) == 1 else 1
     if n > 1 and all(abs(ratio / n - 1) < 10 * tolerance for ratio in ratios.values()):
-        cause = causes.SCALE_TIMES_STEPS if set(ratios) <= set(truth.scalars) else causes.EVERYTHING_TIMES_STEPS
+        cause = causes.SCALE_TIMES_STEPS if set(ratios) <= set(baseline.scalars) else causes.EVERYTHING_TIMES_STEPS
         found += finding(cause, [*ratios], f"{n} backward passes, and {n} times the gradient")
     if without:
         found += finding(causes.NO_GRADIENT, without, "their gradient is 0 or None")
     if found:
         return found
-    if facts.has_reference and truth.step is not None:
-        of_its_loss = against_differences(truth, local, differences).values()
-        if all(c.verdict(truth.close) == "exact" for c in of_its_loss):
-            apart = micro_batches(runs, truth)
-            losses = f"the loss is {number(local.losses[0])}, the reference's {number(truth.reference.losses[0])}"
-            return finding(causes.MICRO_BATCHES if apart else causes.ANOTHER_LOSS, wrong, apart or losses)
+    if facts.has_reference and baseline.step is not None:
+        of_its_loss = against_differences(baseline, measured, differences).values()
+        if all(c.verdict(baseline.close) == "exact" for c in of_its_loss):
+            changed = micro_batches(runs, baseline)
+            losses = f"the loss is {number(measured.losses[0])}, the reference's {number(baseline.reference.losses[0])}"
+            return finding(causes.MICRO_BATCHES if changed else causes.LOSS_DIFFERS, wrong, changed or losses)
     figures = f"along a direction of each group, {', '.join(f'{g} x {number(r)}' for g, r in ratios.items())}"
-    alike = max(ratios.values()) - min(ratios.values()) <= 10 * tolerance * abs(max(ratios.values()))
-    if alike and not trusted and set(ratios) == {g for g, c in compared.items() if not math.isnan(c.ratio)}:
-        return finding(causes.SCALED_ALIKE, wrong, figures)
+    uniform = max(ratios.values()) - min(ratios.values()) <= 10 * tolerance * abs(max(ratios.values()))
+    if uniform and not trusted and set(ratios) == {g for g, c in compared.items() if not math.isnan(c.ratio)}:
+        return finding(causes.UNIFORM_SCALING, wrong, figures)
     factor = max(ratios.values())
-    clean = alike and any(abs(f - round(f)) <= 10 * tolerance and round(f) > 1 for f in (factor, 1 / factor))
-    if clean or not trusted:
+    integer = uniform and any(abs(f - round(f)) <= 10 * tolerance and round(f) > 1 for f in (factor, 1 / factor))
+    if integer or not trusted:
         return finding(causes.NOT_OF_ITS_LOSS, wrong, figures)
-    if _stops_at_collectives(runs, truth, wrong):
-        return finding(causes.KEY_SIDE_MISSING, wrong, f"what collectives give carries no gradient: {figures}")
+    if _stops_at_collectives(runs, baseline, wrong):
+        return finding(causes.KEY_SIDE_MISSING, wrong, f"the results of collectives carry no gradient: {figures}")
     return finding(causes.DETACHED, wrong, figures)
 
 
-def micro_batches(runs: Runs, truth: Truth) -> str | None:
-    """What shows that rows of one backward pass do not meet those of another: it matters which rows are in which."""
-    local = truth.local
-    steps, (first, *between, last) = max(local.answers[0].passes.values(), default=0), local.trial.rows
-    if steps < 2 or local.answers[0].drew:
+def micro_batches(runs: Runs, baseline: Baseline) -> str | None:
+    """Return the evidence that rows of different backward passes do not meet: the loss changes if two are exchanged."""
+    measured = baseline.measured
+    steps, (first, *between, last) = max(measured.answers[0].passes.values(), default=0), measured.trial.rows
+    if steps < 2 or measured.answers[0].drew:
         return None
     try:
-        (exchanged,) = runs.measure([replace(local.trial, rows=(last, *between, first))])
+        (exchanged,) = runs.measure([replace(measured.trial, rows=(last, *between, first))])
     except FailureError:
         return None
-    before, after = local.losses[0], exchanged.losses[0]
+    before, after = measured.losses[0], exchanged.losses[0]
     if same(before, after):
         return None
     return (
@@ -119,43 +121,43 @@ def micro_batches(runs: Runs, truth: Truth) -> str | None:
     )
 
 
-def _stops_at_collectives(runs: Runs, truth: Truth, wrong: list[str]) -> bool:
-    """Whether the gradient is what differences find with everything fixed that collectives give."""
-    if truth.step is None:
+def _stops_at_collectives(runs: Runs, baseline: Baseline, wrong: list[str]) -> bool:
+    """Return whether the gradient is that of finite differences while collectives return fixed results."""
+    if baseline.step is None:
         return False
     try:
-        within = derivatives_within(runs, truth, truth.local.trial, wrong, truth.step)
+        within = derivatives_within(runs, baseline, baseline.measured.trial, wrong, baseline.step)
     except FailureError:
         return False
-    return all(_agrees(truth, inner(truth.local.gradients, truth.directions[g]), within[g]) for g in wrong)
+    return all(_agrees(baseline, inner(baseline.measured.gradients, baseline.directions[g]), within[g]) for g in wrong)
 
 
-def _is_last(local: Measured, wrong: list[str], truth: Truth) -> bool:
-    """Whether the parameters hold what the last of several backward passes brought."""
-    answer = local.answers[0]
-    names = [name for g in wrong for name in truth.groups[g]]
+def _is_last(measured: Measured, wrong: list[str], baseline: Baseline) -> bool:
+    """Return whether the parameters hold only the gradient of the last of several backward passes."""
+    answer = measured.answers[0]
+    names = [name for g in wrong for name in baseline.groups[g]]
     if max((answer.passes.get(name, 0) for name in names), default=0) < 2:
         return False
-    last, total = (compare(local.gradients, of, names, truth.total) for of in (answer.last, answer.contributed))
-    return last.error <= 1e-9 and total.error > truth.tolerance
+    last, total = (compare(measured.gradients, of, names, baseline.total) for of in (answer.last, answer.contributed))
+    return last.error <= 1e-9 and total.error > baseline.tolerance
 
 
-def _right_when_quiet(runs: Runs, truth: Truth, wrong: list[str]) -> bool:
-    """Whether differences agree with the gradient once nothing is drawn."""
-    assert truth.step is not None
-    for quiet in (("dropout",), ("all",)):
-        trial = replace(truth.local.trial, quiet=quiet)
+def _right_without_randomness(runs: Runs, baseline: Baseline, wrong: list[str]) -> bool:
+    """Return whether gradient and finite differences agree in evaluation mode, where nothing is drawn."""
+    assert baseline.step is not None
+    for eval_modules in (("dropout",), ("all",)):
+        trial = replace(baseline.measured.trial, eval_modules=eval_modules)
         try:
             (measured,) = runs.measure([trial])
             if measured.answers[0].drew:
                 continue
-            found = derivatives(runs, truth, trial, wrong, truth.step)
+            found = derivatives(runs, baseline, trial, wrong, baseline.step)
         except FailureError:
             return False
         of = measured.gradients
-        return all(_agrees(truth, inner(of, truth.directions[g]), found[g].item()) for g in wrong)
+        return all(_agrees(baseline, inner(of, baseline.directions[g]), found[g].item()) for g in wrong)
     return False
 
 
-def _agrees(truth: Truth, gradient: float, difference: float) -> bool:
-    return abs(gradient - difference) <= truth.close * max(abs(difference), 1e-6 * truth.total)
+def _agrees(baseline: Baseline, gradient: float, difference: float) -> bool:
+    return abs(gradient - difference) <= baseline.close * max(abs(difference), 1e-6 * baseline.total)

@@ -1,8 +1,8 @@
-"""Communication held fixed: what collectives gave once is given again, whatever ranks put in.
+"""Record the results of collectives, and replay them whatever the ranks put in.
 
-A loss computed so depends on its own rank's rows alone, as a backward pass sees it that stops at every collective. The
-calls are caught where torch dispatches them, so it does not matter by which of torch's many names they were made.
-Messages between two ranks (`send`, `recv`) are let through.
+A loss computed with replayed results depends on its rank's local rows alone, like a backward pass that stops at every
+collective. Collectives are intercepted where torch dispatches them, so all of torch's names for them are covered.
+Messages between two ranks (`send`, `recv`) are not intercepted.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..gradcache.inputs import tensors_of
+from .._trees import tensors_of
 
 _COLLECTIVES = ("allgather", "allreduce", "reduce_scatter", "alltoall", "broadcast", "scatter", "gather", "reduce_")
 
 
 class Recording(TorchDispatchMode):
-    """Inside, what collectives give is remembered."""
+    """Record the results of collectives."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.given: list[list[Tensor]] = []
+        self.results: list[list[Tensor]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run the operation, and if it is a collective, let it end."""
+        """Run the operation; if it is a collective, wait for its result."""
         out = func(*args, **(kwargs or {}))
         if _is_collective(func):
-            self._gave(_outputs(func, out, args))
+            self._finished(_outputs(func, out, args))
         return out
 
-    def _gave(self, outputs: list[Tensor]) -> None:
-        self.given.append([x.detach().clone() for x in outputs])
+    def _finished(self, outputs: list[Tensor]) -> None:
+        self.results.append([x.detach().clone() for x in outputs])
 
 
 class Replaying(Recording):
-    """Inside, collectives give what they gave in a recording."""
+    """Replace the results of collectives by those of a recording."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
-        self._next = iter(recording.given)
+        self._next = iter(recording.results)
 
-    def _gave(self, outputs: list[Tensor]) -> None:
+    def _finished(self, outputs: list[Tensor]) -> None:
         for x, before in zip(outputs, next(self._next), strict=True):
             x.detach().copy_(before)
 
@@ -58,7 +58,7 @@ def _is_collective(func: Any) -> bool:
 
 
 def _outputs(func: Any, out: Any, args: Sequence[Any]) -> list[Tensor]:
-    """The tensors that a collective has written, once it has."""
+    """Return the tensors that a collective has written, after waiting for it."""
     if func.namespace == "_c10d_functional":
         return [torch.ops._c10d_functional.wait_tensor(x) for x in tensors_of(out)]
     for x in out if isinstance(out, tuple) else (out,):

@@ -1,4 +1,4 @@
-"""What an audit found."""
+"""The outcome of an audit: comparisons, causes and notes, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .._text_table import format_rows
 from .causes import Cause
 from .compare import Comparison, number
+
+_HEADER = ("ranks", "rows", "gradient of", "ratio", "cosine", "error", "verdict")
+LEFT = ("rows", "gradient of", "verdict")  # columns of text
 
 
 @dataclass(frozen=True)
 class Row:
-    """One group of parameters, or one input, on one split of the batch.
+    """The comparison of one group of parameters, or one input, on one split of the batch.
 
     Args:
         counts: rows of each rank.
         kind: "parameters" or "input".
-        name: of the group or input.
-        comparison: with one process.
+        name: of the group or the input.
+        comparison: with the gradient of one process.
         verdict: "exact", "x 0.5", "wrong direction", "no gradient", "should be 0".
         scalar: whether it is one number: a temperature, a bias.
     """
@@ -33,13 +37,13 @@ class Row:
 
     @property
     def exact(self) -> bool:
-        """Whether it is right."""
+        """Return whether the gradient is right."""
         return self.verdict == "exact"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A cause, where it was found, and what shows it."""
+    """A cause, where it was found, and the evidence."""
 
     cause: Cause
     counts: tuple[int, ...]
@@ -52,14 +56,14 @@ class Report:
     """The outcome of :func:`wholebatch.audit`.
 
     Args:
-        problem: its name.
+        problem: the problem's name.
         rows: every comparison.
         findings: causes, wrong ones first, each once.
-        notes: on how it was looked at.
+        notes: on how the audit was done.
         values: for each split, the loss of each rank.
-        dtype: in which everything was computed.
+        dtype: precision of the computation.
         tolerance: of relative errors, for "exact".
-        seconds: that it took.
+        seconds: the audit took.
         versions: of packages.
     """
 
@@ -75,20 +79,20 @@ class Report:
 
     @property
     def exact(self) -> bool:
-        """Whether every gradient is that of one process on the whole batch."""
+        """Return whether every gradient is that of one process on the whole batch."""
         return all(row.exact for row in self.rows) and not any(finding.cause.wrong for finding in self.findings)
 
     @property
     def causes(self) -> tuple[str, ...]:
-        """Names of what makes a gradient wrong."""
+        """Return the names of the causes of wrong gradients."""
         return tuple(dict.fromkeys(finding.cause.name for finding in self.findings if finding.cause.wrong))
 
     def row(self, name: str, counts: tuple[int, ...]) -> Row:
-        """That of a group or input, on a split."""
+        """Return the row of a group or input on a split."""
         return next(row for row in self.rows if row.name == name and row.counts == counts)
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+    def to_dict(self) -> dict[str, Any]:  # values as JSON has them
+        """Return the report as JSON has it."""
         return {
             "problem": self.problem,
             "exact": self.exact,
@@ -126,15 +130,13 @@ class Report:
         }
 
     def __str__(self) -> str:
-        widths = [max(len(line[at]) for line in table(self)) for at in range(7)]
-        lines = [
-            "  ".join(f"{cell:<{w}}" for cell, w in zip(line, widths, strict=True)).rstrip() for line in table(self)
-        ]
+        header, *rows = table(self)
+        lines = [line for lines in format_rows(header, rows, left=LEFT) for line in lines]
         return "\n".join([f"audit of {self.problem}: {headline(self)}", "", *lines, *explanations(self)])
 
 
 def headline(report: Report) -> str:
-    """The verdict in a line."""
+    """Return the verdict in a line."""
     if report.exact:
         return "every gradient is that of one process on the whole batch"
     wrong = sum(not row.exact for row in report.rows)
@@ -145,8 +147,8 @@ def headline(report: Report) -> str:
 
 
 def table(report: Report) -> list[list[str]]:
-    """Header and rows, as text."""
-    lines = [["ranks", "rows", "gradient of", "ratio", "cosine", "error", "verdict"]]
+    """Return header and rows as text."""
+    lines = [list(_HEADER)]
     for row in report.rows:
         compared = row.comparison
         lines.append(
@@ -163,12 +165,12 @@ def table(report: Report) -> list[list[str]]:
 
 
 def explanations(report: Report) -> list[str]:
-    """Causes with evidence and fix, and notes, a line each."""
+    """Return causes with evidence and fix, and notes, as lines."""
     lines = []
     for finding in report.findings:
         where = f"{len(finding.counts)} rank{'s' * (len(finding.counts) > 1)} ({' + '.join(map(str, finding.counts))})"
-        of = f", {', '.join(finding.groups)}" if finding.groups else ""
-        lines += ["", f"{finding.cause.name}: {finding.cause.title}", f"  seen on {where}{of}: {finding.evidence}"]
+        groups = f", {', '.join(finding.groups)}" if finding.groups else ""
+        lines += ["", f"{finding.cause.name}: {finding.cause.title}", f"  seen on {where}{groups}: {finding.evidence}"]
         lines += [f"  fix: {finding.cause.fix}"] if finding.cause.wrong else [f"  {finding.cause.fix}"]
     if report.notes:
         lines += ["", *(f"note: {note}" for note in report.notes)]

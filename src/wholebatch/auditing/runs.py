@@ -1,4 +1,4 @@
-"""The processes that an audit starts, and what it knows from them."""
+"""Run trials on new processes, and read their answers and failures."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._processes import RankError, RankTimeoutError, pickled, run_processes
 from .._user_error import UserError
-from ..testing import RankError, RankTimeoutError, pickled, run_processes
 from .compare import Gradients
-from .measure import Answer, Facts, Job, Mistake, Quiet, Trial, run_trials
-from .problem import INSTALLED, Factory
+from .factory import INSTALLED, Factory
+from .measure import run_trials
+from .trial import Answer, EvalModules, Facts, Job, Mistake, Trial
 
 _PACKAGE = str(Path(__file__).parent.parent)
-_AFTER_THE_STEP = Path(__file__).parent / "measure.py"
+_AFTER_THE_STEP = tuple(f'File "{Path(__file__).parent / name}"' for name in ("measure.py", "engine.py"))
 
 
 class FailureError(Exception):
-    """The problem raised, or hung, on several ranks; the message says where."""
+    """The problem raised or hung on several ranks; the message says where."""
 
     def __init__(self, error: RankError | str) -> None:
         super().__init__(str(error))
@@ -29,13 +30,13 @@ class FailureError(Exception):
 
     @property
     def summary(self) -> str:
-        """What was raised first, and where; of ranks that hang, where each is."""
+        """Return the first error and its place; if ranks hang, the place of each."""
         if self.hangs:
             blocks = str(self).split("--- ")[1:]
             return "; ".join(f"{block.partition(' ')[0]} {block.split()[1]} {_place(block)}" for block in blocks)
         _, block = self._first()
-        if "died without a word" in block:
-            return f"{block.splitlines()[-1].strip()} (in a script, calls stand under if __name__ == '__main__')"
+        if "died silently" in block:
+            return f"{block.splitlines()[-1].strip()} (in a script, put calls under if __name__ == '__main__')"
         frames = [line.strip() for line in block.splitlines() if line.strip().startswith("File ")]
         if "UserError: " in block:
             return block.rpartition("UserError: ")[2].strip()
@@ -44,76 +45,76 @@ class FailureError(Exception):
 
     @property
     def rank(self) -> str:
-        """Which it was that raised first."""
+        """Return the rank that raised first."""
         return self._first()[0]
 
     def _first(self) -> tuple[str, str]:
-        """A rank and its traceback: other ranks then lose their connection, and may be heard of first."""
+        """Return the first failed rank and its traceback; other ranks then lose their connection, and come last."""
         blocks = [block.partition(" failed:\n")[::2] for block in str(self).split("--- rank ")[1:]]
         blocks = [(rank, text.strip()) for rank, text in blocks if text.strip()] or [("", str(self))]
         return min(blocks, key=lambda block: "onnection" in block[1].splitlines()[-1])
 
 
 def _place(block: str) -> str:
-    """The innermost frame of the user's, of a stack whose innermost frame comes first."""
+    """Return the innermost frame of the user's code, from a stack whose innermost frame comes first."""
     frames = [line.strip() for line in block.splitlines() if line.strip().startswith("File ")]
     frames = [frame for frame in frames if "/torch/" not in frame]
     if not frames:
         return "has ended"
-    if frames[0].startswith(f'File "{_AFTER_THE_STEP}"'):
+    if frames[0].startswith(_AFTER_THE_STEP):
         return "is done with its step"
     return f"is at {next((frame for frame in frames if _PACKAGE not in frame), frames[0])}"
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One trial with a gradient: every rank's answer."""
+    """Every rank's answer to one trial with a gradient."""
 
     trial: Trial
     answers: tuple[Answer, ...]
 
     @property
     def ranks(self) -> int:
-        """W."""
+        """Return the number of ranks, W."""
         return len(self.answers)
 
     @property
     def gradients(self) -> Gradients:
-        """As the optimizer finds them."""
+        """Return rank 0's gradients, as the optimizer finds them."""
         return self.answers[0].gradients
 
     @property
     def losses(self) -> list[float]:
-        """Each rank's value."""
+        """Return the value of each rank's loss."""
         return [answer.loss for answer in self.answers]
 
     @property
     def facts(self) -> Facts:
-        """About the problem."""
+        """Return the facts about the problem."""
         facts = self.answers[0].facts
         assert facts is not None
         return facts
 
     @property
-    def counted(self) -> float:
-        """How much each rank's loss counts: an engine averages or adds."""
+    def loss_weight(self) -> float:
+        """Return the weight of each rank's loss: 1 if the engine adds, 1/W if it averages."""
         return 1.0 if self.facts.engine == "sum" else 1 / self.ranks
 
     @property
     def mean(self) -> float:
-        """The loss whose gradient the engine makes of the ranks'."""
-        return self.counted * sum(self.losses)
+        """Return the weighted sum of the ranks' losses, the loss whose gradient the engine produces."""
+        return self.loss_weight * sum(self.losses)
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """By all rows of the batch, as the engine's averaging makes it count."""
+        """Return the gradients by all rows of the batch, weighted as the engine averages."""
         factor = 1 / self.ranks if self.facts.engine in ("mean", "ddp") else 1.0
         return {name: factor * torch.cat([a.inputs[name] for a in self.answers]) for name in self.answers[0].inputs}
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Starts processes for one problem; none outlives a call."""
+    """Start processes for one problem; none outlives a call."""
 
     factory: Factory | str
     dtype: torch.dtype
@@ -126,10 +127,10 @@ class Runs:
         trials: Sequence[Trial],
         directions: Mapping[str, Mapping[str, Tensor]] | None = None,
     ) -> list[tuple[Answer, ...]]:
-        """Each trial's answers, all on as many ranks as the first one has counts.
+        """Return each trial's answers; all trials run on as many ranks as the first one has counts.
 
         Raises:
-            UserError: if the problem is none.
+            UserError: if the problem is invalid.
             FailureError: if it raises or hangs.
         """
         trials = [replace(trial, inputs=trial.inputs and self.inputs) for trial in trials]
@@ -141,7 +142,7 @@ class Runs:
             )
         except RankError as error:
             raise FailureError(error) from error
-        except ValueError as error:  # what cannot travel to another process
+        except ValueError as error:  # it cannot be pickled
             raise UserError(f"the problem's factory must be a function of a module: {error}") from None
         for of_rank in of_ranks:
             if isinstance(of_rank, Mistake):
@@ -151,44 +152,45 @@ class Runs:
         return [*zip(*of_ranks, strict=True)]
 
     def measure(self, trials: Sequence[Trial]) -> list[Measured]:
-        """Trials with a gradient."""
+        """Return the outcomes of trials with a gradient."""
         return [Measured(t, of_ranks) for t, of_ranks in zip(trials, self.answers(trials), strict=True)]
 
 
 @dataclass(frozen=True)
-class Truth:
-    """What one process finds for the whole batch, and how others are compared with it.
+class Baseline:
+    """The gradient of one process on the whole batch, with which others are compared.
 
     Args:
-        own: of the problem's own loss or step.
-        reference: the truth: the same, or of the problem's reference.
-        groups: of parameters.
-        directions: of each group, for differences.
+        measured: the problem's loss or step on one process.
+        reference: the problem's reference on one process; `measured` if it has none.
+        groups: the names of each group's parameters.
+        directions: of each group, for finite differences.
         total: norm of the true gradient.
         tolerance: of relative errors.
-        step: of differences; None if the loss is not smooth enough for any.
-        quiet: modules in evaluation mode on several ranks, for what they draw differs between ranks.
-        close: relative error of differences.
-        detached: the gradient is not that of the loss's value, so that differences say nothing about it.
+        step: of finite differences; None if the loss is not smooth enough for any.
+        eval_modules: modules in evaluation mode on several ranks, because ranks would draw different random numbers.
+        close: relative error of finite differences.
+        detached: whether the gradient on one process differs from that of the loss's value; then finite differences
+            are no check of it.
     """
 
-    local: Measured
+    measured: Measured
     reference: Measured
     groups: Mapping[str, Sequence[str]]
     directions: Mapping[str, Mapping[str, Tensor]]
     total: float
     tolerance: float
     step: float | None
-    quiet: tuple[Quiet, ...]
+    eval_modules: tuple[EvalModules, ...]
     close: float
     detached: bool = False
 
     @property
     def scalars(self) -> list[str]:
-        """Groups of one number: temperatures, biases."""
+        """Return the groups of one number: temperatures, biases."""
         return [g for g, names in self.groups.items() if sum(self.reference.gradients[n].numel() for n in names) == 1]
 
     @property
     def encoders(self) -> list[str]:
-        """The other groups."""
+        """Return the groups of more than one number."""
         return [group for group in self.groups if group not in self.scalars]

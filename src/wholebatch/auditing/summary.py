@@ -1,4 +1,4 @@
-"""A report in a line: what encoders get, what the temperature gets, and why."""
+"""A report in a line: the gradient of encoders and of the temperature, and causes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .report import Report, Row
 
 @dataclass(frozen=True)
 class Summary:
-    """Of one report.
+    """The summary of one report.
 
     Args:
-        setting: its name.
-        encoders: what groups of many parameters get.
-        scalars: what groups of one get: temperatures, biases.
-        causes: names of what is wrong; "" if nothing is.
-        exact: whether all is right.
+        setting: the problem's name.
+        encoders: the verdict on groups of many parameters.
+        scalars: the verdict on groups of one number: temperatures, biases.
+        causes: names of causes of wrong gradients; "" if there are none.
+        exact: whether all gradients are right.
     """
 
     setting: str
@@ -29,7 +29,7 @@ class Summary:
 
 
 def summarize(report: Report) -> Summary:
-    """One line for all numbers of ranks."""
+    """Return one line for all numbers of ranks."""
     of_parameters = [row for row in report.rows if row.kind == "parameters"]
     scalars = [row for row in of_parameters if row.scalar]
     encoders = [row for row in of_parameters if not row.scalar]
@@ -37,8 +37,8 @@ def summarize(report: Report) -> Summary:
 
 
 def markdown(summaries: Sequence[tuple[str, Summary]]) -> str:
-    """A table of libraries and their settings."""
-    lines = ["| | encoders | temperature | why |", "|---|---|---|---|"]
+    """Return a Markdown table of libraries and their settings."""
+    lines = ["| | encoders | temperature | cause |", "|---|---|---|---|"]
     library = None
     for of, summary in summaries:
         if of != library:
@@ -50,7 +50,7 @@ def markdown(summaries: Sequence[tuple[str, Summary]]) -> str:
 
 
 def _in_words(rows: Sequence[Row]) -> str:
-    """exact; 1/W; W; x 2; wrong direction."""
+    """Return the verdict for all splits: exact; 1/W; x W; x 2; wrong direction."""
     if not rows:
         return "-"
     wrong = [row for row in rows if not row.exact]

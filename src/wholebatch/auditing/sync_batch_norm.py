@@ -1,4 +1,4 @@
-"""torch's SyncBatchNorm runs on GPUs alone; here is what it computes, for CPU processes, with its gradient."""
+"""SyncBatchNorm for CPU processes, with its gradient; torch's own runs on GPUs only."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from ..comm import TorchCommunicator
 
 
 def make_runnable(model: nn.Module) -> None:
-    """Make each SyncBatchNorm of the model one for the CPU, which DistributedDataParallel does not refuse either."""
+    """Replace each SyncBatchNorm of the model by one for the CPU, which DistributedDataParallel accepts."""
     for module in model.modules():
         if isinstance(module, nn.SyncBatchNorm):
             module.__class__ = _SyncBatchNorm  # type: ignore[assignment]  # has the same state
 
 
 class _SyncBatchNorm(_BatchNorm):
-    """(x - mean) / sqrt(variance + eps) over the rows, and what else is not a channel, of all ranks."""
+    """(x - mean) / sqrt(variance + eps) over all ranks' rows and all dimensions but the channel."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalize each channel of (b_r, channels, ...)."""
         if not self.training and self.running_mean is not None and self.running_var is not None:
             mean, variance = self.running_mean, self.running_var
         else:
-            # The engine averages, and each rank's loss counts: the adjoint is that of the sum of the ranks' losses.
+            # Each rank's loss counts, and the engine averages later: take the adjoint of the sum of the ranks' losses.
             comm = TorchCommunicator(loss="sum")
             others = [dim for dim in range(x.dim()) if dim != 1]
             count = comm.all_reduce(torch.tensor(float(x.numel() // x.shape[1]), dtype=x.dtype))

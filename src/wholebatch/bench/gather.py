@@ -1,14 +1,14 @@
-"""Three ways to give every rank's rows to a loss that needs them all, timed over the embedding dimension.
+"""Time three strategies that give all ranks' rows to a loss, over the embedding size.
 
-    all-gather with backpropagation      every rank computes the loss; reduce-scatter brings the gradient home
-    all-gather without                   every rank computes the loss; only its own rows carry a gradient
-    gather to root with backpropagation  one rank computes the loss; scatter brings the gradient home
+    all-gather with backpropagation      every rank computes the loss; reduce-scatter reduces the gradient to the owner
+    all-gather without                   every rank computes the loss; only the local rows carry a gradient
+    gather to root with backpropagation  one rank computes the loss; scatter returns the gradient to the owner
 
-The loss is SimCLR's (Chen et al. 2020, equation 1) on random backbone outputs, so that what is timed is the loss and
-its communication. The experiment is that of Krajsek, "Adjoint MPI for Non-Additive Separable Loss Functions".
+The loss is SimCLR's (Chen et al. 2020, equation 1) on random backbone outputs, so that only the loss and its
+communication are timed. The experiment is that of Krajsek, "Adjoint MPI for Non-Additive Separable Loss Functions".
 
-And the question under it: the adjoint of an all-gather by reduce-scatter, or by an all-reduce of which each rank keeps
-its slice? The gradients are the same; time and bytes are not.
+Two implementations of the all-gather's adjoint are timed as well: a reduce-scatter, and an all-reduce of which each
+rank keeps its slice. The gradients are the same; time and bytes are not.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ _LOOPBACK = Path("/sys/class/net/lo/statistics/tx_bytes")
 class Row:
     """One figure: a step's median time, on the slowest rank."""
 
-    what: str  # a strategy, or a way to take the adjoint
+    method: str  # a strategy, or an implementation of the adjoint
     ranks: int
-    dim: int
+    embedding_size: int
     rows_per_rank: int
     step_ms: float
-    wire_bytes_per_rank: float | None  # on the loopback interface; None where nothing was seen there
+    wire_bytes_per_rank: float | None  # on the loopback interface; None where none were seen
 
 
 def simclr(z0: Tensor, z1: Tensor) -> Tensor:
-    """NT-Xent: rows i of the two views are a positive pair, all other rows of both are negatives."""
+    """Return NT-Xent: rows i of the two views are a positive pair, all other rows are negatives."""
     z = F.normalize(torch.cat([z0, z1]), dim=1)
     logits = (z @ z.T / _TEMPERATURE).fill_diagonal_(-torch.inf)
     return F.cross_entropy(logits, torch.arange(len(z), device=z.device).roll(len(z) // 2))
 
 
 def check(comm: Communicator) -> None:
-    """Every way gives the gradient of one process, or there is nothing to time.
+    """Check that every strategy gives the gradient of one process.
 
     Raises:
-        AssertionError: if one does not.
+        AssertionError: if one does not; then nothing is timed.
     """
     generator = torch.Generator().manual_seed(0)
     views = torch.randn(2, 3 * comm.size, 5, dtype=torch.float64, generator=generator)
@@ -75,35 +75,35 @@ def check(comm: Communicator) -> None:
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(local.grad, gradient[:, rows], rtol=1e-10, atol=1e-12)
     partial = torch.randn(2 * comm.size, 3, dtype=torch.float64)
-    ways = [adjoint(comm, partial) for adjoint in _adjoints(2).values()]
-    torch.testing.assert_close(*ways, rtol=1e-12, atol=1e-12)
+    both = [adjoint(comm, partial) for adjoint in _adjoints(2).values()]
+    torch.testing.assert_close(*both, rtol=1e-12, atol=1e-12)
 
 
-def measure(comm: Communicator, dims: Sequence[int], rows: int, steps: int) -> list[Row]:
-    """Every strategy and both adjoints at every dimension; `rows` rows of each view on each rank."""
+def measure(comm: Communicator, embedding_sizes: Sequence[int], rows: int, steps: int) -> list[Row]:
+    """Time every strategy and both adjoints at every embedding size, with `rows` rows of each view on each rank."""
     check(comm)
     results = []
-    for dim in dims:
-        views = torch.randn(2, rows, dim)
+    for size in embedding_sizes:
+        views = torch.randn(2, rows, size)
         for strategy in STRATEGIES:
             loss_fn = wb.WholeBatch(simclr, group=comm, strategy=strategy)  # type: ignore[arg-type]
 
             def step(loss_fn: torch.nn.Module = loss_fn, views: Tensor = views) -> None:
                 loss_fn(*views.detach().requires_grad_()).backward()
 
-            results.append(Row(strategy, comm.size, dim, rows, *_timed(comm, step, steps)))
-        partial = torch.randn(2 * rows * comm.size, dim)
+            results.append(Row(strategy, comm.size, size, rows, *_timed(comm, step, steps)))
+        partial = torch.randn(2 * rows * comm.size, size)
         for name, adjoint in _adjoints(2 * rows).items():
 
             def backward(adjoint: Callable[..., Tensor] = adjoint, partial: Tensor = partial) -> None:
                 adjoint(comm, partial)
 
-            results.append(Row(name, comm.size, dim, rows, *_timed(comm, backward, steps)))
+            results.append(Row(name, comm.size, size, rows, *_timed(comm, backward, steps)))
     return results
 
 
 def _adjoints(rows: int) -> dict[str, Callable[[Communicator, Tensor], Tensor]]:
-    """Two ways from what every rank's loss says about all rows to the gradient of a rank's own."""
+    """Return two implementations that reduce every rank's gradient of all rows to the local rows."""
     return {
         REDUCE_SCATTER: lambda comm, partial: comm.reduce_scatter(partial, counts=[rows] * comm.size, check=False),
         ALL_REDUCE: lambda comm, partial: comm.all_reduce(partial, check=False).split(rows)[comm.rank].clone(),
@@ -111,7 +111,7 @@ def _adjoints(rows: int) -> dict[str, Callable[[Communicator, Tensor], Tensor]]:
 
 
 def _timed(comm: Communicator, step: Callable[[], None], steps: int) -> tuple[float, float | None]:
-    """Median of a step's time on the slowest rank, in ms; and the bytes that a rank puts on the wire in a step."""
+    """Return the median of a step's time on the slowest rank, in ms, and the bytes that a rank sends in a step."""
     times = []
     for repeat in range(_WARM_UP + steps):
         comm.all_reduce(torch.zeros(1), check=False)  # all ranks start together

@@ -1,4 +1,4 @@
-"""What `bench gather` shows: tables of times and bytes, and a picture of all rows in the file."""
+"""Print the tables of `bench gather`, and plot all rows of the file."""
 
 from __future__ import annotations
 
@@ -7,32 +7,30 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from rich.console import Console
-from rich.table import Table
+
+from wholebatch._display import print_table as print_rows
 
 from .gather import ALL_REDUCE, REDUCE_SCATTER, STRATEGIES, Row
 
 
 def print_table(backend: str, rows: Sequence[Row]) -> None:
-    """Times of the three strategies, and of the two adjoints with their bytes."""
-    console = Console()
-    dims = sorted({row.dim for row in rows})
-    by = {(row.what, row.dim): row for row in rows}
-    title = f"{backend}, {rows[0].ranks} ranks, {rows[0].rows_per_rank} rows of each view per rank"
-    table = Table(title=f"SimCLR loss, forward and backward, ms ({title})", title_justify="left")
-    table.add_column("strategy")
-    for dim in dims:
-        table.add_column(f"d = {dim}", justify="right")
-    for strategy, name in STRATEGIES.items():
-        table.add_row(name, *(f"{by[strategy, dim].step_ms:.1f}" for dim in dims))
-    console.print(table)
-    table = Table(title="The all-gather's adjoint, ms (MB that a rank puts on the wire)", title_justify="left")
-    table.add_column("way")
-    for dim in dims:
-        table.add_column(f"d = {dim}", justify="right")
-    for way in (REDUCE_SCATTER, ALL_REDUCE):
-        table.add_row(way, *(_time_and_bytes(by[way, dim]) for dim in dims))
-    console.print(table)
+    """Print the times of the three strategies, and of the two adjoints with their bytes."""
+    sizes = sorted({row.embedding_size for row in rows})
+    by = {(row.method, row.embedding_size): row for row in rows}
+    header = [f"d = {size}" for size in sizes]
+    print_rows(
+        f"SimCLR loss, forward and backward, ms ({backend}, {rows[0].ranks} ranks, {rows[0].rows_per_rank} rows of "
+        "each view per rank)",
+        ["strategy", *header],
+        [[name, *(f"{by[method, size].step_ms:.1f}" for size in sizes)] for method, name in STRATEGIES.items()],
+        left=("strategy",),
+    )
+    print_rows(
+        "The all-gather's adjoint, ms (MB that a rank sends)",
+        ["adjoint", *header],
+        [[method, *(_time_and_bytes(by[method, size]) for size in sizes)] for method in (REDUCE_SCATTER, ALL_REDUCE)],
+        left=("adjoint",),
+    )
 
 
 def _time_and_bytes(row: Row) -> str:
@@ -41,7 +39,7 @@ def _time_and_bytes(row: Row) -> str:
 
 
 def plot(file: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Time against embedding dimension: a panel per backend and rank count, a line per strategy."""
+    """Plot time against embedding size: a panel per backend and rank count, a line per strategy."""
     matplotlib.use("agg")
     from matplotlib import pyplot as plt
 
@@ -64,20 +62,20 @@ def plot(file: Path, rows: Sequence[dict[str, Any]]) -> None:
                 continue
             here = [row for row in rows if (row["backend"], row["ranks"]) == (backend, ranks_here[position])]
             for (strategy, name), marker in zip(STRATEGIES.items(), "os^", strict=True):
-                points = sorted((row["dim"], row["step_ms"]) for row in here if row["what"] == strategy)
+                points = sorted((row["embedding_size"], row["step_ms"]) for row in here if row["method"] == strategy)
                 axis.plot(*zip(*points, strict=True), marker=marker, markersize=4, label=name)
             axis.set_title(f"{backend}, {ranks_here[position]} ranks", fontsize=10)
-            dims = sorted({row["dim"] for row in here})
+            sizes = sorted({row["embedding_size"] for row in here})
             axis.set_xscale("log")
             axis.set_yscale("log")
-            axis.set_xticks(dims, labels=[str(dim) for dim in dims])
+            axis.set_xticks(sizes, labels=[str(size) for size in sizes])
             axis.yaxis.set_major_formatter("{x:g}")
             axis.minorticks_off()
             axis.grid(alpha=0.3)
             if position == 0:
                 axis.set_ylabel("ms per step")
     for axis in axes[-1]:
-        axis.set_xlabel("embedding dimension")
+        axis.set_xlabel("embedding size")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=3, fontsize=9, frameon=False)
     figure.tight_layout(rect=(0, 0.35 / figure.get_figheight(), 1, 1))

@@ -1,4 +1,4 @@
-"""What `bench loss` shows: a table and a picture."""
+"""Print the table of `bench loss`, and plot all rows of the file."""
 
 from __future__ import annotations
 
@@ -7,57 +7,60 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from rich.console import Console
-from rich.table import Table
+
+from wholebatch._display import print_table as print_rows
+from wholebatch._display import print_text
 
 from .loss import Row
 
-_PANEL = ("loss", "rows", "dim", "ranks", "threads", "device")
+_HEADER = ("method", "ms", "x floor", "x first", "TFLOP/s", "MB")
+_PANEL = ("loss", "batch_size", "embedding_size", "ranks", "threads", "device")
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    """Every way of every loss, compared to the first and, if there are peers, to them."""
-    console = Console()
+    """Print every method of every loss, compared with the first and, if there are peers, with them."""
     for loss in dict.fromkeys(row.loss for row in rows):
         here = [row for row in rows if row.loss == loss]
         first = here[0]
-        title = f"{loss}, B = {first.rows}, d = {first.dim}, {_on(first.ranks, first.threads, first.device)}"
-        table = Table(title=title, title_justify="left", min_width=len(title) + 2)
-        table.add_column("", no_wrap=True)
-        for name in ("ms", "x floor", "x first", "TFLOP/s", "MB"):
-            table.add_column(name, justify="right")
-        for row in here:
-            if row.step_ms is None:
-                table.add_row(row.what, *["-"] * 5)
-                continue
-            times_first = "" if first.step_ms is None else f"{row.step_ms / first.step_ms:.2f}"
-            transient = "" if row.transient_mb is None else _digits(row.transient_mb)
-            speed = "" if row.tflops is None else _digits(row.tflops)
-            table.add_row(row.what, _digits(row.step_ms), f"{row.times_floor:.2f}", times_first, speed, transient)
-        console.print(table)
+        on = _on(first.ranks, first.threads, first.device)
+        print_rows(
+            f"{loss}, batch size {first.batch_size}, embedding size {first.embedding_size}, {on}",
+            _HEADER,
+            [_cells(row, first) for row in here],
+            left=_HEADER[:1],
+        )
         for row in here:
             if row.note:
-                console.print(f"{row.what}: {row.note}")
-    console.print(
-        "x floor: times as long as torch.mm takes for the same multiply-adds in the same precision; "
-        "x first: as the first line takes; "
+                print_text(f"{row.method}: {row.note}")
+    print_text(
+        "x floor: relative to torch.mm with the same multiply-adds in the same precision; "
+        "x first: relative to the first line; "
         "TFLOP/s: 2 for each multiply-add of the flat loss; MB: transient memory, dX and dY included"
     )
+
+
+def _cells(row: Row, first: Row) -> list[str]:
+    if row.step_ms is None:
+        return [row.method, *["-"] * 5]
+    times_first = "" if first.step_ms is None else f"{row.step_ms / first.step_ms:.2f}"
+    speed = "" if row.tflops is None else _digits(row.tflops)
+    transient = "" if row.transient_mb is None else _digits(row.transient_mb)
+    return [row.method, _digits(row.step_ms), f"{row.times_floor:.2f}", times_first, speed, transient]
 
 
 def _on(ranks: int, threads: int, device: str) -> str:
     if device != "cpu":
         return f"{ranks} x {device}"
-    return " of ".join(f"{n} {what}{'s' * (n > 1)}" for n, what in ((ranks, "rank"), (threads, "thread")))
+    return " of ".join(f"{n} {unit}{'s' * (n > 1)}" for n, unit in ((ranks, "rank"), (threads, "thread")))
 
 
 def _digits(value: float) -> str:
-    """Two significant digits at least."""
+    """Return the number with at least two significant digits."""
     return f"{value:.0f}" if value >= 99.5 else f"{value:.2g}"
 
 
 def plot(file: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Time as a multiple of the floor, and transient memory: a row of panels per loss, a bar per way."""
+    """Plot time as a multiple of the floor, and transient memory: a row of panels per loss, a bar per method."""
     matplotlib.use("agg")
     from matplotlib import pyplot as plt
 
@@ -72,8 +75,10 @@ def plot(file: Path, rows: Sequence[dict[str, Any]]) -> None:
         squeeze=False,
         height_ratios=heights,
     )
-    for (loss, batch, dim, *on), group, (time_axis, memory_axis) in zip(panels, groups, axes, strict=True):
-        names = [row["what"] for row in group]
+    for (loss, batch_size, embedding_size, *on), group, (time_axis, memory_axis) in zip(
+        panels, groups, axes, strict=True
+    ):
+        names = [row["method"] for row in group]
         colors = ["tab:blue" if row["package"].startswith("wholebatch") else "tab:gray" for row in group]
         for axis, field, form in ((time_axis, "times_floor", "{:.2f}".format), (memory_axis, "transient_mb", _digits)):
             values = [row[field] or 0.0 for row in group]
@@ -85,7 +90,7 @@ def plot(file: Path, rows: Sequence[dict[str, Any]]) -> None:
             axis.spines[["top", "right"]].set_visible(False)
         memory_axis.set_yticks([])
         time_axis.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
-        time_axis.set_title(f"{loss}, B = {batch}, d = {dim}, {_on(*on)}", fontsize=9, loc="left")
+        time_axis.set_title(f"{loss}, B = {batch_size}, d = {embedding_size}, {_on(*on)}", fontsize=9, loc="left")
     axes[-1][0].set_xlabel("time; 1: torch.mm for the same multiply-adds", fontsize=9)
     axes[-1][1].set_xlabel("transient memory, MB", fontsize=9)
     machines = ", ".join(dict.fromkeys(f"{row['machine']}, torch {row['torch']}" for row in rows))

@@ -1,6 +1,6 @@
-"""Losses of other libraries, for comparison; those that are not installed are skipped, and the report says so.
+"""Losses of other libraries, for comparison; libraries that are not installed are skipped with a message.
 
-A peer is built for the losses that it has, as its documentation tells a user of several ranks to build it.
+Each is built as its documentation shows for several ranks.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ PairLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # two towers, sca
 class Peer:
     """One loss of one library."""
 
-    package: str  # as pip calls it
+    package: str  # its name for pip
     label: str
     build: Callable[[Communicator, float], PairLoss]  # from the ranks and the value of the scale
-    on_ranks: bool = True  # whether it is made for several
+    on_ranks: bool = True  # whether it supports several ranks
     on_cpu: bool = True  # whether it runs without a GPU
-    dim: int = 1  # of which features have to be a multiple
+    multiple: int = 1  # the embedding size must be a multiple of it
 
 
 def _open_clip(comm: Communicator, _scale: float) -> PairLoss:
@@ -68,7 +68,7 @@ def _sentence_transformers(_comm: Communicator, scale: float) -> PairLoss:
 
 
 def _both_ways(linear: Callable[[Tensor, Tensor, Tensor], Tensor]) -> PairLoss:
-    """CLIP's loss, of a cross-entropy of rows with all columns: one tower's rows are the other's classes."""
+    """Return CLIP's loss, built from a linear cross-entropy: one tower's rows are the other's classes."""
 
     def loss(x: Tensor, y: Tensor, scale: Tensor, _bias: Tensor) -> Tensor:
         local = torch.arange(len(x), device=x.device)
@@ -87,7 +87,7 @@ def _torch_linear(_comm: Communicator, _scale: float) -> PairLoss:
 def _cut_cross_entropy(_comm: Communicator, _scale: float) -> PairLoss:
     from cut_cross_entropy import linear_cross_entropy
 
-    # Its filter would leave small probabilities out of the gradient: of contrastive losses, most.
+    # Its filter would leave small probabilities, most of a contrastive loss's, out of the gradient.
     return _both_ways(lambda x, y, local: linear_cross_entropy(x, y, local, filter_eps=None))
 
 
@@ -119,7 +119,7 @@ PEERS: dict[str, tuple[Peer, ...]] = {
         Peer("torch", "torch linear_cross_entropy, twice", _torch_linear, on_ranks=False),
         Peer("cut-cross-entropy", "cut-cross-entropy exact, twice", _cut_cross_entropy, on_ranks=False, on_cpu=False),
         Peer("liger-kernel", "Liger linear cross-entropy, twice", _liger, on_ranks=False, on_cpu=False),
-        Peer("inf-cl", "Inf-CL flash loss, twice", _inf_cl, on_ranks=False, on_cpu=False, dim=256),
+        Peer("inf-cl", "Inf-CL flash loss, twice", _inf_cl, on_ranks=False, on_cpu=False, multiple=256),
         Peer("memeff", "memeff CLIP loss", _memeff, on_ranks=False, on_cpu=False),
     ),
     "info_nce": (

@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: rows of JSON, each with the machine, versions and commit that it was seen on."""
+"""Results of benchmarks: rows of JSON, each with machine, versions and commit."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _MOST_BYTES = 2**28
 
 
 def keep(file: Path, rows: Iterable[Mapping[str, Any]], same_run: Sequence[str]) -> list[dict[str, Any]]:
-    """Add the rows to the file, replacing those that agree with one of them in all of `same_run`; return all it holds.
+    """Add rows to the file, and return all; they replace old rows with the same values in all of `same_run`.
 
     Raises:
-        UserError: if the file holds something else, or cannot be written.
+        UserError: if the file does not hold results, or cannot be written.
     """
     new = [{**row, **about()} for row in rows]
     runs = {tuple(row[name] for name in same_run) for row in new}
@@ -39,10 +39,10 @@ def keep(file: Path, rows: Iterable[Mapping[str, Any]], same_run: Sequence[str])
 
 
 def read(file: Path, needed: Sequence[str]) -> list[dict[str, Any]]:
-    """The rows in the file, each with at least the fields `needed`; none if it does not exist.
+    """Return the rows in the file, each with at least the fields `needed`; none if there is no file.
 
     Raises:
-        UserError: if the file holds something else.
+        UserError: if the file does not hold such rows.
     """
     if file.suffix != ".json":
         raise UserError(f"--results must be a file that ends in .json, got {file}")
@@ -60,7 +60,7 @@ def read(file: Path, needed: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def about() -> dict[str, str]:
-    """The machine, the versions and, in a checkout, the commit."""
+    """Return the machine, the versions and, in a checkout, the commit."""
     facts = {
         "machine": f"{_processor()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
@@ -68,10 +68,8 @@ def about() -> dict[str, str]:
     }
     try:
         commit = _git("rev-parse", "--short", "HEAD")
-        changed = _git(
-            "status", "--porcelain", "--", "."
-        )  # the package; figures that this run has written do not count
-    except (OSError, subprocess.SubprocessError):  # no git, or no checkout: installed from a package
+        changed = _git("status", "--porcelain", "--", ".")  # of the package only: this run has written results
+    except (OSError, subprocess.SubprocessError):  # no git, or no checkout
         return facts
     return {**facts, "commit": f"{commit}-dirty" if changed else commit}
 

@@ -1,13 +1,26 @@
 """Collectives, messages, and their adjoints. This layer knows nothing of losses.
 
-`communicator` states the operations; `maps` has the table of linear maps and their adjoints, and `nonlinear` the rest;
-`nodes` makes them differentiable and `order` keeps the backward pass in the order of the calls. A `transport` moves the
-bytes: `torch_distributed`, `mpi` or `local`. `handshake` and `messages` make all ranks agree or all raise.
+communicator   the operations
+handle         a nonblocking operation, to be waited for
+select         the communicator that `group=` means
+
+entry          enter a call; row_entry: with rows; message_entry: one end of a message
+arguments      checks of one rank's arguments; binding: of a call's signature
+handshake      all ranks agree, or all raise; statement: its bytes
+messages       both ends of a message agree, or both raise
+
+maps           the table of linear maps and their adjoints; point_to_point: send and receive
+nonlinear      maximum, minimum and product
+nodes          maps in autograd's graph
+order          the backward pass in the order of the calls; call: one of them
+compiled       under torch.compile
+
+transport      the interface that moves bytes; wire: the dtypes that it moves
+               torch_distributed, mpi (mpi_transport) and local implement it
 """
 
 from .communicator import Communicator
 from .handle import Handle
-from .handshake import handshake
 from .local import LocalCommunicator
 from .mpi import MPICommunicator
 from .select import Group, select_communicator
@@ -22,6 +35,5 @@ __all__ = [
     "LocalCommunicator",
     "MPICommunicator",
     "TorchCommunicator",
-    "handshake",
     "select_communicator",
 ]

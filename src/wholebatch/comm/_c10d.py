@@ -1,4 +1,4 @@
-"""What torch.distributed calls by other names from release to release, or has no public name for; in one place."""
+"""Functions of torch.distributed whose names differ between releases or are private, in one place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# The functional collectives, for compiled graphs; their home is private in torch, and the only one.
+# The functional collectives, for compiled graphs; torch has them in a private module only.
 functional = SimpleNamespace(
     all_gather=getattr(_functional, "all_gather_single_autograd", None) or _functional.all_gather_tensor_autograd,
     reduce_scatter=getattr(_functional, "reduce_scatter_single_autograd", None)
@@ -28,11 +28,11 @@ _NAMING = "_process_group_name"
 
 @contextmanager
 def next_group_is_named(name: str) -> Iterator[None]:
-    """Inside, `dist.new_group` gives a group this name, under which its ranks meet in the store.
+    """Give the next `dist.new_group` inside this name, under which its ranks meet in the store.
 
-    torch makes a name of the group's ranks and of how many groups this rank knows. Ranks that have not been in the same
-    groups so far would wait for each other under different names; and after a group's end its name comes again, with
-    the addresses of those who are gone. Where a release of torch names groups elsewhere, its own name stays.
+    torch makes a name from the group's ranks and the number of groups that this rank knows. Ranks that have not been in
+    the same groups so far would wait for each other under different names; and after a group's end its name returns,
+    with the addresses of ranks that are gone. Where a release of torch names groups elsewhere, torch's name stays.
     """
     naming = getattr(distributed_c10d, _NAMING, None)
     if naming is None:

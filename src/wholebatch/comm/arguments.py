@@ -1,4 +1,4 @@
-"""What a rank can see of its own arguments, one precondition each; every message shows expected, got and the fix."""
+"""Checks of a rank's arguments to collectives, one precondition each; every message shows expected, got and the fix."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_tensor(name: str, x: object) -> None:
 
 
 def checked_dim(x: Tensor, dim: int) -> int:
-    """`dim`, counted from the front."""
+    """Return `dim`, counted from the front."""
     if x.dim() == 0:
         raise ValueError("x must have at least one dimension, its rows; got a 0-dimensional tensor")
     if not isinstance(dim, int) or isinstance(dim, bool) or not -x.dim() <= dim < x.dim():
@@ -41,7 +41,7 @@ def without(shape: torch.Size, dim: int) -> list[int]:
 def checked_counts(
     counts: Sequence[int], size: int, rows: int | None, x: Tensor, name: str = "counts", rank: int | None = None
 ) -> None:
-    """One count per rank, none negative; they ask for x's rows: all of them, or `rank`'s own."""
+    """Check one count per rank, none negative, which fit x's rows: all of them, or those of `rank`."""
     found = check_sequence(name, counts, "numbers of rows, one for each rank")
     if len(found) != size or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in found):
         raise ValueError(f"{name} must have one entry per rank, {size}, integers, none negative; got {shown(counts)}")
@@ -51,7 +51,7 @@ def checked_counts(
 
 
 def parts(counts: Sequence[int] | None, size: int, x: Tensor, dim: int, name: str = "counts") -> Sequence[int]:
-    """How x's entries along `dim` are distributed over the ranks; by default as evenly as possible."""
+    """Return how many of x's entries along `dim` go to each rank; by default as evenly as possible."""
     if counts is None:
         return Partition.even(x.shape[dim], size).counts
     checked_counts(counts, size, x.shape[dim], x, name)
@@ -59,7 +59,7 @@ def parts(counts: Sequence[int] | None, size: int, x: Tensor, dim: int, name: st
 
 
 def checked_op(op: str, x: Tensor, ops: tuple[str, ...]) -> str:
-    """`op` exists and is defined for x's dtype."""
+    """Return `op`, which exists and is defined for x's dtype."""
     check_choice("op", op, ops)
     if x.dtype == torch.bool:
         raise ValueError("booleans have no sums; cast x to an integer dtype")

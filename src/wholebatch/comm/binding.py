@@ -2,7 +2,7 @@
 
 Python refuses a missing or an unknown argument before the function's first line runs, so the rank that made the
 mistake would never reach the handshake in which the other ranks wait. So collective functions bind their arguments
-themselves, and state the complaint in the handshake.
+first, and state a complaint in the handshake.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class CallError(TypeError):
 def bound(
     function: Callable[_P, _R], refuse: Callable[[CallError, tuple[Any, ...], dict[str, Any]], object]
 ) -> Callable[_P, _R]:
-    """Return the function, which calls `refuse(error, args, kwargs)` where its arguments do not fit.
+    """Return a function that calls `refuse(error, args, kwargs)` where its arguments do not fit the signature.
 
-    `refuse` tells the other ranks, and raises on all of them; if it returns, the error is this rank's alone.
+    `refuse` raises on all ranks, in a handshake; if it returns, the error is raised on this rank alone.
     """
     signature = inspect.signature(function)
 

@@ -6,24 +6,43 @@ import sys
 import time
 import weakref
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor
 
 from .handshake import handshake
-from .maps import Finish, Map
-from .transport import Checked, Transport, named
+from .maps import Map
+from .transport import Checked, Finish, Transport, named
 
-if TYPE_CHECKING:
-    from .order import Order
+
+class CallOrder(Protocol):
+    """The record of the calls that the backward pass has to reverse; `order.Order` keeps it."""
+
+    def enter(self, call: Call) -> Call:
+        """Return the call with the next place in the order."""
+
+    def keep(self, call: Call, token: Tensor, y: Tensor | None = None) -> None:
+        """Record that the backward pass must reach this call, which gave y."""
+
+    def reached(self, call: Call) -> None:
+        """Record that the backward pass has reached the call."""
+
+    def withdraw(self, index: int) -> None:
+        """Record that the backward pass need not reach the call at this place."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """What has to be known of a call when it is run, and again when its adjoint is.
+    """The settings of a call, for its run and for that of its adjoint.
 
-    `name` is the same on all ranks where the operation is collective. `index` is the call's place in `order`, None
-    where nobody keeps account.
+    Args:
+        transport: the ranks.
+        name: the same on all ranks where the operation is collective.
+        collective: whether all ranks make the call; a message has two ends.
+        check: how the ranks make sure that they make the same call.
+        trace: whether a run prints one line.
+        index: the call's place in `order`; None where there is no record.
+        order: the record, which the call does not keep alive.
     """
 
     transport: Transport
@@ -32,7 +51,7 @@ class Call:
     check: Checked = False
     trace: bool = False
     index: int | None = None
-    order: weakref.ref[Order] | None = field(default=None, repr=False)
+    order: weakref.ref[CallOrder] | None = field(default=None, repr=False)
 
     @property
     def adjoint(self) -> Call:
@@ -40,33 +59,33 @@ class Call:
         return replace(self, name=f"adjoint of {self.name}", index=None, order=None)
 
     @property
-    def _kept_by(self) -> Order | None:
-        """The order, if there is one and it still exists."""
+    def _kept_by(self) -> CallOrder | None:
+        """The record, if there is one and it still exists."""
         return self.order() if self.order is not None else None
 
     def again(self) -> Call:
-        """The call, with the next place in its order."""
+        """Return the call with the next place in its order."""
         order = self._kept_by
         return self if order is None else order.enter(self)
 
     def keep(self, token: Tensor, y: Tensor | None = None) -> None:
-        """The backward pass has to come to this call, which gave y."""
+        """Record that the backward pass must reach this call, which gave y."""
         if order := self._kept_by:
             order.keep(self, token, y)
 
     def reached(self) -> None:
-        """Tell the order that the backward pass has come to this call."""
+        """Record that the backward pass has reached this call."""
         if order := self._kept_by:
             order.reached(self)
 
     def withdraw(self) -> None:
-        """The backward pass need not come to this call."""
+        """Record that the backward pass need not reach this call."""
         order = self._kept_by
         if order is not None and self.index is not None:
             order.withdraw(self.index)
 
-    def agree(self, map: Map, *, uses: bool = True) -> bool:
-        """With checking: all ranks are about to make this call, or all raise. Returns whether any rank `uses` it."""
+    def validate(self, map: Map, *, uses: bool = True) -> bool:
+        """Return whether any rank `uses` the map's result; with checking, all ranks make this call or all raise."""
         if not (self.collective and map.moves_data):
             return uses or not self.collective
         if self.check is not True:
@@ -75,11 +94,11 @@ class Call:
         return any(facts["uses"] for facts in everyone)
 
     def run(self, map: Map, x: Tensor) -> Tensor:
-        """map(x)."""
+        """Return map(x)."""
         return self.start(map, x)()
 
     def start(self, map: Map, x: Tensor) -> Finish:
-        """map.start(x); what goes wrong there, or in waiting for it, is reported under this call's name."""
+        """Start map(x); a failure there, or in waiting for it, is reported under this call's name."""
         what, begin = f"{self.name}, {signature(x)}", time.perf_counter()
         finish = named(self.transport, what, self.check, lambda: map.start(x.detach()))
 
@@ -95,5 +114,5 @@ class Call:
 
 
 def signature(x: Tensor) -> str:
-    """Dtype and shape, as in `float32(4, 3)`."""
+    """Return dtype and shape, as in `float32(4, 3)`."""
     return f"{str(x.dtype).removeprefix('torch.')}({', '.join(map(str, x.shape))})"

@@ -1,10 +1,9 @@
-"""What a nonblocking operation returns, and must be waited for exactly once."""
+"""The handle of a nonblocking operation, which must be waited for exactly once."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,12 +12,9 @@ from . import nodes
 from .compiled import eager
 from .transport import ABANDONED
 
-if TYPE_CHECKING:
-    from .communicator import Communicator
-
 
 class Handle:
-    """An operation under way. `wait()` it once, on the communicator that started it; do not write to its input before.
+    """An operation under way: `wait()` for it once, and do not write to its input before.
 
     A handle that is dropped leaves an operation without an end: the communicator then raises at its next call (with
     checking, on every rank), and the buffers stay in memory.
@@ -26,31 +22,33 @@ class Handle:
 
     def __init__(
         self,
-        comm: Communicator,
         flight: nodes.Flight,
         ticket: Tensor,
         x: Tensor,
         *,
-        verify: Callable[[], bool] | None = None,
+        verify: Callable[[], bool] | None,
         arrange: Callable[[Tensor], Tensor | None],
+        on_drop: Callable[[str], None],
     ) -> None:
-        self._comm, self._flight, self._ticket = comm, flight, ticket
+        self._flight, self._ticket = flight, ticket
         self._x: Tensor | None = x
         self._version = 0 if x.is_inference() else x._version
         self._verify, self._arrange = verify, arrange
+        self._on_drop = on_drop  # also keeps the communicator and its order alive
         self.name = flight.start_call.name
 
     @property
     def under_way(self) -> bool:
-        """Whether it has still to be waited for."""
+        """Whether nobody has waited for it yet."""
         return self._x is not None
 
     @eager
     def wait(self) -> Tensor | None:
-        """The operation's result, None for a send.
+        """Return the operation's result, None for a send.
 
         Raises:
-            ValueError: if this handle has been waited for already, or the two ends of a message do not fit (checking).
+            ValueError: if this handle has been waited for already, or, with checking, if the two ends of a message do
+                not match.
             RuntimeError: if the operation's input was modified in place while it was under way.
             CommunicationError: if the operation failed or timed out.
         """
@@ -58,20 +56,18 @@ class Handle:
             raise ValueError(f"{self.name} has been waited for already; wait once and keep the result")
         x, self._x = self._x, None
         ticket, self._ticket = self._ticket, torch.empty(0)
-        agreed = self._verify is None
+        verified = self._verify is None
         try:
             joins = self._verify is None or self._verify()
-            agreed = True
+            verified = True
             y = nodes.wait(self._flight, ticket) if joins else nodes.wait_without_gradient(self._flight)
         except Exception:
             ABANDONED.append(self._flight)
-            if not agreed:
-                self._flight.start_call.withdraw()  # its result has not come, so no backward pass waits for its start
+            if not verified:
+                self._flight.start_call.withdraw()  # there is no result, so no backward pass waits for its start
             raise
         if not x.is_inference() and x._version != self._version:
-            raise RuntimeError(
-                f"the input of {self.name} was modified in place before wait(); what arrived is undefined"
-            )
+            raise RuntimeError(f"the input of {self.name} was modified in place before wait(); its result is undefined")
         return self._arrange(y)
 
     def __repr__(self) -> str:
@@ -79,6 +75,6 @@ class Handle:
 
     def __del__(self) -> None:
         if getattr(self, "_x", None) is not None:
-            self._comm._dropped.append(self.name)
+            self._on_drop(self.name)
             ABANDONED.append((self._flight, self._verify))
             warnings.warn(f"the handle of {self.name} was dropped without wait()", ResourceWarning, stacklevel=2)

@@ -1,4 +1,4 @@
-"""The communicator of one process: every collective is the identity."""
+"""The communicator of one process, for which every collective is the identity."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .communicator import Communicator
-from .maps import Finish, Loss
-from .transport import Transport, done
+from .maps import Loss
+from .transport import Finish, Transport, done
 
 
 class LocalTransport(Transport):
-    """Size 1, rank 0; messages to itself wait in a queue."""
+    """One rank, whose messages to itself wait in a queue."""
 
     rank, size, max_tag = 0, 1, 2**31 - 1
 
@@ -58,7 +58,7 @@ class LocalTransport(Transport):
 
 
 class LocalCommunicator(Communicator):
-    """Size 1, rank 0, no process group: what every `group=None` becomes when nothing is initialized.
+    """One rank without a process group; `group=None` means this one where torch.distributed is not initialized.
 
     The arguments are those of every :class:`Communicator`.
     """

@@ -1,4 +1,4 @@
-"""The autograd nodes: one for a map, two for a map that is started here and waited for there.
+"""The autograd nodes: one for a map, two for a map that starts in one place and is waited for in another.
 
 The backward of each node is the map's adjoint, run through these same nodes, so that gradients can be differentiated
 again. None of them writes into the gradient that autograd hands over: another branch of the graph may hold it too.
@@ -8,8 +8,8 @@ again. None of them writes into the gradient that autograd hands over: another b
     ticket = start(map, x)                x_bar  = wait(ticket')
     y      = wait(ticket)                 ticket' = start(map.adjoint, y_bar)
 
-Read from below, the right column is the left one with the adjoint in the place of the map: the backward of the wait
-starts, and the backward of the start waits. The tickets carry no numbers, only the order.
+Read from below, the right column is the left one with the adjoint instead of the map: the backward of the wait starts,
+and the backward of the start waits. The tickets carry no numbers, only the order.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .call import Call
-from .maps import Finish, LinearMap
+from .maps import LinearMap
+from .transport import Finish
 
 # An input that always requires a gradient: the node exists, and its adjoint runs, on ranks whose x needs none.
 ALWAYS = torch.empty(0, requires_grad=True)
 
-_Kind = tuple[torch.Size, torch.dtype, torch.device]  # what a cotangent of zeros is made of
+_Kind = tuple[torch.Size, torch.dtype, torch.device]  # of a cotangent of zeros
 
 
 def _kind(y: Tensor) -> _Kind:
@@ -40,7 +41,7 @@ def _zeros(kind: _Kind) -> Tensor:
 
 
 def apply(map: LinearMap, x: Tensor, call: Call) -> Tensor:
-    """map(x), differentiable."""
+    """Return map(x), differentiable."""
     if not is_differentiable(x):
         return call.run(map, x)
     y, token = _Apply.apply(x, ALWAYS, map, call)
@@ -49,7 +50,7 @@ def apply(map: LinearMap, x: Tensor, call: Call) -> Tensor:
 
 
 def is_differentiable(x: Tensor) -> bool:
-    """Whether a gradient may come back to x: on every rank alike, whether or not x requires one on this rank."""
+    """Return whether a gradient may come back to x: the same on every rank, whether or not its x requires one."""
     return torch.is_grad_enabled() and (x.is_floating_point() or x.is_complex())
 
 
@@ -66,7 +67,7 @@ class _Apply(Function):
     def backward(ctx: Any, grad: Tensor | None, _token: Tensor | None) -> tuple[Tensor | None, None, None, None]:
         ctx.call.reached()
         adjoint: LinearMap = ctx.map.adjoint
-        used = ctx.call.adjoint.agree(adjoint, uses=grad is not None)
+        used = ctx.call.adjoint.validate(adjoint, uses=grad is not None)
         if not used:
             return None, None, None, None  # no rank's loss depends on it: no gradient, rather than one of zeros
         if grad is None:
@@ -75,28 +76,28 @@ class _Apply(Function):
 
 
 class Flight:
-    """A map under way, between its start and its wait."""
+    """A map between its start and its wait."""
 
     def __init__(self, map: LinearMap, call: Call) -> None:
         self.map, self.start_call = map, call
         self.wait_call = replace(call, name=f"wait for {call.name}", index=None)
         self._finish: Finish | None = None
         self.output: _Kind | None = None
-        self.adjoint: Flight | None = None  # put under way by the backward of the wait
+        self.adjoint: Flight | None = None  # started by the backward of the wait
 
     def take_off(self, x: Tensor) -> None:
-        """Put map(x) under way."""
+        """Start map(x)."""
         self._finish = self.start_call.start(self.map, x)
 
     def land(self) -> Tensor:
-        """Wait for the result; what was kept for it is let go."""
+        """Return the result, and free all that was kept for it."""
         assert self._finish is not None
         y, self._finish = self._finish(), None
         return y
 
 
 def start(map: LinearMap, x: Tensor, call: Call) -> tuple[Flight, Tensor]:
-    """Put map(x) under way, differentiable; the second result is the ticket to wait with."""
+    """Start map(x), differentiable; the second result is the ticket to wait with."""
     flight = Flight(map, call)
     if not is_differentiable(x):
         flight.take_off(x)
@@ -107,7 +108,7 @@ def start(map: LinearMap, x: Tensor, call: Call) -> tuple[Flight, Tensor]:
 
 
 def wait(flight: Flight, ticket: Tensor) -> Tensor:
-    """The result of a map that is under way."""
+    """Return the result of a map that is under way."""
     flight.wait_call = flight.wait_call.again()  # its place is where it is called, not where its start was
     if not (torch.is_grad_enabled() and ticket.requires_grad):
         return wait_without_gradient(flight)
@@ -117,7 +118,7 @@ def wait(flight: Flight, ticket: Tensor) -> Tensor:
 
 
 def wait_without_gradient(flight: Flight) -> Tensor:
-    """The result of a map under way that turned out to take no part in the backward pass."""
+    """Return the result of a map under way that turned out to take no part in the backward pass."""
     flight.start_call.withdraw()
     return flight.land()
 
@@ -155,7 +156,7 @@ class _Wait(Function):
 
 
 def _start_adjoint(flight: Flight, grad: Tensor | None) -> Tensor:
-    """Put the adjoint under way; its ticket is the gradient of the forward's ticket."""
+    """Start the adjoint; its ticket is the gradient of the forward's ticket."""
     if grad is None:
         if flight.output is None:
             raise RuntimeError(
@@ -164,6 +165,6 @@ def _start_adjoint(flight: Flight, grad: Tensor | None) -> Tensor:
             )
         grad = _zeros(flight.output)
     call = flight.start_call.adjoint
-    call.agree(flight.map.adjoint)
+    call.validate(flight.map.adjoint)
     flight.adjoint, ticket = start(flight.map.adjoint, grad, call)
     return ticket

@@ -1,4 +1,4 @@
-"""Maximum, minimum and product over the ranks, with their gradients. They are not linear, so they have no adjoint.
+"""Maximum, minimum and product over the ranks, which are not linear and have no adjoint, with their gradients.
 
 With g = sum_q y_bar_q over ranks for the sum of the ranks' losses, or y_bar itself for one replicated loss:
 
@@ -21,13 +21,15 @@ from torch.autograd import Function
 from .._autograd import once_differentiable
 from .._precision import accumulation_dtype
 from .call import Call
-from .maps import AllReduce, Finish, Loss, Map, wide
+from .maps import AllReduce, Loss, Map
 from .nodes import ALWAYS, apply, is_differentiable
+from .transport import Finish
+from .wire import wide
 
 
 @dataclass(frozen=True)
 class Reduction(Map):
-    """y = op_q x_q on every rank; half precision in float32."""
+    """Reduce elementwise: y = op_q x_q on every rank; half precision in float32."""
 
     op: str
 
@@ -37,7 +39,7 @@ class Reduction(Map):
 
 
 def reduce_nonlinearly(x: Tensor, op: str, call: Call, loss: Loss) -> Tensor:
-    """max_q x_q, min_q x_q or prod_q x_q on every rank, differentiable."""
+    """Return max_q x_q, min_q x_q or prod_q x_q on every rank, differentiable."""
     reduction = Reduction(call.transport, op)
     if not is_differentiable(x):
         return call.run(reduction, x)
@@ -48,7 +50,7 @@ def reduce_nonlinearly(x: Tensor, op: str, call: Call, loss: Loss) -> Tensor:
 
 
 class _Extremum(Function):
-    """y = max_q x_q or min_q x_q."""
+    """The node of y = max_q x_q or min_q x_q."""
 
     @staticmethod
     def forward(
@@ -71,7 +73,7 @@ class _Extremum(Function):
 
 
 class _Product(Function):
-    """y = prod_q x_q."""
+    """The node of y = prod_q x_q."""
 
     @staticmethod
     def forward(
@@ -97,7 +99,7 @@ class _Product(Function):
 
 
 def _over_losses(grad: Tensor, call: Call, loss: Loss) -> Tensor:
-    """g: the cotangents of the copies of y, summed over the ranks' losses, or of the one replicated loss."""
+    """Return g: the cotangents of y, summed over the ranks' losses, or that of the one replicated loss."""
     adjoint = AllReduce(call.transport, loss=loss).adjoint
-    call.adjoint.agree(adjoint)
+    call.adjoint.validate(adjoint)
     return apply(adjoint, grad, call.adjoint)

@@ -1,16 +1,16 @@
 """The backward pass runs the adjoints in exactly the reverse order of the calls, on every rank.
 
 Autograd alone does so only while all ranks build the same graph. A rank whose loss does not use a result, or that
-only sent, has nothing that leads back to its call: it would never enter the adjoint, and the others wait for it.
+only sent, has no path back to its call: it would never enter the adjoint, and the others would wait for it.
 
 So every call that may need a gradient leaves a token: an output without entries, which `Order` keeps. `backward`
 starts at the loss, if this rank has one, and at all tokens: then every call is reached. The engine runs the nodes that
-are ready by falling sequence number, that is, the youngest first. A node's consumers are younger than the node, so
-the youngest node that has not run is always ready, and the nodes of one thread run in exactly the reverse order of
-their creation. (One thread: with nodes on several devices the engine would use several; `backward` switches that
-off.) That this holds is checked at every call.
+are ready in falling order of their sequence numbers, the youngest first. A node's consumers are younger than the node,
+so the youngest node that has not run is always ready, and the nodes of one thread run in exactly the reverse order of
+their creation. (One thread: with nodes on several devices the engine would use several; `backward` switches that off.)
+Every call checks this order.
 
-A plain `loss.backward()` reaches what the loss depends on. That is enough where all ranks have the same graph.
+A plain `loss.backward()` reaches the calls on which the loss depends. That is enough where all ranks have one graph.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MANY = 1000  # calls without a backward pass; each keeps the graph of its input
 
 
 class Order:
-    """The calls on this rank that no backward pass has reversed yet; shared by a communicator and its parts."""
+    """The calls on this rank that no backward pass has reversed yet; a communicator shares it with its parts."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, _Waiting] = {}
@@ -45,15 +45,15 @@ class Order:
         self._reached: set[int] = set()  # by a plain backward pass that is under way
 
     def waiting(self) -> list[Call]:
-        """The calls that have to be reversed, the oldest first."""
+        """Return the calls that have to be reversed, the oldest first."""
         self._waiting = {index: one for index, one in self._waiting.items() if one.root() is not None}
         return [one.call for one in self._waiting.values()]
 
     def enter(self, call: Call) -> Call:
-        """The call, with its place in this order.
+        """Return the call with its place in this order.
 
-        A call inside a backward pass (recomputed by checkpointing, or in a gradient's own graph) gets none: that pass
-        reaches it without our help.
+        A call inside a backward pass (recomputed by checkpointing, or in a gradient's graph) gets none: that pass
+        reaches it by itself.
         """
         if in_backward():
             return call
@@ -61,26 +61,26 @@ class Order:
         return replace(call, index=self._count, order=weakref.ref(self))
 
     def keep(self, call: Call, token: Tensor, y: Tensor | None = None) -> None:
-        """The call's node exists, and has to run in the backward pass; y is what it gave."""
+        """Record that the call's node exists, and has to run in the backward pass; y is its result."""
         if not self._waiting:
             self._thread = threading.get_ident()
         elif self._thread != threading.get_ident():
             raise RuntimeError(
                 f"{call.name}: this communicator's calls have come from two threads, which have no common order to "
-                "reverse; give each thread a communicator of its own"
+                "reverse; give each thread a separate communicator"
             )
         assert call.index is not None
         self._waiting[call.index] = _Waiting(call, token, has_entries=y is None or y.numel() > 0)
         if len(self._waiting) % _MANY == 0:
             warnings.warn(
                 f"{len(self._waiting)} operations of this communicator wait for a backward pass, and keep the graphs "
-                "of their inputs in memory; compute what needs no gradient under torch.no_grad()",
+                "of their inputs in memory; compute results that need no gradient under torch.no_grad()",
                 RuntimeWarning,
                 stacklevel=4,
             )
 
     def withdraw(self, index: int) -> None:
-        """The call has turned out to need no adjoint, on any rank."""
+        """Record that the call needs no adjoint, on any rank."""
         self._waiting.pop(index, None)
 
     def backward(self, loss: Tensor | None, gradient: Tensor | None, retain_graph: bool) -> None:
@@ -105,7 +105,7 @@ class Order:
             self._in_backward = False
 
     def reached(self, call: Call) -> None:
-        """The backward pass has come to the call."""
+        """Record that the backward pass has reached the call."""
         assert call.index is not None
         self._waiting.pop(call.index, None)
         if self._in_backward:
@@ -120,18 +120,17 @@ class Order:
             _after_this_pass(self._forget_unused)
 
     def _refuse_messages(self) -> None:
-        """A plain backward pass never comes to a send: its gradient would be missing, and its receiver would wait."""
+        """Raise an error: a plain backward pass never reaches a send, whose gradient and receiver would wait for it."""
         names = [call.name for call in self.waiting() if not call.collective]
         raise RuntimeError(
-            f"loss.backward() cannot take part in the backward pass of messages ({', '.join(names) or 'a recv'}): what "
-            "was sent has no output, so its gradient would be missing. Call comm.backward(loss) in its place, on both "
-            "ranks"
+            f"loss.backward() cannot take part in the backward pass of messages ({', '.join(names) or 'a recv'}): a "
+            "send has no output, so its gradient would be missing. Call comm.backward(loss) instead, on both ranks"
         )
 
     def _forget_unused(self) -> None:
-        """At the end of a plain pass: what no loss used must not pile up, so it waits only as long as others hold it.
+        """Keep unused calls, at the end of a plain pass, only as long as others hold them, so that they do not pile up.
 
-        Not a result without entries, as on a rank that is not the root of a gather: it is often dropped.
+        This spares results without entries, as on a rank that is not the root of a gather: these are often dropped.
         """
         newest, self._reached = max(self._reached, default=0), set()
         for index, one in self._waiting.items():
@@ -141,7 +140,7 @@ class Order:
 
 @dataclass
 class _Waiting:
-    """A call that has to be reversed, and what its backward pass starts from."""
+    """A call that has to be reversed, and the root of its backward pass."""
 
     call: Call
     token: Tensor | None
@@ -154,7 +153,7 @@ class _Waiting:
             self.node, self.token = weakref.ref(self.token.grad_fn), None
 
     def root(self) -> Any:
-        """The token, or its place in the graph if that is still alive."""
+        """Return the token, or its place in the graph if that is still alive."""
         if self.token is not None:
             return self.token
         node = self.node()
@@ -162,7 +161,7 @@ class _Waiting:
 
 
 def in_backward() -> bool:
-    """Whether this thread is running a backward pass."""
+    """Return whether this thread is running a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -1,4 +1,4 @@
-"""From what a user passes as `group=` to a communicator."""
+"""The communicator for the argument `group=`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .torch_distributed import TorchCommunicator
 
 Group = Communicator | dist.ProcessGroup | DeviceMesh | None
 
-# How many processes a launcher has started, as it tells them: torchrun, Open MPI, MPICH and its relatives.
+# Variables with the number of processes that a launcher has started: torchrun, Open MPI, MPICH and its relatives.
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _LAUNCHED = ("WORLD_SIZE", *MPI_SIZES)
 
 
 def check_group(group: object) -> None:
-    """group is something of which `select_communicator` can make a communicator, when the time comes."""
+    """Raise ValueError unless `select_communicator` may later make a communicator of `group`."""
     known = group is None or isinstance(group, Communicator | dist.ProcessGroup | DeviceMesh)
     if not known and group is not dist.GroupMember.NON_GROUP_MEMBER and not _of_mpi4py(group):
         raise ValueError(
@@ -35,7 +35,7 @@ def _of_mpi4py(group: object) -> bool:
 
 
 def select_communicator(group: object) -> Communicator:
-    """The communicator that `group` stands for.
+    """Return the communicator that `group` stands for.
 
     A communicator is itself; a process group or a one-dimensional mesh is a `TorchCommunicator`, mpi4py's communicator
     an `MPICommunicator`; None is the default process group at the time of the call, or this process alone where
@@ -56,7 +56,7 @@ def select_communicator(group: object) -> Communicator:
             if launched_processes(variable) > 1:
                 raise ValueError(
                     f"a launcher has started {os.environ[variable]} processes ({variable}), but torch.distributed is "
-                    "not initialized: each would take its own rows for the whole batch. Call "
+                    "not initialized: each would take its local rows for the whole batch. Call "
                     "torch.distributed.init_process_group(), or pass group=wholebatch.comm.MPICommunicator() under "
                     "mpiexec, or group=wholebatch.comm.LocalCommunicator()"
                 )
@@ -68,7 +68,7 @@ def select_communicator(group: object) -> Communicator:
 
 
 def launched_processes(variable: str) -> int:
-    """The number of processes that a launcher has started, from an environment variable; 1 if that is not set.
+    """Return the number of processes that a launcher has started, from an environment variable; 1 if it is not set.
 
     Raises:
         ValueError: if it is no such number.

@@ -1,9 +1,9 @@
-"""What a rank states in a handshake, as bytes that cannot be mistaken for data.
+"""A rank's statement in a handshake, as bytes that cannot be mistaken for data.
 
     wholebatch-1 LLLLLLLL CCCCCCCC {"caller": "clip_loss", ...}     L: length, C: CRC-32 of the JSON text, both in hex
 
-A rank that reads something else has met another rank in the middle of another operation: what it read may be
-features. The prefix, the length and the checksum tell, and the error says what the other rank is probably doing.
+A rank that reads other bytes has met another rank in the middle of another operation: the bytes may be features. The
+prefix, the length and the checksum show it, and the error names the likely mistake of the other rank.
 """
 
 from __future__ import annotations

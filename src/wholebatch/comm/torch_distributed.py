@@ -1,4 +1,4 @@
-"""A torch.distributed process group, any backend, uneven rows included."""
+"""Communicate over a torch.distributed process group of any backend, with uneven rows too."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _c10d
 from .communicator import Communicator
-from .maps import SIZE_CLASSES, Finish, Loss
-from .transport import Failed, Message, Transport, done
+from .maps import Loss
+from .point_to_point import SIZE_CLASSES
+from .transport import Failed, Finish, Message, Transport, done
 
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -25,11 +26,12 @@ _REDUCE_OPS = {
 }
 
 
+# Each group's messages that did not match, which all communicators over it share.
 _FAILED: WeakKeyDictionary[dist.ProcessGroup, Failed] = WeakKeyDictionary()
 
 
 class TorchTransport(Transport):
-    """Bytes over a process group."""
+    """Move bytes over a process group."""
 
     max_tag = 2**31 - 1
 
@@ -39,7 +41,8 @@ class TorchTransport(Transport):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.backend = str(dist.get_backend(group))
         self.in_order = "nccl" in self.backend
-        self.size_classes = SIZE_CLASSES if "gloo" in self.backend else 1  # gloo ends a process that gets too much
+        # gloo ends a process that gets more bytes than it expects.
+        self.size_classes = SIZE_CLASSES if "gloo" in self.backend else 1
         self._default_group: Any = dist.group.WORLD
         named: Any = self._default_group if group is None else group
         self.group_name = named.group_name
@@ -88,14 +91,14 @@ class TorchTransport(Transport):
         return self._made_by_split and not self.closed and self._is_alive()
 
     def close(self) -> None:
-        """Let go of the process group, too: its threads and descriptors end with the last that refers to it."""
+        """Also drop the process group: its threads and descriptors end with the last reference to it."""
         if self.ends_with_close:
             dist.destroy_process_group(self._group)
         super().close()
         self._group = self._default_group = None
 
     def _timeout(self) -> timedelta | None:
-        """That of this group's operations, for its parts; None where torch does not tell: its default."""
+        """Return the timeout of this group's operations, for its parts; None where torch does not show it."""
         device = torch.device("cuda" if self.backend == "nccl" else "cpu")
         try:
             group: Any = self.group if self.group is not None else self._default_group
@@ -116,8 +119,8 @@ class TorchTransport(Transport):
         return _after(works, lambda: out.to(x.device), wire)
 
     def all_gather_statements(self, x: Tensor) -> Finish:
-        # gloo tells its all-gather from the broadcasts that move features: a rank that is elsewhere makes the others
-        # time out, and does not write its features over their statements or break their connections.
+        # gloo distinguishes its all-gather from the broadcasts that move features: a rank that is elsewhere makes the
+        # others time out, and does not write its features over their statements or break their connections.
         wire = self._wire(x)
         out = wire.new_empty((self.size, *x.shape[1:]))
         works = [_c10d.all_gather_single(out, wire, group=self.group, async_op=True)]
@@ -133,7 +136,7 @@ class TorchTransport(Transport):
         return out, [_after(of_rank, lambda: out, x) for of_rank in self._broadcasts(x, out, counts)]
 
     def _broadcasts(self, wire: Tensor, out: Tensor, counts: tuple[int, ...]) -> list[list[Any]]:
-        """Each rank's rows into their place; c10d's handles, by rank."""
+        """Broadcast each rank's rows into their place in `out`; return c10d's handles, by rank."""
         works: list[list[Any]] = []
         for root, part in enumerate(out.split(counts)):
             if root == self.rank:
@@ -199,7 +202,7 @@ class TorchTransport(Transport):
     def swap(self, sends: Sequence[Message], receives: Sequence[Message], channel: int) -> Callable[[], list[Tensor]]:
         if not self.in_order:
             return super().swap(sends, receives, channel)
-        # One by one, NCCL would have each wait for the one before, and ranks that send first for each other.
+        # One by one, on NCCL each would wait for the one before, and ranks that all send first for each other.
         leaving, arriving = ([self._wire(message.x) for message in some] for some in (sends, receives))
         operations = [
             dist.P2POp(operation, wire, group=self.group, group_peer=message.rank)
@@ -230,19 +233,19 @@ class TorchTransport(Transport):
         return _after([work], lambda: wire.to(out.device))
 
     def _wire(self, x: Tensor) -> Tensor:
-        """x on a device that this group's backend can move."""
+        """Return x on a device that this group's backend can move."""
         if x.device.type == "cpu":
             return x.to("cuda") if self.backend == "nccl" else x
         return x if "nccl" in self.backend and x.device.type == "cuda" else x.cpu()
 
     def _copy(self, x: Tensor) -> Tensor:
-        """x on the wire's device, in memory of its own: the backend writes into it."""
+        """Return a copy of x on the wire's device; the backend writes into it."""
         wire = self._wire(x)
         return wire.clone() if wire is x else wire
 
 
 def _after(works: Sequence[Any], result: Callable[[], Tensor], *keep: Tensor) -> Finish:
-    """Wait for c10d's handles, then return `result()`; until then, `keep` stays in memory."""
+    """Return a function that waits for c10d's handles, then returns `result()`; until then, `keep` stays in memory."""
 
     def finish(_keep: tuple[Tensor, ...] = keep) -> Tensor:
         for work in works:

@@ -1,7 +1,7 @@
-"""What moves the bytes. A transport knows nothing of gradients, of checking, or of order: `Communicator` does.
+"""The interface that moves bytes between ranks; it has no gradients, no checking and no order, `Communicator` has.
 
-Tensors come in contiguous and without gradient, and go out new. Rows lie along dimension 0. Every operation is put
-under way at once and returns a function that waits for its result.
+Tensors come in contiguous and without gradient, and go out new. Rows lie along dimension 0. Every operation starts at
+once and returns a function that waits for its result.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Literal, TypeVar
 
 from torch import Tensor
 
-from .maps import Finish
+Finish = Callable[[], Tensor]  # waits for an operation that is under way, and returns its result
 
-# Streams of messages that never mix: data, gradients, what either end says of itself, and the ring exchange's.
+# Streams of messages that never mix: data, gradients, the two ends' statements, and the ring exchange's blocks.
 CHANNELS, RING = 5, 4
 
-
-# Messages to or from a rank, by tag, that did not fit: as many at both ends, whichever communicators they belong to.
+# The number of messages that did not match, by direction, peer and tag. Both ends count alike, and all communicators
+# over the same ranks share the counts.
 Failed = dict[tuple[str, int, int], int]
 
-# Operations that nobody will wait for. gloo breaks its connections when one is forgotten while it is under way, and MPI
-# would write into memory that has been freed: so they stay.
+# Operations that nobody will wait for. gloo breaks its connections when one is freed while it is under way, and MPI
+# would write into freed memory: so they are kept.
 ABANDONED: list[object] = []
 
 
 @dataclass(frozen=True)
 class Message:
-    """A tensor to another rank; or memory for one from there."""
+    """A tensor to send to a rank, or memory for one that comes from there."""
 
     x: Tensor
     rank: int
@@ -42,14 +42,14 @@ class Transport(ABC):
 
     rank: int
     size: int
-    max_tag: int  # of a message, on the wire
-    size_classes = 1  # of messages, each with tags of its own
+    max_tag: int  # the largest tag of a message on the wire
+    size_classes = 1  # groups of message sizes, each with separate tags
     in_order = False  # whether messages of two ranks arrive in the order in which they were sent, whatever their tags
     closed = False
-    group_name: str | None = None  # by which torch knows the ranks, if it does
+    group_name: str | None = None  # torch's name of the process group, if there is one
 
     def __init__(self) -> None:
-        self._own_messages: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+        self._messages_to_self: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
         self.failed: Failed = {}
 
     @abstractmethod
@@ -66,83 +66,90 @@ class Transport(ABC):
 
     @abstractmethod
     def split(self, members: Sequence[int], *, member: bool, name: str) -> Transport | None:
-        """The transport among `members`, ranks of this one in ascending order, for a `member`; None for the others.
+        """Return the transport among `members` if this rank is a `member`, else None.
 
-        Collective over this transport; its ranks may pass different members, of which each includes the rank. `name`
-        is the same on all members, and no other split of any program's has it.
+        Collective over this transport. `members` are ranks of this transport in ascending order; ranks may pass
+        different members, and a member's list includes itself. `name` is the same on all members, and no other split of
+        any program uses it.
         """
 
     @property
     def ends_with_close(self) -> bool:
-        """Whether `split` made what this moves bytes over, for it alone, and it is still there."""
+        """Whether `split` made the group or MPI communicator below, for this transport alone, and it still exists."""
         return False
 
     def close(self) -> None:
-        """Where `ends_with_close`, end what it moves bytes over. From now on every operation raises ValueError."""
+        """Refuse every later operation with a ValueError; where `ends_with_close`, free the group below."""
         self.closed = True
 
     @abstractmethod
     def all_gather(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
-        """(n_r, ...) -> (sum n_r, ...)."""
+        """Concatenate the ranks' rows: (n_r, ...) -> (sum n_r, ...)."""
 
     def all_gather_statements(self, x: Tensor) -> Finish:
-        """(1, n) bytes -> (W, n): what ranks state in a handshake, kept apart on the wire from the data of a loss."""
+        """Gather the statements of a handshake, (1, n) bytes -> (W, n), apart from a loss's data on the wire."""
         return self.all_gather(x, (1,) * self.size)
 
     def stays_on_device(self, x: Tensor) -> bool:
-        """Whether x travels from device to device, so that reading what arrives would make the host wait."""
+        """Whether x travels from device to device, so that reading the result would make the host wait."""
         return False
 
     def all_gather_by_rank(self, x: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, list[Finish]]:
-        """The same, and what to wait for before a rank's rows are there."""
+        """Return the result of `all_gather`, and for each rank a function that waits for its rows.
+
+        With an empty list, all rows have arrived.
+        """
         return self.all_gather(x, counts)(), []
 
     @abstractmethod
     def reduce_scatter(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
-        """(sum n_r, ...) -> (n_r, ...), summed over the ranks."""
+        """Sum over the ranks and distribute the rows: (sum n_r, ...) -> (n_r, ...)."""
 
     @abstractmethod
     def all_reduce(self, x: Tensor, op: str) -> Finish:
-        """x, reduced over the ranks by `op`: "sum", "max", "min" or "prod"."""
+        """Reduce x over the ranks by `op`: "sum", "max", "min" or "prod"."""
 
     @abstractmethod
     def broadcast(self, x: Tensor, root: int) -> Finish:
-        """Root's x."""
+        """Give every rank the root's x."""
 
     @abstractmethod
     def reduce(self, x: Tensor, root: int) -> Finish:
-        """x, summed over the ranks, on the root; zeros elsewhere."""
+        """Sum x over the ranks; the result is on the root, zeros elsewhere."""
 
     @abstractmethod
     def gather(self, x: Tensor, counts: tuple[int, ...], root: int) -> Finish:
-        """(n_r, ...) -> (sum n_r, ...) on the root, (0, ...) elsewhere."""
+        """Concatenate the ranks' rows on the root: (n_r, ...) -> (sum n_r, ...) there, (0, ...) elsewhere."""
 
     @abstractmethod
     def scatter(self, x: Tensor, counts: tuple[int, ...], root: int) -> Finish:
-        """(sum n_r, ...) on the root, anything of the same trailing shape elsewhere -> (n_r, ...)."""
+        """Distribute the root's rows: (sum n_r, ...) -> (n_r, ...).
+
+        The other ranks pass any tensor of the same trailing shape.
+        """
 
     @abstractmethod
     def all_to_all(self, x: Tensor, send_counts: tuple[int, ...], receive_counts: tuple[int, ...]) -> Finish:
-        """(sum of send_counts, ...) -> (sum of receive_counts, ...), the parts in the order of the ranks."""
+        """Send each rank its part, in rank order: (sum of send_counts, ...) -> (sum of receive_counts, ...)."""
 
     def send(self, x: Tensor, dest: int, tag: int, channel: int) -> Finish:
-        """x to rank `dest`; the result is x."""
+        """Send x to rank `dest`; the result is x."""
         if dest != self.rank:
             return self._send(x, dest, tag * CHANNELS + channel)
-        self._own_messages[tag, channel].append(x.clone())
+        self._messages_to_self[tag, channel].append(x.clone())
         return lambda: x
 
     def recv(self, out: Tensor, source: int, tag: int, channel: int) -> Finish:
-        """A tensor like `out`, which may be written to, from rank `source`."""
+        """Receive a tensor like `out`, which may be overwritten, from rank `source`."""
         if source != self.rank:
             return self._recv(out, source, tag * CHANNELS + channel)
-        return lambda: self._own_message(tag, channel)
+        return lambda: self._message_to_self(tag, channel)
 
     def swap(self, sends: Sequence[Message], receives: Sequence[Message], channel: int) -> Callable[[], list[Tensor]]:
-        """All of these messages at once; the result is what was received, in the order of `receives`.
+        """Exchange all of these messages at once; the result has the received tensors in the order of `receives`.
 
-        Ranks that do not tell tags apart list messages to and from each other in the same order, and call this equally
-        often: no call's messages need to be there before the next call's.
+        Ranks whose transport ignores tags list messages to and from each other in the same order, and call this equally
+        often: no call's messages need to arrive before the next call's.
         """
         arriving = [self.recv(message.x, message.rank, message.tag, channel) for message in receives]
         leaving = [self.send(message.x, message.rank, message.tag, channel) for message in sends]
@@ -154,8 +161,8 @@ class Transport(ABC):
 
         return finish
 
-    def _own_message(self, tag: int, channel: int) -> Tensor:
-        messages = self._own_messages[tag, channel]
+    def _message_to_self(self, tag: int, channel: int) -> Tensor:
+        messages = self._messages_to_self[tag, channel]
         if not messages:
             raise ValueError(f"rank {self.rank} waits for a message from itself, tag {tag}, that it has not sent")
         return messages.popleft()
@@ -168,35 +175,35 @@ class Transport(ABC):
 
 
 def done(y: Tensor) -> Finish:
-    """What there is nothing to wait for."""
+    """Return the `Finish` of an operation that is complete already."""
     return lambda: y
 
 
 class CommunicationError(RuntimeError):
-    """An operation failed or timed out under way; the message says which one, on which rank, and what to try."""
+    """An operation failed or timed out under way; the message names the operation and the rank, and suggests a fix."""
 
 
 _T = TypeVar("_T")
 
 
-# Whether the ranks make sure that they make the same call: by a handshake of this call, or not at all. Losses do so
-# once for all collectives of a pass: in a handshake of the loss, before the others.
+# How the ranks make sure that they make the same call: by a handshake of this call (True), not at all (False), or once
+# for all collectives of a loss's pass: in the handshake "of a loss", "before" the others.
 Checked = Literal[True, False, "of a loss", "before"]
 
 _HINTS: dict[Checked, str] = {
     True: "checking is on, so no rank made another call: one did not call at all. It may have failed, or its loss does "
     "not reach this operation; then every rank calls comm.backward(loss), with None for no loss",
-    False: "to be told whether another rank made another call, switch checking on: check=True in the communicator or "
+    False: "to find out whether another rank made another call, switch checking on: check=True in the communicator or "
     "the environment variable WHOLEBATCH_CHECK=1",
     "of a loss": "one rank did not come here. It may have failed or ended, or be elsewhere: in an evaluation that one "
     "rank makes alone, or behind a data loader that gives another rank more batches",
     "before": "this call is not compared itself (check=False), a loss compares its calls once, when its forward or "
-    "backward pass begins: another rank has failed or has been stopped since; look at what it says",
+    "backward pass begins: another rank has failed or has been stopped since; read its error message",
 }
 
 
 def named(transport: Transport, what: str, check: Checked, act: Callable[[], _T]) -> _T:
-    """act(); a failure of the transport becomes a `CommunicationError` that says what was going on."""
+    """Return act(); a failure of the transport becomes a `CommunicationError` that names the operation `what`."""
     try:
         return act()
     except CommunicationError:

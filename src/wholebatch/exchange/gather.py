@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from ..comm import Communicator
-from ..comm.maps import Finish
-from ..comm.transport import named
+from ..comm.transport import Finish, named
 from ..partition import Partition
 from ..sweep import Block
 from .exchange import Exchange, Op, VisitBlock

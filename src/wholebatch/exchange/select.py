@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -13,7 +13,7 @@ from .gather import GatherExchange
 from .ring import RingExchange
 
 ExchangeName = Literal["auto", "gather", "ring"]
-EXCHANGES = ("auto", "gather", "ring")
+EXCHANGES: tuple[ExchangeName, ...] = get_args(ExchangeName)
 _GATHER_BYTES = 2**30  # Y, its gradient, and a buffer of the reduce-scatter
 
 

@@ -1,4 +1,4 @@
-"""Gradient caching for loops that make a big batch of many small ones: decorators for the model's call and the loss.
+"""Gradient caching for a loop that makes a big batch of many small ones: decorators for the model's call and the loss.
 
 @cached                              @cat_input_tensor
 def encode(model, x): ...            def loss_fn(a, b): ...
@@ -23,26 +23,28 @@ from .._checks import check_callable, check_integer
 from .._graph import leaves_of
 from ..comm import Communicator, Group, select_communicator
 from ..comm.select import check_group
+from .chunks import differentiable
 from .held import watched
-from .inputs import own_containers, representations
+from .inputs import new_containers, representations
 from .observe import Observer
+from .one_pass import difference, with_graph
 from .parameter_sync import modules_of
 from .passed_by import check_not_passed_by
 from .replay import Buffers, Replay, without_graph
-from .two_passes import backward_from, difference, differentiable, with_graph, zeros_for_awaited
+from .second_pass import backward_from, zeros_for_awaited
 
-_PENDING: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[_Again]] = weakref.WeakKeyDictionary()
+_PENDING: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[_SecondPass]] = weakref.WeakKeyDictionary()
 
 
 def cached(func: Callable[..., Any]) -> Callable[..., Any]:
-    r"""Decorator of a function that calls a model: its representations come without a graph, and a function with them.
+    r"""Decorate a function that calls a model: it returns representations without a graph, and a second-pass function.
 
     func(\*args, \**kwargs) -> r becomes (\*args, \**kwargs) -> (r, ..., again).
 
     Each r is a leaf that requires a gradient. After the loss's backward pass `again(r, ...)`, or `again([r, ...])`,
     calls func once more, with the random numbers, autocast state and buffers of the first time, and goes backward from
-    r.grad. Modules that func calls, which an engine synchronizes, do so in the last `again` outstanding for them: every
-    r that has a gradient must be gone back to, and every rank makes at least one call of each such module.
+    r.grad. An engine synchronizes its module in the last `again` outstanding for it: call `again` for every r that has
+    a gradient, and make at least one call of each such module on every rank. No handshakes: errors are of one rank.
 
     Args:
         func: returns a tensor, or a tuple of them.
@@ -50,7 +52,7 @@ def cached(func: Callable[..., Any]) -> Callable[..., Any]:
     Raises:
         ValueError: from func's first call, if it returns something else; from `again`, if an r has no gradient, or if
             func reaches parameters past the DistributedDataParallel that holds them (checked once).
-        RuntimeError: from `again`, if the second representation is not the first; gradients are then to be thrown away.
+        RuntimeError: from `again`, if the second representation is not the first; then discard all gradients.
 
     Source: Gao et al., 2021, arXiv:2101.06983.
 
@@ -64,52 +66,52 @@ def cached(func: Callable[..., Any]) -> Callable[..., Any]:
     torch.Size([2])
     """
     check_callable("func", func)
-    looks = [True]  # whether engines are still to be checked
+    unchecked = [True]  # whether engines have still to be checked
 
     @wraps(func)
     def call(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        again = _Again(func, args, kwargs, looks)
+        again = _SecondPass(func, args, kwargs, unchecked)
         return (*again.leaves(), again)
 
     return call
 
 
-class _Again:
-    """The second pass of a call."""
+class _SecondPass:
+    """The function `again` of one call: its second pass."""
 
     def __init__(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], looks: list[bool]
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], unchecked: list[bool]
     ) -> None:
-        self._looks = looks
+        self._unchecked = unchecked
         self._name = getattr(func, "__name__", type(func).__name__)
-        self._call = lambda: representations(func(*own_containers(args), **own_containers(kwargs)), self._name)[0]
+        self._call = lambda: representations(func(*new_containers(args), **new_containers(kwargs)), self._name)[0]
         self._buffers, self._replay, self._done = Buffers(), Replay(), False
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)]
         visible = modules_of(func, *given)
         with Observer(self._buffers).call(func, *given, visible=visible) as called, without_graph():
             self._first = self._call()
         self._engines, self._seen = called.engines, called.seen.values()
-        self._buffers.look()
+        self._buffers.find_moved()
         self._buffers.forget_still()
         for engine in self._engines:
             _PENDING.setdefault(engine.module, weakref.WeakSet()).add(self)
 
     def leaves(self) -> list[Tensor]:
-        """The representations, as leaves."""
+        """Return the representations, as leaves."""
         found = [x.detach() for x in self._first]
         leaves = [x.requires_grad_() if differentiable(x) else x for x in found]
         self._leaves = [weakref.ref(x) for x in leaves]
         return leaves
 
     def outstanding(self) -> bool:
-        """Whether a backward pass has left gradients for this one to take on."""
+        """Return whether a representation has a gradient, from which this pass has still to go backward."""
         leaves = [leaf() for leaf in self._leaves]
         return any(leaf is not None and leaf.grad is not None for leaf in leaves)
 
     def __call__(self, *leaves: Tensor | Sequence[Tensor]) -> None:
         given = [x for leaf in leaves for x in ([leaf] if isinstance(leaf, Tensor) else leaf)]
         if self._done:
-            raise ValueError(f"this call of {self._name} has been gone back through, and its gradient counted")
+            raise ValueError(f"this call of {self._name} has had its second pass already, and its gradient is counted")
         if len(given) != len(self._first):
             raise ValueError(f"{self._name} gave {len(self._first)} representations, got back {len(given)}")
         for number, leaf in enumerate(given):
@@ -123,7 +125,7 @@ class _Again:
         self._done, after = True, self._buffers.now()
         with ExitStack() as stack:
             stack.callback(self._buffers.set, after)
-            look, self._looks[0] = self._looks[0], False
+            checks, self._unchecked[0] = self._unchecked[0], False
             last, held = [], []
             for engine in self._engines:
                 pending = _PENDING[engine.module]
@@ -133,22 +135,22 @@ class _Again:
                     held.append(engine)
                 else:
                     last.append(engine)
-            self._buffers.set([])  # as they were in the beginning
+            self._buffers.set([])  # their first values
             with self._replay.again():
                 second = with_graph(self._call, self._name)
             wrong = difference(self._first, second, self._name)
             both = zip(second, given, strict=True) if wrong is None else ()
             pairs = [(x, y.grad) for x, y in both if x.requires_grad and y.grad is not None]
-            if pairs and look:
+            if pairs and checks:
                 check_not_passed_by(self._name, leaves_of(second), self._seen, self._engines)
-            with watched(held if look else ()) as mistakes:
+            with watched(held if checks else ()) as mistakes:
                 backward_from([*pairs, *zeros_for_awaited(pairs, last)])
         if wrong is not None or mistakes:
             raise wrong or mistakes[0]
 
 
 def cat_input_tensor(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of a loss: arguments that are lists of tensors are joined by rows; others are left alone.
+    """Decorate a loss: arguments that are lists of tensors are joined by rows; others stay as they are.
 
     >>> import torch, wholebatch as wb
     >>> wb.gradcache.cat_input_tensor(lambda x, y: x.shape[0] + y.shape[0])([torch.ones(2, 1)] * 2, y=torch.ones(3, 1))
@@ -171,16 +173,16 @@ def _joined(x: Any) -> Any:
 def gather_input_tensor(
     func: Callable[..., Any] | None = None, axis: int = 0, *, group: Group = None
 ) -> Callable[..., Any]:
-    """Decorator of a loss: tensors are joined with those of all ranks, rank 0's first, along an axis.
+    """Decorate a loss: tensors are joined with those of all ranks, rank 0's first, along an axis.
 
-    Every rank then computes the same loss of all rows; the gradient of a rank's own rows is dL/dx_r, as if L stood on
-    one rank alone. An engine that averages needs `loss * world_size`, or a loss of this library in the place of both.
+    Every rank then computes the same loss of all rows; the gradient of a rank's local rows is dL/dx_r, as if L stood on
+    one rank alone. An engine that averages needs `loss * world_size`, or a loss of this library instead of both.
 
     Collective: a handshake and an all-gather for each tensor. Rows may differ between ranks.
 
     Args:
         func: the loss.
-        axis: along which they are joined.
+        axis: the dimension along which tensors are joined.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
 
     Raises:

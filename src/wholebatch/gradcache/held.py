@@ -1,8 +1,8 @@
 """Check that the `hold` of a registered SyncControl keeps the engine from reducing gradients.
 
-In a pass that is held, gradients add up in the parameters' `.grad`. An engine that reduces them all the same averages
+In a pass that is held, gradients add up in the parameters' `.grad`. An engine that reduces them nevertheless averages
 `.grad`, or takes it away (DeepSpeed's ZeRO does). Then only the last chunk counts, on all ranks alike: the loss is
-right, and no rank differs from another. So the first such pass of an engine is watched, at its smallest parameters.
+right, and no rank differs from another. So the first held pass of an engine is watched, at its smallest parameters.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FEW = 3  # parameters of an engine that are watched
 
 @contextmanager
 def watched(engines: Iterable[Synchronized]) -> Iterator[list[ValueError]]:
-    """Watch a backward pass in which these engines are held; afterward the list has the errors that were found."""
+    """Watch a backward pass in which these engines are held; afterward the list has the errors."""
     arrived: dict[int, Tensor] = {}
     watching, hooks, mistakes = [], [], list[ValueError]()
     for engine in engines:
@@ -47,7 +47,7 @@ def _keep(arrived: dict[int, Tensor], key: int, grad: Tensor) -> None:
 
 
 def _dense(grad: Tensor) -> Tensor:
-    """The gradient, which an embedding may have made sparse, as a dense tensor."""
+    """Return the gradient, which an embedding may have made sparse, as a dense tensor."""
     grad = grad.detach()
     return grad if grad.layout is torch.strided else grad.to_dense()
 

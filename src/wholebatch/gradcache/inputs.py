@@ -1,10 +1,10 @@
-"""What a model is given: a tree of tensors, cut along the batch; and what it gives back: representations.
+"""The input of a model, a tree of tensors that is cut along the batch, and its output: representations.
 
     tensor                  model(x)                    list or tuple           model(*x)
     mapping                 model(**x)                  (list, mapping)         model(*x[0], **x[1])
 
-Mappings are dict, UserDict, BatchEncoding and the like; trees nest. Every tensor in a tree has the batch's rows, but
-for those of shape (), which belong to all chunks alike, as does what is no tensor.
+Mappings are dict, UserDict, BatchEncoding and the like; trees nest. Every tensor in a tree has the batch's rows, except
+those of shape (); these, and all that is no tensor, go to every chunk.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .._checks import check_dense
 
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:
-    """All tensors of a tree, from left to right."""
+    """Yield all tensors of a tree, from left to right."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, Mapping):
@@ -32,7 +32,7 @@ def tensors_of(tree: Any) -> Iterator[Tensor]:
 
 
 def lists_of(tree: Any) -> Iterator[list[Any]]:
-    """The lists of a tree that hold no tensors or containers: names, numbers, texts."""
+    """Yield the lists of a tree that hold no tensors or containers: names, numbers, texts."""
     if isinstance(tree, Mapping):
         for value in tree.values():
             yield from lists_of(value)
@@ -44,29 +44,29 @@ def lists_of(tree: Any) -> Iterator[list[Any]]:
 
 
 def check_input(tree: Any, name: str, chunk_size: int) -> None:
-    """An input can be cut into chunks, all of it, and goes through the model alone.
+    """Check that an input can be cut into chunks, all of it, and that its graph does not begin before the model.
 
     Raises:
-        ValueError: if its tensors disagree on their rows, have a graph, or lie beside a list that may be of rows, too.
+        ValueError: if its tensors disagree on their rows, have a graph, or lie beside a list with one item per row.
     """
     for tensor in tensors_of(tree):
         check_dense(f"a tensor of {name}, which is cut into chunks (a split_input_fn may cut others),", tensor)
     rows = rows_of(tree, name)
     if any(x.grad_fn is not None for x in tensors_of(tree)):
         raise ValueError(
-            f"{name} has a graph, which each of its chunks would go back through: make what it comes from part of the "
-            "model, or detach it"
+            f"{name} has a graph, which each of its chunks would go back through: make its origin part of the model, "
+            "or detach it"
         )
     for x in lists_of(tree):
         if len(x) == rows > chunk_size:
             raise ValueError(
-                f"{name} holds a list of {rows} things that are no tensors, as many as there are rows: are they one of "
-                "each row? A split_input_fn(input, chunk_size) cuts them, too"
+                f"{name} holds a list of {rows} things that are no tensors, as many as there are rows: is there "
+                "one for each row? A split_input_fn(input, chunk_size) can cut them too"
             )
 
 
 def check_parts(tree: Any, parts: Sequence[Any], name: str) -> None:
-    """Chunks that someone else has cut have all rows, as far as tensors show it.
+    """Check that chunks from another function have all rows, as far as tensors show it.
 
     Raises:
         ValueError: if there are more or fewer.
@@ -81,16 +81,16 @@ def check_parts(tree: Any, parts: Sequence[Any], name: str) -> None:
 
 
 def rows_of(tree: Any, name: str) -> int:
-    """How many rows the batch has.
+    """Return the number of rows of the batch.
 
     Raises:
-        ValueError: if no tensor says so, or two disagree.
+        ValueError: if there is no tensor with rows, or two disagree.
     """
     sizes = [len(x) for x in tensors_of(tree) if x.dim()]
     if not sizes:
         raise ValueError(
-            f"{name} must hold tensors with the rows of the batch, got {type(tree).__name__}; what else there is takes "
-            "a split_input_fn(input, chunk_size)"
+            f"{name} must hold tensors with the rows of the batch, got {type(tree).__name__}; another input takes a "
+            "split_input_fn(input, chunk_size)"
         )
     if len(set(sizes)) > 1:
         raise ValueError(f"all tensors of {name} must have the rows of the batch, got {sizes} rows")
@@ -98,7 +98,7 @@ def rows_of(tree: Any, name: str) -> int:
 
 
 def split_inputs(tree: Any, chunk_size: int) -> list[Any]:
-    """Chunks of at most chunk_size rows, in order; of an empty batch one empty chunk.
+    """Return chunks of at most chunk_size rows, in order; for an empty batch one empty chunk.
 
     >>> import torch
     >>> [chunk["x"].tolist() for chunk in split_inputs({"x": torch.arange(3), "scale": 2.0}, 2)]
@@ -109,7 +109,7 @@ def split_inputs(tree: Any, chunk_size: int) -> list[Any]:
 
 
 def may_be_empty(tree: Any) -> bool:
-    """Whether a chunk is made of tensors with rows, numbers and the like, of which there can be an empty one."""
+    """Return whether a chunk without rows can be made like this one: of tensors with rows, numbers and the like."""
     if isinstance(tree, Mapping):
         return all(may_be_empty(value) for value in tree.values())
     if isinstance(tree, list | tuple):
@@ -118,7 +118,7 @@ def may_be_empty(tree: Any) -> bool:
 
 
 def without_rows(tree: Any) -> Any:
-    """An empty chunk like this one."""
+    """Return a chunk without rows like this one."""
     return _map(tree, slice(0, 0))
 
 
@@ -133,24 +133,24 @@ def _map(tree: Any, rows: slice) -> Any:
     return tree
 
 
-def own_containers(tree: Any) -> Any:
-    """The same tensors in containers of their own.
+def new_containers(tree: Any) -> Any:
+    """Return the same tensors in new containers.
 
-    Some models write their results into the mapping that they are given (sentence-transformers' modules do): in one
-    that outlives the call, these would stay, a chunk's states for each chunk.
+    Some models write their results into their input (sentence-transformers' modules do): in a mapping that outlives the
+    call, these would stay in memory, each chunk's states.
     """
     if isinstance(tree, dict | UserDict):
         local = copy(tree)
         for name, value in tree.items():
-            local[name] = own_containers(value)
+            local[name] = new_containers(value)
         return local
     if type(tree) in (list, tuple):
-        return type(tree)(map(own_containers, tree))
+        return type(tree)(map(new_containers, tree))
     return tree
 
 
 def call_model(model: Callable[..., Any], x: Any) -> Any:
-    """The model's output for one chunk."""
+    """Return the model's output for one chunk."""
     if isinstance(x, Mapping):
         return model(**x)
     if isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], list | tuple) and isinstance(x[1], Mapping):
@@ -161,7 +161,7 @@ def call_model(model: Callable[..., Any], x: Any) -> Any:
 
 
 def representations(output: Any, name: str) -> tuple[tuple[Tensor, ...], Callable[[Sequence[Any]], Any]]:
-    """The tensors of a representation, and what makes one of the same form of others.
+    """Return the tensors of a representation, and a function that makes a representation of this form from tensors.
 
     Raises:
         ValueError: if it is neither a tensor nor a sequence of tensors.
@@ -172,5 +172,5 @@ def representations(output: Any, name: str) -> tuple[tuple[Tensor, ...], Callabl
         return tuple(output), (lambda found: type(output)(*found)) if hasattr(output, "_fields") else tuple
     raise ValueError(
         f"{name} must return a tensor, or a tuple of tensors, got {type(output).__name__}; "
-        "get_rep_fn=lambda output: output.pooler_output (say) takes the representation out of it"
+        "get_rep_fn=lambda output: output.pooler_output, for example, takes the representation out of it"
     )

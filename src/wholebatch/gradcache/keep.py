@@ -1,8 +1,8 @@
-"""Which chunks keep the graph of their first pass, and so need no second one.
+"""The choice of chunks that keep the graph of their first pass, and so need no second one.
 
 number     that many chunks, the first of a step
 fraction   that share of them
-"auto"     as many as fit: what a chunk's graph holds is measured, and room is left for the one that is replayed
+"auto"     as many as fit: the memory of a chunk's graph is measured, and room is left for the one that is replayed
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PARTS = {
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
 }
-_SHARE = 0.8  # of the memory that is free; the loss, gradients and the allocator's leftovers have the rest
+_SHARE = 0.8  # of the free memory; the rest is for the loss, gradients and the allocator's fragments
 
 
 def check_keep_graphs(keep: object, memory_budget: object) -> None:
@@ -43,12 +43,12 @@ def check_keep_graphs(keep: object, memory_budget: object) -> None:
 
 
 class Keeper:
-    """The decision, chunk by chunk.
+    """Decide, chunk by chunk, which graphs are kept.
 
     Args:
         keep: "auto", a number or a fraction.
         chunks: of the step, over all models.
-        budget: bytes that graphs may hold; None: a share of what is free.
+        budget: bytes that graphs may hold; None: a share of the free memory.
         device: where they are.
     """
 
@@ -61,23 +61,23 @@ class Keeper:
         self._costs: dict[int, int] = {}
 
     def wants(self, model: int) -> bool:
-        """Whether the next chunk, of this model, may keep its graph."""
+        """Return whether the next chunk, of this model, may keep its graph."""
         if not self._auto:
             return self._left > 0
         return self._bytes >= self._costs.get(model, 0) + max(self._costs.values(), default=0)
 
     @contextmanager
-    def measured(self, model: int, there: Iterable[Tensor]) -> Iterator[None]:
-        """Inside, a graph is made whose memory counts, but for tensors that are there anyway."""
+    def measured(self, model: int, existing: Iterable[Tensor]) -> Iterator[None]:
+        """Measure the memory of the graph that is made inside, without tensors that exist anyway."""
         if not self._auto:
             yield
             return
-        with _graph_memory(self._device, there) as held:
+        with _graph_memory(self._device, existing) as held:
             yield
         self._costs[model] = max(self._costs.get(model, 0), held[0])
 
     def kept(self, model: int) -> bool:
-        """Whether the graph that was just made stays; if so, it is counted."""
+        """Return whether the graph that was just made stays; if so, count it."""
         if not self._auto:
             self._left -= 1
             return True
@@ -87,20 +87,20 @@ class Keeper:
         return True
 
     def stop(self) -> None:
-        """Keep no more."""
+        """Keep no more graphs."""
         self._auto, self._left = False, 0
 
 
 @contextmanager
-def _graph_memory(device: torch.device, there: Iterable[Tensor]) -> Iterator[list[int]]:
-    """A list, whose only entry is afterward how many bytes the graph holds that was made inside."""
+def _graph_memory(device: torch.device, existing: Iterable[Tensor]) -> Iterator[list[int]]:
+    """Yield a list, whose only entry is afterward the number of bytes that the graph made inside holds."""
     held = [0]
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         yield held
         held[0] = torch.cuda.memory_allocated(device) - before
         return
-    seen = {memory.data_ptr() for x in there for memory in _memory_of(x)}
+    seen = {memory.data_ptr() for x in existing for memory in _memory_of(x)}
 
     def count(x: Tensor) -> tuple[Tensor, int]:
         for memory in _memory_of(x):
@@ -114,12 +114,12 @@ def _graph_memory(device: torch.device, there: Iterable[Tensor]) -> Iterator[lis
 
 
 def _unchanged(saved: tuple[Tensor, int]) -> Tensor:
-    """What was saved. With hooks, it is not autograd that looks whether it has been changed since."""
+    """Return the saved tensor, unless it has been changed since; with hooks, autograd does not check this."""
     x, version = saved
     if x._version != version:
         raise RuntimeError(
             f"a tensor of shape {tuple(x.shape)} that the gradient needs has been modified by an inplace operation "
-            "after its chunk's forward pass: clone what later chunks change, or keep no graphs"
+            "after its chunk's forward pass: clone a tensor that later chunks change, or keep no graphs"
         )
     return x
 
@@ -134,5 +134,5 @@ def _memory_of(x: Tensor) -> list[torch.UntypedStorage]:
 def _share_of_free(device: torch.device) -> int:
     free = free_memory(device)
     if free is None:
-        raise ValueError(f"keep_graphs='auto' cannot tell how much memory is free on {device}; give memory_budget=")
+        raise ValueError(f"keep_graphs='auto' cannot find out how much memory is free on {device}; give memory_budget=")
     return int(_SHARE * free)

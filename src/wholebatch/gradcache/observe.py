@@ -1,9 +1,9 @@
-"""Which modules a call calls, wherever it has them from: a closure, a global, an object's attribute.
+"""Observe which modules a call calls, whether from a closure, a global or an object's attribute.
 
-A hook on all modules sees them. The outermost ones are the call's models: their buffers are looked after, and their
-parameters' gradients. Those that an engine synchronizes are told not to, before their forward pass decides.
+A hook on all modules records them. The outermost ones are the call's models: a step keeps account of their buffers and
+of their parameters' gradients. Engines are held before their forward pass decides whether they synchronize.
 
-What runs inside a compiled graph is not seen; a compiled module is, with all that it holds.
+Modules inside a compiled graph are not observed; a compiled module is, with all that it holds.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Observer:
     """The modules that the calls of a step have called.
 
     Args:
-        buffers: of these modules; looked after from their first call on.
-        may_be_collective: whether a call may turn out to be of an engine whose passes are collective.
+        buffers: keeps account of these modules' buffers from their first call on.
+        may_be_collective: whether a call may turn out to use an engine whose passes are collective.
     """
 
     def __init__(self, buffers: Buffers, *, may_be_collective: bool = True) -> None:
@@ -36,11 +36,11 @@ class Observer:
 
     @contextmanager
     def call(self, *objects: object, visible: Iterable[nn.Module]) -> Iterator[Called]:
-        """Inside, a model is called once; what it calls is held.
+        """Observe one call of a model, inside; the engines that it calls are held.
 
         Args:
-            objects: the model, and modules that it is given.
-            visible: the modules that these can see (`modules_of`), of which the compiled ones are taken for called.
+            objects: the model, and modules among its arguments.
+            visible: the modules that these refer to (`modules_of`), of which the compiled ones count as called.
         """
         with ExitStack() as stack:
             called = Called(self, stack)
@@ -48,40 +48,40 @@ class Observer:
                 local = getattr(x, "__self__", x)
                 if isinstance(local, nn.Module):
                     called.add(local)
-                    if local is not x:  # a method, by which its module's call is not seen
+                    if local is not x:  # a method, whose call is not a call of its module
                         called.add_engines(engine for engine in synchronized([local]) if engine.module is local)
             for module in visible:
-                if _compiled(module):  # nor is any inside
+                if _compiled(module):  # nor would the calls inside be seen
                     called.add(module)
                     called.add_engines(synchronized([module]))
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
-            handle = register_module_forward_pre_hook(called.see)
+            handle = register_module_forward_pre_hook(called.record)
             stack.callback(handle.remove)
             yield called
 
 
 class Called:
-    """What one call has called."""
+    """The modules and engines that one call has called."""
 
     def __init__(self, observer: Observer, stack: ExitStack) -> None:
         self.modules: list[nn.Module] = []
         self.engines: list[Synchronized] = []
-        self.seen: dict[int, nn.Module] = {}  # all of which a hook has told, inner ones too
+        self.seen: dict[int, nn.Module] = {}  # all that the hook has recorded, inner ones too
         self._observer, self._stack = observer, stack
         self._seen: set[int] = set()  # all that is inside these modules
         self._inside: set[int] = set()  # or inside these engines
         self._after_broadcast: set[int] = set()
 
     def add(self, module: nn.Module) -> None:
-        """Take a module for called, whose call is not seen."""
+        """Count a module as called."""
         if id(module) not in self._seen:
             self.modules.append(module)
             self._seen.update(id(inner) for inner in module.modules())
             self._observer.buffers.add(module)
 
     def add_engines(self, engines: Iterable[Synchronized]) -> None:
-        """The same of modules that an engine synchronizes."""
+        """Count modules that an engine synchronizes as called, and hold their engines."""
         for engine in engines:
             self._add_engine(engine)
 
@@ -104,8 +104,8 @@ class Called:
             self._observer._broadcast.add(id(module))
             self._after_broadcast.add(id(module.module))
 
-    def see(self, module: nn.Module, _args: Any) -> None:
-        """The hook."""
+    def record(self, module: nn.Module, _args: Any) -> None:
+        """Count a module as called; this is the hook."""
         if torch.compiler.is_compiling():
             return
         self.seen[id(module)] = module
@@ -121,5 +121,5 @@ class Called:
 
 
 def _compiled(module: nn.Module) -> bool:
-    """Whether calls inside the module are made by compiled code."""
+    """Return whether compiled code makes the calls inside the module."""
     return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None

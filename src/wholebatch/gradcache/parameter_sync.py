@@ -1,18 +1,18 @@
-"""How an engine is kept from synchronizing gradients before a step's last backward pass.
+"""Keep engines from synchronizing gradients before a step's last backward pass.
 
-A step makes a backward pass for every chunk, and an engine would synchronize in each. It is told not to, but for the
-last chunk of its module. When it listens differs:
+A step makes a backward pass for every chunk, and an engine would synchronize in each. Its switch is off, except for the
+last chunk of its module. Engines read their switches at different times:
 
-    engine                       switch                                looks at it             passes
-    DDP                          no_sync()                             in the forward pass     each rank its own
+    engine                       switch                                read                    passes
+    DDP                          no_sync()                             in the forward pass     each rank makes its own
     FSDP2 (fully_shard)          set_requires_gradient_sync(False)     in the backward pass    collective
     FSDP1, DeepSpeed, and so on  no_sync()                             in the backward pass    collective
 
-Passes are collective where parameters are gathered for them: all ranks then make the same ones. What the caller has
-switched off stays off.
+Passes are collective where parameters are gathered for them: all ranks then make the same ones. A switch that the
+caller has turned off stays off.
 
-Wrappers (of accelerate, Fabric, torch.compile) hold such a module among their children, where it is found: only what a
-module's class says of itself counts, not what a wrapper passes on.
+Wrappers (of accelerate, Fabric, torch.compile) hold such a module among their children, where it is found: only the
+attributes of a module's class count, not those that a wrapper passes on.
 `register_sync_control` adds an engine.
 """
 
@@ -34,23 +34,23 @@ from .._checks import check_callable, check_choice, check_flag, check_instance
 
 _SWITCHES = ("reduce_grads", "all_reduce_grads")  # of FSDP2's groups of parameters
 _ACCUMULATED = "unsharded_accumulated_grad"  # of FSDP2's parameters
-_DEPTH, _MANY = 6, 1000  # how far, and among how many objects, a function's modules are looked for
+_DEPTH, _MANY = 6, 1000  # how deep, and among how many objects, a function's modules are searched
 
 
 @dataclass(frozen=True)
 class SyncControl:
-    """An engine's switch.
+    """The switch of an engine, which keeps it from synchronizing gradients.
 
     Args:
-        matches: whether a module is one of this engine's.
-        hold: a context in which the module's passes leave gradients on their rank.
-        decides: the pass in which the engine looks at its switch.
+        matches: returns whether a module is one of this engine's.
+        hold: returns a context in which the module's passes leave gradients on their rank.
+        decides: the pass in which the engine reads its switch.
         collective: whether all ranks have to make the same passes.
-        remember: looks at gradients that the engine keeps to itself until it synchronizes; what it returns puts them
-            back. None: it keeps none, they are the parameters' own.
-        check: raises ValueError if the module's settings do not go with several backward passes.
-        awaits: the parameters without whose gradients the engine does not finish its synchronization. Those that the
-            last backward pass does not reach get zeros in it. None: it finishes anyway.
+        remember: saves gradients that the engine keeps outside `.grad` until it synchronizes, and returns a function
+            that restores them. None: all gradients are in the parameters' `.grad`.
+        check: raises ValueError if the module's settings do not allow several backward passes.
+        awaits: returns the parameters without whose gradients the engine does not finish its synchronization. Those
+            that the last backward pass does not reach get zeros in it. None: it finishes anyway.
         sharded: whether each rank holds a part of the module's parameters, so that they are not compared.
     """
 
@@ -80,19 +80,19 @@ def _no_sync(module: Any) -> AbstractContextManager[None]:
 def _check_ddp(module: Any) -> None:
     if module.static_graph:
         raise ValueError(
-            "DistributedDataParallel(static_graph=True) takes every backward pass for the only one, and does not go "
+            "DistributedDataParallel(static_graph=True) takes every backward pass for the only one, and does not work "
             "with chunks; leave static_graph out"
         )
 
 
 def parameters_of_ddp(module: DistributedDataParallel) -> Iterator[tuple[str, Tensor]]:
-    """The parameters whose gradients a DistributedDataParallel reduces, with their names in what it wraps."""
+    """Return the parameters whose gradients a DistributedDataParallel reduces, with their names in its module."""
     ignored = getattr(module, "parameters_to_ignore", ())
     return ((name, p) for name, p in module.module.named_parameters() if p.requires_grad and name not in ignored)
 
 
 def _awaited_by_ddp(module: Any) -> Iterable[Tensor]:
-    """All of its parameters, unless it finds out by itself which are not used."""
+    """Return all of its parameters, unless it finds out by itself which are not used."""
     return () if module.find_unused_parameters else (p for _, p in parameters_of_ddp(module))
 
 
@@ -103,9 +103,9 @@ def _is_fsdp1(module: nn.Module) -> bool:
 
 
 def _shards_of(module: nn.Module) -> list[Any]:
-    """FSDP2's groups of parameters in a module. Their switches and gradients have no public names.
+    """Return FSDP2's groups of parameters in a module, whose switches and gradients have no public names.
 
-    None where a release of torch has other names than those that are known here.
+    The list is empty where a release of torch has other names than those that are known here.
     """
     groups: list[Any] = []
     for inner in module.modules():
@@ -123,17 +123,17 @@ def _hold_fully_sharded(module: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        if not before:  # all that a public name can do; it forgets what the caller has switched off
+        if not before:  # the public function does no more; it forgets what the caller has turned off
             module.set_requires_gradient_sync(True)
         for group, name, switch in before:
             setattr(group, name, switch)
 
 
 def _remember_fully_sharded(module: Any) -> Callable[[], None]:
-    """Gradients of whole parameters, which accumulate before they are reduced to shards.
+    """Save the gradients of whole parameters, which accumulate before they are reduced to shards.
 
-    They are in the whole parameter's `grad`, and up to torch 2.14 in an attribute of their own, too. From 2.15 on that
-    is a property which reads `grad`.
+    They are in the whole parameter's `grad`, and up to torch 2.14 also in another attribute. From 2.15 on that is a
+    property which reads `grad`.
     """
     before = []
     for shard in (shard for group in _shards_of(module) for shard in group.fsdp_params):
@@ -175,7 +175,7 @@ _BUILT_IN = tuple(_CONTROLS)
 
 
 def register_sync_control(control: SyncControl) -> None:
-    """Let gradient caching know another engine; it is asked before those that are there.
+    """Register another engine for gradient caching; its `matches` is asked before those of the engines known so far.
 
     The first step checks that gradients stay in `.grad` while `hold` is entered, unless the control has `remember`: a
     `hold` that does nothing is an error.
@@ -188,12 +188,12 @@ def register_sync_control(control: SyncControl) -> None:
 
 
 def is_registered(control: SyncControl) -> bool:
-    """Whether it was registered, and is not one of ours."""
+    """Return whether a caller has registered it."""
     return not any(control is one for one in _BUILT_IN)
 
 
 def control_of(module: nn.Module) -> SyncControl | None:
-    """The switch of the engine whose module this is."""
+    """Return the switch of the engine whose module this is."""
     return next((control for control in _CONTROLS if control.matches(module)), None)
 
 
@@ -205,12 +205,12 @@ class Synchronized:
     control: SyncControl
 
     def hold(self) -> AbstractContextManager[None]:
-        """A context in which it does not."""
+        """Return a context in which it does not."""
         return self.control.hold(self.module)
 
 
 def synchronized(modules: Iterable[nn.Module]) -> list[Synchronized]:
-    """The outermost modules among these and their children that an engine synchronizes, each once."""
+    """Return the outermost modules among these and their children that an engine synchronizes, each once."""
     found = {id(one.module): one for module in modules for one in _outermost(module)}
     return [*found.values()]
 
@@ -223,10 +223,9 @@ def _outermost(module: nn.Module) -> list[Synchronized]:
 
 
 def modules_of(*objects: object) -> list[nn.Module]:
-    """The modules that these can see: themselves, what functions refer to, what objects and containers hold.
+    """Return the modules among these, and in functions' closures and globals, objects and containers among these.
 
-    By this, and before anything is called, ranks know whether passes are collective. Which modules a function calls is
-    then observed.
+    From these ranks know, before any call, whether passes are collective. The calls of a function are observed later.
     """
     found: dict[int, nn.Module] = {}
     seen: set[int] = set()
@@ -240,7 +239,7 @@ def modules_of(*objects: object) -> list[nn.Module]:
 
 
 def _within(x: Any) -> Iterable[object]:
-    """What an object refers to."""
+    """Return the objects that an object refers to."""
     if isinstance(x, functools.partial):
         return [x.func, *x.args, *x.keywords.values()]
     if isinstance(x, types.MethodType):
@@ -257,7 +256,7 @@ def _within(x: Any) -> Iterable[object]:
 
 
 def _globals_of(code: types.CodeType, names: Mapping[str, object]) -> list[object]:
-    """The globals that a function names, and functions in it; of Python modules, what it names of them."""
+    """Return the globals that a function and its inner functions name; of Python modules, the named attributes."""
     found = []
     for name in code.co_names:
         x = names.get(name)

@@ -1,11 +1,11 @@
 """Find parameters that belong to a DistributedDataParallel which a step does not call.
 
-DDP reduces gradients in the backward pass after its own forward pass, and in no other. A model that is called as
+DDP reduces gradients in the backward pass after its forward pass, and in no other. A model that is called as
 `ddp.module.image(x)` leaves its gradients on their rank, the loss is right, and nothing else shows it.
 
-A parameter does not know the engine that holds it, and torch keeps no list of engines. The garbage collector knows all
-objects, and those that refer to the class are its instances: it is asked once, in the first step. Other engines may
-be told to reduce by a call of their own after the step; for these `replicas` compares parameters later.
+A parameter does not refer to the engine that holds it, and torch keeps no list of engines. The garbage collector knows
+all objects, and those that refer to the class are its instances: it is asked once, in the first step. Other engines may
+reduce in a call after the step; for these `replicas` compares parameters later.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def check_not_passed_by(
     Args:
         name: of the model, for the message.
         reached: the leaves of its graph.
-        called: the modules that were seen to be called. Of a parameter whose module was not (compiled code calls it,
-            or a function takes it as it is), nothing is said.
+        called: the modules whose calls were observed. Parameters of other modules (compiled code calls these, or a
+            function uses the parameter itself) are not checked.
         engines: those of them that an engine synchronizes, with all that they hold.
-        unchecked: parameters that the caller answers for.
+        unchecked: parameters for which the caller is responsible.
 
     Raises:
         ValueError: if a DistributedDataParallel of several ranks holds a parameter and was not called.
@@ -52,17 +52,17 @@ def check_not_passed_by(
             if id(p) in left:
                 raise ValueError(
                     f"{name} must reach its parameters through the DistributedDataParallel that holds them, which "
-                    f"reduces gradients after its own forward pass alone, and reaches {of!r} without it: "
+                    f"reduces gradients only after its own forward pass, and reaches {of!r} without it: "
                     f"{_not_reduced.TITLE}. {_not_reduced.FIX}. Give GradCache the wrapped model, or functions that "
                     "call it; parameters that you reduce yourself go into unchecked="
                 )
 
 
 def live_ddp() -> Iterator[DistributedDataParallel]:
-    """All instances of DistributedDataParallel in this process."""
+    """Return all instances of DistributedDataParallel in this process."""
     kinds = _with_subclasses(DistributedDataParallel)
     frozen = gc.get_freeze_count() > 0
-    if frozen:  # what is frozen, it does not look through
+    if frozen:  # it does not search frozen objects
         gc.unfreeze()
     found = [x for x in gc.get_referrers(*kinds) if issubclass(type(x), DistributedDataParallel)]
     if frozen:

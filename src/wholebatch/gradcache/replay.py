@@ -1,9 +1,9 @@
-"""The second forward pass of a chunk must be the first one again: random numbers, autocast, and buffers that move.
+"""The second forward pass of a chunk must equal the first: random numbers, autocast, and buffers that move.
 
 random numbers   of the CPU, of every accelerator, of Python and of NumPy: set back, and afterward where they were
-autocast         as it was; and in every pass its cache of weights empty: one made without gradient cuts weights off
-buffers          such as BatchNorm's running averages: set back to what the chunk saw, and in the end to what the
-                 first passes left: they count every chunk once
+autocast         as it was; and in every pass its cache of weights empty: weights cached without gradient would get none
+buffers          such as BatchNorm's running averages: set back to their state before the chunk, and in the end to their
+                 state after the first passes: they count every chunk once
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Place = tuple[nn.Module, str]
 
 
 class Replay:
-    """The conditions of a forward pass about to be made.
+    """The conditions of a forward pass that comes next: random numbers and autocast.
 
     >>> import torch
     >>> replay = Replay()
@@ -43,12 +43,12 @@ class Replay:
         self._cache = torch.is_autocast_cache_enabled()
 
     def rewind(self) -> None:
-        """Set the generators back; they go on from there."""
+        """Set the random generators back; they go on from there."""
         _set(self._random)
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Inside, they are as they were."""
+        """Restore the conditions inside."""
         outside = _random_state()
         self.rewind()
         try:
@@ -62,7 +62,7 @@ class Replay:
 
 @contextmanager
 def fresh_autocast_cache() -> Iterator[None]:
-    """Weights that autocast has cast inside are not used outside, nor the other way round."""
+    """Keep weights that autocast has cast inside from being used outside, and the other way round."""
     torch.clear_autocast_cache()
     try:
         yield
@@ -72,9 +72,9 @@ def fresh_autocast_cache() -> Iterator[None]:
 
 @contextmanager
 def without_graph() -> Iterator[None]:
-    """Inside, a forward pass makes no graph, and computes what it would compute if it did.
+    """Make no graph in forward passes inside, and compute the same values as with one.
 
-    nn.TransformerEncoder has a faster way without gradients, whose rows behind a padding mask are others.
+    nn.TransformerEncoder has a faster implementation without gradients, whose rows behind a padding mask differ.
     """
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -86,7 +86,7 @@ def without_graph() -> Iterator[None]:
 
 
 def _random_state() -> _State:
-    """Functions that set generators, each with what sets it to where it is."""
+    """Return functions that set generators, each with the argument for the present state."""
     state: _State = [(torch.set_rng_state, torch.get_rng_state()), (random.setstate, random.getstate())]
     if "numpy" in sys.modules:
         numpy = sys.modules["numpy"].random
@@ -117,47 +117,47 @@ def _autocast_kinds() -> list[str]:
 class Buffers:
     """The buffers of the modules that a step calls, some of which forward passes change.
 
-    A state is the list of those that have moved so far; what moves later was, until then, as it was in the beginning.
+    A state is the list of those that have moved so far; one that moves later had its first value until then.
     """
 
     def __init__(self) -> None:
-        self._still: dict[_Place, Tensor] = {}  # with what they were in the beginning
+        self._still: dict[_Place, Tensor] = {}  # with their first values
         self._moving: dict[_Place, Tensor] = {}
         self._replaced: dict[_Place, Tensor] = {}
 
     def add(self, module: nn.Module) -> None:
-        """Look after those of a module, which is about to be called for the first time.
+        """Keep account of the buffers of a module, which is about to be called for the first time.
 
         Raises:
-            ValueError: if one is not there yet.
+            ValueError: if one does not exist yet.
         """
         for place in _places(module):
             if place not in self._still and place not in self._moving:
                 self._still[place] = _at(place).clone()
 
     def begin(self, module: nn.Module) -> None:
-        """What the module's buffers are now is what they were in the beginning: an engine has just set them."""
+        """Take the present values of the module's buffers for their first: an engine has just set them."""
         for place in _places(module):
             if place in self._still:
                 self._still[place] = _at(place).clone()
 
     def now(self) -> list[Tensor]:
-        """The state."""
+        """Return the state."""
         return [_at(place).clone() for place in self._moving]
 
-    def look(self) -> None:
-        """Find out which have moved."""
+    def find_moved(self) -> None:
+        """Find out which buffers have moved."""
         for place, beginning in [*self._still.items()]:
             if not torch.equal(_at(place), beginning):
                 self._moving[place] = self._still.pop(place)
 
     def forget_still(self) -> None:
-        """There are no more passes to come that could move others."""
+        """Forget the buffers that have not moved: no pass to come could move them."""
         self._still.clear()
 
     @torch.no_grad()
     def set(self, state: list[Tensor]) -> None:
-        """Put them where they were, in place: no graph that is still to be used may need them."""
+        """Restore a state in place: no graph that is still to be used may need the buffers."""
         for place, value in self._values(state):
             held = _at(place)
             if held.shape == value.shape:
@@ -166,7 +166,7 @@ class Buffers:
                 held.data = value.clone()
 
     def replace(self, state: list[Tensor]) -> None:
-        """The same with other tensors in their place, until `restore`: for graphs that are still to be used."""
+        """Restore a state in other tensors, until `restore`: graphs that are still to be used keep the buffers."""
         for place, value in self._values(state):
             owner, name = place
             self._replaced.setdefault(place, _at(place))
@@ -174,7 +174,7 @@ class Buffers:
 
     @torch.no_grad()
     def restore(self, state: list[Tensor]) -> None:
-        """The buffers themselves again, with this state. Afterward no graph may need them."""
+        """Put the original buffers back, with this state; afterward no graph may need them."""
         for (owner, name), held in self._replaced.items():
             owner._buffers[name] = held
         self._replaced.clear()
@@ -186,12 +186,12 @@ class Buffers:
 
 
 def _places(module: nn.Module) -> Iterator[_Place]:
-    """Where a module and its children have buffers; sparse ones, which no layer of PyTorch changes, are left out."""
+    """Yield the places of the buffers of a module and its children, without sparse ones: no layer changes these."""
     for owner in module.modules():
         for name, x in owner._buffers.items():
             if x is not None and is_lazy(x):
                 raise ValueError(
-                    f"buffer {name} of {type(owner).__name__} is not there before a first call, which a step would "
+                    f"buffer {name} of {type(owner).__name__} does not exist before a first call, which a step would "
                     "make twice; call the model once before"
                 )
             if x is not None and x.layout is torch.strided:

@@ -1,9 +1,9 @@
 """Compare the parameters of which all ranks hold a copy.
 
-A step cannot tell whether its gradients will be reduced: the loss is right, and the caller may reduce by hand after it.
+A step cannot know whether its gradients will be reduced: the loss is right, and the caller may reduce by hand after it.
 But after an optimizer step from unreduced gradients, ranks hold different parameters. Some steps compare these:
 
-    checksum     of a parameter's bits, one number of 64 bits; a different bit, sign or order gives another
+    checksum     of a parameter's bits, one number of 64 bits; another bit, sign or order gives another number
     digest       of all of a rank's checksums, which goes with a handshake that the step makes anyway
     checksums    of each parameter, in a second handshake, only if digests differ: to find the first that does
 
@@ -24,10 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import _not_reduced
 from .._sharded import is_sharded
+from .chunks import Encoder
 from .parameter_sync import control_of, modules_of, parameters_of_ddp
-from .two_passes import Encoder
 
-FIRST, EVERY = 3, 100  # steps that are looked at: the first ones, and then one in so many
+FIRST, EVERY = 3, 100  # steps that compare: the first ones, and then one in so many
 
 _BLOCK = 2**18  # words that are multiplied at once: 2 MB
 _STEP = 0x5851F42D4C957F2D  # odd, of no pattern
@@ -38,7 +38,7 @@ _comparing = [True]
 
 
 def due(steps: int) -> bool:
-    """Whether the next step compares parameters, after so many steps."""
+    """Return whether the next step compares parameters, after so many steps."""
     return _comparing[0] and (steps < FIRST or (steps + 1) % EVERY == 0)
 
 
@@ -53,7 +53,7 @@ def without_comparison() -> Iterator[None]:
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """A checksum of 64 bits of each tensor, by name. A GPU is waited for once.
+    """Return a checksum of 64 bits of each tensor, by name; this waits once for a GPU.
 
     >>> import torch
     >>> x = torch.tensor([1.0, 2.0, float("nan")])
@@ -63,15 +63,15 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """
     found: dict[str, int] = {}
     for device in {x.device for x in tensors.values()}:
-        there = {name: x for name, x in tensors.items() if x.device == device}
+        here = {name: x for name, x in tensors.items() if x.device == device}
         weights = _weights().to(device)
-        sums = [_checksum(x.detach(), weights) for x in there.values()]
-        found.update(zip(there, torch.stack(sums).tolist(), strict=True))
+        sums = [_checksum(x.detach(), weights) for x in here.values()]
+        found.update(zip(here, torch.stack(sums).tolist(), strict=True))
     return found
 
 
 def _checksum(x: Tensor, weights: Tensor) -> Tensor:
-    """sum_i w_i x_i modulo 2^64 over the words of x: of odd weights, so that one word never changes alone."""
+    """Return sum_i w_i x_i modulo 2^64 over the words of x; weights are odd, so one changed word changes the sum."""
     entries = torch.view_as_real(x) if x.is_complex() else x
     words = entries.contiguous().view(-1).view(_WORDS.get(entries.element_size(), torch.int32))
     total = torch.zeros((), dtype=torch.int64, device=x.device)
@@ -82,29 +82,29 @@ def _checksum(x: Tensor, weights: Tensor) -> Tensor:
 
 @functools.cache
 def _weights() -> Tensor:
-    """Odd numbers, the same in every process."""
+    """Return odd numbers, the same in every process."""
     generator = torch.Generator("cpu").manual_seed(0)  # whatever the default device is
     return torch.randint(-(2**62), 2**62, (_BLOCK,), generator=generator, device="cpu") * 2 + 1
 
 
 def digest(found: Mapping[str, int]) -> str:
-    """One text for all checksums and their names."""
+    """Return one text for all checksums and their names."""
     return hashlib.blake2b(json.dumps(found).encode(), digest_size=16).hexdigest()
 
 
-def check_same(everyones: Sequence[Mapping[str, int]], *, steps: int) -> None:
-    """The ranks' checksums agree on what all of them have.
+def check_same(everyone: Sequence[Mapping[str, int]], *, steps: int) -> None:
+    """Check that the ranks' checksums agree, for the parameters that all of them have.
 
     Args:
-        everyones: of rank 0, 1, ..., W - 1.
-        steps: made so far.
+        everyone: the checksums of rank 0, 1, ..., W - 1.
+        steps: the number of steps so far.
 
     Raises:
         ValueError: naming the first parameter that differs.
     """
-    for name, ours in everyones[0].items():
-        ranks = [rank for rank, of_rank in enumerate(everyones) if of_rank.get(name, ours) != ours]
-        if not ranks or any(name not in of_rank for of_rank in everyones):
+    for name, ours in everyone[0].items():
+        ranks = [rank for rank, of_rank in enumerate(everyone) if of_rank.get(name, ours) != ours]
+        if not ranks or any(name not in of_rank for of_rank in everyone):
             continue
         if not steps:
             why = (
@@ -120,21 +120,21 @@ def check_same(everyones: Sequence[Mapping[str, int]], *, steps: int) -> None:
             )
         raise ValueError(
             f"GradCache: parameters must be the same on all ranks, and rank 0 and rank {ranks[0]} have different "
-            f"values of {name}: {why}. Parameters of which each rank has its own (experts, tensor parallel) go into "
-            "unchecked="
+            f"values of {name}: {why}. Parameters that differ between ranks on purpose (experts, tensor parallel) go "
+            "into unchecked="
         )
 
 
 def replicated(
     encoders: Sequence[Encoder], loss_fn: object, of_loss: Sequence[Tensor], unchecked: Iterable[Tensor]
 ) -> dict[str, Tensor]:
-    """The parameters that a step trains and every rank holds a copy of, by names that are the same on all ranks.
+    """Return the parameters that a step trains and every rank has a copy of, by names that all ranks share.
 
     Args:
-        encoders: after the first pass.
-        loss_fn: of the step.
-        of_loss: the leaves of its graph.
-        unchecked: parameters to be left out.
+        encoders: the step's, after the first pass.
+        loss_fn: the step's.
+        of_loss: the leaves of the loss's graph.
+        unchecked: parameters that are left out.
     """
     taken, found = {id(p) for p in unchecked}, dict[str, Tensor]()
 
@@ -150,8 +150,8 @@ def replicated(
         add(encoder.name, _named_of(encoder.called.values(), "hidden "))
         if not any(engine.control.sharded for engine in encoder.synchronized.values()):
             add(encoder.name, _free(encoder.leaves))
-    wanted = {id(p) for p in of_loss}
-    add("loss_fn", ((name, p) for name, p in _named_of(modules_of(loss_fn)) if id(p) in wanted))
+    in_loss = {id(p) for p in of_loss}
+    add("loss_fn", ((name, p) for name, p in _named_of(modules_of(loss_fn)) if id(p) in in_loss))
     add("loss_fn", _free(of_loss))
     return found
 
@@ -164,7 +164,7 @@ def _named_of(modules: Iterable[nn.Module], prefix: str = "") -> Iterator[tuple[
 
 
 def _named(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """A module's parameters, without those of which an engine has each rank hold a part."""
+    """Yield a module's parameters by name, without those that an engine shards over the ranks."""
     control = control_of(module)
     if control is not None and control.sharded:
         return
@@ -178,12 +178,12 @@ def _named(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def _free(leaves: Iterable[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of no module that is known, by their order."""
+    """Return parameters of no known module, numbered in their order."""
     return ((f"parameter {number}", p) for number, p in enumerate(leaves) if isinstance(p, nn.Parameter))
 
 
 def _comparable(p: Tensor) -> bool:
-    """Whether a parameter is trained, has its entries here, and is a copy of other ranks'."""
+    """Return whether a parameter is trained, has its entries here, and is a copy of other ranks' parameter."""
     if not p.requires_grad or is_sharded(p) or p.layout is not torch.strided or p.device.type == "meta":
         return False
     return p.untyped_storage().nbytes() >= p.numel() * p.element_size()  # an engine may have freed it

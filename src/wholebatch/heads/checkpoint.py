@@ -20,15 +20,15 @@ from .._checks import check_ids, check_instance, checked_path
 from .._precision import accumulation_dtype
 from .._settings import shown
 from .._tensor_file import bytes_of, is_save_id, new_save_id
-from ..comm import Communicator, handshake, select_communicator
-from ..losses._door import told_to_all
+from ..comm import Communicator, select_communicator
+from ..contract import bind_on_all_ranks
 from .classes import NOT_HERE, rows_within
 from .head_folder import Index, Slices, check_is_new, read_index, write_index, write_rows
 from .logits import OF_HEAD
 from .partial_fc import PartialFC
 
 
-@told_to_all
+@bind_on_all_ranks
 def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None = None) -> str:
     """Write a head, and the optimizer's state of each class. Collective: 3 handshakes.
 
@@ -78,14 +78,14 @@ def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None =
             raise ValueError(f"{folder} cannot be written: {error}") from error
         return {}
 
-    everyone = handshake(comm, state, caller="save_head", must_match=(*OF_HEAD, "folder", "head"))
+    everyone = comm.handshake(state, caller="save_head", must_match=(*OF_HEAD, "folder", "head"))
     save = str(everyone[0]["save"])
-    written = handshake(comm, write_local, caller="save_head")
-    handshake(comm, write_last, caller="save_head")
+    written = comm.handshake(write_local, caller="save_head")
+    comm.handshake(write_last, caller="save_head")
     return save
 
 
-@told_to_all
+@bind_on_all_ranks
 def load_head(
     folder: Path | str,
     head: PartialFC,
@@ -143,8 +143,8 @@ def load_head(
             raise ValueError(f"{folder} cannot be read, it is damaged or incomplete: {error}") from error
         return {}
 
-    handshake(comm, first, caller="load_head", must_match=("classes", "save"))
-    handshake(comm, second, caller="load_head")
+    comm.handshake(first, caller="load_head", must_match=("classes", "save"))
+    comm.handshake(second, caller="load_head")
     facts = found["index"].facts
     with torch.no_grad():
         if optimizer is not None:

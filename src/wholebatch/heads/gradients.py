@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 
 from .._checks import check_dense, check_instance, check_items, check_real
 from .._precision import wide_dtype
-from ..comm import Group, handshake, select_communicator
-from ..losses._door import told_to_all
+from ..comm import Group, select_communicator
+from ..contract import bind_on_all_ranks
 
 
-@told_to_all
+@bind_on_all_ranks
 @torch.no_grad()
 def clip_grad_norm_(
     replicated: Iterable[Tensor], sharded: Iterable[Tensor], max_norm: float, *, group: Group = None
@@ -57,7 +57,7 @@ def clip_grad_norm_(
             raise ValueError(f"max_norm must be at least 0, got {max_norm}")
         return {"max_norm": str(most)}
 
-    handshake(comm, state, caller="clip_grad_norm_", must_match=("max_norm",))
+    comm.handshake(state, caller="clip_grad_norm_", must_match=("max_norm",))
     everyone, local = ([p for p in parameters if p.grad is not None] for parameters in (everyone, local))
     device = next((p.device for p in (*everyone, *local)), torch.device("cpu"))
     squares = [torch.zeros((), dtype=wide_dtype(device), device=device) for _ in range(2)]
@@ -71,7 +71,7 @@ def clip_grad_norm_(
     return norm
 
 
-@told_to_all
+@bind_on_all_ranks
 @torch.no_grad()
 def agree_on_overflow(scaler: Any, *optimizers: Optimizer, group: Group = None) -> None:
     """After `scaler.unscale_`: an overflow that one rank has found is every rank's, so that all skip the step or none.
@@ -94,7 +94,7 @@ def agree_on_overflow(scaler: Any, *optimizers: Optimizer, group: Group = None) 
                 raise ValueError("call scaler.unscale_(optimizer) before, for each of the optimizers")
         return {"optimizers": len(optimizers), "enabled": scaler.is_enabled()}
 
-    handshake(comm, state, caller="agree_on_overflow", must_match=("optimizers", "enabled"))
+    comm.handshake(state, caller="agree_on_overflow", must_match=("optimizers", "enabled"))
     if not scaler.is_enabled():
         return
     for optimizer in optimizers:

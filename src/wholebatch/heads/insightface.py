@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._checks import check_instance, checked_path
-from ..comm import handshake, select_communicator
-from ..losses._door import told_to_all
+from ..comm import select_communicator
+from ..contract import bind_on_all_ranks
 from .described_pickle import StoredTensor
 from .optim import SparseSGD
 from .partial_fc import PartialFC
@@ -32,7 +32,7 @@ from .torch_file import TorchFile
 _RANK = r"(0|[1-9]\d{0,5})"
 
 
-@told_to_all
+@bind_on_all_ranks
 def load_insightface(folder: Path | str, head: PartialFC, optimizer: Optimizer | None = None) -> None:
     """Read centers, and with an optimizer their momentum, on any number of ranks, whatever theirs was. Collective.
 
@@ -70,7 +70,7 @@ def load_insightface(folder: Path | str, head: PartialFC, optimizer: Optimizer |
             raise ValueError(f"{folder} cannot be read: {error}") from error
         return {}
 
-    handshake(comm, state, caller="load_insightface")
+    comm.handshake(state, caller="load_insightface")
     with torch.no_grad():
         head.weight.copy_(found["weight"])
         if optimizer is not None:

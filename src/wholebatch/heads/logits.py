@@ -29,7 +29,7 @@ from .._checks import (
     shown,
 )
 from .._normalize import known_norms
-from ..losses._door import Agreement
+from ..contract import Facts
 from .margins import CurricularFace, Margin, Targets
 
 GRADIENTS = ("exact", "straight_through")
@@ -175,13 +175,13 @@ def check_different(again: float) -> None:
         )
 
 
-def check_labels(agreed: Agreement, classes: int) -> None:
-    """All ranks' labels are those of classes."""
-    for rank, found in enumerate(agreed.facts("labels")):
+def check_labels(facts: Facts, classes: int) -> None:
+    """Raise ValueError unless all ranks' labels are those of classes."""
+    for rank, found in enumerate(facts.of_ranks("labels")):
         for label in found or ():
             if not 0 <= label < classes:
                 raise ValueError(
-                    f"{agreed.caller}: labels must lie in [0, {classes}), or be ignore_index; rank {rank} got {label}"
+                    f"{facts.caller}: labels must lie in [0, {classes}), or be ignore_index; rank {rank} got {label}"
                 )
 
 

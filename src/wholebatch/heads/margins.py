@@ -37,6 +37,17 @@ Fold = Literal["extend", "linear", "clip", "none"]
 FOLDS = ("extend", "linear", "clip", "none")
 _ADAFACE_NORMS = (1e-3, 100.0)
 
+__all__ = [  # the margins that the package ships, under its own name as well
+    "AdaFace",
+    "ArcFace",
+    "CombinedMargin",
+    "CosFace",
+    "CurricularFace",
+    "MagFace",
+    "NormFace",
+    "SphereFace",
+]
+
 
 @dataclass(frozen=True)
 class Targets:
@@ -292,7 +303,7 @@ class HardNegatives:
     t: float
     limits: Tensor  # (n,)
 
-    def bend_(self, logits: Tensor, cols: slice) -> Tensor:
+    def transform_(self, logits: Tensor, cols: slice) -> Tensor:
         """To what takes their place."""
         hard = self._hard(logits, cols)
         return torch.where(hard, logits * (self.t + logits / self.s), logits, out=logits)

@@ -27,17 +27,19 @@ from .._checks import (
 )
 from .._precision import accumulation_dtype
 from .._sharded import mark_sharded
-from ..comm import Group, handshake, select_communicator
+from ..comm import Group, select_communicator
+from ..contract import Options, Reduction, bind_on_all_ranks, entry
 from ..kernels import Kernel
-from ..losses._door import Options, Reduction, eager, told_to_all
 from ..partition import Partition
 from ..sweep import Memory
 from ..sync import Sync
-from .class_softmax import Sample, class_softmax
+from .class_softmax import class_softmax
 from .classes import NOT_HERE, rows_within
+from .entry import Batch
 from .logits import OF_HEAD, Logits, Normalize
 from .margins import ArcFace, Margin
 from .rows import overlap, take_rows
+from .sample import Classes, Sample
 from .sampling import bernoulli, mix
 from .top_classes import TopClasses, top_classes
 
@@ -166,31 +168,23 @@ class PartialFC(nn.Module):
         if self.bias is not None:
             self.bias.zero_()
 
-    @eager
+    @entry
     def forward(self, embeddings: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """(b_r, d), (b_r,) -> L, the same on all ranks; see :func:`wholebatch.functional.partial_fc_loss`."""
-        loss = class_softmax(
-            "PartialFC",
-            embeddings,
-            labels,
-            self._choose,
-            self.logits,
-            dtype=self.weight.dtype,
-            options=self.options,
-            num_classes=self.num_classes,
-            weights=weights,
-        )
-        if self.training and self.sample_rate < 1:
+        drawn = self.training and self.sample_rate < 1
+        settings = [self.sample_rate, self.unbiased, int(self.seed), int(self.step), self.training]
+        classes = Classes(self._sample, self.weight.dtype, self.num_classes, drawn, settings)
+        loss = class_softmax("PartialFC", Batch(embeddings, labels, weights), classes, self.logits, self.options)
+        if drawn:
             self.step += 1
         return loss
 
-    def _choose(self, labels: Tensor) -> Sample:
-        """What this rank has of a step's classes: in evaluation all of them."""
+    def _sample(self, labels: Tensor | None) -> Sample:
+        """Return this rank's classes of a step: all of them, or a sample that has the classes of the labels."""
         self.check_own()
         mark_sharded(self.weight, self.bias)  # here, for a copy of the module has no marks
-        settings = [self.sample_rate, self.unbiased, int(self.seed), int(self.step), self.training]
-        if self.sample_rate == 1.0 or not self.training:
-            return Sample(self.weight, bias=self.bias, complete=True, settings=settings)
+        if labels is None:
+            return Sample(self.weight, bias=self.bias, complete=True)
         ids = torch.arange(self.local_classes.start, self.local_classes.stop, device=self.weight.device)
         drawn = bernoulli(self.sample_rate, ids, seed=int(self.seed), step=int(self.step))
         at = rows_within(labels, self.local_classes)
@@ -203,7 +197,7 @@ class PartialFC(nn.Module):
             log_weights = torch.full(index.shape, -math.log(self.sample_rate), dtype=dtype, device=index.device)
             log_weights.masked_fill_(positive[index], 0.0)
         bias = None if self.bias is None else take_rows(self.bias, index)
-        return Sample(take_rows(self.weight, index), ids[index], bias, log_weights, complete=True, settings=settings)
+        return Sample(take_rows(self.weight, index), ids[index], bias, log_weights, complete=True)
 
     def check_own(self) -> None:
         """The centers are those of this rank's classes, and no engine's.
@@ -253,7 +247,7 @@ class PartialFC(nn.Module):
             "seed": int(self.seed),
         }
 
-    @eager
+    @entry
     def top_classes(self, embeddings: Tensor, k: int = 1) -> TopClasses:
         """The k classes of all ranks that each of this rank's rows is most like: (b_r, d) -> 2 of (b_r, k).
 
@@ -274,7 +268,7 @@ class PartialFC(nn.Module):
             embeddings, k, self.weight, self.bias, self.logits, self.local_classes.start, comm, self.facts
         )
 
-    @told_to_all
+    @bind_on_all_ranks
     def full_weight(self, root: int = 0) -> Tensor | None:
         """All centers, (C, d) or (C, K, d), on rank `root`; None on the others.
 
@@ -285,7 +279,7 @@ class PartialFC(nn.Module):
         """
         return self._full("full_weight", self.weight, root)
 
-    @told_to_all
+    @bind_on_all_ranks
     def full_bias(self, root: int = 0) -> Tensor | None:
         """All biases, (C,), on rank `root`; None on the others, and where there are none.
 
@@ -305,7 +299,7 @@ class PartialFC(nn.Module):
             check_integer("root", root, least=0, most=comm.size - 1, of="a rank")
             return {**of_head, "root": root}
 
-        handshake(comm, state, caller=f"PartialFC.{name}", must_match=(*OF_HEAD, "root"))
+        comm.handshake(state, caller=f"PartialFC.{name}", must_match=(*OF_HEAD, "root"))
         if of_classes is None:
             return None
         counts = Partition.even(self.num_classes, comm.size).counts

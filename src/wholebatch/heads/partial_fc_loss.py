@@ -8,16 +8,18 @@ from torch import Tensor
 from .._checks import is_dense
 from .._sharded import mark_sharded
 from ..comm import Group
+from ..contract import Options, Reduction, entry
 from ..kernels import Kernel
-from ..losses._door import Options, Reduction, eager
 from ..sweep import Memory
 from ..sync import Sync
-from .class_softmax import Sample, class_softmax
+from .class_softmax import class_softmax
+from .entry import Batch
 from .logits import Logits, Normalize
 from .margins import ArcFace, Margin
+from .sample import Classes, Sample
 
 
-@eager
+@entry
 def partial_fc_loss(
     embeddings: Tensor,
     labels: Tensor,
@@ -87,7 +89,7 @@ def partial_fc_loss(
     Work: 4 units of B C_r d multiply-adds per rank, 3 where exp(S) is kept. Memory beyond inputs and gradients: two
     tiles, a tile's centers, and on several ranks all embeddings, their gradient and a buffer of the reduce-scatter.
 
-    Collectives (none on one process): forward 2 handshakes, 1 all-gather of labels, 1 of embeddings, 1 all-to-all of
+    Collectives (none on one process): forward 1 handshake, 1 all-gather of labels, 1 of embeddings, 1 all-to-all of
     2 B numbers (B more each for a bias, and for centers that are not normalized), 1 all-reduce of one number, with
     class_ids 1 of B; backward 1 handshake, the same all-to-all and 1 reduce-scatter of the embeddings' gradient. A
     :class:`wholebatch.CurricularFace`: 1 all-reduce of B numbers more.
@@ -105,18 +107,15 @@ def partial_fc_loss(
     0.2395
     """
 
-    def given(_labels: Tensor) -> Sample:
+    def sample(_labels: Tensor | None) -> Sample:
         mark_sharded(centers, bias)
         return Sample(centers, class_ids, bias, log_weights)
 
+    dtype = centers.dtype if is_dense(centers) and centers.is_floating_point() else torch.float32
     return class_softmax(
         "partial_fc_loss",
-        embeddings,
-        labels,
-        given,
+        Batch(embeddings, labels, weights),
+        Classes(sample, dtype, num_classes),
         Logits(margin, margin_grad, normalize, exclude_above, label_smoothing, ignore_index),
-        dtype=centers.dtype if is_dense(centers) and centers.is_floating_point() else torch.float32,
-        options=Options(group, sync, exchange="gather", memory=memory, reduction=reduction, kernel=kernel),
-        num_classes=num_classes,
-        weights=weights,
+        Options(group, sync, exchange="gather", memory=memory, reduction=reduction, kernel=kernel),
     )

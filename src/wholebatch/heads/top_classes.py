@@ -11,7 +11,7 @@ from torch import Tensor
 from .._checks import check_alike, check_count, check_features, check_finite, has_feature_dtype
 from .._normalize import known_norms, normalize_rows
 from .._precision import accumulation_dtype
-from ..comm import Communicator, handshake
+from ..comm import Communicator
 from ..partition import Partition
 from .logits import OF_HEAD, Logits, check_directions, ends_of, flat
 
@@ -57,7 +57,7 @@ def top_classes(
             check_finite("bias", bias)
         return {**of_head, "k": k, "rows": len(embeddings), "classes": len(centers)}
 
-    everyone = handshake(comm, state, caller="top_classes", must_match=(*OF_HEAD, "k"))
+    everyone = comm.handshake(state, caller="top_classes", must_match=(*OF_HEAD, "k"))
     total = sum(facts["classes"] for facts in everyone)
     if k > total:
         raise ValueError(f"top_classes: k must be at most the number of classes, {total}, got {k}")

@@ -1,8 +1,8 @@
-"""The mesh axis that a batch is split over: who is there, and what travels along it.
+"""The mesh axis that a batch is split over: its size, this device's index, and the collectives along it.
 
-JAX differentiates its collectives itself, each by its adjoint: psum of what varies is the broadcast of its cotangent,
-all_gather's is psum_scatter, ppermute's the permutation back. So nothing here has a derivative of its own; but all of
-it relies on `jax.shard_map` knowing what varies over which axis (`check_vma=True`, its default).
+JAX differentiates its collectives itself, each by its adjoint: the adjoint of psum broadcasts the cotangent, that of
+all_gather is psum_scatter, that of ppermute the inverse permutation. So nothing here defines a derivative. All of it
+relies on `jax.shard_map` tracking which values vary over which axis (`check_vma=True`, its default).
 """
 
 from __future__ import annotations
@@ -20,54 +20,55 @@ Tree = TypeVar("Tree")
 
 @dataclass(frozen=True)
 class Axis:
-    """Axes of a mesh that share a batch, as one; with no names, a batch in one piece.
+    """Mesh axes that share a batch, used as one axis; without names the batch is in one piece.
 
     Args:
-        names: of axes of the `jax.shard_map` around.
+        names: axes of the surrounding `jax.shard_map`.
     """
 
     names: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
-        """W, the devices that share the batch."""
+        """W, the number of devices that share the batch."""
         return int(lax.axis_size(self.names)) if self.names else 1
 
     @property
     def index(self) -> Array:
-        """The place of this device among them; its rows are the batch's index-th b."""
+        """The index of this device on the axis; it holds the index-th b rows of the batch."""
         return lax.axis_index(self.names) if self.names else jnp.zeros((), jnp.int32)
 
     def sum(self, x: Array) -> Array:
-        """Over devices; the same on all of them."""
+        """Sum over devices; the result is the same on all of them."""
         return lax.psum(x, self.names) if self.names else x
 
     def max(self, x: Array) -> Array:
-        """Over devices; the same on all of them."""
+        """Take the maximum over devices; the result is the same on all of them."""
         return lax.pmax(x, self.names) if self.names else x
 
     def gather(self, tree: Tree) -> Tree:
-        """All devices' rows, one below the other."""
-        return _together(lambda x: lax.all_gather(x, self.names, tiled=True), tree) if self.names else tree
+        """Concatenate the rows of all devices, device 0 first."""
+        return _grouped(lambda x: lax.all_gather(x, self.names, tiled=True), tree) if self.names else tree
 
-    def scatter_sum(self, tree: Tree) -> Tree:
-        """Of (W b, ...) on each device the sum, and of that one's own b rows."""
-        return _together(lambda x: lax.psum_scatter(x, self.names, tiled=True), tree) if self.names else tree
+    def reduce_scatter(self, tree: Tree) -> Tree:
+        """Sum arrays (W b, ...) over devices and return this device's b rows of the sum."""
+        return _grouped(lambda x: lax.psum_scatter(x, self.names, tiled=True), tree) if self.names else tree
 
-    def take_from(self, tree: Tree, ahead: int) -> Tree:
-        """What the device has that is so many places ahead, in a ring."""
+    def receive_from(self, tree: Tree, ahead: int) -> Tree:
+        """Receive the tree of the device that is `ahead` places ahead in a ring."""
         sends = [((device + ahead) % self.size, device) for device in range(self.size)]
-        return _together(lambda x: lax.ppermute(x, self.names, sends), tree)
+        return _grouped(lambda x: lax.ppermute(x, self.names, sends), tree)
 
     def rows(self, b: int) -> Array:
-        """The places of this device's b rows in the whole batch."""
+        """Return the global indices of this device's b rows."""
         return self.index * b + jnp.arange(b, dtype=jnp.int32)
 
 
 def vary_alike(*trees: Any, axis: Axis = Axis()) -> Any:  # it is frozen
-    """The same arrays, all of them varying over each axis that one of them varies over, and over `axis`.
+    """Make all arrays vary over `axis` and over each axis that one of them varies over.
 
-    Made here, outside of our own derivatives, JAX sums the gradients of what did not vary by itself.
+    This happens outside of the library's own derivatives, so that JAX itself sums the gradients of arrays that did not
+    vary.
     """
     leaves = jax.tree.leaves(trees)
     names = frozenset(axis.names).union(*(varies_over(leaf) for leaf in leaves))
@@ -75,36 +76,36 @@ def vary_alike(*trees: Any, axis: Axis = Axis()) -> Any:  # it is frozen
 
 
 @jax.custom_jvp
-def once(tree: Tree) -> Tree:
-    """The same, which must not be differentiated: for what derivatives that are ours are made of."""
+def once_differentiable(tree: Tree) -> Tree:
+    """Return the tree unchanged; differentiating it raises. The library's own derivatives use it."""
     return tree
 
 
-@once.defjvp
+@once_differentiable.defjvp
 def _refuse(_primals: Any, _tangents: Any) -> Any:
     raise NotImplementedError("the gradient of a loss of wholebatch.jax cannot be differentiated again")
 
 
 def vary(x: Array, names: frozenset[str]) -> Array:
-    """The same on every device along those axes, to the eyes of `jax.shard_map` no longer so."""
+    """Mark x, which is the same on all devices along these axes, as varying over them for `jax.shard_map`."""
     missing = tuple(sorted(names - varies_over(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def varies_over(x: Any) -> frozenset[str]:
-    """Axes along which devices may hold different values."""
+    """Return the axes along which devices may hold different values of x."""
     of = jax.typeof(x)
     kind = getattr(of, "manual_axis_type", None)  # JAX 0.10; before and after it is `vma`
     return frozenset(of.vma if kind is None else kind.varying)
 
 
-def _together(collective: Callable[[Array], Array], tree: Tree) -> Tree:
-    """One message for all vectors of the same dtype and length, one for each other array."""
+def _grouped(collective: Callable[[Array], Array], tree: Tree) -> Tree:
+    """Apply a collective with one message for all vectors of equal dtype and length, and one for each other array."""
     leaves, structure = jax.tree.flatten(tree)
-    alike: dict[Any, list[int]] = {}
+    groups: dict[Any, list[int]] = {}
     for at, leaf in enumerate(leaves):
-        alike.setdefault((leaf.dtype, leaf.shape) if leaf.ndim == 1 else at, []).append(at)
-    for places in alike.values():
+        groups.setdefault((leaf.dtype, leaf.shape) if leaf.ndim == 1 else at, []).append(at)
+    for places in groups.values():
         if len(places) == 1:
             leaves[places[0]] = collective(leaves[places[0]])
             continue

@@ -1,4 +1,8 @@
-"""Mistakes, met where the function is traced: what was expected, what came, and what would mend it."""
+"""Checks of arguments, made while a function is traced; errors name the accepted and the given value, and the fix.
+
+All checks run before any array is computed. The values of traced arguments are not known then: only their shapes and
+dtypes are checked.
+"""
 
 from __future__ import annotations
 
@@ -11,113 +15,120 @@ import numpy as np
 from jax import Array, dtypes
 from jax.core import Tracer
 
-from .._settings import LARGEST, LEAST, check_choice, shown
+from .._settings import LARGEST, SMALLEST_DIVISOR, check_choice, shown
 
 _ARRAYS: Any = (np.generic, np.ndarray, Array)
 
 
 def arrays(**given: Any) -> dict[str, Any]:
-    """Whatever JAX makes arrays of; None stays None. Integers that it would cut off are refused, and weights < 0."""
+    """Convert all arguments to JAX arrays; None stays None.
+
+    Raises:
+        ValueError: no array, integers that JAX would truncate, weights that are complex, negative or not finite.
+    """
     for name, x in given.items():
         if x is not None:
-            _array_like(name, x)
-        # Features are not fetched from a device to be looked at.
+            _check_array(name, x)
+        # Features are not copied from a device for a check.
         values = known(x) if name == "weights" or not isinstance(x, Array) else None
         if values is None or not values.size:
             continue
         if np.issubdtype(values.dtype, np.integer):
-            least, most, bounds = values.min(), values.max(), jnp.iinfo(dtypes.canonicalize_dtype(values.dtype))
-            if least < bounds.min or most > bounds.max:
+            smallest, largest = values.min(), values.max()
+            bounds = jnp.iinfo(dtypes.canonicalize_dtype(values.dtype))
+            if smallest < bounds.min or largest > bounds.max:
                 raise ValueError(
-                    f"{name} must fit into {bounds.dtype}, got {least} to {most}: number them anew "
-                    "(np.unique(..., return_inverse=True)), or let JAX have 64 bits (jax_enable_x64)"
+                    f"{name} must fit into {bounds.dtype}, got {smallest} to {largest}: renumber them "
+                    "(np.unique(..., return_inverse=True)), or give JAX 64 bits (jax_enable_x64)"
                 )
         if name == "weights":
             if np.iscomplexobj(values):
                 raise ValueError(f"weights must be real, got {values.dtype}")
             if (wrong := values[~(np.isfinite(values) & (values >= 0))]).size:
-                raise ValueError(f"weights must be finite and not negative, got {wrong[0]}")
+                raise ValueError(f"weights must be finite and not negative, got {wrong[0]}; 0 leaves a row out")
     return {name: None if x is None else jnp.asarray(x) for name, x in given.items()}
 
 
-def _array_like(name: str, x: Any) -> None:
-    """An array of numbers, a list of them, or what can be turned into an array."""
+def _check_array(name: str, x: Any) -> None:
+    """Raise ValueError unless x is an array of numbers, a list of them, or convertible to an array."""
     if isinstance(x, (list, tuple)):
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x)):
             return
         try:
             dtype = np.asarray(x).dtype
         except ValueError:  # rows of different lengths
-            raise ValueError(f"{name} must be an array, and its rows of one length; got {shown(x)}") from None
+            raise ValueError(f"{name} must be an array with rows of one length, got {shown(x)}") from None
     elif isinstance(x, _ARRAYS):
         dtype = x.dtype
     elif hasattr(type(x), "__jax_array__") or hasattr(type(x), "__array__"):
         return
     else:
-        raise ValueError(f"{name} must be an array, got {type(x).__name__}")
+        raise ValueError(f"{name} must be an array, got {shown(x)}")
     if not (jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_):
         raise ValueError(f"{name} must be an array of numbers, got {dtype}")
 
 
 def known(x: Any) -> np.ndarray[Any, Any] | None:
-    """The values of what is not traced, and lies on devices of this process."""
+    """Return the values of x, or None if it is traced or on devices of other processes."""
     if x is None or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x)):
         return None
     return None if isinstance(x, Array) and not x.is_fully_addressable else np.asarray(x)
 
 
-def names(of: Any, what: str = "axis") -> tuple[str, ...]:
-    """Several names, of which one alone may be given."""
+def names(of: Any, argument: str = "axis") -> tuple[str, ...]:
+    """Return several names as a tuple; a single name may be given as a string."""
     several = (of,) if isinstance(of, str) else of
     if not isinstance(several, (tuple, list)) or not all(isinstance(name, str) and name for name in several):
-        raise ValueError(f"{what} must be a name or several names, got {shown(of)}")
+        raise ValueError(f"{argument} must be a name or several names, got {shown(of)}")
     return tuple(several)
 
 
 def is_integer(x: Any) -> bool:
-    """Known while tracing, and no bool."""
+    """Whether x is an integer that is known while tracing, and no bool."""
     return isinstance(x, Integral) and not isinstance(x, bool)
 
 
 def integer(name: str, x: Any) -> None:
-    """An integer that JAX's integers hold: of 64 bits if it has them, else of 32."""
+    """Raise ValueError unless x is an integer that fits JAX's integers: 64 bits if they are enabled, else 32."""
     bounds = jnp.iinfo(dtypes.canonicalize_dtype(np.int64))
     if not is_integer(x) or not bounds.min <= x <= bounds.max:
-        beyond = f", which {bounds.dtype} does not hold" if is_integer(x) else ""
+        beyond = f", which does not fit into {bounds.dtype}" if is_integer(x) else ""
         raise ValueError(f"{name} must be an integer, got {shown(x)}{beyond}")
 
 
 def features(**towers: Any) -> None:
-    """Matrices of one float dtype and one width, with at least one row."""
+    """Raise ValueError unless all are matrices of one float dtype and one feature size, with at least one row."""
     first, expected = next(iter(towers.items()))
-    given(**towers)
+    required(**towers)
     for name, x in towers.items():
         shape, dtype = jnp.shape(x), jnp.result_type(x)
         if len(shape) != 2 or 0 in shape:
-            raise ValueError(f"{name} must have shape (rows, features), neither of them 0; got {shape}")
+            raise ValueError(f"{name} must have shape (rows, feature size), neither of them 0; got {shape}")
         if not jnp.issubdtype(dtype, jnp.floating):
-            raise ValueError(f"{name} must be floating point, got {dtype}")
+            raise ValueError(f"{name} must be floating point, got {dtype}; pass the encoder's output, not ids")
         if shape[1] != expected.shape[1]:
             raise ValueError(
                 f"{first} and {name} must have the same feature size, got {expected.shape} and {shape}; project both "
-                "to one width"
+                "to one size"
             )
         if dtype != expected.dtype:
-            raise ValueError(f"{first} and {name} must have the same dtype, got {expected.dtype} and {dtype}")
+            raise ValueError(
+                f"{first} and {name} must have the same dtype, got {expected.dtype} and {dtype}; cast one of them"
+            )
 
 
-def given(**arrays: Any) -> None:
-    """What cannot be left out."""
+def required(**arrays: Any) -> None:
+    """Raise ValueError for an argument that is None."""
     for name, x in arrays.items():
         if x is None:
             raise ValueError(f"{name} must be an array, got None")
 
 
 def same_rows(**arrays: Any) -> None:
-    """One row for each row of the first."""
-    there_are = {name: x for name, x in arrays.items() if x is not None}
-    first, expected = next(iter(there_are.items()))
-    for name, x in there_are.items():
+    """Raise ValueError unless all have one row for each row of the first; None is allowed."""
+    present = {name: x for name, x in arrays.items() if x is not None}
+    first, expected = next(iter(present.items()))
+    for name, x in present.items():
         if jnp.ndim(x) == 0 or len(x) != len(expected):
             raise ValueError(
                 f"{name} must have one row for each row of {first}, got shapes {jnp.shape(x)} and {expected.shape}"
@@ -125,7 +136,7 @@ def same_rows(**arrays: Any) -> None:
 
 
 def integers(**arrays: Any) -> None:
-    """Of ids and labels."""
+    """Raise ValueError unless ids and labels are integers; None is allowed."""
     for name, x in arrays.items():
         if x is not None and not jnp.issubdtype(jnp.result_type(x), jnp.integer):
             raise ValueError(
@@ -134,15 +145,15 @@ def integers(**arrays: Any) -> None:
 
 
 def vector(**arrays: Any) -> None:
-    """One number for each row."""
+    """Raise ValueError unless all have one number for each row; None is allowed."""
     for name, x in arrays.items():
         if x is not None and jnp.ndim(x) != 1:
-            hint = "; of one-hot rows pass the argmax" if jnp.issubdtype(x.dtype, jnp.integer) else ""
+            hint = "; for one-hot rows pass the argmax" if jnp.issubdtype(x.dtype, jnp.integer) else ""
             raise ValueError(f"{name} must have shape (rows,), got {jnp.shape(x)}{hint}")
 
 
 def classes(labels: Any, num_classes: int, ignore_index: int) -> None:
-    """Labels are those of classes that there are, as far as they are known."""
+    """Raise ValueError for labels that are known and name no class."""
     values = known(labels)
     if values is not None:
         wrong = values[((values < 0) | (values >= num_classes)) & (values != ignore_index)]
@@ -153,7 +164,7 @@ def classes(labels: Any, num_classes: int, ignore_index: int) -> None:
 
 
 def scalar(*, positive: bool = False, **numbers: Any) -> None:
-    """A real number or an array of shape (); finite, and positive, where its value is known."""
+    """Raise ValueError unless all are real scalars; known values must be finite and, if asked for, positive."""
     for name, x in numbers.items():
         if isinstance(x, int) and not isinstance(x, bool):
             integer(name, x)
@@ -165,15 +176,17 @@ def scalar(*, positive: bool = False, **numbers: Any) -> None:
             raise ValueError(f"{name} must be a number or an array of shape (), got {dtype}{jnp.shape(x)}")
         value = known(x)
         if value is not None and not np.all(abs(value.astype(np.float64)) <= LARGEST):
-            raise ValueError(f"{name} must be finite, and within the range of float32; got {x}")
+            raise ValueError(f"{name} must be finite and within the range of float32, got {x}; clamp it")
         if positive and value is not None and not np.all(value > 0):
-            raise ValueError(f"{name} must be positive, got {x}")
-        if positive and value is not None and not np.all(value >= LEAST):
-            raise ValueError(f"{name} must be at least {LEAST}, got {x}; logits are similarities divided by it")
+            raise ValueError(f"{name} must be positive, got {x}; logits are similarities divided by it")
+        if positive and value is not None and not np.all(value >= SMALLEST_DIVISOR):
+            raise ValueError(
+                f"{name} must be at least {SMALLEST_DIVISOR}, got {x}; logits are similarities divided by it"
+            )
 
 
 def pairs(first: str, second: str, **towers: Any) -> dict[str, Any]:
-    """Two towers of paired rows, with ids and weights of the pairs, as arrays."""
+    """Check two towers of paired rows, and the ids and weights of the pairs; return all as arrays."""
     rows = arrays(**towers)
     features(**{name: rows[name] for name in (first, second)})
     same_rows(**rows)
@@ -183,7 +196,7 @@ def pairs(first: str, second: str, **towers: Any) -> dict[str, Any]:
 
 
 def random_key(key: Any) -> None:
-    """One of `jax.random`, or none."""
+    """Raise ValueError unless key is one key of `jax.random`, or None."""
     if key is not None and not (
         isinstance(key, Array)
         and (key.shape == () if jnp.issubdtype(key.dtype, dtypes.prng_key) else key.shape == (2,))
@@ -192,17 +205,17 @@ def random_key(key: Any) -> None:
 
 
 def choice(name: str, value: Any, among: tuple[Any, ...]) -> None:
-    """One of a few."""
+    """Raise ValueError unless value is one of the choices."""
     check_choice(name, value, among)
 
 
 def fraction(name: str, value: Any) -> None:
-    """Within [0, 1]."""
+    """Raise ValueError unless value is a number within [0, 1] that is known while tracing."""
     number = isinstance(value, (int, float, np.floating, np.integer)) and not isinstance(value, bool)
     if not number or not 0 <= value <= 1:
         raise ValueError(f"{name} must be a number within [0, 1] that is known while tracing, got {shown(value)}")
 
 
 def as_scalar(x: Any, dtype: Any) -> Array:
-    """Of shape (), in the dtype of sums."""
+    """Reshape a scalar to (), in the dtype of sums."""
     return jnp.reshape(jnp.asarray(x, dtype), ())

@@ -1,135 +1,121 @@
-"""How the columns' features travel, and the sums for them come home.
+"""How the columns' features travel between devices, and how the sums over their columns return to the owners.
 
-"gather": one all_gather of Y, then one sweep; sums for the columns of all devices, and home by one psum_scatter.
+"gather": one all_gather of Y, one sweep over all columns, and one psum_scatter of their sums to the owners.
 
-"ring": each device has one block of Y at a time. What the next step needs, and what the step before has found, is under
-way while a block's tiles are computed; after the last step the sums take one message home.
+"ring": each device holds one block of Y at a time. The block of the next step and the sums of the previous step travel
+while the tiles of a block are computed; after the last step one message returns the sums to their owners.
 
     step               0         1         2         3
-    device i visits    block i   i + 1     i + 2     i + 3       of W = 4; a symmetric S is through after i + 2
+    device i visits    block i   i + 1     i + 2     i + 3       for W = 4; a symmetric S is done after i + 2
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from jax import Array, lax
 
 from .axis import Axis, vary_alike
-from .logsumexp import add, bring_home
-from .tiles import Tiles, Visit, half, joined, pad_rows, rectangle, side_of_tiles, sweep_tiles, triangle
+from .logsumexp import add, reduce_to_owner
+from .tiles import Tiles, half, joined, rectangle, triangle
 
+ExchangeName = Literal["auto", "gather", "ring"]
+EXCHANGES = ("auto", "gather", "ring")
 Exchange = Literal["gather", "ring"]
-Memory = Literal["flat"] | int
+
+# sweep(tiles, y, of_x, of_y, *, first=True) -> of_x, of_y, kept: adds the tiles' results to the sums. Only the first
+# list of tiles of a pass may keep products, or use kept ones.
+SweepBlock = Callable[..., tuple[Any, Any, Array | None]]
+
+_GATHER_BYTES = 2**30  # Y of all devices, its gradient, and the sum of that
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """One pass over all tiles of S that this device computes.
+def select_exchange(name: ExchangeName, axis: Axis, travels: Any) -> Exchange:
+    """Choose the exchange: "auto" is "gather" while it takes at most 1 GiB, else "ring".
 
     Args:
-        axis: over which the batch is split.
-        exchange: "gather" or "ring"; the same in all sweeps over the same rows.
-        tile: rows and columns of a tile, at most.
-        symmetric: S = Z Z^T, half of which is computed; the sums are then those of `x` and of `y`, to be added.
-        memory: bytes for products that are kept for another sweep, in a ring of a device's own rows only; "flat": none.
+        name: "auto", "gather" or "ring".
+        axis: the axis over which the batch is split.
+        travels: the tree with b rows that travels.
+    """
+    if name != "auto":
+        return name
+    num_bytes = 3 * axis.size * sum(leaf.nbytes for leaf in jax.tree.leaves(travels))
+    return "gather" if num_bytes <= _GATHER_BYTES else "ring"
+
+
+def visited_blocks(axis: Axis, rows: int, cols: int, *, symmetric: bool) -> list[Tiles]:
+    """List the tiles of each block of columns that this device visits: its local one, the next device's, and so on."""
+    size, whole = axis.size, rectangle(rows, cols)
+    if not symmetric:
+        return [whole] * size
+    shared = [half(rows, axis.index < size // 2)] * (size % 2 == 0)
+    return [triangle(rows), *[whole] * ((size - 1) // 2), *shared]
+
+
+def gathered_tiles(axis: Axis, blocks: list[Tiles], cols: int, *, symmetric: bool) -> Tiles:
+    """Join the tiles of all blocks, among the columns of all devices, of which each device has `cols` tiles."""
+    if not symmetric:  # the order is that of memory
+        return rectangle(len(blocks[0].rows) // cols, cols * axis.size)
+    return joined(blocks, [(axis.index + k) % axis.size * cols for k in range(len(blocks))])
+
+
+def gather(
+    axis: Axis, sweep: SweepBlock, tiles: Tiles, y: Any, of_x: Any, empty: Callable[[int], Any]
+) -> tuple[Any, Any, Array | None]:
+    """Sweep over the gathered columns of all devices.
+
+    Args:
+        axis: the axis over which the batch is split.
+        sweep: adds the results of a list of tiles to sums.
+        tiles: the tiles to visit, among the columns of all devices.
+        y: this device's columns.
+        of_x: the sums of rows, empty.
+        empty: makes the empty sums of so many columns.
+
+    Returns:
+        The sums of rows; the sums of this device's columns over all rows; and the kept products.
+    """
+    y_full = axis.gather(y)
+    y_full, of_all = vary_alike(y_full, empty(len(jax.tree.leaves(y_full)[0])), axis=axis)
+    of_x, of_all, kept = sweep(tiles, y_full, of_x, of_all)
+    return of_x, reduce_to_owner(axis, of_all), kept
+
+
+def ring(
+    axis: Axis, sweep: SweepBlock, blocks: list[Tiles], y: Any, of_x: Any, empty: Any
+) -> tuple[Any, Any, Array | None]:
+    """Sweep over one block of columns after another, while the next block and the previous sums travel.
+
+    Args:
+        axis: the axis over which the batch is split.
+        sweep: adds the results of a list of tiles to sums; it keeps products of the first block only.
+        blocks: the tiles of each block, from the local one on.
+        y: this device's columns.
+        of_x: the sums of rows, empty.
+        empty: the sums of a block's columns, empty.
+
+    Returns:
+        As :func:`gather`.
     """
 
-    axis: Axis
-    exchange: Exchange
-    tile: int
-    symmetric: bool = False
-    memory: Memory = "flat"
+    def step(carried: tuple[Any, Any, Any], tiles: Tiles) -> tuple[Any, Any]:
+        of_x, y, of_y = carried
+        arriving = axis.receive_from(of_y, 1)
+        of_x, found, _ = sweep(tiles, y, of_x, empty, first=False)
+        return of_x, add(arriving, found)
 
-    def __call__(
-        self,
-        visit: Visit,
-        x: Any,
-        y: Any,
-        nothing: Callable[[int], Any],
-        *,
-        keep: Any = None,
-        kept: Array | None = None,
-    ) -> tuple[Any, Any, Array | None]:
-        """What `visit` makes of all tiles, added up for this device's rows of x and of y; and the products kept.
+    def middle(carried: tuple[Any, Any, Any], _: None) -> tuple[tuple[Any, Any, Any], None]:
+        following = axis.receive_from(carried[1], 1)
+        of_x, of_y = step(carried, blocks[1])
+        return (of_x, following, of_y), None
 
-        Args:
-            visit: as :func:`wholebatch.jax.tiles.sweep_tiles` takes it.
-            x: a tree of arrays with b rows, which stay.
-            y: one with as many or other rows, which travels; of a symmetric S the same.
-            nothing: the sums of no tiles for so many rows of x, and for so many of y.
-            keep: the dtype of products that are to be kept, as far as there is memory; None: they are not.
-            kept: those that an earlier sweep over the same rows has kept.
-        """
-        rows, cols = _rows(x), _rows(y)
-        sides = side_of_tiles(rows, self.tile), side_of_tiles(cols, self.tile)
-        x, y = pad_rows(x, sides[0]), pad_rows(y, sides[1])
-        x, y, of_x, of_y = vary_alike(x, y, nothing(_rows(x))[0], nothing(_rows(y))[1], axis=self.axis)
-        room = 0
-        if keep is not None and self.memory != "flat":
-            room = self.memory // (sides[0] * sides[1] * jnp.dtype(keep).itemsize)
-
-        def go(tiles: Tiles, y: Any, of_x: Any, of_y: Any, *, first: bool = True) -> tuple[Any, Any, Array | None]:
-            """Through a list of tiles; only of the first list products are kept."""
-            places, stored = (min(room, len(tiles.rows)), kept) if first else (0, None)
-            return sweep_tiles(tiles, sides, visit, x, y, of_x, of_y, keep=places, kept=stored)
-
-        blocks = self._blocks(_rows(x) // sides[0], _rows(y) // sides[1])
-        if self.axis.size == 1:
-            of_x, of_y, kept = go(blocks[0], y, of_x, of_y)
-        elif self.exchange == "gather":
-            y_full = self.axis.gather(y)
-            y_full, of_all = vary_alike(y_full, nothing(_rows(y_full))[1], axis=self.axis)
-            of_x, of_all, kept = go(self._joined(blocks, _rows(y) // sides[1]), y_full, of_x, of_all)
-            of_y = bring_home(self.axis, of_all)
-        else:
-            of_x, of_y, kept = self._ring(go, blocks, y, of_x, of_y)
-        return _first(of_x, rows), _first(of_y, cols), kept
-
-    def _blocks(self, rows: int, cols: int) -> list[Tiles]:
-        """The tiles of each block of columns that this device visits: the own, the next one's, and so on."""
-        size, whole = self.axis.size, rectangle(rows, cols)
-        if not self.symmetric:
-            return [whole] * size
-        shared = [half(rows, self.axis.index < size // 2)] * (size % 2 == 0)
-        return [triangle(rows), *[whole] * ((size - 1) // 2), *shared]
-
-    def _joined(self, blocks: list[Tiles], cols: int) -> Tiles:
-        """All of these, among the columns of all devices, of which each has so many tiles."""
-        if not self.symmetric:  # the order is that of memory
-            return rectangle(len(blocks[0].rows) // cols, cols * self.axis.size)
-        return joined(blocks, [(self.axis.index + k) % self.axis.size * cols for k in range(len(blocks))])
-
-    def _ring(
-        self, go: Callable[..., tuple[Any, Any, Array | None]], blocks: list[Tiles], y: Any, of_x: Any, nobodys: Any
-    ) -> tuple[Any, Any, Array | None]:
-        def step(carried: tuple[Any, Any, Any], tiles: Tiles) -> tuple[Any, Any]:
-            of_x, y, of_y = carried
-            arriving = self.axis.take_from(of_y, 1)
-            of_x, found, _ = go(tiles, y, of_x, nobodys, first=False)
-            return of_x, add(arriving, found)
-
-        def middle(carried: tuple[Any, Any, Any], _: None) -> tuple[tuple[Any, Any, Any], None]:
-            following = self.axis.take_from(carried[1], 1)
-            of_x, of_y = step(carried, blocks[1])
-            return (of_x, following, of_y), None
-
-        following = self.axis.take_from(y, 1)
-        of_x, of_y, kept = go(blocks[0], y, of_x, nobodys)
-        carried = (of_x, following, of_y)
-        if len(blocks) > 2:
-            carried, _ = lax.scan(middle, carried, None, length=len(blocks) - 2)
-        of_x, of_y = step(carried, blocks[-1])
-        return of_x, self.axis.take_from(of_y, 1 - len(blocks)), kept
-
-
-def _rows(tree: Any) -> int:
-    return len(jax.tree.leaves(tree)[0])
-
-
-def _first(tree: Any, rows: int) -> Any:
-    return jax.tree.map(lambda x: x[:rows], tree)
+    following = axis.receive_from(y, 1)
+    of_x, of_y, kept = sweep(blocks[0], y, of_x, empty)
+    carried = (of_x, following, of_y)
+    if len(blocks) > 2:
+        carried, _ = lax.scan(middle, carried, None, length=len(blocks) - 2)
+    of_x, of_y = step(carried, blocks[-1])
+    return of_x, axis.receive_from(of_y, 1 - len(blocks)), kept

@@ -1,9 +1,9 @@
-"""The logarithm of a sum of exponentials, as the pair (largest, sum of what is left) that can be added to.
+"""The logarithm of a sum of exponentials, as a pair (largest term, rescaled sum) to which terms can be added.
 
     log sum_j e^{s_j} = top + log total,    top = max_j s_j,    total = sum_j e^{s_j - top}
 
-Two of them, of different terms of one sum, are merged by bringing both to the larger top. No exponent is ever above 0,
-and the largest is 0: at any scale nothing overflows, and nothing that counts underflows.
+Two partial sums are added by rescaling both to the larger top. No exponent is ever above 0, and the largest is 0: at
+any scale nothing overflows, and no term that matters underflows.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from .axis import Axis
 
 
 class LogSum(NamedTuple):
-    """Of each row a sum of exponentials: (rows,) each; top is -inf where there is no term yet."""
+    """A sum of exponentials for each row, (rows,) each; top is -inf where there is no term yet."""
 
     top: Array
     total: Array
 
     @classmethod
     def of(cls, terms: Array, axis: int) -> LogSum:
-        """Of what stands along an axis of `terms`; -inf: no term."""
+        """Sum the exponentials of `terms` along an axis; -inf stands for no term."""
         top = terms.max(axis)
         return cls(top, jnp.exp(terms - jnp.expand_dims(_finite(top), axis)).sum(axis))
 
     @classmethod
-    def nothing(cls, rows: int, dtype: Any) -> LogSum:
-        """The sum of no terms."""
+    def empty(cls, rows: int, dtype: Any) -> LogSum:
+        """Return the sum of no terms."""
         return cls(jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype))
 
     def add(self, other: LogSum) -> LogSum:
-        """The sum of both."""
+        """Return the sum of both."""
         top = jnp.maximum(self.top, other.top)
         totals = [of.total * jnp.exp(of.top - _finite(top)) for of in (self, other)]
         return LogSum(top, totals[0] + totals[1])
@@ -47,14 +47,14 @@ class LogSum(NamedTuple):
 
 
 def add(one: Any, other: Any) -> Any:
-    """Of two trees of sums the tree of both: LogSums merged, arrays added."""
+    """Add two trees of sums, leaf by leaf: LogSums by :meth:`LogSum.add`, arrays by +."""
     return jax.tree.map(lambda a, b: a.add(b) if isinstance(a, LogSum) else a + b, one, other, is_leaf=_is_log_sum)
 
 
-def bring_home(axis: Axis, sums: Any) -> Any:
-    """Of sums over each device's rows for the columns of all, (W b, ...), those over all rows for one's own, (b, ...).
+def reduce_to_owner(axis: Axis, sums: Any) -> Any:
+    """Reduce sums over each device's rows, (W b, ...) for all columns, to the owner of each column, (b, ...).
 
-    Collectives: one pmax of W b numbers, if there are exponentials; then one psum_scatter for each kind of array.
+    Collectives: one pmax of W b numbers if there are exponentials, then one psum_scatter for each kind of array.
     """
     nodes = jax.tree.leaves(sums, is_leaf=_is_log_sum)
     largest = [_finite(axis.max(node.top)) for node in nodes if isinstance(node, LogSum)]
@@ -65,14 +65,14 @@ def bring_home(axis: Axis, sums: Any) -> Any:
             return leaf
         return leaf.total * jnp.exp(leaf.top - next(common))
 
-    def with_own_top(leaf: Any, sums: Array) -> Any:
+    def with_local_top(leaf: Any, sums: Array) -> Any:
         if not isinstance(leaf, LogSum):
             return sums
         b = len(sums)
         return LogSum(lax.dynamic_slice_in_dim(next(tops), axis.index * b, b), sums)
 
-    at_home = axis.scatter_sum(jax.tree.map(at_common_top, sums, is_leaf=_is_log_sum))
-    return jax.tree.map(with_own_top, sums, at_home, is_leaf=_is_log_sum)
+    reduced = axis.reduce_scatter(jax.tree.map(at_common_top, sums, is_leaf=_is_log_sum))
+    return jax.tree.map(with_local_top, sums, reduced, is_leaf=_is_log_sum)
 
 
 def _finite(top: Array) -> Array:

@@ -1,6 +1,6 @@
-"""Margins: what an example's own class has to be better by. Functions of the angle to its center alone.
+"""Margins: functions that lower the logit of an example's own class, given its angle to the class's center.
 
-The same as :mod:`wholebatch.heads.margins`, where they are derived; and any function of angles and norms will do.
+The same as :mod:`wholebatch.heads.margins`, where they are derived. Any function of angles and norms is accepted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FOLDS = ("extend", "linear", "clip", "none")
 
 
 class Margin(Protocol):
-    """A margin; of your own, too. It is compared and hashed as a part of what is traced: a frozen dataclass will do."""
+    """The protocol of margins, your own included: hashable, because tracing caches it, such as a frozen dataclass."""
 
     @property
     def s(self) -> float:
@@ -28,7 +28,7 @@ class Margin(Protocol):
         ...
 
     def __call__(self, angles: Array, norms: Array) -> Array:
-        """phi, (b,), of the angles between embeddings and their classes' centers, and the embeddings' norms."""
+        """Return phi, (b,), from the angles between embeddings and their centers, and the embeddings' norms."""
         ...
 
 
@@ -39,11 +39,14 @@ class CombinedMargin:
     Args:
         s: multiplies all cosines.
         m1: multiplies the angle (SphereFace).
-        m2: radians that are added to it (ArcFace).
-        m3: is subtracted from the cosine (CosFace).
-        fold: beyond m1 theta + m2 = pi, "extend": (-1)^k cos - 2k, SphereFace's, which goes on falling, smoothly;
+        m2: radians, added to the angle (ArcFace).
+        m3: subtracted from the cosine (CosFace).
+        fold: phi beyond m1 theta + m2 = pi. "extend": (-1)^k cos - 2k, SphereFace's, which keeps falling smoothly;
             "linear": cos theta - m2 sin(m2), as in ArcFace's published code, for m1 = 1 only; "clip": -1, without a
             gradient; "none": the cosine, which rises again.
+
+    Raises:
+        ValueError: s or m1 that is not positive, m2 or m3 that is negative, a fold that does not exist.
 
     Source: Deng et al., 2019, arXiv:1801.07698, equation 4; the fold, Liu et al., 2017, arXiv:1704.08063, section 3.3.
     """
@@ -63,7 +66,9 @@ class CombinedMargin:
                     f"{name} must be a {'positive' if above == 0 else 'finite'} number, got {shown(value)}"
                 )
         if self.m2 < 0 or self.m3 < 0:
-            raise ValueError(f"margins m2 and m3 must not be negative, got {self.m2} and {self.m3}")
+            raise ValueError(
+                f"margins m2 and m3 must not be negative, got {self.m2} and {self.m3}; a margin lowers the logit"
+            )
         checks.choice("fold", self.fold, FOLDS)
         if self.fold == "linear" and self.m1 != 1:
             raise ValueError(f"fold='linear' is defined for m1 = 1, got {self.m1}")
@@ -73,7 +78,7 @@ class CombinedMargin:
 
 
 class ArcFace(CombinedMargin):
-    """phi = cos(theta + m): an angle more.
+    """phi = cos(theta + m): a margin added to the angle.
 
     Source: Deng et al., 2019, arXiv:1801.07698, equation 3.
     """
@@ -83,7 +88,7 @@ class ArcFace(CombinedMargin):
 
 
 class CosFace(CombinedMargin):
-    """phi = cos theta - m.
+    """phi = cos theta - m: a margin subtracted from the cosine.
 
     Source: Wang et al., 2018, arXiv:1801.09414, equation 4.
     """
@@ -93,9 +98,9 @@ class CosFace(CombinedMargin):
 
 
 class SphereFace(CombinedMargin):
-    """phi = cos(m theta), going on falling beyond pi.
+    """phi = cos(m theta), which keeps falling beyond pi: a margin that multiplies the angle.
 
-    Source: Liu et al., 2017, arXiv:1704.08063, equation 7, with a scale s in the place of the norm.
+    Source: Liu et al., 2017, arXiv:1704.08063, equation 7, with a scale s instead of the norm.
     """
 
     def __init__(self, s: float = 64.0, m: float = 1.35) -> None:
@@ -113,7 +118,7 @@ class NormFace(CombinedMargin):
 
 
 def angular(angles: Array, m1: float, m2: Array | float, fold: Fold = "extend") -> Array:
-    """cos(m1 theta + m2), and beyond pi what the fold says."""
+    """Return cos(m1 theta + m2), continued beyond pi as `fold` says."""
     moved = m1 * angles + m2
     if fold == "none":
         return jnp.cos(moved)

@@ -2,7 +2,8 @@
 
     clip_loss(x, y, ..., mesh=mesh)    --shard_map-->    clip_loss_local(x_local, y_local, ..., axis_name="data")
 
-Batches that do not divide over the devices are padded below with rows of zeros, which losses leave out of everything.
+Batches that do not divide over the devices are padded at the end with rows of zeros, which the losses exclude from
+everything.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ AxisNames = str | Sequence[str]
 def on_mesh(
     body: Callable[[Axis, dict[str, Any], Any], Array],
     rows: dict[str, Array | None],
-    whole: Any,
+    replicated: Any,
     *,
     mesh: Mesh | AbstractMesh | None,
     axis: AxisNames,
@@ -35,38 +36,38 @@ def on_mesh(
     """Run `body` on every device of an axis.
 
     Args:
-        body: of the axis, this device's rows, and what all devices have; hashable, as a part of what is traced.
-        rows: arrays that are split by their first dimension; None stays None.
-        whole: a tree of arrays that are the same everywhere.
-        mesh: None: that of `jax.set_mesh`; and if there is none, the batch is in one piece.
-        axis: a name, or several that are taken as one.
-        per_row: what `body` gives has a row for each of this argument's; None: it is the same everywhere.
+        body: takes the axis, this device's rows, and the replicated arrays; hashable, because tracing caches it.
+        rows: arrays that are split along their first dimension; None stays None.
+        replicated: a tree of arrays that are the same on all devices.
+        mesh: None takes the mesh of `jax.set_mesh`; without one, the batch is in one piece.
+        axis: a name, or several names that are used as one axis.
+        per_row: the argument for each of whose rows `body` returns a row; None if the result is replicated.
     """
     names = checks.names(axis)
     if not names:
         raise ValueError("axis must be a name or several names, got none")
     if mesh is None and (mesh := jax.sharding.get_abstract_mesh()).empty:
-        refuse_split(rows)
-        return _in_one_piece(rows, whole, body=body)
+        check_not_split(rows)
+        return _in_one_piece(rows, replicated, body=body)
     check_axes(mesh, names)
-    around = jax.sharding.get_abstract_mesh()
-    if AxisType.Manual in around.axis_types and around.shape == mesh.shape:  # a jax.shard_map over other axes of it
-        mesh = around
-    return _on_devices(rows, whole, body=body, mesh=mesh, names=names, per_row=per_row)
+    current = jax.sharding.get_abstract_mesh()
+    if AxisType.Manual in current.axis_types and current.shape == mesh.shape:  # a jax.shard_map over other axes of it
+        mesh = current
+    return _on_devices(rows, replicated, body=body, mesh=mesh, names=names, per_row=per_row)
 
 
-# Jitted, so that calls outside of the caller's `jit` compile once and not anew each time.
+# Jitted, so that calls outside of the caller's `jit` compile only once.
 
 
 @partial(jax.jit, static_argnames=("body",))
-def _in_one_piece(rows: dict[str, Array | None], whole: Any, *, body: Callable[..., Array]) -> Array:
-    return body(Axis(), rows, whole)
+def _in_one_piece(rows: dict[str, Array | None], replicated: Any, *, body: Callable[..., Array]) -> Array:
+    return body(Axis(), rows, replicated)
 
 
 @partial(jax.jit, static_argnames=("body", "mesh", "names", "per_row"))
 def _on_devices(
     rows: dict[str, Array | None],
-    whole: Any,
+    replicated: Any,
     *,
     body: Callable[..., Array],
     mesh: Mesh | AbstractMesh,
@@ -77,25 +78,25 @@ def _on_devices(
     given = {name: x for name, x in rows.items() if x is not None}
     totals = {name: len(x) for name, x in given.items()}
     spec = PartitionSpec(names)
-    split = {name: placed(pad_rows(x, devices), mesh, spec) for name, x in given.items()}
+    split = {name: reshard_explicit(pad_rows(x, devices), mesh, spec) for name, x in given.items()}
 
-    def on_device(split: dict[str, Array], whole: Any) -> Array:
-        return body(Axis(names), {**rows, **split, "totals": totals}, whole)
+    def on_device(split: dict[str, Array], replicated: Any) -> Array:
+        return body(Axis(names), {**rows, **split, "totals": totals}, replicated)
 
     result = jax.shard_map(
         on_device,
         mesh=mesh,
         in_specs=(spec, PartitionSpec()),
         out_specs=PartitionSpec() if per_row is None else spec,
-    )(split, whole)
+    )(split, replicated)
     return result if per_row is None else first_rows(result, totals[per_row], mesh)
 
 
 def in_shard_map(axis_name: AxisNames, rows: dict[str, Array | None]) -> Axis:
-    """The axis of a `jax.shard_map` that is around already; its rows have to be told apart from one another.
+    """Return the axis of the surrounding `jax.shard_map`, after checking that JAX knows the rows to vary along it.
 
     Raises:
-        ValueError: no such axis, or JAX does not know that the rows differ along it.
+        ValueError: no such axis, or JAX takes the rows to be the same along it.
     """
     names = checks.names(axis_name, "axis_name")
     if not names or len(set(names)) < len(names):
@@ -111,16 +112,16 @@ def in_shard_map(axis_name: AxisNames, rows: dict[str, Array | None]) -> Axis:
         missing = set() if x is None else set(names) - varies_over(x)
         if missing:
             raise ValueError(
-                f"{name} must vary over axis_name={axis_name!r}, as rows do that in_specs splits; JAX takes them for "
+                f"{name} must vary over axis_name={axis_name!r}, as rows that in_specs splits do; JAX takes it to be "
                 f"the same on all {size} devices along {', '.join(sorted(missing))}. With check_vma=False, and in "
-                "pmap, it knows no better, and gradients come out divided by the number of devices: use jax.shard_map, "
-                "and leave check_vma at True"
+                "pmap, JAX does not track this, and gradients come out divided by the number of devices: use "
+                "jax.shard_map, and leave check_vma at True"
             )
     return Axis(names)
 
 
-def together(x: Array) -> Array:
-    """The same on every device, so that it can be cut anywhere; of arrays that are split over explicit axes."""
+def replicated(x: Array) -> Array:
+    """Replicate an array that is split over explicit axes, so that it can be sliced anywhere."""
     if not explicit_axes(x):
         return x
     of: Any = jax.typeof(x) if isinstance(x, jax.core.Tracer) else x
@@ -128,12 +129,12 @@ def together(x: Array) -> Array:
 
 
 def explicit_axes(x: Any) -> set[str]:
-    """The axes over which an array is known to be split."""
+    """Return the explicit axes over which an array is split."""
     return {name for of in getattr(jax.typeof(x).sharding, "spec", ()) for name in checks.names(of or ())}
 
 
-def refuse_split(tree: Any) -> None:
-    """Arrays that are split over explicit axes need the mesh, for JAX would not know how to multiply them."""
+def check_not_split(tree: Any) -> None:
+    """Raise ValueError for arrays that are split over explicit axes: without the mesh JAX cannot multiply them."""
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         if over := explicit_axes(x):
             raise ValueError(
@@ -143,13 +144,13 @@ def refuse_split(tree: Any) -> None:
 
 
 def valid_rows(axis: Axis, name: str, rows: dict[str, Any]) -> Array | None:
-    """Which of this device's rows of an argument are of the batch, and no padding; None: all of them."""
+    """Return a mask of this device's rows of an argument that belong to the batch and are no padding; None for all."""
     b, total = len(rows[name]), rows.get("totals", {}).get(name)
     return None if total is None or total == b * axis.size else axis.rows(b) < total
 
 
-def placed(x: Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Array:
-    """Split so; over explicit axes that has to be said, for the others `jax.shard_map` sees to it."""
+def reshard_explicit(x: Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Array:
+    """Reshard x over the explicit axes of `spec`; `jax.shard_map` reshards over all other axes by itself."""
     explicit = {name for name, kind in zip(mesh.shape, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
     if not explicit:
         return x
@@ -158,22 +159,22 @@ def placed(x: Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Array:
 
 
 def first_rows(x: Array, rows: int, mesh: Mesh | AbstractMesh | None) -> Array:
-    """So many rows; what does not divide cannot stay split."""
+    """Return the first rows of x; replicated if they do not divide over the devices."""
     if rows == len(x):
         return x
-    return (x if mesh is None else placed(x, mesh, PartitionSpec()))[:rows]
+    return (x if mesh is None else reshard_explicit(x, mesh, PartitionSpec()))[:rows]
 
 
 def check_axes(mesh: Mesh | AbstractMesh, names: tuple[str, ...]) -> None:
-    """They are the mesh's, and no `jax.shard_map` has taken them already."""
+    """Raise ValueError unless the names are axes of the mesh, and no surrounding `jax.shard_map` uses them."""
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
-    around = jax.sharding.get_abstract_mesh()
-    kinds = dict(zip(around.shape, around.axis_types, strict=True))
+    current = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(current.shape, current.axis_types, strict=True))
     if any(kinds.get(name) == AxisType.Manual for name in names):
         raise ValueError(
-            f"inside of a jax.shard_map over {', '.join(map(repr, names))} rows are a device's own: call the function "
-            "that ends with `_local`, with axis_name= (and `chunked` without mesh=)"
+            f"inside of a jax.shard_map over {', '.join(map(repr, names))} each device has its local rows: call the "
+            "function that ends with `_local`, with axis_name= (and `chunked` without mesh=)"
         )
     if not names or len(set(names)) < len(names) or any(name not in mesh.shape for name in names):
         raise ValueError(

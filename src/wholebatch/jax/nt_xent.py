@@ -1,4 +1,4 @@
-"""NT-Xent (SimCLR): two views of each example, each to be found among all views of all others."""
+"""NT-Xent, the loss of SimCLR: each row of two views against all other rows of both, with half of the tiles."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from jax.sharding import AbstractMesh, Mesh
 
 from . import checks
 from .axis import Axis
-from .exchange import Memory
+from .exchange import ExchangeName
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
-from .options import ExchangeName, Options
+from .options import Options
+from .pairs import Codes, Tower
 from .products import inverse_norms, moderate, sum_dtype
-from .reduction import Reduction, cross_entropy, reduced
-from .softmax import Codes, Plan, Tower, softmax_statistics
+from .reduction import Reduction, cross_entropy, reduce_losses
+from .softmax import SoftmaxPlan, softmax_statistics
+from .sweep import Memory
 
 
 def nt_xent_loss(
@@ -31,7 +33,7 @@ def nt_xent_loss(
     mesh: Mesh | AbstractMesh | None = None,
     axis: AxisNames = "data",
     exchange: ExchangeName = "auto",
-    memory: Memory = "flat",
+    memory: Memory = "auto",
     tile: int = 1024,
 ) -> Array:
     r"""Cross-entropy of each row's other view among all rows of both views but itself, with its exact gradient.
@@ -44,22 +46,24 @@ def nt_xent_loss(
         temperature: divides the cosines; a positive scalar, which may be learned.
         ids: (B,) integers; examples with equal ids are no negatives of each other.
         weights: (B,), of the examples, >= 0; the mean is sum w_i L_i / sum w_i.
-        reduction: "mean", "sum", or "none": of each example w_i times the mean over both views, (B,).
-        mesh: the devices; None: the mesh of `jax.set_mesh`, and without one the batch is in one piece.
-        axis: of the mesh, over which rows are split; several names are taken as one.
-        exchange: "gather", "ring" or "auto".
-        memory: "flat", or bytes on each device for products that are kept from forward to backward.
+        reduction: "mean", "sum", or "none": for each example w_i times the mean over both views, (B,), split over the
+            axis.
+        mesh: the devices, as in :func:`wholebatch.jax.clip_loss`.
+        axis: the axis of the mesh over which rows are split; several names are used as one axis.
+        exchange: "gather", "ring" or "auto", as there.
+        memory: "flat", "auto" or bytes, as there, of half of Z Z^T.
         tile: rows and columns of a tile of S, at most.
 
     Returns:
-        L, the value of `wholebatch.jax.reference.nt_xent_loss` on the whole batch.
+        L, a scalar, the same on every device: the value of `wholebatch.jax.reference.nt_xent_loss` on the whole batch.
 
-    Work: 2 units of 2b 2B d multiply-adds per device, half of a full sweep's 4, for S is symmetric. Collectives: as in
-    :func:`wholebatch.jax.clip_loss`; in a ring after half a round.
+    Work: 2 units of 2b 2B d multiply-adds per device, half of a full sweep's 4, because S is symmetric. Memory and
+    collectives: as in :func:`wholebatch.jax.clip_loss`; a ring stops after half a round.
 
     Raises:
-        ValueError: while tracing: shapes, dtypes, an option or an axis that does not exist;
-            a temperature that is known and not positive.
+        ValueError: while tracing: as :func:`wholebatch.jax.clip_loss`; also a temperature that is known and not
+            positive.
+        NotImplementedError: if the gradient is differentiated again.
 
     Source: Chen et al., 2020, arXiv:2002.05709, equation 1.
 
@@ -82,25 +86,28 @@ def nt_xent_loss_local(
     weights: Array | None = None,
     reduction: Reduction = "mean",
     exchange: ExchangeName = "auto",
-    memory: Memory = "flat",
+    memory: Memory = "auto",
     tile: int = 1024,
 ) -> Array:
-    """:func:`nt_xent_loss` inside of a `jax.shard_map` (with `check_vma=True`, its default), of each device's rows.
+    """:func:`nt_xent_loss` of each device's rows, inside of a `jax.shard_map` (with `check_vma=True`, its default).
 
     Args:
         z0: (b, d), this device's rows; as many on each.
         z1: (b, d).
-        axis_name: the axis, or axes, over which rows are split.
-        temperature: the same on all devices.
+        axis_name: the axis over which rows are split; several names are used as one axis.
+        temperature: a scalar, the same on all devices.
         ids: (b,).
         weights: (b,).
         reduction: "mean", "sum", or "none": this device's w_i L_i, (b,).
         exchange: "gather", "ring" or "auto".
-        memory: "flat", or bytes on each device for products that are kept from forward to backward.
+        memory: "flat", "auto" or bytes, of half of Z Z^T.
         tile: rows and columns of a tile of S, at most.
 
     Returns:
-        L of the whole batch, the same on each device.
+        L of the whole batch, the same on every device.
+
+    Raises:
+        ValueError: as :func:`nt_xent_loss`; also rows that JAX does not know to vary over the axis.
     """
     loss = _NTXent(Options(reduction, exchange, tile, memory))
     rows = loss.check(temperature, z0=z0, z1=z1, ids=ids, weights=weights)
@@ -109,7 +116,7 @@ def nt_xent_loss_local(
 
 @dataclass(frozen=True)
 class _NTXent:
-    """The loss of one device's examples among those of all."""
+    """The loss of one device's examples among the examples of all devices."""
 
     options: Options
 
@@ -123,8 +130,9 @@ class _NTXent:
         of_example = Codes(valid, pair=example, same=rows["ids"])
         codes = jax.tree.map(lambda code: jnp.concatenate([code, code]), of_example)
         codes = codes._replace(itself=jnp.concatenate([example, example + b * axis.size]))
-        plan = Plan(self.options.sweep(axis, z, symmetric=True))
+        plan = SoftmaxPlan(self.options.sweep(axis, z, symmetric=True))
         scale = 1 / checks.as_scalar(temperature, sum_dtype(z))
-        of, _ = softmax_statistics(plan, Tower(z, inverse_norms(z), codes), None, scale)
-        assert of is not None
-        return reduced(axis, cross_entropy(of).reshape(2, b).mean(0), rows["weights"], valid, self.options.reduction)
+        statistics, _ = softmax_statistics(plan, Tower(z, inverse_norms(z), codes), None, scale)
+        assert statistics is not None
+        losses = cross_entropy(statistics).reshape(2, b).mean(0)
+        return reduce_losses(axis, losses, rows["weights"], valid, self.options.reduction)

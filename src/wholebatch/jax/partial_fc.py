@@ -3,8 +3,8 @@
     L_i = log(e^{s phi(theta_i)} + sum_{j != y_i} e^{s c_ij}) - s phi(theta_i)
         = softplus(lse_i - s phi(theta_i)),    lse_i over the negatives
 
-That is the column half of CLIP: centers stay, embeddings travel, and the own class is left out of their columns' sums.
-Its angle is taken apart from that, between an embedding and its own class's center, which is fetched.
+This is the column half of CLIP: centers stay, embeddings travel, and each column's sum excludes its own class. The
+angle to the own class's center is computed separately, after that center has been fetched.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from math import ceil, sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +21,19 @@ from jax.sharding import AbstractMesh, Mesh
 
 from .._settings import shown
 from . import checks
+from .angles import angles_between
 from .axis import Axis, vary_alike
-from .exchange import Memory
+from .exchange import ExchangeName
 from .margins import ArcFace, Margin
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
-from .options import ExchangeName, Options
-from .products import inverse_norms, lacking, moderate, norms, sum_dtype
-from .reduction import Reduction, reduced
-from .softmax import Codes, Plan, Tower, softmax_statistics
+from .options import Options
+from .pairs import Codes, Tower
+from .products import inverse_norms, moderate, norms, sum_dtype
+from .reduction import Reduction, reduce_losses
+from .softmax import SoftmaxPlan, softmax_statistics
+from .sweep import Memory
 
 _NO_CLASS = -1
-_SAME = 16  # times eps: unit vectors that are nearer to each other are taken for the same
 
 
 def partial_fc_loss(
@@ -48,7 +50,7 @@ def partial_fc_loss(
     mesh: Mesh | AbstractMesh | None = None,
     axis: AxisNames = "data",
     exchange: ExchangeName = "auto",
-    memory: Memory = "flat",
+    memory: Memory = "auto",
     tile: int = 1024,
 ) -> Array:
     r"""Cross-entropy over the classes of all devices, with a margin for the example's own, and its exact gradient.
@@ -58,31 +60,34 @@ def partial_fc_loss(
     Args:
         embeddings: (B, d), a global array; normalized inside. float64, float32, bfloat16 or float16.
         labels: (B,) integers, their classes among all C; ignore_index: the row does not count. Any other number that
-            is no class raises, or makes L NaN under `jit`, where what arrays hold is not known.
+            is no class raises, or makes L NaN under `jit`, where the values of arrays are not known.
         centers: (C, d), of all classes, split over the same axis; normalized inside.
         margin: phi and s, such as :class:`wholebatch.jax.ArcFace`.
-        sample_rate: the share of classes that are drawn as negatives, each by itself; the classes of the batch always
-            take part. The sample depends on `key` and the classes alone, not on the number of devices.
-        key: of `jax.random`, a new one for each step; only for samples.
-        ignore_index: a label that says that there is none.
+        sample_rate: the probability with which each class is sampled as a negative, independently; the classes of the
+            batch always take part. The sample depends on `key` and the classes alone, not on the number of devices.
+        key: a new key of `jax.random` for each step; only for samples.
+        ignore_index: the label of rows that do not count.
         weights: (B,), >= 0; the mean is sum w_i L_i / sum w_i over the rows that count.
-        reduction: "mean" over the rows that count, "sum", or "none": w_i L_i, (B,).
-        mesh: the devices; None: the mesh of `jax.set_mesh`, and without one the batch is in one piece.
-        axis: of the mesh, over which both embeddings and centers are split; several names are taken as one.
-        exchange: how the embeddings travel: "gather", "ring" or "auto".
-        memory: "flat", or bytes on each device for products that are kept from forward to backward.
+        reduction: "mean" over the rows that count, "sum", or "none": w_i L_i, (B,), split over the axis.
+        mesh: the devices, as in :func:`wholebatch.jax.clip_loss`.
+        axis: the axis of the mesh over which embeddings and centers are split; several names are used as one axis.
+        exchange: "gather", "ring" or "auto", as there, for the embeddings.
+        memory: "flat", "auto" or bytes, as there, of this device's classes times the batch.
         tile: rows and columns of a tile of S, at most.
 
     Returns:
-        L, the value of `wholebatch.jax.reference.partial_fc_loss` on all embeddings and all centers.
+        L, a scalar, the same on every device: the value of `wholebatch.jax.reference.partial_fc_loss` on all embeddings
+        and all centers.
 
-    Work: 4 units of B C/W d multiply-adds per device; of a sample, C times sample_rate and at most B classes more.
-    Collectives: as in :func:`wholebatch.jax.clip_loss`, with embeddings in the place of texts, and for the own classes'
-    centers an all-gather of labels and a reduce-scatter of (B, d), or a ring of messages of (b, d).
+    Work: 4 units of B C/W d multiply-adds per device; with samples, C times sample_rate and at most B more classes.
+    Memory and collectives: as in :func:`wholebatch.jax.clip_loss`, with embeddings instead of texts; and to fetch the
+    centers of the batch's classes an all-gather of labels and a reduce-scatter of (B, d), or a ring of messages of
+    (b, d).
 
     Raises:
-        ValueError: while tracing: shapes, dtypes, an option or an axis that does not exist;
-            labels that are no integers or, where they are known, no classes; a sample without a key.
+        ValueError: while tracing: as :func:`wholebatch.jax.clip_loss`; also labels that are no integers or, where they
+            are known, no classes, and a sample without a key.
+        NotImplementedError: if the gradient is differentiated again.
 
     Source: An et al., 2020, arXiv:2010.05222; the margins' papers.
 
@@ -110,28 +115,31 @@ def partial_fc_loss_local(
     weights: Array | None = None,
     reduction: Reduction = "mean",
     exchange: ExchangeName = "auto",
-    memory: Memory = "flat",
+    memory: Memory = "auto",
     tile: int = 1024,
 ) -> Array:
-    """:func:`partial_fc_loss` inside of a `jax.shard_map` (with `check_vma=True`, its default), of each device's rows.
+    """:func:`partial_fc_loss` of each device's rows, inside of a `jax.shard_map` (with `check_vma=True`, its default).
 
     Args:
         embeddings: (b, d), this device's rows; as many on each.
         labels: (b,).
-        centers: (C_r, d), of this device's classes, the index-th C_r; as many on each.
-        axis_name: the axis, or axes, over which both are split.
+        centers: (C_r, d), of this device's classes, which are consecutive; as many on each.
+        axis_name: the axis over which both are split; several names are used as one axis.
         margin: phi and s.
-        sample_rate: the share of classes that are drawn as negatives.
+        sample_rate: the probability with which each class is sampled as a negative.
         key: the same on all devices.
-        ignore_index: a label that says that there is none.
+        ignore_index: the label of rows that do not count.
         weights: (b,).
         reduction: "mean", "sum", or "none": this device's w_i L_i, (b,).
         exchange: "gather", "ring" or "auto".
-        memory: "flat", or bytes on each device for products that are kept from forward to backward.
+        memory: "flat", "auto" or bytes, of this device's classes times the batch.
         tile: rows and columns of a tile of S, at most.
 
     Returns:
-        L of the whole batch, the same on each device.
+        L of the whole batch, the same on every device.
+
+    Raises:
+        ValueError: as :func:`partial_fc_loss`; also rows that JAX does not know to vary over the axis.
     """
     loss = _PartialFC(margin, sample_rate, ignore_index, Options(reduction, exchange, tile, memory))
     rows = loss.check(key, embeddings=embeddings, labels=labels, centers=centers, weights=weights)
@@ -140,7 +148,7 @@ def partial_fc_loss_local(
 
 @dataclass(frozen=True)
 class _PartialFC:
-    """The loss of one device's embeddings, for its classes and those of all others."""
+    """The loss of one device's embeddings against the classes of all devices."""
 
     margin: Margin
     sample_rate: float
@@ -149,31 +157,19 @@ class _PartialFC:
 
     def check(self, key: Any, **given: Any) -> dict[str, Any]:
         checks.fraction("sample_rate", self.sample_rate)
-        margin = self.margin
-        if (
-            isinstance(margin, type)
-            or not callable(margin)
-            or not hasattr(margin, "s")
-            or ".heads." in str(type(margin))
-        ):
-            raise ValueError(f"margin must be such as wholebatch.jax.ArcFace(s=64.0, m=0.5), got {shown(self.margin)}")
-        if not isinstance(margin, Hashable):
-            raise ValueError(
-                "margin must be hashable, for it is part of what is traced: a @dataclass(frozen=True); got "
-                f"{shown(margin)}"
-            )
+        _check_margin(self.margin)
         if self.sample_rate < 1 and key is None:
             raise ValueError(f"sample_rate={self.sample_rate} needs key=, a new one of jax.random for each step")
         checks.random_key(key)
         rows = checks.arrays(**given)
-        checks.given(labels=rows["labels"])
+        checks.required(labels=rows["labels"])
         checks.integer("ignore_index", self.ignore_index)
         checks.features(embeddings=rows["embeddings"], centers=rows["centers"])
         checks.same_rows(embeddings=rows["embeddings"], labels=rows["labels"], weights=rows["weights"])
         checks.vector(labels=rows["labels"], weights=rows["weights"])
         checks.integers(labels=rows["labels"])
         labels = rows["labels"]
-        return rows | {"labels": labels.astype(jnp.promote_types(labels.dtype, jnp.int32))}  # that of places
+        return rows | {"labels": labels.astype(jnp.promote_types(labels.dtype, jnp.int32))}  # as wide as indices
 
     def __call__(self, axis: Axis, rows: dict[str, Any], key: Array | None) -> Array:
         (x, power), labels, (centers, _) = moderate(rows["embeddings"]), rows["labels"], moderate(rows["centers"])
@@ -183,39 +179,65 @@ class _PartialFC:
         counted = counted if valid is None else counted & valid
         sweep = self.options.sweep(axis, x)
         labels = jnp.where(counted, labels, _NO_CLASS)
-        local, present = _meet(axis, centers, labels, ring=sweep.exchange == "ring" and axis.size > 1)
-        factors = inverse_norms(x), inverse_norms(local)
-        angles = angles_of_units(*(of * factor[:, None] for of, factor in zip((x, local), factors, strict=True)))
+        own, present = _fetch_centers(axis, centers, labels, ring=sweep.exchange == "ring" and axis.size > 1)
+        x_factors, own_factors = inverse_norms(x), inverse_norms(own)
+        angles = angles_between(x * x_factors[:, None], own * own_factors[:, None])
         targets = self.margin.s * self.margin(angles, norms(x) / power[:, 0])
 
-        live = valid_rows(axis, "centers", rows)
+        taking_part = valid_rows(axis, "centers", rows)
         if self.sample_rate < 1:
-            centers, ids, live = self._sample(centers, ids, live, present, key, len(labels) * axis.size)
-        plan = Plan(sweep, rows=False, positives=False)
-        of_classes = Tower(centers, inverse_norms(centers), Codes(live, itself=ids))
-        of_examples = Tower(x, factors[0], Codes(valid, itself=labels))
-        _, of = softmax_statistics(plan, of_classes, of_examples, jnp.asarray(self.margin.s, sum_dtype(x)))
-        assert of is not None
-        losses = jax.nn.softplus(of.lse - targets)
+            centers, ids, taking_part = self._sample(
+                _Classes(centers, ids, taking_part), present, key, len(labels) * axis.size
+            )
+        plan = SoftmaxPlan(sweep, rows=False, positives=False)
+        classes = Tower(centers, inverse_norms(centers), Codes(taking_part, itself=ids))
+        examples = Tower(x, x_factors, Codes(valid, itself=labels))
+        _, statistics = softmax_statistics(plan, classes, examples, jnp.asarray(self.margin.s, sum_dtype(x)))
+        assert statistics is not None
+        losses = jax.nn.softplus(statistics.lse - targets)
         losses = jnp.where((labels >= 0) & (labels < num_classes), losses, jnp.nan)
-        return reduced(axis, losses, rows["weights"], counted, self.options.reduction)
+        return reduce_losses(axis, losses, rows["weights"], counted, self.options.reduction)
 
-    def _sample(
-        self, centers: Array, ids: Array, valid: Array | None, present: Array, key: Any, examples: int
-    ) -> tuple[Array, Array, Array]:
-        """Centers that take part, their classes, and which of these places are taken: their number has to be fixed."""
-        here = len(centers)
-        wanted = present | drawn(key, ids, self.sample_rate)
-        if valid is not None:
-            wanted &= valid
-        spread = 8 * sqrt(here * self.sample_rate * (1 - self.sample_rate))  # standard deviations
-        room = min(here, ceil(here * self.sample_rate + spread) + min(examples, here))
-        _, places = lax.top_k(2 * present.astype(jnp.int32) + wanted, room)
-        return centers[places], ids[places], wanted[places]
+    def _sample(self, classes: _Classes, present: Array, key: Any, examples: int) -> _Classes:
+        """Sample this device's classes; those in the batch are always taken. The number of rows is fixed.
+
+        Args:
+            classes: all of this device's classes.
+            present: which of them some device has an example of.
+            key: of `jax.random`.
+            examples: the rows of the global batch.
+        """
+        here = len(classes.centers)
+        chosen = present | sampled(key, classes.ids, self.sample_rate)
+        if classes.taking_part is not None:
+            chosen &= classes.taking_part
+        deviations = 8 * sqrt(here * self.sample_rate * (1 - self.sample_rate))  # 8 standard deviations
+        room = min(here, ceil(here * self.sample_rate + deviations) + min(examples, here))
+        _, places = lax.top_k(2 * present.astype(jnp.int32) + chosen, room)
+        return _Classes(classes.centers[places], classes.ids[places], chosen[places])
 
 
-def drawn(key: Array, ids: Array, rate: float) -> Array:
-    """Whether each class is, with probability `rate`: a function of the key and the class alone."""
+class _Classes(NamedTuple):
+    """A device's classes: their centers, their ids, and which of them take part; None if all do."""
+
+    centers: Array
+    ids: Array
+    taking_part: Array | None
+
+
+def _check_margin(margin: Any) -> None:
+    """Raise ValueError unless margin is a hashable margin of wholebatch.jax, or one like it."""
+    is_margin = not isinstance(margin, type) and callable(margin) and hasattr(margin, "s")
+    if not is_margin or ".heads." in str(type(margin)):
+        raise ValueError(f"margin must be such as wholebatch.jax.ArcFace(s=64.0, m=0.5), got {shown(margin)}")
+    if not isinstance(margin, Hashable):
+        raise ValueError(
+            f"margin must be hashable, because tracing caches it: use a @dataclass(frozen=True); got {shown(margin)}"
+        )
+
+
+def sampled(key: Array, ids: Array, rate: float) -> Array:
+    """Whether each class is sampled, with probability `rate`: a function of the key and the class alone."""
 
     def uniform(class_id: Array) -> Array:
         return jax.random.uniform(jax.random.fold_in(key, class_id), dtype=jnp.float32)
@@ -223,51 +245,38 @@ def drawn(key: Array, ids: Array, rate: float) -> Array:
     return jax.vmap(uniform)(ids) < rate
 
 
-def angles_of_units(x: Array, w: Array) -> Array:
-    """acos(x . w) of normalized rows, exact to rounding at any angle; without a gradient at 0 and pi themselves.
+def _fetch_centers(axis: Axis, centers: Array, labels: Array, *, ring: bool) -> tuple[Array, Array]:
+    """Fetch the center of each row's class, and find which of this device's classes occur in the batch.
 
-    theta = 2 atan2(sqrt(|x - w|^2 + r), sqrt(|x + w|^2 + r)),    r = (1 - |x|^2) + (1 - |w|^2), 0 but for short rows.
+    Labels travel to all devices once.
 
-    Source: Kahan, 2006, How futile are mindless assessments of roundoff, section 12.
-    """
-    least, missing = (_SAME * jnp.finfo(x.dtype).eps) ** 2, lacking(x, w)
-
-    def length(z: Array) -> Array:
-        squares = (z * z).sum(1) + missing
-        return jnp.where(squares > least, jnp.sqrt(jnp.where(squares > least, squares, 1)), 0)
-
-    apart, together = length(x - w), length(x + w)
-    return 2 * jnp.arctan2(apart, together)
-
-
-def _meet(axis: Axis, centers: Array, labels: Array, *, ring: bool) -> tuple[Array, Array]:
-    """Of each row its class's center, (b, d), wherever that is, and zeros where there is none; and of each center here
-    whether some device has an example of its class. Labels go to all devices once.
+    Returns:
+        (b, d), zeros for a row without a class; and for each local center whether some device has an example of it.
     """
     here, first = len(centers), axis.index * len(centers)
 
     def visit(present: Array, labels: Array) -> tuple[Array, Array]:
-        places = _place(labels, first, here)
+        places = _local_places(labels, first, here)
         return present.at[places].set(True, mode="drop"), centers.at[places].get(mode="fill", fill_value=0)
 
-    (nobody,) = vary_alike(jnp.zeros(here, bool), axis=axis)
+    (none_present,) = vary_alike(jnp.zeros(here, bool), axis=axis)
     if not ring:
-        present, found = visit(nobody, axis.gather(labels))
-        return axis.scatter_sum(found), present
+        present, found = visit(none_present, axis.gather(labels))
+        return axis.reduce_scatter(found), present
 
     def step(so_far: tuple[Array, Array, Array], _: None) -> tuple[tuple[Array, Array, Array], None]:
         present, *traveling = so_far
-        labels, found = axis.take_from(traveling, 1)
+        labels, found = axis.receive_from(traveling, 1)
         present, more = visit(present, labels)
         return (present, labels, found + more), None
 
-    present, found = visit(nobody, labels)
+    present, found = visit(none_present, labels)
     start = vary_alike(present, labels, found, axis=axis)
     (present, _, found), _ = lax.scan(step, start, None, length=axis.size - 1)
-    return axis.take_from(found, 1), present
+    return axis.receive_from(found, 1), present
 
 
-def _place(labels: Array, first: Array, here: int) -> Array:
-    """Of each class the row among a device's, and beyond them if it is another device's."""
+def _local_places(labels: Array, first: Array, here: int) -> Array:
+    """Return the local row of each class's center, or `here`, beyond all rows, if another device has it."""
     places = labels - first
     return jnp.where((places >= 0) & (places < here), places, here)

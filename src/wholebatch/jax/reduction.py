@@ -1,4 +1,4 @@
-"""From the statistics of rows to their cross-entropies, and from these to one number of all devices."""
+"""From the statistics of rows to their cross-entropies, and from these to one number for all devices."""
 
 from __future__ import annotations
 
@@ -8,34 +8,37 @@ import jax.numpy as jnp
 from jax import Array
 
 from .axis import Axis
-from .softmax import Statistics
+from .softmax import RowStatistics
 
 Reduction = Literal["mean", "sum", "none"]
 
 
-def cross_entropy(of: Statistics, label_smoothing: float = 0.0) -> Array:
-    """Of each row: the logsumexp less the mean positive; 0 for a row without positives.
+def cross_entropy(statistics: RowStatistics, label_smoothing: float = 0.0) -> Array:
+    """Return each row's logsumexp minus its mean positive logit; 0 for a row without positives.
 
-    With label smoothing e that mean counts for 1 - e, and the mean of all logits for e.
+    With label smoothing e the mean positive logit has weight 1 - e, and the mean of all logits weight e.
     """
-    assert of.positives is not None
-    assert of.num_positives is not None
-    target = of.positives / jnp.maximum(of.num_positives, 1)
-    if of.all_logits is not None and of.num is not None:
-        target = (1 - label_smoothing) * target + label_smoothing * of.all_logits / jnp.maximum(of.num, 1)
-    counts = of.num_positives > 0
-    return jnp.where(counts, jnp.where(counts, of.lse, 0) - target, 0)
+    assert statistics.positives is not None
+    assert statistics.num_positives is not None
+    target = statistics.positives / jnp.maximum(statistics.num_positives, 1)
+    if statistics.all_logits is not None and statistics.num is not None:
+        uniform = statistics.all_logits / jnp.maximum(statistics.num, 1)
+        target = (1 - label_smoothing) * target + label_smoothing * uniform
+    counts = statistics.num_positives > 0
+    return jnp.where(counts, jnp.where(counts, statistics.lse, 0) - target, 0)
 
 
-def reduced(axis: Axis, losses: Array, weights: Array | None, counted: Array | None, reduction: Reduction) -> Array:
-    """Of this device's losses, (b, ...): their weighted mean or sum over all devices, or each times its weight.
+def reduce_losses(
+    axis: Axis, losses: Array, weights: Array | None, counted: Array | None, reduction: Reduction
+) -> Array:
+    """Reduce this device's losses, (b, ...), to the weighted mean or sum over all devices, or only weigh them.
 
     Args:
-        axis: over which the batch is split.
+        axis: the axis over which the batch is split.
         losses: L_i.
-        weights: of the same shape; None: 1.
-        counted: which of them there are; None: all.
-        reduction: the mean is sum w_i L_i / sum w_i, and 0 where no weight is positive.
+        weights: w_i, of the same shape; None is 1.
+        counted: which losses count; None counts all.
+        reduction: "mean" is sum w_i L_i / sum w_i, and 0 where no weight is positive.
     """
     weights = jnp.ones_like(losses) if weights is None else weights.astype(losses.dtype)
     if counted is not None:
@@ -44,10 +47,10 @@ def reduced(axis: Axis, losses: Array, weights: Array | None, counted: Array | N
     if reduction == "none":
         return losses
     total = axis.sum(losses.sum())
-    return total if reduction == "sum" else mean_of(axis, total, weights)
+    return total if reduction == "sum" else weighted_mean(axis, total, weights)
 
 
-def mean_of(axis: Axis, total: Array, weights: Array) -> Array:
-    """Of a sum over all devices, given this one's weights; 0 stays 0 where no weight is positive."""
+def weighted_mean(axis: Axis, total: Array, weights: Array) -> Array:
+    """Divide a sum over all devices by the sum of all devices' weights; 0 stays 0 where no weight is positive."""
     of_weights = axis.sum(weights.sum())
     return total / jnp.where(of_weights == 0, 1, of_weights)

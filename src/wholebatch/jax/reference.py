@@ -1,8 +1,8 @@
-"""The dense twin of every loss of wholebatch.jax, on one device: the whole batch, the whole matrix of similarities.
+"""Dense reference implementations of all losses of wholebatch.jax, on one device: whole batch, whole matrix.
 
-Each is short enough to be checked by eye against its paper, and is differentiated by JAX. Arguments mean what they mean
-in the losses, and are not checked; all is computed in the dtype that they have. :mod:`wholebatch.reference` is the same
-for PyTorch, and tests hold the two against each other.
+Each is short enough to be compared with its paper by eye, and is differentiated by JAX. Arguments mean the same as in
+the losses, and are not checked; everything is computed in their dtype. :mod:`wholebatch.reference` is the same for
+PyTorch, and tests compare the two.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from .margins import ArcFace, Margin
-from .products import lacking, moderate, norms
+from .products import missing_square, moderate, norms
 
 __all__ = ["clip_loss", "info_nce_loss", "nt_xent_loss", "partial_fc_loss", "siglip_loss", "sup_con_loss"]
 
@@ -64,7 +64,8 @@ def info_nce_loss(
     weights: Array | None = None,
     reduction: str = "mean",
 ) -> Array:
-    """Each query's key among all keys and negatives (van den Oord et al., 2018, arXiv:1807.03748, equation 4).
+    """Cross-entropy of each query's key among all keys and negatives (van den Oord et al., 2018, arXiv:1807.03748,
+    equation 4).
 
     S = logit_scale * Q [K; N]^T,    L = CE(S, i)
 
@@ -72,16 +73,16 @@ def info_nce_loss(
     1.8e-04
     """
     n, directions = len(queries), (directions,) if isinstance(directions, str) else directions
-    every = keys if negatives is None else jnp.concatenate([keys, negatives])
-    positive = jnp.arange(n)[:, None] == jnp.arange(len(every))
+    candidates = keys if negatives is None else jnp.concatenate([keys, negatives])
+    positive = jnp.arange(n)[:, None] == jnp.arange(len(candidates))
     of_queries = query_ids if query_ids is not None or key_ids is None else key_ids[:n]
     excluded = jnp.zeros_like(positive)
     if of_queries is not None:
         columns = [(query_ids, n) if key_ids is None else (key_ids, len(keys))]
-        columns += [(None, len(keys) - n)] * (key_ids is None) + [(negative_ids, len(every) - len(keys))]
+        columns += [(None, len(keys) - n)] * (key_ids is None) + [(negative_ids, len(candidates) - len(keys))]
         equal = [jnp.zeros((n, m), bool) if ids is None else of_queries[:, None] == ids for ids, m in columns]
         excluded = jnp.concatenate(equal, 1) & ~positive
-    logits = logit_scale * queries @ every.T
+    logits = logit_scale * queries @ candidates.T
     blocks: list[Any] = []
     for direction in directions:
         if direction == "key_to_query":
@@ -89,11 +90,11 @@ def info_nce_loss(
             continue
         block: Any = logits, positive, excluded
         if hard_negatives is not None:
-            local = logit_scale * jnp.einsum("bd,bhd->bh", queries, hard_negatives)
-            nothing = jnp.zeros(local.shape, bool)
+            own = logit_scale * jnp.einsum("bd,bhd->bh", queries, hard_negatives)
+            none = jnp.zeros(own.shape, bool)
             known = None if hard_negative_ids is None or of_queries is None else of_queries[:, None]
-            beside = local, nothing, nothing if known is None else hard_negative_ids == known
-            block = tuple(jnp.concatenate(parts, 1) for parts in zip(block, beside, strict=True))
+            of_own = own, none, none if known is None else hard_negative_ids == known
+            block = tuple(jnp.concatenate(parts, 1) for parts in zip(block, of_own, strict=True))
         blocks.append(block)
     if partition == "joint":
         blocks = [tuple(jnp.concatenate(parts, 1) for parts in zip(*blocks, strict=True))]
@@ -110,7 +111,7 @@ def nt_xent_loss(
     weights: Array | None = None,
     reduction: str = "mean",
 ) -> Array:
-    """Each row's other view among all other rows (Chen et al., 2020, arXiv:2002.05709, equation 1).
+    """Cross-entropy of each row's other view among all other rows (Chen et al., 2020, arXiv:2002.05709, equation 1).
 
     S = Z Z^T / temperature without its diagonal,    Z = normalize([Z0; Z1]),    L = CE(S, other view)
 
@@ -157,7 +158,8 @@ def sup_con_loss(
     weights: Array | None = None,
     reduction: str = "mean",
 ) -> Array:
-    """Each row's class among all other rows (Khosla et al., 2020, arXiv:2004.11362, equation 2).
+    """Mean cross-entropy of each row's positives among all other rows (Khosla et al., 2020, arXiv:2004.11362,
+    equation 2).
 
     S = Z Z^T / temperature,    L_i = logsumexp_{j != i} S_ij - mean_{p in P(i)} S_ip,    mean over rows with positives
 
@@ -196,18 +198,18 @@ def partial_fc_loss(
     counted = labels != ignore_index
     labels = jnp.where(counted, labels, 0)
     no_class = (labels < 0) | (labels >= len(w))
-    cosines, local = x @ w.T, labels[:, None] == jnp.arange(len(w))
+    cosines, target = x @ w.T, labels[:, None] == jnp.arange(len(w))
     phi = margin(_angles(x, w[labels]), norms(moderate(embeddings)[0]) / moderate(embeddings)[1][:, 0])
-    logits = margin.s * jnp.where(local, phi[:, None], cosines)
-    losses = jnp.where(no_class, jnp.nan, _cross_entropy(logits, local, jnp.zeros_like(local)))
+    logits = margin.s * jnp.where(target, phi[:, None], cosines)
+    losses = jnp.where(no_class, jnp.nan, _cross_entropy(logits, target, jnp.zeros_like(target)))
     return _reduce(losses, weights, reduction, counted)
 
 
-# What they are made of.
+# The parts that they share.
 
 
 def _cross_entropy(logits: Array, positive: Array, excluded: Array, label_smoothing: float = 0.0) -> Array:
-    """Of each row: logsumexp over all that is not excluded, less the mean positive; 0 for a row without positives."""
+    """Return each row's logsumexp over all entries not excluded, minus its mean positive; 0 without positives."""
     logsumexp = jax.nn.logsumexp(jnp.where(excluded, -jnp.inf, logits), 1)
     uniform = jnp.where(excluded, 0, logits).sum(1) / jnp.maximum((~excluded).sum(1), 1)
     mean = jnp.where(positive, logits, 0).sum(1) / jnp.maximum(positive.sum(1), 1)
@@ -216,30 +218,30 @@ def _cross_entropy(logits: Array, positive: Array, excluded: Array, label_smooth
 
 
 def _pairs(n: int, ids: Array | None, equal_ids: str) -> tuple[Array, Array]:
-    """Which entries are positive, which excluded."""
+    """Return masks of the positive entries and of the excluded ones."""
     diagonal = jnp.eye(n, dtype=bool)
     equal = diagonal if ids is None else ids[:, None] == ids
     return (equal, jnp.zeros_like(equal)) if equal_ids == "positive" else (diagonal, equal & ~diagonal)
 
 
 def _normalized(x: Array) -> Array:
-    """Rows over their length, or over 1e-12, as `torch.nn.functional.normalize` has it."""
+    """Divide rows by max(|x_i|, 1e-12), as `torch.nn.functional.normalize` does."""
     x, _ = moderate(x)
     return x / jnp.maximum(norms(x), 1e-12)[..., None]
 
 
 def _angles(x: Array, w: Array) -> Array:
-    """acos(x . w) of normalized rows (Kahan, 2006, How futile are mindless assessments of roundoff, section 12).
+    """Return acos(x . w) of normalized rows (Kahan, 2006, How futile are mindless assessments of roundoff, section 12).
 
-    At 0 and pi it is flat. Rows that were shorter than 1e-12 lack something to norm 1.
+    Its gradient is 0 at 0 and pi. Rows that were shorter than 1e-12 have a norm below 1.
     """
-    least = (16 * jnp.finfo(x.dtype).eps) ** 2
-    squares = [(z * z).sum(-1) + lacking(x, w) for z in (x - w, x + w)]
-    return 2 * jnp.arctan2(*(jnp.where(s > least, jnp.sqrt(jnp.where(s > least, s, 1)), 0) for s in squares))
+    smallest = (16 * jnp.finfo(x.dtype).eps) ** 2
+    squares = [(z * z).sum(-1) + missing_square(x, w) for z in (x - w, x + w)]
+    return 2 * jnp.arctan2(*(jnp.where(s > smallest, jnp.sqrt(jnp.where(s > smallest, s, 1)), 0) for s in squares))
 
 
 def _reduce(losses: Array, weights: Array | None, reduction: str, counted: Array | None = None) -> Array:
-    """The mean is that of the rows that count."""
+    """Return the weighted losses, their sum, or their mean over the rows that count."""
     weights = jnp.ones_like(losses) if weights is None else jnp.broadcast_to(weights, losses.shape)
     if counted is not None:
         losses, weights = jnp.where(counted, losses, 0), jnp.where(counted, weights, 0)

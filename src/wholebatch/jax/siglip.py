@@ -1,4 +1,4 @@
-"""SigLIP: images and texts, each pair of them a question of its own."""
+"""SigLIP: every pair of an image and a text of the global batch is a binary classification of its own."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from jax.sharding import AbstractMesh, Mesh
 
 from . import checks
 from .axis import Axis
-from .clip import EqualIdsAre
+from .clip import EQUAL_IDS, EqualIdsAre
+from .exchange import ExchangeName
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
-from .options import ExchangeName, Options
+from .options import Options
+from .pairs import Codes, Tower
 from .products import sum_dtype
-from .reduction import Reduction, mean_of
+from .reduction import Reduction, weighted_mean
 from .sigmoid import row_losses, weighted_sum
-from .softmax import Codes, Tower
 
 
 def siglip_loss(
@@ -42,28 +43,30 @@ def siglip_loss(
     The sum runs over all B^2 pairs, and is divided by the B images.
 
     Args:
-        image_features: X, (B, d), a global array, as it is: the caller normalizes.
+        image_features: X, (B, d), a global array, as it is: the caller normalizes. float64, float32, bfloat16 or
+            float16.
         text_features: Y, (B, d); row i belongs to row i of X.
         logit_scale: multiplies the similarities (1 / temperature, already exponentiated); a scalar.
         logit_bias: added to all logits, about -log B at the start of training; a scalar.
         ids: (B,) integers; pairs with equal ids belong together.
         equal_ids: "positive": z_ij = 1 for them. "excluded": they are left out of the sum.
         weights: (B,), of the images, >= 0: of all pairs that they are in; L is then divided by their sum.
-        reduction: "mean" over images, "sum", or "none": w_i L_i of each image, (B,), for which the backward pass
-            sweeps again.
-        mesh: the devices; None: the mesh of `jax.set_mesh`, and without one the batch is in one piece.
-        axis: of the mesh, over which rows are split; several names are taken as one.
-        exchange: "gather", "ring" or "auto".
-        tile: rows and columns of a tile of S, at most.
+        reduction: "mean" over images, "sum", or "none": w_i L_i of each image, (B,), split over the axis, for which
+            the backward pass sweeps again.
+        mesh: the devices, as in :func:`wholebatch.jax.clip_loss`.
+        axis: the axis of the mesh over which rows are split; several names are used as one axis.
+        exchange: "gather", "ring" or "auto", as there.
+        tile: rows and columns of a tile of S, at most. There is no `memory`, because nothing of S is needed again.
 
     Returns:
-        L, the value of `wholebatch.jax.reference.siglip_loss` on the whole batch.
+        L, a scalar, the same on every device: the value of `wholebatch.jax.reference.siglip_loss` on the whole batch.
 
-    Work: 3 units of b B d multiply-adds per device, all in the forward pass; 1 where no gradient is wanted.
-    Collectives: as in :func:`wholebatch.jax.clip_loss`, but that Y travels once.
+    Work: 3 units of b B d multiply-adds per device, all in the forward pass; 1 where no gradient is computed. Memory
+    and collectives: as in :func:`wholebatch.jax.clip_loss`, but Y travels only once.
 
     Raises:
-        ValueError: while tracing: shapes, dtypes, ids that are no integers, an option or an axis that does not exist.
+        ValueError: while tracing: as :func:`wholebatch.jax.clip_loss`.
+        NotImplementedError: if the gradient is differentiated again.
 
     Source: Zhai et al., 2023, arXiv:2303.15343, equation 1 and algorithm 1.
 
@@ -93,14 +96,14 @@ def siglip_loss_local(
     exchange: ExchangeName = "auto",
     tile: int = 1024,
 ) -> Array:
-    """:func:`siglip_loss` inside of a `jax.shard_map` (with `check_vma=True`, its default), of each device's rows.
+    """:func:`siglip_loss` of each device's rows, inside of a `jax.shard_map` (with `check_vma=True`, its default).
 
     Args:
         image_features: X_r, (b, d), this device's rows; as many on each.
         text_features: Y_r, (b, d).
-        logit_scale: the same on all devices.
-        logit_bias: the same on all devices.
-        axis_name: the axis, or axes, over which rows are split.
+        logit_scale: a scalar, the same on all devices.
+        logit_bias: a scalar, the same on all devices.
+        axis_name: the axis over which rows are split; several names are used as one axis.
         ids: (b,).
         equal_ids: "positive" or "excluded".
         weights: (b,).
@@ -109,7 +112,10 @@ def siglip_loss_local(
         tile: rows and columns of a tile of S, at most.
 
     Returns:
-        L of the whole batch, the same on each device.
+        L of the whole batch, the same on every device.
+
+    Raises:
+        ValueError: as :func:`siglip_loss`; also rows that JAX does not know to vary over the axis.
     """
     loss = _SigLIP(equal_ids, Options(reduction, exchange, tile))
     rows = loss.check(
@@ -120,20 +126,20 @@ def siglip_loss_local(
 
 @dataclass(frozen=True)
 class _SigLIP:
-    """The loss of one device's images with the texts of all."""
+    """The loss of one device's images with the texts of all devices."""
 
     equal_ids: EqualIdsAre
     options: Options
 
     def check(self, logit_scale: Any, logit_bias: Any, **given: Any) -> dict[str, Any]:
-        checks.choice("equal_ids", self.equal_ids, ("positive", "excluded"))
+        checks.choice("equal_ids", self.equal_ids, EQUAL_IDS)
         checks.scalar(logit_scale=logit_scale, logit_bias=logit_bias)
         return checks.pairs("image_features", "text_features", **given)
 
     def __call__(self, axis: Axis, rows: dict[str, Any], scalars: Any) -> Array:
         x, y, ids, weights = (rows[name] for name in ("image_features", "text_features", "ids", "weights"))
         valid, dtype = valid_rows(axis, "image_features", rows), sum_dtype(x)
-        codes = Codes.of_pairs(axis.rows(len(x)), ids, valid, together=self.equal_ids == "positive")
+        codes = Codes.of_pairs(axis.rows(len(x)), ids, valid, positive=self.equal_ids == "positive")
         weights = jnp.ones(len(x), dtype) if weights is None else weights.astype(dtype)
         if valid is not None:
             weights = jnp.where(valid, weights, 0)
@@ -142,4 +148,4 @@ class _SigLIP:
         if self.options.reduction == "none":
             return weights * row_losses(*pairs)
         total = axis.sum(weighted_sum(*pairs, weights))
-        return total if self.options.reduction == "sum" else mean_of(axis, total, weights)
+        return total if self.options.reduction == "sum" else weighted_mean(axis, total, weights)

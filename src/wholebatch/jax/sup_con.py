@@ -1,4 +1,4 @@
-"""SupCon: examples with classes, each to find the others of its class among all."""
+"""Supervised contrastive loss: all rows of the same class are positives of each other, with half of the tiles."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from jax.sharding import AbstractMesh, Mesh
 
 from . import checks
 from .axis import Axis
-from .exchange import Memory
+from .exchange import ExchangeName
 from .mesh import AxisNames, in_shard_map, on_mesh, valid_rows
-from .options import ExchangeName, Options
+from .options import Options
+from .pairs import Codes, Tower
 from .products import inverse_norms, moderate, sum_dtype
-from .reduction import Reduction, cross_entropy, reduced
-from .softmax import Codes, Plan, Tower, softmax_statistics
+from .reduction import Reduction, cross_entropy, reduce_losses
+from .softmax import SoftmaxPlan, softmax_statistics
+from .sweep import Memory
 
 
 def sup_con_loss(
@@ -29,7 +31,7 @@ def sup_con_loss(
     mesh: Mesh | AbstractMesh | None = None,
     axis: AxisNames = "data",
     exchange: ExchangeName = "auto",
-    memory: Memory = "flat",
+    memory: Memory = "auto",
     tile: int = 1024,
 ) -> Array:
     r"""Mean cross-entropy of each row's positives, the others of its class, among all other rows of all devices.
@@ -45,21 +47,22 @@ def sup_con_loss(
         labels: (B,) integers, the examples' classes.
         temperature: divides the cosines; a positive scalar, which may be learned.
         weights: (B,), of the examples, or (B, v), >= 0; the mean is sum w_i L_i / sum w_i over anchors.
-        reduction: "mean", "sum", or "none": w_i L_i, (B,) or (B, v), 0 where there is no positive.
-        mesh: the devices; None: the mesh of `jax.set_mesh`, and without one the batch is in one piece.
-        axis: of the mesh, over which rows are split; several names are taken as one.
-        exchange: "gather", "ring" or "auto".
-        memory: "flat", or bytes on each device for products that are kept from forward to backward.
+        reduction: "mean", "sum", or "none": w_i L_i, (B,) or (B, v), split over the axis; 0 where there is no positive.
+        mesh: the devices, as in :func:`wholebatch.jax.clip_loss`.
+        axis: the axis of the mesh over which rows are split; several names are used as one axis.
+        exchange: "gather", "ring" or "auto", as there.
+        memory: "flat", "auto" or bytes, as there, of half of Z Z^T.
         tile: rows and columns of a tile of S, at most.
 
     Returns:
-        L, the value of `wholebatch.jax.reference.sup_con_loss` on the whole batch.
+        L, a scalar, the same on every device: the value of `wholebatch.jax.reference.sup_con_loss` on the whole batch.
 
-    Work and collectives: as :func:`wholebatch.jax.nt_xent_loss`.
+    Work, memory and collectives: as :func:`wholebatch.jax.nt_xent_loss`.
 
     Raises:
-        ValueError: while tracing: shapes, dtypes, an option or an axis that does not exist;
-            labels that are no integers, or not one for each example.
+        ValueError: while tracing: as :func:`wholebatch.jax.nt_xent_loss`; also labels that are no integers, or not one
+            for each example.
+        NotImplementedError: if the gradient is differentiated again.
 
     Source: Khosla et al., 2020, arXiv:2004.11362, equation 2 (L_out); its factor temperature / base_temperature is
     left to the caller.
@@ -82,24 +85,27 @@ def sup_con_loss_local(
     weights: Array | None = None,
     reduction: Reduction = "mean",
     exchange: ExchangeName = "auto",
-    memory: Memory = "flat",
+    memory: Memory = "auto",
     tile: int = 1024,
 ) -> Array:
-    """:func:`sup_con_loss` inside of a `jax.shard_map` (with `check_vma=True`, its default), of each device's rows.
+    """:func:`sup_con_loss` of each device's rows, inside of a `jax.shard_map` (with `check_vma=True`, its default).
 
     Args:
         features: (b, d) or (b, v, d), this device's rows; as many on each.
         labels: (b,).
-        axis_name: the axis, or axes, over which rows are split.
-        temperature: the same on all devices.
+        axis_name: the axis over which rows are split; several names are used as one axis.
+        temperature: a scalar, the same on all devices.
         weights: (b,) or (b, v).
-        reduction: "mean", "sum", or "none": w_i L_i of this device's rows.
+        reduction: "mean", "sum", or "none": this device's w_i L_i, (b,) or (b, v).
         exchange: "gather", "ring" or "auto".
-        memory: "flat", or bytes on each device for products that are kept from forward to backward.
+        memory: "flat", "auto" or bytes, of half of Z Z^T.
         tile: rows and columns of a tile of S, at most.
 
     Returns:
-        L of the whole batch, the same on each device.
+        L of the whole batch, the same on every device.
+
+    Raises:
+        ValueError: as :func:`sup_con_loss`; also rows that JAX does not know to vary over the axis.
     """
     loss = _SupCon(Options(reduction, exchange, tile, memory))
     rows = loss.check(temperature, features=features, labels=labels, weights=weights)
@@ -108,7 +114,7 @@ def sup_con_loss_local(
 
 @dataclass(frozen=True)
 class _SupCon:
-    """The loss of one device's rows among those of all."""
+    """The loss of one device's rows among the rows of all devices."""
 
     options: Options
 
@@ -116,10 +122,10 @@ class _SupCon:
         checks.scalar(temperature=temperature, positive=True)
         rows = checks.arrays(**given)
         z, weights = rows["features"], rows["weights"]
-        checks.given(features=z, labels=rows["labels"])
+        checks.required(features=z, labels=rows["labels"])
         if z.ndim not in (2, 3):
             raise ValueError(
-                f"features must have shape (rows, features) or (rows, views, features), got {jnp.shape(z)}"
+                f"features must have shape (rows, feature size) or (rows, views, feature size), got {jnp.shape(z)}"
             )
         checks.features(features=z.reshape(-1, z.shape[-1]))
         checks.same_rows(**rows)
@@ -131,22 +137,22 @@ class _SupCon:
 
     def __call__(self, axis: Axis, rows: dict[str, Any], temperature: Any) -> Array:
         features, weights = rows["features"], rows["weights"]
-        b, of_one = len(features), features.shape[:-1]  # rows, or rows and views
+        b, shape = len(features), features.shape[:-1]  # (rows,), or (rows, views)
         z, views = moderate(features.reshape(-1, features.shape[-1]))[0], features.size // (b * features.shape[-1])
 
-        def of_each(x: Array | None) -> Array | None:
-            """Of examples that of all views."""
+        def for_all_views(x: Array | None) -> Array | None:
+            """Repeat each example's value for all of its views."""
             return None if x is None else jnp.repeat(x, views)
 
-        valid = of_each(valid_rows(axis, "features", rows))
-        codes = Codes(valid, itself=axis.rows(len(z)), pair=of_each(rows["labels"]))
-        plan = Plan(self.options.sweep(axis, z, symmetric=True))
+        valid = for_all_views(valid_rows(axis, "features", rows))
+        codes = Codes(valid, itself=axis.rows(len(z)), pair=for_all_views(rows["labels"]))
+        plan = SoftmaxPlan(self.options.sweep(axis, z, symmetric=True))
         scale = 1 / checks.as_scalar(temperature, sum_dtype(z))
-        of, _ = softmax_statistics(plan, Tower(z, inverse_norms(z), codes), None, scale)
-        assert of is not None
-        assert of.num_positives is not None
-        anchors = of.num_positives > 0
+        statistics, _ = softmax_statistics(plan, Tower(z, inverse_norms(z), codes), None, scale)
+        assert statistics is not None
+        assert statistics.num_positives is not None
+        anchors = statistics.num_positives > 0
         if weights is not None:
-            weights = weights.reshape(-1) if weights.ndim == 2 else of_each(weights)
-        losses = reduced(axis, cross_entropy(of), weights, anchors, self.options.reduction)
-        return losses.reshape(of_one) if self.options.reduction == "none" else losses
+            weights = weights.reshape(-1) if weights.ndim == 2 else for_all_views(weights)
+        losses = reduce_losses(axis, cross_entropy(statistics), weights, anchors, self.options.reduction)
+        return losses.reshape(shape) if self.options.reduction == "none" else losses

@@ -1,10 +1,18 @@
-"""What a GPU does with a tile, written in Triton. Knows tiles and numbers, no losses and no ranks.
+"""Triton kernels for the tiles of a sweep, and one launcher for each. They know no loss and no rank.
 
-Triton is no dependency: nothing here imports it before a kernel is asked for.
+Triton is no dependency: it is imported when the first kernel starts.
+
+    tiles/                      the kernels
+    softmax, sigmoid, nested    their launchers: functions of a tile
+    launch                      the parts that all launchers share
+    select                      whether kernels are used
+
+To add a kernel, write a module in `tiles`, a launcher with its name and a line here, a sweep that calls it, and in
+`tests/kernel_losses.py` the losses that start it.
 """
 
-from .launch import Blocks, Entries, OfRows, TileOf, interpreted, using
-from .nested import Ends, nested_gradient, nested_sums
+from .launch import Blocks, Entries, RowTerms, TileInputs, interpreted, using
+from .nested import Ends, NestedTile, NestedWeights, nested_gradient, nested_sums
 from .select import KERNELS, Kernel, check_kernel, in_triton
 from .sigmoid import tile_sigmoid
 from .softmax import tile_gradient, tile_sums
@@ -15,8 +23,10 @@ __all__ = [
     "Ends",
     "Entries",
     "Kernel",
-    "OfRows",
-    "TileOf",
+    "NestedTile",
+    "NestedWeights",
+    "RowTerms",
+    "TileInputs",
     "check_kernel",
     "in_triton",
     "interpreted",

@@ -1,10 +1,10 @@
-"""How kernels are started: what a program's part is, on whose GPU, and how numbers reach it.
+"""How kernels are started: the block of a program, the tensors' GPU, and the arguments.
 
-A kernel has E = 2^(k x . y - c) with k and c in float32, which is exp(S' - shift') for a scale and a shift that are as
-near to those asked for as float32 comes. Logits of positives are taken with the same scale, and what is left of the
-shift, exp(shift' - shift), is multiplied to sums and weights: all that is made of a similarity belongs together.
+A kernel computes E = 2^(k x . y - c) with k and c in float32, which is exp(S' - shift') for the scale and the shift
+that float32 can represent closest to the given ones. Logits of positives use the same scale, and sums and weights are
+multiplied by the remaining factor exp(shift' - shift), so that all results of a similarity are consistent.
 
-Partial sums of a row are added up in float64, in the order of the blocks: a call gives the same bits each time.
+Partial sums of a row are added in float64, in the order of the blocks: a call gives the same bits each time.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ LOG2_E = log2(e)
 
 @dataclass(frozen=True)
 class Blocks:
-    """What a program of a kernel does.
+    """The block of a tile that one program of a kernel computes.
 
     Args:
-        rows, cols: of S.
-        depth: features at a time.
-        group: blocks of rows that are worked on together.
-        warps, stages: as Triton takes them.
+        rows, cols: rows and columns of S.
+        depth: features per step.
+        group: blocks of rows that are computed together, for the cache.
+        warps, stages: Triton's num_warps and num_stages.
     """
 
     rows: int
@@ -45,13 +45,13 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Entries:
-    """A set of a tile's entries, as a kernel takes it.
+    """A set of a tile's entries, in the form that kernels take.
 
     Args:
-        named: (k, C), int32, rows of this rank that each column names, k times; -1: none. None: there are none.
-        ids: 0: there are none; 1: entries with equal ids, too; 2: these, but for those that are named.
-        rows: (R,) ids, int32; None without.
-        cols: (C,) ids.
+        named: (k, C), int32, up to k rows of this rank that each column names; -1: none. None: no column names any.
+        ids: 0: no ids; 1: entries with equal ids are added; 2: the set is entries with equal ids, without named ones.
+        rows: (R,) ids, int32, or None.
+        cols: (C,) ids, int32, or None.
     """
 
     named: Tensor | None = None
@@ -61,13 +61,13 @@ class Entries:
 
     @property
     def comparisons(self) -> int:
-        """Of each entry."""
+        """The number of comparisons for each entry."""
         return (0 if self.named is None else len(self.named)) + bool(self.ids)
 
 
 @dataclass(frozen=True)
-class OfRows:
-    """Rows that have something of their own: S_ij = scale_i scale x_i . y_j + offset_i.
+class RowTerms:
+    """Scales and offsets of rows: S_ij = scale_i scale x_i . y_j + offset_i.
 
     Args:
         scales: (R,), float32.
@@ -79,19 +79,19 @@ class OfRows:
 
 
 @dataclass(frozen=True)
-class TileOf:
-    """A tile of S, what is positive in it, and what is no candidate.
+class TileInputs:
+    """A tile of S: its features, its positives, and its candidates.
 
     Args:
         x: (R, d).
         y: (C, d).
-        scale: of S.
-        positive: the entries that are.
-        excluded: those that are no candidates, unless they are positive.
-        candidates: 0: the negatives, 1: these and positives, 2: positives alone.
-        first_row: of the tile, among the rows that columns name.
-        of_rows: what each row has of its own, or None.
-        col_scales: (C,), float32: S_ij is times that, too; None: 1. Where there are some, there is `of_rows`.
+        scale: the scale of S.
+        positive: the positive entries.
+        excluded: the entries that are no candidates, unless they are positive.
+        candidates: 0: the negatives, 1: negatives and positives, 2: positives alone.
+        first_row: the tile's first row, among the rows that columns name.
+        row_terms: scales and offsets of rows, or None.
+        col_scales: (C,), float32, further factors of S_ij; None: 1. They require `row_terms`.
     """
 
     x: Tensor
@@ -101,22 +101,22 @@ class TileOf:
     excluded: Entries
     candidates: int
     first_row: int
-    of_rows: OfRows | None = None
+    row_terms: RowTerms | None = None
     col_scales: Tensor | None = None
 
 
 def interpreted() -> bool:
-    """Whether Triton's interpreter runs kernels, on the CPU."""
+    """Whether Triton's interpreter runs the kernels, on the CPU."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
-_WIDE = (9, 0)  # shared memory for it have others, too, but on 10.0 it spills
+_WIDE = (9, 0)  # others have the shared memory, too, but on 10.0 registers spill
 _chosen: ContextVar[Blocks | None] = ContextVar("blocks", default=None)
 
 
 @contextmanager
 def using(blocks: Blocks) -> Iterator[None]:
-    """All programs inside do these parts: to find out which are fast."""
+    """Use these blocks for all programs inside, to measure which are fast."""
     token = _chosen.set(blocks)
     try:
         yield
@@ -125,21 +125,21 @@ def using(blocks: Blocks) -> Iterator[None]:
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Of a GPU."""
+    """Return the compute capability of a GPU."""
     return torch.cuda.get_device_capability(device)
 
 
-def blocks_for(tile: TileOf, *, lean: bool = False) -> Blocks:
-    """The part of a program: as much of S as registers hold, with no spilling on any architecture.
+def blocks_for(tile: TileInputs, *, lean: bool = False) -> Blocks:
+    """Choose a program's block: as much of S as registers hold, without spilling on any architecture.
 
-    Each of X's and Y's features that a program loads meets as many of the other's as the part is wide: 64 flops for a
-    byte from the L2 cache for 128 x 128, 85 for 128 x 256. The wider one leaves an SM to one program, whose last steps
-    nothing else hides: it is for long products.
+    A feature that a program loads is used as often as the block is wide: 64 flops for a byte from the L2 cache for 128
+    x 128, 85 for 128 x 256. The wider block leaves an SM to one program, and no other program hides its last steps: it
+    is for long products.
 
     Args:
-        tile: each entry is compared with what is in its sets, which takes registers. So does float32, which is
-            multiplied in parts, three times.
-        lean: whether nothing is made of an entry but its exponential, and that is not kept.
+        tile: each entry is compared with its sets, which takes registers. So does float32, which is multiplied in
+            parts, three times.
+        lean: whether only the exponential of an entry is computed, and it is not kept.
     """
     if (blocks := _chosen.get()) is not None:
         return blocks
@@ -155,37 +155,42 @@ def blocks_for(tile: TileOf, *, lean: bool = False) -> Blocks:
     return Blocks(128, 128, 64, 8, 8, 3)
 
 
-def parts(
-    tile: TileOf, *, lean: bool = False, many: bool = False, twice: bool = False, odd: bool = False
+def program_grid(
+    tile: TileInputs,
+    *,
+    lean: bool = False,
+    more_per_entry: bool = False,
+    two_totals: bool = False,
+    single_loads: bool = False,
 ) -> tuple[Blocks, tuple[int, int]]:
-    """What a program does, and how many there are, down and across.
+    """Choose a program's block, and count the programs, down and across.
 
     Args:
-        tile: of S.
+        tile: the tile of S.
         lean: as in :func:`blocks_for`.
-        many: whether more is made of an entry than its exponential.
-        twice: whether there are two numbers for each entry to be added up.
-        odd: whether features have to be loaded one by one.
+        more_per_entry: whether more than the exponential of an entry is computed.
+        two_totals: whether two numbers are summed for each entry.
+        single_loads: whether features have to be loaded one by one.
     """
     blocks, single = blocks_for(tile, lean=lean), tile.x.dtype == torch.float32
     if not interpreted():
-        if many:
+        if more_per_entry:
             blocks = replace(blocks, cols=64)
-        if twice and (single or capability(tile.x.device) >= (10, 0)):
+        if two_totals and (single or capability(tile.x.device) >= (10, 0)):
             blocks = replace(blocks, rows=32 if single else 64)
-        if odd:
+        if single_loads:
             blocks = replace(blocks, rows=min(blocks.rows, 64), stages=2)
     return blocks, (ceil(len(tile.x) / blocks.rows), ceil(len(tile.y) / blocks.cols))
 
 
-def or_nothing(tile: TileOf, *given: Tensor | None) -> list[Tensor]:
-    """What stands for a tensor that there is none of is not read."""
+def or_unread(tile: TileInputs, *given: Tensor | None) -> list[Tensor]:
+    """Replace None by a tensor that the kernel does not read."""
     return [tile.x if x is None else x for x in given]
 
 
 def start(
     kernel: Any,
-    tile: TileOf,
+    tile: TileInputs,
     blocks: Blocks,
     tensors: Sequence[Tensor],
     numbers: Sequence[float],
@@ -193,19 +198,29 @@ def start(
     depth: int | None = None,
     **flags: Any,
 ) -> None:
-    """One program for each part of the tile; `depth` is what it has to know of the features: how many there are.
+    """Start a kernel with one program for each block of the tile.
 
-    These, and the distances of rows, it gets in units of what divides them all: the compiler is to know.
+    The number of features and the strides are passed in units of their common divisor, so that the compiler knows it.
+
+    Args:
+        kernel: a kernel of :mod:`wholebatch.kernels.tiles`.
+        tile: the tile of S.
+        blocks: the block of a program.
+        tensors: the kernel's own tensors.
+        numbers: the kernel's own numbers.
+        depth: the argument that describes the features; None: their number.
+        flags: the kernel's own constants.
     """
     x, y = (z if z.stride(1) == 1 else z.contiguous() for z in (tile.x, tile.y))
     aligned = gcd(16, x.shape[1], x.stride(0), y.stride(0))
     programs = ceil(len(x) / blocks.rows) * ceil(len(y) / blocks.cols)
     sets: list[Any] = []
     for of in (tile.positive, tile.excluded):
-        named, *ids = or_nothing(tile, of.named, of.rows, of.cols)
+        named, *ids = or_unread(tile, of.named, of.rows, of.cols)
         sets += [named, 0 if of.named is None else of.named.stride(0), *ids]
     with _on(x.device):
-        kernel[(programs,)](
+        run(
+            kernel, programs,
             x, y, *tensors, *sets,
             tile.first_row, len(x), len(y),
             depth or x.shape[1] // aligned, x.stride(0) // aligned, y.stride(0) // aligned, *numbers,
@@ -215,26 +230,32 @@ def start(
         )  # fmt: skip
 
 
+def run(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+    """Run a kernel: the one place from which Triton is called, which tests replace."""
+    kernel[(programs,)](*arguments, **constants)
+
+
 def rounded(scale: float, shift: float) -> tuple[tuple[float, float], float, float]:
-    """k and c in float32; the scale that k is; what is left of the shift."""
+    """Return (k, c) in float32, the scale that k stands for, and the remaining factor of the shift."""
     log2_scale, log2_shift = _single(scale * LOG2_E), _single(shift * LOG2_E)
     return (log2_scale, log2_shift), log2_scale / LOG2_E, exp(log2_shift / LOG2_E - shift)
 
 
 def _single(x: float) -> float:
-    """As float32 has it."""
+    """Round to float32."""
     return ctypes.c_float(x).value
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton starts kernels on the current GPU, whose tensors these may not be."""
+    """Make the tensors' GPU the current one, on which Triton starts kernels."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _settings(x: Tensor, blocks: Blocks) -> dict[str, Any]:
-    """float32 is multiplied in float32's precision, unless the program has asked for less of all products.
+    """Return the constants of a kernel that follow from the features' dtype and the block.
 
-    The interpreter cannot multiply bfloat16.
+    float32 is multiplied in float32's precision, unless the program has asked torch for less. The interpreter cannot
+    multiply bfloat16.
     """
     single = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     return {

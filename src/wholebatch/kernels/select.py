@@ -1,4 +1,4 @@
-"""Who computes a tile: plain PyTorch, or a kernel in Triton."""
+"""The choice between plain PyTorch and Triton kernels for a tile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KERNELS = ("auto", "torch", "triton")
 
 
 def check_kernel(kernel: Kernel, device: torch.device) -> None:
-    """Raise ValueError unless what is asked for can be had."""
+    """Raise ValueError unless the kernel can run on the device."""
     if kernel != "triton":
         return
     if importlib.util.find_spec("triton") is None:
@@ -26,22 +26,22 @@ def check_kernel(kernel: Kernel, device: torch.device) -> None:
         )
     if device.type != "cuda" and not _runs_in_interpreter():
         raise ValueError(
-            "TRITON_INTERPRET=1 has to be set before the program starts, and was set later; or kernel='torch'"
+            "TRITON_INTERPRET=1 must be set before the program starts, but was set later; or kernel='torch'"
         )
     if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
         raise ValueError(
-            "kernel='triton' is for NVIDIA GPUs of compute capability 8.0 and more, got "
+            "kernel='triton' is for NVIDIA GPUs of compute capability 8.0 or higher, got "
             f"{torch.cuda.get_device_name(device)}; use kernel='torch'"
         )
 
 
 def _runs_in_interpreter() -> bool:
-    """Whether Triton had been told when kernels were made."""
-    from .tile import place
+    """Whether the interpreter was chosen before the kernels were compiled."""
+    from .tiles.common import place
 
     return type(place).__name__ == "InterpretedFunction"
 
 
 def in_triton(kernel: Kernel) -> bool:
-    """Whether kernels are taken: where they are asked for. "auto" is plain PyTorch until they are measured on a GPU."""
+    """Whether Triton computes tiles: only for "triton". "auto" is plain PyTorch until kernels are measured on a GPU."""
     return kernel == "triton"

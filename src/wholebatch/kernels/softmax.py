@@ -1,4 +1,4 @@
-"""The softmax kernels as functions of tensors: tiles to sums, and tiles to dS."""
+"""The launchers of the softmax kernels: from a tile to its sums, and from a tile to dS."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .launch import LOG2_E, Entries, TileOf, or_nothing, parts, rounded, start
+from .launch import LOG2_E, Entries, TileInputs, or_unread, program_grid, rounded, start
 
 _SLOTS = ("sum", "target", "logits", "count")  # of sums
 _WEIGHTS = ("sum", "target", "logits")
-_BITS = {"sum": 1, "target": 2, "logits": 4}  # as `softmax_tiles` has them
+_BITS = {"sum": 1, "target": 2, "logits": 4}  # as in `tiles.softmax`
 
 
 def _fields(names: Collection[str]) -> int:
@@ -20,36 +20,39 @@ def _fields(names: Collection[str]) -> int:
 
 
 def tile_sums(
-    tile: TileOf, *, shift: float, rows: Collection[str], cols: Collection[str], keep: Tensor | None = None
+    tile: TileInputs, *, shift: float, rows: Collection[str], cols: Collection[str], keep: Tensor | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Sums of a tile of S, none of which is stored.
+    """Sum up a tile of S, which is not stored.
 
     Args:
-        tile: of S.
+        tile: the tile of S.
         shift: of the exponentials, exp(S - shift).
-        rows: what is summed of each row: "sum", of candidates' exponentials, "target", of the logits of positives,
-            "logits" and "count", of the candidates'. The first at least, or nothing.
-        cols: of each column.
+        rows: the sums of each row: "sum", of the candidates' exponentials; "target", of the positives' logits;
+            "logits" and "count", of the candidates' logits and their number. Either "sum" is among them, or there are
+            none.
+        cols: the sums of each column.
         keep: (R, C), contiguous, for the candidates' exponentials; None: they are not kept.
 
     Returns:
-        By name, (R,) and (C,), float64; a target only where there may be positives.
+        The sums by name, (R,) and (C,), float64; a target only where there may be positives.
     """
-    from . import softmax_tiles
+    from .tiles import softmax
 
     logits = "logits" in {*rows, *cols}
-    blocks, (down, across) = parts(tile, lean=not logits and keep is None, many=logits)
+    blocks, (down, across) = program_grid(tile, lean=not logits and keep is None, more_per_entry=logits)
     log2, of_logits, of_sums = rounded(tile.scale, shift)
-    if tile.of_rows is not None:
+    if tile.row_terms is not None:
         of_logits = 1 / LOG2_E
-    some = bool(tile.positive.comparisons)
-    sides = [[name for name in _SLOTS if name in names and (some or name != "target")] for names in (rows, cols)]
+    has_positives = bool(tile.positive.comparisons)
+    sides = [
+        [name for name in _SLOTS if name in names and (has_positives or name != "target")] for names in (rows, cols)
+    ]
     shapes = ((len(sides[0]), across, len(tile.x)), (len(sides[1]), down, len(tile.y)))
     made = [tile.x.new_empty(shape, dtype=torch.float32) for shape in shapes]
     start(
-        softmax_tiles.tile_sums, tile, blocks, (*made, *or_nothing(tile, keep), *_scaling(tile, log2)), log2,
+        softmax.tile_sums, tile, blocks, (*made, *or_unread(tile, keep), *_scaling(tile, log2)), log2,
         CANDIDATES=tile.candidates, OF_ROWS=_fields(sides[0]), OF_COLS=_fields(sides[1]),
-        BY_ROW=tile.of_rows is not None, BY_COL=tile.col_scales is not None, KEEP=keep is not None,
+        BY_ROW=tile.row_terms is not None, BY_COL=tile.col_scales is not None, KEEP=keep is not None,
     )  # fmt: skip
     factors = {"sum": of_sums, "target": of_logits, "logits": of_logits, "count": 1.0}
     found = [
@@ -60,7 +63,7 @@ def tile_sums(
 
 
 def tile_gradient(
-    tile: TileOf,
+    tile: TileInputs,
     out: Tensor,
     *,
     shift: float,
@@ -72,23 +75,23 @@ def tile_gradient(
     """Write dS of a tile to `out`, (R, C), in its dtype; each row times its scale, if rows have scales.
 
     Args:
-        tile: of S.
+        tile: the tile of S.
         out: (R, C), contiguous.
         shift: of the exponentials.
-        rows: weights (R,) of a row's "sum", "target" and "logits", as in :func:`tile_sums`; or nothing.
-        cols: weights (C,) of a column's.
+        rows: weights, (R,), of each row's "sum", "target" and "logits", as in :func:`tile_sums`; may be empty.
+        cols: weights, (C,), of each column's.
         kept: (R, C), exponentials that were kept; None: they are computed.
-        totals: whether sum_j dS_ij is wanted.
+        totals: whether to compute sum_j dS_ij.
 
     Returns:
-        It, (R,), float64, without the rows' scales; or None.
+        sum_j dS_ij, (R,), float64, without the rows' scales; or None.
     """
-    from . import softmax_tiles
+    from .tiles import softmax
 
     if kept is not None and not {"logits"} & {*rows, *cols}:
-        tile = replace(tile, excluded=Entries())  # they were kept as 0
+        tile = replace(tile, excluded=Entries())  # kept exponentials are 0 there
     logits = "logits" in {*rows, *cols}
-    blocks, (_, across) = parts(tile, lean=not logits and kept is None and not totals, many=logits)
+    blocks, (_, across) = program_grid(tile, lean=not logits and kept is None and not totals, more_per_entry=logits)
     log2, _, left = rounded(tile.scale, shift)
     weights = []
     for side, count in ((rows, len(tile.x)), (cols, len(tile.y))):
@@ -99,20 +102,20 @@ def tile_gradient(
         weights.append(of_side)
     summed = tile.x.new_empty(across * totals, len(tile.x), dtype=torch.float32)
     start(
-        softmax_tiles.tile_gradient, tile, blocks,
-        (out, summed, *weights, *or_nothing(tile, kept), *_scaling(tile, log2)), log2,
+        softmax.tile_gradient, tile, blocks,
+        (out, summed, *weights, *or_unread(tile, kept), *_scaling(tile, log2)), log2,
         CANDIDATES=tile.candidates, OF_ROWS=_fields(rows), OF_COLS=_fields(cols),
-        BY_ROW=tile.of_rows is not None, BY_COL=tile.col_scales is not None, KEPT=kept is not None, TOTALS=totals,
+        BY_ROW=tile.row_terms is not None, BY_COL=tile.col_scales is not None, KEPT=kept is not None, TOTALS=totals,
     )  # fmt: skip
     return summed.sum(0, dtype=torch.float64) if totals else None
 
 
-def _scaling(tile: TileOf, log2: tuple[float, float]) -> list[Tensor]:
-    """Each row's scale, and its shift in units of log(2); each column's scale."""
-    of = tile.of_rows
-    if of is None:
-        return or_nothing(tile, None, None, None)
-    shifts = torch.full_like(of.scales, log2[1])
-    if of.offsets is not None:
-        shifts.sub_(of.offsets, alpha=LOG2_E)
-    return [of.scales, shifts, *or_nothing(tile, tile.col_scales)]
+def _scaling(tile: TileInputs, log2: tuple[float, float]) -> list[Tensor]:
+    """Return each row's scale, its shift in units of log(2), and each column's scale."""
+    terms = tile.row_terms
+    if terms is None:
+        return or_unread(tile, None, None, None)
+    shifts = torch.full_like(terms.scales, log2[1])
+    if terms.offsets is not None:
+        shifts.sub_(terms.offsets, alpha=LOG2_E)
+    return [terms.scales, shifts, *or_unread(tile, tile.col_scales)]

@@ -1,24 +1,28 @@
-"""What is positive, what is excluded, which directions count; one loss per file."""
+"""Which entries of S are positive, which are excluded, which directions count; one loss per file, one line here.
 
-from .barlow_twins import BarlowTwinsLoss
-from .circle import CircleLoss
-from .clip import CLIPLoss
-from .dcl import DCLLoss
-from .debiased import DebiasedLoss
-from .distillation import DistillationLoss
-from .global_contrastive import GlobalContrastiveLoss
-from .info_nce import InfoNCELoss
-from .matryoshka import MatryoshkaLoss
-from .moco import KeyQueue, MoCoLoss
-from .multi_similarity import MultiSimilarityLoss
-from .nt_xent import NTXentLoss
-from .siglip import SigLIPLoss
-from .smooth_ap import SmoothAPLoss
-from .statistics import BatchStatistics
-from .sup_con import SupConLoss
-from .triplet import TripletLoss
-from .vicreg import VICRegLoss
-from .w_mse import WMSELoss
+Every loss is a function and a module that holds its settings. `wholebatch` and `wholebatch.functional` take their names
+from this list.
+"""
+
+from .barlow_twins import BarlowTwinsLoss, barlow_twins_loss
+from .circle import CircleLoss, circle_loss
+from .clip import CLIPLoss, clip_loss
+from .dcl import DCLLoss, dcl_loss
+from .debiased import DebiasedLoss, debiased_loss
+from .distillation import DistillationLoss, distillation_loss
+from .global_contrastive import GlobalContrastiveLoss, LossAndAverages, global_contrastive_loss
+from .info_nce import InfoNCELoss, info_nce_loss
+from .matryoshka import MatryoshkaLoss, matryoshka_loss
+from .moco import KeyQueue, MoCoLoss, moco_loss
+from .multi_similarity import MultiSimilarityLoss, multi_similarity_loss
+from .nt_xent import NTXentLoss, nt_xent_loss
+from .siglip import SigLIPLoss, siglip_loss
+from .smooth_ap import SmoothAPLoss, smooth_ap_loss
+from .statistics import BatchStatistics, LossAndStatistics, with_statistics
+from .sup_con import SupConLoss, sup_con_loss
+from .triplet import TripletLoss, triplet_loss
+from .vicreg import VICRegLoss, vicreg_loss
+from .w_mse import WMSELoss, w_mse_loss
 from .whole_batch import WholeBatch
 
 __all__ = [
@@ -32,6 +36,8 @@ __all__ = [
     "GlobalContrastiveLoss",
     "InfoNCELoss",
     "KeyQueue",
+    "LossAndAverages",
+    "LossAndStatistics",
     "MatryoshkaLoss",
     "MoCoLoss",
     "MultiSimilarityLoss",
@@ -43,4 +49,23 @@ __all__ = [
     "VICRegLoss",
     "WMSELoss",
     "WholeBatch",
+    "barlow_twins_loss",
+    "circle_loss",
+    "clip_loss",
+    "dcl_loss",
+    "debiased_loss",
+    "distillation_loss",
+    "global_contrastive_loss",
+    "info_nce_loss",
+    "matryoshka_loss",
+    "moco_loss",
+    "multi_similarity_loss",
+    "nt_xent_loss",
+    "siglip_loss",
+    "smooth_ap_loss",
+    "sup_con_loss",
+    "triplet_loss",
+    "vicreg_loss",
+    "w_mse_loss",
+    "with_statistics",
 ]

@@ -1,13 +1,13 @@
-"""What queries and keys of the global batch are to each other, direction by direction.
+"""The similarities of queries and keys of the global batch, direction by direction.
 
     query_to_key   s(q_i, k_j) over keys and negatives j      key_to_query   s(q_j, k_i) over queries j
     query_to_query s(q_i, q_j) over queries j != i            key_to_key     s(k_i, k_j) over keys and negatives j != i
 
-Each gives numbers to every query i. The first two are the rows and the columns of one S, and share one sweep. The
+Each gives statistics to every query i. The first two are the rows and the columns of one S, and share one sweep. The
 larger tower stays on its rank, the smaller one travels. If the keys travel, a query's sum is whole on the query's rank
 (rows of S). If there are more keys than queries, the queries travel and S is transposed: a query's sum is then that of
 a column, and the exchange adds it up. A ceiling on negatives' similarities belongs to a row: then each direction is a
-sweep of its own, with rows that stay; and so it is where one direction has another scale.
+sweep of its own, with rows that stay; and so is a direction with another scale.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..contract import Facts
+from ..nodes import Bounds, Layout, Operands, RowStatistics, Towers, row_statistics
+from ..nodes.cross_entropy import how_many_equal
 from ..partition import Diagonal, Partition
 from ..sweep import NONE, Diagonals, Entries, EqualIds, Pairs, Selection, Union
 from ..sync import scale_gradient
-from ._cross_entropy import how_many_equal
-from ._door import Agreement
 from ._pairs import EqualIdsAre
-from ._softmax import Numbers, softmax_numbers
-from ._towers import Towers
 
 Direction = Literal["query_to_key", "key_to_query", "query_to_query", "key_to_key"]
 DIRECTIONS = ("query_to_key", "key_to_query", "query_to_query", "key_to_key")
@@ -34,46 +33,46 @@ NO_ID = torch.iinfo(torch.int64).min
 
 
 class Retrieval:
-    """Queries and keys of one call, and who is whose positive. Collective: an all-gather for each kind of ids.
+    """The queries and keys of one call, and their positive pairs. Collective: an all-gather for each kind of ids.
 
     Args:
-        agreed: on "queries", "keys", "logit_scale"; and perhaps "negatives", "query_ids", "key_ids", "negative_ids".
-        equal_ids: what a key is to a query that has its id, and is not its own.
-        fields: the numbers wanted, see :func:`wanted`.
+        facts: on "queries", "keys", "logit_scale"; and perhaps "negatives", "query_ids", "key_ids", "negative_ids".
+        equal_ids: whether other keys with a query's id are positives or excluded.
+        fields: of rows, see :func:`wholebatch.nodes.statistics_fields`.
     """
 
-    def __init__(self, agreed: Agreement, equal_ids: EqualIdsAre, fields: tuple[str, ...]) -> None:
-        self._agreed, self._fields = agreed, fields
-        self._queries = agreed.rows["queries"]
-        counts = [agreed.rows[name].counts for name in ("keys", "negatives") if name in agreed.rows]
+    def __init__(self, facts: Facts, equal_ids: EqualIdsAre, fields: tuple[str, ...]) -> None:
+        self._facts, self._fields = facts, fields
+        self._queries = facts.rows["queries"]
+        counts = [facts.rows[name].counts for name in ("keys", "negatives") if name in facts.rows]
         self._keys = Partition(tuple(map(sum, zip(*counts, strict=True))))  # with negatives
-        rank, local = agreed.rank, self._queries.counts[agreed.rank]
+        rank, local = facts.rank, self._queries.counts[facts.rank]
         self._local = self._queries.rows(rank)
         self._local_keys = slice(self._keys.offsets[rank], self._keys.offsets[rank] + local)  # of these queries
         self._query_ids, self._key_ids = self._all_ids()
         self.several = self._query_ids is not None and equal_ids == "positive"
         self._norms = {
-            "queries": agreed.norms["queries"],
-            "keys": max(agreed.norms["keys"], agreed.norms.get("negatives", 0.0)),
+            "queries": facts.norms["queries"],
+            "keys": max(facts.norms["keys"], facts.norms.get("negatives", 0.0)),
         }
 
     @property
     def local_query_ids(self) -> Tensor:
-        """Of this rank's queries, (b,)."""
+        """The ids of this rank's queries, (b,)."""
         assert self._query_ids is not None
         return self._query_ids[self._local]
 
-    def numbers(
+    def statistics(
         self, directions: Sequence[Direction], *, hardness: float = 0.0, ceiling: Ceiling | None = None
-    ) -> dict[Direction, Numbers]:
-        """Of this rank's queries in each direction. Collective.
+    ) -> dict[Direction, RowStatistics]:
+        """Return the statistics of this rank's queries in each direction. Collective.
 
         Args:
-            directions: that are wanted.
+            directions: that take part.
             hardness: added to the scale of negatives in query_to_key, without gradient.
             ceiling: negatives above it are left out.
         """
-        found: dict[Direction, Numbers] = {}
+        found: dict[Direction, RowStatistics] = {}
         to_key, to_query = ("query_to_key" in directions, "key_to_query" in directions)
         if ceiling is None and not hardness:
             found |= self._between(to_key=to_key, to_query=to_query)
@@ -86,13 +85,13 @@ class Retrieval:
             found["query_to_query"] = self._among("queries", ceiling)
         if "key_to_key" in directions:
             found["key_to_key"] = self._among("keys", ceiling)
-        if "negatives" in self._agreed.rows:  # which get a gradient of zeros where no direction has looked at them
-            nothing = self._agreed.inputs["negatives"][:0].sum()
+        if "negatives" in self._facts.rows:  # which get a gradient of zeros where no direction has looked at them
+            nothing = self._facts.inputs["negatives"][:0].sum()
             found = {name: replace(numbers, logsumexp=numbers.logsumexp + nothing) for name, numbers in found.items()}
         return found
 
     def positives(self, direction: Direction) -> Tensor:
-        """How many each of this rank's queries, or their keys, has: (b,)."""
+        """Return the number of positives of each of this rank's queries, or of their keys: (b,)."""
         assert self._query_ids is not None
         assert self._key_ids is not None
         queries, keys = self._query_ids[self._local], self._key_ids[self._local_keys]
@@ -105,16 +104,16 @@ class Retrieval:
 
     def _between(
         self, *, to_key: bool, to_query: bool, hardness: float = 0.0, ceiling: Ceiling | None = None
-    ) -> dict[Direction, Numbers]:
-        """query_to_key, key_to_query, or both in one sweep."""
-        agreed, (queries, *keys) = self._agreed, self._towers()
+    ) -> dict[Direction, RowStatistics]:
+        """Return the statistics of query_to_key, of key_to_query, or of both from one sweep."""
+        facts, (queries, *keys) = self._facts, self._towers()
         b = self._local.stop - self._local.start
         keys_stay = self._queries.total < self._keys.total if ceiling is None else not to_key
         if ceiling is not None and keys_stay:
             keys, key_rows = [keys[0][:b]], self._queries  # no other key has a query
         else:
             key_rows = self._keys
-        rank = agreed.rank
+        rank = facts.rank
         key_tower = tuple(range(1, 1 + len(keys)))
         if keys_stay:
             stays, travels, towers = key_rows, self._queries, Towers(stays=key_tower, travels=(0,))
@@ -127,7 +126,7 @@ class Retrieval:
             ids: Tensor | None = row_ids[self._local_keys]
         else:
             ids = None if row_ids is None else row_ids[stays.rows(rank)]
-        scale, given = agreed.scalars["logit_scale"], agreed.inputs["logit_scale"]
+        scale, given = facts.scalars["logit_scale"], facts.inputs["logit_scale"]
         selection = Selection(
             self._pairs(matching, ids, col_ids),
             over="all" if self.several else "negatives",
@@ -137,34 +136,37 @@ class Retrieval:
         softer = scale / harder if hardness else 1.0  # a scale of 0 is none to divide by
         if hardness:
             given = scale_gradient(given + hardness, harder / scale) if isinstance(given, Tensor) else harder
-        rows, cols = softmax_numbers(
-            agreed,
+        rows, cols = row_statistics(
+            facts,
             (harder, given),
-            [queries, *keys],
-            towers=towers,
-            stays=stays,
-            travels=travels,
-            selection=selection,
-            bound=self._norms["queries"] * self._norms["keys"],
+            Operands(
+                [queries, *keys],
+                towers,
+                Layout(stays, travels),
+                guide=None if ceiling is None else ceiling.traveling("queries" if keys_stay else "keys"),
+                narrow=queries.dtype != facts.features_dtype,
+            ),
+            selection,
+            Bounds(
+                self._norms["queries"] * self._norms["keys"],
+                min_pair_product=facts.min_pair_product,
+                add_positive=0.0 if self.several else softer,
+            ),
             rows=self._fields if of_rows else (),
             cols=self._fields if of_cols else (),
-            beside_target=0.0 if self.several else softer,
-            least=agreed.least,
-            guide=None if ceiling is None else ceiling.traveler("queries" if keys_stay else "keys"),
-            narrow=queries.dtype != agreed.features_dtype,
         )
         to_keys, to_queries = (cols, rows) if keys_stay else (rows, cols)
-        found: dict[Direction, Numbers] = {}
+        found: dict[Direction, RowStatistics] = {}
         if to_keys is not None:
             found["query_to_key"] = to_keys if not hardness else _softened(to_keys, softer)
         if to_queries is not None:
             found["key_to_query"] = to_queries.first(b)
         return found
 
-    def _among(self, tower: Literal["queries", "keys"], ceiling: Ceiling | None) -> Numbers:
-        """query_to_query, or key_to_key: negatives alone."""
-        agreed, (queries, *keys) = self._agreed, self._towers()
-        rank, b = agreed.rank, self._local.stop - self._local.start
+    def _among(self, tower: Literal["queries", "keys"], ceiling: Ceiling | None) -> RowStatistics:
+        """Return the statistics of query_to_query or key_to_key, which have negatives alone."""
+        facts, (queries, *keys) = self._facts, self._towers()
+        rank, b = facts.rank, self._local.stop - self._local.start
         of_keys = tower == "keys"
         columns, ids = (self._keys, self._key_ids) if of_keys else (self._queries, self._query_ids)
         symmetric = columns.total == self._queries.total and ceiling is None
@@ -179,26 +181,26 @@ class Retrieval:
         else:
             features, towers = [queries, queries], Towers(stays=(0,), travels=(1,))
         fields = tuple(name for name in self._fields if name != "target")
-        scale = agreed.scalars["logit_scale"]
-        numbers, _ = softmax_numbers(
-            agreed,
-            (scale, agreed.inputs["logit_scale"]),
-            features,
-            towers=towers,
-            stays=self._queries,
-            travels=columns,
-            selection=Selection(Pairs(NONE, excluded), **_below(ceiling, tower, scale)),
-            bound=self._norms[tower] ** 2,
+        scale = facts.scalars["logit_scale"]
+        numbers, _ = row_statistics(
+            facts,
+            (scale, facts.inputs["logit_scale"]),
+            Operands(
+                features,
+                towers,
+                Layout(self._queries, columns, symmetric=symmetric),
+                guide=None if ceiling is None else ceiling.traveling(tower),
+                narrow=queries.dtype != facts.features_dtype,
+            ),
+            Selection(Pairs(NONE, excluded), **_below(ceiling, tower, scale)),
+            Bounds(self._norms[tower] ** 2),
             rows=fields,
-            symmetric=symmetric,
-            guide=None if ceiling is None else ceiling.traveler(tower),
-            narrow=queries.dtype != agreed.features_dtype,
         )
         assert numbers is not None
         return numbers
 
     def _towers(self) -> list[Tensor]:
-        return [self._agreed.inputs[name] for name in ("queries", "keys", "negatives") if name in self._agreed.rows]
+        return [self._facts.inputs[name] for name in ("queries", "keys", "negatives") if name in self._facts.rows]
 
     def _pairs(self, matching: Diagonals, row_ids: Tensor | None, col_ids: Tensor | None) -> Pairs:
         if row_ids is None or col_ids is None:
@@ -207,11 +209,11 @@ class Retrieval:
         return Pairs(Union(matching, others)) if self.several else Pairs(matching, excluded=others)
 
     def _all_ids(self) -> tuple[Tensor | None, Tensor | None]:
-        """Of all queries, and of all keys and negatives; those that have none have one that nothing else has."""
-        agreed, vectors = self._agreed, self._agreed.vectors
+        """Return the ids of all queries, and of all keys and negatives; NO_ID where there is none."""
+        facts, vectors = self._facts, self._facts.vectors
         if "query_ids" not in vectors and "key_ids" not in vectors:
             return None, None
-        b, device = self._local.stop - self._local.start, agreed.device
+        b, device = self._local.stop - self._local.start, facts.device
 
         def none(rows: int) -> Tensor:
             return torch.full((rows,), NO_ID, device=device)
@@ -219,7 +221,7 @@ class Retrieval:
         def given(name: str, features: str) -> Tensor | None:
             if name in vectors:
                 return vectors[name][0].to(device, torch.int64)
-            return none(len(agreed.inputs[features])) if features in agreed.rows else None
+            return none(len(facts.inputs[features])) if features in facts.rows else None
 
         keys = given("key_ids", "keys")
         assert keys is not None
@@ -228,26 +230,26 @@ class Retrieval:
             keys = torch.cat([queries, keys[b:]])
         negatives = given("negative_ids", "negatives")
         all_keys = keys if negatives is None else torch.cat([keys, negatives])
-        return agreed.gathered(queries, self._queries), agreed.gathered(all_keys, self._keys)
+        return facts.all_gather(queries, self._queries), facts.all_gather(all_keys, self._keys)
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """How similar a negative of query i may be, (b,); with a guide, in the guide's similarities."""
+    """The largest similarity of a negative of query i, (b,); with a guide, in the guide's similarities."""
 
     largest: Tensor
     query_guides: Tensor | None = None
     key_guides: Tensor | None = None
 
     def of(self, tower: Literal["queries", "keys"], scale: float) -> dict[str, Tensor]:
-        """What a selection needs whose rows are this rank's queries, or their keys."""
-        guide = self.traveler(tower)
+        """Return the arguments of a selection whose rows are this rank's queries, or their keys."""
+        guide = self.traveling(tower)
         if guide is None:
             return {"ceiling": scale * self.largest}
         return {"ceiling": self.largest, "guide": guide[: len(self.largest)]}
 
-    def traveler(self, tower: Literal["queries", "keys"]) -> Tensor | None:
-        """The guide's features that travel with this rank's queries, or keys and negatives."""
+    def traveling(self, tower: Literal["queries", "keys"]) -> Tensor | None:
+        """Return the guide's features that travel with this rank's queries, or keys and negatives."""
         return self.query_guides if tower == "queries" else self.key_guides
 
 
@@ -255,8 +257,8 @@ def _below(ceiling: Ceiling | None, tower: Literal["queries", "keys"], scale: fl
     return {} if ceiling is None else ceiling.of(tower, scale)
 
 
-def _softened(numbers: Numbers, factor: float) -> Numbers:
-    """Numbers of S whose scale was raised, with the gradient of the scale that it had; single logits have it, too."""
+def _softened(numbers: RowStatistics, factor: float) -> RowStatistics:
+    """Return the statistics of an S with a raised scale, with logits and gradients of the original scale."""
     assert numbers.target is not None
     return replace(
         numbers,

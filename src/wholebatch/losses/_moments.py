@@ -9,26 +9,26 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..comm import Communicator
+from ..contract import Facts, finish
 from ..sync import scale_gradient, shared_sum
-from ._door import Agreement
 
 
-def centered(agreed: Agreement, name: str) -> Tensor:
-    """Own rows less the mean of all ranks', (b_r, d), in the accumulation dtype. One all-reduce of d numbers."""
-    x = agreed.inputs[name].to(agreed.dtype)
-    return x - shared_sum(agreed.comm, x.sum(0)) / agreed.rows[name].total
+def centered(facts: Facts, name: str) -> Tensor:
+    """Return the local rows minus the mean of all ranks' rows, (b_r, d), widened. One all-reduce of d numbers."""
+    x = facts.inputs[name].to(facts.dtype)
+    return x - shared_sum(facts.comm, x.sum(0)) / facts.rows[name].total
 
 
 def cross_product(comm: Communicator, x: Tensor, y: Tensor) -> Tensor:
-    """sum_i x_i y_i^T over all ranks' rows: (b_r, d), (b_r, d) -> (d, d). One all-reduce."""
+    """Return sum_i x_i y_i^T over all ranks' rows: (b_r, d), (b_r, d) -> (d, d). One all-reduce."""
     return shared_sum(comm, x.T @ y)
 
 
 def sum_of_squares(comm: Communicator, x: Tensor) -> Tensor:
-    """sum_i x_i^2 over all ranks' rows, by feature: (b_r, d) -> (d,). One all-reduce."""
+    """Return sum_i x_i^2 over all ranks' rows, by feature: (b_r, d) -> (d,). One all-reduce."""
     return shared_sum(comm, x.square().sum(0))
 
 
-def of_all_ranks(agreed: Agreement, loss: Tensor) -> Tensor:
-    """A loss that all ranks compute from shared sums."""
-    return agreed.result(scale_gradient(loss, 1 / agreed.comm.size))
+def of_all_ranks(facts: Facts, loss: Tensor) -> Tensor:
+    """Return a loss that every rank has computed from shared sums."""
+    return finish(facts, scale_gradient(loss, 1 / facts.comm.size))

@@ -7,57 +7,71 @@ S is symmetric: the tiles above its diagonal say all, and the work is half of a 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .._normalize import UNIT
+from ..contract import Facts, Inputs
+from ..nodes import Bounds, Layout, Operands, RowStatistics, Towers, row_statistics, statistics_fields
 from ..partition import Diagonal, Partition
 from ..sweep import Diagonals, EqualIds, Pairs, Selection
-from ._door import Agreement
-from ._softmax import Numbers, softmax_numbers, wanted
-from ._towers import Towers
+
+
+def two_views_inputs(
+    z0: Tensor, z1: Tensor, *, temperature: Tensor | float, ids: Tensor | None = None, weights: Tensor | None
+) -> Inputs:
+    """Return the inputs of a loss of two views: "z0", "z1", a "temperature", and perhaps "ids" and "weights"."""
+    inputs = two_view_features(z0, z1)
+    return replace(
+        inputs,
+        scalars={"temperature": temperature},
+        ids={"ids": (ids, "z0")},
+        weights=(weights, "z0"),
+        positive=("temperature",),
+    )
+
+
+def two_view_features(z0: Tensor, z1: Tensor) -> Inputs:
+    """Return the inputs of a loss of two views and nothing else."""
+    return Inputs(features={"z0": z0, "z1": z1}, paired=("z0", "z1"))
 
 
 def two_views(
-    agreed: Agreement,
-    *,
-    statistics: bool = False,
-    beside_target: bool = True,
-    sharper: float = 1.0,
-    narrow: bool = False,
-) -> Numbers:
-    """The numbers of this rank's rows of Z, those of z0 first: one positive each, and A over the negatives.
+    facts: Facts, *, statistics: bool = False, add_positive: bool = True, sharper: float = 1.0, narrow: bool = False
+) -> RowStatistics:
+    """Return the statistics of this rank's rows of Z, those of z0 first: one positive each, and A over the negatives.
 
     Args:
-        agreed: on "z0", "z1", a "temperature", and perhaps "ids": examples with equal ids are no negatives.
-        statistics: whether they are wanted.
-        beside_target: whether the loss adds the positive's exponential to the negatives'.
+        facts: on the inputs of `two_views_inputs`: examples with equal ids are no negatives.
+        statistics: whether statistics of the batch are requested.
+        add_positive: whether the loss adds the positive's exponential to the negatives'.
         sharper: multiplies S.
-        narrow: as in `softmax_numbers`.
+        narrow: as in :class:`wholebatch.nodes.Operands`.
     """
-    examples = agreed.rows["z0"]
+    examples = facts.rows["z0"]
     rows = Partition(tuple(2 * count for count in examples.counts))
-    local, b = rows.rows(agreed.rank), examples.counts[agreed.rank]
+    local, b = rows.rows(facts.rank), examples.counts[facts.rank]
     matching = Diagonals(Diagonal(0, local.start + b, b), Diagonal(b, local.start, b))
     itself = Diagonals(Diagonal(0, local.start, 2 * b))
     excluded: Any = itself
-    if "ids" in agreed.vectors:
-        ids = torch.cat([part.repeat(2) for part in agreed.ids("ids").split(examples.counts)])
+    if "ids" in facts.vectors:
+        ids = torch.cat([part.repeat(2) for part in facts.all_ids("ids").split(examples.counts)])
         excluded = EqualIds(ids[local], ids, but=matching)
-    numbers, _ = softmax_numbers(
-        agreed,
-        (sharper / agreed.scalars["temperature"], sharper / agreed.inputs["temperature"]),
-        [agreed.inputs["z0"], agreed.inputs["z1"]],
-        towers=Towers(stays=(0, 1), normalize=True),
-        stays=rows,
-        travels=rows,
-        selection=Selection(Pairs(matching, excluded)),
-        bound=UNIT,
-        rows=wanted(statistics=statistics),
-        symmetric=True,
-        beside_target=beside_target,
-        narrow=narrow,
+    numbers, _ = row_statistics(
+        facts,
+        (sharper / facts.scalars["temperature"], sharper / facts.inputs["temperature"]),
+        Operands(
+            [facts.inputs["z0"], facts.inputs["z1"]],
+            Towers(stays=(0, 1), normalize=True),
+            Layout(rows, rows, symmetric=True),
+            narrow=narrow,
+        ),
+        Selection(Pairs(matching, excluded)),
+        Bounds(UNIT, add_positive=float(add_positive)),
+        rows=statistics_fields(statistics=statistics),
     )
     assert numbers is not None
     return numbers

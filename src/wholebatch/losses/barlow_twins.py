@@ -12,12 +12,14 @@ from torch import Tensor
 
 from .._checks import check_positive_number, check_weight
 from ..comm import Group
+from ..contract import Checks, Options, agree, entry
 from ..sync import Sync
-from ._door import LossModule, Options, agree, eager
+from ._module import LossModule
 from ._moments import centered, cross_product, of_all_ranks, sum_of_squares
+from ._views import two_view_features
 
 
-@eager
+@entry
 def barlow_twins_loss(
     z0: Tensor,
     z1: Tensor,
@@ -63,29 +65,26 @@ def barlow_twins_loss(
     >>> wb.functional.barlow_twins_loss(z, z)
     tensor(0.0075)
     """
-    agreed = agree(
+    facts = agree(
         "barlow_twins_loss",
         Options(group, sync),
-        scalars={},
-        features={"z0": z0, "z1": z1},
-        paired=("z0", "z1"),
-        check=lambda: _checked(redundancy, epsilon),
-        must_match=("settings",),
+        two_view_features(z0, z1),
+        Checks(check=lambda: _check(redundancy, epsilon), must_match=("settings",)),
     )
-    comm, count = agreed.comm, agreed.rows["z0"].total
+    comm, count = facts.comm, facts.rows["z0"].total
     if count < 2:
         raise ValueError("barlow_twins_loss: a variance needs at least two rows, got one in all")
     rows = []
     for name in ("z0", "z1"):
-        x = centered(agreed, name)
+        x = centered(facts, name)
         rows.append(x / (sum_of_squares(comm, x) / count + epsilon).sqrt())
     correlation = cross_product(comm, *rows) / count
     on_diagonal = correlation.diagonal()
     off_diagonal = correlation.square().sum() - on_diagonal.square().sum()
-    return of_all_ranks(agreed, (1 - on_diagonal).square().sum() + redundancy * off_diagonal)
+    return of_all_ranks(facts, (1 - on_diagonal).square().sum() + redundancy * off_diagonal)
 
 
-def _checked(redundancy: float, epsilon: float) -> dict[str, object]:
+def _check(redundancy: float, epsilon: float) -> dict[str, object]:
     check_weight("redundancy", redundancy, "it weighs the entries off the diagonal; 0 leaves them out")
     check_positive_number("epsilon", epsilon, "it is added to variances")
     return {"settings": {"redundancy": redundancy, "epsilon": epsilon}}
@@ -98,18 +97,15 @@ class BarlowTwinsLoss(LossModule):
         redundancy, epsilon, group, sync: as in :func:`wholebatch.functional.barlow_twins_loss`.
     """
 
-    def __init__(
-        self,
-        *,
-        redundancy: float = 5e-3,
-        epsilon: float = 1e-5,
-        group: Group = None,
-        sync: Sync = "mean",
-    ) -> None:
-        super().__init__(group=group, sync=sync, redundancy=redundancy, epsilon=epsilon)
-        _checked(redundancy, epsilon)
+    redundancy: float = 5e-3
+    epsilon: float = 1e-5
 
-    @eager
+    def check(self) -> None:
+        """Raise ValueError unless the settings are valid."""
+        super().check()
+        _check(self.redundancy, self.epsilon)
+
+    @entry
     def forward(self, z0: Tensor, z1: Tensor) -> Tensor:
         """See :func:`wholebatch.functional.barlow_twins_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
         return barlow_twins_loss(z0, z1, **self.settings)

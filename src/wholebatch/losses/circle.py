@@ -17,13 +17,14 @@ from torch import Tensor
 
 from .._checks import check_number, check_positive_number
 from ..comm import Group
+from ..contract import Checks, Options, Reduction, entry
 from ..exchange import ExchangeName
+from ..nodes import statistics_fields
+from ..nodes.cross_entropy import softplus
 from ..sweep import Memory
 from ..sync import Sync
-from ._cross_entropy import softplus
-from ._door import LossModule, Options, Reduction, eager
 from ._labeled import agree_labeled
-from ._softmax import wanted
+from ._module import SweepLoss
 
 
 class _Negatives:
@@ -32,7 +33,7 @@ class _Negatives:
     def __init__(self, gamma: float, m: float) -> None:
         self._gamma, self._m = gamma, m
 
-    def bend_(self, logits: Tensor, _cols: slice) -> Tensor:
+    def transform_(self, logits: Tensor, _cols: slice) -> Tensor:
         weight = (logits + self._m).clamp_(min=0)
         return logits.sub_(self._m).mul_(weight).mul_(self._gamma)
 
@@ -46,7 +47,7 @@ class _Positives:
     def __init__(self, gamma: float, m: float) -> None:
         self._gamma, self._m = gamma, m
 
-    def bend_(self, logits: Tensor, _cols: slice) -> Tensor:
+    def transform_(self, logits: Tensor, _cols: slice) -> Tensor:
         weight = (1 + self._m - logits).clamp_(min=0)
         return logits.sub_(1 - self._m).mul_(weight).mul_(-self._gamma)
 
@@ -54,7 +55,7 @@ class _Positives:
         return logits.neg_().add_(1 + self._m).clamp_(min=0).mul_(-self._gamma)
 
 
-@eager
+@entry
 def circle_loss(
     features: Tensor,
     labels: Tensor,
@@ -117,29 +118,26 @@ def circle_loss(
     data = agree_labeled(
         "circle_loss",
         Options(group, sync, exchange, memory, reduction),
-        features,
-        labels,
-        weights,
-        check=lambda: _checked(m, gamma),
-        must_match=("settings",),
+        (features, labels, weights),
+        Checks(check=lambda: _check(m, gamma), must_match=("settings",)),
     ).widened()
-    unit, fields = (1.0, 1.0), wanted(target=False)
-    of_negatives = data.numbers(unit, "negatives", fields, bend=_Negatives(gamma, m), bound=math.inf).logsumexp
-    of_positives = data.numbers(unit, "positives", fields, bend=_Positives(gamma, m), bound=math.inf).logsumexp
+    unit, fields = (1.0, 1.0), statistics_fields(target=False)
+    of_negatives = data.numbers(unit, "negatives", fields, transform=_Negatives(gamma, m), bound=math.inf).logsumexp
+    of_positives = data.numbers(unit, "positives", fields, transform=_Positives(gamma, m), bound=math.inf).logsumexp
     has_both = (data.positives > 0) & (data.negatives > 0)
     both = torch.where(has_both, of_negatives, 0.0) + torch.where(has_both, of_positives, 0.0)
     losses = torch.where(has_both, softplus(both), 0.0)
     return data.reduce(losses, data.anchors_with_negatives, has_both)
 
 
-def _checked(m: float, gamma: float) -> dict[str, object]:
+def _check(m: float, gamma: float) -> dict[str, object]:
     check_positive_number("gamma", gamma, "it multiplies similarities")
     if not -1 <= check_number("m", m) <= 1:
         raise ValueError(f"m must lie in [-1, 1], got {m}; similarities are to lie above 1 - m or below m")
     return {"settings": {"m": m, "gamma": gamma}}
 
 
-class CircleLoss(LossModule):
+class CircleLoss(SweepLoss):
     """Circle loss over the global batch.
 
     Args:
@@ -147,29 +145,15 @@ class CircleLoss(LossModule):
             :func:`wholebatch.functional.circle_loss`.
     """
 
-    def __init__(
-        self,
-        *,
-        m: float = 0.4,
-        gamma: float = 80.0,
-        reduction: Reduction = "mean",
-        group: Group = None,
-        sync: Sync = "mean",
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-    ) -> None:
-        super().__init__(
-            m=m,
-            gamma=gamma,
-            reduction=reduction,
-            group=group,
-            sync=sync,
-            exchange=exchange,
-            memory=memory,
-        )
-        _checked(m, gamma)
+    m: float = 0.4
+    gamma: float = 80.0
 
-    @eager
+    def check(self) -> None:
+        """Raise ValueError unless the settings are valid."""
+        super().check()
+        _check(self.m, self.gamma)
+
+    @entry
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.circle_loss`: (b_r, d), (b_r,) -> L, the same on all ranks."""
         return circle_loss(features, labels, weights=weights, **self.settings)

@@ -15,21 +15,21 @@ from typing import Any
 
 from torch import Tensor
 
-from .._checks import check_choice, check_flag, check_label_smoothing
+from .._checks import check_choice, check_label_smoothing
 from ..comm import Group
+from ..contract import Checks, Inputs, Options, Reduction, agree, entry, reduce_losses
 from ..exchange import ExchangeName
 from ..kernels import Kernel
+from ..nodes import Bounds, Layout, Operands, Towers, row_statistics, statistics_fields
+from ..nodes.cross_entropy import how_many_equal, many_positives, one_positive
 from ..sweep import Memory, Selection
 from ..sync import Sync
-from ._cross_entropy import how_many_equal, many_positives, one_positive
-from ._door import LossModule, Options, Reduction, agree, eager
+from ._module import KernelLoss
 from ._pairs import EQUAL_IDS, EqualIdsAre, pairs_of_rows
-from ._softmax import softmax_numbers, wanted
-from ._towers import Towers
-from .statistics import batch_statistics
+from .statistics import report_statistics, statistics_requested
 
 
-@eager
+@entry
 def clip_loss(
     image_features: Tensor,
     text_features: Tensor,
@@ -41,13 +41,12 @@ def clip_loss(
     weights: Tensor | None = None,
     label_smoothing: float = 0.0,
     reduction: Reduction = "mean",
-    return_statistics: bool = False,
     group: Group = None,
     sync: Sync = "mean",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
     kernel: Kernel = "auto",
-) -> Any:
+) -> Tensor:
     r"""Symmetric cross-entropy between the images and texts of all ranks, with its exact gradient.
 
     S = logit_scale * X Y^T + logit_bias,    L = (CE(S, diagonal) + CE(S^T, diagonal)) / 2,    X, Y: all ranks' rows.
@@ -82,7 +81,6 @@ def clip_loss(
             their weights if there are any. Each rank then makes a scalar of them; the gradient is that of the sum of
             these over the ranks, and the engine's averaging makes it that of their mean. `sync` has no part in it, for
             every parameter here is replicated; for sharded ones see :func:`wholebatch.functional.partial_fc_loss`.
-        return_statistics: return (L, :class:`wholebatch.BatchStatistics`); one more all-reduce, no more sweeps.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.clip_loss` on the concatenated
@@ -122,108 +120,93 @@ def clip_loss(
     >>> wb.functional.clip_loss(x, y, logit_scale=10.0)
     tensor(9.0796e-05, dtype=torch.float64, grad_fn=<DivBackward0>)
     """
-
-    def check() -> dict[str, Any]:
-        check_label_smoothing(label_smoothing)
-        check_choice("equal_ids", equal_ids, EQUAL_IDS)
-        check_flag("return_statistics", return_statistics)
-        return {"label_smoothing": float(label_smoothing), "equal_ids": equal_ids, "statistics": return_statistics}
-
-    agreed = agree(
+    statistics = statistics_requested()
+    facts = agree(
         "clip_loss",
         Options(group, sync, exchange, memory, reduction, kernel),
-        scalars={"logit_scale": logit_scale, "logit_bias": logit_bias},
-        features={"image_features": image_features, "text_features": text_features},
-        paired=("image_features", "text_features"),
-        matching=("image_features", "text_features"),
-        optional=("logit_bias",),
-        ids={"ids": (ids, "image_features")},
-        weights=(weights, "image_features"),
-        check=check,
-        must_match=("label_smoothing", "equal_ids", "statistics"),
+        Inputs(
+            features={"image_features": image_features, "text_features": text_features},
+            scalars={"logit_scale": logit_scale, "logit_bias": logit_bias},
+            ids={"ids": (ids, "image_features")},
+            weights=(weights, "image_features"),
+            optional=("logit_bias",),
+            paired=("image_features", "text_features"),
+            matching=("image_features", "text_features"),
+        ),
+        Checks(
+            check=lambda: {**_check(label_smoothing, equal_ids), "statistics": statistics},
+            must_match=("label_smoothing", "equal_ids", "statistics"),
+        ),
     )
-    rows = agreed.rows["image_features"]
-    local = rows.rows(agreed.rank)
-    everyones_ids = None if ids is None else agreed.ids("ids")
-    pairs = pairs_of_rows(local, everyones_ids, equal_ids)
-    several = everyones_ids is not None and equal_ids == "positive"
-    fields = wanted(mean_logit=label_smoothing > 0, statistics=return_statistics)
-    of_images, of_texts = softmax_numbers(
-        agreed,
-        (agreed.scalars["logit_scale"], agreed.inputs["logit_scale"]),
-        [agreed.inputs["image_features"], agreed.inputs["text_features"]],
-        towers=Towers(stays=(0,), travels=(1,)),
-        stays=rows,
-        travels=rows,
-        selection=Selection(pairs, over="all" if several else "negatives"),
-        bound=agreed.norms["image_features"] * agreed.norms["text_features"],
+    rows = facts.rows["image_features"]
+    local = rows.rows(facts.rank)
+    all_ids = None if ids is None else facts.all_ids("ids")
+    several = all_ids is not None and equal_ids == "positive"
+    fields = statistics_fields(mean_logit=label_smoothing > 0, statistics=statistics)
+    of_images, of_texts = row_statistics(
+        facts,
+        (facts.scalars["logit_scale"], facts.inputs["logit_scale"]),
+        Operands(
+            [facts.inputs["image_features"], facts.inputs["text_features"]],
+            Towers(stays=(0,), travels=(1,)),
+            Layout(rows, rows),
+        ),
+        Selection(pairs_of_rows(local, all_ids, equal_ids), over="all" if several else "negatives"),
+        Bounds(
+            facts.norms["image_features"] * facts.norms["text_features"],
+            min_pair_product=facts.min_pair_product,
+            add_positive=0.0 if several else 1.0,
+        ),
         rows=fields,
         cols=fields if several else tuple(name for name in fields if name != "target"),
-        beside_target=0.0 if several else 1.0,
-        least=agreed.least,
     )
     assert of_images is not None
     assert of_texts is not None
     assert of_images.target is not None
     if several:
-        assert everyones_ids is not None
+        assert all_ids is not None
         assert of_texts.target is not None
-        positives = how_many_equal(everyones_ids[local], everyones_ids)
+        positives = how_many_equal(all_ids[local], all_ids)
         losses = [many_positives(side, positives, label_smoothing=label_smoothing) for side in (of_images, of_texts)]
         targets = [of_images.target / positives, of_texts.target / positives]
     else:
         target = of_images.target  # the pair's logit, of its row and of its column
         losses = [one_positive(side, target, label_smoothing=label_smoothing) for side in (of_images, of_texts)]
         targets = [target, target]
-    loss = agreed.reduce((losses[0] + losses[1]) / 2, rows.total)
-    bias = agreed.inputs["logit_bias"]
-    if isinstance(bias, Tensor):
-        loss = loss + 0 * bias.to(loss).view(())
-    if not return_statistics:
-        return loss
-    sides = zip((of_images, of_texts), targets, strict=True)
-    return loss, batch_statistics(agreed.comm, agreed.scalars["logit_scale"], list(sides))
+    loss = reduce_losses(facts, (losses[0] + losses[1]) / 2, rows.total)
+    if statistics:
+        sides = zip((of_images, of_texts), targets, strict=True)
+        report_statistics(facts.comm, facts.scalars["logit_scale"], list(sides))
+    bias = facts.inputs["logit_bias"]
+    return loss + 0 * bias.to(loss).view(()) if isinstance(bias, Tensor) else loss
 
 
-class CLIPLoss(LossModule):
+def _check(label_smoothing: float, equal_ids: EqualIdsAre) -> dict[str, Any]:
+    check_label_smoothing(label_smoothing)
+    check_choice("equal_ids", equal_ids, EQUAL_IDS)
+    return {"label_smoothing": float(label_smoothing), "equal_ids": equal_ids}
+
+
+class CLIPLoss(KernelLoss):
     """Symmetric cross-entropy over the global batch: the settings of :func:`wholebatch.functional.clip_loss`.
 
     A module without parameters; `logit_scale` enters `forward`, so that it can stay inside the model that the
     engine wraps.
 
     Args:
-        group, sync, exchange, memory, kernel, reduction, label_smoothing, equal_ids, return_statistics: as in
+        group, sync, exchange, memory, kernel, reduction, label_smoothing, equal_ids: as in
             :func:`wholebatch.functional.clip_loss`.
     """
 
-    def __init__(
-        self,
-        *,
-        group: Group = None,
-        sync: Sync = "mean",
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-        kernel: Kernel = "auto",
-        reduction: Reduction = "mean",
-        label_smoothing: float = 0.0,
-        equal_ids: EqualIdsAre = "positive",
-        return_statistics: bool = False,
-    ) -> None:
-        super().__init__(
-            group=group,
-            sync=sync,
-            exchange=exchange,
-            memory=memory,
-            kernel=kernel,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            equal_ids=equal_ids,
-            return_statistics=return_statistics,
-        )
-        check_label_smoothing(label_smoothing)
-        check_choice("equal_ids", equal_ids, EQUAL_IDS)
+    label_smoothing: float = 0.0
+    equal_ids: EqualIdsAre = "positive"
 
-    @eager
+    def check(self) -> None:
+        """Raise ValueError unless the settings are valid."""
+        super().check()
+        _check(self.label_smoothing, self.equal_ids)
+
+    @entry
     def forward(
         self,
         image_features: Tensor,
@@ -233,7 +216,7 @@ class CLIPLoss(LossModule):
         logit_bias: Tensor | float | None = None,
         ids: Tensor | None = None,
         weights: Tensor | None = None,
-    ) -> Any:
+    ) -> Tensor:
         """See :func:`wholebatch.functional.clip_loss`: (b_r, d), (b_r, d), a scalar -> L, the same on all ranks."""
         return clip_loss(
             image_features,

@@ -9,23 +9,22 @@ Work and memory are NT-Xent's.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from .._checks import check_flag, check_number, check_temperature
+from .._checks import check_number, check_temperature
 from ..comm import Group
+from ..contract import Checks, Options, Reduction, agree, entry, reduce_losses
 from ..exchange import ExchangeName
 from ..kernels import Kernel
 from ..sweep import Memory
 from ..sync import Sync, total
-from ._door import LossModule, Options, Reduction, agree, eager
-from ._views import two_views
-from .statistics import batch_statistics
+from ._module import KernelLoss
+from ._views import two_views, two_views_inputs
+from .statistics import report_statistics, statistics_requested
 
 
-@eager
+@entry
 def dcl_loss(
     z0: Tensor,
     z1: Tensor,
@@ -35,13 +34,12 @@ def dcl_loss(
     ids: Tensor | None = None,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    return_statistics: bool = False,
     group: Group = None,
     sync: Sync = "mean",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
     kernel: Kernel = "auto",
-) -> Any:
+) -> Tensor:
     r"""Logsumexp over each row's negatives less its positive's logit, over the two views of all ranks.
 
     S = Z Z^T / temperature,    L_i = logsumexp_{j != i, p(i)} S_ij - w_i S_{i p(i)},    Z = normalize([Z0; Z1]).
@@ -88,40 +86,34 @@ def dcl_loss(
     >>> wb.functional.dcl_loss(z, z, temperature=0.5)
     tensor(-0.6137)
     """
-    agreed = agree(
+    statistics = statistics_requested()
+    facts = agree(
         "dcl_loss",
         Options(group, sync, exchange, memory, reduction, kernel),
-        scalars={"temperature": temperature},
-        features={"z0": z0, "z1": z1},
-        paired=("z0", "z1"),
-        ids={"ids": (ids, "z0")},
-        weights=(weights, "z0"),
-        positive=("temperature",),
-        check=lambda: {**_checked(sigma), "statistics": check_flag("return_statistics", return_statistics)},
-        must_match=("sigma", "statistics"),
+        two_views_inputs(z0, z1, temperature=temperature, ids=ids, weights=weights),
+        Checks(check=lambda: {**_check(sigma), "statistics": statistics}, must_match=("sigma", "statistics")),
     )
-    count = agreed.rows["z0"].total
-    numbers = two_views(agreed, statistics=return_statistics, beside_target=False)
+    count = facts.rows["z0"].total
+    numbers = two_views(facts, statistics=statistics, add_positive=False)
     assert numbers.target is not None
     target = numbers.target
     if sigma is not None:
-        cosines = target.detach().unflatten(0, (2, -1))[0] * agreed.scalars["temperature"]
+        cosines = target.detach().unflatten(0, (2, -1))[0] * facts.scalars["temperature"]
         nothing = cosines.new_full((1,), -torch.inf)
-        largest = agreed.comm.all_reduce(torch.cat([cosines, nothing]).amax(), "max", check=False)
+        largest = facts.comm.all_reduce(torch.cat([cosines, nothing]).amax(), "max", check=False)
         similar = ((cosines - largest) / sigma).exp()
-        target = target * (2 - count * similar / total(agreed.comm, similar.sum())).repeat(2)
+        target = target * (2 - count * similar / total(facts.comm, similar.sum())).repeat(2)
     losses = torch.where(numbers.logsumexp.isneginf(), 0.0, numbers.logsumexp - target)
-    loss = agreed.reduce(losses.unflatten(0, (2, -1)).mean(0), count)
-    if not return_statistics:
-        return loss
-    return loss, batch_statistics(agreed.comm, 1 / agreed.scalars["temperature"], [(numbers, numbers.target)])
+    if statistics:
+        report_statistics(facts.comm, 1 / facts.scalars["temperature"], [(numbers, numbers.target)])
+    return reduce_losses(facts, losses.unflatten(0, (2, -1)).mean(0), count)
 
 
-def _checked(sigma: float | None) -> dict[str, float | None]:
+def _check(sigma: float | None) -> dict[str, float | None]:
     return {"sigma": None if sigma is None else check_temperature("sigma", check_number("sigma", sigma))}
 
 
-class DCLLoss(LossModule):
+class DCLLoss(KernelLoss):
     """Decoupled contrastive loss over the global batch.
 
     Args:
@@ -129,34 +121,15 @@ class DCLLoss(LossModule):
             :func:`wholebatch.functional.dcl_loss`.
     """
 
-    def __init__(
-        self,
-        *,
-        temperature: Tensor | float = 0.1,
-        sigma: float | None = None,
-        reduction: Reduction = "mean",
-        return_statistics: bool = False,
-        group: Group = None,
-        sync: Sync = "mean",
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-        kernel: Kernel = "auto",
-    ) -> None:
-        super().__init__(
-            temperature=temperature,
-            sigma=sigma,
-            reduction=reduction,
-            return_statistics=return_statistics,
-            group=group,
-            sync=sync,
-            exchange=exchange,
-            memory=memory,
-            kernel=kernel,
-        )
-        check_temperature("temperature", temperature)
-        _checked(sigma)
+    temperature: Tensor | float = 0.1
+    sigma: float | None = None
 
-    @eager
-    def forward(self, z0: Tensor, z1: Tensor, *, ids: Tensor | None = None, weights: Tensor | None = None) -> Any:
+    def check(self) -> None:
+        """Raise ValueError unless the settings are valid."""
+        super().check()
+        _check(self.sigma)
+
+    @entry
+    def forward(self, z0: Tensor, z1: Tensor, *, ids: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.dcl_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
         return dcl_loss(z0, z1, ids=ids, weights=weights, **self.settings)

@@ -16,20 +16,21 @@ import math
 import torch
 from torch import Tensor
 
-from .._checks import check_number, check_temperature
+from .._checks import check_number
 from ..comm import Group
+from ..contract import Checks, Options, Reduction, agree, entry, reduce_losses
 from ..exchange import ExchangeName
 from ..kernels import Kernel
+from ..nodes.cross_entropy import softplus
 from ..sweep import Memory
 from ..sync import Sync
-from ._cross_entropy import softplus
-from ._door import LossModule, Options, Reduction, agree, eager
-from ._views import two_views
+from ._module import KernelLoss
+from ._views import two_views, two_views_inputs
 
 _ALL = 60.0  # exp of that is more than any W_i leaves
 
 
-@eager
+@entry
 def debiased_loss(
     z0: Tensor,
     z1: Tensor,
@@ -90,39 +91,34 @@ def debiased_loss(
     >>> wb.functional.debiased_loss(z, z, temperature=0.5, tau_plus=0.1, beta=1.0)
     tensor(0.1459)
     """
-    agreed = agree(
+    facts = agree(
         "debiased_loss",
         Options(group, sync, exchange, memory, reduction, kernel),
-        scalars={"temperature": temperature},
-        features={"z0": z0, "z1": z1},
-        paired=("z0", "z1"),
-        weights=(weights, "z0"),
-        positive=("temperature",),
-        check=lambda: _checked(tau_plus, beta),
-        must_match=("tau_plus", "beta"),
+        two_views_inputs(z0, z1, temperature=temperature, weights=weights),
+        Checks(check=lambda: _check(tau_plus, beta), must_match=("tau_plus", "beta")),
     )
-    agreed = agreed.widened() if beta else agreed
-    count = agreed.rows["z0"].total
+    facts = facts.widened() if beta else facts
+    count = facts.rows["z0"].total
     negatives = 2 * count - 2
-    numbers = two_views(agreed, beside_target=False, sharper=1 + beta, narrow=beta > 0)
+    numbers = two_views(facts, add_positive=False, sharper=1 + beta, narrow=beta > 0)
     assert numbers.target is not None
     target, weighted = numbers.target / (1 + beta), numbers.logsumexp
     if not negatives:
-        return agreed.reduce(0 * target.unflatten(0, (2, -1)).mean(0), count)
+        return reduce_losses(facts, 0 * target.unflatten(0, (2, -1)).mean(0), count)
     if beta:
         weighted = (
-            weighted - two_views(agreed, beside_target=False, sharper=beta, narrow=True).logsumexp + math.log(negatives)
+            weighted - two_views(facts, add_positive=False, sharper=beta, narrow=True).logsumexp + math.log(negatives)
         )
     share = (target - weighted).clamp(max=_ALL).exp()  # of the positive in W_i
     left = 1 - tau_plus * negatives * share
     tiny = torch.finfo(left.dtype).tiny
     corrected = weighted + left.clamp(min=tiny).log() - math.log(1 - tau_plus)
-    floor = math.log(negatives) - 1 / agreed.inputs["temperature"]
+    floor = math.log(negatives) - 1 / facts.inputs["temperature"]
     losses = softplus(torch.maximum(corrected, floor + torch.zeros_like(corrected)) - target)
-    return agreed.reduce(losses.unflatten(0, (2, -1)).mean(0), count)
+    return reduce_losses(facts, losses.unflatten(0, (2, -1)).mean(0), count)
 
 
-def _checked(tau_plus: float, beta: float) -> dict[str, float]:
+def _check(tau_plus: float, beta: float) -> dict[str, float]:
     if not 0 <= check_number("tau_plus", tau_plus) < 1:
         raise ValueError(f"tau_plus must lie in [0, 1), got {tau_plus}; it is the share of false negatives")
     if check_number("beta", beta) < 0:
@@ -130,7 +126,7 @@ def _checked(tau_plus: float, beta: float) -> dict[str, float]:
     return {"tau_plus": tau_plus, "beta": beta}
 
 
-class DebiasedLoss(LossModule):
+class DebiasedLoss(KernelLoss):
     """Debiased and hardness-weighted contrastive loss over the global batch.
 
     Args:
@@ -138,34 +134,16 @@ class DebiasedLoss(LossModule):
             :func:`wholebatch.functional.debiased_loss`.
     """
 
-    def __init__(
-        self,
-        *,
-        temperature: Tensor | float = 0.5,
-        tau_plus: float = 0.1,
-        beta: float = 0.0,
-        reduction: Reduction = "mean",
-        group: Group = None,
-        sync: Sync = "mean",
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-        kernel: Kernel = "auto",
-    ) -> None:
-        super().__init__(
-            temperature=temperature,
-            tau_plus=tau_plus,
-            beta=beta,
-            reduction=reduction,
-            group=group,
-            sync=sync,
-            exchange=exchange,
-            memory=memory,
-            kernel=kernel,
-        )
-        check_temperature("temperature", temperature)
-        _checked(tau_plus, beta)
+    temperature: Tensor | float = 0.5
+    tau_plus: float = 0.1
+    beta: float = 0.0
 
-    @eager
+    def check(self) -> None:
+        """Raise ValueError unless the settings are valid."""
+        super().check()
+        _check(self.tau_plus, self.beta)
+
+    @entry
     def forward(self, z0: Tensor, z1: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.debiased_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
         return debiased_loss(z0, z1, weights=weights, **self.settings)

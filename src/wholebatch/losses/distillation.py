@@ -16,27 +16,26 @@ longer knows how many are largest.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._autograd import once_differentiable
-from .._checks import check_alike, check_features, largest_norm
-from .._precision import accumulation_dtype, wide_dtype
+from .._checks import check_alike, check_features, check_norm, norm_bound
 from ..comm import Group
-from ..exchange import Exchange, ExchangeName
-from ..sweep import Block, Budget, Driver, Memory, Pairs, Selection, SoftTargetSweep
+from ..contract import Checks, Facts, Inputs, Options, Reduction, agree, entry, reduce_losses
+from ..exchange import ExchangeName
+from ..nodes import Bounds, Layout, Operands, Towers, choose_route, row_statistics, statistics_fields
+from ..nodes.soft_targets import SoftTargetPlan, SoftTargets
+from ..sweep import Memory, Pairs, Selection
 from ..sync import Sync
-from ._door import LossModule, Options, Reduction, agree, eager
-from ._softmax import softmax_numbers, wanted
-from ._towers import Towers, inner, no_autocast
+from ._module import SweepLoss
 
-_LOST = 1e-3  # more than float32's rounding of such a sum
+_TEACHER_SIZE, _TEACHER_NORMS = "teacher's feature size", "teacher's largest norms"
 
 
-@eager
+@entry
 def distillation_loss(
     image_features: Tensor,
     text_features: Tensor,
@@ -95,9 +94,9 @@ def distillation_loss(
     >>> wb.functional.distillation_loss(x, x, 10.0, x, x, 2.0)
     tensor(2.1302)
     """
+    teacher = {"teacher_image_features": teacher_image_features, "teacher_text_features": teacher_text_features}
 
     def check() -> dict[str, Any]:
-        teacher = {"teacher_image_features": teacher_image_features, "teacher_text_features": teacher_text_features}
         for name, features in teacher.items():
             check_features(name, features)
             if features.device != image_features.device:
@@ -107,181 +106,60 @@ def distillation_loss(
                     f"{name} must have as many rows as image_features, {len(image_features)}, got {len(features)}"
                 )
         check_alike(*next(iter(teacher.items())), "teacher_text_features", teacher_text_features, rows=False)
-        return {
-            "teacher's feature size": teacher_image_features.shape[1],
-            "teacher's largest norms": [largest_norm(*item) for item in teacher.items()],
-        }
+        return {_TEACHER_SIZE: teacher_image_features.shape[1]}
 
-    agreed = agree(
+    def derive(found: Mapping[str, float]) -> dict[str, Any]:
+        return {_TEACHER_NORMS: [check_norm(name, x, found[name]) for name, x in teacher.items()]}
+
+    constant_scale = teacher_logit_scale.detach() if isinstance(teacher_logit_scale, Tensor) else teacher_logit_scale
+    facts = agree(
         "distillation_loss",
         Options(group, sync, exchange, memory, reduction),
-        scalars={
-            "logit_scale": logit_scale,
-            "teacher_logit_scale": teacher_logit_scale.detach()
-            if isinstance(teacher_logit_scale, Tensor)
-            else teacher_logit_scale,
-        },
-        features={"image_features": image_features, "text_features": text_features},
-        paired=("image_features", "text_features"),
-        weights=(weights, "image_features"),
-        check=check,
-        must_match=("teacher's feature size",),
+        Inputs(
+            features={"image_features": image_features, "text_features": text_features},
+            scalars={"logit_scale": logit_scale, "teacher_logit_scale": constant_scale},
+            weights=(weights, "image_features"),
+            paired=("image_features", "text_features"),
+        ),
+        Checks(
+            check,
+            read_back=lambda: {name: norm_bound(x) for name, x in teacher.items()},
+            derive=derive,
+            must_match=(_TEACHER_SIZE,),
+        ),
     )
-    norms = agreed.facts("teacher's largest norms")
-    agreed = agreed.in_range(*(norm for of_rank in norms for norm in of_rank))
-    rows = agreed.rows["image_features"]
-    local = [agreed.inputs["image_features"], agreed.inputs["text_features"]]
-    of_teacher = [x.detach().to(agreed.dtype) for x in (teacher_image_features, teacher_text_features)]
-    teacher_scale = agreed.scalars["teacher_logit_scale"]
-    common: dict[str, Any] = {
-        "towers": Towers(stays=(0,), travels=(1,)),
-        "stays": rows,
-        "travels": rows,
-        "selection": Selection(Pairs()),
-        "rows": wanted(target=False),
-        "cols": wanted(target=False),
-    }
+    norms = facts.of_ranks(_TEACHER_NORMS)
+    facts = facts.in_range(*(norm for of_rank in norms for norm in of_rank))
+    layout = Layout(facts.rows["image_features"], facts.rows["image_features"])
+    students = [facts.inputs["image_features"], facts.inputs["text_features"]]
+    teachers = [x.detach().to(facts.dtype) for x in teacher.values()]
+    scale, teacher_scale = facts.scalars["logit_scale"], facts.scalars["teacher_logit_scale"]
     with torch.no_grad():
         bound = max(norm[0] for norm in norms) * max(norm[1] for norm in norms)
-        targets = softmax_numbers(agreed, (teacher_scale, teacher_scale), of_teacher, bound=bound, **common)
-        bound, scale = agreed.norms["image_features"] * agreed.norms["text_features"], agreed.scalars["logit_scale"]
-        sides = softmax_numbers(agreed, (scale, scale), local, bound=bound, **common)
-    how, budget = agreed.exchange(rows, rows, keep=False)
-    of_targets, of_sides = ([side.logsumexp for side in both if side is not None] for both in (targets, sides))
-    plan = _Plan(how, budget, scale, teacher_scale, rows.total)
-    losses = _SoftTargets.apply(plan, agreed.inputs["logit_scale"], *of_teacher, *of_targets, *of_sides, *local)
-    return agreed.reduce((losses[0] + losses[1]) / 2, rows.total)
+        of_teacher = _logsumexps(facts, teacher_scale, teachers, layout, bound)
+        bound = facts.norms["image_features"] * facts.norms["text_features"]
+        of_student = _logsumexps(facts, scale, students, layout, bound)
+    plan = SoftTargetPlan(choose_route(facts, layout, keep=False), scale, teacher_scale, layout.rows.total)
+    losses = SoftTargets.apply(plan, facts.inputs["logit_scale"], *teachers, *of_teacher, *of_student, *students)
+    return reduce_losses(facts, (losses[0] + losses[1]) / 2, layout.rows.total)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    exchange: Exchange
-    budget: Budget
-    scale: float
-    teacher_scale: float
-    size: int  # N, of the batch
-
-    def sweep(self, x: Tensor, teacher: Tensor) -> SoftTargetSweep:
-        largest = self.exchange.largest_block
-        student = Driver(x, self.scale, side=self.budget.side, largest=largest)
-        return SoftTargetSweep(student, Driver(teacher, self.teacher_scale, side=self.budget.side, largest=largest))
+def _logsumexps(facts: Facts, scale: float, towers: Sequence[Tensor], layout: Layout, bound: float) -> list[Tensor]:
+    """Return the logsumexps of this rank's rows and of its columns over all entries."""
+    fields = statistics_fields(target=False)
+    operands = Operands(towers, Towers(stays=(0,), travels=(1,)), layout)
+    sides = row_statistics(facts, (scale, scale), operands, Selection(Pairs()), Bounds(bound), rows=fields, cols=fields)
+    return [side.logsumexp for side in sides if side is not None]
 
 
-class _SoftTargets(torch.autograd.Function):
-    """Cross-entropies of this rank's rows and columns of S with the teacher's softmax for targets: (b,) and (b,)."""
-
-    @staticmethod
-    @no_autocast
-    @eager
-    def forward(
-        ctx: Any,
-        plan: _Plan,
-        scale: Any,
-        teacher_x: Tensor,
-        teacher_y: Tensor,
-        row_lse: Tensor,
-        col_lse: Tensor,
-        row_near: Tensor,
-        col_near: Tensor,
-        x: Tensor,
-        y: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        held = plan.exchange.fetch(torch.cat([y.to(teacher_y.dtype), teacher_y], dim=1))
-        sweep, wide = plan.sweep(x, teacher_x), wide_dtype(x.device)
-        of_rows = x.new_zeros(len(x), 3, dtype=wide)
-        (row_lse, row_rest), (col_lse, col_rest), (row_near, row_short), (col_near, col_short) = (
-            _split(known, teacher_x.dtype) for known in (row_lse, col_lse, row_near, col_near)
-        )
-
-        def visit(block: Block, carried: Tensor | None, into: Tensor | None, _local: Tensor | None) -> None:
-            assert carried is not None
-            assert into is not None
-            sweep.sums(block, (row_lse, row_near, of_rows), (carried[0], carried[1], into))
-
-        of_cols = plan.exchange.accumulate(
-            held,
-            visit,
-            carried=plan.exchange.distribute(torch.stack([col_lse, col_near])),
-            initial=x.new_zeros(1, 3, dtype=wide),
-        )
-        assert of_cols is not None
-        of_cols = plan.exchange.reduce(of_cols, "sum")[plan.exchange.kept_local]
-        ctx.plan = plan
-        scale = scale if isinstance(scale, Tensor) else None
-        rests = ((of_rows, row_rest, row_short), (of_cols, col_rest, col_short))
-        of_teacher = [_lost(sums[:, 1], rest) for sums, rest, _ in rests]
-        of_student = [_lost(sums[:, 2], rest) for sums, _, rest in rests]
-        factors = [rest.neg().exp() for rest in (*of_teacher, *of_student)]
-        ctx.save_for_backward(scale, teacher_x, row_lse, col_lse, row_near, col_near, *factors, x, y, held)
-        return of_student[0] - factors[0] * of_rows[:, 0], of_student[1] - factors[1] * of_cols[:, 0]
-
-    @staticmethod
-    @once_differentiable
-    @no_autocast
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        plan: _Plan = ctx.plan
-        scale, teacher_x, row_lse, col_lse, row_near, col_near, *factors, x, y, held = ctx.saved_tensors
-        want_scale, *_, want_x, want_y = ctx.needs_input_grad[1:]
-        of_teacher, of_student = (
-            [plan.size * factor * grad for factor, grad in zip(of, grads, strict=True)]
-            for of in (factors[:2], factors[2:])
-        )
-        dtype, sweep = accumulation_dtype(x.dtype), plan.sweep(x, teacher_x)
-        u = torch.zeros_like(x, dtype=dtype) if want_x or (want_scale and not want_y) else None
-
-        def visit(block: Block, carried: Tensor | None, into: Tensor | None, _local: Tensor | None) -> None:
-            assert carried is not None
-            rows = (row_near, of_student[0]), (row_lse, of_teacher[0])
-            sweep.gradients(block, rows, ((carried[0], carried[1]), (carried[2], carried[3])), u, into)
-
-        v = plan.exchange.accumulate(
-            held,
-            visit,
-            carried=plan.exchange.distribute(torch.stack([col_near, of_student[1], col_lse, of_teacher[1]])),
-            initial=x.new_zeros(1, x.shape[1], dtype=dtype) if want_y else None,
-            to_owner=True,
-        )
-        grad_scale = None
-        if want_scale:
-            share = inner(y, v) if v is not None else inner(x, u)
-            grad_scale = (share / plan.size).to(scale).view_as(scale)
-        factor = plan.scale / plan.size
-        grad_x = u.mul_(factor).to(x.dtype) if want_x and u is not None else None
-        grad_y = v.mul_(factor).to(y.dtype) if want_y and v is not None else None
-        return None, grad_scale, *[None] * 6, grad_x, grad_y
-
-
-def _split(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x as what `dtype` holds of it, and the rest."""
-    held = x.to(dtype).to(x)
-    return held, x - held
-
-
-def _lost(total: Tensor, rest: Tensor) -> Tensor:
-    """The logarithm of a sum of exp(S - C): known to be this rest of C, unless C is so large that it has lost more."""
-    found = total.clamp(min=torch.finfo(total.dtype).tiny).log()
-    return torch.where((found - rest).abs() > _LOST, found, rest)
-
-
-class DistillationLoss(LossModule):
+class DistillationLoss(SweepLoss):
     """A student's similarities against a teacher's, over the global batch.
 
     Args:
         reduction, group, sync, exchange, memory: as in :func:`wholebatch.functional.distillation_loss`.
     """
 
-    def __init__(
-        self,
-        *,
-        reduction: Reduction = "mean",
-        group: Group = None,
-        sync: Sync = "mean",
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-    ) -> None:
-        super().__init__(reduction=reduction, group=group, sync=sync, exchange=exchange, memory=memory)
-
-    @eager
+    @entry
     def forward(
         self,
         image_features: Tensor,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,22 +28,29 @@ from .._checks import (
     check_ids,
     check_norm,
     check_number,
-    check_temperature,
     norm_bound,
 )
 from .._precision import wide_dtype
-from ..comm import Group, handshake, select_communicator
+from ..comm import Group, select_communicator
+from ..contract import Checks, Inputs, Options, Reduction, agree, entry, reduce_losses
 from ..exchange import ExchangeName
 from ..kernels import Kernel
+from ..nodes import Bounds, Layout, Operands, Towers, row_statistics, statistics_fields
 from ..sweep import Memory, Selection
 from ..sync import Sync
-from ._door import LossModule, Options, Reduction, agree, eager
+from ._module import KernelLoss, Settings
 from ._pairs import pairs_of_rows
-from ._softmax import softmax_numbers, wanted
-from ._towers import Towers
 
 
-@eager
+class LossAndAverages(NamedTuple):
+    """A loss, and the logarithms of the averages of this rank's pairs after this batch."""
+
+    loss: Tensor
+    image_log_averages: Tensor
+    text_log_averages: Tensor
+
+
+@entry
 def global_contrastive_loss(
     image_features: Tensor,
     text_features: Tensor,
@@ -60,7 +67,7 @@ def global_contrastive_loss(
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
     kernel: Kernel = "auto",
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> LossAndAverages:
     r"""CLIP's loss with moving averages in the place of the batch's own sums, for small batches.
 
     L   = t/2 mean_i [ log(e + u_i) + log(e + v_i) ],
@@ -91,7 +98,8 @@ def global_contrastive_loss(
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.global_contrastive_loss` on the
-        concatenated batch; and log u and log v of this rank's pairs, (b_r,) each, in float64, without gradient.
+        concatenated batch; and log u and log v of this rank's pairs, (b_r,) each, in float64, without gradient: a
+        named tuple (loss, image_log_averages, text_log_averages).
 
     Work, memory, collectives and the meaning of `sync`: as :func:`wholebatch.functional.clip_loss`. A pair without
     negatives has loss 0, and keeps its averages.
@@ -114,49 +122,48 @@ def global_contrastive_loss(
     def check() -> dict[str, Any]:
         for name, value in averages.items():
             _check_averages(name, value, len(image_features))
-        return _checked(gamma, epsilon)
+        return _check(gamma, epsilon)
 
-    def see() -> dict[str, Tensor]:
+    def read_back() -> dict[str, Tensor]:
         return {name: norm_bound(_known(value)[:, None]) for name, value in averages.items()}
 
-    def judge(seen: Mapping[str, float]) -> dict[str, Any]:
+    def derive(found: Mapping[str, float]) -> dict[str, Any]:
         for name, value in averages.items():
-            check_norm(name, _known(value), seen[name])
+            check_norm(name, _known(value), found[name])
         return {}
 
-    agreed = agree(
+    facts = agree(
         "global_contrastive_loss",
         Options(group, sync, exchange, memory, reduction, kernel),
-        scalars={"temperature": temperature},
-        features={"image_features": image_features, "text_features": text_features},
-        paired=("image_features", "text_features"),
-        weights=(weights, "image_features"),
-        positive=("temperature",),
-        check=check,
-        see=see,
-        judge=judge,
-        must_match=("gamma", "epsilon"),
+        Inputs(
+            features={"image_features": image_features, "text_features": text_features},
+            scalars={"temperature": temperature},
+            weights=(weights, "image_features"),
+            positive=("temperature",),
+            paired=("image_features", "text_features"),
+        ),
+        Checks(check, read_back, derive, must_match=("gamma", "epsilon")),
     )
-    rows = agreed.rows["image_features"]
-    fields = wanted()
-    sides = softmax_numbers(
-        agreed,
-        (1 / agreed.scalars["temperature"], 1 / agreed.inputs["temperature"]),
-        [agreed.inputs["image_features"], agreed.inputs["text_features"]],
-        towers=Towers(stays=(0,), travels=(1,)),
-        stays=rows,
-        travels=rows,
-        selection=Selection(pairs_of_rows(rows.rows(agreed.rank), None, "positive")),
-        bound=agreed.norms["image_features"] * agreed.norms["text_features"],
-        rows=fields,
-        cols=fields[:1],
+    rows = facts.rows["image_features"]
+    sides = row_statistics(
+        facts,
+        (1 / facts.scalars["temperature"], 1 / facts.inputs["temperature"]),
+        Operands(
+            [facts.inputs["image_features"], facts.inputs["text_features"]],
+            Towers(stays=(0,), travels=(1,)),
+            Layout(rows, rows),
+        ),
+        Selection(pairs_of_rows(rows.rows(facts.rank), None, "positive")),
+        Bounds(facts.norms["image_features"] * facts.norms["text_features"]),
+        rows=statistics_fields(),
+        cols=statistics_fields(target=False),
     )
     assert sides[0] is not None
     target = sides[0].target
     assert target is not None
-    before = [x.detach().to(agreed.device, wide_dtype(agreed.device)) for x in (image_log_averages, text_log_averages)]
+    before = [x.detach().to(facts.device, wide_dtype(facts.device)) for x in (image_log_averages, text_log_averages)]
     if rows.total == 1:
-        return agreed.reduce(0 * target, 1), before[0], before[1]
+        return LossAndAverages(reduce_losses(facts, 0 * target, 1), before[0], before[1])
     losses, after = [], []
     for side, log_average in zip(sides, before, strict=True):
         assert side is not None
@@ -164,9 +171,9 @@ def global_contrastive_loss(
         average = _average(log_average, log_g.detach(), gamma)
         log_weight = torch.logaddexp(average, torch.full_like(average, math.log(epsilon)))
         ratio = (log_g - log_weight).exp()  # g / (e + u), whose gradient is dg / (e + u)
-        losses.append(agreed.inputs["temperature"] * (log_weight + (ratio - ratio.detach())))
+        losses.append(facts.inputs["temperature"] * (log_weight + (ratio - ratio.detach())))
         after.append(average)
-    return agreed.reduce((losses[0] + losses[1]) / 2, rows.total), after[0], after[1]
+    return LossAndAverages(reduce_losses(facts, (losses[0] + losses[1]) / 2, rows.total), after[0], after[1])
 
 
 def _average(before: Tensor, log_g: Tensor, gamma: float) -> Tensor:
@@ -177,7 +184,7 @@ def _average(before: Tensor, log_g: Tensor, gamma: float) -> Tensor:
     return torch.where(before.isneginf(), log_g, both)
 
 
-def _checked(gamma: float, epsilon: float) -> dict[str, float]:
+def _check(gamma: float, epsilon: float) -> dict[str, float]:
     if not 0 < check_number("gamma", gamma) <= 1:
         raise ValueError(f"gamma must lie in (0, 1], got {gamma}; it is the weight of this batch in the averages")
     if check_number("epsilon", epsilon) <= 0:
@@ -198,7 +205,7 @@ def _known(averages: Tensor) -> Tensor:
     return averages.masked_fill(averages.isneginf(), 0.0)
 
 
-class GlobalContrastiveLoss(LossModule):
+class GlobalContrastiveLoss(KernelLoss):
     """The global contrastive loss, with the averages of all examples of the data set as buffers, the same on all ranks.
 
     Args:
@@ -216,8 +223,9 @@ class GlobalContrastiveLoss(LossModule):
         ValueError: if `examples` is not a positive integer.
     """
 
-    image_log_averages: Tensor
-    text_log_averages: Tensor
+    temperature: Tensor | float = 0.07
+    gamma: float = 0.9
+    epsilon: float = 1e-14
 
     def __init__(
         self,
@@ -234,7 +242,8 @@ class GlobalContrastiveLoss(LossModule):
         memory: Memory = "auto",
         kernel: Kernel = "auto",
     ) -> None:
-        super().__init__(
+        Settings.__init__(
+            self,
             group=group,
             sync=sync,
             exchange=exchange,
@@ -247,12 +256,17 @@ class GlobalContrastiveLoss(LossModule):
         )
         check_count("examples", examples, "the size of the data set")
         check_floating_dtype("dtype", dtype)
-        check_temperature("temperature", temperature)
-        _checked(gamma, epsilon)
+        self.image_log_averages: Tensor
+        self.text_log_averages: Tensor
         for name in ("image_log_averages", "text_log_averages"):
             self.register_buffer(name, allocated("examples", (examples,), dtype=dtype).fill_(-torch.inf))
 
-    @eager
+    def check(self) -> None:
+        """Raise ValueError unless the settings are valid."""
+        super().check()
+        _check(self.gamma, self.epsilon)
+
+    @entry
     def forward(
         self, image_features: Tensor, text_features: Tensor, indices: Tensor, *, weights: Tensor | None = None
     ) -> Tensor:
@@ -282,7 +296,7 @@ class GlobalContrastiveLoss(LossModule):
             learning = self.training and torch.is_grad_enabled()
             return {"rows": len(indices), "examples": examples, "learning": learning}
 
-        everyone = handshake(comm, check, caller="GlobalContrastiveLoss", must_match=("examples", "learning"))
+        everyone = comm.handshake(check, caller="GlobalContrastiveLoss", must_match=("examples", "learning"))
         at = indices.to(self.image_log_averages.device, torch.int64)
         loss, *after = global_contrastive_loss(
             image_features,

@@ -11,40 +11,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._checks import (
-    check_alike,
-    check_choice,
-    check_features,
-    check_flag,
-    check_label_smoothing,
-    check_number,
-    largest_norm,
-)
+from .._products import paired_products
 from ..comm import Group
+from ..contract import Checks, Facts, Options, Reduction, agree, entry, reduce_losses
 from ..exchange import ExchangeName
 from ..kernels import Kernel
+from ..nodes import RowStatistics, statistics_fields
+from ..nodes.cross_entropy import many_positives, mean_logit, one_positive, softplus
 from ..sweep import Memory
 from ..sync import Sync
-from ._cross_entropy import many_positives, mean_logit, one_positive, softplus
-from ._directions import DIRECTIONS, NO_ID, Ceiling, Direction, Retrieval
-from ._door import Agreement, LossModule, Options, Reduction, agree, eager
-from ._own_negatives import as_rows, check_own_negatives, own_negatives, together
-from ._pairs import EQUAL_IDS, EqualIdsAre
-from ._softmax import Numbers, wanted
-from ._towers import paired_products
-from .statistics import batch_statistics
-
-PartitionOf = Literal["joint", "per_direction"]
-PARTITIONS = ("joint", "per_direction")
+from ._directions import Ceiling, Direction, Retrieval
+from ._hard_negatives import combined, hard_negative_statistics
+from ._info_nce_inputs import InfoNCETensors
+from ._info_nce_options import InfoNCESettings, PartitionOf, as_tuple
+from ._module import KernelLoss
+from ._pairs import EqualIdsAre
+from .statistics import report_statistics, statistics_requested
 
 
-@eager
+@entry
 def info_nce_loss(
     queries: Tensor,
     keys: Tensor,
@@ -68,13 +59,12 @@ def info_nce_loss(
     label_smoothing: float = 0.0,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    return_statistics: bool = False,
     group: Group = None,
     sync: Sync = "mean",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
     kernel: Kernel = "auto",
-) -> Any:
+) -> Tensor:
     r"""Cross-entropy of each query's own key among the keys and negatives of all ranks, with its exact gradient.
 
     S = logit_scale * Q [K; N]^T,    L = CE(S, i),    Q, K, N: all ranks' rows.
@@ -122,8 +112,6 @@ def info_nce_loss(
         weights: (b_r,), of the examples, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
         reduction: "mean", "sum", or "none": this rank's L_i, (b_r,); see
             :func:`wholebatch.functional.clip_loss`.
-        return_statistics: return (L, :class:`wholebatch.BatchStatistics`), of the direction query_to_key, or of
-            key_to_query where that does not take part.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
         exchange: "gather", "ring" or "auto", as there; what travels is the queries, or keys and negatives, whichever
@@ -161,9 +149,10 @@ def info_nce_loss(
     >>> wb.functional.info_nce_loss(q, q, logit_scale=10.0, negatives=n)
     tensor(0.0002)
     """
-    settings = _Settings(
+    statistics = statistics_requested()
+    settings = InfoNCESettings(
         equal_ids=equal_ids,
-        directions=_as_tuple(directions),
+        directions=as_tuple(directions),
         partition=partition,
         margin=margin,
         hardness=hardness,
@@ -171,88 +160,57 @@ def info_nce_loss(
         exclude_relative=exclude_relative,
         label_smoothing=label_smoothing,
     )
-    several_ids = query_ids is not None or key_ids is not None
+    tensors = InfoNCETensors(
+        queries=queries,
+        keys=keys,
+        negatives=negatives,
+        hard_negatives=hard_negatives,
+        query_ids=query_ids,
+        key_ids=key_ids,
+        negative_ids=negative_ids,
+        hard_negative_ids=hard_negative_ids,
+        query_guides=query_guides,
+        key_guides=key_guides,
+        weights=weights,
+    )
 
     def check() -> dict[str, Any]:
         settings.check()
-        settings.check_positives(equal_ids == "positive" and several_ids, hard_negatives)
-        _check_rows(queries, keys)
-        if hard_negatives is not None:
-            if "query_to_key" not in settings.directions:
-                raise ValueError("hard_negatives are those of query_to_key: give that direction, too")
-            check_own_negatives(queries, hard_negatives, hard_negative_ids)
-        _check_compared(
-            several_ids,
-            {"negative_ids": negative_ids, "hard_negative_ids": hard_negative_ids},
-            {"negatives": negatives, "hard_negatives": hard_negatives},
-        )
-        check_flag("return_statistics", return_statistics)
-        guides = _check_guides(queries, keys, negatives, query_guides, key_guides, exclude_above)
-        return {"settings": repr(settings), "guides": guides, "statistics": return_statistics}
+        return {"guides": tensors.check(settings), "settings": repr(settings), "statistics": statistics}
 
-    given_ids = {"query_ids": query_ids, "key_ids": key_ids, "negative_ids": negative_ids}
-
-    def see() -> dict[str, Tensor]:
-        return {name: (ids.to(torch.int64) == NO_ID).any() for name, ids in given_ids.items() if ids is not None}
-
-    def judge(seen: Mapping[str, float]) -> dict[str, Any]:
-        for name in given_ids:
-            if seen.get(name):
-                raise ValueError(f"{name} must not have the id -2^63, which stands for none; give it another number")
-        return {}
-
-    agreed = agree(
+    facts = agree(
         "info_nce_loss",
         Options(group, sync, exchange, memory, reduction, kernel),
-        scalars={"logit_scale": logit_scale},
-        features={"queries": queries, "keys": keys, "negatives": negatives, "hard_negatives": as_rows(hard_negatives)},
-        matching=("queries", "keys"),
-        optional=("negatives", "hard_negatives"),
-        ids={
-            "query_ids": (query_ids, "queries"),
-            "key_ids": (key_ids, "keys"),
-            "negative_ids": (negative_ids, "negatives"),
-        },
-        weights=(weights, "queries"),
-        check=check,
-        see=see,
-        judge=judge,
-        must_match=("settings", "guides", "statistics"),
+        tensors.inputs(logit_scale),
+        Checks(check, tensors.read_back, tensors.check_values, must_match=("settings", "guides", "statistics")),
     )
-    b, scale = len(queries), agreed.scalars["logit_scale"]
+    scale = facts.scalars["logit_scale"]
     if (exclude_above is not None or hardness) and scale <= 0:
         raise ValueError(f"info_nce_loss: exclude_above and hardness need a positive logit_scale, got {scale}")
-    ceiling = None
-    if exclude_above is not None:
-        ceiling = _ceiling(agreed, b, exclude_above, exclude_relative, query_guides, key_guides)
-    agreed = agreed.widened() if len(settings.directions) > 1 or hard_negatives is not None else agreed
-    retrieval = Retrieval(agreed, equal_ids, wanted(mean_logit=label_smoothing > 0, statistics=return_statistics))
-    found = retrieval.numbers(settings.directions, hardness=hardness, ceiling=ceiling)
-    target = found[settings.main].target
-    assert target is not None
+    ceiling = _ceiling(facts, tensors, settings)
+    facts = facts.widened() if len(settings.directions) > 1 or hard_negatives is not None else facts
+    fields_wanted = statistics_fields(mean_logit=label_smoothing > 0, statistics=statistics)
+    retrieval = Retrieval(facts, equal_ids, fields_wanted)
+    found = retrieval.statistics(settings.directions, hardness=hardness, ceiling=ceiling)
     if hard_negatives is not None:
         excluded = None
         if hard_negative_ids is not None:
-            excluded = hard_negative_ids.to(agreed.device) == retrieval.local_query_ids[:, None]
-        of_own = own_negatives(agreed, hard_negatives.shape, hardness, ceiling, excluded)
-        found["query_to_key"] = together(found["query_to_key"], of_own)
+            excluded = hard_negative_ids.to(facts.device) == retrieval.local_query_ids[:, None]
+        of_hard = hard_negative_statistics(facts, hard_negatives.shape, hardness, ceiling, excluded)
+        found["query_to_key"] = combined(found["query_to_key"], of_hard)
+    target = found[settings.main].target
+    assert target is not None
     if retrieval.several:
-        losses = torch.stack(
-            [
-                many_positives(side, retrieval.positives(direction), label_smoothing=label_smoothing)
-                for direction, side in found.items()
-            ]
-        ).mean(0)
+        losses = _many_positives(settings, retrieval, found)
         target = target / retrieval.positives(settings.main)
     else:
-        losses = settings.cross_entropy(found, target - agreed.inputs["logit_scale"] * margin if margin else target)
-    loss = agreed.reduce(losses, agreed.rows["queries"].total)
-    if not return_statistics:
-        return loss
-    return loss, batch_statistics(agreed.comm, scale, [(found[settings.main], target)])
+        losses = _one_positive(settings, found, target - facts.inputs["logit_scale"] * margin if margin else target)
+    if statistics:
+        report_statistics(facts.comm, scale, [(found[settings.main], target)])
+    return reduce_losses(facts, losses, facts.rows["queries"].total)
 
 
-class InfoNCELoss(LossModule):
+class InfoNCELoss(KernelLoss):
     """Each query against all keys and negatives: the settings of :func:`wholebatch.functional.info_nce_loss`.
 
     A module without parameters; `logit_scale` enters `forward`, so that it can stay inside the model that the
@@ -263,48 +221,23 @@ class InfoNCELoss(LossModule):
             `logit_scale`.
     """
 
-    def __init__(
-        self,
-        *,
-        equal_ids: EqualIdsAre = "excluded",
-        directions: Sequence[Direction] = ("query_to_key",),
-        partition: PartitionOf = "joint",
-        margin: float = 0.0,
-        hardness: float = 0.0,
-        exclude_above: float | None = None,
-        exclude_relative: bool = False,
-        label_smoothing: float = 0.0,
-        reduction: Reduction = "mean",
-        return_statistics: bool = False,
-        group: Group = None,
-        sync: Sync = "mean",
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-        kernel: Kernel = "auto",
-    ) -> None:
-        settings: dict[str, Any] = {
-            "equal_ids": equal_ids,
-            "directions": _as_tuple(directions),
-            "partition": partition,
-            "margin": margin,
-            "hardness": hardness,
-            "exclude_above": exclude_above,
-            "exclude_relative": exclude_relative,
-            "label_smoothing": label_smoothing,
-        }
-        _Settings(**settings).check()
-        super().__init__(
-            group=group,
-            sync=sync,
-            exchange=exchange,
-            memory=memory,
-            kernel=kernel,
-            reduction=reduction,
-            return_statistics=return_statistics,
-            **settings,
-        )
+    equal_ids: EqualIdsAre = "excluded"
+    directions: Sequence[Direction] = ("query_to_key",)
+    partition: PartitionOf = "joint"
+    margin: float = 0.0
+    hardness: float = 0.0
+    exclude_above: float | None = None
+    exclude_relative: bool = False
+    label_smoothing: float = 0.0
 
-    @eager
+    def check(self) -> None:
+        """Raise ValueError unless the settings are valid."""
+        super().check()
+        names = [field.name for field in fields(InfoNCESettings)]
+        settings = {name: value for name, value in self.settings.items() if name in names}
+        InfoNCESettings(**settings | {"directions": as_tuple(self.directions)}).check()
+
+    @entry
     def forward(
         self,
         queries: Tensor,
@@ -320,7 +253,7 @@ class InfoNCELoss(LossModule):
         query_guides: Tensor | None = None,
         key_guides: Tensor | None = None,
         weights: Tensor | None = None,
-    ) -> Any:
+    ) -> Tensor:
         """See :func:`wholebatch.functional.info_nce_loss`: (b_r, d), (b_r, d), a scalar, (n_r, d) -> L."""
         return info_nce_loss(
             queries,
@@ -339,128 +272,39 @@ class InfoNCELoss(LossModule):
         )
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """Options that are no tensors."""
-
-    equal_ids: str
-    directions: tuple[Direction, ...]
-    partition: str
-    margin: float
-    hardness: float
-    exclude_above: float | None
-    exclude_relative: bool
-    label_smoothing: float
-
-    @property
-    def main(self) -> Direction:
-        """The direction whose positives are looked at."""
-        return "query_to_key" if "query_to_key" in self.directions else "key_to_query"
-
-    def check(self) -> None:
-        """Raise ValueError unless each of them exists, and they go together."""
-        check_choice("equal_ids", self.equal_ids, EQUAL_IDS)
-        check_choice("partition", self.partition, PARTITIONS)
-        for direction in self.directions:
-            check_choice("directions", direction, DIRECTIONS)
-        if not {"query_to_key", "key_to_query"} & set(self.directions):
-            raise ValueError(f"directions must have 'query_to_key' or 'key_to_query' among them, got {self.directions}")
-        if len(set(self.directions)) < len(self.directions):
-            raise ValueError(f"directions must be different, got {self.directions}")
-        check_label_smoothing(self.label_smoothing)
-        check_flag("exclude_relative", self.exclude_relative)
-        check_number("margin", self.margin)
-        if check_number("hardness", self.hardness) < 0:
-            raise ValueError(f"hardness must not be negative, got {self.hardness}; 0 is none")
-        if self.hardness and "query_to_key" not in self.directions:
-            raise ValueError("hardness is that of query_to_key: give that direction, too")
-        if self.exclude_above is not None:
-            check_number("exclude_above", self.exclude_above)
-        elif self.exclude_relative:
-            raise ValueError("exclude_relative says how exclude_above is meant: give that, too")
-
-    def check_positives(self, several: bool, hard_negatives: Tensor | None) -> None:
-        """Several positives to a query: what does not go with them."""
-        given = {
-            "margin": self.margin,
-            "hardness": self.hardness,
-            "exclude_above": self.exclude_above is not None,
-            "hard_negatives": hard_negatives is not None,
-            "directions": not set(self.directions) <= {"query_to_key", "key_to_query"},
-            "partition='joint'": self.partition == "joint" and len(self.directions) > 1,
-        }
-        wrong = [name for name, value in given.items() if value]
-        if several and wrong:
-            raise ValueError(
-                f"equal_ids='positive' does not go with {', '.join(wrong)}; it takes the directions query_to_key and "
-                "key_to_query, per direction"
-            )
-
-    def cross_entropy(self, found: dict[Direction, Numbers], target: Tensor) -> Tensor:
-        """L_i of one positive each, whose logit is T_i, (b,)."""
-        sides, smoothing = list(found.values()), self.label_smoothing
-        if self.partition == "per_direction":
-            return torch.stack([one_positive(side, target, label_smoothing=smoothing) for side in sides]).mean(0)
-        copies = sum(name in ("query_to_key", "key_to_query") for name in found)
-        least = torch.finfo(target.dtype).min / 4  # of nothing: without the NaN that -inf's gradient would be
-        together = torch.stack([side.logsumexp.clamp(min=least) for side in sides]).logsumexp(0)
-        loss = softplus(together - target - math.log(copies)) + math.log(copies)
-        return loss if not smoothing else loss + smoothing * (target - mean_logit(sides, target, copies))
+def _many_positives(
+    settings: InfoNCESettings, retrieval: Retrieval, found: Mapping[Direction, RowStatistics]
+) -> Tensor:
+    """Return L_i, (b,): the mean over directions of the mean cross-entropy of a query's positives."""
+    losses = [
+        many_positives(side, retrieval.positives(direction), label_smoothing=settings.label_smoothing)
+        for direction, side in found.items()
+    ]
+    return torch.stack(losses).mean(0)
 
 
-def _as_tuple(directions: Any) -> tuple[Direction, ...]:
-    """Of a lone name a tuple of it, which is what was meant; anything else is refused by the check."""
-    return tuple(directions) if isinstance(directions, list | tuple) else (directions,)
+def _one_positive(settings: InfoNCESettings, found: Mapping[Direction, RowStatistics], target: Tensor) -> Tensor:
+    """Return L_i, (b,), of queries with one positive each, whose logit is T_i."""
+    sides, smoothing = list(found.values()), settings.label_smoothing
+    if settings.partition == "per_direction":
+        return torch.stack([one_positive(side, target, label_smoothing=smoothing) for side in sides]).mean(0)
+    copies = sum(name in ("query_to_key", "key_to_query") for name in found)
+    lowest = torch.finfo(target.dtype).min / 4  # of no negatives: -inf would have a NaN gradient
+    logsumexp = torch.stack([side.logsumexp.clamp(min=lowest) for side in sides]).logsumexp(0)
+    loss = softplus(logsumexp - target - math.log(copies)) + math.log(copies)
+    return loss if not smoothing else loss + smoothing * (target - mean_logit(sides, target, copies))
 
 
-def _ceiling(
-    agreed: Agreement, b: int, above: float, relative: bool, query_guides: Tensor | None, key_guides: Tensor | None
-) -> Ceiling:
-    """Where a similarity begins to be too large for a negative."""
-    if query_guides is None or key_guides is None:
-        of_pairs = paired_products(agreed.inputs["queries"], agreed.inputs["keys"][:b])
-    else:
-        query_guides, key_guides = (guide.detach().to(agreed.dtype) for guide in (query_guides, key_guides))
-        of_pairs = paired_products(query_guides, key_guides[:b])
-    return Ceiling(of_pairs + above * (of_pairs.abs() if relative else 1), query_guides, key_guides)
-
-
-def _check_rows(queries: Tensor, keys: Tensor) -> None:
-    if len(keys) < len(queries):
-        raise ValueError(
-            f"keys must have at least as many rows as queries, got {len(keys)} and {len(queries)}; key i is the "
-            "positive of query i"
-        )
-
-
-def _check_compared(given: bool, ids: dict[str, Tensor | None], rows: dict[str, Tensor | None]) -> None:
-    """Ids of negatives have something to be compared with, and negatives to belong to."""
-    for (name, of_ids), (of, of_rows) in zip(ids.items(), rows.items(), strict=True):
-        if of_ids is not None and (not given or of_rows is None):
-            raise ValueError(f"{name} are compared with query_ids or key_ids, and belong to {of}: give these, too")
-
-
-def _check_guides(
-    queries: Tensor,
-    keys: Tensor,
-    negatives: Tensor | None,
-    query_guides: Tensor | None,
-    key_guides: Tensor | None,
-    exclude_above: float | None,
-) -> list[Any] | None:
-    """What ranks have to agree on about the guides."""
-    if query_guides is None and key_guides is None:
+def _ceiling(facts: Facts, tensors: InfoNCETensors, settings: InfoNCESettings) -> Ceiling | None:
+    """Return the similarities above which a negative counts as false; None without `exclude_above`."""
+    above, b = settings.exclude_above, len(tensors.queries)
+    if above is None:
         return None
-    if query_guides is None or key_guides is None or exclude_above is None:
-        raise ValueError(
-            "query_guides, key_guides and exclude_above go together: give all three, or none of the guides"
-        )
-    rows = {"query_guides": len(queries), "key_guides": len(keys) + (0 if negatives is None else len(negatives))}
-    for name, guides in (("query_guides", query_guides), ("key_guides", key_guides)):
-        check_features(name, guides)
-        if len(guides) != rows[name]:
-            below = " (keys, and negatives below them)" if name == "key_guides" else ""
-            raise ValueError(f"{name} must have {rows[name]} rows{below}, got {len(guides)}")
-        largest_norm(name, guides)
-    check_alike("query_guides", query_guides, "key_guides", key_guides, rows=False)
-    return [query_guides.shape[1], str(query_guides.dtype)]
+    query_guides, key_guides = tensors.query_guides, tensors.key_guides
+    if query_guides is None or key_guides is None:
+        of_pairs = paired_products(facts.inputs["queries"], facts.inputs["keys"][:b])
+    else:
+        query_guides, key_guides = (guide.detach().to(facts.dtype) for guide in (query_guides, key_guides))
+        of_pairs = paired_products(query_guides, key_guides[:b])
+    largest = of_pairs + above * (of_pairs.abs() if settings.exclude_relative else 1)
+    return Ceiling(largest, query_guides, key_guides)

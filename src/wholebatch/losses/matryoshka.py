@@ -21,19 +21,26 @@ from .._checks import check_flag, check_number, shown
 from .._normalize import UNIT, normalize_rows
 from .._precision import vector
 from ..comm import Group
+from ..contract import MIN_PAIR_PRODUCT, Checks, Facts, Inputs, Options, Reduction, agree, entry, reduce_losses
 from ..exchange import ExchangeName
 from ..kernels import Kernel
-from ..sweep import Memory, Pairs, Selection
+from ..nodes import Bounds, Layout, Operands, Towers, row_statistics, statistics_fields
+from ..nodes.cross_entropy import softplus
+from ..nodes.nested import (
+    NORM_RATIO,
+    Parts,
+    inverse_norms_of_parts,
+    nested_statistics,
+    norm_ratio,
+    smallest_pair_product,
+)
+from ..sweep import Memory, Selection
 from ..sync import Sync
-from ._cross_entropy import softplus
-from ._door import LEAST, Agreement, LossModule, Options, Reduction, agree, eager
-from ._nested import factors, least_of_pairs, norm_ratio, parts_at_once
+from ._module import KernelLoss
 from ._pairs import pairs_of_rows
-from ._softmax import softmax_numbers, wanted
-from ._towers import Towers
 
 
-@eager
+@entry
 def matryoshka_loss(
     queries: Tensor,
     keys: Tensor,
@@ -109,37 +116,40 @@ def matryoshka_loss(
         settings = {"dims": list(dims), "dim_weights": dim_weights and list(dim_weights)}
         return {"settings": settings | {"symmetric": symmetric, "normalize": normalize}}
 
-    agreed = agree(
+    facts = agree(
         "matryoshka_loss",
         Options(group, sync, exchange, memory, reduction, kernel),
-        scalars={"logit_scale": logit_scale},
-        features={"queries": queries, "keys": keys},
-        paired=("queries", "keys"),
-        ids={"ids": (ids, "queries")},
-        weights=(weights, "queries"),
-        check=check,
-        see=lambda: {
-            LEAST: least_of_pairs(queries, keys, dims, normalize),
-            **{name: norm_ratio(z, dims) for name, z in (("of queries", queries), ("of keys", keys)) if normalize},
-        },
-        judge=lambda seen: {"spread": max(seen.get("of queries", 1.0), seen.get("of keys", 1.0))},
-        must_match=("settings",),
+        Inputs(
+            features={"queries": queries, "keys": keys},
+            scalars={"logit_scale": logit_scale},
+            ids={"ids": (ids, "queries")},
+            weights=(weights, "queries"),
+            paired=("queries", "keys"),
+        ),
+        Checks(
+            check,
+            read_back=lambda: {
+                MIN_PAIR_PRODUCT: smallest_pair_product(queries, keys, dims, normalize),
+                **{name: norm_ratio(z, dims) for name, z in (("of queries", queries), ("of keys", keys)) if normalize},
+            },
+            derive=lambda found: {NORM_RATIO: max(found.get("of queries", 1.0), found.get("of keys", 1.0))},
+            must_match=("settings",),
+        ),
     )
-    rows = agreed.rows["queries"]
-    pairs = pairs_of_rows(rows.rows(agreed.rank), None if ids is None else agreed.ids("ids"), "excluded")
+    rows = facts.rows["queries"]
+    pairs = pairs_of_rows(rows.rows(facts.rank), None if ids is None else facts.all_ids("ids"), "excluded")
     # Widened once: the gradients by features and by norms meet before they are rounded.
-    x, y = (agreed.inputs[name].to(agreed.dtype) for name in ("queries", "keys"))
-    inverse = [factors(z, dims, agreed.dtype, normalize) for z in (x, y)]
-    bound = UNIT if normalize else agreed.norms["queries"] * agreed.norms["keys"]
-    found = parts_at_once(agreed, x, y, inverse, pairs, dims, symmetric, bound)
-    if found is None:
-        found = _part_by_part(agreed, x, y, normalize, pairs, dims, symmetric, bound)
-    of_rows, targets, of_cols = found
+    x, y = (facts.inputs[name].to(facts.dtype) for name in ("queries", "keys"))
+    inverse = [inverse_norms_of_parts(z, dims, facts.dtype, normalize) for z in (x, y)]
+    bound = UNIT if normalize else facts.norms["queries"] * facts.norms["keys"]
+    parts = Parts(tuple(dims), pairs, bound, symmetric=symmetric, normalize=normalize)
+    found = nested_statistics(facts, (x, y), inverse, parts)
+    of_rows, targets, of_cols = _part_by_part(facts, (x, y), parts) if found is None else found
     losses = softplus(of_rows - targets)
     if symmetric:
         losses = (losses + softplus(of_cols - targets)) / 2
     of_parts = vector([1.0] * len(dims) if dim_weights is None else dim_weights, losses.dtype, losses.device)
-    return agreed.reduce(losses @ of_parts, rows.total)
+    return reduce_losses(facts, losses @ of_parts, rows.total)
 
 
 def check_dims(dims: Sequence[int], dim_weights: Sequence[float] | None, width: int | None) -> None:
@@ -167,41 +177,28 @@ def _check_flags(symmetric: object, normalize: object) -> None:
     check_flag("normalize", normalize)
 
 
-def _part_by_part(
-    agreed: Agreement,
-    x: Tensor,
-    y: Tensor,
-    normalize: bool,
-    pairs: Pairs,
-    dims: Sequence[int],
-    symmetric: bool,
-    bound: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, with a sweep for each part."""
-    found = []
-    for m in dims:
-        features = [normalize_rows(z[:, :m]) if normalize else z[:, :m] for z in (x, y)]
-        rows, cols = softmax_numbers(
-            agreed,
-            (agreed.scalars["logit_scale"], agreed.inputs["logit_scale"]),
-            features,
-            towers=Towers(stays=(0,), travels=(1,)),
-            stays=agreed.rows["queries"],
-            travels=agreed.rows["queries"],
-            selection=Selection(pairs),
-            bound=bound,
-            rows=wanted(),
-            cols=wanted(target=False) if symmetric else (),
-            beside_target=True,
+def _part_by_part(facts: Facts, towers: tuple[Tensor, Tensor], parts: Parts) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `nested_statistics` returns, with a sweep for each part."""
+    found, rows = [], facts.rows["queries"]
+    for m in parts.dims:
+        features = [normalize_rows(z[:, :m]) if parts.normalize else z[:, :m] for z in towers]
+        of_rows, of_cols = row_statistics(
+            facts,
+            (facts.scalars["logit_scale"], facts.inputs["logit_scale"]),
+            Operands(features, Towers(stays=(0,), travels=(1,)), Layout(rows, rows)),
+            Selection(parts.pairs),
+            Bounds(parts.bound, add_positive=1.0),
+            rows=statistics_fields(),
+            cols=statistics_fields(target=False) if parts.symmetric else (),
         )
-        assert rows is not None
-        assert rows.target is not None
-        found.append((rows.logsumexp, rows.target, rows.logsumexp if cols is None else cols.logsumexp))
-    of_rows, targets, of_cols = (torch.stack(numbers, dim=1) for numbers in zip(*found, strict=True))
-    return of_rows, targets, of_cols
+        assert of_rows is not None
+        assert of_rows.target is not None
+        found.append((of_rows.logsumexp, of_rows.target, of_rows.logsumexp if of_cols is None else of_cols.logsumexp))
+    lse_rows, targets, lse_cols = (torch.stack(numbers, dim=1) for numbers in zip(*found, strict=True))
+    return lse_rows, targets, lse_cols
 
 
-class MatryoshkaLoss(LossModule):
+class MatryoshkaLoss(KernelLoss):
     """A contrastive loss of several leading parts of the features, over the global batch.
 
     Args:
@@ -209,36 +206,18 @@ class MatryoshkaLoss(LossModule):
             :func:`wholebatch.functional.matryoshka_loss`.
     """
 
-    def __init__(
-        self,
-        *,
-        dims: Sequence[int],
-        dim_weights: Sequence[float] | None = None,
-        symmetric: bool = True,
-        normalize: bool = True,
-        reduction: Reduction = "mean",
-        group: Group = None,
-        sync: Sync = "mean",
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-        kernel: Kernel = "auto",
-    ) -> None:
-        check_dims(dims, dim_weights, None)
-        _check_flags(symmetric, normalize)
-        super().__init__(
-            dims=tuple(dims),
-            dim_weights=dim_weights and tuple(dim_weights),
-            symmetric=symmetric,
-            normalize=normalize,
-            reduction=reduction,
-            group=group,
-            sync=sync,
-            exchange=exchange,
-            memory=memory,
-            kernel=kernel,
-        )
+    dims: Sequence[int]
+    dim_weights: Sequence[float] | None = None
+    symmetric: bool = True
+    normalize: bool = True
 
-    @eager
+    def check(self) -> None:
+        """Raise ValueError unless the settings are valid."""
+        super().check()
+        check_dims(self.dims, self.dim_weights, None)
+        _check_flags(self.symmetric, self.normalize)
+
+    @entry
     def forward(
         self,
         queries: Tensor,

@@ -14,30 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import (
-    allocated,
-    check_alike,
-    check_count,
-    check_features,
-    check_finite,
-    check_flag,
-    check_floating_dtype,
-)
+from .._checks import allocated, check_alike, check_count, check_features, check_finite, check_floating_dtype
 from .._precision import wide_dtype
-from ..comm import Group, handshake, select_communicator
+from ..comm import Group, select_communicator
 from ..comm.select import check_group
+from ..contract import Checks, Inputs, Options, Reduction, agree, entry, reduce_losses
 from ..kernels import Kernel
+from ..nodes import Bounds, Layout, Operands, Towers, row_statistics, statistics_fields
+from ..nodes.cross_entropy import softplus
 from ..partition import Partition
 from ..sweep import Memory, Pairs, Selection
 from ..sync import Sync
-from ._cross_entropy import softplus
-from ._door import LossModule, Options, Reduction, agree, eager
-from ._softmax import softmax_numbers, wanted
-from ._towers import Towers
-from .statistics import batch_statistics
+from ._module import LossModule
+from .statistics import report_statistics, statistics_requested
 
 
-@eager
+@entry
 def moco_loss(
     queries: Tensor,
     keys: Tensor,
@@ -46,12 +38,11 @@ def moco_loss(
     logit_scale: Tensor | float,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    return_statistics: bool = False,
     group: Group = None,
     sync: Sync = "mean",
     memory: Memory = "auto",
     kernel: Kernel = "auto",
-) -> Any:
+) -> Tensor:
     r"""Cross-entropy of each query's own key among that and the keys of a queue, with its exact gradient.
 
     L_i = log(exp T_i + sum_j exp(logit_scale q_i . n_j)) - T_i,    T_i = logit_scale q_i . k_i.
@@ -95,41 +86,42 @@ def moco_loss(
     >>> wb.functional.moco_loss(x, x, -x, logit_scale=10.0)
     tensor(9.0798e-05)
     """
-    agreed = agree(
+    statistics = statistics_requested()
+    facts = agree(
         "moco_loss",
         Options(group, sync, "gather", memory, reduction, kernel),
-        scalars={"logit_scale": logit_scale},
-        features={"queries": queries, "keys": keys, "queue": queue},
-        paired=("queries", "keys"),
-        matching=("queries", "keys"),
-        weights=(weights, "queries"),
-        check=lambda: {
-            "length of the queue": len(queue),
-            "statistics": check_flag("return_statistics", return_statistics),
-        },
-        must_match=("length of the queue", "statistics"),
-    )
-    agreed = agreed.widened()
-    rows, scale, given = agreed.rows["queries"], agreed.scalars["logit_scale"], agreed.inputs
-    numbers, _ = softmax_numbers(
-        agreed,
-        (scale, given["logit_scale"]),
-        [given["queries"], given["queue"]],
-        towers=Towers(stays=(0,), travels=(1,)),
-        least=agreed.least,
-        stays=rows,
-        travels=Partition((len(queue),)),
-        selection=Selection(Pairs()),
-        bound=agreed.norms["queries"] * agreed.norms["queue"],
-        rows=wanted(target=False, statistics=return_statistics),
-        everywhere=True,
-        narrow=True,
+        Inputs(
+            features={"queries": queries, "keys": keys, "queue": queue},
+            scalars={"logit_scale": logit_scale},
+            weights=(weights, "queries"),
+            paired=("queries", "keys"),
+            matching=("queries", "keys"),
+        ),
+        Checks(
+            check=lambda: {"length of the queue": len(queue), "statistics": statistics},
+            must_match=("length of the queue", "statistics"),
+        ),
+    ).widened()
+    rows, scale, inputs = facts.rows["queries"], facts.scalars["logit_scale"], facts.inputs
+    numbers, _ = row_statistics(
+        facts,
+        (scale, inputs["logit_scale"]),
+        Operands(
+            [inputs["queries"], inputs["queue"]],
+            Towers(stays=(0,), travels=(1,)),
+            Layout(rows, Partition((len(queue),)), replicated=True),
+            narrow=True,
+        ),
+        Selection(Pairs()),
+        Bounds(facts.norms["queries"] * facts.norms["queue"], min_pair_product=facts.min_pair_product),
+        rows=statistics_fields(target=False, statistics=statistics),
     )
     assert numbers is not None
-    similarities = torch.linalg.vecdot(given["queries"], given["keys"])
-    target = given["logit_scale"] * similarities.to(wide_dtype(agreed.device))
-    loss = agreed.reduce(softplus(numbers.logsumexp - target), rows.total)
-    return loss if not return_statistics else (loss, batch_statistics(agreed.comm, scale, [(numbers, target)]))
+    similarities = torch.linalg.vecdot(inputs["queries"], inputs["keys"])
+    target = inputs["logit_scale"] * similarities.to(wide_dtype(facts.device))
+    if statistics:
+        report_statistics(facts.comm, scale, [(numbers, target)])
+    return reduce_losses(facts, softplus(numbers.logsumexp - target), rows.total)
 
 
 class MoCoLoss(LossModule):
@@ -139,26 +131,11 @@ class MoCoLoss(LossModule):
         reduction, return_statistics, group, sync, memory, kernel: as in :func:`wholebatch.functional.moco_loss`.
     """
 
-    def __init__(
-        self,
-        *,
-        reduction: Reduction = "mean",
-        return_statistics: bool = False,
-        group: Group = None,
-        sync: Sync = "mean",
-        memory: Memory = "auto",
-        kernel: Kernel = "auto",
-    ) -> None:
-        super().__init__(
-            group=group,
-            sync=sync,
-            reduction=reduction,
-            return_statistics=return_statistics,
-            memory=memory,
-            kernel=kernel,
-        )
+    reduction: Reduction = "mean"
+    memory: Memory = "auto"
+    kernel: Kernel = "auto"
 
-    @eager
+    @entry
     def forward(
         self,
         queries: Tensor,
@@ -167,7 +144,7 @@ class MoCoLoss(LossModule):
         *,
         logit_scale: Tensor | float,
         weights: Tensor | None = None,
-    ) -> Any:
+    ) -> Tensor:
         """See :func:`wholebatch.functional.moco_loss`: (b_r, d), (b_r, d), (n, d), a scalar -> L."""
         return moco_loss(queries, keys, queue, logit_scale=logit_scale, weights=weights, **self.settings)
 
@@ -212,7 +189,7 @@ class KeyQueue(nn.Module):
     def keys(self) -> Tensor:
         return self.ring[: min(int(self.enqueued), len(self.ring))]
 
-    @eager
+    @entry
     @torch.inference_mode(False)
     @torch.no_grad()
     def enqueue(self, keys: Tensor) -> None:
@@ -233,7 +210,7 @@ class KeyQueue(nn.Module):
             return {"rows": len(keys), "size, width, dtype": ring, "keys enqueued": self.enqueued.item()}
 
         comm = select_communicator(self.group)
-        everyone = handshake(comm, check, caller="KeyQueue.enqueue", must_match=("size, width, dtype", "keys enqueued"))
+        everyone = comm.handshake(check, caller="KeyQueue.enqueue", must_match=("size, width, dtype", "keys enqueued"))
         counts = tuple(facts["rows"] for facts in everyone)
         if sum(counts) > len(self.ring):
             raise ValueError(

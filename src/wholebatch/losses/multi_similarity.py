@@ -15,16 +15,17 @@ from torch import Tensor
 
 from .._checks import check_number
 from ..comm import Group
+from ..contract import Checks, Options, Reduction, entry
 from ..exchange import ExchangeName
+from ..nodes import statistics_fields
+from ..nodes.cross_entropy import softplus
 from ..sweep import Memory
 from ..sync import Sync
-from ._cross_entropy import softplus
-from ._door import LossModule, Options, Reduction, eager
 from ._labeled import agree_labeled
-from ._softmax import wanted
+from ._module import SweepLoss
 
 
-@eager
+@entry
 def multi_similarity_loss(
     features: Tensor,
     labels: Tensor,
@@ -90,11 +91,8 @@ def multi_similarity_loss(
     data = agree_labeled(
         "multi_similarity_loss",
         Options(group, sync, exchange, memory, reduction),
-        features,
-        labels,
-        weights,
-        check=lambda: _checked(alpha, beta, base, epsilon),
-        must_match=("settings",),
+        (features, labels, weights),
+        Checks(check=lambda: _check(alpha, beta, base, epsilon), must_match=("settings",)),
     ).widened()
     positive_floor = negative_floor = None
     if epsilon is not None:
@@ -105,14 +103,14 @@ def multi_similarity_loss(
         assert farthest is not None
         positive_floor = -alpha * (nearest + epsilon)  # of -alpha c
         negative_floor = beta * (-farthest - epsilon)  # of beta c
-    fields = wanted(target=False)
+    fields = statistics_fields(target=False)
     of_positives = data.numbers((-alpha, -alpha), "positives", fields, floor=positive_floor).logsumexp
     of_negatives = data.numbers((beta, beta), "negatives", fields, floor=negative_floor).logsumexp
     losses = softplus(of_positives + alpha * base) / alpha + softplus(of_negatives - beta * base) / beta
     return data.reduce(losses, data.rows.total)
 
 
-def _checked(alpha: float, beta: float, base: float, epsilon: float | None) -> dict[str, object]:
+def _check(alpha: float, beta: float, base: float, epsilon: float | None) -> dict[str, object]:
     for name, value in (("alpha", alpha), ("beta", beta)):
         if check_number(name, value) <= 0:
             raise ValueError(f"{name} must be positive, got {value}; it multiplies similarities")
@@ -122,7 +120,7 @@ def _checked(alpha: float, beta: float, base: float, epsilon: float | None) -> d
     return {"settings": {"alpha": alpha, "beta": beta, "base": base, "epsilon": epsilon}}
 
 
-class MultiSimilarityLoss(LossModule):
+class MultiSimilarityLoss(SweepLoss):
     """Multi-similarity loss over the global batch.
 
     Args:
@@ -130,33 +128,17 @@ class MultiSimilarityLoss(LossModule):
             :func:`wholebatch.functional.multi_similarity_loss`.
     """
 
-    def __init__(
-        self,
-        *,
-        alpha: float = 2.0,
-        beta: float = 50.0,
-        base: float = 0.5,
-        epsilon: float | None = None,
-        reduction: Reduction = "mean",
-        group: Group = None,
-        sync: Sync = "mean",
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-    ) -> None:
-        super().__init__(
-            alpha=alpha,
-            beta=beta,
-            base=base,
-            epsilon=epsilon,
-            reduction=reduction,
-            group=group,
-            sync=sync,
-            exchange=exchange,
-            memory=memory,
-        )
-        _checked(alpha, beta, base, epsilon)
+    alpha: float = 2.0
+    beta: float = 50.0
+    base: float = 0.5
+    epsilon: float | None = None
 
-    @eager
+    def check(self) -> None:
+        """Raise ValueError unless the settings are valid."""
+        super().check()
+        _check(self.alpha, self.beta, self.base, self.epsilon)
+
+    @entry
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.multi_similarity_loss`: (b_r, d), (b_r,) -> L, the same on all ranks."""
         return multi_similarity_loss(features, labels, weights=weights, **self.settings)

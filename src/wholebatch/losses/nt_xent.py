@@ -9,23 +9,21 @@ S is symmetric: the tiles above its diagonal say all, and the work is half of a 
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from .._checks import check_flag, check_temperature
 from ..comm import Group
+from ..contract import Checks, Options, Reduction, agree, entry, reduce_losses
 from ..exchange import ExchangeName
 from ..kernels import Kernel
+from ..nodes.cross_entropy import one_positive
 from ..sweep import Memory
 from ..sync import Sync
-from ._cross_entropy import one_positive
-from ._door import LossModule, Options, Reduction, agree, eager
-from ._views import two_views
-from .statistics import batch_statistics
+from ._module import KernelLoss
+from ._views import two_views, two_views_inputs
+from .statistics import report_statistics, statistics_requested
 
 
-@eager
+@entry
 def nt_xent_loss(
     z0: Tensor,
     z1: Tensor,
@@ -34,13 +32,12 @@ def nt_xent_loss(
     ids: Tensor | None = None,
     weights: Tensor | None = None,
     reduction: Reduction = "mean",
-    return_statistics: bool = False,
     group: Group = None,
     sync: Sync = "mean",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
     kernel: Kernel = "auto",
-) -> Any:
+) -> Tensor:
     r"""Cross-entropy of each row's other view among all rows of both views but itself, with its exact gradient.
 
     S = Z Z^T / temperature,    L = CE(S without its diagonal, other view),    Z = normalize([Z0; Z1]), all ranks' rows.
@@ -87,28 +84,22 @@ def nt_xent_loss(
     >>> wb.functional.nt_xent_loss(z, z, temperature=0.5)
     tensor(0.4327)
     """
-    agreed = agree(
+    statistics = statistics_requested()
+    facts = agree(
         "nt_xent_loss",
         Options(group, sync, exchange, memory, reduction, kernel),
-        scalars={"temperature": temperature},
-        features={"z0": z0, "z1": z1},
-        paired=("z0", "z1"),
-        ids={"ids": (ids, "z0")},
-        weights=(weights, "z0"),
-        positive=("temperature",),
-        check=lambda: {"statistics": check_flag("return_statistics", return_statistics)},
-        must_match=("statistics",),
+        two_views_inputs(z0, z1, temperature=temperature, ids=ids, weights=weights),
+        Checks(check=lambda: {"statistics": statistics}, must_match=("statistics",)),
     )
-    numbers = two_views(agreed, statistics=return_statistics)
+    numbers = two_views(facts, statistics=statistics)
     assert numbers.target is not None
     losses = one_positive(numbers, numbers.target)
-    loss = agreed.reduce(losses.unflatten(0, (2, -1)).mean(0), agreed.rows["z0"].total)
-    if not return_statistics:
-        return loss
-    return loss, batch_statistics(agreed.comm, 1 / agreed.scalars["temperature"], [(numbers, numbers.target)])
+    if statistics:
+        report_statistics(facts.comm, 1 / facts.scalars["temperature"], [(numbers, numbers.target)])
+    return reduce_losses(facts, losses.unflatten(0, (2, -1)).mean(0), facts.rows["z0"].total)
 
 
-class NTXentLoss(LossModule):
+class NTXentLoss(KernelLoss):
     """SimCLR's loss over the global batch: the settings of :func:`wholebatch.functional.nt_xent_loss`.
 
     Args:
@@ -118,31 +109,9 @@ class NTXentLoss(LossModule):
             :func:`wholebatch.functional.nt_xent_loss`.
     """
 
-    def __init__(
-        self,
-        *,
-        temperature: Tensor | float = 0.1,
-        group: Group = None,
-        sync: Sync = "mean",
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-        kernel: Kernel = "auto",
-        reduction: Reduction = "mean",
-        return_statistics: bool = False,
-    ) -> None:
-        super().__init__(
-            group=group,
-            sync=sync,
-            temperature=temperature,
-            exchange=exchange,
-            memory=memory,
-            kernel=kernel,
-            reduction=reduction,
-            return_statistics=return_statistics,
-        )
-        check_temperature("temperature", temperature)
+    temperature: Tensor | float = 0.1
 
-    @eager
-    def forward(self, z0: Tensor, z1: Tensor, *, ids: Tensor | None = None, weights: Tensor | None = None) -> Any:
+    @entry
+    def forward(self, z0: Tensor, z1: Tensor, *, ids: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.nt_xent_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
         return nt_xent_loss(z0, z1, ids=ids, weights=weights, **self.settings)

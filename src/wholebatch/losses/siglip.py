@@ -12,16 +12,18 @@ from torch import Tensor
 
 from .._checks import check_choice
 from ..comm import Group
+from ..contract import Checks, Inputs, Options, Reduction, agree, entry, reduce_losses, reduce_total
 from ..exchange import ExchangeName
 from ..kernels import Kernel, in_triton
+from ..nodes import Layout, choose_route
+from ..nodes.sigmoid import Sigmoid, SigmoidPlan
 from ..sweep import Memory
 from ..sync import Sync
-from ._door import LossModule, Options, Reduction, agree, eager
+from ._module import KernelLoss
 from ._pairs import EQUAL_IDS, EqualIdsAre, pairs_of_rows
-from ._sigmoid import Sigmoid, SigmoidPlan
 
 
-@eager
+@entry
 def siglip_loss(
     image_features: Tensor,
     text_features: Tensor,
@@ -88,46 +90,43 @@ def siglip_loss(
     >>> wb.functional.siglip_loss(x, x, 10.0, -5.0)
     tensor(0.0201)
     """
-    agreed = agree(
+    facts = agree(
         "siglip_loss",
         Options(group, sync, exchange, memory, reduction, kernel),
-        scalars={"logit_scale": logit_scale, "logit_bias": logit_bias},
-        features={"image_features": image_features, "text_features": text_features},
-        paired=("image_features", "text_features"),
-        ids={"ids": (ids, "image_features")},
-        weights=(weights, "image_features"),
-        check=lambda: {"equal_ids": check_choice("equal_ids", equal_ids, EQUAL_IDS)},
-        must_match=("equal_ids",),
+        Inputs(
+            features={"image_features": image_features, "text_features": text_features},
+            scalars={"logit_scale": logit_scale, "logit_bias": logit_bias},
+            ids={"ids": (ids, "image_features")},
+            weights=(weights, "image_features"),
+            paired=("image_features", "text_features"),
+        ),
+        Checks(
+            check=lambda: {"equal_ids": check_choice("equal_ids", equal_ids, EQUAL_IDS)},
+            must_match=("equal_ids",),
+        ),
     )
-    rows = agreed.rows["image_features"]
-    pairs = pairs_of_rows(rows.rows(agreed.rank), None if ids is None else agreed.ids("ids"), equal_ids)
-    how, budget = agreed.exchange(rows, rows)
-    given = agreed.inputs
-    per_row = reduction == "none"
+    rows, inputs, per_row = facts.rows["image_features"], facts.inputs, reduction == "none"
     plan = SigmoidPlan(
-        agreed.comm,
-        how,
-        pairs,
-        agreed.scalars["logit_scale"],
-        agreed.scalars["logit_bias"],
-        budget,
-        agreed.differentiable,
+        choose_route(facts, Layout(rows, rows)),
+        pairs_of_rows(rows.rows(facts.rank), None if ids is None else facts.all_ids("ids"), equal_ids),
+        facts.scalars["logit_scale"],
+        facts.scalars["logit_bias"],
+        facts.differentiable,
         per_row,
         in_triton(kernel),
     )
-    weights = given["weights"]
     loss = Sigmoid.apply(
         plan,
-        given["logit_scale"],
-        given["logit_bias"],
-        None if per_row else weights,
-        given["image_features"],
-        given["text_features"],
+        inputs["logit_scale"],
+        inputs["logit_bias"],
+        None if per_row else inputs["weights"],
+        inputs["image_features"],
+        inputs["text_features"],
     )
-    return agreed.reduce(loss, rows.total) if per_row else agreed.total_of(loss, rows.total)
+    return (reduce_losses if per_row else reduce_total)(facts, loss, rows.total)
 
 
-class SigLIPLoss(LossModule):
+class SigLIPLoss(KernelLoss):
     """Binary cross-entropy over all pairs: the settings of :func:`wholebatch.functional.siglip_loss`.
 
     A module without parameters; `logit_scale` and `logit_bias` enter `forward`, so that they can stay inside the model
@@ -137,29 +136,14 @@ class SigLIPLoss(LossModule):
         group, sync, exchange, memory, kernel: as in :func:`wholebatch.functional.siglip_loss`.
     """
 
-    def __init__(
-        self,
-        *,
-        equal_ids: EqualIdsAre = "positive",
-        reduction: Reduction = "mean",
-        group: Group = None,
-        sync: Sync = "mean",
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-        kernel: Kernel = "auto",
-    ) -> None:
-        super().__init__(
-            group=group,
-            sync=sync,
-            exchange=exchange,
-            memory=memory,
-            kernel=kernel,
-            reduction=reduction,
-            equal_ids=equal_ids,
-        )
-        check_choice("equal_ids", equal_ids, EQUAL_IDS)
+    equal_ids: EqualIdsAre = "positive"
 
-    @eager
+    def check(self) -> None:
+        """Raise ValueError unless the settings are valid."""
+        super().check()
+        check_choice("equal_ids", self.equal_ids, EQUAL_IDS)
+
+    @entry
     def forward(
         self,
         image_features: Tensor,

@@ -9,26 +9,23 @@ where all_ip is how many candidates are, softly, more similar to i than p is, an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from .._autograd import once_differentiable
 from .._checks import check_number, check_temperature
 from .._normalize import normalize_rows
-from .._precision import wide_dtype
 from ..comm import Group
-from ..exchange import Exchange, ExchangeName
-from ..sweep import Block, Budget, Driver, Memory, Pairs, RankingSweep
+from ..contract import Checks, Options, Reduction, entry
+from ..exchange import ExchangeName
+from ..nodes import Layout, choose_route
+from ..nodes.ranks import PositiveRanks, RankingPlan
+from ..sweep import Memory
 from ..sync import Sync
-from ._door import LossModule, Options, Reduction, eager
 from ._labeled import agree_labeled
-from ._towers import no_autocast
+from ._module import SweepLoss
 
 
-@eager
+@entry
 def smooth_ap_loss(
     features: Tensor,
     labels: Tensor,
@@ -88,75 +85,26 @@ def smooth_ap_loss(
     data = agree_labeled(
         "smooth_ap_loss",
         Options(group, sync, exchange, memory, reduction),
-        features,
-        labels,
-        weights,
-        check=lambda: {"temperature": check_temperature("temperature", check_number("temperature", temperature))},
-        must_match=("temperature",),
+        (features, labels, weights),
+        Checks(
+            check=lambda: {"temperature": check_temperature("temperature", check_number("temperature", temperature))},
+            must_match=("temperature",),
+        ),
     )
-    agreed = data.agreed
-    how, budget = agreed.exchange(data.rows, data.rows, keep=False)
-    z = normalize_rows(agreed.inputs["features"])
+    facts = data.facts
+    route = choose_route(facts, Layout(data.rows, data.rows), keep=False)
+    z = normalize_rows(facts.inputs["features"])
     count = data.positives
     most = int(count.max()) if len(count) else 0
-    plan = _Plan(how, data.pairs, most, float(temperature), budget)
-    everyone, positive = _Ranks.apply(plan, z, z)
+    plan = RankingPlan(route, data.pairs, most, float(temperature))
+    everyone, positive = PositiveRanks.apply(plan, z, z)
     taken = torch.arange(most, device=z.device) < count[:, None]
     precision = torch.where(taken, (1 + positive) / (1 + everyone), 0.0).sum(1) / count.clamp(min=1)
     losses = torch.where(count > 0, 1 - precision, 0.0)
     return data.reduce(losses, data.anchors, count > 0)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    exchange: Exchange
-    pairs: Pairs
-    most: int
-    temperature: float
-    budget: Budget
-
-    def sweep(self, x: Tensor) -> RankingSweep:
-        driver = Driver(x, 1.0, side=self.budget.side, largest=self.exchange.largest_block)
-        return RankingSweep(driver, self.pairs, self.most, self.temperature)
-
-
-class _Ranks(torch.autograd.Function):
-    """all_ip and positive_ip of this rank's rows, (b, P) each."""
-
-    @staticmethod
-    @no_autocast
-    @eager
-    def forward(ctx: Any, plan: _Plan, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        held = plan.exchange.fetch(y)
-        of_positives = x.new_zeros(len(x), plan.most)
-        sums = x.new_zeros(4, len(x), plan.most, dtype=wide_dtype(x.device))
-        first, second = plan.sweep(x), plan.sweep(x)
-        plan.exchange.accumulate(held, lambda block, *_: first.similarities(block, of_positives))
-        plan.exchange.accumulate(held, lambda block, *_: second.sums(block, of_positives, sums))
-        ctx.plan = plan
-        ctx.save_for_backward(x, y, held, of_positives, sums)
-        return sums[0].clone(), sums[1].clone()
-
-    @staticmethod
-    @once_differentiable
-    @no_autocast
-    def backward(ctx: Any, of_all: Tensor, of_positive: Tensor) -> tuple[Any, ...]:
-        plan: _Plan = ctx.plan
-        x, _, held, of_positives, sums = ctx.saved_tensors
-        all_, positive = of_all / plan.temperature, of_positive / plan.temperature
-        local = -(all_ * sums[2] + positive * sums[3])
-        all_, positive, local = (z.to(x.dtype) for z in (all_, positive, local))
-        u, sweep = torch.zeros_like(x), plan.sweep(x)
-
-        def visit(block: Block, _carried: Tensor | None, into: Tensor | None, _local: Tensor | None) -> None:
-            sweep.gradients(block, of_positives, all_, positive, local, u, into)
-
-        v = plan.exchange.accumulate(held, visit, initial=x.new_zeros(1, x.shape[1]), to_owner=True)
-        assert v is not None
-        return None, u, v
-
-
-class SmoothAPLoss(LossModule):
+class SmoothAPLoss(SweepLoss):
     """Smooth average precision over the global batch.
 
     Args:
@@ -164,22 +112,14 @@ class SmoothAPLoss(LossModule):
             :func:`wholebatch.functional.smooth_ap_loss`.
     """
 
-    def __init__(
-        self,
-        *,
-        temperature: float = 0.01,
-        reduction: Reduction = "mean",
-        group: Group = None,
-        sync: Sync = "mean",
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-    ) -> None:
-        super().__init__(
-            temperature=temperature, reduction=reduction, group=group, sync=sync, exchange=exchange, memory=memory
-        )
-        check_temperature("temperature", check_number("temperature", temperature))
+    temperature: float = 0.01
 
-    @eager
+    def check(self) -> None:
+        """Raise ValueError unless the settings are valid."""
+        super().check()
+        check_number("temperature", self.temperature)
+
+    @entry
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.smooth_ap_loss`: (b_r, d), (b_r,) -> L, the same on all ranks."""
         return smooth_ap_loss(features, labels, weights=weights, **self.settings)

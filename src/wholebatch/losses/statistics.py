@@ -1,31 +1,40 @@
-"""What a loss can say about the batch besides its value: made of numbers that its sweep collects in passing."""
+"""What a loss can report about the batch beside its value: made of numbers that its sweep collects in passing.
+
+A loss computes them when it is called through :func:`with_statistics`. The request is a context variable, so it passes
+through whatever lies between, a :class:`wholebatch.GradCache` or a trainer's own wrapper, and the loss itself always
+returns a tensor.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from functools import wraps
+from typing import NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
 
 from ..comm import Communicator
-from ._softmax import Numbers
+from ..nodes.row_statistics import RowStatistics
+
+_P = ParamSpec("_P")
+_requested: ContextVar[list[BatchStatistics] | None] = ContextVar("_requested", default=None)
 
 
-@dataclass(frozen=True)
-class BatchStatistics:
+class BatchStatistics(NamedTuple):
     """Means over all softmaxes of the global batch: scalars without gradient, the same on all ranks.
 
     Attributes:
         accuracy: how often the (mean) positive is more similar than every negative.
         positive_similarity: mean similarity of positives, in the units of x . y.
         hardest_negative_similarity: mean over rows of their most similar negative.
-        effective_negatives: mean over rows of (sum_j p_j)^2 / sum_j p_j^2 over the negatives, p the softmax: as many
-            equally hard ones would weigh the same.
+        effective_negatives: mean over rows of (sum_j p_j)^2 / sum_j p_j^2 over the negatives, p the softmax: the number
+            of equally hard negatives that would weigh the same.
         temperature: 1 / scale.
 
-    The first two are means over rows with a positive (without a negative, it counts as more similar than all), the next
-    two over rows with a negative; where there is none, the mean is NaN.
+    The first two are means over rows with a positive (a row without a negative counts as accurate), the next two over
+    rows with a negative; a mean over no rows is NaN.
     """
 
     accuracy: Tensor
@@ -35,9 +44,66 @@ class BatchStatistics:
     temperature: Tensor
 
 
+class LossAndStatistics(NamedTuple):
+    """A loss, and the statistics of the batch that it was computed from."""
+
+    loss: Tensor
+    statistics: BatchStatistics
+
+
+def with_statistics(loss: Callable[_P, Tensor]) -> Callable[_P, LossAndStatistics]:
+    """Return a call of a loss that returns :class:`LossAndStatistics`, with the arguments of the loss.
+
+    Args:
+        loss: a function or a module of CLIP, InfoNCE, NT-Xent, SupCon, DCL or MoCo, or anything that calls one of them
+            once, such as a :class:`wholebatch.GradCache`.
+
+    Every rank asks for statistics, or none. Collective: that of the loss, and one all-reduce; no sweep more.
+
+    Raises:
+        ValueError: on every rank, if only some ranks ask; and if the loss has computed no statistics, or more than one.
+
+    >>> import torch, wholebatch as wb
+    >>> x = torch.eye(3)
+    >>> value, statistics = wb.with_statistics(wb.functional.clip_loss)(x, x, logit_scale=10.0)
+    >>> statistics.accuracy
+    tensor(1., dtype=torch.float64)
+    """
+
+    @wraps(loss, updated=())
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> LossAndStatistics:
+        reported: list[BatchStatistics] = []
+        token = _requested.set(reported)
+        try:
+            value = loss(*args, **kwargs)
+        finally:
+            _requested.reset(token)
+        if len(reported) != 1:
+            raise ValueError(
+                f"with_statistics needs a call that computes one loss with statistics (clip_loss, info_nce_loss, "
+                f"nt_xent_loss, sup_con_loss, dcl_loss, moco_loss), got {len(reported)}"
+            )
+        return LossAndStatistics(value, reported[0])
+
+    return call
+
+
+def statistics_requested() -> bool:
+    """Return whether the loss that is being computed was called through `with_statistics`."""
+    return _requested.get() is not None
+
+
 @torch.no_grad()
-def batch_statistics(comm: Communicator, scale: float, sides: Sequence[tuple[Numbers, Tensor]]) -> BatchStatistics:
-    """Of sides, each with the logits of its rows' (mean) positives, NaN where there are none. One all-reduce."""
+def report_statistics(comm: Communicator, scale: float, sides: Sequence[tuple[RowStatistics, Tensor]]) -> None:
+    """Report the statistics of a loss to the caller that has requested them. Collective: one all-reduce.
+
+    Args:
+        comm: the ranks.
+        scale: of S.
+        sides: of each softmax, its rows' statistics and the logits of their (mean) positives, NaN where there are none.
+    """
+    requested = _requested.get()
+    assert requested is not None
     sums = []
     for side, target in sides:
         assert side.largest is not None
@@ -52,4 +118,4 @@ def batch_statistics(comm: Communicator, scale: float, sides: Sequence[tuple[Num
             sums.append(torch.stack([torch.where(where, values, 0.0).sum(), where.sum().to(values)]))
     totals = comm.all_reduce(torch.stack(sums).unflatten(0, (len(sides), 4)).sum(0), check=False)
     accuracy, positive, hardest, effective = (totals[:, 0] / totals[:, 1]).unbind()
-    return BatchStatistics(accuracy, positive, hardest, effective, torch.full_like(accuracy, 1 / scale))
+    requested.append(BatchStatistics(accuracy, positive, hardest, effective, torch.full_like(accuracy, 1 / scale)))

@@ -9,38 +9,35 @@ S is symmetric: the tiles above its diagonal say all, and the work is half of a 
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from .._checks import check_flag, check_temperature
 from ..comm import Group
+from ..contract import Checks, Options, Reduction, entry
 from ..exchange import ExchangeName
 from ..kernels import Kernel
+from ..nodes import statistics_fields
+from ..nodes.cross_entropy import many_positives
 from ..sweep import Memory
 from ..sync import Sync
-from ._cross_entropy import many_positives
-from ._door import LossModule, Options, Reduction, eager
 from ._labeled import agree_labeled
-from ._softmax import wanted
-from .statistics import batch_statistics
+from ._module import KernelLoss
+from .statistics import report_statistics, statistics_requested
 
 
-@eager
+@entry
 def sup_con_loss(
     features: Tensor,
     labels: Tensor,
     *,
     temperature: Tensor | float = 0.1,
     weights: Tensor | None = None,
-    return_statistics: bool = False,
     reduction: Reduction = "mean",
     group: Group = None,
     sync: Sync = "mean",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
     kernel: Kernel = "auto",
-) -> Any:
+) -> Tensor:
     r"""Mean cross-entropy of each row's positives, the others of its class, among all other rows of all ranks.
 
     S = Z Z^T / temperature,    L_i = logsumexp_{j != i} S_ij - mean_{p in P(i)} S_ip,    Z = normalize(all rows).
@@ -88,29 +85,24 @@ def sup_con_loss(
     >>> wb.functional.sup_con_loss(torch.eye(3), torch.tensor([0, 0, 1]), temperature=0.5)
     tensor(0.6931)
     """
+    statistics = statistics_requested()
     data = agree_labeled(
         "sup_con_loss",
         Options(group, sync, exchange, memory, reduction, kernel),
-        features,
-        labels,
-        weights,
+        (features, labels, weights),
+        Checks(check=lambda: {"statistics": statistics}, must_match=("statistics",)),
         scalars={"temperature": temperature},
-        positive=("temperature",),
-        check=lambda: {"statistics": check_flag("return_statistics", return_statistics)},
-        must_match=("statistics",),
     )
-    agreed = data.agreed
-    scale = 1 / agreed.scalars["temperature"]
-    side = data.numbers((scale, 1 / agreed.inputs["temperature"]), "all", wanted(statistics=return_statistics))
+    scale = 1 / data.facts.scalars["temperature"]
+    side = data.numbers((scale, 1 / data.facts.inputs["temperature"]), "all", statistics_fields(statistics=statistics))
     losses = many_positives(side, data.positives)
-    loss = data.reduce(losses, data.anchors, data.positives > 0)
-    if not return_statistics:
-        return loss
-    assert side.target is not None
-    return loss, batch_statistics(agreed.comm, scale, [(side, side.target / data.positives)])
+    if statistics:
+        assert side.target is not None
+        report_statistics(data.facts.comm, scale, [(side, side.target / data.positives)])
+    return data.reduce(losses, data.anchors, data.positives > 0)
 
 
-class SupConLoss(LossModule):
+class SupConLoss(KernelLoss):
     """Supervised contrastive loss over the global batch.
 
     Args:
@@ -118,31 +110,9 @@ class SupConLoss(LossModule):
             :func:`wholebatch.functional.sup_con_loss`.
     """
 
-    def __init__(
-        self,
-        *,
-        temperature: Tensor | float = 0.1,
-        return_statistics: bool = False,
-        reduction: Reduction = "mean",
-        group: Group = None,
-        sync: Sync = "mean",
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-        kernel: Kernel = "auto",
-    ) -> None:
-        super().__init__(
-            temperature=temperature,
-            return_statistics=return_statistics,
-            reduction=reduction,
-            group=group,
-            sync=sync,
-            exchange=exchange,
-            memory=memory,
-            kernel=kernel,
-        )
-        check_temperature("temperature", temperature)
+    temperature: Tensor | float = 0.1
 
-    @eager
-    def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Any:
+    @entry
+    def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.sup_con_loss`: (b_r, d), (b_r,) -> L, the same on all ranks."""
         return sup_con_loss(features, labels, weights=weights, **self.settings)

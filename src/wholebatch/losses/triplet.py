@@ -15,26 +15,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._autograd import no_autocast
 from .._checks import check_choice, check_flag, check_weight
 from .._normalize import normalize_rows
 from .._precision import wide_dtype
 from ..comm import Group
+from ..contract import Checks, Options, Reduction, entry
 from ..exchange import ExchangeName
+from ..nodes import Layout, choose_route
+from ..nodes.cross_entropy import softplus
+from ..nodes.fetch import fetch_rows
 from ..partition import Tile
 from ..sweep import Block, Driver, HardestSweep, Memory
 from ..sync import Sync
-from ._cross_entropy import softplus
-from ._door import LossModule, Options, Reduction, eager
-from ._fetch import fetch_rows
 from ._labeled import Labeled, agree_labeled
-from ._towers import no_autocast
+from ._module import SweepLoss
 
 DISTANCES = ("euclidean", "squared", "cosine")
 _NEAR = {torch.float32: 1e-3, torch.float64: 1e-11}  # |x - y|^2 / |x|^2, of which rounding is then a thousandth or so
 _SHORT = 0.25  # |x|^2 of a normalized row that was shorter than 1e-12
 
 
-@eager
+@entry
 def triplet_loss(
     features: Tensor,
     labels: Tensor,
@@ -102,25 +104,22 @@ def triplet_loss(
     data = agree_labeled(
         "triplet_loss",
         Options(group, sync, exchange, memory, reduction),
-        features,
-        labels,
-        weights,
-        check=lambda: _checked(margin, smooth, distance, normalize),
-        must_match=("settings",),
+        (features, labels, weights),
+        Checks(check=lambda: _check(margin, smooth, distance, normalize), must_match=("settings",)),
     )
-    agreed = data.agreed
+    facts = data.facts
     normalized = normalize or distance == "cosine"
-    features = agreed.inputs["features"].to(agreed.dtype)
+    features = facts.inputs["features"].to(facts.dtype)
     z = normalize_rows(features) if normalized else features
     positives, negatives = _hardest(data, features.detach(), normalized, by_cosine=distance == "cosine")
     complete = (positives >= 0) & (negatives >= 0)
     anchors = z[complete]
-    rows = fetch_rows(agreed.comm, z, data.rows, torch.cat([positives[complete], negatives[complete]]))
+    rows = fetch_rows(facts.comm, z, data.rows, torch.cat([positives[complete], negatives[complete]]))
     far, near = (_distance(anchors, other, distance) for other in rows.tensor_split(2))
     violated = far - near + margin
     violated = softplus(violated) if smooth else torch.relu(violated)
     losses = z.new_zeros(len(z)).masked_scatter(complete, violated)
-    return data.reduce(losses.to(wide_dtype(agreed.device)), data.anchors_with_negatives, complete)
+    return data.reduce(losses.to(wide_dtype(facts.device)), data.anchors_with_negatives, complete)
 
 
 @torch.no_grad()
@@ -141,13 +140,14 @@ def _hardest(
     if normalized or by_differences:
         z = normalize_rows(features) if normalized else features
     else:
-        z = features - data.agreed.comm.all_reduce(features.sum(0), check=False) / data.rows.total
+        z = features - data.facts.comm.all_reduce(features.sum(0), check=False) / data.rows.total
     x = y = z
     if not by_cosine and not by_differences:
         x = torch.cat([z, torch.ones_like(z[:, :1])], dim=1)
         y = torch.cat([z, z.square().sum(1, keepdim=True) / -2], dim=1)
-    exchange, budget = data.agreed.exchange(data.rows, data.rows, keep=False, dtype=z.dtype)
-    driver = (_Differences if by_differences else Driver)(x, 1.0, side=budget.side, largest=exchange.largest_block)
+    route = choose_route(data.facts, Layout(data.rows, data.rows), keep=False, dtype=z.dtype)
+    exchange, side = route.exchange, route.budget.side
+    driver = (_Differences if by_differences else Driver)(x, 1.0, side=side, largest=exchange.largest_block)
     sweep = HardestSweep(driver, data.pairs)
 
     def visit(block: Block, _carried: Tensor | None, _into: Tensor | None, _local: Tensor | None) -> None:
@@ -164,7 +164,7 @@ def _hardest(
                 normalized and z.dtype != torch.float64
             ):  # a row that is far shorter than the others is about as far from all of them
                 unclear += (found >= 0) & (norms > 0) & (norms < _SHORT)
-        if data.agreed.comm.all_reduce(unclear.sum(), check=False).item():
+        if data.facts.comm.all_reduce(unclear.sum(), check=False).item():
             exact = z.dtype == torch.float64
             return _hardest(data, features.double(), normalized, by_cosine=by_cosine, by_differences=exact)
     return sweep.positives, sweep.negatives
@@ -185,7 +185,7 @@ def _distance(x: Tensor, y: Tensor, distance: str) -> Tensor:
     return (x - y).square().sum(1) if distance == "squared" else torch.linalg.vector_norm(x - y, dim=1)
 
 
-def _checked(margin: float, smooth: bool, distance: str, normalize: bool) -> dict[str, object]:
+def _check(margin: float, smooth: bool, distance: str, normalize: bool) -> dict[str, object]:
     check_choice("distance", distance, DISTANCES)
     check_weight("margin", margin, "it is the distance by which negatives are to be farther than positives")
     check_flag("smooth", smooth)
@@ -193,7 +193,7 @@ def _checked(margin: float, smooth: bool, distance: str, normalize: bool) -> dic
     return {"settings": {"margin": margin, "smooth": smooth, "distance": distance, "normalize": normalize}}
 
 
-class TripletLoss(LossModule):
+class TripletLoss(SweepLoss):
     """Batch-hard triplet loss over the global batch.
 
     Args:
@@ -201,33 +201,17 @@ class TripletLoss(LossModule):
             :func:`wholebatch.functional.triplet_loss`.
     """
 
-    def __init__(
-        self,
-        *,
-        margin: float = 0.2,
-        smooth: bool = False,
-        distance: str = "euclidean",
-        normalize: bool = True,
-        reduction: Reduction = "mean",
-        group: Group = None,
-        sync: Sync = "mean",
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-    ) -> None:
-        super().__init__(
-            margin=margin,
-            smooth=smooth,
-            distance=distance,
-            normalize=normalize,
-            reduction=reduction,
-            group=group,
-            sync=sync,
-            exchange=exchange,
-            memory=memory,
-        )
-        _checked(margin, smooth, distance, normalize)
+    margin: float = 0.2
+    smooth: bool = False
+    distance: str = "euclidean"
+    normalize: bool = True
 
-    @eager
+    def check(self) -> None:
+        """Raise ValueError unless the settings are valid."""
+        super().check()
+        _check(self.margin, self.smooth, self.distance, self.normalize)
+
+    @entry
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.triplet_loss`: (b_r, d), (b_r,) -> L, the same on all ranks."""
         return triplet_loss(features, labels, weights=weights, **self.settings)

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from .._checks import check_positive_number, check_weight
 from ..comm import Group
+from ..contract import Checks, Options, agree, entry
 from ..sync import Sync, shared_sum
-from ._door import LossModule, Options, agree, eager
+from ._module import LossModule
 from ._moments import centered, cross_product, of_all_ranks
+from ._views import two_view_features
 
 
-@eager
+@entry
 def vicreg_loss(
     z0: Tensor,
     z1: Tensor,
@@ -70,31 +72,28 @@ def vicreg_loss(
     >>> wb.functional.vicreg_loss(z, 2 * z)
     tensor(14.5598)
     """
-    agreed = agree(
+    facts = agree(
         "vicreg_loss",
         Options(group, sync),
-        scalars={},
-        features={"z0": z0, "z1": z1},
-        paired=("z0", "z1"),
-        check=lambda: _checked(invariance, variance, covariance, epsilon),
-        must_match=("settings",),
+        two_view_features(z0, z1),
+        Checks(check=lambda: _check(invariance, variance, covariance, epsilon), must_match=("settings",)),
     )
-    comm, count = agreed.comm, agreed.rows["z0"].total
+    comm, count = facts.comm, facts.rows["z0"].total
     if count < 2:
         raise ValueError("vicreg_loss: a variance needs at least two rows, got one in all")
-    difference = (agreed.inputs["z0"].to(agreed.dtype) - agreed.inputs["z1"].to(agreed.dtype)).square().sum()
-    width = agreed.width
+    difference = (facts.inputs["z0"].to(facts.dtype) - facts.inputs["z1"].to(facts.dtype)).square().sum()
+    width = facts.embedding_size
     loss = invariance * shared_sum(comm, difference) / (count * width)
     for name in ("z0", "z1"):
-        x = centered(agreed, name)
+        x = centered(facts, name)
         cov = cross_product(comm, x, x) / (count - 1)
         deviations = (cov.diagonal() + epsilon).sqrt()
         loss = loss + variance / 2 * torch.relu(1 - deviations).mean()
         loss = loss + covariance * (cov.square().sum() - cov.diagonal().square().sum()) / width
-    return of_all_ranks(agreed, loss)
+    return of_all_ranks(facts, loss)
 
 
-def _checked(invariance: float, variance: float, covariance: float, epsilon: float) -> dict[str, object]:
+def _check(invariance: float, variance: float, covariance: float, epsilon: float) -> dict[str, object]:
     for name, value in (("invariance", invariance), ("variance", variance), ("covariance", covariance)):
         check_weight(name, value, "it weighs a term of the loss; 0 leaves the term out")
     check_positive_number("epsilon", epsilon, "it is added to variances")
@@ -108,22 +107,17 @@ class VICRegLoss(LossModule):
         invariance, variance, covariance, epsilon, group, sync: as in :func:`wholebatch.functional.vicreg_loss`.
     """
 
-    def __init__(
-        self,
-        *,
-        invariance: float = 25.0,
-        variance: float = 25.0,
-        covariance: float = 1.0,
-        epsilon: float = 1e-4,
-        group: Group = None,
-        sync: Sync = "mean",
-    ) -> None:
-        super().__init__(
-            group=group, sync=sync, invariance=invariance, variance=variance, covariance=covariance, epsilon=epsilon
-        )
-        _checked(invariance, variance, covariance, epsilon)
+    invariance: float = 25.0
+    variance: float = 25.0
+    covariance: float = 1.0
+    epsilon: float = 1e-4
 
-    @eager
+    def check(self) -> None:
+        """Raise ValueError unless the settings are valid."""
+        super().check()
+        _check(self.invariance, self.variance, self.covariance, self.epsilon)
+
+    @entry
     def forward(self, z0: Tensor, z1: Tensor) -> Tensor:
         """See :func:`wholebatch.functional.vicreg_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
         return vicreg_loss(z0, z1, **self.settings)

@@ -14,12 +14,14 @@ from torch import Tensor
 from .._checks import check_number
 from .._normalize import normalize_rows
 from ..comm import Group
+from ..contract import Checks, Options, agree, entry, finish
 from ..sync import Sync, total
-from ._door import LossModule, Options, agree, eager
+from ._module import LossModule
 from ._moments import centered, cross_product
+from ._views import two_view_features
 
 
-@eager
+@entry
 def w_mse_loss(
     z0: Tensor,
     z1: Tensor,
@@ -66,42 +68,38 @@ def w_mse_loss(
     >>> wb.functional.w_mse_loss(z, z, epsilon=0.5)
     tensor(0.)
     """
-    agreed = agree(
+    facts = agree(
         "w_mse_loss",
         Options(group, sync),
-        scalars={},
-        features={"z0": z0, "z1": z1},
-        paired=("z0", "z1"),
-        check=lambda: _checked(epsilon),
-        must_match=("epsilon",),
+        two_view_features(z0, z1),
+        Checks(check=lambda: _check(epsilon), must_match=("epsilon",)),
     )
-    comm, count = agreed.comm, agreed.rows["z0"].total
+    comm, count = facts.comm, facts.rows["z0"].total
     if count < 2:
         raise ValueError("w_mse_loss: a variance needs at least two rows, got one in all")
-    if count <= agreed.width and not epsilon:
+    d = facts.embedding_size
+    if count <= d and not epsilon:
         raise ValueError(
-            f"w_mse_loss: {count} rows have no invertible covariance of {agreed.width} features: it takes more rows "
+            f"w_mse_loss: {count} rows have no invertible covariance of {d} features: it takes more rows "
             "than features, or an epsilon above 0"
         )
     whitened = []
     for name in ("z0", "z1"):
-        x = centered(agreed, name)
+        x = centered(facts, name)
         cov = (1 - epsilon) * cross_product(comm, x, x) / (count - 1)
-        factor, failed = torch.linalg.cholesky_ex(
-            cov + epsilon * torch.eye(agreed.width, dtype=x.dtype, device=x.device)
-        )
+        factor, failed = torch.linalg.cholesky_ex(cov + epsilon * torch.eye(d, dtype=x.dtype, device=x.device))
         if failed:
             raise ValueError(
-                f"w_mse_loss: the covariance of {name} over {count} rows has no inverse: one of its {agreed.width} "
+                f"w_mse_loss: the covariance of {name} over {count} rows has no inverse: one of its {d} "
                 "features is constant, or made of the others; leave it out, or take an epsilon above 0"
             )
         rows = torch.linalg.solve_triangular(factor, x.T, upper=False).T
         whitened.append(normalize_rows(rows))
     distance = (whitened[0] - whitened[1]).square().sum()
-    return agreed.result(total(comm, distance) / count)
+    return finish(facts, total(comm, distance) / count)
 
 
-def _checked(epsilon: float) -> dict[str, object]:
+def _check(epsilon: float) -> dict[str, object]:
     if not 0 <= check_number("epsilon", epsilon) <= 1:
         raise ValueError(f"epsilon must lie in [0, 1], got {epsilon}; it is the identity's share")
     return {"epsilon": epsilon}
@@ -114,17 +112,14 @@ class WMSELoss(LossModule):
         epsilon, group, sync: as in :func:`wholebatch.functional.w_mse_loss`.
     """
 
-    def __init__(
-        self,
-        *,
-        epsilon: float = 0.0,
-        group: Group = None,
-        sync: Sync = "mean",
-    ) -> None:
-        super().__init__(group=group, sync=sync, epsilon=epsilon)
-        _checked(epsilon)
+    epsilon: float = 0.0
 
-    @eager
+    def check(self) -> None:
+        """Raise ValueError unless the settings are valid."""
+        super().check()
+        _check(self.epsilon)
+
+    @entry
     def forward(self, z0: Tensor, z1: Tensor) -> Tensor:
         """See :func:`wholebatch.functional.w_mse_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
         return w_mse_loss(z0, z1, **self.settings)

@@ -32,16 +32,15 @@ from .._checks import (
     on_host,
 )
 from .._graph import checked_loss, finite_value
-from ..comm import Communicator, Group, handshake, nodes, select_communicator
+from ..comm import Communicator, Group, nodes, select_communicator
 from ..comm.call import Call
 from ..comm.handshake import GRAD_ENABLED
 from ..comm.maps import AllGather
 from ..comm.select import check_group
+from ..contract import CALL, check_earlier, differed, gradient_facts, join, latest_call, number_call, together
+from ..nodes.root import loss_at_root
 from ..partition import Partition
 from ..sync import Sync, check_sync, replicated_loss_factor, scale_gradient
-from ._backward import CALL, check_earlier, differed, latest_call, number_call, together
-from ._joining import gradient_facts, join
-from ._root import loss_at_root
 
 STRATEGIES = ("gather", "replicate", "root")
 
@@ -146,8 +145,7 @@ class WholeBatch(nn.Module):
                 **gradient_facts(inputs),
             }
 
-        everyone = handshake(
-            comm,
+        everyone = comm.handshake(
             state,
             caller="WholeBatch",
             must_match=(
@@ -276,7 +274,7 @@ def _same_on_all_ranks(comm: Communicator, compute: Callable[[], Any]) -> Tensor
         loss = checked_loss(compute())
         return {"value": finite_value(loss)}
 
-    values = [facts["value"] for facts in handshake(comm, state, caller="WholeBatch loss_fn")]
+    values = [facts["value"] for facts in comm.handshake(state, caller="WholeBatch loss_fn")]
     if not all(_close(value, values[0]) for value in values):
         raise ValueError(
             f"WholeBatch: loss_fn must give the same value on all ranks, got {values}; its gradient would be that of "

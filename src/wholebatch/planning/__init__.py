@@ -1,8 +1,9 @@
-"""What a step takes, before it runs: memory, time and bytes on the wire, and what fits."""
+"""The planner: predict memory, time and bytes sent of a step before it runs."""
 
 from .calibrate import calibrate
 from .given import DEVICES
-from .options import Option, Plan, plan
+from .options import plan
 from .rates import Rates
+from .report import Option, Plan
 
 __all__ = ["DEVICES", "Option", "Plan", "Rates", "calibrate", "plan"]

@@ -1,4 +1,4 @@
-"""Predictions against this machine: one setting of a loss, run on as many processes as it says."""
+"""Check predictions on this machine: run one setting of a loss on the planned number of processes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from statistics import median
 import torch
 
 from .._measure import map_each_tensor, rise_of_peak, seconds_of, threads_of_a_rank
+from .._processes import run_processes
 from ..comm import Communicator, select_communicator
 from ..sweep import Memory
-from ..testing import run_processes
 from .calibrate import calibrate
 from .rates import Rates
+from .shapes import ExchangeUsed, LossName, Shapes
 from .subject import make_step
-from .work import ExchangeUsed, LossName, Shapes, work_of
+from .work import work_of
 
 _STEPS = 3
 _PATIENCE_S = 600.0
@@ -23,16 +24,16 @@ _PATIENCE_S = 600.0
 
 @dataclass(frozen=True)
 class Measured:
-    """A setting, predicted and measured.
+    """The prediction and the measurement of a setting.
 
     Args:
-        shapes: of the step; its batch may be smaller than that of the plan.
-        exchange: how features travel.
-        memory: as the loss takes it.
-        predicted_bytes: at the peak of the loss, beside features and gradients.
-        bytes: the same, measured; None where the system does not say.
+        shapes: of the step; its batch may be smaller than the plan's.
+        exchange: "gather" or "ring".
+        memory: the value of `memory=`.
+        predicted_bytes: at the peak of the loss, without features and gradients.
+        bytes: measured; None where the system does not report them.
         predicted_seconds: of a step.
-        seconds: the same, measured.
+        seconds: of a step, measured.
     """
 
     shapes: Shapes
@@ -45,29 +46,28 @@ class Measured:
 
 
 def rates_here(losses: tuple[LossName, ...], ranks: int, *, dtype: torch.dtype, device: str) -> Rates:
-    """Calibrated, on so many new processes.
+    """Calibrate on `ranks` new processes.
 
     Raises:
-        RankError: if that fails.
+        RankError: if a process fails.
     """
-    rates: Rates = run_processes(
+    return run_processes(
         _calibrate, ranks, losses, ranks, dtype, device, backend=_backend(device), timeout_s=_PATIENCE_S
     )[0]
-    return rates
 
 
 def check(shapes: Shapes, exchange: ExchangeUsed, memory: Memory, rates: Rates, *, within_s: float) -> Measured:
-    """Run it, with half of the batch, a quarter, ... if it would take longer than asked for.
+    """Run a setting, with half of the batch, a quarter, ... if it would take longer than `within_s`.
 
     Args:
         shapes: of the step.
-        exchange: how features travel.
-        memory: as the loss takes it.
-        rates: with which times are predicted.
-        within_s: seconds of all steps together, as predicted.
+        exchange: "gather" or "ring".
+        memory: the value of `memory=`.
+        rates: for the predicted time.
+        within_s: predicted seconds of all steps together.
 
     Raises:
-        RankError: if that fails.
+        RankError: if a process fails.
     """
     kept = work_of(shapes, exchange, memory)
 
@@ -77,20 +77,23 @@ def check(shapes: Shapes, exchange: ExchangeUsed, memory: Memory, rates: Rates, 
         )
 
     def seconds(of: Shapes) -> float:
-        return rates.seconds(of.loss, of.dim, work_of(of, exchange, setting(of)))
+        return rates.seconds(of.loss, of.embedding_size, work_of(of, exchange, setting(of)))
 
-    while (_STEPS + 3) * seconds(shapes) > within_s and shapes.batch >= 2 * shapes.ranks:
-        shapes = replace(shapes, batch=shapes.batch // 2)
+    while (_STEPS + 3) * seconds(shapes) > within_s and shapes.batch_size >= 2 * shapes.ranks:
+        shapes = replace(shapes, batch_size=shapes.batch_size // 2)
     memory = setting(shapes)
-    took, rise = (
-        run_processes(
-            run, shapes.ranks, shapes, exchange, memory, backend=_backend(shapes.device), timeout_s=_PATIENCE_S
-        )[0]
-        for run in (_time, _memory)
-    )
+    arguments, backend = (shapes, exchange, memory), _backend(shapes.device)
+    took = run_processes(_time, shapes.ranks, *arguments, backend=backend, timeout_s=_PATIENCE_S)[0]
+    rise = run_processes(_memory, shapes.ranks, *arguments, backend=backend, timeout_s=_PATIENCE_S)[0]
     predicted = work_of(shapes, exchange, memory)
     return Measured(
-        shapes, exchange, memory, predicted.loss, rise, rates.seconds(shapes.loss, shapes.dim, predicted), took
+        shapes,
+        exchange,
+        memory,
+        predicted.loss,
+        rise,
+        rates.seconds(shapes.loss, shapes.embedding_size, predicted),
+        took,
     )
 
 
@@ -112,13 +115,13 @@ def _calibrate(losses: tuple[LossName, ...], ranks: int, dtype: torch.dtype, dev
 
 
 def _time(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> float:
-    """Seconds of a step."""
+    """Return the seconds of a step."""
     comm, device, step = _after_a_step(shapes, exchange, memory)
     return median(seconds_of(comm, step, device) for _ in range(_STEPS))
 
 
 def _memory(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> int | None:
-    """The rise of the peak in a second step, in a process whose heap is still empty."""
+    """Return the rise of the peak in a second step, in a process whose heap is empty."""
     map_each_tensor()
     comm, device, step = _after_a_step(shapes, exchange, memory)
     return rise_of_peak(comm, step, device)
@@ -127,7 +130,7 @@ def _memory(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> int | Non
 def _after_a_step(
     shapes: Shapes, exchange: ExchangeUsed, memory: Memory
 ) -> tuple[Communicator, torch.device, Callable[[], None]]:
-    """The ranks, this one's device, and a step that has run once: libraries are loaded, threads are there."""
+    """Return ranks, device, and a step that has run once, so that libraries are loaded and threads started."""
     torch.set_num_threads(threads_of_a_rank(shapes.ranks))
     comm, device = select_communicator(None), _device(shapes.device)
     step = make_step(comm, shapes, exchange, memory, device)

@@ -1,56 +1,50 @@
-"""What `wholebatch plan` shows: the table of a plan, and predictions beside what was measured."""
+"""Print the tables of `wholebatch plan`: the options, and predictions with measurements."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
-from rich.markup import escape
-from rich.table import Table
-
-from .._display import print_in_full
+from .._display import print_table, print_text
 from .check import Measured
-from .options import Plan
-from .table import amount, duration, headline, lines, remarks
+from .report import LEFT, Plan, headline, remarks, table
+from .units import amount, duration
+
+_HEADER = (
+    "batch size", "exchange", "memory", "bytes predicted", "bytes measured", "bytes error", "time predicted",
+    "time measured", "time error", "remark",
+)  # fmt: skip
 
 
 def print_plan(plan: Plan) -> None:
-    """The table, and what to paste."""
-    header, *options = lines(plan)
-    shown = _table(headline(plan), header, left=("exchange", "similarities", "encoders"))
-    for option, cells in zip(plan.options, options, strict=True):
-        style = "bold green" if option is plan.chosen else None if option.fits else "dim"
-        shown.add_row(*map(escape, cells), style=style)
-    console = print_in_full(shown)
+    """Print the table, and the calls to paste."""
+    header, *rows = table(plan)
+    styles = ["bold green" if o is plan.chosen else "" if o.fits else "dim" for o in plan.options]
+    print_table(headline(plan), header, rows, left=LEFT, styles=styles)
     for line in remarks(plan):
-        console.print(escape(line), highlight=False, soft_wrap=True)
+        print_text(line)
 
 
 def print_measured(found: Sequence[Measured]) -> None:
-    """Predicted, measured, and by how much they differ; and which was fastest."""
-    header = ("", "batch", "exchange", "memory", "of the loss", "measured", "error", "time", "measured", "error")
-    title = "the loss on this machine, its memory beside the features': predicted, measured"
-    shown = _table(title, header, left=("exchange", "memory"))
-    fastest = min(found, key=lambda of: of.seconds / of.shapes.batch**2)  # a batch may have been halved
-    for of in found:
-        peak = ["-", "-"] if of.bytes is None else [amount(of.bytes), _error(of.predicted_bytes, of.bytes)]
-        cells = [
-            "fastest" if of is fastest and len(found) > 1 else "",
-            str(of.shapes.batch),
-            of.exchange if of.shapes.ranks > 1 else "-",
-            str(of.memory),
-        ]
-        cells += [amount(of.predicted_bytes), *peak]
-        cells += [duration(of.predicted_seconds), duration(of.seconds), _error(of.predicted_seconds, of.seconds)]
-        shown.add_row(*cells)
-    print_in_full(shown)
-
-
-def _table(title: str, header: Sequence[str], *, left: Sequence[str]) -> Table:
-    shown = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD)
-    for name in header:
-        shown.add_column(name, justify="left" if name in left else "right", no_wrap=True)
-    return shown
+    """Print predictions, measurements and errors, and mark the fastest option."""
+    fastest = min(found, key=lambda one: one.seconds / one.shapes.batch_size**2)  # a batch may have been halved
+    rows = []
+    for one in found:
+        peak = ["-", "-"] if one.bytes is None else [amount(one.bytes), _error(one.predicted_bytes, one.bytes)]
+        rows.append(
+            [
+                str(one.shapes.batch_size),
+                one.exchange if one.shapes.ranks > 1 else "-",
+                str(one.memory),
+                amount(one.predicted_bytes),
+                *peak,
+                duration(one.predicted_seconds),
+                duration(one.seconds),
+                _error(one.predicted_seconds, one.seconds),
+                "fastest" if one is fastest and len(found) > 1 else "",
+            ]
+        )
+    title = "the loss on this machine; its memory without features and their gradients"
+    print_table(title, _HEADER, rows, left=("exchange", "memory", "remark"))
 
 
 def _error(predicted: float, measured: float) -> str:

@@ -1,4 +1,4 @@
-"""Rates that nobody has measured on the machine at hand: those of a CPU, and of cards by their data sheets."""
+"""Rates without a measurement on this machine: those of one CPU, and of cards by their data sheets."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from .._user_error import UserError
+from ..losses.catalog import CATALOG
 from .rates import Rates
-from .work import LOSSES
+from .shapes import LOSSES, PARTIAL_FC
 
 
 @dataclass(frozen=True)
 class Card:
-    """Of a GPU, as its maker's data sheet says: flops per second, bytes per second, bytes.
+    """The data sheet of a GPU: flops per second, bytes per second, bytes.
 
     Sweeps multiply in float32 (or float64), whatever the features' dtype, as PyTorch does unless TF32 is allowed.
     """
@@ -40,10 +41,10 @@ _CARDS = {
 }
 _WITHOUT_BFLOAT16 = ("t4", "v100")
 DEVICES = ("cpu", "cuda", *_CARDS)
-_SHARE, _OF_ENCODERS = 0.7, 0.4  # of what a data sheet says, that is reckoned with
+_SHARE, _OF_ENCODERS = 0.7, 0.4  # of a data sheet's figures that are assumed
 # Bytes of tiles in memory for each entry: product, scale, exponential, sums; then once more, factors, two products.
 _ENTRY_BYTES = {0: 88, 2: 72, 4: 76, 8: 152}
-# Of one rank with two cores of an AMD EPYC, torch 2.13, rounded.
+# Measured on one rank with two cores of an AMD EPYC, torch 2.13, rounded.
 _CPU_PRODUCTS = {16: 90e9, 64: 120e9, 256: 150e9, 1024: 150e9}
 _CPU_ENTRY = {
     "clip": {0: 3e-9, 2: 3e-9, 4: 3.2e-9},
@@ -51,22 +52,23 @@ _CPU_ENTRY = {
     "siglip": {0: 2.5e-9},
     "nt_xent": {0: 4e-9, 2: 3e-9, 4: 4e-9},
     "sup_con": {0: 6e-9, 4: 6e-9},
-    "partial_fc": {0: 3e-9, 2: 2.5e-9, 4: 3.5e-9},
+    PARTIAL_FC: {0: 3e-9, 2: 2.5e-9, 4: 3.5e-9},
 }
+_UNMEASURED = {"towers": "clip", "views": "nt_xent", "labeled": "sup_con"}  # a loss without an entry counts as this one
 
 
 def given(device: str, dtype: torch.dtype) -> Rates:
-    """Of a device of DEVICES.
+    """Return the rates of a device of `DEVICES`.
 
     Raises:
-        UserError: for "cuda" where there is no GPU, or one that is not known.
+        UserError: for "cuda" where there is no GPU, or an unknown one.
     """
     wide = dtype == torch.float64
     if device == "cpu":
         slower = 2.0 if wide else 1.0
         products = {d: rate / slower for d, rate in _CPU_PRODUCTS.items()}
-        entry = {loss: {kept: slower * of for kept, of in sizes.items()} for loss, sizes in _CPU_ENTRY.items()}
-        source = "given, of two cores of an AMD EPYC for each rank; --measure takes those of this machine"
+        entry = {loss: {kept: slower * of for kept, of in _cpu_entry(loss).items()} for loss in LOSSES}
+        source = "given, of two cores of an AMD EPYC for each rank; --measure measures those of this machine"
         return Rates(
             source, products, products, entry, call=2e-3, memory=2e9, wire=1e9, message=1e-3, encoders=products[1024]
         )
@@ -90,18 +92,23 @@ def given(device: str, dtype: torch.dtype) -> Rates:
     )
 
 
+def _cpu_entry(loss: str) -> dict[int, float]:
+    """Return {bytes kept: seconds} of an entry of S on a CPU."""
+    return _CPU_ENTRY[loss] if loss in _CPU_ENTRY else _CPU_ENTRY[_UNMEASURED[CATALOG[loss].kind]]
+
+
 def _card_here() -> str:
-    """The name of this machine's GPU, as `_CARDS` has it."""
+    """Return the name of this machine's GPU in `_CARDS`."""
     if not torch.cuda.is_available():
         raise UserError(f"there is no GPU here; name one of {', '.join(_CARDS)} to plan for it, or --device cpu")
     found = card_named(torch.cuda.get_device_name())
     if found is None:
-        raise UserError(f"rates of {torch.cuda.get_device_name()!r} are not known: measure them, with --measure")
+        raise UserError(f"rates of {torch.cuda.get_device_name()!r} are not known: measure them with --measure")
     return found
 
 
 def card_named(text: str) -> str | None:
-    """The card of which CUDA says this name.
+    """Return the card to which CUDA gives this name; None if it is unknown.
 
     >>> card_named("NVIDIA H200"), card_named("NVIDIA GeForce RTX 4090"), card_named("NVIDIA A100-SXM4-80GB")
     ('h200', 'rtx4090', 'a100')

@@ -1,9 +1,11 @@
-"""The sizes that a plan is made of: they exist, go together, and rates are of them."""
+"""The arguments of a plan, and checks that they make sense together and fit the rates."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from math import ceil, isfinite
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 
@@ -11,109 +13,137 @@ from .._settings import shown
 from .._user_error import UserError
 from .given import DEVICES
 from .rates import Rates
-from .work import LOSSES, LossName, Shapes
+from .shapes import LOSSES, PARTIAL_FC, LossName, Shapes
 
-_MOST = 2**63  # what no computer counts to
+_LIMIT = 2**63  # no computer counts to it
 DTYPES = {
     "float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
     "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 }  # fmt: skip
 
 
-def check_sizes(
-    *,
-    batch: object,
-    dim: object,
-    ranks: object,
-    loss: Any,
-    dtype: object,
-    number: object,
-    memory_limit: object,
-    model_bytes: object,
-    gradient_bytes: object,
-    activations: tuple[object, ...],
-    encoder_flops: object,
-    chunk: object,
-    keep_graphs: object,
-    classes: object,
-    sample_rate: object,
-    bandwidth: object,
-    device: object,
-    rates: object,
-) -> None:
-    """Sizes exist, and go together."""
-    for name, value in (("batch", batch), ("dim", dim), ("ranks", ranks)):
-        _require(type(value) is int and 1 <= value < _MOST, name, "an integer of at least 1", value)
-    assert isinstance(batch, int)
-    assert isinstance(dim, int)
-    assert isinstance(ranks, int)
-    _require(isinstance(loss, str) and loss in LOSSES, "loss", f"one of {', '.join(LOSSES)}", loss)
-    _require(
-        isinstance(number, torch.dtype) and number in DTYPES.values(), "dtype", f"one of {', '.join(DTYPES)}", dtype
-    )
-    if batch < ranks:
-        raise UserError(f"batch is of all ranks together: at least one example for each of {ranks} ranks, got {batch}")
-    for name, value in (("memory_limit", memory_limit), ("chunk", chunk), ("classes", classes)):
-        what = "an integer of at least 1" + (", as in 80 * 10**9" if name == "memory_limit" else "")
-        _require(value is None or (type(value) is int and 1 <= value < _MOST), name, what, value)
-    for name, value in (("model_bytes", model_bytes), ("gradient_bytes", gradient_bytes)):
-        _require(type(value) is int and 0 <= value < _MOST, name, "an integer, a number of bytes", value)
-    sound = all(type(of) is int and 0 <= of < _MOST for of in activations)
-    got = activations[0] if len(activations) == 1 else activations
-    _require(sound, "encoder_bytes", "an integer, a number of bytes, or one for each encoder", got)
-    _require(_is_number(encoder_flops) and encoder_flops >= 0, "encoder_flops", "at least 0, and finite", encoder_flops)
-    if bandwidth is not None:
-        _require(_is_number(bandwidth) and bandwidth > 0, "bandwidth", "above 0, in bytes per second", bandwidth)
-    shapes = Shapes(loss, batch, dim, ranks)
-    towers, rows = shapes.towers, shapes.rows
-    if len(activations) not in (1, towers):
-        raise UserError(
-            f"encoder_bytes must be one number, or one for each of the {towers} encoder{'s' if towers > 1 else ''} of "
-            f"{loss}; got {len(activations)}"
-        )
-    if chunk is not None and not any(activations):
-        raise UserError("chunk is of gradient caching, which takes encoder_bytes: what an encoder keeps of one row")
-    if isinstance(chunk, int) and chunk > rows:
-        raise UserError(f"chunk must be at most the rows of a rank, {rows} = {batch} / {ranks}; got {chunk}")
-    if keep_graphs is not None:
-        if not isinstance(chunk, int):
-            raise UserError("keep_graphs is a number of chunks: give chunk as well")
-        chunks = towers * ceil(rows / chunk)
-        known = type(keep_graphs) is int and 0 <= keep_graphs <= chunks
-        _require(known, "keep_graphs", f"at most the {chunks} chunks that there are", keep_graphs)
-    if (loss == "partial_fc") != (classes is not None):
-        raise UserError(
-            "partial_fc needs classes, as in classes=1000000"
-            if loss == "partial_fc"
-            else f"classes are of partial_fc; {loss} has none"
-        )
-    if isinstance(classes, int) and classes < ranks:
-        raise UserError(f"there must be a class for each of {ranks} ranks, got classes={classes}")
-    if sample_rate is not None:
-        if loss != "partial_fc":
-            raise UserError(f"sample_rate is of partial_fc, with classes; {loss} has none")
-        _require(_is_number(sample_rate) and 0 <= sample_rate <= 1, "sample_rate", "from 0 to 1", sample_rate)
-    _require(isinstance(device, str) and device in DEVICES, "device", f"one of {', '.join(DEVICES)}", device)
-    _require(rates is None or isinstance(rates, Rates), "rates", "wholebatch.planning.Rates, or None", rates)
+@dataclass(frozen=True)
+class Sizes:
+    """The arguments of :func:`wholebatch.plan`, as given; `activations` is `encoder_bytes` as a tuple."""
+
+    batch_size: int
+    embedding_size: int
+    ranks: int
+    loss: LossName
+    dtype: torch.dtype | str
+    device: str
+    memory_limit: int | None
+    model_bytes: int
+    gradient_bytes: int
+    activations: tuple[int, ...]
+    encoder_flops: float
+    chunk_size: int | None
+    keep_graphs: int | None
+    classes: int | None
+    sample_rate: float | None
+    bandwidth: float | None
+    rates: Rates | None
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Return the dtype, which may be given by name."""
+        return DTYPES[self.dtype] if isinstance(self.dtype, str) else self.dtype
+
+    def check(self) -> None:
+        """Raise UserError for sizes that do not exist or do not go together."""
+        self._check_numbers()
+        self._check_encoders()
+        self._check_classes()
+        _require(isinstance(self.device, str) and self.device in DEVICES, "device", _one_of(DEVICES), self.device)
+        known = self.rates is None or isinstance(self.rates, Rates)
+        _require(known, "rates", "wholebatch.planning.Rates, or None", self.rates)
+
+    def _check_numbers(self) -> None:
+        for name in ("batch_size", "embedding_size", "ranks"):
+            value = getattr(self, name)
+            _require(_is_count(value, 1), name, "an integer of at least 1", value)
+        _require(isinstance(self.loss, str) and self.loss in LOSSES, "loss", _one_of(LOSSES), self.loss)
+        known = isinstance(self.dtype, torch.dtype) and self.dtype in DTYPES.values()
+        known = known or (isinstance(self.dtype, str) and self.dtype in DTYPES)
+        _require(known, "dtype", _one_of(DTYPES), self.dtype)
+        if self.batch_size < self.ranks:
+            raise UserError(
+                f"batch_size is that of all ranks together: at least one example for each of {self.ranks} ranks, got "
+                f"{self.batch_size}"
+            )
+        for name in ("memory_limit", "chunk_size", "classes"):
+            value, example = getattr(self, name), ", as in 80 * 10**9" if name == "memory_limit" else ""
+            _require(value is None or _is_count(value, 1), name, f"an integer of at least 1{example}", value)
+        for name in ("model_bytes", "gradient_bytes"):
+            value = getattr(self, name)
+            _require(_is_count(value, 0), name, "an integer, a number of bytes", value)
+        sound = all(_is_count(each, 0) for each in self.activations)
+        got = self.activations[0] if len(self.activations) == 1 else self.activations
+        _require(sound, "encoder_bytes", "an integer, a number of bytes, or one for each encoder", got)
+        flops = self.encoder_flops
+        _require(_is_number(flops) and flops >= 0, "encoder_flops", "at least 0, and finite", flops)
+        wire = self.bandwidth
+        _require(wire is None or (_is_number(wire) and wire > 0), "bandwidth", "above 0, in bytes per second", wire)
+
+    def _check_encoders(self) -> None:
+        shapes = Shapes(self.loss, self.batch_size, self.embedding_size, self.ranks)
+        towers, rows = shapes.towers, shapes.rows
+        if len(self.activations) not in (1, towers):
+            raise UserError(
+                f"encoder_bytes must be one number, or one for each of the {towers} encoder{'s' if towers > 1 else ''} "
+                f"of {self.loss}; got {len(self.activations)}"
+            )
+        if self.chunk_size is not None and not any(self.activations):
+            raise UserError("chunk_size needs encoder_bytes, the bytes that an encoder keeps of one row")
+        if self.chunk_size is not None and self.chunk_size > rows:
+            raise UserError(
+                f"chunk_size must be at most the rows of a rank, {rows} = {self.batch_size} / {self.ranks}; got "
+                f"{self.chunk_size}"
+            )
+        if self.keep_graphs is not None:
+            if self.chunk_size is None:
+                raise UserError("keep_graphs is a number of chunks: give chunk_size as well")
+            chunks = towers * ceil(rows / self.chunk_size)
+            known = _is_count(self.keep_graphs, 0) and self.keep_graphs <= chunks
+            _require(known, "keep_graphs", f"at most the number of chunks, {chunks}", self.keep_graphs)
+
+    def _check_classes(self) -> None:
+        if (self.loss == PARTIAL_FC) != (self.classes is not None):
+            raise UserError(
+                "partial_fc needs classes, as in classes=1000000"
+                if self.loss == PARTIAL_FC
+                else f"classes belong to partial_fc; {self.loss} has none"
+            )
+        if self.classes is not None and self.classes < self.ranks:
+            raise UserError(f"there must be a class for each of {self.ranks} ranks, got classes={self.classes}")
+        if self.sample_rate is not None:
+            if self.loss != PARTIAL_FC:
+                raise UserError(f"sample_rate belongs to partial_fc, with classes; {self.loss} has none")
+            sound = _is_number(self.sample_rate) and 0 <= self.sample_rate <= 1
+            _require(sound, "sample_rate", "from 0 to 1", self.sample_rate)
 
 
 def check_rates(rates: Rates, loss: LossName, dtype: torch.dtype, device: str, ranks: int) -> None:
-    """They are of what is planned."""
+    """Raise an error unless the rates were taken for this loss, dtype, device and number of ranks."""
     rates.check()
     named, kind = str(dtype).removeprefix("torch."), "cpu" if device == "cpu" else "cuda"
-    for what, theirs, ours in (
+    for name, theirs, ours in (
         ("device", rates.device, kind),
         ("dtype", rates.dtype, named),
         ("ranks", rates.ranks, ranks),
     ):
         if theirs is not None and theirs != ours:
             raise UserError(
-                f"these rates were measured for {what} {theirs}, and this is a plan for {ours}: measure again"
+                f"these rates were measured for {name} {theirs}, and this is a plan for {ours}: measure again"
             )
     if loss not in rates.entry:
         raise UserError(f"these rates are of {', '.join(rates.entry)}: measure them with --loss {loss}")
     if ranks > 1 and rates.wire is None:
-        raise UserError(f"these rates are of one rank, and of no network: measure them on {ranks}, or give bandwidth")
+        raise UserError(f"these rates are of one rank, without a network: measure on {ranks} ranks, or give bandwidth")
+
+
+def _is_count(value: object, least: int) -> bool:
+    return type(value) is int and least <= value < _LIMIT
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -121,6 +151,10 @@ def _is_number(value: object) -> TypeGuard[float]:
         return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
     except OverflowError:  # an int that no float can hold
         return False
+
+
+def _one_of(names: Iterable[str]) -> str:
+    return f"one of {', '.join(names)}"
 
 
 def _require(condition: bool, name: str, expected: str, got: object) -> None:

@@ -1,4 +1,4 @@
-"""A step with its encoders: its memory at the peak, and the settings of loss and caching that are worth a line.
+"""A step with its encoders: its memory at the peak, and the settings that are worth a line of the table.
 
 A rank's memory at the peak of a step:
 
@@ -6,11 +6,11 @@ A rank's memory at the peak of a step:
     model + 2 features + max(kept graphs + max(loss, a chunk's activations),
                              features + max(gradients + a chunk's activations, kept graphs))      GradCache
 
-Gradients of parameters appear in the backward pass, those of features when the loss is done (before, they are among its
-bytes). GradCache has representations once more, as leaves.
+Gradients of parameters appear in the backward pass; gradients of features count among the loss's bytes until the loss
+is done. GradCache holds the representations twice, the second time as leaves.
 
-A step's time: the loss's, and of the encoders 3 forward passes' multiply-adds (1 forward, 2 backward), 4 where a chunk
-is encoded again.
+A step's time is the loss's, plus that of 3 forward passes of the encoders (1 forward, 2 backward), or 4 for a chunk
+that is encoded again.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from ..sweep.memory import Memory
-from .work import ExchangeUsed, Shapes, Work, work_of
+from .shapes import ExchangeUsed, Shapes
+from .work import Work, work_of
 
-_FILLED = 0.9  # of the limit, at most, by what is made to fit: a plan may be some percent too small
-_LEAST_KEPT = 0.1  # of S, below which keeping a part is not worth a line
+_FILLED = 0.9  # of the limit, at most, is filled: a prediction may be some percent too small
+_LEAST_KEPT = 0.1  # of S: keeping a smaller part is not worth a line
 _LARGEST = 2**40 - 1  # rows of a rank
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is planned, beside the settings that are chosen.
+    """The planned step, without the settings to choose.
 
     Args:
         shapes: of the loss.
-        model: bytes of parameters, optimizer and what else is there throughout.
+        model: bytes of parameters, optimizer and all else that a rank holds throughout.
         gradients: bytes of the parameters' gradients, which appear in the backward pass.
-        activations: bytes that each encoder keeps of a row for its backward pass; empty: not known.
+        activations: bytes that each encoder keeps of a row for its backward pass; () if they are not known.
         forward: flops of encoding an example, all towers.
     """
 
@@ -46,48 +47,47 @@ class Step:
     activations: tuple[int, ...]
     forward: float
 
-    def of_batch(self, batch: int) -> Step:
-        """The same with another batch."""
-        return replace(self, shapes=replace(self.shapes, batch=batch))
+    def with_batch_size(self, batch_size: int) -> Step:
+        """Return the same step with another batch."""
+        return replace(self, shapes=replace(self.shapes, batch_size=batch_size))
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What one may choose.
+    """The settings to choose.
 
     Args:
-        exchange: how features travel.
-        kept_size: bytes of each entry of exp(S) that is kept; 0: "flat".
-        kept_bytes: of all that is kept, where that is a part.
-        chunk: rows that are encoded at a time; None: all.
+        exchange: "gather" or "ring".
+        kept_size: bytes of a kept entry of exp(S); 0: "flat".
+        kept_bytes: bytes of all kept entries, where only a part is kept.
+        chunk_size: rows that are encoded at a time; None: all.
         kept_graphs: chunks that are not encoded again.
     """
 
     exchange: ExchangeUsed
     kept_size: int = 0
     kept_bytes: int | None = None
-    chunk: int | None = None
+    chunk_size: int | None = None
     kept_graphs: int = 0
 
     def memory(self, shapes: Shapes) -> Memory:
-        """As the loss takes it."""
+        """Return the value of `memory=` for the loss."""
         if not self.kept_size:
             return "flat"
         return shapes.memory_for(self.kept_size) if self.kept_bytes is None else self.kept_bytes
 
 
-def worth_a_line(step: Step, limit: int, chunk: int | None, keep_graphs: int | None) -> list[Setting]:
-    """Settings of a step, without gradient caching and with it.
+def worthwhile_settings(step: Step, limit: int, chunk_size: int | None, keep_graphs: int | None) -> list[Setting]:
+    """Return the settings of a step, without gradient caching and with it.
 
     Args:
-        step: what is planned.
+        step: the planned step.
         limit: bytes that a rank may take.
-        chunk: rows that are encoded at a time; None: so many that four fit.
-        keep_graphs: chunks that are not encoded again; None: none, and as many as fit, with a tenth of the limit to
-            spare.
+        chunk_size: rows that are encoded at a time; None: small enough that four chunks fit.
+        keep_graphs: chunks that are not encoded again; None: none, and as many as fit in nine tenths of the limit.
     """
     shapes = step.shapes
-    rings = shapes.ranks > 1 and shapes.loss != "partial_fc" and shapes.device == "cpu"
+    rings = shapes.ranks > 1 and shapes.entry is not None and shapes.device == "cpu"
     exchanges: tuple[ExchangeUsed, ...] = ("gather", "ring") if rings else ("gather",)
     found = []
     for chunked in (False, True) if step.activations else (False,):
@@ -95,8 +95,8 @@ def worth_a_line(step: Step, limit: int, chunk: int | None, keep_graphs: int | N
             for kept_size in (0, *shapes.kept_sizes()):
                 setting = Setting(exchange, kept_size)
                 if chunked:
-                    rows = _chunk(step, setting, limit) if chunk is None else chunk
-                    setting = replace(setting, chunk=rows, kept_graphs=keep_graphs or 0)
+                    rows = _chunk(step, setting, limit) if chunk_size is None else chunk_size
+                    setting = replace(setting, chunk_size=rows, kept_graphs=keep_graphs or 0)
                 found.append(setting)
                 if kept_size == min(shapes.kept_sizes(), default=0) and _peak(step, setting) > limit:
                     found += _partly(step, setting, int(_FILLED * limit))
@@ -107,7 +107,7 @@ def worth_a_line(step: Step, limit: int, chunk: int | None, keep_graphs: int | N
 
 
 def _partly(step: Step, setting: Setting, limit: int) -> list[Setting]:
-    """With as much of exp(S) as fits, where all of it does not, or nothing."""
+    """Return the setting that keeps as much of exp(S) as fits, if that is worth a line."""
     flat = replace(setting, kept_size=0)
     room = limit - _peak(step, flat)
     whole = step.shapes.entries * setting.kept_size
@@ -119,55 +119,54 @@ def _partly(step: Step, setting: Setting, limit: int) -> list[Setting]:
 
 
 def _chunk(step: Step, setting: Setting, limit: int) -> int:
-    """The largest power of two of which four fit."""
+    """Return the largest power of two such that four chunks fit."""
     most, rows = max(step.activations), step.shapes.rows
-    room = limit - _peak(step, replace(setting, chunk=1)) + most
+    room = limit - _peak(step, replace(setting, chunk_size=1)) + most
     fits = max(1, min(room // (4 * most), ceil(rows / 2)))
     return 1 << (int(fits).bit_length() - 1)
 
 
 def num_chunks(step: Step, setting: Setting) -> int:
-    """Of one encoder."""
-    assert setting.chunk is not None
-    return ceil(step.shapes.rows / setting.chunk)
+    """Return the number of chunks of one encoder."""
+    assert setting.chunk_size is not None
+    return ceil(step.shapes.rows / setting.chunk_size)
 
 
 def _graphs_that_fit(step: Step, setting: Setting, limit: int) -> int:
-    """How many chunks' graphs may be kept, not all."""
-    if setting.chunk is None:
+    """Return the number of chunks whose graphs fit, fewer than all."""
+    if setting.chunk_size is None:
         return 0
     chunks = len(step.activations) * num_chunks(step, setting)
     return _most(chunks - 1, lambda kept: _peak(step, replace(setting, kept_graphs=kept)) <= limit)
 
 
 def _peak(step: Step, setting: Setting) -> int:
-    """Bytes."""
     work = work_of(step.shapes, setting.exchange, setting.memory(step.shapes))
     return peak_with(step, setting, work)
 
 
 def peak_with(step: Step, setting: Setting, work: Work) -> int:
-    """Bytes at the peak of a step whose loss takes this work."""
-    there = step.model + work.centers + work.features
-    if setting.chunk is None:
-        return there + max(step.shapes.rows * sum(step.activations) + work.loss, step.gradients)
-    rows = min(setting.chunk, step.shapes.rows)
+    """Return the bytes at the peak of a step whose loss does this work."""
+    held = step.model + work.centers + work.features
+    if setting.chunk_size is None:
+        return held + max(step.shapes.rows * sum(step.activations) + work.loss, step.gradients)
+    rows = min(setting.chunk_size, step.shapes.rows)
     kept, chunks, left = 0, num_chunks(step, setting), setting.kept_graphs
-    for of in step.activations:
-        kept += min(left, chunks) * rows * of
+    for bytes_of_row in step.activations:
+        kept += min(left, chunks) * rows * bytes_of_row
         left -= min(left, chunks)
     of_chunk = rows * max(step.activations)
-    second_pass = work.features + max(step.gradients + of_chunk, kept)  # kept graphs go as gradients come
-    return there + work.features + max(kept + max(work.loss, of_chunk), second_pass)
+    second_pass = work.features + max(step.gradients + of_chunk, kept)  # kept graphs are freed as gradients appear
+    return held + work.features + max(kept + max(work.loss, of_chunk), second_pass)
 
 
 def largest_batch(step: Step, setting: Setting, limit: int) -> int:
-    """The largest batch with which it fits, a multiple of the ranks."""
+    """Return the largest global batch that fits, a multiple of the ranks."""
     ranks = step.shapes.ranks
 
-    return ranks * _most(_LARGEST, lambda rows: _peak(step.of_batch(rows * ranks), setting) <= limit)
+    return ranks * _most(_LARGEST, lambda rows: _peak(step.with_batch_size(rows * ranks), setting) <= limit)
 
 
 def _most(largest: int, fits: Callable[[int], bool]) -> int:
-    """The largest number that fits, if all below it do; 0: none from 1."""
+    """Return the largest number that fits, if all smaller ones do; 0 if 1 does not."""
     return bisect_left(range(1, largest + 1), True, key=lambda number: not fits(number))

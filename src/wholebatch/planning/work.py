@@ -1,174 +1,54 @@
-"""What a step of a loss takes on one rank: multiply-adds, exponentials, bytes in memory, bytes on the wire.
+"""Count the work of a loss's step on one rank: multiply-adds, entries of S, bytes in memory, bytes sent.
 
-All of it is known before anything runs, from the shapes alone. With b rows on this rank, B on all W, d numbers each, of
-s bytes as features and of a bytes in sums (4; 8 for float64), one unit being b B d multiply-adds:
+All of it follows from the shapes. With b rows on this rank, B on all W, d numbers each, of s bytes in features and of a
+bytes in sums (4; 8 for float64), one unit being b B d multiply-adds:
 
-               multiply-adds   entries of S    memory, beside features and their gradients
+               multiply-adds   entries of S    memory, without features and their gradients
     CLIP       4 units         b B             tiles, and   gather: B d (s + 2a) + 2 b d a
     InfoNCE    4 units         b B                          ring:   b d (2s + 4a)
                                                             alone:  2 b d a
     SigLIP     3 units         b B             as CLIP, but gather: 2 B d a + 2 b d a
     NT-Xent    4 of half       (2b)(2B) / 2    as CLIP with 2b rows in a bytes, and   ring: b d a more
-    SupCon     4 of half       b B / 2         the same with b rows
+    SupCon     4 of half       b B / 2         as NT-Xent with b rows
     PartialFC  4 k B d         k B             the larger of tiles + k d a + B d (s + 2a), k d s + B d (s + 5a)
 
-Gather: Y, its gradient, the buffer of the reduce-scatter; the gradients of X and of own rows of Y. Ring: X's gradient,
-two blocks of Y, two of its gradient, one that arrives. Alone: both gradients, or of a symmetric S the rows of unit
-length and their gradient. PartialFC, of k classes on each rank: the gradient of their centers, which of a sample takes
-the place of the last step's; of all ranks' embeddings they, of unit length and their gradient, then what becomes of it
-when the tiles are gone. The tiles are two of side x side, and for half precision the rows that are widened; in half
-precision, a gradient is beside the one in float32 that it is rounded from.
+`losses.catalog` says which of these rows a loss follows. Gather holds Y, its gradient, and the buffer of the
+reduce-scatter; the gradients of X and of the local rows of Y. Ring holds X's gradient, two blocks of Y, two of its
+gradient, and one that arrives. Alone, a rank holds both gradients; with a symmetric S, the rows of unit length and
+their gradient. PartialFC, with k classes on each rank, holds the gradient of their centers, which for a sample replaces
+that of the last step; and of all ranks' embeddings the rows, the rows of unit length and their gradient, and when the
+tiles are freed, the gradient of the embeddings. The tiles are two of side x side, and for half precision the widened
+rows; in half precision, a gradient exists together with its float32 original while it is rounded.
 
-What `memory=` keeps of exp(S) is not computed again: its entries save one unit in four, and one of two exponentials.
+The part of exp(S) that `memory=` keeps is not computed again: its entries save one unit in four, and one of two
+exponentials.
 
-The wire, sent by each rank: by "gather" Y out and its gradient home, (W - 1)/W B d numbers each; by "ring" Y in each of
-two passes (SigLIP: one), (W - 1) b d numbers each, and its gradient, W b d; and O(B) sums. Of PartialFC embeddings out
-and their gradient home.
+Each rank sends: by "gather" Y and its gradient, (W - 1)/W B d numbers each; by "ring" Y in each of two passes (SigLIP:
+one), (W - 1) b d numbers each, and its gradient, W b d; and O(B) sums. For PartialFC, embeddings and their gradient.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
-from typing import Literal, get_args
 
-import torch
-
-from .._precision import accumulation_dtype
-from ..exchange import num_entries
-from ..exchange.schedule import full, half
-from ..exchange.select import automatic
-from ..partition import Partition
-from ..sweep import default_side
-from ..sweep.memory import Budget, Memory, fit
-
-LossName = Literal["clip", "info_nce", "siglip", "nt_xent", "sup_con", "partial_fc"]
-LOSSES: tuple[LossName, ...] = get_args(LossName)
-ExchangeUsed = Literal["gather", "ring"]
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """Of a step.
-
-    Args:
-        loss: its name.
-        batch: B, examples on all ranks: pairs, or images of classes.
-        dim: d.
-        ranks: W.
-        dtype: of the features.
-        device: "cpu" or "cuda", on which the side of a tile depends, and whether there is a ring: NCCL runs none.
-        classes: C, of PartialFC, on all ranks.
-        sample_rate: of PartialFC.
-    """
-
-    loss: LossName
-    batch: int
-    dim: int
-    ranks: int = 1
-    dtype: torch.dtype = torch.float32
-    device: str = "cpu"
-    classes: int = 0
-    sample_rate: float = 1.0
-
-    @property
-    def sums_size(self) -> int:
-        """a, bytes of a number in sums and gradients."""
-        return accumulation_dtype(self.dtype).itemsize
-
-    @property
-    def size(self) -> int:
-        """s, bytes of a number that travels; rows of unit length are made in the precision of sums."""
-        return self.sums_size if self.symmetric else self.dtype.itemsize
-
-    @property
-    def towers(self) -> int:
-        """Features of each example."""
-        return 1 if self.loss in ("sup_con", "partial_fc") else 2
-
-    @property
-    def rows(self) -> int:
-        """b, of the rank that has most."""
-        return ceil(self.batch / self.ranks)
-
-    @property
-    def centers(self) -> int:
-        """Of classes, on the rank that has most."""
-        return ceil(self.classes / self.ranks)
-
-    @property
-    def sampled(self) -> int:
-        """Classes of a step on a rank: labels, and of the others each with one probability; rarely more than this."""
-        if self.sample_rate == 1:
-            return self.centers
-        with_label = self.classes * (1 - (1 - 1 / self.classes) ** self.batch)
-        others = self.classes - with_label
-        spread = (others * self.sample_rate * (1 - self.sample_rate) / self.ranks) ** 0.5
-        return min(self.centers, ceil((with_label + self.sample_rate * others) / self.ranks + 3 * spread))
-
-    @property
-    def symmetric(self) -> bool:
-        """Whether S is features against themselves."""
-        return self.loss in ("nt_xent", "sup_con")
-
-    @property
-    def partition(self) -> Partition:
-        """Who owns which rows of Y; of a symmetric S they are those of all views."""
-        counts = Partition.even(self.batch, self.ranks).counts
-        return Partition(tuple(2 * n for n in counts)) if self.loss == "nt_xent" else Partition(counts)
-
-    @property
-    def side(self) -> int:
-        """Of a tile."""
-        return default_side(torch.device(self.device))
-
-    @property
-    def entries(self) -> int:
-        """Of S, on the first rank, which has most rows."""
-        if self.loss == "partial_fc":
-            return self.sampled * self.batch
-        columns = self.partition
-        visits = half(columns, 0) if self.symmetric else full(columns.counts[0], columns, 0)
-        return num_entries(visits, self.side)
-
-    def exchange(self) -> ExchangeUsed:
-        """What "auto" is for them."""
-        if self.loss == "partial_fc":
-            return "gather"
-        rings = self.device == "cpu"
-        return automatic(self.partition.total, self.dim * self.sums_size, rings=rings)
-
-    def budget(self, memory: Memory) -> Budget:
-        """What `memory=` is for them. SigLIP keeps nothing; SupCon, which has several positives, nothing rounded."""
-        entries = 0 if self.loss == "siglip" else self.entries
-        dtype = accumulation_dtype(self.dtype)
-        return fit(memory, entries=entries, side=self.side, dtype=dtype, exact=self.loss == "sup_con")
-
-    def memory_for(self, itemsize: int) -> int:
-        """The bytes with which all of exp(S) is kept, in so many bytes for each entry."""
-        return 2 * self.side**2 * self.sums_size + self.entries * itemsize
-
-    def kept_sizes(self) -> tuple[int, ...]:
-        """Bytes of an entry of exp(S), of all ways to keep it."""
-        if self.loss == "siglip":
-            return ()
-        return (self.sums_size,) if self.sums_size == 8 or self.loss == "sup_con" else (2, self.sums_size)
+from ..sweep.memory import Budget, Memory
+from .shapes import ExchangeUsed, Shapes
 
 
 @dataclass(frozen=True)
 class Work:
-    """Of one step, on the rank with most.
+    """The work of one step on the rank with most.
 
     Args:
         flops: two for each multiply-add.
-        again: of them, those that compute S once more.
+        again: the part of `flops` that computes S a second time.
         entries: of S.
-        kept: of them, from the forward pass for the backward pass.
-        kept_size: bytes of each that is kept.
+        kept: the part of `entries` that is kept from the forward pass for the backward pass.
+        kept_size: bytes of a kept entry.
         features: bytes of X and Y, or of embeddings; their gradients take as many.
         centers: bytes of PartialFC's centers and of their gradient.
-        loss: bytes at the peak of the loss, beside these; gradients of features come out of it.
-        wire: bytes that it sends.
+        loss: further bytes at the peak of the loss, the features' gradients included.
+        wire: bytes that the rank sends.
         messages: collectives, or messages to other ranks, one after the other.
     """
 
@@ -185,7 +65,7 @@ class Work:
 
 
 def work_of(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> Work:
-    """A step with these settings.
+    """Return the work of a step with these settings.
 
     >>> work = work_of(Shapes("clip", 8192, 512), "gather", "flat")
     >>> work.flops / (2 * 8192**2 * 512), work.loss // 10**6
@@ -196,51 +76,52 @@ def work_of(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> Work:
     """
     budget = shapes.budget(memory)
     entries, kept = shapes.entries, min(budget.kept, shapes.entries)
-    again = 0 if shapes.loss == "siglip" else entries - kept
-    held = _of_tiles(shapes, exchange, budget) + kept * budget.kept_dtype.itemsize
+    again = 0 if shapes.one_pass else entries - kept
+    held = _bytes_of_tiles(shapes, exchange, budget) + kept * budget.kept_dtype.itemsize
     wire, messages = _wire(shapes, exchange)
     return Work(
-        flops=2 * shapes.dim * (3 * entries + again - _mirrored(shapes)),
-        again=2 * shapes.dim * again,
+        flops=2 * shapes.embedding_size * (3 * entries + again - _mirrored(shapes)),
+        again=2 * shapes.embedding_size * again,
         entries=entries,
         kept=kept,
         kept_size=budget.kept_dtype.itemsize,
-        features=shapes.towers * shapes.rows * shapes.dim * shapes.dtype.itemsize,
-        centers=_of_centers(shapes),
-        loss=_of_classes(shapes, held) if shapes.loss == "partial_fc" else _at_the_peak(shapes, exchange, held),
+        features=shapes.towers * shapes.rows * shapes.embedding_size * shapes.dtype.itemsize,
+        centers=_bytes_of_centers(shapes),
+        loss=_peak_of_classes(shapes, held) if shapes.entry is None else _peak_of_pairs(shapes, exchange, held),
         wire=wire,
         messages=messages,
     )
 
 
 def _mirrored(shapes: Shapes) -> int:
-    """Entries of tiles on the diagonal of a symmetric S, whose gradient is multiplied by their rows alone."""
+    """Return the entries of diagonal tiles of a symmetric S, whose gradient is multiplied by their rows only."""
     if not shapes.symmetric:
         return 0
     tiles, rest = divmod(shapes.partition.counts[0], shapes.side)
     return tiles * shapes.side**2 + rest**2
 
 
-def _of_centers(shapes: Shapes) -> int:
-    """Bytes of centers and of their gradient, which is a sample's, or of all."""
+def _bytes_of_centers(shapes: Shapes) -> int:
+    """Return the bytes of centers and of their gradient, which has a sample's rows or all."""
     gradient = shapes.centers if shapes.sample_rate == 1 else shapes.sampled
-    return (shapes.centers + gradient) * shapes.dim * shapes.dtype.itemsize if shapes.classes else 0
+    return (shapes.centers + gradient) * shapes.embedding_size * shapes.dtype.itemsize if shapes.classes else 0
 
 
-def _of_tiles(shapes: Shapes, exchange: ExchangeUsed, budget: Budget) -> int:
-    """Bytes of two tiles, and of their rows of X and Y in the precision of sums where features have another."""
+def _bytes_of_tiles(shapes: Shapes, exchange: ExchangeUsed, budget: Budget) -> int:
+    """Return the bytes of two tiles, and of their rows of X and Y if these are widened to the precision of sums."""
     sums, of_rank = shapes.sums_size, max(shapes.partition.counts)
-    rows = min(budget.side, shapes.sampled if shapes.loss == "partial_fc" else of_rank)
+    rows = min(budget.side, shapes.sampled if shapes.entry is None else of_rank)
     cols = min(budget.side, of_rank if exchange == "ring" else shapes.partition.total)
-    # Rows alone have weights: a CPU never touches the second tile, which is then no memory.
-    number = 1 if shapes.loss == "info_nce" and shapes.device == "cpu" else 2
-    widened = 0 if shapes.symmetric or shapes.dtype.itemsize == sums else (rows + cols) * shapes.dim
+    sweep = None if shapes.entry is None else shapes.entry.sweep
+    # A CPU then never writes to the second tile, and untouched memory is not resident.
+    number = 1 if sweep is not None and sweep.weights_of_rows_only and shapes.device == "cpu" else 2
+    widened = 0 if shapes.symmetric or shapes.dtype.itemsize == sums else (rows + cols) * shapes.embedding_size
     return (number * rows * cols + widened) * sums
 
 
-def _at_the_peak(shapes: Shapes, exchange: ExchangeUsed, held: int) -> int:
-    """Bytes of what travels, and of gradients before they are the features'; with those that the sweep holds."""
-    s, a, d, w = shapes.size, shapes.sums_size, shapes.dim, shapes.ranks
+def _peak_of_pairs(shapes: Shapes, exchange: ExchangeUsed, held: int) -> int:
+    """Return the bytes that the sweep holds, of exchanged rows, and of gradients before they are the features'."""
+    s, a, d, w = shapes.size, shapes.sums_size, shapes.embedding_size, shapes.ranks
     b, total = max(shapes.partition.counts), shapes.partition.total
     of_sums = 8 * 6 * (total if exchange == "gather" else 2 * b)
     if w == 1:
@@ -248,36 +129,36 @@ def _at_the_peak(shapes: Shapes, exchange: ExchangeUsed, held: int) -> int:
         return 2 * b * d * a + max(held, rounded) + of_sums
     if exchange == "ring":
         moved = b * d * (2 * s + 4 * a) + (b * d * a if shapes.symmetric else 0) + (b * d * s if s < a else 0)
-    elif shapes.loss == "siglip":
+    elif shapes.one_pass:
         moved = 2 * total * d * a + 2 * b * d * a
     else:
         moved = total * d * (s + 2 * a) + 2 * b * d * a
     return held + moved + of_sums
 
 
-def _of_classes(shapes: Shapes, held: int) -> int:
-    """Bytes of PartialFC: in the sweep; when the centers' gradient is rounded; and behind it."""
-    s, a, d = shapes.size, shapes.sums_size, shapes.dim
-    embeddings, centers = shapes.batch * d, shapes.sampled * d
+def _peak_of_classes(shapes: Shapes, held: int) -> int:
+    """Return PartialFC's bytes: the largest of the sweep, of rounding the centers' gradient, and after it."""
+    s, a, d = shapes.size, shapes.sums_size, shapes.embedding_size
+    embeddings, centers = shapes.batch_size * d, shapes.sampled * d
     drawn = 16 * shapes.centers if shapes.sample_rate < 1 else 0
     in_sweep = held + centers * a + embeddings * (s + 2 * a)
     rounding = centers * (a + s) + embeddings * a if s < a else 0
-    behind = centers * s + embeddings * (s + 5 * a)
+    after = centers * s + embeddings * (s + 5 * a)
     if s < a:  # embeddings are widened once, and their gradient is rounded once
-        behind += embeddings * (a + s)
-    return drawn + max(in_sweep, rounding, behind)
+        after += embeddings * (a + s)
+    return drawn + max(in_sweep, rounding, after)
 
 
 def _wire(shapes: Shapes, exchange: ExchangeUsed) -> tuple[float, int]:
-    """Bytes that a rank sends, and messages one after the other."""
-    s, a, d, w = shapes.size, shapes.sums_size, shapes.dim, shapes.ranks
+    """Return the bytes that a rank sends, and the number of messages one after the other."""
+    s, a, d, w = shapes.size, shapes.sums_size, shapes.embedding_size, shapes.ranks
     b, total = max(shapes.partition.counts), shapes.partition.total
     if w == 1:
         return 0, 0
-    if shapes.loss == "partial_fc":
+    if shapes.entry is None:
         return (w - 1) / w * total * (2 * d * s + 4 * 8), 9
     if exchange == "gather":
         return (w - 1) / w * total * (d * (s + a) + 3 * 8), 6
     steps = w // 2 if shapes.symmetric else w - 1
-    passes = 1 if shapes.loss == "siglip" else 2  # in each, those of a step pass all ranks at once
+    passes = 1 if shapes.one_pass else 2  # in each, all ranks send a step's rows at once
     return steps * b * (passes * d * s + 2 * 8) + (steps + 1) * b * (d * a + 8), passes * (steps + 1)

@@ -11,13 +11,12 @@ from .ranking import RankingSweep
 from .sigmoid import SigmoidSweep
 from .sigmoid_kernels import KernelSigmoidSweep
 from .soft_targets import SoftTargetSweep
-from .softmax import Bend, Over, Selection, SoftmaxSweep, Sums, Weights
+from .softmax import LogitTransform, Over, Selection, SoftmaxSweep, Sums, Weights
 from .softmax_kernels import KernelSoftmaxSweep
 
 __all__ = [
     "LARGEST",
     "NONE",
-    "Bend",
     "Block",
     "Budget",
     "Diagonals",
@@ -29,6 +28,7 @@ __all__ = [
     "KernelNestedSweep",
     "KernelSigmoidSweep",
     "KernelSoftmaxSweep",
+    "LogitTransform",
     "Memory",
     "NamedRows",
     "NestedSweep",

@@ -32,8 +32,8 @@ class KernelTiles:
     Args:
         driver: of the rows; its bias is the business of who adds it.
         positive, excluded: sets of entries.
-        candidates: which entries are, as :class:`kernels.TileOf` has it.
-        of_rows: what rows have of their own, or None.
+        candidates: which entries are, as :class:`kernels.TileInputs` has it.
+        row_terms: what rows have of their own, or None.
         side: rows and columns of a tile.
     """
 
@@ -41,7 +41,7 @@ class KernelTiles:
     positive: Members
     excluded: Members
     candidates: int
-    of_rows: kernels.OfRows | None
+    row_terms: kernels.RowTerms | None
     side: int
     _written: Tensor | None = field(default=None, init=False)
 
@@ -75,27 +75,27 @@ class KernelTiles:
         positive, excluded = (members(entries, columns, device) for entries in (pairs.positive, pairs.excluded))
         if positive is None or excluded is None:
             return None
-        of_rows = None
+        row_terms = None
         if normed or offsets is not None:
             scales = torch.ones(len(driver.x), dtype=torch.float32, device=device)
-            of_rows = kernels.OfRows(scales if driver.norms is None else scales.div_(driver.norms[:, 0]), offsets)
+            row_terms = kernels.RowTerms(scales if driver.norms is None else scales.div_(driver.norms[:, 0]), offsets)
         side = side_of_tiles(driver.side, driver.x.dtype)
         if bytes_of_an_entry is not None:
             ours, theirs = bytes_of_an_entry
             side = isqrt(driver.side**2 * theirs // ours)
-        return cls(driver, positive, excluded, candidates, of_rows, side)
+        return cls(driver, positive, excluded, candidates, row_terms, side)
 
-    def __call__(self, block: Block) -> Iterator[tuple[Tile, kernels.TileOf]]:
+    def __call__(self, block: Block) -> Iterator[tuple[Tile, kernels.TileInputs]]:
         """Each tile of the block."""
-        driver, of_rows = self.driver, self.of_rows
+        driver, row_terms = self.driver, self.row_terms
         for tile in tiles(block.rows, block.cols, self.side, triangle=block.triangle):
             of_tile = None
-            if of_rows is not None:
-                offsets = None if of_rows.offsets is None else of_rows.offsets[tile.rows]
-                of_tile = kernels.OfRows(of_rows.scales[tile.rows], offsets)
+            if row_terms is not None:
+                offsets = None if row_terms.offsets is None else row_terms.offsets[tile.rows]
+                of_tile = kernels.RowTerms(row_terms.scales[tile.rows], offsets)
             yield (
                 tile,
-                kernels.TileOf(
+                kernels.TileInputs(
                     driver.x[tile.rows],
                     block.y[relative(tile.cols, block), : driver.width].to(driver.x.dtype),
                     driver.scale,
@@ -116,7 +116,7 @@ class KernelTiles:
         return self._written[: prod(shape)].view(shape)
 
     def products(
-        self, grad: Tensor, tile: Tile, of: kernels.TileOf, block: Block, u: Tensor | None, v: Tensor | None
+        self, grad: Tensor, tile: Tile, of: kernels.TileInputs, block: Block, u: Tensor | None, v: Tensor | None
     ) -> None:
         """Add the tile of dS times its rows of Y to `u`, (b, d), and its transpose times X to `v`, (n, d)."""
         if u is not None:

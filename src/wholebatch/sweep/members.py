@@ -11,7 +11,7 @@ from .. import kernels
 from ..partition import Tile
 from .pairs import Diagonals, Entries, EqualIds, NamedRows, Union
 
-NO_IDS, OR_EQUAL_IDS, EQUAL_IDS_BUT = range(3)  # as `kernels.tile` has them
+NO_IDS, OR_EQUAL_IDS, EQUAL_IDS_BUT = range(3)  # as in `kernels.tiles.common`
 _NAMES = 4  # of a column, that a kernel knows
 
 

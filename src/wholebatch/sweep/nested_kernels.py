@@ -1,6 +1,7 @@
-"""The nested sweep in kernels: one gives all parts' sums of a tile, one writes what each part's features meet.
+"""The nested sweep in kernels: one computes the sums of all parts of a tile, one writes the factors of the features.
 
-Where X and Y are float32 that was half precision, they are multiplied as that: nothing is lost, and it is faster.
+Where X and Y are float32 that was widened from half precision, they are multiplied in half precision: this is exact,
+and faster.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..partition import Tile
 from .driver import Block, Driver, relative
 from .kernel_tiles import KernelTiles, add_product_
 from .nested import NestedSweep
@@ -18,12 +20,12 @@ from .pairs import Pairs
 
 
 class KernelNestedSweep(NestedSweep):
-    """As :class:`NestedSweep`; what kernels do not know is left to plain PyTorch.
+    """:class:`NestedSweep` in kernels; cases that kernels do not support use plain PyTorch.
 
     Args:
         driver, pairs, dims, inverse_norms, scale, shift: as there.
-        columns: how many the global batch has.
-        dtype: that the features had.
+        columns: the number of columns of the global batch.
+        dtype: the dtype of the features before they were widened.
     """
 
     def __init__(
@@ -47,15 +49,10 @@ class KernelNestedSweep(NestedSweep):
         if self._tiles is None:
             super().sums(block, rows, targets, cols)
             return
-        for tile, of_tile in self._tiles(block):
+        for tile, inputs in self._tiles(block):
             here = relative(tile.cols, block)
             of_rows, of_targets, of_cols = kernels.nested_sums(
-                of_tile,
-                self._ends,
-                _by_part(self._rows[tile.rows]),
-                _by_part(self._inverse(block)[here]),
-                shift=self.shift,
-                cols=cols is not None,
+                self._nested(tile, inputs, block), shift=self.shift, cols=cols is not None
             )
             rows[tile.rows] += of_rows.T
             targets[tile.rows] += of_targets.T
@@ -76,18 +73,18 @@ class KernelNestedSweep(NestedSweep):
         if self._tiles is None:
             super().gradients(block, rows, targets, cols, u, v, of_rows, of_cols)
             return
-        for tile, of_tile in self._tiles(block):
+        for tile, inputs in self._tiles(block):
             here, grads = relative(tile.cols, block), self._tiles.gradient(tile, len(self.dims))
+            weights = kernels.NestedWeights(
+                _by_part(rows[tile.rows]),
+                _by_part(targets[tile.rows]),
+                None if cols is None else _by_part(cols[here]),
+            )
             rows_totals, cols_totals = kernels.nested_gradient(
-                of_tile,
+                self._nested(tile, inputs, block),
                 grads,
-                self._ends,
-                _by_part(self._rows[tile.rows]),
-                _by_part(self._inverse(block)[here]),
+                weights,
                 shift=self.shift,
-                rows=_by_part(rows[tile.rows]),
-                targets=_by_part(targets[tile.rows]),
-                cols=None if cols is None else _by_part(cols[here]),
                 totals_of_cols=of_cols is not None,
             )
             of_rows[tile.rows] += rows_totals.T
@@ -95,11 +92,15 @@ class KernelNestedSweep(NestedSweep):
                 of_cols[here] += cols_totals.T
             for grad, features in zip(grads, self._parts, strict=True):
                 if u is not None:
-                    add_product_(u[tile.rows, features], grad, of_tile.y[:, features])
+                    add_product_(u[tile.rows, features], grad, inputs.y[:, features])
                 if v is not None:
-                    add_product_(v[here, features], grad.T, of_tile.x[:, features])
+                    add_product_(v[here, features], grad.T, inputs.x[:, features])
+
+    def _nested(self, tile: Tile, inputs: kernels.TileInputs, block: Block) -> kernels.NestedTile:
+        col_scales = self._inverse(block)[relative(tile.cols, block)]
+        return kernels.NestedTile(inputs, self._ends, _by_part(self._rows[tile.rows]), _by_part(col_scales))
 
 
 def _by_part(x: Tensor) -> Tensor:
-    """(n, parts) as (parts, n), float32."""
+    """Transpose (n, parts) to (parts, n), float32."""
     return x.T.float().contiguous()

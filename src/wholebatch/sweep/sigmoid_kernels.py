@@ -1,4 +1,4 @@
-"""The sigmoid sweep in kernels: one writes a tile of dS and sums its losses, two products add dS to dX and dY."""
+"""The sigmoid sweep in kernels: one writes a tile of dS and sums its losses, two products add it to dX and dY."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .sigmoid import SigmoidSweep
 
 
 class KernelSigmoidSweep(SigmoidSweep):
-    """As :class:`SigmoidSweep`; what kernels do not know is left to plain PyTorch.
+    """:class:`SigmoidSweep` in kernels; cases that kernels do not support use plain PyTorch.
 
-    Weights of float16 features are to be at most `LARGEST`, and that for most, as in the softmax sweep.
+    For float16 features most weights should be `LARGEST`, and none larger, as in the softmax sweep.
     """
 
     def __init__(
@@ -28,10 +28,10 @@ class KernelSigmoidSweep(SigmoidSweep):
         if self._tiles is None:
             super().block(block, u, v, bias=bias)
             return
-        for tile, of_tile in self._tiles(block):
+        for tile, inputs in self._tiles(block):
             grad = None if u is None and v is None else self._tiles.gradient(tile)
             losses, totals = kernels.tile_sigmoid(
-                of_tile,
+                inputs,
                 grad,
                 bias=self.driver.bias,
                 weights=None if self._weights is None else self._weights[tile.rows, 0],
@@ -41,4 +41,4 @@ class KernelSigmoidSweep(SigmoidSweep):
             if totals is not None:
                 self.grad_bias += totals.sum()
             if grad is not None:
-                self._tiles.products(grad, tile, of_tile, block, u, v)
+                self._tiles.products(grad, tile, inputs, block, u, v)

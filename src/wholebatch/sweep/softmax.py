@@ -48,10 +48,10 @@ _T = TypeVar("_T")
 Over = Literal["negatives", "all", "positives"]
 
 
-class Bend(Protocol):
+class LogitTransform(Protocol):
     """A function of the logits that takes their place, entry by entry; `cols` says which columns these are."""
 
-    def bend_(self, logits: Tensor, cols: slice, /) -> Tensor:
+    def transform_(self, logits: Tensor, cols: slice, /) -> Tensor:
         """S to f(S), in place."""
         ...
 
@@ -80,7 +80,7 @@ class Selection:
     floor: Tensor | None = None
     ceiling: Tensor | None = None
     guide: Tensor | None = None
-    bend: Bend | None = None
+    transform: LogitTransform | None = None
     offsets: Tensor | None = None
     best_of: int = 1
 
@@ -200,10 +200,10 @@ class SoftmaxSweep:
         if selection.best_of > 1:
             _keep_the_best_(logits, selection.best_of)
         steepness = None
-        if selection.bend is not None:
+        if selection.transform is not None:
             if slope:
-                steepness = selection.bend.slope_(self.driver.spare(tile).copy_(logits), tile.cols)
-            selection.bend.bend_(logits, tile.cols)
+                steepness = selection.transform.slope_(self.driver.spare(tile).copy_(logits), tile.cols)
+            selection.transform.transform_(logits, tile.cols)
         if selection.offsets is not None:
             logits.add_(selection.offsets[tile.rows, None])
         values = None if at is None else logits[at]

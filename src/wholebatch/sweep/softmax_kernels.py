@@ -1,19 +1,19 @@
 """The softmax sweep in kernels: tiles of S that stay on the chip, and tiles of dS in the features' precision.
 
-    forward     a kernel gives a tile's sums: 1 unit of multiply-adds, and nothing of S in memory
+    forward     a kernel computes a tile's sums: 1 unit of multiply-adds, and nothing of S in memory
     backward    a kernel writes a tile of dS; two products add it to dX and dY
 
-Where exp(S) is kept, the first kernel writes it and the second reads it. Rows and columns that are to be divided by
-their norms are multiplied as they are, and the norms come in afterward: S_ij = scale x_i . y_j / (|x_i| |y_j|), and
-with G_ij = dS_ij / (|x_i| |y_j|),
+Where exp(S) is kept, the first kernel writes it and the second reads it. Rows and columns that are normalized are
+multiplied as they are, and divided by their norms afterward: S_ij = scale x_i . y_j / (|x_i| |y_j|), and with
+G_ij = dS_ij / (|x_i| |y_j|),
 
     U_i = |x_i| sum_j G_ij y_j,        V_j = |y_j| sum_i G_ij x_i
 
-Weights of float16 features are to be such that dS is at most `LARGEST`: it has little room above, and what is a million
-times smaller is lost.
+For float16 features the weights must make dS at most `LARGEST`: float16 has little room above, and entries a million
+times smaller are lost.
 
-What a kernel does not know (a bend, a guide, a shift for each row and column, statistics) is left to plain PyTorch. The
-two terms of a positive's dS are added in float32 here.
+Cases that kernels do not support (a transform of logits, a guide, a shift for each row and column, statistics) use
+plain PyTorch. The two terms of a positive's dS are added in float32 here.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _CANDIDATES = {"negatives": 0, "all": 1, "positives": 2}
 
 
 class KernelSoftmaxSweep(SoftmaxSweep):
-    """As :class:`SoftmaxSweep`, of numbers that are in `fields`.
+    """:class:`SoftmaxSweep` in kernels, for the sums in `fields`.
 
-    Sums and gradients are both made by kernels or both by plain PyTorch, for their exponentials have to be the same.
+    Sums and gradients are either both computed by kernels or both by plain PyTorch, for they need equal exponentials.
     """
 
     fields = frozenset({"sum", "target", "logits", "count"})
 
     def __init__(self, driver: Driver, selection: Selection, columns: int, *, kept: KeptTiles | None = None) -> None:
         super().__init__(driver, selection, kept=kept)
-        self._tiles = self._known(columns)
+        self._tiles = self._supported(columns)
 
     def sums(self, block: Block, rows: Sums | None, cols: Sums | None) -> None:
         shift = one_shift(rows, cols)
@@ -49,11 +49,11 @@ class KernelSoftmaxSweep(SoftmaxSweep):
         if shift is None or self._tiles is None:
             super().sums(block, rows, cols)
             return
-        for tile, of_tile in self._tiles(block):
+        for tile, inputs in self._tiles(block):
             sides = [rows and rows[tile.rows], None if tile.own_mirror else cols and cols[relative(tile.cols, block)]]
             names = [() if side is None else side.fields.keys() for side in sides]
             keep = None if self.kept is None else self.kept.next(tile.shape)
-            made = kernels.tile_sums(of_tile, shift=shift, rows=names[0], cols=names[1], keep=keep)
+            made = kernels.tile_sums(inputs, shift=shift, rows=names[0], cols=names[1], keep=keep)
             for side, of_side in zip(sides, made, strict=True):
                 for name, new in of_side.items():
                     assert side is not None
@@ -75,32 +75,32 @@ class KernelSoftmaxSweep(SoftmaxSweep):
         normed = list(self._normed(block, u, v))
         for product, norms in normed:
             product.div_(norms)
-        for tile, of_tile in self._tiles(block):
+        for tile, inputs in self._tiles(block):
             sides = [rows and rows[tile.rows], cols and cols[relative(tile.cols, block)]]
             grad, kept = self._tiles.gradient(tile), None if self.kept is None else self.kept.next(tile.shape)
             of_rows, of_cols = ({} if side is None else side.named() for side in sides)
             totals = kernels.tile_gradient(
-                of_tile, grad, shift=shift, rows=of_rows, cols=of_cols, kept=kept, totals=of_offsets is not None
+                inputs, grad, shift=shift, rows=of_rows, cols=of_cols, kept=kept, totals=of_offsets is not None
             )
             if of_offsets is not None and totals is not None:
                 of_offsets[tile.rows] += totals
-            self._tiles.products(grad, tile, of_tile, block, u, v)
+            self._tiles.products(grad, tile, inputs, block, u, v)
         for product, norms in normed:
             product.mul_(norms)
 
     def _normed(self, block: Block, u: Tensor | None, v: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Products whose rows are to be multiplied by norms when they are there, and these."""
+        """Yield the products whose rows are multiplied by norms afterward, and these norms."""
         if u is not None and self.driver.norms is not None:
             yield u[block.rows], self.driver.norms[block.rows]
-        same = u is not None and v is not None and u[block.rows].data_ptr() == v.data_ptr()  # of a symmetric S
-        if v is not None and self.driver.col_norms is not None and not same:
+        is_same = u is not None and v is not None and u[block.rows].data_ptr() == v.data_ptr()  # of a symmetric S
+        if v is not None and self.driver.col_norms is not None and not is_same:
             yield v, self.driver.col_norms[block.cols]
 
-    def _known(self, columns: int) -> KernelTiles | None:
-        """None if a kernel does not know what is asked, whichever way is gone."""
+    def _supported(self, columns: int) -> KernelTiles | None:
+        """Return the tiles for kernels, or None if kernels do not support the selection."""
         selection = self.selection
-        plain = (selection.floor, selection.ceiling, selection.guide, selection.bend)
-        if any(of is not None for of in plain) or selection.best_of > 1 or self.driver.bias != 0:
+        unsupported = (selection.floor, selection.ceiling, selection.guide, selection.transform)
+        if any(of is not None for of in unsupported) or selection.best_of > 1 or self.driver.bias != 0:
             return None
         return KernelTiles.of(
             self.driver,

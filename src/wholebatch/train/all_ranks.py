@@ -1,4 +1,4 @@
-"""What every rank does for itself, and what none goes on from if one of them could not."""
+"""A local action of every rank that succeeds on all ranks or fails on all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _R = TypeVar("_R")
 def on_all_ranks(
     caller: str, act: Callable[[], _R], facts: Callable[[_R], dict[str, Any]] = lambda _: {}
 ) -> tuple[_R, list[dict[str, Any]]]:
-    """Return the result of `act`, once it has succeeded on all ranks, and the facts that each rank makes of its own.
+    """Return the local result of `act`, once it has succeeded on all ranks, and each rank's `facts` of its result.
 
     Collective: one handshake.
 
@@ -29,9 +29,9 @@ def on_all_ranks(
         return facts(results[0])
 
     try:
-        everyone = wb.comm.handshake(wb.comm.select_communicator(None), state, caller=caller)
+        everyone = wb.comm.select_communicator(None).handshake(state, caller=caller)
     except ValueError as error:
         if error.__cause__ is not None and not isinstance(error.__cause__, UserError):
-            raise  # a bug of ours, with its traceback
+            raise  # an error of this program, with its traceback
         raise UserError(str(error).removeprefix(f"{caller}: ")) from error
     return results[0], everyone

@@ -1,10 +1,10 @@
-"""The audit at the start of a run, of what is about to be trained; and the same as problems for `wholebatch audit`.
+"""The audit before training, and the application's tasks as problems for `wholebatch audit`.
 
     wholebatch audit wholebatch.train.audited:retrieve
     wholebatch audit wholebatch.train.audited:identify
 
-At the start it is the cheap form: the ranks that there are, in the run's own precision, on the first examples of the
-first batch; each compares the gradient that it ends with with that of the loss's dense twin, which it computes alone.
+The audit before training is cheap: it uses the run's ranks and precision, and the first examples of the first batch.
+Each rank compares its final gradient with that of the dense reference implementation, which it computes alone.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from .pairs import Pairs
 from .text import tokenize
 
 _EXAMPLES = 64
-_WANT_MORE = ("barlow_twins", "vicreg", "w_mse")  # statistics of d features take more examples than d
-_WRONG = 0.02  # a relative error; rounding in float32 or TF32 gives less, the smallest of known mistakes more
+_NEED_MORE = ("barlow_twins", "vicreg", "w_mse")  # statistics of d features need more than d examples
+_WRONG = 0.02  # relative error, above rounding in float32 or TF32, and below the smallest known mistake
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of the audit at the start.
+    """The outcome of the audit before training.
 
     Args:
-        examples: how many were looked at.
-        ranks: W.
-        error: |gradient - dense twin's| / |dense twin's|, over all parameters.
+        examples: number of examples compared.
+        ranks: W, the number of ranks.
+        error: |gradient - reference| / |reference|, over all parameters.
     """
 
     examples: int
@@ -58,41 +58,41 @@ class Outcome:
 
 
 def audit_start(config: TrainConfig, data: Data, device: torch.device, *, rank: int, size: int) -> Outcome:
-    """Compare the gradient that this rank would end with with that of one process. All ranks.
+    """Compare this rank's final gradient with that of the dense loss on one process. All ranks.
 
     Raises:
-        UserError: if it is another.
+        UserError: if they differ.
     """
-    examples = config.batch_size if config.loss in _WANT_MORE else max(size, min(_EXAMPLES, config.batch_size))
-    some = replace(config, batch_size=examples, chunk_size=min(config.chunk_size, max(1, examples // size // 2)))
-    together = make_task(some, data, device, rank=rank, size=size)
-    alone = make_task(replace(some, chunk_size=0), data, device, rank=0, size=1, dense=True)
-    for task in (together, alone):
+    examples = config.batch_size if config.loss in _NEED_MORE else max(size, min(_EXAMPLES, config.batch_size))
+    smaller = replace(config, batch_size=examples, chunk_size=min(config.chunk_size, max(1, examples // size // 2)))
+    on_ranks = make_task(smaller, data, device, rank=rank, size=size)
+    dense = make_task(replace(smaller, chunk_size=0), data, device, rank=0, size=1, dense=True)
+    for task in (on_ranks, dense):
         task.add_gradients(0)
-    found, true = together.gradients(), alone.gradients()
-    if found.keys() != true.keys():
-        raise UserError(f"audit: parameters without a gradient: {', '.join(sorted(true.keys() ^ found.keys()))}")
-    difference, whole = (
-        torch.stack([x.double().square().sum().cpu() for x in of]).sum().sqrt().item()
-        for of in ([found[name].to(true[name]) - true[name] for name in true], true.values())
+    found, expected = on_ranks.gradients(), dense.gradients()
+    if found.keys() != expected.keys():
+        raise UserError(f"audit: parameters without a gradient: {', '.join(sorted(expected.keys() ^ found.keys()))}")
+    error, norm = (
+        torch.stack([x.double().square().sum().cpu() for x in tensors]).sum().sqrt().item()
+        for tensors in ([found[name].to(x) - x for name, x in expected.items()], expected.values())
     )
-    outcome = Outcome(examples, size, difference / whole if whole else difference)
+    outcome = Outcome(examples, size, error / norm if norm else error)
     if not outcome.error < _WRONG:
         raise UserError(
             f"the gradient of {examples} examples on {size} processes is not that of the dense loss on one: relative "
-            f"error {outcome.error:.2g}. Nothing was trained; --no-audit trains all the same"
+            f"error {outcome.error:.2g}. Nothing was trained; --no-audit trains without this check"
         )
     return outcome
 
 
 @cache
 def _characters(image_size: int) -> Pairs:
-    """Those of one face. They are drawn once in a process; the problem is made many times."""
+    """Draw the characters of one face, once in a process; the problem is made many times."""
     return glyph_pairs(image_size, FACES[:1])
 
 
 def retrieve() -> wb.Problem:
-    """Characters and their names, with the encoder and the loss of `wholebatch train`."""
+    """Return the problem of --task retrieve: characters and their names, with its encoders and its loss."""
     config = replace(DEFAULTS["retrieve"], batch_size=48)
     pairs = _characters(config.image_size)
     texts = torch.randperm(len(pairs))[: config.batch_size]
@@ -114,7 +114,7 @@ def retrieve() -> wb.Problem:
 
 
 def identify() -> wb.Problem:
-    """Images of characters and which they are, with the encoder and the classifier of `wholebatch train`."""
+    """Return the problem of --task identify: characters and their classes, with its encoder and its classifier."""
     config = replace(DEFAULTS["identify"], batch_size=48)
     characters = _characters(config.image_size)
     labels = torch.randperm(len(characters))[: config.batch_size]

@@ -1,4 +1,4 @@
-"""Random affine maps of training images, a function of (seed, step) and the row of the global batch."""
+"""Random affine maps of training images, which depend on (seed, step) and the row of the global batch alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .randomness import seeded
 
 
 def affine_maps(batch_size: int, *, strength: float, step: int, seed: int) -> Tensor:
-    """(batch_size, 2, 3): a small rotation, stretch and shift for every row of the global batch."""
+    """Return a small rotation, stretch and shift for every row of the global batch, (batch_size, 2, 3)."""
     angle, stretch_x, stretch_y, shift_x, shift_y = (
         0.06 * strength * (2 * torch.rand(5, batch_size, generator=seeded(seed, "augment", step)) - 1)
     )
@@ -22,13 +22,13 @@ def affine_maps(batch_size: int, *, strength: float, step: int, seed: int) -> Te
 
 
 def apply_maps(images: Tensor, maps: Tensor) -> Tensor:
-    """(b, c, h, w) in [0, 1], (b, 2, 3) -> the same images, moved; what comes in from outside is 0."""
+    """Apply maps (b, 2, 3) to images (b, c, h, w) in [0, 1]; pixels from outside are 0."""
     grid = F.affine_grid(maps, list(images.shape), align_corners=False)
     return F.grid_sample(images, grid, align_corners=False)
 
 
 def augmented(images: Tensor, config: TrainConfig, rows: slice, step: int) -> Tensor:
-    """These rows of the step's global batch, moved as the configuration says."""
+    """Apply the configured augmentation to these rows of the step's global batch."""
     if not config.augment:
         return images
     maps = affine_maps(config.batch_size, strength=config.augment, step=step, seed=config.seed)

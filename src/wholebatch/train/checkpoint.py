@@ -1,8 +1,8 @@
 """One file per checkpoint: weights, optimizer and random state as safetensors, replaced in one step.
 
-The new file is written beside the old one and renamed over it, so a run that is killed at any moment leaves a whole
-checkpoint. Its facts name the save, which a classifier's folder beside it names, too, and the digests of config.json
-and of the steps in metrics.jsonl. All of it is read and compared before anything is changed.
+The new file is written beside the old one and renamed over it, so a run that is killed at any moment leaves a complete
+checkpoint. Its facts hold the id of the save, which a classifier's folder repeats, and the digests of config.json and
+of the steps in metrics.jsonl. A checkpoint is read and compared completely before anything changes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from .._settings import shown
 from .._tensor_file import TensorFile, is_save_id, new_save_id, write_tensors
 from .._user_error import UserError
 from .all_ranks import on_all_ranks
+from .resume import CONFIG, MOST_CONFIG_BYTES
 
 FILE = "checkpoint.safetensors"
-CONFIG = "config.json"
 METRICS = "metrics.jsonl"
-MOST_CONFIG_BYTES = 2**20
 _MOST_METRICS_BYTES = 2**30
 _FORMAT = "wholebatch-train-3"
 _FACTS: Types = {
@@ -46,11 +45,17 @@ def save_checkpoint(
     seconds: float,
     save: str | None = None,
 ) -> None:
-    """Write folder/checkpoint.safetensors: the model's state after `step` steps and `seconds` of training.
+    """Write folder/checkpoint.safetensors: the state after `step` steps and `seconds` of training.
 
-    `save` is the id that other parts of the checkpoint name; None: there are none.
+    Args:
+        folder: the run folder.
+        state: the model's tensors.
+        optimizer: its state is saved, its settings are not.
+        step: number of steps made.
+        seconds: time that they took.
+        save: the id that other parts of the checkpoint repeat; None if there are no other parts.
     """
-    sync_file(folder / METRICS)  # whose digest the checkpoint holds
+    sync_file(folder / METRICS)  # the checkpoint holds its digest
     facts = {
         "step": step, "seconds": seconds, "torch": str(torch.__version__), "save": save or new_save_id(),
         **_digests(folder, step),
@@ -59,22 +64,22 @@ def save_checkpoint(
     save_tensors(folder / FILE, tensors, {"format": _FORMAT, "facts": json.dumps(facts)})
 
 
-def _tensors(state: Mapping[str, Tensor], of_optimizer: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def _tensors(state: Mapping[str, Tensor], optimizer: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     tensors = {f"model.{name}": value for name, value in state.items()}
-    for index, of_parameter in of_optimizer.items():
+    for index, of_parameter in optimizer.items():
         tensors |= {f"optimizer.{index}.{name}": value for name, value in of_parameter.items()}
     return tensors | {"rng.cpu": torch.get_rng_state()}
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that has been read and fits."""
+    """A checkpoint that has been read and fits the model."""
 
     facts: dict[str, Any]
     tensors: Mapping[str, Tensor]
 
-    def put(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Put model, optimizer and random state where they were."""
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Restore model, optimizer and random state."""
         of_model = {name.removeprefix("model."): x for name, x in self.tensors.items() if name.startswith("model.")}
         state: dict[int, dict[str, Tensor]] = {}
         for key, x in self.tensors.items():
@@ -87,17 +92,17 @@ class Checkpoint:
 
 
 def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int) -> dict[str, Any]:
-    """Put model, optimizer and random state where `save_checkpoint` found them; returns its facts. All ranks."""
+    """Restore the model, optimizer and random state that `save_checkpoint` saved; return its facts. All ranks."""
     found, _ = on_all_ranks("resume", lambda: read_checkpoint(folder, model, optimizer, steps=steps))
-    found.put(model, optimizer)
+    found.restore(model, optimizer)
     return found.facts
 
 
 def read_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int) -> Checkpoint:
-    """Read the checkpoint of a run of `steps` steps, and change nothing.
+    """Read the checkpoint of a run of `steps` steps; change nothing.
 
     Raises:
-        UserError: if a bit of it has changed, or it is not this run's or this model's.
+        UserError: if any bit of it has changed, or it does not belong to this run and this model.
     """
     path = folder / FILE
     with _reading(path), TensorFile(path) as file:
@@ -106,10 +111,10 @@ def read_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
             raise UserError(f"{path} is of step {facts['step']}, expected 0 to {steps}, the steps of the run")
         for name, digest in _digests(folder, facts["step"]).items():
             if facts[name] != digest:
-                of = {"config": CONFIG, "metrics": METRICS}[name]
+                file_name = {"config": CONFIG, "metrics": METRICS}[name]
                 raise UserError(
-                    f"{folder / of} is not the file that the checkpoint {FILE} was written with; was it edited, or "
-                    "copied from another run?"
+                    f"{folder / file_name} is not the file that the checkpoint {FILE} was written with; was it "
+                    "edited, or copied from another run?"
                 )
         expected = _expected(model, optimizer)
         found = {name: (entry.shape, entry.dtype) for name, entry in file.entries.items()}
@@ -123,14 +128,15 @@ def read_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
     try:
         torch.Generator().set_state(tensors["rng.cpu"])
     except RuntimeError as error:
-        why = str(error).splitlines()[0]
-        raise UserError(f"{path} has no state of torch's random generator in 'rng.cpu': {why}") from error
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{path} has no state of torch's random generator in 'rng.cpu': {reason}") from error
     return Checkpoint(facts, tensors)
 
 
 def _expected(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of all tensors of a checkpoint. The optimizer's are those of its like on parameters without data
-    that has made a step.
+    """Return the shape and dtype of every tensor of a checkpoint.
+
+    Those of the optimizer are found by a step of a copy of it, on parameters without data.
     """
     groups = []
     for group in optimizer.param_groups:
@@ -139,14 +145,14 @@ def _expected(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, t
             p.grad = torch.zeros_like(p) if p.requires_grad else None
         groups.append(group | {"params": parameters})
     make: Callable[..., torch.optim.Optimizer] = type(optimizer)
-    like = make(groups)
-    like.step()
-    tensors = _tensors(model.state_dict(), like.state_dict()["state"])
+    copy = make(groups)
+    copy.step()
+    tensors = _tensors(model.state_dict(), copy.state_dict()["state"])
     return {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}
 
 
 def last_step(folder: Path, *, recorded: int, checkpoint_every: int) -> int:
-    """The step that a run of `recorded` steps goes on after: its checkpoint's, or 0 if it ended before any."""
+    """Return the step after which a run of `recorded` steps resumes: its checkpoint's, or 0 without a checkpoint."""
     path = folder / FILE
     if path.exists() or path.is_symlink():
         with _reading(path), TensorFile(path) as file:
@@ -173,7 +179,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, 
 
 
 def _facts(file: TensorFile) -> dict[str, Any]:
-    """What a checkpoint says of itself."""
+    """Return the facts that a checkpoint holds beside its tensors, once they are checked."""
     if file.metadata.get("format") != _FORMAT:
         found = shown(file.metadata.get("format"))
         raise UserError(f"{str(file.path)!r} is not a checkpoint of this program: its format is {found}")
@@ -187,7 +193,7 @@ def _facts(file: TensorFile) -> dict[str, Any]:
 
 
 def _digests(folder: Path, step: int) -> dict[str, str | None]:
-    """Of the run's configuration and of its first steps, where there are such files."""
+    """Return the digests of the run's configuration and first steps; None for a file that does not exist."""
     config, metrics = folder / CONFIG, folder / METRICS
     found: dict[str, str | None] = {"config": None, "metrics": None}
     with _reading(folder):
@@ -199,13 +205,13 @@ def _digests(folder: Path, step: int) -> dict[str, str | None]:
 
 
 def first_lines(metrics: Path, count: int | None) -> list[bytes]:
-    """The first lines of metrics.jsonl, or all."""
+    """Return the first `count` lines of metrics.jsonl; None: all."""
     return read_bounded(metrics, _MOST_METRICS_BYTES).splitlines(keepends=True)[:count]
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn what a file or the file system refuses into a UserError."""
+    """Turn an error of a file or of the file system into a UserError."""
     try:
         yield
     except FileNotFoundError as error:

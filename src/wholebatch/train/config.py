@@ -1,4 +1,7 @@
-"""What a run is: one frozen dataclass, written beside every run and read back by `--resume`."""
+"""The configuration of a run: one frozen dataclass, written beside every run and read back by `--resume`.
+
+This module imports no torch: --help and mistakes in options need only the configuration.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ from typing import Any, Literal, TypeVar, get_args
 from .._bounded_json import parse_json
 from .._settings import shown
 from .._user_error import UserError
-from .model import ModelConfig
 
 Loss = Literal[
     "clip", "siglip", "info_nce", "matryoshka", "nt_xent", "sup_con", "dcl", "debiased", "global_contrastive",
@@ -24,19 +26,41 @@ Margin = Literal["arcface", "cosface", "sphereface", "normface", "adaface", "mag
 
 
 @dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the two encoders."""
+
+    embedding_size: int = 256
+    """Length of the embedding of an image or a text."""
+    image_width: int = 64
+    """Channels after the first convolution, at a quarter of the resolution; doubled at an eighth."""
+    text_width: int = 128
+    """Length of a word vector."""
+    text_layers: int = 0
+    """Transformer layers over the words; 0: only the mean of the words, which learns names of characters fastest."""
+    text_heads: int = 4
+    """Attention heads of each layer; must divide --model.text-width."""
+    text_buckets: int = 16384
+    """Rows of the table of hashed word pieces."""
+    max_words: int = 12
+    """Words of a text that are read; the rest is cut off."""
+    initial_logit_scale: float = 14.3
+    """Scale of the similarities before the first step (1 / temperature)."""
+
+
+@dataclass(frozen=True)
 class HeadConfig:
     """The classifier of --task identify."""
 
     margin: Margin = "cosface"
-    """What an image's own class has to be better by; docs/classification.md says which is what."""
+    """The margin by which an image's true class must win; docs/classification.md explains each."""
     scale: float = 16.0
-    """Multiplies the cosines."""
+    """Factor of the cosines."""
     m: float | None = None
-    """Size of the margin, in radians or of the cosine. None: that of its paper, but 0.1 for cosface."""
+    """Size of the margin, in radians or as a cosine. None: the default of its paper, but 0.1 for cosface."""
     sample_rate: float = 1.0
-    """Of the classes that are not in the batch, the part that is drawn for each step."""
+    """Fraction of the classes absent from the batch that each step samples."""
     sub_centers: int = 1
-    """Of each class; the one nearest to an image counts."""
+    """Centers of each class; the one nearest to an image counts."""
     learning_rate: float = 0.01
     """Peak of the learning rate of the centers."""
 
@@ -46,68 +70,68 @@ class TrainConfig:
     """Train with the exact loss of the global batch: a dual encoder on pairs, or an encoder and a classifier."""
 
     task: Literal["retrieve", "identify"] = "retrieve"
-    """"retrieve": a dual encoder on (image, text) pairs, with CLIP's loss by default, tested on texts never seen.
-    "identify": an encoder of images and a classifier whose classes are the texts, tested on images never seen."""
+    """"retrieve": a dual encoder of (image, text) pairs, by default with CLIP's loss, tested on texts never seen.
+    "identify": an image encoder and a classifier whose classes are the texts, tested on images never seen."""
     data: str = "glyphs"
-    """"glyphs": images of Unicode characters and their names, made on the spot from the fonts of matplotlib. Or the
-    path of a .jsonl or .csv file of (image, text) pairs; image paths are relative to that file."""
+    """"glyphs": images of Unicode characters and their names, drawn at the start with the fonts of matplotlib.
+    Or the path of a .jsonl or .csv file of (image, text) pairs; image paths are relative to that file."""
     run_folder: Path | None = None
-    """Folder of the run: config, metrics, checkpoint, pictures. Default: runs/ and the time of the start."""
+    """Folder of the run: configuration, metrics, checkpoint, pictures. None: runs/ and the time of the start."""
     resume: Path | None = None
-    """Folder of a run to go on with, from its last checkpoint and with its configuration."""
-    processes: int = 1
-    """Ranks to start on this machine, each with its share of the cores. Under torchrun its ranks are taken instead."""
+    """Folder of a run to resume from its last checkpoint, with its configuration."""
+    ranks: int = 1
+    """Processes to start on this machine, each with its share of the cores. torchrun decides this by itself."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; "auto": CUDA if there is a GPU for each rank of this machine, else the CPU."""
+    """Where to compute; "auto": CUDA if this machine has a GPU for each of its ranks, else the CPU."""
     steps: int = 300
-    """Optimizer steps in all; to identify 450, if not said."""
+    """Optimizer steps in all; the default of --task identify is 450."""
     batch_size: int = 1024
-    """Pairs in the global batch, over all ranks."""
+    """Examples in the global batch, over all ranks."""
     chunk_size: int = 0
-    """Pairs of a rank that are encoded at a time, by gradient caching: the same gradient in less memory. 0: all."""
+    """Rows that a rank encodes at a time, by gradient caching: the same gradient in less memory. 0: all."""
     learning_rate: float = 2e-3
-    """Peak of AdamW's learning rate, reached after the warm-up and taken to 0 by a cosine."""
+    """Peak of AdamW's learning rate, reached after the warm-up and reduced to 0 along a cosine."""
     warmup_steps: int = 20
     """Steps of linear warm-up."""
     weight_decay: float = 0.1
     """AdamW's decoupled weight decay, per unit of learning rate; on matrices only."""
     loss: Loss = "clip"
-    """The loss of the global batch, to retrieve; docs/losses.md says which is for what."""
+    """The loss of the global batch for --task retrieve; docs/losses.md helps to choose."""
     label_smoothing: float = 0.0
     """Weight of the uniform distribution in the targets of the clip loss or of the classifier, 0 to 1."""
     augment: float = 1.0
     """Strength of the random affine maps of training images: 1 is up to 3.4 degrees, 6 % in size, 1 pixel of 32."""
     image_size: int = 32
-    """Height and width of the images, in pixels; a multiple of 8. Files are scaled to fit and padded."""
+    """Height and width of the images, in pixels; a multiple of 8. Images of files are scaled to fit and padded."""
     image_channels: Literal[1, 3] = 1
     """1: gray, 3: color."""
     validation_texts: int = 325
-    """Texts kept for validation, which is made during training; to identify, texts of which one image is kept."""
+    """Texts held out for validation during training; for --task identify, texts of which one image is held out."""
     test_texts: int = 650
-    """Texts kept for the final report, to retrieve. To identify it is two faces, or of a file the last two images of
-    each text that has three or more."""
-    evaluate_every: int = 50
+    """Texts held out for the final report of --task retrieve.
+    --task identify holds out two faces, or the last two images of each text in a file that has three or more."""
+    validate_every: int = 50
     """Steps between two validations."""
     checkpoint_every: int = 50
     """Steps between two checkpoints; the last step has one too."""
     seed: int = 0
     """Seed of the split, the initial weights, the order of the data and the augmentation."""
     audit: bool = True
-    """At the start, compare the gradient of a few examples with that of the dense loss on one process."""
+    """Before training, compare the gradient of a few examples with that of the dense loss on one process."""
     model: ModelConfig = field(default_factory=ModelConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
 
     def check(self) -> None:
-        """Refuse numbers that make no sense, before anything is loaded.
+        """Refuse values that make no sense, before anything is loaded.
 
         Raises:
-            UserError: with the option's name, what it must be and what it is.
+            UserError: with the option's name, the accepted values and the value.
         """
-        for name in ("processes", "steps", "batch_size", "image_size", "validation_texts", "test_texts",
-                     "evaluate_every", "checkpoint_every"):  # fmt: skip
+        for name in ("ranks", "steps", "batch_size", "image_size", "validation_texts", "test_texts",
+                     "validate_every", "checkpoint_every"):  # fmt: skip
             _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
-        for name, most in _MOST.items():
-            _require(_get(self, name) <= most, name, f"at most {most}", _get(self, name))
+        for name, largest in _LARGEST.items():
+            _require(_get(self, name) <= largest, name, f"at most {largest}", _get(self, name))
         _require("\0" not in self.data, "data", "'glyphs' or a path", repr(self.data))
         for name in ("warmup_steps", "weight_decay", "augment", "chunk_size"):
             _require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
@@ -115,21 +139,31 @@ class TrainConfig:
         _require(-(2**63) <= self.seed < 2**63, "seed", "an integer of 64 bits", self.seed)
         _require(self.device in ("auto", "cpu", "cuda"), "device", "'auto', 'cpu' or 'cuda'", self.device)
         _require(self.image_channels in (1, 3), "image_channels", "1 or 3", self.image_channels)
-        _require(self.loss in get_args(Loss), "loss", f"one of {', '.join(get_args(Loss))}", self.loss)
-        _require(self.task in ("retrieve", "identify"), "task", "'retrieve' or 'identify'", self.task)
-        self._check_head()
-        only_clip = self.label_smoothing == 0 or self.loss == "clip"
-        _require(only_clip, "label_smoothing", f"0 for --loss {self.loss}, which has none", self.label_smoothing)
-        _require(0 <= self.label_smoothing <= 1, "label_smoothing", "in [0, 1]", self.label_smoothing)
+        glyphs_in_color = self.data == "glyphs" and self.image_channels != 1
+        _require(not glyphs_in_color, "image_channels", "1 for --data glyphs, which are gray", self.image_channels)
         _require(self.image_size % 8 == 0, "image_size", "a multiple of 8", self.image_size)
-        for name in ("feature_size", "image_width", "text_width", "text_heads", "text_buckets", "max_words"):
-            _require(getattr(self.model, name) >= 1, f"model.{name}", "at least 1", getattr(self.model, name))
-        _require(self.model.text_layers >= 0, "model.text_layers", "at least 0", self.model.text_layers)
-        scale = self.model.initial_logit_scale
+        _require(self.task in ("retrieve", "identify"), "task", "'retrieve' or 'identify'", self.task)
+        _require(self.loss in get_args(Loss), "loss", f"one of {', '.join(get_args(Loss))}", self.loss)
+        without_negatives = self.task == "retrieve" and self.batch_size == 1
+        _require(
+            not without_negatives, "batch_size", "at least 2, because a pair alone has no negatives", self.batch_size
+        )
+        has_smoothing = self.label_smoothing == 0 or self.loss == "clip"
+        _require(has_smoothing, "label_smoothing", f"0 for --loss {self.loss}, which has none", self.label_smoothing)
+        _require(0 <= self.label_smoothing <= 1, "label_smoothing", "in [0, 1]", self.label_smoothing)
+        self._check_model()
+        self._check_head()
+
+    def _check_model(self) -> None:
+        model = self.model
+        for name in ("embedding_size", "image_width", "text_width", "text_heads", "text_buckets", "max_words"):
+            _require(getattr(model, name) >= 1, f"model.{name}", "at least 1", getattr(model, name))
+        _require(model.text_layers >= 0, "model.text_layers", "at least 0", model.text_layers)
+        scale = model.initial_logit_scale
         _require(0 < scale <= 100, "model.initial_logit_scale", "in (0, 100]", scale)
-        width, heads = self.model.text_width, self.model.text_heads
-        _require(width % heads == 0, "model.text_width", f"a multiple of model.text_heads ({heads})", width)
-        _require(self.model.image_width % 8 == 0, "model.image_width", "a multiple of 8", self.model.image_width)
+        heads, width = model.text_heads, model.text_width
+        _require(width % heads == 0, "model.text_width", f"a multiple of --model.text-heads ({heads})", width)
+        _require(model.image_width % 8 == 0, "model.image_width", "a multiple of 8", model.image_width)
 
     def _check_head(self) -> None:
         head = self.head
@@ -144,8 +178,8 @@ class TrainConfig:
         _require(0 <= head.sample_rate <= 1, "head.sample_rate", "in [0, 1]", head.sample_rate)
         _require(head.sub_centers >= 1, "head.sub_centers", "at least 1", head.sub_centers)
         _require(0 < head.learning_rate <= 1e30, "head.learning_rate", "in (0, 1e30]", head.learning_rate)
-        local = head.margin not in ("normface", "magface")
-        _require(head.m is None or local, "head.m", f"left out for --head.margin {head.margin}", head.m)
+        has_size = head.margin not in ("normface", "magface")
+        _require(head.m is None or has_size, "head.m", f"left out for --head.margin {head.margin}", head.m)
         smallest = 1.0 if head.margin == "sphereface" else 0.0
         _require(head.m is None or smallest <= head.m <= 10, "head.m", f"in [{smallest:g}, 10]", head.m)
 
@@ -155,7 +189,7 @@ class TrainConfig:
 
     @classmethod
     def from_json(cls, text: str, source: Path) -> TrainConfig:
-        """Read what `to_json` wrote; `source` is named in errors."""
+        """Read the text that `to_json` wrote; errors name its `source`."""
         try:
             values = parse_json(text.encode(), "its text")
         except ValueError as error:
@@ -164,13 +198,13 @@ class TrainConfig:
 
     @classmethod
     def from_values(cls, given: Any, source: Path) -> TrainConfig:
-        """Read what `to_json` wrote, parsed."""
+        """Read the parsed values that `to_json` wrote; errors name their `source`."""
         try:
             values = dict(given)
             parts = {name: _typed(part(), values.pop(name)) for name, part in _PARTS.items()}
             for name in ("run_folder", "resume"):
                 values[name] = None if values[name] is None else Path(values[name])
-            values["data"].encode()  # half a character is no path
+            values["data"].encode()  # half of a surrogate pair is no path
             config = _typed(cls(), values | parts)
             config.check()
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -184,7 +218,7 @@ _Config = TypeVar("_Config", TrainConfig, ModelConfig, HeadConfig)
 
 
 def _typed(default: _Config, values: dict[str, Any]) -> _Config:
-    """`default` with every field replaced; a value of another type than the default's is a TypeError."""
+    """Return `default` with every field replaced; a value of another type than the default's is a TypeError."""
     names = [f.name for f in dataclasses.fields(default)]
     if sorted(values) != sorted(names):
         raise TypeError(f"expected the fields {sorted(names)}, got {sorted(values)}")
@@ -200,40 +234,46 @@ def _typed(default: _Config, values: dict[str, Any]) -> _Config:
     return dataclasses.replace(default, **values)
 
 
-# Larger ones are mistakes: they would take all of a machine's memory or processes before anything else complains.
-_MOST = {
-    "processes": 4096, "steps": 10**9, "batch_size": 2**31, "chunk_size": 2**31, "warmup_steps": 10**12,
-    "image_size": 4096, "model.feature_size": 2**16, "model.image_width": 2**12, "model.text_width": 2**16,
+# Larger values are mistakes: they would exhaust a machine's memory or processes before any other check.
+_LARGEST = {
+    "ranks": 4096, "steps": 10**9, "batch_size": 2**31, "chunk_size": 2**31, "warmup_steps": 10**12,
+    "image_size": 4096, "model.embedding_size": 2**16, "model.image_width": 2**12, "model.text_width": 2**16,
     "model.text_layers": 2**10, "model.text_buckets": 2**26, "model.max_words": 2**16, "head.sub_centers": 2**10,
 }  # fmt: skip
 
-# What a task begins with, where that is not what the fields above say.
+# Defaults of a task, where they differ from the fields above.
 DEFAULTS = {
     "retrieve": TrainConfig(),
     "identify": TrainConfig(task="identify", steps=450),
 }
 
-# May change between a run and its continuation: they do not change what is computed.
-_FREE_ON_RESUME = ("run_folder", "resume", "processes", "device", "chunk_size", "audit")
+
+def differences(saved: TrainConfig, asked: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """Return the fields that differ, as {name: (saved value, asked value)}; a field of a part is PART.NAME."""
+    values = {name: (_get(saved, name), _get(asked, name)) for name in _names(saved)}
+    return {name: (old, new) for name, (old, new) in values.items() if old != new}
 
 
-def check_same_run(saved: TrainConfig, asked: TrainConfig) -> None:
-    """Raise UserError if `asked` differs from the `saved` configuration in anything that changes the numbers."""
-    differences = [
-        f"{name} was {_get(saved, name)!r}, got {_get(asked, name)!r}"
-        for name in _names(saved)
-        if name not in _FREE_ON_RESUME and _get(saved, name) != _get(asked, name)
-    ]
-    if differences:
-        raise UserError(
-            f"--resume goes on with the configuration of the run: {'; '.join(differences)}. "
-            "Leave these options out, or start a new run"
-        )
+def option(name: str) -> str:
+    """Return the command-line option of a field.
+
+    >>> option("model.text_width")
+    '--model.text-width'
+    """
+    return f"--{name.replace('_', '-')}"
+
+
+def check_data_path(path: Path) -> None:
+    """Raise UserError unless `path` is an existing file of pairs, by its ending."""
+    if path.suffix not in (".jsonl", ".csv"):
+        raise UserError(f"--data must be 'glyphs' or a .jsonl or .csv file, got {str(path)!r}")
+    if not path.exists():
+        raise UserError(f"--data: there is no file {str(path)!r}")
 
 
 def _names(config: TrainConfig) -> list[str]:
-    local = [f.name for f in dataclasses.fields(config) if f.name not in _PARTS]
-    return local + [f"{part}.{f.name}" for part in _PARTS for f in dataclasses.fields(getattr(config, part))]
+    names = [f.name for f in dataclasses.fields(config) if f.name not in _PARTS]
+    return names + [f"{part}.{f.name}" for part in _PARTS for f in dataclasses.fields(getattr(config, part))]
 
 
 def _get(config: TrainConfig, name: str) -> Any:
@@ -242,4 +282,4 @@ def _get(config: TrainConfig, name: str) -> Any:
 
 def _require(condition: bool, name: str, expected: str, got: object) -> None:
     if not condition:
-        raise UserError(f"--{name.replace('_', '-')} must be {expected}, got {got}")
+        raise UserError(f"{option(name)} must be {expected}, got {got}")

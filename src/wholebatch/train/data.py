@@ -1,4 +1,4 @@
-"""From `--data` to what the task trains with."""
+"""The data of `--data`, loaded and split for the task, and the task made from them."""
 
 from __future__ import annotations
 
@@ -20,22 +20,20 @@ Data = tuple[Pairs, Split] | LabeledImages
 
 
 def load_data(config: TrainConfig, size: int) -> Data:
-    """All pairs, and which texts are for training, validation and test; or all images of classes, and which are.
+    """Load pairs split by text for --task retrieve, or labeled images for --task identify.
 
     Args:
-        config: of the run.
-        size: how many ranks there are.
+        config: the configuration of the run.
+        size: number of ranks.
     """
     glyphs = config.data == "glyphs"
-    if glyphs and config.image_channels != 1:
-        raise UserError("--data glyphs are gray: --image-channels must be 1")
     return _classes(config, glyphs, size) if config.task == "identify" else _pairs(config, glyphs)
 
 
 def make_task(
     config: TrainConfig, data: Data, device: torch.device, *, rank: int, size: int, dense: bool = False
 ) -> Task:
-    """What is to be trained, this rank's part of it; with `dense`, by a loss that computes all on this process."""
+    """Make this rank's part of the task; if `dense`, with a loss that this process computes alone."""
     if isinstance(data, LabeledImages):
         return Identify(config, data, device, rank=rank, size=size, dense=dense)
     return Retrieve(config, *data, device, rank=rank, size=size, dense=dense)
@@ -46,7 +44,7 @@ def _pairs(config: TrainConfig, glyphs: bool) -> tuple[Pairs, Split]:
     split = split_by_text(pairs, validation=config.validation_texts, test=config.test_texts, seed=config.seed)
     if len(split.train) < config.batch_size:
         raise UserError(
-            f"--batch-size {config.batch_size} needs as many texts to train on, got {len(split.train)}: the data hold "
+            f"--batch-size {config.batch_size} needs as many texts to train on, got {len(split.train)}: the data have "
             f"{len(pairs)} different texts, less {config.validation_texts} for validation and {config.test_texts} for "
             "test. Lower --batch-size, --validation-texts or --test-texts"
         )
@@ -54,8 +52,8 @@ def _pairs(config: TrainConfig, glyphs: bool) -> tuple[Pairs, Split]:
 
 
 def _classes(config: TrainConfig, glyphs: bool, size: int) -> LabeledImages:
-    how = {"validation": config.validation_texts, "seed": config.seed}
-    data = glyph_classes(config.image_size, **how) if glyphs else classes_of_texts(_file(config), **how)
+    held_out = {"validation": config.validation_texts, "seed": config.seed}
+    data = glyph_classes(config.image_size, **held_out) if glyphs else classes_of_texts(_file(config), **held_out)
     if len(data.train) < config.batch_size:
         raise UserError(
             f"--batch-size {config.batch_size} needs as many images to train on, got {len(data.train)}, of "
@@ -63,8 +61,8 @@ def _classes(config: TrainConfig, glyphs: bool, size: int) -> LabeledImages:
         )
     if len(data) < max(2, size):
         raise UserError(
-            f"there are {len(data)} classes, which are too few: each of the {size} processes needs one, and there must "
-            "be two"
+            f"--data has {len(data)} texts to be classes; expected at least {max(2, size)}: each of the {size} ranks "
+            "needs one, and there must be two"
         )
     return data
 

@@ -1,4 +1,4 @@
-"""Images and texts as the encoders take them, and the features of held-out ones."""
+"""The inputs of the encoders, and the features of held-out pairs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .text import TextBatch, tokenize
 
 
 def as_float(images: Tensor, device: torch.device) -> Tensor:
-    """uint8 -> [0, 1]."""
+    """Convert uint8 images to floats in [0, 1]."""
     return images.to(device).float() / 255
 
 
 def tokens(config: TrainConfig, pairs: Pairs, rows: Tensor, device: torch.device) -> TextBatch:
-    """The texts with these indices, as the text encoder reads them."""
+    """Tokenize the texts with these indices."""
     batch = tokenize(
         [pairs.texts[i] for i in rows.tolist()], max_words=config.model.max_words, buckets=config.model.text_buckets
     )
@@ -28,7 +28,7 @@ def tokens(config: TrainConfig, pairs: Pairs, rows: Tensor, device: torch.device
 def held_out_features(
     encoder: DualEncoder, config: TrainConfig, pairs: Pairs, texts: Tensor, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Features of the first image of each text and of the text, on the CPU, without augmentation."""
+    """Return features of each text's first image and of the texts, on the CPU, without augmentation."""
     images, names = [], []
     for rows in texts.split(512):
         images.append(encoder.encode_images(as_float(pairs.images[pairs.first[rows]], device)).cpu())

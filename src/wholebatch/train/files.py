@@ -1,4 +1,4 @@
-"""The user's own (image path, text) pairs, from a JSON-lines or CSV file."""
+"""The user's (image path, text) pairs, from a JSON-lines or CSV file."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .._user_error import UserError
+from .config import check_data_path
 from .images import read_image
 from .pairs import Pairs
 
@@ -18,13 +19,10 @@ _EXAMPLE = {".jsonl": '{"image": "cat.png", "text": "a cat"}', ".csv": "a header
 
 
 def file_pairs(path: Path, *, image_size: int, channels: int) -> Pairs:
-    """Read every pair; the first line that cannot be used is an error that names it."""
-    if path.suffix not in _EXAMPLE:
-        raise UserError(f"--data must be 'glyphs' or a .jsonl or .csv file, got {str(path)!r}")
+    """Read every pair; the first unusable line is a UserError that names it."""
+    check_data_path(path)
     try:
         rows = list(_jsonl(path) if path.suffix == ".jsonl" else _csv(path))
-    except FileNotFoundError as error:
-        raise UserError(f"--data: there is no file {str(path)!r}") from error
     except OSError as error:
         raise UserError(f"--data: {str(path)!r} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -32,7 +30,7 @@ def file_pairs(path: Path, *, image_size: int, channels: int) -> Pairs:
     except csv.Error as error:
         raise UserError(f"{path} is not a CSV file: {error}") from error
     if not rows:
-        raise UserError(f"{path} holds no pairs; each needs an image and a text, e.g. {_EXAMPLE[path.suffix]}")
+        raise UserError(f"{path} holds no pairs; each needs an image and a text, as in {_EXAMPLE[path.suffix]}")
     images = [_image(path.parent / image, f"{path}, line {line}", image_size, channels) for line, image, _ in rows]
     return Pairs.grouped_by_text(torch.stack(images), [text for _, _, text in rows])
 
@@ -67,7 +65,7 @@ def _pair(value: Any, path: Path, number: int) -> tuple[str, str]:
     text = value.get("text") if isinstance(value, dict) else None
     if not (isinstance(image, str) and image.strip() and isinstance(text, str) and text.strip()):
         raise UserError(
-            f"{path}, line {number}: expected an image and a text, e.g. {_EXAMPLE[path.suffix]}; got {value}"
+            f"{path}, line {number}: expected an image and a text, as in {_EXAMPLE[path.suffix]}; got {value}"
         )
     if any("\ud800" <= character <= "\udfff" for character in image + text):
         raise UserError(f"{path}, line {number}: half of a surrogate pair in {value!a}")

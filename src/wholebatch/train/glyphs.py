@@ -12,8 +12,8 @@ from torch import Tensor
 from .labeled import LabeledImages, with_split
 from .pairs import Pairs
 
-# The upright sans face first: it has the most characters, and the first image of a character is the one it is
-# tested with. (LastResort, also shipped, draws 135,962 boxes that stand for no character.)
+# The upright sans face first: it has the most characters, and the first image of a character is its test image.
+# (LastResort, also shipped, draws 135,962 boxes that stand for no character.)
 FACES = (
     "DejaVuSans", "DejaVuSerif", "DejaVuSansMono", "DejaVuSans-Bold", "DejaVuSerif-Bold", "DejaVuSansMono-Bold",
     "DejaVuSans-Oblique", "DejaVuSerif-Italic", "DejaVuSansMono-Oblique", "DejaVuSans-BoldOblique",
@@ -21,25 +21,25 @@ FACES = (
 )  # fmt: skip
 
 
-# With these kept for the test, the other ten have 6,494 characters, and all kinds of faces among them.
+# Without these two, which are held out for the test, the other ten have 6,494 characters and every kind of face.
 TEST_FACES = ("DejaVuSerif-Bold", "DejaVuSans-Oblique")
 
 
 def glyph_pairs(image_size: int, faces: Sequence[str] = FACES) -> Pairs:
-    """Images of characters and the characters' names."""
+    """Draw characters, paired with their names."""
     images, names, _ = _draw(image_size, faces)
     return Pairs.grouped_by_text(images, names)
 
 
 def glyph_classes(image_size: int, *, validation: int, seed: int) -> LabeledImages:
-    """Images of characters, each character a class; two faces are for the test."""
+    """Draw characters, each a class, and hold out two faces for the test."""
     images, names, faces = _draw(image_size, FACES)
     for_test = torch.tensor([face in TEST_FACES for face in faces])
-    return with_split(images, names, for_test, validation=validation, seed=seed, what_is_new="faces never seen")
+    return with_split(images, names, for_test, validation=validation, seed=seed, novelty="faces never seen")
 
 
-def _draw(image_size: int, of_faces: Sequence[str]) -> tuple[Tensor, list[str], list[str]]:
-    """Every (face, character) with a name and a visible shape: of all faces about 47,000 images of 6,700 characters.
+def _draw(image_size: int, faces_to_draw: Sequence[str]) -> tuple[Tensor, list[str], list[str]]:
+    """Draw every (face, character) with a name and a visible shape: about 47,000 images of 6,700 characters in all.
 
     Returns:
         The images (n, 1, size, size), the characters' names, and the faces.
@@ -51,7 +51,7 @@ def _draw(image_size: int, of_faces: Sequence[str]) -> tuple[Tensor, list[str], 
 
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     images, names, faces = [], [], []
-    for face in of_faces:
+    for face in faces_to_draw:
         path = str(folder / f"{face}.ttf")
         # The em is a little smaller than the picture; BASIC layout: no shaping library, same pixels everywhere.
         font = ImageFont.truetype(path, round(0.72 * image_size), layout_engine=ImageFont.Layout.BASIC)

@@ -1,4 +1,4 @@
-"""`--task identify`: an encoder of images, and a classifier that is spread over the ranks: wholebatch.PartialFC."""
+"""`--task identify`: an image encoder, and a classifier that is sharded over the ranks: wholebatch.PartialFC."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from .evaluation import as_float
 from .labeled import LabeledImages, images_of_step
 from .look_alikes import draw_look_alikes
 from .model import ImageEncoder
-from .task import Curve, Task, finite_loss, make_adamw, stopped
+from .task import Curve, Task, finite_loss, make_adamw, not_finite
 from .verification import accepted_at, best_possible
 
 FAR = 1e-3
 _TOP = 5
-_COSFACE_M = 0.1  # a few images of each class, and many classes that look alike
+_COSFACE_M = 0.1  # there are few images of each class, and many classes look alike
 
 
 class Identify(Task):
-    """Which of the classes of training an image shows that is new."""
+    """Find the class of a new image among the classes of training."""
 
     curves = (Curve("top-1", ("top_1",), "tab:green"), Curve(f"top-{_TOP}", (f"top_{_TOP}",), "tab:orange"))
     validation_title = "validation: images not trained on"
@@ -59,11 +59,11 @@ class Identify(Task):
         self._dense = dense
         self.head = make_head(config, len(data), device, wb.comm.LocalCommunicator() if dense else None)
         head_rate = config.head.learning_rate
-        of_head = [{"params": list(self.head.parameters()), "peak": head_rate}]
-        self._head_optimizer = wb.SparseAdamW(of_head, lr=head_rate, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.0)
+        groups = [{"params": list(self.head.parameters()), "peak": head_rate}]
+        self._head_optimizer = wb.SparseAdamW(groups, lr=head_rate, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.0)
         self._optimizer = make_adamw(self._encoder, config)
         self.optimizers = [self._optimizer, self._head_optimizer]
-        # The head stays outside: each rank has classes of its own, and their gradient is complete.
+        # The head stays outside of DDP: the gradient of a rank's classes is complete on that rank.
         self._model = DistributedDataParallel(self._encoder) if size > 1 else self._encoder
         self._cached = wb.GradCache([self._model], config.chunk_size, self._loss) if config.chunk_size else None
         self._step = 0
@@ -73,7 +73,7 @@ class Identify(Task):
         data = self._data
         return (
             f"{len(data):,} classes: {len(data.train):,} images for training, {len(data.validation):,} for validation, "
-            f"{len(data.test):,} for test ({data.what_is_new})"
+            f"{len(data.test):,} for test ({data.novelty})"
         )
 
     def add_gradients(self, step: int) -> Tensor:
@@ -88,20 +88,20 @@ class Identify(Task):
         return loss.detach()
 
     def _loss(self, embeddings: Tensor, *, step: int, labels: Tensor) -> Tensor:
-        if self._dense and has_twin(self._config.head):
+        if self._dense and has_reference(self._config.head):
             margin, smoothing = self.head.margin, self._config.label_smoothing
-            twin = partial(wb.reference.partial_fc_loss, margin=margin, label_smoothing=smoothing)
-            return finite_loss(twin, embeddings, labels, self.head.weight, step=step)
+            reference = partial(wb.reference.partial_fc_loss, margin=margin, label_smoothing=smoothing)
+            return finite_loss(reference, embeddings, labels, self.head.weight, step=step)
         return finite_loss(self.head, embeddings, labels, step=step)
 
     def gradients(self) -> dict[str, Tensor]:
         found = {name: p.grad for name, p in self._encoder.named_parameters() if p.grad is not None}
         assert self.head.weight.grad is not None
-        of_head = self.head.weight.grad.to_dense()
-        parts: list[Any] = [of_head]
+        local = self.head.weight.grad.to_dense()
+        parts: list[Any] = [local]
         if dist.is_initialized() and not self._dense:
             parts = [None] * dist.get_world_size()
-            dist.all_gather_object(parts, of_head.cpu())
+            dist.all_gather_object(parts, local.cpu())
         return found | {"head": torch.cat(parts)}
 
     def grad_norm(self) -> float:
@@ -111,46 +111,46 @@ class Identify(Task):
         return self._accuracy(self._data.validation)[0]
 
     def _accuracy(self, rows: Tensor) -> tuple[dict[str, Any], Tensor, wb.heads.TopClasses]:
-        """Of these images, all of them on rank 0; with their embeddings, and the classes that were found."""
+        """Return the accuracy on these images, their embeddings and the classes found; rank 0 has all the images."""
         embeddings = self._embeddings(rows if self._rank == 0 else rows[:0])
         try:
             found = self.head.top_classes(embeddings.to(self._device), min(_TOP, len(self._data)))
         except ValueError as error:
-            raise stopped(self._step, str(error)) from error
+            raise not_finite(self._step, str(error)) from error
         right = found.class_ids.cpu() == self._data.labels[rows[: len(embeddings)], None]
         figures = {f"top_{k}": right[:, :k].any(1).double().mean().item() for k in (1, _TOP)} if len(right) else {}
         return figures, embeddings, found
 
     @torch.no_grad()
     def _embeddings(self, rows: Tensor) -> Tensor:
-        """Unit vectors, on the CPU, without augmentation."""
+        """Return unit embeddings of these images, on the CPU, without augmentation."""
         parts = [self._encoder(as_float(self._data.images[some], self._device)).cpu() for some in rows.split(512)]
-        return F.normalize(torch.cat(parts)) if len(rows) else torch.empty(0, self._config.model.feature_size)
+        return F.normalize(torch.cat(parts)) if len(rows) else torch.empty(0, self._config.model.embedding_size)
 
     def headline(self, validation: Mapping[str, Any]) -> str:
         return f"top-1 {validation['top_1']:.3f} among {len(self._data)} classes"
 
-    def memory(self) -> dict[str, Tensor]:
+    def loss_state(self) -> dict[str, Tensor]:
         return {name: x.clone() for name, x in self.head.named_buffers()}
 
-    def save(self, folder: Path, memory: Mapping[str, Tensor], *, step: int, seconds: float) -> None:
-        present = self.memory()
-        self.head.load_state_dict(memory, strict=False)
-        of_head = _of_head(folder, step)
+    def save(self, folder: Path, loss_state: Mapping[str, Tensor], *, step: int, seconds: float) -> None:
+        present = self.loss_state()
+        self.head.load_state_dict(loss_state, strict=False)
+        head_folder = _head_folder(folder, step)
         if self._rank == 0:
-            with suppress(OSError):  # of what is in the way, save_head says it
-                _remove(of_head)  # of a run that was killed while it wrote this
-        _wait()
+            with suppress(OSError):  # save_head reports whatever cannot be removed
+                _remove(head_folder)  # left by a run that was killed while it wrote this folder
+        _barrier()
         try:
-            save = wb.heads.save_head(of_head, self.head, self._head_optimizer)
+            save = wb.heads.save_head(head_folder, self.head, self._head_optimizer)
         except ValueError as error:
             raise UserError(str(error)) from error
         self.head.load_state_dict(present, strict=False)
         if self._rank == 0:
             state = self._encoder.state_dict()
             save_checkpoint(folder, state, self._optimizer, step=step, seconds=seconds, save=save)
-            for other in folder.glob(_of_head(folder, "*").name):
-                if other != of_head:
+            for other in folder.glob(_head_folder(folder, "*").name):
+                if other != head_folder:
                     try:
                         _remove(other)
                     except OSError as error:
@@ -159,21 +159,21 @@ class Identify(Task):
     def load(self, folder: Path) -> dict[str, Any]:
         def read() -> Checkpoint:
             found = read_checkpoint(folder, self._encoder, self._optimizer, steps=self._config.steps)
-            of_head = _of_head(folder, found.facts["step"])
-            if of_head.is_symlink():
-                raise UserError(f"{of_head} is a link; expected the folder itself: was the run folder edited?")
+            head_folder = _head_folder(folder, found.facts["step"])
+            if head_folder.is_symlink():
+                raise UserError(f"{head_folder} is a link; expected the folder itself: was the run folder edited?")
             return found
 
         found, _ = on_all_ranks("resume", read)
         step, save = found.facts["step"], found.facts["save"]
         try:
-            wb.heads.load_head(_of_head(folder, step), self.head, self._head_optimizer, save_id=save)
+            wb.heads.load_head(_head_folder(folder, step), self.head, self._head_optimizer, save_id=save)
         except ValueError as error:
             raise UserError(f"{error}; was the run folder edited?") from error
-        found.put(self._encoder, self._optimizer)
+        found.restore(self._encoder, self._optimizer)
         return found.facts
 
-    def judge(self) -> dict[str, Any]:
+    def test(self) -> dict[str, Any]:
         data, rows = self._data, self._data.test
         figures, embeddings, found = self._accuracy(rows)
         if self._rank:
@@ -192,12 +192,12 @@ class Identify(Task):
         }
 
     def table(self, report: Mapping[str, Any]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
-        title = f"{report['test_images']:,} test images ({self._data.what_is_new}), {report['classes']:,} classes"
+        title = f"{report['test_images']:,} test images ({self._data.novelty}), {report['classes']:,} classes"
         tar = report["tar"]
         rows = [
             ["top-1 accuracy", f"{report['top_1']:.4f}"],
             [f"top-{_TOP} accuracy", f"{report[f'top_{_TOP}']:.4f}"],
-            ["top-1 at most: some classes have equal pictures", f"{report['top_1_at_most']:.4f}"],
+            ["best possible top-1: some classes have equal pictures", f"{report['top_1_at_most']:.4f}"],
             ["top-1 by chance", f"{report['chance']:.4f}"],
             [f"verification: TAR at FAR {report['far']:g}", "no pairs" if tar is None else f"{tar:.4f}"],
         ]
@@ -216,10 +216,10 @@ class Identify(Task):
 
 
 def make_head(config: TrainConfig, classes: int, device: torch.device, group: Any = None) -> wb.PartialFC:
-    """The classifier, this rank's part of it."""
+    """Make this rank's shard of the classifier."""
     head = config.head
     return wb.PartialFC(
-        config.model.feature_size,
+        config.model.embedding_size,
         classes,
         margin=make_margin(head),
         sub_centers=head.sub_centers,
@@ -231,13 +231,13 @@ def make_head(config: TrainConfig, classes: int, device: torch.device, group: An
     )
 
 
-def has_twin(head: HeadConfig) -> bool:
-    """Whether the head's loss is a function of one batch, of all centers."""
+def has_reference(head: HeadConfig) -> bool:
+    """Return whether the reference implementation has the head's loss: one batch, all centers, a stateless margin."""
     return head.sample_rate == 1.0 and head.margin in ("arcface", "cosface", "sphereface", "normface")
 
 
 def make_margin(head: HeadConfig) -> Any:
-    """The margin with its scale, and its size unless that is the margin's own."""
+    """Make the margin with its scale, and with its size if one is configured."""
     margins: dict[str, Callable[..., Any]] = {
         "arcface": wb.ArcFace,
         "cosface": wb.CosFace,
@@ -251,18 +251,18 @@ def make_margin(head: HeadConfig) -> Any:
     return margins[head.margin](s=head.scale, **({} if m is None else {"m": m}))
 
 
-def _of_head(folder: Path, step: int | str) -> Path:
+def _head_folder(folder: Path, step: int | str) -> Path:
     return folder / f"head-{step}"
 
 
 def _remove(path: Path) -> None:
-    """Whatever there is; of a link the link."""
+    """Remove a file, a folder or a link, but not the target of a link."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():
         shutil.rmtree(path)
 
 
-def _wait() -> None:
+def _barrier() -> None:
     if dist.is_initialized():
         dist.barrier()

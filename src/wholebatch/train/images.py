@@ -1,4 +1,4 @@
-"""A user's picture as eight bits per channel: upright, nothing transparent, scaled to fit a square and padded."""
+"""Reading a user's picture: eight bits per channel, upright, opaque, scaled to fit a square and padded."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 BACKGROUND = 255
-"""What shows through transparent pixels: white, as on a page. Their own color in the file is arbitrary."""
+"""The color behind transparent pixels: white, as on a page. Their color in the file is arbitrary."""
 _PREMULTIPLIED = {"La": "LA", "RGBa": "RGBA"}
 _ORIENTATION = 0x0112  # of EXIF
 
 
 def read_image(path: Path, *, size: int, channels: int) -> Tensor:
-    """The picture as uint8 of shape (channels, size, size); of several frames the first.
+    """Read the first frame of a picture as uint8 of shape (channels, size, size).
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -27,7 +27,7 @@ def read_image(path: Path, *, size: int, channels: int) -> Tensor:
 
     try:
         with warnings.catch_warnings():
-            # Pixels that cannot be decoded are errors. Warnings are about other things, such as a file's metadata.
+            # Pixels that cannot be decoded are errors; warnings concern a file's metadata and the like.
             warnings.simplefilter("ignore")
             with Image.open(path) as image:
                 image.load()
@@ -35,13 +35,13 @@ def read_image(path: Path, *, size: int, channels: int) -> Tensor:
             pixels = torch.from_numpy(np.array(ImageOps.pad(picture, (size, size))))
     except FileNotFoundError:
         raise
-    except Exception as error:  # decoders meet damaged files with exceptions of any type
+    except Exception as error:  # decoders raise exceptions of any type for damaged files
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
     return pixels.unsqueeze(0) if channels == 1 else pixels.permute(2, 0, 1).contiguous()
 
 
 def _upright(image: Any) -> Any:
-    """As a viewer shows it: cameras write how they were held beside the pixels."""
+    """Turn a picture as a viewer shows it: EXIF records how the camera was held."""
     from PIL.Image import Transpose
 
     turns = {
@@ -55,13 +55,13 @@ def _upright(image: Any) -> Any:
     }
     try:
         turn = turns.get(image.getexif().get(_ORIENTATION))
-    except Exception:  # damaged metadata turn nothing, and the pixels are there
+    except Exception:  # damaged metadata: the pixels are used as they are
         return image
     return image if turn is None else image.transpose(turn)
 
 
 def _eight_bits(image: Any) -> Any:
-    """In a mode whose channels have eight bits, over the background where it is transparent."""
+    """Convert to a mode with eight bits per channel, with the background behind transparent pixels."""
     from PIL import Image
 
     if image.mode == "F" or image.mode.startswith("I"):
@@ -70,12 +70,12 @@ def _eight_bits(image: Any) -> Any:
     if image.mode not in ("LA", "PA", "RGBA") and "transparency" not in image.info:
         return image
     page = Image.new("RGBA", image.size, (BACKGROUND,) * 3 + (255,))
-    # By way of RGBA: from a palette to gray Pillow takes what lies beneath, and warns.
+    # Through RGBA: a direct conversion from a palette to gray ignores the transparency, and warns.
     return Image.alpha_composite(page, image.convert("RGBA")).convert("RGB")
 
 
 def _scaled(image: Any) -> Any:
-    """One channel of 16 bits, in whichever type they come, or of floats from 0 to 1. Pillow's conversion would clip."""
+    """Scale one channel of 16 bits, of any type, or of floats from 0 to 1, to eight bits. Pillow would clip it."""
     import numpy as np
     from PIL import Image
 

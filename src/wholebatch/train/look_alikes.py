@@ -1,4 +1,4 @@
-"""The confusion picture: which classes are taken for which, and what they look like."""
+"""The picture of confusions: classes that are mistaken for each other, and their images."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _IN_MATRIX, _IN_LIST = 24, 12
 
 
 def draw_look_alikes(data: LabeledImages, found: Tensor, logits: Tensor, path: Path) -> None:
-    """The classes that are confused most, as a matrix; beside it the surest mistakes about pictures that do differ.
+    """Draw the most confused classes as a matrix, beside the surest mistakes about pictures that differ.
 
     Args:
-        data: with its test images.
+        data: labeled images, with the test images among them.
         found: (n,), the class that was found for each test image.
-        logits: (n,), how similar it was.
-        path: of the picture.
+        logits: (n,), its similarity.
+        path: file of the picture.
     """
     from matplotlib.figure import Figure
 
@@ -32,8 +32,8 @@ def draw_look_alikes(data: LabeledImages, found: Tensor, logits: Tensor, path: P
     equal = _equal_pictures(data, wrong, found)
     figure = Figure(figsize=(14, 7.6 if len(wrong) else 0.8))
     figure.suptitle(
-        f"{len(wrong):,} of {len(labels):,} test images are taken for another class; for {int(equal.sum()):,} of these "
-        "that class has the same picture, pixel by pixel"
+        f"{len(wrong):,} of {len(labels):,} test images are taken for another class, which for {int(equal.sum()):,} of "
+        "them has the same picture, pixel by pixel"
     )
     if len(wrong):
         _draw_matrix(figure, data, labels, found)
@@ -44,19 +44,19 @@ def draw_look_alikes(data: LabeledImages, found: Tensor, logits: Tensor, path: P
 
 
 def _equal_pictures(data: LabeledImages, wrong: Tensor, found: Tensor) -> Tensor:
-    """Whether the class that an image was mistaken for has the very same one, in some face; (number of mistakes,)."""
+    """Return whether the class that an image was mistaken for has an equal image; (number of mistakes,)."""
     known: dict[int, set[bytes]] = defaultdict(set)
-    asked = {*found[wrong].tolist()}
+    classes = {*found[wrong].tolist()}
     for row in range(len(data.labels)):
         label = int(data.labels[row])
-        if label in asked:
+        if label in classes:
             known[label].add(data.images[row].numpy().tobytes())
     mistakes = ((data.images[data.test[i]].numpy().tobytes(), int(found[i])) for i in wrong.tolist())
     return torch.tensor([picture in known[label] for picture, label in mistakes], dtype=torch.bool)
 
 
 def confused_classes(labels: Tensor, found: Tensor, most: int) -> list[int]:
-    """At most so many classes: of the pairs that are confused most, those confused with one another side by side.
+    """Return at most `most` classes, those of the most confused pairs, with confused classes side by side.
 
     >>> confused_classes(torch.tensor([0, 0, 1, 2, 3, 4]), torch.tensor([3, 3, 1, 4, 3, 2]), 4)
     [0, 3, 2, 4]
@@ -87,7 +87,7 @@ def _draw_matrix(figure: Any, data: LabeledImages, labels: Tensor, found: Tensor
     for a, b in counts.nonzero().tolist():
         axes.text(b, a, f"{int(counts[a, b])}", ha="center", va="center", fontsize=7)
     axes.set(xticks=[], yticks=[])
-    axes.set_title("taken for; the classes that are confused most (green: right)", fontsize=9, pad=24)
+    axes.set_title("taken for, among the most confused classes (green: right)", fontsize=9, pad=24)
     axes.set_ylabel("shown", labelpad=24, fontsize=9)
     size = 0.9 / len(classes)
     for index, label in enumerate(classes):
@@ -98,7 +98,7 @@ def _draw_matrix(figure: Any, data: LabeledImages, labels: Tensor, found: Tensor
 
 
 def _draw_list(figure: Any, data: LabeledImages, labels: Tensor, found: Tensor, wrong: Tensor, logits: Tensor) -> None:
-    """Each mistaken image, and one in training of the class that it was taken for."""
+    """Draw each mistaken image beside a training image of the class that it was taken for."""
     by_pair: dict[tuple[int, int], int] = {}
     for i in wrong[logits[wrong].argsort(descending=True)].tolist():
         a, b = int(labels[i]), int(found[i])
@@ -107,8 +107,8 @@ def _draw_list(figure: Any, data: LabeledImages, labels: Tensor, found: Tensor, 
     grid = figure.add_gridspec(
         _IN_LIST, 3, left=0.53, right=0.99, top=0.85, bottom=0.05, width_ratios=[1, 1, 9], wspace=0.05
     )
-    figure.text(0.53, 0.88, "the surest mistakes about pictures that differ: shown, and a picture of", fontsize=9)
-    figure.text(0.53, 0.86, "the class that it was taken for", fontsize=9)
+    figure.text(0.53, 0.88, "the surest mistakes about pictures that differ: the image, and a training", fontsize=9)
+    figure.text(0.53, 0.86, "image of the class that it was taken for", fontsize=9)
     for line, i in enumerate(surest):
         taken = int(found[i])
         for column, picture in enumerate((data.images[data.test[i]], data.example(taken))):
@@ -116,9 +116,9 @@ def _draw_list(figure: Any, data: LabeledImages, labels: Tensor, found: Tensor, 
         axes = figure.add_subplot(grid[line, 2])
         axes.axis("off")
         names = (("shown", int(labels[i]), "tab:green"), ("taken for", taken, "tab:red"))
-        for row, (what, label, color) in enumerate(names):
+        for row, (role, label, color) in enumerate(names):
             name = textwrap.shorten(data.names[label], 62, placeholder=" …")
-            axes.text(0, 0.72 - 0.45 * row, f"{what}: {name}", fontsize=7.5, color=color, va="center", parse_math=False)
+            axes.text(0, 0.72 - 0.45 * row, f"{role}: {name}", fontsize=7.5, color=color, va="center", parse_math=False)
 
 
 def _thumbnail(axes: Any, picture: Tensor) -> None:

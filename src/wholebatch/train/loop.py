@@ -1,4 +1,4 @@
-"""The training loop, readable top to bottom: what one rank does from the first step to the report."""
+"""The training loop of one rank, from the first step to the report, readable top to bottom."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .config import TrainConfig
 from .progress import Progress
 from .run_folder import RunFolder
 from .signals import Asked, Requests, Stopped, name
-from .task import Task, stopped
+from .task import Task, not_finite
 
 
 def train(
@@ -35,7 +35,7 @@ def train(
 
     Raises:
         UserError: if the numbers are no longer finite, or the folder cannot be written.
-        Stopped: if a signal on any rank has asked for it; the last step that was made has a checkpoint then.
+        Stopped: if a signal on any rank has requested it; the last step then has a checkpoint.
     """
     resumed_at, seconds = 0, 0.0
     if config.resume is not None and (path / FILE).exists():
@@ -49,15 +49,15 @@ def train(
         set_learning_rate(task.optimizers, config, step)
         for optimizer in task.optimizers:
             optimizer.zero_grad()
-        # Some losses have a memory, which the forward pass changes; a run that goes on from here makes this pass again.
+        # Some losses have state that the forward pass changes; a run that resumes from here makes this pass again.
         due = step % config.checkpoint_every == 0 and step not in (0, saved_at)
-        memory = task.memory() if due else {}
+        loss_state = task.loss_state() if due else {}
         loss = task.add_gradients(step)
         grad_norm = task.grad_norm()
         if not math.isfinite(grad_norm):
-            raise stopped(step, f"the norm of the gradient is {grad_norm}")
-        if due:  # only now is it known that the weights of the last step give a finite loss and gradient
-            task.save(path, memory, step=step, seconds=seconds)
+            raise not_finite(step, f"the norm of the gradient is {grad_norm}")
+        if due:  # only now the weights of the last step are known to give a finite loss and gradient
+            task.save(path, loss_state, step=step, seconds=seconds)
             saved_at = step
         for optimizer in task.optimizers:
             optimizer.step()
@@ -72,43 +72,41 @@ def train(
             "grad_norm": grad_norm,
             "seconds": round(seconds, 3),
         }
-        if (step + 1) % config.evaluate_every == 0 or step + 1 == config.steps:
+        if (step + 1) % config.validate_every == 0 or step + 1 == config.steps:
             metrics["validation"] = task.validate()
         if folder is not None:
             folder.append(metrics)
             progress.step(metrics)
-        asked = requests.agree()
-        if asked.stop or asked.checkpoint:  # now: whoever stops a run does not wait for another pass
-            task.save(path, task.memory(), step=step + 1, seconds=seconds)
+        asked = requests.combined()
+        if asked.stop or asked.checkpoint:  # now, because a stop cannot wait for another pass
+            task.save(path, task.loss_state(), step=step + 1, seconds=seconds)
             saved_at = step + 1
         if asked.stop:
-            raise _end(asked, requests, path, progress, step=step + 1)
+            raise _end(asked, requests, progress, step=step + 1)
         if asked.checkpoint:
             progress.show_checkpoint(step + 1)
 
-    report = task.judge()
+    report = task.test()
     if saved_at < config.steps:
-        task.save(path, task.memory(), step=config.steps, seconds=seconds)
+        task.save(path, task.loss_state(), step=config.steps, seconds=seconds)
     weights = task.weights()
     if folder is not None:
         folder.finish(task, report | {"seconds": round(seconds, 1)}, weights)
-    asked = requests.agree()
+    asked = requests.combined()
     if asked.stop:
-        raise _end(asked, requests, path, progress, step=config.steps, finished=True)
+        raise _end(asked, requests, progress, step=config.steps, finished=True)
 
 
-def _end(
-    asked: Asked, requests: Requests, path: Path, progress: Progress, *, step: int, finished: bool = False
-) -> Stopped:
-    """Tell the user how to go on, wait until no rank has anything to do, and return the exception that ends the run."""
+def _end(asked: Asked, requests: Requests, progress: Progress, *, step: int, finished: bool = False) -> Stopped:
+    """Show how to resume, wait until all ranks are done, and return the exception that ends the run."""
     progress.stop()
-    progress.show_stop(name(asked.stop), step, path, finished=finished)
-    requests.agree()  # a launcher may end the other ranks as soon as one has ended
+    progress.show_stop(name(asked.stop), step, requests.how_to_resume, finished=finished)
+    requests.combined()  # a launcher may end the other ranks as soon as one has ended
     return Stopped(asked.stop)
 
 
 def set_learning_rate(optimizers: Sequence[Optimizer], config: TrainConfig, step: int) -> None:
-    """Linear warm-up times cosine decay, of each group's peak."""
+    """Set each group's learning rate: its peak, times the linear warm-up, times the cosine decay."""
     warmup = min(1.0, (step + 1) / max(1, config.warmup_steps))
     cosine = (1 + math.cos(math.pi * step / config.steps)) / 2
     for optimizer in optimizers:

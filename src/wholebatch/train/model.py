@@ -1,46 +1,24 @@
-"""A small dual encoder: a convolutional network for images; word vectors, and a transformer if wanted, for texts.
+"""A small dual encoder: a convolutional network for images; word vectors and an optional transformer for texts.
 
-Nothing in it looks at another example (no batch norm) or at random numbers (no dropout), so what a rank computes for
-a row does not depend on how the batch is split. No parameter is without effect (a bias straight before a
-normalization): its gradient would be rounding noise, which Adam turns into steps of full size.
+Nothing in it depends on another example (no batch norm) or on random numbers (no dropout), so the result for a row
+does not depend on the split of the batch. Every parameter has an effect: the gradient of one without (a bias straight
+before a normalization) would be rounding noise, which Adam turns into steps of full size.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .config import ModelConfig
 from .text import TextBatch
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """Sizes of the two encoders."""
-
-    feature_size: int = 256
-    """Length of an image's or a text's feature vector."""
-    image_width: int = 64
-    """Channels after the first convolution, at a quarter of the resolution; doubled at an eighth."""
-    text_width: int = 128
-    """Length of a word vector."""
-    text_layers: int = 0
-    """Transformer layers over the words; 0: their mean alone, which learns names of characters fastest."""
-    text_heads: int = 4
-    """Attention heads per layer; divides text_width."""
-    text_buckets: int = 16384
-    """Rows of the table of hashed word pieces."""
-    max_words: int = 12
-    """Words of a text that are read; the rest is cut off."""
-    initial_logit_scale: float = 14.3
-    """Scale of the similarities before the first step (1 / temperature)."""
-
-
 class ResidualBlock(nn.Module):
-    """x + conv(gelu(norm(x))): one 3 x 3 convolution."""
+    """A residual block with one 3 x 3 convolution: x + conv(gelu(norm(x)))."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -48,12 +26,12 @@ class ResidualBlock(nn.Module):
         self.conv = nn.Conv2d(width, width, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, width, h, w) -> the same."""
+        """Map (b, width, h, w) to the same shape."""
         return x + self.conv(F.gelu(self.norm(x)))
 
 
 class ImageEncoder(nn.Module):
-    """Overlapping 8 x 8 patches at a quarter of the resolution, an eighth, and a projection of all that is left."""
+    """A convolution of overlapping patches with stride 4, one with stride 2, and a projection of all positions."""
 
     def __init__(self, config: ModelConfig, channels: int, image_size: int) -> None:
         super().__init__()
@@ -67,11 +45,11 @@ class ImageEncoder(nn.Module):
             nn.GELU(),
             nn.Flatten(),
         )
-        self.project = nn.Linear(2 * w * (image_size // 8) ** 2, config.feature_size, bias=False)
+        self.project = nn.Linear(2 * w * (image_size // 8) ** 2, config.embedding_size, bias=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(b, channels, size, size), float in [0, 1] -> (b, feature_size)."""
-        # channels_last is the layout in which convolutions are fastest, on CPUs too
+        """Map (b, channels, size, size), float in [0, 1], to (b, embedding_size)."""
+        # channels_last is the fastest layout of convolutions, on CPUs too
         return self.project(self.body(images.contiguous(memory_format=torch.channels_last)))
 
 
@@ -87,7 +65,7 @@ class TransformerLayer(nn.Module):
         self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """(b, T, width), (b, T) bool -> (b, T, width)."""
+        """Map (b, T, width) and a mask (b, T) to (b, T, width)."""
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None, :])
         x = x + self.out(attended.transpose(1, 2).flatten(2))
@@ -106,10 +84,10 @@ class TextEncoder(nn.Module):
             TransformerLayer(config.text_width, config.text_heads) for _ in range(config.text_layers)
         )
         self.norm = nn.LayerNorm(config.text_width)
-        self.project = nn.Linear(config.text_width, config.feature_size, bias=False)
+        self.project = nn.Linear(config.text_width, config.embedding_size, bias=False)
 
     def forward(self, words: Tensor, pieces: Tensor, offsets: Tensor) -> Tensor:
-        """A `TextBatch` of b texts -> (b, feature_size)."""
+        """Map the fields of a `TextBatch` of b texts to (b, embedding_size)."""
         vectors = torch.cat([self.positions.new_zeros(1, self.positions.shape[1]), self.pieces(pieces, offsets)])
         mask = words > 0
         x = F.embedding(words, vectors) + self.positions
@@ -120,7 +98,7 @@ class TextEncoder(nn.Module):
 
 
 class DualEncoder(nn.Module):
-    """Both encoders, the learnable scale and perhaps a bias, in one module for the engine to wrap."""
+    """Both encoders, the learnable scale and an optional bias, in one module for an engine such as DDP to wrap."""
 
     max_logit_scale = 100.0
 
@@ -131,23 +109,23 @@ class DualEncoder(nn.Module):
         self.logit_bias = nn.Parameter(torch.tensor(-10.0)) if bias else None
 
     def forward(self, images: Tensor, texts: TextBatch) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Images and texts -> unit features (b, d), (b, d), the scale, and the bias if there is one."""
+        """Return unit features of images and texts, (b, d) each, the scale, and the bias if there is one."""
         return self.encode_images(images), self.encode_texts(texts), self.logit_scale, self.logit_bias
 
     def encode_images(self, images: Tensor) -> Tensor:
-        """(b, channels, size, size), float in [0, 1] -> (b, d), unit rows."""
+        """Map images (b, channels, size, size), float in [0, 1], to unit rows (b, d)."""
         return F.normalize(self.image(images), dim=-1)
 
     def encode_texts(self, texts: TextBatch) -> Tensor:
-        """b texts -> (b, d), unit rows."""
+        """Map b texts to unit rows (b, d)."""
         return F.normalize(self.text(*texts), dim=-1)
 
     @property
     def logit_scale(self) -> Tensor:
-        """exp of the parameter."""
+        """The scale of similarities: exp of the parameter."""
         return self.log_logit_scale.exp()
 
     @torch.no_grad()
     def limit_logit_scale(self) -> None:
-        """After a step: at most `max_logit_scale`; a clamp in the forward pass would end its gradient for good."""
+        """Clamp the scale to `max_logit_scale` after a step; a clamped forward pass would end its gradient for good."""
         self.log_logit_scale.clamp_(max=math.log(self.max_logit_scale))

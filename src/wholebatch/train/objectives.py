@@ -1,7 +1,7 @@
-"""The losses that `--loss` offers: each a way to compare images with texts, or both with themselves.
+"""The losses of `--loss`: each compares images with texts, or both with each other.
 
-Losses of two views take an image and its name for two views of one character; those of labeled examples take both for
-examples of the class that is the name. What needs a scale learns it, unless the loss would gain by scaling alone.
+For losses of two views, an image and its name are two views of one character; for losses of labeled examples, both are
+examples of the class of that name. A loss with a scale learns it, unless the loss could be lowered by scaling alone.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _Call = Callable[[Any, Tensor, Tensor, Tensor, Any, Tensor], Tensor]
 
 
 class Objective(nn.Module):
-    """A loss of a batch's features, whatever it makes of them; the same call for all."""
+    """A loss of a batch's features, with the same call for every loss."""
 
     def __init__(self, call: Callable[[Tensor, Tensor, Tensor, Any, Tensor], Tensor]) -> None:
         super().__init__()
         self._call = call
 
     def forward(self, images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor | None, names: Tensor) -> Tensor:
-        """(b_r, d), (b_r, d), (), () or None, and which text each row has, (b_r,) -> L."""
+        """Return L of features (b_r, d) and (b_r, d), scale (), bias () or None, and each row's text index, (b_r,)."""
         loss = self._call(images, texts, scale, bias, names)
-        return loss + 0 * scale  # so that an engine finds the scale used, where the loss has none
+        return loss + 0 * scale  # DDP expects a gradient of the scale, even if the loss has none
 
 
-class _Remembering(Objective):
-    """The loss that remembers sums of earlier batches."""
+class _WithHistory(Objective):
+    """The loss that keeps sums of earlier batches."""
 
     def __init__(self, loss: wb.GlobalContrastiveLoss) -> None:
         super().__init__(lambda x, y, _s, _b, n: loss(x, y, n))
@@ -43,21 +43,21 @@ class _Remembering(Objective):
 
 
 def make_objective(config: TrainConfig, texts: int, *, dense: bool = False) -> Objective:
-    """The loss of the global batch; on several ranks DDP averages, which is every loss's default.
+    """Make the loss of the global batch, with every loss's default `sync`: DDP averages over ranks.
 
     Args:
-        config: of the run.
-        texts: how many there are in all.
-        dense: the loss's twin, which computes all of it on this process.
+        config: the configuration of the run.
+        texts: number of texts in all.
+        dense: take the reference implementation, which this process computes alone.
     """
     if config.loss == "global_contrastive" and not dense:
-        return _Remembering(wb.GlobalContrastiveLoss(texts, temperature=1 / config.model.initial_logit_scale))
+        return _WithHistory(wb.GlobalContrastiveLoss(texts, temperature=1 / config.model.initial_logit_scale))
     functions = wb.reference if dense else wb.functional
     return Objective(partial(_call(config), functions))
 
 
 def _call(config: TrainConfig) -> _Call:
-    d, fixed = config.model.feature_size, 1 / config.model.initial_logit_scale
+    d, fixed = config.model.embedding_size, 1 / config.model.initial_logit_scale
     all_directions = ("query_to_key", "key_to_query", "query_to_query", "key_to_key")
     dims = sorted({max(1, d // part) for part in (8, 4, 2, 1)})
     calls: dict[str, _Call] = {
@@ -69,7 +69,7 @@ def _call(config: TrainConfig) -> _Call:
         "sup_con": lambda f, x, y, s, _b, n: f.sup_con_loss(_both(x, y), n, temperature=1 / s),
         "dcl": lambda f, x, y, *_: f.dcl_loss(x, y, temperature=fixed),
         "debiased": lambda f, x, y, *_: f.debiased_loss(x, y, temperature=fixed, tau_plus=1e-3, beta=0.5),
-        "global_contrastive": lambda f, x, y, *_: _from_nothing(f, x, y, fixed),
+        "global_contrastive": lambda f, x, y, *_: _without_history(f, x, y, fixed),
         "triplet": lambda f, x, y, _s, _b, n: f.triplet_loss(_both(x, y), n, margin=0.0, smooth=True),
         "multi_similarity": lambda f, x, y, _s, _b, n: f.multi_similarity_loss(_both(x, y), n),
         "circle": lambda f, x, y, _s, _b, n: f.circle_loss(_both(x, y), n),
@@ -85,8 +85,8 @@ def _both(images: Tensor, texts: Tensor) -> Tensor:
     return torch.stack([images, texts], dim=1)
 
 
-def _from_nothing(functions: Any, images: Tensor, texts: Tensor, temperature: float) -> Tensor:
-    """In a first step, when nothing is remembered."""
+def _without_history(functions: Any, images: Tensor, texts: Tensor, temperature: float) -> Tensor:
+    """Return the global contrastive loss of a first step, without sums of earlier batches."""
     nothing = images.new_full((len(images),), float("-inf"), dtype=torch.float64)
     loss: Tensor = functions.global_contrastive_loss(images, texts, nothing, nothing, temperature=temperature)[0]
     return loss

@@ -1,8 +1,8 @@
 """(image, text) pairs in memory, split by text, and batches that are a function of (seed, step) alone.
 
 Equal texts are one entry. A pass over the data visits each text once, with one of its images chosen at random, so a
-text never meets itself inside a batch as a false negative. Because the batch of a step depends on nothing but the seed
-and the step, it is the same on any number of ranks and after a resume.
+text is never its own false negative within a batch. The batch of a step depends only on the seed and the step, so it is
+the same on any number of ranks and after a resume.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .randomness import seeded
 
 @dataclass(frozen=True)
 class Pairs:
-    """Images, those of a text together: `images[first[t] : first[t + 1]]` belong to `texts[t]`."""
+    """Images grouped by text: `images[first[t] : first[t + 1]]` belong to `texts[t]`."""
 
     images: Tensor
     """uint8, (number of images, channels, size, size)."""
@@ -27,7 +27,7 @@ class Pairs:
 
     @classmethod
     def grouped_by_text(cls, images: Tensor, texts: list[str]) -> Pairs:
-        """Group images by their text; the order of texts and of the images of a text is kept."""
+        """Group images by text; keep the order of the texts and of the images of each text."""
         distinct = {text: index for index, text in enumerate(dict.fromkeys(texts))}
         owner = torch.tensor([distinct[text] for text in texts])
         order = torch.argsort(owner, stable=True)
@@ -41,7 +41,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Split:
-    """Texts, by index, in three disjoint parts."""
+    """Indices of texts in three disjoint parts."""
 
     train: Tensor
     validation: Tensor
@@ -49,7 +49,7 @@ class Split:
 
 
 def split_by_text(pairs: Pairs, *, validation: int, test: int, seed: int) -> Split:
-    """A random split: no text of one part occurs in another, so retrieval is tested on texts never seen."""
+    """Split the texts at random. No text is in two parts, so retrieval is tested on texts never seen."""
     order = torch.randperm(len(pairs), generator=seeded(seed, "split"))
     return Split(
         train=order[validation + test :],
@@ -59,7 +59,7 @@ def split_by_text(pairs: Pairs, *, validation: int, test: int, seed: int) -> Spl
 
 
 def batch_of_step(texts: Tensor, pairs: Pairs, *, batch_size: int, step: int, seed: int) -> tuple[Tensor, Tensor]:
-    """The (image indices, text indices) of the global batch of `step`; a pass's incomplete last batch is left out."""
+    """Return (image indices, text indices) of the step's global batch; a pass leaves out its incomplete last batch."""
     passed, position = divmod(step, len(texts) // batch_size)
     order = torch.randperm(len(texts), generator=seeded(seed, "order", passed))
     batch = texts[order[position * batch_size : (position + 1) * batch_size]]

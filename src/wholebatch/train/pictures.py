@@ -1,4 +1,4 @@
-"""Two pictures of a run."""
+"""The pictures of a run: its curves, and examples of retrieval."""
 
 from __future__ import annotations
 
@@ -22,28 +22,31 @@ _SHOWN, _TOP = 12, 5
 
 
 def draw_curves(metrics: list[dict[str, Any]], curves: Sequence[Curve], title: str, path: Path) -> None:
-    """Training loss, and what validations say, over the steps."""
+    """Draw the training loss and the figures of the validations over the steps."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    left.plot([row["step"] for row in metrics], [row["loss"] for row in metrics], color="tab:blue", linewidth=1)
+    dot = "o" if len(metrics) == 1 else None
+    steps, losses = [row["step"] for row in metrics], [row["loss"] for row in metrics]
+    left.plot(steps, losses, color="tab:blue", linewidth=1, marker=dot)
     left.set(xlabel="step", ylabel="loss of the global batch", ylim=(0, None), title="training")
     validated = [row for row in metrics if "validation" in row]
     for curve in curves:
         values = [reduce(getitem, curve.keys, row["validation"]) for row in validated]
         steps = [row["step"] for row in validated]
-        right.plot(steps, values, curve.style, color=curve.color, marker=".", label=curve.label)
+        right.plot(steps, values, curve.style, color=curve.color, marker=curve.marker, markersize=4, label=curve.label)
     right.set(xlabel="step", ylabel="fraction", ylim=(0, 1), title=title)
-    right.legend(fontsize="small", loc="lower right")
+    right.legend(fontsize="small")
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.set_xlim(left=0)
+        axes.xaxis.get_major_locator().set_params(integer=True)
     figure.savefig(path, dpi=120)
 
 
 def draw_retrieval(pairs: Pairs, texts: Tensor, image_features: Tensor, text_features: Tensor, path: Path) -> None:
-    """A random dozen of held-out images, each beside its five most similar texts; the right one is marked."""
+    """Draw a random dozen of held-out images, each beside its five most similar texts, with the right one marked."""
     from matplotlib.figure import Figure
 
     chosen = torch.randperm(len(texts), generator=seeded("shown"))[:_SHOWN].tolist()
@@ -86,6 +89,6 @@ def draw_retrieval(pairs: Pairs, texts: Tensor, image_features: Tensor, text_fea
             )  # fmt: skip
     figure.subplots_adjust(left=0.01, right=0.99, bottom=0.02, top=0.93, wspace=0.05, hspace=0.15)
     with warnings.catch_warnings():
-        # A user's text may hold characters that the figure's font lacks; they become boxes.
+        # Characters of a user's text that the figure's font lacks become boxes.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(path, dpi=120)

@@ -1,51 +1,50 @@
-"""The plan at the start of a run: how the loss is going to be computed, and what it takes, before it has run."""
+"""The plan of a run: how its loss will be computed, and its memory, work and bytes sent."""
 
 from __future__ import annotations
 
 import torch
 
 import wholebatch as wb
-from wholebatch.planning.table import amount, of_entries
+from wholebatch.planning.units import amount
 
 from .config import TrainConfig
 from .data import Data
 
-_ANY_CARD = "a100"  # bytes are the same on all
+_ANY_CARD = "a100"  # bytes are the same on all cards
 _ENOUGH = 2**50
 
 
 def plan_start(config: TrainConfig, data: Data, device: torch.device, *, size: int) -> str:
-    """What the library takes by itself for this run, in a line.
+    """Return a line about the method that the library chooses for this run.
 
     Args:
-        config: of the run.
-        data: of the run, whose texts are the classes to identify.
-        device: of the run.
-        size: W.
+        config: the configuration of the run.
+        data: its data, for the number of classes.
+        device: its device.
+        size: W, the number of ranks.
     """
     classes = None if isinstance(data, tuple) else len(data)
     if classes is None and config.loss not in ("clip", "siglip", "nt_xent", "sup_con"):
-        return f"plan: none, the planner does not know what --loss {config.loss} is here"
+        return f"plan: none, because the planner does not know --loss {config.loss} of this application"
     if classes is not None and config.head.margin == "curricularface":
-        return "plan: none, the planner does not know --head.margin curricularface"
+        return "plan: none, because the planner does not know --head.margin curricularface"
     found = wb.plan(
-        # of sup_con both towers' features are examples
-        batch=config.batch_size * (2 if config.loss == "sup_con" else 1),
-        dim=config.model.feature_size,
+        # the examples of sup_con are the features of both towers
+        batch_size=config.batch_size * (2 if config.loss == "sup_con" else 1),
+        embedding_size=config.model.embedding_size,
         ranks=size,
-        loss=config.loss if classes is None else None,  # type: ignore[arg-type]
-        memory_limit=_ENOUGH,  # whether it fits is seen when it runs
+        loss=config.loss if classes is None else None,
+        memory_limit=_ENOUGH,  # the run itself shows whether it fits
         device="cpu" if device.type == "cpu" else _ANY_CARD,
         classes=None if classes is None else classes * config.head.sub_centers,
         sample_rate=None if classes is None else config.head.sample_rate,
     )
     option = next(option for option in found.options if option.auto)
-    if config.label_smoothing:  # then nothing is kept
+    if config.label_smoothing:  # with which nothing is kept
         option = next(o for o in found.options if o.exchange == option.exchange and o.memory == "flat")
-    what = config.loss if classes is None else f"{classes} classes"
+    name = config.loss if classes is None else f"{classes} classes"
     on = f"on {size} process{'es' if size > 1 else ''}"
     sent = f", exchange {option.exchange}, {amount(option.wire)} sent by each" if option.exchange else ""
-    how = of_entries(found.loss, option)
-    chunks = f", {config.chunk_size} pairs encoded at a time" if config.chunk_size else ""
+    chunks = f", {config.chunk_size} rows encoded at a time" if config.chunk_size else ""
     loss = f"{amount(option.of_loss)} and {option.flops / 1e9:.3g} GFLOP for the loss"
-    return f"plan: {what} {on}, similarities {how}: {loss}{sent}{chunks}"
+    return f"plan: {name} {on}, similarities {option.similarities}: {loss}{sent}{chunks}"

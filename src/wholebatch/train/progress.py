@@ -1,7 +1,8 @@
-"""What rank 0 shows: a live bar in a terminal, plain lines elsewhere, and the report."""
+"""The output of rank 0: a live bar in a terminal, plain lines elsewhere, and the report."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,41 +14,40 @@ from rich.table import Table
 from .audited import Outcome
 from .config import TrainConfig
 from .run_folder import RunFolder
-from .signals import resume_command
 from .task import Task
 
 _LINE_EVERY = 10  # steps between two plain lines
 
 
 class Progress:
-    """Shows nothing by itself: what the other ranks use."""
+    """The silent output of the other ranks, and the events that an output shows."""
 
     def show_folder(self, folder: Path) -> None:
-        """Where the run's files will be."""
+        """The run folder is ready."""
 
     def show_audit(self, outcome: Outcome) -> None:
-        """The gradient has been looked at."""
+        """The audit before training has passed."""
 
     def show_plan(self, line: str) -> None:
-        """What the loss is going to take."""
+        """The plan of the loss is known."""
 
     def start(self, config: TrainConfig, task: Task, *, size: int, done: int) -> None:
-        """The data are loaded and training begins after `done` steps."""
+        """Training begins after `done` earlier steps."""
 
     def step(self, metrics: dict[str, Any]) -> None:
-        """A step is done."""
+        """A step is complete."""
 
     def stop(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
 
     def show_checkpoint(self, step: int) -> None:
-        """A signal has asked for a checkpoint, which there is after `step` steps."""
+        """A signal has requested a checkpoint, which is saved after `step` steps."""
 
-    def show_stop(self, signal: str, step: int, folder: Path, *, finished: bool) -> None:
-        """A signal has stopped the run after `step` steps, or came while its report was written."""
+    def show_stop(self, signal: str, step: int, how_to_resume: str, *, finished: bool) -> None:
+        """A signal has stopped the run after `step` steps, or came when all steps were made."""
 
     def report(self, folder: RunFolder, task: Task) -> None:
-        """The run is finished."""
+        """The run is complete."""
 
 
 class ConsoleProgress(Progress):
@@ -56,14 +56,16 @@ class ConsoleProgress(Progress):
     def __init__(self) -> None:
         self._console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)  # a path is shown as it is
         self._bar: Bar | None = None
-        self._found = ""
+        self._validation = ""
+        self._began = 0.0
+        self._first, self._last = 0, 0  # steps
 
     def start(self, config: TrainConfig, task: Task, *, size: int, done: int) -> None:
         self._task = task
         self._console.print(
             f"{task.describe()}\n"
             f"global batch {config.batch_size:,} on {size} process{'es' if size > 1 else ''}"
-            + (f", going on after step {done}" if done else "")
+            + (f", resuming after step {done}" if done else "")
             + (", starting again: there was no checkpoint yet" if config.resume is not None and not done else "")
         )
         if self._console.is_terminal:
@@ -73,16 +75,18 @@ class ConsoleProgress(Progress):
             )  # fmt: skip
             self._bar.add_task("", total=config.steps, completed=done)
             self._bar.start()
-        self._last = config.steps
+        self._first, self._last, self._began = done + 1, config.steps, time.monotonic()
 
     def step(self, metrics: dict[str, Any]) -> None:
-        found = f", validation {self._task.headline(metrics['validation'])}" if "validation" in metrics else ""
-        state = f"loss {metrics['loss']:.4f}"
+        step, loss = metrics["step"], f"loss {metrics['loss']:.4f}"
+        validation = f", validation {self._task.headline(metrics['validation'])}" if "validation" in metrics else ""
+        if step == self._first:
+            self._console.print(f"the first step took {time.monotonic() - self._began:.1f} s, {loss}")
         if self._bar is not None:
-            self._found = found or self._found  # the bar keeps the last one in sight
-            self._bar.update(self._bar.task_ids[0], completed=metrics["step"], description=state + self._found)
-        elif metrics["step"] % _LINE_EVERY == 0 or metrics["step"] == self._last or "validation" in metrics:
-            self._console.print(f"step {metrics['step']:4d}/{self._last}  {state}, {metrics['seconds']:.0f} s{found}")
+            self._validation = validation or self._validation  # the bar keeps the last one in sight
+            self._bar.update(self._bar.task_ids[0], completed=step, description=loss + self._validation)
+        elif step == self._last or step % _LINE_EVERY == 0 or validation:
+            self._console.print(f"step {step:4d}/{self._last}  {loss}, {metrics['seconds']:.0f} s{validation}")
 
     def stop(self) -> None:
         if self._bar is not None:
@@ -97,13 +101,12 @@ class ConsoleProgress(Progress):
     def show_plan(self, line: str) -> None:
         self._console.print(line, highlight=False, soft_wrap=True)
 
-    def show_stop(self, signal: str, step: int, folder: Path, *, finished: bool) -> None:
-        done = "the run was finished" if finished else f"stopped after step {step}, which has a checkpoint"
-        line = f"{signal}: {done}" + ("" if finished else f"; go on with: {resume_command(folder)}")
-        self._console.print(line)
+    def show_stop(self, signal: str, step: int, how_to_resume: str, *, finished: bool) -> None:
+        stopped = f"stopped after step {step}, which has a checkpoint{how_to_resume}"
+        self._console.print(f"{signal}: {'the run was finished' if finished else stopped}")
 
     def show_checkpoint(self, step: int) -> None:
-        self._console.print(f"a checkpoint was asked for: step {step} has one")
+        self._console.print(f"a checkpoint was requested: step {step} has one")
 
     def report(self, folder: RunFolder, task: Task) -> None:
         report = folder.report()
@@ -114,4 +117,6 @@ class ConsoleProgress(Progress):
         for row in rows:
             table.add_row(*row)
         self._console.print(table)
-        self._console.print(f"trained for {report['seconds']:.0f} s; pictures and checkpoint are in {folder.path}")
+        self._console.print(
+            f"trained for {report['seconds']:.0f} s; pictures, weights and checkpoint are in {folder.path}"
+        )

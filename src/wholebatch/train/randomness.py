@@ -1,4 +1,4 @@
-"""Random numbers that depend on a key alone, never on the rank or on what was drawn before."""
+"""Random numbers that depend on a key alone, not on the rank or on earlier draws."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import torch
 
 
 def seeded(*key: int | str) -> torch.Generator:
-    """A generator for this key, e.g. ("order", seed, pass)."""
+    """Return a generator for this key, such as (seed, "order", pass)."""
     return torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))

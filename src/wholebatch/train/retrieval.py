@@ -1,4 +1,4 @@
-"""Recall@k: how often the right partner is among the k most similar ones."""
+"""Recall@k: the fraction of queries whose partner is among the k most similar candidates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ KS = (1, 5, 10)
 
 
 def ranks_of_partner(queries: Tensor, candidates: Tensor) -> Tensor:
-    """(n, d), (n, d) -> (n,): how many other candidates are at least as similar to query i as candidate i.
+    """Return how many other candidates are at least as similar to query i as candidate i, (n,), from (n, d) each.
 
     Ties count against the query: equal features are not a success.
     """
@@ -23,13 +23,13 @@ def ranks_of_partner(queries: Tensor, candidates: Tensor) -> Tensor:
 
 
 def recall(queries: Tensor, candidates: Tensor) -> dict[str, float]:
-    """{"recall@k": fraction of queries whose partner is among the k best}; chance is k / n."""
+    """Return {"recall@k": fraction of queries whose partner is among the k best}; chance is k / n."""
     ranks = ranks_of_partner(queries, candidates)
     return {f"recall@{k}": (ranks < k).double().mean().item() for k in KS}
 
 
 def both_ways(image_features: Tensor, text_features: Tensor) -> dict[str, dict[str, float]]:
-    """Recall from image to text and from text to image."""
+    """Return recall from image to text and from text to image."""
     return {
         "image_to_text": recall(image_features, text_features),
         "text_to_image": recall(text_features, image_features),

@@ -1,4 +1,4 @@
-"""`--task retrieve`: a dual encoder, and the loss of its pairs of images and texts."""
+"""`--task retrieve`: a dual encoder, trained with a loss of its pairs of images and texts."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from .objectives import make_objective
 from .pairs import Pairs, Split, batch_of_step
 from .pictures import draw_retrieval
 from .retrieval import KS, both_ways
-from .task import Curve, Task, finite_loss, make_adamw, stopped
+from .task import Curve, Task, finite_loss, make_adamw, not_finite
 from .text import TextBatch
 
 
 class Retrieve(Task):
-    """Which text belongs to an image, and which image to a text, of texts never seen in training."""
+    """Find the text of an image and the image of a text, among texts never seen in training."""
 
     curves = tuple(
-        Curve(f"recall@{k}, {direction.replace('_', ' ')}", (direction, f"recall@{k}"), color, style)
-        for direction, style in (("image_to_text", "-"), ("text_to_image", "--"))
+        Curve(f"recall@{k}, {direction.replace('_', ' ')}", (direction, f"recall@{k}"), color, style, marker)
+        for direction, style, marker in (("image_to_text", "-", "o"), ("text_to_image", "--", "x"))
         for k, color in ((1, "tab:green"), (10, "tab:orange"))
     )
     validation_title = "validation: texts not trained on"
@@ -60,7 +60,7 @@ class Retrieve(Task):
         self._cached = None
         if config.chunk_size:
             self._cached = wb.GradCache(
-                [self._model], config.chunk_size, self._loss, split_input_fn=self._chunks, get_rep_fn=_given
+                [self._model], config.chunk_size, self._loss, split_input_fn=self._chunks, get_rep_fn=_without_none
             )
         self._found: tuple[Tensor, Tensor] | None = None
 
@@ -82,7 +82,7 @@ class Retrieve(Task):
         named: dict[str, Any] = {"step": step, "names": texts.to(self._device)}
         if self._cached is not None:
             return self._cached((images, texts), **named)
-        loss = self._loss(_given(self._model(images, self._tokens(texts))), **named)
+        loss = self._loss(_without_none(self._model(images, self._tokens(texts))), **named)
         loss.backward()
         return loss.detach()
 
@@ -118,23 +118,23 @@ class Retrieve(Task):
     def headline(self, validation: Mapping[str, Any]) -> str:
         return f"recall@1 {validation['image_to_text']['recall@1']:.3f} among {len(self._split.validation)}"
 
-    def memory(self) -> dict[str, Tensor]:
+    def loss_state(self) -> dict[str, Tensor]:
         return {f"objective.{name}": x.clone() for name, x in self._objective.state_dict().items()}
 
-    def save(self, folder: Path, memory: Mapping[str, Tensor], *, step: int, seconds: float) -> None:
+    def save(self, folder: Path, loss_state: Mapping[str, Tensor], *, step: int, seconds: float) -> None:
         if self._rank == 0:
-            state = self._state.state_dict() | dict(memory)
+            state = self._state.state_dict() | dict(loss_state)
             save_checkpoint(folder, state, self._optimizer, step=step, seconds=seconds)
 
     def load(self, folder: Path) -> dict[str, Any]:
         return load_checkpoint(folder, self._state, self._optimizer, steps=self._config.steps)
 
-    def judge(self) -> dict[str, Any]:
+    def test(self) -> dict[str, Any]:
         if self._rank:
             return {}
         features = self._found = self._features(self._split.test)
         if not all(x.isfinite().all() for x in features):
-            raise stopped(self._config.steps, "the features of the test set are not finite")
+            raise not_finite(self._config.steps, "the features of the test set are not finite")
         texts = len(self._split.test)
         chance = {f"recall@{k}": min(1.0, k / texts) for k in KS}
         return {"test_texts": texts, "chance": chance, **both_ways(*features)}
@@ -153,5 +153,5 @@ class Retrieve(Task):
         draw_retrieval(self._pairs, self._split.test, *self._found, folder / "retrieval.png")
 
 
-def _given(features: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+def _without_none(features: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     return tuple(x for x in features if x is not None)

@@ -1,4 +1,4 @@
-"""What the loop trains: data, networks, a loss of the global batch, and how the result is judged."""
+"""A task for the training loop: data, networks, a loss of the global batch, and measures of the result."""
 
 from __future__ import annotations
 
@@ -18,90 +18,91 @@ from .config import TrainConfig
 
 @dataclass(frozen=True)
 class Curve:
-    """A number that validations give, to be drawn over the steps."""
+    """A number of each validation, to be drawn over the steps."""
 
     label: str
-    keys: tuple[str, ...]  # by which it is found in a validation
+    keys: tuple[str, ...]  # its path in a validation
     color: str
     style: str = "-"
+    marker: str = "o"
 
 
 class Task(ABC):
-    """One rank's part of it. Calls marked "all ranks" communicate."""
+    """One rank's part of a task. Calls marked "all ranks" communicate."""
 
     optimizers: Sequence[Optimizer]
-    """Of what all ranks hold, and of what each has of its own; their groups say `peak`, the largest learning rate."""
+    """For replicated parameters, and for sharded ones if any; each group's `peak` is its largest learning rate."""
     curves: Sequence[Curve]
-    """Of the validations."""
+    """The curves of the validations."""
     validation_title: str
-    """Above these curves."""
+    """The title above these curves."""
 
     @abstractmethod
     def describe(self) -> str:
-        """The data, in a line."""
+        """Return a line about the data."""
 
     @abstractmethod
     def add_gradients(self, step: int) -> Tensor:
-        """The loss of the step's global batch, its gradient added to all parameters'. All ranks."""
+        """Return the loss of the step's global batch, and add its gradient to the parameters'. All ranks."""
 
     @abstractmethod
     def gradients(self) -> dict[str, Tensor]:
-        """By parameter, as the optimizers find them; what ranks have parts of, whole. All ranks."""
+        """Return the gradients by parameter, as the optimizers get them; sharded ones in full. All ranks."""
 
     @abstractmethod
     def grad_norm(self) -> float:
-        """Euclidean norm of the whole gradient. All ranks."""
+        """Return the Euclidean norm of the full gradient. All ranks."""
 
-    def after_step(self) -> None:  # noqa: B027  # most have nothing to do
-        """The optimizers have made their step."""
+    def after_step(self) -> None:  # noqa: B027  # most tasks have nothing to do
+        """Act after the optimizers' step."""
 
     def metrics(self) -> dict[str, Any]:
-        """What a line of metrics.jsonl says beside loss, learning rate and norm."""
+        """Return the figures of metrics.jsonl beside loss, learning rate and norm."""
         return {}
 
     @abstractmethod
     def validate(self) -> dict[str, Any]:
-        """What held-out data say during training; only rank 0's answer counts. All ranks."""
+        """Return figures on held-out data during training; only rank 0's count. All ranks."""
 
     @abstractmethod
     def headline(self, validation: Mapping[str, Any]) -> str:
-        """A validation in a few words."""
+        """Return a validation in a few words."""
 
     @abstractmethod
-    def memory(self) -> dict[str, Tensor]:
-        """What a forward pass changes, as it is now."""
+    def loss_state(self) -> dict[str, Tensor]:
+        """Return a copy of the tensors that a forward pass changes."""
 
     @abstractmethod
-    def save(self, folder: Path, memory: Mapping[str, Tensor], *, step: int, seconds: float) -> None:
-        """Write a checkpoint, with this memory in the place of the present one. All ranks."""
+    def save(self, folder: Path, loss_state: Mapping[str, Tensor], *, step: int, seconds: float) -> None:
+        """Write a checkpoint with this `loss_state` instead of the present one. All ranks."""
 
     @abstractmethod
     def load(self, folder: Path) -> dict[str, Any]:
-        """Read the last one; returns its facts. All ranks."""
+        """Restore the last checkpoint; return its facts. All ranks."""
 
     @abstractmethod
-    def judge(self) -> dict[str, Any]:
-        """The report: what the test set says. Only rank 0's answer counts. All ranks."""
+    def test(self) -> dict[str, Any]:
+        """Return the report on the test set; only rank 0's counts. All ranks."""
 
     @abstractmethod
     def table(self, report: Mapping[str, Any]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
-        """The report for people: a title, the columns' names, rows."""
+        """Return the report as a table: title, names of the columns, rows."""
 
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:
-        """The final weights, on rank 0. All ranks."""
+        """Return the final weights, on rank 0. All ranks."""
 
     def facts(self) -> dict[str, str]:
-        """What is written beside the final weights."""
+        """Return the metadata of the file of final weights."""
         return {}
 
     @abstractmethod
     def draw(self, folder: Path) -> None:
-        """Pictures of what `judge` has found."""
+        """Write pictures of the results of `test`."""
 
 
 def make_adamw(encoder: nn.Module, config: TrainConfig) -> Optimizer:
-    """AdamW, decay on matrices only. eps well above rounding: a gradient of pure rounding noise stays a small step."""
+    """Make AdamW with decay on matrices only; eps is well above rounding, so that rounding noise makes small steps."""
     matrices = [p for p in encoder.parameters() if p.dim() > 1]
     others = [p for p in encoder.parameters() if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -110,19 +111,19 @@ def make_adamw(encoder: nn.Module, config: TrainConfig) -> Optimizer:
 
 
 def finite_loss(loss_fn: Callable[..., Tensor], *features: Any, step: int, **named: Any) -> Tensor:
-    """The loss of the global batch, or the end of the run if it is not finite."""
+    """Return the loss of the global batch; end the run if it is not finite."""
     try:
         loss = loss_fn(*features, **named)
     except ValueError as error:
-        raise stopped(step, str(error)) from error
+        raise not_finite(step, str(error)) from error
     if not math.isfinite(loss.item()):
-        raise stopped(step, f"the loss is {loss.item()}")
+        raise not_finite(step, f"the loss is {loss.item()}")
     return loss
 
 
-def stopped(step: int, why: str) -> UserError:
-    """The error that ends a run whose numbers are no longer finite."""
+def not_finite(step: int, reason: str) -> UserError:
+    """Return the error that ends a run whose numbers are no longer finite."""
     return UserError(
-        f"training stopped in step {step + 1}: {why}. An earlier checkpoint, if there is one, is kept; a new run "
-        "with a lower --learning-rate is the usual remedy"
+        f"training stopped in step {step + 1}: {reason}. An earlier checkpoint, if there is one, is kept; the usual "
+        "fix is a new run with a lower --learning-rate"
     )

@@ -1,8 +1,8 @@
-"""Texts to integers without a vocabulary: words, and hashed pieces of words.
+"""Tokens without a vocabulary: words, and hashed pieces of words.
 
 A text is its words, in upper case, numbers digit by digit. A word is the set of its pieces: itself and its character
 2- to 5-grams with marked ends, each hashed into one of `buckets` (as in fastText, Bojanowski et al., 2017,
-arXiv:1607.04606). A word never seen in training still has pieces that were.
+arXiv:1607.04606). A word never seen in training still has known pieces.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _WORD = re.compile(r"\d|[^\W\d_]+|[^\w\s-]")
 
 
 class TextBatch(NamedTuple):
-    """b texts of up to T words over the n distinct words among them."""
+    """Tokens of b texts of up to T words, n of them distinct."""
 
     words: Tensor
     """int64, (b, T): 1 + index of a distinct word; 0 pads."""
     pieces: Tensor
     """int64, one-dimensional: the pieces of the distinct words, one word after another."""
     offsets: Tensor
-    """int64, (n,): where each distinct word's pieces begin."""
+    """int64, (n,): the start of each distinct word's pieces."""
 
 
 def tokenize(texts: Sequence[str], *, max_words: int, buckets: int) -> TextBatch:
-    """Words beyond `max_words` are cut off; a text without any word is one empty word."""
+    """Split texts into words and pieces. Words beyond `max_words` are cut off; an empty text is one empty word."""
     rows = [split_words(text)[:max_words] or [""] for text in texts]
     distinct = {word: index for index, word in enumerate(dict.fromkeys(word for row in rows for word in row))}
     words = torch.zeros(len(rows), max_words, dtype=torch.int64)
@@ -44,7 +44,7 @@ def tokenize(texts: Sequence[str], *, max_words: int, buckets: int) -> TextBatch
 
 
 def split_words(text: str) -> list[str]:
-    """Upper-case words, digits one by one, punctuation other than hyphens as words of its own."""
+    """Split a text into upper-case words; each digit and each punctuation mark but a hyphen is a word."""
     return _WORD.findall(text.upper())
 
 

@@ -1,4 +1,4 @@
-"""Verification: are two images of one class? And how well a picture could be told apart at best."""
+"""Verification of pairs of images, and the largest accuracy that equal pictures allow."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _ROWS = 512
 
 
 def accepted_at(features: Tensor, labels: Tensor, far: float) -> tuple[float, float]:
-    """(TAR, threshold): of pairs of one class the fraction that is more similar than all but `far` of other pairs.
+    """Return (TAR, threshold): the fraction of same-class pairs above the threshold that `far` of other pairs pass.
 
     Args:
         features: (n, d), unit rows.
         labels: (n,).
-        far: false accept rate, of all pairs of different classes.
+        far: false accept rate, the fraction of all pairs of different classes.
 
     >>> x = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
     >>> accepted_at(x, torch.tensor([0, 0, 1, 1]), 0.25)  # others: 0, 0, 0.6, 0.6; one of four may be accepted
@@ -35,13 +35,13 @@ def accepted_at(features: Tensor, labels: Tensor, far: float) -> tuple[float, fl
         alike = labels[start : start + _ROWS, None] == labels
         same.append(similarity[later & alike])
         others = torch.cat([others, similarity[later & ~alike]])
-        others = others.topk(min(len(others), allowed + 1)).values  # the largest that may be, and one more
+        others = others.topk(min(len(others), allowed + 1)).values  # those that may be accepted, and one more
     threshold = others[-1].item()
     return (torch.cat(same) > threshold).double().mean().item(), threshold
 
 
 def best_possible(images: Tensor, labels: Tensor) -> float:
-    """The largest accuracy of anything that sees pictures alone: equal ones, (n, ...), get equal answers."""
+    """Return the largest accuracy of a method that sees only the pictures (n, ...): equal ones get equal answers."""
     classes: dict[bytes, Counter[int]] = defaultdict(Counter)
     for image, label in zip(images, labels.tolist(), strict=True):
         classes[image.numpy().tobytes()][label] += 1

@@ -1,7 +1,7 @@
-"""Problems that are audited by name: what people run, as they run it.
+"""Problems that are audited by name: recipes that circulate, and the settings of installed libraries.
 
-A preset is a module with SETTINGS, a problem for each. Encoders are small, batches too; the losses, and where a library
-has one, its training loop, are the installed library's own.
+A preset is a module with SETTINGS, a factory for each setting. Encoders and batches are small; losses, and training
+loops where a library has one, are the installed library's.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "pml": ("pytorch-metric-learning",),
     "wholebatch": (),
 }
-_MODULES = {"pml": "pytorch_metric_learning", "wholebatch": "own"}
+_MODULES = {"pml": "pytorch_metric_learning"}  # where it is not the preset's name
 
 
 def settings(name: str) -> Mapping[str, Callable[[], Problem]]:
-    """A preset's problems, by setting.
+    """Return a preset's factories by setting.
 
     Raises:
         UserError: if there is no such preset, or its packages are not installed.
@@ -40,16 +40,16 @@ def settings(name: str) -> Mapping[str, Callable[[], Problem]]:
 
 
 def versions(name: str) -> dict[str, str]:
-    """Of a preset's packages, as far as they are installed."""
+    """Return the versions of a preset's installed packages."""
     found = {package: version(package) for package in PACKAGES[name]}
     return {package: of for package, of in found.items() if of is not None}
 
 
 def installed() -> list[str]:
-    """The presets whose packages are there."""
+    """Return the presets whose packages are installed."""
     return [name for name, packages in PACKAGES.items() if len(versions(name)) == len(packages)]
 
 
 def module_name(name: str) -> str:
-    """Of a preset."""
+    """Return the name of a preset's module."""
     return f"{__name__}.{_MODULES.get(name, name)}"

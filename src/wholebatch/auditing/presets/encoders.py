@@ -20,7 +20,7 @@ def mlp(width: int = IN) -> nn.Sequential:
 
 
 class TwoTowers(nn.Module):
-    """Images and texts to features of norm 1, and a learned scale; with a bias on request."""
+    """Two encoders with features of norm 1, a learned scale and, if asked for, a learned bias."""
 
     def __init__(self, *, bias: bool = False) -> None:
         super().__init__()
@@ -29,27 +29,27 @@ class TwoTowers(nn.Module):
         self.logit_bias = nn.Parameter(torch.tensor(-1.0)) if bias else None
 
     def forward(self, images: Tensor, texts: Tensor) -> tuple[Tensor, ...]:
-        """(b, IN), (b, IN) -> 2 of (b, OUT), scale, and the bias if there is one."""
+        """Encode (b, IN), (b, IN) -> (b, OUT), (b, OUT), scale, and the bias if there is one."""
         features = (normalize(self.image(images), dim=1), normalize(self.text(texts), dim=1))
         rest = () if self.logit_bias is None else (self.logit_bias,)
         return *features, self.logit_scale.exp(), *rest
 
 
 class OneTower(nn.Module):
-    """Both views through one encoder."""
+    """One encoder for all views."""
 
     def __init__(self) -> None:
         super().__init__()
         self.encoder = mlp()
 
     def forward(self, *views: Tensor) -> tuple[Tensor, ...]:
-        """Of (b, IN) each, in one pass: each (b, OUT)."""
+        """Encode views of (b, IN) in one pass: (b, OUT) each."""
         found: tuple[Tensor, ...] = self.encoder(torch.cat(views)).chunk(len(views))
         return found
 
 
 def two_towers(loss: Callable[..., Tensor], *, bias: bool = False, engine: Engine = "ddp", **options: Any) -> Problem:
-    """Of a loss of image features, text features, scale and perhaps bias."""
+    """Return a problem for a loss of image features, text features, scale and perhaps bias."""
 
     def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         return loss(*model(batch["images"], batch["texts"]))
@@ -59,7 +59,7 @@ def two_towers(loss: Callable[..., Tensor], *, bias: bool = False, engine: Engin
 
 
 def two_views(loss: Callable[..., Tensor], *, engine: Engine = "ddp", **options: Any) -> Problem:
-    """Of a loss of two views of the same examples."""
+    """Return a problem for a loss of two views of the same examples."""
 
     def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         return loss(*model(batch["view_0"], batch["view_1"]))
@@ -70,7 +70,7 @@ def two_views(loss: Callable[..., Tensor], *, engine: Engine = "ddp", **options:
 
 
 def labeled(loss: Callable[..., Tensor], *, engine: Engine = "ddp", classes: int = 3, **options: Any) -> Problem:
-    """Of a loss of features and labels."""
+    """Return a problem for a loss of features and labels."""
 
     def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         (features,) = model(batch["images"])

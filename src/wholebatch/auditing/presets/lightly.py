@@ -1,4 +1,4 @@
-"""lightly: losses of two views, and of one batch's statistics."""
+"""lightly: losses of two views and of batch statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""open_clip: its model, its losses, and its training loop, which also accumulates."""
+"""open_clip: its model, its losses, and its training loop, with accumulation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ROWS, _WORDS, _LENGTH, _PIXELS = 24, 32, 5, 8
 
 
 class _Data:
-    """A rank's batch, in parts for accumulation, as open_clip's loop wants it."""
+    """A rank's batch in parts for accumulation, in the form that open_clip's loop takes."""
 
     def __init__(self, images: Tensor, texts: Tensor, parts: int) -> None:
         self._parts = [*zip(images.chunk(parts), texts.chunk(parts), strict=True)]
@@ -35,11 +35,11 @@ class _Data:
 
     @property
     def dataloader(self) -> _Data:
-        """What is iterated over."""
+        """Return the iterable of parts."""
         return self
 
     def set_epoch(self, _epoch: int) -> None:
-        """There is one."""
+        """Do nothing: there is one epoch."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return iter(self._parts)
@@ -49,7 +49,7 @@ def _train_step(loss: nn.Module, steps: int, model: nn.Module, batch: Mapping[st
     """open_clip's `train_one_epoch` on one batch, with an optimizer that leaves the parameters alone."""
     values: list[float] = []
 
-    def remembered(*args: Any, **kwargs: Any) -> Any:
+    def recorded(*args: Any, **kwargs: Any) -> Any:
         found = loss(*args, **kwargs)
         values.append(sum(x.item() for x in found.values()))
         return found
@@ -73,7 +73,7 @@ def _train_step(loss: nn.Module, steps: int, model: nn.Module, batch: Mapping[st
     data = {"train": _Data(batch["images"], batch["texts"], steps)}
     logging.disable(logging.INFO)
     try:
-        train_one_epoch(model, data, remembered, 0, optimizer, None, None, None, args)
+        train_one_epoch(model, data, recorded, 0, optimizer, None, None, None, args)
     finally:
         logging.disable(logging.NOTSET)
     return values[-1]

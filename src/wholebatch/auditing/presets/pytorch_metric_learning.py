@@ -1,4 +1,4 @@
-"""pytorch-metric-learning: its wrapper for losses on several ranks."""
+"""pytorch-metric-learning: some of its losses, alone and in its wrapper for several ranks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Recipes that circulate for CLIP's loss on several ranks, written out; each is a few lines of many code bases.
+"""Recipes for CLIP's loss on several ranks that circulate in many code bases, written out.
 
-local x global    each rank: its rows of the similarity matrix;  global x global: all of it, on every rank
+local x global     each rank computes its rows of the similarity matrix
+global x global    each rank computes the whole matrix
 """
 
 from __future__ import annotations
@@ -24,30 +25,30 @@ Gather = Callable[[Tensor], Tensor]
 
 
 def constant(x: Tensor) -> Tensor:
-    """All ranks' rows, as `all_gather` gives them: no gradient."""
+    """Gather all ranks' rows without gradient, as `all_gather` does."""
     parts = [torch.zeros_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, x.detach().contiguous())
     return torch.cat(parts)
 
 
-def own_put_back(x: Tensor) -> Tensor:
-    """The same, the rank's own rows with their gradient."""
+def local_put_back(x: Tensor) -> Tensor:
+    """Gather all ranks' rows; the local ones carry their gradient."""
     all_x, first = constant(x), dist.get_rank() * len(x)
     return torch.cat([all_x[:first], x, all_x[first + len(x) :]])
 
 
 class _WithGradient(Function):
-    """Backward: an all-reduce over ranks, of which each takes its rows."""
+    """A gather whose backward is an all-reduce, of which each rank takes its rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, average: bool) -> Tensor:
-        """All ranks' rows."""
+        """Gather all ranks' rows."""
         ctx.rows, ctx.average = len(x), average
         return constant(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The sum, or the average, of what all ranks' losses say about these rows."""
+        """Return the sum, or the average, of all ranks' gradients by the local rows."""
         grad = grad.clone()
         dist.all_reduce(grad)
         if ctx.average:
@@ -56,24 +57,24 @@ class _WithGradient(Function):
 
 
 def summed(x: Tensor) -> Tensor:
-    """All ranks' rows, their gradient added up over ranks."""
+    """Gather all ranks' rows; their gradient is summed over ranks."""
     return _WithGradient.apply(x, False)
 
 
 def averaged(x: Tensor) -> Tensor:
-    """All ranks' rows, their gradient averaged over ranks."""
+    """Gather all ranks' rows; their gradient is averaged over ranks."""
     return _WithGradient.apply(x, True)
 
 
 def global_by_global(gather: Gather, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    """Every rank computes the whole loss."""
+    """Compute the whole loss on every rank."""
     logits = scale * gather(x) @ gather(y).T
     labels = torch.arange(len(logits))
     return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
 
 
 def local_by_global(gather: Gather, x: Tensor, y: Tensor, scale: Tensor, *, local_gathered: bool = False) -> Tensor:
-    """Every rank computes its rows' part: of what it has, or of its own rows among the gathered ones."""
+    """Compute the part of the local rows; with `local_gathered` the local rows are taken from the gathered ones."""
     all_x, all_y = gather(x), gather(y)
     first = dist.get_rank() * len(x)
     if local_gathered:
@@ -82,21 +83,21 @@ def local_by_global(gather: Gather, x: Tensor, y: Tensor, scale: Tensor, *, loca
     return (cross_entropy(scale * x @ all_y.T, labels) + cross_entropy(scale * y @ all_x.T, labels)) / 2
 
 
-def own_rows_only(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    """Nothing is gathered."""
+def local_rows_only(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    """Compute the loss of the local rows alone."""
     return global_by_global(lambda z: z, x, y, scale)
 
 
 def _times_w(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    return dist.get_world_size() * global_by_global(own_put_back, x, y, scale)
+    return dist.get_world_size() * global_by_global(local_put_back, x, y, scale)
 
 
 def _no_gather() -> Problem:
-    return two_towers(own_rows_only)
+    return two_towers(local_rows_only)
 
 
 def _global() -> Problem:
-    return two_towers(partial(global_by_global, own_put_back))
+    return two_towers(partial(global_by_global, local_put_back))
 
 
 def _global_times_w() -> Problem:
@@ -104,7 +105,7 @@ def _global_times_w() -> Problem:
 
 
 def _local() -> Problem:
-    return two_towers(partial(local_by_global, own_put_back))
+    return two_towers(partial(local_by_global, local_put_back))
 
 
 def _summed() -> Problem:
@@ -120,10 +121,10 @@ def _wholebatch() -> Problem:
 
 
 SETTINGS: dict[str, Callable[[], Problem]] = {
-    "own rows only, nothing gathered": _no_gather,
-    "global x global, gathered without gradient, own rows put back": _global,
+    "local rows only, nothing gathered": _no_gather,
+    "global x global, gathered without gradient, local rows put back": _global,
     "the same, the loss times W": _global_times_w,
-    "local x global, gathered without gradient, own rows put back": _local,
+    "local x global, gathered without gradient, local rows put back": _local,
     "local x global, all_reduce (sum) in the gather's backward (ED4CT)": _summed,
     "local x global, all_reduce (average) in the gather's backward (DisCo-CLIP)": _averaged,
     "wholebatch.CLIPLoss": _wholebatch,

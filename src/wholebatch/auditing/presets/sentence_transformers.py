@@ -18,17 +18,17 @@ from sentence_transformers import losses  # noqa: E402
 
 
 class _Encoder(nn.Module):
-    """What these losses call: features of tokens in, an embedding beside them out."""
+    """An encoder in the form that these losses call: a dict of features in, the same with an embedding out."""
 
     def __init__(self) -> None:
         super().__init__()
         self.encoder = mlp()
 
     def __getitem__(self, at: int) -> nn.Module:
-        return self.encoder[at]  # a loss looks at the first module, whether it can be given parts of a batch
+        return self.encoder[at]  # a loss checks whether the first module takes parts of a batch
 
     def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
-        """{"sentence_embedding": (b, OUT)}, of {"input_ids": (b, IN)}."""
+        """Encode {"input_ids": (b, IN)} -> {"sentence_embedding": (b, OUT), ...}."""
         return {**features, "sentence_embedding": self.encoder(features["input_ids"])}
 
 
@@ -36,7 +36,7 @@ def _ranking(loss: str, **options: Any) -> Problem:
     def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         columns = [{"input_ids": batch[name]} for name in ("anchor", "positive", "negative")]
         made = getattr(losses, loss)(getattr(model, "module", model), **options)
-        made.model = model  # as the trainer does with what it has wrapped
+        made.model = model  # the trainer sets the wrapped model in the same way
         found: Tensor = made(columns, None)
         return found
 

@@ -1,0 +1,32 @@
+"""Inner products of rows with the same rows of another matrix, without a widened copy of either."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._precision import accumulation_dtype, rows_at_a_time, wide_dtype
+
+
+def inner(a: Tensor, b: Tensor | None, divided_by: Tensor | None = None) -> Tensor:
+    """Return <a, b>, shape (), with the rows of a divided by `divided_by`, (rows, 1), if given.
+
+    In float64, because the gradient of a learnable scale is a small difference of large numbers; a few rows at a time
+    are widened.
+    """
+    assert b is not None, "a learnable scale always comes with U or V; please report this"
+    total = torch.zeros((), dtype=wide_dtype(b.device), device=b.device)
+    rows = rows_at_a_time(b.device) // 8  # each three times, in float64
+    for at in range(0, len(b), rows):
+        some = slice(at, at + rows)
+        products = torch.linalg.vecdot(a[some].to(total.dtype), b[some].to(total.dtype))
+        total += (products if divided_by is None else products / divided_by[some, 0]).sum(dtype=total.dtype)
+    return total
+
+
+@torch.no_grad()
+def paired_products(x: Tensor, y: Tensor) -> Tensor:
+    """Return x_i . y_i of each row in the accumulation dtype, (rows,), a few rows at a time."""
+    dtype = accumulation_dtype(x.dtype)
+    parts = zip(x.split(rows_at_a_time(x.device)), y.split(rows_at_a_time(x.device)), strict=True)
+    return torch.cat([torch.linalg.vecdot(a.to(dtype), b.to(dtype)) for a, b in parts])

@@ -1,0 +1,109 @@
+"""The life of one rank's process: join the process group, call the function, send its result, end.
+
+`_processes` starts these processes and waits for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import traceback
+import warnings
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ._trees import map_leaves
+
+GRACE_S = 5.0  # how long the other ranks may take to notice that one has failed
+STACK_SIGNAL = getattr(signal, "SIGUSR1", None)  # asks a rank for its stack; does not exist on Windows
+
+
+def stack_file(folder: Path | str, rank: int) -> Path:
+    """Return the file into which a rank writes its stack when it gets `STACK_SIGNAL`."""
+    return Path(folder) / f"stack-{rank}.txt"
+
+
+def run_rank(
+    rank: int,
+    world_size: int,
+    call: bytes,
+    backend: str,
+    timeout_s: float,
+    folder: str,
+    connection: Connection,
+    path: list[str],
+    filters: list[Any],
+) -> None:
+    """Join the process group, call the pickled function, send `(succeeded, result or traceback)`, and exit."""
+    if hasattr(os, "setsid"):
+        os.setsid()  # its own process group, so that the processes it starts end with it
+    # The caller starts it as a daemon, so that it ends with the caller. A daemon could not start processes.
+    multiprocessing.current_process().daemon = False
+    threading.Thread(target=_end_with_the_caller, daemon=True).start()
+    sys.path[:] = path
+    warnings.filters[:] = filters  # type: ignore[index]
+    torch.set_num_threads(1)
+    with stack_file(folder, rank).open("w") as stack:
+        if STACK_SIGNAL is not None:
+            faulthandler.register(STACK_SIGNAL, file=stack, all_threads=False)
+        try:
+            use_loopback()
+            dist.init_process_group(
+                backend,
+                init_method=(Path(folder) / "store").as_uri(),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout_s + GRACE_S),  # the caller reports a hang before the collective does
+            )
+            dist.barrier()  # no rank leaves before all are connected
+            fn, args = pickle.loads(call)
+            outcome: tuple[bool, bytes | str] = (True, pickle.dumps(to_cpu(fn(*args))))
+        except BaseException:  # also SystemExit: the caller reports whatever ends a rank early
+            outcome = (False, traceback.format_exc())
+        # Pickled by value, above: multiprocessing's own pickling would share memory with a process about to end.
+        try:
+            connection.send(outcome)
+            if outcome[0]:
+                connection.poll(timeout_s)  # stay connected until the caller has all results
+        except BrokenPipeError:
+            os._exit(1)  # the caller has given up on this rank
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Collectives under way have threads that would keep a failed rank's process alive.
+        os._exit(0 if outcome[0] else 1)
+
+
+def _end_with_the_caller() -> None:
+    """Wait for the end of the process that called `run_ranks`, then end this rank and the processes it started."""
+    caller = multiprocessing.parent_process()
+    if caller is not None:
+        multiprocessing.connection.wait([caller.sentinel])
+        with contextlib.suppress(AttributeError):
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
+
+
+def use_loopback() -> None:
+    """Let gloo use the loopback interface: all ranks are on this machine, whatever its host name resolves to."""
+    names = {name for _, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+def to_cpu(value: Any) -> Any:
+    """Return the value with its tensors detached and on the CPU, inside mappings, lists and tuples."""
+    return map_leaves(lambda x: x.detach().cpu() if isinstance(x, torch.Tensor) else x, value)

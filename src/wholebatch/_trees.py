@@ -1,0 +1,59 @@
+"""Walk trees of mappings, lists and tuples, such as a model's inputs, a batch, or a rank's result.
+
+A mapped tree has the form of the original: a NamedTuple stays one, a dict becomes a dict, and any other mapping is
+built by its own type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+IsLeaf = Callable[[Any], bool]
+
+
+def only_others(_tree: Any) -> bool:
+    """Treat no mapping, list or tuple as a leaf."""
+    return False
+
+
+def tensors_of(tree: Any) -> Iterator[Tensor]:
+    """Yield all tensors of a tree, from left to right."""
+    return (leaf for _, leaf in leaves(tree) if isinstance(leaf, Tensor))
+
+
+def leaves(tree: Any, path: str = "", *, is_leaf: IsLeaf = only_others) -> Iterator[tuple[str, Any]]:
+    """Yield each leaf with its path, from left to right.
+
+    >>> list(leaves({"x": [1, 2], "scale": 3.0}))
+    [('x[0]', 1), ('x[1]', 2), ('scale', 3.0)]
+    """
+    if isinstance(tree, Mapping) and not is_leaf(tree):
+        for key, value in tree.items():
+            yield from leaves(value, f"{path}.{key}" if path else str(key), is_leaf=is_leaf)
+    elif isinstance(tree, list | tuple) and not is_leaf(tree):
+        for at, value in enumerate(tree):
+            yield from leaves(value, f"{path}[{at}]", is_leaf=is_leaf)
+    else:
+        yield path, tree
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any, *, is_leaf: IsLeaf = only_others) -> Any:
+    """Return a tree of the same form whose leaves are `function(leaf)`, called from left to right.
+
+    >>> map_leaves(lambda x: 10 * x, {"x": (1, 2), "scale": 3.0})
+    {'x': (10, 20), 'scale': 30.0}
+    """
+    if isinstance(tree, Mapping) and not is_leaf(tree):
+        items = {key: map_leaves(function, value, is_leaf=is_leaf) for key, value in tree.items()}
+        return items if isinstance(tree, dict) else type(tree)(items)  # type: ignore[call-arg]
+    if isinstance(tree, list | tuple) and not is_leaf(tree):
+        return sequence_like(tree, [map_leaves(function, value, is_leaf=is_leaf) for value in tree])
+    return function(tree)
+
+
+def sequence_like(original: Sequence[Any], items: Sequence[Any]) -> Any:
+    """Return the items in a sequence of the original's type; a NamedTuple takes them one by one."""
+    return type(original)(*items) if hasattr(original, "_fields") else type(original)(items)  # type: ignore[call-arg]

@@ -1,0 +1,34 @@
+"""The audit as an assertion in a test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .audit import audit
+
+
+def assert_exact(
+    problem: Any,  # as in `audit`
+    world_sizes: Sequence[int] = (1, 2, 3),
+    **options: Any,  # of several types, as `audit` checks them
+) -> None:
+    """Assert that the gradient that W ranks end with is that of one process on the whole batch.
+
+    Args:
+        problem: as in :func:`wholebatch.audit`.
+        world_sizes: as in :func:`wholebatch.audit`.
+        **options: as in :func:`wholebatch.audit`.
+
+    Raises:
+        AssertionError: if it is not; the message is the whole report, with causes and fixes.
+        ValueError: as in :func:`wholebatch.audit`.
+
+    >>> import wholebatch as wb
+    >>> def test_my_training_step():
+    ...     wb.testing.assert_exact("my_project.audits:clip", world_sizes=(1, 2, 4))
+    """
+    __tracebackhide__ = True
+    report = audit(problem, world_sizes, **options)
+    if not report.exact:
+        raise AssertionError(str(report))

@@ -1,0 +1,102 @@
+"""The global batch: a tree whose leaves have the batch's rows, or are the same on all ranks; and splits of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _trees
+from .._checks import is_dense
+from .._user_error import UserError
+from ..partition import Partition
+
+
+def num_rows(batch: Any) -> int:
+    """Return the number of rows of the global batch.
+
+    Raises:
+        UserError: if nothing in it has rows, or if two leaves have different numbers of them.
+    """
+    for name, x in leaves(batch).items():
+        if isinstance(x, Tensor) and not is_dense(x):
+            raise UserError(f"Problem's batch must hold dense tensors; {name} has layout {x.layout} on {x.device}")
+    counts = {name: len(x) for name, x in leaves(batch).items() if _has_rows(x)}
+    if not counts:
+        raise UserError(
+            "Problem's batch must hold tensors, or lists, with a row for each example; it is a tree of them: "
+            f"got {type(batch).__name__}"
+        )
+    if len(set(counts.values())) > 1:
+        raise UserError(f"everything in Problem's batch must have the same rows, got {counts}")
+    return next(iter(counts.values()))
+
+
+def leaves(batch: Any) -> dict[str, Any]:
+    """Return the leaves by path; a list of texts or numbers is one leaf."""
+    return {path or "batch": leaf for path, leaf in _trees.leaves(batch, is_leaf=_has_rows)}
+
+
+def take(batch: Any, rows: Sequence[int], *, but: tuple[str, Sequence[int]] | None = None) -> Any:
+    """Return a batch of these rows; the input that `but` names gives other rows."""
+    names = iter(leaves(batch))
+
+    def rows_of(x: Any) -> Any:
+        name = next(names)
+        chosen = but[1] if but is not None and name == but[0] else rows
+        if not _has_rows(x):
+            return x
+        if isinstance(x, Tensor):
+            return x[torch.tensor(chosen, dtype=torch.int64)]
+        return type(x)([x[row] for row in chosen])
+
+    return _trees.map_leaves(rows_of, batch, is_leaf=_has_rows)
+
+
+def with_gradient(batch: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Return the batch with floating-point tensors replaced by leaves that require a gradient, and these leaves."""
+    found: dict[str, Tensor] = {}
+    names = iter(leaves(batch))
+
+    def leaf_of(x: Any) -> Any:
+        name = next(names)
+        if isinstance(x, Tensor) and x.is_floating_point() and x.dim():
+            found[name] = x = x.detach().clone().requires_grad_()
+        return x
+
+    return _trees.map_leaves(leaf_of, batch, is_leaf=_has_rows), found
+
+
+def to_dtype(batch: Any, dtype: torch.dtype) -> Any:
+    """Return the batch with its floating-point tensors detached and in the dtype."""
+
+    def converted(x: Any) -> Any:
+        return x.detach().to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    return _trees.map_leaves(converted, batch, is_leaf=_has_rows)
+
+
+def splits(rows: int, size: int, *, uneven: bool, empty: bool) -> list[tuple[int, ...]]:
+    """Return splits of the rows over ranks: equal parts first, then uneven ones, then one with an empty rank.
+
+    >>> splits(12, 3, uneven=True, empty=True)
+    [(4, 4, 4), (2, 4, 6), (6, 0, 6)]
+    """
+    made = [Partition.even(rows, size).counts]
+    if uneven and rows > size:
+        weights = [rank + 1 for rank in range(size)]
+        parts = [max(1, rows * weight // sum(weights)) for weight in weights]
+        parts[-1] += rows - sum(parts)
+        made.append(tuple(parts))
+    if empty and size > 1:
+        first, *others = Partition.even(rows, size - 1).counts
+        made.append((first, 0, *others))
+    return list(dict.fromkeys(made))
+
+
+def _has_rows(x: Any) -> bool:
+    if isinstance(x, Tensor):
+        return x.dim() > 0
+    return isinstance(x, list | tuple) and bool(x) and all(isinstance(value, str | int | float) for value in x)

@@ -1,0 +1,128 @@
+"""Find and call the user's factory: a function that builds the problem, called on each rank."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._processes import preload, start_server
+from .._user_error import UserError
+from .batch import to_dtype
+from .problem import Problem, modules
+from .randomness import seed_all
+
+Factory = Callable[[], Any]
+INSTALLED = "site-packages"  # the folder of installed packages
+_FORM = (
+    "a function without arguments that returns wholebatch.Problem(model, batch, loss), where loss(model, batch) is "
+    "a rank's loss of its rows of the batch"
+)
+
+
+def find(name: str) -> Factory:
+    """Return the factory that `MODULE:NAME` names.
+
+    Raises:
+        UserError: if there is no such module, or it cannot be imported, or has no such function.
+    """
+    module_name, colon, attribute = name.partition(":")
+    if not colon or not module_name or not attribute or module_name.startswith("."):
+        raise UserError(
+            f"name the problem as MODULE:FUNCTION, as in my_project.audits:clip, where MODULE is as in an import; "
+            f"got {name!r}"
+        )
+    known = set(sys.modules)
+    if module_name.startswith("wholebatch."):
+        preload(module_name)
+        start_server()  # imports it at the same time
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise UserError(
+                f"there is no module {module_name!r} here: give it as in an import, without .py, from its folder"
+            ) from error
+        raise UserError(f"{module_name} cannot be imported: it needs {error.name!r}") from error
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{module_name} cannot be imported: {type(error).__name__}: {error}") from error
+    try:
+        found = getattr(module, attribute)
+    except AttributeError:
+        offers = [n for n, of in vars(module).items() if callable(of) and getattr(of, "__module__", "") == module_name]
+        raise UserError(
+            f"{module_name} has no {attribute!r}; it defines {', '.join(offers) or 'no functions'}"
+        ) from None
+    preload(*_installed_packages(set(sys.modules) - known))
+    return _checked(found, name)
+
+
+def _installed_packages(modules: Iterable[str]) -> list[str]:
+    """Return the installed packages among them; a user's modules may compute when they are imported."""
+    found = []
+    for name in sorted({module.partition(".")[0] for module in modules}):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is not None and INSTALLED in Path(file).parts:
+            found.append(name)
+    return found
+
+
+def checked_factory(problem: Any) -> Factory:
+    """Return the factory, given itself or by its name."""
+    return find(problem) if isinstance(problem, str) else _checked(problem, "problem")
+
+
+def _checked(found: Any, name: str) -> Factory:
+    if isinstance(found, Problem):
+        raise UserError(f"{name} is a Problem: give the function that makes it, because each rank makes its own")
+    if not callable(found):
+        raise UserError(f"{name} must be {_FORM}; got {type(found).__name__}")
+    factory: Factory = found
+    return factory
+
+
+def build(factory: Factory | str, seed: int, dtype: torch.dtype) -> Problem:
+    """Return the problem that the factory makes, in the dtype.
+
+    Raises:
+        UserError: if the factory fails, or returns something else.
+    """
+    function = find(factory) if isinstance(factory, str) else factory
+    seed_all(seed)
+    try:
+        made = function()
+    except SystemExit as error:
+        raise UserError(f"the factory left by exit({error.code!r}); it must be {_FORM}") from error
+    except UserError:
+        raise
+    except Exception as error:
+        if any(word in str(error) for word in ("CUDA", "NVIDIA", "cuda")):
+            raise UserError(
+                f"the factory asks for a GPU ({_first_line(error)}); the audit runs on CPU processes: build model and "
+                "batch on the CPU"
+            ) from error
+        raise UserError(f"the factory raised {type(error).__name__}: {_first_line(error)}{_place(error)}") from error
+    if isinstance(made, tuple) and len(made) == 3:
+        made = Problem(*made)
+    if not isinstance(made, Problem):
+        got = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+        raise UserError(f"the factory must be {_FORM}; it returned {got}")
+    for module in modules(made):
+        module.to(dtype)
+    return Problem(**{**vars(made), "batch": to_dtype(made.batch, dtype)})
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _place(error: BaseException) -> str:
+    """Return where it was raised: the innermost line outside installed packages."""
+    every = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in every if INSTALLED not in Path(frame.filename).parts] or list(every)
+    return f' (File "{frames[-1].filename}", line {frames[-1].lineno}, in {frames[-1].name})' if frames else ""

@@ -1,0 +1,71 @@
+"""wholebatch: every loss of the catalog, the head and caching, on any split of the rows, with ranks without rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+import wholebatch as wb
+
+from ...losses.catalog import CATALOG, Entry
+from ..problem import Problem
+from .encoders import IN, OUT, ROWS, OneTower, TwoTowers, labeled, two_towers, two_views
+
+_ANY: dict[str, Any] = {"uneven": True, "empty": True, "engine": "mean"}
+
+
+def _loss(entry: Entry, **settings: Any) -> Problem:
+    loss = entry.module(**entry.required_settings(OUT), **settings)
+    if entry.kind == "labeled":
+        return labeled(loss, **_ANY)
+    if entry.kind == "views":
+        return two_views(loss, **_ANY)
+
+    def of_towers(x: Tensor, y: Tensor, scale: Tensor, *bias: Tensor) -> Tensor:
+        found: Tensor = loss(x, y, logit_scale=scale, **({"logit_bias": bias[0]} if bias else {}))
+        return found
+
+    return two_towers(of_towers, bias=entry.needs_bias, **_ANY)
+
+
+def _head() -> Problem:
+    head = wb.PartialFC(OUT, 10, margin=wb.ArcFace(8.0, 0.3), seed=1)
+
+    def of_rank(model: nn.ModuleDict, batch: Mapping[str, Tensor]) -> Tensor:
+        (features,) = model["backbone"](batch["images"])
+        loss: Tensor = model["head"](features, batch["labels"])
+        return loss
+
+    batch = {"images": torch.randn(ROWS, IN), "labels": torch.arange(ROWS) % 10}
+    return Problem(nn.ModuleDict({"backbone": OneTower(), "head": head}), batch, of_rank, **_ANY)
+
+
+def _cached(*, dropout: bool) -> Problem:
+    model = TwoTowers()
+    if dropout:
+        model.image.append(nn.Dropout(0.2))
+
+    def step(model: TwoTowers, batch: Mapping[str, Tensor]) -> Tensor:
+        def loss(x: Tensor, y: Tensor) -> Tensor:
+            x, y = (normalize(z, dim=1) for z in (x, y))
+            found: Tensor = wb.functional.clip_loss(x, y, model.logit_scale.exp())
+            return found
+
+        return wb.GradCache([model.image, model.text], 2, loss)(batch["images"], batch["texts"])
+
+    batch = {"images": torch.randn(ROWS, IN), "texts": torch.randn(ROWS, IN)}
+    return Problem(model, batch, step=step, **_ANY)
+
+
+SETTINGS: dict[str, Callable[[], Problem]] = {
+    **{entry.module.__name__: partial(_loss, entry) for entry in CATALOG.values()},
+    'CLIPLoss(exchange="ring")': partial(_loss, CATALOG["clip"], exchange="ring"),
+    "PartialFC, ArcFace": _head,
+    "GradCache of CLIPLoss, chunks of 2": partial(_cached, dropout=False),
+    "the same, with dropout": partial(_cached, dropout=True),
+}

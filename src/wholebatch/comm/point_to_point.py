@@ -1,0 +1,128 @@
+"""Messages between two ranks as linear maps, and the tags under which they travel.
+
+A `Send` on one rank and a `Recv` on another are one map; its adjoint sends the gradient back.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .maps import LinearMap
+from .transport import Finish, Transport
+from .wire import start_move
+
+FORWARD, ADJOINT = 0, 1  # channels: a gradient on its way back is never mistaken for a message on its way out
+
+SLOTS = 64  # messages of one tag whose gradients may be under way at once
+EPOCHS = 64  # messages of one tag that may fail
+SIZE_CLASSES = 192  # for transports on which a message that is too long would end the process that receives it
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """The tag of a message and its numbers, which both ends count alike.
+
+    Args:
+        tag: the user's.
+        slot: the number of the message among those of its tag: gradients find their message, in whatever order the
+            ends waited.
+        epoch: the number of earlier messages that did not match: the rest of one is never taken for a later message.
+        channel: FORWARD for a message, ADJOINT for its gradient.
+    """
+
+    tag: int
+    slot: int
+    epoch: int
+    channel: int = FORWARD
+
+    @property
+    def reply(self) -> Envelope:
+        """The envelope of the adjoint's message."""
+        return replace(self, channel=ADJOINT if self.channel == FORWARD else FORWARD)
+
+    def wire_tag(self, transport: Transport, x: Tensor) -> int:
+        """Return the tag on the wire, for a message with x's bytes.
+
+        Messages of one tag and size arrive in the order in which they were sent; gradients are matched by slot.
+        """
+        first = self.tag * tags_of_one(transport)
+        if self.channel == ADJOINT:
+            return first + self.slot
+        classes = transport.size_classes
+        return first + self.epoch * classes + (size_class(x.nbytes) if classes > 1 else 0)
+
+
+@dataclass(frozen=True)
+class Send(LinearMap):
+    """Send x to rank `dest`; the output has no entries. A* receives the gradient from there, on another channel."""
+
+    dest: int
+    envelope: Envelope
+    shape: torch.Size
+
+    def start(self, x: Tensor) -> Finish:
+        def send(wire: Tensor) -> Finish:
+            tag = self.envelope.wire_tag(self.transport, wire)
+            return self.transport.send(wire, self.dest, tag, self.envelope.channel)
+
+        finish = start_move(x, send)
+
+        def no_entries() -> Tensor:
+            finish()
+            return x.new_empty(0)
+
+        return no_entries
+
+    @property
+    def adjoint(self) -> LinearMap:
+        return Recv(self.transport, self.dest, self.envelope.reply, self.shape)
+
+
+@dataclass(frozen=True)
+class Recv(LinearMap):
+    """Receive a tensor of the given shape from rank `source`; the input has no entries. A* sends the gradient there."""
+
+    source: int
+    envelope: Envelope
+    shape: torch.Size
+
+    def start(self, x: Tensor) -> Finish:
+        return start_move(x.new_empty(self.shape), self._receive)
+
+    def _receive(self, out: Tensor) -> Finish:
+        channel, tag = self.envelope.channel, self.envelope.wire_tag(self.transport, out)
+        if channel == FORWARD and self.transport.size_classes > 1 and out.numel():
+            # Room for the largest message of this class: a wrong one is longer or shorter, but never too long.
+            room = out.new_empty(-(-largest_of_class(size_class(out.nbytes)) // out.itemsize))
+            finish = self.transport.recv(room, self.source, tag, channel)
+            return lambda: finish()[: out.numel()].view(out.shape)
+        return self.transport.recv(out, self.source, tag, channel)
+
+    @property
+    def adjoint(self) -> LinearMap:
+        return Send(self.transport, self.source, self.envelope.reply, self.shape)
+
+
+def tags_of_one(transport: Transport) -> int:
+    """Return the number of tags on the wire that one tag of the user takes."""
+    return max(SLOTS, EPOCHS * transport.size_classes)
+
+
+def size_class(num_bytes: int) -> int:
+    """Return the class of a message of this size, four classes for each power of two.
+
+    Every message of a class fits into the largest of the class.
+    """
+    k = 4 * (num_bytes - 1).bit_length() if num_bytes > 1 else 0
+    while k and largest_of_class(k - 1) >= num_bytes:
+        k -= 1
+    return k
+
+
+def largest_of_class(k: int) -> int:
+    """Return the bytes of a class's largest message: 2^(k / 4), rounded down; the same integer on every machine."""
+    return math.isqrt(math.isqrt(1 << k))

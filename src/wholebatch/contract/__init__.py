@@ -1,0 +1,46 @@
+"""Validate a call on all ranks before any of its features move, and finish it the same way on all of them.
+
+    entry       a call whose arguments do not fit its signature raises on every rank; autocast is off inside
+    options     the choices that every loss shares: group, sync, exchange, memory, reduction, kernel
+    inputs      what a loss declares about its tensors and scalars, checked on the rank that has them
+    agree       one handshake: every rank's arguments are valid and fit together, or every rank raises
+    facts       what each rank knows about all ranks after it
+    gradients   an input that needs a gradient on one rank needs it on all; the factor of `sync`, in one place
+    reduction   from the losses of the local rows to the scalar that every rank returns
+    backward    every rank enters the backward pass of the same call, with the same incoming gradient
+
+Knows no loss: which entries of S count is decided above, and how they are computed in `nodes`.
+"""
+
+from .agree import agree
+from .backward import CALL, check_earlier, differed, latest_call, number_call, together
+from .entry import bind_on_all_ranks, entry
+from .facts import Facts
+from .gradients import gradient_facts, join
+from .inputs import MIN_PAIR_PRODUCT, Checks, Inputs
+from .options import REDUCTIONS, Options, Reduction
+from .reduction import finish, reduce_losses, reduce_total
+
+__all__ = [
+    "CALL",
+    "MIN_PAIR_PRODUCT",
+    "REDUCTIONS",
+    "Checks",
+    "Facts",
+    "Inputs",
+    "Options",
+    "Reduction",
+    "agree",
+    "bind_on_all_ranks",
+    "check_earlier",
+    "differed",
+    "entry",
+    "finish",
+    "gradient_facts",
+    "join",
+    "latest_call",
+    "number_call",
+    "reduce_losses",
+    "reduce_total",
+    "together",
+]

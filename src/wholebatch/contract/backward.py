@@ -1,0 +1,131 @@
+"""The backward pass of a loss: every rank is in that of the same call, with the same incoming gradient, or all raise.
+
+Autograd reaches a rank's backward pass when that rank's program says so. A rank that differentiates two losses in
+another order, skips a backward pass (`if not loss.isfinite(): continue`) or makes one forward pass more would meet the
+others in collectives that fit by chance, and all would go on with wrong gradients; or that do not fit, and end the
+processes. So the first node of a loss's backward pass, which is the last of its forward pass, compares
+
+    (loss, number of the call)    and, where all ranks have the same L,    dF/dL, the incoming gradient
+
+before anything else travels. On the host this is a handshake like that of the forward pass, so that a rank in the one
+and a rank in the other raise the same error. Between GPUs the host would have to wait for it: there, three numbers
+travel from device to device, a difference makes the gradient NaN, and the next call of a loss raises.
+
+The incoming gradients have to be equal: where L is the same scalar on all ranks, so is F, whatever is made of it, and
+each rank's share of the gradient is taken with its own dF/dL. With reduction "none" each rank weighs its own rows'
+losses, and there is nothing to compare.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from .._precision import wide_dtype
+from ..comm import Communicator
+from ..comm.handshake import BACKWARD
+from ..comm.transport import Transport
+
+_GRADIENT = "incoming gradient"
+_TOLERANCE = 1e-5  # relative: ranks that compute the same F may round differently
+CALL = "call"  # the fact of a handshake that numbers the call
+
+_latest = 0  # number of the latest call of a loss on this rank
+# By group: how many backward passes differed, on the device, where nobody has looked yet.
+_differed: dict[str | None, Tensor] = {}
+
+
+def latest_call() -> int:
+    """Return the number of this rank's latest call, which a handshake tells the others."""
+    return _latest
+
+
+def number_call(latest: Sequence[int]) -> int:
+    """Return the number of a call that all ranks make, from the numbers of the latest call of each."""
+    global _latest  # noqa: PLW0603
+    _latest = 1 + max(latest)
+    return _latest
+
+
+def together(loss: Tensor, comm: Communicator, caller: str, call: int, *, one_loss: bool = True) -> Tensor:
+    """Return the loss, whose backward pass begins with a comparison between the ranks.
+
+    Args:
+        loss: L, or the losses of this rank's rows; no other result of the call has a gradient.
+        comm: the ranks.
+        caller: the loss, for messages.
+        call: the number of its call, the same on all ranks.
+        one_loss: whether L is the same scalar on all ranks, so that dF/dL has to be the same.
+    """
+    if comm.size == 1 or not loss.requires_grad:
+        return loss
+    return _Together.apply(loss, comm, f"{caller} #{call}", one_loss)
+
+
+class _Together(Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, comm: Communicator, call: str, one_loss: bool) -> Tensor:
+        ctx.comm, ctx.call, ctx.one_loss = comm, call, one_loss
+        return loss.clone()  # and no view, which `loss /= 2` could not change in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        compare = _compare_on_device if ctx.comm.transport.stays_on_device(grad) else _compare
+        return compare(ctx.comm, ctx.call, grad, ctx.one_loss), None, None, None
+
+
+def _compare(comm: Communicator, call: str, grad: Tensor, one_loss: bool) -> Tensor:
+    """Return the incoming gradient, if all ranks are in the same call and have the same. Collective: one handshake."""
+    facts = {_GRADIENT: grad.item()} if one_loss else {}
+    everyone = comm.handshake(lambda: facts, caller=BACKWARD + call)
+    if one_loss:
+        gradients = [of_rank[_GRADIENT] for of_rank in everyone]
+        if not all(_close(value, gradients[0]) for value in gradients):
+            raise ValueError(
+                f"{BACKWARD}{call}: the incoming gradient must be the same on all ranks, got {gradients}: the loss is "
+                "one number, the same on all of them. Multiply it by the same factors on all ranks; to weigh a rank's "
+                "examples, pass weights= to the loss"
+            )
+    return grad
+
+
+def _close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=_TOLERANCE) or (math.isnan(a) and math.isnan(b))
+
+
+def _compare_on_device(comm: Communicator, call: str, grad: Tensor, one_loss: bool) -> Tensor:
+    """Return the incoming gradient; NaN where ranks differ. Collective: one all-gather of two numbers, no wait."""
+    dtype = wide_dtype(grad.device)
+    with torch.no_grad():
+        local = grad.detach().to(dtype).reshape(()) if one_loss else torch.zeros((), dtype=dtype, device=grad.device)
+        code = torch.full((), float(crc32(call.encode()) >> 8), dtype=dtype, device=grad.device)  # 24 bits: exact
+        codes, gradients = comm.transport.all_gather(torch.stack([code, local])[None], (1,) * comm.size)().unbind(1)
+        same = torch.isclose(gradients, gradients[0], rtol=_TOLERANCE, atol=0.0, equal_nan=True)
+        differ = ((codes != codes[0]) | ~same).any()
+        key = comm.transport.group_name
+        before = _differed.get(key)
+        _differed[key] = differ.to(dtype) if before is None else before + differ
+    return torch.where(differ, float("nan"), grad)
+
+
+def differed(transport: Transport) -> dict[str, Tensor]:
+    """Return what the next handshake's one look at the device has to look at as well."""
+    count = _differed.get(transport.group_name)
+    return {} if count is None else {_GRADIENT: count}
+
+
+def check_earlier(transport: Transport, seen: Mapping[str, float]) -> None:
+    """Raise ValueError if ranks differed in an earlier backward pass. All ranks do, for all compared the same."""
+    _differed.pop(transport.group_name, None)
+    if seen.get(_GRADIENT):
+        raise ValueError(
+            "an earlier backward pass was not the same on all ranks: they were in the backward passes of different "
+            "losses or calls, or had different incoming gradients; the gradients of that step are NaN. Run the same "
+            "backward passes in the same order on all ranks, and multiply the loss by the same factors"
+        )

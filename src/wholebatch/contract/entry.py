@@ -1,0 +1,43 @@
+"""Decorators of the functions that a user calls on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+from torch import nn
+
+from .._autograd import no_autocast
+from .._graph_break import outside_graphs
+from ..comm import select_communicator
+from ..comm.binding import CallError, bound, complaint
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def entry(loss: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate the entry of a loss.
+
+    A compiled training step leaves its graph for the loss, because no graph can hold the loss's handshake. Autocast is
+    off inside, because the sums of a loss need their full precision. Arguments that do not fit the signature raise on
+    every rank.
+    """
+    call = no_autocast(bind_on_all_ranks(loss))
+    return outside_graphs(call, "wholebatch's losses run outside the compiled graph")
+
+
+def bind_on_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate a function that is collective over its `group`, or over a module's: a wrong call raises on all ranks."""
+    return bound(function, lambda error, args, kwargs: _refuse(function.__qualname__, error, args, kwargs))
+
+
+def _refuse(caller: str, error: CallError, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise the error of a call that does not fit its signature, on all ranks of the group that was given."""
+    module = next((x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)), None)
+    options = getattr(module, "options", module)
+    try:
+        comm = select_communicator(kwargs.get("group", getattr(options, "group", None)))
+    except ValueError:  # an invalid group: there are no other ranks to report to
+        return
+    comm.handshake(complaint(error), caller=caller)

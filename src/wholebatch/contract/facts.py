@@ -1,0 +1,107 @@
+"""What each rank knows about all ranks once their arguments have been found valid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._normalize import LONGEST
+from .._precision import accumulation_dtype, wide_dtype
+from ..comm import Communicator
+from ..partition import Partition
+from .options import Options
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The result of the handshake at the entry of a loss.
+
+    Args:
+        caller: the loss, for messages.
+        call: the number of this call, the same on all ranks.
+        options: the caller's.
+        comm: the ranks.
+        scalars: the values of the scalars, the same on all ranks.
+        rows: for each matrix of features, which rank holds which rows.
+        norms: for each of them, the largest norm of a row on any rank.
+        min_pair_product: the smallest product of two rows that match, on any rank.
+        inputs: scalars, features and weights as nodes take them. What needs a gradient on any rank needs it here, and
+            that gradient takes on the factor of `sync` on its way out.
+        vectors: ids, with the name of the features whose rows they number.
+        by_rank: the facts that each rank sent.
+        embedding_size: columns of the features.
+        given_dtype: of the features as they came in.
+        features_dtype: of the features as nodes take them.
+        dtype: in which sums are taken.
+        device: of the features.
+    """
+
+    caller: str
+    call: int
+    options: Options
+    comm: Communicator
+    scalars: dict[str, float]
+    rows: dict[str, Partition]
+    norms: dict[str, float]
+    min_pair_product: float
+    inputs: dict[str, Any]
+    vectors: dict[str, tuple[Tensor, str]]
+    by_rank: list[dict[str, Any]]
+    embedding_size: int
+    given_dtype: torch.dtype
+    features_dtype: torch.dtype
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether a backward pass may follow."""
+        inputs = self.inputs.values()
+        return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process."""
+        return self.comm.rank
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """The dtype of the loss that the caller gets."""
+        return accumulation_dtype(self.given_dtype)
+
+    def in_range(self, *norms: float) -> Facts:
+        """Return facts with features in float64 where float32 has no room for the products of rows that are so long.
+
+        Args:
+            norms: the largest norms, over all ranks, of further rows that take part.
+        """
+        wide = wide_dtype(self.device)
+        if self.dtype == wide or max([*self.norms.values(), *norms]) <= LONGEST[self.dtype]:
+            return self
+        return replace(self, features_dtype=wide, dtype=wide).widened()
+
+    def widened(self) -> Facts:
+        """Return facts with features in the dtype of sums, where gradients of several uses add up before one rounding.
+
+        Features are still multiplied in the dtype that they had, where `nodes.Operands` are `narrow`.
+        """
+        return replace(self, inputs={n: x.to(self.dtype) if n in self.rows else x for n, x in self.inputs.items()})
+
+    def of_ranks(self, name: str) -> list[Any]:
+        """Return one fact of every rank, rank 0's first."""
+        return [facts[name] for facts in self.by_rank]
+
+    def all_ids(self, name: str) -> Tensor:
+        """Return the ids of all ranks' rows, (B,). Collective: one all-gather of integers."""
+        ids, of = self.vectors[name]
+        return self.all_gather(ids.to(self.device, torch.int64), self.rows[of])
+
+    @torch.no_grad()
+    def all_gather(self, numbers: Tensor, rows: Partition) -> Tensor:
+        """Return all ranks' numbers, without gradient: (n_r, ...) -> (n, ...). Collective: one all-gather."""
+        if self.comm.size == 1:
+            return numbers.detach()
+        return self.comm.all_gather(numbers, counts=rows.counts, check=False)

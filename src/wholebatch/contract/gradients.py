@@ -1,0 +1,80 @@
+"""An input that needs a gradient on any rank needs one on all; then the factor of `sync` is applied, once.
+
+A rank whose local inputs need no gradient (a frozen tower, a rank without rows) would build no graph, never call the
+collectives of the backward pass, and leave the other ranks waiting. So the ranks exchange in the handshake which
+inputs need a gradient, and these inputs join the graph on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._precision import wide_dtype
+from ..comm import Communicator
+from ..comm.handshake import GRAD_ENABLED, NEEDS_GRAD
+from ..sync import feature_factor, loss_parameters, scale_gradient
+from .options import Options
+
+_INFERENCE = "made in inference mode"
+
+
+def gradient_facts(inputs: Sequence[Tensor | float | None]) -> dict[str, Any]:
+    """Return the facts about gradients that a handshake exchanges; `GRAD_ENABLED` belongs to its `must_match`."""
+    return {
+        GRAD_ENABLED: torch.is_grad_enabled(),
+        NEEDS_GRAD: [isinstance(x, Tensor) and x.requires_grad for x in inputs],
+        _INFERENCE: any(isinstance(x, Tensor) and x.is_inference() for x in inputs),
+    }
+
+
+def join(inputs: Sequence[Tensor | float | None], everyone: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return the inputs; each one that needs a gradient on any rank needs it here as well.
+
+    Raises:
+        ValueError: on every rank, if gradients are needed but some rank's inputs were made in inference mode.
+    """
+    wanted = [any(column) for column in zip(*(facts[NEEDS_GRAD] for facts in everyone), strict=True)]
+    inference = [rank for rank, facts in enumerate(everyone) if facts[_INFERENCE]]
+    if any(wanted) and torch.is_grad_enabled() and inference:
+        raise ValueError(
+            f"tensors of rank {', '.join(map(str, inference))} were made under torch.inference_mode() and cannot take "
+            "part in a backward pass, which others need; make them under torch.no_grad(), or pass x.clone()"
+        )
+    return [_requiring_grad(x) if want else x for x, want in zip(inputs, wanted, strict=True)]
+
+
+def _requiring_grad(x: Tensor | float | None) -> Tensor:
+    if isinstance(x, Tensor):
+        return x if x.requires_grad else x.detach().requires_grad_()
+    return torch.tensor(0.0 if x is None else float(x), dtype=torch.float64, requires_grad=True)
+
+
+def enter(inputs: dict[str, Any], scalars: Container[str], comm: Communicator, options: Options) -> dict[str, Any]:
+    """Return the inputs, whose gradients take on the factor of `sync` on their way out. This is the one place for it.
+
+    With reduction "none" each rank makes a scalar of its own losses; the engine averages or adds the gradients of
+    these scalars as usual, and no factor is needed here.
+
+    Scalars and weights are widened to float64: a loss is made of few numbers, all of them float64, and the gradient by
+    a weight is a small difference of the two terms that it adds to the sum and to the divisor of the mean.
+    """
+    inputs = {name: _widened(x) if name in scalars or name == "weights" else x for name, x in inputs.items()}
+    if options.reduction == "none":
+        return inputs
+    names = [name for name in inputs if name in scalars]
+    parameters = loss_parameters([inputs[name] for name in names], comm, options.sync)
+    factor = feature_factor(options.sync, comm.size)
+    entering = {
+        name: scale_gradient(x, factor) if isinstance(x, Tensor) and x.requires_grad else x
+        for name, x in inputs.items()
+        if name not in scalars
+    }
+    return dict(zip(names, parameters, strict=True)) | entering
+
+
+def _widened(scalar: Any) -> Any:
+    return scalar.to(wide_dtype(scalar.device)) if isinstance(scalar, Tensor) else scalar

@@ -1,0 +1,167 @@
+"""What a loss declares about the tensors and scalars of one call, and the checks of them on the rank that has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._checks import (
+    check_alike,
+    check_features,
+    check_ids,
+    check_norm,
+    check_not_negative,
+    check_one,
+    check_positive,
+    check_value,
+    check_weights,
+    norm_bound,
+)
+from .._precision import wide_dtype
+from .._products import paired_products
+
+MIN_PAIR_PRODUCT = "smallest product of a pair"
+_SUM_OF_WEIGHTS, _SMALLEST_WEIGHT = "sum of weights", "smallest weight"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors and scalars of one call.
+
+    Args:
+        features: matrices with as many columns, of one dtype and device; the first has the rows of the batch.
+        scalars: numbers, or tensors of shape () or [1], that are equal on all ranks.
+        ids: integer vectors or None, each with the name of the features whose rows it numbers.
+        weights: of examples, or None; and the name of the features whose rows they weigh.
+        optional: names of features and scalars that may be None.
+        required: names of ids that may not be None.
+        positive: names of scalars that must be positive.
+        paired: names of two features with equally many rows.
+        matching: names of two features whose rows, as many as both have, are each other's positives.
+    """
+
+    features: Mapping[str, Tensor | None]
+    scalars: Mapping[str, Tensor | float | None] = field(default_factory=dict)
+    ids: Mapping[str, tuple[Tensor | None, str]] = field(default_factory=dict)
+    weights: tuple[Tensor | None, str] = (None, "")
+    optional: Sequence[str] = ()
+    required: Sequence[str] = ()
+    positive: Sequence[str] = ()
+    paired: tuple[str, str] | None = None
+    matching: tuple[str, str] | None = None
+
+    @cached_property
+    def given_features(self) -> dict[str, Any]:
+        """The features that take part: all but the optional ones that are None."""
+        return {name: x for name, x in self.features.items() if x is not None or name not in self.optional}
+
+    @cached_property
+    def given_scalars(self) -> dict[str, Any]:
+        """The scalars that take part."""
+        return {name: x for name, x in self.scalars.items() if x is not None or name not in self.optional}
+
+    @cached_property
+    def given_ids(self) -> dict[str, tuple[Any, str]]:
+        """The ids that take part, each with the name of its features."""
+        return {name: (x, of) for name, (x, of) in self.ids.items() if x is not None or name in self.required}
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all that was given, which must be the same on all ranks."""
+        weights = [] if self.weights[0] is None else ["weights"]
+        return [*self.given_scalars, *self.given_features, *self.given_ids, *weights]
+
+    @property
+    def differentiable(self) -> dict[str, Any]:
+        """Everything that may need a gradient, given or not."""
+        return {**self.scalars, **self.features, "weights": self.weights[0]}
+
+    @property
+    def first(self) -> tuple[str, Any]:
+        """The name and the value of the first features, to which all others are compared."""
+        return next(iter(self.given_features.items()))
+
+    def check_features(self) -> None:
+        """Raise ValueError unless features are matrices that fit together, as far as shapes and dtypes tell."""
+        for name, x in self.given_features.items():
+            check_features(name, x)
+        first_name, first = self.first
+        for name, x in self.given_features.items():
+            check_alike(first_name, first, name, x, rows=(first_name, name) == self.paired)
+
+    def check_rest(self) -> None:
+        """Raise ValueError unless ids, weights and scalars have the right shapes and types."""
+        for name, (x, of) in self.given_ids.items():
+            check_ids(name, x, of, len(self.given_features[of]))
+        weights, of = self.weights
+        if weights is not None:
+            check_weights("weights", weights, of, len(self.given_features[of]))
+        for name, value in self.given_scalars.items():
+            check_one(name, value)
+
+    def to_read_back(self) -> dict[str, Tensor]:
+        """Return the numbers on the device, shape () or [1], that the checks of values need."""
+        numbers = {_norm(name): norm_bound(x) for name, x in self.given_features.items()}
+        numbers |= {name: value for name, value in self.given_scalars.items() if isinstance(value, Tensor)}
+        if self.weights[0] is not None:
+            weights = self.weights[0].detach().to(wide_dtype(self.weights[0].device))
+            smallest = weights.amin() if len(weights) else weights.sum()
+            numbers |= {_SUM_OF_WEIGHTS: weights.sum(), _SMALLEST_WEIGHT: smallest}
+        if self.matching is not None:
+            x, y = (self.given_features[name] for name in self.matching)
+            numbers[MIN_PAIR_PRODUCT] = _smallest_product(x, y)
+        return numbers
+
+    def check_values(self, found: Mapping[str, float]) -> dict[str, Any]:
+        """Return the facts about values, from the numbers that were read back.
+
+        Raises:
+            ValueError: for NaN or infinite features, a scalar that is not finite or not positive, negative weights.
+        """
+        norms = {name: check_norm(name, x, found[_norm(name)]) for name, x in self.given_features.items()}
+        scalars = {name: check_value(name, found.get(name, value)) for name, value in self.given_scalars.items()}
+        for name in self.positive:
+            check_positive(name, scalars[name])
+        weight = None
+        if self.weights[0] is not None:
+            weight = check_not_negative("weights", self.weights[0], found[_SMALLEST_WEIGHT], found[_SUM_OF_WEIGHTS])
+        return {
+            "norms": norms,
+            "scalars": {name: float(value) for name, value in scalars.items()},
+            "weight": weight,
+            MIN_PAIR_PRODUCT: found.get(MIN_PAIR_PRODUCT, float("-inf")),
+        }
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What one loss checks beside its :class:`Inputs`, on each rank.
+
+    Args:
+        check: checks settings and further arguments, and returns facts about them.
+        read_back: returns further numbers on the device, of shape (), by name. MIN_PAIR_PRODUCT replaces that of
+            `Inputs.matching`.
+        derive: checks the numbers that were read back, and returns facts about them.
+        must_match: names of such facts that must be equal on all ranks.
+    """
+
+    check: Callable[[], Mapping[str, Any]] = dict
+    read_back: Callable[[], Mapping[str, Tensor]] = dict
+    derive: Callable[[Mapping[str, float]], Mapping[str, Any]] = lambda _: {}
+    must_match: Sequence[str] = ()
+
+
+def _norm(name: str) -> str:
+    return f"largest norm of {name}"
+
+
+def _smallest_product(x: Tensor, y: Tensor) -> Tensor:
+    """Return min_i x_i . y_i over the rows that both have, shape (); infinite without rows."""
+    rows = min(len(x), len(y))
+    products = paired_products(x[:rows], y[:rows])
+    return products.amin() if rows else products.new_full((), torch.inf)

@@ -1,0 +1,207 @@
+"""The encoders of a step and the chunks of their batches, which carry a step's state from pass to pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .inputs import may_be_empty, new_containers, representations, rows_of, without_rows
+from .observe import Called
+from .parameter_sync import Synchronized, modules_of, synchronized
+from .replay import Replay
+
+
+class Encoder:
+    """A model of a step.
+
+    Args:
+        model: a module, or a function that calls some.
+        index: its place among the step's models.
+        call: (model, input) -> output.
+        get_reps: output -> representations.
+        count_rows: whether the rows of an input can be counted, so that each must have a representation.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        index: int,
+        *,
+        call: Callable[[Callable[..., Any], Any], Any],
+        get_reps: Callable[[Any], Any],
+        count_rows: bool,
+    ) -> None:
+        self.model, self.index, self.name = model, index, f"model {index} ({type(model).__name__})"
+        self._call, self._get_reps, self._count_rows = call, get_reps, count_rows
+        local = [x for x in (model, getattr(model, "__self__", None)) if isinstance(x, nn.Module)]
+        self.local = local[:1]  # the model itself if it is a module, or the module of which it is a method
+        self.visible = modules_of(model)  # searched once, for all of its calls
+        self.engines = synchronized(self.local)  # for calls in which none is observed
+        self.form: Callable[[Sequence[Any]], Any] = tuple  # makes the model's representations from tensors
+        self.trained: list[bool] = []  # which of them have a gradient
+        self.parameters: dict[int, Tensor] = {id(p): p for module in self.local for p in module.parameters()}
+        self.called: dict[int, nn.Module] = {}  # the outermost modules, whose parameters are the model's
+        self.seen: dict[int, nn.Module] = {}  # these, and inner ones, as far as a hook has seen their calls
+        self.synchronized: dict[int, Synchronized] = {}  # engines that were called
+        self.leaves: list[Tensor] = []  # of the graph of the first chunk
+
+    def call(self, part: Any) -> Any:
+        """Return the model's output for a part of its input."""
+        return self._call(self.model, new_containers(part))
+
+    def read(self, part: Any, out: Any) -> tuple[Tensor, ...]:
+        """Return the representations in the model's output for a part of its input."""
+        found, self.form = representations(self._get_reps(out), self.name)
+        if self._count_rows:
+            rows = rows_of(part, self.name)
+            for number, x in enumerate(found):
+                if x.dim() and len(x) != rows:
+                    raise ValueError(
+                        f"{self.name} got {rows} rows and returned {len(x)} as representation {number}: each row of "
+                        "its input must have one"
+                    )
+        return found
+
+    def add_parameters(self, tensors: Iterable[Tensor]) -> None:
+        """Count these among the model's parameters."""
+        self.parameters |= {id(x): x for x in tensors}
+
+    def add_called(self, called: Called) -> None:
+        """Count the modules and engines of a call among the model's."""
+        self.called |= {id(module): module for module in called.modules}
+        self.seen |= called.seen
+        self.synchronized |= {id(engine.module): engine for engine in called.engines}
+        self.add_parameters(p for module in called.modules for p in module.parameters())
+
+
+@dataclass(eq=False)
+class Chunk:
+    """Some rows of a model's batch.
+
+    Args:
+        encoder: the model.
+        part: its input, a tree of tensors.
+        number: its place among the model's chunks.
+        last: whether it is the model's last chunk.
+    """
+
+    encoder: Encoder
+    part: Any
+    number: int
+    last: bool = False
+    replay: Replay = field(init=False)
+    before: list[Tensor] = field(default_factory=list)  # the state of the buffers before the first pass
+    engines: list[Synchronized] = field(default_factory=list)  # engines that the first pass has called
+    found: tuple[Tensor, ...] = ()
+    rows: list[slice] = field(default_factory=list)  # their place among the model's rows, for each representation
+    kept: bool = False  # whether `found` has its graph
+    called: bool = False  # whether the model's call has returned, whatever its output
+
+    @property
+    def first(self) -> bool:
+        """Whether it is the model's first chunk."""
+        return self.number == 0
+
+    def encode(self) -> tuple[Tensor, ...]:
+        """Run one forward pass, and return its representations; an error of the model gets a note with the chunk."""
+        self.called = False
+        try:
+            out = self.encoder.call(self.part)
+        except Exception as error:
+            if hasattr(error, "add_note"):  # from Python 3.11 on
+                which = "second" if self.rows else "first"
+                error.add_note(
+                    f"GradCache: raised by {self.encoder.name} in the {which} forward pass of its chunk {self.number} "
+                    "(the first chunk is 0)"
+                )
+            raise
+        self.called = True
+        return self.encoder.read(self.part, out)
+
+    def forget(self) -> None:
+        """Free the graph."""
+        self.kept, self.found = False, tuple(x.detach() for x in self.found)
+
+
+def differentiable(x: Tensor) -> bool:
+    """Return whether a tensor of this type can have a gradient."""
+    return x.is_floating_point() or x.is_complex()
+
+
+def filled_up(chunks: Sequence[Chunk], everyone: Sequence[Mapping[str, Any]]) -> list[Chunk]:
+    """Return as many chunks of each model as the rank with the most has; the added ones have no rows.
+
+    Args:
+        chunks: of this rank.
+        everyone: each rank's "counts" of chunks by model, "keep_graphs", and whether its chunks "may be empty".
+
+    Raises:
+        ValueError: if ranks cannot make the same passes.
+    """
+    counts, empty, keep = ([facts[name] for facts in everyone] for name in ("counts", "may be empty", "keep_graphs"))
+    if any(other != keep[0] for other in keep):
+        raise ValueError(
+            f"this engine's passes are collective: keep_graphs must be the same on all ranks, got {tuple(keep)}"
+        )
+    if keep[0] == "auto":
+        raise ValueError(
+            "keep_graphs='auto' might keep another number of graphs on each rank, and this engine's passes are "
+            "collective: give a number or a fraction"
+        )
+    if any(other != counts[0] for other in counts) and not all(empty):
+        raise ValueError(
+            f"this engine's passes are collective, and ranks have different numbers of chunks, {counts}: to "
+            "fill them up, chunks must be trees of tensors with rows"
+        )
+    filled: list[Chunk] = []
+    for index, count in enumerate(max(of_model) for of_model in zip(*counts, strict=True)):
+        local = [chunk for chunk in chunks if chunk.encoder.index == index]
+        encoder, nothing = local[0].encoder, without_rows(local[-1].part)
+        local[-1].last = False
+        filled += [*local, *(Chunk(encoder, nothing, number) for number in range(len(local), count))]
+        filled[-1].last = True
+    return filled
+
+
+def facts_of(chunks: Sequence[Chunk], models: int) -> dict[str, Any]:
+    """Return the facts about a rank's chunks that `filled_up` needs of all ranks."""
+    return {
+        "counts": [sum(chunk.encoder.index == index for chunk in chunks) for index in range(models)],
+        "may be empty": all(may_be_empty(chunk.part) for chunk in chunks),
+    }
+
+
+def joined(chunks: Sequence[Chunk]) -> list[Tensor]:
+    """Return all rows of each representation of a model, as leaves; the chunks' representations become slices of them.
+
+    Raises:
+        ValueError: if a chunk's representation differs from another chunk's in more than rows.
+    """
+    leaves = []
+    for number, parts in enumerate(zip(*(chunk.found for chunk in chunks), strict=True)):
+        alike = {(x.dtype, x.dim(), x.shape[1:]) for x in parts}
+        if len(alike) > 1:
+            raise ValueError(
+                f"representation {number} of {chunks[0].encoder.name} must have the same shape in all chunks, but for "
+                f"its rows, and the same dtype; got {[(*x.shape, x.dtype) for x in parts]}: pad to one length"
+            )
+        if not parts[0].dim() and any(not torch.equal(x, parts[0]) for x in parts):
+            raise ValueError(
+                f"representation {number} of {chunks[0].encoder.name} has shape (), one number for all rows, and must "
+                f"be the same in every chunk; got {[x.item() for x in parts]}. Numbers of rows have shape (rows,)"
+            )
+        rows = parts[0].dim() and len(parts) > 1
+        leaves.append(torch.cat([x.detach() for x in parts]) if rows else parts[0].detach())
+    starts = [0] * len(leaves)
+    for chunk in chunks:
+        counts = [len(x) if x.dim() else 0 for x in chunk.found]
+        chunk.rows = [slice(start, start + count) for start, count in zip(starts, counts, strict=True)]
+        starts = [at.stop for at in chunk.rows]
+        if not chunk.kept:
+            chunk.found = tuple(x[at] if x.dim() else x for x, at in zip(leaves, chunk.rows, strict=True))
+    trained = chunks[0].encoder.trained or [differentiable(leaf) for leaf in leaves]
+    return [leaf.detach().requires_grad_(of) for leaf, of in zip(leaves, trained, strict=True)]

@@ -1,0 +1,75 @@
+"""One forward pass with its graph, and the comparison of the second pass with the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .chunks import Chunk, differentiable
+from .replay import fresh_autocast_cache
+
+
+class NoGraphError(ValueError):
+    """A representation that should have a gradient has none."""
+
+
+def with_graph(encode: Callable[[], tuple[Tensor, ...]], name: str) -> tuple[Tensor, ...]:
+    """Return encode(), with its graph.
+
+    Raises:
+        NoGraphError: if no tensor that it returns has a gradient.
+    """
+    with torch.enable_grad(), fresh_autocast_cache():
+        found = encode()
+    if not any(x.requires_grad for x in found):
+        raise NoGraphError(
+            f"the output of {name} has no gradient: is it frozen, its output detached, or this inference mode? "
+            "Pass inputs that are not trained to the loss as keyword arguments"
+        )
+    return found
+
+
+def encoded_with_graph(chunk: Chunk) -> tuple[Tensor, ...]:
+    """Return the chunk's representations, with their graph.
+
+    The first such pass of a model decides which of its representations have a gradient.
+
+    Raises:
+        NoGraphError: if one of these has none.
+    """
+    encoder = chunk.encoder
+    found = with_graph(chunk.encode, encoder.name)
+    encoder.trained = encoder.trained or [x.requires_grad for x in found]
+    for number, (x, trained) in enumerate(zip(found, encoder.trained, strict=False)):
+        if trained and not x.requires_grad:
+            raise NoGraphError(f"representation {number} of {encoder.name} has a gradient in some chunks, not in all")
+    return found
+
+
+def difference(first: Sequence[Tensor], second: Sequence[Tensor], name: str) -> RuntimeError | None:
+    """Return the error if the second pass's representations are not the first's, up to a kernel's order of summation.
+
+    They may differ by sqrt(eps) of their norm, in half precision by 4 eps.
+    """
+    what = None
+    if [x.shape for x in first] != [x.shape for x in second]:
+        what = f"shapes {[tuple(x.shape) for x in second]}, and the first {[tuple(x.shape) for x in first]}"
+    else:
+        for number, (x, y) in enumerate(zip(first, second, strict=True)):
+            y = y.detach()
+            if torch.equal(x, y) or not differentiable(x) or not x.isfinite().all():
+                continue
+            away, size = torch.linalg.vector_norm(x - y).item(), torch.linalg.vector_norm(x).item()
+            eps = torch.finfo(x.dtype).eps
+            if not away <= min(eps**0.5, 4 * eps if x.dtype.itemsize == 2 else 1.0) * size:
+                what = f"another representation {number} than the first (they differ by {away:.1e} of {size:.1e})"
+                break
+    if what is None:
+        return None
+    return RuntimeError(
+        f"the second forward pass of {name} gave {what}: the gradient would be wrong. "
+        "Random numbers of PyTorch, Python and NumPy and registered buffers are set back; does the model change a "
+        "tensor or number that is none of these?"
+    )

@@ -1,0 +1,250 @@
+"""What the ranks agree on before a softmax over classes: the batch, and the centers of its classes.
+
+One handshake for both. Where the classes are a sample that depends on the labels of all ranks, the centers are known
+only after the first one, and have a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._checks import (
+    check_alike,
+    check_count,
+    check_dense,
+    check_ids,
+    check_norm,
+    has_feature_dtype,
+    is_dense,
+    norm_bound,
+    on_host,
+)
+from .._normalize import known_norms
+from ..contract import Checks, Facts, Inputs, Options, agree
+from ..partition import Partition
+from .classes import check_ascending, label_range, out_of_order
+from .logits import (
+    SETTINGS,
+    Logits,
+    check_different,
+    check_directions,
+    check_labels,
+    check_several,
+    ends_of,
+    flat,
+    repeated,
+)
+from .margins import CurricularFace
+from .sample import Classes, Sample
+
+_LABELS_EACH = "labels of an example"
+_DRAWN = "sample_rate, unbiased, seed, step and training"
+_OF_CENTERS = (
+    "whether there are class_ids",
+    "whether the centers need a gradient",
+    "sub-centers of a class",
+    "whether there is a bias",
+)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of this rank: (b_r, d), (b_r,) or (b_r, k), and (b_r,) or None."""
+
+    embeddings: Tensor
+    labels: Tensor
+    weights: Tensor | None
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """The result of the handshakes.
+
+    Args:
+        facts: on "embeddings".
+        labels: of all ranks, (B, k).
+        sample: this rank's classes.
+        partition: how many classes each rank has.
+        norms: of this rank's centers, (K_r K, 1).
+        longest: the largest of these.
+        largest_offset: no offset of this rank's logits is larger, nor its negative.
+    """
+
+    facts: Facts
+    labels: Tensor
+    sample: Sample
+    partition: Partition
+    norms: Tensor
+    longest: float
+    largest_offset: float
+
+
+def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits, options: Options) -> Agreed:
+    """Return what the ranks have agreed on. Collective: 1 handshake, 1 all-gather of labels; 2 handshakes of a sample.
+
+    Raises:
+        ValueError: on every rank, whichever rank made the mistake.
+    """
+    embeddings, labels = batch.embeddings, batch.labels
+    if has_feature_dtype(embeddings):
+        embeddings = embeddings.to(classes.dtype)
+    centers = None if classes.needs_labels else _Centers(classes, logits, None)
+    several = is_dense(labels) and labels.dim() == 2 and labels.shape[1] > 0
+
+    def check() -> dict[str, Any]:
+        of_batch = _check_batch(labels, logits, classes.num_classes)
+        drawn = {_DRAWN: [*classes.settings]}
+        return {**of_batch, **drawn, **(centers.check(embeddings) if centers is not None else {})}
+
+    def read_back() -> dict[str, Tensor]:
+        of_labels = dict(zip(("smallest", "largest"), label_range(labels, logits.ignore_index), strict=True))
+        if labels.dim() == 2:
+            of_labels["repeated"] = repeated(labels, logits.ignore_index)
+        of_rows = dict(zip(("shortest", "longest"), ends_of(known_norms(embeddings)), strict=True))
+        return {**of_labels, **of_rows, **(centers.read_back() if centers is not None else {})}
+
+    def derive(found: Mapping[str, float]) -> dict[str, Any]:
+        check_different(found.get("repeated", 0.0))
+        check_directions("embeddings", embeddings, found["shortest"], found["longest"])
+        if centers is not None:
+            centers.check_values(found)
+        ends = int(found["smallest"]), int(found["largest"])
+        return {"labels": ends if ends[0] <= ends[1] else None}
+
+    facts = agree(
+        caller,
+        options,
+        Inputs(
+            features={"embeddings": embeddings},
+            ids={"labels": (labels[:, 0] if several else labels, "embeddings")},
+            weights=(batch.weights, "embeddings"),
+            required=("labels",),
+        ),
+        Checks(
+            check,
+            read_back,
+            derive,
+            must_match=(*SETTINGS, "num_classes", _LABELS_EACH, _DRAWN, *(() if centers is None else _OF_CENTERS)),
+        ),
+    )
+    if classes.num_classes is not None:
+        check_labels(facts, classes.num_classes)
+    columns = labels.to(facts.device, torch.int64).reshape(len(labels), labels.shape[1] if several else 1)
+    all_labels = facts.all_gather(columns, facts.rows["embeddings"])
+    by_rank = facts.by_rank
+    if centers is None:
+        centers = drawn = _Centers(classes, logits, all_labels)
+        by_rank = facts.comm.handshake(
+            lambda: drawn.facts(facts.inputs["embeddings"].to(facts.given_dtype)),
+            caller=caller,
+            must_match=_OF_CENTERS,
+        )
+    partition = Partition(tuple(of_rank[_COUNT] for of_rank in by_rank))
+    if centers.sample.ids is None:
+        _check_total(facts, partition, classes.num_classes)
+    return Agreed(facts, all_labels, centers.sample, partition, centers.norms, centers.longest, centers.largest_offset)
+
+
+_COUNT = "centers"  # the fact that says how many classes a rank has
+
+
+class _Centers:
+    """The checks of this rank's centers, in the three steps of a handshake."""
+
+    sample: Sample
+    norms: Tensor
+    longest: float
+    largest_offset: float
+
+    def __init__(self, classes: Classes, logits: Logits, labels: Tensor | None) -> None:
+        self._classes, self._logits, self._labels = classes, logits, labels
+
+    def facts(self, embeddings: Tensor) -> dict[str, Any]:
+        """Return the facts of a handshake about centers alone."""
+        of_centers = self.check(embeddings)
+        self.check_values(on_host(self.read_back()))
+        return of_centers
+
+    def check(self, embeddings: Tensor) -> dict[str, Any]:
+        """Take the sample, check it as far as shapes and dtypes tell, and return the facts about it."""
+        self.sample = sample = self._classes.sample(self._labels)
+        matrix, best_of = flat(sample.centers)
+        self._logits.check_sub_centers(best_of)
+        check_alike("embeddings", embeddings, "centers", matrix, rows=False)
+        if sample.ids is not None:
+            check_ids("class_ids", sample.ids, "centers", len(sample.centers))
+        _check_offsets(sample)
+        self._matrix = matrix
+        each = (sample.ids is not None, sample.centers.requires_grad, best_of, sample.bias is not None)
+        return {_COUNT: len(sample.centers), **dict(zip(_OF_CENTERS, each, strict=True))}
+
+    def read_back(self) -> dict[str, Tensor]:
+        """Return the numbers on the device that the checks of values need."""
+        sample, offsets = self.sample, self.sample.offsets
+        self.norms = known_norms(self._matrix)
+        numbers = dict(zip(("shortest center", "longest center"), ends_of(self.norms), strict=True))
+        if offsets is not None:
+            numbers["offset"] = norm_bound(offsets[:, None])
+        if sample.ids is not None:
+            numbers["out of order"] = out_of_order(sample.ids)
+        return numbers
+
+    def check_values(self, found: Mapping[str, float]) -> None:
+        """Check the numbers that were read back."""
+        sample = self.sample
+        check_directions("centers", self._matrix, found["shortest center"], found["longest center"])
+        check_ascending(found.get("out of order", 0.0))
+        for name, x in (("log_weights", sample.log_weights), ("bias", sample.bias)):
+            if x is not None:
+                check_norm(name, x, found["offset"])
+        self.longest, self.largest_offset = found["longest center"], found.get("offset", 0.0)
+
+
+def _check_batch(labels: Tensor, logits: Logits, num_classes: int | None) -> dict[str, Any]:
+    logits.check()
+    if num_classes is not None:
+        check_count("num_classes", num_classes, "classes of all ranks")
+    several = check_several(labels, num_classes)
+    if several > 1 and (logits.label_smoothing or isinstance(logits.margin, CurricularFace)):
+        raise ValueError("several labels for each example go neither with label_smoothing nor with CurricularFace")
+    return {**logits.facts(), "num_classes": num_classes, _LABELS_EACH: several}
+
+
+def _check_offsets(sample: Sample) -> None:
+    """Raise ValueError unless bias and log_weights fit the centers, and all of them may take part in a graph."""
+    of_logits = {"log_weights": sample.log_weights, "bias": sample.bias}
+    for name, x in of_logits.items():
+        if isinstance(x, Tensor):
+            check_dense(name, x)
+        if x is not None and (not isinstance(x, Tensor) or x.shape != sample.centers.shape[:1]):
+            raise ValueError(
+                f"{name} must have shape ({len(sample.centers)},), one for each of the classes, got "
+                f"{tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}"
+            )
+        if x is not None and not x.is_floating_point():
+            raise ValueError(f"{name} must be floating-point, got {x.dtype}")
+    for name, x in {**of_logits, "class_ids": sample.ids}.items():
+        if x is not None and x.device != sample.centers.device:
+            raise ValueError(f"{name} must be on the centers' device, {sample.centers.device}, got {x.device}")
+    of_centers = (sample.centers, *of_logits.values())
+    if torch.is_grad_enabled() and any(x is not None and x.is_inference() for x in of_centers):
+        raise ValueError(
+            "centers, bias and log_weights must not be made under torch.inference_mode() where gradients are "
+            "enabled; pass x.clone()"
+        )
+
+
+def _check_total(facts: Facts, partition: Partition, num_classes: int | None) -> None:
+    """Raise ValueError unless the ranks hold all classes, and labels are among these."""
+    if num_classes is None:
+        check_labels(facts, partition.total)
+    elif partition.total != num_classes:
+        raise ValueError(
+            f"{facts.caller}: the ranks' centers must be num_classes={num_classes}, got {partition.total} on ranks "
+            f"with {partition.counts}"
+        )

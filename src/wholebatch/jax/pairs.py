@@ -1,0 +1,74 @@
+"""Which entries of S are positive and which are excluded, from integer codes of the rows that meet."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from .tiles import side_of_tiles
+
+
+class Codes(NamedTuple):
+    """Codes of the rows of a tower, which make an entry positive or exclude it; None has no such entries.
+
+    Args:
+        valid: (b,), whether the row belongs to the batch and is no padding.
+        itself: entries with equal codes are excluded: a row beside itself.
+        pair: entries with equal codes, other than those, are positive.
+        same: entries with equal codes that are not positive are excluded.
+    """
+
+    valid: Array | None = None
+    itself: Array | None = None
+    pair: Array | None = None
+    same: Array | None = None
+
+    @classmethod
+    def of_pairs(cls, example: Array, ids: Array | None, valid: Array | None, *, positive: bool) -> Codes:
+        """Return the codes of paired rows, where equal ids are positive, or else excluded."""
+        if ids is None:
+            return cls(valid, pair=example)
+        return cls(valid, pair=ids) if positive else cls(valid, pair=example, same=ids)
+
+
+class Tower(NamedTuple):
+    """Features of b rows, (b, d), their inverse norms if they are normalized, and their codes."""
+
+    features: Array
+    inverse_norms: Array | None
+    codes: Codes
+
+
+def with_valid(tower: Tower, tile: int) -> Tower:
+    """Mark all rows valid if rows of zeros will fill the last tile, so that these can be distinguished."""
+    b, codes = len(tower.features), tower.codes
+    if codes.valid is not None or b % side_of_tiles(b, tile) == 0:
+        return tower
+    return tower._replace(codes=codes._replace(valid=jnp.ones(b, bool)))
+
+
+def entries(x: Codes, y: Codes) -> tuple[Array | None, Array | None]:
+    """Return masks of a tile's candidates, which are not excluded, and of its positives; None for all, and for none."""
+
+    def equal(name: str) -> Array | None:
+        one, other = getattr(x, name), getattr(y, name)
+        return None if one is None or other is None else one[:, None] == other
+
+    itself, pair, same = equal("itself"), equal("pair"), equal("same")
+    valid = None
+    for of, axis in ((x.valid, 1), (y.valid, 0)):
+        valid = _and(valid, None if of is None else jnp.expand_dims(of, axis))
+    distinct = None if itself is None else ~itself
+    positive = None if pair is None else _and(_and(pair, distinct), valid)
+    if same is not None:
+        same = same if pair is None else same & ~pair
+    return _and(_and(distinct, None if same is None else ~same), valid), positive
+
+
+def _and(one: Array | None, other: Array | None) -> Array | None:
+    """Combine two masks, where None is a mask that holds everywhere."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one & other

@@ -1,0 +1,105 @@
+"""Hard negatives of single queries: (b, h, d), each of which counts for its query alone and never leaves its rank.
+
+    S_ic = scale q_i . n_ic,    A'_i = logsumexp_c S_ic
+
+Their statistics are b h products of plain PyTorch, combined with those of the sweep: A = log(exp A + exp A'), and the
+other fields likewise.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+
+from .._checks import check_ids, is_dense
+from .._precision import wide_dtype
+from ..contract import Facts
+from ..nodes import RowStatistics
+from ._directions import Ceiling
+
+
+def rows_of(hard_negatives: Tensor | None) -> Tensor | None:
+    """Return (b, h, d) as (b h, d); the check refuses other shapes."""
+    return hard_negatives.flatten(0, 1) if _is_cube(hard_negatives) else hard_negatives
+
+
+def check_hard_negatives(queries: Tensor, hard_negatives: Tensor, hard_negative_ids: Tensor | None) -> None:
+    """Raise ValueError unless each query has equally many, and each of them an id if there are ids."""
+    if hard_negatives.dim() != 3 or len(hard_negatives) != len(queries):
+        raise ValueError(
+            f"hard_negatives must have shape ({len(queries)}, per query, feature size), got "
+            f"{tuple(hard_negatives.shape)}; what counts for all queries goes into negatives"
+        )
+    if hard_negative_ids is None:
+        return
+    shape = tuple(hard_negatives.shape[:2])
+    if isinstance(hard_negative_ids, Tensor) and hard_negative_ids.shape != shape:
+        raise ValueError(
+            f"hard_negative_ids must have shape {shape}, one for each of hard_negatives, "
+            f"got {tuple(hard_negative_ids.shape)}"
+        )
+    flat = hard_negative_ids.flatten() if isinstance(hard_negative_ids, Tensor) else hard_negative_ids
+    check_ids("hard_negative_ids", flat, "hard_negatives", math.prod(shape))
+
+
+def _is_cube(x: object) -> TypeGuard[Tensor]:
+    return is_dense(x) and x.dim() == 3
+
+
+def hard_negative_statistics(
+    facts: Facts, shape: torch.Size, hardness: float, ceiling: Ceiling | None, excluded: Tensor | None
+) -> RowStatistics:
+    """Return the statistics of each query over its hard negatives, of the given shape (b, h, d)."""
+    queries, negatives = (facts.inputs[name].to(facts.dtype) for name in ("queries", "hard_negatives"))
+    similarities = torch.einsum("bd,bhd->bh", queries, negatives.view(shape))
+    scale = facts.inputs["logit_scale"]
+    logits = (scale * similarities + hardness * similarities.detach()).to(wide_dtype(facts.device))
+    lowest = torch.finfo(logits.dtype).min / 4
+    among = torch.ones_like(logits, dtype=torch.bool)
+    if ceiling is not None and ceiling.query_guides is None:
+        among = similarities.detach() <= ceiling.largest[:, None]
+    if excluded is not None:
+        among = among & ~excluded
+    if not shape[1]:
+        nothing = logits.new_zeros(shape[0])
+        return RowStatistics(nothing + lowest, None, nothing, nothing, nothing - math.inf, nothing)
+    logits = logits.masked_fill(~among, lowest)
+    logsumexp = logits.logsumexp(1)
+    largest = (facts.scalars["logit_scale"] * similarities.detach().to(logits)).masked_fill(~among, -math.inf).amax(1)
+    squares = (2 * (logits - logsumexp[:, None])).detach().exp().sum(1)
+    return RowStatistics(
+        logsumexp,
+        logits=torch.where(among, logits, 0.0).sum(1),
+        count=among.sum(1).to(logits),
+        largest=largest,
+        effective=1 / squares,
+    )
+
+
+def combined(one: RowStatistics, other: RowStatistics) -> RowStatistics:
+    """Return the statistics over the candidates of both; the target is the first one's."""
+    assert other.logits is not None
+    assert other.count is not None
+    assert other.largest is not None
+    assert other.effective is not None
+    lowest = torch.finfo(one.logsumexp.dtype).min / 4
+    logsumexp = torch.logaddexp(one.logsumexp.clamp(min=lowest), other.logsumexp)
+    effective = None
+    if one.effective is not None:
+        parts = zip((one, other), (one.effective, other.effective), strict=True)
+        squares = torch.zeros_like(logsumexp)
+        for side, of_side in parts:
+            share = (side.logsumexp - logsumexp).detach().exp()
+            squares = squares + torch.where(of_side > 0, share.square() / of_side, 0.0)
+        effective = 1 / squares
+    return RowStatistics(
+        logsumexp,
+        one.target,
+        None if one.logits is None else one.logits + other.logits,
+        None if one.count is None else one.count + other.count,
+        None if one.largest is None else torch.maximum(one.largest, other.largest),
+        effective,
+    )

@@ -1,0 +1,120 @@
+"""The tensors of InfoNCE, and the checks of how they go together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._checks import check_alike, check_features, check_norm, norm_bound
+from ..contract import Inputs
+from ._directions import NO_ID
+from ._hard_negatives import check_hard_negatives, rows_of
+from ._info_nce_options import InfoNCESettings
+
+
+@dataclass(frozen=True)
+class InfoNCETensors:
+    """The tensors of one call, as :func:`wholebatch.functional.info_nce_loss` describes them."""
+
+    queries: Tensor
+    keys: Tensor
+    negatives: Tensor | None
+    hard_negatives: Tensor | None
+    query_ids: Tensor | None
+    key_ids: Tensor | None
+    negative_ids: Tensor | None
+    hard_negative_ids: Tensor | None
+    query_guides: Tensor | None
+    key_guides: Tensor | None
+    weights: Tensor | None
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether queries or keys have ids."""
+        return self.query_ids is not None or self.key_ids is not None
+
+    @property
+    def _ids(self) -> dict[str, tuple[Tensor | None, str]]:
+        return {
+            "query_ids": (self.query_ids, "queries"),
+            "key_ids": (self.key_ids, "keys"),
+            "negative_ids": (self.negative_ids, "negatives"),
+        }
+
+    @property
+    def _guides(self) -> dict[str, Tensor]:
+        guides = {"query_guides": self.query_guides, "key_guides": self.key_guides}
+        return {name: x for name, x in guides.items() if x is not None}
+
+    def inputs(self, logit_scale: Tensor | float) -> Inputs:
+        """Return the inputs that ranks agree on."""
+        return Inputs(
+            features={
+                "queries": self.queries,
+                "keys": self.keys,
+                "negatives": self.negatives,
+                "hard_negatives": rows_of(self.hard_negatives),
+            },
+            scalars={"logit_scale": logit_scale},
+            ids=self._ids,
+            weights=(self.weights, "queries"),
+            optional=("negatives", "hard_negatives"),
+            matching=("queries", "keys"),
+        )
+
+    def check(self, settings: InfoNCESettings) -> list[Any] | None:
+        """Raise ValueError unless the tensors go together and with the settings.
+
+        Returns:
+            The facts about guides that ranks have to agree on; None without guides.
+        """
+        settings.check_positives(settings.equal_ids == "positive" and self.has_ids, self.hard_negatives)
+        if len(self.keys) < len(self.queries):
+            raise ValueError(
+                f"keys must have at least as many rows as queries, got {len(self.keys)} and {len(self.queries)}; key i "
+                "is the positive of query i"
+            )
+        if self.hard_negatives is not None:
+            if "query_to_key" not in settings.directions:
+                raise ValueError("hard_negatives requires 'query_to_key' in directions")
+            check_hard_negatives(self.queries, self.hard_negatives, self.hard_negative_ids)
+        for name, of in (("negative_ids", "negatives"), ("hard_negative_ids", "hard_negatives")):
+            if getattr(self, name) is not None and (not self.has_ids or getattr(self, of) is None):
+                raise ValueError(f"{name} requires {of}, and query_ids or key_ids to be compared with")
+        return self._check_guides(settings.exclude_above)
+
+    def _check_guides(self, exclude_above: float | None) -> list[Any] | None:
+        guides = self._guides
+        if not guides:
+            return None
+        if len(guides) < 2 or exclude_above is None:
+            raise ValueError(
+                "query_guides, key_guides and exclude_above go together: give all three, or none of the guides"
+            )
+        below = 0 if self.negatives is None else len(self.negatives)
+        rows = {"query_guides": len(self.queries), "key_guides": len(self.keys) + below}
+        for name, x in guides.items():
+            check_features(name, x)
+            if len(x) != rows[name]:
+                order = " (keys, and negatives below them)" if name == "key_guides" else ""
+                raise ValueError(f"{name} must have {rows[name]} rows{order}, got {len(x)}")
+        check_alike("query_guides", guides["query_guides"], "key_guides", guides["key_guides"], rows=False)
+        return [guides["query_guides"].shape[1], str(guides["query_guides"].dtype)]
+
+    def read_back(self) -> dict[str, Tensor]:
+        """Return the numbers on the device that the checks of values need."""
+        reserved = {name: (x.to(torch.int64) == NO_ID).any() for name, (x, _) in self._ids.items() if x is not None}
+        return {**reserved, **{name: norm_bound(x) for name, x in self._guides.items()}}
+
+    def check_values(self, found: Mapping[str, float]) -> dict[str, Any]:
+        """Raise ValueError for an id that is reserved, and for guides that are not finite; return no facts."""
+        for name in self._ids:
+            if found.get(name):
+                raise ValueError(f"{name} must not have the id -2^63, which stands for none; give it another number")
+        for name, x in self._guides.items():
+            check_norm(name, x, found[name])
+        return {}

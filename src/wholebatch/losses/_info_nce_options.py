@@ -1,0 +1,78 @@
+"""The settings of InfoNCE, and which of them go together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from .._checks import check_choice, check_flag, check_label_smoothing, check_number
+from ._directions import DIRECTIONS, Direction
+from ._pairs import EQUAL_IDS
+
+PartitionOf = Literal["joint", "per_direction"]
+PARTITIONS = ("joint", "per_direction")
+
+
+@dataclass(frozen=True)
+class InfoNCESettings:
+    """The settings of InfoNCE that are not tensors."""
+
+    equal_ids: str
+    directions: tuple[Direction, ...]
+    partition: str
+    margin: float
+    hardness: float
+    exclude_above: float | None
+    exclude_relative: bool
+    label_smoothing: float
+
+    @property
+    def main(self) -> Direction:
+        """The direction whose positives the statistics are about."""
+        return "query_to_key" if "query_to_key" in self.directions else "key_to_query"
+
+    def check(self) -> None:
+        """Raise ValueError unless each of them exists, and they go together."""
+        check_choice("equal_ids", self.equal_ids, EQUAL_IDS)
+        check_choice("partition", self.partition, PARTITIONS)
+        for direction in self.directions:
+            check_choice("directions", direction, DIRECTIONS)
+        if not {"query_to_key", "key_to_query"} & set(self.directions):
+            raise ValueError(f"directions must have 'query_to_key' or 'key_to_query' among them, got {self.directions}")
+        if len(set(self.directions)) < len(self.directions):
+            raise ValueError(f"directions must be different, got {self.directions}")
+        check_label_smoothing(self.label_smoothing)
+        check_flag("exclude_relative", self.exclude_relative)
+        check_number("margin", self.margin)
+        if check_number("hardness", self.hardness) < 0:
+            raise ValueError(f"hardness must not be negative, got {self.hardness}; 0 is none")
+        if self.hardness and "query_to_key" not in self.directions:
+            raise ValueError("hardness requires 'query_to_key' in directions")
+        if self.exclude_above is not None:
+            check_number("exclude_above", self.exclude_above)
+        elif self.exclude_relative:
+            raise ValueError("exclude_relative requires exclude_above")
+
+    def check_positives(self, several: bool, hard_negatives: Tensor | None) -> None:
+        """Raise ValueError for settings that do not go with several positives of a query."""
+        given = {
+            "margin": self.margin,
+            "hardness": self.hardness,
+            "exclude_above": self.exclude_above is not None,
+            "hard_negatives": hard_negatives is not None,
+            "directions": not set(self.directions) <= {"query_to_key", "key_to_query"},
+            "partition='joint'": self.partition == "joint" and len(self.directions) > 1,
+        }
+        wrong = [name for name, value in given.items() if value]
+        if several and wrong:
+            raise ValueError(
+                f"equal_ids='positive' does not go with {', '.join(wrong)}; it takes the directions query_to_key and "
+                "key_to_query, per direction"
+            )
+
+
+def as_tuple(directions: Any) -> tuple[Direction, ...]:
+    """Return directions as a tuple, also of a single name; the check refuses anything else."""
+    return tuple(directions) if isinstance(directions, list | tuple) else (directions,)

@@ -1,0 +1,135 @@
+"""Modules that hold the settings of a loss, declared once, as annotated class attributes.
+
+    class CircleLoss(SweepLoss):
+        m: float = 0.4
+        gamma: float = 80.0
+
+makes a module whose constructor takes `m` and `gamma` by keyword beside the options of every loss, with their types and
+defaults, in an editor as well (`typing.dataclass_transform`). Its `forward` calls the loss's function with `settings`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from .._checks import check_temperature
+from ..comm import Group
+from ..comm.select import check_group
+from ..contract import Options, Reduction
+from ..exchange import ExchangeName
+from ..kernels import Kernel
+from ..sweep import Memory
+from ..sync import Sync
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:
+
+    def dataclass_transform(**_options: bool) -> Any:
+        """Return a decorator that changes nothing: only type checkers read it."""
+        return lambda cls: cls
+
+
+_OPTIONS = ("exchange", "memory", "reduction", "kernel")
+_REQUIRED = inspect.Parameter.empty
+
+
+@dataclass_transform(kw_only_default=True, eq_default=False)
+class Settings(nn.Module):
+    """A module whose annotated class attributes are the keyword arguments of its constructor."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        declared: dict[str, Any] = {}
+        for base in reversed(cls.__mro__[1:]):
+            declared |= vars(base).get("_declared", {})
+        for name in inspect.get_annotations(cls):
+            declared[name] = vars(cls).get(name, _REQUIRED)
+            if name in vars(cls):  # a class attribute would hide a parameter or a buffer of this name
+                delattr(cls, name)
+        cls._declared = declared
+        parameters = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d) for n, d in declared.items()]
+        if "__init__" in vars(cls):
+            parameters = [*inspect.signature(vars(cls)["__init__"]).parameters.values()][1:]
+        cls.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+
+    def __init__(self, **settings: Any) -> None:  # typed by the declarations of each subclass
+        super().__init__()
+        for name, value in self._complete(settings).items():
+            value = tuple(value) if isinstance(value, list) else value
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
+        self.check()
+
+    if TYPE_CHECKING:
+        _declared: Any  # a dict of defaults by name
+
+    @classmethod
+    def _complete(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all settings in the order of their declaration, defaults included."""
+        names = list(cls._declared)
+        for name in settings:
+            if name not in names:
+                similar = get_close_matches(name, names, n=1)
+                hint = f"; did you mean {similar[0]}?" if similar else ""
+                raise TypeError(
+                    f"{cls.__name__} got an unexpected keyword argument {name!r}{hint} Its settings are "
+                    f"{', '.join(sorted(names))}"
+                )
+        complete = {**cls._declared, **settings}
+        missing = [name for name, value in complete.items() if value is _REQUIRED]
+        if missing:
+            raise TypeError(f"{cls.__name__} needs {', '.join(missing)}")
+        return complete
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The keyword arguments of every call of the loss's function."""
+        return {name: getattr(self, name) for name in self._declared}
+
+    def check(self) -> None:
+        """Raise ValueError unless the settings are valid, as far as can be known before a call."""
+
+    def extra_repr(self) -> str:
+        shown = {name: value for name, value in self.settings.items() if name != "group"}
+        return ", ".join(f"{name}={_shown(value)}" for name, value in shown.items())
+
+
+class LossModule(Settings):
+    """The settings of every loss."""
+
+    group: Group = None
+    sync: Sync = "mean"
+
+    def check(self) -> None:
+        """Raise ValueError unless the settings are valid; subclasses check their own beside these."""
+        check_group(self.group)
+        settings = self.settings
+        Options(self.group, self.sync, **{name: settings[name] for name in _OPTIONS if name in settings}).check()
+        if "temperature" in settings:
+            check_temperature("temperature", settings["temperature"])
+
+
+class SweepLoss(LossModule):
+    """The settings of a loss that sweeps over S."""
+
+    reduction: Reduction = "mean"
+    exchange: ExchangeName = "auto"
+    memory: Memory = "auto"
+
+
+class KernelLoss(SweepLoss):
+    """The settings of a loss whose sweep kernels can compute."""
+
+    kernel: Kernel = "auto"
+
+
+def _shown(value: object) -> str:
+    return f"{value.item():g}" if isinstance(value, Tensor) and value.numel() == 1 else repr(value)

@@ -1,0 +1,33 @@
+"""Autograd nodes: from features to a few numbers of each row of S, and from their gradients to the features'.
+
+    route          which exchange moves Y, and the memory of this rank's sweep
+    towers         features to X, whose rows stay, and Y, whose rows travel
+    row_statistics logsumexp, targets and more, of each row and each column: what most losses ask for
+    softmax        the node that computes them, with its plan, and the shifts of its exponentials
+    cross_entropy  from these statistics to losses
+    sigmoid        losses that are a sum over the entries of S
+    nested         the softmax of several nested S at once
+    soft_targets   cross-entropy with the softmax of another S for targets
+    ranks          smooth ranks of positives
+    fetch          rows of other ranks, by index
+    root           a loss that one rank computes
+
+A node receives the facts that the ranks agreed on, and knows no loss.
+"""
+
+from .route import Layout, Route, choose_route
+from .row_statistics import Operands, RowStatistics, row_statistics, statistics_fields
+from .softmax_plan import Bounds
+from .towers import Towers
+
+__all__ = [
+    "Bounds",
+    "Layout",
+    "Operands",
+    "Route",
+    "RowStatistics",
+    "Towers",
+    "choose_route",
+    "row_statistics",
+    "statistics_fields",
+]

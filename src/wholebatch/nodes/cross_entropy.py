@@ -1,0 +1,54 @@
+"""From the numbers of a row to its cross-entropy: O(B) arithmetic, in float64.
+
+With p = softmax over row i's candidates and A, T, M as in `sweep.softmax`,
+
+    one positive, A over the negatives      -log p_i = log(exp A + exp T) - T = softplus(A - T)
+    n positives, A over them as well        -1/n sum_p log p_p = A - T / n
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .row_statistics import RowStatistics
+
+_LARGE = 40.0  # softplus(x) is x to float64's rounding
+
+
+def one_positive(side: RowStatistics, target: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
+    """Cross-entropy of each row's one positive, whose logit is `target`, among that and the negatives, (n,)."""
+    loss = softplus(side.logsumexp - target)
+    return loss if not label_smoothing else loss + label_smoothing * (target - mean_logit([side], target))
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)), to rounding."""
+    return F.softplus(x, threshold=_LARGE)
+
+
+def mean_logit(sides: Sequence[RowStatistics], target: Tensor, copies: int = 1) -> Tensor:
+    """Of the negatives of all sides and the positive, which counts `copies` times."""
+    logits = torch.stack([side.logits for side in sides if side.logits is not None]).sum(0)
+    count = torch.stack([side.count for side in sides if side.count is not None]).sum(0)
+    return (logits + copies * target) / (count + copies)
+
+
+def many_positives(side: RowStatistics, positives: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
+    """Mean cross-entropy of each row's `positives` (n,) targets among all candidates; 0 where it has none."""
+    assert side.target is not None
+    mean = side.target / positives.clamp(min=1)
+    if label_smoothing:
+        assert side.logits is not None
+        assert side.count is not None
+        mean = (1 - label_smoothing) * mean + label_smoothing * side.logits / side.count.clamp(min=1)
+    return torch.where(positives > 0, side.logsumexp - mean, 0.0)
+
+
+def how_many_equal(ids: Tensor, among: Tensor) -> Tensor:
+    """How many of `among` (n,) each of `ids` (b,) is equal to: (b,) integers."""
+    ordered, ids = among.sort().values, ids.contiguous()
+    return torch.searchsorted(ordered, ids, right=True) - torch.searchsorted(ordered, ids)

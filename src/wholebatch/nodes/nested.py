@@ -1,0 +1,200 @@
+"""The numbers of rows and columns of several nested S, as one autograd node.
+
+    S^l = scale diag(r^l) X[:, :m_l] Y[:, :m_l]^T diag(c^l)        r^l, c^l: 1 / norms of the first m_l features
+    A^l_i = logsumexp over row i's negatives of S^l,    T^l_i = S^l_ii,    and A of columns
+
+One sweep does all parts (see `sweep.nested`), with one exchange of the features and one of their gradients. Norms come
+as numbers of their own, and get gradients of their own: by plain PyTorch these go on to the features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._autograd import no_autocast, once_differentiable
+from .._normalize import LONGEST, divisors, inverse_norms, known_norms, part_sizes
+from .._precision import accumulation_dtype, wide_dtype
+from .._products import paired_products
+from ..contract import Facts
+from ..kernels import in_triton
+from ..logsumexp import log_sum_exp, shared_shift
+from ..sweep import Block, KernelNestedSweep, NestedSweep, Pairs
+from .route import Layout, Route, choose_route
+from .shifts import never_underflows, no_underflow
+from .softmax_plan import LogitBounds
+
+NORM_RATIO = "largest ratio of norms"  # of parts of a row: a fact of each rank
+_SPREAD = 32.0  # kernels take a part's gradient off that of all parts, whose largest is up to its square times larger
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The nested matrices of one call.
+
+    Args:
+        dims: m_l, the number of leading features of each part, increasing.
+        pairs: the positives and the excluded entries, the same for all parts.
+        bound: no similarity of any part is larger.
+        symmetric: whether columns have statistics, too.
+        normalize: whether each part of a row is divided by its norm.
+    """
+
+    dims: tuple[int, ...]
+    pairs: Pairs
+    bound: float
+    symmetric: bool
+    normalize: bool
+
+
+def inverse_norms_of_parts(x: Tensor, dims: Sequence[int], dtype: torch.dtype, normalize: bool) -> Tensor:
+    """Return the factor of each part of a row, (rows, parts): 1 / max(|x[:m]|, eps), or 1 without `normalize`."""
+    if normalize:
+        return inverse_norms(x, dims, dtype)
+    return torch.ones(len(x), len(dims), dtype=dtype, device=x.device)
+
+
+@torch.no_grad()
+def smallest_pair_product(x: Tensor, y: Tensor, dims: Sequence[int], normalize: bool) -> Tensor:
+    """Return the smallest similarity of a row of x with its row of y in any part, shape (); infinite without rows."""
+    if not len(x):
+        return torch.full((), float("inf"), device=x.device)
+    dtype = accumulation_dtype(x.dtype)
+    parts = zip(*(z.split(part_sizes(dims, z.shape[1]), dim=1)[: len(dims)] for z in (x, y)), strict=True)
+    products = torch.stack([paired_products(a, b) for a, b in parts], dim=1).cumsum(1)
+    for z in (x, y):
+        products.mul_(inverse_norms_of_parts(z, dims, dtype, normalize))
+    return products.nan_to_num_(-math.inf, math.inf, -math.inf).amin()  # nothing is known of rows that are too long
+
+
+@torch.no_grad()
+def norm_ratio(x: Tensor, dims: Sequence[int]) -> Tensor:
+    """Return the largest ratio of norms of a row's longest and shortest part, shape (); 1 without rows."""
+    if not len(x):
+        return torch.ones((), device=x.device)
+    norms = torch.cat([known_norms(x[:, :m]) for m in (dims[0], dims[-1])], dim=1)
+    return (divisors(norms[:, 1]) / divisors(norms[:, 0])).amax()
+
+
+def nested_statistics(
+    facts: Facts, towers: tuple[Tensor, Tensor], inverse: Sequence[Tensor], parts: Parts
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return A of rows, T, and A of columns, (b, parts) each, in one sweep.
+
+    None if one shift underflows, or if rows are so long that products overflow before they are divided by norms.
+
+    Args:
+        facts: of a loss on "queries" and "keys", whose ranks know `NORM_RATIO`.
+        towers: this rank's queries and keys.
+        inverse: the factors of their parts.
+        parts: the nested matrices.
+    """
+    rows, scale = facts.rows["queries"], facts.scalars["logit_scale"]
+    bound = abs(scale) * parts.bound
+    shift = shared_shift(bound, rows.total, facts.dtype)
+    if shift is None or not scale:  # the derivative by the scale is made of logits, divided by it
+        return None
+    if max(facts.norms.values()) > LONGEST[facts.dtype]:
+        return None
+    in_kernels = in_triton(facts.options.kernel) and max(facts.of_ranks(NORM_RATIO)) <= _SPREAD
+    dtype = facts.inputs["queries"].dtype if in_kernels else None
+    plan = _Plan(choose_route(facts, Layout(rows, rows), keep=False), parts, scale, shift, rows.total, dtype)
+    of_rows, targets, of_cols = _Nested.apply(plan, facts.inputs["logit_scale"], *inverse, *towers)
+    min_pair = scale * facts.min_pair_product if scale > 0 else None
+    bounds = LogitBounds(bound, min_pair, 1.0, rows.total)
+    if not never_underflows(bounds, shift, facts.dtype):
+        with torch.no_grad():
+            sides = (of_rows, of_cols)[: 1 + parts.symmetric]
+            sums = [(side - shift).exp() + (targets - shift).exp() for side in sides]
+            if not no_underflow(facts.comm, sums, rows.total, facts.dtype):
+                return None
+    return of_rows, targets, of_cols
+
+
+@dataclass(frozen=True)
+class _Plan:
+    route: Route
+    parts: Parts
+    scale: float
+    shift: float
+    size: int  # N, of the batch
+    kernel_dtype: torch.dtype | None  # of the features as they were given, where kernels compute the tiles
+
+    def sweep(self, x: Tensor, inverse: Tensor) -> NestedSweep:
+        driver = self.route.driver(x, 1.0)
+        given = (driver, self.parts.pairs, self.parts.dims, inverse, self.scale, self.shift)
+        if self.kernel_dtype is not None:
+            return KernelNestedSweep(*given, self.route.exchange.columns.total, self.kernel_dtype)
+        return NestedSweep(*given)
+
+
+class _Nested(torch.autograd.Function):
+    """A of rows, T, and A of columns, (b, parts) each, from features and inverse norms."""
+
+    @staticmethod
+    @no_autocast
+    def forward(
+        ctx: Any, plan: _Plan, scale: Any, inverse_x: Tensor, inverse_y: Tensor, x: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide, parts = wide_dtype(x.device), len(plan.parts.dims)
+        held = plan.route.exchange.fetch(torch.cat([y.to(inverse_y.dtype), inverse_y], dim=1))
+        sweep = plan.sweep(x, inverse_x)
+        of_rows, targets = (x.new_zeros(len(x), parts, dtype=wide) for _ in range(2))
+
+        def visit(block: Block, _carried: Tensor | None, into: Tensor | None, _local: Tensor | None) -> None:
+            sweep.sums(block, of_rows, targets, into)
+
+        initial = x.new_zeros(1, parts, dtype=wide) if plan.parts.symmetric else None
+        of_cols = plan.route.exchange.accumulate(held, visit, initial=initial)
+        if of_cols is not None:
+            of_cols = plan.route.exchange.reduce(of_cols, "sum")[plan.route.exchange.kept_local].clone()
+        ctx.plan = plan
+        scale = scale if isinstance(scale, Tensor) else None
+        ctx.save_for_backward(scale, inverse_x, inverse_y, x, y, held, of_rows, of_cols)
+        sums = (of_rows, of_rows if of_cols is None else of_cols)
+        lse_rows, lse_cols = (log_sum_exp(plan.shift, side) for side in sums)
+        return lse_rows, targets, lse_cols
+
+    # With of_rows_il = sum_j N dS^l_ij S^l_ij, and of_cols likewise,
+    #
+    #     d/d inverse norm of i, part l = of_rows_il / (N r_il)        d/dscale = 1 / (N scale) sum_il of_rows_il
+    @staticmethod
+    @once_differentiable
+    @no_autocast
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        plan: _Plan = ctx.plan
+        scale, inverse_x, inverse_y, x, y, held, row_sums, col_sums = ctx.saved_tensors
+        want_scale, _, _, want_x, want_y = ctx.needs_input_grad[1:]
+        a, t, a_cols = (plan.size * grad for grad in grads)
+        rows = torch.where(a == 0, 0.0, a / row_sums)
+        carried = None
+        if col_sums is not None:
+            carried = plan.route.exchange.distribute(torch.where(a_cols == 0, 0.0, a_cols / col_sums).T.contiguous())
+        dtype, parts, d = accumulation_dtype(x.dtype), len(plan.parts.dims), x.shape[1]
+        sweep = plan.sweep(x, inverse_x)
+        u = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if want_x else None
+        of_rows = x.new_zeros(len(x), parts, dtype=wide_dtype(x.device))
+
+        def visit(block: Block, carried: Tensor | None, into: Tensor | None, _local: Tensor | None) -> None:
+            cols = None if carried is None else carried.T
+            v, of_cols = (None, None) if into is None else (into[:, :d], into[:, d:])
+            sweep.gradients(block, rows, t, cols, u, v, of_rows, of_cols)
+
+        initial = x.new_zeros(1, d + parts, dtype=dtype) if want_y else None
+        v = plan.route.exchange.accumulate(held, visit, carried=carried, initial=initial, to_owner=True)
+        grad_scale = None
+        if want_scale:
+            grad_scale = (of_rows.sum() / (plan.size * plan.scale)).to(scale).view_as(scale)
+        grad_x = grad_y = grad_inverse_x = grad_inverse_y = None
+        if u is not None:
+            grad_x = u.div_(plan.size).to(x.dtype)
+            grad_inverse_x = (of_rows / (plan.size * inverse_x)).to(inverse_x.dtype)
+        if v is not None:
+            v.div_(plan.size)
+            grad_y, grad_inverse_y = v[:, :d].to(y.dtype), v[:, d:] / inverse_y
+        return None, grad_scale, grad_inverse_x, grad_inverse_y, grad_x, grad_y

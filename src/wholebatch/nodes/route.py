@@ -1,0 +1,84 @@
+"""The route of one sweep: which exchange moves Y's rows, and how much memory this rank's tiles may take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..comm import Communicator, LocalCommunicator
+from ..contract import Facts
+from ..exchange import Exchange, columns_of_a_chunk, num_entries, select_exchange
+from ..kernels import in_triton
+from ..partition import Partition
+from ..sweep import Budget, Driver, default_side, fit, side_of_tiles, smallest_budget
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who owns the rows and the columns of S.
+
+    Args:
+        rows: which rank holds which rows of X.
+        cols: which rank holds which rows of Y.
+        symmetric: Y is X, and half of S suffices.
+        replicated: every rank holds all of Y, as a partition `cols` of one part says. Sums are then over this rank's
+            rows alone, and nothing is communicated.
+    """
+
+    rows: Partition
+    cols: Partition
+    symmetric: bool = False
+    replicated: bool = False
+
+
+@dataclass(frozen=True)
+class Route:
+    """The ranks, the exchange between them, and what this rank's sweep may allocate."""
+
+    comm: Communicator
+    exchange: Exchange
+    budget: Budget
+
+    def driver(self, x: Tensor, scale: float, bias: float = 0.0) -> Driver:
+        """Return a driver of X's rows, in tiles of the budget."""
+        return Driver(x, scale, bias, side=self.budget.side, largest=self.exchange.largest_block)
+
+
+def choose_route(
+    facts: Facts, layout: Layout, *, keep: bool = True, exact: bool = False, dtype: torch.dtype | None = None
+) -> Route:
+    """Return the exchange that the caller chose, or the best one, with the memory of this rank's sweep.
+
+    Args:
+        facts: of the call.
+        layout: of S.
+        keep: whether exp(S) may be kept for the backward pass.
+        exact: whether kept numbers must not be rounded.
+        dtype: of the sweep, if it is not `facts.dtype`.
+
+    Raises:
+        ValueError: on every rank, if a rank's `memory` is too little for its part.
+    """
+    side, dtype = default_side(facts.device), dtype or facts.dtype
+    for rank, memory in enumerate(facts.of_ranks("memory")):
+        needed = smallest_budget(layout.rows.counts[rank], layout.cols.total, dtype)
+        if isinstance(memory, int) and memory < needed:
+            raise ValueError(
+                f"{facts.caller}: memory must be at least {needed} bytes for the smallest tiles of rank {rank}, got "
+                f"{memory}; 'flat' takes what it needs, at most {2 * side * side * dtype.itemsize} bytes"
+            )
+    comm = LocalCommunicator() if layout.replicated else facts.comm
+    exchange = select_exchange(
+        facts.options.exchange,
+        comm,
+        layout.rows.counts[facts.rank],
+        layout.cols,
+        row_bytes=facts.embedding_size * dtype.itemsize,
+        symmetric=layout.symmetric,
+        chunk=columns_of_a_chunk(layout.cols.total, side, facts.device),
+    )
+    of_tile = side_of_tiles(side, facts.features_dtype) if in_triton(facts.options.kernel) else side
+    entries = num_entries(exchange.visits, of_tile) if keep else 0
+    return Route(comm, exchange, fit(facts.options.memory, entries=entries, side=side, dtype=dtype, exact=exact))

@@ -1,0 +1,153 @@
+"""The numbers of each row and each column of S that a loss asks for: how losses use the softmax node.
+
+A loss declares which entries are positives and which are candidates, and which fields it needs; it gets
+:class:`RowStatistics`, of which it makes its value in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..contract import Facts
+from ..kernels import in_triton
+from ..sweep import KernelSoftmaxSweep, Selection
+from .route import Layout, choose_route
+from .softmax import Softmax, output_names
+from .softmax_plan import Bounds, LogitBounds, SoftmaxPlan
+from .towers import Towers
+
+Scale = tuple[float, Any]  # the number that multiplies S, and the same as a tensor that may need a gradient
+
+
+@dataclass(frozen=True)
+class RowStatistics:
+    """The numbers of this rank's rows, or of its columns: each (n,), in float64; None for fields not asked for.
+
+    Args:
+        logsumexp: A, over the candidates.
+        target: T, the sum of the positives' logits.
+        logits: M, the sum of the candidates' logits.
+        count: how many candidates there are.
+        largest: the largest logit of a negative.
+        effective: (sum E)^2 / sum E^2 over the negatives: equal negatives in this number would weigh the same.
+    """
+
+    logsumexp: Tensor
+    target: Tensor | None = None
+    logits: Tensor | None = None
+    count: Tensor | None = None
+    largest: Tensor | None = None
+    effective: Tensor | None = None
+
+    def first(self, rows: int) -> RowStatistics:
+        """Return the statistics of the first rows."""
+        cut: dict[str, Any] = {}
+        for field in fields(self):
+            x = getattr(self, field.name)
+            cut[field.name] = None if x is None else x[:rows]
+        return RowStatistics(**cut)
+
+
+def statistics_fields(*, target: bool = True, mean_logit: bool = False, statistics: bool = False) -> tuple[str, ...]:
+    """Return the fields of a side that a loss needs.
+
+    Args:
+        target: T.
+        mean_logit: M and the number of candidates, for label smoothing.
+        statistics: the fields that :class:`wholebatch.BatchStatistics` are made of.
+    """
+    names = ["sum", *(["target"] if target else []), *(["logits", "count"] if mean_logit else [])]
+    return (*names, *(["largest", "negatives", "squares"] if statistics else []))
+
+
+@dataclass(frozen=True)
+class Operands:
+    """X and Y of one call.
+
+    Args:
+        features: which `towers` joins.
+        towers: how features become X and Y.
+        layout: who owns which rows.
+        guide: this rank's rows of the guide's features of Y, if the selection has a guide.
+        narrow: features are those of `facts.widened()`, and are multiplied in the dtype that they had: nothing is lost.
+    """
+
+    features: Sequence[Tensor]
+    towers: Towers
+    layout: Layout
+    guide: Tensor | None = None
+    narrow: bool = False
+
+
+def row_statistics(
+    facts: Facts,
+    scale: Scale,
+    operands: Operands,
+    selection: Selection,
+    bounds: Bounds,
+    *,
+    rows: tuple[str, ...] = (),
+    cols: tuple[str, ...] = (),
+) -> tuple[RowStatistics | None, RowStatistics | None]:
+    """Return the statistics of this rank's rows, and of its columns.
+
+    Args:
+        facts: of the call.
+        scale: of S.
+        operands: X and Y.
+        selection: which entries are positives and which are candidates.
+        bounds: of similarities. Where statistics ask for the negatives alone, pairs are not taken into account.
+        rows: the fields of rows, from `statistics_fields`; empty for none.
+        cols: those of columns; of a symmetric S none, because its columns are its rows.
+    """
+    layout, features, towers = operands.layout, operands.features, operands.towers
+    if layout.symmetric:
+        rows, cols = (), rows
+    offsets = selection.offsets
+    if offsets is not None:
+        selection = replace(selection, offsets=offsets.detach())
+    asked = {*rows, *cols}
+    keep = "logits" not in asked and selection.transform is None
+    route = choose_route(facts, layout, keep=keep, exact=selection.over != "negatives")
+    in_kernels = in_triton(facts.options.kernel) and asked <= KernelSoftmaxSweep.fields
+    dtype = facts.features_dtype if operands.narrow else features[0].dtype
+    if in_kernels and dtype == torch.bfloat16:  # kernels multiply in the precision that features have
+        towers = replace(towers, normalize_per_tile=towers.normalize)
+    plan = SoftmaxPlan(
+        route,
+        towers,
+        selection,
+        operands.guide,
+        scale[0],
+        bounds=_of_logits(bounds, scale[0], asked, max(layout.rows.total, layout.cols.total)),
+        size=(layout.rows if rows or layout.symmetric else layout.cols).total,
+        rows=rows,
+        cols=cols,
+        differentiable=facts.differentiable,
+        in_kernels=in_kernels,
+        dtype=dtype if operands.narrow else None,
+    )
+    # No entries, but a path back to the features, which are not all saved: through it a second derivative raises.
+    anchor = torch.cat([feature[:0].flatten() for feature in features])
+    outputs = list(Softmax.apply(plan, anchor, scale[1], offsets, *features))
+    sides: list[RowStatistics | None] = []
+    for names in (output_names(rows), output_names(cols)):
+        of_side, outputs = outputs[: len(names)], outputs[len(names) :]
+        sides.append(RowStatistics(**dict(zip(names, of_side, strict=True))) if names else None)
+    return (sides[1], None) if layout.symmetric else (sides[0], sides[1])
+
+
+def _of_logits(bounds: Bounds, scale: float, asked: set[str], terms: int) -> LogitBounds:
+    """Return the bounds of logits, from those of similarities."""
+    pairs_count = "squares" not in asked
+    min_pair = None
+    if pairs_count and scale >= 0 and bounds.min_pair_product is not None:
+        min_pair = (bounds.add_positive or 1) * scale * bounds.min_pair_product
+    return LogitBounds(
+        abs(scale) * bounds.similarity + bounds.offset, min_pair, bounds.add_positive if pairs_count else 0.0, terms
+    )

@@ -1,0 +1,126 @@
+"""The sums of rows and columns, relative to one shift for all of them if none underflows, else each to its largest.
+
+Under one shift the exponential of an entry serves its row and its column. That is known to be safe from bounds alone in
+most steps; elsewhere an underflow check reads the sums once. See `wholebatch.logsumexp` for the shift and the check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .._precision import accumulation_dtype, vector, wide_dtype
+from ..comm import Communicator
+from ..logsumexp import cannot_underflow, count_underflowed, passes_underflow_check, shared_shift
+from ..sweep import Block, Sums
+from .softmax_plan import Data, LogitBounds, SoftmaxPlan
+
+
+def sums_of_sides(plan: SoftmaxPlan, data: Data) -> tuple[Sums, Sums, Tensor | None]:
+    """Return the sums of this rank's rows and of its columns, and exp(S) where it is kept."""
+    dtype = accumulation_dtype(data.x.dtype)
+    shift = shared_shift(plan.bounds.largest, plan.bounds.terms, dtype)
+    if shift is not None:
+        budget = plan.route.budget
+        kept = data.x.new_empty(budget.kept, dtype=budget.kept_dtype) if plan.keep else None
+        rows, cols = _sums(plan, data, shift, shift, kept)
+        if never_underflows(plan.bounds, shift, dtype) or no_underflow(
+            plan.route.comm, _sums_in_loss(plan, rows, cols), plan.bounds.terms, dtype
+        ):
+            return rows, cols, kept
+        del rows, cols, kept
+    row_max, col_max = _maxima(plan, data)
+    return *_sums(plan, data, row_max, col_max, None), None
+
+
+def never_underflows(bounds: LogitBounds, shift: float, dtype: torch.dtype) -> bool:
+    """Return whether bounds alone show that no sum underflows under this shift: then no GPU has to be waited for."""
+    if cannot_underflow(bounds.largest, shift, dtype):
+        return True
+    return bounds.min_pair is not None and passes_underflow_check(bounds.min_pair, shift, bounds.terms, dtype)
+
+
+def no_underflow(comm: Communicator, sums: Sequence[Tensor], terms: int, dtype: torch.dtype) -> bool:
+    """Return whether all of these sums of all ranks are exact to rounding. Collective: one all-reduce of a number."""
+    bad = torch.stack([count_underflowed(of_side, terms, dtype) for of_side in sums]).sum()
+    return not comm.all_reduce(bad.to(wide_dtype(bad.device)), check=False).item()
+
+
+def _sums_in_loss(plan: SoftmaxPlan, rows: Sums, cols: Sums) -> list[Tensor]:
+    """Return the sums that the loss takes logarithms of: with the pair's own exponential, if it adds that."""
+    sums, factor = [], plan.bounds.add_positive
+    for side, other in ((rows, cols), (cols, rows)):
+        if side.fields:
+            of_side = side.fields["sum"]
+            if factor:  # a pair's logit is that of its row and of its column
+                target = side.fields["target"] if "target" in side.fields else other.fields["target"]
+                of_side = of_side + (factor * target - side.shift).exp()
+            sums.append(of_side)
+    return sums
+
+
+def _maxima(plan: SoftmaxPlan, data: Data) -> tuple[Tensor | None, Tensor | None]:
+    """Return the largest logit of each row, and of each column kept, where they are wanted; 0 without candidates."""
+    x = data.x
+    nothing = x.new_full((1, 1), float("-inf"), dtype=accumulation_dtype(x.dtype))
+    row_max = nothing[0].repeat(len(x)) if plan.rows and not plan.symmetric else None
+    sweep = plan.sweep(data)
+
+    def visit(block: Block, _carried: Tensor | None, into: Tensor | None, local: Tensor | None) -> None:
+        rows = local if plan.symmetric else row_max
+        sweep.maxima(block, None if rows is None else rows.view(-1), None if into is None else into[:, 0])
+
+    col_max = plan.route.exchange.accumulate(data.held, visit, initial=nothing if plan.cols else None, op="max")
+    if col_max is not None:
+        col_max = plan.route.exchange.reduce(col_max, "max")[:, 0]
+    row_max, col_max = (None if m is None else m.masked_fill(m.isneginf(), 0.0) for m in (row_max, col_max))
+    return row_max, col_max
+
+
+def _sums(
+    plan: SoftmaxPlan,
+    data: Data,
+    row_shift: Tensor | float | None,
+    col_shift: Tensor | float | None,
+    kept: Tensor | None,
+) -> tuple[Sums, Sums]:
+    """Return the fields of this rank's rows and columns, relative to one shift or to one for each of them."""
+    x, wide, local_cols = data.x, wide_dtype(data.x.device), plan.route.exchange.kept_local
+    row_fields = _initial(plan.rows, x, wide).repeat(len(x), 1) if plan.rows and not plan.symmetric else None
+    sweep = plan.sweep(data, kept)
+    ops = tuple("max" if name == "largest" else "sum" for name in plan.cols)
+    carried = col_shift[None] if isinstance(col_shift, Tensor) else None
+    if plan.symmetric and isinstance(col_shift, Tensor):
+        row_shift = col_shift[local_cols]
+
+    def visit(block: Block, carried: Tensor | None, into: Tensor | None, local: Tensor | None) -> None:
+        rows = _named(row_shift, plan.cols, local) if plan.symmetric else _named(row_shift, plan.rows, row_fields)
+        sweep.sums(block, rows, _named(col_shift if carried is None else carried[0], plan.cols, into))
+
+    collected = plan.route.exchange.accumulate(
+        data.held,
+        visit,
+        carried=carried,
+        initial=_initial(plan.cols, x, wide) if plan.cols else None,
+        op=ops,
+    )
+    if collected is not None:
+        collected = plan.route.exchange.reduce(collected, ops)[local_cols].clone()
+        col_shift = col_shift[local_cols] if isinstance(col_shift, Tensor) else col_shift
+    nothing = Sums(0.0, {})
+    return _named(row_shift, plan.rows, row_fields) or nothing, _named(col_shift, plan.cols, collected) or nothing
+
+
+def _initial(fields: tuple[str, ...], x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the value with which each of the fields begins, (1, k)."""
+    return vector([float("-inf") if name == "largest" else 0.0 for name in fields], dtype, x.device)[None]
+
+
+def _named(shift: Tensor | float | None, names: tuple[str, ...], fields: Tensor | None) -> Sums | None:
+    """Return the columns of fields, (n, k), under their names; None without fields."""
+    if fields is None:
+        return None
+    assert shift is not None
+    return Sums(shift, dict(zip(names, fields.unbind(1), strict=True)))

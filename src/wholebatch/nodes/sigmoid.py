@@ -1,0 +1,137 @@
+"""A loss that is a sum over the entries of S, as one autograd node: the gradient is computed in the forward pass.
+
+    L = sum_i w_i l_i,        l_i = sum_j -log sigmoid(z_ij S_ij)
+
+Where the weights w_i are known beforehand, all that the backward pass does is multiply by the incoming gradient. It may
+do so in place, since nobody else holds these gradients, but only once: a second backward pass through the same graph
+sweeps again. Where the caller weighs the l_i (reduction "none"), the backward pass sweeps with the weights it is given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._autograd import no_autocast, once_differentiable
+from .._precision import accumulation_dtype, wide_dtype
+from .._products import inner
+from ..sweep import LARGEST, Block, KernelSigmoidSweep, Pairs, SigmoidSweep
+from .route import Route
+
+
+@dataclass(frozen=True)
+class SigmoidPlan:
+    """What forward and backward of one call have in common."""
+
+    route: Route
+    pairs: Pairs
+    scale: float
+    bias: float
+    differentiable: bool  # whether a backward pass may follow
+    per_row: bool  # whether the l_i are wanted, and not their sum
+    in_kernels: bool = False  # whether Triton kernels compute the tiles
+
+    def sweep(self, x: Tensor, weights: Tensor | None) -> SigmoidSweep:
+        """Return a sweep of X's rows."""
+        driver = self.route.driver(x, self.scale, self.bias)
+        wide = wide_dtype(x.device)
+        if self.in_kernels:
+            return KernelSigmoidSweep(driver, self.pairs, wide, self.route.exchange.columns.total, weights)
+        return SigmoidSweep(driver, self.pairs, wide, weights)
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """G Y and G^T X of G = dL/dS, and this rank's share of dL/dscale and dL/dbias."""
+
+    u: Tensor | None
+    v: Tensor | None
+    scale: Tensor
+    bias: Tensor
+
+
+class Sigmoid(torch.autograd.Function):
+    """A rank's share of L, or its rows' l_i, from X, Y and, if any, weights."""
+
+    @staticmethod
+    @no_autocast
+    def forward(
+        ctx: Any, plan: SigmoidPlan, scale: Any, bias: Any, weights: Tensor | None, x: Tensor, y: Tensor
+    ) -> Tensor:
+        early = plan.differentiable and not plan.per_row
+        want_scale, want_bias, _, want_x, want_y = ctx.needs_input_grad[1:] if early else (False,) * 5
+        losses, gradients = _sweep(plan, x, y, weights, (want_scale, want_bias, want_x, want_y))
+        ctx.plan, ctx.gradients = plan, gradients if early else None
+        scale, bias = (value if isinstance(value, Tensor) else None for value in (scale, bias))
+        ctx.save_for_backward(scale, bias, weights, x, y, losses)
+        if plan.per_row:
+            return losses.clone()
+        return losses.sum() if weights is None else (weights * losses).sum()
+
+    # With G = dL/dS, U = G Y and V = G^T X,
+    #
+    #     dL/dX     = scale U
+    #     dL/dY     = scale V, summed over the ranks
+    #     dL/dscale = sum_ij G_ij x_i . y_j = <X, U> = <Y, V>, to be summed over the ranks
+    #     dL/dbias  = sum_ij G_ij, to be summed over the ranks
+    @staticmethod
+    @once_differentiable
+    @no_autocast
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        plan: SigmoidPlan = ctx.plan
+        scale, bias, weights, x, y, losses = ctx.saved_tensors
+        want_scale, want_bias, want_weights, want_x, want_y = ctx.needs_input_grad[1:]
+        of_s: _Gradients | None
+        of_s, ctx.gradients = ctx.gradients, None
+        if of_s is None:
+            by_row = grad if plan.per_row else weights
+            _, of_s = _sweep(plan, x, y, by_row, (want_scale, want_bias, want_x, want_y))
+        grad = grad.new_ones(()) if plan.per_row else grad
+        factor = grad * plan.scale
+        grad_x = of_s.u.mul_(factor).to(x.dtype) if want_x and of_s.u is not None else None
+        grad_y = of_s.v.mul_(factor).to(y.dtype) if want_y and of_s.v is not None else None
+        grad_scale = (grad * of_s.scale).to(scale).view_as(scale) if want_scale else None
+        grad_bias = (grad * of_s.bias).to(bias).view_as(bias) if want_bias else None
+        grad_weights = (grad * losses).to(weights) if want_weights else None
+        return None, grad_scale, grad_bias, grad_weights, grad_x, grad_y
+
+
+def _unit(plan: SigmoidPlan, x: Tensor, weights: Tensor | None) -> Tensor | None:
+    """Return the unit in which dS fits into float16, shape (), the same on all ranks; None for other dtypes."""
+    if x.dtype != torch.float16 or not plan.in_kernels:
+        return None
+    largest = x.new_ones((), dtype=accumulation_dtype(x.dtype))
+    if weights is not None:
+        largest = weights.abs().amax().to(largest) if len(weights) else torch.zeros_like(largest)
+        largest = plan.route.comm.all_reduce(largest, "max", check=False)
+    return torch.where(largest > 0, largest / LARGEST, 1.0)
+
+
+def _sweep(
+    plan: SigmoidPlan, x: Tensor, y: Tensor, weights: Tensor | None, statistics_fields: tuple[bool, ...]
+) -> tuple[Tensor, _Gradients]:
+    """Return the rows' l_i, and the gradients that the backward pass multiplies."""
+    want_scale, want_bias, want_x, want_y = statistics_fields
+    want_x = want_x or (want_scale and not want_y)
+    dtype = accumulation_dtype(x.dtype)
+    unit = _unit(plan, x, weights)
+    if unit is not None:
+        weights = (torch.ones_like(x[:, 0], dtype=dtype) if weights is None else weights) / unit
+    sweep = plan.sweep(x, weights)
+    u = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if want_x else None
+
+    def visit(block: Block, _carried: Tensor | None, into: Tensor | None, _local: Tensor | None) -> None:
+        sweep.block(block, u, into, bias=want_bias)
+
+    initial = x.new_zeros(1, x.shape[1], dtype=dtype) if want_y else None
+    v = plan.route.exchange.accumulate(plan.route.exchange.fetch(y), visit, initial=initial, to_owner=True)
+    if unit is not None:
+        u, v = (None if of is None else of.mul_(unit) for of in (u, v))
+        sweep.grad_bias.mul_(unit)
+    grad_scale = torch.zeros_like(sweep.grad_bias)
+    if want_scale:
+        grad_scale = inner(y, v) if v is not None else inner(x, u)
+    return sweep.losses, _Gradients(u, v, grad_scale, sweep.grad_bias)

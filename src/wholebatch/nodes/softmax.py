@@ -1,0 +1,183 @@
+"""The softmax node: from the features to a few numbers of each row and each column of S, and back.
+
+    A_i = logsumexp_j S_ij over row i's candidates,   T_i = sum_j S_ij over its positives,   and likewise for columns
+
+Losses are made of these vectors in plain PyTorch; S itself is never stored. A row's numbers are complete on the row's
+rank; a column's are partial until the exchange has reduced them.
+
+Backward, with N a number of the size of the batch, U = N dS Y and V = N dS^T X (see `sweep.softmax` for dS),
+
+    d/dX     = scale / N U
+    d/dY     = scale / N V, summed over the ranks, whose rows each see all of Y
+    d/dscale = 1 / N sum_ij N dS_ij x_i . y_j = 1 / N <X, U> = 1 / N <Y, V>, to be summed over the ranks
+    d/doffset_i = 1 / N sum_j N dS_ij, where rows have offsets
+
+For a symmetric S, N (dS + dS^T) Z replaces U and V together, and <Z, that> is twice d/dscale. The node receives the
+derivatives of one scalar by this rank's rows' and columns' numbers, and returns their adjoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._autograd import no_autocast, once_differentiable
+from .._normalize import divisors
+from .._precision import accumulation_dtype
+from .._products import inner
+from ..logsumexp import log_sum_exp
+from ..sweep import LARGEST, Block, Sums, Weights
+from .shifts import sums_of_sides
+from .softmax_plan import Data, SoftmaxPlan
+
+_DIFFERENTIABLE = ("logsumexp", "target", "logits")  # the outputs of a row that have a gradient: A, T and M
+
+
+class Softmax(torch.autograd.Function):
+    """The outputs of the rows, then those of the columns, each in the order of `output_names`."""
+
+    @staticmethod
+    @no_autocast
+    def forward(
+        ctx: Any, plan: SoftmaxPlan, anchor: Tensor, scale: Any, offsets: Any, *features: Tensor
+    ) -> tuple[Tensor, ...]:
+        x, y, norms = plan.towers.join([z if plan.dtype is None else z.to(plan.dtype) for z in features])
+        travels = y if plan.guide is None else torch.cat([y.to(plan.guide.dtype), plan.guide], dim=1)
+        col_norms = plan.towers.travel_norms
+        if plan.towers.normalize_per_tile and norms is not None:
+            col_norms = plan.route.comm.all_gather(norms, counts=plan.route.exchange.columns.counts, check=False)
+        data = Data.of(plan, x, plan.route.exchange.fetch(travels), norms, col_norms)
+        rows, cols, kept = sums_of_sides(plan, data)
+
+        ctx.plan, ctx.shifts = plan, [side.shift for side in (rows, cols)]
+        ctx.offsets_dtype = None if offsets is None else offsets.dtype
+        ctx.features = [(len(feature), feature.dtype) for feature in features]
+        shifts = [side.shift if isinstance(side.shift, Tensor) else None for side in (rows, cols)]
+        sums = [side.fields.get("sum") for side in (rows, cols)]
+        scale = scale if isinstance(scale, Tensor) else None
+        ctx.save_for_backward(anchor, scale, x, y, norms, data.held, col_norms, kept, *sums, *shifts)
+        outputs = [_outputs(side) for side in (rows, cols)]
+        constant = [x for side in outputs for name, x in side.items() if name not in _DIFFERENTIABLE]
+        ctx.mark_non_differentiable(*constant)
+        return tuple(x for side in outputs for x in side.values())
+
+    @staticmethod
+    @once_differentiable
+    @no_autocast
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        plan: SoftmaxPlan = ctx.plan
+        _, scale, x, y, norms, held, col_norms, kept, row_sums, col_sums, row_shifts, col_shifts = ctx.saved_tensors
+        _, _, want_scale, want_offsets, *want_features = ctx.needs_input_grad
+        want_x, want_y = plan.towers.needed(want_features)
+        if want_scale and not want_x and not want_y:
+            want_y = plan.symmetric or norms is not None
+            want_x = not want_y
+        u = v = of_offsets = None
+        if want_offsets:
+            of_offsets = torch.zeros(len(x), dtype=accumulation_dtype(x.dtype), device=x.device)
+        if want_x or want_y or want_offsets:
+            if (unit := _unit(plan, x.dtype, grads)) is not None:
+                grads = tuple(grad / unit for grad in grads)
+            of_rows, of_cols = grads[: len(output_names(plan.rows))], grads[len(output_names(plan.rows)) :]
+            rows = _weights(plan, plan.rows, of_rows, row_sums, ctx.shifts[0] if row_shifts is None else row_shifts)
+            cols = _weights(plan, plan.cols, of_cols, col_sums, ctx.shifts[1] if col_shifts is None else col_shifts)
+            data = Data.of(plan, x, held, norms, col_norms)
+            u, v = _products(plan, data, kept, (rows, cols), (want_x, want_y), of_offsets)
+            if unit is not None:
+                u, v, of_offsets = (None if of is None else of.mul_(unit) for of in (u, v, of_offsets))
+
+        grad_scale = None
+        if want_scale:
+            divided_by = divisors(norms) if plan.towers.normalize_per_tile and norms is not None else None
+            share = inner(y, v, divided_by) if v is not None else inner(x, u)
+            grad_scale = (share / (plan.size * (2 if plan.symmetric else 1))).to(scale).view_as(scale)
+        if of_offsets is not None:
+            of_offsets = of_offsets.div_(plan.size).to(ctx.offsets_dtype)
+        factor = plan.scale / plan.size
+        dx, dy = (None if gradient is None else gradient.mul_(factor) for gradient in (u, v))
+        wanted = [(want, *of) for want, of in zip(want_features, ctx.features, strict=True)]
+        return None, None, grad_scale, of_offsets, *plan.towers.split((dx, dy), (x, y), norms, wanted)
+
+
+def _unit(plan: SoftmaxPlan, dtype: torch.dtype, grads: Sequence[Tensor]) -> Tensor | None:
+    """Return the unit in which dS fits into float16, shape (), the same on all ranks; None for other dtypes.
+
+    |dS_ij| is at most the sum of the gradients of row i and column j, which a loss scaler may have multiplied.
+    """
+    if dtype != torch.float16 or not plan.in_kernels:
+        return None
+    largest = torch.stack([grad.abs().amax() if len(grad) else grad.new_zeros(()) for grad in grads]).sum()
+    largest = plan.route.comm.all_reduce(largest * (plan.size * (2 if plan.symmetric else 1)), "max", check=False)
+    return torch.where(largest > 0, largest / LARGEST, 1.0)
+
+
+def output_names(fields: tuple[str, ...]) -> list[str]:
+    """Return the names of the node's outputs for a side, from its fields."""
+    return [{"sum": "logsumexp", "squares": "effective"}.get(name, name) for name in fields if name != "negatives"]
+
+
+def _outputs(side: Sums) -> dict[str, Tensor]:
+    """Return the outputs of a side, from its fields."""
+    made = {}
+    for name, field in side.fields.items():
+        if name == "sum":
+            made["logsumexp"] = log_sum_exp(side.shift, field)
+        elif name == "squares":
+            made["effective"] = torch.where(field > 0, side.fields["negatives"].square() / field, 0.0)
+        elif name != "negatives":
+            made[name] = field.clone()
+    return made
+
+
+def _weights(
+    plan: SoftmaxPlan,
+    fields: tuple[str, ...],
+    grads: Sequence[Tensor],
+    sums: Tensor | None,
+    shift: Tensor | float,
+) -> Weights | None:
+    """Return N times the derivatives by a side's numbers, in the form that a sweep takes."""
+    if sums is None:
+        return None
+    of = {name: plan.size * grad for name, grad in zip(output_names(fields), grads, strict=True)}
+    per_exponential = torch.where(of["logsumexp"] == 0, 0.0, of["logsumexp"] / sums)
+    return Weights(shift, per_exponential, of.get("target"), of.get("logits"))
+
+
+def _products(
+    plan: SoftmaxPlan,
+    data: Data,
+    kept: Tensor | None,
+    sides: tuple[Weights | None, Weights | None],
+    wanted: tuple[bool, bool],
+    of_offsets: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return U, and V reduced to the owners of its rows; N times the offsets' gradient is added to `of_offsets`.
+
+    Of a symmetric S, V is the sum of both.
+
+    Args:
+        plan: of the call.
+        data: of the forward pass.
+        kept: exp(S) as far as it was kept.
+        sides: the weights of rows and of columns.
+        wanted: whether U and V are.
+        of_offsets: (b,), or None.
+    """
+    (rows, cols), (want_x, want_y) = sides, wanted
+    x, dtype = data.x, accumulation_dtype(data.x.dtype)
+    u = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if want_x else None
+    sweep = plan.sweep(data, kept)
+    if plan.symmetric:
+        rows = cols
+    carried = None if cols is None else plan.route.exchange.distribute(cols.stacked())
+
+    def visit(block: Block, carried: Tensor | None, into: Tensor | None, local: Tensor | None) -> None:
+        of_block = None if cols is None or carried is None else cols.unstacked(carried)
+        sweep.gradients(block, rows, of_block, u=local if plan.symmetric else u, v=into, of_offsets=of_offsets)
+
+    initial = x.new_zeros(1, x.shape[1], dtype=dtype) if want_y else None
+    return u, plan.route.exchange.accumulate(data.held, visit, carried=carried, initial=initial, to_owner=True)

@@ -1,0 +1,98 @@
+"""From a loss's features to X, whose rows stay, and Y, whose rows travel; and from dX and dY back to the features."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .._normalize import divisors, known_norms, project_
+from .._precision import accumulation_dtype
+
+Joined = tuple[Tensor | None, Tensor | None]  # of X's rows, and of Y's
+
+
+@dataclass(frozen=True)
+class Towers:
+    """X = the features `stays`, one below the other, Y = the features `travels`; without those, Y is X.
+
+    With `normalize`, the rows of X and Y are the features' rows divided by their norms. With `normalize_per_tile` as
+    well, X and Y hold the rows as they are, and the sweep divides a tile's rows at a time. So it does with
+    `stay_norms`, (b, 1), the norms of X's rows, and with `travel_norms`, (B, 1), those of all of Y's rows, which this
+    rank then holds.
+    """
+
+    stays: tuple[int, ...]
+    travels: tuple[int, ...] = ()
+    normalize: bool = False
+    normalize_per_tile: bool = False
+    stay_norms: Tensor | None = None
+    travel_norms: Tensor | None = None
+
+    def join(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return X, Y, and the norms of X's rows where rows are divided by them."""
+        if self.normalize:
+            assert not self.travels, "only features against themselves are normalized here; please report this"
+            x, norms = (_with_norms if self.normalize_per_tile else _normalized)([features[i] for i in self.stays])
+            return x, x, norms
+        x = _stacked([features[i] for i in self.stays])
+        return x, _stacked([features[i] for i in self.travels]) if self.travels else x, self.stay_norms
+
+    def needed(self, features: Sequence[bool]) -> tuple[bool, bool]:
+        """Return whether dX and dY are needed, from which features need a gradient."""
+        x, y = (any(features[i] for i in at) for at in (self.stays, self.travels))
+        return (x, y) if self.travels else (False, x)
+
+    def split(
+        self, gradients: Joined, joined: Joined, norms: Tensor | None, features: Sequence[tuple[bool, int, torch.dtype]]
+    ) -> list[Tensor | None]:
+        """Return the features' gradients, from dX and dY, which are overwritten.
+
+        Args:
+            gradients: dX and dY, None where not needed. Where Y is X, all of the gradient is in dY.
+            joined: X and Y from `join`.
+            norms: from `join`.
+            features: for each, whether its gradient is needed, its rows, its dtype.
+        """
+        (dx, dy), (x, y) = gradients, joined
+        if self.stay_norms is not None and dx is not None:
+            assert x is not None
+            project_(dx, x, self.stay_norms, divide=True)
+        elif norms is not None and dy is not None:
+            assert x is not None
+            project_(dy, x, norms, divide=self.normalize_per_tile)
+        if self.travel_norms is not None and dy is not None:
+            assert y is not None
+            project_(dy, y, self.travel_norms, divide=True)
+        grads: list[Tensor | None] = [None] * len(features)
+        for at, gradient in ((self.stays, dx if self.travels else dy), (self.travels, dy)):
+            first = 0
+            for i in at:
+                needed, rows, dtype = features[i]
+                if needed:
+                    assert gradient is not None
+                    grads[i] = gradient[first : first + rows].to(dtype)
+                first += rows
+        return grads
+
+
+def _stacked(features: Sequence[Tensor]) -> Tensor:
+    return features[0] if len(features) == 1 else torch.cat(list(features))
+
+
+def _normalized(features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return all rows normalized, in the accumulation dtype, and their norms, (rows, 1)."""
+    rows, width = sum(map(len, features)), features[0].shape[1]
+    z = features[0].new_empty(rows, width, dtype=accumulation_dtype(features[0].dtype))
+    for part, feature in zip(z.split([len(feature) for feature in features]), features, strict=True):
+        part.copy_(feature)
+    norms = known_norms(z)
+    return z.div_(divisors(norms)), norms
+
+
+def _with_norms(features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return all rows as they are, and their norms, (rows, 1), in the accumulation dtype."""
+    x = _stacked(features)
+    return x, known_norms(x)

@@ -1,0 +1,152 @@
+"""The shapes of a step, and the decisions of the library that follow from them: tiles, exchange, memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from .._precision import accumulation_dtype
+from ..exchange import num_entries
+from ..exchange.schedule import full, half
+from ..exchange.select import automatic
+from ..losses.catalog import CATALOG, Entry
+from ..partition import Partition
+from ..sweep import default_side
+from ..sweep.memory import Budget, Memory, fit
+
+PARTIAL_FC = "partial_fc"  # a head, with classes instead of a second tower
+LOSSES = (*(name for name, entry in CATALOG.items() if entry.sweep is not None), PARTIAL_FC)
+if TYPE_CHECKING:
+    LossName = str
+else:
+    LossName = Literal[LOSSES]  # the command line lists them
+ExchangeUsed = Literal["gather", "ring"]
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The shapes of a step.
+
+    Args:
+        loss: its name, one of `LOSSES`.
+        batch_size: B, examples on all ranks: pairs, or images of classes.
+        embedding_size: d.
+        ranks: W.
+        dtype: of the features.
+        device: "cpu" or "cuda"; it decides the side of a tile, and the ring, which does not run on NCCL.
+        classes: C, of PartialFC, on all ranks.
+        sample_rate: of PartialFC.
+    """
+
+    loss: LossName
+    batch_size: int
+    embedding_size: int
+    ranks: int = 1
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    classes: int = 0
+    sample_rate: float = 1.0
+
+    @property
+    def entry(self) -> Entry | None:
+        """Return the loss's entry in the catalog; None for PartialFC."""
+        return None if self.loss == PARTIAL_FC else CATALOG[self.loss]
+
+    @property
+    def one_pass(self) -> bool:
+        """Return whether S is computed once, with its gradient."""
+        return self.entry is not None and self.entry.sweep is not None and self.entry.sweep.one_pass
+
+    @property
+    def several_positives(self) -> bool:
+        """Return whether a row may have several positives, as labels give it; then exp(S) is kept unrounded."""
+        return self.entry is not None and self.entry.kind == "labeled"
+
+    @property
+    def sums_size(self) -> int:
+        """Return a, the bytes of a number in sums and gradients."""
+        return accumulation_dtype(self.dtype).itemsize
+
+    @property
+    def size(self) -> int:
+        """Return s, the bytes of a number that is sent; rows of unit length have the precision of sums."""
+        return self.sums_size if self.symmetric else self.dtype.itemsize
+
+    @property
+    def towers(self) -> int:
+        """Return the number of feature matrices."""
+        return 1 if self.entry is None else self.entry.inputs
+
+    @property
+    def rows(self) -> int:
+        """Return b, of the rank with most rows."""
+        return ceil(self.batch_size / self.ranks)
+
+    @property
+    def centers(self) -> int:
+        """Return the number of centers, on the rank with most classes."""
+        return ceil(self.classes / self.ranks)
+
+    @property
+    def sampled(self) -> int:
+        """Return the classes of a step on a rank, an upper bound that is rarely exceeded.
+
+        They are the labels, and each of the other classes with one probability.
+        """
+        if self.sample_rate == 1:
+            return self.centers
+        with_label = self.classes * (1 - (1 - 1 / self.classes) ** self.batch_size)
+        others = self.classes - with_label
+        deviation = (others * self.sample_rate * (1 - self.sample_rate) / self.ranks) ** 0.5
+        return min(self.centers, ceil((with_label + self.sample_rate * others) / self.ranks + 3 * deviation))
+
+    @property
+    def symmetric(self) -> bool:
+        """Return whether S holds features against themselves."""
+        return self.entry is not None and self.entry.symmetric
+
+    @property
+    def partition(self) -> Partition:
+        """Return which rank owns which rows of Y; of a symmetric S these are the rows of all views."""
+        each = 1 if self.entry is None else self.entry.rows_per_example
+        return Partition(tuple(each * n for n in Partition.even(self.batch_size, self.ranks).counts))
+
+    @property
+    def side(self) -> int:
+        """Return the side of a tile."""
+        return default_side(torch.device(self.device))
+
+    @property
+    def entries(self) -> int:
+        """Return the entries of S on the first rank, which has most rows."""
+        if self.entry is None:
+            return self.sampled * self.batch_size
+        columns = self.partition
+        visits = half(columns, 0) if self.symmetric else full(columns.counts[0], columns, 0)
+        return num_entries(visits, self.side)
+
+    def exchange(self) -> ExchangeUsed:
+        """Return the exchange that "auto" selects."""
+        if self.entry is None:
+            return "gather"
+        rings = self.device == "cpu"
+        return automatic(self.partition.total, self.embedding_size * self.sums_size, rings=rings)
+
+    def budget(self, memory: Memory) -> Budget:
+        """Return the budget that `memory=` gives; a loss with one pass keeps nothing."""
+        entries = 0 if self.one_pass else self.entries
+        dtype = accumulation_dtype(self.dtype)
+        return fit(memory, entries=entries, side=self.side, dtype=dtype, exact=self.several_positives)
+
+    def memory_for(self, itemsize: int) -> int:
+        """Return the value of `memory=` that keeps all of exp(S), with `itemsize` bytes for each entry."""
+        return 2 * self.side**2 * self.sums_size + self.entries * itemsize
+
+    def kept_sizes(self) -> tuple[int, ...]:
+        """Return the bytes of a kept entry of exp(S), for each precision in which it can be kept."""
+        if self.one_pass:
+            return ()
+        return (self.sums_size,) if self.sums_size == 8 or self.several_positives else (2, self.sums_size)

@@ -1,0 +1,95 @@
+"""Resuming a run: its saved configuration, the options that may change, and the command that the user can paste.
+
+This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from .._bounded_json import unsealed
+from .._files import read_bounded
+from .._user_error import UserError
+from .config import TrainConfig, differences, option
+
+CONFIG = "config.json"
+MOST_CONFIG_BYTES = 2**20
+# May change when a run is resumed: they do not change the numbers. A later resume command repeats the first three.
+_REPEATED = ("ranks", "device", "chunk_size")
+_FREE = (*_REPEATED, "run_folder", "resume", "audit")
+
+
+def read_config(path: Path) -> TrainConfig:
+    """Return the configuration of the run in the folder `path`."""
+    file = path / CONFIG
+    try:
+        values = unsealed(read_bounded(file, MOST_CONFIG_BYTES), "it")
+    except FileNotFoundError as error:
+        raise UserError(f"--resume {path}: that is no run folder, there is no {str(file)!r}") from error
+    except OSError as error:
+        raise UserError(f"--resume {path}: {str(file)!r} cannot be read: {error}") from error
+    except ValueError as error:
+        raise UserError(f"{file} is not the configuration of a run of this version: {error}") from error
+    return TrainConfig.from_values(values, file)
+
+
+def check_same_run(saved: TrainConfig, asked: TrainConfig) -> None:
+    """Raise UserError if `asked` differs from the `saved` configuration in anything that changes the numbers."""
+    changed = [
+        f"{name} was {old!r}, got {new!r}"
+        for name, (old, new) in differences(saved, asked).items()
+        if name not in _FREE
+    ]
+    if changed:
+        raise UserError(
+            f"--resume continues with the configuration of the run: {'; '.join(changed)}. "
+            "Leave these options out, or start a new run"
+        )
+
+
+def how_to_resume(folder: Path | None, config: TrainConfig, otherwise: str = "") -> str:
+    """Return the end of a message: how to resume the run in the folder; `otherwise` if it holds no run."""
+    if folder is None or not (folder / CONFIG).exists():
+        return otherwise
+    return f"; resume with: {resume_command(folder, config)}"
+
+
+def resume_command(folder: Path, config: TrainConfig) -> str:
+    """Return the command that resumes the run in `folder` from any directory, by the program that runs now.
+
+    It repeats the options by which this run, if it was itself resumed, differs from its saved configuration.
+    """
+    command = f"train --resume {shlex.quote(str(folder.absolute()))}"
+    python, program = shlex.quote(sys.executable), Path(sys.argv[0])
+    if {"TORCHELASTIC_RUN_ID", "WORLD_SIZE", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
+        size = os.environ["LOCAL_WORLD_SIZE"]
+        command += _repeated(config, but="ranks")
+        if os.environ["WORLD_SIZE"] != size:
+            return f"torchrun as before on each machine, with -m wholebatch {command}"
+        return f"{python} -m torch.distributed.run --standalone --nproc-per-node {size} -m wholebatch {command}"
+    command += _repeated(config)
+    if program.parts[-2:] == ("wholebatch", "__main__.py"):
+        return f"{python} -m wholebatch {command}"
+    if program.name == "wholebatch" and not _is_found(program):
+        return f"{shlex.quote(str(program.absolute()))} {command}"
+    return f"wholebatch {command}"
+
+
+def _repeated(config: TrainConfig, but: str = "") -> str:
+    if config.resume is None:
+        return ""
+    try:
+        changed = differences(read_config(config.resume), config)
+    except UserError:  # the run fails for its own reason
+        return ""
+    return "".join(f" {option(name)} {changed[name][1]}" for name in _REPEATED if name in changed and name != but)
+
+
+def _is_found(program: Path) -> bool:
+    """Return whether a shell finds this program by its name: its environment is activated."""
+    found = shutil.which(program.name)
+    return found is not None and Path(found).resolve() == program.resolve()

@@ -1,0 +1,58 @@
+"""The cases by name, and what they share: ranks' counts, settings, sums that no communicator under test computes."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+warnings.filterwarnings("error")
+CASES = {}
+
+
+def case(fn):
+    """Register a function of a communicator under its name."""
+    CASES[fn.__name__] = fn
+    return fn
+
+
+def run_case(name, comm):
+    torch.manual_seed(100 + comm.rank)
+    CASES[name](comm)
+
+
+def splits(size):
+    """Even, uneven, and with empty parts."""
+    return [[2] * size, [(3 * r + 1) % 4 for r in range(size)]]
+
+
+def with_settings(comm, **settings):
+    """The same ranks with other settings."""
+    other = comm.split(0)
+    for name, value in settings.items():
+        setattr(other, name, value)
+    return other
+
+
+def summed(comm, *values):
+    """Numbers, summed over ranks by the transport alone."""
+    return comm.transport.all_reduce(torch.stack([torch.as_tensor(v).double() for v in values]), "sum")()
+
+
+def same_on_all(comm, shape, dtype, seed=7):
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+@contextmanager
+def refused(message, kind=ValueError):
+    with pytest.raises(kind, match=message) as caught:
+        yield caught
+
+
+def drop(handles):
+    """Let the last references go."""
+    handles.clear()
+    gc.collect()

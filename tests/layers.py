@@ -1,0 +1,86 @@
+"""The imports of the package, read from its source: those of type checkers and inside functions included."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = "wholebatch"
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Return every module of the package by its dotted name, such as `comm.mpi`, packages by that of the folder."""
+    found = {}
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(root: Path) -> dict[str, set[str]]:
+    """Return the modules that each module imports, without itself and without the packages above it."""
+    known = modules(root)
+    graph: dict[str, set[str]] = {name: set() for name in known}
+    for name, path in known.items():
+        for target in _targets(name, path, known):
+            if target != name and not name.startswith(f"{target}.") and target:
+                graph[name].add(target)
+    return graph
+
+
+def _targets(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    package = [part for part in package if part]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            bases = [(alias.name.split(".")[1:], []) for alias in node.names if alias.name.split(".")[0] == PACKAGE]
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            above = package[: len(package) - node.level + 1]
+            bases = [(above + (node.module.split(".") if node.module else []), [alias.name for alias in node.names])]
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == PACKAGE:
+            bases = [(node.module.split(".")[1:], [alias.name for alias in node.names])]
+        else:
+            continue
+        for base, names in bases:
+            inside = [".".join([*base, each]) for each in names]
+            if not names or any(each not in known for each in inside):
+                yield ".".join(base)
+            yield from (each for each in inside if each in known)
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return the groups of modules that import each other (the strongly connected components of more than one)."""
+    order: list[str] = []
+    seen: set[str] = set()
+
+    def visit(graph: dict[str, set[str]], start: str, into: list[str]) -> None:
+        stack = [(start, iter(sorted(graph.get(start, ()))))]
+        seen.add(start)
+        while stack:
+            node, rest = stack[-1]
+            for after in rest:
+                if after not in seen and after in graph:
+                    seen.add(after)
+                    stack.append((after, iter(sorted(graph[after]))))
+                    break
+            else:
+                stack.pop()
+                into.append(node)
+
+    for node in graph:
+        if node not in seen:
+            visit(graph, node, order)
+    backward: dict[str, set[str]] = {node: set() for node in graph}
+    for node, after in graph.items():
+        for each in after:
+            backward.setdefault(each, set()).add(node)
+    seen.clear()
+    found = []
+    for node in reversed(order):
+        if node not in seen:
+            group: list[str] = []
+            visit(backward, node, group)
+            if len(group) > 1:
+                found.append(sorted(group))
+    return found

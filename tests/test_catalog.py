@@ -1,0 +1,64 @@
+"""The catalog of losses: entries are called like their functions; planner, benchmarks and presets derive from them."""
+
+import inspect
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+import wholebatch as wb
+from wholebatch.auditing import presets
+from wholebatch.bench.configuration import SUBJECTS
+from wholebatch.losses.catalog import CATALOG, Entry, Sweep
+from wholebatch.planning.given import given
+from wholebatch.planning.shapes import LOSSES
+
+# Losses that need more than features, scale, bias and labels.
+OTHERS = {"moco", "distillation", "global_contrastive", "partial_fc"}
+
+
+def test_every_public_loss_is_in_the_catalog_or_needs_more_arguments():
+    assert {name.removesuffix("_loss") for name in wb.functional.__all__} == {*CATALOG} | OTHERS
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_a_call_gives_the_value_of_the_reference(name):
+    torch.manual_seed(0)
+    x, y = (normalize(torch.randn(16, 8, dtype=torch.float64), dim=1) for _ in range(2))
+    labels, entry = torch.arange(16) // 2, CATALOG[name]
+    values = [
+        entry.call(functions, x, y, scale=5.0, bias=-3.0, labels=labels) for functions in (wb.functional, wb.reference)
+    ]
+    assert values[0].item() == pytest.approx(values[1].item(), rel=1e-9)
+    scaled = entry.call(wb.functional, x, y, scale=7.0, bias=-3.0, labels=labels)
+    assert (scaled.item() != values[0].item()) == (entry.scale_argument is not None)
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_the_module_of_an_entry_takes_the_settings_of_its_function(name):
+    entry = CATALOG[name]
+    module = entry.module(**entry.required_settings(8))
+    assert set(inspect.signature(type(module)).parameters) <= set(inspect.signature(entry.function).parameters)
+
+
+def test_kinds_follow_from_signatures():
+    kinds = {name: entry.kind for name, entry in CATALOG.items()}
+    assert {kinds[name] for name in ("clip", "info_nce", "siglip", "matryoshka")} == {"towers"}
+    assert {kinds[name] for name in ("nt_xent", "dcl", "barlow_twins", "w_mse")} == {"views"}
+    assert {kinds[name] for name in ("sup_con", "triplet", "smooth_ap")} == {"labeled"}
+    assert (CATALOG["siglip"].needs_bias, CATALOG["clip"].needs_bias) == (True, False)
+
+
+def test_losses_that_are_offered_follow_from_entries():
+    swept = {name for name, entry in CATALOG.items() if entry.sweep is not None}
+    assert {"clip", "info_nce", "siglip", "nt_xent", "sup_con"} <= swept
+    assert {*LOSSES} == swept | {"partial_fc"}
+    assert {*SUBJECTS} == {name for name in swept if CATALOG[name].kind != "labeled"}
+    assert {entry.module.__name__ for entry in CATALOG.values()} <= {*presets.settings("wholebatch")}
+    assert [CATALOG[name].work_units for name in ("clip", "info_nce", "siglip", "nt_xent")] == [4, 4, 3, 2]
+    assert {*given("cpu", torch.float32).entry} == {*LOSSES}
+
+
+def test_a_loss_with_other_arguments_is_refused():
+    with pytest.raises(ValueError, match="moco_loss requires queue, which no standard call passes: give settings="):
+        Entry(wb.functional.moco_loss, wb.MoCoLoss, Sweep())

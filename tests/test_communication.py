@@ -1,0 +1,33 @@
+"""Every case of `comm_cases` on gloo and in one process; `test_mpi` has the same on MPI."""
+
+import pytest
+import torch.distributed as dist
+from comm_cases import CASES, run_case
+
+from wholebatch.comm import LocalCommunicator, TorchCommunicator
+from wholebatch.testing import run_ranks
+
+
+def on_gloo(name):
+    run_case(name, TorchCommunicator())
+
+
+# Four ranks for adjoints and for orders of calls; on MPI, where a launch runs all cases, for everything.
+FOUR = ("dot_test_float64_sum", "dot_test_in_parts", "chain", "token", "graphs")
+SIZES = {name: (1, 2, 3, 4) if name.startswith(FOUR) else (1, 2, 3) for name in CASES}
+
+
+@pytest.mark.parametrize(("name", "size"), [(name, size) for name, sizes in SIZES.items() for size in sizes])
+def test_on_gloo(name, size):
+    run_ranks(on_gloo, size, name, timeout_s=40)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_in_one_process(name):
+    assert not dist.is_initialized()
+    run_case(name, LocalCommunicator())
+
+
+def test_without_a_process_group():
+    with pytest.raises(ValueError, match="init_process_group"):
+        TorchCommunicator()

@@ -1,0 +1,151 @@
+"""Gradient caching finds the models and engines behind any function that calls them."""
+
+import copy
+import sys
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp import counting
+from gradcache_models import (
+    Clip,
+    assert_all_same,
+    batch,
+    dense_gradients,
+    good_loss,
+    gradients_of,
+    mlp,
+    reductions,
+    sharded,
+)
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import wholebatch as wb
+from wholebatch.partition import Partition
+from wholebatch.testing import run_ranks
+
+HIDDEN = {}
+
+
+class Trainer:
+    """Holds a model, and is none."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def encode(self, z):
+        return self.model(z)
+
+    def scaled(self, z, by):
+        return by * self.model(z)
+
+
+def by_global(z):
+    return HIDDEN["model"](z)
+
+
+def ways_to(model):
+    """Functions that call a model which they do not hold themselves."""
+    HIDDEN["model"], trainer = model, Trainer(model)
+
+    def by_itself(z, depth=1):
+        return model(z) if not depth else by_itself(z, depth - 1)
+
+    return {
+        "a global": by_global,
+        "a method": trainer.encode,
+        "a partial of a method": partial(trainer.scaled, by=1.0),
+        "a list in a closure": lambda z, models=None: [trainer][0].encode(z),
+        "a function that calls itself": by_itself,
+        "a function that calls a function": lambda z: 1 * by_global(z),
+        "a method of the module": getattr(model, "forward", None),
+    }
+
+
+def test_functions_that_hide_their_models():
+    """Whatever they are called through, running averages count once."""
+    loss_fn, (x, y) = Clip(), batch(8)
+    for name in ways_to(None):
+        model = mlp(0, nn.BatchNorm1d(8))
+        plain = copy.deepcopy(model)
+        loss_fn(*(torch.cat([plain(part) for part in z.split(4)]) for z in (x, y))).backward()
+        true, encode = gradients_of(plain), ways_to(model)[name]
+        wb.GradCache([encode, encode], 4, loss_fn)(x, y)
+        assert_all_same(gradients_of(model), true)
+        assert int(model[2].num_batches_tracked) == 4, name
+        r, again = wb.gradcache.cached(encode)(x)
+        r.sum().backward()
+        again(r)
+        assert int(model[2].num_batches_tracked) == 5, name
+
+
+def test_modules_compiled_in_place():
+    """Whose inner calls no hook sees."""
+    (x, y), true = batch(8), None
+    for compiled in (False, True):
+        model = mlp(0, nn.BatchNorm1d(8))
+        if compiled:
+            model.compile(backend="eager")
+        HIDDEN["model"] = model
+        wb.GradCache([by_global, model], 4, good_loss)(x, y)
+        found = gradients_of(model)
+        assert_all_same(found, true or found)
+        true = found
+        assert int(model[2].num_batches_tracked) == 4
+        r, again = wb.gradcache.cached(lambda model, z: model(z))(model, x)
+        r.sum().backward()
+        again(r)
+        assert int(model[2].num_batches_tracked) == 5
+
+
+def hidden_body(counts):
+    rank = dist.get_rank()
+    rows = Partition(counts).rows(rank)
+    x, y = batch(sum(counts))
+    true = dense_gradients(mlp(0), x, y)
+    for name in ways_to(None):
+        plain = mlp(0)
+        engine = DistributedDataParallel(plain)
+        reduced, encode = counting(engine), ways_to(engine)[name]
+        wb.GradCache([encode, encode], 2, good_loss)(x[rows], y[rows])
+        assert_all_same(gradients_of(plain), true)
+        assert reduced == [0], name
+        reduced.clear()
+        calls = [[wb.gradcache.cached(encode)(part) for part in z[rows].split(2)] for z in (x, y)]
+        wb.gradcache.cat_input_tensor(good_loss)(*([r for r, _ in tower] for tower in calls)).backward()
+        for r, again in [*calls[0], *calls[1]]:
+            again(r)
+        assert_all_same(gradients_of(plain), true)
+        assert reduced == [0], name
+
+        plain = mlp(0)
+        encode = ways_to(sharded(plain, plain[0], plain[2]))[name]
+        with reductions() as reduced:
+            wb.GradCache([encode, encode], 2, good_loss)(x[rows], y[rows])
+        assert_all_same([p.grad.full_tensor() for p in plain.parameters()], true)
+        assert reduced == [2], name
+    return True
+
+
+@pytest.mark.parametrize("counts", [(4, 4), (6, 2)], ids=str)
+def test_engines_in_functions_that_hide_them(counts):
+    run_ranks(hidden_body, 2, counts, timeout_s=90)
+
+
+def test_passes_that_turn_out_to_be_collective():
+    """Of a model that only the call finds, with other numbers of chunks on each rank: refused on all of them."""
+    run_ranks(unforeseen_body, 2, timeout_s=60)
+
+
+def unforeseen_body():
+    plain = mlp(0)
+    HIDDEN["deep"] = sharded(plain, plain[0], plain[2])
+    x, y = batch(2 + 4 * dist.get_rank())
+
+    def encode(z):
+        return getattr(sys.modules[__name__], "HID" + "DEN")["deep"](z)
+
+    with pytest.raises(ValueError, match="collective, which could not be seen before the call"):
+        wb.GradCache([encode, encode], 2, good_loss)(x, y)

@@ -1,0 +1,95 @@
+"""Imports point down the layers only and form no circle; imports in functions and of type checkers count, too."""
+
+from pathlib import Path
+
+import pytest
+from layers import circles, imports
+
+ROOT = Path(__file__).parent.parent / "src" / "wholebatch"
+
+# From the bottom up. A module imports its own package, and what is further down; siblings do not import each other.
+FOUNDATION = (
+    "foundation"  # the modules of the package that belong to no other layer: checks, precision, partition, files
+)
+LAYERS = (
+    (FOUNDATION,),
+    ("kernels",),
+    ("sweep", "comm"),
+    ("exchange", "sync", "_sharded", "_measure"),
+    ("contract",),
+    ("nodes",),
+    ("losses", "heads", "gradcache"),
+    ("functional", "reference"),
+    ("auditing",),
+    ("testing",),
+    ("planning",),
+    ("bench", "train"),
+    ("_torch_names", "jax"),
+    ("",),
+)
+KNOWN = {name for layer in LAYERS for name in layer}
+
+
+def layer_of(module: str) -> str:
+    unit = module.split(".")[0]
+    return unit if unit in KNOWN else FOUNDATION
+
+
+def upward(graph: dict[str, set[str]]) -> list[str]:
+    """Return the imports that go up, or to a sibling."""
+    height = {name: at for at, layer in enumerate(LAYERS) for name in layer}
+    pairs = [(source, target) for source, targets in graph.items() for target in targets]
+    return sorted(
+        f"{source} imports {target}"
+        for source, target in pairs
+        if layer_of(source) != layer_of(target) and height[layer_of(source)] <= height[layer_of(target)]
+    )
+
+
+def test_no_import_goes_up():
+    assert upward(imports(ROOT)) == []
+
+
+def test_no_imports_form_a_circle():
+    assert circles(imports(ROOT)) == []
+
+
+def test_jax_stands_alone():
+    """It imports the foundation and nothing else of the package, which imports torch."""
+    graph = imports(ROOT)
+    assert {layer_of(target) for module in graph if layer_of(module) == "jax" for target in graph[module]} <= {
+        "jax",
+        FOUNDATION,
+    }
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "found"),
+    [
+        ("sweep/memory.py", "from ..losses import clip\n", "sweep.memory imports losses.clip"),
+        ("comm/local.py", "def late():\n    from ..sweep import Block\n", "comm.local imports sweep"),
+        (
+            "heads/rows.py",
+            "if TYPE_CHECKING:\n    from ..losses.clip import CLIPLoss\n",
+            "heads.rows imports losses.clip",
+        ),
+        ("partition.py", "import wholebatch.comm.mpi\n", "partition imports comm.mpi"),
+    ],
+)
+def test_planted_upward_imports_are_found(tmp_path, module, line, found):
+    graph = imports(planted(tmp_path, module, line))
+    assert found in upward(graph)
+
+
+def test_a_planted_circle_is_found(tmp_path):
+    graph = imports(planted(tmp_path, "_precision.py", "if TYPE_CHECKING:\n    from ._products import inner\n"))
+    assert ["_precision", "_products"] in circles(graph)
+
+
+def planted(folder: Path, module: str, line: str) -> Path:
+    """Return a copy of the package with a line more in one module."""
+    for path in ROOT.rglob("*.py"):
+        copy = folder / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(path.read_text() + (line if path == ROOT / module else ""))
+    return folder

@@ -1,0 +1,192 @@
+"""PartialFC refuses wrong calls, settings and wrappers, on all ranks."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from compare import assert_same
+from partial_fc_data import CLASSES, data
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import wholebatch as wb
+from wholebatch.partition import Partition
+from wholebatch.testing import run_ranks
+
+
+def good_call(x, y, w):
+    return wb.functional.partial_fc_loss(x, y, w)
+
+
+BAD = {
+    "label too large": (lambda x, y, w: good_call(x, y + CLASSES, w), r"labels must lie in \[0, 11\)"),
+    "label negative": (lambda x, y, w: good_call(x, y - CLASSES, w), r"labels must lie in \[0, 11\)"),
+    "float labels": (lambda x, y, w: good_call(x, y.float(), w), "labels must be a tensor of integers"),
+    "zero embedding": (lambda x, y, w: good_call(0 * x, y, w), "embeddings must not have a row of zeros"),
+    "zero center": (
+        lambda x, y, w: good_call(x, y, torch.cat([0 * w[:1], w[1:]])),
+        "centers must not have a row of zeros",
+    ),
+    "a label twice": (
+        lambda x, y, w: good_call(x, torch.stack([y, y], 1), w),
+        "must be different ones|labels of an example",
+    ),
+    "NaN": (lambda x, y, w: good_call(x, y, w / 0 * 0), "centers must be finite"),
+    "width": (lambda x, y, w: good_call(x, y, w[:, 1:]), "must have the same feature size"),
+    "margin": (lambda x, y, w: wb.functional.partial_fc_loss(x, y, w, margin=0.5), "margin must be one such as"),
+    "other margin": (
+        lambda x, y, w: wb.functional.partial_fc_loss(x, y, w, margin=wb.CosFace()),
+        "margin|must be one",
+    ),
+    "classes": (lambda x, y, w: wb.functional.partial_fc_loss(x, y, w, num_classes=12), "num_classes"),
+    "class left out": (
+        lambda x, y, w: wb.functional.partial_fc_loss(x, y, w, class_ids=torch.arange(len(w)) + 100),
+        "each label's class must be among|whether there are class_ids",
+    ),
+    "bias": (
+        lambda x, y, w: wb.functional.partial_fc_loss(x, y, w, bias=torch.zeros(len(w) + 1)),
+        "bias must have shape|whether there is a bias",
+    ),
+    "sub-centers": (
+        lambda x, y, w: good_call(x, y, torch.stack([w, w], 1)[..., None]),
+        "centers must have shape",
+    ),
+    "sub-centers of one rank": (lambda x, y, w: good_call(x, y, torch.stack([w, w], 1)), "sub-centers of a class"),
+    "order": (
+        lambda x, y, w: wb.functional.partial_fc_loss(x, y, w, class_ids=torch.arange(len(w)).flip(0)),
+        "class_ids must be ascending|whether there are",
+    ),
+}
+
+
+def bad_body():
+    """On the last rank alone: an error on all, and the next call is right."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x, labels, centers = data(6)
+    labels[4] = 0
+    rows, classes = Partition.even(6, world), Partition.even(CLASSES, world)
+    mine = x[rows.rows(rank)], labels[rows.rows(rank)], centers[classes.rows(rank)]
+    for name, (call, message) in BAD.items():
+        if world == 1 and name in ("other margin", "sub-centers of one rank"):
+            continue
+        with pytest.raises(ValueError, match=message):
+            (call if rank == world - 1 else good_call)(*mine)
+        true = wb.reference.partial_fc_loss(x, labels, centers, margin=wb.ArcFace())
+        assert_same(good_call(*mine), true, relative=1e-12, what=name)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_wrong_call_on_one_rank_raises_on_all_ranks(world):
+    run_ranks(bad_body, world, timeout_s=60)
+
+
+class Upside:
+    s = -1.0
+
+    def __call__(self, targets):
+        return targets.angles.cos()
+
+
+class Learned(nn.Module):
+    s = 8.0
+
+    def __init__(self):
+        super().__init__()
+        self.m = nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, targets):
+        return targets.angles.cos() - self.m
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sample_rate": 1.5}, r"sample_rate must lie in \[0, 1\], got 1.5"),
+        ({"num_classes": 0}, "num_classes must be a positive integer"),
+        ({"embedding_size": 2.0}, "embedding_size must be a positive integer"),
+        ({"margin_grad": "sometimes"}, "margin_grad must be one of 'exact', 'straight_through'"),
+        ({"unbiased": True, "sample_rate": 0.0}, "unbiased needs a sample_rate above 0"),
+        ({"seed": "x"}, "seed must be an integer from -9223372036854775808 to 9223372036854775807; got 'x'"),
+        ({"seed": 2**64}, "seed must be an integer from -9223372036854775808 to 9223372036854775807; got 1844"),
+        ({"margin": Upside()}, "the margin's scale s must be positive, got -1.0"),
+        ({"margin": wb.ArcFace}, "margin must be one such as wholebatch.ArcFace"),
+        ({"bias": "no"}, "bias must be True or False, got 'no'"),
+        ({"unbiased": 1}, "unbiased must be True or False, got 1"),
+        ({"sample_rate": True}, r"sample_rate must be a number, got True \(bool\)"),
+        ({"label_smoothing": True}, r"label_smoothing must be a number, got True \(bool\)"),
+        ({"ignore_index": 1.5}, "ignore_index must be an integer"),
+        ({"dtype": torch.bool}, "dtype must be torch.float64, float32, bfloat16 or float16, got torch.bool"),
+        ({"device": "toaster"}, "device must be a torch.device or its name, got 'toaster'"),
+        ({"num_classes": 10**14}, "ask for a tensor of shape .100000000000000, 4.*this machine has"),
+        ({"margin": Learned()}, "a margin must have no parameters to learn"),
+        ({"margin": None}, "margin must be one such as"),
+        ({"exclude_above": 2.0}, "exclude_above must be a cosine from -1 to 1"),
+        ({"exclude_above": 0.5, "normalize": "none"}, "they need normalize='both', got 'none'"),
+        ({"normalize": True}, "normalize must be one of 'both', 'centers', 'embeddings', 'none'"),
+        ({"sub_centers": 0}, "sub_centers must be a positive integer"),
+        ({"sub_centers": 2, "normalize": "none"}, "sub-centers are compared as unit vectors"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_the_constructor(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        wb.PartialFC(**{"embedding_size": 4, "num_classes": 10} | arguments)
+
+
+def few_classes_body():
+    with pytest.raises(ValueError, match="a class for each of the 2 ranks, got num_classes=1"):
+        wb.PartialFC(4, 1)
+
+
+def test_more_ranks_than_classes():
+    run_ranks(few_classes_body, 2, timeout_s=60)
+
+
+def wrapped_body():
+    """By DDP or FSDP2, called in their forward pass or outside of it; before there are ranks; with another's state."""
+
+    class Model(nn.Module):
+        def __init__(self, head):
+            super().__init__()
+            self.backbone, self.head = nn.Linear(5, 4), head
+
+        def forward(self, x, y=None):
+            return self.backbone(x) if y is None else self.head(self.backbone(x), y)
+
+    x, y = torch.randn(2, 5), torch.tensor([0, 1])
+    refused = "the head holds another rank's centers|DistributedDataParallel has wrapped the head"
+    for rate in (1.0, 0.3):
+        model = DistributedDataParallel(Model(wb.PartialFC(4, 10, sample_rate=rate)))
+        with pytest.raises(ValueError, match=refused):
+            model(x, y)
+        with pytest.raises(ValueError, match=refused):
+            model.module.head(model(x), y)
+        for how in ({"broadcast_buffers": False}, {"broadcast_buffers": False, "init_sync": False}):
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")  # users still say it
+                model = DistributedDataParallel(Model(wb.PartialFC(4, 10, sample_rate=rate)), **how)
+            with pytest.raises(ValueError, match="DistributedDataParallel has wrapped the head"):
+                model(x, y)
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+        model = fully_shard(Model(wb.PartialFC(4, 10, sample_rate=rate)), mesh=mesh)
+        with pytest.raises(ValueError, match="must stay outside of FSDP"):
+            model(x, y)
+        early = wb.PartialFC(4, 10, sample_rate=rate, group=wb.comm.LocalCommunicator())
+        early.options = wb.PartialFC(4, 10).options
+        with pytest.raises(ValueError, match="make it after"):
+            early(torch.randn(2, 4), y)
+        head = wb.PartialFC(4, 10, sample_rate=rate)
+        states = [None, None]
+        dist.all_gather_object(states, head.state_dict())
+        head.load_state_dict(states[0])
+        with pytest.raises(ValueError, match=refused):
+            head(torch.randn(2, 4), y)
+    for one in ({"sample_rate": 0.5}, {"unbiased": True}, {"seed": 1}):
+        head = wb.PartialFC(4, 10, **({"sample_rate": 0.3} | (one if dist.get_rank() else {})))
+        with pytest.raises(ValueError, match="sample_rate, unbiased, seed, step and training must be the same"):
+            head(torch.randn(2, 4), y)
+
+
+def test_heads_that_are_not_this_ranks_are_refused():
+    run_ranks(wrapped_body, 2, timeout_s=60)

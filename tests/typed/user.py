@@ -1,0 +1,36 @@
+"""What a user's editor knows: read by type checkers, never run. Each line marked `# error` must be one."""
+
+import torch
+from torch import Tensor
+from typing_extensions import assert_type
+
+import wholebatch as wb
+
+x, y, scale = torch.eye(3), torch.eye(3), torch.tensor(10.0)
+labels = torch.tensor([0, 0, 1])
+
+assert_type(wb.functional.clip_loss(x, y, scale, label_smoothing=0.1), Tensor)
+assert_type(wb.functional.info_nce_loss(x, y, logit_scale=scale, directions=("query_to_key",)), Tensor)
+assert_type(wb.functional.partial_fc_loss(x, labels, y, margin=wb.CosFace(16.0)), Tensor)
+assert_type(wb.functional.siglip_loss(x, y, 10.0, -10.0), Tensor)
+wb.functional.clip_loss(x, y, scale, lable_smoothing=0.1)  # error
+wb.functional.clip_loss(x, y, scale, reduction="average")  # error
+wb.functional.clip_loss(x, y)  # error
+
+assert_type(wb.CLIPLoss(label_smoothing=0.1).forward(x, y, scale), Tensor)
+wb.CLIPLoss(label_smoothing="a")  # error
+wb.CLIPLoss(lable_smoothing=0.1)  # error
+wb.CLIPLoss(0.1)  # error
+wb.MatryoshkaLoss()  # error
+wb.MatryoshkaLoss(dims=(2, 3), exchange="ring", memory=2**20)
+wb.TripletLoss(margin=0.1, kernel="triton")  # error
+wb.BarlowTwinsLoss(reduction="sum")  # error
+wb.GlobalContrastiveLoss(100, temperature=0.1, gamma="a")  # error
+
+both = wb.with_statistics(wb.functional.clip_loss)(x, y, scale)
+assert_type(both, wb.LossAndStatistics)
+assert_type(both.statistics.accuracy, Tensor)
+wb.with_statistics(wb.functional.clip_loss)(x, y, scle=scale)  # error
+
+assert_type(wb.functional.global_contrastive_loss(x, y, scale, scale, temperature=0.1).loss, Tensor)
+assert_type(wb.reference.clip_loss(x, y, scale), Tensor)
