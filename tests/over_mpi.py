@@ -16,7 +16,7 @@ import torch
 from comm_cases import CASES, run_case
 from mpi_cases import MPI_CASES
 
-from wholebatch.comm import MPICommunicator, mpi
+from wholebatch.comm import MPICommunicator, mpi_transport
 
 
 def main() -> None:
@@ -41,5 +41,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     # More ranks than cores: a rank that sleeps for an instant gives its core away, one that yields seldom does.
-    with patch.object(mpi, "_BUSY_TESTS", 100), patch.object(os, "sched_yield", lambda: time.sleep(1e-5)):
+    with patch.object(mpi_transport, "_BUSY_TESTS", 100), patch.object(os, "sched_yield", lambda: time.sleep(1e-5)):
         main()

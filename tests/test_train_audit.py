@@ -1,7 +1,6 @@
 """The audit at the start of a run: right for every loss, on any ranks; a wrong gradient is refused before training."""
 
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from wholebatch._user_error import UserError
 from wholebatch.testing import run_ranks
 from wholebatch.train import retrieve
 from wholebatch.train.audited import audit_start
-from wholebatch.train.config import HeadConfig, Loss, ModelConfig, TrainConfig
+from wholebatch.train.config import LOSSES, HeadConfig, ModelConfig, TrainConfig
 from wholebatch.train.data import load_data
 from wholebatch.train.objectives import Objective, make_objective
 from wholebatch.train.planned import plan_start
@@ -45,7 +44,7 @@ def audited(config):
     return audit_start(config, load_data(config, size), torch.device("cpu"), rank=rank, size=size)
 
 
-@pytest.mark.parametrize("loss", get_args(Loss))
+@pytest.mark.parametrize("loss", LOSSES)
 def test_every_loss_has_the_gradient_of_its_reference(data, loss):
     config = replace(CONFIG, data=data, loss=loss)
     for outcome in (audited(config), audited(replace(config, chunk_size=5)), run_ranks(audited, 2, config)[0]):

@@ -14,6 +14,7 @@ from .._checks import check_positive_number, check_weight
 from ..comm import Group
 from ..contract import Checks, Options, agree, entry
 from ..sync import Sync
+from ._entry import Entry
 from ._module import LossModule
 from ._moments import centered, cross_product, of_all_ranks, sum_of_squares
 from ._views import two_view_features
@@ -109,3 +110,6 @@ class BarlowTwinsLoss(LossModule):
     def forward(self, z0: Tensor, z1: Tensor) -> Tensor:
         """See :func:`wholebatch.functional.barlow_twins_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
         return barlow_twins_loss(z0, z1, **self.settings)
+
+
+ENTRY = Entry(barlow_twins_loss, BarlowTwinsLoss)

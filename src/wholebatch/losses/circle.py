@@ -23,6 +23,7 @@ from ..nodes import statistics_fields
 from ..nodes.cross_entropy import softplus
 from ..sweep import Memory
 from ..sync import Sync
+from ._entry import Entry
 from ._labeled import agree_labeled
 from ._module import SweepLoss
 
@@ -156,3 +157,6 @@ class CircleLoss(SweepLoss):
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.circle_loss`: (b_r, d), (b_r,) -> L, the same on all ranks."""
         return circle_loss(features, labels, weights=weights, **self.settings)
+
+
+ENTRY = Entry(circle_loss, CircleLoss)

@@ -24,6 +24,7 @@ from ..nodes import Bounds, Layout, Operands, Towers, row_statistics, statistics
 from ..nodes.cross_entropy import how_many_equal, many_positives, one_positive
 from ..sweep import Memory, Selection
 from ..sync import Sync
+from ._entry import Entry, Sweep
 from ._module import KernelLoss
 from ._pairs import EQUAL_IDS, EqualIdsAre, pairs_of_rows
 from .statistics import report_statistics, statistics_requested
@@ -236,3 +237,6 @@ class CLIPLoss(KernelLoss):
             weights=weights,
             **self.settings,
         )
+
+
+ENTRY = Entry(clip_loss, CLIPLoss, Sweep())

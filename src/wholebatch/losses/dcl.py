@@ -19,6 +19,7 @@ from ..exchange import ExchangeName
 from ..kernels import Kernel
 from ..sweep import Memory
 from ..sync import Sync, total
+from ._entry import Entry
 from ._module import KernelLoss
 from ._views import two_views, two_views_inputs
 from .statistics import report_statistics, statistics_requested
@@ -133,3 +134,6 @@ class DCLLoss(KernelLoss):
     def forward(self, z0: Tensor, z1: Tensor, *, ids: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.dcl_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
         return dcl_loss(z0, z1, ids=ids, weights=weights, **self.settings)
+
+
+ENTRY = Entry(dcl_loss, DCLLoss, scale="fixed")

@@ -24,6 +24,7 @@ from ..kernels import Kernel
 from ..nodes.cross_entropy import softplus
 from ..sweep import Memory
 from ..sync import Sync
+from ._entry import Entry
 from ._module import KernelLoss
 from ._views import two_views, two_views_inputs
 
@@ -147,3 +148,6 @@ class DebiasedLoss(KernelLoss):
     def forward(self, z0: Tensor, z1: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.debiased_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
         return debiased_loss(z0, z1, weights=weights, **self.settings)
+
+
+ENTRY = Entry(debiased_loss, DebiasedLoss, scale="fixed")

@@ -27,6 +27,7 @@ from ..nodes.cross_entropy import many_positives, mean_logit, one_positive, soft
 from ..sweep import Memory
 from ..sync import Sync
 from ._directions import Ceiling, Direction, Retrieval
+from ._entry import Entry, Sweep
 from ._hard_negatives import combined, hard_negative_statistics
 from ._info_nce_inputs import InfoNCETensors
 from ._info_nce_options import InfoNCESettings, PartitionOf, as_tuple
@@ -312,3 +313,6 @@ def _ceiling(facts: Facts, tensors: InfoNCETensors, settings: InfoNCESettings) -
         of_pairs = paired_products(query_guides, key_guides[:b])
     largest = of_pairs + above * (of_pairs.abs() if settings.exclude_relative else 1)
     return Ceiling(largest, query_guides, key_guides)
+
+
+ENTRY = Entry(info_nce_loss, InfoNCELoss, Sweep(weights_of_rows_only=True))

@@ -36,6 +36,7 @@ from ..nodes.nested import (
 )
 from ..sweep import Memory, Selection
 from ..sync import Sync
+from ._entry import Entry
 from ._module import KernelLoss
 from ._pairs import pairs_of_rows
 
@@ -231,3 +232,10 @@ class MatryoshkaLoss(KernelLoss):
     ) -> Tensor:
         """See :func:`wholebatch.functional.matryoshka_loss`: (b_r, d), (b_r, d), a scalar -> L."""
         return matryoshka_loss(queries, keys, logit_scale=logit_scale, ids=ids, weights=weights, **self.settings)
+
+
+def _nested_sizes(embedding_size: int) -> dict[str, Any]:
+    return {"dims": sorted({max(1, embedding_size // part) for part in (8, 4, 2, 1)})}
+
+
+ENTRY = Entry(matryoshka_loss, MatryoshkaLoss, settings=_nested_sizes)

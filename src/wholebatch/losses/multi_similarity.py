@@ -21,6 +21,7 @@ from ..nodes import statistics_fields
 from ..nodes.cross_entropy import softplus
 from ..sweep import Memory
 from ..sync import Sync
+from ._entry import Entry
 from ._labeled import agree_labeled
 from ._module import SweepLoss
 
@@ -143,3 +144,6 @@ class MultiSimilarityLoss(SweepLoss):
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.multi_similarity_loss`: (b_r, d), (b_r,) -> L, the same on all ranks."""
         return multi_similarity_loss(features, labels, weights=weights, **self.settings)
+
+
+ENTRY = Entry(multi_similarity_loss, MultiSimilarityLoss)

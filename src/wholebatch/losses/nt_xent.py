@@ -18,6 +18,7 @@ from ..kernels import Kernel
 from ..nodes.cross_entropy import one_positive
 from ..sweep import Memory
 from ..sync import Sync
+from ._entry import Entry, Sweep
 from ._module import KernelLoss
 from ._views import two_views, two_views_inputs
 from .statistics import report_statistics, statistics_requested
@@ -113,3 +114,6 @@ class NTXentLoss(KernelLoss):
     def forward(self, z0: Tensor, z1: Tensor, *, ids: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.nt_xent_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
         return nt_xent_loss(z0, z1, ids=ids, weights=weights, **self.settings)
+
+
+ENTRY = Entry(nt_xent_loss, NTXentLoss, Sweep())

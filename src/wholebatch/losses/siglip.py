@@ -19,6 +19,7 @@ from ..nodes import Layout, choose_route
 from ..nodes.sigmoid import Sigmoid, SigmoidPlan
 from ..sweep import Memory
 from ..sync import Sync
+from ._entry import Entry, Sweep
 from ._module import KernelLoss
 from ._pairs import EQUAL_IDS, EqualIdsAre, pairs_of_rows
 
@@ -157,3 +158,6 @@ class SigLIPLoss(KernelLoss):
         return siglip_loss(
             image_features, text_features, logit_scale, logit_bias, ids=ids, weights=weights, **self.settings
         )
+
+
+ENTRY = Entry(siglip_loss, SigLIPLoss, Sweep(one_pass=True))

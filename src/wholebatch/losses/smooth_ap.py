@@ -21,6 +21,7 @@ from ..nodes import Layout, choose_route
 from ..nodes.ranks import PositiveRanks, RankingPlan
 from ..sweep import Memory
 from ..sync import Sync
+from ._entry import Entry
 from ._labeled import agree_labeled
 from ._module import SweepLoss
 
@@ -123,3 +124,6 @@ class SmoothAPLoss(SweepLoss):
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.smooth_ap_loss`: (b_r, d), (b_r,) -> L, the same on all ranks."""
         return smooth_ap_loss(features, labels, weights=weights, **self.settings)
+
+
+ENTRY = Entry(smooth_ap_loss, SmoothAPLoss, scale="none")  # its temperature is that of ranks' sigmoids

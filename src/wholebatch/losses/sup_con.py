@@ -19,6 +19,7 @@ from ..nodes import statistics_fields
 from ..nodes.cross_entropy import many_positives
 from ..sweep import Memory
 from ..sync import Sync
+from ._entry import Entry, Sweep
 from ._labeled import agree_labeled
 from ._module import KernelLoss
 from .statistics import report_statistics, statistics_requested
@@ -117,3 +118,6 @@ class SupConLoss(KernelLoss):
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.sup_con_loss`: (b_r, d), (b_r,) -> L, the same on all ranks."""
         return sup_con_loss(features, labels, weights=weights, **self.settings)
+
+
+ENTRY = Entry(sup_con_loss, SupConLoss, Sweep())

@@ -29,6 +29,7 @@ from ..nodes.fetch import fetch_rows
 from ..partition import Tile
 from ..sweep import Block, Driver, HardestSweep, Memory
 from ..sync import Sync
+from ._entry import Entry
 from ._labeled import Labeled, agree_labeled
 from ._module import SweepLoss
 
@@ -215,3 +216,6 @@ class TripletLoss(SweepLoss):
     def forward(self, features: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """See :func:`wholebatch.functional.triplet_loss`: (b_r, d), (b_r,) -> L, the same on all ranks."""
         return triplet_loss(features, labels, weights=weights, **self.settings)
+
+
+ENTRY = Entry(triplet_loss, TripletLoss)

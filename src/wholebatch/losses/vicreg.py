@@ -16,6 +16,7 @@ from .._checks import check_positive_number, check_weight
 from ..comm import Group
 from ..contract import Checks, Options, agree, entry
 from ..sync import Sync, shared_sum
+from ._entry import Entry
 from ._module import LossModule
 from ._moments import centered, cross_product, of_all_ranks
 from ._views import two_view_features
@@ -121,3 +122,6 @@ class VICRegLoss(LossModule):
     def forward(self, z0: Tensor, z1: Tensor) -> Tensor:
         """See :func:`wholebatch.functional.vicreg_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
         return vicreg_loss(z0, z1, **self.settings)
+
+
+ENTRY = Entry(vicreg_loss, VICRegLoss)

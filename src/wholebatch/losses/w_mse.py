@@ -16,6 +16,7 @@ from .._normalize import normalize_rows
 from ..comm import Group
 from ..contract import Checks, Options, agree, entry, finish
 from ..sync import Sync, total
+from ._entry import Entry
 from ._module import LossModule
 from ._moments import centered, cross_product
 from ._views import two_view_features
@@ -123,3 +124,6 @@ class WMSELoss(LossModule):
     def forward(self, z0: Tensor, z1: Tensor) -> Tensor:
         """See :func:`wholebatch.functional.w_mse_loss`: (b_r, d), (b_r, d) -> L, the same on all ranks."""
         return w_mse_loss(z0, z1, **self.settings)
+
+
+ENTRY = Entry(w_mse_loss, WMSELoss)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
+from wholebatch.losses.catalog import CATALOG
 
 from .config import TrainConfig
 
@@ -56,33 +57,28 @@ def make_objective(config: TrainConfig, texts: int, *, dense: bool = False) -> O
     return Objective(partial(_call(config), functions))
 
 
+# Settings that suit this application, where they are not the loss's defaults.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "info_nce": {"directions": ("query_to_key", "key_to_query", "query_to_query", "key_to_key")},
+    "debiased": {"tau_plus": 1e-3, "beta": 0.5},
+    "triplet": {"margin": 0.0, "smooth": True},
+    "w_mse": {"epsilon": 1e-2},
+}
+
+
 def _call(config: TrainConfig) -> _Call:
-    d, fixed = config.model.embedding_size, 1 / config.model.initial_logit_scale
-    all_directions = ("query_to_key", "key_to_query", "query_to_query", "key_to_key")
-    dims = sorted({max(1, d // part) for part in (8, 4, 2, 1)})
-    calls: dict[str, _Call] = {
-        "clip": lambda f, x, y, s, _b, _n: f.clip_loss(x, y, s, label_smoothing=config.label_smoothing),
-        "siglip": lambda f, x, y, s, b, _n: f.siglip_loss(x, y, s, b),
-        "info_nce": lambda f, x, y, s, _b, _n: f.info_nce_loss(x, y, logit_scale=s, directions=all_directions),
-        "matryoshka": lambda f, x, y, s, _b, _n: f.matryoshka_loss(x, y, logit_scale=s, dims=dims),
-        "nt_xent": lambda f, x, y, s, _b, _n: f.nt_xent_loss(x, y, temperature=1 / s),
-        "sup_con": lambda f, x, y, s, _b, n: f.sup_con_loss(_both(x, y), n, temperature=1 / s),
-        "dcl": lambda f, x, y, *_: f.dcl_loss(x, y, temperature=fixed),
-        "debiased": lambda f, x, y, *_: f.debiased_loss(x, y, temperature=fixed, tau_plus=1e-3, beta=0.5),
-        "global_contrastive": lambda f, x, y, *_: _without_history(f, x, y, fixed),
-        "triplet": lambda f, x, y, _s, _b, n: f.triplet_loss(_both(x, y), n, margin=0.0, smooth=True),
-        "multi_similarity": lambda f, x, y, _s, _b, n: f.multi_similarity_loss(_both(x, y), n),
-        "circle": lambda f, x, y, _s, _b, n: f.circle_loss(_both(x, y), n),
-        "smooth_ap": lambda f, x, y, _s, _b, n: f.smooth_ap_loss(_both(x, y), n),
-        "barlow_twins": lambda f, x, y, *_: f.barlow_twins_loss(x, y),
-        "vicreg": lambda f, x, y, *_: f.vicreg_loss(x * d**0.5, y * d**0.5),  # entries of variance 1
-        "w_mse": lambda f, x, y, *_: f.w_mse_loss(x, y, epsilon=1e-2),
-    }
-    return calls[config.loss]
+    fixed = config.model.initial_logit_scale
+    if config.loss == "global_contrastive":
+        return lambda f, x, y, *_: _without_history(f, x, y, 1 / fixed)
+    entry = CATALOG[config.loss]
+    settings = {"label_smoothing": config.label_smoothing} if config.loss == "clip" else SETTINGS.get(config.loss, {})
+    factor = config.model.embedding_size**0.5 if config.loss == "vicreg" else 1.0  # entries of variance 1
 
+    def call(functions: Any, x: Tensor, y: Tensor, scale: Tensor, bias: Any, names: Tensor) -> Tensor:
+        scale_here = fixed if entry.scale == "fixed" else scale
+        return entry.call(functions, factor * x, factor * y, scale=scale_here, bias=bias, labels=names, **settings)
 
-def _both(images: Tensor, texts: Tensor) -> Tensor:
-    return torch.stack([images, texts], dim=1)
+    return call
 
 
 def _without_history(functions: Any, images: Tensor, texts: Tensor, temperature: float) -> Tensor:

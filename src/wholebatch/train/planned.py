@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 
 import wholebatch as wb
+from wholebatch.losses.catalog import CATALOG
+from wholebatch.planning.shapes import LOSSES
 from wholebatch.planning.units import amount
 
 from .config import TrainConfig
 from .data import Data
+from .objectives import SETTINGS
 
 _ANY_CARD = "a100"  # bytes are the same on all cards
 _ENOUGH = 2**50
@@ -24,13 +27,14 @@ def plan_start(config: TrainConfig, data: Data, device: torch.device, *, size: i
         size: W, the number of ranks.
     """
     classes = None if isinstance(data, tuple) else len(data)
-    if classes is None and config.loss not in ("clip", "siglip", "nt_xent", "sup_con"):
+    if classes is None and (config.loss not in LOSSES or config.loss in SETTINGS):
         return f"plan: none, because the planner does not know --loss {config.loss} of this application"
     if classes is not None and config.head.margin == "curricularface":
         return "plan: none, because the planner does not know --head.margin curricularface"
+    labeled = classes is None and CATALOG[config.loss].kind == "labeled"
     found = wb.plan(
-        # the examples of sup_con are the features of both towers
-        batch_size=config.batch_size * (2 if config.loss == "sup_con" else 1),
+        # the examples of a loss with labels are the features of both towers
+        batch_size=config.batch_size * (2 if labeled else 1),
         embedding_size=config.model.embedding_size,
         ranks=size,
         loss=config.loss if classes is None else None,
