@@ -136,7 +136,7 @@ def learned_elsewhere():
 
 
 def learned_elsewhere_hidden():
-    """Where no one looks before it is used."""
+    """Hide a learned parameter where only its use shows it."""
     found = {"scale": nn.Parameter(torch.tensor(2.0, dtype=torch.float64))}
     return problem(lambda x, y, _s: clip(x, y, found["scale"]))
 
@@ -157,7 +157,7 @@ MODEL = Encoders()
 
 
 def same_model_twice():
-    """And what it does to the model stays."""
+    """Return the same model twice, so that changes to it stay."""
 
     def loss(model, batch):
         with torch.no_grad():

@@ -29,7 +29,7 @@ def everything_times_w():
 
 
 def everything_times_w_sum():
-    """Shares that are whole losses, under an engine that adds."""
+    """Compute the whole loss on each rank, under an engine that adds."""
     return problem(lambda x, y, s: local(x, y, s, with_gradient(x), with_gradient(y)), engine="sum")
 
 
@@ -51,12 +51,12 @@ def key_side_missing():
 
 
 def key_side_missing_local():
-    """Own rows are put back among the gathered ones."""
+    """Put local rows back among the gathered ones."""
     return problem(lambda x, y, s: local(x, y, s, gathered(x), gathered(y)))
 
 
 def key_side_missing_everywhere():
-    """On one process, too, for it gathers there as well."""
+    """Gather on one process, too, and lose the gradient there as well."""
     return problem(lambda x, y, s: local(x, y, s, gathered(x, own=False), gathered(y, own=False)))
 
 
@@ -69,7 +69,7 @@ def scale_times_w():
 
 
 def scale_over_w():
-    """Each rank brings its share of the temperature's gradient, and W times its features'."""
+    """Give each rank its share of the temperature's gradient, and W times its features'."""
 
     def loss(x, y, s):
         x, y = (GradientTimes.apply(z, size()) for z in (x, y))
@@ -79,7 +79,7 @@ def scale_over_w():
 
 
 class GradientTimes(Function):
-    """The same, but for a factor in backward."""
+    """Return the same tensor, with a factor in backward."""
 
     @staticmethod
     def forward(ctx, x, factor):
@@ -92,7 +92,7 @@ class GradientTimes(Function):
 
 
 def loss_differs():
-    """Own negatives count twice."""
+    """Count local negatives twice."""
 
     def loss(x, y, s):
         logits = s * x @ with_gradient(y).T
@@ -104,7 +104,7 @@ def loss_differs():
 
 
 def local_statistics():
-    """Each rank's rows are standardized by their own mean and variance."""
+    """Standardize each rank's rows by the local mean and variance."""
 
     def loss(x, y, s):
         x, y = ((z - z.mean(0)) / z.std(0, correction=0) for z in (x, y))
@@ -129,7 +129,7 @@ def labels_not_offset():
 
 
 def gather_averages_all():
-    """Own rows go through the gather, too."""
+    """Take local rows from the gathered ones, too."""
 
     def loss(x, y, s):
         all_x, all_y = with_gradient(x, 1 / size()), with_gradient(y, 1 / size())
@@ -144,7 +144,7 @@ def gather_times_w():
 
 
 def rank_order_mixed():
-    """Own rows come first."""
+    """Put local rows first."""
 
     def own_first(x):
         parts = [*with_gradient(x).split(len(x))]
@@ -154,7 +154,7 @@ def rank_order_mixed():
 
 
 def rank_order_mixed_reversed():
-    """Texts are gathered from the last rank to the first."""
+    """Gather texts from the last rank to the first."""
 
     def from_the_last(y):
         return torch.cat([*with_gradient(y).split(len(y))][::-1])
@@ -163,7 +163,7 @@ def rank_order_mixed_reversed():
 
 
 def local_weights():
-    """Rows weigh by how they compare with the others of their rank; on one process, with all."""
+    """Weight rows by comparison with the other local rows; on one process these are all rows."""
 
     def loss(x, y, s):
         logits = s * with_gradient(x) @ with_gradient(y).T
@@ -174,7 +174,7 @@ def local_weights():
 
 
 def views_interleaved():
-    """Views are joined before they are gathered, and looked for as if they had been gathered one by one."""
+    """Concatenate views before the gather, and pair them as if they had been gathered one by one."""
 
     def loss(x, y, _scale):
         z = with_gradient(torch.cat([x, y]))
@@ -190,7 +190,7 @@ def no_gradient():
 
 
 def no_gradient_anywhere():
-    """On one process, too."""
+    """Detach the scale on one process, too."""
     return problem(lambda x, y, s: wb.functional.clip_loss(x, y, s.detach()))
 
 
@@ -225,7 +225,7 @@ def rows_repeated():
 
 
 def accumulated(model, batch, steps, *, scaled=1.0):
-    """As open_clip does: features without gradient first, then each chunk's with gradient among the others'."""
+    """Accumulate as open_clip does: features without gradient first, then each chunk's with gradient."""
     chunks = [*zip(batch["images"].chunk(steps), batch["texts"].chunk(steps), strict=True)]
     with torch.no_grad():
         found = [model(*chunk)[:2] for chunk in chunks]
@@ -242,7 +242,7 @@ def scale_times_steps():
 
 
 def scale_times_steps_reference():
-    """With the truth beside it."""
+    """Give the true loss as a reference."""
 
     def reference(model, batch):
         return clip(*model(batch["images"], batch["texts"]))
@@ -263,7 +263,7 @@ def everything_times_steps():
 
 
 def dropout_not_replayed():
-    """Cached by hand: the second pass draws anew."""
+    """Cache by hand, with other dropout masks in the second pass."""
 
     def step(model, batch):
         with torch.no_grad():
@@ -282,7 +282,7 @@ def dropout_not_replayed():
 
 
 def last_chunk_only():
-    """Only the last chunk's graph is there when backward begins."""
+    """Keep only the last chunk's graph for the backward pass."""
 
     def step(model, batch):
         parts = [*zip(batch["images"].chunk(3), batch["texts"].chunk(3), strict=True)]
@@ -296,7 +296,7 @@ def last_chunk_only():
 
 
 def last_chunk_only_overwritten():
-    """Each chunk's backward pass finds no gradient to add to."""
+    """Clear the gradients before each chunk's backward pass."""
 
     def step(model, batch):
         total = 0.0
@@ -335,7 +335,7 @@ def sum_not_gathered():
 
 
 def ring_without_gradient():
-    """Rows go from rank to rank in messages."""
+    """Send rows from rank to rank in messages."""
 
     def gone_round(x):
         rank, w, parts, block = dist.get_rank(), size(), {}, x.detach().clone()
@@ -391,7 +391,7 @@ def not_reduced_nan():
 
 
 def bypassed():
-    """DDP's forward is not called."""
+    """Call the module instead of DDP's forward."""
 
     def loss(model, batch):
         x, y, scale = getattr(model, "module", model)(batch["images"], batch["texts"])
@@ -411,7 +411,7 @@ def uniform_scaling():
 
 
 def scale_times_steps_in_float32():
-    """What is returned rounds as float32 does."""
+    """Return a loss rounded to float32."""
 
     def step(model, batch):
         return accumulated(lambda *x: tuple(z.float() for z in model(*x)), batch, 2)
@@ -420,7 +420,7 @@ def scale_times_steps_in_float32():
 
 
 def of_micro_batches(model, batch):
-    """Half of a rank's rows at a time, with negatives of that half alone."""
+    """Accumulate over halves of a rank's rows, each with its negatives alone."""
     total = 0.0
     parts = [*zip(*(z.chunk(2) for z in (batch["images"], batch["texts"])), strict=True)]
     for images, texts in parts:
@@ -447,7 +447,7 @@ def loss_differs_from_the_reference():
 
 
 def not_of_its_loss():
-    """A backward pass by hand that doubles the temperature's gradient."""
+    """Double the temperature's gradient in a backward pass by hand."""
     return problem(lambda x, y, s: wb.functional.clip_loss(x, y, GradientTimes.apply(s, 2)))
 
 

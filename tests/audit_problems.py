@@ -20,7 +20,7 @@ ROWS, D, OUT = 12, 6, 4
 
 
 class Encoders(nn.Module):
-    """Two towers and a temperature."""
+    """Two towers and a learned temperature."""
 
     def __init__(self, *middle):
         super().__init__()
@@ -41,7 +41,7 @@ def size():
 
 
 def gathered(x, *, own=True):
-    """All ranks' rows, of which at most the own ones have a gradient."""
+    """Gather all ranks' rows; at most the local ones have a gradient."""
     parts = [torch.zeros_like(x) for _ in range(size())]
     dist.all_gather(parts, x.detach().contiguous())
     if own:
@@ -50,7 +50,7 @@ def gathered(x, *, own=True):
 
 
 class GatherWithGradient(Function):
-    """Backward by an all-reduce, of which each rank takes its rows; `factor` is applied on the way."""
+    """A gather whose backward is an all-reduce times `factor`, of which each rank takes its rows."""
 
     @staticmethod
     def forward(ctx, x, factor):
@@ -70,20 +70,20 @@ def with_gradient(x, factor=1.0):
 
 
 def clip(x, y, scale):
-    """Of the whole batch."""
+    """Compute CLIP's loss of the whole batch."""
     logits = scale * x @ y.T
     labels = torch.arange(len(x))
     return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
 
 
 def local(x, y, scale, all_x, all_y, offset=None):
-    """Of this rank's rows against all."""
+    """Compute the loss of this rank's rows against all rows."""
     labels = torch.arange(len(x)) + (dist.get_rank() * len(x) if offset is None else offset)
     return (cross_entropy(scale * x @ all_y.T, labels) + cross_entropy(scale * y @ all_x.T, labels)) / 2
 
 
 def problem(loss, model=None, rows=ROWS, **options):
-    """Of loss(x, y, scale)."""
+    """Return a problem with loss(x, y, scale)."""
 
     def of_rank(model, batch):
         return loss(*model(batch["images"], batch["texts"]))
@@ -121,7 +121,7 @@ def right_engine_of_its_own():
 
 
 def right_separable():
-    """A mean over examples: any number of ranks, equal parts."""
+    """Use a mean over examples, which is right on any number of ranks with equal parts."""
     return problem(lambda x, y, s: (s * (x - y)).square().sum(1).mean())
 
 
@@ -134,7 +134,7 @@ def right_with_dropout():
 
 
 def right_accumulated():
-    """Of a loss that is a mean over examples, in four steps."""
+    """Accumulate a mean over examples in four steps."""
 
     def step(model, batch):
         total = 0.0
@@ -189,7 +189,7 @@ def right_with_unused_parameters():
 
 
 def right_as_launchers_say():
-    """How many ranks there are is read from the environment."""
+    """Read the number of ranks from the environment."""
     assert int(os.environ["RANK"]) == int(os.environ["LOCAL_RANK"]) == dist.get_rank()
 
     def loss(x, y, s):
@@ -200,7 +200,7 @@ def right_as_launchers_say():
 
 
 def right_whatever_the_model_holds():
-    """Buffers that do not travel as they are, and inputs without an effect."""
+    """Have buffers that gloo cannot send, and inputs without an effect."""
     model = Encoders()
     model.register_buffer("mask", torch.tensor([True, False]))
     model.register_buffer("counts", torch.zeros(3, dtype=torch.int16))
@@ -213,7 +213,7 @@ def right_whatever_the_model_holds():
 
 
 def right_scaled():
-    """A loss scaler that is unscaled: only what lies before the parameters has its factor."""
+    """Scale the loss and unscale the gradients: only gradients before the parameters have the factor."""
 
     def step(model, batch):
         loss = wb.functional.clip_loss(*model(**batch))
@@ -226,7 +226,7 @@ def right_scaled():
 
 
 def right_sharded():
-    """Each rank has rows of a classifier, and its gradient is complete."""
+    """Shard a classifier by rows, each with its complete gradient."""
     made = wb.PartialFC(OUT, 10, margin=wb.CosFace(8.0, 0.1))
     model = Encoders()
     model.head = nn.Linear(1, 1, bias=False)
@@ -245,7 +245,7 @@ def reference_of_clip(model, batch):
 
 
 def detached_first_call():
-    """A target from the same model."""
+    """Detach a target from the same model."""
 
     def loss(model, batch):
         x, y, scale = model(batch["images"], batch["texts"])
@@ -261,7 +261,7 @@ def values_differ():
 
 
 def detached():
-    """On purpose: how much the batch counts is not learned."""
+    """Detach a weight of the batch on purpose."""
     return problem(lambda x, y, s: wb.functional.clip_loss(x, y, s) * s.detach().square())
 
 

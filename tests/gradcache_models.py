@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from compare import assert_same
 from torch import nn
-from partial_fc_data import CLASSES, IGNORED, MARGINS, SPLITS, D, data, dense
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import normalize
 
 import wholebatch as wb

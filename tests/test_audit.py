@@ -1,4 +1,4 @@
-"""The audit: right problems pass, each planted mistake is found and named, mistakes of the user's are said clearly."""
+"""The audit: right problems pass, each planted mistake is named, and mistakes of the user's are reported clearly."""
 
 import json
 import math
@@ -24,7 +24,7 @@ from wholebatch.testing import assert_exact
 
 MODULES = (audit_problems, audit_mistakes, audit_failures)
 RIGHT = [name for name in vars(audit_problems) if name.startswith("right_")]
-# What is planted, and what it should be called.
+# The planted mistake, and the expected cause.
 PLANTED = {
     "everything_times_w": "everything-times-w",
     "everything_times_w_sum": "everything-times-w",
@@ -87,11 +87,11 @@ def problem(name):
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_what_is_right_passes(name):
+def test_right_problems_pass(name):
     report = wb.audit(problem(name), (1, 2, 3, 4))
     assert report.exact, report
     assert not report.causes
-    # Not by looking away: every group, on every number of ranks.
+    # Every group was compared, on every number of ranks.
     groups = {row.name for row in report.rows if row.kind == "parameters"}
     assert {"image", "text", "log_scale"} <= groups
     for size in (1, 2, 3, 4):
@@ -99,7 +99,7 @@ def test_what_is_right_passes(name):
 
 
 @pytest.mark.parametrize(("name", "cause"), PLANTED.items(), ids=PLANTED)
-def test_what_is_wrong_is_named(name, cause):
+def test_each_planted_mistake_is_named(name, cause):
     report = wb.audit(problem(name))
     assert report.causes == (cause,), report
     assert not report.exact
@@ -109,14 +109,14 @@ def test_what_is_wrong_is_named(name, cause):
 
 
 @pytest.mark.parametrize("name", ["values_differ", "detached", "detached_first_call", "unused"])
-def test_what_is_worth_knowing_is_said_and_is_not_wrong(name):
+def test_notes_are_reported_and_do_not_fail_the_audit(name):
     report = wb.audit(problem(name))
     assert report.exact, report
     assert name.replace("_first_call", "").replace("_", "-") in [finding.cause.name for finding in report.findings]
 
 
 @pytest.mark.parametrize("setting", presets.settings("wholebatch"))
-def test_no_false_alarm_about_what_this_library_does(setting):
+def test_no_false_alarm_on_this_library(setting):
     report = wb.audit(presets.settings("wholebatch")[setting], (1, 2, 3, 4))
     assert report.exact, report
     uneven = {row.counts for row in report.rows if len(set(row.counts)) > 1}
@@ -126,7 +126,7 @@ def test_no_false_alarm_about_what_this_library_does(setting):
 
 
 def test_micro_batches_are_seen_on_one_process():
-    """Whose gradient is that of their own losses."""
+    """The gradient of micro-batches is right for their losses, which the audit reports as worth knowing."""
     report = wb.audit(audit_mistakes.micro_batches, (1,))
     assert report.exact
     (finding,) = report.findings
@@ -134,12 +134,12 @@ def test_micro_batches_are_seen_on_one_process():
     assert "2 backward passes, and on one process the loss is" in finding.evidence
 
 
-def test_who_raises_is_said():
+def test_the_rank_that_raises_is_named():
     (finding,) = wb.audit(audit_failures.raises_on_ranks, (2,)).findings
     assert finding.evidence.startswith("rank 1: KeyError: 'rank 1 has no such thing' (File")
 
 
-# What the figures are, where they are known.
+# Figures that algebra gives.
 def test_ratios_are_those_of_the_algebra():
     report = wb.audit(audit_mistakes.gather_without_gradient, (2, 4))
     for size in (2, 4):
@@ -155,8 +155,8 @@ def test_ratios_are_those_of_the_algebra():
     assert wrong.verdict == "wrong direction"
 
 
-def test_the_gradient_of_a_wrong_recipe_is_the_one_that_is_reported():
-    """Key side missing: by hand, each rank's own rows against the others' features held constant."""
+def test_the_reported_figures_of_a_wrong_recipe_are_those_computed_by_hand():
+    """Compute key-side-missing by hand: each rank's local rows against constant features of others."""
     torch.manual_seed(0)
     planted = audit_mistakes.key_side_missing()
     model = planted.model.double()
@@ -197,17 +197,17 @@ def test_recipes_have_their_known_causes(rank_count):
     )
 
 
-def test_where_a_model_wants_float32_it_gets_it():
+def test_a_model_that_needs_float32_is_audited_in_float32():
     report = wb.audit(audit_failures.only_float32)
     assert report.exact, report
     assert report.dtype == "float32"
     assert any("float32" in note for note in report.notes)
-    # and what is wrong is wrong there, too
+    # mistakes are found in float32, too
     assert wb.audit(audit_mistakes.gather_without_gradient, dtype=torch.float32).causes == ("gather-without-gradient",)
     assert wb.audit(audit_mistakes.scale_times_steps, dtype=torch.float32).causes == ("scale-times-steps",)
 
 
-def test_what_is_printed_is_left_out_and_said(capfd):
+def test_output_of_the_problem_is_suppressed_with_a_note(capfd):
     report = wb.audit(audit_failures.prints, (1, 2))
     assert report.exact
     assert any("loading the data set" in note for note in report.notes)
@@ -252,7 +252,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("name", "message"), MISTAKES.items(), ids=MISTAKES)
-def test_mistakes_are_said(name, message):
+def test_invalid_problems_are_reported(name, message):
     with pytest.raises(ValueError, match=message):
         wb.audit(problem(name))
 
@@ -273,7 +273,7 @@ def test_mistakes_are_said(name, message):
         (("./audit_problems.py:right_local",), "as in an import"),
     ],
 )
-def test_arguments_that_are_not_what_they_should_be(arguments, message):
+def test_invalid_arguments_are_reported(arguments, message):
     with pytest.raises(ValueError, match=message):
         wb.audit(*arguments)
     with pytest.raises(ValueError, match="dtype must be"):
@@ -282,7 +282,7 @@ def test_arguments_that_are_not_what_they_should_be(arguments, message):
         wb.audit(audit_problems.right_local, tolerance=2.0)
 
 
-def test_a_module_that_cannot_be_imported(tmp_path, monkeypatch):
+def test_a_module_that_cannot_be_imported_is_reported(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "leaves.py").write_text("raise SystemExit(4)")
     (tmp_path / "needs.py").write_text("import surely_not_installed")
@@ -297,7 +297,7 @@ def test_a_module_that_cannot_be_imported(tmp_path, monkeypatch):
 
 
 def children_of_server():
-    """Processes that the server of `run_ranks` has started and that are still there."""
+    """Return the names of running processes that the server of `run_ranks` has started."""
     server = multiprocessing.forkserver._forkserver._forkserver_pid
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -332,7 +332,7 @@ def test_no_process_is_left_behind():
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes as Linux shows them")
 def test_ranks_end_with_the_process_that_audits(tmp_path):
-    """Killed from outside, as continuous integration does when time is up."""
+    """Kill the audit from outside, as continuous integration does after a time limit."""
     (tmp_path / "endless.py").write_text(
         "import os, pathlib, time, torch, wholebatch as wb\n"
         "def problem():\n"
@@ -351,7 +351,7 @@ def test_ranks_end_with_the_process_that_audits(tmp_path):
         time.sleep(0.1)
 
 
-def test_what_a_library_in_c_prints_does_not_reach_json(tmp_path):
+def test_output_of_a_c_library_does_not_reach_json(tmp_path):
     (tmp_path / "loud.py").write_text(
         "import os, sys\n"
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
@@ -372,19 +372,19 @@ def test_what_a_library_in_c_prints_does_not_reach_json(tmp_path):
     assert json.loads(completed.stdout)["exact"] is True
 
 
-def test_assert_exact():
+def test_assert_exact_fails_with_the_report():
     assert_exact(audit_problems.right_local, (1, 2))
     with pytest.raises(AssertionError, match=r"scale-times-w: .*\n.*seen on 2 ranks .6 \+ 6., log_scale"):
         assert_exact(audit_mistakes.scale_times_w, (1, 2))
 
 
-def test_a_problem_made_by_a_partial_or_a_lambda():
+def test_a_factory_may_be_a_partial_or_a_lambda():
     assert wb.audit(partial(audit_problems.problem, wb.CLIPLoss(), rows=6), (1, 2)).exact
     assert wb.audit(lambda: audit_problems.problem(wb.CLIPLoss(), rows=6), (1, 2)).exact
 
 
 # The command line.
-def test_exit_codes(capsys, monkeypatch):
+def test_exit_codes_and_messages_of_the_command(capsys, monkeypatch):
     monkeypatch.chdir(Path(__file__).parent)
     assert main(["audit", "audit_problems:right_local", "--ranks", "1", "2"]) == 0
     out = capsys.readouterr().out
@@ -421,7 +421,7 @@ def test_exit_codes(capsys, monkeypatch):
     assert "run it without torchrun" in completed.stderr
 
 
-def test_a_preset_in_a_table_in_markdown_and_in_full(capsys):
+def test_presets_print_in_full_or_in_markdown(capsys):
     assert main(["audit", "--preset", "recipes", "--setting", "ED4CT", "--ranks", "1", "2"]) == 0
     assert "input images" in capsys.readouterr().out
     assert main(["audit", "--preset", "recipes", "--ranks", "2", "--setting", "times W", "--markdown"]) == 1

@@ -1,4 +1,4 @@
-"""`wholebatch bench` end to end: on gloo, gather under mpiexec, and what it says about mistakes."""
+"""`wholebatch bench` end to end: on gloo, gather under mpiexec, and messages about mistakes."""
 
 import json
 from unittest.mock import patch
@@ -27,19 +27,19 @@ def rows_of(file):
     return {(row["backend"], row["ranks"], row["method"], row["embedding_size"]) for row in rows}, len(rows)
 
 
-def test_on_gloo(tmp_path, capsys):
+def test_gather_on_gloo_writes_all_results_once(tmp_path, capsys):
     file = tmp_path / "figures.json"
     for _ in range(2):  # the second run replaces the first's figures
         assert main(["bench", "gather", "--ranks", "1", "2", *SMALL, "--results", str(file)]) == 0
     printed = capsys.readouterr().out
     assert "gather to root with backpropagation" in printed
     found, number = rows_of(file)
-    ways = [*STRATEGIES, REDUCE_SCATTER, ALL_REDUCE]
-    assert found == {("gloo", ranks, way, dim) for ranks in (1, 2) for way in ways for dim in (4, 16)}
+    methods = [*STRATEGIES, REDUCE_SCATTER, ALL_REDUCE]
+    assert found == {("gloo", ranks, method, dim) for ranks in (1, 2) for method in methods for dim in (4, 16)}
     assert number == len(found)
 
 
-def test_under_mpiexec(tmp_path, implementation):  # noqa: F811
+def test_gather_under_mpiexec(tmp_path, implementation):  # noqa: F811
     file = tmp_path / "figures.json"
     run = mpiexec(implementation, 2, "-m", "wholebatch", "bench", "gather", *SMALL, "--results", str(file))
     assert run.returncode == 0, run.stderr
@@ -59,7 +59,7 @@ def wrong_loss_body():
         check(TorchCommunicator())
 
 
-def test_the_gate_rejects_a_wrong_gradient():
+def test_gather_rejects_a_wrong_gradient():
     with pytest.raises(RankError, match="AssertionError"):
         run_ranks(wrong_loss_body, 2)
 
@@ -112,32 +112,32 @@ def test_bench_loss_keeps_figures_of_other_losses(tmp_path, capsys):
     for options in ([], ["--losses", "siglip"]):  # the second run replaces the first's figures
         assert main(["bench", "loss", *SMALL_LOSSES, *options, "--no-peers", "--results", str(file)]) == 0
     found, number = losses_of(file)
-    ways = ("flat", "keep 2 bytes/entry")
-    kept = {(name, 1, f"wholebatch {way}") for name in ("clip", "info_nce", "nt_xent") for way in ways}
+    settings = ("flat", "keep 2 bytes/entry")
+    kept = {(name, 1, f"wholebatch {setting}") for name in SUBJECTS if name != "siglip" for setting in settings}
     assert found == kept | {("siglip", 1, "wholebatch flat")}
     assert number == len(found)
     assert "nt_xent, batch size 60, embedding size 8" in capsys.readouterr().out
 
 
-def test_losses_on_ranks_and_peers_that_are_missing(tmp_path, capsys):
+def test_missing_peers_are_skipped_with_a_message(tmp_path, capsys):
     file = tmp_path / "losses.json"
     options = ["--losses", "clip", "--ranks", "2", "--exchanges", "gather", "ring", "--keep", "0"]
     assert main(["bench", "loss", *SMALL_LOSSES, *options, "--results", str(file)]) == 0
     found, _ = losses_of(file)
     assert {("clip", 2, "wholebatch flat gather"), ("clip", 2, "wholebatch flat ring")} <= found
-    installed = any(what.startswith("open_clip") for _, _, what in found)
+    installed = any(method.startswith("open_clip") for _, _, method in found)
     assert installed != ("open_clip_torch is not installed: skipped" in capsys.readouterr().out)
 
 
-def test_the_gate_of_the_losses_rejects_what_is_wrong():
-    """A loss whose gradient is right but for a factor, a peer that computes another loss: neither is timed."""
+def test_wrong_losses_and_peers_are_rejected():
+    """A loss whose gradient is wrong by a factor, and a peer that computes another loss, are not timed."""
     comm = LocalCommunicator()
     for name in SUBJECTS:
         check_loss(comm, name, Configuration())
         if name != "siglip":
             with patch.object(KeptTiles, "keep", autospec=True, side_effect=KeptTiles.keep) as keep:
                 check_loss(comm, name, Configuration(keep=2.0))
-            assert keep.called, "what is timed is what is checked"
+            assert keep.called, "the checked loss is not the timed one"
     right = wb.functional.clip_loss
     with (
         patch.object(wb.functional, "clip_loss", lambda *z, **o: 2 * right(*z, **o)),

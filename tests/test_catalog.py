@@ -5,13 +5,13 @@ import inspect
 import pytest
 import torch
 from torch.nn.functional import normalize
-from wholebatch.planning.shapes import LOSSES
 
 import wholebatch as wb
 from wholebatch.auditing import presets
 from wholebatch.bench.configuration import SUBJECTS
 from wholebatch.losses.catalog import CATALOG, Entry, Sweep
 from wholebatch.planning.given import given
+from wholebatch.planning.shapes import LOSSES
 
 # Losses that need more than features, scale, bias and labels.
 OTHERS = {"moco", "distillation", "global_contrastive", "partial_fc"}
@@ -43,17 +43,19 @@ def test_the_module_of_an_entry_takes_the_settings_of_its_function(name):
 
 def test_kinds_follow_from_signatures():
     kinds = {name: entry.kind for name, entry in CATALOG.items()}
-    assert {name for name, kind in kinds.items() if kind == "towers"} == {"clip", "info_nce", "siglip", "matryoshka"}
-    assert kinds["nt_xent"] == kinds["barlow_twins"] == "views"
-    assert kinds["sup_con"] == kinds["smooth_ap"] == "labeled"
-    assert [name for name, entry in CATALOG.items() if entry.needs_bias] == ["siglip"]
+    assert {kinds[name] for name in ("clip", "info_nce", "siglip", "matryoshka")} == {"towers"}
+    assert {kinds[name] for name in ("nt_xent", "dcl", "barlow_twins", "w_mse")} == {"views"}
+    assert {kinds[name] for name in ("sup_con", "triplet", "smooth_ap")} == {"labeled"}
+    assert (CATALOG["siglip"].needs_bias, CATALOG["clip"].needs_bias) == (True, False)
 
 
 def test_losses_that_are_offered_follow_from_entries():
-    assert LOSSES == ("clip", "info_nce", "siglip", "nt_xent", "sup_con", "partial_fc")
-    assert [*SUBJECTS] == ["clip", "info_nce", "siglip", "nt_xent"]
+    swept = {name for name, entry in CATALOG.items() if entry.sweep is not None}
+    assert {"clip", "info_nce", "siglip", "nt_xent", "sup_con"} <= swept
+    assert {*LOSSES} == swept | {"partial_fc"}
+    assert {*SUBJECTS} == {name for name in swept if CATALOG[name].kind != "labeled"}
     assert {entry.module.__name__ for entry in CATALOG.values()} <= {*presets.settings("wholebatch")}
-    assert [entry.work_units for entry in SUBJECTS.values()] == [4, 4, 3, 2]
+    assert [CATALOG[name].work_units for name in ("clip", "info_nce", "siglip", "nt_xent")] == [4, 4, 3, 2]
     assert {*given("cpu", torch.float32).entry} == {*LOSSES}
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from gradcache_towers import OUT, D, OfSubclass, Towers, batch, local_rows, loss_fn
 from torch import nn
-from partial_fc_data import CLASSES, IGNORED, MARGINS, SPLITS, D, data, dense
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb

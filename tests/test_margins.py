@@ -8,6 +8,7 @@ from compare import assert_same
 from partial_fc_data import data, dense
 
 import wholebatch as wb
+from wholebatch.heads import Targets
 
 
 def test_margins_are_the_papers():

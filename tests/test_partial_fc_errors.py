@@ -8,7 +8,7 @@ import torch.distributed as dist
 from compare import assert_same
 from partial_fc_data import CLASSES, data
 from torch import nn
-from partial_fc_data import CLASSES, IGNORED, MARGINS, SPLITS, D, data, dense
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb

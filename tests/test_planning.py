@@ -1,4 +1,4 @@
-"""What is said of a step before it runs is what then happens: the same exchange, the same tiles, the same memory."""
+"""The planner predicts what then happens: the same exchange, the same tiles, the same memory."""
 
 import json
 import re
@@ -16,6 +16,7 @@ from wholebatch._measure import map_each_tensor, rise_of_peak
 from wholebatch._processes import run_processes
 from wholebatch.comm import LocalCommunicator, select_communicator
 from wholebatch.exchange import GatherExchange, RingExchange, select_exchange
+from wholebatch.losses.catalog import CATALOG
 from wholebatch.nodes import route
 from wholebatch.partition import Partition
 from wholebatch.planning import DEVICES, Rates
@@ -35,7 +36,7 @@ OF_CLASSES = {"partial_fc": {"classes": 5000}}
 
 @pytest.mark.parametrize("loss", ["clip", "nt_xent"])
 @pytest.mark.parametrize("rows", [64, 43_690, 43_691, 87_381, 87_382, 10**6])
-def test_auto_is_the_same_exchange(loss, rows):
+def test_auto_is_the_exchange_of_the_library(loss, rows):
     said = Shapes(loss, rows, 1024, 1).exchange()
     of_s = 2 * rows if loss == "nt_xent" else rows
     made = select_exchange("auto", LocalCommunicator(), of_s, Partition((of_s,)), row_bytes=4 * 1024)
@@ -45,7 +46,7 @@ def test_auto_is_the_same_exchange(loss, rows):
 @pytest.mark.parametrize("loss", ["clip", "info_nce", "siglip", "nt_xent", "sup_con"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_entries_add_up_to_the_matrix(loss, ranks):
-    """Of what ranks compute; a symmetric one by half, and by the diagonal's tiles."""
+    """Ranks together compute all entries; of a symmetric matrix half, and the diagonal's tiles."""
     shapes = Shapes(loss, 4800, 8, ranks)
     whole = {"nt_xent": 9600**2 / 2, "sup_con": 4800**2 / 2}.get(loss, 4800**2)
     assert whole / ranks <= shapes.entries <= 1.3 * whole / ranks
@@ -62,8 +63,8 @@ def test_work_is_counted_in_products_of_the_features():
 
 @pytest.mark.parametrize("memory", ["flat", "auto", 2**21, 2**22, 2**24])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_budget_is_the_one_that_a_sweep_gets(monkeypatch, loss, memory):
-    """Of a call of the loss itself."""
+def test_the_budget_is_that_of_the_sweep(monkeypatch, loss, memory):
+    """Compare with the budget in a call of the loss."""
     made = []
     real = route.fit
     monkeypatch.setattr(route, "fit", lambda *args, **more: made.append(real(*args, **more)) or made[-1])
@@ -77,7 +78,7 @@ def test_the_budget_is_the_one_that_a_sweep_gets(monkeypatch, loss, memory):
 
 @pytest.mark.parametrize("batch", [500, 5000])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_one_option_is_what_the_library_takes_by_itself(loss, batch):
+def test_one_option_is_the_default_of_the_library(loss, batch):
     classes = 5000 if loss == "partial_fc" else None
     for ranks in (1, 3):
         options = wb.plan(batch_size=batch, embedding_size=64, ranks=ranks, loss=loss, classes=classes).options
@@ -87,15 +88,14 @@ def test_one_option_is_what_the_library_takes_by_itself(loss, batch):
 
 
 def _module(loss):
-    return {"clip": "CLIPLoss", "info_nce": "InfoNCELoss", "siglip": "SigLIPLoss", "nt_xent": "NTXentLoss",
-            "sup_con": "SupConLoss"}.get(loss)  # fmt: skip
+    return CATALOG[loss].module.__name__ if loss in CATALOG else None
 
 
-# Memory is what it was said to be.
+# Memory is as predicted.
 
 
 def rises(settings):
-    """Of the peak on this rank, in the memory of tensors alone."""
+    """Return the rise of the peak on this rank for each setting, in the memory of tensors alone."""
     torch.set_num_threads(1)
     comm, found = select_communicator(None), []
     for shapes, exchange, memory in settings:
@@ -105,7 +105,7 @@ def rises(settings):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_memory_of_every_setting(ranks):
+def test_memory_of_every_setting_is_as_predicted(ranks):
     settings = []
     for loss in LOSSES:
         shapes = Shapes(loss, 1200, 640, ranks, **OF_CLASSES.get(loss, {}))
@@ -133,7 +133,7 @@ def test_memory_of_every_setting(ranks):
 
 
 class Tower(nn.Sequential):
-    """Of which is known what it keeps: the inputs of linear maps and of activations."""
+    """An encoder whose kept activations are known: the inputs of linear maps and of activations."""
 
     width, layers = 512, 4
     kept_bytes = 4 * 2 * layers * width
@@ -172,7 +172,7 @@ def rise_of_step(batch, dim, chunk, kept):
 
 
 @pytest.mark.parametrize(("chunk", "kept"), [(None, 0), (200, 0), (200, 8), (800, 0)])
-def test_memory_of_a_step_with_gradient_caching(chunk, kept):
+def test_memory_of_a_step_with_gradient_caching_is_as_predicted(chunk, kept):
     batch, dim = 4000, 256
     rise, gradients = run_processes(rise_of_step, 1, batch, dim, chunk, kept, timeout_s=300)[0]
     more = {} if chunk is None else {"chunk_size": chunk, "keep_graphs": kept}
@@ -192,14 +192,14 @@ def rises_of_steps(sizes):
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="asks Linux what is resident")
-def test_what_the_planner_measures_is_what_a_step_holds():
-    """`--measure` asks the system, which adds pages of its own: sizes at which those do not matter."""
+def test_measured_memory_is_that_of_the_step():
+    """`--measure` asks the system, which adds some pages: use sizes at which they do not matter."""
     small, large = run_processes(rises_of_steps, 1, (2**27, 2**29), timeout_s=300)[0]
     assert 0.8 * 2**27 < small < 1.5 * 2**27
     assert 0.8 * 2**29 < large < 1.2 * 2**29
 
 
-# What fits, and what is chosen.
+# The largest batch, and the choice.
 
 
 def test_the_largest_batch_fits_and_the_next_does_not():
@@ -230,7 +230,7 @@ def test_caching_is_chosen_where_all_rows_do_not_fit():
 
 
 def test_as_much_is_kept_as_fits():
-    """Where exp(S) does not fit as a whole, a part of it does; a tenth of the memory stays free."""
+    """Where all of exp(S) does not fit, a part of it is kept; a tenth of the memory stays free."""
     roomy = wb.plan(batch_size=20_000, embedding_size=64, memory_limit=2 * 10**9)
     tight = wb.plan(batch_size=20_000, embedding_size=64, memory_limit=4 * 10**8)
     assert {option.kept for option in roomy.options if option.fits} == {0.0, 1.0}
@@ -240,7 +240,7 @@ def test_as_much_is_kept_as_fits():
     assert part.seconds < tight.options[0].seconds
 
 
-def test_nothing_fits():
+def test_a_plan_in_which_nothing_fits():
     found = wb.plan(batch_size=10**6, embedding_size=1024, memory_limit=10**8)
     assert found.chosen is None
     assert "Nothing fits: the smallest peak is 16.4 GB" in str(found)
@@ -258,7 +258,7 @@ def test_the_call_of_the_largest_batch_is_made_for_it():
     assert int(memory) in [o.memory for o in found.options if o.fits]
 
 
-def test_what_is_encoded_least_again_is_chosen_where_its_time_is_not_known():
+def test_without_encoder_flops_the_option_that_encodes_least_is_chosen():
     found = wb.plan(batch_size=16384, embedding_size=1024, memory_limit=12 * 10**8, encoder_bytes=100_000)
     assert found.chosen.encoded_again <= min(o.encoded_again for o in found.options if o.fits) + 0.05
 
@@ -315,7 +315,7 @@ def test_samples_of_classes_take_less():
             {"ranks": 128},
             "batch_size is that of all ranks together: at least one example for each of 128 ranks, got 64",
         ),
-        ({"loss": "circle"}, "loss must be one of clip, info_nce, siglip, nt_xent, sup_con, partial_fc; got 'circle'"),
+        ({"loss": "circle"}, f"loss must be one of {', '.join(LOSSES)}; got 'circle'"),
         ({"dtype": "int8"}, "dtype must be one of float64, float32"),
         ({"dtype": torch.int64}, "dtype must be one of float64, float32"),
         ({"device": "tpu"}, "device must be one of cpu, cuda, t4"),
@@ -345,7 +345,7 @@ def test_samples_of_classes_take_less():
         ({"bandwidth": 0}, "bandwidth must be above 0, in bytes per second; got 0"),
     ],
 )
-def test_sizes_that_make_no_sense(sizes, message):
+def test_contradictory_sizes_are_reported(sizes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         wb.plan(**{"batch_size": 64, "embedding_size": 8, **sizes})
 
@@ -376,7 +376,7 @@ def test_time_is_made_of_its_parts():
     assert rates.with_wire(1e3).seconds("clip", 16, sent) == pytest.approx(5.5 + 2e3 + 1.5)
 
 
-def test_rates_of_a_file(tmp_path):
+def test_rates_are_read_from_a_file_or_refused(tmp_path):
     path = tmp_path / "rates.json"
     rates = given("cpu", torch.float32)
     path.write_text(rates.to_json())
@@ -386,11 +386,11 @@ def test_rates_of_a_file(tmp_path):
         *(rates.to_json().replace("2000000000.0", number) for number in ("NaN", "1e999", "9" * 400)),
     ):
         path.write_text(text)
-        with pytest.raises(ValueError, match="does not hold what `wholebatch plan --measure --save` writes"):
+        with pytest.raises(ValueError, match="does not hold rates as `wholebatch plan --measure --save` writes them"):
             Rates.from_json(path)
 
 
-def test_rates_that_say_nothing_of_what_is_planned():
+def test_rates_of_another_loss_dtype_or_device_are_refused():
     known = given("cpu", torch.float32)
     with pytest.raises(ValueError, match=re.escape("these rates are of clip: measure them with --loss siglip")):
         wb.plan(
@@ -427,7 +427,7 @@ def run(capsys, arguments):
     return code, capsys.readouterr()
 
 
-def test_command_line(capsys):
+def test_the_command_prints_a_table_or_json(capsys):
     large = "--batch-size 65536 --embedding-size 768"
     code, shown = run(capsys, f"{large} --ranks 8 --dtype bf16 --device h200 --encoder-bytes 40MB 1e6")
     assert code == 0
@@ -480,15 +480,15 @@ def test_mistakes_on_the_command_line(capsys, arguments, message):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_there_is_no_gpu(capsys):
+def test_cuda_without_a_gpu_is_reported(capsys):
     _, shown = run(capsys, f"{SIZES} --device cuda")
     assert "there is no GPU here; name one of t4" in shown.err
     _, shown = run(capsys, f"{SIZES} --device cuda --measure")
     assert "--measure needs a GPU for each of 1 ranks, and there are 0" in shown.err
 
 
-def test_measured_here(capsys, tmp_path):
-    """Two processes take rates, then run what is planned; figures are times, of which nothing is asserted."""
+def test_measure_calibrates_checks_and_saves_rates(capsys, tmp_path):
+    """Two processes measure rates, then run the plan; nothing is asserted about times."""
     path = tmp_path / "rates.json"
     sizes = "--batch-size 600 --embedding-size 32 --ranks 2 --loss siglip"
     code, shown = run(capsys, f"{sizes} --measure --save {path}")

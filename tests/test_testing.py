@@ -1,4 +1,4 @@
-"""The harness itself: results come back, failures and hangs do not pass, warnings are errors on every rank."""
+"""run_ranks: results come back, failures and hangs raise, and warnings are errors on every rank."""
 
 import os
 import subprocess
@@ -43,7 +43,7 @@ def leave_early_on_rank_1():
 
 
 class Numbers(torch.utils.data.Dataset):
-    """Whose workers leave their process ids behind."""
+    """A data set whose workers write their process ids to a folder."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -57,7 +57,7 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def load(folder, method, end):
-    """Sum what two workers load. They stay while their iterator does; and nobody waits for `sleep`."""
+    """Sum the items of two workers, which live as long as their iterator, and start `sleep`, which nobody waits for."""
     # Python 3.12 and later: fork, of a process with threads. Workers use none of gloo's.
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     (folder / f"{os.getpid()}").touch()
@@ -83,7 +83,7 @@ def warn():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_each_ranks_result_in_order(world_size):
+def test_results_are_in_rank_order(world_size):
     results = run_ranks(sum_of_ranks, world_size, 2)
     assert [result["rank"] for result in results] == list(range(world_size))
     assert all(result["sum"].item() == 2 * sum(range(world_size)) for result in results)
@@ -98,7 +98,7 @@ def test_a_failing_rank_fails_the_call_with_every_traceback():
     assert all(f"rank {rank}" in str(caught.value) for rank in range(3))
 
 
-def test_a_hanging_rank_times_out_and_says_where():
+def test_a_hanging_rank_times_out_with_its_stack():
     start = time.monotonic()
     with pytest.raises(RankTimeoutError, match="timed out after 2 s") as caught:
         run_ranks(hang_on_rank_0, 2, timeout_s=2)
@@ -131,7 +131,7 @@ def test_ranks_may_start_processes_and_leave_none(tmp_path, method, end):
 
 
 def runs(pid):
-    """Whether there is such a process, and it is no zombie that its new parent has yet to see."""
+    """Return whether there is such a process, and it is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -149,11 +149,11 @@ def test_warnings_are_errors_on_every_rank():
         run_ranks(warn, 2)
 
 
-def test_local_functions_travel():
+def test_local_functions_reach_ranks_with_cloudpickle():
     assert run_ranks(lambda x: x + dist.get_rank(), 2, 10) == [10, 11]
 
 
-def test_mistakes_in_the_call():
+def test_invalid_arguments_are_reported():
     with pytest.raises(ValueError, match="world_size must be an integer from 1 to 1024, ranks on this machine; got 0"):
         run_ranks(sum_of_ranks, 0, 2)
     with pytest.raises(ValueError, match="picklable"):

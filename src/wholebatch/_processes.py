@@ -20,13 +20,14 @@ import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from ._rank_process import GRACE_S, STACK_SIGNAL, run_rank, stack_file, to_cpu
 from ._settings import check_callable, check_instance, check_integer, check_positive_number, shown
 
+_T = TypeVar("_T")
 _PRELOADED = "WHOLEBATCH_PRELOAD"  # `wholebatch._preload` reads it
 _MOST_SECONDS = 1e9
 _MOST_RANKS = 1024  # processes of one call
@@ -41,8 +42,12 @@ class RankTimeoutError(RankError, TimeoutError):
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, backend: str = "gloo", timeout_s: float = 60
-) -> list[Any]:
+    fn: Callable[..., _T],
+    world_size: int,
+    *args: Any,  # of whatever types fn takes
+    backend: str = "gloo",
+    timeout_s: float = 60,
+) -> list[_T]:
     """Call `fn(*args)` on `world_size` ranks of a new default process group and return each rank's result.
 
     Inside `fn`, `torch.distributed` is initialized: `dist.get_rank()` is this rank's number. Each rank has
@@ -107,8 +112,8 @@ def start_server() -> None:
 
 
 def run_processes(
-    fn: Callable[..., Any], world_size: int, *args: Any, backend: str = "gloo", timeout_s: float = 60
-) -> list[Any]:
+    fn: Callable[..., _T], world_size: int, *args: Any, backend: str = "gloo", timeout_s: float = 60
+) -> list[_T]:
     """Call `fn(*args)` like :func:`run_ranks`, but in a separate process for one rank, too."""
     call = pickled((fn, args))
     context = _context()
@@ -140,13 +145,14 @@ def run_processes(
                 process.join()
 
 
-def _run_in_process(fn: Callable[..., Any], args: tuple[Any, ...], backend: str) -> Any:
+def _run_in_process(fn: Callable[..., _T], args: tuple[Any, ...], backend: str) -> _T:
     if dist.is_initialized():
         raise ValueError("world_size=1 runs in this process, which already has a default process group")
     store = dist.HashStore()  # type: ignore[attr-defined]  # public, not listed in __all__
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
-        return to_cpu(fn(*args))
+        result: _T = to_cpu(fn(*args))
+        return result
     finally:
         dist.destroy_process_group()
 

@@ -8,7 +8,11 @@ from typing import Any
 from .audit import audit
 
 
-def assert_exact(problem: Any, world_sizes: Sequence[int] = (1, 2, 3), **options: Any) -> None:
+def assert_exact(
+    problem: Any,  # as in `audit`
+    world_sizes: Sequence[int] = (1, 2, 3),
+    **options: Any,  # of several types, as `audit` checks them
+) -> None:
     """Assert that the gradient that W ranks end with is that of one process on the whole batch.
 
     Args:

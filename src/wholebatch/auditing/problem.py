@@ -49,7 +49,7 @@ class Problem:
     """
 
     model: nn.Module
-    batch: Any
+    batch: Any  # a tree of a user's form; so is the batch that functions get, with the model as an engine wraps it
     loss: Callable[[Any, Any], Any] | None = None
     _: KW_ONLY
     step: Callable[[Any, Any], Any] | None = None

@@ -91,7 +91,7 @@ class Report:
         """Return the row of a group or input on a split."""
         return next(row for row in self.rows if row.name == name and row.counts == counts)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:  # values as JSON has them
         """Return the report as JSON has it."""
         return {
             "problem": self.problem,

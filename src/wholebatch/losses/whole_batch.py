@@ -38,7 +38,7 @@ from ..comm.handshake import GRAD_ENABLED
 from ..comm.maps import AllGather
 from ..comm.select import check_group
 from ..contract import CALL, check_earlier, differed, gradient_facts, join, latest_call, number_call, together
-from ..nodes.root import loss_at_root
+from ..nodes.root import LossState, loss_at_root
 from ..partition import Partition
 from ..sync import Sync, check_sync, replicated_loss_factor, scale_gradient
 
@@ -174,7 +174,9 @@ class WholeBatch(nn.Module):
 
         inputs, call = join(inputs, everyone), number_call([facts[CALL] for facts in everyone])
         if self.strategy == "root":
-            loss = loss_at_root(comm, self.root, self.sync, compute, inputs, partitions, passed, owned, buffers)
+            loss = loss_at_root(
+                comm, self.root, self.sync, compute, inputs, partitions, LossState(passed, owned, buffers)
+            )
             return together(loss, comm, "WholeBatch", call)
         distribute = _gather if self.strategy == "gather" else _replicate
         full = [distribute(comm, x, partition) for x, partition in zip(inputs, partitions, strict=True)]

@@ -51,10 +51,9 @@ def rates_here(losses: tuple[LossName, ...], ranks: int, *, dtype: torch.dtype, 
     Raises:
         RankError: if a process fails.
     """
-    rates: Rates = run_processes(
+    return run_processes(
         _calibrate, ranks, losses, ranks, dtype, device, backend=_backend(device), timeout_s=_PATIENCE_S
     )[0]
-    return rates
 
 
 def check(shapes: Shapes, exchange: ExchangeUsed, memory: Memory, rates: Rates, *, within_s: float) -> Measured:
@@ -83,12 +82,9 @@ def check(shapes: Shapes, exchange: ExchangeUsed, memory: Memory, rates: Rates, 
     while (_STEPS + 3) * seconds(shapes) > within_s and shapes.batch_size >= 2 * shapes.ranks:
         shapes = replace(shapes, batch_size=shapes.batch_size // 2)
     memory = setting(shapes)
-    took, rise = (
-        run_processes(
-            run, shapes.ranks, shapes, exchange, memory, backend=_backend(shapes.device), timeout_s=_PATIENCE_S
-        )[0]
-        for run in (_time, _memory)
-    )
+    arguments, backend = (shapes, exchange, memory), _backend(shapes.device)
+    took = run_processes(_time, shapes.ranks, *arguments, backend=backend, timeout_s=_PATIENCE_S)[0]
+    rise = run_processes(_memory, shapes.ranks, *arguments, backend=backend, timeout_s=_PATIENCE_S)[0]
     predicted = work_of(shapes, exchange, memory)
     return Measured(
         shapes,

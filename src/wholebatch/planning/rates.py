@@ -102,7 +102,9 @@ class Rates:
             rates = cls(**found)
             rates.check()
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise UserError(f"{path} does not hold what `wholebatch plan --measure --save` writes: {error}") from error
+            raise UserError(
+                f"{path} does not hold rates as `wholebatch plan --measure --save` writes them: {error}"
+            ) from error
         return rates
 
     def check(self) -> None:

@@ -100,7 +100,7 @@ class Plan:
     chosen: Option | None
     encoders: bool
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:  # values as JSON has them
         """Return the plan as JSON has it."""
         return {**asdict(self), "chosen": None if self.chosen is None else self.options.index(self.chosen)}
 

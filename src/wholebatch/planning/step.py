@@ -81,7 +81,7 @@ def worthwhile_settings(step: Step, limit: int, chunk_size: int | None, keep_gra
     """Return the settings of a step, without gradient caching and with it.
 
     Args:
-        step: what is planned.
+        step: the planned step.
         limit: bytes that a rank may take.
         chunk_size: rows that are encoded at a time; None: small enough that four chunks fit.
         keep_graphs: chunks that are not encoded again; None: none, and as many as fit in nine tenths of the limit.
