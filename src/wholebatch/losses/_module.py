@@ -127,7 +127,7 @@ class SweepLoss(LossModule):
 
 
 class KernelLoss(SweepLoss):
-    """The settings of a loss whose sweep kernels can compute."""
+    """The settings of a loss with a sweep that kernels can compute."""
 
     kernel: Kernel = "auto"
 

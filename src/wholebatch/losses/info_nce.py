@@ -108,15 +108,15 @@ def info_nce_loss(
         exclude_relative: the bound is q_i . k_i + m |q_i . k_i|.
         query_guides: (b_r, g), features of another model, whose similarities then decide about `exclude_above`.
         key_guides: (rows of keys, and of negatives below them, g). The similarities of guides are dot products:
-            normalize them. `hard_negatives` have no guides, so none of them is left out.
+            normalize them. `hard_negatives` have no guides, so with guides none of them is left out.
         label_smoothing: weight of the uniform distribution over all candidates, from 0 to 1.
         weights: (b_r,), one for each example, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
         reduction: "mean", "sum", or "none": this rank's L_i, (b_r,); see
             :func:`wholebatch.functional.clip_loss`.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
-        exchange: "gather", "ring" or "auto", as there. The queries travel, or the keys and negatives if these are
-            fewer.
+        exchange: "gather", "ring" or "auto", as there. The smaller tower travels: the queries, or the keys and
+            negatives.
         memory: "flat", "auto" or bytes, as there.
         kernel: "torch", "triton" or "auto", as there.
 
