@@ -51,7 +51,7 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
     rows = {name: Partition(tuple(facts["rows"][name] for facts in by_rank)) for name in inputs.given_features}
     first_name, first = inputs.first
     if rows[first_name].total == 0:
-        raise ValueError(f"{caller}: the global batch is empty, every rank passed 0 rows; leave out the call for it")
+        raise ValueError(f"{caller}: the global batch is empty, every rank passed 0 rows; skip the step on all ranks")
     scalars = {name: [facts["scalars"][name] for facts in by_rank] for name in inputs.given_scalars}
     for name, values in scalars.items():
         _check_equal(caller, name, values)
