@@ -51,12 +51,14 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
     rows = {name: Partition(tuple(facts["rows"][name] for facts in by_rank)) for name in inputs.given_features}
     first_name, first = inputs.first
     if rows[first_name].total == 0:
-        raise ValueError(f"{caller}: the global batch is empty, every rank passed 0 rows")
+        raise ValueError(f"{caller}: the global batch is empty, every rank passed 0 rows; skip the step on all ranks")
     scalars = {name: [facts["scalars"][name] for facts in by_rank] for name in inputs.given_scalars}
     for name, values in scalars.items():
         _check_equal(caller, name, values)
     if inputs.weights[0] is not None and not any(facts["weight"] for facts in by_rank):
-        raise ValueError(f"{caller}: weights must not be 0 for every example of every rank: no loss would be left")
+        raise ValueError(
+            f"{caller}: weights must not be 0 for every example of every rank; give at least one a positive weight"
+        )
     joined = join([*inputs.differentiable.values()], by_rank)
     return Facts(
         caller=caller,

@@ -67,7 +67,7 @@ def choose_route(
         if isinstance(memory, int) and memory < needed:
             raise ValueError(
                 f"{facts.caller}: memory must be at least {needed} bytes for the smallest tiles of rank {rank}, got "
-                f"{memory}; 'flat' takes what it needs, at most {2 * side * side * dtype.itemsize} bytes"
+                f"{memory}; pass more, or 'flat', which needs at most {2 * side * side * dtype.itemsize} bytes"
             )
     comm = LocalCommunicator() if layout.replicated else facts.comm
     exchange = select_exchange(
