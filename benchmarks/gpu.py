@@ -101,7 +101,7 @@ def _check_partial_fc() -> None:
             assert (got.grad.double() - of.grad).norm() < 1e-2 * of.grad.norm(), kernel
 
 
-def _check_blocks(name: str, found: object, gradient: torch.Tensor, tile: kernels.TileOf) -> None:
+def _check_blocks(name: str, found: object, gradient: torch.Tensor, tile: kernels.TileInputs) -> None:
     """Sums, or dS, of the first rows against plain PyTorch's."""
     s = 14.3 * tile.x[:256].float() @ tile.y.float().T
     local = torch.eye(256, len(tile.y), device=s.device)
@@ -118,7 +118,7 @@ def blocks() -> None:
     for dim, rows in product((256, 512, 768, 1024), (8192, 16384)):
         x, y = (normalize(torch.randn(rows, dim, device=device), dim=1).bfloat16() for _ in range(2))
         named = torch.arange(rows, dtype=torch.int32, device=device)[None]
-        tile = kernels.TileOf(x, y, 14.3, kernels.Entries(named), kernels.Entries(), 0, 0)
+        tile = kernels.TileInputs(x, y, 14.3, kernels.Entries(named), kernels.Entries(), 0, 0)
         ones, gradient = torch.ones(rows, device=device), torch.empty(rows, rows, device=device, dtype=x.dtype)
         weights = {"sum": ones, "target": -ones}
         steps = {

@@ -20,7 +20,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
-collect_ignore = ["mpi_cases.py", "over_mpi.py", "jax_process.py"]  # they run where they are started
+collect_ignore = ["mpi_cases.py", "over_mpi.py", "jax_process.py", "typed"]  # they run where they are started
 if find_spec("jax") is None:
     collect_ignore.append("jax_cases.py")
 

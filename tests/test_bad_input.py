@@ -247,7 +247,7 @@ NEW_MISTAKES = [
     (
         "info_nce_loss",
         {"directions": ("key_to_query",), "hardness": 1.0},
-        "hardness requires .query_to_key.",
+        "hardness requires 'query_to_key' in directions, got",
     ),
     ("info_nce_loss", {"hardness": -1.0}, "hardness must not be negative, got -1.0"),
     ("info_nce_loss", {"directions": ("query_to_key",) * 2}, "directions must be different"),
@@ -255,8 +255,12 @@ NEW_MISTAKES = [
     ("info_nce_loss", {"partition": "both"}, "partition must be one of 'joint', 'per_direction'; got 'both'"),
     ("info_nce_loss", {"margin": torch.ones(())}, "margin must be a number, got a tensor; it is not learned"),
     ("info_nce_loss", {"margin": 0.1}, "settings must be the same on all ranks"),
-    ("info_nce_loss", {"exclude_relative": True}, "exclude_relative says how exclude_above is meant"),
-    ("info_nce_loss", {"negative_ids": torch.zeros(2).long()}, "negative_ids are compared with query_ids or key_ids"),
+    ("info_nce_loss", {"exclude_relative": True}, "exclude_relative requires exclude_above, got None"),
+    (
+        "info_nce_loss",
+        {"negative_ids": torch.zeros(2).long()},
+        "negative_ids requires negatives, and query_ids or key_ids",
+    ),
     ("info_nce_loss", {"directions": "key_to_key"}, "must have 'query_to_key' or 'key_to_query' among them"),
     (
         "info_nce_loss",

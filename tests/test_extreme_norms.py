@@ -19,6 +19,7 @@ from loss_cases import LOSSES, gradients, rows_of, whole_batch
 import wholebatch as wb
 from wholebatch import reference
 from wholebatch._normalize import normalize_rows, project_, row_norms
+from wholebatch.reference import _shared as parts_of_reference
 from wholebatch.testing import run_ranks
 
 NORMS = [0.0, 1e-20, 1e-13, 3e-13, 0.999e-12, 1.001e-12, 2e-12, 1e-3, 1.0, 1e6, 1e15, 1e19, 1e20]
@@ -33,15 +34,15 @@ TORCH = {"normalize_rows": lambda x, eps=1e-12: F.normalize(x, dim=-1, eps=eps o
 
 @contextmanager
 def torchs_own_rule():
-    """The reference with `torch.nn.functional.normalize` in the place of the library's."""
-    ours = {name: getattr(reference, name) for name in TORCH}
+    """The reference with `torch.nn.functional.normalize` instead of the library's."""
+    ours = {name: getattr(parts_of_reference, name) for name in TORCH}
     for name, theirs in TORCH.items():
-        setattr(reference, name, theirs)
+        setattr(parts_of_reference, name, theirs)
     try:
         yield
     finally:
         for name, of in ours.items():
-            setattr(reference, name, of)
+            setattr(parts_of_reference, name, of)
 
 
 def extreme_batch(name, case, counts):

@@ -1,4 +1,4 @@
-"""Decorators of autograd nodes: a gradient that has no gradient raises, and autocast is off inside."""
+"""Decorators of autograd nodes: a second derivative raises, and autocast is off inside."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Callable[..
 
 
 def no_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a function that runs in the dtypes that it is given; the device is that of its last tensor."""
+    """Decorate a function to run without autocast, on the device type of its last tensor."""
 
     @wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -48,7 +48,7 @@ def no_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 class _Constant(Function):
-    """The identity on a gradient; its own gradient, with respect to whatever that depends on, is an error."""
+    """The identity on a gradient; its derivative by any tensor that the gradient depends on is an error."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *depends_on: Tensor) -> Tensor:

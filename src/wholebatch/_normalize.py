@@ -1,18 +1,18 @@
-r"""The one rule by which rows are normalized: that of `torch.nn.functional.normalize`, in value and in gradient.
+r"""The rule by which rows are normalized: that of `torch.nn.functional.normalize`, in value and in gradient.
 
     z = x / max(|x|, eps),    eps = 1e-12
 
 With g = dL/dz, the gradient is that of the same function:
 
-    |x| >= eps:    dL/dx = (g - z <z, g>) / |x|        the part of g along x is lost
-    |x| <  eps:    dL/dx = g / eps                     z = x / eps is linear in x: nothing is lost
+    |x| >= eps:    dL/dx = (g - z <z, g>) / |x|        the part of g along x is removed
+    |x| <  eps:    dL/dx = g / eps                     z = x / eps is linear in x: nothing is removed
 
-A row of zeros stays one, and its gradient is g / eps. No row but those that are longer than eps has norm 1 afterward,
-so that norm 1 may be taken for an upper bound, and never for a fact.
+A row of zeros stays a row of zeros, and its gradient is g / eps. Only rows with |x| >= eps have norm 1 afterward, so
+norm 1 is an upper bound, and code must not assume it.
 
-A norm is taken of the row times a power of two that brings its largest entry to [1, 2). Its square neither overflows
-nor underflows then, and since the factor is exact, all other norms keep their bits. Numbers are those of the
-accumulation dtype: a norm has to be representable there, and nothing else has to be.
+The norm is computed of the row times a power of two that brings its largest entry to [1, 2). Then its square neither
+overflows nor underflows, and since the factor is exact, all other norms keep their bits. The computation is in the
+accumulation dtype: only the norm itself must be representable there.
 
 Losses, heads and `wholebatch.reference` all take the rule from here. `wholebatch.jax`, which imports no torch, has the
 same one in `products`.
@@ -29,13 +29,13 @@ from torch import Tensor
 from ._precision import accumulation_dtype, rows_at_a_time
 
 EPS = 1e-12  # as in torch.nn.functional.normalize
-UNIT = 1.001  # no norm is larger, after division and rounding
-LONGEST = {torch.float32: 1e9, torch.float64: 1e100}  # products of rows that are no longer stay well within range
+UNIT = 1.001  # bound of a norm after division and rounding
+LONGEST = {torch.float32: 1e9, torch.float64: 1e100}  # products of rows up to this norm stay well within range
 _EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}
 
 
 def normalize_rows(x: Tensor, eps: float = EPS) -> Tensor:
-    """x / max(|x|, eps) of each row of the last dimension, in the accumulation dtype; differentiable, also twice.
+    """Return x / max(|x|, eps) for each row of the last dimension, in the accumulation dtype; differentiable twice.
 
     The second derivative at a row of zeros is NaN, as that of `torch.nn.functional.normalize` is.
 
@@ -49,7 +49,7 @@ def normalize_rows(x: Tensor, eps: float = EPS) -> Tensor:
 
 
 def row_norms(x: Tensor) -> Tensor:
-    """|x| of each row of the last dimension, (..., 1), in the accumulation dtype; differentiable, with 0 at zero."""
+    """Return |x| of each row of the last dimension, (..., 1), in the accumulation dtype; its gradient at 0 is 0."""
     x = x.to(accumulation_dtype(x.dtype))
     power = _power_of_two(x)
     return torch.linalg.vector_norm(x * power, dim=-1, keepdim=True) / power
@@ -57,26 +57,26 @@ def row_norms(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def known_norms(x: Tensor) -> Tensor:
-    """The same numbers of a matrix, (rows, 1), without a gradient and some rows at a time: no copy of x is made."""
+    """Return |x| of each row of a matrix, (rows, 1), without a gradient, in chunks of rows: x is not copied."""
     return torch.cat([row_norms(some) for some in x.split(rows_at_a_time(x.device))])
 
 
 def divisors(norms: Tensor) -> Tensor:
-    """max(|x|, eps): what rows of these norms are divided by."""
+    """Return max(|x|, eps), the divisors of rows with these norms."""
     return norms.clamp(min=EPS)
 
 
 @torch.no_grad()
 def project_(grad: Tensor, z: Tensor, norms: Tensor, *, divide: bool = False) -> None:
-    """dL/dz to dL/dx in place: the adjoint of `normalize_rows`, as it is derived above.
+    """Turn dL/dz into dL/dx in place: the adjoint of `normalize_rows`, derived above.
 
     Args:
         grad: dL/dz, (rows, d).
-        z: (rows, d); with `divide` x in its place.
+        z: (rows, d); with `divide` it is x.
         norms: |x|, (rows, 1), not clamped.
-        divide: see z.
+        divide: whether z is x, still to be divided by its norms.
     """
-    for g, unit, norm in zip(*(of.split(rows_at_a_time(z.device)) for of in (grad, z, norms)), strict=True):
+    for g, unit, norm in zip(*(t.split(rows_at_a_time(z.device)) for t in (grad, z, norms)), strict=True):
         divisor = divisors(norm)
         unit = unit / divisor if divide else unit
         along = torch.linalg.vecdot(unit, g).unsqueeze(1)
@@ -84,7 +84,7 @@ def project_(grad: Tensor, z: Tensor, norms: Tensor, *, divide: bool = False) ->
 
 
 def inverse_norms(x: Tensor, dims: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """1 / max(|x[:m]|, eps) for each m, (rows, parts), of rows that are no longer than `LONGEST`; differentiable.
+    """Return 1 / max(|x[:m]|, eps) for each m, (rows, parts), of rows with norms up to `LONGEST`; differentiable.
 
     The squares are clamped and not the norms: the derivative of a square root at 0 is infinite.
     """
@@ -94,12 +94,12 @@ def inverse_norms(x: Tensor, dims: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def part_sizes(dims: Sequence[int], width: int) -> list[int]:
-    """How many features lie between the ends of parts, 0, dims and width."""
+    """Return the number of features between consecutive ends of parts: 0, dims, width."""
     return [stop - start for start, stop in pairwise([0, *dims, width])]
 
 
 def _power_of_two(x: Tensor) -> Tensor:
-    """What brings the largest absolute entry of each row to [1, 2), (..., 1); of extreme rows as near as it takes."""
+    """Return the power of two that brings each row's largest entry to [1, 2), (..., 1); near it for extreme rows."""
     info, (integers, exponent) = torch.finfo(x.dtype), _EXPONENT[x.dtype]
     largest = torch.linalg.vector_norm(x.detach(), float("inf"), dim=-1, keepdim=True)
     largest = largest.clamp(info.tiny**0.75, info.max**0.75)

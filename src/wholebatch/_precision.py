@@ -1,4 +1,4 @@
-"""In which precision sums are taken, and numbers in it."""
+"""The precision in which sums are computed."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import torch
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The precision of tiles, sums and gradients: float32 for half precision, else the tensors' own."""
+    """Return the dtype of tiles, sums and gradients: float32 for half precision, else the dtype of the tensors."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """The precision of the few numbers that everything ends in: float64, where the device has it."""
+    """Return the dtype of statistics and losses: float64, where the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def rows_at_a_time(device: torch.device) -> int:
-    """Rows that are worked on at a time: few, that stay in a CPU's cache; many, so that a GPU is busy with them."""
+    """Return the number of rows to process at a time: few, to fit a CPU's cache; many, to keep a GPU busy."""
     return 256 if device.type == "cpu" else 16384
 
 
 def vector(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Numbers on a device, each of them filled in there: a copy from the host would wait for a GPU."""
+    """Return numbers on a device, each filled in there: a copy from the host would wait for a GPU."""
     return torch.stack([torch.full((), number, dtype=dtype, device=device) for number in numbers])

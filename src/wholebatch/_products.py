@@ -11,12 +11,12 @@ from ._precision import accumulation_dtype, rows_at_a_time, wide_dtype
 def inner(a: Tensor, b: Tensor | None, divided_by: Tensor | None = None) -> Tensor:
     """Return <a, b>, shape (), with the rows of a divided by `divided_by`, (rows, 1), if given.
 
-    In float64, because the gradient of a learnable scale is a small difference of large numbers; a few rows at a time
-    are widened.
+    The sum is in float64, because the gradient of a learnable scale is a small difference of large numbers. A few rows
+    at a time are widened.
     """
     assert b is not None, "a learnable scale always comes with U or V; please report this"
     total = torch.zeros((), dtype=wide_dtype(b.device), device=b.device)
-    rows = rows_at_a_time(b.device) // 8  # each three times, in float64
+    rows = rows_at_a_time(b.device) // 8  # each row takes memory three times, in float64
     for at in range(0, len(b), rows):
         some = slice(at, at + rows)
         products = torch.linalg.vecdot(a[some].to(total.dtype), b[some].to(total.dtype))

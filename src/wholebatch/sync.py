@@ -1,7 +1,7 @@
-"""What the engine does with gradients afterward, and the one factor that makes the result exact.
+"""The factor of gradients that makes them exact after the engine's synchronization.
 
 Let L be the loss of the global batch, the same scalar on all W ranks, and theta a parameter that all ranks hold.
-Rank r's backward produces its share, the part of dL/dtheta that runs through its own rows; the shares add up:
+Rank r's backward produces its share, the part of dL/dtheta that runs through its local rows; the shares add up:
 
     dL/dtheta = sum_r share_r,        share_r = (dL/dx_r) (dx_r/dtheta)        x_r: the features of rank r's rows
 
@@ -41,24 +41,24 @@ def check_sync(sync: object) -> None:
 
 
 def feature_factor(sync: Sync, size: int) -> int:
-    """What a rank's own dL/dx_r is multiplied by."""
+    """Return the factor of the gradient by a rank's local rows, dL/dx_r."""
     return size if sync == "mean" else 1
 
 
 def shard_factor(sync: Sync, size: int, *, whole: bool) -> float:
-    """What the gradient of a parameter is multiplied by of which each rank holds a part, which no engine touches.
+    """Return the gradient factor of a rank-sharded parameter, which the engine does not reduce.
 
     Args:
-        sync: what the engine does with the others.
+        sync: how the engine reduces the gradients of all other parameters.
         size: W.
-        whole: whether L is one scalar, the same on all ranks; else each has its own, and under "mean" the engine makes
-            the gradients of the others those of the ranks' mean.
+        whole: whether L is one scalar, the same on all ranks. Else each rank has its own L, and under "mean" the
+            engine turns the other gradients into those of the mean over ranks.
     """
     return 1 / size if sync == "mean" and not whole else 1
 
 
 def replicated_loss_factor(sync: Sync, size: int) -> float:
-    """What the gradient of a loss is multiplied by that every rank computes in full.
+    """Return the gradient factor of a loss that every rank computes in full.
 
     Its parameters then carry dL/dtheta on every rank, or under "sum" and None an equal share of it.
     """
@@ -66,14 +66,14 @@ def replicated_loss_factor(sync: Sync, size: int) -> float:
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """x, whose gradient is multiplied by a factor."""
+    """Return x, whose gradient is multiplied by a factor."""
     return x if factor == 1 else _ScaleGradient.apply(x, factor)
 
 
 def loss_parameters(scalars: Sequence[Any], comm: Communicator, sync: Sync) -> list[Any]:
-    """Scalars of a loss, of whose gradients each rank computes a share; what carries one gets what `sync` asks for.
+    """Return the scalars of a loss, whose gradient shares the backward pass combines as `sync` requires.
 
-    Collective in backward under "mean": one all-reduce of a number for each.
+    Collective in backward under "mean": one all-reduce of one number for each.
     """
     at = [i for i, x in enumerate(scalars) if isinstance(x, Tensor) and x.requires_grad]
     if sync != "mean" or comm.size == 1 or not at:
@@ -83,17 +83,17 @@ def loss_parameters(scalars: Sequence[Any], comm: Communicator, sync: Sync) -> l
 
 
 def total(comm: Communicator, share: Tensor) -> Tensor:
-    """The sum over ranks of what each adds to one loss, which all of them then have. Collective: one all-reduce.
+    """Return the sum of the ranks' shares of one loss, on every rank. Collective: one all-reduce.
 
-    Every rank's backward pass starts from this same loss with the same gradient, which is each share's.
+    Every rank's backward pass starts from this loss with the same gradient, which is the gradient of each share.
     """
     return _Total.apply(comm, share)
 
 
 def shared_sum(comm: Communicator, x: Tensor) -> Tensor:
-    """The sum over ranks, of which each rank makes something of its own: a mean that it subtracts from its rows.
+    """Return the sum over ranks, which each rank uses for its own rows, for instance as a mean to subtract.
 
-    Collective: one all-reduce, and another in backward: what each rank makes of it counts.
+    Collective: one all-reduce, and one in backward, which adds the gradients of all ranks' uses.
     """
     return x if comm.size == 1 else _SharedSum.apply(comm, x)
 
@@ -122,7 +122,7 @@ class _SumGradients(Function):
         device = shares[0].device
         numbers = torch.cat([share.reshape(1).to(device, wide_dtype(device)) for share in shares])
         totals = ctx.comm.all_reduce(numbers, check=False)
-        return None, *(of.to(share).view_as(share) for of, share in zip(totals, shares, strict=True))
+        return None, *(x.to(share).view_as(share) for x, share in zip(totals, shares, strict=True))
 
 
 class _Total(Function):

@@ -123,7 +123,7 @@ class Communicator(RowEntry, MessageEntry):
     ) -> Tensor:
         """Concatenate the ranks' tensors along `dim`, rank 0 first, on every rank; adjoint: :meth:`reduce_scatter`.
 
-        sharded -> copies: y = concat_r x_r. With `loss="replicated"` the adjoint is the local slice.
+        sharded -> copies: y = concat_r x_r. Under `loss="replicated"` the adjoint is the local slice; nothing moves.
 
         Args:
             x: n_r entries along `dim` on rank r; n_r may differ between ranks and may be 0, other dimensions may not.

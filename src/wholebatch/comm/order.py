@@ -120,7 +120,7 @@ class Order:
             _after_this_pass(self._forget_unused)
 
     def _refuse_messages(self) -> None:
-        """Raise an error: a plain backward pass never reaches a send, whose gradient and receiver would wait for it."""
+        """Raise an error: a plain backward pass never reaches a send, so its gradient would be missing."""
         names = [call.name for call in self.waiting() if not call.collective]
         raise RuntimeError(
             f"loss.backward() cannot take part in the backward pass of messages ({', '.join(names) or 'a recv'}): a "

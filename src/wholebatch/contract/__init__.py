@@ -2,14 +2,14 @@
 
     entry       a call whose arguments do not fit its signature raises on every rank; autocast is off inside
     options     the choices that every loss shares: group, sync, exchange, memory, reduction, kernel
-    inputs      what a loss declares about its tensors and scalars, checked on the rank that has them
+    inputs      a loss's declaration of its tensors and scalars, checked on the rank that has them
     agree       one handshake: every rank's arguments are valid and fit together, or every rank raises
-    facts       what each rank knows about all ranks after it
+    facts       the facts about all ranks that each rank has after it
     gradients   an input that needs a gradient on one rank needs it on all; the factor of `sync`, in one place
     reduction   from the losses of the local rows to the scalar that every rank returns
     backward    every rank enters the backward pass of the same call, with the same incoming gradient
 
-Knows no loss: which entries of S count is decided above, and how they are computed in `nodes`.
+This package knows no loss. A loss decides which entries of S count, and `nodes` computes them.
 """
 
 from .agree import agree

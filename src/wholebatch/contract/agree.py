@@ -1,6 +1,6 @@
 """One handshake at the entry of a loss: every rank's arguments are valid and fit together, or every rank raises.
 
-1. each rank checks shapes, types and settings         nothing is read from the device
+1. each rank checks shapes, types and settings         no device is read
 2. each rank reads back the numbers that values need   one transfer from the device, whatever is checked
 3. each rank derives facts from them, and sends these  one all-gather
 4. each rank compares the facts of all ranks           the same comparison, hence the same error, on all
@@ -26,17 +26,17 @@ from .options import Options
 
 _ARGUMENTS = "the arguments that are given (a rank without rows passes shape (0, d), not None)"
 _MUST_MATCH = (_ARGUMENTS, "feature size", "dtype", "device type", "sync", "exchange", "reduction")
-_TOLERANCE = 1e-5  # of a scalar between ranks, relative: parameters that engines keep equal differ by rounding at most
+_TOLERANCE = 1e-5  # relative, of a scalar between ranks: parameters that engines keep equal differ only by rounding
 
 
 def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None = None) -> Facts:
-    """Return what the ranks have agreed on. Collective: one handshake.
+    """Return the facts on which the ranks agree. Collective: one handshake.
 
     Args:
         caller: the loss, for messages.
         options: the caller's options.
         inputs: its tensors and scalars.
-        checks: what the loss checks beside them.
+        checks: further checks of the loss.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake.
@@ -84,7 +84,7 @@ def _local_facts(comm: Communicator, options: Options, inputs: Inputs, checks: C
     inputs.check_features()
     first = inputs.first[1]
     check_kernel(options.kernel, first.device)
-    of_loss = checks.check()
+    loss_facts = checks.check()
     inputs.check_rest()
     found = on_host({**inputs.to_read_back(), **checks.read_back(), **differed(comm.transport)})  # one transfer
     check_earlier(comm.transport, found)
@@ -99,7 +99,7 @@ def _local_facts(comm: Communicator, options: Options, inputs: Inputs, checks: C
         "memory": options.memory,
         "reduction": options.reduction,
         CALL: latest_call(),
-        **of_loss,
+        **loss_facts,
         **inputs.check_values(found),
         **checks.derive(found),
         **gradient_facts([*inputs.differentiable.values()]),

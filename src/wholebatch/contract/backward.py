@@ -1,19 +1,19 @@
-"""The backward pass of a loss: every rank is in that of the same call, with the same incoming gradient, or all raise.
+"""The start of a loss's backward pass: all ranks are in one call with the same incoming gradient, or all raise.
 
-Autograd reaches a rank's backward pass when that rank's program says so. A rank that differentiates two losses in
-another order, skips a backward pass (`if not loss.isfinite(): continue`) or makes one forward pass more would meet the
-others in collectives that fit by chance, and all would go on with wrong gradients; or that do not fit, and end the
-processes. So the first node of a loss's backward pass, which is the last of its forward pass, compares
+Each rank's program decides when its backward pass runs. A rank may differentiate two losses in another order, skip a
+backward pass (`if not loss.isfinite(): continue`) or make an additional forward pass. Its collectives then meet those
+of another call. If they fit by chance, all ranks continue with wrong gradients; if not, the processes end. So the first
+node of a loss's backward pass, which is the last of its forward pass, compares
 
     (loss, number of the call)    and, where all ranks have the same L,    dF/dL, the incoming gradient
 
-before anything else travels. On the host this is a handshake like that of the forward pass, so that a rank in the one
-and a rank in the other raise the same error. Between GPUs the host would have to wait for it: there, three numbers
-travel from device to device, a difference makes the gradient NaN, and the next call of a loss raises.
+before any other communication. On the host this is a handshake like that of the forward pass, so that a rank in a
+forward pass and a rank in a backward pass raise the same error. Between GPUs the host would have to wait for it. There,
+three numbers travel from device to device, a difference makes the gradient NaN, and the next call of a loss raises.
 
-The incoming gradients have to be equal: where L is the same scalar on all ranks, so is F, whatever is made of it, and
-each rank's share of the gradient is taken with its own dF/dL. With reduction "none" each rank weighs its own rows'
-losses, and there is nothing to compare.
+The incoming gradients must be equal: where L is the same scalar on all ranks, so is the F computed from it, and each
+rank multiplies its share of the gradient by its dF/dL. With reduction "none" each rank weighs the losses of its rows,
+and there is nothing to compare.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _TOLERANCE = 1e-5  # relative: ranks that compute the same F may round different
 CALL = "call"  # the fact of a handshake that numbers the call
 
 _latest = 0  # number of the latest call of a loss on this rank
-# By group: how many backward passes differed, on the device, where nobody has looked yet.
+# By group: the number of backward passes that differed, on the device, not read back yet.
 _differed: dict[str | None, Tensor] = {}
 
 
 def latest_call() -> int:
-    """Return the number of this rank's latest call, which a handshake tells the others."""
+    """Return the number of this rank's latest call, which a handshake sends to the others."""
     return _latest
 
 
@@ -72,7 +72,7 @@ class _Together(Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, comm: Communicator, call: str, one_loss: bool) -> Tensor:
         ctx.comm, ctx.call, ctx.one_loss = comm, call, one_loss
-        return loss.clone()  # and no view, which `loss /= 2` could not change in place
+        return loss.clone()  # not a view, because `loss /= 2` cannot change a view in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -81,11 +81,11 @@ class _Together(Function):
 
 
 def _compare(comm: Communicator, call: str, grad: Tensor, one_loss: bool) -> Tensor:
-    """Return the incoming gradient, if all ranks are in the same call and have the same. Collective: one handshake."""
+    """Return the incoming gradient, if call and gradient are the same on all ranks. Collective: one handshake."""
     facts = {_GRADIENT: grad.item()} if one_loss else {}
     everyone = comm.handshake(lambda: facts, caller=BACKWARD + call)
     if one_loss:
-        gradients = [of_rank[_GRADIENT] for of_rank in everyone]
+        gradients = [facts_of_rank[_GRADIENT] for facts_of_rank in everyone]
         if not all(_close(value, gradients[0]) for value in gradients):
             raise ValueError(
                 f"{BACKWARD}{call}: the incoming gradient must be the same on all ranks, got {gradients}: the loss is "
@@ -115,15 +115,15 @@ def _compare_on_device(comm: Communicator, call: str, grad: Tensor, one_loss: bo
 
 
 def differed(transport: Transport) -> dict[str, Tensor]:
-    """Return what the next handshake's one look at the device has to look at as well."""
+    """Return the number on the device that the next handshake must read back as well, by name; {} without one."""
     count = _differed.get(transport.group_name)
     return {} if count is None else {_GRADIENT: count}
 
 
-def check_earlier(transport: Transport, seen: Mapping[str, float]) -> None:
-    """Raise ValueError if ranks differed in an earlier backward pass. All ranks do, for all compared the same."""
+def check_earlier(transport: Transport, read_back: Mapping[str, float]) -> None:
+    """Raise ValueError if ranks differed in an earlier backward pass: on all ranks, because all compared the same."""
     _differed.pop(transport.group_name, None)
-    if seen.get(_GRADIENT):
+    if read_back.get(_GRADIENT):
         raise ValueError(
             "an earlier backward pass was not the same on all ranks: they were in the backward passes of different "
             "losses or calls, or had different incoming gradients; the gradients of that step are NaN. Run the same "

@@ -1,4 +1,4 @@
-"""What each rank knows about all ranks once their arguments have been found valid."""
+"""The facts about all ranks that each rank has after their arguments were validated."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class Facts:
         options: the caller's.
         comm: the ranks.
         scalars: the values of the scalars, the same on all ranks.
-        rows: for each matrix of features, which rank holds which rows.
-        norms: for each of them, the largest norm of a row on any rank.
+        rows: for each matrix of features, the rows that each rank holds.
+        norms: for each matrix of features, the largest norm of a row on any rank.
         min_pair_product: the smallest product of two rows that match, on any rank.
-        inputs: scalars, features and weights as nodes take them. What needs a gradient on any rank needs it here, and
-            that gradient takes on the factor of `sync` on its way out.
+        inputs: scalars, features and weights as nodes take them. An input that needs a gradient on any rank needs it
+            here, and that gradient is multiplied by the factor of `sync`.
         vectors: ids, with the name of the features whose rows they number.
         by_rank: the facts that each rank sent.
         embedding_size: columns of the features.
-        given_dtype: of the features as they came in.
-        features_dtype: of the features as nodes take them.
-        dtype: in which sums are taken.
+        given_dtype: dtype of the features as the caller passed them.
+        features_dtype: dtype of the features as nodes take them.
+        dtype: dtype in which sums are computed.
         device: of the features.
     """
 
@@ -73,10 +73,10 @@ class Facts:
         return accumulation_dtype(self.given_dtype)
 
     def in_range(self, *norms: float) -> Facts:
-        """Return facts with features in float64 where float32 has no room for the products of rows that are so long.
+        """Return facts with features in float64 if products of the longest rows would leave the range of float32.
 
         Args:
-            norms: the largest norms, over all ranks, of further rows that take part.
+            norms: the largest norms, over all ranks, of further rows in the products.
         """
         wide = wide_dtype(self.device)
         if self.dtype == wide or max([*self.norms.values(), *norms]) <= LONGEST[self.dtype]:
@@ -84,9 +84,9 @@ class Facts:
         return replace(self, features_dtype=wide, dtype=wide).widened()
 
     def widened(self) -> Facts:
-        """Return facts with features in the dtype of sums, where gradients of several uses add up before one rounding.
+        """Return facts with features in the dtype of sums: gradients of several uses add up before one rounding.
 
-        Features are still multiplied in the dtype that they had, where `nodes.Operands` are `narrow`.
+        With `nodes.Operands.narrow`, features are still multiplied in their former dtype.
         """
         return replace(self, inputs={n: x.to(self.dtype) if n in self.rows else x for n, x in self.inputs.items()})
 

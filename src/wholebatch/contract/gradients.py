@@ -1,8 +1,8 @@
-"""An input that needs a gradient on any rank needs one on all; then the factor of `sync` is applied, once.
+"""Inputs that need a gradient on any rank need one on all ranks; the factor of `sync` is applied here, once.
 
-A rank whose local inputs need no gradient (a frozen tower, a rank without rows) would build no graph, never call the
-collectives of the backward pass, and leave the other ranks waiting. So the ranks exchange in the handshake which
-inputs need a gradient, and these inputs join the graph on every rank.
+A rank whose local inputs need no gradient (a frozen tower, a rank without rows) would build no graph, would not call
+the collectives of the backward pass, and would leave the other ranks waiting. So the handshake exchanges the list of
+inputs that need a gradient, and these inputs join the graph on every rank.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def join(inputs: Sequence[Tensor | float | None], everyone: Sequence[Mapping[str
     Raises:
         ValueError: on every rank, if gradients are needed but some rank's inputs were made in inference mode.
     """
-    wanted = [any(column) for column in zip(*(facts[NEEDS_GRAD] for facts in everyone), strict=True)]
+    needed = [any(column) for column in zip(*(facts[NEEDS_GRAD] for facts in everyone), strict=True)]
     inference = [rank for rank, facts in enumerate(everyone) if facts[_INFERENCE]]
-    if any(wanted) and torch.is_grad_enabled() and inference:
+    if any(needed) and torch.is_grad_enabled() and inference:
         raise ValueError(
             f"tensors of rank {', '.join(map(str, inference))} were made under torch.inference_mode() and cannot take "
             "part in a backward pass, which others need; make them under torch.no_grad(), or pass x.clone()"
         )
-    return [_requiring_grad(x) if want else x for x, want in zip(inputs, wanted, strict=True)]
+    return [_requiring_grad(x) if want else x for x, want in zip(inputs, needed, strict=True)]
 
 
 def _requiring_grad(x: Tensor | float | None) -> Tensor:
@@ -54,13 +54,13 @@ def _requiring_grad(x: Tensor | float | None) -> Tensor:
 
 
 def enter(inputs: dict[str, Any], scalars: Container[str], comm: Communicator, options: Options) -> dict[str, Any]:
-    """Return the inputs, whose gradients take on the factor of `sync` on their way out. This is the one place for it.
+    """Return the inputs, whose gradients are multiplied by the factor of `sync`. It is applied nowhere else.
 
-    With reduction "none" each rank makes a scalar of its own losses; the engine averages or adds the gradients of
+    With reduction "none" each rank computes a scalar from its losses; the engine averages or adds the gradients of
     these scalars as usual, and no factor is needed here.
 
-    Scalars and weights are widened to float64: a loss is made of few numbers, all of them float64, and the gradient by
-    a weight is a small difference of the two terms that it adds to the sum and to the divisor of the mean.
+    Scalars and weights are widened to float64: a loss is computed from statistics in float64, and the gradient by a
+    weight is a small difference of two terms, from the sum and from the divisor of the mean.
     """
     inputs = {name: _widened(x) if name in scalars or name == "weights" else x for name, x in inputs.items()}
     if options.reduction == "none":

@@ -1,4 +1,4 @@
-"""What a loss declares about the tensors and scalars of one call, and the checks of them on the rank that has them."""
+"""A loss's declaration of the tensors and scalars of one call, and their checks on the rank that has them."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Inputs:
         features: matrices with as many columns, of one dtype and device; the first has the rows of the batch.
         scalars: numbers, or tensors of shape () or [1], that are equal on all ranks.
         ids: integer vectors or None, each with the name of the features whose rows it numbers.
-        weights: of examples, or None; and the name of the features whose rows they weigh.
+        weights: of examples, or None, with the name of the features whose rows they weigh.
         optional: names of features and scalars that may be None.
         required: names of ids that may not be None.
         positive: names of scalars that must be positive.
-        paired: names of two features with equally many rows.
-        matching: names of two features whose rows, as many as both have, are each other's positives.
+        paired: names of two features with the same number of rows.
+        matching: names of two features whose rows i are positives of each other, for every i that both have.
     """
 
     features: Mapping[str, Tensor | None]
@@ -57,28 +57,28 @@ class Inputs:
 
     @cached_property
     def given_features(self) -> dict[str, Any]:
-        """The features that take part: all but the optional ones that are None."""
+        """The features of the call: all but the optional ones that are None."""
         return {name: x for name, x in self.features.items() if x is not None or name not in self.optional}
 
     @cached_property
     def given_scalars(self) -> dict[str, Any]:
-        """The scalars that take part."""
+        """The scalars of the call: all but the optional ones that are None."""
         return {name: x for name, x in self.scalars.items() if x is not None or name not in self.optional}
 
     @cached_property
     def given_ids(self) -> dict[str, tuple[Any, str]]:
-        """The ids that take part, each with the name of its features."""
+        """The ids of the call, each with the name of its features."""
         return {name: (x, of) for name, (x, of) in self.ids.items() if x is not None or name in self.required}
 
     @property
     def names(self) -> list[str]:
-        """The names of all that was given, which must be the same on all ranks."""
+        """The names of all given arguments, which must be the same on all ranks."""
         weights = [] if self.weights[0] is None else ["weights"]
         return [*self.given_scalars, *self.given_features, *self.given_ids, *weights]
 
     @property
     def differentiable(self) -> dict[str, Any]:
-        """Everything that may need a gradient, given or not."""
+        """All arguments that may need a gradient, given or not."""
         return {**self.scalars, **self.features, "weights": self.weights[0]}
 
     @property
@@ -140,14 +140,14 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Checks:
-    """What one loss checks beside its :class:`Inputs`, on each rank.
+    """The checks of one loss beside those of its :class:`Inputs`, on each rank.
 
     Args:
-        check: checks settings and further arguments, and returns facts about them.
-        read_back: returns further numbers on the device, of shape (), by name. MIN_PAIR_PRODUCT replaces that of
-            `Inputs.matching`.
-        derive: checks the numbers that were read back, and returns facts about them.
-        must_match: names of such facts that must be equal on all ranks.
+        check: a function that checks settings and further arguments, and returns facts about them.
+        read_back: a function that returns further numbers on the device, of shape (), by name. MIN_PAIR_PRODUCT
+            replaces that of `Inputs.matching`.
+        derive: a function that checks the numbers that were read back, and returns facts about them.
+        must_match: names of the facts that must be equal on all ranks.
     """
 
     check: Callable[[], Mapping[str, Any]] = dict
@@ -161,7 +161,7 @@ def _norm(name: str) -> str:
 
 
 def _smallest_product(x: Tensor, y: Tensor) -> Tensor:
-    """Return min_i x_i . y_i over the rows that both have, shape (); infinite without rows."""
+    """Return min_i x_i . y_i over the rows that both have, shape (); infinity without rows."""
     rows = min(len(x), len(y))
     products = paired_products(x[:rows], y[:rows])
     return products.amin() if rows else products.new_full((), torch.inf)

@@ -1,4 +1,4 @@
-"""The choices that every loss gives its caller."""
+"""The options that every loss gives its caller."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 @dataclass(frozen=True)
 class Options:
-    """The options of one call; a loss that has no use for one leaves its default."""
+    """The options of one call; a loss without one of them leaves its default."""
 
     group: Group
     sync: Sync

@@ -1,4 +1,4 @@
-"""From the losses of this rank's rows to the loss that every rank returns."""
+"""Reduce the losses of the local rows to the loss that every rank returns."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def reduce_losses(facts: Facts, losses: Tensor, count: int | Tensor, counted: Te
 
     Args:
         facts: of the call.
-        losses: (b_r,), of this rank's rows; 0 for rows that do not count.
-        count: how many rows of all ranks count.
-        counted: (b_r,), which of this rank's rows count; None: all.
+        losses: (b_r,), of the local rows; 0 for rows that do not count.
+        count: the number of rows of all ranks that count.
+        counted: (b_r,), whether each local row counts; None: all do.
     """
     weights = facts.inputs["weights"]
     if weights is not None:
@@ -28,7 +28,7 @@ def reduce_losses(facts: Facts, losses: Tensor, count: int | Tensor, counted: Te
 
 
 def reduce_total(facts: Facts, share: Tensor, count: int | Tensor, counted: Tensor | None = None) -> Tensor:
-    """Return the mean or the sum, from this rank's weighted sum.
+    """Return the mean or the sum over all ranks, from this rank's weighted sum.
 
     Collective: one all-reduce of a number, two with weights.
     """

@@ -1,4 +1,4 @@
-"""How Y's rows reach the ranks that need them, and what those say about them comes home. Knows no loss."""
+"""Exchange Y's rows between ranks, and reduce sums about these rows to their owners. Knows no loss."""
 
 from .exchange import Exchange
 from .gather import GatherExchange

@@ -1,11 +1,11 @@
-"""What every exchange does: bring Y to the rows that need it, and take home what they say about it.
+"""The interface of an exchange: it fetches Y's rows for a pass over S, and accumulates sums about them over the ranks.
 
-Y's rows, (n_r, d) on rank r, are the columns of S. A pass over S visits all columns that are this rank's to compute,
-block by block. Along with a block come the columns' finished numbers ("carried": sums and shifts), and there is room
-for what the visit says about each column ("into": sums, maxima, gradients), combined over the ranks afterward.
+Y's rows, (n_r, d) on rank r, are the columns of S. A pass over S visits, block by block, all columns that this rank
+computes. With a block come finished statistics of its columns ("carried": sums and shifts), and memory to which the
+visit adds its part of new statistics ("accumulated": sums, maxima, gradients), which are combined over the ranks.
 
-Statistics of columns stay where the exchange keeps them between the passes: "gather" holds all columns' on every rank,
-"ring" its own rows'. `kept_own` says where a rank's own columns are among them.
+Between the passes, "gather" keeps the statistics of all columns on every rank, and "ring" those of the local columns.
+`kept_local` is the place of the local columns among those that are kept.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from ..partition import Partition
 from ..sweep import Block
 from .schedule import Visit, full, half
 
-# What a pass does with a block: visit(block, carried, into, own). `carried` is (k, n), of the block's columns. `into`
-# is (n, ...), to be added to or maximized. `own` is the same for the columns that this rank's own rows are, where S is
-# symmetric, else None.
+# A pass calls visit(block, carried, accumulated, local) for each block. `carried` is (k, n), for the block's columns.
+# The visit adds to `accumulated`, (n, ...), or raises it to a maximum. `local` is the same for the local columns of a
+# symmetric S, else None.
 VisitBlock = Callable[[Block, Tensor | None, Tensor | None, Tensor | None], None]
 Op = str | tuple[str, ...]
 
 
 class Exchange(ABC):
-    """Collective: every rank makes the same passes in the same order.
+    """Move Y's rows and statistics about them between ranks. Collective: every rank makes the same passes in order.
 
     Args:
         comm: the ranks.
-        rows: of X on this rank.
-        columns: who owns which of Y's rows.
-        symmetric: S is X's rows against themselves, and half of it suffices.
+        rows: number of X's rows on this rank.
+        columns: the owners of Y's rows.
+        symmetric: whether S is X's rows against themselves, so that half of it suffices.
     """
 
     def __init__(self, comm: Communicator, rows: int, columns: Partition, *, symmetric: bool = False) -> None:
@@ -44,7 +44,7 @@ class Exchange(ABC):
 
     @property
     def largest_block(self) -> tuple[int, int]:
-        """The most rows, and the most columns, of a block."""
+        """The largest number of rows, and of columns, of a block."""
         rows, cols = (
             max(at.stop - at.start for at in ats)
             for ats in ([visit.rows for visit in self.visits], [visit.cols for visit in self.visits])
@@ -54,23 +54,23 @@ class Exchange(ABC):
     @property
     @abstractmethod
     def kept_local(self) -> slice:
-        """Where this rank's own columns are among those whose statistics it keeps."""
+        """The place of the local columns among those whose statistics this rank keeps."""
 
     @abstractmethod
     def fetch(self, y_local: Tensor) -> Tensor:
-        """What the passes start from, to be kept for backward: (n_r, d) -> (columns kept, d).
+        """Return the rows of Y from which passes start, kept for backward: (n_r, d) -> (columns kept, d).
 
-        It is complete when the first pass is through.
+        They are complete when the first pass has ended.
         """
 
     @abstractmethod
     def distribute(self, numbers: Tensor) -> Tensor:
-        """Numbers of this rank's own columns, to be carried with them: (k, n_r) -> (k, columns kept)."""
+        """Return numbers of the kept columns, to be carried with them, from the local ones: (k, n_r) -> (k, kept)."""
 
     @abstractmethod
     def accumulate(
         self,
-        held: Tensor,
+        fetched: Tensor,
         visit: VisitBlock,
         *,
         carried: Tensor | None = None,
@@ -78,30 +78,30 @@ class Exchange(ABC):
         op: Op = "sum",
         to_owner: bool = False,
     ) -> Tensor | None:
-        """One pass over S.
+        """Make one pass over S, and return the accumulated statistics of columns.
 
         Args:
-            held: from `bring`.
-            visit: is called for each block.
+            fetched: from `fetch`.
+            visit: called for each block.
             carried: (k, columns kept), travels with the columns.
-            initial: (1, ...), with which each column's `into` begins; None: there is nothing to collect.
-            op: "sum" or "max", how what two ranks say about a column combines; or one of them for each of k numbers.
+            initial: (1, ...), the first value of each column's statistics; None: nothing is accumulated.
+            op: "sum" or "max", which combines the parts of two ranks; or one of them for each of k numbers.
             to_owner: whether to reduce sums to the owners of the columns, as soon as they are complete.
 
         Returns:
-            (columns kept, ...), to be finished by `merge`; with to_owner (n_r, ...); None without `initial`.
+            (columns kept, ...), to be finished by `reduce`; with to_owner (n_r, ...); None without `initial`.
         """
 
     @abstractmethod
-    def reduce(self, collected: Tensor, op: Op) -> Tensor:
-        """Combine what the ranks have collected: then each kept column's numbers are those of all ranks."""
+    def reduce(self, accumulated: Tensor, op: Op) -> Tensor:
+        """Return the accumulated statistics combined over the ranks, for each column that this rank keeps."""
 
 
 def combine_(x: Tensor, other: Tensor, op: Op) -> None:
-    """Add `other` to x, or raise x to it, in place; or the one or the other for each of k columns."""
+    """Add `other` to x ("sum") or raise x to it ("max"), in place; a tuple has one operation for each column."""
     if isinstance(op, tuple):
-        for column, of_column in enumerate(op):
-            combine_(x[:, column], other[:, column], of_column)
+        for column, column_op in enumerate(op):
+            combine_(x[:, column], other[:, column], column_op)
     elif op == "sum":
         x.add_(other)
     else:

@@ -1,7 +1,8 @@
-"""Exchange "gather": every rank sees all of Y. Memory O(B d); one collective out, one home, or one for each rank.
+"""Exchange "gather": every rank holds all of Y, in O(B d) memory. One all-gather and one reduce-scatter, or chunks.
 
-Large batches come in chunks, some ranks' rows at a time. Tiles of a chunk are computed while later ones are still on
-their way, and its gradient goes home while the next is being computed. On GPUs transfers run on a stream of their own.
+Large batches come in chunks, some ranks' rows at a time. Tiles of a chunk are computed while later chunks are in
+transfer, and its gradient is reduced to the owners while the next chunk is computed. On GPUs, transfers run on a
+separate stream.
 
     Y        | chunk 0 | chunk 1 | chunk 2 |
     tiles              | chunk 0   | chunk 1   | chunk 2   |
@@ -21,15 +22,15 @@ from ..sweep import Block
 from .exchange import Exchange, Op, VisitBlock
 from .schedule import Visit, chunks
 
-_Leaving = tuple[bool, Finish]  # whether it is for this rank, and what to wait for
+_Pending = tuple[bool, Finish]  # whether the sums are for this rank, and the function that waits for them
 
 
 class GatherExchange(Exchange):
-    """Y out by an all-gather, its gradient home by the adjoint, a reduce-scatter; sums by an all-reduce.
+    """Fetch Y by an all-gather, reduce its gradient by the adjoint, a reduce-scatter, and sums by an all-reduce.
 
     Args:
         comm, rows, columns, symmetric: as for every :class:`Exchange`.
-        chunk: columns that are worth a transfer of their own; a symmetric S comes rank by rank, and goes home at once.
+        chunk: least number of columns of one transfer; a symmetric S comes rank by rank, and is reduced at once.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class GatherExchange(Exchange):
     ) -> None:
         super().__init__(comm, rows, columns, symmetric=symmetric)
         self._chunks = chunks(columns, chunk)
-        self._arriving: list[Finish] = []  # of each rank's rows, until the first pass is through
+        self._arriving: list[Finish] = []  # one for each rank's rows, until the first pass has ended
 
     @property
     def largest_block(self) -> tuple[int, int]:
@@ -66,7 +67,7 @@ class GatherExchange(Exchange):
 
     def accumulate(
         self,
-        held: Tensor,
+        fetched: Tensor,
         visit: VisitBlock,
         *,
         carried: Tensor | None = None,
@@ -74,40 +75,40 @@ class GatherExchange(Exchange):
         op: Op = "sum",
         to_owner: bool = False,
     ) -> Tensor | None:
-        into = None if initial is None else initial.repeat(len(held), *[1] * (initial.dim() - 1))
-        local = into[self.kept_local] if into is not None and self.symmetric else None
-        early = to_owner and into is not None and len(self._chunks) > 1 and not self.symmetric
-        leaving: list[_Leaving] = []
-        mine: Tensor | None = None
-        for ranks, block in self._blocks(held):
+        accumulated = None if initial is None else initial.repeat(len(fetched), *[1] * (initial.dim() - 1))
+        local = accumulated[self.kept_local] if accumulated is not None and self.symmetric else None
+        early = to_owner and accumulated is not None and len(self._chunks) > 1 and not self.symmetric
+        pending: list[_Pending] = []
+        local_sums: Tensor | None = None
+        for ranks, block in self._blocks(fetched):
             visit(
                 block,
                 None if carried is None else carried[:, block.cols],
-                None if into is None else into[block.cols],
+                None if accumulated is None else accumulated[block.cols],
                 local,
             )
-            if early and into is not None:
-                mine = _finished(leaving, mine)  # before the next: there is memory for one chunk's
-                leaving = [self._home(into, rank) for rank in ranks]
+            if early and accumulated is not None:
+                local_sums = _finished(pending, local_sums)  # before the next chunk: memory holds the sums of one
+                pending = [self._start_reduce(accumulated, rank) for rank in ranks]
         if early:
-            return _finished(leaving, mine)
-        if not to_owner or into is None or self.comm.size == 1:
-            return into
-        del held, block  # Y goes before there is memory for what comes home
-        return self.comm.reduce_scatter(into, counts=self.columns.counts, check=False)
+            return _finished(pending, local_sums)
+        if not to_owner or accumulated is None or self.comm.size == 1:
+            return accumulated
+        del fetched, block  # free Y before the reduce-scatter allocates its result
+        return self.comm.reduce_scatter(accumulated, counts=self.columns.counts, check=False)
 
-    def reduce(self, collected: Tensor, op: Op) -> Tensor:
+    def reduce(self, accumulated: Tensor, op: Op) -> Tensor:
         if isinstance(op, str):
-            return self.comm.all_reduce(collected, op, check=False)
-        merged = self.comm.all_reduce(collected, check=False)
-        largest = [column for column, of_column in enumerate(op) if of_column == "max"]
+            return self.comm.all_reduce(accumulated, op, check=False)
+        reduced = self.comm.all_reduce(accumulated, check=False)
+        largest = [column for column, column_op in enumerate(op) if column_op == "max"]
         if largest:
-            merged[:, largest] = self.comm.all_reduce(collected[:, largest], "max", check=False)
-        return merged
+            reduced[:, largest] = self.comm.all_reduce(accumulated[:, largest], "max", check=False)
+        return reduced
 
-    def _home(self, into: Tensor, rank: int) -> _Leaving:
-        """Put sums of this rank's columns under way to it."""
-        transport, x = self.comm.transport, into[self.columns.rows(rank)]
+    def _start_reduce(self, accumulated: Tensor, rank: int) -> _Pending:
+        """Start to reduce the sums of a rank's columns to it."""
+        transport, x = self.comm.transport, accumulated[self.columns.rows(rank)]
         finish = named(transport, "gather exchange", "before", lambda: transport.reduce(x, rank))
         return rank == self.comm.rank, lambda: named(transport, "gather exchange", "before", finish)
 
@@ -119,7 +120,7 @@ class GatherExchange(Exchange):
         return slice(first + visit.cols.start, first + visit.cols.stop)
 
     def _blocks(self, y_full: Tensor) -> Iterator[tuple[range, Block]]:
-        """Columns of some ranks at a time, which are there by then; of a symmetric matrix, rank by rank."""
+        """Yield the columns of some ranks at a time, once they have arrived; a symmetric S, rank by rank."""
         planned = [(ranks, self._columns(ranks), self.visits[0].rows, False) for ranks in self._chunks]
         if self.symmetric:
             planned = [
@@ -137,9 +138,9 @@ class GatherExchange(Exchange):
             named(self.comm.transport, "gather exchange", "before", finish)
 
 
-def _finished(leaving: list[_Leaving], mine: Tensor | None) -> Tensor | None:
-    """Own sums, when these are through; as they were before, if none of these is for this rank."""
-    for local, finish in leaving:
-        found = finish()
-        mine = found if local else mine
-    return mine
+def _finished(pending: list[_Pending], local_sums: Tensor | None) -> Tensor | None:
+    """Wait for the pending reductions; return the sums of this rank's columns, or `local_sums` if none is for it."""
+    for is_local, finish in pending:
+        reduced = finish()
+        local_sums = reduced if is_local else local_sums
+    return local_sums

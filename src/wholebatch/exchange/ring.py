@@ -1,14 +1,14 @@
 """Exchange "ring": Y's blocks travel from rank to rank. Memory O(b d), whatever the number of ranks.
 
 In step s, rank r works on the block of rank r - s. Meanwhile that block is already on its way to rank r + 1, and the
-next comes from rank r - 1. What a visit says about a block's columns (sums, or a gradient) follows one step behind: it
-is added to what the ranks before have said, and goes on; from the last rank it goes home.
+next comes from rank r - 1. The sums about a block's columns (statistics, or a gradient) follow one step behind: each
+rank adds its part to the sums of the ranks before it and sends them on; the last rank sends them to the block's owner.
 
     step s on rank r    compute   block r - s; meanwhile
-                        send      block r - s to r + 1, and what ranks have said about block r - s + 1, r's own added
-                        receive   block r - s - 1 from r - 1, and what ranks r - s ... r - 1 have said about block r - s
+                        send      block r - s to r + 1, and the sums about block r - s + 1, with the part of rank r
+                        receive   block r - s - 1 from r - 1, and the sums of ranks r - s ... r - 1 about block r - s
 
-All messages of a step are one `swap`; on GPUs they run beside the tiles, on a stream of the transport's own.
+All messages of a step are one `swap`; on GPUs they run beside the tiles, on a separate stream of the transport.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..comm.transport import RING, Message, named
 from ..sweep import Block
 from .exchange import Exchange, Op, VisitBlock, combine_
 
-_COLUMNS, _CARRIED, _SAID, _HOME = range(4)  # tags: what a message holds
+_COLUMNS, _CARRIED, _SUMS, _TO_OWNER = range(4)  # tags: the content of a message
 
 
 class RingExchange(Exchange):
-    """Blocks of Y, their columns' numbers, and what is collected about them, all in messages to the next rank."""
+    """Send blocks of Y, their columns' numbers and the sums about them in messages to the next rank."""
 
     @property
     def kept_local(self) -> slice:
@@ -39,7 +39,7 @@ class RingExchange(Exchange):
 
     def accumulate(
         self,
-        held: Tensor,
+        fetched: Tensor,
         visit: VisitBlock,
         *,
         carried: Tensor | None = None,
@@ -50,15 +50,15 @@ class RingExchange(Exchange):
         rank, size, steps = self.comm.rank, self.comm.size, len(self.visits)
         following, previous = (rank + 1) % size, (rank - 1) % size
         counts, offsets = self.columns.counts, self.columns.offsets
-        y, numbers = held.contiguous(), None if carried is None else carried.T.contiguous()
+        y, numbers = fetched.contiguous(), None if carried is None else carried.T.contiguous()
         two, one = (2, 1) if steps > 1 else (1, 0)
         y_blocks = _Buffers(y, counts, 2 * one)
         number_blocks = None if numbers is None else _Buffers(numbers, counts, 2 * one)
-        said_blocks, before_block = (None if initial is None else _Buffers(initial, counts, of) for of in (two, one))
+        sum_blocks, received_block = (None if initial is None else _Buffers(initial, counts, n) for n in (two, one))
         local = None
         if initial is not None and self.symmetric:
             local = _Buffers(initial, counts, 1).take(0, rank, initial)
-        said: Tensor | None = None
+        sums: Tensor | None = None
         for step, planned in enumerate(self.visits):
             source, last = planned.source, step + 1 == steps
             sends, receives = [], []
@@ -68,42 +68,42 @@ class RingExchange(Exchange):
                 if numbers is not None and number_blocks is not None:
                     sends.append(Message(numbers, following, _CARRIED))
                     receives.append(Message(number_blocks.take(step, (source - 1) % size), previous, _CARRIED))
-            if said_blocks is not None and before_block is not None:
-                if said is not None:
-                    sends.append(Message(said, following, _SAID))
-                    receives.append(Message(before_block.take(0, source), previous, _SAID))
-                said = said_blocks.take(step, source, initial)
+            if sum_blocks is not None and received_block is not None:
+                if sums is not None:
+                    sends.append(Message(sums, following, _SUMS))
+                    receives.append(Message(received_block.take(0, source), previous, _SUMS))
+                sums = sum_blocks.take(step, source, initial)
             finish = self._swap(sends, receives)
             cols = slice(offsets[source] + planned.cols.start, offsets[source] + planned.cols.stop)
             visit(
                 Block(y[planned.cols], cols, planned.rows, planned.triangle),
                 None if numbers is None else numbers[planned.cols].T,
-                None if said is None else said[planned.cols],
+                None if sums is None else sums[planned.cols],
                 local,
             )
             arrived = finish()
-            if said is not None and step:
-                combine_(said, arrived.pop(), op)
+            if sums is not None and step:
+                combine_(sums, arrived.pop(), op)
             if not last:
                 y, *more = arrived
                 numbers = more[0] if more else None
-        if initial is not None and said is not None and steps > 1:
-            del y_blocks, before_block
-            # From the last visitor of our own block, into memory of that size.
+        if initial is not None and sums is not None and steps > 1:
+            del y_blocks, received_block
+            # The last visitor of the local block sends its sums, into memory of that size.
             out = _Buffers(initial, (counts[rank],), 1).take(0, 0)
             visitor = (rank + steps - 1) % size
-            (said,) = self._swap([Message(said, source, _HOME)], [Message(out, visitor, _HOME)])()
-        if local is not None and said is not None:
-            combine_(said, local, op)
-        return said
+            (sums,) = self._swap([Message(sums, source, _TO_OWNER)], [Message(out, visitor, _TO_OWNER)])()
+        if local is not None and sums is not None:
+            combine_(sums, local, op)
+        return sums
 
-    def reduce(self, collected: Tensor, op: Op) -> Tensor:
-        return collected
+    def reduce(self, accumulated: Tensor, op: Op) -> Tensor:
+        return accumulated
 
     def _swap(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
-        transport, what = self.comm.transport, "ring exchange with the ranks before and after"
-        finish = named(transport, what, "before", lambda: transport.swap(sends, receives, RING))
-        return lambda: named(transport, what, "before", finish)
+        transport, operation = self.comm.transport, "ring exchange with the ranks before and after"
+        finish = named(transport, operation, "before", lambda: transport.swap(sends, receives, RING))
+        return lambda: named(transport, operation, "before", finish)
 
 
 class _Buffers:
@@ -114,6 +114,6 @@ class _Buffers:
         self._buffers = [like.new_empty(max(counts), *like.shape[1:]) for _ in range(number)]
 
     def take(self, turn: int, owner: int, initial: Tensor | None = None) -> Tensor:
-        """The buffer whose turn it is, for the rows of `owner`, each of them `initial` if given."""
+        """Return the buffer whose turn it is, with the rows of `owner`, each filled with `initial` if given."""
         buffer = self._buffers[turn % len(self._buffers)][: self._counts[owner]]
         return buffer if initial is None else buffer.copy_(initial.expand_as(buffer))

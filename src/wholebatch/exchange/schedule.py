@@ -1,10 +1,10 @@
-"""Which rank's columns meet which rows, and in what order: frozen integers.
+"""The order in which a rank visits the columns of all ranks, as frozen integers.
 
-Y's blocks pass rank r in the order r, r - 1, r - 2, ... (modulo W), as they do when each travels to the next rank.
+Rank r visits Y's blocks in the order r, r - 1, r - 2, ... (modulo W), the order in which they arrive in a ring.
 
-Where S is symmetric (X's rows against themselves), half of it suffices: of each pair of ranks one computes the block
-that they share, and each computes the upper triangle of its own. Rank r takes the blocks of the (W - 1) / 2 ranks
-before it; if W is even, the block that it shares with the rank on the opposite side is divided between the two, by the
+Where S is symmetric (X's rows against themselves), half of it suffices: one rank of each pair computes the block
+that they share, and each rank computes the upper triangle of its local block. Rank r takes the blocks of the
+(W - 1) / 2 ranks before it. If W is even, two ranks on opposite sides divide the block that they share, by the
 rows of the lower one.
 """
 
@@ -14,21 +14,21 @@ from dataclasses import dataclass
 
 from ..partition import Partition
 
-_MOST_CHUNKS = 8  # of a gather
+_MOST_CHUNKS = 8  # of one gather
 
 
 @dataclass(frozen=True)
 class Visit:
-    """The columns of one rank that meet rows of this one."""
+    """The columns of one rank, and the local rows to multiply them with."""
 
-    source: int  # whose columns
-    cols: slice  # of its own
-    rows: slice  # of this rank's
+    source: int  # the rank of the columns
+    cols: slice  # among that rank's columns
+    rows: slice  # among the local rows
     triangle: bool = False
 
 
 def full(rows: int, columns: Partition, rank: int) -> tuple[Visit, ...]:
-    """All of this rank's rows meet all columns.
+    """Return the visits in which all local rows meet all columns.
 
     >>> [visit.source for visit in full(4, Partition((4, 4, 4)), rank=1)]
     [1, 0, 2]
@@ -39,7 +39,7 @@ def full(rows: int, columns: Partition, rank: int) -> tuple[Visit, ...]:
 
 
 def half(columns: Partition, rank: int) -> tuple[Visit, ...]:
-    """A rank's part of a symmetric matrix, whose rows are its columns.
+    """Return the visits of a rank's part of a symmetric matrix, whose rows are its columns.
 
     >>> [(visit.source, visit.rows, visit.cols) for visit in half(Partition((3, 5)), rank=0)]
     [(0, slice(0, 3, None), slice(0, 3, None)), (1, slice(0, 2, None), slice(0, 5, None))]
@@ -62,7 +62,7 @@ def half(columns: Partition, rank: int) -> tuple[Visit, ...]:
 
 
 def chunks(columns: Partition, least: int) -> tuple[range, ...]:
-    """Consecutive ranks, each time with so many columns, or an eighth of all if that is more; the last with the rest.
+    """Return ranges of ranks with at least `least` columns each, and at least an eighth of all; the last has the rest.
 
     >>> chunks(Partition((3, 3, 0, 3, 4)), 5)
     (range(0, 2), range(2, 5))
@@ -82,7 +82,7 @@ def _upper_half(rows: int) -> int:
 
 
 def num_entries(visits: tuple[Visit, ...], side: int) -> int:
-    """How many entries of S the visits compute, at most, in tiles of side x side."""
+    """Return the largest number of entries of S that the visits compute, in tiles of side x side."""
     total = 0
     for visit in visits:
         rows, cols = (at.stop - at.start for at in (visit.rows, visit.cols))

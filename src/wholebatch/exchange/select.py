@@ -1,4 +1,4 @@
-"""From what a user passes as `exchange=` to an exchange."""
+"""The choice of an exchange, from the argument `exchange=` of a loss."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def select_exchange(
     symmetric: bool = False,
     chunk: int = 1,
 ) -> Exchange:
-    """The exchange called `name`. "auto": "gather" while that takes at most 1 GiB per rank, else "ring" if it can run.
+    """Return the exchange called `name`. "auto": "gather" up to 1 GiB per rank, else "ring" if it can run.
 
     Args:
         name: "auto", "gather" or "ring".
         comm: the ranks.
-        rows: of X on this rank.
-        columns: who owns which of Y's rows.
-        row_bytes: of one of Y's rows, in the accumulation dtype.
+        rows: number of X's rows on this rank.
+        columns: the owners of Y's rows.
+        row_bytes: bytes of one of Y's rows, in the accumulation dtype.
         symmetric: as for every :class:`Exchange`.
-        chunk: columns that are worth a transfer of their own.
+        chunk: least number of columns of one transfer.
     """
     if name == "auto":
         name = automatic(columns.total, row_bytes, rings=not comm.transport.in_order)
@@ -46,7 +46,7 @@ def select_exchange(
 
 
 def columns_of_a_chunk(total: int, side: int, device: torch.device) -> int:
-    """Columns that are worth a transfer of their own: a tile's side; on a CPU all, for transfers take its cores.
+    """Return the least columns of one transfer: the side of a tile; on a CPU all, because transfers use its cores.
 
     (Two processes on two cores: CLIP at 8192 rows takes 3 % longer in chunks.)
     """
@@ -54,12 +54,12 @@ def columns_of_a_chunk(total: int, side: int, device: torch.device) -> int:
 
 
 def automatic(total: int, row_bytes: int, *, rings: bool = True) -> Literal["gather", "ring"]:
-    """What "auto" is.
+    """Return the exchange that "auto" stands for.
 
     Args:
-        total: rows of Y, on all ranks.
-        row_bytes: of one of them, in the accumulation dtype.
-        rings: whether "ring" may be chosen: on NCCL it has to be asked for, for no test has run it on GPUs yet.
+        total: number of Y's rows on all ranks.
+        row_bytes: bytes of one row, in the accumulation dtype.
+        rings: whether "ring" may be chosen. On NCCL the user must ask for it: no test has run it on GPUs yet.
 
     >>> automatic(65536, 4 * 512), automatic(262144, 4 * 1024)
     ('gather', 'ring')

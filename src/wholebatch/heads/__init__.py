@@ -1,4 +1,4 @@
-"""Softmax over classes whose centers lie on many ranks (PartialFC), and its margins."""
+"""Softmax over classes whose centers are sharded over the ranks (PartialFC), and its margins."""
 
 import typing as _typing
 

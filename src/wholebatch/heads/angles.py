@@ -1,18 +1,18 @@
-r"""Angles between embeddings and their own classes' centers, and their gradient where it is: also near 0 and pi.
+r"""Angles between embeddings and the centers of their classes, with an exact gradient, also near 0 and pi.
 
-    theta = acos(c),  c = x . w        x, w normalized as everything is (see `_normalize`)
+    theta = acos(c),  c = x . w        x, w normalized (see `_normalize`)
           = 2 atan2(sqrt(|x - w|^2 + r), sqrt(|x + w|^2 + r)),        r = (1 - |x|^2) + (1 - |w|^2)
 
-where r is 0 but for rows that were shorter than 1e-12. The second form is exact to rounding at any angle, where the
-first knows small ones to sqrt(eps) only. Its gradient is a unit vector, and the projection that a normalized vector's
-gradient takes has been made,
+where r is 0 except for rows that were shorter than 1e-12. The second form is exact to rounding at any angle; the first
+gives small angles to sqrt(eps) only. Its gradient is a unit vector that already contains the projection of a normalized
+vector's gradient,
 
     d theta / dx = -(w - c x) / sin theta,        c = cos theta
 
-in which w - c x = (w - x) + 2 sin^2(theta/2) x for small angles, and (w + x) - 2 cos^2(theta/2) x for large ones, loses
-no digits. Of a row that was shorter than 1e-12 nothing is projected out, and d theta / dx = -w / sin theta. So a margin
-is a smooth function of theta, and nothing has to be kept away from 0: only at 0 and pi
-themselves, where x and w span no plane, is there no direction, and the gradient is taken for 0.
+The form w - c x = (w - x) + 2 sin^2(theta/2) x for small angles, and (w + x) - 2 cos^2(theta/2) x for large ones, loses
+no digits. For a row that was shorter than 1e-12 nothing is projected out, and d theta / dx = -w / sin theta. So a
+margin is a smooth function of theta, and no clamp away from 0 is needed. Only at 0 and pi, where x and w span no plane,
+is there no direction; the gradient there is defined as 0.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .._normalize import divisors, row_norms
 from .._precision import rows_at_a_time, wide_dtype
 from .classes import NOT_HERE
 
-_SAME = 16  # times eps: unit vectors that are nearer to each other are taken for the same
+_SAME = 16  # times eps: unit vectors nearer to each other count as equal
 
 
 @torch.no_grad()
 def nearest(x: Tensor, centers: Tensor, rows: Tensor, *, clamp: tuple[bool, bool]) -> Tensor:
-    """Of several rows of the centers, (B, k, K), that of the smallest angle with each embedding, (B, k)."""
+    """Return for each embedding the row of the nearest center among given rows: (B, k, K) -> (B, k)."""
     if rows.shape[2] == 1:
         return rows[..., 0]
     angles, *_ = target_angles(x, centers, rows.flatten(1), clamp=clamp)
@@ -42,21 +42,21 @@ def nearest(x: Tensor, centers: Tensor, rows: Tensor, *, clamp: tuple[bool, bool
 
 
 def target_angles(x: Tensor, centers: Tensor, at: Tensor, *, clamp: tuple[bool, bool]) -> tuple[Tensor, Tensor, Tensor]:
-    """The angle of each embedding with its class's center, and the centers for whatever else is made of them.
+    """Return the angle and length of each embedding's target center, and the centers for all further use.
 
     Args:
         x: (B, d), embeddings of any length.
         centers: (C_r, d), of any length.
         at: (B, k), the rows of the centers of each embedding's classes, or NOT_HERE.
-        clamp: whether embeddings, and centers, are normalized as everything is, by 1e-12 at least; else the angle is
-            that of their directions, however short they are.
+        clamp: whether embeddings, and centers, are divided by at least 1e-12, as in `_normalize`. Else the angle is
+            that of their directions, for rows of any length.
 
     Returns:
-        The angles, and the lengths of the centers, both (B, k), float64, 0 where the center is not here; and the
-        centers, whose other gradient is to arrive by these: it is taken on here, in place, and not stored twice.
+        The angles and the lengths of the centers, both (B, k), float64, 0 where the center is on another rank; and the
+        centers. Further use of the centers must take these: their gradient is then accumulated in place, in one tensor.
     """
-    angles, lengths, again = _Angles.apply(x, centers, at, clamp)
-    return angles, lengths, again
+    angles, lengths, same_centers = _Angles.apply(x, centers, at, clamp)
+    return angles, lengths, same_centers
 
 
 class _Angles(torch.autograd.Function):
@@ -94,7 +94,7 @@ class _Angles(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows with their norms, in float64; norms and divisors (n, 1)."""
+    """Rows with their norms, in float64; norms and divisors are (n, 1)."""
 
     directions: Tensor  # x / |x|
     norms: Tensor
@@ -108,29 +108,29 @@ class _Rows:
 
     @property
     def units(self) -> Tensor:
-        """x / max(|x|, 1e-12); or the directions."""
+        """The rows divided by their divisors: x / max(|x|, 1e-12), or the directions."""
         return self.directions * (self.norms / self.divisors)
 
     @property
     def missing(self) -> Tensor:
-        """1 - |unit|^2, exactly 0 for what has norm 1, (n, 1)."""
+        """1 - |unit|^2, (n, 1), exactly 0 where the norm is 1."""
         return 1 - (self.norms / self.divisors).square()
 
     @property
     def clamped(self) -> Tensor:
-        """Which are shorter than their divisors, (n, 1)."""
+        """Whether each row is shorter than its divisor, (n, 1)."""
         return self.norms < self.divisors
 
 
 def _angle(u: _Rows, w: _Rows) -> Tensor:
-    """(n, 1)."""
+    """Return the angle between each row of u and the same row of w, (n, 1)."""
     x, y, missing = u.units, w.units, u.missing + w.missing
     apart, together = ((z.square().sum(1, keepdim=True) + missing).sqrt() for z in (x - y, x + y))
     return 2 * torch.atan2(apart, together)
 
 
 def _away(u: _Rows, w: _Rows, theta: Tensor) -> Tensor:
-    """d theta / dx of a unit x: the direction in which it leaves w."""
+    """Return d theta / dx of a unit x, the direction away from w."""
     x, y = u.units, w.units
     near = theta < torch.pi / 2
     difference = torch.where(near, y - x, y + x)
@@ -141,9 +141,9 @@ def _away(u: _Rows, w: _Rows, theta: Tensor) -> Tensor:
 
 
 def _pairs(at: Tensor, centers: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Embeddings and which of their classes, the center's row, and whether it is here at all; some at a time.
+    """Yield (embeddings, labels' places, rows of centers, whether these are local), some at a time.
 
-    To leave out those that are not would make tensors whose size a host has to wait for.
+    Filtering out the rows of other ranks would make tensors whose size the host has to wait for.
     """
     if not centers:
         return

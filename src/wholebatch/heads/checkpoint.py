@@ -1,7 +1,7 @@
-"""Checkpoints of a sharded head that any number of ranks can load: rows are kept by their class, not by their rank.
+"""Checkpoints of a sharded head that any number of ranks can load: rows are stored by class, not by rank.
 
 Each rank writes the rows of its classes, and rank 0 an index of all; see `head_folder`. A rank that loads reads the
-slices with rows of its classes, and takes these out of them. Only when all ranks have read theirs is anything changed.
+slices with rows of its classes, and selects these rows. The head is changed only after all ranks have read their rows.
 No file is unpickled.
 """
 
@@ -33,17 +33,17 @@ def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None =
     """Write a head, and the optimizer's state of each class. Collective: 3 handshakes.
 
     Args:
-        folder: that all ranks see, the same on all; it may not hold another checkpoint.
-        head: the ranks' parts of it.
-        optimizer: with `head.parameters()` among its own; its state of other parameters is not written.
+        folder: a folder on storage that all ranks share, the same on all ranks; without another checkpoint.
+        head: the local part of the head.
+        optimizer: an optimizer of `head.parameters()`; its state of other parameters is not written.
 
     Returns:
-        The id of this save, the same on all ranks, which all files of the folder name. Written beside the backbone, it
-        tells :func:`load_head` which head belongs to it.
+        The id of this save, the same on all ranks and in all files of the folder. Save it with the backbone and pass it
+        to :func:`load_head`, which then loads only the matching head.
 
     Raises:
-        ValueError: on every rank: another rank's head, an optimizer whose state of each class is not known here, a
-            folder that has a checkpoint or cannot be written.
+        ValueError: on every rank: another rank's head, an unsupported optimizer, a folder that has a checkpoint or
+            cannot be written.
     """
     comm = _communicator(head)
 
@@ -53,8 +53,8 @@ def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None =
         check_instance("optimizer", optimizer, (Optimizer, type(None)), "an optimizer of torch, or None")
         if optimizer is not None and not _names_of(optimizer):
             raise ValueError(
-                f"what a {type(optimizer).__name__} knows of each class is not known here: use wholebatch.SparseSGD or "
-                "SparseAdamW, which are PyTorch's on dense gradients, or save the optimizer yourself"
+                "optimizer must be a wholebatch.SparseSGD or SparseAdamW, which are PyTorch's on dense gradients, or "
+                f"None; got {type(optimizer).__name__}. Use one of these, or save the optimizer yourself"
             )
         if optimizer is not None:
             _check_has(optimizer, head)
@@ -65,7 +65,7 @@ def save_head(folder: Path | str, head: PartialFC, optimizer: Optimizer | None =
         rows = _rows_of(head, _known(optimizer, head))
         try:
             return write_rows(
-                Path(folder), comm.rank, comm.size, save, head.local_classes.start, rows, _of_margin(head)
+                Path(folder), comm.rank, comm.size, save, head.local_classes.start, rows, _margin_buffers(head)
             )
         except OSError as error:
             raise ValueError(f"{folder} cannot be written: {error}") from error
@@ -94,23 +94,23 @@ def load_head(
     classes: Tensor | None = None,
     save_id: str | None = None,
 ) -> None:
-    """Read a head that `save_head` has written, on any number of ranks. Collective: 2 handshakes.
+    """Load a head that `save_head` has written, on any number of ranks. Collective: 2 handshakes.
 
     Args:
         folder: of the checkpoint.
-        head: takes its centers, and goes on with its samples.
-        optimizer: takes its state; None: that is left alone.
-        classes: (C,) integers, which of the head's classes each of the checkpoint's C is to be, the same on all ranks;
-            -1: none, it is left out. A class that several become, as two that turned out to be one, gets the mean of
-            their centers and of what the optimizer knows of them (not with sub-centers, which have no order that two
-            classes share); one that none becomes stays as it is. So torch.arange(C) is for a head with new classes
-            behind the old ones. None: the classes are the same.
-        save_id: as `save_head` returned it; another save's folder is refused. None: any.
+        head: the head that gets the centers, and continues the samples.
+        optimizer: the optimizer that gets the state; None: the state is not loaded.
+        classes: (C,) integers, the head's class for each of the checkpoint's C classes, the same on all ranks; -1
+            leaves a class out. If several map to one class, for instance two that turned out to be the same, it gets
+            the mean of their centers and of their optimizer state (not with sub-centers, which have no common order).
+            A class to which none maps stays unchanged. So torch.arange(C) is for a head with new classes after the old
+            ones. None: the classes are the same.
+        save_id: the id that `save_head` returned; the folder of another save raises. None: any.
 
     Raises:
-        ValueError: on every rank, with head and optimizer as they were: there is no checkpoint of a head, or one of
-            whose files a bit has changed or that is another save's, or it is of another number of classes or size of
-            embeddings, or has no state of this kind of optimizer.
+        ValueError: on every rank, with head and optimizer unchanged: there is no checkpoint of a head, one of its files
+            is damaged or from another save, its number of classes or its embedding size differs, or it has no state of
+            this kind of optimizer.
     """
     comm, found = _communicator(head), dict[str, Any]()
 
@@ -131,14 +131,14 @@ def load_head(
 
     def second() -> dict[str, Any]:
         index: Index = found["index"]
-        becomes = torch.arange(index.facts["num_classes"]) if classes is None else classes.cpu().long()
-        at = rows_within(becomes, head.local_classes)
+        new_classes = torch.arange(index.facts["num_classes"]) if classes is None else classes.cpu().long()
+        at = rows_within(new_classes, head.local_classes)
         found["state"] = _state_with(optimizer, head, index.facts["optimizer"] or ())
-        found["into"] = _rows_of(head, found["state"])
+        found["targets"] = _rows_of(head, found["state"])
         try:
             with Slices(index) as slices:
-                found["rows"] = {name: _rows(slices, name, x, at) for name, x in found["into"].items()}
-                found["margin"] = {name: slices.whole(name, x) for name, x in _of_margin(head).items()}
+                found["rows"] = {name: _rows(slices, name, x, at) for name, x in found["targets"].items()}
+                found["margin"] = {name: slices.whole(name, x) for name, x in _margin_buffers(head).items()}
         except OSError as error:
             raise ValueError(f"{folder} cannot be read, it is damaged or incomplete: {error}") from error
         return {}
@@ -149,38 +149,34 @@ def load_head(
     with torch.no_grad():
         if optimizer is not None:
             optimizer.state.update(found["state"])
-        for name, x in found["into"].items():
+        for name, x in found["targets"].items():
             x.copy_(found["rows"][name])
-        for name, x in _of_margin(head).items():
+        for name, x in _margin_buffers(head).items():
             x.copy_(found["margin"][name])
         head.step.fill_(facts["step"])
         head.seed.fill_(facts["seed"])
 
 
 def _communicator(head: PartialFC) -> Communicator:
-    """The head's; the default one for what is no head, so that all ranks are told."""
+    """Return the head's communicator; the default one if `head` is not a head, so that all ranks raise."""
     return select_communicator(head.options.group if isinstance(head, PartialFC) else None)
 
 
 def _check_head(head: object) -> None:
     if not isinstance(head, PartialFC):
         raise ValueError(f"head must be a wholebatch.PartialFC, got {type(head).__name__}")
-    head.check_own()
+    head.check_local()
 
 
 def _facts(head: PartialFC, optimizer: Optimizer | None) -> dict[str, Any]:
-    """What a checkpoint is of; of the optimizer None where it is not part of it."""
+    """Return the facts that the index of a checkpoint has about the head and its optimizer, if any."""
     known = None
     if optimizer is not None:
         known = sorted({name for state in _known(optimizer, head).values() for name in state})
     return {
-        "num_classes": head.num_classes,
-        "embedding_size": head.embedding_size,
-        "sub_centers": head.sub_centers,
-        "bias": head.bias is not None,
-        "margin": sorted(_of_margin(head)),
+        **head.size_facts(),
+        "margin": sorted(_margin_buffers(head)),
         "step": int(head.step),
-        "seed": int(head.seed),
         "optimizer": known,
     }
 
@@ -188,22 +184,21 @@ def _facts(head: PartialFC, optimizer: Optimizer | None) -> dict[str, Any]:
 def _check(facts: dict[str, Any], head: PartialFC, optimizer: Optimizer | None, classes: Tensor | None) -> None:
     if facts["embedding_size"] != head.embedding_size:
         raise ValueError(
-            f"the checkpoint's embeddings have {facts['embedding_size']} numbers, the head's {head.embedding_size}"
+            f"the checkpoint's embeddings have {facts['embedding_size']} numbers, the head's {head.embedding_size}; "
+            f"create the head with embedding_size={facts['embedding_size']}"
         )
-    for name, local, one in (
+    for name, local, saved in (
         ("sub-centers of a class", head.sub_centers, facts["sub_centers"]),
         ("bias", head.bias is not None, facts["bias"]),
-        ("what the margin remembers", sorted(_of_margin(head)), facts["margin"]),
+        ("buffers of the margin", sorted(_margin_buffers(head)), facts["margin"]),
     ):
-        if local != one:
-            raise ValueError(
-                f"{name}: the checkpoint has {one}, the head {local}; make a head like the one that was saved"
-            )
+        if local != saved:
+            raise ValueError(f"{name}: the checkpoint has {saved}, the head {local}; create a head like the saved one")
     count = facts["num_classes"]
     if classes is None and count != head.num_classes:
         raise ValueError(
-            f"the checkpoint has {count} classes, the head {head.num_classes}; which of these each of those is to be, "
-            f"say with classes=: torch.arange({count}) if the head has new ones behind them, -1 for those that go"
+            f"the checkpoint has {count} classes, the head {head.num_classes}; pass the new class of each as classes=, "
+            f"for instance torch.arange({count}) for a head with new classes at the end; -1 leaves a class out"
         )
     if classes is not None:
         check_ids("classes", classes, "the checkpoint's centers", count)
@@ -213,8 +208,8 @@ def _check(facts: dict[str, Any], head: PartialFC, optimizer: Optimizer | None, 
         kept = classes[classes != NOT_HERE]
         if head.sub_centers > 1 and len(kept.unique()) < len(kept):
             raise ValueError(
-                "classes with several sub-centers cannot become one: the sub-centers of one are in no order that is "
-                "another's"
+                "classes must map no two classes to one for a head with sub-centers, because sub-centers have no "
+                "common order; give each class its own"
             )
     if optimizer is not None:
         _check_optimizer(facts["optimizer"], head, optimizer)
@@ -226,11 +221,11 @@ def _check_optimizer(saved: list[str] | None, head: PartialFC, optimizer: Optimi
         raise ValueError(f"optimizer must be a SparseSGD or SparseAdamW, or None; got {type(optimizer).__name__}")
     _check_has(optimizer, head)
     if saved is None:
-        raise ValueError("the checkpoint was saved without an optimizer; leave it out, and its state stays as it is")
+        raise ValueError("optimizer must be None: the checkpoint was saved without an optimizer")
     if saved and {*saved} != {*names}:
         raise ValueError(
             f"the checkpoint's optimizer has {saved} of each class, a {type(optimizer).__name__} has {sorted(names)}; "
-            "pass one of the kind that was saved, or none"
+            "pass one of the saved kind, or None"
         )
 
 
@@ -238,17 +233,17 @@ def _check_has(optimizer: Optimizer, head: PartialFC) -> None:
     has = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = [name for name, p in head.named_parameters() if id(p) not in has]
     if missing:
-        raise ValueError(f"the optimizer must have head.parameters() among its own; it lacks {', '.join(missing)}")
+        raise ValueError(f"optimizer must have head.parameters() among its parameters; it lacks {', '.join(missing)}")
 
 
 def _names_of(optimizer: Optimizer) -> tuple[str, ...]:
-    """What an optimizer may know of each row."""
-    names: tuple[str, ...] = getattr(optimizer, "of_rows", ())
+    """Return the names of an optimizer's state of each row; () for other optimizers."""
+    names: tuple[str, ...] = getattr(optimizer, "row_state", ())
     return names
 
 
 def _known(optimizer: Optimizer | None, head: PartialFC) -> dict[Tensor, dict[str, Tensor]]:
-    """What it does know of the rows of each parameter: nothing before its first step."""
+    """Return the optimizer's present state of the rows of each parameter: empty before its first step."""
     if optimizer is None:
         return {}
     states = {p: optimizer.state.get(p, {}) for p in head.parameters()}
@@ -256,39 +251,39 @@ def _known(optimizer: Optimizer | None, head: PartialFC) -> dict[Tensor, dict[st
 
 
 def _state_with(optimizer: Optimizer | None, head: PartialFC, names: Sequence[str]) -> dict[Tensor, dict[str, Tensor]]:
-    """What it knows by these names, and of what it does not yet know that of rows that have had no step."""
+    """Return the optimizer's state with these names; missing state is that of rows without a step."""
     known = _known(optimizer, head)
-    return {p: {of: state[of] if of in state else _nothing(of, p) for of in names} for p, state in known.items()}
+    return {p: {n: state[n] if n in state else _initial_state(n, p) for n in names} for p, state in known.items()}
 
 
-def _nothing(name: str, p: Tensor) -> Tensor:
+def _initial_state(name: str, p: Tensor) -> Tensor:
     return p.new_zeros(p.shape[:1], dtype=torch.float32) if name == "steps" else torch.zeros_like(p).detach()
 
 
-def _of_margin(head: PartialFC) -> dict[str, Tensor]:
-    """What a margin learns from the batches, the same on all ranks."""
+def _margin_buffers(head: PartialFC) -> dict[str, Tensor]:
+    """Return the margin's running statistics, the same on all ranks."""
     buffers = head.margin.named_buffers() if isinstance(head.margin, nn.Module) else ()
     return {f"margin/{name}": x for name, x in buffers}
 
 
 def _rows_of(head: PartialFC, state: Mapping[Tensor, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Tensors with a row for each of this rank's classes: the head's own, and an optimizer's state of these."""
+    """Return the tensors with a row for each local class: the head's, and those of an optimizer's state."""
     found = {}
     for name, p in head.named_parameters():
         found[name] = p.detach()
-        found |= {f"optimizer/{name}/{of}": x for of, x in state.get(p, {}).items()}
+        found |= {f"optimizer/{name}/{field}": x for field, x in state.get(p, {}).items()}
     return found
 
 
 def _rows(slices: Slices, name: str, present: Tensor, at: Tensor) -> Tensor:
-    """The present rows, but row at[i] is the checkpoint's row i, of several the mean; NOT_HERE: it is nowhere."""
+    """Return the present rows with row at[i] replaced by the checkpoint's row i, or by the mean of several."""
     count = torch.bincount(at[at != NOT_HERE], minlength=len(present))
-    into = present.detach().to("cpu", accumulation_dtype(present.dtype), copy=True)
-    into[count > 0] = 0
+    rows_out = present.detach().to("cpu", accumulation_dtype(present.dtype), copy=True)
+    rows_out[count > 0] = 0
     for part in slices.of(name):
         to = at[part.first : part.first + part.rows]
         here = to != NOT_HERE
         if here.any():
-            rows = slices.rows(name, part, present)[here].to(into.dtype)
-            into.index_add_(0, to[here], rows / count[to[here]].view(-1, *[1] * (into.dim() - 1)))
-    return into
+            rows = slices.rows(name, part, present)[here].to(rows_out.dtype)
+            rows_out.index_add_(0, to[here], rows / count[to[here]].view(-1, *[1] * (rows_out.dim() - 1)))
+    return rows_out

@@ -1,13 +1,13 @@
-r"""Softmax over classes whose centers lie on many ranks: the logits are never stored, on no rank.
+r"""Softmax over classes whose centers are sharded over the ranks; no rank stores the logits.
 
     x = embedding / |embedding|,  w_j = center_j / |center_j|,  c_ij = x_i . w_j
     N_i = sum_{j not a class of i} exp(s c_ij)            over the classes of all ranks
-    L_i = log(exp(s phi) + N_i) - s phi = softplus(log N_i - s phi),    phi = phi(angle of i and its own center)
+    L_i = log(exp(s phi) + N_i) - s phi = softplus(log N_i - s phi),    phi = phi(angle of i and its center)
 
-Each rank has all embeddings and its own centers: these are the rows of S, those its columns, and of each column the
-sweep takes the sum over the negatives. The angle to an example's own center comes from the rank that has it (`angles`).
-An all-to-all of these two numbers brings each example's together on its own rank, where a margin and a softplus make a
-loss of them; autograd goes the same way back. The large part of the gradient touches one number of each example,
+Each rank has the local centers, the rows of S, and all embeddings, its columns. The sweep sums over the negatives of
+each column. The rank that holds the center of an example's class computes their angle (`angles`). An all-to-all sends
+these two numbers to the rank of the example, where the margin and a softplus give the loss; autograd reverses this. The
+gradient enters through these numbers,
 
     dL_i/dtheta_i = -s phi'(theta_i) N_i / (N_i + exp(s phi)),     dL_i/dc_ij = s exp(s c_ij) / (N_i + exp(s phi))
 
@@ -25,11 +25,11 @@ from ..contract import Options, reduce_losses
 from ..nodes.cross_entropy import one_positive
 from ..sync import scale_gradient, shard_factor
 from .angles import nearest, target_angles
-from .classes import HeldClasses, rows_of_groups
+from .classes import LocalClasses, rows_of_groups
 from .entry import Batch, agree_on_classes
 from .logits import Logits, flat
 from .margins import AdaFace, CurricularFace, MagFace, Targets
-from .negatives import Shard, negatives, of_local_rows
+from .negatives import Shard, combine_over_ranks, negatives
 from .sample import Classes
 
 
@@ -38,21 +38,21 @@ def class_softmax(caller: str, batch: Batch, classes: Classes, logits: Logits, o
     agreed = agree_on_classes(caller, batch, classes, logits, options)
     facts, sample = agreed.facts, agreed.sample
     counts = agreed.labels != logits.ignore_index
-    held = HeldClasses(agreed.partition, facts.rank, sample.ids)
-    at = held.rows_of(agreed.labels)
+    local_classes = LocalClasses(agreed.partition, facts.rank, sample.ids)
+    at = local_classes.rows_of(agreed.labels)
     rows, comm = facts.rows["embeddings"], Communicator(facts.comm.transport, loss="sum")
     if not sample.complete:
-        held.check_complete(comm, caller, at, counts)
+        local_classes.check_complete(comm, caller, at, counts)
 
     x = comm.all_gather(facts.inputs["embeddings"], counts=rows.counts, check=False)
     factor = shard_factor(options.sync, comm.size, whole=options.reduction != "none")
     centers, best_of = flat(scale_gradient(sample.centers, factor))
     facts = facts.in_range(agreed.longest)
-    # Two gradients meet in each of them. Embeddings are few, and are widened; centers only where the range is small.
+    # Each has two uses, whose gradients add up. Embeddings are few and are widened; centers only from float16.
     narrow = facts.features_dtype == torch.float16
     x, centers = x.to(facts.dtype), centers.to(facts.dtype if narrow else facts.features_dtype)
     lengths = row_norms(x)
-    # Of many rows one bias gets a gradient from each: half precision would not hold the sum.
+    # A bias gets a gradient from each of many rows: half precision would not hold the sum.
     bias = None if sample.bias is None else scale_gradient(sample.bias, factor).to(facts.dtype)
     offsets = _sum(bias, sample.log_weights)
     places = rows_of_groups(at, best_of)
@@ -64,21 +64,21 @@ def class_softmax(caller: str, batch: Batch, classes: Classes, logits: Logits, o
         margin.observe(all_angles[counts])
         transform = margin.of_negatives(all_angles)
     shard = Shard(centers, agreed.norms, agreed.longest, agreed.partition, best_of, offsets, agreed.largest_offset)
-    numbers = negatives(facts, logits, shard, (x, lengths), target_rows=places, transform=transform)
+    statistics = negatives(facts, logits, shard, (x, lengths), target_rows=places, transform=transform)
 
-    of_targets = {"angles": angles}  # and what else the logit of a label's class is made of
-    if not logits.of_unit_centers:
-        of_targets["lengths"] = target_lengths
+    target_parts = {"angles": angles}  # and the other parts of the logit of a target class
+    if not logits.unit_centers:
+        target_parts["lengths"] = target_lengths
     if bias is not None:
-        of_targets["bias"] = torch.cat([bias, bias.new_zeros(1)])[at]  # the last is for those that are NOT_HERE
-    numbers, of_targets = of_local_rows(comm, rows, numbers, of_targets)
+        target_parts["bias"] = torch.cat([bias, bias.new_zeros(1)])[at]  # the last entry is read for NOT_HERE
+    statistics, target_parts = combine_over_ranks(comm, rows, statistics, target_parts)
     local, wide = rows.rows(facts.rank), lengths.to(angles)[:, 0]
     if isinstance(margin, AdaFace):
         margin.observe(wide[counts.any(1)])
-    targets = Targets(of_targets["angles"], wide[local, None])
-    of_labels = logits.of_targets(targets, of_targets.get("lengths"), of_targets.get("bias"))
+    targets = Targets(target_parts["angles"], wide[local, None])
+    target_logits = logits.target_logits(targets, target_parts.get("lengths"), target_parts.get("bias"))
     smoothing = logits.label_smoothing
-    losses = torch.stack([one_positive(numbers, z, label_smoothing=smoothing) for z in of_labels.unbind(1)], 1)
+    losses = torch.stack([one_positive(statistics, z, label_smoothing=smoothing) for z in target_logits.unbind(1)], 1)
     if isinstance(margin, MagFace):
         losses = losses + margin.regularizer(targets)
     labeled = counts[local]
@@ -87,6 +87,6 @@ def class_softmax(caller: str, batch: Batch, classes: Classes, logits: Logits, o
 
 
 def _sum(*parts: Tensor | None) -> Tensor | None:
-    """Return the sum of the parts that there are, or None."""
+    """Return the sum of the parts that are not None, or None."""
     found = [x for x in parts if x is not None]
     return sum(found[1:], start=found[0]) if found else None

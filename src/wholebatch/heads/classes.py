@@ -1,4 +1,4 @@
-"""Which rank has which class's center: consecutive classes, or a sample of them by their ids."""
+"""The classes whose centers a rank holds: consecutive classes, or a sample of them by their ids."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ NOT_HERE = -1
 
 
 @dataclass(frozen=True)
-class HeldClasses:
+class LocalClasses:
     """The classes of this rank's centers.
 
     Args:
-        partition: how many centers each rank has.
+        partition: the number of centers of each rank.
         rank: of this process.
-        ids: (C_r,), ascending; None: each rank has consecutive classes, rank 0 the first.
+        ids: (C_r,), ascending; None: each rank has consecutive classes, rank 0 the first ones.
     """
 
     partition: Partition
@@ -28,7 +28,7 @@ class HeldClasses:
     ids: Tensor | None = None
 
     def rows_of(self, labels: Tensor) -> Tensor:
-        """Where each label's center is among this rank's, or NOT_HERE; in the shape of the labels."""
+        """Return the place of each label's center among the local ones, or NOT_HERE; in the shape of the labels."""
         if self.ids is None:
             return rows_within(labels, self.partition.rows(self.rank))
         ids = self.ids.to(labels)
@@ -38,7 +38,13 @@ class HeldClasses:
         return torch.where(ids[at] == labels, at, NOT_HERE)
 
     def check_complete(self, comm: Communicator, caller: str, rows: Tensor, counts: Tensor) -> None:
-        """Each of the labels that count, whose `rows_of` these are, is one rank's. Collective with ids: one all-reduce.
+        """Raise ValueError unless one rank holds the class of each label. Collective with ids: one all-reduce.
+
+        Args:
+            comm: the ranks.
+            caller: the loss, for messages.
+            rows: the labels' `rows_of`.
+            counts: whether each label counts.
 
         Raises:
             ValueError: on every rank.
@@ -50,17 +56,17 @@ class HeldClasses:
         if len(wrong):
             raise ValueError(
                 f"{caller}: each label's class must be among class_ids of one rank; for {len(wrong)} of "
-                f"{len(owners)} labels {int(owners[wrong[0]])} ranks have it. Positive classes belong to every sample"
+                f"{len(owners)} labels {int(owners[wrong[0]])} ranks have it. Add each label's class to the sample"
             )
 
 
 def rows_within(labels: Tensor, local: slice) -> Tensor:
-    """Where each label's center is among those of consecutive classes, or NOT_HERE; in the shape of the labels."""
+    """Return each label's place among consecutive classes, or NOT_HERE; in the shape of the labels."""
     return torch.where((labels >= local.start) & (labels < local.stop), labels - local.start, NOT_HERE)
 
 
 def rows_of_groups(at: Tensor, of: int) -> Tensor:
-    """The rows of each class's sub-centers, (B, k, of), from the places of the classes, (B, k), or NOT_HERE.
+    """Return the rows of each class's sub-centers, (B, k, of), from the places of the classes, (B, k), or NOT_HERE.
 
     >>> rows_of_groups(torch.tensor([[2, -1]]), 2)
     tensor([[[ 4,  5],
@@ -71,18 +77,20 @@ def rows_of_groups(at: Tensor, of: int) -> Tensor:
 
 
 def out_of_order(ids: Tensor) -> Tensor:
-    """How many ids of classes are not larger than the one before, shape ()."""
+    """Return the number of ids that are not larger than the one before, shape ()."""
     return (ids[1:] <= ids[:-1]).sum()
 
 
 def check_ascending(wrong: float) -> None:
-    """No ids of classes are out of order."""
+    """Raise ValueError if any ids of classes are out of order."""
     if wrong:
-        raise ValueError("class_ids must be ascending, each id once; sort them, and the centers with them")
+        raise ValueError(
+            f"class_ids must be ascending, each id once, got {wrong:.0f} out of order; sort them, and the centers alike"
+        )
 
 
 def label_range(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest label, shape (); where there is none, the smallest is the larger of the two."""
+    """Return the smallest and the largest label, shape (); without labels the first is larger than the second."""
     ends = torch.iinfo(torch.int64)
     labels, none = labels.to(torch.int64), labels == ignore_index
     if not labels.numel():

@@ -1,7 +1,7 @@
-"""What a pickle of torch.save describes, found without executing it.
+"""Read the value that a pickle of torch.save describes, without executing it.
 
-Its opcodes are looked at one by one. Those that torch.save emits for dictionaries, lists, numbers, strings and tensors
-give plain values, with a description in the place of each tensor; anything else is refused by its name.
+Opcodes are interpreted one by one. Those that torch.save emits for dictionaries, lists, numbers, strings and tensors
+give plain values, with a description instead of each tensor; any other raises ValueError with its name.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _MOST_OPCODES = 2_000_000
 
 @dataclass(frozen=True)
 class _Name:
-    """A class or function that a pickle names; nothing is imported."""
+    """The name of a class or function in a pickle; nothing is imported."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Storage:
-    """The numbers that tensors share: a record of the archive."""
+    """A storage that tensors share: a record of the archive."""
 
     key: str
     dtype: torch.dtype
@@ -54,7 +54,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: of which storage, from which element on, in which shape."""
+    """The place of a tensor: its storage, first element, shape and strides."""
 
     storage: Storage
     offset: int
@@ -63,7 +63,7 @@ class StoredTensor:
 
 
 def described(text: bytes) -> Any:
-    """What a pickle describes; ValueError for what is more than a description."""
+    """Return the value that a pickle describes; raise ValueError for a pickle that does more."""
     machine = _Machine()
     for count, (opcode, argument, _) in enumerate(pickletools.genops(text)):
         if count >= _MOST_OPCODES:
@@ -83,14 +83,14 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def take(self, name: str, argument: Any) -> None:
-        """One opcode."""
+        """Interpret one opcode."""
         if name in _VALUES:
             self._stack.append(_VALUES[name](argument))
         elif name in ("BINPUT", "LONG_BINPUT"):
             self._memo[argument] = self._top()
         elif name in ("BINGET", "LONG_BINGET"):
             if argument not in self._memo:
-                raise ValueError("its pickle recalls what it has not stored")
+                raise ValueError("its pickle reads a memo entry that it has not stored")
             self._stack.append(self._memo[argument])
         elif name == "MARK":
             self._below.append(self._stack)
@@ -107,7 +107,7 @@ class _Machine:
 
     def _top(self) -> Any:
         if not self._stack:
-            raise ValueError("its pickle takes what is not there")
+            raise ValueError("its pickle reads from an empty stack")
         return self._stack[-1]
 
     def _pop(self) -> Any:
@@ -116,26 +116,26 @@ class _Machine:
         return value
 
     def _marked(self) -> list[Any]:
-        """All since the last mark."""
+        """Remove and return all values since the last mark."""
         if not self._below:
             raise ValueError("its pickle has no mark where one is needed")
         found, self._stack = self._stack, self._below.pop()
         return found
 
     def _append(self, values: list[Any]) -> None:
-        into = self._top()
-        if type(into) is not list:
-            raise ValueError("its pickle appends to what is no list")
-        into.extend(values)
+        target = self._top()
+        if type(target) is not list:
+            raise ValueError("its pickle appends to a value that is no list")
+        target.extend(values)
 
     def _set(self, values: list[Any]) -> None:
-        into = self._top()
-        if type(into) is not dict or len(values) % 2:
-            raise ValueError("its pickle sets items of what is no dictionary")
+        target = self._top()
+        if type(target) is not dict or len(values) % 2:
+            raise ValueError("its pickle sets items of a value that is no dictionary")
         for key, value in zip(values[::2], values[1::2], strict=True):
             if type(key) not in (str, int):
                 raise ValueError(f"its pickle has a key of type {type(key).__name__}; expected strings or integers")
-            into[key] = value
+            target[key] = value
 
     def append(self) -> None:
         self._append([self._pop()])
@@ -155,7 +155,7 @@ class _Machine:
         self._stack.append(tuple(values))
 
     def build(self) -> None:
-        """Attributes of an OrderedDict, which are not needed."""
+        """Drop the attributes of an OrderedDict, which are not needed."""
         self._pop()
         if type(self._top()) is not dict:
             raise ValueError("its pickle sets the state of an object")
@@ -183,13 +183,13 @@ class _Machine:
             case _Name(text=name), _:
                 raise ValueError(f"its pickle calls {name} with arguments that torch.save does not write")
             case _:
-                raise ValueError("its pickle calls what is no function")
+                raise ValueError("its pickle calls a value that is no function")
 
 
 def _stored(storage: Storage, offset: object, shape: tuple[object, ...], stride: tuple[object, ...]) -> StoredTensor:
     numbers = [offset, *shape, *stride]
     if len(shape) != len(stride) or len(shape) > 16 or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
-        raise ValueError("its pickle describes a tensor with a shape that is none")
+        raise ValueError("its pickle describes a tensor with an invalid shape")
     found = StoredTensor(storage, offset, shape, stride)  # type: ignore[arg-type]
     last = found.offset + sum((n - 1) * step for n, step in zip(found.shape, found.stride, strict=True))
     if math.prod(found.shape) and last >= storage.count:

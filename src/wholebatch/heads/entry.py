@@ -1,7 +1,7 @@
-"""What the ranks agree on before a softmax over classes: the batch, and the centers of its classes.
+"""Validate the batch and the centers of its classes across ranks, before a softmax over classes.
 
-One handshake for both. Where the classes are a sample that depends on the labels of all ranks, the centers are known
-only after the first one, and have a second.
+One handshake covers both. Where the classes are a sample that depends on the labels of all ranks, the centers are known
+only after the first handshake, and a second one validates them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _OF_CENTERS = (
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of this rank: (b_r, d), (b_r,) or (b_r, k), and (b_r,) or None."""
+    """The local rows: embeddings (b_r, d), labels (b_r,) or (b_r, k), and weights (b_r,) or None."""
 
     embeddings: Tensor
     labels: Tensor
@@ -66,13 +66,13 @@ class Agreed:
     """The result of the handshakes.
 
     Args:
-        facts: on "embeddings".
+        facts: of the call, on "embeddings".
         labels: of all ranks, (B, k).
-        sample: this rank's classes.
-        partition: how many classes each rank has.
-        norms: of this rank's centers, (K_r K, 1).
-        longest: the largest of these.
-        largest_offset: no offset of this rank's logits is larger, nor its negative.
+        sample: the local classes.
+        partition: the number of classes of each rank.
+        norms: of the local centers, (K_r K, 1).
+        longest: the largest of these norms.
+        largest_offset: upper bound of the absolute value of a local offset.
     """
 
     facts: Facts
@@ -85,7 +85,7 @@ class Agreed:
 
 
 def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits, options: Options) -> Agreed:
-    """Return what the ranks have agreed on. Collective: 1 handshake, 1 all-gather of labels; 2 handshakes of a sample.
+    """Return the facts on which the ranks agree. Collective: 1 handshake, 2 for a sample; 1 all-gather of labels.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake.
@@ -150,11 +150,11 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
     return Agreed(facts, all_labels, centers.sample, partition, centers.norms, centers.longest, centers.largest_offset)
 
 
-_COUNT = "centers"  # the fact that says how many classes a rank has
+_COUNT = "centers"  # the fact with the number of classes of a rank
 
 
 class _Centers:
-    """The checks of this rank's centers, in the three steps of a handshake."""
+    """The checks of the local centers, in the three steps of a handshake."""
 
     sample: Sample
     norms: Tensor
@@ -211,7 +211,7 @@ def _check_batch(labels: Tensor, logits: Logits, num_classes: int | None) -> dic
         check_count("num_classes", num_classes, "classes of all ranks")
     several = check_several(labels, num_classes)
     if several > 1 and (logits.label_smoothing or isinstance(logits.margin, CurricularFace)):
-        raise ValueError("several labels for each example go neither with label_smoothing nor with CurricularFace")
+        raise ValueError(f"labels must be one for each example with label_smoothing or CurricularFace, got {several}")
     return {**logits.facts(), "num_classes": num_classes, _LABELS_EACH: several}
 
 
@@ -245,6 +245,6 @@ def _check_total(facts: Facts, partition: Partition, num_classes: int | None) ->
         check_labels(facts, partition.total)
     elif partition.total != num_classes:
         raise ValueError(
-            f"{facts.caller}: the ranks' centers must be num_classes={num_classes}, got {partition.total} on ranks "
-            f"with {partition.counts}"
+            f"{facts.caller}: the centers of all ranks must number num_classes={num_classes}, got {partition.total}, "
+            f"by rank {partition.counts}"
         )

@@ -1,7 +1,7 @@
-"""What a step does with the gradients of a backbone that all ranks hold and of a head of which each has a part.
+"""Clipping and overflow checks of gradients of a backbone that all ranks hold and a head that is sharded over them.
 
-The norm is that of the one gradient that they are: the backbone's counts once, the head's parts add up. And a step is
-made on all ranks or on none, for an overflow in one rank's part is one of the head.
+The norm is that of the whole gradient: the backbone's counts once, the head's parts add up. A step is made on all ranks
+or on none, because an overflow in one rank's part is an overflow of the head.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ..contract import bind_on_all_ranks
 def clip_grad_norm_(
     replicated: Iterable[Tensor], sharded: Iterable[Tensor], max_norm: float, *, group: Group = None
 ) -> Tensor:
-    """Scale all gradients by min(1, max_norm / norm), norm that of the whole gradient; sparse ones too.
+    """Scale all gradients, sparse ones too, by min(1, max_norm / norm) with the norm of the whole gradient.
 
     Args:
         replicated: parameters that all ranks hold, after their engine has averaged their gradients.
         sharded: parameters of which each rank holds a part, such as `head.parameters()`.
-        max_norm: that the norm may have; infinity leaves the gradients as they are.
+        max_norm: the largest norm that remains; infinity leaves the gradients unchanged.
         group: ranks that share the head.
 
     Returns:
@@ -50,11 +50,12 @@ def clip_grad_norm_(
             found.extend(_parameters(name, given))
         if {id(p) for p in everyone} & {id(p) for p in local}:
             raise ValueError(
-                "a parameter must be replicated or sharded, not both: leave head.parameters() out of the first list"
+                "replicated and sharded must have no parameter in common, got one in both: pass a parameter as one or "
+                "the other, not both, and leave head.parameters() out of replicated"
             )
         most = check_real("max_norm", max_norm)
         if not most >= 0.0:
-            raise ValueError(f"max_norm must be at least 0, got {max_norm}")
+            raise ValueError(f"max_norm must be at least 0, got {max_norm}; float('inf') does not clip")
         return {"max_norm": str(most)}
 
     comm.handshake(state, caller="clip_grad_norm_", must_match=("max_norm",))
@@ -74,7 +75,7 @@ def clip_grad_norm_(
 @bind_on_all_ranks
 @torch.no_grad()
 def agree_on_overflow(scaler: Any, *optimizers: Optimizer, group: Group = None) -> None:
-    """After `scaler.unscale_`: an overflow that one rank has found is every rank's, so that all skip the step or none.
+    """Share overflows found by `scaler.unscale_` with every rank, so that all ranks skip the step or none.
 
     Args:
         scaler: a torch.amp.GradScaler that has unscaled these optimizers' gradients.
@@ -82,7 +83,7 @@ def agree_on_overflow(scaler: Any, *optimizers: Optimizer, group: Group = None) 
         group: ranks that share the head. Collective: 1 handshake, 1 all-reduce of a number for each optimizer.
 
     Raises:
-        ValueError: on every rank: an optimizer's gradients have not been unscaled, so that nothing is known of them.
+        ValueError: on every rank: an optimizer's gradients have not been unscaled.
     """
     comm = select_communicator(group)
 
@@ -91,7 +92,9 @@ def agree_on_overflow(scaler: Any, *optimizers: Optimizer, group: Group = None) 
         for optimizer in optimizers:
             check_instance("optimizers", optimizer, Optimizer, "optimizers of torch")
             if scaler.is_enabled() and scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
-                raise ValueError("call scaler.unscale_(optimizer) before, for each of the optimizers")
+                raise ValueError(
+                    "optimizers must have unscaled gradients: call scaler.unscale_(optimizer) for each before"
+                )
         return {"optimizers": len(optimizers), "enabled": scaler.is_enabled()}
 
     comm.handshake(state, caller="agree_on_overflow", must_match=("optimizers", "enabled"))
@@ -111,7 +114,7 @@ def agree_on_overflow(scaler: Any, *optimizers: Optimizer, group: Group = None) 
 
 
 def _parameters(name: str, given: Any) -> list[Tensor]:
-    """The parameters of a list, or the one that was given instead of a list."""
+    """Return the parameters of a list, or the one that was given instead of a list."""
     found: list[Any] = [given] if isinstance(given, Tensor) else check_items(name, given, "parameters")
     for p in found:
         check_instance(name, p, Tensor, "parameters, or one of them")
@@ -121,7 +124,7 @@ def _parameters(name: str, given: Any) -> list[Tensor]:
 
 
 def _values(p: Tensor) -> Tensor:
-    """The entries of a gradient."""
+    """Return the stored entries of a gradient."""
     assert p.grad is not None
     if not p.grad.is_sparse:
         return p.grad

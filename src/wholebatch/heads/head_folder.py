@@ -2,7 +2,7 @@
 
     rank-00000-of-00003.safetensors    slices of at most 65536 rows under the name of their first class:
                                        weight/000000000000, optimizer/weight/momentum_buffer/000000065536, ...
-    index.json                         what the head is, and for each tensor its slices: file, rows, digest
+    index.json                         facts about the head, and the slices of each tensor: file, rows, digest
 
 All of them name one save. The index lets any number of ranks find the slices with rows of their classes.
 """
@@ -26,7 +26,7 @@ from .._tensor_file import TensorFile, is_save_id, write_tensors
 _INDEX = "index.json"
 _OLD_INDEX = ".metadata"  # of torch.distributed.checkpoint, a pickle
 _FORMAT = "wholebatch-head-1"
-_ROWS = 65536  # of a slice
+_ROWS = 65536  # the most rows of a slice
 _MOST_INDEX_BYTES = 64 * 2**20
 _FILE = re.compile(r"rank-\d{5,}-of-\d{5,}\.safetensors")
 _FACTS: Types = {
@@ -37,7 +37,7 @@ _FACTS: Types = {
 
 @dataclass(frozen=True)
 class Slice:
-    """Rows of the classes [first, first + rows) of a tensor."""
+    """The place of a tensor's rows for the classes [first, first + rows)."""
 
     file: str
     first: int
@@ -47,14 +47,14 @@ class Slice:
 
 @dataclass(frozen=True)
 class Index:
-    """What a folder holds.
+    """The content of a folder.
 
     Args:
-        folder: that holds it.
+        folder: the folder.
         save: the id of the save that wrote all of its files.
-        facts: of the head, by name.
-        slices: of each tensor with a row for each class, in the order of the classes.
-        whole: tensors that all ranks have, each as one slice.
+        facts: facts about the head, by name.
+        slices: the slices of each tensor with a row for each class, in the order of the classes.
+        whole: the tensors that all ranks hold, each as one slice.
     """
 
     folder: Path
@@ -65,11 +65,7 @@ class Index:
 
 
 def check_is_new(folder: Path) -> None:
-    """The folder holds no checkpoint.
-
-    Raises:
-        ValueError: if it does.
-    """
+    """Raise ValueError if the folder holds a checkpoint."""
     for name in (_INDEX, _OLD_INDEX):
         if (folder / name).exists() or (folder / name).is_symlink():
             raise ValueError(f"{folder} has a checkpoint already, {name}; save into a new folder")
@@ -78,10 +74,10 @@ def check_is_new(folder: Path) -> None:
 def write_rows(
     folder: Path, rank: int, size: int, save: str, first: int, rows: Mapping[str, Tensor], whole: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Write a rank's file: the rows of its classes from `first` on, and on rank 0 what all ranks have.
+    """Write a rank's file: the rows of its classes from `first` on, and on rank 0 the tensors that all ranks hold.
 
     Returns:
-        What the index says of it, in JSON's types.
+        The file's entries in the index, in JSON's types.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = f"rank-{rank:05d}-of-{size:05d}.safetensors"
@@ -105,10 +101,10 @@ def write_rows(
 
 
 def write_index(folder: Path, save: str, facts: Mapping[str, Any], written: Sequence[Mapping[str, Any]]) -> None:
-    """Write the index, from what `write_rows` has returned on each rank."""
+    """Write the index, from the results of `write_rows` on each rank."""
     slices: dict[str, list[dict[str, Any]]] = {}
-    for of_rank in written:
-        for name, parts in of_rank["slices"].items():
+    for entries in written:
+        for name, parts in entries["slices"].items():
             slices.setdefault(name, []).extend(parts)
     index = {"format": _FORMAT, "save": save, "head": facts, "slices": slices, "whole": written[0]["whole"]}
     with replacing(folder / _INDEX) as file:
@@ -119,13 +115,13 @@ def read_index(folder: Path) -> Index:
     """Read and check the index.
 
     Raises:
-        ValueError: if there is none, or a bit of it has changed.
+        ValueError: if it is missing or damaged.
     """
     path = folder / _INDEX
     if (folder / _OLD_INDEX).exists():
         raise ValueError(
-            f"{folder} is a folder of torch.distributed.checkpoint ({_OLD_INDEX}), which would have to be unpickled; "
-            "it is not read: save the head again with this version"
+            f"{folder} is a folder of torch.distributed.checkpoint ({_OLD_INDEX}), which is not read because it is a "
+            "pickle; save the head again with this version"
         )
     try:
         text = read_bounded(path, _MOST_INDEX_BYTES)
@@ -135,7 +131,10 @@ def read_index(folder: Path) -> Index:
     value = unsealed(text, what)
     check_fields(value, what, {"format": str, "save": str, "head": dict, "slices": dict, "whole": dict})
     if value["format"] != _FORMAT or not is_save_id(value["save"]):
-        raise ValueError(f"{what} has format {shown(value['format'])} of save {shown(value['save'])}; not known here")
+        raise ValueError(
+            f"{what} must have format {_FORMAT!r} and the id of a save, got {shown(value['format'])} and "
+            f"{shown(value['save'])}"
+        )
     facts = check_fields(value["head"], what, _FACTS)
     for name, least in (("num_classes", 1), ("embedding_size", 1), ("sub_centers", 1), ("step", 0)):
         if not least <= facts[name] < 2**63:
@@ -169,7 +168,7 @@ def _slice(value: Any, what: str) -> Slice:
 
 
 def _check_cover(name: str, parts: list[Slice], count: int, what: str) -> None:
-    """Each class has one row."""
+    """Raise ValueError unless each class has one row."""
     at = 0
     for part in parts:
         if part.first != at or part.rows < 1:
@@ -180,7 +179,7 @@ def _check_cover(name: str, parts: list[Slice], count: int, what: str) -> None:
 
 
 class Slices:
-    """Reads slices that an index names; a context manager that keeps one file open."""
+    """Read the slices that an index names; a context manager that keeps one file open."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
@@ -193,7 +192,7 @@ class Slices:
         self._close()
 
     def of(self, name: str) -> list[Slice]:
-        """The slices of a tensor with a row for each class, in the order of the classes."""
+        """Return the slices of a tensor with a row for each class, in the order of the classes."""
         if name not in self._index.slices:
             raise ValueError(f"{self._index.folder} has no rows of {shown(name)}; it is damaged, or of another head")
         return self._index.slices[name]
@@ -206,7 +205,7 @@ class Slices:
         return x
 
     def whole(self, name: str, like: Tensor) -> Tensor:
-        """Read a tensor that all ranks have, of the shape and dtype of `like`."""
+        """Read a tensor that all ranks hold, of the shape and dtype of `like`."""
         if name not in self._index.whole:
             raise ValueError(f"{self._index.folder} has no {shown(name)}; it is damaged, or of another head")
         x = self._read(self._index.whole[name], name, tuple(like.shape))
@@ -215,7 +214,7 @@ class Slices:
         return x
 
     def _read(self, part: Slice, key: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor of a file that is of the index's save, of this shape and with the index's digest."""
+        """Read a tensor from a file of the index's save, with this shape and the index's digest."""
         file = self._file(part.file)
         entry = file.entries.get(key)
         if entry is None or entry.shape != shape or entry.digest != part.digest:

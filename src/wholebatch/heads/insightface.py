@@ -1,12 +1,12 @@
-"""Centers and momentum from the files that insightface's PartialFC leaves, one for each of its ranks.
+"""Load centers and momentum from the files that insightface's PartialFC writes, one for each of its ranks.
 
     rank_{r}_softmax_weight.pt, rank_{r}_softmax_weight_mom.pt     its first version: a tensor each
     softmax_fc_gpu_{r}.pt                                          its second: a state_dict with "weight"
-    checkpoint_gpu_{r}.pt                                          train_v2.py: that as "state_dict_softmax_fc", and
+    checkpoint_gpu_{r}.pt                                          train_v2.py: "state_dict_softmax_fc", likewise, and
                                                                    the optimizer of backbone and classifier
 
-Its rank r has the classes that a rank r of as many has here: the remainder goes to the first. The files are pickles, of
-which nothing is executed: see `torch_file`.
+Its rank r holds the same classes as rank r of as many ranks here: the first ranks hold the remainder. The files are
+pickles, and nothing in them is executed: see `torch_file`.
 """
 
 from __future__ import annotations
@@ -34,29 +34,32 @@ _RANK = r"(0|[1-9]\d{0,5})"
 
 @bind_on_all_ranks
 def load_insightface(folder: Path | str, head: PartialFC, optimizer: Optimizer | None = None) -> None:
-    """Read centers, and with an optimizer their momentum, on any number of ranks, whatever theirs was. Collective.
+    """Load centers, and their momentum into an optimizer, on any number of ranks. Collective: 1 handshake.
 
-    Nothing in the files is executed. The bytes of each tensor that is read are compared with their checksum.
+    Nothing in the files is executed. The bytes of each tensor are compared with their checksum.
 
     Args:
-        folder: that holds all of its ranks' files.
-        head: takes the centers.
-        optimizer: a :class:`wholebatch.SparseSGD` of `head.weight`; takes the momentum, which the first version and
-            train_v2.py with SGD have.
+        folder: the folder with the files of all of insightface's ranks.
+        head: the head that gets the centers.
+        optimizer: a :class:`wholebatch.SparseSGD` of `head.weight`, which gets the momentum. The first version and
+            train_v2.py with SGD save it.
 
     Raises:
-        ValueError: on every rank, with head and optimizer as they were: files are missing, damaged, of different steps,
-            hold more than plain values and tensors, or are together of another number of classes or size of embeddings.
+        ValueError: on every rank, with head and optimizer unchanged: files are missing, damaged, of different steps,
+            hold more than plain values and tensors, or have another number of classes or embedding size.
     """
     comm, found = select_communicator(head.options.group if isinstance(head, PartialFC) else None), dict[str, Tensor]()
 
     def state() -> dict[str, Any]:
         if not isinstance(head, PartialFC):
             raise ValueError(f"head must be a wholebatch.PartialFC, got {type(head).__name__}")
-        head.check_own()
+        head.check_local()
         check_instance("optimizer", optimizer, (Optimizer, type(None)), "an optimizer of torch, or None")
         if head.sub_centers > 1 or head.bias is not None:
-            raise ValueError("the files hold one center for each class and no bias; the head has others")
+            raise ValueError(
+                "head must have sub_centers=1 and bias=False, as the files do; got "
+                f"sub_centers={head.sub_centers} and bias={head.bias is not None}"
+            )
         _check_optimizer(optimizer, head)
         checked_path("folder", folder)
         try:
@@ -84,11 +87,11 @@ def _check_optimizer(optimizer: Optimizer | None, head: PartialFC) -> None:
     if not isinstance(optimizer, SparseSGD):
         raise ValueError(f"optimizer must be a wholebatch.SparseSGD, or None; got {type(optimizer).__name__}")
     if not any(p is head.weight for group in optimizer.param_groups for p in group["params"]):
-        raise ValueError("the optimizer must have head.parameters() among its own; it lacks weight")
+        raise ValueError("optimizer must have head.parameters() among its parameters; it lacks weight")
 
 
 class _Files(NamedTuple):
-    """One tensor's files: their names, where it is in them, and what all files of a save have in common."""
+    """The files of one tensor: the pattern of their names, its place in them, and the content equal in all."""
 
     pattern: str
     take: Callable[[Any], Any]
@@ -100,7 +103,7 @@ def _weight_of(content: Any) -> Any:
 
 
 def _momentum_of(content: Any) -> Any:
-    """That of the last parameter: the classifier's come after the backbone's."""
+    """Return the momentum of the last parameter: the classifier's come after the backbone's."""
     optimizer = content["state_optimizer"]
     last = optimizer["param_groups"][-1]["params"][-1]
     if type(last) is not int:
@@ -115,7 +118,7 @@ def _steps_of(content: Any) -> Any:
     return steps
 
 
-# Of each version the weight's, and the momentum's where there is one.
+# For each version the files of the weight, and those of the momentum, if any.
 _VERSIONS = (
     (
         _Files(rf"rank_{_RANK}_softmax_weight\.pt", lambda content: content),
@@ -130,7 +133,7 @@ _VERSIONS = (
 
 
 def _version_in(folder: Path) -> tuple[_Files, _Files | None]:
-    """The first version of which there is a file."""
+    """Return the files of the first version that has one in the folder."""
     for weight, momentum in _VERSIONS:
         if _by_rank(folder, weight):
             return weight, momentum
@@ -147,7 +150,7 @@ def _name_of(files: _Files) -> str:
 
 
 def _local_rows(folder: Path, what: str, files: _Files, head: PartialFC) -> Tensor:
-    """The rows of this rank's classes."""
+    """Return the rows of the local classes."""
     found = _by_rank(folder, files)
     missing = sorted(set(range(max(found, default=0) + 1)) - found.keys())
     if missing:
@@ -160,10 +163,10 @@ def _local_rows(folder: Path, what: str, files: _Files, head: PartialFC) -> Tens
             _check_name(files, file, opened.name)
             shards[file] = _matrix(file, what, opened.content, files.take)
             common[file] = _part(file, opened.content, files.common, "epoch and global_step")
-    (first, of_first), *others = common.items()
+    (first, first_steps), *others = common.items()
     for file, steps in others:
-        if steps != of_first:
-            raise ValueError(f"{file} is of epoch and step {steps}, {first.name} of {of_first}: of different saves")
+        if steps != first_steps:
+            raise ValueError(f"{file} is of epoch and step {steps}, {first.name} of {first_steps}: of different saves")
     rows, widths = sum(shard.shape[0] for shard in shards.values()), {shard.shape[1] for shard in shards.values()}
     if rows != head.num_classes or widths != {head.embedding_size}:
         raise ValueError(
@@ -181,11 +184,11 @@ def _local_rows(folder: Path, what: str, files: _Files, head: PartialFC) -> Tens
 
 
 def _check_name(files: _Files, file: Path, saved_as: str) -> None:
-    """The file is that of the rank that saved it, as far as the archive says it."""
+    """Raise ValueError if the archive says that another rank saved the file."""
     was = re.fullmatch(files.pattern, f"{saved_as}.pt")
     now = re.fullmatch(files.pattern, file.name)
     if was is not None and now is not None and was[1] != now[1]:
-        raise ValueError(f"{file} was saved as {was[0]}: another rank's classes; give it its name again")
+        raise ValueError(f"{file} was saved as {was[0]}: another rank's classes; restore that name")
 
 
 def _part(file: Path, content: Any, take: Callable[[Any], Any], what: str) -> Any:

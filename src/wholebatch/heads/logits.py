@@ -1,11 +1,11 @@
-r"""What the logits of a classifier are, and what must be true of labels and centers before any is computed.
+r"""The settings that define a classifier's logits, and checks of labels and centers before any is computed.
 
-    z_ij = s c_ij n_i m_j + b_j         of another class,    c_ij: cosine of embedding i and center j
-    z_iy = s phi(theta_iy) n_i m_y + b_y       of the own,    theta: their angle, phi: the margin
+    z_ij = s c_ij n_i m_j + b_j             negative class j,    c_ij: cosine of embedding i and center j
+    z_iy = s phi(theta_iy) n_i m_y + b_y    target class y,      theta: their angle, phi: the margin
 
-with n_i = |x_i| where embeddings are not normalized, m_j = |w_j| where centers are not, else 1. Both: ArcFace and all
-that came after. Centers alone: SphereFace as it was published. Neither: s x_i . w_j + b_j, a linear classifier, and
-with a margin the large-margin softmax (Liu et al., 2016, arXiv:1612.02295).
+with n_i = |x_i| where embeddings are not normalized, m_j = |w_j| where centers are not, else 1. Both normalized:
+ArcFace and all later margins. Centers alone: SphereFace as published. Neither: s x_i . w_j + b_j, a linear classifier,
+and with a margin the large-margin softmax (Liu et al., 2016, arXiv:1612.02295).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Normalize = Literal["both", "centers", "embeddings", "none"]
 
 @dataclass(frozen=True)
 class Logits:
-    """What a logit is, and which count; as in :func:`wholebatch.functional.partial_fc_loss`."""
+    """The settings of logits, as in :func:`wholebatch.functional.partial_fc_loss`."""
 
     margin: Margin
     margin_grad: str = "exact"
@@ -48,30 +48,30 @@ class Logits:
     ignore_index: int = -100
 
     @property
-    def of_unit_embeddings(self) -> bool:
+    def unit_embeddings(self) -> bool:
         """Whether embeddings are normalized."""
         return self.normalize in ("both", "embeddings")
 
     @property
-    def of_unit_centers(self) -> bool:
-        """Whether centers are."""
+    def unit_centers(self) -> bool:
+        """Whether centers are normalized."""
         return self.normalize in ("both", "centers")
 
     @property
     def clamp(self) -> tuple[bool, bool]:
-        """Of `angles.target_angles`."""
-        return self.of_unit_embeddings, self.of_unit_centers
+        """The argument `clamp` of `angles.target_angles`."""
+        return self.unit_embeddings, self.unit_centers
 
     def check(self) -> None:
-        """Raise ValueError unless each setting exists, and goes with the others."""
+        """Raise ValueError unless each setting is valid and compatible with the others."""
         margin, cosine = self.margin, self.exclude_above
         if not callable(margin) or isinstance(margin, type) or not hasattr(margin, "s"):
             raise ValueError(f"margin must be one such as wholebatch.ArcFace(), with a scale s; got {shown(margin)}")
         check_positive_number("the margin's scale s", margin.s, "it multiplies cosines")
         if isinstance(margin, nn.Module) and any(True for _ in margin.parameters()):
             raise ValueError(
-                "a margin must have no parameters to learn: their gradients would be neither shared nor averaged; "
-                "buffers may be"
+                "a margin must have no parameters to learn, because no engine would average their gradients; got "
+                f"{type(margin).__name__} with parameters: make them buffers"
             )
         check_choice("margin_grad", self.margin_grad, GRADIENTS)
         check_choice("normalize", self.normalize, get_args(Normalize))
@@ -80,36 +80,47 @@ class Logits:
         if cosine is not None and not -1.0 <= check_real("exclude_above", cosine) <= 1.0:
             raise ValueError(f"exclude_above must be a cosine from -1 to 1, or None; got {cosine!r}")
         if cosine is not None and isinstance(margin, CurricularFace):
-            raise ValueError("CurricularFace weighs similar negatives up; with exclude_above they would be left out")
+            raise ValueError(
+                f"exclude_above must be None with CurricularFace, which weighs similar negatives up, got {cosine!r}"
+            )
         if self.normalize != "both" and (cosine is not None or isinstance(margin, CurricularFace)):
             raise ValueError(
-                "CurricularFace and exclude_above look at the cosines of negatives: they need normalize='both', got "
+                "CurricularFace and exclude_above use the cosines of negatives: they need normalize='both', got "
                 f"{self.normalize!r}"
             )
 
     def check_sub_centers(self, count: int) -> None:
-        """Raise ValueError where each class has several, and the nearest is not that of the largest logit."""
-        if count > 1 and not self.of_unit_centers:
+        """Raise ValueError for several sub-centers of centers that are not normalized.
+
+        The nearest sub-center would then not be the one with the largest logit.
+        """
+        if count > 1 and not self.unit_centers:
             raise ValueError(
                 f"sub-centers are compared as unit vectors: normalize must be 'both' or 'centers', got "
                 f"{self.normalize!r}"
             )
 
-    def of_targets(self, targets: Targets, lengths: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Logits of own classes, (b_r, k), from the lengths of centers that are not normalized, and biases."""
+    def target_logits(self, targets: Targets, lengths: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Return the logits of target classes, (b_r, k).
+
+        Args:
+            targets: angles and norms.
+            lengths: (b_r, k), norms of the centers if these are not normalized, else None.
+            bias: (b_r, k), or None.
+        """
         phi = self.margin(targets)
         if self.margin_grad == "straight_through":
             cosines = targets.angles.cos()
             phi = cosines + (phi - cosines).detach()
-        found = self.margin.s * phi
-        if not self.of_unit_embeddings:
-            found = found * targets.norms
+        logits = self.margin.s * phi
+        if not self.unit_embeddings:
+            logits = logits * targets.norms
         if lengths is not None:
-            found = found * lengths
-        return found if bias is None else found + bias
+            logits = logits * lengths
+        return logits if bias is None else logits + bias
 
     def facts(self) -> dict[str, Any]:
-        """What must be the same on all ranks: of a margin its settings where it shows them; of your own its type."""
+        """Return the settings that must be the same on all ranks; a margin is given by its repr, or by its type."""
         margin = self.margin
         shown = is_dataclass(margin) or isinstance(margin, nn.Module)
         return {
@@ -123,62 +134,62 @@ class Logits:
 
 
 SETTINGS = tuple(field.name for field in fields(Logits))  # the names of `facts`
-# What the parts of a head, one on each rank, have in common: settings of their logits, sizes, the seed of the centers.
-OF_HEAD = (*SETTINGS, "num_classes", "embedding_size", "sub_centers", "bias", "seed")
+SIZES = ("num_classes", "embedding_size", "sub_centers", "bias", "seed")  # the names of `PartialFC.size_facts`
+OF_HEAD = (*SETTINGS, *SIZES)  # the names of the facts that all parts of a head have in common
 
 
 def ends_of(norms: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest, shape (); 1 and 0 without any."""
+    """Return the smallest and the largest norm, shape (); 1 and 0 without rows."""
     if not len(norms):
         return norms.new_ones(()), norms.new_zeros(())
     return norms.amin(), norms.amax()
 
 
 def check_directions(name: str, x: Tensor, least: float, largest: float) -> None:
-    """No row of x, whose norms end with these, is NaN, infinite or 0."""
+    """Raise ValueError if a row of x is NaN, infinite or 0, from the least and the largest norm of its rows."""
     if not math.isfinite(largest):
         check_finite(name, x)
     if least == 0:
         zero = (known_norms(x) == 0).flatten().nonzero()
         raise ValueError(
-            f"{name} must not have a row of zeros, which has no direction; row {int(zero[0])} has "
-            f"{'one' if len(zero) == 1 else f'one, and {len(zero) - 1} others'}"
+            f"{name} must not have a row of zeros, which has no direction; row {int(zero[0])} is one"
+            f"{'' if len(zero) == 1 else f', and {len(zero) - 1} others are'}"
         )
 
 
 def check_several(labels: object, num_classes: int | None) -> int:
-    """How many labels an example may have."""
+    """Return the number of labels that an example may have, from the shape of `labels`."""
     if not is_dense(labels) or labels.dim() != 2:
         return 1
     if not labels.shape[1]:
         raise ValueError(f"labels must have shape (rows,) or (rows, k), k >= 1, got {tuple(labels.shape)}")
     if num_classes is not None and labels.shape[1] >= num_classes:
         raise ValueError(
-            f"labels of shape {tuple(labels.shape)} say that an example may have {labels.shape[1]} of {num_classes} "
-            "classes, which leaves no negatives; of one-hot rows pass the argmax"
+            f"labels must have shape (rows,), or (rows, k) with k < {num_classes} classes, got {tuple(labels.shape)}, "
+            "which leaves no negatives; for one-hot rows pass the argmax"
         )
     return labels.shape[1]
 
 
 def repeated(labels: Tensor, ignore_index: int) -> Tensor:
-    """How many labels (n, k) an example has had before, shape ()."""
+    """Return the number of labels in (n, k) that repeat a label of the same example, shape ()."""
     ordered = labels.sort(1).values
     return ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != ignore_index)).sum()
 
 
-def check_different(again: float) -> None:
-    """No example has a label twice."""
-    if again:
+def check_different(repetitions: float) -> None:
+    """Raise ValueError if an example has a label twice."""
+    if repetitions:
         raise ValueError(
-            "the labels of an example must be different ones, filled up with ignore_index; of one-hot rows pass the "
-            "argmax"
+            f"labels of an example must be different ones, got {repetitions:.0f} repetitions; fill up with "
+            "ignore_index, and for one-hot rows pass the argmax"
         )
 
 
 def check_labels(facts: Facts, classes: int) -> None:
-    """Raise ValueError unless all ranks' labels are those of classes."""
-    for rank, found in enumerate(facts.of_ranks("labels")):
-        for label in found or ():
+    """Raise ValueError unless the labels of all ranks are ids of classes."""
+    for rank, ends in enumerate(facts.of_ranks("labels")):
+        for label in ends or ():
             if not 0 <= label < classes:
                 raise ValueError(
                     f"{facts.caller}: labels must lie in [0, {classes}), or be ignore_index; rank {rank} got {label}"
@@ -186,10 +197,10 @@ def check_labels(facts: Facts, classes: int) -> None:
 
 
 def flat(centers: Tensor) -> tuple[Tensor, int]:
-    """Centers (C_r, d), or the sub-centers of (C_r, K, d) one below the other; and K.
+    """Return centers as a matrix, (C_r, d) -> (C_r, d) or (C_r, K, d) -> (C_r K, d), and K.
 
     Raises:
-        ValueError: if they are neither.
+        ValueError: for another shape.
     """
     if not isinstance(centers, Tensor) or centers.dim() != 3:
         check_features("centers", centers)

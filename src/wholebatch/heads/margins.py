@@ -1,16 +1,16 @@
-r"""Margins: what an example's own class has to be better by. Functions of the angle to its center alone.
+r"""Margins: functions of the angle to the target class's center, by which its logit must exceed the others.
 
-    theta = angle of x and w_y,        logit of the own class s phi(theta), of the others s cos theta_j
+    theta = angle of x and w_y,    logit s phi(theta) of the target class, s cos theta_j of the others
 
     ArcFace       phi = cos(theta + m)                    CosFace      phi = cos theta - m
     SphereFace    phi = cos(m theta)                      combined     phi = cos(m1 theta + m2) - m3
     AdaFace       phi = cos(theta - m u) - (m u + m)      u in [-1, 1]: the norm of x, standardized
     MagFace       phi = cos(theta + m(a))                 a = |x|
 
-Their gradient is that of the same function, d phi / d theta = -m1 sin(m1 theta + m2). By the cosine, as it is often
-written, that is m1 sin(m1 theta + m2) / sin theta, unbounded at 0 and pi; by the angle (see `angles`) it is bounded.
+Their gradient is that of the same function, d phi / d theta = -m1 sin(m1 theta + m2). The derivative by the cosine, the
+usual form, is m1 sin(m1 theta + m2) / sin theta, unbounded at 0 and pi; that by the angle (see `angles`) is bounded.
 
-Beyond m1 theta + m2 = pi the cosine turns around: an angle that large would be rewarded. What is done there is `fold`.
+Beyond m1 theta + m2 = pi the cosine rises again, so that a larger angle would be rewarded. `fold` replaces it there.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ __all__ = [  # the margins that the package ships, under its own name as well
 
 @dataclass(frozen=True)
 class Targets:
-    """What a margin may look at, of this rank's rows.
+    """The input of a margin, for the local rows.
 
     Args:
-        angles: (b_r, k), of embeddings and their classes' centers, in [0, pi], float64; 0 where there is no label.
+        angles: (b_r, k), between embeddings and their classes' centers, in [0, pi], float64; 0 without a label.
         norms: (b_r, 1), of the embeddings, float64.
     """
 
@@ -67,7 +67,7 @@ def _check_targets(targets: object) -> None:
 
 
 class Margin(Protocol):
-    """A margin; of your own, too."""
+    """The interface of a margin; users may write their own."""
 
     @property
     def s(self) -> float:
@@ -75,22 +75,22 @@ class Margin(Protocol):
         ...
 
     def __call__(self, targets: Targets) -> Tensor:
-        """phi, (b_r, k)."""
+        """Return phi, (b_r, k)."""
         ...
 
 
 @dataclass(frozen=True)
 class CombinedMargin:
-    r"""phi = cos(m1 theta + m2) - m3, with scale s.
+    r"""The combined margin, phi = cos(m1 theta + m2) - m3.
 
     Args:
         s: multiplies all cosines.
         m1: multiplies the angle (SphereFace).
-        m2: radians that are added to it (ArcFace).
-        m3: is subtracted from the cosine (CosFace).
-        fold: beyond m1 theta + m2 = pi, "extend": (-1)^k cos - 2k, SphereFace's, which goes on falling, smoothly;
-            "linear": cos theta - m2 sin(m2), as in ArcFace's published code, for m1 = 1 only; "clip": -1, without a
-            gradient; "none": the cosine, which rises again.
+        m2: radians added to the angle (ArcFace).
+        m3: subtracted from the cosine (CosFace).
+        fold: the function beyond m1 theta + m2 = pi. "extend": (-1)^k cos - 2k, as in SphereFace, which continues to
+            fall, smoothly; "linear": cos theta - m2 sin(m2), as in ArcFace's published code, for m1 = 1 only; "clip":
+            -1, without a gradient; "none": the cosine, which rises again.
 
     Source: Deng et al., 2019, arXiv:1801.07698, equation 4; the fold, Liu et al., 2017, arXiv:1704.08063, section 3.3.
     """
@@ -105,12 +105,12 @@ class CombinedMargin:
         for name in ("s", "m1", "m2", "m3"):
             check_number(name, getattr(self, name))
         if self.s <= 0 or self.m1 <= 0:
-            raise ValueError(f"s and m1 must be positive, got {self.s} and {self.m1}")
+            raise ValueError(f"s and m1 must be positive, got s={self.s} and m1={self.m1}")
         if self.m2 < 0 or self.m3 < 0:
-            raise ValueError(f"margins m2 and m3 must not be negative, got {self.m2} and {self.m3}")
+            raise ValueError(f"m2 and m3 must not be negative, got m2={self.m2} and m3={self.m3}")
         check_choice("fold", self.fold, FOLDS)
         if self.fold == "linear" and self.m1 != 1:
-            raise ValueError(f"fold='linear' is defined for m1 = 1, got {self.m1}")
+            raise ValueError(f"fold='linear' is defined for m1=1 only, got m1={self.m1}; pass fold='extend'")
 
     def __call__(self, targets: Targets) -> Tensor:
         _check_targets(targets)
@@ -118,7 +118,7 @@ class CombinedMargin:
 
 
 class ArcFace(CombinedMargin):
-    """phi = cos(theta + m): an angle more.
+    """ArcFace, phi = cos(theta + m): an additive angle.
 
     Source: Deng et al., 2019, arXiv:1801.07698, equation 3.
     """
@@ -128,7 +128,7 @@ class ArcFace(CombinedMargin):
 
 
 class CosFace(CombinedMargin):
-    """phi = cos theta - m.
+    """CosFace, phi = cos theta - m: an additive cosine.
 
     Source: Wang et al., 2018, arXiv:1801.09414, equation 4.
     """
@@ -138,9 +138,9 @@ class CosFace(CombinedMargin):
 
 
 class SphereFace(CombinedMargin):
-    """phi = cos(m theta), going on falling beyond pi.
+    """SphereFace, phi = cos(m theta), which continues to fall beyond pi.
 
-    Source: Liu et al., 2017, arXiv:1704.08063, equation 7, with a scale s in the place of the norm.
+    Source: Liu et al., 2017, arXiv:1704.08063, equation 7, with a scale s instead of the norm.
     """
 
     def __init__(self, s: float = 64.0, m: float = 1.35) -> None:
@@ -148,7 +148,7 @@ class SphereFace(CombinedMargin):
 
 
 class NormFace(CombinedMargin):
-    """phi = cos theta: a scaled softmax of cosines, without a margin.
+    """NormFace, phi = cos theta: a scaled softmax of cosines, without a margin.
 
     Source: Wang et al., 2017, arXiv:1704.06369, section 3.3.
     """
@@ -159,7 +159,7 @@ class NormFace(CombinedMargin):
 
 @dataclass(frozen=True)
 class MagFace:
-    r"""phi = cos(theta + m(a)), m growing with the norm a = |x|, which has a regularizer.
+    r"""MagFace, phi = cos(theta + m(a)): the margin grows with the norm a = |x|, which has a regularizer.
 
     m(a) = m_low + (m_high - m_low) (a - a_low) / (a_high - a_low),   a within [a_low, a_high]
     L    = mean CE + weight mean(1 / a + a / a_high^2)
@@ -168,7 +168,7 @@ class MagFace:
         s: multiplies all cosines.
         norms: a_low, a_high.
         margins: m_low, m_high.
-        weight: of the regularizer, which the loss adds.
+        weight: of the regularizer, which is added to the loss.
         fold: as in :class:`CombinedMargin`.
 
     Source: Meng et al., 2021, arXiv:2103.06627, equations 5 and 6, and its code's constants.
@@ -190,7 +190,10 @@ class MagFace:
             for end in ends:
                 check_number(name, end)
         if not (0 < self.norms[0] < self.norms[1] and 0 <= self.margins[0] <= self.margins[1]):
-            raise ValueError(f"norms and margins must be ranges, (low, high); got {self.norms} and {self.margins}")
+            raise ValueError(
+                "norms and margins must be ranges (low, high) with 0 < low < high and 0 <= low <= high, got "
+                f"norms={self.norms} and margins={self.margins}"
+            )
 
     def __call__(self, targets: Targets) -> Tensor:
         _check_targets(targets)
@@ -199,22 +202,22 @@ class MagFace:
         return angular(targets, 1.0, least + (most - least) * (norms - low) / (high - low), self.fold)
 
     def regularizer(self, targets: Targets) -> Tensor:
-        """Of each row, (b_r, 1)."""
+        """Return the regularizer of each row, (b_r, 1)."""
         norms = targets.norms.clamp(*self.norms)
         return self.weight * (1 / norms + norms / self.norms[1] ** 2)
 
 
 class AdaFace(nn.Module):
-    r"""phi = cos(theta - m u) - (m u + m), with u from the norm of the embedding: hard examples of good quality count.
+    r"""AdaFace, phi = cos(theta - m u) - (m u + m): u, from the norm, stresses hard examples of good quality.
 
     u = clip(h (|x| - mean) / std, -1, 1),    mean and std: running averages over the global batches' norms, in
-    training; |x| within [0.001, 100] and without a gradient. Rows without a label that counts (ignore_index) stay
-    out of the averages. The angle stays within [0, pi].
+    training; |x| is clamped to [0.001, 100] and has no gradient. Rows without a label (ignore_index) do not enter the
+    averages. The angle is clamped to [0, pi].
 
     Args:
         s: multiplies all cosines.
         m: the margin.
-        h: how soon u is at its ends.
+        h: slope of u in the standardized norm.
         t_alpha: the share of the new batch in the running averages.
 
     Source: Kim et al., 2022, arXiv:2204.00964, equations 12 to 15.
@@ -238,7 +241,7 @@ class AdaFace(nn.Module):
 
     @torch.no_grad()
     def observe(self, norms: Tensor) -> None:
-        """Take the norms of all ranks' rows into the averages."""
+        """Update the running averages with the norms of all ranks' rows."""
         if self.training and len(norms) > 1:
             norms = norms.to(self.mean).clamp(*_ADAFACE_NORMS)
             self.mean.lerp_(norms.mean(), self.t_alpha)
@@ -252,10 +255,10 @@ class AdaFace(nn.Module):
 
 
 class CurricularFace(nn.Module):
-    r"""phi = cos(theta + m); a negative that is nearer than that, c_j > cos(theta + m), has c_j (t + c_j) in its place.
+    r"""CurricularFace, phi = cos(theta + m); a hard negative, c_j > cos(theta + m), is replaced by c_j (t + c_j).
 
-    t: the running average of the targets' cosines over the global batches, in training: as training goes on, hard
-    negatives weigh more. It has no gradient, nor has the decision which negatives are hard.
+    t: the running average of the targets' cosines over the global batches, in training. As it grows, hard negatives
+    weigh more. Neither t nor the choice of hard negatives has a gradient.
 
     Args:
         s: multiplies all cosines.
@@ -282,7 +285,7 @@ class CurricularFace(nn.Module):
 
     @torch.no_grad()
     def observe(self, angles: Tensor) -> None:
-        """Take the targets' angles of all ranks' rows into the average."""
+        """Update the running average with the target angles of all ranks' rows."""
         if self.training and len(angles):
             self.t.lerp_(angles.cos().mean(), self.alpha)
 
@@ -291,25 +294,25 @@ class CurricularFace(nn.Module):
         return angular(targets, 1.0, self.m, self.fold)
 
     def of_negatives(self, angles: Tensor) -> HardNegatives:
-        """What becomes of the negatives of rows with these target angles, (n, 1)."""
+        """Return the transform of the negatives of rows with these target angles, (n, 1)."""
         return HardNegatives(self.s, float(self.t), (angles.detach() + self.m).cos().view(-1))
 
 
 @dataclass(frozen=True)
 class HardNegatives:
-    """z = s c, where c > limit, to z (t + c): a bend of logits, whose columns are the examples."""
+    """The transform of logits z = s c to z (t + c) where c > limit; its columns are the examples."""
 
     s: float
     t: float
     limits: Tensor  # (n,)
 
     def transform_(self, logits: Tensor, cols: slice) -> Tensor:
-        """To what takes their place."""
+        """Replace the logits by their transform, in place."""
         hard = self._hard(logits, cols)
         return torch.where(hard, logits * (self.t + logits / self.s), logits, out=logits)
 
     def slope_(self, logits: Tensor, cols: slice) -> Tensor:
-        """To its derivative."""
+        """Replace the logits by the derivative of the transform, in place."""
         easy = ~self._hard(logits, cols)
         return logits.mul_(2 / self.s).add_(self.t).masked_fill_(easy, 1.0)
 
@@ -318,7 +321,7 @@ class HardNegatives:
 
 
 def angular(targets: Targets, m1: float, m2: Tensor | float, fold: Fold = "extend") -> Tensor:
-    """cos(m1 theta + m2), and beyond pi what the fold says; (b_r, k)."""
+    """Return cos(m1 theta + m2), replaced beyond pi as `fold` says, (b_r, k)."""
     angles = m1 * targets.angles + m2
     if fold == "none":
         return angles.cos()

@@ -1,4 +1,4 @@
-"""The negatives' half of the loss: sums over this rank's classes, brought together for each rank's own embeddings."""
+"""The negatives' part of the loss: sums over the local classes, combined over the ranks for each embedding."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .margins import HardNegatives
 
 @dataclass(frozen=True)
 class Shard:
-    """The rows of S: this rank's part of all centers.
+    """The rows of S: the local part of all centers.
 
     Args:
-        centers: (K_r K, d), of any length, sub-centers one below the other.
-        norms: (K_r K, 1), theirs.
-        longest: no norm is larger.
-        partition: how many classes each rank has.
+        centers: (K_r K, d), of any length, the sub-centers of a class in consecutive rows.
+        norms: (K_r K, 1), of the centers.
+        longest: upper bound of the norms.
+        partition: the number of classes of each rank.
         best_of: K, sub-centers of a class.
         offsets: (K_r,), added to the logits of these classes, or None.
-        largest_offset: no offset is larger, nor its negative.
+        largest_offset: upper bound of the absolute value of an offset.
     """
 
     centers: Tensor
@@ -50,14 +50,14 @@ def negatives(
     target_rows: Tensor,
     transform: HardNegatives | None,
 ) -> RowStatistics:
-    """Return the statistics of all embeddings over this rank's classes, without an embedding's own classes.
+    """Return the statistics of all embeddings over the local classes, without its target classes.
 
     Args:
         facts: of the call.
-        logits: what a logit is.
-        shard: this rank's centers.
+        logits: the settings of logits.
+        shard: the local centers.
         embeddings: all ranks' (B, d), and their norms, (B, 1).
-        target_rows: (B, k, K), the rows of an embedding's own classes.
+        target_rows: (B, k, K), the rows of an embedding's target classes.
         transform: of the logits of negatives, or None.
     """
     (x, lengths), s, best_of = embeddings, logits.margin.s, shard.best_of
@@ -68,19 +68,19 @@ def negatives(
         if offsets is not None:
             ceiling += offsets.detach()
     bound = UNIT**2 if transform is None else UNIT**2 * (1 + abs(transform.t))
-    if not logits.of_unit_embeddings:
+    if not logits.unit_embeddings:
         bound *= facts.norms["embeddings"]
-    if not logits.of_unit_centers:
+    if not logits.unit_centers:
         bound *= shard.longest
     travel_norms = None
-    if logits.of_unit_embeddings:
-        if in_triton(facts.options.kernel):  # multiplied in the precision that they have
+    if logits.unit_embeddings:
+        if in_triton(facts.options.kernel):  # kernels multiply in the dtype of the features
             travel_norms = lengths.detach()
         else:
             x = normalize_rows(x)
-    stay_norms = shard.norms if logits.of_unit_centers else None
+    stay_norms = shard.norms if logits.unit_centers else None
     rows = Partition(tuple(best_of * count for count in shard.partition.counts))
-    _, numbers = row_statistics(
+    _, statistics = row_statistics(
         facts,
         (s, s),
         Operands(
@@ -98,36 +98,36 @@ def negatives(
         Bounds(bound, offset=shard.largest_offset),
         cols=statistics_fields(target=False, mean_logit=logits.label_smoothing > 0),
     )
-    assert numbers is not None
-    return numbers
+    assert statistics is not None
+    return statistics
 
 
-def of_local_rows(
-    comm: Communicator, rows: Partition, numbers: RowStatistics, of_targets: dict[str, Tensor]
+def combine_over_ranks(
+    comm: Communicator, rows: Partition, statistics: RowStatistics, target_parts: dict[str, Tensor]
 ) -> tuple[RowStatistics, dict[str, Tensor]]:
-    """Return the statistics of this rank's rows over all classes, from those of all rows over each rank's classes.
+    """Return the statistics of the local rows over all classes, from those of all rows over the classes of each rank.
 
     Args:
         comm: the ranks.
-        rows: whose each is.
-        numbers: of all rows over this rank's negatives.
-        of_targets: each (B, k), 0 where the class is another rank's.
+        rows: the owners of the rows.
+        statistics: of all rows over the local negatives.
+        target_parts: each (B, k), 0 where the class is on another rank.
 
     Returns:
-        The statistics and the targets of this rank's rows.
+        The statistics and the target parts of the local rows.
 
-    Collective: 1 all-to-all of 2 B numbers, with label smoothing 4 B, and of B more for all but the first of
-    `of_targets`; the same in backward.
+    Collective: 1 all-to-all of 2 B numbers, 4 B with label smoothing, and B more for each of `target_parts` after
+    the first; the same in backward.
     """
-    of_negatives = [x for x in (numbers.logsumexp, numbers.logits, numbers.count) if x is not None]
-    parts = [x[:, None] for x in of_negatives] + [x.to(of_negatives[0]) for x in of_targets.values()]
-    mine, widths = rows.counts[comm.rank], [x.shape[1] for x in parts]
+    of_negatives = [x for x in (statistics.logsumexp, statistics.logits, statistics.count) if x is not None]
+    parts = [x[:, None] for x in of_negatives] + [x.to(of_negatives[0]) for x in target_parts.values()]
+    num_local, widths = rows.counts[comm.rank], [x.shape[1] for x in parts]
     found = comm.all_to_all(
-        torch.cat(parts, dim=1), send_counts=rows.counts, receive_counts=(mine,) * comm.size, check=False
+        torch.cat(parts, dim=1), send_counts=rows.counts, receive_counts=(num_local,) * comm.size, check=False
     )
-    each = found.view(comm.size, mine, sum(widths)).split(widths, dim=2)
+    each = found.view(comm.size, num_local, sum(widths)).split(widths, dim=2)
     logsumexp, *others = (x[..., 0] for x in each[: len(of_negatives)])
-    none = logsumexp.isneginf().all(0)  # no negatives at all: the gradient of this is 0, and not 0 / 0
+    none = logsumexp.isneginf().all(0)  # without any negatives the gradient must be 0, not 0 / 0
     total = torch.where(none, float("-inf"), torch.where(none, 0.0, logsumexp).logsumexp(0))
-    summed = {name: x.sum(0) for name, x in zip(of_targets, each[len(of_negatives) :], strict=True)}
+    summed = {name: x.sum(0) for name, x in zip(target_parts, each[len(of_negatives) :], strict=True)}
     return RowStatistics(total, None, *(x.sum(0) for x in others)), summed

@@ -1,11 +1,11 @@
-r"""Optimizers that touch the rows of a sparse gradient, and no others: a step costs by the sample of classes.
+r"""Optimizers that update only the rows of a sparse gradient: the cost of a step grows with the sample of classes.
 
     SGD       b <- momentum b + (g + decay w),                        w <- w - lr b
     AdamW     m <- beta1 m + (1 - beta1) g,  v <- beta2 v + (1 - beta2) g^2,  n <- n + 1
               w <- (1 - lr decay) w - lr m / (1 - beta1^n) / (sqrt(v / (1 - beta2^n)) + eps)
 
-are PyTorch's, each row with its own n. What differs from a dense optimizer: a row without a gradient stands still. It
-is not moved by its momentum, not decayed, and its step is not counted. With dense gradients both are PyTorch's.
+are PyTorch's, each row with its own n. Unlike in a dense optimizer, a row without a gradient does not change: momentum
+does not move it, it does not decay, and its step is not counted. With dense gradients both are PyTorch's.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from .._checks import (
 
 
 class _SparseOptimizer(Optimizer, ABC):
-    """Goes through the parameters' rows that have a gradient."""
+    """Base of optimizers that update the parameters' rows with a gradient."""
 
-    of_rows: tuple[str, ...]  # names of what it knows of each row
+    row_state: tuple[str, ...]  # names of the state that has a row for each row of a parameter
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._check(defaults)
         super().__init__(check_items("params", params, "parameters, or of dicts of them"), defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with settings of their own, checked as the constructor's are."""
+        """Add parameters with their own settings, checked like those of the constructor."""
         check_instance("param_group", param_group, dict, "a dict with 'params'")
         if "params" not in param_group:
             raise ValueError(f"param_group must be a dict with 'params', got the keys {[*param_group]}")
@@ -48,14 +48,14 @@ class _SparseOptimizer(Optimizer, ABC):
         super().add_param_group(param_group)
 
     def _check(self, settings: Mapping[str, Any]) -> None:
-        """Raise ValueError unless they are numbers that such an optimizer can have."""
+        """Raise ValueError unless the settings are valid."""
         for name in ("lr", "momentum", "eps", "weight_decay"):
             if name in settings:
                 check_weight(name, settings[name], "pass 0 or more")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step; with a closure that computes the loss again, after it."""
+        """Make one step; a closure computes the loss again before it."""
         loss = None
         if closure is not None:
             check_callable("closure", closure)
@@ -69,7 +69,9 @@ class _SparseOptimizer(Optimizer, ABC):
                     grad = p.grad.coalesce()
                     rows: Any = grad.indices()[0]
                     if grad.sparse_dim() != 1:
-                        raise ValueError(f"a sparse gradient must be of rows, got {grad.sparse_dim()} dimensions")
+                        raise ValueError(
+                            f"a sparse gradient must have 1 sparse dimension, its rows, got {grad.sparse_dim()}"
+                        )
                     self._step(p, rows, grad.values(), group)
                 else:
                     self._step(p, slice(None), p.grad, group)
@@ -77,7 +79,7 @@ class _SparseOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def _step(self, p: Tensor, rows: Any, grad: Tensor, group: dict[str, Any]) -> None:
-        """The same of one parameter: `rows` index those that `grad` is of."""
+        """Update one parameter; `rows` is the index of the rows of `grad`."""
 
 
 class SparseSGD(_SparseOptimizer):
@@ -85,13 +87,13 @@ class SparseSGD(_SparseOptimizer):
 
     Args:
         params: parameters, or groups of them; sparse gradients are of their rows.
-        lr: of a step.
-        momentum: with which earlier gradients of a row go on, from the step in which it last had one.
-        weight_decay: of a row, in steps in which it has a gradient.
+        lr: the learning rate.
+        momentum: factor of a row's buffer of earlier gradients, applied in steps in which the row has a gradient.
+        weight_decay: decay of a row, in steps in which it has a gradient.
         nesterov: look ahead, as in torch.optim.SGD.
     """
 
-    of_rows = ("momentum_buffer",)
+    row_state = ("momentum_buffer",)
 
     def __init__(
         self,
@@ -107,11 +109,11 @@ class SparseSGD(_SparseOptimizer):
     def _check(self, settings: Mapping[str, Any]) -> None:
         super()._check(settings)
         if check_flag("nesterov", settings["nesterov"]) and not settings["momentum"]:
-            raise ValueError("nesterov looks ahead along the momentum: give a momentum above 0")
+            raise ValueError("nesterov=True needs momentum above 0, got momentum=0")
 
     def _step(self, p: Tensor, rows: Any, grad: Tensor, group: dict[str, Any]) -> None:
-        of_rows = p[rows]
-        grad = grad.add(of_rows, alpha=group["weight_decay"]) if group["weight_decay"] else grad
+        values = p[rows]
+        grad = grad.add(values, alpha=group["weight_decay"]) if group["weight_decay"] else grad
         if group["momentum"]:
             state = self.state[p]
             if not state:
@@ -119,7 +121,7 @@ class SparseSGD(_SparseOptimizer):
             buffer = state["momentum_buffer"][rows].mul_(group["momentum"]).add_(grad)
             state["momentum_buffer"][rows] = buffer
             grad = grad.add(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer
-        p[rows] = of_rows.add(grad, alpha=-group["lr"])
+        p[rows] = values.add(grad, alpha=-group["lr"])
 
 
 class SparseAdamW(_SparseOptimizer):
@@ -127,13 +129,13 @@ class SparseAdamW(_SparseOptimizer):
 
     Args:
         params: parameters, or groups of them; sparse gradients are of their rows.
-        lr: of a step.
-        betas: of the averages of a row's gradients, and of their squares.
-        eps: beside the root of the latter.
-        weight_decay: of a row, times lr, in steps in which it has a gradient.
+        lr: the learning rate.
+        betas: decay rates of the averages of a row's gradients, and of their squares.
+        eps: added to the root of the latter.
+        weight_decay: decay of a row, times lr, in steps in which it has a gradient.
     """
 
-    of_rows = ("exp_avg", "exp_avg_sq", "steps")
+    row_state = ("exp_avg", "exp_avg_sq", "steps")
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
-"""PartialFC: a classifier whose classes are spread over the ranks, and of which a step may take a sample.
+"""PartialFC: a classifier whose classes are sharded over the ranks; a training step may use a sample of them.
 
-    rank r has the classes [offset_r, offset_r + C_r) of C, the remainder going to the first ranks
-    a step's classes: those of its labels, and each other one with probability `sample_rate`
+    rank r holds the classes [offset_r, offset_r + C_r) of C; the first ranks hold the remainder
+    the classes of a step: those of its labels, and each other one with probability `sample_rate`
 
-Which others is a function of seed, step and class (see `sampling`): the same for any number of ranks. So are the
-centers at the start. The gradient of a sample is sparse: `SparseSGD` and `SparseAdamW` touch its rows, and no others.
+The sample is a function of seed, step and class (see `sampling`), and the same for any number of ranks. So are the
+initial centers. The gradient of a sample is sparse: `SparseSGD` and `SparseAdamW` update only its rows.
 """
 
 from __future__ import annotations
@@ -36,49 +36,62 @@ from ..sync import Sync
 from .class_softmax import class_softmax
 from .classes import NOT_HERE, rows_within
 from .entry import Batch
-from .logits import OF_HEAD, Logits, Normalize
+from .logits import OF_HEAD, SIZES, Logits, Normalize
 from .margins import ArcFace, Margin
 from .rows import overlap, take_rows
 from .sample import Classes, Sample
 from .sampling import bernoulli, mix
-from .top_classes import TopClasses, top_classes
+from .top_classes import LocalCenters, TopClasses, top_classes
 
 _BLOCK = 1024  # classes whose centers are drawn together
 
 
 class PartialFC(nn.Module):
-    r"""Softmax over millions of classes with a margin, their centers spread over the ranks, the logits never stored.
+    r"""Softmax over millions of classes with a margin; centers are sharded over the ranks, logits are never stored.
 
     L_i = log(exp(s phi(c_iy)) + sum_{j != y} exp(s c_ij)) - s phi(c_iy),    c = cosines of embeddings and centers
 
-    `weight`, (C_r, d), holds this rank's centers. The module must not be wrapped by an engine (DDP, FSDP): its gradient
-    is this rank's own, and already dL/dW. It is made on every rank, after `init_process_group`. With samples it does
-    not go under activation checkpointing, where the second forward pass would draw another one.
+    Shapes: embeddings (b_r, d), labels (b_r,) or (b_r, k) -> L, (), or (b_r,) with reduction "none".
+    `weight`, (C_r, d), holds the local centers.
 
-    Two habits of training frameworks are wrong here. Clipping by `torch.nn.utils.clip_grad_norm_` (Lightning's
-    `gradient_clip_val`, the Trainer's `max_grad_norm`) scales each rank by another norm, and backbones drift apart
-    without a message: use :func:`wholebatch.heads.clip_grad_norm_`. A `state_dict()` saved by rank 0 alone has rank 0's
-    classes alone: use :func:`wholebatch.heads.save_head`. Loaded elsewhere, such a state_dict is refused, when it is
-    loaded or at the next use.
+    Ranks: each rank passes its local embeddings and labels, and gets the same L. Create the head on every rank, after
+    `init_process_group`, and keep it outside DDP and FSDP: it raises if wrapped. The scalar being differentiated is L
+    of the global batch over all classes. `weight.grad` is dL/dW of the local classes, complete, whatever `sync` says;
+    the embeddings' gradient carries the factor of `sync`.
+
+    Collectives (none on one process): forward 1 handshake, 1 all-gather of labels, 1 of embeddings, 1 all-to-all of
+    2 B numbers, 1 all-reduce of a number; backward 1 handshake, the same all-to-all and 1 reduce-scatter of the
+    embeddings' gradient. A sample costs 1 handshake more in forward. :func:`wholebatch.functional.partial_fc_loss`
+    lists those of further settings.
+
+    Work: 4 units of B C_r d multiply-adds per rank, 3 where exp(S) is kept; C_r is the size of the local sample.
+    Memory: O(C_r d) for the centers, two tiles, and on several ranks O(B d) for all embeddings and their gradient. A
+    sample takes a copy of its centers, and its gradient has their size.
+
+    Three habits of training code are wrong here. `torch.nn.utils.clip_grad_norm_` (Lightning's `gradient_clip_val`, the
+    Trainer's `max_grad_norm`) scales each rank by another norm, and backbones drift apart silently: use
+    :func:`wholebatch.heads.clip_grad_norm_`. A `state_dict()` saved by rank 0 alone holds only rank 0's classes: use
+    :func:`wholebatch.heads.save_head`. Such a state_dict raises on other ranks, when it is loaded or at the next use.
+    Activation checkpointing runs forward twice and would draw a second sample: keep a head with samples outside of it.
 
     Args:
         embedding_size: d.
         num_classes: C, on all ranks together; at least one for each rank.
         margin: phi and s.
-        sub_centers: K of each class, of which the one nearest to an embedding counts: for noisy labels. `weight` is
+        sub_centers: K, the centers of each class; the one nearest to an embedding counts: for noisy labels. `weight` is
             then (C_r, K, d).
-        bias: whether there is one, (C_r,), 0 at the start.
+        bias: whether to learn a bias, (C_r,), initially 0.
         margin_grad, normalize: as in :func:`wholebatch.functional.partial_fc_loss`.
-        sample_rate: of the classes without a label in the batch, the probability with which each is in a step of
-            training; 1: all. In evaluation all are there. With samples the gradient of `weight` is a sparse tensor,
-            for `SparseSGD` or `SparseAdamW`.
-        unbiased: sampled negatives weigh 1 / sample_rate, so that their sum is that of all classes on average.
+        sample_rate: the probability with which a class without a label in the batch takes part in a training step;
+            1: all do. In evaluation all take part. With samples the gradient of `weight` is a sparse tensor, for
+            `SparseSGD` or `SparseAdamW`.
+        unbiased: whether sampled negatives weigh 1 / sample_rate, so that their sum is on average that of all classes.
         exclude_above, label_smoothing, ignore_index, reduction, group, sync, memory, kernel: as there.
-        seed: of the centers at the start and of all samples; the same on all ranks.
+        seed: of the initial centers and of all samples; the same on all ranks.
         device, dtype: of the centers.
 
     Raises:
-        ValueError: if an argument is not what it should be.
+        ValueError: if an argument is invalid.
 
     Source: An et al., 2022, arXiv:2203.15565.
 
@@ -128,7 +141,10 @@ class PartialFC(nn.Module):
         check_flag("bias", bias)
         check_flag("unbiased", unbiased)
         if unbiased and (not sample_rate or label_smoothing):
-            raise ValueError("unbiased needs a sample_rate above 0, and no label_smoothing")
+            raise ValueError(
+                f"unbiased needs a sample_rate above 0 and label_smoothing=0, got sample_rate={sample_rate} and "
+                f"label_smoothing={label_smoothing}; change these or pass unbiased=False"
+            )
         check_integer("seed", seed, least=-(2**63), most=2**63 - 1)
         if dtype is not None:
             check_floating_dtype("dtype", dtype)
@@ -138,26 +154,31 @@ class PartialFC(nn.Module):
         self.options.check()
         comm = select_communicator(group)
         if num_classes < comm.size:
-            raise ValueError(f"there must be a class for each of the {comm.size} ranks, got num_classes={num_classes}")
+            raise ValueError(
+                f"num_classes must be at least {comm.size}, a class for each of the {comm.size} ranks, got "
+                f"num_classes={num_classes}; use fewer ranks in group"
+            )
         self.embedding_size, self.num_classes = embedding_size, num_classes
         self.margin, self.sub_centers = margin, sub_centers
         self.sample_rate, self.unbiased = float(sample_rate), unbiased
         self.local_classes = Partition.even(num_classes, comm.size).rows(comm.rank)
-        held = self.local_classes.stop - self.local_classes.start
-        shape = (held, embedding_size) if sub_centers == 1 else (held, sub_centers, embedding_size)
+        num_local = self.local_classes.stop - self.local_classes.start
+        shape = (num_local, embedding_size) if sub_centers == 1 else (num_local, sub_centers, embedding_size)
         self.weight = nn.Parameter(allocated("num_classes and embedding_size", shape, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(held, device=device, dtype=dtype)) if bias else None
-        self._made_with = [self.weight]  # in a list, where no module sees it
+        self.bias = nn.Parameter(torch.empty(num_local, device=device, dtype=dtype)) if bias else None
+        self._original_weight = [self.weight]  # in a list, so that the module does not register it
         self.register_buffer("seed", torch.tensor(seed))
         self.register_buffer("step", torch.tensor(0))  # samples drawn so far, in training
-        self.register_buffer("first_class", torch.tensor(self.local_classes.start))  # whose centers these are
-        self.register_state_dict_post_hook(_tell_classes)
+        self.register_buffer(
+            "first_class", torch.tensor(self.local_classes.start)
+        )  # of the local centers, to detect those of another rank
+        self.register_state_dict_post_hook(_record_classes)
         self.register_load_state_dict_pre_hook(_check_classes)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the centers, each from the seed and its class: on any number of ranks the same."""
+        """Draw each center from the seed and its class: the same on any number of ranks."""
         first = self.local_classes.start - self.local_classes.start % _BLOCK
         for start in range(first, self.local_classes.stop, _BLOCK):
             generator = torch.Generator().manual_seed(mix(mix(int(self.seed)) + start // _BLOCK))
@@ -170,7 +191,7 @@ class PartialFC(nn.Module):
 
     @entry
     def forward(self, embeddings: Tensor, labels: Tensor, *, weights: Tensor | None = None) -> Tensor:
-        """(b_r, d), (b_r,) -> L, the same on all ranks; see :func:`wholebatch.functional.partial_fc_loss`."""
+        """Return L, (b_r, d), (b_r,) -> (); see :func:`wholebatch.functional.partial_fc_loss`."""
         drawn = self.training and self.sample_rate < 1
         settings = [self.sample_rate, self.unbiased, int(self.seed), int(self.step), self.training]
         classes = Classes(self._sample, self.weight.dtype, self.num_classes, drawn, settings)
@@ -180,9 +201,9 @@ class PartialFC(nn.Module):
         return loss
 
     def _sample(self, labels: Tensor | None) -> Sample:
-        """Return this rank's classes of a step: all of them, or a sample that has the classes of the labels."""
-        self.check_own()
-        mark_sharded(self.weight, self.bias)  # here, for a copy of the module has no marks
+        """Return the local classes of a step: all, or a sample that includes the classes of the labels."""
+        self.check_local()
+        mark_sharded(self.weight, self.bias)  # here, because a copy of the module has no marks
         if labels is None:
             return Sample(self.weight, bias=self.bias, complete=True)
         ids = torch.arange(self.local_classes.start, self.local_classes.stop, device=self.weight.device)
@@ -193,70 +214,68 @@ class PartialFC(nn.Module):
         (index,) = (drawn | positive).nonzero(as_tuple=True)
         log_weights = None
         if self.unbiased:
-            dtype = accumulation_dtype(self.weight.dtype)  # two numbers alone would make float32 of it
+            dtype = accumulation_dtype(self.weight.dtype)  # torch.full alone would give float32
             log_weights = torch.full(index.shape, -math.log(self.sample_rate), dtype=dtype, device=index.device)
             log_weights.masked_fill_(positive[index], 0.0)
         bias = None if self.bias is None else take_rows(self.bias, index)
         return Sample(take_rows(self.weight, index), ids[index], bias, log_weights, complete=True)
 
-    def check_own(self) -> None:
-        """The centers are those of this rank's classes, and no engine's.
+    def check_local(self) -> None:
+        """Raise ValueError unless the head holds the centers of the local classes.
 
         Raises:
-            ValueError: if an engine has taken them, another rank's have been loaded, or ranks have come since.
+            ValueError: if an engine has wrapped them, another rank's were loaded, or the number of ranks has changed.
         """
         comm = select_communicator(self.options.group)
         if Partition.even(self.num_classes, comm.size).rows(comm.rank) != self.local_classes:
             raise ValueError(
-                f"the head has classes {self.local_classes.start} to {self.local_classes.stop}, which are not those of "
-                f"rank {comm.rank} of {comm.size}: make it after torch.distributed.init_process_group, on each rank"
+                f"the head holds classes {self.local_classes.start} to {self.local_classes.stop}, which are not those "
+                f"of rank {comm.rank} of {comm.size}: make it after torch.distributed.init_process_group, on each rank"
             )
-        if comm.size > 1 and self.weight is not self._made_with[0]:
+        if comm.size > 1 and self.weight is not self._original_weight[0]:
             raise ValueError(
-                "head.weight is not the parameter that the head was made with: PartialFC must stay outside of FSDP, "
-                "which shards it once more (other values go in by head.weight.data.copy_ or load_state_dict)"
+                "head.weight must be the parameter that the head was created with, got another one: PartialFC must "
+                "stay outside of FSDP, which shards it again; set values by head.weight.data.copy_ or load_state_dict"
             )
-        active = getattr(DistributedDataParallel, "_active_ddp_module", None)  # where its forward pass is under way
+        active = getattr(DistributedDataParallel, "_active_ddp_module", None)  # set during its forward pass
         if active is not None and any(
             p is self.weight and name not in active.parameters_to_ignore for name, p in active.module.named_parameters()
         ):
             raise ValueError(
                 "DistributedDataParallel has wrapped the head: it overwrites the centers with rank 0's and averages "
-                "gradients of different classes. Wrap the backbone alone, and make the head anew"
+                "gradients of different classes. Wrap the backbone alone, and create the head again"
             )
         if int(self.first_class) != self.local_classes.start:
             raise ValueError(
-                "the head holds another rank's centers: has DistributedDataParallel wrapped it, or was another rank's "
-                "state_dict loaded? Wrap the backbone alone, and make the head anew; wholebatch.heads.load_head loads "
-                "on any number of ranks"
+                "the head holds another rank's centers: DistributedDataParallel has wrapped it, or another rank's "
+                "state_dict was loaded. Wrap the backbone alone and create the head again; "
+                "wholebatch.heads.load_head loads on any number of ranks"
             )
 
     def facts(self) -> dict[str, Any]:
-        """Return what the parts of all ranks have in common, by the names `OF_HEAD`, if this is this rank's part.
+        """Return the settings that must be the same on all ranks, by the names `OF_HEAD`.
 
         Raises:
-            ValueError: if it is not; see `check_own`.
+            ValueError: if the head does not hold the centers of the local classes; see `check_local`.
         """
-        self.check_own()
-        return {
-            **self.logits.facts(),
-            "num_classes": self.num_classes,
-            "embedding_size": self.embedding_size,
-            "sub_centers": self.sub_centers,
-            "bias": self.bias is not None,
-            "seed": int(self.seed),
-        }
+        self.check_local()
+        return {**self.logits.facts(), **self.size_facts()}
+
+    def size_facts(self) -> dict[str, Any]:
+        """Return the settings of the centers, by the names `SIZES`."""
+        sizes = (self.num_classes, self.embedding_size, self.sub_centers, self.bias is not None, int(self.seed))
+        return dict(zip(SIZES, sizes, strict=True))
 
     @entry
     def top_classes(self, embeddings: Tensor, k: int = 1) -> TopClasses:
-        """The k classes of all ranks that each of this rank's rows is most like: (b_r, d) -> 2 of (b_r, k).
+        """Return the k largest logits of each local row over all classes, and these classes: (b_r, d) -> 2 of (b_r, k).
 
-        The logits are without a margin. They are never stored. Collective: 1 handshake, 1 all-gather of the embeddings,
+        The logits have no margin, and are never stored. Collective: 1 handshake, 1 all-gather of the embeddings,
         2 all-to-alls of k B numbers.
 
         Raises:
-            ValueError: on every rank, for what is no embedding, for k above the number of classes, and if k or the
-                head's settings differ between ranks.
+            ValueError: on every rank, for invalid embeddings, for k above the number of classes, and if k or the head's
+                settings differ between ranks.
 
         >>> import torch, wholebatch as wb
         >>> head = wb.PartialFC(8, 1000)
@@ -264,24 +283,23 @@ class PartialFC(nn.Module):
         [[7], [999]]
         """
         comm = select_communicator(self.options.group)
-        return top_classes(
-            embeddings, k, self.weight, self.bias, self.logits, self.local_classes.start, comm, self.facts
-        )
+        local = LocalCenters(self.weight, self.bias, self.local_classes.start)
+        return top_classes(embeddings, k, local, self.logits, comm, self.facts)
 
     @bind_on_all_ranks
     def full_weight(self, root: int = 0) -> Tensor | None:
-        """All centers, (C, d) or (C, K, d), on rank `root`; None on the others.
+        """Return all centers, (C, d) or (C, K, d), on rank `root`; None on the others.
 
         Collective: 1 handshake, 1 gather.
 
         Raises:
-            ValueError: on every rank, if `root` is no rank, or `root` or the head's settings differ between ranks.
+            ValueError: on every rank, if `root` is not a rank, or `root` or the head's settings differ between ranks.
         """
         return self._full("full_weight", self.weight, root)
 
     @bind_on_all_ranks
     def full_bias(self, root: int = 0) -> Tensor | None:
-        """All biases, (C,), on rank `root`; None on the others, and where there are none.
+        """Return all biases, (C,), on rank `root`; None on the others, and for a head without bias.
 
         Collective: 1 handshake, and 1 gather where there are biases.
 
@@ -291,19 +309,19 @@ class PartialFC(nn.Module):
         return self._full("full_bias", self.bias, root)
 
     @torch.no_grad()
-    def _full(self, name: str, of_classes: Tensor | None, root: int) -> Tensor | None:
+    def _full(self, name: str, local: Tensor | None, root: int) -> Tensor | None:
         comm = select_communicator(self.options.group)
 
         def state() -> dict[str, Any]:
-            of_head = self.facts()
+            head_facts = self.facts()
             check_integer("root", root, least=0, most=comm.size - 1, of="a rank")
-            return {**of_head, "root": root}
+            return {**head_facts, "root": root}
 
         comm.handshake(state, caller=f"PartialFC.{name}", must_match=(*OF_HEAD, "root"))
-        if of_classes is None:
+        if local is None:
             return None
         counts = Partition.even(self.num_classes, comm.size).counts
-        whole = comm.gather(of_classes.detach(), root, counts=counts)
+        whole = comm.gather(local.detach(), root, counts=counts)
         return whole if comm.rank == root else None
 
     def extra_repr(self) -> str:
@@ -314,18 +332,19 @@ class PartialFC(nn.Module):
         )
 
 
-def _tell_classes(head: Any, _state: Any, _prefix: str, metadata: dict[str, Any]) -> None:
+def _record_classes(head: Any, _state: Any, _prefix: str, metadata: dict[str, Any]) -> None:
     """Record the classes in a state_dict's metadata, beside its tensors; torch.save keeps them."""
     metadata["classes"] = [head.local_classes.start, head.local_classes.stop, head.num_classes]
 
 
 def _check_classes(head: Any, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_others: Any) -> None:
-    """Refuse a state_dict of other classes, before anything of it is loaded.
+    """Raise ValueError for a state_dict of other classes, before anything of it is loaded.
 
-    One with as many classes, of another rank, is loaded, and refused at the next use: on all ranks, not on this one.
+    A state_dict of another rank with the same number of classes is loaded; the next use of the head then raises, on all
+    ranks.
 
     Raises:
-        ValueError: it has another number of classes than this rank, or is of a head with another number of them.
+        ValueError: if its number of classes is not that of this rank, or is from a head with another total.
     """
     weight, local = state.get(prefix + "weight"), head.local_classes
     if not isinstance(weight, Tensor) or not weight.dim():
@@ -333,9 +352,9 @@ def _check_classes(head: Any, state: dict[str, Any], prefix: str, metadata: dict
     first, stop, count = metadata.get("classes", (None, None, head.num_classes))
     if len(weight) == local.stop - local.start and count == head.num_classes:
         return
-    what = f"{len(weight)} classes" if first is None else f"classes {first} to {stop} of {count}"
+    content = f"{len(weight)} classes" if first is None else f"classes {first} to {stop} of {count}"
     raise ValueError(
-        f"a state_dict holds one rank's part of a head; the one for {prefix + 'weight'!r} has {what}, and this rank "
+        f"a state_dict holds one rank's part of a head; the one for {prefix + 'weight'!r} has {content}, and this rank "
         f"has classes {local.start} to {local.stop} of {head.num_classes}. wholebatch.heads.save_head and load_head "
         "write and read all parts, on any number of ranks"
     )

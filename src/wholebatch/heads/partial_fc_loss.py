@@ -1,4 +1,4 @@
-"""PartialFC's loss as a function of this rank's embeddings, labels and centers."""
+"""PartialFC's loss as a function of the local embeddings, labels and centers."""
 
 from __future__ import annotations
 
@@ -42,45 +42,45 @@ def partial_fc_loss(
     memory: Memory = "auto",
     kernel: Kernel = "auto",
 ) -> Tensor:
-    r"""Cross-entropy over the classes of all ranks, with a margin for the example's own, and its exact gradient.
+    r"""Return the cross-entropy over the classes of all ranks, with a margin for the target class, exact in gradient.
 
     L_i = log(exp(s phi(c_iy)) + sum_{j != y} exp(s c_ij)) - s phi(c_iy),    c = cosines of embeddings and centers
 
     Args:
-        embeddings: (b_r, d), this rank's rows; normalized inside. b_r may differ between ranks and may be 0. float64,
-            float32, bfloat16 or float16; of another dtype than the centers', they are cast to that.
+        embeddings: (b_r, d), the local rows; normalized inside. b_r may differ between ranks and may be 0. float64,
+            float32, bfloat16 or float16; cast to the dtype of the centers.
         labels: (b_r,) integers, the ids of their classes among all C; ignore_index: the row does not count. Or
             (b_r, k): a row has up to k classes, none of which is a negative of another, and L_i is the mean over them;
-            where it has fewer, the rest is ignore_index.
-        centers: (C_r, d), this rank's classes; normalized inside. C_r may differ between ranks and may be 0. Or
+            a row with fewer has ignore_index in the other columns.
+        centers: (C_r, d), the local classes; normalized inside. C_r may differ between ranks and may be 0. Or
             (C_r, K, d): K sub-centers of each class, of which the one nearest to an embedding counts (Deng et al.,
             2020, doi:10.1007/978-3-030-58621-8_43).
         margin: phi and s, such as :class:`wholebatch.ArcFace`.
-        margin_grad: "exact", or "straight_through": d phi / d c is taken for 1, as in insightface's code.
+        margin_grad: "exact", or "straight_through": d phi / d c is replaced by 1, as in insightface's code.
         normalize: "both", or only "centers", "embeddings" or "none": a logit is s times the cosine, or the margin,
-            times the norms of what is not normalized. Rows of zeros have no angle, and are refused all the same. What
-            is normalized is divided by max(norm, 1e-12), as by `torch.nn.functional.normalize`, and the angle of
-            shorter rows is the arccosine of their product.
+            times the norms of those that are not normalized. Rows of zeros have no angle, and always raise. Normalized
+            rows are divided by max(norm, 1e-12), as by `torch.nn.functional.normalize`, and the angle of shorter rows
+            is the arccosine of their product.
         bias: (C_r,), added to the logits of these classes.
-        class_ids: (C_r,) ascending integers, the ids of the centers' classes, for a sample of them; every label of the
-            batch is among some rank's. None: ranks hold consecutive classes, rank 0's first, and all there are.
-        log_weights: (C_r,), added to the logits of these classes where they are negatives: minus the logarithms of the
-            probabilities with which they were sampled make the sum over negatives that of all classes, on average.
-        exclude_above: a cosine; negatives that are more similar are left out: one class under two labels, perhaps. They
-            leave the sum altogether; insightface's interclass filtering sets their logits to 0 and keeps their exp(0).
-        num_classes: C, where it is known: labels must be smaller. None: C is the number of all centers.
-        label_smoothing: weight of the mean over all classes at hand, in [0, 1].
-        ignore_index: a label that says that there is none.
+        class_ids: (C_r,) ascending integers, the ids of the centers' classes, for a sample of them that includes every
+            label of the batch. None: the ranks hold all classes, consecutive, rank 0's first.
+        log_weights: (C_r,), added to the logits of these classes where they are negatives. With minus the logarithms of
+            their sampling probabilities, the sum over negatives is on average that of all classes.
+        exclude_above: a cosine; more similar negatives, possibly one class under two labels, are left out of the sum.
+            insightface's interclass filtering sets their logits to 0 instead, and keeps exp(0) in the sum.
+        num_classes: C, if known: labels must be smaller. None: C is the number of all centers.
+        label_smoothing: weight of the mean over all classes of the step, in [0, 1].
+        ignore_index: the label of rows that do not count.
         weights: (b_r,), >= 0; the mean is sum w_i L_i / sum w_i over the rows that count.
         reduction: "mean" over the rows that count, "sum", or "none": L_i of this rank's rows, (b_r,).
         group: ranks that share the batch and the classes, as in :func:`wholebatch.functional.clip_loss`.
-        sync: what an engine does with the embeddings' gradients, as there. The centers' are this rank's own: dL/dW in
-            full, whatever `sync` says, and no engine may touch them. So is that of `bias`. With reduction "none" each
-            rank makes a scalar of its losses: L is their mean over ranks under "mean", for that is what the engine's
-            averaging makes of the embeddings' gradients, and their sum under "sum" and None.
-        memory: "flat", "auto" or bytes, as there, of this rank's classes times the batch.
-        kernel: who computes a tile, as there; exclude_above, sub-centers and :class:`wholebatch.CurricularFace` are
-            left to plain PyTorch.
+        sync: the engine's reduction of the embeddings' gradients, as there. The gradients of the local centers and of
+            `bias` are complete, whatever `sync` says, and no engine may reduce them. With reduction "none" each rank
+            computes a scalar from its losses: L is their mean over ranks under "mean", because the engine averages the
+            embeddings' gradients, and their sum under "sum" and None.
+        memory: "flat", "auto" or bytes, as there, for the local classes times the batch.
+        kernel: the implementation of a tile, as there; exclude_above, sub-centers and
+            :class:`wholebatch.CurricularFace` run in plain PyTorch.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.partial_fc_loss` on all embeddings and
@@ -96,7 +96,7 @@ def partial_fc_loss(
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`; also
-            labels that are no integers or of no class, an embedding or a center of norm 0.
+            labels that are not integers or not class ids, an embedding or a center of norm 0.
         RuntimeError: if the gradient is differentiated again.
 
     Source: An et al., 2020, arXiv:2010.05222; the margins' papers.

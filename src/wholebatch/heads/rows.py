@@ -1,4 +1,4 @@
-"""Some rows of a tensor: by their index, with a gradient of these rows alone; and where two runs of rows overlap."""
+"""Rows of a tensor by index, with a sparse gradient; and the overlap of two ranges of rows."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from .._autograd import once_differentiable
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
-    """x[index], whose gradient by x is a sparse tensor: (n, d), (k,) ascending -> (k, d)."""
+    """Return x[index], whose gradient by x is a sparse tensor: (n, d), (k,) ascending -> (k, d)."""
     return _Rows.apply(x, index)
 
 
-def overlap(start: int, count: int, first: int, held: int) -> tuple[slice, slice] | None:
-    """The rows that [start, start + count) and [first, first + held) share, as rows of the one and of the other.
+def overlap(start: int, count: int, first: int, length: int) -> tuple[slice, slice] | None:
+    """Return the rows that [start, start + count) and [first, first + length) share, relative to each; None if none.
 
     >>> overlap(0, 4, 3, 5), overlap(0, 3, 3, 5)
     ((slice(3, 4, None), slice(0, 1, None)), None)
     """
-    low, high = max(start, first), min(start + count, first + held)
+    low, high = max(start, first), min(start + count, first + length)
     return (slice(low - start, high - start), slice(low - first, high - first)) if low < high else None
 
 
@@ -36,6 +36,6 @@ class _Rows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
-        # Not by the argument of this name: torch 2.11 then still warns that nobody has asked for checks or none.
+        # As a context and not as an argument: with the argument, torch 2.11 still warns that checks are not set.
         with torch.sparse.check_sparse_tensor_invariants(False):
             return torch.sparse_coo_tensor(index[None], grad, ctx.shape, is_coalesced=True), None

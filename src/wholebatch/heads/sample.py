@@ -1,4 +1,4 @@
-"""The classes of one step on one rank: all that it holds, or a sample that depends on the labels of all ranks."""
+"""The classes of one step on one rank: all local classes, or a sample that depends on the labels of all ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Sample:
 
     Args:
         centers: (K_r, d), or (K_r, K, d): K sub-centers of each class.
-        ids: (K_r,), ascending, of their classes; None: all of them, consecutive.
+        ids: (K_r,), ascending, the ids of their classes; None: all local classes, consecutive.
         bias: (K_r,), added to the logits.
         log_weights: (K_r,), added to the logits of negatives.
-        complete: whether it is known that every label's class is there.
+        complete: whether the sample is known to include the class of every label.
     """
 
     centers: Tensor
@@ -30,22 +30,22 @@ class Sample:
 
     @property
     def offsets(self) -> Tensor | None:
-        """What is added to the logits of negatives, (K_r,), or None."""
+        """The offsets added to the logits of negatives, (K_r,), or None."""
         given = [x for x in (self.bias, self.log_weights) if x is not None]
         return sum(given[1:], start=given[0]) if given else None
 
 
 @dataclass(frozen=True)
 class Classes:
-    """Where a loss takes the classes of a step from.
+    """The source of the classes of a step.
 
     Args:
-        sample: returns this rank's part, given the labels of all ranks, (B,), or None unless `needs_labels`. It checks
-            what it is made from.
-        needs_labels: whether the sample depends on the labels: the loss then has a second handshake.
+        sample: a function that validates its source and returns this rank's part, given the labels of all ranks, (B,),
+            or None unless `needs_labels`.
+        needs_labels: whether the sample depends on the labels; the loss then makes a second handshake.
         dtype: of the centers.
-        num_classes: C, where it is known.
-        settings: by which a sample is drawn, the same on all ranks.
+        num_classes: C, if known.
+        settings: the settings of the draw, which must be the same on all ranks.
     """
 
     sample: Callable[[Tensor | None], Sample]

@@ -1,8 +1,8 @@
-"""Numbers that depend on a seed, a step and a class alone: not on the rank that has the class, nor on its device.
+"""Random numbers that depend on a seed, a step and a class alone: not on the rank or the device of the class.
 
 A counter-based generator (SplitMix64: Steele, Lea and Flood, 2014, doi:10.1145/2660193.2660195) is a function of a
-number, and not of what was drawn before. So a sample of classes is the same on one rank as on many, after a restart on
-another number of ranks, and on a GPU as on a CPU.
+number, not of earlier draws. So a sample of classes is the same on any number of ranks, after a restart on another
+number of ranks, and on a GPU as on a CPU.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from torch import Tensor
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _FACTORS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-_BITS = 53  # of a uniform number
+_BITS = 53  # bits of a uniform number
 
 
 def bernoulli(rate: float, ids: Tensor, *, seed: int, step: int) -> Tensor:
-    """Whether each id is drawn, with probability `rate`, independently; ids are int64, (n,).
+    """Return whether each id is drawn, independently with probability `rate`; ids are int64, (n,).
 
     >>> import torch
     >>> ids = torch.arange(100_000)
@@ -29,7 +29,7 @@ def bernoulli(rate: float, ids: Tensor, *, seed: int, step: int) -> Tensor:
 
 
 def _mixed(ids: Tensor, *, key: int) -> Tensor:
-    """Numbers in [0, 2^53), int64."""
+    """Return uniform numbers in [0, 2^53), int64."""
     x = (ids + 1) * _signed(_GOLDEN) + _signed(key)
     for shift, factor in _FACTORS:
         x = (x ^ _shifted(x, shift)) * _signed(factor)
@@ -37,12 +37,12 @@ def _mixed(ids: Tensor, *, key: int) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """x / 2^bits of an unsigned number, which int64 holds as a signed one."""
+    """Return x / 2^bits of an unsigned number, held in int64."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def mix(x: int) -> int:
-    """The same function of one number: 64 bits, unsigned."""
+    """Return the same function of one number: 64 bits, unsigned."""
     mask = (1 << 64) - 1
     x = (x + 1) * _GOLDEN & mask
     for shift, factor in _FACTORS:

@@ -1,8 +1,9 @@
-"""The classes that an embedding is most like, found a tile of logits at a time."""
+"""Find the classes with the largest logits for each embedding, a tile of logits at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,34 +20,48 @@ _CLASSES, _ROWS = 4096, 512  # of a tile
 
 
 class TopClasses(NamedTuple):
-    """Of each row the k largest logits, descending, and their classes: both (b_r, k)."""
+    """The k largest logits of each row, descending, and their classes: both (b_r, k)."""
 
     logits: Tensor
     class_ids: Tensor
+
+
+@dataclass(frozen=True)
+class LocalCenters:
+    """The centers of this rank's classes, which are consecutive.
+
+    Args:
+        centers: (C_r, d), or (C_r, K, d).
+        bias: (C_r,), or None.
+        first: the id of the first class.
+    """
+
+    centers: Tensor
+    bias: Tensor | None
+    first: int
 
 
 @torch.no_grad()
 def top_classes(
     embeddings: Tensor,
     k: int,
-    centers: Tensor,
-    bias: Tensor | None,
+    local: LocalCenters,
     logits: Logits,
-    first: int,
     comm: Communicator,
     facts: Callable[[], dict[str, Any]],
 ) -> TopClasses:
-    """The k best of all classes, without a margin; this rank's `centers` are those of the classes `first`, first + 1...
+    """Return the k classes with the largest logits, without a margin, for each local row.
 
-    `facts` checks the head, and returns those of `OF_HEAD`.
+    `facts` checks the head, and returns the facts `OF_HEAD`.
 
     Collective: 1 handshake, 1 all-gather of embeddings, 2 all-to-alls of k B numbers.
     """
+    centers, bias = local.centers, local.bias
     if has_feature_dtype(embeddings):
         embeddings = embeddings.to(centers.dtype)
 
     def state() -> dict[str, Any]:
-        of_head = facts()
+        head_facts = facts()
         check_count("k", k, "classes for each row")
         check_features("embeddings", embeddings)
         matrix, _ = flat(centers)
@@ -55,19 +70,19 @@ def top_classes(
             check_directions(name, x, *(end.item() for end in ends_of(known_norms(x))))
         if bias is not None:
             check_finite("bias", bias)
-        return {**of_head, "k": k, "rows": len(embeddings), "classes": len(centers)}
+        return {**head_facts, "k": k, "rows": len(embeddings), "classes": len(centers)}
 
     everyone = comm.handshake(state, caller="top_classes", must_match=(*OF_HEAD, "k"))
     total = sum(facts["classes"] for facts in everyone)
     if k > total:
-        raise ValueError(f"top_classes: k must be at most the number of classes, {total}, got {k}")
+        raise ValueError(f"top_classes: k must be at most the number of classes, {total}, got {k}; pass a smaller k")
     rows = Partition(tuple(facts["rows"] for facts in everyone))
     x = comm.all_gather(embeddings, counts=rows.counts, check=False)
-    found = _of_own_classes(x, k, centers, bias, logits, first)
-    mine = rows.counts[comm.rank]
+    found = _of_local_classes(x, k, local, logits)
+    num_local = rows.counts[comm.rank]
     values, classes = (
-        comm.all_to_all(part, send_counts=rows.counts, receive_counts=(mine,) * comm.size, check=False)
-        .view(comm.size, mine, k)
+        comm.all_to_all(part, send_counts=rows.counts, receive_counts=(num_local,) * comm.size, check=False)
+        .view(comm.size, num_local, k)
         .transpose(0, 1)
         .flatten(1)
         for part in found
@@ -75,14 +90,15 @@ def top_classes(
     return _best(values, classes, k)
 
 
-def _of_own_classes(x: Tensor, k: int, centers: Tensor, bias: Tensor | None, logits: Logits, first: int) -> TopClasses:
-    """Of this rank's classes, a tile of classes and rows at a time; where it has fewer than k, -inf and -1."""
+def _of_local_classes(x: Tensor, k: int, local: LocalCenters, logits: Logits) -> TopClasses:
+    """Return the best of the local classes, in tiles of classes and rows; -inf and -1 where there are fewer than k."""
+    centers, bias, first = local.centers, local.bias, local.first
     x = x.to(accumulation_dtype(x.dtype))
-    x = normalize_rows(x) if logits.of_unit_embeddings else x
+    x = normalize_rows(x) if logits.unit_embeddings else x
     values, class_ids = _none(x, k)
     for start in range(0, len(centers), _CLASSES):
         some, best_of = flat(centers[start : start + _CLASSES])
-        some = normalize_rows(some.to(x.dtype)) if logits.of_unit_centers else some.to(x.dtype)
+        some = normalize_rows(some.to(x.dtype)) if logits.unit_centers else some.to(x.dtype)
         for row in range(0, len(x), _ROWS):
             rows = slice(row, row + _ROWS)
             tile = logits.margin.s * (x[rows] @ some.T).unflatten(1, (-1, best_of)).amax(2)
@@ -101,6 +117,6 @@ def _none(x: Tensor, k: int) -> TopClasses:
 
 
 def _best(values: Tensor, classes: Tensor, k: int) -> TopClasses:
-    """The k largest of the columns."""
+    """Return the k columns with the largest values, and their classes."""
     order = values.topk(k, dim=1)
     return TopClasses(order.values, classes.gather(1, order.indices))

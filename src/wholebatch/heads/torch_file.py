@@ -1,6 +1,6 @@
-"""Tensors out of files of torch.save, by a reader that constructs nothing but plain values and tensors.
+"""Read tensors from files of torch.save, with a reader that constructs only plain values and tensors.
 
-Such a file is a zip archive: a pickle that says where tensors lie, which is not executed (see `described_pickle`), and
+Such a file is a zip archive: a pickle with the places of tensors, which is not executed (see `described_pickle`), and
 the bytes of each storage, not compressed.
 """
 
@@ -29,7 +29,7 @@ _CHUNK = 4 * 2**20
 
 @dataclass(frozen=True)
 class _Record:
-    """A file in the archive: its bytes are [start, start + size) of the archive's."""
+    """A file in the archive, with the bytes [start, start + size) of the archive."""
 
     start: int
     size: int
@@ -39,8 +39,8 @@ class _Record:
 class TorchFile:
     """An open file of torch.save; a context manager.
 
-    `content` is what was saved, with a `StoredTensor` in the place of each tensor; `name` is the archive's, which
-    torch.save takes from the file's, without its suffix.
+    `content` is the saved value, with a `StoredTensor` for each tensor; `name` is the name of the archive, which
+    torch.save derives from the file name, without its suffix.
 
     Raises:
         ValueError: with the file's name, if it is damaged or holds anything but plain values and tensors.
@@ -78,10 +78,10 @@ class TorchFile:
         self._file.close()
 
     def rows(self, stored: StoredTensor, rows: slice) -> Tensor:
-        """Read some rows of a matrix in row-major order; the whole storage is compared with its checksum.
+        """Read rows of a matrix in row-major order; the whole storage is compared with its checksum.
 
         Raises:
-            ValueError: if it is no such matrix, or the bytes are not those that were written.
+            ValueError: if it is no such matrix, or the bytes differ from those written.
         """
         if len(stored.shape) != 2 or stored.stride != (stored.shape[1], 1):
             raise self._wrong(f"a tensor of shape {stored.shape} and strides {stored.stride} is no row-major matrix")
@@ -105,7 +105,7 @@ class TorchFile:
         return x
 
     def _skip(self, start: int, count: int, crc: int) -> int:
-        """The checksum that goes on over so many bytes."""
+        """Return the checksum continued over `count` bytes."""
         chunk = memoryview(bytearray(min(count, _CHUNK)))
         self._file.seek(start)
         while count:
@@ -133,7 +133,7 @@ class TorchFile:
         return bytes(found)
 
     def _read_directory(self) -> dict[str, _Record]:
-        """The archive's records by name, from the directory at its end."""
+        """Return the archive's records by name, from the directory at its end."""
         entries, size, start = self._find_directory()
         if entries > _MOST_RECORDS or size > _MOST_DIRECTORY_BYTES:
             raise self._wrong(f"its directory says that it has {entries} records in {size} bytes")
@@ -157,7 +157,7 @@ class TorchFile:
         return found
 
     def _find_directory(self) -> tuple[int, int, int]:
-        """How many records, and the directory's size and place."""
+        """Return the number of records, and the directory's size and start."""
         end = size_of(self._file)
         if end < 22 or self._at(0, 4) != b"PK\3\4":
             raise self._wrong("it is no zip archive; save it again with torch 1.6 or later")
@@ -174,7 +174,7 @@ class TorchFile:
         return entries, size, start
 
     def _wide(self, extra: bytes, values: list[int]) -> list[int]:
-        """Sizes and place, those that have no room in 32 bits from the field for such."""
+        """Return sizes and offset, with values above 32 bits read from the field for 64-bit values."""
         at = 0
         while at + 4 <= len(extra):
             kind, size = struct.unpack("<2H", extra[at : at + 4])
@@ -187,7 +187,7 @@ class TorchFile:
         return values
 
     def _data_of(self, offset: int, name: bytes, size: int, directory: int) -> int:
-        """Where a record's bytes begin, behind a header that has its name once more."""
+        """Return the start of a record's bytes, after a header that repeats its name."""
         header = self._at(offset, 30)
         of_name, of_extra = struct.unpack("<26x2H", header)
         start = offset + 30 + of_name + of_extra

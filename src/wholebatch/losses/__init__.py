@@ -1,4 +1,4 @@
-"""Which entries of S are positive, which are excluded, which directions count; one loss per file, one line here.
+"""The public losses: each file decides which entries of S are positive, which are excluded, which directions count.
 
 Every loss is a function and a module that holds its settings. `wholebatch` and `wholebatch.functional` take their names
 from this list.

@@ -3,11 +3,11 @@
     query_to_key   s(q_i, k_j) over keys and negatives j      key_to_query   s(q_j, k_i) over queries j
     query_to_query s(q_i, q_j) over queries j != i            key_to_key     s(k_i, k_j) over keys and negatives j != i
 
-Each gives statistics to every query i. The first two are the rows and the columns of one S, and share one sweep. The
-larger tower stays on its rank, the smaller one travels. If the keys travel, a query's sum is whole on the query's rank
-(rows of S). If there are more keys than queries, the queries travel and S is transposed: a query's sum is then that of
-a column, and the exchange adds it up. A ceiling on negatives' similarities belongs to a row: then each direction is a
-sweep of its own, with rows that stay; and so is a direction with another scale.
+Each direction gives statistics of every query i. The first two are the rows and the columns of one S, and share one
+sweep. The larger tower stays on its rank, the smaller one travels. If the keys travel, a query is a row of S, and its
+sum is complete on its rank. If there are more keys than queries, the queries travel and S is transposed: a query is
+then a column, and the exchange adds up its sum. A ceiling on the similarities of negatives is a property of rows, so
+with a ceiling each direction has its own sweep, whose rows stay; so has a direction with another scale.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Retrieval:
     """The queries and keys of one call, and their positive pairs. Collective: an all-gather for each kind of ids.
 
     Args:
-        facts: on "queries", "keys", "logit_scale"; and perhaps "negatives", "query_ids", "key_ids", "negative_ids".
+        facts: of "queries", "keys", "logit_scale", and if given "negatives", "query_ids", "key_ids", "negative_ids".
         equal_ids: whether other keys with a query's id are positives or excluded.
-        fields: of rows, see :func:`wholebatch.nodes.statistics_fields`.
+        fields: the statistics of rows, from :func:`wholebatch.nodes.statistics_fields`.
     """
 
     def __init__(self, facts: Facts, equal_ids: EqualIdsAre, fields: tuple[str, ...]) -> None:
@@ -68,7 +68,7 @@ class Retrieval:
         """Return the statistics of this rank's queries in each direction. Collective.
 
         Args:
-            directions: that take part.
+            directions: the directions that take part.
             hardness: added to the scale of negatives in query_to_key, without gradient.
             ceiling: negatives above it are left out.
         """
@@ -85,13 +85,13 @@ class Retrieval:
             found["query_to_query"] = self._among("queries", ceiling)
         if "key_to_key" in directions:
             found["key_to_key"] = self._among("keys", ceiling)
-        if "negatives" in self._facts.rows:  # which get a gradient of zeros where no direction has looked at them
+        if "negatives" in self._facts.rows:  # they get a gradient of zeros even if no direction uses them
             nothing = self._facts.inputs["negatives"][:0].sum()
-            found = {name: replace(numbers, logsumexp=numbers.logsumexp + nothing) for name, numbers in found.items()}
+            found = {name: replace(side, logsumexp=side.logsumexp + nothing) for name, side in found.items()}
         return found
 
     def positives(self, direction: Direction) -> Tensor:
-        """Return the number of positives of each of this rank's queries, or of their keys: (b,)."""
+        """Return the number of positives of this rank's queries in a direction, (b,)."""
         assert self._query_ids is not None
         assert self._key_ids is not None
         queries, keys = self._query_ids[self._local], self._key_ids[self._local_keys]
@@ -133,7 +133,7 @@ class Retrieval:
             **_below(ceiling, "keys" if keys_stay else "queries", scale + hardness),
         )
         harder = scale + hardness
-        softer = scale / harder if hardness else 1.0  # a scale of 0 is none to divide by
+        softer = scale / harder if hardness else 1.0  # without hardness the scale may be 0
         if hardness:
             given = scale_gradient(given + hardness, harder / scale) if isinstance(given, Tensor) else harder
         rows, cols = row_statistics(
@@ -164,7 +164,7 @@ class Retrieval:
         return found
 
     def _among(self, tower: Literal["queries", "keys"], ceiling: Ceiling | None) -> RowStatistics:
-        """Return the statistics of query_to_query or key_to_key, which have negatives alone."""
+        """Return the statistics of query_to_query or key_to_key, which have no positives."""
         facts, (queries, *keys) = self._facts, self._towers()
         rank, b = facts.rank, self._local.stop - self._local.start
         of_keys = tower == "keys"
@@ -182,7 +182,7 @@ class Retrieval:
             features, towers = [queries, queries], Towers(stays=(0,), travels=(1,))
         fields = tuple(name for name in self._fields if name != "target")
         scale = facts.scalars["logit_scale"]
-        numbers, _ = row_statistics(
+        side, _ = row_statistics(
             facts,
             (scale, facts.inputs["logit_scale"]),
             Operands(
@@ -196,8 +196,8 @@ class Retrieval:
             Bounds(self._norms[tower] ** 2),
             rows=fields,
         )
-        assert numbers is not None
-        return numbers
+        assert side is not None
+        return side
 
     def _towers(self) -> list[Tensor]:
         return [self._facts.inputs[name] for name in ("queries", "keys", "negatives") if name in self._facts.rows]
@@ -235,7 +235,7 @@ class Retrieval:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """The largest similarity of a negative of query i, (b,); with a guide, in the guide's similarities."""
+    """The largest similarity that a negative of query i may have, (b,): with guides, a similarity of guides."""
 
     largest: Tensor
     query_guides: Tensor | None = None
@@ -257,13 +257,13 @@ def _below(ceiling: Ceiling | None, tower: Literal["queries", "keys"], scale: fl
     return {} if ceiling is None else ceiling.of(tower, scale)
 
 
-def _softened(numbers: RowStatistics, factor: float) -> RowStatistics:
-    """Return the statistics of an S with a raised scale, with logits and gradients of the original scale."""
-    assert numbers.target is not None
+def _softened(side: RowStatistics, factor: float) -> RowStatistics:
+    """Return the statistics of S with a raised scale, but with the logits and gradients of the original scale."""
+    assert side.target is not None
     return replace(
-        numbers,
-        logsumexp=scale_gradient(numbers.logsumexp, factor),
-        target=numbers.target * factor,
-        logits=None if numbers.logits is None else scale_gradient(numbers.logits, factor),
-        largest=None if numbers.largest is None else numbers.largest * factor,
+        side,
+        logsumexp=scale_gradient(side.logsumexp, factor),
+        target=side.target * factor,
+        logits=None if side.logits is None else scale_gradient(side.logits, factor),
+        largest=None if side.largest is None else side.largest * factor,
     )

@@ -1,9 +1,9 @@
-"""Hard negatives of single queries: (b, h, d), each of which counts for its query alone and never leaves its rank.
+"""Hard negatives of single queries, (b, h, d): each counts for its query alone and stays on its rank.
 
     S_ic = scale q_i . n_ic,    A'_i = logsumexp_c S_ic
 
-Their statistics are b h products of plain PyTorch, combined with those of the sweep: A = log(exp A + exp A'), and the
-other fields likewise.
+Plain PyTorch computes their statistics from b h products, and combines them with those of the sweep:
+A = log(exp A + exp A'), and likewise for the other fields.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ._directions import Ceiling
 
 
 def rows_of(hard_negatives: Tensor | None) -> Tensor | None:
-    """Return (b, h, d) as (b h, d); the check refuses other shapes."""
+    """Return (b, h, d) as (b h, d), and other shapes as they are: the check refuses them."""
     return hard_negatives.flatten(0, 1) if _is_cube(hard_negatives) else hard_negatives
 
 
 def check_hard_negatives(queries: Tensor, hard_negatives: Tensor, hard_negative_ids: Tensor | None) -> None:
-    """Raise ValueError unless each query has equally many, and each of them an id if there are ids."""
+    """Raise ValueError unless there are (b, h, d) hard negatives and, if given, (b, h) ids."""
     if hard_negatives.dim() != 3 or len(hard_negatives) != len(queries):
         raise ValueError(
             f"hard_negatives must have shape ({len(queries)}, per query, feature size), got "
-            f"{tuple(hard_negatives.shape)}; what counts for all queries goes into negatives"
+            f"{tuple(hard_negatives.shape)}; pass those that count for all queries as negatives"
         )
     if hard_negative_ids is None:
         return
@@ -52,7 +52,7 @@ def _is_cube(x: object) -> TypeGuard[Tensor]:
 def hard_negative_statistics(
     facts: Facts, shape: torch.Size, hardness: float, ceiling: Ceiling | None, excluded: Tensor | None
 ) -> RowStatistics:
-    """Return the statistics of each query over its hard negatives, of the given shape (b, h, d)."""
+    """Return the statistics of each query over its hard negatives, whose shape (b, h, d) is given."""
     queries, negatives = (facts.inputs[name].to(facts.dtype) for name in ("queries", "hard_negatives"))
     similarities = torch.einsum("bd,bhd->bh", queries, negatives.view(shape))
     scale = facts.inputs["logit_scale"]

@@ -1,4 +1,4 @@
-"""The tensors of InfoNCE, and the checks of how they go together."""
+"""The tensors of InfoNCE, and the checks of their combinations."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class InfoNCETensors:
         return {name: x for name, x in guides.items() if x is not None}
 
     def inputs(self, logit_scale: Tensor | float) -> Inputs:
-        """Return the inputs that ranks agree on."""
+        """Return the inputs that are validated across ranks."""
         return Inputs(
             features={
                 "queries": self.queries,
@@ -67,10 +67,10 @@ class InfoNCETensors:
         )
 
     def check(self, settings: InfoNCESettings) -> list[Any] | None:
-        """Raise ValueError unless the tensors go together and with the settings.
+        """Raise ValueError unless the tensors can be combined with each other and with the settings.
 
         Returns:
-            The facts about guides that ranks have to agree on; None without guides.
+            The facts about guides that must be equal on all ranks; None without guides.
         """
         settings.check_positives(settings.equal_ids == "positive" and self.has_ids, self.hard_negatives)
         if len(self.keys) < len(self.queries):
@@ -80,11 +80,14 @@ class InfoNCETensors:
             )
         if self.hard_negatives is not None:
             if "query_to_key" not in settings.directions:
-                raise ValueError("hard_negatives requires 'query_to_key' in directions")
+                raise ValueError(
+                    f"hard_negatives requires 'query_to_key' in directions, got {settings.directions}; add it, or pass "
+                    "them as negatives of all queries"
+                )
             check_hard_negatives(self.queries, self.hard_negatives, self.hard_negative_ids)
         for name, of in (("negative_ids", "negatives"), ("hard_negative_ids", "hard_negatives")):
             if getattr(self, name) is not None and (not self.has_ids or getattr(self, of) is None):
-                raise ValueError(f"{name} requires {of}, and query_ids or key_ids to be compared with")
+                raise ValueError(f"{name} requires {of}, and query_ids or key_ids to compare them with; pass these too")
         return self._check_guides(settings.exclude_above)
 
     def _check_guides(self, exclude_above: float | None) -> list[Any] | None:
@@ -93,7 +96,7 @@ class InfoNCETensors:
             return None
         if len(guides) < 2 or exclude_above is None:
             raise ValueError(
-                "query_guides, key_guides and exclude_above go together: give all three, or none of the guides"
+                "query_guides, key_guides and exclude_above go together; pass all three, or neither of the guides"
             )
         below = 0 if self.negatives is None else len(self.negatives)
         rows = {"query_guides": len(self.queries), "key_guides": len(self.keys) + below}
@@ -111,10 +114,10 @@ class InfoNCETensors:
         return {**reserved, **{name: norm_bound(x) for name, x in self._guides.items()}}
 
     def check_values(self, found: Mapping[str, float]) -> dict[str, Any]:
-        """Raise ValueError for an id that is reserved, and for guides that are not finite; return no facts."""
+        """Raise ValueError for a reserved id, and for guides that are not finite; return no facts."""
         for name in self._ids:
             if found.get(name):
-                raise ValueError(f"{name} must not have the id -2^63, which stands for none; give it another number")
+                raise ValueError(f"{name} must not contain -2^63, which stands for no id; use another number")
         for name, x in self._guides.items():
             check_norm(name, x, found[name])
         return {}

@@ -1,4 +1,4 @@
-"""The settings of InfoNCE, and which of them go together."""
+"""The settings of InfoNCE, and the checks of their combinations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PARTITIONS = ("joint", "per_direction")
 
 @dataclass(frozen=True)
 class InfoNCESettings:
-    """The settings of InfoNCE that are not tensors."""
+    """The settings of InfoNCE that are no tensors."""
 
     equal_ids: str
     directions: tuple[Direction, ...]
@@ -30,33 +30,40 @@ class InfoNCESettings:
 
     @property
     def main(self) -> Direction:
-        """The direction whose positives the statistics are about."""
+        """The direction of the targets, and of the statistics of the batch."""
         return "query_to_key" if "query_to_key" in self.directions else "key_to_query"
 
     def check(self) -> None:
-        """Raise ValueError unless each of them exists, and they go together."""
+        """Raise ValueError unless each setting is valid and they can be combined."""
         check_choice("equal_ids", self.equal_ids, EQUAL_IDS)
         check_choice("partition", self.partition, PARTITIONS)
         for direction in self.directions:
             check_choice("directions", direction, DIRECTIONS)
         if not {"query_to_key", "key_to_query"} & set(self.directions):
-            raise ValueError(f"directions must have 'query_to_key' or 'key_to_query' among them, got {self.directions}")
+            raise ValueError(
+                f"directions must have 'query_to_key' or 'key_to_query' among them, got {self.directions}; only these "
+                "two have positives"
+            )
         if len(set(self.directions)) < len(self.directions):
-            raise ValueError(f"directions must be different, got {self.directions}")
+            raise ValueError(f"directions must be different, got {self.directions}; name each once")
         check_label_smoothing(self.label_smoothing)
         check_flag("exclude_relative", self.exclude_relative)
         check_number("margin", self.margin)
         if check_number("hardness", self.hardness) < 0:
-            raise ValueError(f"hardness must not be negative, got {self.hardness}; 0 is none")
+            raise ValueError(f"hardness must not be negative, got {self.hardness}; 0 turns it off")
         if self.hardness and "query_to_key" not in self.directions:
-            raise ValueError("hardness requires 'query_to_key' in directions")
+            raise ValueError(
+                f"hardness requires 'query_to_key' in directions, got {self.directions}; add it, or leave hardness at 0"
+            )
         if self.exclude_above is not None:
             check_number("exclude_above", self.exclude_above)
         elif self.exclude_relative:
-            raise ValueError("exclude_relative requires exclude_above")
+            raise ValueError(
+                "exclude_relative requires exclude_above, got None; exclude_above is the margin that it makes relative"
+            )
 
     def check_positives(self, several: bool, hard_negatives: Tensor | None) -> None:
-        """Raise ValueError for settings that do not go with several positives of a query."""
+        """Raise ValueError for settings that cannot be combined with several positives of a query."""
         given = {
             "margin": self.margin,
             "hardness": self.hardness,
@@ -68,11 +75,11 @@ class InfoNCESettings:
         wrong = [name for name, value in given.items() if value]
         if several and wrong:
             raise ValueError(
-                f"equal_ids='positive' does not go with {', '.join(wrong)}; it takes the directions query_to_key and "
-                "key_to_query, per direction"
+                f"equal_ids='positive' does not go with {', '.join(wrong)}; it accepts the directions 'query_to_key' "
+                "and 'key_to_query', and for both of them partition='per_direction'"
             )
 
 
 def as_tuple(directions: Any) -> tuple[Direction, ...]:
-    """Return directions as a tuple, also of a single name; the check refuses anything else."""
+    """Return directions as a tuple, a single name included; the check refuses anything else."""
     return tuple(directions) if isinstance(directions, list | tuple) else (directions,)

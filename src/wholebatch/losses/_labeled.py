@@ -1,8 +1,8 @@
-"""Examples with labels, against themselves: those of the same class are positives, the others negatives.
+"""Labeled examples, each against all others: those of the same class are positives, the others negatives.
 
     Z = rows of all ranks,    S = scale Z Z^T without its diagonal
 
-S is symmetric: the tiles above its diagonal say all, and the work is half of a full sweep's.
+S is symmetric: the tiles above its diagonal suffice, and the work is half of a full sweep's.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def agree_labeled(
     *,
     scalars: Mapping[str, Tensor | float] = MappingProxyType({}),
 ) -> Labeled:
-    """Return what the ranks have agreed on about rows with labels.
+    """Return the labeled rows of a call that is valid on all ranks. Collective: a handshake, an all-gather of labels.
 
     Args:
         caller: the loss, for messages.
-        options: of the caller.
+        options: the options of the call.
         rows: features, labels, and weights or None: (b, d) and (b,), or (b, v, d) and (b,) for v views of each example.
-        checks: of the loss.
-        scalars: of the loss, all of them positive.
+        checks: the further checks of the loss.
+        scalars: the scalars of the loss, which must be positive.
     """
     features, labels, weights = rows
     with_views = is_dense(features) and features.dim() == 3
@@ -77,14 +77,14 @@ def agree_labeled(
 
 
 def _of_views(x: Any, shape: Sequence[int]) -> Any:
-    """Return (b,) or (b, v) as (b v,); the check refuses other shapes."""
+    """Return (b,) or (b, v) as (b v,), and other shapes as they are: the check refuses them."""
     if not isinstance(x, Tensor) or x.dim() not in (1, 2):
         return x
     return x.repeat_interleave(shape[1]) if x.dim() == 1 else x.flatten()
 
 
 class Labeled:
-    """The features and labels that ranks agreed on, with their positive pairs. Collective: 1 all-gather of labels."""
+    """The labeled rows of one call, and their positive pairs. Collective: 1 all-gather of labels."""
 
     def __init__(self, facts: Facts, views: torch.Size | None = None) -> None:
         self.facts, self.rows, self._views, self._narrow = facts, facts.rows["features"], views, False
@@ -95,12 +95,12 @@ class Labeled:
         self.pairs = Pairs(EqualIds(self.local_labels, self.labels, but=itself), itself)
 
     def widened(self) -> Labeled:
-        """Return these, for several calls of `numbers` whose gradients are rounded once: see `Facts.widened`."""
+        """Return these rows for several calls of `statistics` with gradients that are rounded once: `Facts.widened`."""
         self.facts, self._narrow = self.facts.widened(), True
         return self
 
     def reduce(self, losses: Tensor, count: int | Tensor, counted: Tensor | None = None) -> Tensor:
-        """Return a scalar, or with reduction "none" losses in the shape of the rows, (b,) or (b, v)."""
+        """Return the loss: a scalar, or with reduction "none" the losses in the shape of the rows, (b,) or (b, v)."""
         loss = reduce_losses(self.facts, losses, count, counted)
         return loss if self._views is None or not loss.dim() else loss.view(self._views)
 
@@ -125,7 +125,7 @@ class Labeled:
         same = how_many_equal(self.labels, self.labels)
         return ((same > 1) & (same < self.rows.total)).sum()
 
-    def numbers(
+    def statistics(
         self,
         scale: tuple[float, Any],
         over: Over,
@@ -135,9 +135,18 @@ class Labeled:
         transform: LogitTransform | None = None,
         bound: float = UNIT**2,
     ) -> RowStatistics:
-        """Return the statistics of this rank's normalized rows. A floor belongs to rows: with one, S is not halved."""
+        """Return the statistics of this rank's normalized rows.
+
+        Args:
+            scale: of S.
+            over: which entries are candidates.
+            fields: from :func:`wholebatch.nodes.statistics_fields`.
+            floor: (b,), the smallest logit of each row that counts. With a floor, all of S is computed instead of half.
+            transform: of the logits, entry by entry.
+            bound: no similarity is larger.
+        """
         z, symmetric = self.facts.inputs["features"], floor is None
-        numbers, _ = row_statistics(
+        side, _ = row_statistics(
             self.facts,
             scale,
             Operands(
@@ -150,5 +159,5 @@ class Labeled:
             Bounds(bound),
             rows=fields,
         )
-        assert numbers is not None
-        return numbers
+        assert side is not None
+        return side

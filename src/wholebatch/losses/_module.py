@@ -4,8 +4,9 @@
         m: float = 0.4
         gamma: float = 80.0
 
-makes a module whose constructor takes `m` and `gamma` by keyword beside the options of every loss, with their types and
-defaults, in an editor as well (`typing.dataclass_transform`). Its `forward` calls the loss's function with `settings`.
+makes a module whose constructor takes `m` and `gamma` by keyword, beside the options of every loss. Editors and type
+checkers know their types and defaults (`typing.dataclass_transform`). `forward` calls the loss's function with
+`settings`.
 """
 
 from __future__ import annotations
@@ -78,15 +79,15 @@ class Settings(nn.Module):
         for name in settings:
             if name not in names:
                 similar = get_close_matches(name, names, n=1)
-                hint = f"; did you mean {similar[0]}?" if similar else ""
+                hint = f"did you mean {similar[0]}?" if similar else "check the spelling"
                 raise TypeError(
-                    f"{cls.__name__} got an unexpected keyword argument {name!r}{hint} Its settings are "
-                    f"{', '.join(sorted(names))}"
+                    f"{cls.__name__} got an unexpected keyword argument {name!r}; its settings are "
+                    f"{', '.join(sorted(names))}; {hint}"
                 )
         complete = {**cls._declared, **settings}
         missing = [name for name, value in complete.items() if value is _REQUIRED]
         if missing:
-            raise TypeError(f"{cls.__name__} needs {', '.join(missing)}")
+            raise TypeError(f"{cls.__name__} needs {', '.join(missing)}; pass by keyword")
         return complete
 
     @property
@@ -109,7 +110,7 @@ class LossModule(Settings):
     sync: Sync = "mean"
 
     def check(self) -> None:
-        """Raise ValueError unless the settings are valid; subclasses check their own beside these."""
+        """Raise ValueError unless the settings are valid; subclasses check their further settings."""
         check_group(self.group)
         settings = self.settings
         Options(self.group, self.sync, **{name: settings[name] for name in _OPTIONS if name in settings}).check()

@@ -1,7 +1,7 @@
-"""Means and covariances over the rows of all ranks: d or d x d numbers, added up by all-reduces.
+"""Means and covariances over the rows of all ranks: d or d x d numbers, summed by all-reduces.
 
-What a rank makes of such a number, every rank does: their adjoints add up the ranks' gradients again. The loss at the
-end is the same on all ranks, and each accounts for 1/W of it.
+Every rank computes the same loss from these sums, and differentiates 1/W of it. The adjoint of each all-reduce adds up
+the gradients of the ranks.
 """
 
 from __future__ import annotations
@@ -30,5 +30,5 @@ def sum_of_squares(comm: Communicator, x: Tensor) -> Tensor:
 
 
 def of_all_ranks(facts: Facts, loss: Tensor) -> Tensor:
-    """Return a loss that every rank has computed from shared sums."""
+    """Return a loss that every rank has computed from the same sums, with the gradient of one."""
     return finish(facts, scale_gradient(loss, 1 / facts.comm.size))

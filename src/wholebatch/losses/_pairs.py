@@ -1,4 +1,4 @@
-"""What rows with equal ids are to each other."""
+"""The positive pairs of two towers: equal row numbers, and equal ids if given."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ EQUAL_IDS = ("positive", "excluded")
 
 
 def pairs_of_rows(local: slice, ids: Tensor | None, equal_ids: EqualIdsAre) -> Pairs:
-    """Row i of one tower belongs to row i of the other; and to others with its id, or those do not count.
+    """Return the pairs (i, i) as positives, and other pairs of equal ids as positives or as excluded.
 
     Args:
-        local: this rank's rows among all.
-        ids: of all ranks' rows, or None.
+        local: the positions of this rank's rows among all rows.
+        ids: the ids of all ranks' rows, or None.
         equal_ids: "positive" or "excluded".
     """
     matching = Diagonals(Diagonal(0, local.start, local.stop - local.start))

@@ -1,8 +1,8 @@
-"""Two views of each example, against themselves: what SimCLR, DCL and their relatives have in common.
+"""Two views of each example, each row against all others: the common part of NT-Xent, DCL and the debiased loss.
 
     Z = normalize([Z0; Z1]) of all ranks,    S = Z Z^T / temperature without its diagonal
 
-S is symmetric: the tiles above its diagonal say all, and the work is half of a full sweep's.
+S is symmetric: the tiles above its diagonal suffice, and the work is half of a full sweep's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..sweep import Diagonals, EqualIds, Pairs, Selection
 def two_views_inputs(
     z0: Tensor, z1: Tensor, *, temperature: Tensor | float, ids: Tensor | None = None, weights: Tensor | None
 ) -> Inputs:
-    """Return the inputs of a loss of two views: "z0", "z1", a "temperature", and perhaps "ids" and "weights"."""
+    """Return the inputs of a loss of two views: "z0", "z1", "temperature", and if given "ids" and "weights"."""
     inputs = two_view_features(z0, z1)
     return replace(
         inputs,
@@ -35,18 +35,18 @@ def two_views_inputs(
 
 
 def two_view_features(z0: Tensor, z1: Tensor) -> Inputs:
-    """Return the inputs of a loss of two views and nothing else."""
+    """Return the inputs of a loss of two views that has no other tensors: "z0" and "z1"."""
     return Inputs(features={"z0": z0, "z1": z1}, paired=("z0", "z1"))
 
 
 def two_views(
     facts: Facts, *, statistics: bool = False, add_positive: bool = True, sharper: float = 1.0, narrow: bool = False
 ) -> RowStatistics:
-    """Return the statistics of this rank's rows of Z, those of z0 first: one positive each, and A over the negatives.
+    """Return the statistics of this rank's rows of Z, z0's first: T of the one positive, and A over the negatives.
 
     Args:
-        facts: on the inputs of `two_views_inputs`: examples with equal ids are no negatives.
-        statistics: whether statistics of the batch are requested.
+        facts: of the inputs of `two_views_inputs`. Examples with equal ids are not negatives.
+        statistics: whether statistics of the batch were requested.
         add_positive: whether the loss adds the positive's exponential to the negatives'.
         sharper: multiplies S.
         narrow: as in :class:`wholebatch.nodes.Operands`.
@@ -60,7 +60,7 @@ def two_views(
     if "ids" in facts.vectors:
         ids = torch.cat([part.repeat(2) for part in facts.all_ids("ids").split(examples.counts)])
         excluded = EqualIds(ids[local], ids, but=matching)
-    numbers, _ = row_statistics(
+    side, _ = row_statistics(
         facts,
         (sharper / facts.scalars["temperature"], sharper / facts.inputs["temperature"]),
         Operands(
@@ -73,5 +73,5 @@ def two_views(
         Bounds(UNIT, add_positive=float(add_positive)),
         rows=statistics_fields(statistics=statistics),
     )
-    assert numbers is not None
-    return numbers
+    assert side is not None
+    return side

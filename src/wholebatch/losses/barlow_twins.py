@@ -1,9 +1,9 @@
-"""Barlow Twins: the correlations between the features of two views are to be the identity.
+"""Barlow Twins: the distance from the identity of the correlations between the features of two views.
 
-    C_kl = 1/B sum_i z0_ik z1_il          rows of all ranks, each feature less its mean, divided by its deviation
+    C_kl = 1/B sum_i z0_ik z1_il          rows of all ranks, each feature minus its mean, divided by its deviation
     L    = sum_k (1 - C_kk)^2 + redundancy sum_{k != l} C_kl^2
 
-Means, variances and C are d and d x d sums over all ranks: nothing of size B x B is made, whatever the batch.
+Means, variances and C are d and d x d sums over all ranks. Nothing of size B x B is made.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def barlow_twins_loss(
     group: Group = None,
     sync: Sync = "mean",
 ) -> Tensor:
-    r"""Distance from the identity of the two views' correlation matrix over the rows of all ranks.
+    r"""Return the distance from the identity of the correlation matrix of two views, over the rows of all ranks.
 
     L = sum_k (1 - C_kk)^2 + redundancy sum_{k != l} C_kl^2,    C = Z0^T Z1 / B of standardized features.
 
@@ -46,16 +46,16 @@ def barlow_twins_loss(
         L, a scalar, the same on every rank: the value of `wholebatch.reference.barlow_twins_loss` on the concatenated
         batch. Its dtype is that of the features, float32 for half precision.
 
-    The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
-    ranks that differ all raise ValueError.
+    This one L is differentiated, and `sync` means the same as in :func:`wholebatch.functional.clip_loss`. Every rank
+    must call `backward`, with the same incoming gradient and in the same order among losses; if ranks differ, all raise
+    ValueError.
 
-    Work: O(b_r d^2). Memory: O(b_r d + d^2), not flat in d. Collectives: forward 1 handshake and five all-reduces, of d
-    and d^2 numbers; backward the same.
+    Collectives: forward 1 handshake and 5 all-reduces, of d and d^2 numbers; backward the same. Work: O(b_r d^2).
+    Memory: O(b_r d + d^2), not flat in d.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`;
-            also fewer than two rows in all, and options out of range.
+            also for fewer than two rows in all, and for options out of range.
         RuntimeError: on several ranks, if the gradient is differentiated again.
 
     Source: Zbontar et al., 2021, arXiv:2103.03230, equations 1 and 2.
@@ -73,7 +73,7 @@ def barlow_twins_loss(
     )
     comm, count = facts.comm, facts.rows["z0"].total
     if count < 2:
-        raise ValueError("barlow_twins_loss: a variance needs at least two rows, got one in all")
+        raise ValueError("barlow_twins_loss: a variance needs at least two rows in the global batch, got 1")
     rows = []
     for name in ("z0", "z1"):
         x = centered(facts, name)
@@ -85,13 +85,13 @@ def barlow_twins_loss(
 
 
 def _check(redundancy: float, epsilon: float) -> dict[str, object]:
-    check_weight("redundancy", redundancy, "it weighs the entries off the diagonal; 0 leaves them out")
+    check_weight("redundancy", redundancy, "it is the weight of the entries off the diagonal; 0 leaves them out")
     check_positive_number("epsilon", epsilon, "it is added to variances")
     return {"settings": {"redundancy": redundancy, "epsilon": epsilon}}
 
 
 class BarlowTwinsLoss(LossModule):
-    """Barlow Twins' loss over the global batch.
+    """Barlow Twins over the global batch: the settings of :func:`wholebatch.functional.barlow_twins_loss`.
 
     Args:
         redundancy, epsilon, group, sync: as in :func:`wholebatch.functional.barlow_twins_loss`.

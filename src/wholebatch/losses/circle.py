@@ -1,11 +1,11 @@
-"""Circle loss: pairs weighed by how far they are from their optimum.
+"""Circle loss: pairs weighted by their distance from their optimum.
 
     L_i = log(1 + sum_{n in N(i)} exp f(c_in)  sum_{p in P(i)} exp g(c_ip))          c: cosines
     f(c) = gamma [c + m]_+ (c - m),    g(c) = -gamma [1 + m - c]_+ (c - 1 + m)
 
-where the weights [.]_+ count as constants in the gradient. L_i is softplus of the sum of two logsumexps, over the
-negatives and over the positives, of logits that are bent entry by entry: two sweeps. The exponents of positives reach
-several hundred, which no one shift can hold: that sweep goes by each row's own maximum at once.
+where the weights [.]_+ are constants in the gradient. L_i is the softplus of the sum of two logsumexps, one over the
+negatives and one over the positives, of logits that are transformed entry by entry: two sweeps. The exponents of
+positives reach several hundred, where one shift underflows, so these sweeps use each row's maximum from the start.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ._module import SweepLoss
 
 
 class _Negatives:
-    """f, and gamma [c + m]_+ in the place of its derivative."""
+    """The function f, with gamma [c + m]_+ as its derivative."""
 
     def __init__(self, gamma: float, m: float) -> None:
         self._gamma, self._m = gamma, m
@@ -42,7 +42,7 @@ class _Negatives:
 
 
 class _Positives:
-    """g, and -gamma [1 + m - c]_+ in the place of its derivative."""
+    """The function g, with -gamma [1 + m - c]_+ as its derivative."""
 
     def __init__(self, gamma: float, m: float) -> None:
         self._gamma, self._m = gamma, m
@@ -69,25 +69,23 @@ def circle_loss(
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
 ) -> Tensor:
-    r"""Log of 1 + the negatives' times the positives' weighted exponentials of each row, among the rows of all ranks.
+    r"""Return circle loss of the rows of all ranks: a softplus of each row's weighted negatives and positives.
 
     L_i = log(1 + sum_{n in N(i)} exp f(c_in)  sum_{p in P(i)} exp g(c_ip)),
     f(c) = gamma [c + m]_+ (c - m),    g(c) = -gamma [1 + m - c]_+ (c - 1 + m),
 
     with the cosines c of all ranks' rows; P(i): the others with i's label, N(i): those with another. [.]_+ carries no
-    gradient.
-
-    L is the mean over the rows that have both; where no row has, L is 0.
+    gradient. L is the mean over the rows that have both a positive and a negative, and 0 if there is no such row.
 
     Args:
         features: Z_r, (b_r, d), this rank's rows, or (b_r, v, d) for v views of each example; they are normalized
             inside. b_r may differ between ranks and may be 0. float64, float32, bfloat16 or float16.
-        labels: (b_r,) integers, the examples' classes.
-        m: relaxation, which sets the optima of both and the margin between them.
-        gamma: scale, > 0.
-        weights: (b_r,), of the examples, or (b_r, v), >= 0; the mean is sum w_i L_i / sum w_i.
-        reduction: "mean", "sum", or "none": L_i of this rank\'s rows, (b_r,) or
-            (b_r, v), 0 where there is no positive or no negative; see :func:`wholebatch.functional.clip_loss`.
+        labels: (b_r,) integers, the class of each example.
+        m: relaxation, in [-1, 1]: positives should lie above 1 - m, negatives below m.
+        gamma: scale of the similarities, > 0.
+        weights: (b_r,), one for each example, or (b_r, v), >= 0; the mean is sum w_i L_i / sum w_i.
+        reduction: "mean", "sum", or "none": L_i of this rank's rows, (b_r,) or (b_r, v), 0 without a positive or
+            without a negative; see :func:`wholebatch.functional.clip_loss`.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
         exchange: "gather", "ring" or "auto", as there.
@@ -97,16 +95,17 @@ def circle_loss(
         L, a scalar, the same on every rank: the value of `wholebatch.reference.circle_loss` on the concatenated
         batch. Its dtype is that of the features, float32 for half precision.
 
-    The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
-    ranks that differ all raise ValueError.
+    This one L is differentiated, and `sync` means the same as in :func:`wholebatch.functional.clip_loss`. Every rank
+    must call `backward`, with the same incoming gradient and in the same order among losses; if ranks differ, all raise
+    ValueError.
 
-    Work: 5 units of b_r B d multiply-adds per rank. Memory: as :func:`wholebatch.functional.nt_xent_loss`, and a
-    third tile and a fourth. Collectives: as there, twice, and the positives' sums once more; one all-gather of labels.
+    Collectives: twice those of :func:`wholebatch.functional.nt_xent_loss`, the positives' sums once more, and one
+    all-gather of labels. Work: 5 units of b_r B d multiply-adds per rank. Memory: that of
+    :func:`wholebatch.functional.nt_xent_loss` and two tiles more.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.sup_con_loss`;
-            also a gamma that is not positive.
+            also for a gamma that is not positive and an m outside [-1, 1].
         RuntimeError: if the gradient is differentiated again.
 
     Source: Sun et al., 2020, arXiv:2002.10857, equations 6 to 8.
@@ -122,8 +121,8 @@ def circle_loss(
         Checks(check=lambda: _check(m, gamma), must_match=("settings",)),
     ).widened()
     unit, fields = (1.0, 1.0), statistics_fields(target=False)
-    of_negatives = data.numbers(unit, "negatives", fields, transform=_Negatives(gamma, m), bound=math.inf).logsumexp
-    of_positives = data.numbers(unit, "positives", fields, transform=_Positives(gamma, m), bound=math.inf).logsumexp
+    of_negatives = data.statistics(unit, "negatives", fields, transform=_Negatives(gamma, m), bound=math.inf).logsumexp
+    of_positives = data.statistics(unit, "positives", fields, transform=_Positives(gamma, m), bound=math.inf).logsumexp
     has_both = (data.positives > 0) & (data.negatives > 0)
     both = torch.where(has_both, of_negatives, 0.0) + torch.where(has_both, of_positives, 0.0)
     losses = torch.where(has_both, softplus(both), 0.0)
@@ -133,12 +132,12 @@ def circle_loss(
 def _check(m: float, gamma: float) -> dict[str, object]:
     check_positive_number("gamma", gamma, "it multiplies similarities")
     if not -1 <= check_number("m", m) <= 1:
-        raise ValueError(f"m must lie in [-1, 1], got {m}; similarities are to lie above 1 - m or below m")
+        raise ValueError(f"m must lie in [-1, 1], got {m}; positives should lie above 1 - m, negatives below m")
     return {"settings": {"m": m, "gamma": gamma}}
 
 
 class CircleLoss(SweepLoss):
-    """Circle loss over the global batch.
+    """Circle loss over the global batch: the settings of :func:`wholebatch.functional.circle_loss`.
 
     Args:
         m, gamma, reduction, group, sync, exchange, memory: as in

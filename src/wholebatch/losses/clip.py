@@ -6,7 +6,7 @@
 where t_i is the target's mean logit, (1 - e) S_ii + (e/B) sum_j S_ij with label smoothing e, and t'_j likewise over
 the column. The smoothed terms need no sweep: sum_ij S_ij = scale (sum_i x_i) . (sum_j y_j) + bias B^2.
 
-A bias shifts every logit alike, and softmax does not see it: it leaves L unchanged and its gradient is exactly 0.
+A bias shifts all logits equally. So it leaves L unchanged, and its gradient is exactly 0.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def clip_loss(
     memory: Memory = "auto",
     kernel: Kernel = "auto",
 ) -> Tensor:
-    r"""Symmetric cross-entropy between the images and texts of all ranks, with its exact gradient.
+    r"""Return the symmetric cross-entropy between the images and texts of all ranks, with its exact gradient.
 
     S = logit_scale * X Y^T + logit_bias,    L = (CE(S, diagonal) + CE(S^T, diagonal)) / 2,    X, Y: all ranks' rows.
 
@@ -57,60 +57,69 @@ def clip_loss(
         text_features: Y_r, (b_r, d); row i belongs to row i of X_r.
         logit_scale: multiplies the similarities (1 / temperature, already exponentiated); a number or a tensor of
             shape () or [1], the same on all ranks.
-        logit_bias: added to all logits; a number or a tensor of shape () or [1]. Softmax does not see it: it
-            receives a gradient of exactly 0, so that engines which look for unused parameters find it used.
-        group: ranks that share the batch: a `torch.distributed.ProcessGroup`, a one-dimensional `DeviceMesh`, a
-            `wholebatch.comm` communicator, or None for the default group (this process alone if there is none).
-        sync: what the engine does with gradients afterward, see below.
-        exchange: how the texts travel: "gather" (all of Y on every rank, memory O(B d)), "ring" (from rank to rank,
-            memory O(b d)), or "auto": "gather" while it takes at most 1 GiB, and always on NCCL.
-        memory: of the tiles of S. "flat": S is computed twice and never stored; an int: so many bytes per rank, which
-            hold exp(S), or part of it, between forward and backward, so that it is computed once; "auto": "flat" but
-            for small batches. What is kept in half precision, and what that costs: `wholebatch.sweep.memory`.
-        kernel: who computes a tile. "torch": plain PyTorch, in float32 (float64 for float64). "triton": kernels that
-            never store S, on CUDA, with `pip install 'wholebatch[triton]'`; features are multiplied in the precision
-            that they have and summed in float32, and dS is rounded to their dtype. What kernels do not know is done in
-            plain PyTorch, without a word: docs/performance.md has the table. "auto": "torch", until kernels have been
-            measured on a GPU.
+        logit_bias: added to all logits; a number or a tensor of shape () or [1]. It does not change the softmax. Its
+            gradient is exactly 0, not None, so that engines which look for unused parameters find it used.
         ids: (b_r,) integers; pairs with equal ids (the same caption, the same product) belong together.
-        equal_ids: "positive": all of them are positives, and L is the mean over each row's and column's (UniCL).
-            "excluded": only row i is row i's positive, and the others are left out of its sum.
-        weights: (b_r,), of the pairs, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
+        equal_ids: "positive": all pairs with equal ids are positives, and L is the mean over those of each row and of
+            each column (UniCL). "excluded": only row i is row i's positive; the others are left out of its sum.
+        weights: (b_r,), one for each pair, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
         label_smoothing: weight e of the uniform distribution in both targets, 0 <= e <= 1.
         reduction: "mean", "sum" over all pairs of all ranks, or "none": L_i of this rank's pairs, (b_r,), times
-            their weights if there are any. Each rank then makes a scalar of them; the gradient is that of the sum of
-            these over the ranks, and the engine's averaging makes it that of their mean. `sync` has no part in it, for
-            every parameter here is replicated; for sharded ones see :func:`wholebatch.functional.partial_fc_loss`.
+            their weights if given. Each rank then makes a scalar of them. The gradient is that of the sum of these
+            scalars over the ranks, or after the engine's averaging that of their mean. `sync` does not matter then,
+            because every parameter here is replicated; for sharded ones see
+            :func:`wholebatch.functional.partial_fc_loss`.
+        group: ranks that share the batch: a `torch.distributed.ProcessGroup`, a one-dimensional `DeviceMesh`, a
+            `wholebatch.comm` communicator, or None for the default group (this process alone if there is none).
+        sync: "mean", "sum" or None: what the engine does with gradients afterward, see below.
+        exchange: how the texts travel: "gather" (all of Y on every rank, memory O(B d)), "ring" (from rank to rank,
+            memory O(b d)), or "auto": "gather" while it takes at most 1 GiB, and always on NCCL.
+        memory: for the tiles of S. "flat": S is computed twice and never stored; an int: this many bytes per rank hold
+            exp(S), or part of it, between forward and backward, so that it is computed once; "auto": "flat" except
+            for small batches. Half precision is used for some of it, at a cost: see `wholebatch.sweep.memory`.
+        kernel: "torch": tiles are computed by plain PyTorch, in float32 (float64 for float64). "triton": by kernels
+            that never store S, on CUDA, with `pip install 'wholebatch[triton]'`; features are multiplied in the
+            precision that they have and summed in float32, and dS is rounded to their dtype. Unsupported cases fall
+            back to PyTorch silently: docs/performance.md has the table. "auto": "torch", until kernels have been
+            measured on a GPU.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.clip_loss` on the concatenated
         batch. Its dtype is that of the features, float32 for half precision.
 
-    The gradient is that of this one L. `sync="mean"` (DDP, FSDP, DeepSpeed): after the engine's averaging every
-    parameter, encoder's or temperature's, holds dL/d(parameter); features that are leaves hold W * dL/dX_r, scale and
+    This one L is differentiated. `sync="mean"` (DDP, FSDP, DeepSpeed): after the engine's averaging every parameter
+    of the encoder, and the temperature, holds dL/d(parameter); features that are leaves hold W * dL/dX_r, scale and
     bias the full gradient on every rank. `sync="sum"` and None: features hold dL/dX_r, and scale this rank's share.
 
-    `backward` is called on every rank, with the same incoming gradient (1, or a loss scaler's factor) and in the same
-    order as that of other losses; ranks that differ all raise ValueError. So a step is skipped on all ranks or on none.
+    Every rank must call `backward`, with the same incoming gradient (1, or a loss scaler's factor) and in the same
+    order among losses; if ranks differ, all raise ValueError. So skip a step on all ranks or on none.
+
+    Collectives, none on one process (b, W: rows of this rank, number of ranks):
+
+        pass      with exchange "gather"                        with exchange "ring"
+        --------  --------------------------------------------  ----------------------------------------------------
+        forward   1 handshake of 2 KiB                          1 handshake of 2 KiB
+                  1 all-gather of Y                             W - 1 messages of a block of Y
+                  1 all-reduce of B numbers                     W messages of a block's b numbers
+                  1 all-reduce of the loss                      1 all-reduce of the loss
+        backward  1 handshake                                   1 handshake
+                  1 all-gather of B numbers                     the same messages as forward
+                  1 reduce-scatter of dY, or W reductions       as many messages of gradients
+
+    Forward adds 1 all-gather of ids if given, and 1 all-reduce of a number where logits may exceed 70 and pairs are
+    nearly opposite. Where one shift underflows (see `wholebatch.logsumexp`), it passes over S three times, each time
+    with the messages of the ring or with the all-reduce of "gather". Backward adds 1 all-reduce of the learnable
+    scalars under "mean". On GPUs its handshake is 1 all-gather of two numbers, for which the host does not wait.
 
     Work: 4 units of b B d multiply-adds per rank, 1 forward and 3 backward; 3 for the part of exp(S) that is kept.
     Memory beyond inputs and gradients: two tiles and O(B), and on several ranks Y, its gradient, and a buffer of the
     reduce-scatter ("gather", 3 B d), or five blocks of Y ("ring", 5 b d).
 
-    Collectives (none on one process): forward 1 handshake of 2 KiB, then "gather": 1 all-gather of Y and 1 all-reduce
-    of B numbers; "ring": W - 1 messages of a block, W of its b numbers; and 1 all-reduce of the loss, with ids 1
-    all-gather of them, 1 all-reduce of a number where logits may exceed 70 and pairs are nearly opposite. Backward 1
-    handshake (on GPUs 1 all-gather of two numbers, for which the host does not wait), then "gather": 1 all-gather of B
-    numbers and 1 reduce-scatter of dY, or W reductions, or the ring's messages once more with as many of gradients; and
-    for learnable scalars under "mean" 1 all-reduce of them. Where one shift does not do (see `wholebatch.logsumexp`),
-    forward passes over S three times, each with its messages or, but for the ring's maxima, its all-reduce.
-
     Raises:
-        ValueError: on every rank, whichever rank made the mistake: shapes, dtypes, devices or feature sizes that
+        ValueError: on every rank, whichever rank made the mistake: for shapes, dtypes, devices or feature sizes that
             differ, a scale that is no scalar or differs between ranks, NaN or infinite features, an empty global
-            batch, an option that does not exist, a `memory` that is too small for any tile. Also, but on the rank
-            that made the mistake alone because it has no way to tell the others: `group` is no group, or one that
-            this rank is not in.
+            batch, an option that does not exist, a `memory` that is too small for any tile. Only on the rank that
+            made the mistake, which cannot tell the others: for a `group` that is no group, or without this rank.
         RuntimeError: if the gradient is differentiated again.
 
     Source: Radford et al., 2021, arXiv:2103.00020, figure 3.

@@ -2,7 +2,7 @@
 
     z    = rows of both views of all ranks, each divided by its norm
     S_ij = z_i . z_j / temperature
-    L_i  = logsumexp over the negatives of S_ij - w_i S_{i p(i)}          negatives: all but i and its other view p(i)
+    L_i  = logsumexp over the negatives of S_ij - w_i S_{i p(i)}          negatives: all but i and its view p(i)
 
 Work and memory are NT-Xent's.
 """
@@ -40,7 +40,7 @@ def dcl_loss(
     memory: Memory = "auto",
     kernel: Kernel = "auto",
 ) -> Tensor:
-    r"""Logsumexp over each row's negatives less its positive's logit, over the two views of all ranks.
+    r"""Return the logsumexp over each row's negatives minus its positive's logit, over the two views of all ranks.
 
     S = Z Z^T / temperature,    L_i = logsumexp_{j != i, p(i)} S_ij - w_i S_{i p(i)},    Z = normalize([Z0; Z1]).
 
@@ -50,36 +50,36 @@ def dcl_loss(
         z1: (b_r, d), the second view; row i is another view of row i of z0.
         temperature: divides the cosines; a positive number or a tensor of shape () or [1], which may be learned; the
             same on all ranks.
-        sigma: weigh positives by w_i = 2 - B softmax_i(cos_i / sigma), over all B examples, which takes weight from
-            the pairs that are alike already (DCLW); it carries no gradient. None: w_i = 1.
-        ids: (b_r,) integers; examples with equal ids are no negatives of each other.
-        weights: (b_r,), of the examples, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
-        reduction: "mean", "sum", or "none": of this rank's examples the mean over both views, (b_r,); see
-            :func:`wholebatch.functional.clip_loss`.
-        return_statistics: return (L, :class:`wholebatch.BatchStatistics`), over all rows of Z.
+        sigma: positives have the weight w_i = 2 - B softmax_i(cos_i / sigma) over all B examples, which is smaller
+            for pairs that are already similar (DCLW); it carries no gradient. None: w_i = 1.
+        ids: (b_r,) integers; examples with equal ids are not negatives of each other.
+        weights: (b_r,), one for each example, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
+        reduction: "mean", "sum", or "none": the mean over both views of each of this rank's examples, (b_r,);
+            see :func:`wholebatch.functional.clip_loss`.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
         exchange: "gather", "ring" or "auto", as there.
         memory: "flat", "auto" or bytes, as there.
-        kernel: as in :func:`wholebatch.functional.clip_loss`.
+        kernel: "torch", "triton" or "auto", as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.dcl_loss` on the concatenated
         batch. Its dtype is that of the features, float32 for half precision.
 
-    The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
-    ranks that differ all raise ValueError.
+    This one L is differentiated, and `sync` means the same as in :func:`wholebatch.functional.clip_loss`. Every rank
+    must call `backward`, with the same incoming gradient and in the same order among losses; if ranks differ, all raise
+    ValueError.
 
-    An example without negatives has loss 0. Work, memory and collectives: as
+    An example without negatives has loss 0. Collectives, work and memory: those of
     :func:`wholebatch.functional.nt_xent_loss`; with sigma two more all-reduces of a number.
+    :func:`wholebatch.with_statistics` gives statistics over all rows of Z.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.nt_xent_loss`;
-            also a sigma that is not positive.
+            also for a sigma that is not positive.
         RuntimeError: if the gradient is differentiated again.
 
-    Source: Yeh et al., 2021, arXiv:2110.06848, equation 6, and for the weights section 3.3.
+    Source: Yeh et al., 2021, arXiv:2110.06848, equation 6; section 3.3 for the weights.
 
     >>> import torch, wholebatch as wb
     >>> z = torch.eye(3)
@@ -94,18 +94,18 @@ def dcl_loss(
         Checks(check=lambda: {**_check(sigma), "statistics": statistics}, must_match=("sigma", "statistics")),
     )
     count = facts.rows["z0"].total
-    numbers = two_views(facts, statistics=statistics, add_positive=False)
-    assert numbers.target is not None
-    target = numbers.target
+    side = two_views(facts, statistics=statistics, add_positive=False)
+    assert side.target is not None
+    target = side.target
     if sigma is not None:
         cosines = target.detach().unflatten(0, (2, -1))[0] * facts.scalars["temperature"]
         nothing = cosines.new_full((1,), -torch.inf)
         largest = facts.comm.all_reduce(torch.cat([cosines, nothing]).amax(), "max", check=False)
         similar = ((cosines - largest) / sigma).exp()
         target = target * (2 - count * similar / total(facts.comm, similar.sum())).repeat(2)
-    losses = torch.where(numbers.logsumexp.isneginf(), 0.0, numbers.logsumexp - target)
+    losses = torch.where(side.logsumexp.isneginf(), 0.0, side.logsumexp - target)
     if statistics:
-        report_statistics(facts.comm, 1 / facts.scalars["temperature"], [(numbers, numbers.target)])
+        report_statistics(facts.comm, 1 / facts.scalars["temperature"], [(side, side.target)])
     return reduce_losses(facts, losses.unflatten(0, (2, -1)).mean(0), count)
 
 
@@ -114,10 +114,10 @@ def _check(sigma: float | None) -> dict[str, float | None]:
 
 
 class DCLLoss(KernelLoss):
-    """Decoupled contrastive loss over the global batch.
+    """Decoupled contrastive loss over the global batch: the settings of :func:`wholebatch.functional.dcl_loss`.
 
     Args:
-        temperature, sigma, reduction, return_statistics, group, sync, exchange, memory, kernel: as in
+        temperature, sigma, reduction, group, sync, exchange, memory, kernel: as in
             :func:`wholebatch.functional.dcl_loss`.
     """
 

@@ -1,12 +1,12 @@
-"""Debiased contrastive loss: negatives corrected for the positives among them, and hard ones weighed up.
+"""Debiased contrastive loss: negatives are corrected for the positives among them, and hard ones weigh more.
 
     z    = rows of both views of all ranks, each divided by its norm
     S_ij = z_i . z_j / temperature,    n = 2B - 2 negatives of each row
-    W_i  = n sum_j exp((1 + beta) S_ij) / sum_j exp(beta S_ij)          weighted by exp(beta S_ij); sum_j exp S_ij for 0
+    W_i  = n sum_j exp((1 + beta) S_ij) / sum_j exp(beta S_ij)          sum_j exp S_ij for beta = 0
     G_i  = max( (W_i - tau n exp S_{i p(i)}) / (1 - tau),  n exp(-1 / temperature) )
     L_i  = log(exp S_{i p(i)} + G_i) - S_{i p(i)}
 
-Two sums over the negatives, at different scales: two sweeps of NT-Xent's, one where beta is 0. The rest is O(B).
+The two sums over the negatives have different scales: two sweeps like NT-Xent's, or one if beta is 0. The rest is O(B).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..sync import Sync
 from ._module import KernelLoss
 from ._views import two_views, two_views_inputs
 
-_ALL = 60.0  # exp of that is more than any W_i leaves
+_ALL = 60.0  # a positive with exp(60) times W_i leaves nothing of the corrected sum, and exp(60) is finite
 
 
 @entry
@@ -46,7 +46,7 @@ def debiased_loss(
     memory: Memory = "auto",
     kernel: Kernel = "auto",
 ) -> Tensor:
-    r"""NT-Xent whose sum over negatives is corrected for false ones, and weighed toward hard ones.
+    r"""Return NT-Xent with a sum over negatives that is corrected for false ones and weighted toward hard ones.
 
     G_i = max((W_i - tau n exp S_{i p(i)}) / (1 - tau), n exp(-1 / temperature)),    n = 2B - 2,
     L_i = -log(exp S_{i p(i)} / (exp S_{i p(i)} + G_i)),    W_i = n sum_j exp((1 + beta) S_ij) / sum_j exp(beta S_ij).
@@ -58,30 +58,30 @@ def debiased_loss(
         temperature: divides the cosines; a positive number or a tensor of shape () or [1], which may be learned; the
             same on all ranks.
         tau_plus: tau, the probability that a negative is of the same class, 0 <= tau < 1.
-        beta: concentration on hard negatives, >= 0; 0 weighs all alike (the debiased loss).
-        weights: (b_r,), of the examples, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
-        reduction: "mean", "sum", or "none": of this rank's examples the mean over both views, (b_r,); see
-            :func:`wholebatch.functional.clip_loss`.
+        beta: concentration on hard negatives, >= 0; with 0 all weigh the same (the debiased loss).
+        weights: (b_r,), one for each example, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
+        reduction: "mean", "sum", or "none": the mean over both views of each of this rank's examples, (b_r,);
+            see :func:`wholebatch.functional.clip_loss`.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
         exchange: "gather", "ring" or "auto", as there.
         memory: "flat", "auto" or bytes, as there.
-        kernel: who computes a tile, as there.
+        kernel: "torch", "triton" or "auto", as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.debiased_loss` on the concatenated
         batch. Its dtype is that of the features, float32 for half precision.
 
-    The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
-    ranks that differ all raise ValueError.
+    This one L is differentiated, and `sync` means the same as in :func:`wholebatch.functional.clip_loss`. Every rank
+    must call `backward`, with the same incoming gradient and in the same order among losses; if ranks differ, all raise
+    ValueError.
 
-    An example without negatives has loss 0. Work, memory and collectives: as
-    :func:`wholebatch.functional.nt_xent_loss`; twice that with beta.
+    An example without negatives has loss 0. Collectives, work and memory: those of
+    :func:`wholebatch.functional.nt_xent_loss`; twice those with beta.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.nt_xent_loss`;
-            also tau_plus or beta outside of their range.
+            also for tau_plus or beta outside its range.
         RuntimeError: if the gradient is differentiated again.
 
     Source: Chuang et al., 2020, arXiv:2007.00224, equation 8; Robinson et al., 2021, arXiv:2010.04592, equation 4.
@@ -100,19 +100,19 @@ def debiased_loss(
     facts = facts.widened() if beta else facts
     count = facts.rows["z0"].total
     negatives = 2 * count - 2
-    numbers = two_views(facts, add_positive=False, sharper=1 + beta, narrow=beta > 0)
-    assert numbers.target is not None
-    target, weighted = numbers.target / (1 + beta), numbers.logsumexp
+    side = two_views(facts, add_positive=False, sharper=1 + beta, narrow=beta > 0)
+    assert side.target is not None
+    target, weighted = side.target / (1 + beta), side.logsumexp
     if not negatives:
         return reduce_losses(facts, 0 * target.unflatten(0, (2, -1)).mean(0), count)
     if beta:
         weighted = (
             weighted - two_views(facts, add_positive=False, sharper=beta, narrow=True).logsumexp + math.log(negatives)
         )
-    share = (target - weighted).clamp(max=_ALL).exp()  # of the positive in W_i
-    left = 1 - tau_plus * negatives * share
-    tiny = torch.finfo(left.dtype).tiny
-    corrected = weighted + left.clamp(min=tiny).log() - math.log(1 - tau_plus)
+    share = (target - weighted).clamp(max=_ALL).exp()  # exp S_{i p(i)} / W_i
+    remaining = 1 - tau_plus * negatives * share
+    tiny = torch.finfo(remaining.dtype).tiny
+    corrected = weighted + remaining.clamp(min=tiny).log() - math.log(1 - tau_plus)
     floor = math.log(negatives) - 1 / facts.inputs["temperature"]
     losses = softplus(torch.maximum(corrected, floor + torch.zeros_like(corrected)) - target)
     return reduce_losses(facts, losses.unflatten(0, (2, -1)).mean(0), count)
@@ -122,12 +122,12 @@ def _check(tau_plus: float, beta: float) -> dict[str, float]:
     if not 0 <= check_number("tau_plus", tau_plus) < 1:
         raise ValueError(f"tau_plus must lie in [0, 1), got {tau_plus}; it is the share of false negatives")
     if check_number("beta", beta) < 0:
-        raise ValueError(f"beta must not be negative, got {beta}; 0 weighs all negatives alike")
+        raise ValueError(f"beta must not be negative, got {beta}; with 0 all negatives weigh the same")
     return {"tau_plus": tau_plus, "beta": beta}
 
 
 class DebiasedLoss(KernelLoss):
-    """Debiased and hardness-weighted contrastive loss over the global batch.
+    """Debiased contrastive loss over the global batch: the settings of :func:`wholebatch.functional.debiased_loss`.
 
     Args:
         temperature, tau_plus, beta, reduction, group, sync, exchange, memory, kernel: as in

@@ -1,17 +1,17 @@
-"""Distillation of one similarity matrix into another: CLIP's loss with a teacher's softmax for targets.
+"""Distillation of one similarity matrix into another: CLIP's loss with the softmax of a teacher as targets.
 
     S = scale X Y^T of the student,    T = teacher_scale X' Y'^T of the teacher
     L = 1/(2B) [ sum_i (logsumexp_j S_ij - sum_j P_ij S_ij) + sum_j (logsumexp_i S_ij - sum_i Q_ij S_ij) ]
 
-with P and Q the softmax of T's rows and of its columns. Neither matrix is stored. A sweep without gradient gives T's
-logsumexps; another those of S; a third the mean of S under P and Q (see `sweep.soft_targets`), less that logsumexp, and
-all of the gradient:
+with P and Q the softmax of T's rows and of its columns. Neither matrix is stored. A sweep without gradient gives the
+logsumexps of T, another those of S. A third one gives the means under P and Q of S minus its logsumexp (see
+`sweep.soft_targets`), and the whole gradient:
 
     L_i = -sum_j P_ij (S_ij - C_i),    C_i = logsumexp_j S_ij
 
-a sum of terms of one sign. A logsumexp is known in float64, and tiles are of float32: what its rounding there leaves, a
-part in 10^5 at a scale of 100, is made up for outside of the tiles; and so is what is lost of one of 10^16, which no
-longer knows how many are largest.
+This is a sum of terms of one sign. Logsumexps are float64, but tiles are float32. Rounding C_i to float32 costs a part
+in 10^5 at a scale of 100, which is corrected outside of the tiles. A C_i of 10^16 no longer contains the number of
+largest entries; this is corrected there as well.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def distillation_loss(
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
 ) -> Tensor:
-    r"""Cross-entropy of the student's rows and columns against the teacher's, over the pairs of all ranks.
+    r"""Return the cross-entropy of a student's rows and columns against a teacher's, over the pairs of all ranks.
 
     L = (CE(S, softmax(T)) + CE(S^T, softmax(T^T))) / 2,    S = logit_scale X Y^T,    T = teacher_logit_scale X' Y'^T.
 
@@ -59,11 +59,11 @@ def distillation_loss(
         image_features: X_r, (b_r, d), this rank's rows as they are: the caller normalizes. b_r may differ between
             ranks and may be 0. float64, float32, bfloat16 or float16.
         text_features: Y_r, (b_r, d); row i belongs to row i of X_r.
-        logit_scale: of the student; a number or a tensor of shape () or [1], the same on all ranks.
-        teacher_image_features: X'_r, (b_r, d'), of the same images; they receive no gradient.
+        logit_scale: the student's; a number or a tensor of shape () or [1], the same on all ranks.
+        teacher_image_features: X'_r, (b_r, d'), the teacher's of the same images; they get no gradient.
         teacher_text_features: Y'_r, (b_r, d').
-        teacher_logit_scale: of the teacher, a number or a tensor of one element, without gradient.
-        weights: (b_r,), of the pairs, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
+        teacher_logit_scale: the teacher's; a number or a tensor of one element, which gets no gradient.
+        weights: (b_r,), one for each pair, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
         reduction: "mean", "sum", or "none": L_i of this rank's pairs; see :func:`wholebatch.functional.clip_loss`.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
@@ -74,17 +74,18 @@ def distillation_loss(
         L, a scalar, the same on every rank: the value of `wholebatch.reference.distillation_loss` on the concatenated
         batch. Its dtype is that of the features, float32 for half precision.
 
-    The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
-    ranks that differ all raise ValueError.
+    This one L is differentiated, and `sync` means the same as in :func:`wholebatch.functional.clip_loss`. Every rank
+    must call `backward`, with the same incoming gradient and in the same order among losses; if ranks differ, all raise
+    ValueError.
 
-    Work: 8 units of b_r B d multiply-adds per rank for features of equal width: of the teacher 3, of the student 5.
-    Memory beyond inputs and gradients: four tiles and O(b_r), and on several ranks what the exchange takes for
-    [Y, Y']. Collectives: those of three forward passes and a backward pass of :func:`wholebatch.functional.clip_loss`.
+    Collectives: those of three forward passes and a backward pass of :func:`wholebatch.functional.clip_loss`.
+    Work: 8 units of b_r B d multiply-adds per rank if d' = d: 3 for the teacher, 5 for the student. Memory beyond
+    inputs and gradients: four tiles and O(b_r), and on several ranks the exchange's memory for [Y, Y'].
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`;
-            also teacher's features of other rows than the student's, or of different widths on the ranks.
+            also for teacher's features with another number of rows than the student's, and a d' that differs between
+            ranks.
         RuntimeError: if the gradient is differentiated again.
 
     Source: Hinton et al., 2015, arXiv:1503.02531; for two towers, Wu et al., 2023, arXiv:2309.12314, equation 7.
@@ -100,7 +101,7 @@ def distillation_loss(
         for name, features in teacher.items():
             check_features(name, features)
             if features.device != image_features.device:
-                raise ValueError(f"{name} must be on {image_features.device}, got {features.device}; move it")
+                raise ValueError(f"{name} must be on {image_features.device}, got {features.device}; move it there")
             if len(features) != len(image_features):
                 raise ValueError(
                     f"{name} must have as many rows as image_features, {len(image_features)}, got {len(features)}"
@@ -145,7 +146,7 @@ def distillation_loss(
 
 
 def _logsumexps(facts: Facts, scale: float, towers: Sequence[Tensor], layout: Layout, bound: float) -> list[Tensor]:
-    """Return the logsumexps of this rank's rows and of its columns over all entries."""
+    """Return the logsumexps over all entries of this rank's rows, and of its columns."""
     fields = statistics_fields(target=False)
     operands = Operands(towers, Towers(stays=(0,), travels=(1,)), layout)
     sides = row_statistics(facts, (scale, scale), operands, Selection(Pairs()), Bounds(bound), rows=fields, cols=fields)
@@ -153,7 +154,7 @@ def _logsumexps(facts: Facts, scale: float, towers: Sequence[Tensor], layout: La
 
 
 class DistillationLoss(SweepLoss):
-    """A student's similarities against a teacher's, over the global batch.
+    """Distillation over the global batch: the settings of :func:`wholebatch.functional.distillation_loss`.
 
     Args:
         reduction, group, sync, exchange, memory: as in :func:`wholebatch.functional.distillation_loss`.

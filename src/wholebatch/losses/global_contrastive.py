@@ -1,13 +1,13 @@
-"""Global contrastive loss (SogCLR): each row's sum over negatives is followed across batches by a moving average.
+"""Global contrastive loss (SogCLR): a moving average across batches of each row's sum over negatives.
 
     g_i  = 1/(B - 1) sum_{j != i} exp((c_ij - c_ii) / t)          of image i; likewise h_i of text i, over images
     u_i <- (1 - gamma) u_i + gamma g_i                            kept for every example of the data set, v_i for texts
     L    = t/2 1/B sum_i [ log(e + u_i) + log(e + v_i) ]
     dL   = t/2 1/B sum_i [ dg_i / (e + u_i) + dh_i / (e + v_i) ]
 
-with similarities c. The gradient is not that of u through gamma: it is the estimate, by this batch, of the gradient of
-the loss over the whole data set, for which u stands. All of it is O(B) arithmetic on the row and column sums of CLIP's
-sweep, in logarithms, because g may be e^100 and e^-100.
+with similarities c. This is not the derivative of L through gamma: u stands for the sum over the whole data set, and dL
+is this batch's estimate of that loss's gradient. The row and column sums come from CLIP's sweep, and the rest is O(B)
+arithmetic, in logarithms, because g ranges from e^-100 to e^100.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def global_contrastive_loss(
     memory: Memory = "auto",
     kernel: Kernel = "auto",
 ) -> LossAndAverages:
-    r"""CLIP's loss with moving averages in the place of the batch's own sums, for small batches.
+    r"""Return CLIP's loss with moving averages instead of the sums of the batch, for small batches.
 
     L   = t/2 mean_i [ log(e + u_i) + log(e + v_i) ],
     u_i = (1 - gamma) u_i' + gamma g_i,    g_i = mean_{j != i} exp((c_ij - c_ii) / t),
@@ -81,32 +81,32 @@ def global_contrastive_loss(
         image_features: X_r, (b_r, d), this rank's rows as they are: the caller normalizes. b_r may differ between
             ranks and may be 0. float64, float32, bfloat16 or float16.
         text_features: Y_r, (b_r, d); row i belongs to row i of X_r.
-        image_log_averages: (b_r,), log u' of these images, -inf for those that are new: u_i is then g_i.
+        image_log_averages: (b_r,), log u' of these images, -inf for new ones: u_i is then g_i.
         text_log_averages: (b_r,), log v' of these texts.
         temperature: t, divides the similarities; a positive number or a tensor of shape () or [1], the same on all
             ranks. A learned one gets the gradient log(e + u) + t dg/dt / (e + u), of each half.
         gamma: weight of this batch in the averages, 0 < gamma <= 1.
-        epsilon: e, keeps weights of solved examples finite; > 0.
-        weights: (b_r,), of the pairs, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
+        epsilon: e, keeps the weights of solved examples finite; > 0.
+        weights: (b_r,), one for each pair, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
         reduction: "mean", "sum", or "none": L_i of this rank's pairs, (b_r,); see
             :func:`wholebatch.functional.clip_loss`.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
         exchange: "gather", "ring" or "auto", as there.
         memory: "flat", "auto" or bytes, as there.
-        kernel: who computes a tile, as there.
+        kernel: "torch", "triton" or "auto", as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.global_contrastive_loss` on the
         concatenated batch; and log u and log v of this rank's pairs, (b_r,) each, in float64, without gradient: a
         named tuple (loss, image_log_averages, text_log_averages).
 
-    Work, memory, collectives and the meaning of `sync`: as :func:`wholebatch.functional.clip_loss`. A pair without
-    negatives has loss 0, and keeps its averages.
+    L is differentiated with the gradient above. The meaning of `sync`, collectives, work and memory are those of
+    :func:`wholebatch.functional.clip_loss`. A pair without negatives has loss 0, and keeps its averages.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`;
-            also averages that are NaN or not one for each pair, a temperature, gamma or epsilon out of range.
+            also for averages that are NaN or not one for each pair, and a temperature, gamma or epsilon out of range.
         RuntimeError: if the gradient is differentiated again.
 
     Source: Yuan et al., 2022, arXiv:2202.12387, algorithm 1; for two towers, Wei et al., 2024, arXiv:2407.01445.
@@ -177,7 +177,7 @@ def global_contrastive_loss(
 
 
 def _average(before: Tensor, log_g: Tensor, gamma: float) -> Tensor:
-    """log((1 - gamma) u + gamma g), from logarithms; log g where there is no u."""
+    """Return log((1 - gamma) u + gamma g) from log u and log g; log g where there is no u."""
     if gamma == 1:
         return log_g
     both = torch.logaddexp(before + math.log1p(-gamma), log_g + math.log(gamma))
@@ -188,7 +188,7 @@ def _check(gamma: float, epsilon: float) -> dict[str, float]:
     if not 0 < check_number("gamma", gamma) <= 1:
         raise ValueError(f"gamma must lie in (0, 1], got {gamma}; it is the weight of this batch in the averages")
     if check_number("epsilon", epsilon) <= 0:
-        raise ValueError(f"epsilon must be positive, got {epsilon}; 1e-14 is small")
+        raise ValueError(f"epsilon must be positive, got {epsilon}; 1e-14 is small enough")
     return {"gamma": gamma, "epsilon": epsilon}
 
 
@@ -201,23 +201,23 @@ def _check_averages(name: str, value: object, rows: int) -> None:
 
 
 def _known(averages: Tensor) -> Tensor:
-    """Those that there are: of a pair that is new there is none, -inf."""
+    """Return the averages with 0 instead of the -inf of new pairs."""
     return averages.masked_fill(averages.isneginf(), 0.0)
 
 
 class GlobalContrastiveLoss(KernelLoss):
-    """The global contrastive loss, with the averages of all examples of the data set as buffers, the same on all ranks.
+    """Global contrastive loss that keeps the averages of all examples of the data set, the same on all ranks.
 
     Args:
-        examples: how many the data set has.
+        examples: the size of the data set.
         dtype: of the averages; 8 bytes per example in float32.
         temperature, gamma, epsilon, reduction, group, sync, exchange, memory, kernel: as in
             :func:`wholebatch.functional.global_contrastive_loss`.
 
     Attributes:
-        image_log_averages, text_log_averages: (examples,), log u and log v; -inf for those that were never seen. They
-            are saved with the model, and change in training mode, where gradients are enabled. Keep this module out
-            of activation checkpointing, which runs the forward pass again: from averages that have changed by then.
+        image_log_averages, text_log_averages: (examples,), log u and log v; -inf for examples that never were in a
+            batch. They are buffers, saved with the model. They change in training mode while gradients are enabled.
+            Keep this module out of activation checkpointing: it repeats the forward pass from changed averages.
 
     Raises:
         ValueError: if `examples` is not a positive integer.
@@ -275,13 +275,13 @@ class GlobalContrastiveLoss(KernelLoss):
         Args:
             image_features: as there.
             text_features: as there.
-            indices: (b_r,) integers, which examples of the data set these are. Of equal ones in a batch, the last one's
-                average stays.
+            indices: (b_r,) integers, the positions of these examples in the data set. If a position occurs several
+                times in a batch, the last one's average is kept.
             weights: as there.
 
         Raises:
-            ValueError: on every rank: as there; also indices that are no integers, not one for each pair, or outside
-                of the data set.
+            ValueError: on every rank: as there; also for indices that are no integers, not one for each pair, or
+                outside the data set.
         """
         comm, examples = select_communicator(self.group), len(self.image_log_averages)
 
@@ -309,8 +309,8 @@ class GlobalContrastiveLoss(KernelLoss):
         if everyone[0]["learning"]:
             with torch.no_grad():
                 counts = tuple(facts["rows"] for facts in everyone)
-                everywhere = comm.all_gather(at, counts=counts, check=False)
-                distinct, place = everywhere.unique(return_inverse=True)
+                all_at = comm.all_gather(at, counts=counts, check=False)
+                distinct, place = all_at.unique(return_inverse=True)
                 last = torch.zeros_like(distinct).scatter_reduce_(
                     0, place, torch.arange(len(place), device=at.device), "amax"
                 )

@@ -1,10 +1,10 @@
-"""InfoNCE: each query's own key against keys, negatives, and other queries of the global batch.
+"""InfoNCE: each query's key against the keys, negatives, and other queries of the global batch.
 
     S_ij = scale q_i . k_j,    T_i = S_ii,    A_i = logsumexp over its negatives
     L    = 1/B sum_i softplus(A_i - T_i) = 1/B sum_i [ log(exp T_i + exp A_i) - T_i ]
 
-Which similarities of all ranks are negatives is the caller's choice: directions, exclusions, hard negatives of a
-query's own. All of them are numbers A of one sweep or several (see `_directions`), put together here.
+The caller chooses the negatives: directions, exclusions, hard negatives of single queries. Each choice gives logsumexps
+A from one sweep or several (see `_directions`), which are combined here.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def info_nce_loss(
     memory: Memory = "auto",
     kernel: Kernel = "auto",
 ) -> Tensor:
-    r"""Cross-entropy of each query's own key among the keys and negatives of all ranks, with its exact gradient.
+    r"""Return the cross-entropy of each query's key among the keys and negatives of all ranks, with its exact gradient.
 
     S = logit_scale * Q [K; N]^T,    L = CE(S, i),    Q, K, N: all ranks' rows.
 
@@ -75,68 +75,69 @@ def info_nce_loss(
         query_to_key     S(q_i, k_j), j != i        key_to_query   S(q_j, k_i), j != i
         query_to_query   S(q_i, q_j), j != i        key_to_key     S(k_i, k_j), j != i
 
-    `partition="joint"` has one softmax for all, L_i = log(c exp T_i + sum_d exp A^d_i) - T_i, where the pair itself
-    counts once for each of the first two directions that take part, c in all. "per_direction" has one softmax for
-    each, L_i = mean_d [ log(exp T_i + exp A^d_i) - T_i ].
+    `partition="joint"` has one softmax over all directions, L_i = log(c exp T_i + sum_d exp A^d_i) - T_i, where c is
+    the number of the first two directions that take part. "per_direction" has one softmax for each,
+    L_i = mean_d [ log(exp T_i + exp A^d_i) - T_i ].
 
     Args:
         queries: Q_r, (b_r, d), this rank's rows as they are: the caller normalizes. b_r may differ between ranks and
             may be 0. float64, float32, bfloat16 or float16 (the last two are widened to float32).
         keys: K_r, (b_r, d) or more rows; row i is the positive of query i, rows from b_r on are negatives (in the
-            concatenated batch they lie behind the positives of all ranks).
+            concatenated batch they come after the positives of all ranks).
         logit_scale: multiplies the similarities (1 / temperature); a number or a tensor of shape () or [1], the same
             on all ranks.
-        negatives: N_r, (n_r, d), further keys that are nobody's positive, such as mined hard negatives; they count for
-            the queries of all ranks. On all ranks or on none; n_r may differ and may be 0.
-        hard_negatives: (b_r, h, d), each query's own, which count for it alone.
-        query_ids: (b_r,) integers, any but -2^63; a key with a query's id is no negative of it, nor is another query
-            with that id. Default: those of the queries' keys.
-        key_ids: of the keys, (rows of keys,). Default: those of their queries.
-        negative_ids: of the negatives, (n_r,). Default: none of them is excluded.
-        hard_negative_ids: of the hard negatives, (b_r, h). Default: none of them is excluded.
-        equal_ids: "excluded": such keys are left out. "positive": they are further positives, L_i is the mean over
-            all of query i's, with the positives of each direction in its sum; for the first two directions.
-        directions: which similarities take part, one of the first two among them.
+        negatives: N_r, (n_r, d), further keys that are no query's positive, such as mined hard negatives; they count
+            for the queries of all ranks. On all ranks or on none; n_r may differ and may be 0.
+        hard_negatives: (b_r, h, d), h negatives of each query, which count for that query alone.
+        query_ids: (b_r,) integers other than -2^63; a key or another query with a query's id is not a negative of it.
+            Default: the ids of the queries' keys.
+        key_ids: (rows of keys,). Default: the ids of the keys' queries.
+        negative_ids: (n_r,). Default: no negative is excluded.
+        hard_negative_ids: (b_r, h). Default: no hard negative is excluded.
+        equal_ids: "excluded": keys with a query's id are left out. "positive": they are further positives, and L_i is
+            the mean over all positives of query i, which are all in the softmax; for the first two directions only.
+        directions: which similarities take part; at least one of the first two.
         partition: "joint" or "per_direction".
-        margin: subtracted from the positive's similarity (in its own softmax, too, as in CosFace).
+        margin: subtracted from the positive's similarity, in the denominator as well, as in CosFace.
         hardness: a, >= 0: negatives of query_to_key have the logit (logit_scale + a) q . k, with the gradient of
-            logit_scale q . k: harder ones weigh more.
-        exclude_above: m: negatives more similar than the positive by more than m are taken for false, and left out:
-            S_ij > logit_scale (q_i . k_i + m), in each direction. What is left out has no gradient. Ties are decided
-            by rounding: for m = 0 and keys that occur twice, give ids.
+            logit_scale q . k, so that harder ones weigh more.
+        exclude_above: m: negatives that are more similar than the positive by more than m count as false negatives and
+            are left out, without gradient: S_ij > logit_scale (q_i . k_i + m), in each direction. Rounding decides
+            ties: with m = 0 and keys that occur twice, pass ids.
         exclude_relative: the bound is q_i . k_i + m |q_i . k_i|.
-        query_guides: (b_r, g), features of another model, whose similarities then decide what is left out.
-        key_guides: (rows of keys, and of negatives below them, g). Guides' similarities are dot products: normalize
-            them. A query's own hard negatives have no guide, and stay.
-        label_smoothing: weight of the uniform distribution over all candidates.
-        weights: (b_r,), of the examples, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
+        query_guides: (b_r, g), features of another model, whose similarities then decide about `exclude_above`.
+        key_guides: (rows of keys, and of negatives below them, g). The similarities of guides are dot products:
+            normalize them. `hard_negatives` have no guides, so none of them is left out.
+        label_smoothing: weight of the uniform distribution over all candidates, from 0 to 1.
+        weights: (b_r,), one for each example, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
         reduction: "mean", "sum", or "none": this rank's L_i, (b_r,); see
             :func:`wholebatch.functional.clip_loss`.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
-        exchange: "gather", "ring" or "auto", as there; what travels is the queries, or keys and negatives, whichever
-            are fewer.
+        exchange: "gather", "ring" or "auto", as there. The queries travel, or the keys and negatives if these are
+            fewer.
         memory: "flat", "auto" or bytes, as there.
-        kernel: as in :func:`wholebatch.functional.clip_loss`.
+        kernel: "torch", "triton" or "auto", as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.info_nce_loss` on the concatenated
         batch. Its dtype is that of the features, float32 for half precision.
 
-    The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
-    ranks that differ all raise ValueError.
+    This one L is differentiated, and `sync` means the same as in :func:`wholebatch.functional.clip_loss`. Every rank
+    must call `backward`, with the same incoming gradient and in the same order among losses; if ranks differ, all raise
+    ValueError.
 
-    Work: 4 units of b K d multiply-adds per rank, K all keys and negatives; 3 where exp(S) is kept. key_to_query adds
-    nothing to that, unless there is `hardness` or `exclude_above`; then each direction is another 4 units.
-    query_to_query is another 2 b B d, key_to_key 2 or 4. Memory and collectives: as
-    :func:`wholebatch.functional.clip_loss` for each sweep, with the traveling tower in the place of Y, and with
-    `negatives` a copy of this rank's keys and negatives below one another; with ids two all-gathers of them.
+    Collectives: for each sweep those of :func:`wholebatch.functional.clip_loss`, with the traveling tower as Y; with
+    ids two all-gathers of them. Work: 4 units of b K d multiply-adds per rank for K keys and negatives in all; 3 where
+    exp(S) is kept. key_to_query adds nothing, except with `hardness` or `exclude_above`, where each further direction
+    adds 4 units. query_to_query adds 2 b B d, key_to_key 2 or 4. Memory: that of
+    :func:`wholebatch.functional.clip_loss` for each sweep, and with `negatives` a copy of this rank's keys and
+    negatives below one another.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`;
-            also fewer keys than queries, keys or negatives of another width, and negatives on some ranks only; ids of
-            the wrong length or type; options that do not exist or do not go together.
+            also for fewer keys than queries, keys or negatives with another number of features, and negatives on some
+            ranks only; ids of the wrong length or type; options that do not exist or cannot be combined.
         RuntimeError: if the gradient is differentiated again.
 
     Source: van den Oord et al., 2018, arXiv:1807.03748, equation 4; with in-batch negatives, Karpukhin et al., 2020,
@@ -186,11 +187,14 @@ def info_nce_loss(
     )
     scale = facts.scalars["logit_scale"]
     if (exclude_above is not None or hardness) and scale <= 0:
-        raise ValueError(f"info_nce_loss: exclude_above and hardness need a positive logit_scale, got {scale}")
+        raise ValueError(
+            f"info_nce_loss: logit_scale must be positive for exclude_above and hardness, got {scale}; pass "
+            "1 / temperature"
+        )
     ceiling = _ceiling(facts, tensors, settings)
     facts = facts.widened() if len(settings.directions) > 1 or hard_negatives is not None else facts
-    fields_wanted = statistics_fields(mean_logit=label_smoothing > 0, statistics=statistics)
-    retrieval = Retrieval(facts, equal_ids, fields_wanted)
+    row_fields = statistics_fields(mean_logit=label_smoothing > 0, statistics=statistics)
+    retrieval = Retrieval(facts, equal_ids, row_fields)
     found = retrieval.statistics(settings.directions, hardness=hardness, ceiling=ceiling)
     if hard_negatives is not None:
         excluded = None
@@ -211,7 +215,7 @@ def info_nce_loss(
 
 
 class InfoNCELoss(KernelLoss):
-    """Each query against all keys and negatives: the settings of :func:`wholebatch.functional.info_nce_loss`.
+    """InfoNCE over the global batch: the settings of :func:`wholebatch.functional.info_nce_loss`.
 
     A module without parameters; `logit_scale` enters `forward`, so that it can stay inside the model that the
     engine wraps.
@@ -289,7 +293,7 @@ def _one_positive(settings: InfoNCESettings, found: Mapping[Direction, RowStatis
     if settings.partition == "per_direction":
         return torch.stack([one_positive(side, target, label_smoothing=smoothing) for side in sides]).mean(0)
     copies = sum(name in ("query_to_key", "key_to_query") for name in found)
-    lowest = torch.finfo(target.dtype).min / 4  # of no negatives: -inf would have a NaN gradient
+    lowest = torch.finfo(target.dtype).min / 4  # instead of -inf without negatives, whose gradient would be NaN
     logsumexp = torch.stack([side.logsumexp.clamp(min=lowest) for side in sides]).logsumexp(0)
     loss = softplus(logsumexp - target - math.log(copies)) + math.log(copies)
     return loss if not smoothing else loss + smoothing * (target - mean_logit(sides, target, copies))

@@ -1,12 +1,12 @@
-"""Matryoshka: one contrastive loss for several leading parts of the features at once.
+"""Matryoshka: one contrastive loss of several leading parts of the features at once.
 
     S^l = scale n(X[:, :m_l]) n(Y[:, :m_l])^T          m_1 < m_2 < ..., n divides rows by their norms
     L   = sum_l w_l L(S^l)                             L: CLIP's loss, or InfoNCE's
 
-The products of a part are those of the part before and a few features more: one sweep does all parts, with the
-multiply-adds of the largest, one exchange of the features, one of their gradients (see `sweep.nested`). Norms are O(B)
-numbers of plain PyTorch, which pass on their gradients. Where one shift does not do for the sums (scale 10^4), or where
-norms exceed 1e100, each part has a sweep of its own.
+The products of a part are those of the part before, plus some more features. So one sweep computes all parts, with the
+multiply-adds of the largest, one exchange of the features, one of their gradients (see `sweep.nested`). The norms are
+O(B) numbers, which plain PyTorch computes and differentiates. Where one shift underflows (scale 10^4), or where norms
+exceed 1e100, each part has its own sweep.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def matryoshka_loss(
     memory: Memory = "auto",
     kernel: Kernel = "auto",
 ) -> Tensor:
-    r"""CLIP's loss (or InfoNCE's) of the first m features of all ranks' rows, summed over several m.
+    r"""Return CLIP's loss (or InfoNCE's) of the first m features of all ranks' rows, summed over several m.
 
     L = sum_l w_l CE(S^l, diagonal),    S^l = logit_scale n(Q[:, :m_l]) n(K[:, :m_l])^T,    n: rows of norm 1,
-    where a symmetric CE is the mean of that of S and that of S^T.
+    where CE is the cross-entropy of S, or if `symmetric` the mean of those of S and S^T.
 
     Args:
         queries: Q_r, (b_r, d), this rank's rows. b_r may differ between ranks and may be 0. float64, float32, bfloat16
@@ -70,36 +70,38 @@ def matryoshka_loss(
         keys: K_r, (b_r, d); row i belongs to row i of Q_r.
         logit_scale: multiplies the similarities (1 / temperature); a number or a tensor of shape () or [1], the same
             on all ranks.
-        dims: m_l, how many features each part has: increasing, from 1 to d.
-        dim_weights: w_l, of the parts, >= 0; default 1 each.
-        symmetric: both directions (CLIP), or that of the queries alone (InfoNCE).
-        normalize: divide each part of a row by its norm. False: parts are taken as they are.
-        ids: (b_r,) integers; pairs with equal ids are no negatives of each other.
-        weights: (b_r,), of the pairs, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
+        dims: m_l, the number of features of each part: increasing, from 1 to d.
+        dim_weights: w_l, one for each part, >= 0; default 1.
+        symmetric: True for both directions (CLIP), False for that of the queries alone (InfoNCE).
+        normalize: divide each part of a row by its norm. False: parts are used as they are.
+        ids: (b_r,) integers; pairs with equal ids are not negatives of each other.
+        weights: (b_r,), one for each pair, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
         reduction: "mean", "sum", or "none": L_i of this rank's pairs; see :func:`wholebatch.functional.clip_loss`.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
         exchange: "gather", "ring" or "auto", as there.
         memory: "flat", "auto" or bytes, as there; nothing is kept.
-        kernel: who computes a tile, as there; kernels take 5 units, for they compute products three times. With
-            bfloat16 features they round what all later parts' gradients add up to, once: half a percent of the gradient
-            for parts of eight features and more. A part of very few, whose gradient all but cancels, drowns in that.
+        kernel: "torch", "triton" or "auto", as there. Kernels take 5 units, because they compute products three times.
+            With bfloat16 features they round the sum of all later parts' gradients once: half a percent of the gradient
+            for parts of eight features and more. The gradient of a part of very few features almost cancels, and is
+            lost in this error.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.matryoshka_loss` on the concatenated
         batch. Its dtype is that of the features, float32 for half precision.
 
-    The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
-    ranks that differ all raise ValueError.
+    This one L is differentiated, and `sync` means the same as in :func:`wholebatch.functional.clip_loss`. Every rank
+    must call `backward`, with the same incoming gradient and in the same order among losses; if ranks differ, all raise
+    ValueError.
 
-    Work: 4 units of b_r B d multiply-adds per rank, whatever the number of parts, and an exponential per entry, part
-    and pass. Memory beyond inputs and gradients: a tile for each part and three, and on several ranks what the
-    exchange takes for Y. Collectives: as :func:`wholebatch.functional.clip_loss`.
+    Collectives: those of :func:`wholebatch.functional.clip_loss`. Work: 4 units of b_r B d multiply-adds per rank,
+    whatever the number of parts, and an exponential per entry, part and pass. Memory beyond inputs and gradients: a
+    tile for each part and three more, and on several ranks the exchange's memory for Y.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`;
-            also dims that are not increasing integers from 1 to d, weights of another number, negative or all 0.
+            also for dims that are not increasing integers from 1 to d, and dim_weights that are not one for each of
+            dims, negative, or all 0.
         RuntimeError: if the gradient is differentiated again.
 
     Source: Kusupati et al., 2022, arXiv:2205.13147, equation 1.
@@ -153,14 +155,14 @@ def matryoshka_loss(
 
 
 def check_dims(dims: Sequence[int], dim_weights: Sequence[float] | None, width: int | None) -> None:
-    """dims increase from 1 to width; there are as many weights, none negative, not all 0."""
+    """Raise ValueError unless dims increase from 1 to `width`, with as many weights, none negative and not all 0."""
     listed = list(dims) if isinstance(dims, Sequence) else dims
     if not isinstance(listed, list) or not listed or not all(type(m) is int for m in listed):
         raise ValueError(f"dims must be a sequence of integers, such as (64, 128, 256), got {shown(dims)}")
     if listed != sorted(set(listed)) or listed[0] < 1:
         raise ValueError(f"dims must be positive, increasing, and each of them once; got {listed}")
     if width is not None and listed[-1] > width:
-        raise ValueError(f"dims must not exceed the feature size {width}, got {listed[-1]}")
+        raise ValueError(f"dims must not exceed the feature size {width}, got {listed[-1]}; leave that part out")
     if dim_weights is None:
         return
     if not isinstance(dim_weights, Sequence) or len(dim_weights) != len(listed):
@@ -169,7 +171,7 @@ def check_dims(dims: Sequence[int], dim_weights: Sequence[float] | None, width: 
         if check_number("dim_weights", weight) < 0:
             raise ValueError(f"dim_weights must not be negative, got {weight}; leave the part out of dims")
     if not any(dim_weights):
-        raise ValueError("dim_weights must not all be 0: no loss would be left")
+        raise ValueError(f"dim_weights must not all be 0, got {shown(dim_weights)}; no loss would be left")
 
 
 def _check_flags(symmetric: object, normalize: object) -> None:
@@ -178,7 +180,7 @@ def _check_flags(symmetric: object, normalize: object) -> None:
 
 
 def _part_by_part(facts: Facts, towers: tuple[Tensor, Tensor], parts: Parts) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `nested_statistics` returns, with a sweep for each part."""
+    """Return the same as `nested_statistics`, from one sweep for each part."""
     found, rows = [], facts.rows["queries"]
     for m in parts.dims:
         features = [normalize_rows(z[:, :m]) if parts.normalize else z[:, :m] for z in towers]
@@ -194,12 +196,12 @@ def _part_by_part(facts: Facts, towers: tuple[Tensor, Tensor], parts: Parts) -> 
         assert of_rows is not None
         assert of_rows.target is not None
         found.append((of_rows.logsumexp, of_rows.target, of_rows.logsumexp if of_cols is None else of_cols.logsumexp))
-    lse_rows, targets, lse_cols = (torch.stack(numbers, dim=1) for numbers in zip(*found, strict=True))
+    lse_rows, targets, lse_cols = (torch.stack(values, dim=1) for values in zip(*found, strict=True))
     return lse_rows, targets, lse_cols
 
 
 class MatryoshkaLoss(KernelLoss):
-    """A contrastive loss of several leading parts of the features, over the global batch.
+    """Matryoshka over the global batch: the settings of :func:`wholebatch.functional.matryoshka_loss`.
 
     Args:
         dims, dim_weights, symmetric, normalize, reduction, group, sync, exchange, memory, kernel: as in

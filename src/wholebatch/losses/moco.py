@@ -1,10 +1,10 @@
-"""MoCo: each query's own key against a queue of past keys.
+"""MoCo: each query's key against a queue of past keys.
 
     A_i = logsumexp_j scale q_i . n_j over the queue's keys n_j,    T_i = scale q_i . k_i
     L   = 1/B sum_i softplus(A_i - T_i)
 
-Every rank holds the whole queue, as MoCo's do: the loss moves nothing between ranks but its value. The queue is a ring
-buffer of the last keys of all ranks, rank 0's first, the same on every rank and for any number of them.
+Every rank holds the whole queue, as in MoCo, so the loss moves only its value between ranks. The queue is a ring buffer
+of the last keys of all ranks, rank 0's first, the same on every rank and for any number of ranks.
 """
 
 from __future__ import annotations
@@ -43,40 +43,39 @@ def moco_loss(
     memory: Memory = "auto",
     kernel: Kernel = "auto",
 ) -> Tensor:
-    r"""Cross-entropy of each query's own key among that and the keys of a queue, with its exact gradient.
+    r"""Return the cross-entropy of each query's key among that key and those of a queue, with its exact gradient.
 
     L_i = log(exp T_i + sum_j exp(logit_scale q_i . n_j)) - T_i,    T_i = logit_scale q_i . k_i.
 
     Args:
         queries: Q_r, (b_r, d), this rank's rows as they are: the caller normalizes. b_r may differ between ranks and
             may be 0. float64, float32, bfloat16 or float16.
-        keys: K_r, (b_r, d), of the momentum encoder; row i is the positive of query i. Other queries do not see it.
-        queue: (n, d), the past keys, all of them on every rank: `KeyQueue.keys`.
+        keys: K_r, (b_r, d), of the momentum encoder; row i is the positive of query i, and counts for no other query.
+        queue: (n, d), the past keys, the same on every rank: `KeyQueue.keys`.
         logit_scale: multiplies the similarities (1 / temperature); a number or a tensor of shape () or [1], the same
             on all ranks.
-        weights: (b_r,), of the queries, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
+        weights: (b_r,), one for each query, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
         reduction: "mean", "sum", or "none": L_i of this rank's queries; see :func:`wholebatch.functional.clip_loss`.
-        return_statistics: return (L, :class:`wholebatch.BatchStatistics`).
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
-        sync: "mean", "sum" or None, as there. A queue that needs a gradient is a parameter that all ranks hold:
-            under "mean" the ranks' gradients average to its own.
+        sync: "mean", "sum" or None, as there. A queue that needs a gradient is a replicated parameter: under "mean" the
+            average of the ranks' gradients is its gradient.
         memory: "flat", "auto" or bytes, as there.
-        kernel: who computes a tile, as there.
+        kernel: "torch", "triton" or "auto", as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.moco_loss` on the concatenated
         batch. Its dtype is that of the features, float32 for half precision.
 
-    The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
-    ranks that differ all raise ValueError.
+    This one L is differentiated, and `sync` means the same as in :func:`wholebatch.functional.clip_loss`. Every rank
+    must call `backward`, with the same incoming gradient and in the same order among losses; if ranks differ, all raise
+    ValueError.
 
-    Work: 3 units of b_r n d multiply-adds per rank, 2 where exp(S) is kept. Memory beyond inputs and gradients: two
-    tiles and O(b_r). Collectives: 1 handshake in each pass, and all-reduces of one number.
+    Collectives: 1 handshake in each pass, and all-reduces of one number. Work: 3 units of b_r n d multiply-adds per
+    rank, 2 where exp(S) is kept. Memory beyond inputs and gradients: two tiles and O(b_r).
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`;
-            also a queue whose length differs between ranks.
+            also for a queue whose length differs between ranks.
         RuntimeError: if the gradient is differentiated again.
 
     Source: He et al., 2020, arXiv:1911.05722, equation 1 and algorithm 1.
@@ -103,7 +102,7 @@ def moco_loss(
         ),
     ).widened()
     rows, scale, inputs = facts.rows["queries"], facts.scalars["logit_scale"], facts.inputs
-    numbers, _ = row_statistics(
+    side, _ = row_statistics(
         facts,
         (scale, inputs["logit_scale"]),
         Operands(
@@ -116,19 +115,19 @@ def moco_loss(
         Bounds(facts.norms["queries"] * facts.norms["queue"], min_pair_product=facts.min_pair_product),
         rows=statistics_fields(target=False, statistics=statistics),
     )
-    assert numbers is not None
+    assert side is not None
     similarities = torch.linalg.vecdot(inputs["queries"], inputs["keys"])
     target = inputs["logit_scale"] * similarities.to(wide_dtype(facts.device))
     if statistics:
-        report_statistics(facts.comm, scale, [(numbers, target)])
-    return reduce_losses(facts, softplus(numbers.logsumexp - target), rows.total)
+        report_statistics(facts.comm, scale, [(side, target)])
+    return reduce_losses(facts, softplus(side.logsumexp - target), rows.total)
 
 
 class MoCoLoss(LossModule):
-    """Each query against its key and a queue of past keys.
+    """MoCo over the global batch: the settings of :func:`wholebatch.functional.moco_loss`.
 
     Args:
-        reduction, return_statistics, group, sync, memory, kernel: as in :func:`wholebatch.functional.moco_loss`.
+        reduction, group, sync, memory, kernel: as in :func:`wholebatch.functional.moco_loss`.
     """
 
     reduction: Reduction = "mean"
@@ -150,16 +149,16 @@ class MoCoLoss(LossModule):
 
 
 class KeyQueue(nn.Module):
-    """The last keys of all ranks, rank 0's first: the same buffer on every rank, saved with the model.
+    """A queue of the last keys of all ranks, rank 0's first: the same buffer on every rank, saved with the model.
 
     Args:
-        size: how many keys it holds; at least a global batch of them.
-        width: of a key.
+        size: the number of keys that it holds, at least a global batch of them.
+        width: the number of features of a key.
         dtype: of the keys.
         group: ranks whose keys go in, as in :func:`wholebatch.functional.clip_loss`.
 
     Attributes:
-        keys: (n, d), those that are in it, n = size once it is full.
+        keys: (n, d), the keys in the queue; n = size once it is full.
 
     Raises:
         ValueError: if size or width is not a positive integer.
@@ -177,8 +176,8 @@ class KeyQueue(nn.Module):
 
     def __init__(self, size: int, width: int, *, dtype: torch.dtype = torch.float32, group: Group = None) -> None:
         super().__init__()
-        check_count("size", size, "how many keys it holds")
-        check_count("width", width, "the features of a key")
+        check_count("size", size, "the number of keys that the queue holds")
+        check_count("width", width, "the number of features of a key")
         check_floating_dtype("dtype", dtype)
         check_group(group)
         self.group = group
@@ -193,13 +192,13 @@ class KeyQueue(nn.Module):
     @torch.inference_mode(False)
     @torch.no_grad()
     def enqueue(self, keys: Tensor) -> None:
-        """Put this rank's keys, (b_r, d), behind the others'; the oldest go. Collective: a handshake, an all-gather.
+        """Append the keys of all ranks, (b_r, d) each, and drop the oldest. Collective: a handshake, an all-gather.
 
-        A loss that still needs the queue as it was is not disturbed.
+        The backward pass of an earlier loss still gets the queue as it was.
 
         Raises:
-            ValueError: on every rank: keys of another width or dtype, not finite, or more of them than the queue holds;
-                queues that differ between ranks.
+            ValueError: on every rank: for keys of another width or dtype, that are not finite, or that are more than
+                the queue holds; for queues that differ between ranks.
         """
 
         def check() -> dict[str, Any]:
@@ -215,7 +214,7 @@ class KeyQueue(nn.Module):
         if sum(counts) > len(self.ring):
             raise ValueError(
                 f"KeyQueue.enqueue: the ranks' {sum(counts)} keys do not fit into a queue of {len(self.ring)}: some "
-                "would be lost before they were used; make the queue longer"
+                "would be lost before they were used; make the queue longer, or the global batch smaller"
             )
         new = comm.all_gather(keys, counts=counts, check=False)
         at = (int(self.enqueued) + torch.arange(len(new), device=new.device)) % len(self.ring)

@@ -1,11 +1,11 @@
-"""Multi-similarity loss: soft maxima over the least similar positives and the most similar negatives of each row.
+"""Multi-similarity loss: soft maxima over the farthest positives and the nearest negatives of each row.
 
     L_i = 1/alpha log(1 + sum_{p in P(i)} exp(-alpha (c_ip - base)))
         + 1/beta  log(1 + sum_{n in N(i)} exp(  beta (c_in - base)))
 
-with cosines c. Each is softplus of a logsumexp over some entries of a scaled S: two sweeps. Mining keeps of i's
-positives those that are less similar than its hardest negative by a margin, and likewise of its negatives; that takes
-two passes more, and all of S in the place of half.
+with cosines c. Each term is the softplus of a logsumexp over some entries of a scaled S: two sweeps. Mining keeps the
+positives with c_ip < max_n c_in + epsilon and the negatives with c_in > min_p c_ip - epsilon; this takes two more
+passes, and all of S instead of half.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def multi_similarity_loss(
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
 ) -> Tensor:
-    r"""Soft maxima over each row's far positives and near negatives among the rows of all ranks.
+    r"""Return soft maxima over each row's far positives and near negatives among the rows of all ranks.
 
     L_i = log(1 + sum_{p in P(i)} exp(-alpha (c_ip - base))) / alpha
         + log(1 + sum_{n in N(i)} exp(  beta (c_in - base))) / beta
@@ -51,13 +51,14 @@ def multi_similarity_loss(
     Args:
         features: Z_r, (b_r, d), this rank's rows, or (b_r, v, d) for v views of each example; they are normalized
             inside. b_r may differ between ranks and may be 0. float64, float32, bfloat16 or float16.
-        labels: (b_r,) integers, the examples' classes.
-        alpha: of positives, > 0.
-        beta: of negatives, > 0.
+        labels: (b_r,) integers, the class of each example.
+        alpha: scale of the positives, > 0.
+        beta: scale of the negatives, > 0.
         base: the similarity at which both have weight 1.
-        epsilon: mine: only positives with c_ip < max_n c_in + epsilon, and negatives with c_in > min_p c_ip - epsilon,
-            take part; which ones carries no gradient. A row that lacks either kind has none. None: all take part.
-        weights: (b_r,), of the examples, or (b_r, v), >= 0; the mean is sum w_i L_i / sum w_i.
+        epsilon: mining: only positives with c_ip < max_n c_in + epsilon, and negatives with c_in > min_p c_ip -
+            epsilon, take part. The selection carries no gradient. In a row without positives or without negatives,
+            nothing takes part. None: all take part.
+        weights: (b_r,), one for each example, or (b_r, v), >= 0; the mean is sum w_i L_i / sum w_i.
         reduction: "mean", "sum", or "none": L_i of this rank's rows, (b_r,) or (b_r, v); see
             :func:`wholebatch.functional.clip_loss`.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
@@ -69,17 +70,17 @@ def multi_similarity_loss(
         L, a scalar, the same on every rank: the value of `wholebatch.reference.multi_similarity_loss` on the
         concatenated batch. Its dtype is that of the features, float32 for half precision.
 
-    The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
-    ranks that differ all raise ValueError.
+    This one L is differentiated, and `sync` means the same as in :func:`wholebatch.functional.clip_loss`. Every rank
+    must call `backward`, with the same incoming gradient and in the same order among losses; if ranks differ, all raise
+    ValueError.
 
-    A row without positives, or without negatives, lacks that term. Work: 4 units of b_r B d multiply-adds per rank,
-    10 with mining. Memory and collectives: twice those of :func:`wholebatch.functional.nt_xent_loss`, four times with
-    mining, and one all-gather of labels.
+    A row without positives, or without negatives, lacks that term. Collectives and memory: twice those of
+    :func:`wholebatch.functional.nt_xent_loss`, four times with mining, and one all-gather of labels. Work: 4 units of
+    b_r B d multiply-adds per rank, 10 with mining.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.sup_con_loss`;
-            also alpha or beta that is not positive.
+            also for an alpha or beta that is not positive.
         RuntimeError: if the gradient is differentiated again.
 
     Source: Wang et al., 2019, arXiv:1904.06627, equations 9 (mining) and 10.
@@ -97,15 +98,15 @@ def multi_similarity_loss(
     positive_floor = negative_floor = None
     if epsilon is not None:
         with torch.no_grad():
-            nearest = data.numbers((1.0, 1.0), "negatives", ("sum", "largest")).largest
-            farthest = data.numbers((-1.0, -1.0), "positives", ("sum", "largest")).largest
+            nearest = data.statistics((1.0, 1.0), "negatives", ("sum", "largest")).largest
+            farthest = data.statistics((-1.0, -1.0), "positives", ("sum", "largest")).largest
         assert nearest is not None
         assert farthest is not None
-        positive_floor = -alpha * (nearest + epsilon)  # of -alpha c
-        negative_floor = beta * (-farthest - epsilon)  # of beta c
+        positive_floor = -alpha * (nearest + epsilon)  # a floor of -alpha c
+        negative_floor = beta * (-farthest - epsilon)  # a floor of beta c
     fields = statistics_fields(target=False)
-    of_positives = data.numbers((-alpha, -alpha), "positives", fields, floor=positive_floor).logsumexp
-    of_negatives = data.numbers((beta, beta), "negatives", fields, floor=negative_floor).logsumexp
+    of_positives = data.statistics((-alpha, -alpha), "positives", fields, floor=positive_floor).logsumexp
+    of_negatives = data.statistics((beta, beta), "negatives", fields, floor=negative_floor).logsumexp
     losses = softplus(of_positives + alpha * base) / alpha + softplus(of_negatives - beta * base) / beta
     return data.reduce(losses, data.rows.total)
 
@@ -121,7 +122,7 @@ def _check(alpha: float, beta: float, base: float, epsilon: float | None) -> dic
 
 
 class MultiSimilarityLoss(SweepLoss):
-    """Multi-similarity loss over the global batch.
+    """Multi-similarity over the global batch: the settings of :func:`wholebatch.functional.multi_similarity_loss`.
 
     Args:
         alpha, beta, base, epsilon, reduction, group, sync, exchange, memory: as in

@@ -1,10 +1,10 @@
-"""NT-Xent, the loss of SimCLR: each row of two views against all other rows of both, with half of the tiles.
+"""NT-Xent, SimCLR's loss: each row of two views against all other rows of both, with half of the tiles.
 
     z    = rows of both views of all ranks, each divided by its norm          2B of them
     S_ij = z_i . z_j / temperature
     L    = 1/(2B) sum_i [ logsumexp_{j != i} S_ij - S_{i p(i)} ]              p(i): the same example in the other view
 
-S is symmetric: the tiles above its diagonal say all, and the work is half of a full sweep's.
+S is symmetric: the tiles above its diagonal suffice, and the work is half of a full sweep's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def nt_xent_loss(
     memory: Memory = "auto",
     kernel: Kernel = "auto",
 ) -> Tensor:
-    r"""Cross-entropy of each row's other view among all rows of both views but itself, with its exact gradient.
+    r"""Return the cross-entropy of each row's other view among all other rows of both views, with its exact gradient.
 
     S = Z Z^T / temperature,    L = CE(S without its diagonal, other view),    Z = normalize([Z0; Z1]), all ranks' rows.
 
@@ -48,33 +48,32 @@ def nt_xent_loss(
         z1: (b_r, d), the second view; row i is another view of row i of z0.
         temperature: divides the cosines; a positive number or a tensor of shape () or [1], which may be learned; the
             same on all ranks.
-        ids: (b_r,) integers; examples with equal ids are no negatives of each other.
-        weights: (b_r,), of the examples, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
-        reduction: "mean", "sum", or "none": of this rank's examples the mean over both views, (b_r,); see
-            :func:`wholebatch.functional.clip_loss`.
-        return_statistics: return (L, :class:`wholebatch.BatchStatistics`).
+        ids: (b_r,) integers; examples with equal ids are not negatives of each other.
+        weights: (b_r,), one for each example, >= 0; the mean is sum w_i L_i / sum w_i over all ranks.
+        reduction: "mean", "sum", or "none": the mean over both views of each of this rank's examples, (b_r,);
+            see :func:`wholebatch.functional.clip_loss`.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
         exchange: "gather", "ring" or "auto", as there.
         memory: "flat", "auto" or bytes, as there.
-        kernel: as in :func:`wholebatch.functional.clip_loss`.
+        kernel: "torch", "triton" or "auto", as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.nt_xent_loss` on the concatenated
         batch. Its dtype is that of the features, float32 for half precision.
 
-    The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
-    ranks that differ all raise ValueError.
+    This one L is differentiated, and `sync` means the same as in :func:`wholebatch.functional.clip_loss`. Every rank
+    must call `backward`, with the same incoming gradient and in the same order among losses; if ranks differ, all raise
+    ValueError.
 
-    Work: with n_r = 2 b_r rows of N, 2 units of n_r N d multiply-adds per rank, half of a full sweep's 4; 1.5 where
-    exp(S) is kept. Memory beyond inputs and gradients: Z's rows of this rank, two tiles and O(B), and on several ranks
-    all of Z, its gradient, and a buffer of the reduce-scatter ("gather"), or five ranks' rows of Z ("ring", half a
-    round). Collectives: as in :func:`wholebatch.functional.clip_loss`.
+    Collectives: those of :func:`wholebatch.functional.clip_loss`, half a round with "ring". Work: 2 units of n_r N d
+    multiply-adds per rank for this rank's n_r = 2 b_r rows of N = 2 B, half of a full sweep's 4; 1.5 where exp(S) is
+    kept. Memory beyond inputs and gradients: this rank's rows of Z, two tiles and O(B), and on several ranks all of Z,
+    its gradient, and a buffer of the reduce-scatter ("gather"), or five ranks' rows of Z ("ring").
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`;
-            also a temperature that is not positive.
+            also for a temperature that is not positive.
         RuntimeError: if the gradient is differentiated again.
 
     Source: Chen et al., 2020, arXiv:2002.05709, equation 1.
@@ -91,22 +90,21 @@ def nt_xent_loss(
         two_views_inputs(z0, z1, temperature=temperature, ids=ids, weights=weights),
         Checks(check=lambda: {"statistics": statistics}, must_match=("statistics",)),
     )
-    numbers = two_views(facts, statistics=statistics)
-    assert numbers.target is not None
-    losses = one_positive(numbers, numbers.target)
+    side = two_views(facts, statistics=statistics)
+    assert side.target is not None
+    losses = one_positive(side, side.target)
     if statistics:
-        report_statistics(facts.comm, 1 / facts.scalars["temperature"], [(numbers, numbers.target)])
+        report_statistics(facts.comm, 1 / facts.scalars["temperature"], [(side, side.target)])
     return reduce_losses(facts, losses.unflatten(0, (2, -1)).mean(0), facts.rows["z0"].total)
 
 
 class NTXentLoss(KernelLoss):
-    """SimCLR's loss over the global batch: the settings of :func:`wholebatch.functional.nt_xent_loss`.
+    """NT-Xent over the global batch: the settings of :func:`wholebatch.functional.nt_xent_loss`.
 
     Args:
-        temperature: a number, or an `nn.Parameter` to be learned: then wrap the module like the model, so that the
+        temperature: a number, or an `nn.Parameter` to be learned. Then wrap the module like the model, so that the
             engine synchronizes its gradient.
-        group, sync, exchange, memory, kernel, reduction, return_statistics: as in
-            :func:`wholebatch.functional.nt_xent_loss`.
+        reduction, group, sync, exchange, memory, kernel: as in :func:`wholebatch.functional.nt_xent_loss`.
     """
 
     temperature: Tensor | float = 0.1

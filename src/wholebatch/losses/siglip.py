@@ -1,9 +1,9 @@
-"""SigLIP: every pair of the global batch is a binary classification of its own.
+"""SigLIP: one binary classification for every pair of the global batch.
 
     S_ij = scale x_i . y_j + bias          i, j = 1 ... B: the rows of all ranks, rank 0 first
     L    = 1/B sum_ij -log sigmoid(z_ij S_ij),          z_ij = 1 if i = j, else -1
 
-No entry needs another's: the gradient is computed in the forward pass, and S once.
+The entries are independent of each other, so the forward pass computes the gradient as well, and S only once.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def siglip_loss(
     memory: Memory = "auto",
     kernel: Kernel = "auto",
 ) -> Tensor:
-    r"""Binary cross-entropy of all pairs of images and texts of all ranks, with its exact gradient.
+    r"""Return the binary cross-entropy of all pairs of images and texts of all ranks, with its exact gradient.
 
     S = logit_scale * X Y^T + logit_bias,    L = sum_ij softplus(-z_ij S_ij) / B,    X, Y: all ranks' rows.
 
-    The sum runs over all B^2 pairs, and is divided by the B images of all ranks.
+    The sum over all B^2 pairs is divided by B, the number of images of all ranks.
 
     Args:
         image_features: X_r, (b_r, d), this rank's rows as they are: the caller normalizes. b_r may differ between
@@ -52,32 +52,31 @@ def siglip_loss(
         text_features: Y_r, (b_r, d); row i belongs to row i of X_r.
         logit_scale: multiplies the similarities (1 / temperature, already exponentiated); a number or a tensor of
             shape () or [1], the same on all ranks.
-        logit_bias: added to all logits, about -log B at the start of training; as logit_scale.
+        logit_bias: added to all logits, about -log B at the start of training; a scalar like logit_scale.
         ids: (b_r,) integers; pairs with equal ids belong together.
         equal_ids: "positive": z_ij = 1 for them. "excluded": they are left out of the sum.
-        weights: (b_r,), of the images, >= 0: of all pairs that they are in; L is then divided by their sum.
+        weights: (b_r,), one for each image, >= 0: the weight of all its pairs; L is divided by the sum of weights.
         reduction: "mean" over images, "sum", or "none": L_i of this rank's images, (b_r,), for which the backward
             pass sweeps again; see :func:`wholebatch.functional.clip_loss`.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
         exchange: "gather", "ring" or "auto", as there.
-        memory: of the tiles of S, as in :func:`wholebatch.functional.clip_loss`; there is nothing to keep of them, so
-            a number of bytes can only make them smaller.
-        kernel: who computes tiles, as there.
+        memory: "flat", "auto" or bytes, as there; nothing is kept, so a number of bytes can only make tiles smaller.
+        kernel: "torch", "triton" or "auto", as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.siglip_loss` on the concatenated
         batch. Its dtype is that of the features, float32 for half precision.
 
-    The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`; a bias
-    is treated as the scale is. `backward` is called on every rank, with the same incoming gradient and in the same
-    order as that of other losses; ranks that differ all raise ValueError. It only multiplies. A second one through the
-    same graph (`retain_graph=True`) sweeps again.
+    This one L is differentiated, and `sync` means the same as in :func:`wholebatch.functional.clip_loss`, for the bias
+    as for the scale. Every rank must call `backward`, with the same incoming gradient and in the same order among
+    losses; if ranks differ, all raise ValueError. The backward pass only multiplies. A second one through the same
+    graph (`retain_graph=True`) sweeps again.
 
-    Work: 3 units of b B d multiply-adds per rank, all in the forward pass; 1 where no gradient is wanted. Memory
-    beyond inputs and gradients: two tiles, and on several ranks what the exchange takes. Collectives: forward 1
-    handshake, what the exchange needs for Y and for dY, and 1 all-reduce of the loss; backward 1
-    handshake, and 1 all-reduce of the scalars' gradients under "mean".
+    Collectives: forward 1 handshake, those of the exchange for Y and for dY, and 1 all-reduce of the loss; backward 1
+    handshake, and 1 all-reduce of the scalars' gradients under "mean". Work: 3 units of b B d multiply-adds per rank,
+    all in the forward pass; 1 if no gradient is needed. Memory beyond inputs and gradients: two tiles, and on several
+    ranks the exchange's memory.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`.
@@ -127,13 +126,13 @@ def siglip_loss(
 
 
 class SigLIPLoss(KernelLoss):
-    """Binary cross-entropy over all pairs: the settings of :func:`wholebatch.functional.siglip_loss`.
+    """SigLIP over the global batch: the settings of :func:`wholebatch.functional.siglip_loss`.
 
     A module without parameters; `logit_scale` and `logit_bias` enter `forward`, so that they can stay inside the model
     that the engine wraps.
 
     Args:
-        group, sync, exchange, memory, kernel: as in :func:`wholebatch.functional.siglip_loss`.
+        equal_ids, reduction, group, sync, exchange, memory, kernel: as in :func:`wholebatch.functional.siglip_loss`.
     """
 
     equal_ids: EqualIdsAre = "positive"

@@ -1,10 +1,10 @@
-"""Smooth-AP: a differentiable average precision of each row's class among all other rows.
+"""Smooth-AP: a differentiable average precision of each row's positives among all other rows.
 
     AP_i = 1/|P(i)| sum_{p in P(i)} (1 + positive_ip) / (1 + all_ip)
     L    = mean_i (1 - AP_i)
 
-where all_ip is how many candidates are, softly, more similar to i than p is, and positive_ip how many positives (see
-`sweep.ranking`). Memory is O(b P) for the P positives that a row has at most; time grows with P.
+where all_ip is the smoothed number of candidates that are more similar to i than p is, and positive_ip that of
+positives (see `sweep.ranking`). For rows with at most P positives memory is O(b P), and time grows with P.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ def smooth_ap_loss(
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
 ) -> Tensor:
-    r"""1 - average precision of each row's positives among the rows of all ranks, with ranks made of sigmoids.
+    r"""Return 1 - the average precision of each row's positives among the rows of all ranks, smoothed by sigmoids.
 
     L_i = 1 - mean_{p in P(i)} (1 + sum_{q in P(i), q != p} s(c_iq - c_ip)) / (1 + sum_{j != i, p} s(c_ij - c_ip)),
     s(x) = sigmoid(x / temperature), with the cosines c of all ranks' rows; P(i): the others with i's label.
 
-    L is the mean over the rows that have a positive; where no row has, L is 0.
+    L is the mean over the rows that have a positive, and 0 if there is no such row.
 
     Args:
         features: Z_r, (b_r, d), this rank's rows, or (b_r, v, d) for v views of each example; they are normalized
             inside. b_r may differ between ranks and may be 0. float64, float32, bfloat16 or float16.
-        labels: (b_r,) integers, the examples' classes; they need not be equally frequent.
-        temperature: of the sigmoids; a positive number. Small ones are sharp: the gradient then comes from few pairs.
-        weights: (b_r,), of the examples, or (b_r, v), >= 0; the mean is sum w_i L_i / sum w_i.
-        reduction: "mean", "sum", or "none": L_i of this rank\'s rows, (b_r,) or
-            (b_r, v), 0 where there is no positive; see :func:`wholebatch.functional.clip_loss`.
+        labels: (b_r,) integers, the class of each example; classes need not be equally frequent.
+        temperature: of the sigmoids; a positive number. With a small one the gradient comes from few pairs.
+        weights: (b_r,), one for each example, or (b_r, v), >= 0; the mean is sum w_i L_i / sum w_i.
+        reduction: "mean", "sum", or "none": L_i of this rank's rows, (b_r,) or (b_r, v), 0 without a positive; see
+            :func:`wholebatch.functional.clip_loss`.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
         exchange: "gather", "ring" or "auto", as there.
@@ -62,14 +62,14 @@ def smooth_ap_loss(
         L, a scalar, the same on every rank: the value of `wholebatch.reference.smooth_ap_loss` on the concatenated
         batch. Its dtype is that of the features, float32 for half precision.
 
-    The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
-    ranks that differ all raise ValueError.
+    This one L is differentiated, and `sync` means the same as in :func:`wholebatch.functional.clip_loss`. Every rank
+    must call `backward`, with the same incoming gradient and in the same order among losses; if ranks differ, all raise
+    ValueError.
 
-    Work: with P positives of a row at most, 5 units of b_r B d multiply-adds per rank and 2 P sigmoids for each entry
-    of S. Memory beyond inputs and gradients: four tiles, O(b_r P), and on several ranks what the exchange takes for Z.
-    Collectives: forward 1 handshake, 1 all-gather of labels, what the exchange needs for Z, 1 all-reduce of a number;
-    backward 1 handshake, and what it needs for dZ.
+    Collectives: forward 1 handshake, 1 all-gather of labels, those of the exchange for Z, 1 all-reduce of a number;
+    backward 1 handshake, and those of the exchange for dZ. Work: for rows with at most P positives, 5 units of b_r B d
+    multiply-adds per rank and 2 P sigmoids for each entry of S. Memory beyond inputs and gradients: four tiles,
+    O(b_r P), and on several ranks the exchange's memory for Z.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.sup_con_loss`.
@@ -95,17 +95,17 @@ def smooth_ap_loss(
     route = choose_route(facts, Layout(data.rows, data.rows), keep=False)
     z = normalize_rows(facts.inputs["features"])
     count = data.positives
-    most = int(count.max()) if len(count) else 0
-    plan = RankingPlan(route, data.pairs, most, float(temperature))
-    everyone, positive = PositiveRanks.apply(plan, z, z)
-    taken = torch.arange(most, device=z.device) < count[:, None]
-    precision = torch.where(taken, (1 + positive) / (1 + everyone), 0.0).sum(1) / count.clamp(min=1)
+    largest = int(count.max()) if len(count) else 0
+    plan = RankingPlan(route, data.pairs, largest, float(temperature))
+    of_all, of_positives = PositiveRanks.apply(plan, z, z)
+    exists = torch.arange(largest, device=z.device) < count[:, None]
+    precision = torch.where(exists, (1 + of_positives) / (1 + of_all), 0.0).sum(1) / count.clamp(min=1)
     losses = torch.where(count > 0, 1 - precision, 0.0)
     return data.reduce(losses, data.anchors, count > 0)
 
 
 class SmoothAPLoss(SweepLoss):
-    """Smooth average precision over the global batch.
+    """Smooth-AP over the global batch: the settings of :func:`wholebatch.functional.smooth_ap_loss`.
 
     Args:
         temperature, reduction, group, sync, exchange, memory: as in

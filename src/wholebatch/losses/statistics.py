@@ -1,8 +1,8 @@
-"""What a loss can report about the batch beside its value: made of numbers that its sweep collects in passing.
+"""Statistics of the batch that a loss can report beside its value, from numbers that its sweep computes anyway.
 
 A loss computes them when it is called through :func:`with_statistics`. The request is a context variable, so it passes
-through whatever lies between, a :class:`wholebatch.GradCache` or a trainer's own wrapper, and the loss itself always
-returns a tensor.
+through any layers in between, such as a :class:`wholebatch.GradCache` or a trainer's wrapper, and the loss itself
+always returns a tensor.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class BatchStatistics(NamedTuple):
     """Means over all softmaxes of the global batch: scalars without gradient, the same on all ranks.
 
     Attributes:
-        accuracy: how often the (mean) positive is more similar than every negative.
+        accuracy: the share of rows whose (mean) positive is more similar than every negative.
         positive_similarity: mean similarity of positives, in the units of x . y.
-        hardest_negative_similarity: mean over rows of their most similar negative.
-        effective_negatives: mean over rows of (sum_j p_j)^2 / sum_j p_j^2 over the negatives, p the softmax: the number
-            of equally hard negatives that would weigh the same.
+        hardest_negative_similarity: mean over rows of the largest similarity of a negative.
+        effective_negatives: mean over rows of (sum_j p_j)^2 / sum_j p_j^2 over the negatives, p the softmax: this many
+            equally hard negatives would have the same value.
         temperature: 1 / scale.
 
     The first two are means over rows with a positive (a row without a negative counts as accurate), the next two over
@@ -45,23 +45,24 @@ class BatchStatistics(NamedTuple):
 
 
 class LossAndStatistics(NamedTuple):
-    """A loss, and the statistics of the batch that it was computed from."""
+    """A loss, and the statistics of the batch from which it was computed."""
 
     loss: Tensor
     statistics: BatchStatistics
 
 
 def with_statistics(loss: Callable[_P, Tensor]) -> Callable[_P, LossAndStatistics]:
-    """Return a call of a loss that returns :class:`LossAndStatistics`, with the arguments of the loss.
+    """Return a function with the arguments of a loss that returns :class:`LossAndStatistics`.
 
     Args:
         loss: a function or a module of CLIP, InfoNCE, NT-Xent, SupCon, DCL or MoCo, or anything that calls one of them
             once, such as a :class:`wholebatch.GradCache`.
 
-    Every rank asks for statistics, or none. Collective: that of the loss, and one all-reduce; no sweep more.
+    Either every rank asks for statistics or none. Collective: those of the loss, and one all-reduce. No further sweep.
 
     Raises:
-        ValueError: on every rank, if only some ranks ask; and if the loss has computed no statistics, or more than one.
+        ValueError: on every rank if only some ranks ask for statistics; also if the call has computed no loss with
+            statistics, or more than one.
 
     >>> import torch, wholebatch as wb
     >>> x = torch.eye(3)
@@ -80,8 +81,8 @@ def with_statistics(loss: Callable[_P, Tensor]) -> Callable[_P, LossAndStatistic
             _requested.reset(token)
         if len(reported) != 1:
             raise ValueError(
-                f"with_statistics needs a call that computes one loss with statistics (clip_loss, info_nce_loss, "
-                f"nt_xent_loss, sup_con_loss, dcl_loss, moco_loss), got {len(reported)}"
+                "with_statistics needs a call that computes one loss with statistics (clip_loss, info_nce_loss, "
+                f"nt_xent_loss, sup_con_loss, dcl_loss, moco_loss), got {len(reported)}; wrap the call of a single one"
             )
         return LossAndStatistics(value, reported[0])
 
@@ -100,7 +101,7 @@ def report_statistics(comm: Communicator, scale: float, sides: Sequence[tuple[Ro
     Args:
         comm: the ranks.
         scale: of S.
-        sides: of each softmax, its rows' statistics and the logits of their (mean) positives, NaN where there are none.
+        sides: for each softmax, the statistics of its rows and the logits of their (mean) positives, NaN without one.
     """
     requested = _requested.get()
     assert requested is not None

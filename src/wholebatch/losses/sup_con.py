@@ -4,7 +4,7 @@
     S_ij = z_i . z_j / temperature
     L_i  = logsumexp_{j != i} S_ij - 1/|P(i)| sum_{p in P(i)} S_ip          P(i): the others with i's label
 
-S is symmetric: the tiles above its diagonal say all, and the work is half of a full sweep's.
+S is symmetric: the tiles above its diagonal suffice, and the work is half of a full sweep's.
 """
 
 from __future__ import annotations
@@ -38,48 +38,47 @@ def sup_con_loss(
     memory: Memory = "auto",
     kernel: Kernel = "auto",
 ) -> Tensor:
-    r"""Mean cross-entropy of each row's positives, the others of its class, among all other rows of all ranks.
+    r"""Return the mean cross-entropy of each row's positives, the others of its class, among the rows of all ranks.
 
     S = Z Z^T / temperature,    L_i = logsumexp_{j != i} S_ij - mean_{p in P(i)} S_ip,    Z = normalize(all rows).
 
-    L is the mean over the rows that have a positive; the others are negatives of other rows, but no anchors. Where no
-    row has one, L is 0.
+    L is the mean over the rows that have a positive, and 0 if there is no such row. Rows without a positive are
+    negatives of other rows, but no anchors.
 
     Args:
         features: Z_r, (b_r, d), this rank's rows, or (b_r, v, d) for v views of each example; they are normalized
             inside. b_r may differ between ranks and may be 0. float64, float32, bfloat16 or float16.
-        labels: (b_r,) integers, the examples' classes.
+        labels: (b_r,) integers, the class of each example.
         temperature: divides the cosines; a positive number or a tensor of shape () or [1], which may be learned; the
             same on all ranks.
-        weights: (b_r,), of the examples, or (b_r, v), >= 0; the mean is sum w_i L_i / sum w_i over anchors.
-        return_statistics: return (L, :class:`wholebatch.BatchStatistics`).
-        reduction: "mean", "sum", or "none": L_i of this rank\'s rows, (b_r,) or
-            (b_r, v), 0 where there is no positive; see :func:`wholebatch.functional.clip_loss`.
+        weights: (b_r,), one for each example, or (b_r, v), >= 0; the mean is sum w_i L_i / sum w_i over anchors.
+        reduction: "mean", "sum", or "none": L_i of this rank's rows, (b_r,) or (b_r, v), 0 without a positive; see
+            :func:`wholebatch.functional.clip_loss`.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
         exchange: "gather", "ring" or "auto", as there.
         memory: "flat", "auto" or bytes, as there.
-        kernel: as in :func:`wholebatch.functional.clip_loss`.
+        kernel: "torch", "triton" or "auto", as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.sup_con_loss` on the concatenated
         batch. Its dtype is that of the features, float32 for half precision.
 
-    The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
-    ranks that differ all raise ValueError.
+    This one L is differentiated, and `sync` means the same as in :func:`wholebatch.functional.clip_loss`. Every rank
+    must call `backward`, with the same incoming gradient and in the same order among losses; if ranks differ, all raise
+    ValueError.
 
-    Work: 2 units of b_r B d multiply-adds per rank. Memory and collectives: as
-    :func:`wholebatch.functional.nt_xent_loss`, and one all-gather of labels. Time and memory for positives grow with
-    their number within a tile.
+    Collectives: those of :func:`wholebatch.functional.nt_xent_loss`, and one all-gather of labels. Work: 2 units of
+    b_r B d multiply-adds per rank. Memory: that of :func:`wholebatch.functional.nt_xent_loss`. Time and memory for
+    positives grow with their number within a tile.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`;
-            also labels that are no integers or not one for each example, and a temperature that is not positive.
+            also for labels that are no integers or not one for each example, and a temperature that is not positive.
         RuntimeError: if the gradient is differentiated again.
 
-    Source: Khosla et al., 2020, arXiv:2004.11362, equation 2 (L_out); its factor temperature / base_temperature is
-    left to the caller.
+    Source: Khosla et al., 2020, arXiv:2004.11362, equation 2 (L_out), without its factor
+    temperature / base_temperature.
 
     >>> import torch, wholebatch as wb
     >>> wb.functional.sup_con_loss(torch.eye(3), torch.tensor([0, 0, 1]), temperature=0.5)
@@ -94,7 +93,9 @@ def sup_con_loss(
         scalars={"temperature": temperature},
     )
     scale = 1 / data.facts.scalars["temperature"]
-    side = data.numbers((scale, 1 / data.facts.inputs["temperature"]), "all", statistics_fields(statistics=statistics))
+    side = data.statistics(
+        (scale, 1 / data.facts.inputs["temperature"]), "all", statistics_fields(statistics=statistics)
+    )
     losses = many_positives(side, data.positives)
     if statistics:
         assert side.target is not None
@@ -103,10 +104,10 @@ def sup_con_loss(
 
 
 class SupConLoss(KernelLoss):
-    """Supervised contrastive loss over the global batch.
+    """Supervised contrastive loss over the global batch: the settings of :func:`wholebatch.functional.sup_con_loss`.
 
     Args:
-        temperature, return_statistics, reduction, group, sync, exchange, memory, kernel: as in
+        temperature, reduction, group, sync, exchange, memory, kernel: as in
             :func:`wholebatch.functional.sup_con_loss`.
     """
 

@@ -1,13 +1,14 @@
 """Batch-hard triplet loss: each row against its farthest positive and its nearest negative of the whole batch.
 
     p_i = the row of i's class that is farthest from i,    n_i = the row of another class that is nearest to i
-    L_i = [ |z_i - p_i| - |z_i - n_i| + margin ]_+          or softplus in the place of the hinge
+    L_i = [ |z_i - p_i| - |z_i - n_i| + margin ]_+          or softplus instead of the hinge
 
-One pass over S finds p_i and n_i, which are then fetched from their ranks: everything else is O(b d). Rows are compared
-by x . y - |y|^2 / 2, which orders y by its distance from x; its rounding error is a few eps |x|^2. Normalized rows have
-their |y|^2 in it, too: that of a row of zeros, or of one shorter than 1e-12, is not 1. By the cosine they are compared
-by x . y. Where a hardest row is nearer than that can tell, |x - y| << |x|, all are looked for once more in float64, and
-where that cannot tell either, by their differences.
+One pass over S finds p_i and n_i, which are then fetched from their ranks. Everything else is O(b d).
+
+Rows are compared by x . y - |y|^2 / 2, which orders y by its distance from x, with a rounding error of a few eps |x|^2.
+The |y|^2 is needed for normalized rows as well: for a row of zeros, or one shorter than 1e-12, it is not 1. For the
+cosine distance rows are compared by x . y. If a hardest row is too near for this precision, |x - y| << |x|, the search
+is repeated in float64, and if float64 is too coarse as well, by differences of rows.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ._labeled import Labeled, agree_labeled
 from ._module import SweepLoss
 
 DISTANCES = ("euclidean", "squared", "cosine")
-_NEAR = {torch.float32: 1e-3, torch.float64: 1e-11}  # |x - y|^2 / |x|^2, of which rounding is then a thousandth or so
+_NEAR = {torch.float32: 1e-3, torch.float64: 1e-11}  # |x - y|^2 / |x|^2 with a rounding error of about a thousandth
 _SHORT = 0.25  # |x|^2 of a normalized row that was shorter than 1e-12
 
 
@@ -52,25 +53,25 @@ def triplet_loss(
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
 ) -> Tensor:
-    r"""Hinge on the distances to each row's farthest positive and nearest negative among the rows of all ranks.
+    r"""Return a hinge on the distances to each row's farthest positive and nearest negative among all ranks' rows.
 
     L_i = max(0, D(z_i, p_i) - D(z_i, n_i) + margin),
     p_i = argmax_{j in P(i)} D(z_i, z_j),    n_i = argmin_{j in N(i)} D(z_i, z_j).
 
-    L is the mean over the rows that have both; where no row has, L is 0. Which rows are hardest carries no gradient;
-    between equally hard ones the choice is arbitrary.
+    L is the mean over the rows that have both a positive and a negative, and 0 if there is no such row. The choice of
+    the hardest rows carries no gradient; between equally hard ones it is arbitrary.
 
     Args:
         features: Z_r, (b_r, d), this rank's rows, or (b_r, v, d) for v views of each example. b_r may differ between
             ranks and may be 0. float64, float32, bfloat16 or float16.
-        labels: (b_r,) integers, the examples' classes.
-        margin: of the hinge.
-        smooth: log(1 + exp(x)) in the place of the hinge max(0, x); the paper's soft margin with `margin=0`.
+        labels: (b_r,) integers, the class of each example.
+        margin: of the hinge, >= 0.
+        smooth: log(1 + exp(x)) instead of the hinge max(0, x); with `margin=0` this is the paper's soft margin.
         distance: D: "euclidean", "squared" (Euclidean), or "cosine", 1 - cos.
         normalize: divide the rows by their norms first; "cosine" does so anyway.
-        weights: (b_r,), of the examples, or (b_r, v), >= 0; the mean is sum w_i L_i / sum w_i.
-        reduction: "mean", "sum", or "none": L_i of this rank\'s rows, (b_r,) or
-            (b_r, v), 0 where there is no positive or no negative; see :func:`wholebatch.functional.clip_loss`.
+        weights: (b_r,), one for each example, or (b_r, v), >= 0; the mean is sum w_i L_i / sum w_i.
+        reduction: "mean", "sum", or "none": L_i of this rank's rows, (b_r,) or (b_r, v), 0 without a positive or
+            without a negative; see :func:`wholebatch.functional.clip_loss`.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
         exchange: "gather", "ring" or "auto", as there.
@@ -80,16 +81,16 @@ def triplet_loss(
         L, a scalar, the same on every rank: the value of `wholebatch.reference.triplet_loss` on the concatenated
         batch. Its dtype is that of the features, float32 for half precision.
 
-    The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
-    ranks that differ all raise ValueError.
+    This one L is differentiated, and `sync` means the same as in :func:`wholebatch.functional.clip_loss`. Every rank
+    must call `backward`, with the same incoming gradient and in the same order among losses; if ranks differ, all raise
+    ValueError.
 
-    Work: 1 unit of b_r B d multiply-adds per rank; another in float64 where features of lower precision have a hardest
-    row within 3% of their norm (of their distance from the mean, if they are not normalized), or a row has a norm
-    below 1e-12 and is not zero; and one of differences where it is within 3e-6 of their norm. Memory beyond inputs and
-    gradients: two tiles, O(b_r d), and on several ranks what the exchange takes for Z. Collectives: forward 1
-    handshake, all-gathers of labels and of W numbers, what the exchange needs for Z, 2 all-to-alls, 2 all-reduces of a
-    number; backward 1 handshake and 1 all-to-all.
+    Collectives: forward 1 handshake, all-gathers of labels and of W numbers, those of the exchange for Z, 2
+    all-to-alls, 2 all-reduces of a number; backward 1 handshake and 1 all-to-all. Work: 1 unit of b_r B d
+    multiply-adds per rank; another in float64 if features of lower precision have a hardest row within 3% of their
+    norm (of their distance from the mean, if they are not normalized), or if a row has a norm below 1e-12 and is not
+    zero; and one of differences if a hardest row is within 3e-6 of their norm. Memory beyond inputs and gradients: two
+    tiles, O(b_r d), and on several ranks the exchange's memory for Z.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.sup_con_loss`.
@@ -127,15 +128,15 @@ def triplet_loss(
 def _hardest(
     data: Labeled, features: Tensor, normalized: bool, *, by_cosine: bool, by_differences: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Global indices of each row's farthest positive and nearest negative, -1 where there is none.
+    """Return the global indices of each row's farthest positive and nearest negative, -1 without one.
 
     Args:
         data: the labels.
         features: this rank's rows, (b, d), as they are.
-        normalized: compare normalized rows; of others the mean is subtracted first, which no distance sees, and which
-            would drown their differences.
-        by_cosine: compare them by x . y and not by their distances.
-        by_differences: make distances of differences, which is slow, and exact for rows as near as they may be.
+        normalized: compare normalized rows. From other rows the mean is subtracted first: this changes no distance, and
+            a large mean would hide the differences.
+        by_cosine: compare rows by x . y instead of by distance.
+        by_differences: compute distances from differences of rows, which is slow and exact however near they are.
     """
     if normalized or by_differences:
         z = normalize_rows(features) if normalized else features
@@ -160,9 +161,8 @@ def _hardest(
         for found, key in ((sweep.positives, sweep.smallest), (sweep.negatives, sweep.largest)):
             away = 2 - 2 * key if by_cosine else norms - 2 * key
             unclear += (found >= 0) & (away < near * norms)
-            if (
-                normalized and z.dtype != torch.float64
-            ):  # a row that is far shorter than the others is about as far from all of them
+            # A row that is much shorter than the others has almost the same distance from all of them.
+            if normalized and z.dtype != torch.float64:
                 unclear += (found >= 0) & (norms > 0) & (norms < _SHORT)
         if data.facts.comm.all_reduce(unclear.sum(), check=False).item():
             exact = z.dtype == torch.float64
@@ -171,7 +171,7 @@ def _hardest(
 
 
 class _Differences(Driver):
-    """A driver whose S is -|x_i - y_j|."""
+    """A driver with S_ij = -|x_i - y_j|."""
 
     def logits(self, tile: Tile, x: Tensor, y: Tensor) -> Tensor:
         away = torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
@@ -179,7 +179,7 @@ class _Differences(Driver):
 
 
 def _distance(x: Tensor, y: Tensor, distance: str) -> Tensor:
-    """Of paired rows, (k,)."""
+    """Return the distances of paired rows, (k,)."""
     if distance == "cosine":
         return 1 - (x * y).sum(1)
     return (x - y).square().sum(1) if distance == "squared" else torch.linalg.vector_norm(x - y, dim=1)
@@ -187,14 +187,14 @@ def _distance(x: Tensor, y: Tensor, distance: str) -> Tensor:
 
 def _check(margin: float, smooth: bool, distance: str, normalize: bool) -> dict[str, object]:
     check_choice("distance", distance, DISTANCES)
-    check_weight("margin", margin, "it is the distance by which negatives are to be farther than positives")
+    check_weight("margin", margin, "negatives should be farther than positives by this distance")
     check_flag("smooth", smooth)
     check_flag("normalize", normalize)
     return {"settings": {"margin": margin, "smooth": smooth, "distance": distance, "normalize": normalize}}
 
 
 class TripletLoss(SweepLoss):
-    """Batch-hard triplet loss over the global batch.
+    """Batch-hard triplet loss over the global batch: the settings of :func:`wholebatch.functional.triplet_loss`.
 
     Args:
         margin, smooth, distance, normalize, reduction, group, sync, exchange, memory: as in

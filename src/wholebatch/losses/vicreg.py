@@ -1,10 +1,10 @@
-"""VICReg: views alike, features that vary, and no two of them together.
+"""VICReg: views should be near each other, features should vary, and no two features should correlate.
 
     L = invariance 1/(B d) sum_i |z0_i - z1_i|^2
       + variance   1/2 sum over views of 1/d sum_k [1 - sqrt(Var_k + epsilon)]_+
       + covariance     sum over views of 1/d sum_{k != l} Cov_kl^2
 
-over the rows of all ranks. Means and covariances are d and d x d sums over all ranks: nothing of size B x B is made.
+over the rows of all ranks. Means and covariances are d and d x d sums over all ranks. Nothing of size B x B is made.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def vicreg_loss(
     group: Group = None,
     sync: Sync = "mean",
 ) -> Tensor:
-    r"""Mean squared distance of two views, a hinge on features' deviations, and squared covariances, over all ranks.
+    r"""Return the distance of two views plus a hinge on deviations and squared covariances, over the rows of all ranks.
 
     L = invariance mean |Z0 - Z1|^2 + variance / 2 sum_views mean_k [1 - sqrt(Var_k + epsilon)]_+
         + covariance sum_views sum_{k != l} Cov_kl^2 / d,    Var and Cov with B - 1.
@@ -45,7 +45,7 @@ def vicreg_loss(
         invariance: weight of the distance of the views, >= 0.
         variance: weight of the hinge, >= 0.
         covariance: weight of the covariances, >= 0.
-        epsilon: added to variances, > 0.
+        epsilon: added to the variances, > 0.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
 
@@ -53,16 +53,16 @@ def vicreg_loss(
         L, a scalar, the same on every rank: the value of `wholebatch.reference.vicreg_loss` on the concatenated
         batch. Its dtype is that of the features, float32 for half precision.
 
-    The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
-    ranks that differ all raise ValueError.
+    This one L is differentiated, and `sync` means the same as in :func:`wholebatch.functional.clip_loss`. Every rank
+    must call `backward`, with the same incoming gradient and in the same order among losses; if ranks differ, all raise
+    ValueError.
 
-    Work: O(b_r d^2). Memory: O(b_r d + d^2), not flat in d. Collectives: forward 1 handshake and five all-reduces, of
-    d, d^2 and 1 numbers; backward the same.
+    Collectives: forward 1 handshake and 5 all-reduces, of d, d^2 and 1 numbers; backward the same. Work: O(b_r d^2).
+    Memory: O(b_r d + d^2), not flat in d.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`;
-            also fewer than two rows in all, and options out of range.
+            also for fewer than two rows in all, and for options out of range.
         RuntimeError: on several ranks, if the gradient is differentiated again.
 
     Source: Bardes et al., 2022, arXiv:2105.04906, equations 1 to 6.
@@ -80,28 +80,28 @@ def vicreg_loss(
     )
     comm, count = facts.comm, facts.rows["z0"].total
     if count < 2:
-        raise ValueError("vicreg_loss: a variance needs at least two rows, got one in all")
+        raise ValueError("vicreg_loss: a variance needs at least two rows in the global batch, got 1")
     difference = (facts.inputs["z0"].to(facts.dtype) - facts.inputs["z1"].to(facts.dtype)).square().sum()
-    width = facts.embedding_size
-    loss = invariance * shared_sum(comm, difference) / (count * width)
+    d = facts.embedding_size
+    loss = invariance * shared_sum(comm, difference) / (count * d)
     for name in ("z0", "z1"):
         x = centered(facts, name)
         cov = cross_product(comm, x, x) / (count - 1)
         deviations = (cov.diagonal() + epsilon).sqrt()
         loss = loss + variance / 2 * torch.relu(1 - deviations).mean()
-        loss = loss + covariance * (cov.square().sum() - cov.diagonal().square().sum()) / width
+        loss = loss + covariance * (cov.square().sum() - cov.diagonal().square().sum()) / d
     return of_all_ranks(facts, loss)
 
 
 def _check(invariance: float, variance: float, covariance: float, epsilon: float) -> dict[str, object]:
     for name, value in (("invariance", invariance), ("variance", variance), ("covariance", covariance)):
-        check_weight(name, value, "it weighs a term of the loss; 0 leaves the term out")
+        check_weight(name, value, "it is the weight of a term of the loss; 0 leaves the term out")
     check_positive_number("epsilon", epsilon, "it is added to variances")
     return {"settings": {"invariance": invariance, "variance": variance, "covariance": covariance, "epsilon": epsilon}}
 
 
 class VICRegLoss(LossModule):
-    """VICReg's loss over the global batch.
+    """VICReg over the global batch: the settings of :func:`wholebatch.functional.vicreg_loss`.
 
     Args:
         invariance, variance, covariance, epsilon, group, sync: as in :func:`wholebatch.functional.vicreg_loss`.

@@ -1,9 +1,9 @@
-"""W-MSE: the distance of two views whose features have been whitened over the batch.
+"""W-MSE: the distance of two views whose features are whitened over the batch.
 
     w = (z - mean) F^-T,    F F^T = (1 - epsilon) Cov + epsilon 1          of each view, over the rows of all ranks
     L = 1/B sum_i |w0_i / |w0_i| - w1_i / |w1_i||^2
 
-The means and the d x d covariances are sums over all ranks; every rank factorizes them alike and whitens its own rows.
+The means and the d x d covariances are sums over all ranks; every rank factorizes them and whitens its local rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def w_mse_loss(
     group: Group = None,
     sync: Sync = "mean",
 ) -> Tensor:
-    r"""Mean squared distance of two views' whitened, normalized rows, over the rows of all ranks.
+    r"""Return the mean squared distance of two views' whitened, normalized rows, over the rows of all ranks.
 
     L = mean_i |n(w0_i) - n(w1_i)|^2,    n(w) = w / |w|,
     W = (Z - mean) F^-T,    F F^T = (1 - epsilon) Cov + epsilon 1.
@@ -39,8 +39,8 @@ def w_mse_loss(
         z0: (b_r, d), this rank's rows of the first view, as they are. b_r may differ between ranks and may be 0.
             float64, float32, bfloat16 or float16 (the last two are widened to float32).
         z1: (b_r, d), the second view; row i is another view of row i of z0.
-        epsilon: share of the identity in the covariance, 0 <= epsilon <= 1; above 0 if there are few more rows than
-            features.
+        epsilon: share of the identity in the covariance, 0 <= epsilon <= 1; use more than 0 if there are not many more
+            rows than features.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
 
@@ -48,17 +48,17 @@ def w_mse_loss(
         L, a scalar, the same on every rank: the value of `wholebatch.reference.w_mse_loss` on the concatenated
         batch. Its dtype is that of the features, float32 for half precision.
 
-    The gradient is that of this one L, with the meaning of `sync` as in :func:`wholebatch.functional.clip_loss`.
-    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
-    ranks that differ all raise ValueError.
+    This one L is differentiated, and `sync` means the same as in :func:`wholebatch.functional.clip_loss`. Every rank
+    must call `backward`, with the same incoming gradient and in the same order among losses; if ranks differ, all raise
+    ValueError.
 
-    The paper whitens random parts of the batch, here it is the whole. Work: O(b_r d^2 + d^3). Memory: O(b_r d + d^2),
-    not flat in d. Collectives: forward 1 handshake and five all-reduces, of d, d^2 and 1 numbers; backward 1
-    handshake and four.
+    The paper whitens random parts of the batch; this loss whitens the whole batch. Collectives: forward 1 handshake and
+    5 all-reduces, of d, d^2 and 1 numbers; backward 1 handshake and 4. Work: O(b_r d^2 + d^3). Memory:
+    O(b_r d + d^2), not flat in d.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`;
-            also fewer than two rows in all, and options out of range.
+            also for fewer than two rows in all, and for options out of range.
         RuntimeError: on several ranks, if the gradient is differentiated again.
 
     Source: Ermolov et al., 2021, arXiv:2007.06346, equations 1, 4 and 5.
@@ -76,12 +76,12 @@ def w_mse_loss(
     )
     comm, count = facts.comm, facts.rows["z0"].total
     if count < 2:
-        raise ValueError("w_mse_loss: a variance needs at least two rows, got one in all")
+        raise ValueError("w_mse_loss: a variance needs at least two rows in the global batch, got 1")
     d = facts.embedding_size
     if count <= d and not epsilon:
         raise ValueError(
-            f"w_mse_loss: {count} rows have no invertible covariance of {d} features: it takes more rows "
-            "than features, or an epsilon above 0"
+            f"w_mse_loss: {count} rows have no invertible covariance of {d} features: it takes more rows than "
+            "features; pass more rows, or an epsilon above 0"
         )
     whitened = []
     for name in ("z0", "z1"):
@@ -91,7 +91,7 @@ def w_mse_loss(
         if failed:
             raise ValueError(
                 f"w_mse_loss: the covariance of {name} over {count} rows has no inverse: one of its {d} "
-                "features is constant, or made of the others; leave it out, or take an epsilon above 0"
+                "features is constant, or a combination of others; leave it out, or pass an epsilon above 0"
             )
         rows = torch.linalg.solve_triangular(factor, x.T, upper=False).T
         whitened.append(normalize_rows(rows))
@@ -101,12 +101,12 @@ def w_mse_loss(
 
 def _check(epsilon: float) -> dict[str, object]:
     if not 0 <= check_number("epsilon", epsilon) <= 1:
-        raise ValueError(f"epsilon must lie in [0, 1], got {epsilon}; it is the identity's share")
+        raise ValueError(f"epsilon must lie in [0, 1], got {epsilon}; it is the identity's share of the covariance")
     return {"epsilon": epsilon}
 
 
 class WMSELoss(LossModule):
-    """W-MSE's loss over the global batch.
+    """W-MSE over the global batch: the settings of :func:`wholebatch.functional.w_mse_loss`.
 
     Args:
         epsilon, group, sync: as in :func:`wholebatch.functional.w_mse_loss`.

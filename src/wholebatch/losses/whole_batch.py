@@ -1,14 +1,14 @@
 """Any single-process loss of the whole batch's representations, made exact on many processes.
 
-L = loss_fn(X_1, X_2, ...) of all rows, computed in full on every rank or on one. The strategies differ in how the
-gradient comes home; all let W dL/dX_r reach rank r's rows, which is what an averaging engine needs:
+L = loss_fn(X_1, X_2, ...) of all rows, computed in full on every rank or on one. The strategies differ in the route of
+the gradient. All give W dL/dX_r to rank r's rows, as an averaging engine needs it:
 
     "gather"     the gather's adjoint adds the W equal gradients of the ranks: one reduce-scatter per input
-    "replicate"  gathered without gradient, this rank's own rows put back; their gradient is dL/dX_r, times W here
-    "root"       one rank gathers, computes L and its gradient, and scatters that, times W: see `_root`
+    "replicate"  gathered without gradient, with the local rows put back; their gradient is dL/dX_r, times W here
+    "root"       one rank gathers, computes L and its gradient, and scatters that, times W: see `nodes.root`
 
-The factor belongs on the features' path and nowhere else. The usual recipe puts it on the loss, and with it on every
-parameter inside loss_fn: its temperature's gradient is then W times too large after the average.
+The factor W belongs to the gradient of the features alone. The usual recipe multiplies the loss by it, and so the
+gradient of every parameter inside loss_fn: that of its temperature is then W times too large after the average.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ..comm.handshake import GRAD_ENABLED
 from ..comm.maps import AllGather
 from ..comm.select import check_group
 from ..contract import CALL, check_earlier, differed, gradient_facts, join, latest_call, number_call, together
-from ..nodes.root import loss_at_root
+from ..nodes.root import LossState, loss_at_root
 from ..partition import Partition
 from ..sync import Sync, check_sync, replicated_loss_factor, scale_gradient
 
@@ -46,31 +46,30 @@ STRATEGIES = ("gather", "replicate", "root")
 
 
 class WholeBatch(nn.Module):
-    """loss_fn of the concatenated global batch, with its exact gradient on any number of ranks.
+    """Make a single-process loss exact: loss_fn of the concatenated global batch, on any number of ranks.
 
     L = loss_fn(X_1, X_2, ..., **kwargs),    X_k: the rows of all ranks, rank 0 first.
 
     Args:
         loss_fn: a single-process loss: full-batch tensors in, a scalar out. A module's parameters become parameters
-            of this one. It has to give the same value on every rank: no dropout, or the same seed everywhere.
+            of this one. It must give the same value on every rank: no dropout, or the same seed everywhere.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
-        sync: what the engine does with gradients afterward: "mean", "sum" or None.
-        strategy: "gather", "replicate" or "root": see the comparison below. The gradients are the same.
-        root: the rank that computes, under "root"; it may hold no rows of its own.
+        sync: "mean", "sum" or None, as there.
+        strategy: "gather", "replicate" or "root", compared below. The gradients are the same.
+        root: the rank that computes under "root"; it may hold no rows.
 
     Parameters of the loss (a temperature, a projection inside loss_fn, a tensor passed by keyword) receive dL/dtheta
     in full on every rank under `sync="mean"`, and 1/W of it under "sum" and None, so that the ranks' gradients add up.
 
-    "replicate" needs no communication in backward. "gather" also stays right where loss_fn's gradient differs between
-    ranks by rounding (it hands each rank the average), at the price of one reduce-scatter per differentiable input.
-    Either way each rank does the work and holds the memory of the whole batch. Under "root" one rank does, and the
-    others wait: for one device with more memory than the rest. Only parameters that loss_fn owns as a module, or
-    receives, are allowed then. Only the gradient of "gather" can be differentiated again. Where a flat loss exists
+    "replicate" needs no communication in backward. "gather" needs one reduce-scatter per differentiable input, and is
+    also right where loss_fn's gradient differs between ranks by rounding, because each rank gets the average. With
+    both, each rank does the work and holds the memory of the whole batch. With "root" one rank does, and the others
+    wait: for one device with more memory than the rest. loss_fn may then use only parameters that it owns as a module
+    or receives as arguments. Only the gradient of "gather" can be differentiated again. Where a flat loss exists
     (`wholebatch.CLIPLoss`), it does 1/W of the work.
 
-    `backward` is called on every rank, with the same incoming gradient and in the same order as that of other losses;
-    under "gather" and "root" ranks that differ all raise ValueError. Under "replicate" nothing travels, and nobody can
-    tell.
+    Every rank must call `backward`, with the same incoming gradient and in the same order among losses. With "gather"
+    and "root", all ranks raise ValueError if they differ. With "replicate" nothing travels, so this is not detected.
 
     Raises:
         ValueError: if `strategy` or `sync` does not exist, or `loss_fn` is not callable.
@@ -99,22 +98,22 @@ class WholeBatch(nn.Module):
         self.loss_fn, self.group, self.sync, self.strategy, self.root = loss_fn, group, sync, strategy, root
 
     def forward(self, *representations: Any, **kwargs: Any) -> Tensor:
-        """L, the same on all ranks.
+        """Return L, the same on all ranks.
 
         Args:
             representations: tensors with rows, (b_r, ...), are gathered along dimension 0; b_r may differ between
-                ranks and be 0. Two of them whose rows belong together have the same b_r. Integer tensors (labels) are
-                gathered without gradient. Tensors of no dimension (a temperature) and everything else go to loss_fn
-                as they are.
-            kwargs: go to loss_fn as they are, tensors too: the same on all ranks.
+                ranks and may be 0. Two of them whose rows belong together have the same b_r. Integer tensors (labels)
+                are gathered without gradient. Tensors without dimensions (a temperature) and everything else are
+                passed to loss_fn as they are.
+            kwargs: passed to loss_fn as they are, tensors too: the same on all ranks.
 
         Raises:
-            ValueError: on every rank, whichever rank made the mistake: dtypes or trailing shapes that differ between
-                ranks, NaN or infinite rows, an empty global batch, a scale of shape [1] in the place of rows, rows of
-                two inputs that are spread differently, a loss_fn that raises, does not return a scalar, whose value
-                differs between ranks, or is NaN or infinite on any of them. Under a gradient scaler, too: the inputs
-                are finite here, so an overflow is loss_fn's own, and no scale of the loss fixes it. As every rank
-                raises, a training loop may catch the error and leave the step out.
+            ValueError: on every rank, whichever rank made the mistake: for dtypes or trailing shapes that differ
+                between ranks, NaN or infinite rows, an empty global batch, a scale of shape [1] instead of rows, rows
+                of two inputs that are distributed differently; for a loss_fn that raises, does not return a scalar,
+                or returns a value that differs between ranks or is NaN or infinite on any of them. This also holds
+                under a gradient scaler: the inputs are finite, so the overflow happens inside loss_fn, and no scale
+                of the loss fixes it. As every rank raises, a training loop may catch the error and skip the step.
         """
         comm = select_communicator(self.group)
         has_rows = [isinstance(x, Tensor) and x.dim() > 0 for x in representations]
@@ -175,7 +174,9 @@ class WholeBatch(nn.Module):
 
         inputs, call = join(inputs, everyone), number_call([facts[CALL] for facts in everyone])
         if self.strategy == "root":
-            loss = loss_at_root(comm, self.root, self.sync, compute, inputs, partitions, passed, owned, buffers)
+            loss = loss_at_root(
+                comm, self.root, self.sync, compute, inputs, partitions, LossState(passed, owned, buffers)
+            )
             return together(loss, comm, "WholeBatch", call)
         distribute = _gather if self.strategy == "gather" else _replicate
         full = [distribute(comm, x, partition) for x, partition in zip(inputs, partitions, strict=True)]
@@ -187,7 +188,7 @@ class WholeBatch(nn.Module):
     def _of_the_loss(
         self, representations: tuple[Any, ...], has_rows: list[bool], kwargs: dict[str, Any]
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """What strategy "root" has to know besides the rows: parameters that loss_fn receives or owns, its buffers."""
+        """Return the parameters that loss_fn receives, those that it owns, and its buffers, for strategy "root"."""
         if self.strategy != "root":
             return [], [], []
         candidates = [x for x, rows in zip(representations, has_rows, strict=True) if not rows] + [*kwargs.values()]
@@ -200,7 +201,7 @@ class WholeBatch(nn.Module):
 
 
 def _gather(comm: Communicator, x: Tensor, partition: Partition) -> Tensor:
-    """All rows; the gradient that comes back is the sum over ranks of W equal ones, W dL/dX_r."""
+    """Return all rows. Their gradient is the sum over ranks of W equal ones, W dL/dX_r for the local rows."""
     if not x.requires_grad:
         return _gather_without_gradient(comm, x, partition)
     return nodes.apply(
@@ -209,22 +210,22 @@ def _gather(comm: Communicator, x: Tensor, partition: Partition) -> Tensor:
 
 
 def _gather_without_gradient(comm: Communicator, x: Tensor, partition: Partition) -> Tensor:
-    """All rows, as constants."""
+    """Return all rows as constants."""
     with torch.no_grad():
         return comm.all_gather(x, counts=partition.counts, check=False)
 
 
 def _replicate(comm: Communicator, x: Tensor, partition: Partition) -> Tensor:
-    """All rows without gradient, and this rank's own with W times theirs."""
+    """Return all rows: the local ones with W times their gradient, the others without gradient."""
     local = partition.rows(comm.rank)
     full = _gather_without_gradient(comm, x, partition)
     if not x.requires_grad:
         return full
-    return torch.cat([full[: local.start], _OwnRows.apply(x, comm.size), full[local.stop :]])
+    return torch.cat([full[: local.start], _LocalRows.apply(x, comm.size), full[local.stop :]])
 
 
-class _OwnRows(Function):
-    """The identity, whose gradient is multiplied by W; its gradient again would lack the other ranks' part."""
+class _LocalRows(Function):
+    """The identity with its gradient times W; no second derivative, which would lack the other ranks' part."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
@@ -239,33 +240,34 @@ class _OwnRows(Function):
 
 
 def _refuse_gathered_scalars(inputs: list[Tensor], partitions: list[Partition]) -> None:
-    """A scale of shape [1] among tensors with other row counts is not one row per rank."""
+    """Raise ValueError for a scale of shape [1] on every rank, which would be gathered as one row of each rank."""
     if len(partitions[0].counts) == 1 or all(set(partition.counts) == {1} for partition in partitions):
         return
     for position, (x, partition) in enumerate(zip(inputs, partitions, strict=True)):
         if x.shape == (1,) and x.is_floating_point() and set(partition.counts) == {1}:
             raise ValueError(
                 f"WholeBatch: representation {position} has shape [1] on every rank and would be gathered as one row "
-                "of each; a scale or bias goes by keyword, or in shape ()"
+                "of each; pass a scale or bias by keyword, or in shape ()"
             )
 
 
 def _refuse_misaligned_rows(partitions: list[Partition]) -> None:
-    """As many rows in all, differently spread over the ranks: row i of one would not belong to row i of the other."""
+    """Raise ValueError for two inputs with equally many rows in all that are distributed differently over the ranks."""
     for position, partition in enumerate(partitions):
         for other in range(position):
             if partition.total == partitions[other].total and partition != partitions[other]:
                 raise ValueError(
-                    f"WholeBatch: representations {other} and {position} have {partition.total} rows each, but spread "
-                    f"differently over the ranks, {list(partitions[other].counts)} and {list(partition.counts)}; rows "
-                    "that belong together must be on the same rank"
+                    f"WholeBatch: representations {other} and {position} have {partition.total} rows each, but "
+                    "distributed differently over the ranks, "
+                    f"{list(partitions[other].counts)} and {list(partition.counts)}; rows that belong together must be "
+                    "on the same rank"
                 )
 
 
 def _same_on_all_ranks(comm: Communicator, compute: Callable[[], Any]) -> Tensor:
-    """The loss, once all ranks have computed it without error and agree on its value.
+    """Return the loss if all ranks have computed it without error and with the same value.
 
-    To 1e-4, or 1e-6 around zero: the order of summation may differ between machines.
+    Values may differ by 1e-4, or 1e-6 around zero, because machines may sum in different orders.
     """
     loss: Any = None
 
@@ -277,8 +279,8 @@ def _same_on_all_ranks(comm: Communicator, compute: Callable[[], Any]) -> Tensor
     values = [facts["value"] for facts in comm.handshake(state, caller="WholeBatch loss_fn")]
     if not all(_close(value, values[0]) for value in values):
         raise ValueError(
-            f"WholeBatch: loss_fn must give the same value on all ranks, got {values}; its gradient would be that of "
-            "no loss. Does it use dropout, a local batch size, a rank, or parameters that differ between ranks?"
+            f"WholeBatch: loss_fn must give the same value on all ranks, got {values}; otherwise no single loss is "
+            "differentiated. Does it use dropout, a local batch size, a rank, or parameters that differ between ranks?"
         )
     return loss.reshape(())
 

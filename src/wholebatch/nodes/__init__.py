@@ -1,8 +1,8 @@
-"""Autograd nodes: from features to a few numbers of each row of S, and from their gradients to the features'.
+"""Autograd nodes: statistics of the rows of S from features, and gradients of the features from theirs.
 
-    route          which exchange moves Y, and the memory of this rank's sweep
-    towers         features to X, whose rows stay, and Y, whose rows travel
-    row_statistics logsumexp, targets and more, of each row and each column: what most losses ask for
+    route          the exchange that moves Y, and the memory of this rank's sweep
+    towers         from features to X, whose rows stay, and Y, whose rows travel
+    row_statistics logsumexp, targets and more, for each row and column: the entry for most losses
     softmax        the node that computes them, with its plan, and the shifts of its exponentials
     cross_entropy  from these statistics to losses
     sigmoid        losses that are a sum over the entries of S

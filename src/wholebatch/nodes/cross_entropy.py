@@ -1,9 +1,9 @@
-"""From the numbers of a row to its cross-entropy: O(B) arithmetic, in float64.
+"""Cross-entropy of a row from its statistics: O(B) arithmetic, in float64.
 
 With p = softmax over row i's candidates and A, T, M as in `sweep.softmax`,
 
     one positive, A over the negatives      -log p_i = log(exp A + exp T) - T = softplus(A - T)
-    n positives, A over them as well        -1/n sum_p log p_p = A - T / n
+    n positives, A over all candidates      -1/n sum_p log p_p = A - T / n
 """
 
 from __future__ import annotations
@@ -16,29 +16,35 @@ from torch.nn import functional as F
 
 from .row_statistics import RowStatistics
 
-_LARGE = 40.0  # softplus(x) is x to float64's rounding
+_LARGE = 40.0  # above this, softplus(x) rounds to x in float64
 
 
 def one_positive(side: RowStatistics, target: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
-    """Cross-entropy of each row's one positive, whose logit is `target`, among that and the negatives, (n,)."""
+    """Return the cross-entropy of each row's one positive, with logit `target`, against the negatives, (n,)."""
     loss = softplus(side.logsumexp - target)
     return loss if not label_smoothing else loss + label_smoothing * (target - mean_logit([side], target))
 
 
 def softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)), to rounding."""
+    """Return log(1 + exp(x)), exact to rounding."""
     return F.softplus(x, threshold=_LARGE)
 
 
 def mean_logit(sides: Sequence[RowStatistics], target: Tensor, copies: int = 1) -> Tensor:
-    """Of the negatives of all sides and the positive, which counts `copies` times."""
+    """Return the mean logit over the negatives of all sides and the positive, which counts `copies` times, (n,)."""
     logits = torch.stack([side.logits for side in sides if side.logits is not None]).sum(0)
     count = torch.stack([side.count for side in sides if side.count is not None]).sum(0)
     return (logits + copies * target) / (count + copies)
 
 
 def many_positives(side: RowStatistics, positives: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
-    """Mean cross-entropy of each row's `positives` (n,) targets among all candidates; 0 where it has none."""
+    """Return the mean cross-entropy of each row's positives among all candidates, (n,); 0 where it has none.
+
+    Args:
+        side: statistics over all candidates.
+        positives: (n,), the number of positives of each row.
+        label_smoothing: weight of the mean over all candidates.
+    """
     assert side.target is not None
     mean = side.target / positives.clamp(min=1)
     if label_smoothing:
@@ -49,6 +55,6 @@ def many_positives(side: RowStatistics, positives: Tensor, *, label_smoothing: f
 
 
 def how_many_equal(ids: Tensor, among: Tensor) -> Tensor:
-    """How many of `among` (n,) each of `ids` (b,) is equal to: (b,) integers."""
+    """Return for each of `ids` (b,) the number of equal ids in `among` (n,): (b,) integers."""
     ordered, ids = among.sort().values, ids.contiguous()
     return torch.searchsorted(ordered, ids, right=True) - torch.searchsorted(ordered, ids)

@@ -13,13 +13,13 @@ from ..partition import Partition
 
 
 def fetch_rows(comm: Communicator, x: Tensor, rows: Partition, index: Tensor) -> Tensor:
-    """X[index] of the concatenated X, whose rows the ranks hold; the gradient goes to where the rows came from.
+    """Return X[index] of the concatenated X, whose rows the ranks hold; the gradient is reduced to their owners.
 
     Args:
         comm: the ranks.
         x: this rank's rows, (n_r, d).
-        rows: who holds which.
-        index: (k,), of all rows; k may differ between ranks.
+        rows: the rows that each rank holds.
+        index: (k,), indices among all rows; k may differ between ranks.
 
     Returns:
         (k, d). Collective: 1 all-gather of W numbers, 2 all-to-alls; 1 in backward.
@@ -33,11 +33,11 @@ class _FetchRows(torch.autograd.Function):
         order = index.argsort(stable=True)
         ends = torch.tensor(rows.offsets[1:], dtype=torch.int64, device=index.device)
         owners = torch.bucketize(index[order], ends, right=True)
-        asked = torch.bincount(owners, minlength=comm.size)
-        table = comm.all_gather(asked[None], counts=(1,) * comm.size, check=False)
-        from_me, to_me = table[:, comm.rank].tolist(), asked.tolist()
-        wanted = comm.all_to_all(index[order], send_counts=to_me, receive_counts=from_me, check=False)
-        local = wanted - rows.offsets[comm.rank]
+        requests = torch.bincount(owners, minlength=comm.size)
+        table = comm.all_gather(requests[None], counts=(1,) * comm.size, check=False)
+        from_me, to_me = table[:, comm.rank].tolist(), requests.tolist()
+        requested = comm.all_to_all(index[order], send_counts=to_me, receive_counts=from_me, check=False)
+        local = requested - rows.offsets[comm.rank]
         found = comm.all_to_all(x[local], send_counts=from_me, receive_counts=to_me, check=False)
         ctx.comm, ctx.counts, ctx.rows = comm, (from_me, to_me), len(x)
         ctx.save_for_backward(x, order, local)

@@ -1,10 +1,10 @@
-"""The numbers of rows and columns of several nested S, as one autograd node.
+"""Statistics of the rows and columns of several nested S, as one autograd node.
 
     S^l = scale diag(r^l) X[:, :m_l] Y[:, :m_l]^T diag(c^l)        r^l, c^l: 1 / norms of the first m_l features
     A^l_i = logsumexp over row i's negatives of S^l,    T^l_i = S^l_ii,    and A of columns
 
-One sweep does all parts (see `sweep.nested`), with one exchange of the features and one of their gradients. Norms come
-as numbers of their own, and get gradients of their own: by plain PyTorch these go on to the features.
+One sweep computes all parts (see `sweep.nested`), with one exchange of the features and one of their gradients. Inverse
+norms are separate inputs with separate gradients, which plain PyTorch propagates to the features.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from .shifts import never_underflows, no_underflow
 from .softmax_plan import LogitBounds
 
 NORM_RATIO = "largest ratio of norms"  # of parts of a row: a fact of each rank
-_SPREAD = 32.0  # kernels take a part's gradient off that of all parts, whose largest is up to its square times larger
+# Kernels subtract a part's gradient from that of all parts, which may be larger by up to the square of this ratio.
+_MAX_NORM_RATIO = 32.0
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class Parts:
     Args:
         dims: m_l, the number of leading features of each part, increasing.
         pairs: the positives and the excluded entries, the same for all parts.
-        bound: no similarity of any part is larger.
-        symmetric: whether columns have statistics, too.
+        bound: upper bound of the similarities of all parts.
+        symmetric: whether columns have statistics as well.
         normalize: whether each part of a row is divided by its norm.
     """
 
@@ -61,7 +62,7 @@ def inverse_norms_of_parts(x: Tensor, dims: Sequence[int], dtype: torch.dtype, n
 
 @torch.no_grad()
 def smallest_pair_product(x: Tensor, y: Tensor, dims: Sequence[int], normalize: bool) -> Tensor:
-    """Return the smallest similarity of a row of x with its row of y in any part, shape (); infinite without rows."""
+    """Return the smallest similarity of a row of x with its row of y in any part, shape (); infinity without rows."""
     if not len(x):
         return torch.full((), float("inf"), device=x.device)
     dtype = accumulation_dtype(x.dtype)
@@ -69,7 +70,7 @@ def smallest_pair_product(x: Tensor, y: Tensor, dims: Sequence[int], normalize: 
     products = torch.stack([paired_products(a, b) for a, b in parts], dim=1).cumsum(1)
     for z in (x, y):
         products.mul_(inverse_norms_of_parts(z, dims, dtype, normalize))
-    return products.nan_to_num_(-math.inf, math.inf, -math.inf).amin()  # nothing is known of rows that are too long
+    return products.nan_to_num_(-math.inf, math.inf, -math.inf).amin()  # overlong rows have no known bound
 
 
 @torch.no_grad()
@@ -97,23 +98,23 @@ def nested_statistics(
     rows, scale = facts.rows["queries"], facts.scalars["logit_scale"]
     bound = abs(scale) * parts.bound
     shift = shared_shift(bound, rows.total, facts.dtype)
-    if shift is None or not scale:  # the derivative by the scale is made of logits, divided by it
+    if shift is None or not scale:  # the derivative by the scale divides logits by it
         return None
     if max(facts.norms.values()) > LONGEST[facts.dtype]:
         return None
-    in_kernels = in_triton(facts.options.kernel) and max(facts.of_ranks(NORM_RATIO)) <= _SPREAD
+    in_kernels = in_triton(facts.options.kernel) and max(facts.of_ranks(NORM_RATIO)) <= _MAX_NORM_RATIO
     dtype = facts.inputs["queries"].dtype if in_kernels else None
     plan = _Plan(choose_route(facts, Layout(rows, rows), keep=False), parts, scale, shift, rows.total, dtype)
-    of_rows, targets, of_cols = _Nested.apply(plan, facts.inputs["logit_scale"], *inverse, *towers)
+    row_lse, targets, col_lse = _Nested.apply(plan, facts.inputs["logit_scale"], *inverse, *towers)
     min_pair = scale * facts.min_pair_product if scale > 0 else None
     bounds = LogitBounds(bound, min_pair, 1.0, rows.total)
     if not never_underflows(bounds, shift, facts.dtype):
         with torch.no_grad():
-            sides = (of_rows, of_cols)[: 1 + parts.symmetric]
+            sides = (row_lse, col_lse)[: 1 + parts.symmetric]
             sums = [(side - shift).exp() + (targets - shift).exp() for side in sides]
             if not no_underflow(facts.comm, sums, rows.total, facts.dtype):
                 return None
-    return of_rows, targets, of_cols
+    return row_lse, targets, col_lse
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class _Plan:
 
 
 class _Nested(torch.autograd.Function):
-    """A of rows, T, and A of columns, (b, parts) each, from features and inverse norms."""
+    """Compute A of rows, T, and A of columns, (b, parts) each, from features and inverse norms."""
 
     @staticmethod
     @no_autocast
@@ -142,25 +143,25 @@ class _Nested(torch.autograd.Function):
         ctx: Any, plan: _Plan, scale: Any, inverse_x: Tensor, inverse_y: Tensor, x: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide, parts = wide_dtype(x.device), len(plan.parts.dims)
-        held = plan.route.exchange.fetch(torch.cat([y.to(inverse_y.dtype), inverse_y], dim=1))
+        fetched = plan.route.exchange.fetch(torch.cat([y.to(inverse_y.dtype), inverse_y], dim=1))
         sweep = plan.sweep(x, inverse_x)
-        of_rows, targets = (x.new_zeros(len(x), parts, dtype=wide) for _ in range(2))
+        row_sums, targets = (x.new_zeros(len(x), parts, dtype=wide) for _ in range(2))
 
-        def visit(block: Block, _carried: Tensor | None, into: Tensor | None, _local: Tensor | None) -> None:
-            sweep.sums(block, of_rows, targets, into)
+        def visit(block: Block, _carried: Tensor | None, accumulated: Tensor | None, _local: Tensor | None) -> None:
+            sweep.sums(block, row_sums, targets, accumulated)
 
         initial = x.new_zeros(1, parts, dtype=wide) if plan.parts.symmetric else None
-        of_cols = plan.route.exchange.accumulate(held, visit, initial=initial)
-        if of_cols is not None:
-            of_cols = plan.route.exchange.reduce(of_cols, "sum")[plan.route.exchange.kept_local].clone()
+        col_sums = plan.route.exchange.accumulate(fetched, visit, initial=initial)
+        if col_sums is not None:
+            col_sums = plan.route.exchange.reduce(col_sums, "sum")[plan.route.exchange.kept_local].clone()
         ctx.plan = plan
         scale = scale if isinstance(scale, Tensor) else None
-        ctx.save_for_backward(scale, inverse_x, inverse_y, x, y, held, of_rows, of_cols)
-        sums = (of_rows, of_rows if of_cols is None else of_cols)
+        ctx.save_for_backward(scale, inverse_x, inverse_y, x, y, fetched, row_sums, col_sums)
+        sums = (row_sums, row_sums if col_sums is None else col_sums)
         lse_rows, lse_cols = (log_sum_exp(plan.shift, side) for side in sums)
         return lse_rows, targets, lse_cols
 
-    # With of_rows_il = sum_j N dS^l_ij S^l_ij, and of_cols likewise,
+    # With of_rows_il = sum_j N dS^l_ij S^l_ij, and of_cols for columns,
     #
     #     d/d inverse norm of i, part l = of_rows_il / (N r_il)        d/dscale = 1 / (N scale) sum_il of_rows_il
     @staticmethod
@@ -168,7 +169,7 @@ class _Nested(torch.autograd.Function):
     @no_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         plan: _Plan = ctx.plan
-        scale, inverse_x, inverse_y, x, y, held, row_sums, col_sums = ctx.saved_tensors
+        scale, inverse_x, inverse_y, x, y, fetched, row_sums, col_sums = ctx.saved_tensors
         want_scale, _, _, want_x, want_y = ctx.needs_input_grad[1:]
         a, t, a_cols = (plan.size * grad for grad in grads)
         rows = torch.where(a == 0, 0.0, a / row_sums)
@@ -180,13 +181,13 @@ class _Nested(torch.autograd.Function):
         u = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if want_x else None
         of_rows = x.new_zeros(len(x), parts, dtype=wide_dtype(x.device))
 
-        def visit(block: Block, carried: Tensor | None, into: Tensor | None, _local: Tensor | None) -> None:
+        def visit(block: Block, carried: Tensor | None, accumulated: Tensor | None, _local: Tensor | None) -> None:
             cols = None if carried is None else carried.T
-            v, of_cols = (None, None) if into is None else (into[:, :d], into[:, d:])
+            v, of_cols = (None, None) if accumulated is None else (accumulated[:, :d], accumulated[:, d:])
             sweep.gradients(block, rows, t, cols, u, v, of_rows, of_cols)
 
         initial = x.new_zeros(1, d + parts, dtype=dtype) if want_y else None
-        v = plan.route.exchange.accumulate(held, visit, carried=carried, initial=initial, to_owner=True)
+        v = plan.route.exchange.accumulate(fetched, visit, carried=carried, initial=initial, to_owner=True)
         grad_scale = None
         if want_scale:
             grad_scale = (of_rows.sum() / (plan.size * plan.scale)).to(scale).view_as(scale)

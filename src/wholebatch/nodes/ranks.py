@@ -1,4 +1,4 @@
-"""Smooth ranks of positives, as an autograd node: how many rows are more similar to an anchor than each positive is.
+"""Smooth ranks of positives, as an autograd node: a smooth count of the rows that are nearer than each positive.
 
     all_ip      = sum_j sigmoid((s_ij - s_ip) / temperature)       over all other rows j
     positive_ip = the same over the positives j                    s: cosines, p: a positive of row i
@@ -22,7 +22,7 @@ from .route import Route
 
 @dataclass(frozen=True)
 class RankingPlan:
-    """What the forward and the backward pass of one call have in common."""
+    """The facts that the forward and the backward pass of one call share."""
 
     route: Route
     pairs: Pairs
@@ -35,35 +35,35 @@ class RankingPlan:
 
 
 class PositiveRanks(torch.autograd.Function):
-    """all_ip and positive_ip of this rank's rows, (b, P) each."""
+    """Compute all_ip and positive_ip of the local rows, (b, P) each."""
 
     @staticmethod
     @no_autocast
     def forward(ctx: Any, plan: RankingPlan, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        held = plan.route.exchange.fetch(y)
-        of_positives = x.new_zeros(len(x), plan.most)
+        fetched = plan.route.exchange.fetch(y)
+        similarities = x.new_zeros(len(x), plan.most)
         sums = x.new_zeros(4, len(x), plan.most, dtype=wide_dtype(x.device))
         first, second = plan.sweep(x), plan.sweep(x)
-        plan.route.exchange.accumulate(held, lambda block, *_: first.similarities(block, of_positives))
-        plan.route.exchange.accumulate(held, lambda block, *_: second.sums(block, of_positives, sums))
+        plan.route.exchange.accumulate(fetched, lambda block, *_: first.similarities(block, similarities))
+        plan.route.exchange.accumulate(fetched, lambda block, *_: second.sums(block, similarities, sums))
         ctx.plan = plan
-        ctx.save_for_backward(x, y, held, of_positives, sums)
+        ctx.save_for_backward(x, y, fetched, similarities, sums)
         return sums[0].clone(), sums[1].clone()
 
     @staticmethod
     @once_differentiable
     @no_autocast
-    def backward(ctx: Any, of_all: Tensor, of_positive: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_all: Tensor, grad_positive: Tensor) -> tuple[Any, ...]:
         plan: RankingPlan = ctx.plan
-        x, _, held, of_positives, sums = ctx.saved_tensors
-        all_, positive = of_all / plan.temperature, of_positive / plan.temperature
-        local = -(all_ * sums[2] + positive * sums[3])
-        all_, positive, local = (z.to(x.dtype) for z in (all_, positive, local))
+        x, _, fetched, similarities, sums = ctx.saved_tensors
+        grad_all, grad_positive = grad_all / plan.temperature, grad_positive / plan.temperature
+        grad_compared = -(grad_all * sums[2] + grad_positive * sums[3])
+        of_all, of_positive, of_compared = (z.to(x.dtype) for z in (grad_all, grad_positive, grad_compared))
         u, sweep = torch.zeros_like(x), plan.sweep(x)
 
-        def visit(block: Block, _carried: Tensor | None, into: Tensor | None, _local: Tensor | None) -> None:
-            sweep.gradients(block, of_positives, all_, positive, local, u, into)
+        def visit(block: Block, _carried: Tensor | None, accumulated: Tensor | None, _local: Tensor | None) -> None:
+            sweep.gradients(block, similarities, of_all, of_positive, of_compared, u, accumulated)
 
-        v = plan.route.exchange.accumulate(held, visit, initial=x.new_zeros(1, x.shape[1]), to_owner=True)
+        v = plan.route.exchange.accumulate(fetched, visit, initial=x.new_zeros(1, x.shape[1]), to_owner=True)
         assert v is not None
         return None, u, v

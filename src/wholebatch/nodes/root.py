@@ -1,15 +1,16 @@
 """Strategy "root": one rank computes the loss and its gradient; the others only send rows and receive gradients.
 
-The root gathers X and computes L on leaves of its own. Backward differentiates that graph with the incoming gradient,
-scatters W dL/dX_r to the ranks, and gives every rank the root's dL/dtheta, as if all had computed it.
+The root gathers X and computes L on separate leaves. Backward differentiates that graph with the incoming gradient,
+scatters W dL/dX_r to the ranks, and gives every rank the root's dL/dtheta, as if all ranks had computed it.
 
-theta has to be known: the root alone would get a gradient for a parameter that loss_fn takes from elsewhere, so that is
-refused. What loss_fn's buffers (running statistics, queues) become on the root, they become on every rank.
+Every parameter theta must be declared: otherwise only the root would get its gradient, so an undeclared parameter
+raises. The buffers of loss_fn (running statistics, queues) are copied from the root to every rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,8 +23,23 @@ from ..comm import Communicator
 from ..partition import Partition
 from ..sync import Sync, feature_factor, replicated_loss_factor
 
-# (all rows, what to pass in the place of each tensor that is no row, by its id) -> L
+# (all rows, the replacement of each tensor that holds no rows, by its id) -> L
 Compute = Callable[[Sequence[Tensor], Mapping[int, Tensor]], Any]
+
+
+@dataclass(frozen=True)
+class LossState:
+    """The tensors of a loss beside its rows.
+
+    Args:
+        passed: parameters that the loss receives; it computes with copies of them.
+        owned: parameters that it owns.
+        buffers: its buffers.
+    """
+
+    passed: Sequence[Tensor]
+    owned: Sequence[Tensor]
+    buffers: Sequence[Tensor]
 
 
 def loss_at_root(
@@ -33,32 +49,28 @@ def loss_at_root(
     compute: Compute,
     rows: Sequence[Tensor],
     partitions: Sequence[Partition],
-    passed: Sequence[Tensor],
-    owned: Sequence[Tensor],
-    buffers: Sequence[Tensor],
+    state: LossState,
 ) -> Tensor:
-    """L of all rows, computed on rank `root`; the same number on all ranks.
+    """Return L of all rows, computed on rank `root`; the same number on all ranks.
 
     Collective: a gather per input, a broadcast per buffer and a handshake; backward a scatter per differentiable input
     and a broadcast per parameter.
 
     Args:
         comm: the ranks.
-        root: which of them computes.
+        root: the rank that computes.
         sync: as for every loss.
         compute: the loss.
-        rows: this rank's rows of each input.
-        partitions: who owns which rows, for each input.
-        passed: parameters that the loss receives; it computes with copies of them.
-        owned: parameters that it owns.
-        buffers: its buffers.
+        rows: the local rows of each input.
+        partitions: the owners of the rows, for each input.
+        state: the tensors of the loss beside its rows.
     """
-    with_grad = torch.is_grad_enabled()
+    with_grad, passed, owned = torch.is_grad_enabled(), state.passed, state.owned
     loss = _LossAtRoot.apply(
         comm, root, sync, compute, partitions, (len(rows), len(passed), with_grad), *rows, *passed, *owned
     )
     with torch.no_grad():
-        for buffer in buffers:
+        for buffer in state.buffers:
             buffer.copy_(comm.broadcast(buffer, root, check=False))
     return loss
 
@@ -101,11 +113,11 @@ class _LossAtRoot(Function):
                 _refuse_hidden_parameters(loss, leaves)
             return {"value": finite_value(loss), "dtype": str(loss.dtype).removeprefix("torch.")}
 
-        told = comm.handshake(state, caller="WholeBatch loss_fn")[root]
+        sent = comm.handshake(state, caller="WholeBatch loss_fn")[root]
         ctx.comm, ctx.root, ctx.sync, ctx.partitions, ctx.num_tensors = comm, root, sync, partitions, len(tensors)
-        # As saved tensors they are let go with the graph, on every rank alike.
+        # Saved tensors are freed with the graph, on every rank.
         ctx.save_for_backward(loss, *leaves, *tensors)
-        return torch.tensor(told["value"], dtype=getattr(torch, told["dtype"]), device=rows[0].device)
+        return torch.tensor(sent["value"], dtype=getattr(torch, sent["dtype"]), device=rows[0].device)
 
     @staticmethod
     @once_differentiable
@@ -138,7 +150,7 @@ class _LossAtRoot(Function):
 
 
 def _refuse_hidden_parameters(loss: Tensor, known: Sequence[Tensor]) -> None:
-    """Every leaf that the loss depends on is among `known`."""
+    """Raise ValueError unless every leaf that the loss depends on is among `known`."""
     given = {id(x) for x in known}
     for leaf in leaves_of([loss]):
         if id(leaf) not in given:

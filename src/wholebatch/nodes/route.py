@@ -1,4 +1,4 @@
-"""The route of one sweep: which exchange moves Y's rows, and how much memory this rank's tiles may take."""
+"""The route of one sweep: the exchange that moves Y's rows, and the memory that this rank's tiles may take."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ..sweep import Budget, Driver, default_side, fit, side_of_tiles, smallest_b
 
 @dataclass(frozen=True)
 class Layout:
-    """Who owns the rows and the columns of S.
+    """The owners of the rows and the columns of S.
 
     Args:
-        rows: which rank holds which rows of X.
-        cols: which rank holds which rows of Y.
-        symmetric: Y is X, and half of S suffices.
-        replicated: every rank holds all of Y, as a partition `cols` of one part says. Sums are then over this rank's
-            rows alone, and nothing is communicated.
+        rows: the rows of X that each rank holds.
+        cols: the rows of Y that each rank holds.
+        symmetric: whether Y is X, so that half of S suffices.
+        replicated: whether every rank holds all of Y; `cols` then has one part. Sums are over the local rows only, and
+            nothing is communicated.
     """
 
     rows: Partition
@@ -35,7 +35,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Route:
-    """The ranks, the exchange between them, and what this rank's sweep may allocate."""
+    """The ranks, the exchange between them, and the memory that this rank's sweep may allocate."""
 
     comm: Communicator
     exchange: Exchange

@@ -1,7 +1,7 @@
-"""The numbers of each row and each column of S that a loss asks for: how losses use the softmax node.
+"""Statistics of each row and each column of S: the interface of losses to the softmax node.
 
-A loss declares which entries are positives and which are candidates, and which fields it needs; it gets
-:class:`RowStatistics`, of which it makes its value in plain PyTorch.
+A loss declares its positives, its candidates and the fields that it needs. It gets :class:`RowStatistics`, and computes
+its value from them in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from .softmax import Softmax, output_names
 from .softmax_plan import Bounds, LogitBounds, SoftmaxPlan
 from .towers import Towers
 
-Scale = tuple[float, Any]  # the number that multiplies S, and the same as a tensor that may need a gradient
+Scale = tuple[float, Any]  # the factor of S as a number, and as a tensor that may need a gradient
 
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """The numbers of this rank's rows, or of its columns: each (n,), in float64; None for fields not asked for.
+    """The statistics of this rank's rows or columns: each (n,), in float64; None for fields not requested.
 
     Args:
         logsumexp: A, over the candidates.
         target: T, the sum of the positives' logits.
         logits: M, the sum of the candidates' logits.
-        count: how many candidates there are.
+        count: the number of candidates.
         largest: the largest logit of a negative.
-        effective: (sum E)^2 / sum E^2 over the negatives: equal negatives in this number would weigh the same.
+        effective: (sum E)^2 / sum E^2 over the negatives: the number of equal negatives that would weigh as much.
     """
 
     logsumexp: Tensor
@@ -59,7 +59,7 @@ def statistics_fields(*, target: bool = True, mean_logit: bool = False, statisti
     Args:
         target: T.
         mean_logit: M and the number of candidates, for label smoothing.
-        statistics: the fields that :class:`wholebatch.BatchStatistics` are made of.
+        statistics: the fields from which :class:`wholebatch.BatchStatistics` is computed.
     """
     names = ["sum", *(["target"] if target else []), *(["logits", "count"] if mean_logit else [])]
     return (*names, *(["largest", "negatives", "squares"] if statistics else []))
@@ -70,11 +70,11 @@ class Operands:
     """X and Y of one call.
 
     Args:
-        features: which `towers` joins.
-        towers: how features become X and Y.
-        layout: who owns which rows.
+        features: the features that `towers` joins.
+        towers: the rule by which features become X and Y.
+        layout: the owners of the rows.
         guide: this rank's rows of the guide's features of Y, if the selection has a guide.
-        narrow: features are those of `facts.widened()`, and are multiplied in the dtype that they had: nothing is lost.
+        narrow: whether features are those of `facts.widened()`, to be multiplied in their former dtype without loss.
     """
 
     features: Sequence[Tensor]
@@ -100,10 +100,10 @@ def row_statistics(
         facts: of the call.
         scale: of S.
         operands: X and Y.
-        selection: which entries are positives and which are candidates.
-        bounds: of similarities. Where statistics ask for the negatives alone, pairs are not taken into account.
+        selection: the positives and the candidates.
+        bounds: of similarities. Those of pairs are ignored where statistics need the negatives alone.
         rows: the fields of rows, from `statistics_fields`; empty for none.
-        cols: those of columns; of a symmetric S none, because its columns are its rows.
+        cols: the fields of columns; none for a symmetric S, whose columns are its rows.
     """
     layout, features, towers = operands.layout, operands.features, operands.towers
     if layout.symmetric:
@@ -111,10 +111,10 @@ def row_statistics(
     offsets = selection.offsets
     if offsets is not None:
         selection = replace(selection, offsets=offsets.detach())
-    asked = {*rows, *cols}
-    keep = "logits" not in asked and selection.transform is None
+    requested = {*rows, *cols}
+    keep = "logits" not in requested and selection.transform is None
     route = choose_route(facts, layout, keep=keep, exact=selection.over != "negatives")
-    in_kernels = in_triton(facts.options.kernel) and asked <= KernelSoftmaxSweep.fields
+    in_kernels = in_triton(facts.options.kernel) and requested <= KernelSoftmaxSweep.fields
     dtype = facts.features_dtype if operands.narrow else features[0].dtype
     if in_kernels and dtype == torch.bfloat16:  # kernels multiply in the precision that features have
         towers = replace(towers, normalize_per_tile=towers.normalize)
@@ -124,7 +124,7 @@ def row_statistics(
         selection,
         operands.guide,
         scale[0],
-        bounds=_of_logits(bounds, scale[0], asked, max(layout.rows.total, layout.cols.total)),
+        bounds=_of_logits(bounds, scale[0], requested, max(layout.rows.total, layout.cols.total)),
         size=(layout.rows if rows or layout.symmetric else layout.cols).total,
         rows=rows,
         cols=cols,
@@ -132,7 +132,7 @@ def row_statistics(
         in_kernels=in_kernels,
         dtype=dtype if operands.narrow else None,
     )
-    # No entries, but a path back to the features, which are not all saved: through it a second derivative raises.
+    # An empty tensor that depends on all features, which are not all saved: through it a second derivative raises.
     anchor = torch.cat([feature[:0].flatten() for feature in features])
     outputs = list(Softmax.apply(plan, anchor, scale[1], offsets, *features))
     sides: list[RowStatistics | None] = []
@@ -142,9 +142,9 @@ def row_statistics(
     return (sides[1], None) if layout.symmetric else (sides[0], sides[1])
 
 
-def _of_logits(bounds: Bounds, scale: float, asked: set[str], terms: int) -> LogitBounds:
+def _of_logits(bounds: Bounds, scale: float, requested: set[str], terms: int) -> LogitBounds:
     """Return the bounds of logits, from those of similarities."""
-    pairs_count = "squares" not in asked
+    pairs_count = "squares" not in requested
     min_pair = None
     if pairs_count and scale >= 0 and bounds.min_pair_product is not None:
         min_pair = (bounds.add_positive or 1) * scale * bounds.min_pair_product

@@ -1,7 +1,8 @@
-"""The sums of rows and columns, relative to one shift for all of them if none underflows, else each to its largest.
+"""Sums of exponentials of rows and columns, with one shift for all if no sum underflows, else one shift for each.
 
-Under one shift the exponential of an entry serves its row and its column. That is known to be safe from bounds alone in
-most steps; elsewhere an underflow check reads the sums once. See `wholebatch.logsumexp` for the shift and the check.
+Under one shift the exponential of an entry serves its row and its column. In most steps bounds alone show that this is
+safe; otherwise an underflow check reads the sums once. If a sum underflows, each row and column is shifted by its
+maximum. See `wholebatch.logsumexp` for the shift and the check.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def sums_of_sides(plan: SoftmaxPlan, data: Data) -> tuple[Sums, Sums, Tensor | N
 
 
 def never_underflows(bounds: LogitBounds, shift: float, dtype: torch.dtype) -> bool:
-    """Return whether bounds alone show that no sum underflows under this shift: then no GPU has to be waited for."""
+    """Return whether bounds alone show that no sum underflows under this shift, without waiting for a GPU."""
     if cannot_underflow(bounds.largest, shift, dtype):
         return True
     return bounds.min_pair is not None and passes_underflow_check(bounds.min_pair, shift, bounds.terms, dtype)
@@ -49,12 +50,12 @@ def no_underflow(comm: Communicator, sums: Sequence[Tensor], terms: int, dtype: 
 
 
 def _sums_in_loss(plan: SoftmaxPlan, rows: Sums, cols: Sums) -> list[Tensor]:
-    """Return the sums that the loss takes logarithms of: with the pair's own exponential, if it adds that."""
+    """Return the sums whose logarithms the loss takes, with the pair's exponential if the loss adds it."""
     sums, factor = [], plan.bounds.add_positive
     for side, other in ((rows, cols), (cols, rows)):
         if side.fields:
             of_side = side.fields["sum"]
-            if factor:  # a pair's logit is that of its row and of its column
+            if factor:  # a pair has the same logit in its row and its column
                 target = side.fields["target"] if "target" in side.fields else other.fields["target"]
                 of_side = of_side + (factor * target - side.shift).exp()
             sums.append(of_side)
@@ -62,17 +63,17 @@ def _sums_in_loss(plan: SoftmaxPlan, rows: Sums, cols: Sums) -> list[Tensor]:
 
 
 def _maxima(plan: SoftmaxPlan, data: Data) -> tuple[Tensor | None, Tensor | None]:
-    """Return the largest logit of each row, and of each column kept, where they are wanted; 0 without candidates."""
+    """Return the largest logit of each row and each kept column, None for a side not needed; 0 without candidates."""
     x = data.x
     nothing = x.new_full((1, 1), float("-inf"), dtype=accumulation_dtype(x.dtype))
     row_max = nothing[0].repeat(len(x)) if plan.rows and not plan.symmetric else None
     sweep = plan.sweep(data)
 
-    def visit(block: Block, _carried: Tensor | None, into: Tensor | None, local: Tensor | None) -> None:
+    def visit(block: Block, _carried: Tensor | None, accumulated: Tensor | None, local: Tensor | None) -> None:
         rows = local if plan.symmetric else row_max
-        sweep.maxima(block, None if rows is None else rows.view(-1), None if into is None else into[:, 0])
+        sweep.maxima(block, None if rows is None else rows.view(-1), None if accumulated is None else accumulated[:, 0])
 
-    col_max = plan.route.exchange.accumulate(data.held, visit, initial=nothing if plan.cols else None, op="max")
+    col_max = plan.route.exchange.accumulate(data.fetched, visit, initial=nothing if plan.cols else None, op="max")
     if col_max is not None:
         col_max = plan.route.exchange.reduce(col_max, "max")[:, 0]
     row_max, col_max = (None if m is None else m.masked_fill(m.isneginf(), 0.0) for m in (row_max, col_max))
@@ -86,7 +87,7 @@ def _sums(
     col_shift: Tensor | float | None,
     kept: Tensor | None,
 ) -> tuple[Sums, Sums]:
-    """Return the fields of this rank's rows and columns, relative to one shift or to one for each of them."""
+    """Return the fields of this rank's rows and columns, with one shift for all or one for each."""
     x, wide, local_cols = data.x, wide_dtype(data.x.device), plan.route.exchange.kept_local
     row_fields = _initial(plan.rows, x, wide).repeat(len(x), 1) if plan.rows and not plan.symmetric else None
     sweep = plan.sweep(data, kept)
@@ -95,22 +96,22 @@ def _sums(
     if plan.symmetric and isinstance(col_shift, Tensor):
         row_shift = col_shift[local_cols]
 
-    def visit(block: Block, carried: Tensor | None, into: Tensor | None, local: Tensor | None) -> None:
+    def visit(block: Block, carried: Tensor | None, accumulated: Tensor | None, local: Tensor | None) -> None:
         rows = _named(row_shift, plan.cols, local) if plan.symmetric else _named(row_shift, plan.rows, row_fields)
-        sweep.sums(block, rows, _named(col_shift if carried is None else carried[0], plan.cols, into))
+        sweep.sums(block, rows, _named(col_shift if carried is None else carried[0], plan.cols, accumulated))
 
-    collected = plan.route.exchange.accumulate(
-        data.held,
+    col_fields = plan.route.exchange.accumulate(
+        data.fetched,
         visit,
         carried=carried,
         initial=_initial(plan.cols, x, wide) if plan.cols else None,
         op=ops,
     )
-    if collected is not None:
-        collected = plan.route.exchange.reduce(collected, ops)[local_cols].clone()
+    if col_fields is not None:
+        col_fields = plan.route.exchange.reduce(col_fields, ops)[local_cols].clone()
         col_shift = col_shift[local_cols] if isinstance(col_shift, Tensor) else col_shift
     nothing = Sums(0.0, {})
-    return _named(row_shift, plan.rows, row_fields) or nothing, _named(col_shift, plan.cols, collected) or nothing
+    return _named(row_shift, plan.rows, row_fields) or nothing, _named(col_shift, plan.cols, col_fields) or nothing
 
 
 def _initial(fields: tuple[str, ...], x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,9 +2,9 @@
 
     L = sum_i w_i l_i,        l_i = sum_j -log sigmoid(z_ij S_ij)
 
-Where the weights w_i are known beforehand, all that the backward pass does is multiply by the incoming gradient. It may
-do so in place, since nobody else holds these gradients, but only once: a second backward pass through the same graph
-sweeps again. Where the caller weighs the l_i (reduction "none"), the backward pass sweeps with the weights it is given.
+Where the weights w_i are known beforehand, the backward pass only multiplies by the incoming gradient. It does so in
+place, because no other code holds these gradients, but only once: a second backward pass through the same graph sweeps
+again. Where the caller weighs the l_i (reduction "none"), the backward pass sweeps with the incoming weights.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .route import Route
 
 @dataclass(frozen=True)
 class SigmoidPlan:
-    """What forward and backward of one call have in common."""
+    """The facts that the forward and the backward pass of one call share."""
 
     route: Route
     pairs: Pairs
     scale: float
     bias: float
     differentiable: bool  # whether a backward pass may follow
-    per_row: bool  # whether the l_i are wanted, and not their sum
+    per_row: bool  # whether the output is the l_i instead of their sum
     in_kernels: bool = False  # whether Triton kernels compute the tiles
 
     def sweep(self, x: Tensor, weights: Tensor | None) -> SigmoidSweep:
@@ -54,7 +54,7 @@ class _Gradients:
 
 
 class Sigmoid(torch.autograd.Function):
-    """A rank's share of L, or its rows' l_i, from X, Y and, if any, weights."""
+    """Compute a rank's share of L, or the l_i of its rows, from X, Y and weights, if any."""
 
     @staticmethod
     @no_autocast
@@ -84,17 +84,17 @@ class Sigmoid(torch.autograd.Function):
         plan: SigmoidPlan = ctx.plan
         scale, bias, weights, x, y, losses = ctx.saved_tensors
         want_scale, want_bias, want_weights, want_x, want_y = ctx.needs_input_grad[1:]
-        of_s: _Gradients | None
-        of_s, ctx.gradients = ctx.gradients, None
-        if of_s is None:
+        saved: _Gradients | None
+        saved, ctx.gradients = ctx.gradients, None
+        if saved is None:
             by_row = grad if plan.per_row else weights
-            _, of_s = _sweep(plan, x, y, by_row, (want_scale, want_bias, want_x, want_y))
+            _, saved = _sweep(plan, x, y, by_row, (want_scale, want_bias, want_x, want_y))
         grad = grad.new_ones(()) if plan.per_row else grad
         factor = grad * plan.scale
-        grad_x = of_s.u.mul_(factor).to(x.dtype) if want_x and of_s.u is not None else None
-        grad_y = of_s.v.mul_(factor).to(y.dtype) if want_y and of_s.v is not None else None
-        grad_scale = (grad * of_s.scale).to(scale).view_as(scale) if want_scale else None
-        grad_bias = (grad * of_s.bias).to(bias).view_as(bias) if want_bias else None
+        grad_x = saved.u.mul_(factor).to(x.dtype) if want_x and saved.u is not None else None
+        grad_y = saved.v.mul_(factor).to(y.dtype) if want_y and saved.v is not None else None
+        grad_scale = (grad * saved.scale).to(scale).view_as(scale) if want_scale else None
+        grad_bias = (grad * saved.bias).to(bias).view_as(bias) if want_bias else None
         grad_weights = (grad * losses).to(weights) if want_weights else None
         return None, grad_scale, grad_bias, grad_weights, grad_x, grad_y
 
@@ -111,10 +111,10 @@ def _unit(plan: SigmoidPlan, x: Tensor, weights: Tensor | None) -> Tensor | None
 
 
 def _sweep(
-    plan: SigmoidPlan, x: Tensor, y: Tensor, weights: Tensor | None, statistics_fields: tuple[bool, ...]
+    plan: SigmoidPlan, x: Tensor, y: Tensor, weights: Tensor | None, needed: tuple[bool, ...]
 ) -> tuple[Tensor, _Gradients]:
     """Return the rows' l_i, and the gradients that the backward pass multiplies."""
-    want_scale, want_bias, want_x, want_y = statistics_fields
+    want_scale, want_bias, want_x, want_y = needed
     want_x = want_x or (want_scale and not want_y)
     dtype = accumulation_dtype(x.dtype)
     unit = _unit(plan, x, weights)
@@ -123,8 +123,8 @@ def _sweep(
     sweep = plan.sweep(x, weights)
     u = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if want_x else None
 
-    def visit(block: Block, _carried: Tensor | None, into: Tensor | None, _local: Tensor | None) -> None:
-        sweep.block(block, u, into, bias=want_bias)
+    def visit(block: Block, _carried: Tensor | None, accumulated: Tensor | None, _local: Tensor | None) -> None:
+        sweep.block(block, u, accumulated, bias=want_bias)
 
     initial = x.new_zeros(1, x.shape[1], dtype=dtype) if want_y else None
     v = plan.route.exchange.accumulate(plan.route.exchange.fetch(y), visit, initial=initial, to_owner=True)

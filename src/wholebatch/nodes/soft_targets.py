@@ -2,9 +2,9 @@
 
     L_i = -sum_j P_ij (S_ij - C_i),    C_i = logsumexp_j S_ij,    P the softmax of the teacher's rows
 
-Logsumexps are known in float64, tiles are in float32. The rounding of a logsumexp to float32, a part in 10^5 at a scale
-of 100, is corrected outside of the tiles; so is that of a logsumexp near 10^16, where float64 itself no longer resolves
-how many logits are largest.
+Logsumexps are in float64, tiles in float32. The rounding of a logsumexp to float32, a part in 10^5 at a scale of 100,
+is corrected outside of the tiles. So is that of a logsumexp near 10^16, where float64 no longer resolves how many
+logits are largest.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .._products import inner
 from ..sweep import Block, SoftTargetSweep
 from .route import Route
 
-_LOST = 1e-3  # more than float32's rounding of such a sum
+_LOST = 1e-3  # above the rounding of such a sum in float32
 
 
 @dataclass(frozen=True)
 class SoftTargetPlan:
-    """What the forward and the backward pass of one call have in common."""
+    """The facts that the forward and the backward pass of one call share."""
 
     route: Route
     scale: float
@@ -39,7 +39,7 @@ class SoftTargetPlan:
 
 
 class SoftTargets(torch.autograd.Function):
-    """Cross-entropies of this rank's rows and columns of S with the teacher's softmax for targets: (b,) and (b,)."""
+    """Compute cross-entropies of the local rows and columns of S with the teacher's softmax as targets: (b,), (b,)."""
 
     @staticmethod
     @no_autocast
@@ -56,41 +56,41 @@ class SoftTargets(torch.autograd.Function):
         x: Tensor,
         y: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        held = plan.route.exchange.fetch(torch.cat([y.to(teacher_y.dtype), teacher_y], dim=1))
+        fetched = plan.route.exchange.fetch(torch.cat([y.to(teacher_y.dtype), teacher_y], dim=1))
         sweep, wide = plan.sweep(x, teacher_x), wide_dtype(x.device)
-        of_rows = x.new_zeros(len(x), 3, dtype=wide)
+        row_sums = x.new_zeros(len(x), 3, dtype=wide)
         (row_lse, row_rest), (col_lse, col_rest), (row_near, row_short), (col_near, col_short) = (
             _split(known, teacher_x.dtype) for known in (row_lse, col_lse, row_near, col_near)
         )
 
-        def visit(block: Block, carried: Tensor | None, into: Tensor | None, _local: Tensor | None) -> None:
+        def visit(block: Block, carried: Tensor | None, accumulated: Tensor | None, _local: Tensor | None) -> None:
             assert carried is not None
-            assert into is not None
-            sweep.sums(block, (row_lse, row_near, of_rows), (carried[0], carried[1], into))
+            assert accumulated is not None
+            sweep.sums(block, (row_lse, row_near, row_sums), (carried[0], carried[1], accumulated))
 
-        of_cols = plan.route.exchange.accumulate(
-            held,
+        col_sums = plan.route.exchange.accumulate(
+            fetched,
             visit,
             carried=plan.route.exchange.distribute(torch.stack([col_lse, col_near])),
             initial=x.new_zeros(1, 3, dtype=wide),
         )
-        assert of_cols is not None
-        of_cols = plan.route.exchange.reduce(of_cols, "sum")[plan.route.exchange.kept_local]
+        assert col_sums is not None
+        col_sums = plan.route.exchange.reduce(col_sums, "sum")[plan.route.exchange.kept_local]
         ctx.plan = plan
         scale = scale if isinstance(scale, Tensor) else None
-        rests = ((of_rows, row_rest, row_short), (of_cols, col_rest, col_short))
+        rests = ((row_sums, row_rest, row_short), (col_sums, col_rest, col_short))
         of_teacher = [_lost(sums[:, 1], rest) for sums, rest, _ in rests]
         of_student = [_lost(sums[:, 2], rest) for sums, _, rest in rests]
         factors = [rest.neg().exp() for rest in (*of_teacher, *of_student)]
-        ctx.save_for_backward(scale, teacher_x, row_lse, col_lse, row_near, col_near, *factors, x, y, held)
-        return of_student[0] - factors[0] * of_rows[:, 0], of_student[1] - factors[1] * of_cols[:, 0]
+        ctx.save_for_backward(scale, teacher_x, row_lse, col_lse, row_near, col_near, *factors, x, y, fetched)
+        return of_student[0] - factors[0] * row_sums[:, 0], of_student[1] - factors[1] * col_sums[:, 0]
 
     @staticmethod
     @once_differentiable
     @no_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         plan: SoftTargetPlan = ctx.plan
-        scale, teacher_x, row_lse, col_lse, row_near, col_near, *factors, x, y, held = ctx.saved_tensors
+        scale, teacher_x, row_lse, col_lse, row_near, col_near, *factors, x, y, fetched = ctx.saved_tensors
         want_scale, *_, want_x, want_y = ctx.needs_input_grad[1:]
         of_teacher, of_student = (
             [plan.size * factor * grad for factor, grad in zip(of, grads, strict=True)]
@@ -99,13 +99,13 @@ class SoftTargets(torch.autograd.Function):
         dtype, sweep = accumulation_dtype(x.dtype), plan.sweep(x, teacher_x)
         u = torch.zeros_like(x, dtype=dtype) if want_x or (want_scale and not want_y) else None
 
-        def visit(block: Block, carried: Tensor | None, into: Tensor | None, _local: Tensor | None) -> None:
+        def visit(block: Block, carried: Tensor | None, accumulated: Tensor | None, _local: Tensor | None) -> None:
             assert carried is not None
             rows = (row_near, of_student[0]), (row_lse, of_teacher[0])
-            sweep.gradients(block, rows, ((carried[0], carried[1]), (carried[2], carried[3])), u, into)
+            sweep.gradients(block, rows, ((carried[0], carried[1]), (carried[2], carried[3])), u, accumulated)
 
         v = plan.route.exchange.accumulate(
-            held,
+            fetched,
             visit,
             carried=plan.route.exchange.distribute(torch.stack([col_near, of_student[1], col_lse, of_teacher[1]])),
             initial=x.new_zeros(1, x.shape[1], dtype=dtype) if want_y else None,
@@ -122,12 +122,12 @@ class SoftTargets(torch.autograd.Function):
 
 
 def _split(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x as what `dtype` holds of it, and the rest."""
-    held = x.to(dtype).to(x)
-    return held, x - held
+    """Return x rounded to `dtype`, and the rest of it."""
+    rounded = x.to(dtype).to(x)
+    return rounded, x - rounded
 
 
 def _lost(total: Tensor, rest: Tensor) -> Tensor:
-    """The logarithm of a sum of exp(S - C): known to be this rest of C, unless C is so large that it has lost more."""
+    """Return the logarithm of a sum of exp(S - C): the rest of C, unless C is so large that float64 lost more."""
     found = total.clamp(min=torch.finfo(total.dtype).tiny).log()
     return torch.where((found - rest).abs() > _LOST, found, rest)

@@ -1,19 +1,19 @@
-"""The softmax node: from the features to a few numbers of each row and each column of S, and back.
+"""The softmax node: statistics of each row and each column of S from the features, and the gradients back.
 
     A_i = logsumexp_j S_ij over row i's candidates,   T_i = sum_j S_ij over its positives,   and likewise for columns
 
-Losses are made of these vectors in plain PyTorch; S itself is never stored. A row's numbers are complete on the row's
-rank; a column's are partial until the exchange has reduced them.
+Losses are computed from these vectors in plain PyTorch; S itself is never stored. The statistics of a row are complete
+on its rank; those of a column are partial until the exchange has reduced them.
 
 Backward, with N a number of the size of the batch, U = N dS Y and V = N dS^T X (see `sweep.softmax` for dS),
 
     d/dX     = scale / N U
-    d/dY     = scale / N V, summed over the ranks, whose rows each see all of Y
+    d/dY     = scale / N V, summed over the ranks
     d/dscale = 1 / N sum_ij N dS_ij x_i . y_j = 1 / N <X, U> = 1 / N <Y, V>, to be summed over the ranks
     d/doffset_i = 1 / N sum_j N dS_ij, where rows have offsets
 
-For a symmetric S, N (dS + dS^T) Z replaces U and V together, and <Z, that> is twice d/dscale. The node receives the
-derivatives of one scalar by this rank's rows' and columns' numbers, and returns their adjoint.
+For a symmetric S, G = N (dS + dS^T) Z replaces U + V, and <Z, G> is twice N d/dscale. The node receives the derivatives
+of one scalar by the statistics of the local rows and columns, and returns those by the features.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DIFFERENTIABLE = ("logsumexp", "target", "logits")  # the outputs of a row that
 
 
 class Softmax(torch.autograd.Function):
-    """The outputs of the rows, then those of the columns, each in the order of `output_names`."""
+    """Compute the outputs of the rows, then those of the columns, each in the order of `output_names`."""
 
     @staticmethod
     @no_autocast
@@ -58,7 +58,7 @@ class Softmax(torch.autograd.Function):
         shifts = [side.shift if isinstance(side.shift, Tensor) else None for side in (rows, cols)]
         sums = [side.fields.get("sum") for side in (rows, cols)]
         scale = scale if isinstance(scale, Tensor) else None
-        ctx.save_for_backward(anchor, scale, x, y, norms, data.held, col_norms, kept, *sums, *shifts)
+        ctx.save_for_backward(anchor, scale, x, y, norms, data.fetched, col_norms, kept, *sums, *shifts)
         outputs = [_outputs(side) for side in (rows, cols)]
         constant = [x for side in outputs for name, x in side.items() if name not in _DIFFERENTIABLE]
         ctx.mark_non_differentiable(*constant)
@@ -69,7 +69,7 @@ class Softmax(torch.autograd.Function):
     @no_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         plan: SoftmaxPlan = ctx.plan
-        _, scale, x, y, norms, held, col_norms, kept, row_sums, col_sums, row_shifts, col_shifts = ctx.saved_tensors
+        _, scale, x, y, norms, fetched, col_norms, kept, row_sums, col_sums, row_shifts, col_shifts = ctx.saved_tensors
         _, _, want_scale, want_offsets, *want_features = ctx.needs_input_grad
         want_x, want_y = plan.towers.needed(want_features)
         if want_scale and not want_x and not want_y:
@@ -81,13 +81,13 @@ class Softmax(torch.autograd.Function):
         if want_x or want_y or want_offsets:
             if (unit := _unit(plan, x.dtype, grads)) is not None:
                 grads = tuple(grad / unit for grad in grads)
-            of_rows, of_cols = grads[: len(output_names(plan.rows))], grads[len(output_names(plan.rows)) :]
-            rows = _weights(plan, plan.rows, of_rows, row_sums, ctx.shifts[0] if row_shifts is None else row_shifts)
-            cols = _weights(plan, plan.cols, of_cols, col_sums, ctx.shifts[1] if col_shifts is None else col_shifts)
-            data = Data.of(plan, x, held, norms, col_norms)
+            row_grads, col_grads = grads[: len(output_names(plan.rows))], grads[len(output_names(plan.rows)) :]
+            rows = _weights(plan, plan.rows, row_grads, row_sums, ctx.shifts[0] if row_shifts is None else row_shifts)
+            cols = _weights(plan, plan.cols, col_grads, col_sums, ctx.shifts[1] if col_shifts is None else col_shifts)
+            data = Data.of(plan, x, fetched, norms, col_norms)
             u, v = _products(plan, data, kept, (rows, cols), (want_x, want_y), of_offsets)
             if unit is not None:
-                u, v, of_offsets = (None if of is None else of.mul_(unit) for of in (u, v, of_offsets))
+                u, v, of_offsets = (None if grad is None else grad.mul_(unit) for grad in (u, v, of_offsets))
 
         grad_scale = None
         if want_scale:
@@ -98,8 +98,8 @@ class Softmax(torch.autograd.Function):
             of_offsets = of_offsets.div_(plan.size).to(ctx.offsets_dtype)
         factor = plan.scale / plan.size
         dx, dy = (None if gradient is None else gradient.mul_(factor) for gradient in (u, v))
-        wanted = [(want, *of) for want, of in zip(want_features, ctx.features, strict=True)]
-        return None, None, grad_scale, of_offsets, *plan.towers.split((dx, dy), (x, y), norms, wanted)
+        features = [(want, *feature) for want, feature in zip(want_features, ctx.features, strict=True)]
+        return None, None, grad_scale, of_offsets, *plan.towers.split((dx, dy), (x, y), norms, features)
 
 
 def _unit(plan: SoftmaxPlan, dtype: torch.dtype, grads: Sequence[Tensor]) -> Tensor | None:
@@ -139,12 +139,12 @@ def _weights(
     sums: Tensor | None,
     shift: Tensor | float,
 ) -> Weights | None:
-    """Return N times the derivatives by a side's numbers, in the form that a sweep takes."""
+    """Return N times the derivatives by a side's statistics, in the form that a sweep takes."""
     if sums is None:
         return None
-    of = {name: plan.size * grad for name, grad in zip(output_names(fields), grads, strict=True)}
-    per_exponential = torch.where(of["logsumexp"] == 0, 0.0, of["logsumexp"] / sums)
-    return Weights(shift, per_exponential, of.get("target"), of.get("logits"))
+    scaled = {name: plan.size * grad for name, grad in zip(output_names(fields), grads, strict=True)}
+    per_exponential = torch.where(scaled["logsumexp"] == 0, 0.0, scaled["logsumexp"] / sums)
+    return Weights(shift, per_exponential, scaled.get("target"), scaled.get("logits"))
 
 
 def _products(
@@ -152,22 +152,22 @@ def _products(
     data: Data,
     kept: Tensor | None,
     sides: tuple[Weights | None, Weights | None],
-    wanted: tuple[bool, bool],
+    needed: tuple[bool, bool],
     of_offsets: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return U, and V reduced to the owners of its rows; N times the offsets' gradient is added to `of_offsets`.
+    """Return U, and V reduced to the owners of its rows; add N times the offsets' gradient to `of_offsets`.
 
-    Of a symmetric S, V is the sum of both.
+    For a symmetric S, V is the sum of both.
 
     Args:
         plan: of the call.
         data: of the forward pass.
-        kept: exp(S) as far as it was kept.
+        kept: the kept entries of exp(S), or None.
         sides: the weights of rows and of columns.
-        wanted: whether U and V are.
+        needed: whether U is needed, and V.
         of_offsets: (b,), or None.
     """
-    (rows, cols), (want_x, want_y) = sides, wanted
+    (rows, cols), (want_x, want_y) = sides, needed
     x, dtype = data.x, accumulation_dtype(data.x.dtype)
     u = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if want_x else None
     sweep = plan.sweep(data, kept)
@@ -175,9 +175,9 @@ def _products(
         rows = cols
     carried = None if cols is None else plan.route.exchange.distribute(cols.stacked())
 
-    def visit(block: Block, carried: Tensor | None, into: Tensor | None, local: Tensor | None) -> None:
-        of_block = None if cols is None or carried is None else cols.unstacked(carried)
-        sweep.gradients(block, rows, of_block, u=local if plan.symmetric else u, v=into, of_offsets=of_offsets)
+    def visit(block: Block, carried: Tensor | None, accumulated: Tensor | None, local: Tensor | None) -> None:
+        block_cols = None if cols is None or carried is None else cols.unstacked(carried)
+        sweep.gradients(block, rows, block_cols, u=local if plan.symmetric else u, v=accumulated, of_offsets=of_offsets)
 
     initial = x.new_zeros(1, x.shape[1], dtype=dtype) if want_y else None
-    return u, plan.route.exchange.accumulate(data.held, visit, carried=carried, initial=initial, to_owner=True)
+    return u, plan.route.exchange.accumulate(data.fetched, visit, carried=carried, initial=initial, to_owner=True)

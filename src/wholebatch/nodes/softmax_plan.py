@@ -1,4 +1,4 @@
-"""What the forward and the backward pass of one softmax node have in common."""
+"""The plan of one call of the softmax node, which its forward and its backward pass share."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .towers import Towers
 
 @dataclass(frozen=True)
 class Bounds:
-    """What is known of similarities before any is computed: it decides whether one shift serves all logits.
+    """Bounds of similarities, known before any is computed: they decide whether one shift serves all logits.
 
     Args:
-        similarity: no similarity's absolute value is larger.
-        min_pair_product: no similarity of a pair is smaller, where each sum in the loss has one pair; None: unknown.
-        add_positive: f, where the loss adds exp(f T_i) to a row's sum, which need not be exact far below that; or 0.
-        offset: no offset of the selection is larger, nor its negative.
+        similarity: upper bound of the absolute value of a similarity.
+        min_pair_product: lower bound of a pair's similarity, where each sum in the loss has one pair; None: unknown.
+        add_positive: f, if the loss adds exp(f T_i) to a row's sum, which need not be exact far below that; else 0.
+        offset: upper bound of the absolute value of the selection's offsets.
     """
 
     similarity: float
@@ -32,13 +32,13 @@ class Bounds:
 
 @dataclass(frozen=True)
 class LogitBounds:
-    """The same, of logits.
+    """Bounds of logits, known before any is computed.
 
     Args:
-        largest: no logit is larger.
-        min_pair: no logit of a pair is smaller, where each sum in the loss has one; None: unknown.
+        largest: upper bound of the logits.
+        min_pair: lower bound of a pair's logit, where each sum in the loss has one pair; None: unknown.
         add_positive: as in :class:`Bounds`.
-        terms: the most candidates of a row or column.
+        terms: upper bound of the candidates of a row or column.
     """
 
     largest: float
@@ -49,20 +49,20 @@ class LogitBounds:
 
 @dataclass(frozen=True)
 class SoftmaxPlan:
-    """What the forward and the backward pass of one call have in common.
+    """The facts that the forward and the backward pass of one call share.
 
     Args:
-        route: how Y's rows travel, and the memory of tiles.
-        towers: how features become X and Y.
-        selection: which entries are positives and which are candidates.
+        route: the exchange of Y's rows, and the memory of tiles.
+        towers: the rule by which features become X and Y.
+        selection: the positives and the candidates.
         guide: this rank's rows of the guide's features of Y, if the selection has a guide.
         scale: of S.
         bounds: of logits.
         size: N, the size of the batch.
-        rows, cols: the fields wanted (see `sweep.softmax`), "sum" the first; empty for none. Of a symmetric S, `cols`.
+        rows, cols: the requested fields (see `sweep.softmax`), "sum" first; empty for none. For a symmetric S, `cols`.
         differentiable: whether a backward pass may follow.
         in_kernels: whether Triton kernels compute the tiles that they support.
-        dtype: in which features are multiplied; None: in their own.
+        dtype: the dtype in which features are multiplied; None: that of the features.
     """
 
     route: Route
@@ -80,7 +80,7 @@ class SoftmaxPlan:
 
     @property
     def symmetric(self) -> bool:
-        """Whether the columns of S are its rows: their numbers are then the rows' as well."""
+        """Whether the columns of S are its rows, so that their statistics are the same."""
         return self.route.exchange.symmetric
 
     @property
@@ -94,7 +94,7 @@ class SoftmaxPlan:
         driver = Driver(
             data.x,
             self.scale,
-            side=max(1, budget.side // group) * group,  # no group in two tiles
+            side=max(1, budget.side // group) * group,  # a group lies in one tile
             largest=exchange.largest_block,
             norms=data.norms,
             col_norms=data.col_norms,
@@ -107,23 +107,23 @@ class SoftmaxPlan:
 
 @dataclass(frozen=True)
 class Data:
-    """What passes over S start from.
+    """The tensors from which passes over S start.
 
     Args:
-        x: this rank's rows of X.
-        held: what it holds of Y.
-        norms: (b, 1), by which the sweep divides X's rows, or None.
-        col_norms: (B, 1), by which it divides Y's rows, of all columns, or None.
+        x: the local rows of X.
+        fetched: the rows of Y that `Exchange.fetch` returned.
+        norms: (b, 1), divisors of X's rows, or None.
+        col_norms: (B, 1), divisors of Y's rows, for all columns, or None.
     """
 
     x: Tensor
-    held: Tensor
+    fetched: Tensor
     norms: Tensor | None
     col_norms: Tensor | None
 
     @classmethod
-    def of(cls, plan: SoftmaxPlan, x: Tensor, held: Tensor, norms: Tensor | None, col_norms: Tensor | None) -> Data:
-        """Return the data of a plan, from the norms of X's rows and of all of Y's, where rows are divided by them."""
-        of_rows = norms if plan.towers.normalize_per_tile else plan.towers.stay_norms
-        divisors_ = [None if of is None else divisors(of) for of in (of_rows, col_norms)]
-        return cls(x, held, *divisors_)
+    def of(cls, plan: SoftmaxPlan, x: Tensor, fetched: Tensor, norms: Tensor | None, col_norms: Tensor | None) -> Data:
+        """Return the data of a plan, from the norms of X's rows and of all of Y's rows, if rows are divided by them."""
+        row_norms = norms if plan.towers.normalize_per_tile else plan.towers.stay_norms
+        divisors_ = [None if x is None else divisors(x) for x in (row_norms, col_norms)]
+        return cls(x, fetched, *divisors_)

@@ -1,4 +1,4 @@
-"""From a loss's features to X, whose rows stay, and Y, whose rows travel; and from dX and dY back to the features."""
+"""Join a loss's features into X, whose rows stay, and Y, whose rows travel; split dX and dY into their gradients."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Joined = tuple[Tensor | None, Tensor | None]  # of X's rows, and of Y's
 
 @dataclass(frozen=True)
 class Towers:
-    """X = the features `stays`, one below the other, Y = the features `travels`; without those, Y is X.
+    """The features of X (`stays`, concatenated) and of Y (`travels`; if empty, Y is X), by index.
 
     With `normalize`, the rows of X and Y are the features' rows divided by their norms. With `normalize_per_tile` as
-    well, X and Y hold the rows as they are, and the sweep divides a tile's rows at a time. So it does with
-    `stay_norms`, (b, 1), the norms of X's rows, and with `travel_norms`, (B, 1), those of all of Y's rows, which this
-    rank then holds.
+    well, X and Y hold the given rows, and the sweep divides the rows of one tile at a time. It does the same with
+    `stay_norms`, (b, 1), the norms of X's rows, and with `travel_norms`, (B, 1), the norms of all rows of Y, all of
+    which this rank then holds.
     """
 
     stays: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What happens to a tile of the similarity matrix. Knows no ranks and, but for `pairs`, no loss."""
+"""Compute the similarity matrix S tile by tile, on one rank. Of a loss, only `pairs` is known here."""
 
 from .driver import Block, Driver
 from .hardest import HardestSweep

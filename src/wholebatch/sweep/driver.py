@@ -1,11 +1,10 @@
-"""The driver that all sweeps share: tiles of S = scale X Y^T + bias in, products with X and Y out.
+"""The driver of all sweeps: it computes tiles of S = scale X Y^T + bias, and products of their gradients with X and Y.
 
     logits      S_ij = scale x_i . y_j + bias                1 unit of multiply-adds
     products    U_i += dS_ij y_j,  V_j += dS_ij x_i          2 units       (U = dS Y, V = dS^T X)
 
-What happens to a tile in between is the business of a tile function (`softmax`, `sigmoid`). A buffer is allocated once,
-when it is first used. Half-precision features are widened to float32 tile by tile, so that every product is taken and
-summed in float32.
+A sweep (`softmax`, `sigmoid`) turns a tile of S into a tile of dS. A buffer is allocated once, when it is first used.
+Half-precision features are widened to float32 tile by tile, so that every product is computed and summed in float32.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ from ..partition import Tile, tiles
 
 @dataclass(frozen=True)
 class Block:
-    """Columns of the global batch that are at hand, and the rows of this rank that meet them."""
+    """Columns of the global batch that are on this rank now, and the local rows to multiply them with."""
 
-    y: Tensor  # (n, d), or more: what lies behind the first d numbers of a row is not part of S
-    cols: slice  # where they lie among all columns
+    y: Tensor  # (n, d), or wider: only the first d numbers of a row are part of S
+    cols: slice  # their place among all columns
     rows: slice
-    triangle: bool = False  # they are this rank's own rows, of a symmetric S: its upper triangle says all
+    triangle: bool = False  # the columns are the local rows of a symmetric S: the upper triangle suffices
 
 
 class Driver:
-    """Tiles of X's rows with one block of columns after another.
+    """Compute tiles of X's rows with one block of columns after another.
 
     Args:
         x: (b, d), the rows.
         scale, bias: of S.
         side: rows and columns of a tile.
-        largest: rows and columns of the largest block to come, where that is known to be smaller than a tile.
-        norms: (b, 1), by which X's rows are divided, a tile's at a time; None: they are taken as they are.
-        col_norms: (B, 1), by which Y's rows are, of all columns.
+        largest: rows and columns of the largest block, which may be smaller than a tile; None: not known.
+        norms: (b, 1), divisors of X's rows, applied tile by tile; None: no division.
+        col_norms: (B, 1), divisors of Y's rows, for all columns; None: no division.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class Driver:
         self._wide, self._side_rows = dict[str, Tensor](), {"x": rows, "y": cols}
 
     def tiles(self, block: Block) -> Iterator[tuple[Tile, Tensor, Tensor]]:
-        """Each tile with its rows of X and of Y, in the accumulation dtype."""
+        """Yield each tile with its rows of X and of Y, in the accumulation dtype."""
         rows, x = None, self.x[:0]
         for tile in tiles(block.rows, block.cols, self.side, triangle=block.triangle):
             if tile.rows != rows:
@@ -69,7 +68,7 @@ class Driver:
             yield tile, x, self._unit("y", y, self.col_norms, tile.cols)
 
     def _unit(self, tower: str, x: Tensor, norms: Tensor | None, at: slice) -> Tensor:
-        """Rows in the accumulation dtype, divided by their norms."""
+        """Return rows in the accumulation dtype, divided by their norms."""
         if norms is None and x.dtype == self.dtype:
             return x
         if tower not in self._wide:
@@ -78,24 +77,24 @@ class Driver:
         return buffer.copy_(x) if norms is None else torch.div(x, norms[at], out=buffer)
 
     def logits(self, tile: Tile, x: Tensor, y: Tensor) -> Tensor:
-        """The tile of S, in a buffer that the next one overwrites."""
-        # The scale comes after the product: as its alpha, some libraries round one factor's entries times it.
+        """Return the tile of S, in a buffer that the next tile overwrites."""
+        # Scale after the product: given as alpha, some libraries scale and round the entries of one factor first.
         logits = torch.mm(x, y.T, out=self.buffer(tile)).mul_(self.scale)
-        if tile.own_mirror:  # a product need not round S_ij and S_ji alike
+        if tile.own_mirror:  # a product may round S_ij and S_ji differently
             below = torch.triu(logits, 1, out=self.scratch(tile)).T
             logits.triu_().add_(below)
         return logits.add_(self.bias) if self.bias else logits
 
     def buffer(self, tile: Tile) -> Tensor:
-        """Where the tile of S lies."""
+        """Return the memory of the tile of S."""
         return self._memory(0, tile)
 
     def scratch(self, tile: Tile) -> Tensor:
-        """Memory for another tile."""
+        """Return memory for a second tile."""
         return self._memory(1, tile)
 
     def spare(self, tile: Tile, number: int = 0) -> Tensor:
-        """Memory for one more."""
+        """Return memory for a further tile, by its number."""
         return self._memory(2 + number, tile)
 
     def _memory(self, number: int, tile: Tile) -> Tensor:
@@ -115,5 +114,5 @@ class Driver:
 
 
 def relative(cols: slice, block: Block) -> slice:
-    """Columns of the global batch as columns of the block."""
+    """Return columns of the global batch as columns of the block."""
     return slice(cols.start - block.cols.start, cols.stop - block.cols.start)

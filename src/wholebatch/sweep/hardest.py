@@ -1,9 +1,9 @@
-"""The hardest positive and the hardest negative of each row: a sweep that remembers two entries per row.
+"""The hardest positive and the hardest negative of each row: a sweep that keeps two entries per row.
 
     n_i = argmax over negatives j of S_ij,        p_i = argmin over positives j of S_ij
 
-Which pair is hardest is no differentiable question; a loss takes the rows that it names and differentiates that. So
-there is no backward sweep: 1 unit of multiply-adds in all.
+The choice of the hardest pair is not differentiable. A loss fetches the rows of these pairs and differentiates their
+similarities, so there is no backward sweep: 1 unit of multiply-adds in all.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ NOBODY = -1
 
 
 class HardestSweep:
-    """One pass over the blocks of S.
+    """Make one pass over the blocks of S.
 
     Args:
         driver: of the rows.
-        pairs: what is positive, what is excluded.
+        pairs: positive and excluded entries.
 
     Attributes:
-        negatives: (b,), the column of each row's largest negative so far; NOBODY where it has none.
-        positives: (b,), the column of its smallest positive.
-        largest: (b,), those negatives.
-        smallest: (b,), those positives.
+        negatives: (b,), the column of each row's largest negative so far; NOBODY where a row has none.
+        positives: (b,), the column of each row's smallest positive so far, likewise.
+        largest: (b,), the values of these negatives.
+        smallest: (b,), the values of these positives.
     """
 
     def __init__(self, driver: Driver, pairs: Pairs) -> None:
@@ -40,26 +40,26 @@ class HardestSweep:
         self.smallest = self.largest.neg()
 
     def block(self, block: Block) -> None:
-        """Take in a block."""
+        """Update the hardest pairs with those of a block."""
         for tile, x, y in self.driver.tiles(block):
-            similar = self.driver.logits(tile, x, y)
+            similarities = self.driver.logits(tile, x, y)
             at = self.pairs.positive.within(tile, x.device)
             excluded = self.pairs.excluded.within(tile, x.device)
             rows, first = tile.rows, tile.cols.start
             if at is not None:
                 far = self.driver.scratch(tile).fill_(float("inf"))
-                far[at] = similar[at]
+                far[at] = similarities[at]
                 smallest, where = far.min(1)
                 nearer = smallest < self.smallest[rows]
                 _take(self.smallest[rows], self.positives[rows], smallest, where + first, nearer)
-                similar[at] = float("-inf")
+                similarities[at] = float("-inf")
             if excluded is not None:
-                similar[excluded] = float("-inf")
-            largest, where = similar.max(1)
+                similarities[excluded] = float("-inf")
+            largest, where = similarities.max(1)
             _take(self.largest[rows], self.negatives[rows], largest, where + first, largest > self.largest[rows])
 
 
 def _take(best: Tensor, column: Tensor, new: Tensor, new_column: Tensor, better: Tensor) -> None:
-    """Replace what is not as good."""
+    """Replace entries where a better one was found."""
     best.copy_(torch.where(better, new, best))
     column.copy_(torch.where(better, new_column, column))

@@ -1,7 +1,7 @@
-"""Tiles of S for kernels: which parts of X and Y, which of their entries are special, and what becomes of dS.
+"""Tiles of S for kernels: their parts of X and Y, their special entries, and the products of dS with X and Y.
 
-A kernel writes a tile of dS in the features' precision, and two products add it to dX and dY, in float32. There is no
-other tile in memory, so that it has the memory of plain PyTorch's two.
+A kernel writes a tile of dS in the features' precision, and two products add it to dX and dY, in float32. Memory holds
+no other tile, so this one may take as many bytes as the two tiles of plain PyTorch.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from .driver import Block, Driver, relative
 from .members import Members, members
 from .pairs import Pairs
 
-LARGEST = 2.0**14  # that an entry of dS may be in float16
+LARGEST = 2.0**14  # bound of an entry of dS in float16
 _TILES = 2  # of plain PyTorch's sweep
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass
 class KernelTiles:
-    """Tiles of a driver's rows with one block of columns after another.
+    """Iterate over the tiles of a driver's rows with one block of columns after another.
 
     Args:
-        driver: of the rows; its bias is the business of who adds it.
+        driver: of the rows; the caller adds its bias.
         positive, excluded: sets of entries.
-        candidates: which entries are, as :class:`kernels.TileInputs` has it.
-        row_terms: what rows have of their own, or None.
+        candidates: code of the candidates, as in :class:`kernels.TileInputs`.
+        row_terms: scales and offsets of the rows, or None.
         side: rows and columns of a tile.
     """
 
@@ -57,16 +57,16 @@ class KernelTiles:
         bytes_of_an_entry: tuple[int, int] | None = None,
         float16: bool = False,
     ) -> KernelTiles | None:
-        """Tiles in the memory of plain PyTorch's; None if a kernel does not know what is asked.
+        """Return tiles in the memory of plain PyTorch's; None where the kernels do not support the case.
 
         Args:
             driver: of the rows.
-            pairs: which entries are special.
-            columns: how many the global batch has.
+            pairs: positive and excluded entries.
+            columns: number of columns of the global batch.
             candidates: as above.
-            offsets: (b,), of rows, or None.
-            bytes_of_an_entry: here, and in plain PyTorch; None: of one tile of dS, and of two tiles.
-            float16: whether dS is small enough for it, but for norms that rows are divided by.
+            offsets: (b,), offsets of the rows, or None.
+            bytes_of_an_entry: bytes here and in plain PyTorch; None: one tile of dS here, two tiles there.
+            float16: whether dS fits into float16 where rows are not divided by norms.
         """
         normed = driver.norms is not None or driver.col_norms is not None
         if driver.x.dtype not in _DTYPES and not (driver.x.dtype == torch.float16 and float16 and not normed):
@@ -86,7 +86,7 @@ class KernelTiles:
         return cls(driver, positive, excluded, candidates, row_terms, side)
 
     def __call__(self, block: Block) -> Iterator[tuple[Tile, kernels.TileInputs]]:
-        """Each tile of the block."""
+        """Yield each tile of the block."""
         driver, row_terms = self.driver, self.row_terms
         for tile in tiles(block.rows, block.cols, self.side, triangle=block.triangle):
             of_tile = None
@@ -109,7 +109,7 @@ class KernelTiles:
             )
 
     def gradient(self, tile: Tile, *several: int) -> Tensor:
-        """Memory for a tile of dS, or for several."""
+        """Return memory for a tile of dS, or for several."""
         shape = (*several, *tile.shape)
         if self._written is None or self._written.numel() < prod(shape):
             self._written = self.driver.x.new_empty(prod(shape))
@@ -126,12 +126,12 @@ class KernelTiles:
 
 
 def side_of_tiles(side: int, dtype: torch.dtype) -> int:
-    """Rows and columns of a tile of dS in the memory of plain PyTorch's two tiles of this side."""
+    """Return the side of a tile of dS that has the memory of two tiles of this side in plain PyTorch."""
     return isqrt(side**2 * _TILES * accumulation_dtype(dtype).itemsize // dtype.itemsize)
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, summed in the precision of `total`."""
+    """Add the product a b to `total`, summed in the precision of `total`."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif total.device.type == "cuda":

@@ -1,17 +1,17 @@
-"""How large a tile is, and how much of exp(S) is kept for the backward pass: integers from `memory=`.
+"""The size of a tile, and the number of entries of exp(S) kept for the backward pass, computed from `memory=`.
 
     "flat"   two tiles, whatever the batch. S is computed twice: 4 units of b B d multiply-adds for a loss that uses
              rows and columns
-    bytes    of all the tiles that a rank holds at a time. Fewer than "flat" takes: smaller tiles. More: the rest keeps
-             exp(S), and the backward pass need not compute it again: 3 units for what is kept
-    "auto"   "flat", unless all of exp(S) fits into one more tile: then it is kept, as it is
+    bytes    the memory of all tiles that a rank holds at a time. With less than "flat" needs, tiles are smaller. With
+             more, the rest holds exp(S), which the backward pass does not compute again: 3 units for kept entries
+    "auto"   "flat", unless all of exp(S) fits into one more tile: then it is kept without rounding
 
-For half precision, a tile's rows of X and of Y in float32 come on top of each.
+In half precision, each tile also needs its rows of X and of Y in float32.
 
-exp(S) is kept as it is where the budget holds all of it (4 bytes per entry in float32, 8 in float64), and always in
-float64. Otherwise float32 keeps bfloat16, 2 bytes per entry: then each off-diagonal weight P_ij + Q_ij in a kept tile
-carries a relative error of at most 2^-9. The loss, and the weights of positive pairs, are not rounded. Where a row has
-several positives, which then compete with each other, nothing is.
+exp(S) is kept without rounding where the budget holds all of it (4 bytes per entry in float32, 8 in float64), and
+always in float64. Otherwise a float32 sweep keeps bfloat16, 2 bytes per entry: then each off-diagonal weight
+P_ij + Q_ij in a kept tile carries a relative error of at most 2^-9. The loss and the weights of positive pairs are not
+rounded. Where a row has several positives, which compete with each other, nothing is rounded.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import torch
 Memory = Literal["auto", "flat"] | int
 
 _TILES = 2  # the logits, and a scratch tile
-_SMALLEST_SIDE = 32  # below that, it is the tiles' number that takes the time
+_SMALLEST_SIDE = 32  # smaller tiles would be so many that their number takes the time
 _MANY_TILES = 256**2
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a sweep may allocate."""
+    """The memory that a sweep may allocate."""
 
     side: int  # rows and columns of a tile
     kept: int  # entries of exp(S) that are kept
@@ -39,12 +39,12 @@ class Budget:
 
 
 def default_side(device: torch.device) -> int:
-    """Rows and columns of a tile: on a CPU, so that two tiles stay in its caches; elsewhere, so that they fill it."""
+    """Return rows and columns of a tile: on a CPU, two tiles fit into its caches; a GPU is kept busy by one tile."""
     return 640 if device.type == "cpu" else 4096
 
 
 def smallest_budget(rows: int, cols: int, dtype: torch.dtype) -> int:
-    """The bytes below which a sweep over rows x cols would not end: tiles of side 32, or 65536 tiles.
+    """Return the least bytes with which a sweep over rows x cols ends in good time: tiles of side 32, or 65536 tiles.
 
     >>> smallest_budget(4, 4, torch.float32), smallest_budget(8192, 8192, torch.float32)
     (8, 8192)
@@ -54,14 +54,14 @@ def smallest_budget(rows: int, cols: int, dtype: torch.dtype) -> int:
 
 
 def fit(memory: Memory, *, entries: int, side: int, dtype: torch.dtype, exact: bool = False) -> Budget:
-    """The budget of one rank.
+    """Return the budget of one rank.
 
     Args:
         memory: "auto", "flat", or bytes.
-        entries: of S that this rank computes.
-        side: of a tile, where memory does not say otherwise.
+        entries: number of entries of S that this rank computes.
+        side: of a tile, unless memory asks for smaller ones.
         dtype: the accumulation dtype.
-        exact: nothing that is kept may be rounded.
+        exact: whether kept entries must not be rounded.
 
     >>> fit(1000, entries=100, side=512, dtype=torch.float32)
     Budget(side=11, kept=0, kept_dtype=torch.float32)
@@ -82,19 +82,19 @@ def fit(memory: Memory, *, entries: int, side: int, dtype: torch.dtype, exact: b
 
 
 class KeptTiles:
-    """The first tiles of a sweep, one behind the other in one buffer, until the next does not fit."""
+    """The first tiles of a sweep, one after the other in one buffer, as many as fit."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer = buffer
         self._used = 0
 
     def keep(self, tile: torch.Tensor) -> None:
-        """A copy of `tile`, if it fits."""
+        """Keep a copy of `tile`, if it fits."""
         room = self.next(tile.shape)
         if room is not None:
             room.copy_(tile)
 
     def next(self, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """Where the next tile is kept, in the order in which they come; None if it is not."""
+        """Return the memory of the next tile, in the order of the sweep; None if that tile is not kept."""
         start, self._used = self._used, self._used + shape[0] * shape[1]
         return self.buffer[start : self._used].view(shape) if self._used <= len(self.buffer) else None

@@ -2,9 +2,9 @@
 
     S^l_ij = scale r^l_i q^l_j sum_{k < m_l} x_ik y_jk,        m_1 < m_2 < ... and r, q the inverse norms of the parts
 
-The products of a part are those of the part before and a few features more: all of them together cost the 1 unit of
-multiply-adds of the largest. So it is backward: with G^l_ij = scale r^l_i q^l_j dS^l_ij, the features between m_{l-1}
-and m_l see the sum of G over l and all larger parts: 3 units in all. Of each part there is a tile in memory.
+The products of a part are those of the part before plus those of a few more features. All parts together cost the
+1 unit of multiply-adds of the largest. The same holds backward: with G^l_ij = scale r^l_i q^l_j dS^l_ij, the features
+between m_{l-1} and m_l get the sum of G over l and all larger parts: 3 units in all. Memory holds a tile of each part.
 
 The derivative by the inverse norms is sum_j dS^l_ij S^l_ij / r^l_i for rows, and likewise for columns.
 """
@@ -23,11 +23,11 @@ from .pairs import Index, Pairs
 
 
 class NestedSweep:
-    """Passes over the blocks of S, in the same order each time; Y's rows carry their inverse norms behind them.
+    """Pass over the blocks of S, in the same order each time; each row of Y carries its inverse norms at the end.
 
     Args:
-        driver: of the rows, of scale 1, with a tile for each part beyond three.
-        pairs: what is positive, what is excluded; sums run over the negatives.
+        driver: of the rows, with scale 1; it holds three tiles and one for each part.
+        pairs: positive and excluded entries; sums run over the negatives.
         dims: m_l.
         inverse_norms: r, (b, number of parts).
         scale: of S.
@@ -43,9 +43,9 @@ class NestedSweep:
         self._wide = wide_dtype(driver.x.device)
 
     def sums(self, block: Block, rows: Tensor, targets: Tensor, cols: Tensor | None) -> None:
-        """Add the block's exponentials to `rows` (b, parts) and `cols` (n, parts), positives' logits to `targets`."""
+        """Add exponentials to `rows` (b, parts) and `cols` (n, parts), and positives' logits to `targets`."""
         for tile, x, y in self.driver.tiles(block):
-            at, excluded = (of.within(tile, x.device) for of in (self.pairs.positive, self.pairs.excluded))
+            at, excluded = (entries.within(tile, x.device) for entries in (self.pairs.positive, self.pairs.excluded))
             here = relative(tile.cols, block)
             for part in range(len(self.dims)):
                 logits = self._logits(part, tile, x, y, block)
@@ -67,7 +67,7 @@ class NestedSweep:
         of_rows: Tensor,
         of_cols: Tensor | None,
     ) -> None:
-        """Add dX to `u` and dY to `v`, but for the factor of a loss.
+        """Add dX to `u` and dY to `v`, without the factor that the loss applies at the end.
 
         Args:
             block: of columns.
@@ -76,12 +76,12 @@ class NestedSweep:
             cols: a'_j / C_j, (n, parts).
             u: (b, d), None where not needed.
             v: (n, d), None where not needed.
-            of_rows: (b, parts), to which sum_j dS_ij S_ij is added.
-            of_cols: (n, parts), to which sum_i dS_ij S_ij is added.
+            of_rows: (b, parts), gets sum_j dS_ij S_ij added.
+            of_cols: (n, parts), gets sum_i dS_ij S_ij added; None where not needed.
         """
         dtype = self.driver.dtype
         for tile, x, y in self.driver.tiles(block):
-            at, excluded = (of.within(tile, x.device) for of in (self.pairs.positive, self.pairs.excluded))
+            at, excluded = (entries.within(tile, x.device) for entries in (self.pairs.positive, self.pairs.excluded))
             here, inverse = relative(tile.cols, block), self._inverse(block)
             for part in range(len(self.dims)):
                 grad = self.driver.spare(tile, part).copy_(self._logits(part, tile, x, y, block))
@@ -110,7 +110,7 @@ class NestedSweep:
                     v[here, features].addmm_(grad.T, x[:, features])
 
     def _logits(self, part: int, tile: Tile, x: Tensor, y: Tensor, block: Block) -> Tensor:
-        """The tile of S^l, in the scratch tile; the products up to here stay in the driver's."""
+        """Return the tile of S^l, in the scratch tile; the products of parts so far stay in the driver's buffer."""
         features, products = self._parts[part], self.driver.buffer(tile)
         if part:
             products.addmm_(x[:, features], y[:, features].T)

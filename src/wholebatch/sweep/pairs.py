@@ -1,13 +1,13 @@
-"""Which entries of the similarity matrix are positive pairs, and which do not count: all that a sweep asks of a loss.
+"""Sets of entries of the similarity matrix: the positive pairs, and the excluded entries.
 
-A sweep asks two questions about a tile. The answer is an index of entries, with which `matrix[index]` reads and writes
-them, or None where there are none:
+A sweep asks for the entries of a tile in two sets. The answer is an index, with which `matrix[index]` reads and writes
+these entries, or None where there are none:
 
     positive.within(tile)    the entries that are targets
     excluded.within(tile)    the entries that are no candidates: their exponential is 0, and so is their gradient
 
-All other entries are negatives. Sets of entries are described in O(B) numbers, never as a B x B mask: as diagonals, for
-row k of one tower belongs to row k of the other; or by integer ids of rows and columns, for those with equal ids belong
+All other entries are negatives. A set of entries is described by O(B) numbers, never by a B x B mask: by diagonals,
+where row k of one tower belongs to row k of the other; or by integer ids of rows and columns, where equal ids belong
 together.
 """
 
@@ -25,10 +25,10 @@ Index = tuple[Tensor, Tensor]
 
 
 class Entries(Protocol):
-    """A set of entries, in rows of this rank and columns of the global batch."""
+    """A set of entries, in local rows and columns of the global batch."""
 
     def within(self, tile: Tile, device: torch.device) -> Index | None:
-        """Those of the tile, relative to its first row and column."""
+        """Return the entries of the tile, relative to its first row and column; None where there are none."""
         ...
 
 
@@ -53,12 +53,12 @@ class Diagonals:
 
 
 class EqualIds:
-    """The entries whose row and column have the same id, but for some.
+    """The entries whose row and column have the same id, without those of another set.
 
     Args:
-        rows: (b,) ids of this rank's rows.
+        rows: (b,) ids of the local rows.
         cols: (B,) ids of all columns.
-        but: entries that are left out.
+        but: the entries that are left out; None: all count.
 
     >>> pairs = EqualIds(torch.tensor([7, 8]), torch.tensor([8, 7, 8]), but=Diagonals(Diagonal(0, 1, 2)))
     >>> pairs.within(Tile(slice(0, 2), slice(0, 3)), torch.device("cpu"))
@@ -78,10 +78,10 @@ class EqualIds:
 
 
 class NamedRows:
-    """The entries of the rows that each column names.
+    """The entries in the rows that each column names.
 
     Args:
-        rows: (B, k) or (B,), for each column rows of this rank, or -1 where one is not here; none twice.
+        rows: (B, k) or (B,), local rows for each column, or -1 where a row is on another rank; no row twice.
 
     >>> NamedRows(torch.tensor([2, -1, 1])).within(Tile(slice(1, 3), slice(0, 3)), torch.device("cpu"))
     (tensor([1, 0]), tensor([0, 2]))
@@ -97,7 +97,7 @@ class NamedRows:
 
 
 class Union:
-    """The entries of several sets that have none in common."""
+    """The entries of several disjoint sets."""
 
     def __init__(self, *sets: Entries) -> None:
         self.sets = sets
@@ -115,7 +115,7 @@ NONE = Diagonals()
 
 @dataclass(frozen=True)
 class Pairs:
-    """Positive and excluded entries; the rest is negative."""
+    """Positive and excluded entries; all others are negative."""
 
     positive: Entries = NONE
     excluded: Entries = NONE

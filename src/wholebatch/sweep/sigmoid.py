@@ -1,12 +1,12 @@
-"""The sigmoid sweep: every entry is a loss of its own, so one pass does all, gradient included.
+"""The sigmoid sweep: every entry is one term of the loss, so one pass computes loss and gradient.
 
 With z_ij = 1 for a positive pair and -1 otherwise,
 
     l_ij = -log sigmoid(z_ij S_ij) = softplus(-z_ij S_ij),        d l_ij / d S_ij = -z_ij sigmoid(-z_ij S_ij)
 
-so a tile needs no sums from elsewhere before its gradient is known: 3 units of multiply-adds in the forward pass (1
-where no gradient is wanted), none in the backward. Both functions are evaluated on m_ij = -z_ij S_ij, which is S_ij but
-for the positives: they are negated before and their gradient after, never taken as differences.
+so the gradient of a tile needs no sums of other tiles: 3 units of multiply-adds in the forward pass (1 if no gradient
+is needed), none in the backward pass. Both functions are evaluated at m_ij = -z_ij S_ij. That is S_ij for negatives;
+positives are negated before and their gradient after, so that no difference is taken.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .pairs import Pairs
 
 
 class SigmoidSweep:
-    """One pass over the blocks of S.
+    """Make one pass over the blocks of S.
 
     Args:
         driver: of the rows.
-        pairs: which entries are positive, and which do not count.
-        dtype: in which losses are summed.
-        weights: (b,), of the rows, in the gradient; None: 1.
+        pairs: positive and excluded entries.
+        dtype: the dtype in which losses are summed.
+        weights: (b,), weights of the rows in the gradient; None: 1.
     """
 
     def __init__(self, driver: Driver, pairs: Pairs, dtype: torch.dtype, weights: Tensor | None = None) -> None:
@@ -36,7 +36,7 @@ class SigmoidSweep:
         self.grad_bias = torch.zeros((), dtype=dtype, device=driver.x.device)  # sum_ij w_i d l_ij / d S_ij
 
     def block(self, block: Block, u: Tensor | None, v: Tensor | None, *, bias: bool) -> None:
-        """Take in a block; add dS Y to `u` (b, d), dS^T X to `v` (n, d), and sum dS for the bias if asked to."""
+        """Add a block's losses, dS Y to `u` (b, d), dS^T X to `v` (n, d), and with `bias` the sum of dS."""
         for tile, x, y in self.driver.tiles(block):
             m = self.driver.logits(tile, x, y)
             at = self.pairs.positive.within(tile, m.device)
@@ -58,7 +58,7 @@ class SigmoidSweep:
             self.driver.products(grad, tile, x, y, block, u, v)
 
     def _add_softplus(self, m: Tensor, tile: Tile) -> None:
-        """sum_j log(1 + exp(m)) = sum_j max(m, 0) + log(1 + exp(-|m|))."""
+        """Add sum_j log(1 + exp(m)) = sum_j max(m, 0) + log(1 + exp(-|m|)) to the losses of the tile's rows."""
         scratch, losses = self.driver.scratch(tile), self.losses[tile.rows]
         losses += torch.clamp(m, min=0, out=scratch).sum(1)
         losses += torch.abs(m, out=scratch).neg_().exp_().log1p_().sum(1)

@@ -2,13 +2,13 @@
 
     K_i = sum_j P_ij (S_ij - C_i),    P_ij = exp(T_ij - A_i),    A_i = logsumexp_j T_ij of a teacher's similarities T
 
-and the same for columns with Q_ij = exp(T_ij - A'_j). The A are known beforehand, so that no weight exceeds 1; so are
-the C, the logsumexps of S itself, so that what is summed is small, and -K_i is a cross-entropy,
+and the same for columns with Q_ij = exp(T_ij - A'_j). The A are known beforehand, so that no weight exceeds 1. The C,
+the logsumexps of S, are known too, so that the terms of the sum are small. Then -K_i is a cross-entropy,
 
     L_i = C_i - sum_j P_ij S_ij,        dL_i / dS_ij = exp(S_ij - C_i) - P_ij
 
-The difference of student and teacher is taken in the tile, before anything is summed: where they all but agree, nothing
-is lost. Forward 2 units of multiply-adds (S and T), backward the same and 2 for the products.
+The difference of student and teacher is taken in the tile, before any sum: where they almost agree, no digits are lost.
+Forward: 2 units of multiply-adds (S and T). Backward: the same, and 2 for the products.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Sides = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class SoftTargetSweep:
-    """Passes over the blocks of S and T; Y's rows carry the teacher's behind their own.
+    """Pass over the blocks of S and T; each row of Y carries the teacher's features after the student's.
 
     Args:
         driver: of the student's rows.
-        teacher: of the teacher's rows, with tiles of the same side.
+        teacher: driver of the teacher's rows, with tiles of the same side.
     """
 
     def __init__(self, driver: Driver, teacher: Driver) -> None:
@@ -35,43 +35,43 @@ class SoftTargetSweep:
     def sums(self, block: Block, rows: tuple[Tensor, Tensor, Tensor], cols: tuple[Tensor, Tensor, Tensor]) -> None:
         """Add the block's part to the sums of rows, (b, 3), and of columns, (n, 3), each given as (A, C, sums).
 
-        These are K, and sum_j exp(T_ij - A_i) and sum_j exp(S_ij - C_i): 1, but for what A and C have lost to rounding.
+        The sums are K, sum_j exp(T_ij - A_i) and sum_j exp(S_ij - C_i). The last two are 1 but for rounding of A, C.
         """
-        of_teacher = self._of_teacher(block)
+        teacher_cols = self._teacher_columns(block)
         for tile, x, y in self.driver.tiles(block):
             logits = self.driver.logits(tile, x, y)
             here = relative(tile.cols, block)
-            targets = self.teacher.logits(tile, self.teacher.x[tile.rows], of_teacher[here])
-            for (lse, near, into), at, dim in ((rows, tile.rows, 1), (cols, here, 0)):
+            targets = self.teacher.logits(tile, self.teacher.x[tile.rows], teacher_cols[here])
+            for (lse, near, sums), at, dim in ((rows, tile.rows, 1), (cols, here, 0)):
                 weights = torch.sub(targets, _at(lse, at, dim, targets), out=self.driver.scratch(tile)).exp_()
                 away = torch.sub(logits, _at(near, at, dim, logits), out=self.teacher.scratch(tile))
-                into[at, 1] += weights.sum(dim)
-                into[at, 0] += weights.mul_(away).sum(dim)
-                into[at, 2] += away.exp_().sum(dim)
+                sums[at, 1] += weights.sum(dim)
+                sums[at, 0] += weights.mul_(away).sum(dim)
+                sums[at, 2] += away.exp_().sum(dim)
 
     def gradients(self, block: Block, rows: Sides, cols: Sides, u: Tensor | None, v: Tensor | None) -> None:
-        """Add dS Y to `u` (b, d) and dS^T X to `v` (n, d), from rows' and columns' ((C, c), (A, a)); None is left out.
+        """Add dS Y to `u` (b, d) and dS^T X to `v` (n, d), unless None, from ((C, c), (A, a)) of rows and of columns.
 
-        dS_ij = c_i exp(S_ij - C_i) - a_i exp(T_ij - A_i), and the same of columns.
+        dS_ij = c_i exp(S_ij - C_i) - a_i exp(T_ij - A_i), plus the same for columns.
         """
-        of_teacher = self._of_teacher(block)
+        teacher_cols = self._teacher_columns(block)
         for tile, x, y in self.driver.tiles(block):
             here = relative(tile.cols, block)
             logits = self.driver.logits(tile, x, y)
-            targets = self.teacher.logits(tile, self.teacher.x[tile.rows], of_teacher[here])
+            targets = self.teacher.logits(tile, self.teacher.x[tile.rows], teacher_cols[here])
             grad, scratch = self.driver.scratch(tile), self.teacher.scratch(tile)
-            _weighed(logits, rows[0], tile.rows, 1, out=grad).sub_(
-                _weighed(targets, rows[1], tile.rows, 1, out=scratch)
+            _weighted(logits, rows[0], tile.rows, 1, out=grad).sub_(
+                _weighted(targets, rows[1], tile.rows, 1, out=scratch)
             )
-            _weighed(logits, cols[0], here, 0, out=logits).sub_(_weighed(targets, cols[1], here, 0, out=targets))
+            _weighted(logits, cols[0], here, 0, out=logits).sub_(_weighted(targets, cols[1], here, 0, out=targets))
             self.driver.products(grad.add_(logits), tile, x, y, block, u, v)
 
-    def _of_teacher(self, block: Block) -> Tensor:
+    def _teacher_columns(self, block: Block) -> Tensor:
         return block.y[:, self.driver.width :].to(self.teacher.dtype)
 
 
-def _weighed(logits: Tensor, side: tuple[Tensor, Tensor], at: slice, dim: int, *, out: Tensor) -> Tensor:
-    """exp(logits - lse) times a factor, of each row (dim 1) or column (dim 0)."""
+def _weighted(logits: Tensor, side: tuple[Tensor, Tensor], at: slice, dim: int, *, out: Tensor) -> Tensor:
+    """Return exp(logits - lse) times a factor, with one pair (lse, factor) for each row (dim 1) or column (dim 0)."""
     lse, factor = (_at(numbers, at, dim, logits) for numbers in side)
     return torch.sub(logits, lse, out=out).exp_().mul_(factor)
 

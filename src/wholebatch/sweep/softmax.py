@@ -1,32 +1,32 @@
-"""The softmax sweep: tiles of S to numbers of each row and column, and tiles of dS to dX and dY.
+"""The softmax sweep: statistics of each row and column from tiles of S, and dX and dY from tiles of dS.
 
-A pass over S collects, for each row i and likewise for each column j, sums over some of its entries:
+A pass over S accumulates, for each row i and likewise for each column j, sums over some of its entries:
 
     sum        R_i = sum_j exp(S_ij - c)      over the candidates, with a shift c (see `logsumexp`)
     target     T_i = sum_j S_ij               over the positives
     logits     M_i = sum_j S_ij               over the candidates
-    count      how many                       of the candidates
-    largest    max_j S_ij                     over the candidates but for positives (if there are other candidates)
-    negatives  sum_j exp(S_ij - c)            over the same
-    squares    sum_j exp(2 (S_ij - c))        over the same
+    count      number of terms                of the candidates
+    largest    max_j S_ij                     over the candidates without positives (if there are other candidates)
+    negatives  sum_j exp(S_ij - c)            over the same entries as largest
+    squares    sum_j exp(2 (S_ij - c))        over the same entries
 
-and a loss is any differentiable function of A_i = c + log R_i, T_i and M_i. With its derivatives a_i, t_i, m_i by
-those of the rows, and a'_j, t'_j, m'_j by those of the columns,
+A loss is any differentiable function of A_i = c + log R_i, T_i and M_i. With its derivatives a_i, t_i, m_i by the rows'
+statistics, and a'_j, t'_j, m'_j by the columns',
 
     dS_ij = E_ij (a_i / R_i + a'_j / C_j)     of candidates, E = exp(S - c)
           + m_i + m'_j                        of candidates
           + t_i + t'_j                        of positives
 
-Under one shift for all, E serves rows and columns: forward 1 unit of multiply-adds and one exponential per entry,
-backward 3 and one; 2 and none where E was kept.
+Under one shift for all, E serves rows and columns. Forward: 1 unit of multiply-adds and one exponential per entry.
+Backward: 3 units and one exponential, or 2 units and none where E was kept.
 
 The candidates are the negatives, or positives and negatives, or the positives. Where a row has one positive, its
-cross-entropy is softplus(A_i - T_i) over the negatives: no difference of numbers near 1 is left in dS, and where
-training has gone well, loss and gradient vanish as they should. Where positives are among the candidates, the two
-terms of their dS are added in float64, inside the tile.
+cross-entropy is softplus(A_i - T_i) with A over the negatives. Then dS contains no difference of numbers near 1, and
+loss and gradient vanish, as they should, for a row that is well separated. Where positives are among the candidates,
+the two terms of their dS are added in float64, inside the tile.
 
-A symmetric S (features against themselves) needs the tiles on and above the diagonal only: a tile's column sums are
-the mirrored tile's row sums, and dS + dS^T has the same form.
+A symmetric S (features against themselves) needs only the tiles on and above the diagonal: the column sums of a tile
+are the row sums of the mirrored tile, and dS + dS^T has the same form.
 """
 
 from __future__ import annotations
@@ -49,30 +49,30 @@ Over = Literal["negatives", "all", "positives"]
 
 
 class LogitTransform(Protocol):
-    """A function of the logits that takes their place, entry by entry; `cols` says which columns these are."""
+    """A function f that replaces each logit S by f(S); `cols` are the columns of the logits in the global batch."""
 
     def transform_(self, logits: Tensor, cols: slice, /) -> Tensor:
-        """S to f(S), in place."""
+        """Replace S by f(S), in place."""
         ...
 
     def slope_(self, logits: Tensor, cols: slice, /) -> Tensor:
-        """S to what stands for f'(S), in place."""
+        """Replace S by the slope that the backward pass uses for f'(S), in place."""
         ...
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which entries a pass sums over.
+    """The choice of entries that a pass sums over, and the form of their logits.
 
     Args:
-        pairs: what is positive, what is excluded.
+        pairs: positive and excluded entries.
         over: the candidates.
-        floor, ceiling: (b,), a row's candidates have logits above the one and up to the other.
-        guide: (b, g), features of another model; ceiling then holds for x_guide . y_guide, and Y's rows carry theirs
-            behind their own.
-        bend: takes the place of the logits.
-        offsets: (b,), added to a row's logits, bent or not.
-        best_of: rows come in groups of so many, and of a group a column's one candidate is that with the largest logit.
+        floor, ceiling: (b,), a row's candidates have logits above `floor` and up to `ceiling`; None: no limit.
+        guide: (b, g), features of another model; `ceiling` then limits x_guide . y_guide, and each row of Y carries its
+            guide features after its own.
+        transform: replaces the logits.
+        offsets: (b,), added to a row's logits after the transform.
+        best_of: size of the groups of rows; a column has one candidate in a group, the one with the largest logit.
     """
 
     pairs: Pairs
@@ -87,9 +87,9 @@ class Selection:
 
 @dataclass(frozen=True)
 class Sums:
-    """Where the numbers of rows or of columns are added up."""
+    """The statistics of rows or of columns so far; a pass adds to them."""
 
-    shift: Tensor | float  # one for all, or (n,)
+    shift: Tensor | float  # one for all rows, or (n,)
     fields: Mapping[str, Tensor]  # each (n,)
 
     def __getitem__(self, at: slice) -> Sums:
@@ -98,7 +98,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Weights:
-    """A loss's derivatives by the numbers of rows or of columns."""
+    """A loss's derivatives by the statistics of rows or of columns."""
 
     shift: Tensor | float
     of_exponentials: Tensor  # a_i / R_i
@@ -106,21 +106,21 @@ class Weights:
     of_logits: Tensor | None  # m_i
 
     def __getitem__(self, at: slice) -> Weights:
-        targets, logits = (None if of is None else of[at] for of in (self.of_targets, self.of_logits))
+        targets, logits = (None if x is None else x[at] for x in (self.of_targets, self.of_logits))
         return Weights(_at(self.shift, at), self.of_exponentials[at], targets, logits)
 
     def named(self) -> dict[str, Tensor]:
-        """Those that there are, by the fields of :class:`Sums` that they are derivatives by."""
+        """Return the derivatives that are not None, under the names of the fields of :class:`Sums`."""
         parts = {"sum": self.of_exponentials, "target": self.of_targets, "logits": self.of_logits}
         return {name: part for name, part in parts.items() if part is not None}
 
     def stacked(self) -> Tensor:
-        """What there is of them, (k, n), to travel with the columns."""
+        """Return the derivatives and the shift as one tensor, (k, n), to travel with the columns."""
         parts = (self.of_exponentials, self.of_targets, self.of_logits, self.shift)
         return torch.stack([part.to(self.of_exponentials) for part in parts if isinstance(part, Tensor)])
 
     def unstacked(self, rows: Tensor) -> Weights:
-        """The same kinds of numbers, from `stacked` ones of other columns."""
+        """Return the weights of other columns, from their `stacked` form."""
         remaining = iter(rows)
         parts = (self.of_exponentials, self.of_targets, self.of_logits, self.shift)
         found = [next(remaining) if isinstance(part, Tensor) else part for part in parts]
@@ -133,11 +133,11 @@ class Weights:
 
 
 class SoftmaxSweep:
-    """Passes over the blocks of S, in the same order each time.
+    """Pass over the blocks of S, in the same order each time.
 
     Args:
         driver: of the rows.
-        selection: what is summed over.
+        selection: the entries that are summed over.
         kept: memory for E, written by `sums` and read by `gradients`; None: E is computed again.
     """
 
@@ -146,14 +146,14 @@ class SoftmaxSweep:
         self._device, self._wide = driver.x.device, wide_dtype(driver.x.device)
 
     def maxima(self, block: Block, rows: Tensor | None, cols: Tensor | None) -> None:
-        """Raise `rows` (b,) and `cols` (n,) to the largest logits of the block's candidates; None is left out."""
+        """Raise `rows` (b,) and `cols` (n,), unless None, to the largest logits of the block's candidates."""
         for tile, x, y in self.driver.tiles(block):
             logits = self._candidates(tile, block, x, y).logits
             for largest, at, dim in _sides(tile, block, rows, cols):
                 largest[at] = torch.maximum(largest[at], logits.amax(dim))
 
     def sums(self, block: Block, rows: Sums | None, cols: Sums | None) -> None:
-        """Add the block's part to the fields of `rows` and `cols`; None is left out."""
+        """Add the block's part to the fields of `rows` and `cols`, unless None."""
         shift = one_shift(rows, cols)
         for tile, x, y in self.driver.tiles(block):
             sides = [(side[at], dim) for side, at, dim in _sides(tile, block, rows, cols)]
@@ -178,11 +178,11 @@ class SoftmaxSweep:
         v: Tensor | None,
         of_offsets: Tensor | None = None,
     ) -> None:
-        """Add dS Y to `u` (b, d), dS^T X to `v` (n, d) and dS 1 to `of_offsets` (b,); None is left out."""
+        """Add dS Y to `u` (b, d), dS^T X to `v` (n, d) and dS 1 to `of_offsets` (b,), unless None."""
         shift = one_shift(rows, cols)
         for tile, x, y in self.driver.tiles(block):
             sides = [] if rows is None else [(rows[tile.rows], 1)]
-            if cols is not None:  # of a tile that is its own mirror image, too: its gradient is dS + dS^T
+            if cols is not None:  # also for a tile on the diagonal of a symmetric S: its gradient is dS + dS^T
                 sides.append((cols[relative(tile.cols, block)], 0))
             grad, slope = self._gradient(tile, block, x, y, sides, shift)
             if of_offsets is not None:
@@ -191,18 +191,18 @@ class SoftmaxSweep:
                 grad.mul_(slope)
             self.driver.products(grad, tile, x, y, block, u, v)
 
-    # A tile of S: what is candidate in it, and what its rows or columns (`dim` is summed over) have of it.
+    # A tile of S: its candidates, and their part of the statistics of rows or columns (`dim` is summed over).
 
     def _candidates(self, tile: Tile, block: Block, x: Tensor, y: Tensor, *, slope: bool = False) -> _Entries:
-        """The tile of S, -inf where there is no candidate; if asked for, with the slope of the bend that it has."""
+        """Return the tile of S, -inf where there is no candidate; with `slope`, also the slope of its transform."""
         selection, logits = self.selection, self.driver.logits(tile, x, y)
         at = selection.pairs.positive.within(tile, self._device)
         if selection.best_of > 1:
-            _keep_the_best_(logits, selection.best_of)
-        steepness = None
+            _keep_largest_of_group_(logits, selection.best_of)
+        slopes = None
         if selection.transform is not None:
             if slope:
-                steepness = selection.transform.slope_(self.driver.spare(tile).copy_(logits), tile.cols)
+                slopes = selection.transform.slope_(self.driver.spare(tile).copy_(logits), tile.cols)
             selection.transform.transform_(logits, tile.cols)
         if selection.offsets is not None:
             logits.add_(selection.offsets[tile.rows, None])
@@ -222,15 +222,15 @@ class SoftmaxSweep:
             logits.fill_(float("-inf"))
         if at is not None and candidates is not None:
             logits[at] = float("-inf") if selection.over == "negatives" else candidates
-        return _Entries(logits, at, values, steepness)
+        return _Entries(logits, at, values, slopes)
 
     def _guide(self, guide: Tensor, tile: Tile, block: Block) -> Tensor:
-        """The guide's similarities, in the scratch tile; its features of the columns lie behind Y's."""
-        theirs = block.y[relative(tile.cols, block), self.driver.width :].to(self.driver.dtype)
-        return torch.mm(guide[tile.rows], theirs.T, out=self.driver.scratch(tile))
+        """Return the guide's similarities, in the scratch tile; each row of Y carries its guide features at the end."""
+        guide_cols = block.y[relative(tile.cols, block), self.driver.width :].to(self.driver.dtype)
+        return torch.mm(guide[tile.rows], guide_cols.T, out=self.driver.scratch(tile))
 
     def _sum_logits(self, entries: _Entries, fields: Mapping[str, Tensor], dim: int) -> None:
-        """Fields that are sums or maxima of the logits themselves."""
+        """Update the fields that are sums or maxima of the logits themselves."""
         logits, at, values = entries.logits, entries.at, entries.values
         if "target" in fields and at is not None and values is not None:
             fields["target"].index_add_(0, at[1 - dim], values.to(self._wide))
@@ -239,15 +239,15 @@ class SoftmaxSweep:
             fields["count"].add_(candidate.sum(dim))
             fields["logits"].add_(torch.where(candidate, logits, 0.0).sum(dim))
         if "largest" in fields:
-            among_others = self.selection.over == "all" and at is not None
-            if among_others:
+            has_positives = self.selection.over == "all" and at is not None
+            if has_positives:
                 kept, logits[at] = logits[at], float("-inf")
             fields["largest"].copy_(torch.maximum(fields["largest"], logits.amax(dim)))
-            if among_others:
+            if has_positives:
                 logits[at] = kept
 
     def _sum_exponentials(self, exponentials: Tensor, at: Index | None, sides: list[tuple[Sums, int]]) -> None:
-        """Fields that are sums of exponentials, which are overwritten if their squares are wanted."""
+        """Update the fields that are sums of exponentials; with 'squares' the exponentials are overwritten."""
         for side, dim in sides:
             side.fields["sum"].add_(exponentials.sum(dim))
         if not any("squares" in side.fields for side, _ in sides):
@@ -256,16 +256,16 @@ class SoftmaxSweep:
             exponentials[at] = 0.0
         for side, dim in sides:
             side.fields["negatives"].add_(exponentials.sum(dim))
-        squares = exponentials.to(self._wide).square_()  # of numbers that may be as large as float32 allows
+        squares = exponentials.to(self._wide).square_()  # wide: the exponentials may be near the largest float32
         for side, dim in sides:
             side.fields["squares"].add_(squares.sum(dim))
 
-    # A tile of dS, from its rows' and its columns' weights.
+    # A tile of dS, from the weights of its rows and columns.
 
     def _gradient(
         self, tile: Tile, block: Block, x: Tensor, y: Tensor, sides: list[tuple[Weights, int]], shift: float | None
     ) -> tuple[Tensor, Tensor | None]:
-        """By the logits after the bend, and the bend's slope."""
+        """Return the gradient by the transformed logits, and the slope of the transform."""
         kept = None if self.kept is None else self.kept.next(tile.shape)
         if kept is None:
             entries = self._candidates(tile, block, x, y, slope=True)
@@ -279,39 +279,39 @@ class SoftmaxSweep:
             _exp_(exponentials, shift)
         elif kept is not None and kept.dtype != self.driver.dtype:
             exponentials = self.driver.buffer(tile).copy_(kept)
-        of_pairs = None if at is None else self._gradient_of_pairs(exponentials, at, sides)
+        pair_grad = None if at is None else self._pair_gradient(exponentials, at, sides)
 
         if shift is None:
-            grad = self._weighted_by_own_shifts(exponentials, tile, sides)
+            grad = self._weighted_by_local_shifts(exponentials, tile, sides)
         else:
             factors = [side.of_exponentials.to(self.driver.dtype).unsqueeze(dim) for side, dim in sides]
             factor = torch.add(*factors, out=self.driver.scratch(tile)) if len(factors) == 2 else factors[0]
             grad = torch.mul(exponentials, factor, out=self.driver.buffer(tile))
         if candidate is not None:
-            for of_side in uniform:
-                grad.add_(torch.where(candidate, of_side.to(grad.dtype), 0.0))
-        if at is not None and of_pairs is not None:
-            grad[at] = of_pairs.to(grad.dtype)
+            for weight in uniform:
+                grad.add_(torch.where(candidate, weight.to(grad.dtype), 0.0))
+        if at is not None and pair_grad is not None:
+            grad[at] = pair_grad.to(grad.dtype)
         return grad, entries.slope
 
-    def _gradient_of_pairs(self, entries: Tensor, at: Index, sides: list[tuple[Weights, int]]) -> Tensor:
-        """dS of positive pairs, summed in float64; `entries` are E, or with a shift for each row and column S."""
-        of_entries = entries[at].to(self._wide)
-        total = torch.zeros_like(of_entries)
+    def _pair_gradient(self, entries: Tensor, at: Index, sides: list[tuple[Weights, int]]) -> Tensor:
+        """Return dS of positive pairs, summed in float64; `entries` are E, or S if each row and column has a shift."""
+        pair_entries = entries[at].to(self._wide)
+        total = torch.zeros_like(pair_entries)
         for side, dim in sides:
             here = at[1 - dim]
             if side.of_targets is not None:
                 total += side.of_targets[here]
             if self.selection.over == "negatives":
                 continue
-            exponentials = (of_entries - side.shift[here]).exp() if isinstance(side.shift, Tensor) else of_entries
+            exponentials = (pair_entries - side.shift[here]).exp() if isinstance(side.shift, Tensor) else pair_entries
             total += exponentials * side.of_exponentials[here]
             if side.of_logits is not None:
                 total += side.of_logits[here]
         return total
 
-    def _weighted_by_own_shifts(self, logits: Tensor, tile: Tile, sides: list[tuple[Weights, int]]) -> Tensor:
-        """E times its factors where each row and column has a shift of its own: an exponential for each."""
+    def _weighted_by_local_shifts(self, logits: Tensor, tile: Tile, sides: list[tuple[Weights, int]]) -> Tensor:
+        """Return E times its factors where each row and column has its own shift: one exponential for each side."""
         (side, dim), *rest = sides
         grad = self._exp(logits, side.shift, tile, dim).mul_(side.of_exponentials.to(logits.dtype).unsqueeze(dim))
         for side, dim in rest:
@@ -321,23 +321,23 @@ class SoftmaxSweep:
         return grad
 
     def _exp(self, logits: Tensor, shift: Tensor | float, tile: Tile, dim: int) -> Tensor:
-        """exp(S - shift) relative to the shift of each row (dim 1) or column (dim 0), in the scratch tile."""
+        """Return exp(S - shift) with the shift of each row (dim 1) or column (dim 0), in the scratch tile."""
         assert isinstance(shift, Tensor)
         return torch.sub(logits, shift.to(logits.dtype).unsqueeze(dim), out=self.driver.scratch(tile)).exp_()
 
 
 @dataclass(frozen=True)
 class _Entries:
-    """A tile's candidates."""
+    """The candidates of a tile."""
 
-    logits: Tensor  # -inf elsewhere; or, if they were kept, the exponentials
-    at: Index | None  # where the positives are
+    logits: Tensor  # -inf where there is no candidate; or the kept exponentials
+    at: Index | None  # index of the positives
     values: Tensor | None = None  # the positives' logits, candidates or not
-    slope: Tensor | None = None  # of the bend
+    slope: Tensor | None = None  # of the transform
 
 
 def _sides(tile: Tile, block: Block, rows: _T | None, cols: _T | None) -> Iterator[tuple[_T, slice, int]]:
-    """What the tile says about its rows, and its columns unless they only mirror the rows; and what to sum over."""
+    """Yield (side, its part of the tile, dim to sum over) for rows, and for columns unless they mirror the rows."""
     if rows is not None:
         yield rows, tile.rows, 1
     if cols is not None and not tile.own_mirror:
@@ -345,7 +345,7 @@ def _sides(tile: Tile, block: Block, rows: _T | None, cols: _T | None) -> Iterat
 
 
 def one_shift(rows: Sums | Weights | None, cols: Sums | Weights | None) -> float | None:
-    """The shift that all pairs share; None if each has its own."""
+    """Return the shift that all entries share; None if each row and column has its own."""
     side = rows if rows is not None else cols
     assert side is not None
     return None if isinstance(side.shift, Tensor) else side.shift
@@ -355,8 +355,8 @@ def _at(shift: Tensor | float, at: slice) -> Tensor | float:
     return shift[at] if isinstance(shift, Tensor) else shift
 
 
-def _keep_the_best_(logits: Tensor, of: int) -> None:
-    """-inf in the place of all but the largest of each `of` rows, in place."""
+def _keep_largest_of_group_(logits: Tensor, of: int) -> None:
+    """Set all but the largest logit of each group of `of` rows to -inf, in place, for each column."""
     groups = logits.view(-1, of, logits.shape[1])
     others = torch.ones_like(groups, dtype=torch.bool).scatter_(1, groups.argmax(1, keepdim=True), False)
     groups.masked_fill_(others, float("-inf"))

@@ -1,0 +1,28 @@
+"""The dense, single-process, differentiable reference implementation of every loss: the standard of exactness.
+
+Each takes the whole batch, stores the whole similarity matrix, and is short enough to be checked by eye against its
+paper. Tests, docs and users call the same ones. Arguments mean the same as in `wholebatch.functional`; `ids` and
+`weights` have one entry for each row of the whole batch.
+
+    two_towers   images and texts                        clip, siglip, distillation, global_contrastive
+    retrieval    queries and keys                        info_nce, moco, matryoshka
+    two_views    two views of each example               nt_xent, dcl, debiased
+    labeled      examples with labels                    sup_con, multi_similarity, circle, triplet, smooth_ap
+    moments      means and covariances of two views      barlow_twins, vicreg, w_mse
+    classes      a classification head                   partial_fc
+
+Only shapes are checked. Values and options that `wholebatch.functional` refuses are computed with. Every function of
+these files whose name ends in "_loss" is public here.
+"""
+
+import typing as _typing
+
+from .classes import *  # noqa: F403
+from .labeled import *  # noqa: F403
+from .moments import *  # noqa: F403
+from .retrieval import *  # noqa: F403
+from .two_towers import *  # noqa: F403
+from .two_views import *  # noqa: F403
+
+if not _typing.TYPE_CHECKING:  # a type checker sees the names themselves
+    __all__ = [name for name in globals() if name.endswith("_loss")]

@@ -1,0 +1,108 @@
+"""The parts that several reference implementations are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .._normalize import EPS, normalize_rows
+
+
+def check_shapes(
+    caller: str, matrices: Mapping[str, Tensor | None], *vectors: Tensor | None, paired: bool = True
+) -> None:
+    """Raise unless matrices have one width, and one length if paired, and vectors have the length of the first matrix.
+
+    Raises:
+        TypeError: for a matrix that is no tensor.
+        ValueError: for another shape.
+    """
+    given = {name: x for name, x in matrices.items() if x is not None}
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{caller}: {name} must be a tensor of shape (rows, feature size), got {type(x).__name__}")
+        if x.dim() != 2 or not x.is_floating_point():
+            raise ValueError(f"{caller}: {name} must be floating-point, (rows, feature size), got {x.dtype}, {x.shape}")
+    first_name, first = next(iter(given.items()))
+    for name, x in given.items():
+        if x.shape[1] != first.shape[1] or (paired and len(x) != len(first)):
+            what = "shape" if paired else "feature size"
+            raise ValueError(f"{caller}: {name} must have {first_name}'s {what}, got {x.shape} and {first.shape}")
+    for vector in vectors:
+        if vector is not None and (not isinstance(vector, Tensor) or vector.shape[:1] != first.shape[:1]):
+            got = vector.shape if isinstance(vector, Tensor) else type(vector).__name__
+            raise ValueError(f"{caller}: ids and weights must have one entry for each of {len(first)} rows, got {got}")
+
+
+def cross_entropy(
+    logits: Tensor,
+    positive: Tensor,
+    excluded: Tensor,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Return each row's logsumexp over the entries not excluded minus its mean positive; 0 for a row without positives.
+
+    Logits are taken relative to the largest. The derivative of a logsumexp is exp(S - logsumexp), and a logsumexp of
+    1e16 is too coarse for it.
+    """
+    candidates = (~excluded).sum(1)
+    largest = logits.detach().masked_fill(excluded, -torch.inf).amax(1, keepdim=True)
+    logits = logits - torch.where(candidates[:, None] > 0, largest, 0.0)
+    logsumexp = logits.masked_fill(excluded, -torch.inf).logsumexp(1)
+    count = positive.sum(1)
+    mean = logits.masked_fill(~positive, 0).sum(1) / count.clamp(min=1)
+    loss = logsumexp - (1 - label_smoothing) * mean
+    if label_smoothing:
+        loss = loss - label_smoothing * logits.masked_fill(excluded, 0).sum(1) / candidates.clamp(min=1)
+    return torch.where((candidates > 0) & (count > 0), loss, 0.0)
+
+
+def positives_and_excluded(n: int, ids: Tensor | None, equal_ids: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return which entries are positive and which are excluded, (n, n) each."""
+    diagonal = torch.eye(n, dtype=torch.bool, device=device)
+    equal = diagonal if ids is None else ids[:, None] == ids
+    return (equal, equal & ~equal) if equal_ids == "positive" else (diagonal, equal & ~diagonal)
+
+
+def normalized(x: Tensor, eps: float = EPS) -> Tensor:
+    """Return rows as `torch.nn.functional.normalize` does, also where squares of their entries overflow."""
+    return normalize_rows(x, eps).to(x.dtype)
+
+
+def two_view_logits(
+    z0: Tensor, z1: Tensor, temperature: Tensor | float, ids: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits of normalized rows, which entries are the other view, and which are no negatives beside it."""
+    check_shapes("a loss of two views", {"z0": z0, "z1": z1}, ids)
+    z = normalized(torch.cat([z0, z1]))
+    itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
+    other = itself.roll(len(z0), 0)
+    excluded = itself if ids is None else (ids.repeat(2)[:, None] == ids.repeat(2)) & ~other
+    return z @ z.T / temperature, other, excluded
+
+
+def labeled_cosines(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the cosines of all rows (and views), which entries have the same label, and the diagonal."""
+    if isinstance(features, Tensor) and features.dim() == 3:
+        features, labels = features.flatten(0, 1), labels.repeat_interleave(features.shape[1])
+    check_shapes("a loss of labeled rows", {"features": features}, labels)
+    z = normalized(features)
+    itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
+    return z @ z.T, (labels[:, None] == labels) & ~itself, itself
+
+
+def reduce(losses: Tensor, weights: Tensor | None, reduction: str, counted: Tensor | None = None) -> Tensor:
+    """Return the weighted losses, (B,), their sum, or their mean over the rows that count."""
+    if weights is None:
+        weights = torch.ones_like(losses)
+    if weights.numel() < len(losses):  # one for each example of several views
+        weights = weights.repeat_interleave(len(losses) // len(weights))
+    weights = weights.flatten()
+    if counted is not None:
+        weights = weights * counted
+    losses = weights * losses
+    if reduction == "none":
+        return losses
+    return losses.sum() / (1 if reduction == "sum" or not weights.any() else weights.sum())
