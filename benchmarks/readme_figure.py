@@ -20,9 +20,9 @@ def rows() -> list[dict[str, Any]]:
     found = [
         row
         for row in json.loads(RESULTS.read_text())
-        if row["loss"] == "clip" and row["what"] in WAYS and (row["rows"], row["dim"]) == (8192, 512)
+        if row["loss"] == "clip" and row["method"] in WAYS and (row["batch_size"], row["embedding_size"]) == (8192, 512)
     ]
-    return sorted(found, key=lambda row: (row["ranks"], row["what"] == "open_clip ClipLoss"))
+    return sorted(found, key=lambda row: (row["ranks"], row["method"] == "open_clip ClipLoss"))
 
 
 def main() -> None:
@@ -37,14 +37,14 @@ def main() -> None:
     )
     for axis, (title, field, unit, form) in zip(axes, panels, strict=True):
         values = [row[field] / unit for row in shown]
-        bars = axis.barh(range(len(shown)), values, color=[COLORS[WAYS[row["what"]]] for row in shown])
+        bars = axis.barh(range(len(shown)), values, color=[COLORS[WAYS[row["method"]]] for row in shown])
         axis.bar_label(bars, [form.format(value) for value in values], padding=3)
         axis.set_title(title, fontsize=10, loc="left")
         axis.margins(x=0.12)
         axis.set_xticks([])
         axis.spines[["top", "right", "bottom"]].set_visible(False)
     processes = {1: "1 process", 2: "2 processes"}
-    axes[0].set_yticks(range(len(shown)), [f"{WAYS[row['what']]}, {processes[row['ranks']]}" for row in shown])
+    axes[0].set_yticks(range(len(shown)), [f"{WAYS[row['method']]}, {processes[row['ranks']]}" for row in shown])
     axes[0].invert_yaxis()
     on = {f"CLIP, B = 8192, d = 512, float32, {row['machine']}, torch {row['torch']}" for row in shown}
     figure.text(0.99, 0.02, "; ".join(sorted(on)), fontsize=7, ha="right", color="gray")

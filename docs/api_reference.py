@@ -6,6 +6,7 @@ names are those of `__all__`, so nothing is listed here. The build fails if a pu
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -97,7 +98,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
                 unknown = there.endswith(f".{name}.{name}")  # mkdocstrings does not know this alias
                 also.append(f"[](){{#{path}.{name}}}" * unknown + f"[`{_title(path)}.{name}`][{there}]")
             else:
-                text += f"::: {found.path}\n\n"
+                text += f"[](){{#{path}.{name}}}\n\n" * (found.path != f"{path}.{name}") + f"::: {found.path}\n\n"
         if also:
             text += "## Names that their modules document\n\n" + ", ".join(also) + "\n"
         files.append(File.generated(config, f"api/{path}.md", content=text))
@@ -110,7 +111,13 @@ class Docstrings(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Settle names that are both a module and imported from it."""
         if pkg.name == PACKAGE:
+            names = pkg["_torch_names"]
             prefer_imports(pkg)
+            for name in _exports(names):
+                if name not in pkg.members:  # griffe cannot expand `import *` of a computed `__all__`
+                    pkg.set_member(name, griffe.Alias(name, names[name]))
+            for name in _exports(pkg["functional"]):
+                assert name in pkg["functional"].members, name
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite the docstring of an object that griffe has read."""
@@ -144,10 +151,28 @@ def _title(path: str) -> str:
 
 
 def _exports(module: griffe.Object) -> list[str]:
-    exports = module.exports
-    if exports is None:
+    """Return `__all__`, also where it is computed from the names of the module and from lists of others."""
+    if module.exports:
+        lists = {str(name): module[str(name)].target_path for name in module.exports if not isinstance(name, str)}
+        return [
+            exported
+            for name in map(str, module.exports)
+            for exported in (_exports(_of_list(module, lists[name])) if name in lists else [name])
+        ]
+    assigned = [
+        node.value
+        for node in ast.walk(ast.parse(Path(str(module.filepath)).read_text()))
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    if not assigned:
         raise PluginError(f"{module.path} has no __all__")
-    return [str(name) for name in exports]
+    names: dict[str, Any] = {"globals": lambda: [name for name in module.members if name.isidentifier()]}
+    return list(eval(ast.unparse(assigned[0]), names))
+
+
+def _of_list(module: griffe.Object, path: str) -> griffe.Object:
+    """Return the module whose `__all__` is imported by this path."""
+    return module.package[path.removesuffix(".__all__").removeprefix(f"{PACKAGE}.")]
 
 
 def _target(value: Any) -> Any:
