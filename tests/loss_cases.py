@@ -221,6 +221,12 @@ LOSSES = {
     "dcl, weighted": Case(
         keyword(two_views("dcl_loss", sigma=0.5), "ids", "weights"), inputs=(X, Y, IDS, WEIGHTS), normalizes=True
     ),
+    "alignment and uniformity": Case(
+        moments("alignment_uniformity_loss", alpha=1.5, t=3.0),
+        has_scale=False,
+        normalizes=True,
+        choices=("exchange", "memory"),
+    ),
     "debiased": Case(two_views("debiased_loss", tau_plus=0.1), normalizes=True),
     "debiased, hard negatives": Case(two_views("debiased_loss", tau_plus=0.02, beta=1.0), normalizes=True),
     "moco": Case(moco, inputs=(X, Y, QUEUE), choices=("memory", "reduction")),

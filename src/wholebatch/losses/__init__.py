@@ -4,6 +4,7 @@ Every loss is a function and a module that holds its settings. `wholebatch` and 
 from this list.
 """
 
+from .alignment_uniformity import AlignmentUniformityLoss, alignment_uniformity_loss
 from .barlow_twins import BarlowTwinsLoss, barlow_twins_loss
 from .circle import CircleLoss, circle_loss
 from .clip import CLIPLoss, clip_loss
@@ -26,6 +27,7 @@ from .w_mse import WMSELoss, w_mse_loss
 from .whole_batch import WholeBatch
 
 __all__ = [
+    "AlignmentUniformityLoss",
     "BarlowTwinsLoss",
     "BatchStatistics",
     "CLIPLoss",
@@ -49,6 +51,7 @@ __all__ = [
     "VICRegLoss",
     "WMSELoss",
     "WholeBatch",
+    "alignment_uniformity_loss",
     "barlow_twins_loss",
     "circle_loss",
     "clip_loss",

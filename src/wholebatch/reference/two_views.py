@@ -89,3 +89,22 @@ def debiased_loss(
     corrected = torch.maximum((weighted - tau_plus * count * of_positive) / (1 - tau_plus), smallest)
     losses = -torch.log(of_positive / (of_positive + corrected))
     return reduce(losses.unflatten(0, (2, -1)).mean(0), weights, reduction)
+
+
+def alignment_uniformity_loss(
+    z0: Tensor, z1: Tensor, *, alpha: float = 2.0, t: float = 2.0, uniformity: float = 1.0
+) -> Tensor:
+    """Return the distance of views plus the log of each view's mean potential (Wang and Isola, 2020, arXiv:2005.10242).
+
+    L = mean_i |x_i - y_i|^alpha + uniformity / 2 sum_views log mean_{i != j} exp(-t (2 - 2 x_i . x_j))
+
+    >>> z = torch.eye(3, dtype=torch.float64)
+    >>> alignment_uniformity_loss(z, z).item()
+    -4.0
+    """
+    x, y = normalized(z0), normalized(z1)
+    loss = torch.linalg.vector_norm(x - y, dim=1).pow(alpha).mean()
+    others = ~torch.eye(len(x), dtype=torch.bool, device=x.device)
+    for z in (x, y) if len(x) > 1 else ():
+        loss = loss + uniformity / 2 * (2 * t * (z @ z.T - 1))[others].exp().mean().log()
+    return loss

@@ -1,0 +1,168 @@
+"""Alignment and uniformity: two views should be near each other, and the rows of a view spread over the sphere.
+
+    L = alignment + uniformity weight / 2 sum over views of U
+
+    alignment = 1/B sum_i |x_i - y_i|^alpha                                    x, y: normalized rows of all ranks
+    U         = log( 1/(B (B - 1)) sum_{i != j} exp(-t (2 - 2 x_i . x_j)) )    the exponent is -t |x_i - x_j|^2
+
+One sweep over half of S = 2 t X X^T gives A_i = logsumexp_{j != i} S_ij, and U = logsumexp_i A_i - 2 t - log(B (B-1)).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._checks import check_number, check_positive_number, check_weight
+from .._normalize import UNIT, normalize_rows
+from .._precision import wide_dtype
+from ..comm import Group
+from ..contract import Checks, Facts, Options, agree, entry, finish
+from ..exchange import ExchangeName
+from ..kernels import Kernel
+from ..nodes import Bounds, Layout, Operands, Towers, row_statistics, statistics_fields
+from ..partition import Diagonal
+from ..sweep import Diagonals, Memory, Pairs, Selection
+from ..sync import Sync, total
+from ._entry import Entry
+from ._module import LossModule
+from ._views import two_view_features
+
+
+@entry
+def alignment_uniformity_loss(
+    z0: Tensor,
+    z1: Tensor,
+    *,
+    alpha: float = 2.0,
+    t: float = 2.0,
+    uniformity: float = 1.0,
+    group: Group = None,
+    sync: Sync = "mean",
+    exchange: ExchangeName = "auto",
+    memory: Memory = "auto",
+    kernel: Kernel = "auto",
+) -> Tensor:
+    r"""Return the distance of two views plus the log of the mean Gaussian potential of the rows of each view.
+
+    L = mean_i |x_i - y_i|^alpha + uniformity / 2 sum_views log mean_{i != j} exp(-t |x_i - x_j|^2),
+    x, y: all ranks' rows, normalized.
+
+    Args:
+        z0: (b_r, d), this rank's rows of the first view; normalized inside. b_r may differ between ranks and may be 0.
+            float64, float32, bfloat16 or float16 (the last two are widened to float32).
+        z1: (b_r, d), the second view; row i is another view of row i of z0.
+        alpha: power of the distance of views, >= 1.
+        t: sharpness of the potential, > 0.
+        uniformity: weight of the second term, >= 0.
+        group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
+        sync: "mean", "sum" or None, as there.
+        exchange: "gather", "ring" or "auto", as there.
+        memory: "flat", "auto" or bytes, as there.
+        kernel: who computes a tile, as there.
+
+    Returns:
+        L, a scalar, the same on every rank: the value of `wholebatch.reference.alignment_uniformity_loss` on the
+        concatenated batch. Its dtype is that of the features, float32 for half precision. With one row in all,
+        the second term is 0.
+
+    This one L is differentiated, and `sync` means the same as in :func:`wholebatch.functional.clip_loss`. Every rank
+    must call `backward`, with the same incoming gradient and in the same order among losses; if ranks differ, all raise
+    ValueError.
+
+    Collectives: those of two symmetric sweeps, as in :func:`wholebatch.functional.nt_xent_loss`, and 5 all-reduces of a
+    number. Work: 2 units of b B d multiply-adds per view and rank. Memory: as there, with b rows.
+
+    Raises:
+        ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`;
+            also for options out of range.
+        RuntimeError: if the gradient is differentiated again.
+
+    Source: Wang and Isola, 2020, arXiv:2005.10242, section 4; the mean over pairs leaves i = j out, as their code does.
+
+    >>> import torch, wholebatch as wb
+    >>> z = torch.eye(3)
+    >>> wb.functional.alignment_uniformity_loss(z, z)
+    tensor(-4.)
+    """
+    facts = agree(
+        "alignment_uniformity_loss",
+        Options(group, sync, exchange, memory, kernel=kernel),
+        two_view_features(z0, z1),
+        Checks(check=lambda: _check(alpha, t, uniformity), must_match=("settings",)),
+    ).widened()
+    x, y = (normalize_rows(facts.inputs[name]) for name in ("z0", "z1"))
+    distances = torch.linalg.vector_norm(x - y, dim=1).to(wide_dtype(facts.device)) ** alpha
+    loss = total(facts.comm, distances.sum()) / facts.rows["z0"].total
+    if uniformity:
+        potentials = _log_potential(facts, "z0", t) + _log_potential(facts, "z1", t)
+        loss = loss + uniformity / 2 * potentials
+    return finish(facts, loss)
+
+
+def _log_potential(facts: Facts, name: str, t: float) -> Tensor:
+    """Return U of one view, shape ()."""
+    rows = facts.rows[name]
+    local = rows.rows(facts.rank)
+    itself = Diagonals(Diagonal(0, local.start, local.stop - local.start))
+    side, _ = row_statistics(
+        facts,
+        (2 * t, 2 * t),
+        Operands(
+            [facts.inputs[name]],
+            Towers(stays=(0,), normalize=True),
+            Layout(rows, rows, symmetric=True),
+            narrow=True,
+        ),
+        Selection(Pairs(excluded=itself)),
+        Bounds(UNIT),
+        rows=statistics_fields(target=False),
+    )
+    assert side is not None
+    if rows.total == 1:
+        return side.logsumexp[:0].sum()
+    with torch.no_grad():
+        largest = torch.cat([side.logsumexp, side.logsumexp.new_full((1,), -math.inf)]).amax()
+        largest = facts.comm.all_reduce(largest, "max", check=False)
+    potential = total(facts.comm, (side.logsumexp - largest).exp().sum()).log() + largest
+    return potential - 2 * t - math.log(rows.total * (rows.total - 1))
+
+
+def _check(alpha: float, t: float, uniformity: float) -> dict[str, Any]:
+    if check_number("alpha", alpha) < 1:
+        raise ValueError(f"alpha must be at least 1, got {alpha}; below that the gradient is infinite at distance 0")
+    check_positive_number("t", t, "it multiplies squared distances")
+    check_weight("uniformity", uniformity, "it weighs the second term; 0 leaves it out")
+    return {"settings": {"alpha": alpha, "t": t, "uniformity": uniformity}}
+
+
+class AlignmentUniformityLoss(LossModule):
+    """The distance of two views and the uniformity of each over the global batch.
+
+    Args:
+        alpha, t, uniformity, group, sync, exchange, memory, kernel: as in
+            :func:`wholebatch.functional.alignment_uniformity_loss`.
+    """
+
+    alpha: float = 2.0
+    t: float = 2.0
+    uniformity: float = 1.0
+    exchange: ExchangeName = "auto"
+    memory: Memory = "auto"
+    kernel: Kernel = "auto"
+
+    def check(self) -> None:
+        """Raise ValueError unless the settings are valid."""
+        super().check()
+        _check(self.alpha, self.t, self.uniformity)
+
+    @entry
+    def forward(self, z0: Tensor, z1: Tensor) -> Tensor:
+        """Return L, the same on all ranks, from (b_r, d) and (b_r, d): the function with this module's settings."""
+        return alignment_uniformity_loss(z0, z1, **self.settings)
+
+
+ENTRY = Entry(alignment_uniformity_loss, AlignmentUniformityLoss)
