@@ -24,7 +24,10 @@ def nested():
 MISTAKES = {
     "rows differ": (lambda: (features(3), features(2), 10.0), r"same shape, got \(3, 4\) and \(2, 4\)"),
     "width differs": (lambda: (features(d=4), features(d=5), 10.0), r"same shape, got \(3, 4\) and \(3, 5\)"),
-    "width differs across ranks": (lambda: (features(d=5), features(d=5), 10.0), "feature size must be the same.*4.*5"),
+    "width differs across ranks": (
+        lambda: (features(d=5), features(d=5), 10.0),
+        "embedding size must be the same.*4.*5",
+    ),
     "dtype differs": (
         lambda: (features(), features().double(), 10.0),
         "same dtype, got torch.float32 and torch.float64",
@@ -44,7 +47,7 @@ MISTAKES = {
     "sparse": (lambda: (features().to_sparse(), features().to_sparse(), 10.0), "dense tensor with data, got layout"),
     "scale without data": (lambda: (features(), features(), torch.ones((), device="meta")), "meta"),
     "not a matrix": (lambda: (features()[0], features(), 10.0), r"image_features must have shape .* got \(4,\)"),
-    "no features": (lambda: (features(d=0), features(d=0), 10.0), r"feature size >= 1, got \(3, 0\)"),
+    "no features": (lambda: (features(d=0), features(d=0), 10.0), r"embedding size >= 1, got \(3, 0\)"),
     "integers": (lambda: (torch.ones(3, 4).long(), features(), 10.0), "must be float64, .* got torch.int64"),
     "no tensor": (lambda: ([[1.0]], features(), 10.0), r"must be a tensor .* got \[\[1.0\]\] \(list\)"),
     "NaN": (lambda: (features() / 0 * 0, features(), 10.0), "image_features must be finite, .* nan"),
@@ -179,7 +182,7 @@ NEW_MISTAKES = [
     (
         "info_nce_loss",
         {"negatives": features(2, 5)},
-        "queries and negatives must have the same feature size, got 4 and 5",
+        "queries and negatives must have the same embedding size, got 4 and 5",
     ),
     ("info_nce_loss", {"negatives": features(2).double()}, "queries and negatives must have the same dtype"),
     ("info_nce_loss", {"negatives": features(2)[0]}, r"negatives must have shape .* got \(4,\)"),
@@ -275,7 +278,11 @@ NEW_MISTAKES = [
         r"labels must have shape \(3,\) for features of shape \(3, 2, 4\), \(examples, views, .*\); got \(6,\)",
     ),
     ("info_nce_loss", {"query_guides": features()}, "query_guides, key_guides and exclude_above go together"),
-    ("info_nce_loss", {"hard_negatives": features()}, r"hard_negatives must have shape \(3, per query, feature size\)"),
+    (
+        "info_nce_loss",
+        {"hard_negatives": features()},
+        r"hard_negatives must have shape \(3, per query, embedding size\)",
+    ),
     (
         "info_nce_loss",
         {"query_ids": torch.zeros(3).long(), "equal_ids": "positive", "margin": 0.1},
@@ -312,8 +319,8 @@ NEW_MISTAKES = [
         {"queue": features(6)},
         "length of the queue must be the same on all ranks, got rank 0: 5; rank 1: 6",
     ),
-    ("moco_loss", {"queue": features(5, 3)}, "queries and queue must have the same feature size"),
-    ("matryoshka_loss", {"dims": (2, 5)}, "dims must not exceed the feature size 4, got 5"),
+    ("moco_loss", {"queue": features(5, 3)}, "queries and queue must have the same embedding size"),
+    ("matryoshka_loss", {"dims": (2, 5)}, "dims must not exceed the embedding size 4, got 5"),
     ("matryoshka_loss", {"dims": (4, 2)}, r"dims must be positive, increasing, .* got \[4, 2\]"),
     ("matryoshka_loss", {"dims": (2, 2)}, r"dims must be positive, increasing, and each of them once; got \[2, 2\]"),
     ("matryoshka_loss", {"dims": (0, 2)}, "dims must be positive"),
@@ -323,7 +330,7 @@ NEW_MISTAKES = [
     ("matryoshka_loss", {"dim_weights": 1.0}, "dim_weights must be as many numbers as dims, 2, got 1.0"),
     ("matryoshka_loss", {"dim_weights": (1.0, -1.0)}, "dim_weights must not be negative, got -1.0"),
     ("matryoshka_loss", {"dim_weights": (0.0, 0.0)}, "dim_weights must not all be 0"),
-    ("distillation_loss", {"teacher_text_features": features(3, 3)}, "same feature size, got 2 and 3"),
+    ("distillation_loss", {"teacher_text_features": features(3, 3)}, "same embedding size, got 2 and 3"),
     (
         "distillation_loss",
         {"teacher_image_features": features(2, 2)},
@@ -411,9 +418,13 @@ def test_modules_check_their_options_when_they_are_made(name):
         ("GlobalContrastiveLoss", {"examples": 3, "dtype": torch.int64}, "dtype must be torch.float64, float32"),
         ("GlobalContrastiveLoss", {"examples": 3, "dtype": "float32"}, "dtype must be .* got 'float32'"),
         ("GlobalContrastiveLoss", {"examples": 10**15}, "examples ask for a tensor .* this machine has"),
-        ("KeyQueue", {"size": 10**9, "width": 10**9}, "size and width ask for a tensor .* this machine has"),
-        ("KeyQueue", {"size": 4, "width": 4, "dtype": torch.bool}, "dtype must be .* got torch.bool"),
-        ("KeyQueue", {"size": 4, "width": 4, "group": "world"}, "group must be .* got str"),
+        (
+            "KeyQueue",
+            {"size": 10**9, "embedding_size": 10**9},
+            "size and embedding_size ask for a tensor .* this machine has",
+        ),
+        ("KeyQueue", {"size": 4, "embedding_size": 4, "dtype": torch.bool}, "dtype must be .* got torch.bool"),
+        ("KeyQueue", {"size": 4, "embedding_size": 4, "group": "world"}, "group must be .* got str"),
         ("CLIPLoss", {"group": "world"}, "group must be .* got str"),
         ("CLIPLoss", {"label_smoothing": True}, r"label_smoothing must be a number, got True \(bool\)"),
         ("TripletLoss", {"normalize": "no"}, "normalize must be True or False, got 'no'"),
@@ -429,7 +440,7 @@ def test_modules_check_their_options_when_they_are_made(name):
         ("MatryoshkaLoss", {"dims": 3}, "dims must be a sequence of integers"),
         ("MatryoshkaLoss", {"dims": (2, 3), "dim_weights": 1.0}, "dim_weights must be as many numbers as dims"),
         ("GlobalContrastiveLoss", {"examples": 5, "gamma": 0.0}, "gamma must lie in"),
-        ("KeyQueue", {"size": 0, "width": 4}, "size must be a positive integer"),
+        ("KeyQueue", {"size": 0, "embedding_size": 4}, "size must be a positive integer"),
     ],
 )
 def test_settings_are_checked_when_a_module_is_made(name, options, message):

@@ -37,7 +37,7 @@ MISTAKES = {
         lambda: wbj.clip_loss(FEATURES, FEATURES[:5], 1.0),
         r"text_features.*each row of image_features.*\(5, 4\)",
     ),
-    "width": (lambda: wbj.clip_loss(FEATURES, FEATURES[:, :3], 1.0), r"same feature size, got \(6, 4\) and \(6, 3\)"),
+    "width": (lambda: wbj.clip_loss(FEATURES, FEATURES[:, :3], 1.0), r"same embedding size, got \(6, 4\) and \(6, 3\)"),
     "not a matrix": (lambda: wbj.clip_loss(FEATURES[0], FEATURES, 1.0), r"image_features must have shape.*got \(4,\)"),
     "no rows": (lambda: wbj.clip_loss(FEATURES[:0], FEATURES[:0], 1.0), r"neither of them 0; got \(0, 4\)"),
     "dtype": (lambda: wbj.clip_loss(FEATURES, FEATURES.astype(jnp.bfloat16), 1.0), "same dtype, got.*bfloat16"),
@@ -91,7 +91,7 @@ MISTAKES = {
     ),
     "centers": (
         lambda: wbj.partial_fc_loss(FEATURES, np.zeros(6, int), FEATURES[:, :3]),
-        r"embeddings and centers must have the same feature size, got \(6, 4\) and \(6, 3\); project both to one size",
+        r"embeddings and centers must have the same embedding size, got \(6, 4\) and \(6, 3\); project both to one size",
     ),
     "labels": (lambda: wbj.sup_con_loss(FEATURES, jnp.ones(6)), "labels must be integers, got float"),
     "keys": (lambda: wbj.info_nce_loss(FEATURES, FEATURES[:5], logit_scale=1.0), "at least as many rows.*5 and 6"),

@@ -35,7 +35,7 @@ def queue_body(size):
     assert torch.equal(again.keys, queue.keys)
     for wrong, message in (
         (torch.zeros(8, 2), r"do not fit into a queue of 7"),
-        (torch.zeros(1, 3), "same feature size, got 3 and 2"),
+        (torch.zeros(1, 3), "same embedding size, got 3 and 2"),
         (torch.zeros(1, 2).double(), "same dtype"),
         (torch.full((1, 2), torch.nan), "keys must be finite"),
         ("keys", "must be a tensor"),
@@ -45,7 +45,7 @@ def queue_body(size):
     assert torch.equal(again.keys, queue.keys)
     if size > 1:
         rank = dist.get_rank()
-        for differing, message in ((wb.KeyQueue(7 + rank, 2), "size, width, dtype"), (queue, "keys enqueued")):
+        for differing, message in ((wb.KeyQueue(7 + rank, 2), "size, embedding_size, dtype"), (queue, "keys enqueued")):
             queue.enqueued += rank
             with pytest.raises(ValueError, match=f"{message} must be the same on all ranks"):
                 differing.enqueue(torch.zeros(1, 2))

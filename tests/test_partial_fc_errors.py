@@ -34,7 +34,7 @@ BAD = {
         "must be different ones|labels of an example",
     ),
     "NaN": (lambda x, y, w: good_call(x, y, w / 0 * 0), "centers must be finite"),
-    "width": (lambda x, y, w: good_call(x, y, w[:, 1:]), "must have the same feature size"),
+    "width": (lambda x, y, w: good_call(x, y, w[:, 1:]), "must have the same embedding size"),
     "margin": (lambda x, y, w: wb.functional.partial_fc_loss(x, y, w, margin=0.5), "margin must be one such as"),
     "other margin": (
         lambda x, y, w: wb.functional.partial_fc_loss(x, y, w, margin=wb.CosFace()),

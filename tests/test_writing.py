@@ -16,7 +16,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PROSE = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md"]  # whole files
-SOURCES = ["docs/*.py", "tests/test_docs.py", "benchmarks/readme_figure.py"]  # docstrings and comments of Python
+SOURCES = [
+    "src/**/*.py",
+    "docs/*.py",
+    "tests/test_docs.py",
+    "benchmarks/readme_figure.py",
+]  # docstrings and comments of Python
 ALLOWED = {"docs/writing.md"}  # names the retired words
 
 RETIRED = {

@@ -26,5 +26,5 @@ if not TYPE_CHECKING:  # a type checker sees the names themselves, and which the
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        """Of all that there is, and all that is public."""
+        """Return the names that are loaded, and all public ones."""
         return sorted({*globals(), *__getattr__("__all__"), *["jax"] * (find_spec("jax") is not None)})

@@ -40,14 +40,14 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_features(name: str, x: object) -> None:
-    """Raise ValueError unless x is a floating-point matrix (rows, feature size)."""
+    """Raise ValueError unless x is a floating-point matrix (rows, embedding size)."""
     if not isinstance(x, Tensor):
-        raise ValueError(f"{name} must be a tensor of shape (rows, feature size), got {shown_with_type(x)}")
+        raise ValueError(f"{name} must be a tensor of shape (rows, embedding size), got {shown_with_type(x)}")
     check_dense(name, x)
     if x.dim() != 2 or x.shape[1] == 0:
         raise ValueError(
-            f"{name} must have shape (rows, feature size) with feature size >= 1, got {tuple(x.shape)}; "
-            "a rank without rows passes shape (0, feature size)"
+            f"{name} must have shape (rows, embedding size) with embedding size >= 1, got {tuple(x.shape)}; "
+            "a rank without rows passes shape (0, embedding size)"
         )
     if x.dtype not in _DTYPES:
         raise ValueError(
@@ -162,11 +162,11 @@ def check_finite(name: str, x: Tensor) -> None:
 
 
 def check_alike(name_x: str, x: Tensor, name_y: str, y: Tensor, *, rows: bool) -> None:
-    """Raise ValueError unless x and y have the same feature size, dtype and device, and with `rows` as many rows."""
+    """Raise ValueError unless x and y have the same embedding size, dtype and device, and with `rows` as many rows."""
     for property_, of_x, of_y, fix in (
         ("shape", tuple(x.shape), tuple(y.shape), "row i of one belongs to row i of the other")
         if rows
-        else ("feature size", x.shape[1], y.shape[1], "each row of one meets each row of the other"),
+        else ("embedding size", x.shape[1], y.shape[1], "each row of one meets each row of the other"),
         ("dtype", x.dtype, y.dtype, "cast one of them"),
         ("device", x.device, y.device, "move one of them"),
     ):

@@ -1,4 +1,4 @@
-"""What is said of gradients that no engine has reduced: by the audit, and by gradient caching."""
+"""The message about gradients that no engine has reduced, for the audit and for gradient caching."""
 
 TITLE = "ranks end with different gradients"
 FIX = (

@@ -25,7 +25,7 @@ from .inputs import MIN_PAIR_PRODUCT, Checks, Inputs
 from .options import Options
 
 _ARGUMENTS = "the arguments that are given (a rank without rows passes shape (0, d), not None)"
-_MUST_MATCH = (_ARGUMENTS, "feature size", "dtype", "device type", "sync", "exchange", "reduction")
+_MUST_MATCH = (_ARGUMENTS, "embedding size", "dtype", "device type", "sync", "exchange", "reduction")
 _TOLERANCE = 1e-5  # relative, of a scalar between ranks: parameters that engines keep equal differ only by rounding
 
 
@@ -93,7 +93,7 @@ def _local_facts(comm: Communicator, options: Options, inputs: Inputs, checks: C
     return {
         _ARGUMENTS: inputs.names,
         "rows": {name: len(x) for name, x in inputs.given_features.items()},
-        "feature size": first.shape[1],
+        "embedding size": first.shape[1],
         "dtype": str(first.dtype),
         "device type": first.device.type,
         "sync": options.sync,

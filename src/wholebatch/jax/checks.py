@@ -97,18 +97,18 @@ def integer(name: str, x: Any) -> None:
 
 
 def features(**towers: Any) -> None:
-    """Raise ValueError unless all are matrices of one float dtype and one feature size, with at least one row."""
+    """Raise ValueError unless all are matrices of one float dtype and one embedding size, with at least one row."""
     first, expected = next(iter(towers.items()))
     required(**towers)
     for name, x in towers.items():
         shape, dtype = jnp.shape(x), jnp.result_type(x)
         if len(shape) != 2 or 0 in shape:
-            raise ValueError(f"{name} must have shape (rows, feature size), neither of them 0; got {shape}")
+            raise ValueError(f"{name} must have shape (rows, embedding size), neither of them 0; got {shape}")
         if not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(f"{name} must be floating point, got {dtype}; pass the encoder's output, not ids")
         if shape[1] != expected.shape[1]:
             raise ValueError(
-                f"{first} and {name} must have the same feature size, got {expected.shape} and {shape}; project both "
+                f"{first} and {name} must have the same embedding size, got {expected.shape} and {shape}; project both "
                 "to one size"
             )
         if dtype != expected.dtype:

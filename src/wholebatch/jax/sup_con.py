@@ -125,7 +125,7 @@ class _SupCon:
         checks.required(features=z, labels=rows["labels"])
         if z.ndim not in (2, 3):
             raise ValueError(
-                f"features must have shape (rows, feature size) or (rows, views, feature size), got {jnp.shape(z)}"
+                f"features must have shape (rows, embedding size) or (rows, views, embedding size), got {jnp.shape(z)}"
             )
         checks.features(features=z.reshape(-1, z.shape[-1]))
         checks.same_rows(**rows)

@@ -1,4 +1,4 @@
-"""What a loss declares about itself, beside its function and its module: how it is called, and how it sweeps over S.
+"""The declaration of a loss, beside its function and its module: how it is called, and how it sweeps over S.
 
 A loss with one of these signatures declares `ENTRY = Entry(function, module)`; its kind follows from the names of its
 parameters:

@@ -30,7 +30,7 @@ def check_hard_negatives(queries: Tensor, hard_negatives: Tensor, hard_negative_
     """Raise ValueError unless there are (b, h, d) hard negatives and, if given, (b, h) ids."""
     if hard_negatives.dim() != 3 or len(hard_negatives) != len(queries):
         raise ValueError(
-            f"hard_negatives must have shape ({len(queries)}, per query, feature size), got "
+            f"hard_negatives must have shape ({len(queries)}, per query, embedding size), got "
             f"{tuple(hard_negatives.shape)}; pass those that count for all queries as negatives"
         )
     if hard_negative_ids is None:

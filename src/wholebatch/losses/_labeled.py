@@ -53,7 +53,7 @@ def agree_labeled(
                 if isinstance(x, Tensor) and tuple(x.shape) not in allowed:
                     raise ValueError(
                         f"{name} must have shape {' or '.join(map(str, allowed))} for features of shape "
-                        f"{tuple(features.shape)}, (examples, views, feature size); got {tuple(x.shape)}"
+                        f"{tuple(features.shape)}, (examples, views, embedding size); got {tuple(x.shape)}"
                     )
         return checks.check()
 

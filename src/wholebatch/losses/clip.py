@@ -117,7 +117,7 @@ def clip_loss(
     reduce-scatter ("gather", 3 B d), or five blocks of Y ("ring", 5 b d).
 
     Raises:
-        ValueError: on every rank, whichever rank made the mistake: for shapes, dtypes, devices or feature sizes that
+        ValueError: on every rank, whichever rank made the mistake: for shapes, dtypes, devices or embedding sizes that
             differ, a scale that is no scalar or differs between ranks, NaN or infinite features, an empty global
             batch, an option that does not exist, a `memory` that is too small for any tile. Only on the rank that
             made the mistake, which cannot tell the others: for a `group` that is no group, or without this rank.

@@ -32,7 +32,7 @@ from ..sweep import Memory, Pairs, Selection
 from ..sync import Sync
 from ._module import SweepLoss
 
-_TEACHER_SIZE, _TEACHER_NORMS = "teacher's feature size", "teacher's largest norms"
+_TEACHER_SIZE, _TEACHER_NORMS = "teacher's embedding size", "teacher's largest norms"
 
 
 @entry

@@ -163,7 +163,7 @@ def check_dims(dims: Sequence[int], dim_weights: Sequence[float] | None, width: 
     if listed != sorted(set(listed)) or listed[0] < 1:
         raise ValueError(f"dims must be positive, increasing, and each of them once; got {listed}")
     if width is not None and listed[-1] > width:
-        raise ValueError(f"dims must not exceed the feature size {width}, got {listed[-1]}; leave that part out")
+        raise ValueError(f"dims must not exceed the embedding size {width}, got {listed[-1]}; leave that part out")
     if dim_weights is None:
         return
     if not isinstance(dim_weights, Sequence) or len(dim_weights) != len(listed):

@@ -153,7 +153,7 @@ class KeyQueue(nn.Module):
 
     Args:
         size: the number of keys that it holds, at least a global batch of them.
-        width: the number of features of a key.
+        embedding_size: the number of features of a key.
         dtype: of the keys.
         group: ranks whose keys go in, as in :func:`wholebatch.functional.clip_loss`.
 
@@ -161,7 +161,7 @@ class KeyQueue(nn.Module):
         keys: (n, d), the keys in the queue; n = size once it is full.
 
     Raises:
-        ValueError: if size or width is not a positive integer.
+        ValueError: if size or embedding_size is not a positive integer.
 
     >>> import torch, wholebatch as wb
     >>> queue = wb.KeyQueue(3, 1)
@@ -174,14 +174,16 @@ class KeyQueue(nn.Module):
     ring: Tensor
     enqueued: Tensor
 
-    def __init__(self, size: int, width: int, *, dtype: torch.dtype = torch.float32, group: Group = None) -> None:
+    def __init__(
+        self, size: int, embedding_size: int, *, dtype: torch.dtype = torch.float32, group: Group = None
+    ) -> None:
         super().__init__()
         check_count("size", size, "the number of keys that the queue holds")
-        check_count("width", width, "the number of features of a key")
+        check_count("embedding_size", embedding_size, "the number of features of a key")
         check_floating_dtype("dtype", dtype)
         check_group(group)
         self.group = group
-        self.register_buffer("ring", allocated("size and width", (size, width), dtype=dtype).zero_())
+        self.register_buffer("ring", allocated("size and embedding_size", (size, embedding_size), dtype=dtype).zero_())
         self.register_buffer("enqueued", torch.zeros((), dtype=torch.int64))
 
     @property
@@ -197,7 +199,7 @@ class KeyQueue(nn.Module):
         The backward pass of an earlier loss still gets the queue as it was.
 
         Raises:
-            ValueError: on every rank: for keys of another width or dtype, that are not finite, or that are more than
+            ValueError: on every rank: for keys of another embedding size or dtype, that are not finite, or that are more than
                 the queue holds; for queues that differ between ranks.
         """
 
@@ -206,10 +208,12 @@ class KeyQueue(nn.Module):
             check_alike("keys", keys, "the queue", self.ring, rows=False)
             check_finite("keys", keys)
             ring = [len(self.ring), self.ring.shape[1], str(self.ring.dtype)]
-            return {"rows": len(keys), "size, width, dtype": ring, "keys enqueued": self.enqueued.item()}
+            return {"rows": len(keys), "size, embedding_size, dtype": ring, "keys enqueued": self.enqueued.item()}
 
         comm = select_communicator(self.group)
-        everyone = comm.handshake(check, caller="KeyQueue.enqueue", must_match=("size, width, dtype", "keys enqueued"))
+        everyone = comm.handshake(
+            check, caller="KeyQueue.enqueue", must_match=("size, embedding_size, dtype", "keys enqueued")
+        )
         counts = tuple(facts["rows"] for facts in everyone)
         if sum(counts) > len(self.ring):
             raise ValueError(
@@ -222,4 +226,4 @@ class KeyQueue(nn.Module):
         self.enqueued = self.enqueued + len(new)
 
     def extra_repr(self) -> str:
-        return f"size={len(self.ring)}, width={self.ring.shape[1]}"
+        return f"size={len(self.ring)}, embedding_size={self.ring.shape[1]}"

@@ -22,13 +22,17 @@ def check_shapes(
     given = {name: x for name, x in matrices.items() if x is not None}
     for name, x in given.items():
         if not isinstance(x, Tensor):
-            raise TypeError(f"{caller}: {name} must be a tensor of shape (rows, feature size), got {type(x).__name__}")
+            raise TypeError(
+                f"{caller}: {name} must be a tensor of shape (rows, embedding size), got {type(x).__name__}"
+            )
         if x.dim() != 2 or not x.is_floating_point():
-            raise ValueError(f"{caller}: {name} must be floating-point, (rows, feature size), got {x.dtype}, {x.shape}")
+            raise ValueError(
+                f"{caller}: {name} must be floating-point, (rows, embedding size), got {x.dtype}, {x.shape}"
+            )
     first_name, first = next(iter(given.items()))
     for name, x in given.items():
         if x.shape[1] != first.shape[1] or (paired and len(x) != len(first)):
-            what = "shape" if paired else "feature size"
+            what = "shape" if paired else "embedding size"
             raise ValueError(f"{caller}: {name} must have {first_name}'s {what}, got {x.shape} and {first.shape}")
     for vector in vectors:
         if vector is not None and (not isinstance(vector, Tensor) or vector.shape[:1] != first.shape[:1]):
