@@ -91,7 +91,7 @@ MISTAKES = {
     ),
     "centers": (
         lambda: wbj.partial_fc_loss(FEATURES, np.zeros(6, int), FEATURES[:, :3]),
-        r"embeddings and centers must have the same embedding size, got \(6, 4\) and \(6, 3\); project both to one size",
+        r"embeddings and centers must have the same embedding size, got \(6, 4\) and \(6, 3\); project both",
     ),
     "labels": (lambda: wbj.sup_con_loss(FEATURES, jnp.ones(6)), "labels must be integers, got float"),
     "keys": (lambda: wbj.info_nce_loss(FEATURES, FEATURES[:5], logit_scale=1.0), "at least as many rows.*5 and 6"),

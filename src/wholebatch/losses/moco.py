@@ -199,7 +199,7 @@ class KeyQueue(nn.Module):
         The backward pass of an earlier loss still gets the queue as it was.
 
         Raises:
-            ValueError: on every rank: for keys of another embedding size or dtype, that are not finite, or that are more than
+            ValueError: on every rank: for keys of another embedding size or dtype, that are not finite, or more than
                 the queue holds; for queues that differ between ranks.
         """
 
