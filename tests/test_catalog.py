@@ -9,7 +9,7 @@ from torch.nn.functional import normalize
 import wholebatch as wb
 from wholebatch.auditing import presets
 from wholebatch.bench.configuration import SUBJECTS
-from wholebatch.losses.catalog import CATALOG, Entry, Sweep
+from wholebatch.losses.catalog import CATALOG, Declaration, Sweep
 from wholebatch.planning.given import given
 from wholebatch.planning.shapes import LOSSES
 
@@ -61,4 +61,4 @@ def test_losses_that_are_offered_follow_from_entries():
 
 def test_a_loss_with_other_arguments_is_refused():
     with pytest.raises(ValueError, match="moco_loss requires queue, which no standard call passes: give settings="):
-        Entry(wb.functional.moco_loss, wb.MoCoLoss, Sweep())
+        Declaration(wb.functional.moco_loss, wb.MoCoLoss, Sweep())

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from wholebatch.losses.catalog import CATALOG, Entry
+from wholebatch.losses.catalog import CATALOG, Declaration
 from wholebatch.sweep import default_side
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-SUBJECTS: dict[str, Entry] = {
+SUBJECTS: dict[str, Declaration] = {
     name: entry for name, entry in CATALOG.items() if entry.sweep is not None and entry.kind != "labeled"
 }
 

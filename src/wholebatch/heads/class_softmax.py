@@ -24,9 +24,9 @@ from ..comm import Communicator
 from ..contract import Options, reduce_losses
 from ..nodes.cross_entropy import one_positive
 from ..sync import scale_gradient, shard_factor
+from .agreement import Batch, agree_on_classes
 from .angles import nearest, target_angles
 from .classes import LocalClasses, rows_of_groups
-from .entry import Batch, agree_on_classes
 from .logits import Logits, flat
 from .margins import AdaFace, CurricularFace, MagFace, Targets
 from .negatives import Shard, combine_over_ranks, negatives

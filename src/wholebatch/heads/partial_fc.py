@@ -33,9 +33,9 @@ from ..kernels import Kernel
 from ..partition import Partition
 from ..sweep import Memory
 from ..sync import Sync
+from .agreement import Batch
 from .class_softmax import class_softmax
 from .classes import NOT_HERE, rows_within
-from .entry import Batch
 from .logits import OF_HEAD, SIZES, Logits, Normalize
 from .margins import ArcFace, Margin
 from .rows import overlap, take_rows

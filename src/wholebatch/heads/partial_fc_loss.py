@@ -12,8 +12,8 @@ from ..contract import Options, Reduction, entry
 from ..kernels import Kernel
 from ..sweep import Memory
 from ..sync import Sync
+from .agreement import Batch
 from .class_softmax import class_softmax
-from .entry import Batch
 from .logits import Logits, Normalize
 from .margins import ArcFace, Margin
 from .sample import Classes, Sample

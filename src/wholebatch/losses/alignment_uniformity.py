@@ -27,7 +27,7 @@ from ..nodes import Bounds, Layout, Operands, Towers, row_statistics, statistics
 from ..partition import Diagonal
 from ..sweep import Diagonals, Memory, Pairs, Selection
 from ..sync import Sync, total
-from ._entry import Entry
+from ._declaration import Declaration
 from ._module import LossModule
 from ._views import two_view_features
 
@@ -165,4 +165,4 @@ class AlignmentUniformityLoss(LossModule):
         return alignment_uniformity_loss(z0, z1, **self.settings)
 
 
-ENTRY = Entry(alignment_uniformity_loss, AlignmentUniformityLoss)
+DECLARATION = Declaration(alignment_uniformity_loss, AlignmentUniformityLoss)

@@ -14,7 +14,7 @@ from .._checks import check_positive_number, check_weight
 from ..comm import Group
 from ..contract import Checks, Options, agree, entry
 from ..sync import Sync
-from ._entry import Entry
+from ._declaration import Declaration
 from ._module import LossModule
 from ._moments import centered, cross_product, of_all_ranks, sum_of_squares
 from ._views import two_view_features
@@ -112,4 +112,4 @@ class BarlowTwinsLoss(LossModule):
         return barlow_twins_loss(z0, z1, **self.settings)
 
 
-ENTRY = Entry(barlow_twins_loss, BarlowTwinsLoss)
+DECLARATION = Declaration(barlow_twins_loss, BarlowTwinsLoss)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from .._loss_names import LOSS_NAMES
-from ._entry import Entry as Entry
-from ._entry import Sweep as Sweep
+from ._declaration import Declaration as Declaration
+from ._declaration import Sweep as Sweep
 
-CATALOG: dict[str, Entry] = {name: import_module(f".{name}", __package__).ENTRY for name in LOSS_NAMES}
+CATALOG: dict[str, Declaration] = {name: import_module(f".{name}", __package__).DECLARATION for name in LOSS_NAMES}

@@ -23,7 +23,7 @@ from ..nodes import statistics_fields
 from ..nodes.cross_entropy import softplus
 from ..sweep import Memory
 from ..sync import Sync
-from ._entry import Entry
+from ._declaration import Declaration
 from ._labeled import agree_labeled
 from ._module import SweepLoss
 
@@ -159,4 +159,4 @@ class CircleLoss(SweepLoss):
         return circle_loss(features, labels, weights=weights, **self.settings)
 
 
-ENTRY = Entry(circle_loss, CircleLoss)
+DECLARATION = Declaration(circle_loss, CircleLoss)

@@ -24,7 +24,7 @@ from ..nodes import Bounds, Layout, Operands, Towers, row_statistics, statistics
 from ..nodes.cross_entropy import how_many_equal, many_positives, one_positive
 from ..sweep import Memory, Selection
 from ..sync import Sync
-from ._entry import Entry, Sweep
+from ._declaration import Declaration, Sweep
 from ._module import KernelLoss
 from ._pairs import EQUAL_IDS, EqualIdsAre, pairs_of_rows
 from .statistics import report_statistics, statistics_requested
@@ -239,4 +239,4 @@ class CLIPLoss(KernelLoss):
         )
 
 
-ENTRY = Entry(clip_loss, CLIPLoss, Sweep())
+DECLARATION = Declaration(clip_loss, CLIPLoss, Sweep())

@@ -19,7 +19,7 @@ from ..exchange import ExchangeName
 from ..kernels import Kernel
 from ..sweep import Memory
 from ..sync import Sync, total
-from ._entry import Entry
+from ._declaration import Declaration
 from ._module import KernelLoss
 from ._views import two_views, two_views_inputs
 from .statistics import report_statistics, statistics_requested
@@ -136,4 +136,4 @@ class DCLLoss(KernelLoss):
         return dcl_loss(z0, z1, ids=ids, weights=weights, **self.settings)
 
 
-ENTRY = Entry(dcl_loss, DCLLoss, scale="fixed")
+DECLARATION = Declaration(dcl_loss, DCLLoss, scale="fixed")

@@ -24,7 +24,7 @@ from ..kernels import Kernel
 from ..nodes.cross_entropy import softplus
 from ..sweep import Memory
 from ..sync import Sync
-from ._entry import Entry
+from ._declaration import Declaration
 from ._module import KernelLoss
 from ._views import two_views, two_views_inputs
 
@@ -150,4 +150,4 @@ class DebiasedLoss(KernelLoss):
         return debiased_loss(z0, z1, weights=weights, **self.settings)
 
 
-ENTRY = Entry(debiased_loss, DebiasedLoss, scale="fixed")
+DECLARATION = Declaration(debiased_loss, DebiasedLoss, scale="fixed")

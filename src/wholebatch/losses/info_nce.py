@@ -26,8 +26,8 @@ from ..nodes import RowStatistics, statistics_fields
 from ..nodes.cross_entropy import many_positives, mean_logit, one_positive, softplus
 from ..sweep import Memory
 from ..sync import Sync
+from ._declaration import Declaration, Sweep
 from ._directions import Ceiling, Direction, Retrieval
-from ._entry import Entry, Sweep
 from ._hard_negatives import combined, hard_negative_statistics
 from ._info_nce_inputs import InfoNCETensors
 from ._info_nce_options import InfoNCESettings, PartitionOf, as_tuple
@@ -315,4 +315,4 @@ def _ceiling(facts: Facts, tensors: InfoNCETensors, settings: InfoNCESettings) -
     return Ceiling(largest, query_guides, key_guides)
 
 
-ENTRY = Entry(info_nce_loss, InfoNCELoss, Sweep(weights_of_rows_only=True))
+DECLARATION = Declaration(info_nce_loss, InfoNCELoss, Sweep(weights_of_rows_only=True))

@@ -36,7 +36,7 @@ from ..nodes.nested import (
 )
 from ..sweep import Memory, Selection
 from ..sync import Sync
-from ._entry import Entry
+from ._declaration import Declaration
 from ._module import KernelLoss
 from ._pairs import pairs_of_rows
 
@@ -238,4 +238,4 @@ def _nested_sizes(embedding_size: int) -> dict[str, Any]:
     return {"dims": sorted({max(1, embedding_size // part) for part in (8, 4, 2, 1)})}
 
 
-ENTRY = Entry(matryoshka_loss, MatryoshkaLoss, settings=_nested_sizes)
+DECLARATION = Declaration(matryoshka_loss, MatryoshkaLoss, settings=_nested_sizes)

@@ -21,7 +21,7 @@ from ..nodes import statistics_fields
 from ..nodes.cross_entropy import softplus
 from ..sweep import Memory
 from ..sync import Sync
-from ._entry import Entry
+from ._declaration import Declaration
 from ._labeled import agree_labeled
 from ._module import SweepLoss
 
@@ -146,4 +146,4 @@ class MultiSimilarityLoss(SweepLoss):
         return multi_similarity_loss(features, labels, weights=weights, **self.settings)
 
 
-ENTRY = Entry(multi_similarity_loss, MultiSimilarityLoss)
+DECLARATION = Declaration(multi_similarity_loss, MultiSimilarityLoss)

@@ -18,7 +18,7 @@ from ..kernels import Kernel
 from ..nodes.cross_entropy import one_positive
 from ..sweep import Memory
 from ..sync import Sync
-from ._entry import Entry, Sweep
+from ._declaration import Declaration, Sweep
 from ._module import KernelLoss
 from ._views import two_views, two_views_inputs
 from .statistics import report_statistics, statistics_requested
@@ -116,4 +116,4 @@ class NTXentLoss(KernelLoss):
         return nt_xent_loss(z0, z1, ids=ids, weights=weights, **self.settings)
 
 
-ENTRY = Entry(nt_xent_loss, NTXentLoss, Sweep())
+DECLARATION = Declaration(nt_xent_loss, NTXentLoss, Sweep())

@@ -19,7 +19,7 @@ from ..nodes import Layout, choose_route
 from ..nodes.sigmoid import Sigmoid, SigmoidPlan
 from ..sweep import Memory
 from ..sync import Sync
-from ._entry import Entry, Sweep
+from ._declaration import Declaration, Sweep
 from ._module import KernelLoss
 from ._pairs import EQUAL_IDS, EqualIdsAre, pairs_of_rows
 
@@ -160,4 +160,4 @@ class SigLIPLoss(KernelLoss):
         )
 
 
-ENTRY = Entry(siglip_loss, SigLIPLoss, Sweep(one_pass=True))
+DECLARATION = Declaration(siglip_loss, SigLIPLoss, Sweep(one_pass=True))

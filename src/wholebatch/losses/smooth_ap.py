@@ -21,7 +21,7 @@ from ..nodes import Layout, choose_route
 from ..nodes.ranks import PositiveRanks, RankingPlan
 from ..sweep import Memory
 from ..sync import Sync
-from ._entry import Entry
+from ._declaration import Declaration
 from ._labeled import agree_labeled
 from ._module import SweepLoss
 
@@ -126,4 +126,4 @@ class SmoothAPLoss(SweepLoss):
         return smooth_ap_loss(features, labels, weights=weights, **self.settings)
 
 
-ENTRY = Entry(smooth_ap_loss, SmoothAPLoss, scale="none")  # its temperature is that of ranks' sigmoids
+DECLARATION = Declaration(smooth_ap_loss, SmoothAPLoss, scale="none")  # its temperature is that of ranks' sigmoids

@@ -19,7 +19,7 @@ from ..nodes import statistics_fields
 from ..nodes.cross_entropy import many_positives
 from ..sweep import Memory
 from ..sync import Sync
-from ._entry import Entry, Sweep
+from ._declaration import Declaration, Sweep
 from ._labeled import agree_labeled
 from ._module import KernelLoss
 from .statistics import report_statistics, statistics_requested
@@ -120,4 +120,4 @@ class SupConLoss(KernelLoss):
         return sup_con_loss(features, labels, weights=weights, **self.settings)
 
 
-ENTRY = Entry(sup_con_loss, SupConLoss, Sweep())
+DECLARATION = Declaration(sup_con_loss, SupConLoss, Sweep())

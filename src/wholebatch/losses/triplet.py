@@ -29,7 +29,7 @@ from ..nodes.fetch import fetch_rows
 from ..partition import Tile
 from ..sweep import Block, Driver, HardestSweep, Memory
 from ..sync import Sync
-from ._entry import Entry
+from ._declaration import Declaration
 from ._labeled import Labeled, agree_labeled
 from ._module import SweepLoss
 
@@ -218,4 +218,4 @@ class TripletLoss(SweepLoss):
         return triplet_loss(features, labels, weights=weights, **self.settings)
 
 
-ENTRY = Entry(triplet_loss, TripletLoss)
+DECLARATION = Declaration(triplet_loss, TripletLoss)

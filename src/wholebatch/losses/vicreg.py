@@ -16,7 +16,7 @@ from .._checks import check_positive_number, check_weight
 from ..comm import Group
 from ..contract import Checks, Options, agree, entry
 from ..sync import Sync, shared_sum
-from ._entry import Entry
+from ._declaration import Declaration
 from ._module import LossModule
 from ._moments import centered, cross_product, of_all_ranks
 from ._views import two_view_features
@@ -124,4 +124,4 @@ class VICRegLoss(LossModule):
         return vicreg_loss(z0, z1, **self.settings)
 
 
-ENTRY = Entry(vicreg_loss, VICRegLoss)
+DECLARATION = Declaration(vicreg_loss, VICRegLoss)

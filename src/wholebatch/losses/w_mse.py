@@ -16,7 +16,7 @@ from .._normalize import normalize_rows
 from ..comm import Group
 from ..contract import Checks, Options, agree, entry, finish
 from ..sync import Sync, total
-from ._entry import Entry
+from ._declaration import Declaration
 from ._module import LossModule
 from ._moments import centered, cross_product
 from ._views import two_view_features
@@ -126,4 +126,4 @@ class WMSELoss(LossModule):
         return w_mse_loss(z0, z1, **self.settings)
 
 
-ENTRY = Entry(w_mse_loss, WMSELoss)
+DECLARATION = Declaration(w_mse_loss, WMSELoss)

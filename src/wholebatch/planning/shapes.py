@@ -12,7 +12,7 @@ from .._precision import accumulation_dtype
 from ..exchange import num_entries
 from ..exchange.schedule import full, half
 from ..exchange.select import automatic
-from ..losses.catalog import CATALOG, Entry
+from ..losses.catalog import CATALOG, Declaration
 from ..partition import Partition
 from ..sweep import default_side
 from ..sweep.memory import Budget, Memory, fit
@@ -51,7 +51,7 @@ class Shapes:
     sample_rate: float = 1.0
 
     @property
-    def entry(self) -> Entry | None:
+    def entry(self) -> Declaration | None:
         """Return the loss's entry in the catalog; None for PartialFC."""
         return None if self.loss == PARTIAL_FC else CATALOG[self.loss]
 

@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 from .. import functional
 from ..comm import Communicator
 from ..heads import CosFace, PartialFC
-from ..losses.catalog import Entry
+from ..losses.catalog import Declaration
 from ..partition import Partition
 from ..sweep import Memory
 from .shapes import Shapes
@@ -21,7 +21,7 @@ SCALE, BIAS = 14.3, -10.0
 _PER_CLASS = 4  # examples of a class, for losses with labels
 
 
-def scale_of(entry: Entry, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor | float:
+def scale_of(entry: Declaration, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor | float:
     """Return the scale of a benchmark: a learned logit scale, or a fixed temperature's inverse."""
     if entry.scale_argument != "logit_scale":
         return SCALE

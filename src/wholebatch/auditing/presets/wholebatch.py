@@ -12,14 +12,14 @@ from torch.nn.functional import normalize
 
 import wholebatch as wb
 
-from ...losses.catalog import CATALOG, Entry
+from ...losses.catalog import CATALOG, Declaration
 from ..problem import Problem
 from .encoders import IN, OUT, ROWS, OneTower, TwoTowers, labeled, two_towers, two_views
 
 _ANY: dict[str, Any] = {"uneven": True, "empty": True, "engine": "mean"}
 
 
-def _loss(entry: Entry, **settings: Any) -> Problem:
+def _loss(entry: Declaration, **settings: Any) -> Problem:
     loss = entry.module(**entry.required_settings(OUT), **settings)
     if entry.kind == "labeled":
         return labeled(loss, **_ANY)

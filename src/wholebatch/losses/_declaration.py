@@ -1,6 +1,6 @@
 """The declaration of a loss, beside its function and its module: how it is called, and how it sweeps over S.
 
-A loss with one of these signatures declares `ENTRY = Entry(function, module)`; its kind follows from the names of its
+A loss with one of these signatures declares `DECLARATION = Declaration(function, module)`; its kind follows from the names of its
 parameters:
 
     towers     (image_features, text_features, logit_scale, ...)     also (queries, keys, *, logit_scale, ...)
@@ -8,7 +8,7 @@ parameters:
     labeled    (features, labels, ...)                               with or without a temperature
 
 With `sweep=Sweep(...)`, the planner and the benchmarks offer the loss. Losses with other required arguments (a queue, a
-teacher, sums of earlier batches) have no entry.
+teacher, sums of earlier batches) declare nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Sweep:
 
 
 @dataclass(frozen=True)
-class Entry:
+class Declaration:
     """A loss of the library, and how it is called.
 
     Args:
