@@ -1,7 +1,7 @@
 """The declaration of a loss, beside its function and its module: how it is called, and how it sweeps over S.
 
-A loss with one of these signatures declares `DECLARATION = Declaration(function, module)`; its kind follows from the names of its
-parameters:
+A loss with one of these signatures has a line `DECLARATION = Declaration(function, module)` in its file; its kind
+follows from the names of its parameters:
 
     towers     (image_features, text_features, logit_scale, ...)     also (queries, keys, *, logit_scale, ...)
     views      (z0, z1, ...)                                         with or without a temperature
