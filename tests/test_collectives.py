@@ -11,6 +11,7 @@ from loss_cases import CORE, rows_of, whole_batch
 
 import wholebatch as wb
 from wholebatch.comm.torch_distributed import TorchTransport
+from wholebatch.exchange import USED_EXCHANGES
 from wholebatch.sweep import Driver
 from wholebatch.testing import run_ranks
 
@@ -59,7 +60,7 @@ def step(name, exchange, counts):
 
 
 def body(counts):
-    return {(name, exchange): step(name, exchange, counts) for name in CORE for exchange in ("gather", "ring")}
+    return {(name, exchange): step(name, exchange, counts) for name in CORE for exchange in USED_EXCHANGES}
 
 
 @pytest.mark.parametrize("counts", [(4, 4, 4), (5, 0, 6)], ids=str)
@@ -101,7 +102,7 @@ def fallback_body():
     comm = wb.comm.TorchCommunicator()
     x, y = torch.randn(2, 4, 6, dtype=torch.float64)
     seen = counted(comm)
-    for exchange in ("gather", "ring"):
+    for exchange in USED_EXCHANGES:
         wb.functional.clip_loss(x, y, 1e4, group=comm, exchange=exchange)
     return dict(seen)
 

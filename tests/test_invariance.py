@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from loss_cases import LOSSES, gradients, rows_of, whole_batch
 
 import wholebatch as wb
+from wholebatch.exchange import USED_EXCHANGES
 from wholebatch.nodes import route
 from wholebatch.testing import run_ranks
 
@@ -49,7 +50,7 @@ def body(name):
     @together
     @given(
         counts=st.tuples(some_rows, some_rows, some_rows).filter(any),
-        exchange=st.sampled_from(["gather", "ring"]),
+        exchange=st.sampled_from(USED_EXCHANGES),
         side=st.integers(1, 9),
         kept=st.integers(0, 200),
         randomness=st.randoms(use_true_random=False),

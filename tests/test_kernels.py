@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy, normalize
 
 import wholebatch as wb
 from wholebatch import kernels
+from wholebatch.exchange import USED_EXCHANGES
 from wholebatch.partition import Diagonal, Tile
 from wholebatch.sweep import (
     NONE,
@@ -453,7 +454,7 @@ def on_ranks():
         "matryoshka": lambda f, x, y, *_, **more: f.matryoshka_loss(x, y, logit_scale=14.3, dims=(4, 8), **more),
         "partial_fc": lambda f, x, _, w, at, **more: f.partial_fc_loss(x, at, w, margin=wb.ArcFace(8.0), **more),
     }
-    for (name, loss), exchange, dtype in product(made.items(), ("gather", "ring"), CLOSE):
+    for (name, loss), exchange, dtype in product(made.items(), USED_EXCHANGES, CLOSE):
         rounded = [z.to(dtype) for z in (*whole, centers)]
         true = [z.double().requires_grad_() for z in rounded]
         expected = loss(wb.reference, *true, labels)

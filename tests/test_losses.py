@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.nn.functional import normalize
 
 import wholebatch as wb
+from wholebatch.exchange import USED_EXCHANGES
 from wholebatch.nodes import route
 from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
@@ -85,7 +86,7 @@ def exactness_of(name, counts):
     local = [z[at] for z, at in zip(whole, rows_of(case, counts, rank), strict=True)]
     for scale in SCALES if case.core else SCALES[1:2]:
         expected = dense(case, whole, scale)
-        for exchange in ("gather", "ring"):
+        for exchange in USED_EXCHANGES:
             for memory in MEMORIES if case.core else [next(memories)]:
                 sync = next(syncs)
                 scalar = torch.full(() if sync else (1,), scale, dtype=torch.float64)
@@ -107,7 +108,7 @@ def fallback_body(counts):
         whole = whole_batch(case, counts)
         local = [z[at] for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
         expected = dense(case, whole, 1e4)
-        for exchange in ("gather", "ring"):
+        for exchange in USED_EXCHANGES:
             for memory in ("flat", TINY_TILES, KEEP_ALL):
                 options = {"exchange": exchange, "memory": memory}
                 actual = gradients(case, wb.functional, local, torch.tensor(1e4, dtype=torch.float64), **options)
@@ -128,7 +129,7 @@ def some_gradients_body(counts):
         rows = rows_of(case, counts, rank)
         _, *expected = dense(case, whole, 14.3)
         scalars = [torch.tensor(value, dtype=torch.float64) for value in (14.3, BIAS)]
-        for exchange in ("gather", "ring"):
+        for exchange in USED_EXCHANGES:
             for trial in range(6):
                 wants = [[draw.random() < 0.4 for _ in range(len(rows) + 2)] for _ in range(size)][rank]
                 leaves = [z[at].clone() for z, at in zip(whole, rows, strict=True)] + [z.clone() for z in scalars]
@@ -201,7 +202,7 @@ def many_tiles_body(counts):
         whole = whole_batch(case, counts, d=8)
         local = [z[at] for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
         expected = dense(case, whole, 30.0)
-        for exchange in ("gather", "ring"):
+        for exchange in USED_EXCHANGES:
             for memory in ("flat", 2 * side * side * 8 + 7 * side * side * 8):
                 with patch.object(route, "default_side", lambda _device: side):
                     actual = gradients(case, wb.functional, local, scale, exchange=exchange, memory=memory, sync="sum")
@@ -422,7 +423,7 @@ def same_bits_body(exchange):
     return results
 
 
-@pytest.mark.parametrize("exchange", ["gather", "ring"])
+@pytest.mark.parametrize("exchange", USED_EXCHANGES)
 def test_the_same_bits_on_every_run(exchange):
     for once, again in zip(*(run_ranks(same_bits_body, 3, exchange) for _ in range(2)), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))

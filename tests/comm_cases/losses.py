@@ -11,6 +11,7 @@ from loss_cases import CORE, LOSSES, dense, gradients, rows_of, whole_batch
 from torch.nn import functional as F
 
 import wholebatch as wb
+from wholebatch.exchange import USED_EXCHANGES
 from wholebatch.partition import Partition
 
 from .registry import case, refused, same_on_all, splits, summed, with_settings
@@ -122,7 +123,7 @@ def flat_losses_and_their_exchanges(comm):
             whole = whole_batch(loss, tuple(counts))
             expected = dense(loss, whole, 7.0)
             local = [z[at] for z, at in zip(whole, rows_of(loss, tuple(counts), comm.rank), strict=True)]
-            for exchange in ("gather", "ring"):
+            for exchange in USED_EXCHANGES:
                 with torch.no_grad():
                     message = comm.isend(torch.ones(2), (comm.rank + 1) % comm.size)
                 actual = gradients(loss, wb.functional, local, scale, group=comm, sync=None, exchange=exchange)
@@ -144,7 +145,7 @@ def losses_differentiated_in_another_order(comm):
     if comm.size == 1:
         return
     x = F.normalize(torch.randn(3, 4, dtype=torch.float64), dim=1).requires_grad_()
-    for exchange in ("gather", "ring"):
+    for exchange in USED_EXCHANGES:
         options = {"group": comm, "exchange": exchange}
         losses = [wb.functional.clip_loss(x, x, 2.0, **options), wb.functional.nt_xent_loss(x, x, **options)]
         with refused(r"the same calls.*backward of (clip|nt_xent)_loss #\d+.*in the same order on all ranks, or add"):

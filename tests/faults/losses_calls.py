@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import wholebatch as wb
+from wholebatch.exchange import USED_EXCHANGES
 from wholebatch.partition import Partition
 
 CLASSES = 11
@@ -150,7 +151,7 @@ def _draw(
             common[key] = REPLICATED[key](world)
         elif key not in common:
             raise NotImplementedError(f"{name}: no right value is known for its argument {key!r}")
-    for key, values in (("exchange", ("gather", "ring")), ("memory", ("flat",)), ("reduction", ("sum",))):
+    for key, values in (("exchange", USED_EXCHANGES), ("memory", ("flat",)), ("reduction", ("sum",))):
         if key in parameters and rng.random() < 0.4:
             common[key] = rng.choice(values)
     return common, whole, sync

@@ -13,6 +13,8 @@ import torch
 from good_calls import Arguments, Good, Raises, World
 from torch import Tensor
 
+from wholebatch.exchange import USED_EXCHANGES
+
 Kind = Literal["mistake", "legal", "absent", "user"]
 Act = Literal["call", "skip", "no_grad", "inference_mode", "another call", "no backward"]
 NAN, INF = float("nan"), float("inf")
@@ -228,7 +230,7 @@ def _others(name: str, value: Any, parameter: inspect.Parameter | None) -> list[
 
 CHOICES: dict[str, list[Any]] = {
     "sync": ["mean", "sum", None],
-    "exchange": ["gather", "ring"],
+    "exchange": [*USED_EXCHANGES],
     "memory": ["auto", "flat", 10**7],
     "reduction": ["mean", "sum", "none"],
     "kernel": ["torch"],

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from loss_cases import LOSSES, dense, options_of, rows_of, whole_batch
 
 import wholebatch as wb
+from wholebatch.exchange import USED_EXCHANGES
 from wholebatch.testing import RankError, run_ranks
 
 FAULTS = (
@@ -172,7 +173,7 @@ def configurations(seed: int, count: int) -> list[tuple[int, tuple[str, str, str
     found = []
     for index in range(count):
         name, size = names[index % len(names)], 2 + index % 2
-        exchange = generator.choice(("gather", "ring"))
+        exchange = generator.choice(USED_EXCHANGES)
         fault = FAULTS[(index + index // len(names)) % len(FAULTS)]
         found.append((size, (name, exchange, fault, generator.randrange(size), index)))
     return found

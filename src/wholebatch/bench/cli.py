@@ -23,6 +23,7 @@ from wholebatch._third_party import version
 from wholebatch._user_error import UserError
 from wholebatch.comm import Communicator
 from wholebatch.comm.select import MPI_SIZES
+from wholebatch.exchange import ExchangeName
 from wholebatch.testing import RankError, run_ranks
 
 from . import gather, gather_display, loss, loss_display, records
@@ -75,7 +76,7 @@ class LossConfig:
     keep: tuple[float, ...] = (0.0, 2.0)
     """Bytes of memory for each entry of S, to keep exp(S) between forward and backward: 0 is memory="flat", 2 keeps all
     of it in bfloat16, 4 in float32."""
-    exchanges: tuple[Literal["auto", "gather", "ring"], ...] = ("auto",)
+    exchanges: tuple[ExchangeName, ...] = ("auto",)
     """Exchanges of rows between several ranks."""
     dtypes: tuple[Literal["float32", "bfloat16", "float16", "float64"], ...] = ("float32",)
     """Precisions of the features; peers get the first one."""

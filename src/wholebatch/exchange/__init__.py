@@ -4,12 +4,14 @@ from .exchange import Exchange
 from .gather import GatherExchange
 from .ring import RingExchange
 from .schedule import num_entries
-from .select import EXCHANGES, ExchangeName, columns_of_a_chunk, select_exchange
+from .select import EXCHANGES, USED_EXCHANGES, ExchangeName, ExchangeUsed, columns_of_a_chunk, select_exchange
 
 __all__ = [
     "EXCHANGES",
+    "USED_EXCHANGES",
     "Exchange",
     "ExchangeName",
+    "ExchangeUsed",
     "GatherExchange",
     "RingExchange",
     "columns_of_a_chunk",

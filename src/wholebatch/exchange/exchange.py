@@ -36,10 +36,13 @@ class Exchange(ABC):
         rows: number of X's rows on this rank.
         columns: the owners of Y's rows.
         symmetric: whether S is X's rows against themselves, so that half of it suffices.
+        chunk: least number of columns of one transfer, where the exchange sends parts of a rank's rows.
     """
 
-    def __init__(self, comm: Communicator, rows: int, columns: Partition, *, symmetric: bool = False) -> None:
-        self.comm, self.columns, self.symmetric = comm, columns, symmetric
+    def __init__(
+        self, comm: Communicator, rows: int, columns: Partition, *, symmetric: bool = False, chunk: int = 1
+    ) -> None:
+        self.comm, self.columns, self.symmetric, self.chunk = comm, columns, symmetric, chunk
         self.visits: tuple[Visit, ...] = half(columns, comm.rank) if symmetric else full(rows, columns, comm.rank)
 
     @property

@@ -36,7 +36,7 @@ class GatherExchange(Exchange):
     def __init__(
         self, comm: Communicator, rows: int, columns: Partition, *, symmetric: bool = False, chunk: int = 1
     ) -> None:
-        super().__init__(comm, rows, columns, symmetric=symmetric)
+        super().__init__(comm, rows, columns, symmetric=symmetric, chunk=chunk)
         self._chunks = chunks(columns, chunk)
         self._arriving: list[Finish] = []  # one for each rank's rows, until the first pass has ended
 

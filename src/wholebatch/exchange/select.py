@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
@@ -12,8 +12,11 @@ from .exchange import Exchange
 from .gather import GatherExchange
 from .ring import RingExchange
 
-ExchangeName = Literal["auto", "gather", "ring"]
-EXCHANGES: tuple[ExchangeName, ...] = get_args(ExchangeName)
+ExchangeUsed = Literal["gather", "ring"]
+ExchangeName = Literal["auto"] | ExchangeUsed
+_CLASSES: dict[ExchangeUsed, type[Exchange]] = {"gather": GatherExchange, "ring": RingExchange}
+USED_EXCHANGES: tuple[ExchangeUsed, ...] = tuple(_CLASSES)
+EXCHANGES: tuple[ExchangeName, ...] = ("auto", *USED_EXCHANGES)
 _GATHER_BYTES = 2**30  # Y, its gradient, and a buffer of the reduce-scatter
 
 
@@ -30,7 +33,7 @@ def select_exchange(
     """Return the exchange called `name`. "auto": "gather" up to 1 GiB per rank, else "ring" if it can run.
 
     Args:
-        name: "auto", "gather" or "ring".
+        name: one of `EXCHANGES`.
         comm: the ranks.
         rows: number of X's rows on this rank.
         columns: the owners of Y's rows.
@@ -40,9 +43,7 @@ def select_exchange(
     """
     if name == "auto":
         name = automatic(columns.total, row_bytes, rings=not comm.transport.in_order)
-    if name == "gather":
-        return GatherExchange(comm, rows, columns, symmetric=symmetric, chunk=chunk)
-    return RingExchange(comm, rows, columns, symmetric=symmetric)
+    return _CLASSES[name](comm, rows, columns, symmetric=symmetric, chunk=chunk)
 
 
 def columns_of_a_chunk(total: int, side: int, device: torch.device) -> int:
@@ -53,7 +54,7 @@ def columns_of_a_chunk(total: int, side: int, device: torch.device) -> int:
     return total if device.type == "cpu" else side
 
 
-def automatic(total: int, row_bytes: int, *, rings: bool = True) -> Literal["gather", "ring"]:
+def automatic(total: int, row_bytes: int, *, rings: bool = True) -> ExchangeUsed:
     """Return the exchange that "auto" stands for.
 
     Args:

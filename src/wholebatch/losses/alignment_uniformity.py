@@ -60,7 +60,7 @@ def alignment_uniformity_loss(
         uniformity: weight of the second term, >= 0.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
-        exchange: "gather", "ring" or "auto", as there.
+        exchange: how rows travel, as there.
         memory: "flat", "auto" or bytes, as there.
         kernel: who computes a tile, as there.
 

@@ -115,7 +115,7 @@ def info_nce_loss(
             :func:`wholebatch.functional.clip_loss`.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
-        exchange: "gather", "ring" or "auto", as there. The smaller tower travels: the queries, or the keys and
+        exchange: how rows travel, as there. The smaller tower travels: the queries, or the keys and
             negatives.
         memory: "flat", "auto" or bytes, as there.
         kernel: "torch", "triton" or "auto", as there.

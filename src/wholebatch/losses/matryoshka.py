@@ -80,7 +80,7 @@ def matryoshka_loss(
         reduction: "mean", "sum", or "none": L_i of this rank's pairs; see :func:`wholebatch.functional.clip_loss`.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
-        exchange: "gather", "ring" or "auto", as there.
+        exchange: how rows travel, as there.
         memory: "flat", "auto" or bytes, as there; nothing is kept.
         kernel: "torch", "triton" or "auto", as there. Kernels take 5 units, because they compute products three times.
             With bfloat16 features they round the sum of all later parts' gradients once: half a percent of the gradient

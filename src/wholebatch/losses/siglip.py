@@ -61,7 +61,7 @@ def siglip_loss(
             pass sweeps again; see :func:`wholebatch.functional.clip_loss`.
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
         sync: "mean", "sum" or None, as there.
-        exchange: "gather", "ring" or "auto", as there.
+        exchange: how rows travel, as there.
         memory: "flat", "auto" or bytes, as there; nothing is kept, so a number of bytes can only make tiles smaller.
         kernel: "torch", "triton" or "auto", as there.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from .._precision import accumulation_dtype
+from ..exchange import ExchangeUsed as ExchangeUsed
 from ..exchange import num_entries
 from ..exchange.schedule import full, half
 from ..exchange.select import automatic
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     LossName = str
 else:
     LossName = Literal[LOSSES]  # the command line lists them
-ExchangeUsed = Literal["gather", "ring"]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
 
+from ..exchange import USED_EXCHANGES
 from ..sweep.memory import Memory
 from .shapes import ExchangeUsed, Shapes
 from .work import Work, work_of
@@ -88,7 +89,7 @@ def worthwhile_settings(step: Step, limit: int, chunk_size: int | None, keep_gra
     """
     shapes = step.shapes
     rings = shapes.ranks > 1 and shapes.entry is not None and shapes.device == "cpu"
-    exchanges: tuple[ExchangeUsed, ...] = ("gather", "ring") if rings else ("gather",)
+    exchanges: tuple[ExchangeUsed, ...] = USED_EXCHANGES if rings else ("gather",)
     found = []
     for chunked in (False, True) if step.activations else (False,):
         for exchange in exchanges:
