@@ -304,6 +304,7 @@ NEW_MISTAKES = [
     ("vicreg_loss", {"invariance": -1.0}, "invariance must not be negative, got -1.0"),
     ("barlow_twins_loss", {"redundancy": -1.0}, "redundancy must not be negative, got -1.0"),
     ("matryoshka_loss", {"symmetric": 1}, "symmetric must be True or False, got 1"),
+    ("clip_loss", {"kernel": "triton"}, "kernel must be the same on all ranks"),
     ("clip_loss", {"label_smoothing": True}, r"label_smoothing must be a number, got True \(bool\)"),
     ("clip_loss", {"logit_scale": 10**400}, "logit_scale must be finite, got inf"),
     ("clip_loss", {"sync": torch.ones(3)}, "sync must be 'mean' .* got Tensor"),
@@ -522,6 +523,18 @@ def wrong_group_on_one_rank_body():
 
 def test_a_wrong_group_on_one_rank():
     run_ranks(wrong_group_on_one_rank_body, 2, timeout_s=30)
+
+
+def test_unknown_names_come_with_the_nearest_or_with_their_place():
+    x = features()
+    with pytest.raises(TypeError, match=r"unknown: 'logit_sclae' \(did you mean 'logit_scale'\?\)"):
+        wb.functional.clip_loss(x, x, logit_sclae=10.0)
+    with pytest.raises(TypeError, match="pass logit_scale, which is 1 / temperature, in the call"):
+        wb.CLIPLoss(temperature=0.07)
+    with pytest.raises(TypeError, match="pass ids in the call"):
+        wb.CLIPLoss(ids=torch.arange(3))
+    with pytest.raises(TypeError, match="did you mean label_smoothing"):
+        wb.CLIPLoss(lable_smoothing=0.1)
 
 
 def unknown_keywords_body(folder):

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
+from wholebatch._autograd import no_autocast
 from wholebatch.testing import run_ranks
 
 GRADIENT = 1e-10
@@ -58,6 +59,20 @@ def test_activation_checkpointing(name, reentrant):
     checkpoint(lambda *z: loss(*(2 * zz / 2 for zz in z)), *local, use_reentrant=reentrant).backward()
     assert_same(local[0].grad, dx, relative=GRADIENT)
     assert scale.grad is not None
+
+
+def test_autocast_is_off_on_every_device_of_the_arguments():
+    """The last tensor may be a scale on another device than the features."""
+
+    @no_autocast
+    def inside(*_tensors):
+        return torch.is_autocast_enabled("cpu")
+
+    features, scale = torch.ones(2, 2), torch.ones((), device="meta")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not inside(features, scale)
+        assert not inside(scale, features)
+        assert torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.parametrize("name", CORE)

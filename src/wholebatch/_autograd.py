@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -33,15 +34,17 @@ def once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Callable[..
 
 
 def no_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a function to run without autocast, on the device type of its last tensor."""
+    """Decorate a function to run without autocast, on every device type that one of its tensors is on."""
 
     @wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        tensors = [arg for arg in (*kwargs.values(), *args) if isinstance(arg, Tensor)]
-        device = tensors[-1].device.type if tensors else "cpu"
-        if not torch.amp.is_autocast_available(device):  # a tensor without data, which entry validation refuses
-            return function(*args, **kwargs)
-        with torch.autocast(device, enabled=False):
+        devices = {arg.device.type for arg in (*kwargs.values(), *args) if isinstance(arg, Tensor)}
+        with ExitStack() as without_autocast:
+            for device in devices or {"cpu"}:
+                if torch.amp.is_autocast_available(
+                    device
+                ):  # not for tensors without data: entry validation refuses them
+                    without_autocast.enter_context(torch.autocast(device, enabled=False))
             return function(*args, **kwargs)
 
     return run

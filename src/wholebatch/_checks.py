@@ -145,11 +145,6 @@ def check_norm(name: str, x: Tensor, largest: float) -> float:
     return known_norms(x).amax().item()
 
 
-def largest_norm(name: str, x: Tensor) -> float:
-    """Return the largest norm of x's rows if no entry of x is NaN or infinite; 0 without rows."""
-    return check_norm(name, x, norm_bound(x).item())
-
-
 def check_finite(name: str, x: Tensor) -> None:
     """Raise ValueError if an entry of x is NaN or infinite."""
     if x.numel() and (x.is_floating_point() or x.is_complex()):

@@ -8,7 +8,8 @@ first, and state a complaint in the handshake.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from functools import wraps
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -34,12 +35,28 @@ def bound(
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
-            mistake = CallError(f"{error}; the signature is {_shown(signature)}")
+            mistake = CallError(
+                f"{error}{_unknown(signature, kwargs, str(error))}; the signature is {_shown(signature)}"
+            )
             refuse(mistake, args, kwargs)
             raise mistake from None
         return function(*args, **kwargs)
 
     return call
+
+
+def _unknown(signature: inspect.Signature, kwargs: Iterable[str], known: str) -> str:
+    """Return a part of a message that names unknown keywords with their nearest name, if it says more than `known`."""
+    names = [name for name, parameter in signature.parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
+    if len(names) < len(signature.parameters):
+        return ""
+    hints = []
+    for name in kwargs:
+        if name not in names:
+            nearest = get_close_matches(name, names, n=1, cutoff=0.75)
+            if nearest or repr(name) not in known:
+                hints.append(f"{name!r}{f' (did you mean {nearest[0]!r}?)' if nearest else ''}")
+    return f"; unknown: {', '.join(hints)}" if hints else ""
 
 
 def complaint(error: CallError) -> Callable[[], NoReturn]:

@@ -25,7 +25,7 @@ from .inputs import MIN_PAIR_PRODUCT, Checks, Inputs
 from .options import Options
 
 _ARGUMENTS = "the arguments that are given (a rank without rows passes shape (0, d), not None)"
-_MUST_MATCH = (_ARGUMENTS, "embedding size", "dtype", "device type", "sync", "exchange", "reduction")
+_MUST_MATCH = (_ARGUMENTS, "embedding size", "dtype", "device type", "sync", "exchange", "reduction", "kernel")
 _TOLERANCE = 1e-5  # relative, of a scalar between ranks: parameters that engines keep equal differ only by rounding
 
 
@@ -100,6 +100,7 @@ def _local_facts(comm: Communicator, options: Options, inputs: Inputs, checks: C
         "exchange": options.exchange,
         "memory": options.memory,
         "reduction": options.reduction,
+        "kernel": options.kernel,
         CALL: latest_call(),
         **loss_facts,
         **inputs.check_values(found),

@@ -9,7 +9,7 @@ node of a loss's backward pass, which is the last of its forward pass, compares
 
 before any other communication. On the host this is a handshake like that of the forward pass, so that a rank in a
 forward pass and a rank in a backward pass raise the same error. Between GPUs the host would have to wait for it. There,
-three numbers travel from device to device, a difference makes the gradient NaN, and the next call of a loss raises.
+two numbers travel from device to device, a difference makes the gradient NaN, and the next call of a loss raises.
 
 The incoming gradients must be equal: where L is the same scalar on all ranks, so is the F computed from it, and each
 rank multiplies its share of the gradient by its dF/dL. With reduction "none" each rank weighs the losses of its rows,
@@ -57,7 +57,7 @@ def together(loss: Tensor, comm: Communicator, caller: str, call: int, *, one_lo
     """Return the loss, whose backward pass begins with a comparison between the ranks.
 
     Args:
-        loss: L, or the losses of this rank's rows; no other result of the call has a gradient.
+        loss: L, or the losses of this rank's rows. All collectives of the backward pass come after this node.
         comm: the ranks.
         caller: the loss, for messages.
         call: the number of its call, the same on all ranks.

@@ -71,7 +71,7 @@ class Agreed:
         sample: the local classes.
         partition: the number of classes of each rank.
         norms: of the local centers, (K_r K, 1).
-        longest: the largest of these norms.
+        longest: the largest norm of a center on any rank.
         largest_offset: upper bound of the absolute value of a local offset.
     """
 
@@ -111,10 +111,9 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
     def derive(found: Mapping[str, float]) -> dict[str, Any]:
         check_different(found.get("repeated", 0.0))
         check_directions("embeddings", embeddings, found["shortest"], found["longest"])
-        if centers is not None:
-            centers.check_values(found)
+        of_centers = {} if centers is None else centers.check_values(found)
         ends = int(found["smallest"]), int(found["largest"])
-        return {"labels": ends if ends[0] <= ends[1] else None}
+        return {"labels": ends if ends[0] <= ends[1] else None, **of_centers}
 
     facts = agree(
         caller,
@@ -147,10 +146,12 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
     partition = Partition(tuple(of_rank[_COUNT] for of_rank in by_rank))
     if centers.sample.ids is None:
         _check_total(facts, partition, classes.num_classes)
-    return Agreed(facts, all_labels, centers.sample, partition, centers.norms, centers.longest, centers.largest_offset)
+    longest = max(of_rank[_LONGEST] for of_rank in by_rank)
+    return Agreed(facts, all_labels, centers.sample, partition, centers.norms, longest, centers.largest_offset)
 
 
 _COUNT = "centers"  # the fact with the number of classes of a rank
+_LONGEST = "largest norm of centers"  # the fact with that number of a rank
 
 
 class _Centers:
@@ -158,7 +159,6 @@ class _Centers:
 
     sample: Sample
     norms: Tensor
-    longest: float
     largest_offset: float
 
     def __init__(self, classes: Classes, logits: Logits, labels: Tensor | None) -> None:
@@ -166,9 +166,7 @@ class _Centers:
 
     def facts(self, embeddings: Tensor) -> dict[str, Any]:
         """Return the facts of a handshake about centers alone."""
-        of_centers = self.check(embeddings)
-        self.check_values(on_host(self.read_back()))
-        return of_centers
+        return {**self.check(embeddings), **self.check_values(on_host(self.read_back()))}
 
     def check(self, embeddings: Tensor) -> dict[str, Any]:
         """Take the sample, check it as far as shapes and dtypes tell, and return the facts about it."""
@@ -194,15 +192,16 @@ class _Centers:
             numbers["out of order"] = out_of_order(sample.ids)
         return numbers
 
-    def check_values(self, found: Mapping[str, float]) -> None:
-        """Check the numbers that were read back."""
+    def check_values(self, found: Mapping[str, float]) -> dict[str, Any]:
+        """Check the numbers that were read back, and return the facts about them."""
         sample = self.sample
         check_directions("centers", self._matrix, found["shortest center"], found["longest center"])
         check_ascending(found.get("out of order", 0.0))
         for name, x in (("log_weights", sample.log_weights), ("bias", sample.bias)):
             if x is not None:
                 check_norm(name, x, found["offset"])
-        self.longest, self.largest_offset = found["longest center"], found.get("offset", 0.0)
+        self.largest_offset = found.get("offset", 0.0)
+        return {_LONGEST: found["longest center"]}
 
 
 def _check_batch(labels: Tensor, logits: Logits, num_classes: int | None) -> dict[str, Any]:

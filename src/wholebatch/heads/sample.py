@@ -40,8 +40,8 @@ class Classes:
     """The source of the classes of a step.
 
     Args:
-        sample: a function that validates its source and returns this rank's part, given the labels of all ranks, (B,),
-            or None unless `needs_labels`.
+        sample: a function that validates its source and returns this rank's part. It gets the labels of all ranks,
+            (B, k), or None unless `needs_labels`.
         needs_labels: whether the sample depends on the labels; the loss then makes a second handshake.
         dtype: of the centers.
         num_classes: C, if known.

@@ -78,8 +78,12 @@ class Settings(nn.Module):
         names = list(cls._declared)
         for name in settings:
             if name not in names:
-                similar = get_close_matches(name, names, n=1)
+                similar, in_call = get_close_matches(name, names, n=1), inspect.signature(cls.forward).parameters
                 hint = f"did you mean {similar[0]}?" if similar else "check the spelling"
+                if name in in_call:
+                    hint = f"pass {name} in the call"
+                elif name == "temperature" and "logit_scale" in in_call:
+                    hint = "pass logit_scale, which is 1 / temperature, in the call"
                 raise TypeError(
                     f"{cls.__name__} got an unexpected keyword argument {name!r}; its settings are "
                     f"{', '.join(sorted(names))}; {hint}"

@@ -4,7 +4,7 @@
     L    = 1/(2B) [ sum_i (logsumexp_j S_ij - t_i) + sum_j (logsumexp_i S_ij - t'_j) ]
 
 where t_i is the target's mean logit, (1 - e) S_ii + (e/B) sum_j S_ij with label smoothing e, and t'_j likewise over
-the column. The smoothed terms need no sweep: sum_ij S_ij = scale (sum_i x_i) . (sum_j y_j) + bias B^2.
+the column. With label smoothing, the sweep sums the logits as well, and exp(S) is not kept for the backward pass.
 
 A bias shifts all logits equally. So it leaves L unchanged, and its gradient is exactly 0.
 """

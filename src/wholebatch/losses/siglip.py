@@ -107,7 +107,7 @@ def siglip_loss(
     )
     rows, inputs, per_row = facts.rows["image_features"], facts.inputs, reduction == "none"
     plan = SigmoidPlan(
-        choose_route(facts, Layout(rows, rows)),
+        choose_route(facts, Layout(rows, rows), keep=False),
         pairs_of_rows(rows.rows(facts.rank), None if ids is None else facts.all_ids("ids"), equal_ids),
         facts.scalars["logit_scale"],
         facts.scalars["logit_bias"],

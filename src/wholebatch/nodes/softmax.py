@@ -52,7 +52,7 @@ class Softmax(torch.autograd.Function):
         data = Data.of(plan, x, plan.route.exchange.fetch(travels), norms, col_norms)
         rows, cols, kept = sums_of_sides(plan, data)
 
-        ctx.plan, ctx.shifts = plan, [side.shift for side in (rows, cols)]
+        ctx.plan, ctx.shifts = plan, [None if isinstance(side.shift, Tensor) else side.shift for side in (rows, cols)]
         ctx.offsets_dtype = None if offsets is None else offsets.dtype
         ctx.features = [(len(feature), feature.dtype) for feature in features]
         shifts = [side.shift if isinstance(side.shift, Tensor) else None for side in (rows, cols)]

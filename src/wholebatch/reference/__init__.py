@@ -6,7 +6,7 @@ paper. Tests, docs and users call the same ones. Arguments mean the same as in `
 
     two_towers   images and texts                        clip, siglip, distillation, global_contrastive
     retrieval    queries and keys                        info_nce, moco, matryoshka
-    two_views    two views of each example               nt_xent, dcl, debiased
+    two_views    two views of each example               nt_xent, dcl, debiased, alignment_uniformity
     labeled      examples with labels                    sup_con, multi_similarity, circle, triplet, smooth_ap
     moments      means and covariances of two views      barlow_twins, vicreg, w_mse
     classes      a classification head                   partial_fc
