@@ -90,7 +90,7 @@ OPTIMIZERS = [
     (wb.SparseSGD, {"lr": -0.1}, "lr must not be negative, got -0.1"),
     (wb.SparseSGD, {"momentum": True}, r"momentum must be a number, got True \(bool\)"),
     (wb.SparseSGD, {"nesterov": 2, "momentum": 0.9}, "nesterov must be True or False, got 2"),
-    (wb.SparseSGD, {"nesterov": True}, "give a momentum above 0"),
+    (wb.SparseSGD, {"nesterov": True}, "needs momentum above 0"),
 ]
 
 
