@@ -26,7 +26,7 @@ def fault_of(seed, name, size):
 
 def test_faults_in_calls():
     """Each on all ranks the same error, or right; where no rank stays away, no clock is in the verdict."""
-    planned = [case for case in calls.plan(5, 90, sorted(ENTRIES)) if case.size == 2 and case.index % 3 == 0]
+    planned = [case for case in calls.plan(7, 90, sorted(ENTRIES)) if case.size == 2 and case.index % 3 == 0]
     planned = [case for case in planned if fault_of(case.seed, case.entry, 2).kind != "absent"]
     assert len(planned) >= 10
     lane = calls.Lane(timeout_s=60, hang_s=120)

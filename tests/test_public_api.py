@@ -14,7 +14,7 @@ from wholebatch.heads import margins
 LOSSES = [name for name in losses.__all__ if name.endswith("_loss")] + ["partial_fc_loss"]  # docs/losses.md lists them
 PUBLIC = {
     wb: [
-        *losses.__all__,
+        *[name for name in losses.__all__ if not name.endswith("_loss")],
         *margins.__all__,
         "GradCache",
         "PartialFC",

@@ -34,28 +34,22 @@ warnings.simplefilter("error")
 
 import wholebatch as wb
 from wholebatch import functional as F
+from wholebatch.losses.catalog import CATALOG
 
-x, y = torch.randn(2, 12, 8).unbind()
-labels = torch.arange(12) // 2
+x, y = torch.randn(2, 64, 8).unbind()
+labels = torch.arange(64) // 2
+
+
+def of_catalog(entry):
+    entry.module(**entry.required_settings(8))
+    return lambda a, b: entry.call(F, a, b, scale=10.0, bias=-10.0, labels=labels)
+
+
 LOSSES = {
-    "BarlowTwinsLoss": (wb.BarlowTwinsLoss(), (x, y)),
-    "CLIPLoss": (wb.CLIPLoss(), (x, y, torch.tensor(10.0))),
-    "CircleLoss": (wb.CircleLoss(), (x, labels)),
-    "DCLLoss": (wb.DCLLoss(), (x, y)),
-    "DebiasedLoss": (wb.DebiasedLoss(), (x, y)),
+    **{entry.module.__name__: (of_catalog(entry), (x, y)) for entry in CATALOG.values()},
     "DistillationLoss": (wb.DistillationLoss(), (x, y, 10.0, y, x, 5.0)),
-    "GlobalContrastiveLoss": (wb.GlobalContrastiveLoss(12), (x, y, torch.arange(12))),
-    "InfoNCELoss": (lambda a, b: wb.InfoNCELoss()(a, b, logit_scale=10.0), (x, y)),
-    "MatryoshkaLoss": (lambda a, b: wb.MatryoshkaLoss(dims=[4, 8])(a, b, logit_scale=10.0), (x, y)),
+    "GlobalContrastiveLoss": (wb.GlobalContrastiveLoss(64), (x, y, torch.arange(64))),
     "MoCoLoss": (lambda a, b: wb.MoCoLoss()(a, b, wb.KeyQueue(24, 8).keys, logit_scale=10.0), (x, y)),
-    "MultiSimilarityLoss": (wb.MultiSimilarityLoss(), (x, labels)),
-    "NTXentLoss": (wb.NTXentLoss(), (x, y)),
-    "SigLIPLoss": (wb.SigLIPLoss(), (x, y, 10.0, -10.0)),
-    "SmoothAPLoss": (wb.SmoothAPLoss(), (x, labels)),
-    "SupConLoss": (wb.SupConLoss(), (x, labels)),
-    "TripletLoss": (wb.TripletLoss(), (x, labels)),
-    "VICRegLoss": (wb.VICRegLoss(), (x, y)),
-    "WMSELoss": (wb.WMSELoss(), (torch.randn(64, 8), torch.randn(64, 8))),
     "WholeBatch": (wb.WholeBatch(lambda a, b: (a @ b.T).logsumexp(1).mean()), (x, y)),
 }
 MARGINS = (

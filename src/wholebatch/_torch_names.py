@@ -20,5 +20,5 @@ from .heads.margins import *  # noqa: F403
 from .losses import *  # noqa: F403
 from .planning import plan as plan
 
-if not _typing.TYPE_CHECKING:  # a type checker sees the names themselves
-    __all__ = [name for name in globals() if not name.startswith("_")]
+if not _typing.TYPE_CHECKING:  # a type checker sees all; functional lists the functions
+    __all__ = [name for name in globals() if not name.startswith("_") and not name.endswith("_loss")]

@@ -162,7 +162,7 @@ entry("PartialFC.full_bias")(of_head("full_bias", {"root": 0}))
 @entry("KeyQueue.enqueue")
 def key_queue(world: World) -> Good:
     keys = rows_of(world, world.normal("keys", sum(world.rows), D))
-    settings = {"size": QUEUE, "width": D, "dtype": torch.float64, "group": world.group}
+    settings = {"size": QUEUE, "embedding_size": D, "dtype": torch.float64, "group": world.group}
     names = frozenset(settings)
 
     def call(queue: wb.KeyQueue, given: Arguments, _backward: bool) -> Results:

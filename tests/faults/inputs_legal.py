@@ -109,7 +109,6 @@ LEGAL: dict[str, str] = {
     "dtype": "torch_float32",
     "examples": _INTEGERS,
     "size": _INTEGERS,
-    "width": _INTEGERS,
     # heads
     "embeddings": f"{_FEATURES} {_OTHER_FLOATS}",
     "PartialFC.top_classes.embeddings": f"{_FEATURES} {_OTHER_FLOATS} t_0x3 t_5x3",
@@ -195,8 +194,8 @@ LEGAL: dict[str, str] = {
     "Problem.sharded": "empty_list strings",
     "Problem.loss": _FUNCTION,
     "Problem.model": "linear",
-    "batch": f"{_INTEGERS} int_10^12",
-    "plan.dim": f"{_INTEGERS} int_10^12",
+    "batch_size": f"{_INTEGERS} int_10^12",
+    "plan.embedding_size": f"{_INTEGERS} int_10^12",
     "ranks": _INTEGERS,
     "classes": f"{_INTEGERS} int_10^12",
     "memory_limit": f"{_INTEGERS} int_10^12",

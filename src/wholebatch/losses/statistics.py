@@ -15,6 +15,7 @@ from typing import NamedTuple, ParamSpec
 import torch
 from torch import Tensor
 
+from .._checks import check_callable
 from ..comm import Communicator
 from ..nodes.row_statistics import RowStatistics
 
@@ -70,6 +71,7 @@ def with_statistics(loss: Callable[_P, Tensor]) -> Callable[_P, LossAndStatistic
     >>> statistics.accuracy
     tensor(1., dtype=torch.float64)
     """
+    check_callable("loss", loss)
 
     @wraps(loss, updated=())
     def call(*args: _P.args, **kwargs: _P.kwargs) -> LossAndStatistics:
