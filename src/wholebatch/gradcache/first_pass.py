@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 
 from .._graph import leaves_of
+from .._trees import tensors_of
 from .chunks import Chunk
-from .inputs import tensors_of
 from .keep import Keeper
 from .observe import Observer
 from .one_pass import encoded_with_graph

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_count, check_flag, check_items, shown
+from .._trees import tensors_of
 from ..comm import Group, select_communicator
 from ..comm.select import check_group
 from .agreement import agree
 from .chunks import Chunk, Encoder, facts_of, filled_up
-from .inputs import call_model, check_input, check_parts, split_inputs, tensors_of
+from .inputs import call_model, check_input, check_parts, split_inputs
 from .keep import Keeper, KeepGraphs, check_keep_graphs
 from .parameter_sync import synchronized
 from .step import Step

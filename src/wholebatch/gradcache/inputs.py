@@ -17,18 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from .._checks import check_dense
-
-
-def tensors_of(tree: Any) -> Iterator[Tensor]:
-    """Yield all tensors of a tree, from left to right."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from tensors_of(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from tensors_of(value)
+from .._trees import tensors_of
 
 
 def lists_of(tree: Any) -> Iterator[list[Any]]:

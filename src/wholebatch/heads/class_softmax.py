@@ -30,7 +30,7 @@ from .classes import LocalClasses, rows_of_groups
 from .logits import Logits, flat
 from .margins import AdaFace, CurricularFace, MagFace, Targets
 from .negatives import Shard, combine_over_ranks, negatives
-from .sample import Classes
+from .sample import Classes, sum_of
 
 
 def class_softmax(caller: str, batch: Batch, classes: Classes, logits: Logits, options: Options) -> Tensor:
@@ -54,7 +54,7 @@ def class_softmax(caller: str, batch: Batch, classes: Classes, logits: Logits, o
     lengths = row_norms(x)
     # A bias gets a gradient from each of many rows: half precision would not hold the sum.
     bias = None if sample.bias is None else scale_gradient(sample.bias, factor).to(facts.dtype)
-    offsets = _sum(bias, sample.log_weights)
+    offsets = sum_of(bias, sample.log_weights)
     places = rows_of_groups(at, best_of)
     nearest_centers = nearest(x, centers, places, clamp=logits.clamp)
     angles, target_lengths, centers = target_angles(x, centers, nearest_centers, clamp=logits.clamp)
@@ -84,9 +84,3 @@ def class_softmax(caller: str, batch: Batch, classes: Classes, logits: Logits, o
     labeled = counts[local]
     losses = torch.where(labeled, losses, 0.0).sum(1) / labeled.sum(1).clamp(min=1)
     return reduce_losses(facts, losses, counts.any(1).sum(), labeled.any(1))
-
-
-def _sum(*parts: Tensor | None) -> Tensor | None:
-    """Return the sum of the parts that are not None, or None."""
-    found = [x for x in parts if x is not None]
-    return sum(found[1:], start=found[0]) if found else None

@@ -31,8 +31,7 @@ class Sample:
     @property
     def offsets(self) -> Tensor | None:
         """The offsets added to the logits of negatives, (K_r,), or None."""
-        given = [x for x in (self.bias, self.log_weights) if x is not None]
-        return sum(given[1:], start=given[0]) if given else None
+        return sum_of(self.bias, self.log_weights)
 
 
 @dataclass(frozen=True)
@@ -53,3 +52,9 @@ class Classes:
     num_classes: int | None
     needs_labels: bool = False
     settings: Sequence[Any] = ()
+
+
+def sum_of(*parts: Tensor | None) -> Tensor | None:
+    """Return the sum of the parts that are not None, or None."""
+    found = [x for x in parts if x is not None]
+    return sum(found[1:], start=found[0]) if found else None
