@@ -18,10 +18,8 @@ from .._checks import (
     check_count,
     check_dense,
     check_ids,
-    check_norm,
     has_feature_dtype,
     is_dense,
-    norm_bound,
     on_host,
 )
 from .._normalize import known_norms
@@ -39,8 +37,8 @@ from .logits import (
     flat,
     repeated,
 )
-from .margins import CurricularFace
-from .sample import Classes, Sample
+from .margins.interface import TransformsNegatives
+from .sample import Classes, Sample, check_offsets
 
 _LABELS_EACH = "labels of an example"
 _DRAWN = "sample_rate, unbiased, seed, step and training"
@@ -183,11 +181,10 @@ class _Centers:
 
     def read_back(self) -> dict[str, Tensor]:
         """Return the numbers on the device that the checks of values need."""
-        sample, offsets = self.sample, self.sample.offsets
+        sample = self.sample
         self.norms = known_norms(self._matrix)
         numbers = dict(zip(("shortest center", "longest center"), ends_of(self.norms), strict=True))
-        if offsets is not None:
-            numbers["offset"] = norm_bound(offsets[:, None])
+        numbers |= sample.largest_offsets()
         if sample.ids is not None:
             numbers["out of order"] = out_of_order(sample.ids)
         return numbers
@@ -197,10 +194,7 @@ class _Centers:
         sample = self.sample
         check_directions("centers", self._matrix, found["shortest center"], found["longest center"])
         check_ascending(found.get("out of order", 0.0))
-        for name, x in (("log_weights", sample.log_weights), ("bias", sample.bias)):
-            if x is not None:
-                check_norm(name, x, found["offset"])
-        self.largest_offset = found.get("offset", 0.0)
+        self.largest_offset = check_offsets(sample, found)
         return {_LONGEST: found["longest center"]}
 
 
@@ -209,8 +203,9 @@ def _check_batch(labels: Tensor, logits: Logits, num_classes: int | None) -> dic
     if num_classes is not None:
         check_count("num_classes", num_classes, "classes of all ranks")
     several = check_several(labels, num_classes)
-    if several > 1 and (logits.label_smoothing or isinstance(logits.margin, CurricularFace)):
-        raise ValueError(f"labels must be one for each example with label_smoothing or CurricularFace, got {several}")
+    if several > 1 and (logits.label_smoothing or isinstance(logits.margin, TransformsNegatives)):
+        cause = "label_smoothing" if logits.label_smoothing else type(logits.margin).__name__
+        raise ValueError(f"labels must be one for each example with {cause}, got {several}; pass shape (rows,)")
     return {**logits.facts(), "num_classes": num_classes, _LABELS_EACH: several}
 
 

@@ -28,7 +28,15 @@ from .agreement import Batch, agree_on_classes
 from .angles import nearest, target_angles
 from .classes import LocalClasses, rows_of_groups
 from .logits import Logits, flat
-from .margins import AdaFace, CurricularFace, MagFace, Targets
+from .margins.interface import (
+    Margin,
+    NegativeTransform,
+    ObservesAngles,
+    ObservesNorms,
+    Regularizes,
+    Targets,
+    TransformsNegatives,
+)
 from .negatives import Shard, combine_over_ranks, negatives
 from .sample import Classes, sum_of
 
@@ -58,11 +66,8 @@ def class_softmax(caller: str, batch: Batch, classes: Classes, logits: Logits, o
     places = rows_of_groups(at, best_of)
     nearest_centers = nearest(x, centers, places, clamp=logits.clamp)
     angles, target_lengths, centers = target_angles(x, centers, nearest_centers, clamp=logits.clamp)
-    transform, margin = None, logits.margin
-    if isinstance(margin, CurricularFace):
-        all_angles = comm.all_reduce(angles.detach(), check=False)
-        margin.observe(all_angles[counts])
-        transform = margin.of_negatives(all_angles)
+    margin, all_norms = logits.margin, lengths.to(angles)[:, 0]
+    transform = _observe(margin, comm, angles.detach(), all_norms.detach(), counts)
     shard = Shard(centers, agreed.norms, agreed.longest, agreed.partition, best_of, offsets, agreed.largest_offset)
     statistics = negatives(facts, logits, shard, (x, lengths), target_rows=places, transform=transform)
 
@@ -72,15 +77,37 @@ def class_softmax(caller: str, batch: Batch, classes: Classes, logits: Logits, o
     if bias is not None:
         target_parts["bias"] = torch.cat([bias, bias.new_zeros(1)])[at]  # the last entry is read for NOT_HERE
     statistics, target_parts = combine_over_ranks(comm, rows, statistics, target_parts)
-    local, wide = rows.rows(facts.rank), lengths.to(angles)[:, 0]
-    if isinstance(margin, AdaFace):
-        margin.observe(wide[counts.any(1)])
-    targets = Targets(target_parts["angles"], wide[local, None])
+    local = rows.rows(facts.rank)
+    targets = Targets(target_parts["angles"], all_norms[local, None])
     target_logits = logits.target_logits(targets, target_parts.get("lengths"), target_parts.get("bias"))
     smoothing = logits.label_smoothing
     losses = torch.stack([one_positive(statistics, z, label_smoothing=smoothing) for z in target_logits.unbind(1)], 1)
-    if isinstance(margin, MagFace):
+    if isinstance(margin, Regularizes):
         losses = losses + margin.regularizer(targets)
     labeled = counts[local]
     losses = torch.where(labeled, losses, 0.0).sum(1) / labeled.sum(1).clamp(min=1)
     return reduce_losses(facts, losses, counts.any(1).sum(), labeled.any(1))
+
+
+def _observe(
+    margin: Margin, comm: Communicator, angles: Tensor, norms: Tensor, counts: Tensor
+) -> NegativeTransform | None:
+    """Call the hooks of the margin that need all ranks' rows, and return its transform of negatives, if it has one.
+
+    Collective: one all-reduce of the angles, if a hook needs them.
+
+    Args:
+        margin: the margin.
+        comm: the ranks.
+        angles: (B, k), 0 where the center is on another rank.
+        norms: (B,), of all embeddings.
+        counts: (B, k), whether each label counts.
+    """
+    if isinstance(margin, ObservesNorms):
+        margin.observe_norms(norms[counts.any(1)])
+    if not isinstance(margin, ObservesAngles | TransformsNegatives):
+        return None
+    all_angles = comm.all_reduce(angles, check=False)
+    if isinstance(margin, ObservesAngles):
+        margin.observe_angles(all_angles[counts])
+    return margin.of_negatives(all_angles) if isinstance(margin, TransformsNegatives) else None

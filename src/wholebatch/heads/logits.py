@@ -30,7 +30,7 @@ from .._checks import (
 )
 from .._normalize import known_norms
 from ..contract import Facts
-from .margins import CurricularFace, Margin, Targets
+from .margins.interface import Margin, Targets, TransformsNegatives
 
 GRADIENTS = ("exact", "straight_through")
 Normalize = Literal["both", "centers", "embeddings", "none"]
@@ -79,14 +79,16 @@ class Logits:
         check_integer("ignore_index", self.ignore_index, least=-(2**63), most=2**63 - 1)
         if cosine is not None and not -1.0 <= check_real("exclude_above", cosine) <= 1.0:
             raise ValueError(f"exclude_above must be a cosine from -1 to 1, or None; got {cosine!r}")
-        if cosine is not None and isinstance(margin, CurricularFace):
+        name = type(margin).__name__
+        if cosine is not None and isinstance(margin, TransformsNegatives):
             raise ValueError(
-                f"exclude_above must be None with CurricularFace, which weighs similar negatives up, got {cosine!r}"
+                f"exclude_above must be None with {name}, which transforms the logits of negatives, got {cosine!r}; "
+                "use another margin, or pass None"
             )
-        if self.normalize != "both" and (cosine is not None or isinstance(margin, CurricularFace)):
+        if self.normalize != "both" and (cosine is not None or isinstance(margin, TransformsNegatives)):
             raise ValueError(
-                "CurricularFace and exclude_above use the cosines of negatives: they need normalize='both', got "
-                f"{self.normalize!r}"
+                f"normalize must be 'both' with {name if cosine is None else 'exclude_above'}, which uses the cosines "
+                f"of negatives, got {self.normalize!r}; pass 'both'"
             )
 
     def check_sub_centers(self, count: int) -> None:

@@ -15,7 +15,7 @@ from ..nodes import Bounds, Layout, Operands, RowStatistics, Towers, row_statist
 from ..partition import Partition
 from ..sweep import NamedRows, Pairs, Selection
 from .logits import Logits
-from .margins import HardNegatives
+from .margins.interface import NegativeTransform
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def negatives(
     embeddings: tuple[Tensor, Tensor],
     *,
     target_rows: Tensor,
-    transform: HardNegatives | None,
+    transform: NegativeTransform | None,
 ) -> RowStatistics:
     """Return the statistics of all embeddings over the local classes, without its target classes.
 
@@ -67,7 +67,7 @@ def negatives(
         ceiling = torch.full_like(shard.norms[:, 0], s * logits.exclude_above)
         if offsets is not None:
             ceiling += offsets.detach()
-    bound = UNIT**2 if transform is None else UNIT**2 * (1 + abs(transform.t))
+    bound = UNIT**2 if transform is None else transform.bound(s * UNIT**2) / s
     if not logits.unit_embeddings:
         bound *= facts.norms["embeddings"]
     if not logits.unit_centers:

@@ -10,7 +10,9 @@ initial centers. The gradient of a sample is sparse: `SparseSGD` and `SparseAdam
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +39,17 @@ from .agreement import Batch
 from .class_softmax import class_softmax
 from .classes import NOT_HERE, rows_within
 from .logits import OF_HEAD, SIZES, Logits, Normalize
-from .margins import ArcFace, Margin
+from .margins import ArcFace
+from .margins.interface import Margin
 from .rows import overlap, take_rows
 from .sample import Classes, Sample
 from .sampling import bernoulli, mix
 from .top_classes import LocalCenters, TopClasses, top_classes
 
 _BLOCK = 1024  # classes whose centers are drawn together
+_COUNTERS = ("seed", "step", "first_class")  # buffers of one integer, which the host reads in each step
+
+_Head = TypeVar("_Head", bound="PartialFC")
 
 
 class PartialFC(nn.Module):
@@ -77,7 +83,8 @@ class PartialFC(nn.Module):
     Args:
         embedding_size: d.
         num_classes: C, on all ranks together; at least one for each rank.
-        margin: phi and s.
+        margin: phi and s. `head.margin` is this object: a margin with state, such as :class:`wholebatch.AdaFace`, is
+            updated in place, belongs to one head, and is part of its state_dict.
         sub_centers: K, the centers of each class; the one nearest to an embedding counts: for noisy labels. `weight` is
             then (C_r, K, d).
         bias: whether to learn a bias, (C_r,), initially 0.
@@ -134,9 +141,9 @@ class PartialFC(nn.Module):
         check_count("embedding_size", embedding_size, "numbers of an embedding")
         check_count("num_classes", num_classes, "classes of all ranks")
         check_count("sub_centers", sub_centers, "sub-centers of a class")
-        self.logits = Logits(margin, margin_grad, normalize, exclude_above, label_smoothing, ignore_index)
-        self.logits.check()
-        self.logits.check_sub_centers(sub_centers)
+        self._logits = Logits(margin, margin_grad, normalize, exclude_above, label_smoothing, ignore_index)
+        self._logits.check()
+        self._logits.check_sub_centers(sub_centers)
         check_fraction("sample_rate", sample_rate)
         check_flag("bias", bias)
         check_flag("unbiased", unbiased)
@@ -167,14 +174,24 @@ class PartialFC(nn.Module):
         self.weight = nn.Parameter(allocated("num_classes and embedding_size", shape, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(num_local, device=device, dtype=dtype)) if bias else None
         self._original_weight = [self.weight]  # in a list, so that the module does not register it
-        self.register_buffer("seed", torch.tensor(seed))
-        self.register_buffer("step", torch.tensor(0))  # samples drawn so far, in training
-        self.register_buffer(
-            "first_class", torch.tensor(self.local_classes.start)
-        )  # of the local centers, to detect those of another rank
+        # step: samples drawn so far, in training; first_class: of the local centers, to detect those of another rank
+        for name, value in zip(_COUNTERS, (seed, 0, self.local_classes.start), strict=True):
+            self.register_buffer(name, torch.tensor(value, device="cpu"))
         self.register_state_dict_post_hook(_record_classes)
         self.register_load_state_dict_pre_hook(_check_classes)
         self.reset_parameters()
+
+    @property
+    def logits(self) -> Logits:
+        """The settings of logits, with the margin that `margin` is now."""
+        return replace(self._logits, margin=self.margin)
+
+    def _apply(self: _Head, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Head:
+        """Move and cast the head, but leave its counters on the CPU: reading them from a GPU would wait for it."""
+        counters = {name: self._buffers[name] for name in _COUNTERS}
+        super()._apply(fn, recurse)
+        self._buffers.update(counters)
+        return self
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -15,7 +15,8 @@ from ..sync import Sync
 from .agreement import Batch
 from .class_softmax import class_softmax
 from .logits import Logits, Normalize
-from .margins import ArcFace, Margin
+from .margins import ArcFace
+from .margins.interface import Margin
 from .sample import Classes, Sample
 
 
