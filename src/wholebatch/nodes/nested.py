@@ -22,6 +22,7 @@ from .._normalize import LONGEST, divisors, inverse_norms, known_norms, part_siz
 from .._precision import accumulation_dtype, wide_dtype
 from .._products import paired_products
 from ..contract import Facts
+from ..exchange import ColumnData
 from ..kernels import in_triton
 from ..logsumexp import log_sum_exp, shared_shift
 from ..sweep import Block, KernelNestedSweep, NestedSweep, Pairs
@@ -147,8 +148,8 @@ class _Nested(torch.autograd.Function):
         sweep = plan.sweep(x, inverse_x)
         row_sums, targets = (x.new_zeros(len(x), parts, dtype=wide) for _ in range(2))
 
-        def visit(block: Block, _carried: Tensor | None, accumulated: Tensor | None, _local: Tensor | None) -> None:
-            sweep.sums(block, row_sums, targets, accumulated)
+        def visit(block: Block, columns: ColumnData) -> None:
+            sweep.sums(block, row_sums, targets, columns.accumulated)
 
         initial = x.new_zeros(1, parts, dtype=wide) if plan.parts.symmetric else None
         col_sums = plan.route.exchange.accumulate(fetched, visit, initial=initial)
@@ -181,9 +182,11 @@ class _Nested(torch.autograd.Function):
         u = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if want_x else None
         of_rows = x.new_zeros(len(x), parts, dtype=wide_dtype(x.device))
 
-        def visit(block: Block, carried: Tensor | None, accumulated: Tensor | None, _local: Tensor | None) -> None:
-            cols = None if carried is None else carried.T
-            v, of_cols = (None, None) if accumulated is None else (accumulated[:, :d], accumulated[:, d:])
+        def visit(block: Block, columns: ColumnData) -> None:
+            cols = None if columns.carried is None else columns.carried.T
+            v, of_cols = None, None
+            if columns.accumulated is not None:
+                v, of_cols = columns.accumulated[:, :d], columns.accumulated[:, d:]
             sweep.gradients(block, rows, t, cols, u, v, of_rows, of_cols)
 
         initial = x.new_zeros(1, d + parts, dtype=dtype) if want_y else None

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .._autograd import no_autocast, once_differentiable
 from .._precision import wide_dtype
+from ..exchange import ColumnData
 from ..sweep import Block, Pairs, RankingSweep
 from .route import Route
 
@@ -61,8 +62,8 @@ class PositiveRanks(torch.autograd.Function):
         of_all, of_positive, of_compared = (z.to(x.dtype) for z in (grad_all, grad_positive, grad_compared))
         u, sweep = torch.zeros_like(x), plan.sweep(x)
 
-        def visit(block: Block, _carried: Tensor | None, accumulated: Tensor | None, _local: Tensor | None) -> None:
-            sweep.gradients(block, similarities, of_all, of_positive, of_compared, u, accumulated)
+        def visit(block: Block, columns: ColumnData) -> None:
+            sweep.gradients(block, similarities, of_all, of_positive, of_compared, u, columns.accumulated)
 
         v = plan.route.exchange.accumulate(fetched, visit, initial=x.new_zeros(1, x.shape[1]), to_owner=True)
         assert v is not None

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._precision import accumulation_dtype, vector, wide_dtype
 from ..comm import Communicator
+from ..exchange import ColumnData
 from ..logsumexp import cannot_underflow, count_underflowed, passes_underflow_check, shared_shift
 from ..sweep import Block, Sums
 from .softmax_plan import Data, LogitBounds, SoftmaxPlan
@@ -69,9 +70,9 @@ def _maxima(plan: SoftmaxPlan, data: Data) -> tuple[Tensor | None, Tensor | None
     row_max = nothing[0].repeat(len(x)) if plan.rows and not plan.symmetric else None
     sweep = plan.sweep(data)
 
-    def visit(block: Block, _carried: Tensor | None, accumulated: Tensor | None, local: Tensor | None) -> None:
-        rows = local if plan.symmetric else row_max
-        sweep.maxima(block, None if rows is None else rows.view(-1), None if accumulated is None else accumulated[:, 0])
+    def visit(block: Block, columns: ColumnData) -> None:
+        rows, cols = columns.local if plan.symmetric else row_max, columns.accumulated
+        sweep.maxima(block, None if rows is None else rows.view(-1), None if cols is None else cols[:, 0])
 
     col_max = plan.route.exchange.accumulate(data.fetched, visit, initial=nothing if plan.cols else None, op="max")
     if col_max is not None:
@@ -96,9 +97,10 @@ def _sums(
     if plan.symmetric and isinstance(col_shift, Tensor):
         row_shift = col_shift[local_cols]
 
-    def visit(block: Block, carried: Tensor | None, accumulated: Tensor | None, local: Tensor | None) -> None:
-        rows = _named(row_shift, plan.cols, local) if plan.symmetric else _named(row_shift, plan.rows, row_fields)
-        sweep.sums(block, rows, _named(col_shift if carried is None else carried[0], plan.cols, accumulated))
+    def visit(block: Block, columns: ColumnData) -> None:
+        names, fields = (plan.cols, columns.local) if plan.symmetric else (plan.rows, row_fields)
+        shift = col_shift if columns.carried is None else columns.carried[0]
+        sweep.sums(block, _named(row_shift, names, fields), _named(shift, plan.cols, columns.accumulated))
 
     col_fields = plan.route.exchange.accumulate(
         data.fetched,

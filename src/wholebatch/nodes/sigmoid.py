@@ -18,6 +18,7 @@ from torch import Tensor
 from .._autograd import no_autocast, once_differentiable
 from .._precision import accumulation_dtype, wide_dtype
 from .._products import inner
+from ..exchange import ColumnData
 from ..sweep import LARGEST, Block, KernelSigmoidSweep, Pairs, SigmoidSweep
 from .route import Route
 
@@ -123,8 +124,8 @@ def _sweep(
     sweep = plan.sweep(x, weights)
     u = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if want_x else None
 
-    def visit(block: Block, _carried: Tensor | None, accumulated: Tensor | None, _local: Tensor | None) -> None:
-        sweep.block(block, u, accumulated, bias=want_bias)
+    def visit(block: Block, columns: ColumnData) -> None:
+        sweep.block(block, u, columns.accumulated, bias=want_bias)
 
     initial = x.new_zeros(1, x.shape[1], dtype=dtype) if want_y else None
     v = plan.route.exchange.accumulate(plan.route.exchange.fetch(y), visit, initial=initial, to_owner=True)

@@ -28,6 +28,7 @@ from .._autograd import no_autocast, once_differentiable
 from .._normalize import divisors
 from .._precision import accumulation_dtype
 from .._products import inner
+from ..exchange import ColumnData
 from ..logsumexp import log_sum_exp
 from ..sweep import LARGEST, Block, Sums, Weights
 from .shifts import sums_of_sides
@@ -175,9 +176,10 @@ def _products(
         rows = cols
     carried = None if cols is None else plan.route.exchange.distribute(cols.stacked())
 
-    def visit(block: Block, carried: Tensor | None, accumulated: Tensor | None, local: Tensor | None) -> None:
-        block_cols = None if cols is None or carried is None else cols.unstacked(carried)
-        sweep.gradients(block, rows, block_cols, u=local if plan.symmetric else u, v=accumulated, of_offsets=of_offsets)
+    def visit(block: Block, columns: ColumnData) -> None:
+        block_cols = None if cols is None or columns.carried is None else cols.unstacked(columns.carried)
+        products = (columns.local if plan.symmetric else u), columns.accumulated
+        sweep.gradients(block, rows, block_cols, *products, of_offsets=of_offsets)
 
     initial = x.new_zeros(1, x.shape[1], dtype=dtype) if want_y else None
     return u, plan.route.exchange.accumulate(data.fetched, visit, carried=carried, initial=initial, to_owner=True)
