@@ -4,14 +4,14 @@ r"""Softmax over classes whose centers are sharded over the ranks; no rank store
     N_i = sum_{j not a class of i} exp(s c_ij)            over the classes of all ranks
     L_i = log(exp(s phi) + N_i) - s phi = softplus(log N_i - s phi),    phi = phi(angle of i and its center)
 
-Each rank has the local centers, the rows of S, and all embeddings, its columns. The sweep sums over the negatives of
-each column. The rank that holds the center of an example's class computes their angle (`angles`). An all-to-all sends
-these two numbers to the rank of the example, where the margin and a softplus give the loss; autograd reverses this. The
-gradient enters through these numbers,
+Each rank has the local centers, which are the rows of S, and all embeddings, which are its columns. The sweep sums over
+the negatives of each column. The rank that holds the center of an example's class computes their angle (`angles`). An
+all-to-all sends the sum and the angle to the rank of the example, where the margin and a softplus give the loss. In the
+backward pass autograd sends the derivatives by the sum and by the angle back,
 
     dL_i/dtheta_i = -s phi'(theta_i) N_i / (N_i + exp(s phi)),     dL_i/dc_ij = s exp(s c_ij) / (N_i + exp(s phi))
 
-in which no 1 is subtracted from a probability near 1.
+which contain no difference of a probability and 1.
 """
 
 from __future__ import annotations
@@ -56,11 +56,12 @@ def class_softmax(caller: str, batch: Batch, classes: Classes, logits: Logits, o
     factor = shard_factor(options.sync, comm.size, whole=options.reduction != "none")
     centers, best_of = flat(scale_gradient(sample.centers, factor))
     facts = facts.in_range(agreed.longest)
-    # Each has two uses, whose gradients add up. Embeddings are few and are widened; centers only from float16.
+    # Embeddings and centers are used twice, and the two gradients are added. Embeddings are few: they are widened, so
+    # that the sum is rounded once. Centers are many: only those in float16 are widened.
     narrow = facts.features_dtype == torch.float16
     x, centers = x.to(facts.dtype), centers.to(facts.dtype if narrow else facts.features_dtype)
     lengths = row_norms(x)
-    # A bias gets a gradient from each of many rows: half precision would not hold the sum.
+    # The gradient of a bias is a sum over many rows, which half precision would not hold.
     bias = None if sample.bias is None else scale_gradient(sample.bias, factor).to(facts.dtype)
     offsets = sum_of(bias, sample.log_weights)
     places = rows_of_groups(at, best_of)
@@ -71,7 +72,7 @@ def class_softmax(caller: str, batch: Batch, classes: Classes, logits: Logits, o
     shard = Shard(centers, agreed.norms, agreed.longest, agreed.partition, best_of, offsets, agreed.largest_offset)
     statistics = negatives(facts, logits, shard, (x, lengths), target_rows=places, transform=transform)
 
-    target_parts = {"angles": angles}  # and the other parts of the logit of a target class
+    target_parts = {"angles": angles}  # the numbers of a target class that the rank of the example needs
     if not logits.unit_centers:
         target_parts["lengths"] = target_lengths
     if bias is not None:

@@ -3,8 +3,8 @@
     rank r holds the classes [offset_r, offset_r + C_r) of C; the first ranks hold the remainder
     the classes of a step: those of its labels, and each other one with probability `sample_rate`
 
-The sample is a function of seed, step and class (see `sampling`), and the same for any number of ranks. So are the
-initial centers. The gradient of a sample is sparse: `SparseSGD` and `SparseAdamW` update only its rows.
+The sample depends on seed, step and class alone (see `sampling`), and the initial centers on seed and class. Both are
+the same for any number of ranks. The gradient of a sample is sparse: `SparseSGD`, `SparseAdamW` update only its rows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .sample import Classes, Sample
 from .sampling import bernoulli, mix
 from .top_classes import LocalCenters, TopClasses, top_classes
 
-_BLOCK = 1024  # classes whose centers are drawn together
+_BLOCK = 1024  # the number of consecutive classes whose centers are drawn from one generator
 _COUNTERS = ("seed", "step", "first_class")  # buffers of one integer, which the host reads in each step
 
 _Head = TypeVar("_Head", bound="PartialFC")
@@ -93,7 +93,7 @@ class PartialFC(nn.Module):
             1: all do. In evaluation all take part. With samples the gradient of `weight` is a sparse tensor, for
             `SparseSGD` or `SparseAdamW`.
         unbiased: whether sampled negatives weigh 1 / sample_rate, so that their sum is on average that of all classes.
-        exclude_above, label_smoothing, ignore_index, reduction, group, sync, memory, kernel: as there.
+        exclude_above, label_smoothing, ignore_index, reduction, group, sync, memory, kernel: as for that function.
         seed: of the initial centers and of all samples; the same on all ranks.
         device, dtype: of the centers.
 
@@ -218,7 +218,7 @@ class PartialFC(nn.Module):
         return loss
 
     def _sample(self, labels: Tensor | None) -> Sample:
-        """Return the local classes of a step: all, or a sample that includes the classes of the labels."""
+        """Return the local classes of a step: all of them without labels, else a sample with the labels' classes."""
         self.check_local()
         mark_sharded(self.weight, self.bias)  # here, because a copy of the module has no marks
         if labels is None:
@@ -241,7 +241,8 @@ class PartialFC(nn.Module):
         """Raise ValueError unless the head holds the centers of the local classes.
 
         Raises:
-            ValueError: if an engine has wrapped them, another rank's were loaded, or the number of ranks has changed.
+            ValueError: if an engine has wrapped the head, a state_dict of another rank was loaded, or the number of
+                ranks has changed.
         """
         comm = select_communicator(self.options.group)
         if Partition.even(self.num_classes, comm.size).rows(comm.rank) != self.local_classes:

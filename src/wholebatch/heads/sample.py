@@ -50,11 +50,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Classes:
-    """The source of the classes of a step.
+    """The classes of a step before the ranks have agreed on it.
 
     Args:
-        sample: a function that validates its source and returns this rank's part. It gets the labels of all ranks,
-            (B, k), or None unless `needs_labels`.
+        sample: a function that returns this rank's part of the classes, or raises ValueError. It gets the labels of all
+            ranks, (B, k), if `needs_labels`, else None.
         needs_labels: whether the sample depends on the labels; the loss then makes a second handshake.
         dtype: of the centers.
         num_classes: C, if known.

@@ -3,8 +3,8 @@
     S^l = scale diag(r^l) X[:, :m_l] Y[:, :m_l]^T diag(c^l)        r^l, c^l: 1 / norms of the first m_l features
     A^l_i = logsumexp over row i's negatives of S^l,    T^l_i = S^l_ii,    and A of columns
 
-One sweep computes all parts (see `sweep.nested`), with one exchange of the features and one of their gradients. Inverse
-norms are separate inputs with separate gradients, which plain PyTorch propagates to the features.
+One sweep computes all parts (see `sweep.nested`), with one exchange of the features and one of their gradients. The
+inverse norms are inputs of the node, with their own gradients; plain PyTorch propagates these to the features.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ def norm_ratio(x: Tensor, dims: Sequence[int]) -> Tensor:
 def nested_statistics(
     facts: Facts, towers: tuple[Tensor, Tensor], inverse: Sequence[Tensor], parts: Parts
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return A of rows, T, and A of columns, (b, parts) each, in one sweep.
+    """Return A of rows, T, and A of columns, (b, parts) each, computed in one sweep.
 
-    None if one shift underflows, or if rows are so long that products overflow before they are divided by norms.
+    Return None if one shift underflows, or if products of long rows overflow before they are divided by norms.
 
     Args:
         facts: of a loss on "queries" and "keys", whose ranks know `NORM_RATIO`.

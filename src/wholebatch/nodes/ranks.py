@@ -1,9 +1,10 @@
-"""Smooth ranks of positives, as an autograd node: a smooth count of the rows that are nearer than each positive.
+"""Smooth ranks of positives, as an autograd node: for each positive, a smooth count of the rows that are nearer.
 
     all_ip      = sum_j sigmoid((s_ij - s_ip) / temperature)       over all other rows j
     positive_ip = the same over the positives j                    s: cosines, p: a positive of row i
 
-Two passes forward, because a rank needs the positive's similarity first; one backward (see `sweep.ranking`).
+The forward pass makes two passes over S: the first finds the similarities of positives, the second counts. The backward
+pass makes one (see `sweep.ranking`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Sums of exponentials of rows and columns, with one shift for all if no sum underflows, else one shift for each.
+"""Sums of exponentials of rows and columns, with one shift for all, or with one for each if a sum underflows.
 
-Under one shift the exponential of an entry serves its row and its column. In most steps bounds alone show that this is
-safe; otherwise an underflow check reads the sums once. If a sum underflows, each row and column is shifted by its
-maximum. See `wholebatch.logsumexp` for the shift and the check.
+Under one shift for all, an entry's exponential is used in the sum of its row and in the sum of its column. In most
+steps, bounds alone show that no sum underflows. Otherwise an underflow check reads the sums once. If a sum underflows,
+the logits of each row and of each column are shifted by their maximum. See `wholebatch.logsumexp` for shift and check.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def no_underflow(comm: Communicator, sums: Sequence[Tensor], terms: int, dtype: 
 
 
 def _sums_in_loss(plan: SoftmaxPlan, rows: Sums, cols: Sums) -> list[Tensor]:
-    """Return the sums whose logarithms the loss takes, with the pair's exponential if the loss adds it."""
+    """Return the sums whose logarithms the loss takes. They contain the pair's exponential if the loss adds it."""
     sums, factor = [], plan.bounds.add_positive
     for side, other in ((rows, cols), (cols, rows)):
         if side.fields:
@@ -64,7 +64,10 @@ def _sums_in_loss(plan: SoftmaxPlan, rows: Sums, cols: Sums) -> list[Tensor]:
 
 
 def _maxima(plan: SoftmaxPlan, data: Data) -> tuple[Tensor | None, Tensor | None]:
-    """Return the largest logit of each row and each kept column, None for a side not needed; 0 without candidates."""
+    """Return the largest logit of each row, and of each column whose statistics this rank keeps.
+
+    A row or column without candidates has 0. A side whose statistics the loss does not need is None.
+    """
     x = data.x
     nothing = x.new_full((1, 1), float("-inf"), dtype=accumulation_dtype(x.dtype))
     row_max = nothing[0].repeat(len(x)) if plan.rows and not plan.symmetric else None
@@ -88,7 +91,7 @@ def _sums(
     col_shift: Tensor | float | None,
     kept: Tensor | None,
 ) -> tuple[Sums, Sums]:
-    """Return the fields of this rank's rows and columns, with one shift for all or one for each."""
+    """Return the statistics of this rank's rows and columns, with one shift for all or one for each."""
     x, wide, local_cols = data.x, wide_dtype(data.x.device), plan.route.exchange.kept_local
     row_fields = _initial(plan.rows, x, wide).repeat(len(x), 1) if plan.rows and not plan.symmetric else None
     sweep = plan.sweep(data, kept)
@@ -117,7 +120,7 @@ def _sums(
 
 
 def _initial(fields: tuple[str, ...], x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the value with which each of the fields begins, (1, k)."""
+    """Return the initial value of each of k fields, (1, k)."""
     return vector([float("-inf") if name == "largest" else 0.0 for name in fields], dtype, x.device)[None]
 
 

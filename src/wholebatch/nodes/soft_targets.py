@@ -2,9 +2,9 @@
 
     L_i = -sum_j P_ij (S_ij - C_i),    C_i = logsumexp_j S_ij,    P the softmax of the teacher's rows
 
-Logsumexps are in float64, tiles in float32. The rounding of a logsumexp to float32, a part in 10^5 at a scale of 100,
-is corrected outside of the tiles. So is that of a logsumexp near 10^16, where float64 no longer resolves how many
-logits are largest.
+Logsumexps are computed in float64, tiles in float32. Rounding a logsumexp to float32 changes the weights by a part in
+10^5 at a scale of 100; this is corrected outside of the tiles. So is the rounding of a logsumexp near 10^16 in float64,
+which no longer shows how many logits share the maximum.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..exchange import ColumnData
 from ..sweep import Block, SoftTargetSweep
 from .route import Route
 
-_LOST = 1e-3  # above the rounding of such a sum in float32
+_LOST = 1e-3  # the sums have a smaller rounding error in float32
 
 
 @dataclass(frozen=True)

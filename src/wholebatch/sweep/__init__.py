@@ -1,4 +1,15 @@
-"""Compute the similarity matrix S tile by tile, on one rank. Of a loss, only `pairs` is known here."""
+"""Compute the similarity matrix S tile by tile, on one rank.
+
+driver        tiles of S, and products of their gradients with X and Y; memory: the size and the number of tiles
+pairs         the positive and the excluded entries, which is all that a sweep knows of a loss
+softmax       sums of exponentials of rows and columns; nested: of several leading parts of the features
+sigmoid       sums of a function of each entry
+soft_targets  means of S under the softmax of another S
+hardest       the hardest positive and negative of each row
+ranking       smooth counts of the entries that are larger than a row's positives
+
+`softmax_kernels`, `nested_kernels` and `sigmoid_kernels` compute the same in Triton, by `kernel_tiles` and `members`.
+"""
 
 from .driver import Block, Driver
 from .hardest import HardestSweep
