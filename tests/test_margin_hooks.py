@@ -192,6 +192,22 @@ def test_the_counters_of_a_head_stay_on_the_cpu():
     assert (int(loaded.step), int(loaded.seed)) == (7, 5)
 
 
+@pytest.mark.parametrize(
+    "margin", [wb.AdaFace(10.0), wb.CurricularFace(10.0), Everything()], ids=lambda m: type(m).__name__
+)
+def test_running_averages_keep_their_dtype(margin):
+    """A head that is cast to bfloat16 goes on with averages that move in float64."""
+    torch.manual_seed(0)
+    head = wb.PartialFC(D, 11, margin=margin).bfloat16()
+    assert head.weight.dtype == torch.bfloat16
+    before = {name: x.clone() for name, x in margin.named_buffers()}
+    head(torch.randn(4, D).bfloat16(), torch.arange(4))
+    for name, x in margin.named_buffers():
+        assert x.dtype == torch.float64
+        assert 0 < (x - before[name]).abs() < 2
+    assert all(x.device.type == "meta" for _, x in head.to("meta").margin.named_buffers())
+
+
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("value", [1e30, -1e30])
 def test_the_largest_offsets_are_exact(value, label_smoothing):

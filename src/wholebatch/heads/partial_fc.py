@@ -187,10 +187,20 @@ class PartialFC(nn.Module):
         return replace(self._logits, margin=self.margin)
 
     def _apply(self: _Head, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Head:
-        """Move and cast the head, but leave its counters on the CPU: reading them from a GPU would wait for it."""
+        """Move and cast the head, except that counters stay on the CPU, and buffers of the margin keep their dtype.
+
+        The host reads the counters, and would wait for a GPU. A running average in bfloat16 would stop moving: the part
+        of a new value that is added is less than half a unit in the last place.
+        """
         counters = {name: self._buffers[name] for name in _COUNTERS}
+        of_margin = self.margin.modules() if isinstance(self.margin, nn.Module) else ()
+        before = [(module, name, x) for module in of_margin for name, x in module._buffers.items()]
         super()._apply(fn, recurse)
         self._buffers.update(counters)
+        for module, name, x in before:
+            moved = module._buffers[name]
+            if x is not None and moved is not None and moved.dtype != x.dtype:
+                module._buffers[name] = x.to(moved.device)
         return self
 
     @torch.no_grad()

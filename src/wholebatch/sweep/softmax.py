@@ -198,7 +198,7 @@ class SoftmaxSweep:
     # A tile of S: its candidates, and their part of the statistics of rows or columns (`dim` is summed over).
 
     def _candidates(self, tile: Tile, block: Block, x: Tensor, y: Tensor, *, slope: bool = False) -> _Entries:
-        """Return the tile of S, with -inf for entries that are no candidates; with `slope`, also that of the transform."""
+        """Return the tile of S, with -inf for entries that are no candidates; with `slope`, also the transform's."""
         selection, logits = self.selection, self.driver.logits(tile, x, y)
         at = selection.pairs.positive.within(tile, self._device)
         if selection.best_of > 1:
