@@ -38,7 +38,7 @@ from .logits import (
     repeated,
 )
 from .margins.interface import TransformsNegatives
-from .sample import Classes, Sample, check_offsets
+from .sample import Classes, Sample, check_offset_values
 
 _LABELS_EACH = "labels of an example"
 _DRAWN = "sample_rate, unbiased, seed, step and training"
@@ -174,7 +174,7 @@ class _Centers:
         check_alike("embeddings", embeddings, "centers", matrix, rows=False)
         if sample.ids is not None:
             check_ids("class_ids", sample.ids, "centers", len(sample.centers))
-        _check_offsets(sample)
+        _check_offset_shapes(sample)
         self._matrix = matrix
         each = (sample.ids is not None, sample.centers.requires_grad, best_of, sample.bias is not None)
         return {_COUNT: len(sample.centers), **dict(zip(_OF_CENTERS, each, strict=True))}
@@ -194,7 +194,7 @@ class _Centers:
         sample = self.sample
         check_directions("centers", self._matrix, found["shortest center"], found["longest center"])
         check_ascending(found.get("out of order", 0.0))
-        self.largest_offset = check_offsets(sample, found)
+        self.largest_offset = check_offset_values(sample, found)
         return {_LONGEST: found["longest center"]}
 
 
@@ -209,7 +209,7 @@ def _check_batch(labels: Tensor, logits: Logits, num_classes: int | None) -> dic
     return {**logits.facts(), "num_classes": num_classes, _LABELS_EACH: several}
 
 
-def _check_offsets(sample: Sample) -> None:
+def _check_offset_shapes(sample: Sample) -> None:
     """Raise ValueError unless bias and log_weights fit the centers, and autograd can use all three."""
     of_logits = {"log_weights": sample.log_weights, "bias": sample.bias}
     for name, x in of_logits.items():

@@ -44,6 +44,7 @@ from .margins.interface import Margin
 from .rows import overlap, take_rows
 from .sample import Classes, Sample
 from .sampling import bernoulli, mix
+from .state_dict import check_classes, record_classes
 from .top_classes import LocalCenters, TopClasses, top_classes
 
 _BLOCK = 1024  # the number of consecutive classes whose centers are drawn from one generator
@@ -177,8 +178,8 @@ class PartialFC(nn.Module):
         # step: samples drawn so far, in training; first_class: of the local centers, to detect those of another rank
         for name, value in zip(_COUNTERS, (seed, 0, self.local_classes.start), strict=True):
             self.register_buffer(name, torch.tensor(value, device="cpu"))
-        self.register_state_dict_post_hook(_record_classes)
-        self.register_load_state_dict_pre_hook(_check_classes)
+        self.register_state_dict_post_hook(record_classes)
+        self.register_load_state_dict_pre_hook(check_classes)
         self.reset_parameters()
 
     @property
@@ -358,31 +359,3 @@ class PartialFC(nn.Module):
             f"sub_centers={self.sub_centers}, bias={self.bias is not None}, normalize={self.logits.normalize!r}, "
             f"classes {self.local_classes.start} to {self.local_classes.stop} here"
         )
-
-
-def _record_classes(head: Any, _state: Any, _prefix: str, metadata: dict[str, Any]) -> None:
-    """Record the classes in a state_dict's metadata, beside its tensors; torch.save keeps them."""
-    metadata["classes"] = [head.local_classes.start, head.local_classes.stop, head.num_classes]
-
-
-def _check_classes(head: Any, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_others: Any) -> None:
-    """Raise ValueError for a state_dict of other classes, before anything of it is loaded.
-
-    A state_dict of another rank with the same number of classes is loaded; the next use of the head then raises, on all
-    ranks.
-
-    Raises:
-        ValueError: if its number of classes is not that of this rank, or is from a head with another total.
-    """
-    weight, local = state.get(prefix + "weight"), head.local_classes
-    if not isinstance(weight, Tensor) or not weight.dim():
-        return
-    first, stop, count = metadata.get("classes", (None, None, head.num_classes))
-    if len(weight) == local.stop - local.start and count == head.num_classes:
-        return
-    content = f"{len(weight)} classes" if first is None else f"classes {first} to {stop} of {count}"
-    raise ValueError(
-        f"a state_dict holds one rank's part of a head; the one for {prefix + 'weight'!r} has {content}, and this rank "
-        f"has classes {local.start} to {local.stop} of {head.num_classes}. wholebatch.heads.save_head and load_head "
-        "write and read all parts, on any number of ranks"
-    )

@@ -74,7 +74,7 @@ def sum_of(*parts: Tensor | None) -> Tensor | None:
     return sum(found[1:], start=found[0]) if found else None
 
 
-def check_offsets(sample: Sample, largest: Mapping[str, float]) -> float:
+def check_offset_values(sample: Sample, largest: Mapping[str, float]) -> float:
     """Return an upper bound of the offsets' absolute values, from the numbers that `largest_offsets` names.
 
     Raises:

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -44,96 +44,11 @@ from .._precision import wide_dtype
 from ..partition import Tile
 from .driver import Block, Driver, relative
 from .memory import KeptTiles
-from .pairs import Index, Pairs
+from .pairs import Index
+from .selection import Selection
+from .sides import Sums, Weights, one_shift
 
 _T = TypeVar("_T")
-Over = Literal["negatives", "all", "positives"]
-
-
-class LogitTransform(Protocol):
-    """A function f that replaces each logit S by f(S); `cols` are the places of the columns in the global batch."""
-
-    def transform_(self, logits: Tensor, cols: slice, /) -> Tensor:
-        """Replace S by f(S), in place."""
-        ...
-
-    def slope_(self, logits: Tensor, cols: slice, /) -> Tensor:
-        """Replace S by the factor by which the backward pass multiplies dS, in place: f'(S), or another number."""
-        ...
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The choice of entries that a pass sums over, and the form of their logits.
-
-    Args:
-        pairs: positive and excluded entries.
-        over: the candidates.
-        floor: (b,); an entry with a logit up to the floor of its row is no candidate. None: no limit.
-        ceiling: (b,); an entry with a logit above the ceiling of its row is no candidate. None: no limit.
-        guide: (b, g), the features of X's rows by another model. `ceiling` then limits the products of these with the
-            guide features of Y's rows, which each row of Y has after its own features.
-        transform: replaces the logits.
-        offsets: (b,), added to a row's logits after the transform.
-        best_of: the size of groups of consecutive rows; in each group, a column's only candidate is the row with the
-            largest logit.
-    """
-
-    pairs: Pairs
-    over: Over = "negatives"
-    floor: Tensor | None = None
-    ceiling: Tensor | None = None
-    guide: Tensor | None = None
-    transform: LogitTransform | None = None
-    offsets: Tensor | None = None
-    best_of: int = 1
-
-
-@dataclass(frozen=True)
-class Sums:
-    """The statistics of rows or of columns so far; a pass adds to them."""
-
-    shift: Tensor | float  # one for all rows, or (n,)
-    fields: Mapping[str, Tensor]  # each (n,)
-
-    def __getitem__(self, at: slice) -> Sums:
-        return Sums(_at(self.shift, at), {name: field[at] for name, field in self.fields.items()})
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A loss's derivatives by the statistics of rows or of columns."""
-
-    shift: Tensor | float
-    of_exponentials: Tensor  # a_i / R_i
-    of_targets: Tensor | None  # t_i
-    of_logits: Tensor | None  # m_i
-
-    def __getitem__(self, at: slice) -> Weights:
-        targets, logits = (None if x is None else x[at] for x in (self.of_targets, self.of_logits))
-        return Weights(_at(self.shift, at), self.of_exponentials[at], targets, logits)
-
-    def named(self) -> dict[str, Tensor]:
-        """Return the derivatives that are not None, under the names of the fields of :class:`Sums`."""
-        parts = {"sum": self.of_exponentials, "target": self.of_targets, "logits": self.of_logits}
-        return {name: part for name, part in parts.items() if part is not None}
-
-    def stacked(self) -> Tensor:
-        """Return the derivatives and the shift as one tensor, (k, n), to travel with the columns."""
-        parts = (self.of_exponentials, self.of_targets, self.of_logits, self.shift)
-        return torch.stack([part.to(self.of_exponentials) for part in parts if isinstance(part, Tensor)])
-
-    def unstacked(self, rows: Tensor) -> Weights:
-        """Return the weights of other columns, from their `stacked` form."""
-        remaining = iter(rows)
-        parts = (self.of_exponentials, self.of_targets, self.of_logits, self.shift)
-        found = [next(remaining) if isinstance(part, Tensor) else part for part in parts]
-        exponentials, targets, logits, shift = found
-        assert isinstance(exponentials, Tensor)
-        assert not isinstance(targets, float)
-        assert not isinstance(logits, float)
-        assert shift is not None
-        return Weights(shift, exponentials, targets, logits)
 
 
 class SoftmaxSweep:
@@ -346,17 +261,6 @@ def _sides(tile: Tile, block: Block, rows: _T | None, cols: _T | None) -> Iterat
         yield rows, tile.rows, 1
     if cols is not None and not tile.own_mirror:
         yield cols, relative(tile.cols, block), 0
-
-
-def one_shift(rows: Sums | Weights | None, cols: Sums | Weights | None) -> float | None:
-    """Return the shift that all entries share; None if each row and column has its own."""
-    side = rows if rows is not None else cols
-    assert side is not None
-    return None if isinstance(side.shift, Tensor) else side.shift
-
-
-def _at(shift: Tensor | float, at: slice) -> Tensor | float:
-    return shift[at] if isinstance(shift, Tensor) else shift
 
 
 def _keep_largest_of_group_(logits: Tensor, of: int) -> None:

@@ -26,7 +26,9 @@ from .. import kernels
 from .driver import Block, Driver, relative
 from .kernel_tiles import KernelTiles
 from .memory import KeptTiles
-from .softmax import Selection, SoftmaxSweep, Sums, Weights, one_shift
+from .selection import Selection
+from .sides import Sums, Weights, one_shift
+from .softmax import SoftmaxSweep
 
 _CANDIDATES = {"negatives": 0, "all": 1, "positives": 2}
 
