@@ -135,7 +135,7 @@ def test_a_users_margin_with_every_hook(rows, classes, bounded):
     run_ranks(hooks_body, len(rows), rows, classes, bounded, timeout_s=60)
 
 
-def test_what_a_transform_of_negatives_excludes():
+def test_a_transform_of_negatives_excludes_other_settings():
     x, labels, centers = data(4)
     loss = wb.functional.partial_fc_loss
     for settings, message in (

@@ -1,6 +1,6 @@
 """The interface of a margin: a scale `s`, a function of angles and norms, and hooks that a margin may have.
 
-A hook is a method. A margin that has it is called there, in this order, in each step of the softmax over classes:
+A hook is an optional method. The softmax over classes calls the methods that a margin has, in this order, in each step:
 
     observe_norms    the norms of all ranks' embeddings           for running statistics of norms
     observe_angles   the target angles of all ranks' rows         for running statistics of angles
@@ -9,8 +9,8 @@ A hook is a method. A margin that has it is called there, in this order, in each
     regularizer      angles and norms of the local rows -> terms  for a term of the loss
 
 `observe_angles` and `of_negatives` cost one all-reduce of B numbers. A dataclass, an `nn.Module` with buffers and any
-other callable with `s` can be a margin. It is the same on all ranks, and so is what its hooks receive: running
-statistics need no further communication.
+other callable with `s` can be a margin. The observing hooks get the same numbers on all ranks, so that the running
+statistics are equal without further communication.
 """
 
 from __future__ import annotations

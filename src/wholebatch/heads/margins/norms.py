@@ -3,7 +3,7 @@ r"""Margins that depend on the norm of the embedding, as a measure of the qualit
     AdaFace       phi = cos(theta - m u) - (m u + m)      u in [-1, 1]: the norm of x, standardized
     MagFace       phi = cos(theta + m(a))                 a = |x|
 
-In both, images with a longer embedding get a larger or a stricter margin.
+Both take a long embedding for that of a good image.
 """
 
 from __future__ import annotations
