@@ -25,13 +25,13 @@ def test_margins_are_the_papers():
     a = norms.clamp(10, 110)
     assert_same(wb.MagFace()(targets), (theta + 0.35 / 100 * (a - 10) + 0.45).cos(), relative=1e-12)
     ada = wb.AdaFace()
-    ada.observe(norms)
+    ada.observe_norms(norms)
     mean, std = 0.99 * 20 + 0.01 * norms.clamp(max=100).mean(), 0.99 * 100 + 0.01 * norms.clamp(max=100).std()
     u = ((norms.clamp(max=100) - mean) / (std + 1e-3) * 0.333).clamp(-1, 1)
     assert_same(ada(targets), (theta - 0.4 * u).clamp(0, math.pi).cos() - 0.4 * u - 0.4, relative=1e-12)
     assert_same(ada.mean, mean, relative=1e-12)
     curricular = wb.CurricularFace(10.0, 0.5)
-    curricular.observe(theta)
+    curricular.observe_angles(theta)
     assert_same(curricular.t, 0.01 * c.mean(), relative=1e-12)
     negatives = torch.linspace(-1, 1, 50, dtype=torch.float64).expand(50, 50).T.contiguous()
     bent = curricular.of_negatives(theta).transform_(10 * negatives, slice(0, 50)) / 10
@@ -39,6 +39,11 @@ def test_margins_are_the_papers():
     assert hard.any()
     assert not hard.all()
     assert_same(bent, torch.where(hard, negatives * (0.01 * c.mean() + negatives), negatives), relative=1e-12)
+    transform = curricular.of_negatives(theta)
+    cosines = negatives.clone().requires_grad_()
+    torch.where(hard, cosines * (curricular.t + cosines), cosines).sum().backward()
+    assert_same(transform.slope_(10 * negatives, slice(0, 50)), cosines.grad, relative=1e-12)
+    assert 10 * bent.abs().max() <= transform.bound(10.0)
 
 
 @pytest.mark.parametrize("margin", [wb.ArcFace(m=0.5), wb.SphereFace(m=3.3), wb.CombinedMargin(64.0, 2.0, 0.5, 0.1)])

@@ -123,7 +123,7 @@ class Learned(nn.Module):
         ({"margin": Learned()}, "a margin must have no parameters to learn"),
         ({"margin": None}, "margin must be one such as"),
         ({"exclude_above": 2.0}, "exclude_above must be a cosine from -1 to 1"),
-        ({"exclude_above": 0.5, "normalize": "none"}, "they need normalize='both', got 'none'"),
+        ({"exclude_above": 0.5, "normalize": "none"}, "normalize must be 'both' with exclude_above, .* got 'none'"),
         ({"normalize": True}, "normalize must be one of 'both', 'centers', 'embeddings', 'none'"),
         ({"sub_centers": 0}, "sub_centers must be a positive integer"),
         ({"sub_centers": 2, "normalize": "none"}, "sub-centers are compared as unit vectors"),

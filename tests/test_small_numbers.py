@@ -9,7 +9,8 @@ import torch
 from torch.nn.functional import normalize
 
 import wholebatch as wb
-from wholebatch.heads.margins import Targets, angular
+from wholebatch.heads import Targets
+from wholebatch.heads.margins.angular import angular
 
 
 def features(*seeds):

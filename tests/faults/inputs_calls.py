@@ -221,6 +221,9 @@ LEFT_OUT = {
     "Margin": "a protocol",
     **dict.fromkeys(("BatchStatistics", "LossAndStatistics", "LossAndAverages"), "a record that the library returns"),
     "TopClasses": "a record that the library returns",
+    **dict.fromkeys(
+        ("NegativeTransform", "ObservesAngles", "ObservesNorms", "Regularizes", "TransformsNegatives"), "a protocol"
+    ),
     "Targets": "a record that the library passes to a margin",
     "Option": "a record that the library returns",
     "Plan": "a record that the library returns",
@@ -230,8 +233,8 @@ LEFT_OUT = {
     "GradCache.model_call": "a step that a subclass may replace: its arguments come from the library",
     "GradCache.get_reps": "a step that a subclass may replace: its arguments come from the library",
     "GradCache.compute_loss": "a step that a subclass may replace: its arguments come from the library",
-    "AdaFace.observe": "called by PartialFC",
-    "CurricularFace.observe": "called by PartialFC",
+    "AdaFace.observe_norms": "called by PartialFC",
+    "CurricularFace.observe_angles": "called by PartialFC",
     "CurricularFace.of_negatives": "called by PartialFC",
     "MagFace.regularizer": "called by PartialFC",
 }

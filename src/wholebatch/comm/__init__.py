@@ -11,7 +11,7 @@ messages       both ends of a message agree, or both raise
 
 maps           the table of linear maps and their adjoints; point_to_point: send and receive
 nonlinear      maximum, minimum and product
-nodes          maps in autograd's graph
+autograd       maps in autograd's graph
 order          the backward pass in the order of the calls; call: one of them
 compiled       under torch.compile
 

@@ -2,7 +2,7 @@
 
 Each operation is differentiable, and its docstring names its adjoint; the table of maps and adjoints, for both
 conventions of `loss`, is at the top of `maps`. A call is entered in `entry`, becomes a node of autograd's graph in
-`nodes`, and keeps its place in the backward pass in `order`; a `transport` moves the bytes.
+`autograd`, and keeps its place in the backward pass in `order`; a `transport` moves the bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_flag, check_integer, shown
-from . import compiled, maps, nodes
+from . import autograd, compiled, maps
 from .arguments import OPS, SUMS, check_tensor, checked_op
 from .call import Call
 from .compiled import collective, compiles_to, eager
@@ -547,7 +547,7 @@ class Communicator(RowEntry, MessageEntry):
     def _apply(self, entry: Entry, map: maps.LinearMap, x: Tensor, dim: int = 0) -> Tensor:
         """Return map(x), with the rows of x along `dim`."""
         with entry.gradients():
-            y = nodes.apply(map, x.movedim(dim, 0) if dim else x, entry.call)
+            y = autograd.apply(map, x.movedim(dim, 0) if dim else x, entry.call)
             return y.movedim(0, dim) if dim else y
 
     def _start(
@@ -572,7 +572,7 @@ class Communicator(RowEntry, MessageEntry):
         """
         call = entry.call
         with entry.gradients():
-            flight, ticket = nodes.start(map, x.movedim(dim, 0) if dim else x, call)
+            flight, ticket = autograd.start(map, x.movedim(dim, 0) if dim else x, call)
         if arrange is None:
             arrange = (lambda y: y.movedim(0, dim)) if dim else (lambda y: y)
         if call.collective and call.check is True:

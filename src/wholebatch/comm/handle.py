@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import nodes
+from . import autograd
 from .compiled import eager
 from .transport import ABANDONED
 
@@ -22,7 +22,7 @@ class Handle:
 
     def __init__(
         self,
-        flight: nodes.Flight,
+        flight: autograd.Flight,
         ticket: Tensor,
         x: Tensor,
         *,
@@ -60,7 +60,7 @@ class Handle:
         try:
             joins = self._verify is None or self._verify()
             verified = True
-            y = nodes.wait(self._flight, ticket) if joins else nodes.wait_without_gradient(self._flight)
+            y = autograd.wait(self._flight, ticket) if joins else autograd.wait_without_gradient(self._flight)
         except Exception:
             ABANDONED.append(self._flight)
             if not verified:

@@ -27,8 +27,8 @@ depends on the scalar that is differentiated. The caller chooses it, by the comm
 
 For a loss that all ranks compute alike, the sum of the ranks' losses is W L: the two columns then differ by exactly W.
 
-A map works along dimension 0 of a tensor and knows nothing of autograd (`nodes` does). `start` returns a function that
-waits for the result, so that every map is also a nonblocking operation.
+A map works along dimension 0 of a tensor and knows nothing of gradients (`autograd` does). `start` returns a function
+that waits for the result, so that every map is also a nonblocking operation.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ from torch.autograd import Function
 
 from .._autograd import once_differentiable
 from .._precision import accumulation_dtype
+from .autograd import ALWAYS, apply, is_differentiable
 from .call import Call
 from .maps import AllReduce, Loss, Map
-from .nodes import ALWAYS, apply, is_differentiable
 from .transport import Finish
 from .wire import wide
 

@@ -1,6 +1,6 @@
 """Exchange Y's rows between ranks, and reduce sums about these rows to their owners. Knows no loss."""
 
-from .exchange import Exchange
+from .exchange import ColumnData, Exchange
 from .gather import GatherExchange
 from .ring import RingExchange
 from .schedule import num_entries
@@ -9,6 +9,7 @@ from .select import EXCHANGES, USED_EXCHANGES, ExchangeName, ExchangeUsed, colum
 __all__ = [
     "EXCHANGES",
     "USED_EXCHANGES",
+    "ColumnData",
     "Exchange",
     "ExchangeName",
     "ExchangeUsed",

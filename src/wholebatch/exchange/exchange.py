@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,11 +22,25 @@ from ..partition import Partition
 from ..sweep import Block
 from .schedule import Visit, full, half
 
-# A pass calls visit(block, carried, accumulated, local) for each block. `carried` is (k, n), for the block's columns.
-# The visit adds to `accumulated`, (n, ...), or raises it to a maximum. `local` is the same for the local columns of a
-# symmetric S, else None.
-VisitBlock = Callable[[Block, Tensor | None, Tensor | None, Tensor | None], None]
 Op = str | tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ColumnData:
+    """The numbers about the columns of one block during a pass; None where the pass has no such numbers.
+
+    Args:
+        carried: (k, n), finished statistics of the columns.
+        accumulated: (n, ...), to which the visit adds its part, or which it raises to a maximum.
+        local: (n_r, ...), the same as `accumulated` for the local columns of a symmetric S.
+    """
+
+    carried: Tensor | None
+    accumulated: Tensor | None
+    local: Tensor | None
+
+
+VisitBlock = Callable[[Block, ColumnData], None]  # a pass calls it for each block
 
 
 class Exchange(ABC):

@@ -19,7 +19,7 @@ from ..comm import Communicator
 from ..comm.transport import Finish, named
 from ..partition import Partition
 from ..sweep import Block
-from .exchange import Exchange, Op, VisitBlock
+from .exchange import ColumnData, Exchange, Op, VisitBlock
 from .schedule import Visit, chunks
 
 _Pending = tuple[bool, Finish]  # whether the sums are for this rank, and the function that waits for them
@@ -81,12 +81,12 @@ class GatherExchange(Exchange):
         pending: list[_Pending] = []
         local_sums: Tensor | None = None
         for ranks, block in self._blocks(fetched):
-            visit(
-                block,
+            columns = ColumnData(
                 None if carried is None else carried[:, block.cols],
                 None if accumulated is None else accumulated[block.cols],
                 local,
             )
+            visit(block, columns)
             if early and accumulated is not None:
                 local_sums = _finished(pending, local_sums)  # before the next chunk: memory holds the sums of one
                 pending = [self._start_reduce(accumulated, rank) for rank in ranks]
@@ -94,7 +94,7 @@ class GatherExchange(Exchange):
             return _finished(pending, local_sums)
         if not to_owner or accumulated is None or self.comm.size == 1:
             return accumulated
-        del fetched, block  # free Y before the reduce-scatter allocates its result
+        del fetched, block, columns  # free Y before the reduce-scatter allocates its result
         return self.comm.reduce_scatter(accumulated, counts=self.columns.counts, check=False)
 
     def reduce(self, accumulated: Tensor, op: Op) -> Tensor:

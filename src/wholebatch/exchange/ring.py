@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..comm.transport import RING, Message, named
 from ..sweep import Block
-from .exchange import Exchange, Op, VisitBlock, combine_
+from .exchange import ColumnData, Exchange, Op, VisitBlock, combine_
 
 _COLUMNS, _CARRIED, _SUMS, _TO_OWNER = range(4)  # tags: the content of a message
 
@@ -77,9 +77,11 @@ class RingExchange(Exchange):
             cols = slice(offsets[source] + planned.cols.start, offsets[source] + planned.cols.stop)
             visit(
                 Block(y[planned.cols], cols, planned.rows, planned.triangle),
-                None if numbers is None else numbers[planned.cols].T,
-                None if sums is None else sums[planned.cols],
-                local,
+                ColumnData(
+                    None if numbers is None else numbers[planned.cols].T,
+                    None if sums is None else sums[planned.cols],
+                    local,
+                ),
             )
             arrived = finish()
             if sums is not None and step:

@@ -4,12 +4,17 @@ import typing as _typing
 
 from .checkpoint import load_head as load_head
 from .checkpoint import save_head as save_head
-from .gradients import agree_on_overflow as agree_on_overflow
-from .gradients import clip_grad_norm_ as clip_grad_norm_
+from .clip_and_overflow import agree_on_overflow as agree_on_overflow
+from .clip_and_overflow import clip_grad_norm_ as clip_grad_norm_
 from .insightface import load_insightface as load_insightface
 from .margins import *  # noqa: F403
-from .margins import Margin as Margin
-from .margins import Targets as Targets
+from .margins.interface import Margin as Margin
+from .margins.interface import NegativeTransform as NegativeTransform
+from .margins.interface import ObservesAngles as ObservesAngles
+from .margins.interface import ObservesNorms as ObservesNorms
+from .margins.interface import Regularizes as Regularizes
+from .margins.interface import Targets as Targets
+from .margins.interface import TransformsNegatives as TransformsNegatives
 from .optim import SparseAdamW as SparseAdamW
 from .optim import SparseSGD as SparseSGD
 from .partial_fc import PartialFC as PartialFC
@@ -22,11 +27,16 @@ if not _typing.TYPE_CHECKING:  # a type checker sees the names themselves
     __all__ = [  # noqa: PLE0604
         *_margins,
         "Margin",
+        "NegativeTransform",
+        "ObservesAngles",
+        "ObservesNorms",
         "PartialFC",
+        "Regularizes",
         "SparseAdamW",
         "SparseSGD",
         "Targets",
         "TopClasses",
+        "TransformsNegatives",
         "agree_on_overflow",
         "clip_grad_norm_",
         "load_head",

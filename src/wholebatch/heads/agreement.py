@@ -1,6 +1,6 @@
 """Validate the batch and the centers of its classes across ranks, before a softmax over classes.
 
-One handshake covers both. Where the classes are a sample that depends on the labels of all ranks, the centers are known
+One handshake validates both. If the classes are a sample that depends on the labels of all ranks, the centers are known
 only after the first handshake, and a second one validates them.
 """
 
@@ -18,10 +18,8 @@ from .._checks import (
     check_count,
     check_dense,
     check_ids,
-    check_norm,
     has_feature_dtype,
     is_dense,
-    norm_bound,
     on_host,
 )
 from .._normalize import known_norms
@@ -39,8 +37,8 @@ from .logits import (
     flat,
     repeated,
 )
-from .margins import CurricularFace
-from .sample import Classes, Sample
+from .margins.interface import TransformsNegatives
+from .sample import Classes, Sample, check_offset_values
 
 _LABELS_EACH = "labels of an example"
 _DRAWN = "sample_rate, unbiased, seed, step and training"
@@ -66,13 +64,13 @@ class Agreed:
     """The result of the handshakes.
 
     Args:
-        facts: of the call, on "embeddings".
+        facts: the facts of the call; its features are "embeddings".
         labels: of all ranks, (B, k).
         sample: the local classes.
         partition: the number of classes of each rank.
         norms: of the local centers, (K_r K, 1).
         longest: the largest norm of a center on any rank.
-        largest_offset: upper bound of the absolute value of a local offset.
+        largest_offset: upper bound of the absolute values of the local offsets.
     """
 
     facts: Facts
@@ -155,7 +153,7 @@ _LONGEST = "largest norm of centers"  # the fact with that number of a rank
 
 
 class _Centers:
-    """The checks of the local centers, in the three steps of a handshake."""
+    """The checks of the local centers, for the first three steps of a handshake (see `contract.agree`)."""
 
     sample: Sample
     norms: Tensor
@@ -165,42 +163,38 @@ class _Centers:
         self._classes, self._logits, self._labels = classes, logits, labels
 
     def facts(self, embeddings: Tensor) -> dict[str, Any]:
-        """Return the facts of a handshake about centers alone."""
+        """Return the facts about the centers, for a handshake that concerns nothing else."""
         return {**self.check(embeddings), **self.check_values(on_host(self.read_back()))}
 
     def check(self, embeddings: Tensor) -> dict[str, Any]:
-        """Take the sample, check it as far as shapes and dtypes tell, and return the facts about it."""
+        """Take the sample, check its shapes and dtypes, and return the facts about it."""
         self.sample = sample = self._classes.sample(self._labels)
         matrix, best_of = flat(sample.centers)
         self._logits.check_sub_centers(best_of)
         check_alike("embeddings", embeddings, "centers", matrix, rows=False)
         if sample.ids is not None:
             check_ids("class_ids", sample.ids, "centers", len(sample.centers))
-        _check_offsets(sample)
+        _check_offset_shapes(sample)
         self._matrix = matrix
         each = (sample.ids is not None, sample.centers.requires_grad, best_of, sample.bias is not None)
         return {_COUNT: len(sample.centers), **dict(zip(_OF_CENTERS, each, strict=True))}
 
     def read_back(self) -> dict[str, Tensor]:
-        """Return the numbers on the device that the checks of values need."""
-        sample, offsets = self.sample, self.sample.offsets
+        """Return the numbers, still on the device, that `check_values` needs."""
+        sample = self.sample
         self.norms = known_norms(self._matrix)
         numbers = dict(zip(("shortest center", "longest center"), ends_of(self.norms), strict=True))
-        if offsets is not None:
-            numbers["offset"] = norm_bound(offsets[:, None])
+        numbers |= sample.largest_offsets()
         if sample.ids is not None:
             numbers["out of order"] = out_of_order(sample.ids)
         return numbers
 
     def check_values(self, found: Mapping[str, float]) -> dict[str, Any]:
-        """Check the numbers that were read back, and return the facts about them."""
+        """Check the numbers of `read_back`, now on the host, and return the facts about them."""
         sample = self.sample
         check_directions("centers", self._matrix, found["shortest center"], found["longest center"])
         check_ascending(found.get("out of order", 0.0))
-        for name, x in (("log_weights", sample.log_weights), ("bias", sample.bias)):
-            if x is not None:
-                check_norm(name, x, found["offset"])
-        self.largest_offset = found.get("offset", 0.0)
+        self.largest_offset = check_offset_values(sample, found)
         return {_LONGEST: found["longest center"]}
 
 
@@ -209,13 +203,14 @@ def _check_batch(labels: Tensor, logits: Logits, num_classes: int | None) -> dic
     if num_classes is not None:
         check_count("num_classes", num_classes, "classes of all ranks")
     several = check_several(labels, num_classes)
-    if several > 1 and (logits.label_smoothing or isinstance(logits.margin, CurricularFace)):
-        raise ValueError(f"labels must be one for each example with label_smoothing or CurricularFace, got {several}")
+    if several > 1 and (logits.label_smoothing or isinstance(logits.margin, TransformsNegatives)):
+        cause = "label_smoothing" if logits.label_smoothing else type(logits.margin).__name__
+        raise ValueError(f"labels must be one for each example with {cause}, got {several}; pass shape (rows,)")
     return {**logits.facts(), "num_classes": num_classes, _LABELS_EACH: several}
 
 
-def _check_offsets(sample: Sample) -> None:
-    """Raise ValueError unless bias and log_weights fit the centers, and all of them may take part in a graph."""
+def _check_offset_shapes(sample: Sample) -> None:
+    """Raise ValueError unless bias and log_weights fit the centers, and autograd can use all three."""
     of_logits = {"log_weights": sample.log_weights, "bias": sample.bias}
     for name, x in of_logits.items():
         if isinstance(x, Tensor):
@@ -239,7 +234,7 @@ def _check_offsets(sample: Sample) -> None:
 
 
 def _check_total(facts: Facts, partition: Partition, num_classes: int | None) -> None:
-    """Raise ValueError unless the ranks hold all classes, and labels are among these."""
+    """Raise ValueError unless the centers of all ranks are all classes, and the labels are ids of these."""
     if num_classes is None:
         check_labels(facts, partition.total)
     elif partition.total != num_classes:

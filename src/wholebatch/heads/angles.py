@@ -9,10 +9,10 @@ vector's gradient,
 
     d theta / dx = -(w - c x) / sin theta,        c = cos theta
 
-The form w - c x = (w - x) + 2 sin^2(theta/2) x for small angles, and (w + x) - 2 cos^2(theta/2) x for large ones, loses
-no digits. For a row that was shorter than 1e-12 nothing is projected out, and d theta / dx = -w / sin theta. So a
-margin is a smooth function of theta, and no clamp away from 0 is needed. Only at 0 and pi, where x and w span no plane,
-is there no direction; the gradient there is defined as 0.
+No digits are lost if w - c x is computed as (w - x) + 2 sin^2(theta/2) x for small angles, and as
+(w + x) - 2 cos^2(theta/2) x for large ones. For a row that was shorter than 1e-12 nothing is projected out, and
+d theta / dx = -w / sin theta. So a margin is a smooth function of theta, and needs no clamp away from 0. At 0 and pi,
+where x and w span no plane, the gradient has no direction; it is defined as 0.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .._normalize import divisors, row_norms
 from .._precision import rows_at_a_time, wide_dtype
 from .classes import NOT_HERE
 
-_SAME = 16  # times eps: unit vectors nearer to each other count as equal
+_SAME = 16  # times eps: unit vectors that are nearer to each other than this count as equal
 
 
 @torch.no_grad()
 def nearest(x: Tensor, centers: Tensor, rows: Tensor, *, clamp: tuple[bool, bool]) -> Tensor:
-    """Return for each embedding the row of the nearest center among given rows: (B, k, K) -> (B, k)."""
+    """Return the row of each embedding's nearest center among the given rows: (B, k, K) -> (B, k)."""
     if rows.shape[2] == 1:
         return rows[..., 0]
     angles, *_ = target_angles(x, centers, rows.flatten(1), clamp=clamp)
@@ -48,12 +48,12 @@ def target_angles(x: Tensor, centers: Tensor, at: Tensor, *, clamp: tuple[bool, 
         x: (B, d), embeddings of any length.
         centers: (C_r, d), of any length.
         at: (B, k), the rows of the centers of each embedding's classes, or NOT_HERE.
-        clamp: whether embeddings, and centers, are divided by at least 1e-12, as in `_normalize`. Else the angle is
-            that of their directions, for rows of any length.
+        clamp: whether embeddings are divided by max(norm, 1e-12), as in `_normalize`, and whether centers are. If not,
+            they are divided by their norm, however small.
 
     Returns:
-        The angles and the lengths of the centers, both (B, k), float64, 0 where the center is on another rank; and the
-        centers. Further use of the centers must take these: their gradient is then accumulated in place, in one tensor.
+        The angles and the lengths of the centers, both (B, k), float64, 0 if the center is on another rank; and the
+        centers. The caller must use these centers from here on: their gradient is then accumulated in one tensor.
     """
     angles, lengths, same_centers = _Angles.apply(x, centers, at, clamp)
     return angles, lengths, same_centers
@@ -141,9 +141,9 @@ def _away(u: _Rows, w: _Rows, theta: Tensor) -> Tensor:
 
 
 def _pairs(at: Tensor, centers: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Yield (embeddings, labels' places, rows of centers, whether these are local), some at a time.
+    """Yield (embeddings, columns of `at`, rows of centers, whether these are local), some at a time.
 
-    Filtering out the rows of other ranks would make tensors whose size the host has to wait for.
+    Rows of other ranks are not filtered out: the host would have to wait for the size of the result.
     """
     if not centers:
         return

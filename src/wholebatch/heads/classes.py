@@ -28,7 +28,7 @@ class LocalClasses:
     ids: Tensor | None = None
 
     def rows_of(self, labels: Tensor) -> Tensor:
-        """Return the place of each label's center among the local ones, or NOT_HERE; in the shape of the labels."""
+        """Return the row of each label's center among the local centers, or NOT_HERE; in the shape of the labels."""
         if self.ids is None:
             return rows_within(labels, self.partition.rows(self.rank))
         ids = self.ids.to(labels)
@@ -43,7 +43,7 @@ class LocalClasses:
         Args:
             comm: the ranks.
             caller: the loss, for messages.
-            rows: the labels' `rows_of`.
+            rows: the rows of the labels' centers, from `rows_of`.
             counts: whether each label counts.
 
         Raises:
@@ -61,12 +61,14 @@ class LocalClasses:
 
 
 def rows_within(labels: Tensor, local: slice) -> Tensor:
-    """Return each label's place among consecutive classes, or NOT_HERE; in the shape of the labels."""
+    """Return the place of each label among the consecutive classes `local`, or NOT_HERE; in the shape of the labels."""
     return torch.where((labels >= local.start) & (labels < local.stop), labels - local.start, NOT_HERE)
 
 
 def rows_of_groups(at: Tensor, of: int) -> Tensor:
-    """Return the rows of each class's sub-centers, (B, k, of), from the places of the classes, (B, k), or NOT_HERE.
+    """Return the rows of the `of` sub-centers of each class, (B, k, of), from the rows of the classes, (B, k).
+
+    A class on another rank is NOT_HERE, and so are its sub-centers.
 
     >>> rows_of_groups(torch.tensor([[2, -1]]), 2)
     tensor([[[ 4,  5],
@@ -90,7 +92,7 @@ def check_ascending(wrong: float) -> None:
 
 
 def label_range(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Return the smallest and the largest label, shape (); without labels the first is larger than the second."""
+    """Return the smallest and the largest label, shape () each; if there is none, the first is larger."""
     ends = torch.iinfo(torch.int64)
     labels, none = labels.to(torch.int64), labels == ignore_index
     if not labels.numel():

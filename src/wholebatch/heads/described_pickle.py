@@ -1,7 +1,7 @@
 """Read the value that a pickle of torch.save describes, without executing it.
 
-Opcodes are interpreted one by one. Those that torch.save emits for dictionaries, lists, numbers, strings and tensors
-give plain values, with a description instead of each tensor; any other raises ValueError with its name.
+Opcodes are interpreted one by one. The opcodes that torch.save emits for dictionaries, lists, numbers, strings and
+tensors give plain values, with a description instead of each tensor. Any other opcode raises ValueError with its name.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Name:
 
 @dataclass(frozen=True)
 class Storage:
-    """A storage that tensors share: a record of the archive."""
+    """A storage, which several tensors may share: a record of the archive."""
 
     key: str
     dtype: torch.dtype

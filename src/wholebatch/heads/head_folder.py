@@ -4,7 +4,8 @@
                                        weight/000000000000, optimizer/weight/momentum_buffer/000000065536, ...
     index.json                         facts about the head, and the slices of each tensor: file, rows, digest
 
-All of them name one save. The index lets any number of ranks find the slices with rows of their classes.
+All files contain the id of the save that wrote them. With the index, any number of ranks find the slices with the rows
+of their classes.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Index:
         save: the id of the save that wrote all of its files.
         facts: facts about the head, by name.
         slices: the slices of each tensor with a row for each class, in the order of the classes.
-        whole: the tensors that all ranks hold, each as one slice.
+        whole: the tensors that are the same on all ranks, each as one slice.
     """
 
     folder: Path
@@ -74,7 +75,7 @@ def check_is_new(folder: Path) -> None:
 def write_rows(
     folder: Path, rank: int, size: int, save: str, first: int, rows: Mapping[str, Tensor], whole: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Write a rank's file: the rows of its classes from `first` on, and on rank 0 the tensors that all ranks hold.
+    """Write a rank's file: the rows of its classes from `first` on, and on rank 0 the tensors that are not sharded.
 
     Returns:
         The file's entries in the index, in JSON's types.

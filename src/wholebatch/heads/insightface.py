@@ -1,11 +1,12 @@
 """Load centers and momentum from the files that insightface's PartialFC writes, one for each of its ranks.
 
     rank_{r}_softmax_weight.pt, rank_{r}_softmax_weight_mom.pt     its first version: a tensor each
-    softmax_fc_gpu_{r}.pt                                          its second: a state_dict with "weight"
-    checkpoint_gpu_{r}.pt                                          train_v2.py: "state_dict_softmax_fc", likewise, and
-                                                                   the optimizer of backbone and classifier
+    softmax_fc_gpu_{r}.pt                                          its second version: a state_dict with "weight"
+    checkpoint_gpu_{r}.pt                                          train_v2.py: such a state_dict under the name
+                                                                   "state_dict_softmax_fc", and the optimizer of
+                                                                   backbone and classifier
 
-Its rank r holds the same classes as rank r of as many ranks here: the first ranks hold the remainder. The files are
+insightface distributes classes as `PartialFC` does: evenly, with the remainder on the first ranks. The files are
 pickles, and nothing in them is executed: see `torch_file`.
 """
 
@@ -41,8 +42,8 @@ def load_insightface(folder: Path | str, head: PartialFC, optimizer: Optimizer |
     Args:
         folder: the folder with the files of all of insightface's ranks.
         head: the head that gets the centers.
-        optimizer: a :class:`wholebatch.SparseSGD` of `head.weight`, which gets the momentum. The first version and
-            train_v2.py with SGD save it.
+        optimizer: a :class:`wholebatch.SparseSGD` of `head.weight`, which gets the momentum. The files of the first
+            version, and those of train_v2.py with SGD, contain it.
 
     Raises:
         ValueError: on every rank, with head and optimizer unchanged: files are missing, damaged, of different steps,
@@ -91,7 +92,7 @@ def _check_optimizer(optimizer: Optimizer | None, head: PartialFC) -> None:
 
 
 class _Files(NamedTuple):
-    """The files of one tensor: the pattern of their names, its place in them, and the content equal in all."""
+    """The files of one tensor: the pattern of their names, a function that takes it, and one for the common content."""
 
     pattern: str
     take: Callable[[Any], Any]
@@ -103,7 +104,7 @@ def _weight_of(content: Any) -> Any:
 
 
 def _momentum_of(content: Any) -> Any:
-    """Return the momentum of the last parameter: the classifier's come after the backbone's."""
+    """Return the momentum of the last parameter: those of the classifier come after those of the backbone."""
     optimizer = content["state_optimizer"]
     last = optimizer["param_groups"][-1]["params"][-1]
     if type(last) is not int:

@@ -3,9 +3,9 @@ r"""The settings that define a classifier's logits, and checks of labels and cen
     z_ij = s c_ij n_i m_j + b_j             negative class j,    c_ij: cosine of embedding i and center j
     z_iy = s phi(theta_iy) n_i m_y + b_y    target class y,      theta: their angle, phi: the margin
 
-with n_i = |x_i| where embeddings are not normalized, m_j = |w_j| where centers are not, else 1. Both normalized:
-ArcFace and all later margins. Centers alone: SphereFace as published. Neither: s x_i . w_j + b_j, a linear classifier,
-and with a margin the large-margin softmax (Liu et al., 2016, arXiv:1612.02295).
+with n_i = |x_i| if embeddings are not normalized, else 1, and m_j = |w_j| if centers are not, else 1. ArcFace and all
+later margins normalize both. SphereFace as published normalizes centers. With neither, a logit is
+s x_i . w_j + b_j: a linear classifier, and with a margin the large-margin softmax (Liu et al., 2016, arXiv:1612.02295).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .._checks import (
 )
 from .._normalize import known_norms
 from ..contract import Facts
-from .margins import CurricularFace, Margin, Targets
+from .margins.interface import Margin, Targets, TransformsNegatives
 
 GRADIENTS = ("exact", "straight_through")
 Normalize = Literal["both", "centers", "embeddings", "none"]
@@ -79,14 +79,16 @@ class Logits:
         check_integer("ignore_index", self.ignore_index, least=-(2**63), most=2**63 - 1)
         if cosine is not None and not -1.0 <= check_real("exclude_above", cosine) <= 1.0:
             raise ValueError(f"exclude_above must be a cosine from -1 to 1, or None; got {cosine!r}")
-        if cosine is not None and isinstance(margin, CurricularFace):
+        name = type(margin).__name__
+        if cosine is not None and isinstance(margin, TransformsNegatives):
             raise ValueError(
-                f"exclude_above must be None with CurricularFace, which weighs similar negatives up, got {cosine!r}"
+                f"exclude_above must be None with {name}, which transforms the logits of negatives, got {cosine!r}; "
+                "use another margin, or pass None"
             )
-        if self.normalize != "both" and (cosine is not None or isinstance(margin, CurricularFace)):
+        if self.normalize != "both" and (cosine is not None or isinstance(margin, TransformsNegatives)):
             raise ValueError(
-                "CurricularFace and exclude_above use the cosines of negatives: they need normalize='both', got "
-                f"{self.normalize!r}"
+                f"normalize must be 'both' with {name if cosine is None else 'exclude_above'}, which uses the cosines "
+                f"of negatives, got {self.normalize!r}; pass 'both'"
             )
 
     def check_sub_centers(self, count: int) -> None:
@@ -105,7 +107,7 @@ class Logits:
 
         Args:
             targets: angles and norms.
-            lengths: (b_r, k), norms of the centers if these are not normalized, else None.
+            lengths: (b_r, k), the norms of the target centers; None if centers are normalized.
             bias: (b_r, k), or None.
         """
         phi = self.margin(targets)
@@ -120,7 +122,7 @@ class Logits:
         return logits if bias is None else logits + bias
 
     def facts(self) -> dict[str, Any]:
-        """Return the settings that must be the same on all ranks; a margin is given by its repr, or by its type."""
+        """Return the settings that must be the same on all ranks; the margin as its repr or the name of its type."""
         margin = self.margin
         shown = is_dataclass(margin) or isinstance(margin, nn.Module)
         return {
@@ -135,7 +137,7 @@ class Logits:
 
 SETTINGS = tuple(field.name for field in fields(Logits))  # the names of `facts`
 SIZES = ("num_classes", "embedding_size", "sub_centers", "bias", "seed")  # the names of `PartialFC.size_facts`
-OF_HEAD = (*SETTINGS, *SIZES)  # the names of the facts that all parts of a head have in common
+OF_HEAD = (*SETTINGS, *SIZES)  # the names of the facts that are the same for the head's parts on all ranks
 
 
 def ends_of(norms: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,7 +148,7 @@ def ends_of(norms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_directions(name: str, x: Tensor, least: float, largest: float) -> None:
-    """Raise ValueError if a row of x is NaN, infinite or 0, from the least and the largest norm of its rows."""
+    """Raise ValueError if x has a row that is NaN, infinite or 0; `least` and `largest` are norms of its rows."""
     if not math.isfinite(largest):
         check_finite(name, x)
     if least == 0:
@@ -172,7 +174,7 @@ def check_several(labels: object, num_classes: int | None) -> int:
 
 
 def repeated(labels: Tensor, ignore_index: int) -> Tensor:
-    """Return the number of labels in (n, k) that repeat a label of the same example, shape ()."""
+    """Return how many of the labels, (n, k), repeat another label of the same example, shape ()."""
     ordered = labels.sort(1).values
     return ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != ignore_index)).sum()
 

@@ -1,4 +1,4 @@
-"""The negatives' part of the loss: sums over the local classes, combined over the ranks for each embedding."""
+"""Sums over the negatives of each embedding: over the local classes first, then over the classes of all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..nodes import Bounds, Layout, Operands, RowStatistics, Towers, row_statist
 from ..partition import Partition
 from ..sweep import NamedRows, Pairs, Selection
 from .logits import Logits
-from .margins import HardNegatives
+from .margins.interface import NegativeTransform
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ def negatives(
     embeddings: tuple[Tensor, Tensor],
     *,
     target_rows: Tensor,
-    transform: HardNegatives | None,
+    transform: NegativeTransform | None,
 ) -> RowStatistics:
-    """Return the statistics of all embeddings over the local classes, without its target classes.
+    """Return the statistics of each embedding over the local classes that are not its target classes.
 
     Args:
         facts: of the call.
@@ -67,7 +67,7 @@ def negatives(
         ceiling = torch.full_like(shard.norms[:, 0], s * logits.exclude_above)
         if offsets is not None:
             ceiling += offsets.detach()
-    bound = UNIT**2 if transform is None else UNIT**2 * (1 + abs(transform.t))
+    bound = UNIT**2 if transform is None else transform.bound(s * UNIT**2) / s
     if not logits.unit_embeddings:
         bound *= facts.norms["embeddings"]
     if not logits.unit_centers:
@@ -105,13 +105,13 @@ def negatives(
 def combine_over_ranks(
     comm: Communicator, rows: Partition, statistics: RowStatistics, target_parts: dict[str, Tensor]
 ) -> tuple[RowStatistics, dict[str, Tensor]]:
-    """Return the statistics of the local rows over all classes, from those of all rows over the classes of each rank.
+    """Return the statistics of the local rows over all classes; each rank passes those of all rows over its classes.
 
     Args:
         comm: the ranks.
         rows: the owners of the rows.
         statistics: of all rows over the local negatives.
-        target_parts: each (B, k), 0 where the class is on another rank.
+        target_parts: numbers of the target classes, each (B, k); 0 if the class is on another rank.
 
     Returns:
         The statistics and the target parts of the local rows.

@@ -4,8 +4,8 @@ r"""Optimizers that update only the rows of a sparse gradient: the cost of a ste
     AdamW     m <- beta1 m + (1 - beta1) g,  v <- beta2 v + (1 - beta2) g^2,  n <- n + 1
               w <- (1 - lr decay) w - lr m / (1 - beta1^n) / (sqrt(v / (1 - beta2^n)) + eps)
 
-are PyTorch's, each row with its own n. Unlike in a dense optimizer, a row without a gradient does not change: momentum
-does not move it, it does not decay, and its step is not counted. With dense gradients both are PyTorch's.
+are PyTorch's formulas, with an n for each row. Unlike in a dense optimizer, a row without a gradient does not change:
+momentum does not move it, it does not decay, and its n stays. With dense gradients both optimizers are PyTorch's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .._checks import (
 
 
 class _SparseOptimizer(Optimizer, ABC):
-    """Base of optimizers that update the parameters' rows with a gradient."""
+    """The base of optimizers that update only the rows of a parameter that have a gradient."""
 
     row_state: tuple[str, ...]  # names of the state that has a row for each row of a parameter
 
@@ -131,7 +131,7 @@ class SparseAdamW(_SparseOptimizer):
         params: parameters, or groups of them; sparse gradients are of their rows.
         lr: the learning rate.
         betas: decay rates of the averages of a row's gradients, and of their squares.
-        eps: added to the root of the latter.
+        eps: added to the root of the average of squares.
         weight_decay: decay of a row, times lr, in steps in which it has a gradient.
     """
 

@@ -3,14 +3,16 @@
     rank r holds the classes [offset_r, offset_r + C_r) of C; the first ranks hold the remainder
     the classes of a step: those of its labels, and each other one with probability `sample_rate`
 
-The sample is a function of seed, step and class (see `sampling`), and the same for any number of ranks. So are the
-initial centers. The gradient of a sample is sparse: `SparseSGD` and `SparseAdamW` update only its rows.
+The sample depends on seed, step and class alone (see `sampling`), and the initial centers on seed and class. Both are
+the same for any number of ranks. The gradient of a sample is sparse: `SparseSGD`, `SparseAdamW` update only its rows.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +39,18 @@ from .agreement import Batch
 from .class_softmax import class_softmax
 from .classes import NOT_HERE, rows_within
 from .logits import OF_HEAD, SIZES, Logits, Normalize
-from .margins import ArcFace, Margin
+from .margins import ArcFace
+from .margins.interface import Margin
 from .rows import overlap, take_rows
 from .sample import Classes, Sample
 from .sampling import bernoulli, mix
+from .state_dict import check_classes, record_classes
 from .top_classes import LocalCenters, TopClasses, top_classes
 
-_BLOCK = 1024  # classes whose centers are drawn together
+_BLOCK = 1024  # the number of consecutive classes whose centers are drawn from one generator
+_COUNTERS = ("seed", "step", "first_class")  # buffers of one integer, which the host reads in each step
+
+_Head = TypeVar("_Head", bound="PartialFC")
 
 
 class PartialFC(nn.Module):
@@ -77,7 +84,8 @@ class PartialFC(nn.Module):
     Args:
         embedding_size: d.
         num_classes: C, on all ranks together; at least one for each rank.
-        margin: phi and s.
+        margin: phi and s. `head.margin` is this object: a margin with state, such as :class:`wholebatch.AdaFace`, is
+            updated in place, belongs to one head, and is part of its state_dict.
         sub_centers: K, the centers of each class; the one nearest to an embedding counts: for noisy labels. `weight` is
             then (C_r, K, d).
         bias: whether to learn a bias, (C_r,), initially 0.
@@ -86,7 +94,7 @@ class PartialFC(nn.Module):
             1: all do. In evaluation all take part. With samples the gradient of `weight` is a sparse tensor, for
             `SparseSGD` or `SparseAdamW`.
         unbiased: whether sampled negatives weigh 1 / sample_rate, so that their sum is on average that of all classes.
-        exclude_above, label_smoothing, ignore_index, reduction, group, sync, memory, kernel: as there.
+        exclude_above, label_smoothing, ignore_index, reduction, group, sync, memory, kernel: as for that function.
         seed: of the initial centers and of all samples; the same on all ranks.
         device, dtype: of the centers.
 
@@ -134,9 +142,9 @@ class PartialFC(nn.Module):
         check_count("embedding_size", embedding_size, "numbers of an embedding")
         check_count("num_classes", num_classes, "classes of all ranks")
         check_count("sub_centers", sub_centers, "sub-centers of a class")
-        self.logits = Logits(margin, margin_grad, normalize, exclude_above, label_smoothing, ignore_index)
-        self.logits.check()
-        self.logits.check_sub_centers(sub_centers)
+        self._logits = Logits(margin, margin_grad, normalize, exclude_above, label_smoothing, ignore_index)
+        self._logits.check()
+        self._logits.check_sub_centers(sub_centers)
         check_fraction("sample_rate", sample_rate)
         check_flag("bias", bias)
         check_flag("unbiased", unbiased)
@@ -167,14 +175,34 @@ class PartialFC(nn.Module):
         self.weight = nn.Parameter(allocated("num_classes and embedding_size", shape, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(num_local, device=device, dtype=dtype)) if bias else None
         self._original_weight = [self.weight]  # in a list, so that the module does not register it
-        self.register_buffer("seed", torch.tensor(seed))
-        self.register_buffer("step", torch.tensor(0))  # samples drawn so far, in training
-        self.register_buffer(
-            "first_class", torch.tensor(self.local_classes.start)
-        )  # of the local centers, to detect those of another rank
-        self.register_state_dict_post_hook(_record_classes)
-        self.register_load_state_dict_pre_hook(_check_classes)
+        # step: samples drawn so far, in training; first_class: of the local centers, to detect those of another rank
+        for name, value in zip(_COUNTERS, (seed, 0, self.local_classes.start), strict=True):
+            self.register_buffer(name, torch.tensor(value, device="cpu"))
+        self.register_state_dict_post_hook(record_classes)
+        self.register_load_state_dict_pre_hook(check_classes)
         self.reset_parameters()
+
+    @property
+    def logits(self) -> Logits:
+        """The settings of logits, with the margin that `margin` is now."""
+        return replace(self._logits, margin=self.margin)
+
+    def _apply(self: _Head, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Head:
+        """Move and cast the head, except that counters stay on the CPU, and buffers of the margin keep their dtype.
+
+        The host reads the counters, and would wait for a GPU. A running average in bfloat16 would stop moving: the part
+        of a new value that is added is less than half a unit in the last place.
+        """
+        counters = {name: self._buffers[name] for name in _COUNTERS}
+        of_margin = self.margin.modules() if isinstance(self.margin, nn.Module) else ()
+        before = [(module, name, x) for module in of_margin for name, x in module._buffers.items()]
+        super()._apply(fn, recurse)
+        self._buffers.update(counters)
+        for module, name, x in before:
+            moved = module._buffers[name]
+            if x is not None and moved is not None and moved.dtype != x.dtype:
+                module._buffers[name] = x.to(moved.device)
+        return self
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -201,7 +229,7 @@ class PartialFC(nn.Module):
         return loss
 
     def _sample(self, labels: Tensor | None) -> Sample:
-        """Return the local classes of a step: all, or a sample that includes the classes of the labels."""
+        """Return the local classes of a step: all of them without labels, else a sample with the labels' classes."""
         self.check_local()
         mark_sharded(self.weight, self.bias)  # here, because a copy of the module has no marks
         if labels is None:
@@ -224,7 +252,8 @@ class PartialFC(nn.Module):
         """Raise ValueError unless the head holds the centers of the local classes.
 
         Raises:
-            ValueError: if an engine has wrapped them, another rank's were loaded, or the number of ranks has changed.
+            ValueError: if an engine has wrapped the head, a state_dict of another rank was loaded, or the number of
+                ranks has changed.
         """
         comm = select_communicator(self.options.group)
         if Partition.even(self.num_classes, comm.size).rows(comm.rank) != self.local_classes:
@@ -330,31 +359,3 @@ class PartialFC(nn.Module):
             f"sub_centers={self.sub_centers}, bias={self.bias is not None}, normalize={self.logits.normalize!r}, "
             f"classes {self.local_classes.start} to {self.local_classes.stop} here"
         )
-
-
-def _record_classes(head: Any, _state: Any, _prefix: str, metadata: dict[str, Any]) -> None:
-    """Record the classes in a state_dict's metadata, beside its tensors; torch.save keeps them."""
-    metadata["classes"] = [head.local_classes.start, head.local_classes.stop, head.num_classes]
-
-
-def _check_classes(head: Any, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_others: Any) -> None:
-    """Raise ValueError for a state_dict of other classes, before anything of it is loaded.
-
-    A state_dict of another rank with the same number of classes is loaded; the next use of the head then raises, on all
-    ranks.
-
-    Raises:
-        ValueError: if its number of classes is not that of this rank, or is from a head with another total.
-    """
-    weight, local = state.get(prefix + "weight"), head.local_classes
-    if not isinstance(weight, Tensor) or not weight.dim():
-        return
-    first, stop, count = metadata.get("classes", (None, None, head.num_classes))
-    if len(weight) == local.stop - local.start and count == head.num_classes:
-        return
-    content = f"{len(weight)} classes" if first is None else f"classes {first} to {stop} of {count}"
-    raise ValueError(
-        f"a state_dict holds one rank's part of a head; the one for {prefix + 'weight'!r} has {content}, and this rank "
-        f"has classes {local.start} to {local.stop} of {head.num_classes}. wholebatch.heads.save_head and load_head "
-        "write and read all parts, on any number of ranks"
-    )

@@ -15,7 +15,8 @@ from ..sync import Sync
 from .agreement import Batch
 from .class_softmax import class_softmax
 from .logits import Logits, Normalize
-from .margins import ArcFace, Margin
+from .margins import ArcFace
+from .margins.interface import Margin
 from .sample import Classes, Sample
 
 
@@ -55,17 +56,18 @@ def partial_fc_loss(
         centers: (C_r, d), the local classes; normalized inside. C_r may differ between ranks and may be 0. Or
             (C_r, K, d): K sub-centers of each class, of which the one nearest to an embedding counts (Deng et al.,
             2020, doi:10.1007/978-3-030-58621-8_43).
-        margin: phi and s, such as :class:`wholebatch.ArcFace`.
+        margin: phi and s, such as :class:`wholebatch.ArcFace`, or your own :class:`wholebatch.heads.Margin`.
         margin_grad: "exact", or "straight_through": d phi / d c is replaced by 1, as in insightface's code.
         normalize: "both", or only "centers", "embeddings" or "none": a logit is s times the cosine, or the margin,
             times the norms of those that are not normalized. Rows of zeros have no angle, and always raise. Normalized
             rows are divided by max(norm, 1e-12), as by `torch.nn.functional.normalize`, and the angle of shorter rows
             is the arccosine of their product.
-        bias: (C_r,), added to the logits of these classes.
+        bias: (C_r,), added to the logits of these classes; up to 1e30 in absolute value, in float64 1e300.
         class_ids: (C_r,) ascending integers, the ids of the centers' classes, for a sample of them that includes every
             label of the batch. None: the ranks hold all classes, consecutive, rank 0's first.
-        log_weights: (C_r,), added to the logits of these classes where they are negatives. With minus the logarithms of
-            their sampling probabilities, the sum over negatives is on average that of all classes.
+        log_weights: (C_r,), added to the logits of these classes where they are negatives; limited like `bias`, and so
+            is their sum with it. With minus the logarithms of the classes' sampling probabilities, the sum over
+            negatives is on average that of all classes.
         exclude_above: a cosine; more similar negatives, possibly one class under two labels, are left out of the sum.
             insightface's interclass filtering sets their logits to 0 instead, and keeps exp(0) in the sum.
         num_classes: C, if known: labels must be smaller. None: C is the number of all centers.
@@ -79,8 +81,8 @@ def partial_fc_loss(
             computes a scalar from its losses: L is their mean over ranks under "mean", because the engine averages the
             embeddings' gradients, and their sum under "sum" and None.
         memory: "flat", "auto" or bytes, as there, for the local classes times the batch.
-        kernel: the implementation of a tile, as there; exclude_above, sub-centers and
-            :class:`wholebatch.CurricularFace` run in plain PyTorch.
+        kernel: the implementation of a tile, as there; exclude_above, sub-centers and margins that transform negatives
+            (:class:`wholebatch.CurricularFace`) run in plain PyTorch.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.partial_fc_loss` on all embeddings and
@@ -91,8 +93,8 @@ def partial_fc_loss(
 
     Collectives (none on one process): forward 1 handshake, 1 all-gather of labels, 1 of embeddings, 1 all-to-all of
     2 B numbers (B more each for a bias, and for centers that are not normalized), 1 all-reduce of one number, with
-    class_ids 1 of B; backward 1 handshake, the same all-to-all and 1 reduce-scatter of the embeddings' gradient. A
-    :class:`wholebatch.CurricularFace`: 1 all-reduce of B numbers more.
+    class_ids 1 of B; backward 1 handshake, the same all-to-all and 1 reduce-scatter of the embeddings' gradient. With a
+    margin that observes angles or transforms negatives (CurricularFace): 1 all-reduce of B numbers more.
 
     Raises:
         ValueError: on every rank, whichever rank made the mistake: as in :func:`wholebatch.functional.clip_loss`; also

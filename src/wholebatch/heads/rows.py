@@ -16,7 +16,7 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 def overlap(start: int, count: int, first: int, length: int) -> tuple[slice, slice] | None:
-    """Return the rows that [start, start + count) and [first, first + length) share, relative to each; None if none.
+    """Return the rows shared by [start, start + count) and [first, first + length), relative to each; None if none.
 
     >>> overlap(0, 4, 3, 5), overlap(0, 3, 3, 5)
     ((slice(3, 4, None), slice(0, 1, None)), None)

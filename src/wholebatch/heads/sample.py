@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .._checks import check_finite
+from .._precision import accumulation_dtype
+
+# The largest absolute value of an offset: sums of as many such logits as a tile has stay within the range of the dtype.
+LARGEST_OFFSET = {torch.float32: 2.0**100, torch.float64: 2.0**1000}
+_SUM = "bias + log_weights"
 
 
 @dataclass(frozen=True)
@@ -28,19 +36,25 @@ class Sample:
     log_weights: Tensor | None = None
     complete: bool = False
 
-    @property
-    def offsets(self) -> Tensor | None:
-        """The offsets added to the logits of negatives, (K_r,), or None."""
-        return sum_of(self.bias, self.log_weights)
+    def offsets(self) -> dict[str, Tensor]:
+        """Return the numbers added to the logits of negatives, each (K_r,), and the sum of several."""
+        found = {"bias": self.bias, "log_weights": self.log_weights}
+        parts = {name: x.to(accumulation_dtype(x.dtype)) for name, x in found.items() if x is not None}
+        return parts if len(parts) < 2 else {**parts, _SUM: parts["bias"] + parts["log_weights"]}
+
+    @torch.no_grad()
+    def largest_offsets(self) -> dict[str, Tensor]:
+        """Return the largest absolute value of each of `offsets`, shape (); without classes 0."""
+        return {name: x.abs().amax() if len(x) else x.new_zeros(()) for name, x in self.offsets().items()}
 
 
 @dataclass(frozen=True)
 class Classes:
-    """The source of the classes of a step.
+    """The classes of a step before the ranks have agreed on it.
 
     Args:
-        sample: a function that validates its source and returns this rank's part. It gets the labels of all ranks,
-            (B, k), or None unless `needs_labels`.
+        sample: a function that returns this rank's part of the classes, or raises ValueError. It gets the labels of all
+            ranks, (B, k), if `needs_labels`, else None.
         needs_labels: whether the sample depends on the labels; the loss then makes a second handshake.
         dtype: of the centers.
         num_classes: C, if known.
@@ -58,3 +72,22 @@ def sum_of(*parts: Tensor | None) -> Tensor | None:
     """Return the sum of the parts that are not None, or None."""
     found = [x for x in parts if x is not None]
     return sum(found[1:], start=found[0]) if found else None
+
+
+def check_offset_values(sample: Sample, largest: Mapping[str, float]) -> float:
+    """Return an upper bound of the offsets' absolute values, from the numbers that `largest_offsets` names.
+
+    Raises:
+        ValueError: if an offset is NaN or infinite, or so large that a sum of logits may leave the range of the dtype.
+    """
+    limit, bound = LARGEST_OFFSET[accumulation_dtype(sample.centers.dtype)], 0.0
+    for name, x in sample.offsets().items():
+        bound = largest[name]
+        if not bound <= limit:
+            check_finite(name, x)
+            rounded = 10.0 ** math.floor(math.log10(limit))
+            raise ValueError(
+                f"{name} must have absolute values up to {rounded:g}, got {bound:g}; -{rounded:g} is enough to leave a "
+                "class out of the softmax"
+            )
+    return bound

@@ -1,8 +1,8 @@
 """Random numbers that depend on a seed, a step and a class alone: not on the rank or the device of the class.
 
-A counter-based generator (SplitMix64: Steele, Lea and Flood, 2014, doi:10.1145/2660193.2660195) is a function of a
-number, not of earlier draws. So a sample of classes is the same on any number of ranks, after a restart on another
-number of ranks, and on a GPU as on a CPU.
+A counter-based generator (SplitMix64: Steele, Lea and Flood, 2014, doi:10.1145/2660193.2660195) computes each random
+number from a counter, not from earlier draws. So a sample of classes is the same on any number of ranks, after a
+restart on another number of ranks, and on a GPU as on a CPU.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def _mixed(ids: Tensor, *, key: int) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Return x / 2^bits of an unsigned number, held in int64."""
+    """Return x / 2^bits, rounded down, of unsigned numbers that are stored as int64."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def mix(x: int) -> int:
-    """Return the same function of one number: 64 bits, unsigned."""
+    """Return the function of `_mixed` of one number: 64 bits, unsigned."""
     mask = (1 << 64) - 1
     x = (x + 1) * _GOLDEN & mask
     for shift, factor in _FACTORS:

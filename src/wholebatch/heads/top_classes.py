@@ -16,7 +16,7 @@ from ..comm import Communicator
 from ..partition import Partition
 from .logits import OF_HEAD, Logits, check_directions, ends_of, flat
 
-_CLASSES, _ROWS = 4096, 512  # of a tile
+_CLASSES, _ROWS = 4096, 512  # the size of a tile of logits
 
 
 class TopClasses(NamedTuple):
@@ -52,7 +52,7 @@ def top_classes(
 ) -> TopClasses:
     """Return the k classes with the largest logits, without a margin, for each local row.
 
-    `facts` checks the head, and returns the facts `OF_HEAD`.
+    `facts` checks the head, and returns its facts by the names `OF_HEAD`.
 
     Collective: 1 handshake, 1 all-gather of embeddings, 2 all-to-alls of k B numbers.
     """

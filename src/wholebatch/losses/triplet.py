@@ -22,7 +22,7 @@ from .._normalize import normalize_rows
 from .._precision import wide_dtype
 from ..comm import Group
 from ..contract import Checks, Options, Reduction, entry
-from ..exchange import ExchangeName
+from ..exchange import ColumnData, ExchangeName
 from ..nodes import Layout, choose_route
 from ..nodes.cross_entropy import softplus
 from ..nodes.fetch import fetch_rows
@@ -152,7 +152,7 @@ def _hardest(
     driver = (_Differences if by_differences else Driver)(x, 1.0, side=side, largest=exchange.largest_block)
     sweep = HardestSweep(driver, data.pairs)
 
-    def visit(block: Block, _carried: Tensor | None, _into: Tensor | None, _local: Tensor | None) -> None:
+    def visit(block: Block, _columns: ColumnData) -> None:
         sweep.block(block)
 
     exchange.accumulate(exchange.fetch(y), visit)

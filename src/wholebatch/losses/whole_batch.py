@@ -32,7 +32,7 @@ from .._checks import (
     on_host,
 )
 from .._graph import checked_loss, finite_value
-from ..comm import Communicator, Group, nodes, select_communicator
+from ..comm import Communicator, Group, autograd, select_communicator
 from ..comm.call import Call
 from ..comm.handshake import GRAD_ENABLED
 from ..comm.maps import AllGather
@@ -204,7 +204,7 @@ def _gather(comm: Communicator, x: Tensor, partition: Partition) -> Tensor:
     """Return all rows. Their gradient is the sum over ranks of W equal ones, W dL/dX_r for the local rows."""
     if not x.requires_grad:
         return _gather_without_gradient(comm, x, partition)
-    return nodes.apply(
+    return autograd.apply(
         AllGather(comm.transport, partition.counts), x, Call(comm.transport, "WholeBatch's all_gather", check="before")
     )
 

@@ -3,7 +3,7 @@
     route          the exchange that moves Y, and the memory of this rank's sweep
     towers         from features to X, whose rows stay, and Y, whose rows travel
     row_statistics logsumexp, targets and more, for each row and column: the entry for most losses
-    softmax        the node that computes them, with its plan, and the shifts of its exponentials
+    softmax        the node that computes them; softmax_plan: the facts of one call; shifts: the shifts of exponentials
     cross_entropy  from these statistics to losses
     sigmoid        losses that are a sum over the entries of S
     nested         the softmax of several nested S at once
@@ -12,7 +12,7 @@
     fetch          rows of other ranks, by index
     root           a loss that one rank computes
 
-A node receives the facts that the ranks agreed on, and knows no loss.
+A node receives the facts on which the ranks agreed. It does not know which loss uses it.
 """
 
 from .route import Layout, Route, choose_route

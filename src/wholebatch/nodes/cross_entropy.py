@@ -31,7 +31,7 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def mean_logit(sides: Sequence[RowStatistics], target: Tensor, copies: int = 1) -> Tensor:
-    """Return the mean logit over the negatives of all sides and the positive, which counts `copies` times, (n,)."""
+    """Return the mean logit of each row, (n,), over the negatives of all sides and `copies` copies of the positive."""
     logits = torch.stack([side.logits for side in sides if side.logits is not None]).sum(0)
     count = torch.stack([side.count for side in sides if side.count is not None]).sum(0)
     return (logits + copies * target) / (count + copies)
@@ -55,6 +55,6 @@ def many_positives(side: RowStatistics, positives: Tensor, *, label_smoothing: f
 
 
 def how_many_equal(ids: Tensor, among: Tensor) -> Tensor:
-    """Return for each of `ids` (b,) the number of equal ids in `among` (n,): (b,) integers."""
+    """Return the number of ids in `among`, (n,), that equal each of `ids`, (b,): integers, (b,)."""
     ordered, ids = among.sort().values, ids.contiguous()
     return torch.searchsorted(ordered, ids, right=True) - torch.searchsorted(ordered, ids)

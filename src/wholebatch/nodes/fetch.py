@@ -1,4 +1,4 @@
-"""Rows of other ranks, by their index in the global batch: O(b d), and differentiable."""
+"""Fetch rows of other ranks by their index in the global batch, differentiably, with O(b d) memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..partition import Partition
 
 
 def fetch_rows(comm: Communicator, x: Tensor, rows: Partition, index: Tensor) -> Tensor:
-    """Return X[index] of the concatenated X, whose rows the ranks hold; the gradient is reduced to their owners.
+    """Return X[index], where X is the concatenation of all ranks' rows; the gradient is reduced to their owners.
 
     Args:
         comm: the ranks.

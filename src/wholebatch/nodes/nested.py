@@ -3,8 +3,8 @@
     S^l = scale diag(r^l) X[:, :m_l] Y[:, :m_l]^T diag(c^l)        r^l, c^l: 1 / norms of the first m_l features
     A^l_i = logsumexp over row i's negatives of S^l,    T^l_i = S^l_ii,    and A of columns
 
-One sweep computes all parts (see `sweep.nested`), with one exchange of the features and one of their gradients. Inverse
-norms are separate inputs with separate gradients, which plain PyTorch propagates to the features.
+One sweep computes all parts (see `sweep.nested`), with one exchange of the features and one of their gradients. The
+inverse norms are inputs of the node, with their own gradients; plain PyTorch propagates these to the features.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from .._normalize import LONGEST, divisors, inverse_norms, known_norms, part_siz
 from .._precision import accumulation_dtype, wide_dtype
 from .._products import paired_products
 from ..contract import Facts
+from ..exchange import ColumnData
 from ..kernels import in_triton
 from ..logsumexp import log_sum_exp, shared_shift
 from ..sweep import Block, KernelNestedSweep, NestedSweep, Pairs
@@ -85,9 +86,9 @@ def norm_ratio(x: Tensor, dims: Sequence[int]) -> Tensor:
 def nested_statistics(
     facts: Facts, towers: tuple[Tensor, Tensor], inverse: Sequence[Tensor], parts: Parts
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return A of rows, T, and A of columns, (b, parts) each, in one sweep.
+    """Return A of rows, T, and A of columns, (b, parts) each, computed in one sweep.
 
-    None if one shift underflows, or if rows are so long that products overflow before they are divided by norms.
+    Return None if one shift underflows, or if products of long rows overflow before they are divided by norms.
 
     Args:
         facts: of a loss on "queries" and "keys", whose ranks know `NORM_RATIO`.
@@ -147,8 +148,8 @@ class _Nested(torch.autograd.Function):
         sweep = plan.sweep(x, inverse_x)
         row_sums, targets = (x.new_zeros(len(x), parts, dtype=wide) for _ in range(2))
 
-        def visit(block: Block, _carried: Tensor | None, accumulated: Tensor | None, _local: Tensor | None) -> None:
-            sweep.sums(block, row_sums, targets, accumulated)
+        def visit(block: Block, columns: ColumnData) -> None:
+            sweep.sums(block, row_sums, targets, columns.accumulated)
 
         initial = x.new_zeros(1, parts, dtype=wide) if plan.parts.symmetric else None
         col_sums = plan.route.exchange.accumulate(fetched, visit, initial=initial)
@@ -181,9 +182,11 @@ class _Nested(torch.autograd.Function):
         u = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if want_x else None
         of_rows = x.new_zeros(len(x), parts, dtype=wide_dtype(x.device))
 
-        def visit(block: Block, carried: Tensor | None, accumulated: Tensor | None, _local: Tensor | None) -> None:
-            cols = None if carried is None else carried.T
-            v, of_cols = (None, None) if accumulated is None else (accumulated[:, :d], accumulated[:, d:])
+        def visit(block: Block, columns: ColumnData) -> None:
+            cols = None if columns.carried is None else columns.carried.T
+            v, of_cols = None, None
+            if columns.accumulated is not None:
+                v, of_cols = columns.accumulated[:, :d], columns.accumulated[:, d:]
             sweep.gradients(block, rows, t, cols, u, v, of_rows, of_cols)
 
         initial = x.new_zeros(1, d + parts, dtype=dtype) if want_y else None

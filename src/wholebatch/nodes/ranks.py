@@ -1,9 +1,10 @@
-"""Smooth ranks of positives, as an autograd node: a smooth count of the rows that are nearer than each positive.
+"""Smooth ranks of positives, as an autograd node: for each positive, a smooth count of the rows that are nearer.
 
     all_ip      = sum_j sigmoid((s_ij - s_ip) / temperature)       over all other rows j
     positive_ip = the same over the positives j                    s: cosines, p: a positive of row i
 
-Two passes forward, because a rank needs the positive's similarity first; one backward (see `sweep.ranking`).
+The forward pass makes two passes over S: the first finds the similarities of positives, the second counts. The backward
+pass makes one (see `sweep.ranking`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from .._autograd import no_autocast, once_differentiable
 from .._precision import wide_dtype
+from ..exchange import ColumnData
 from ..sweep import Block, Pairs, RankingSweep
 from .route import Route
 
@@ -61,8 +63,8 @@ class PositiveRanks(torch.autograd.Function):
         of_all, of_positive, of_compared = (z.to(x.dtype) for z in (grad_all, grad_positive, grad_compared))
         u, sweep = torch.zeros_like(x), plan.sweep(x)
 
-        def visit(block: Block, _carried: Tensor | None, accumulated: Tensor | None, _local: Tensor | None) -> None:
-            sweep.gradients(block, similarities, of_all, of_positive, of_compared, u, accumulated)
+        def visit(block: Block, columns: ColumnData) -> None:
+            sweep.gradients(block, similarities, of_all, of_positive, of_compared, u, columns.accumulated)
 
         v = plan.route.exchange.accumulate(fetched, visit, initial=x.new_zeros(1, x.shape[1]), to_owner=True)
         assert v is not None

@@ -3,8 +3,8 @@
 The root gathers X and computes L on separate leaves. Backward differentiates that graph with the incoming gradient,
 scatters W dL/dX_r to the ranks, and gives every rank the root's dL/dtheta, as if all ranks had computed it.
 
-Every parameter theta must be declared: otherwise only the root would get its gradient, so an undeclared parameter
-raises. The buffers of loss_fn (running statistics, queues) are copied from the root to every rank.
+Every parameter theta must be declared. Only the root would get the gradient of an undeclared one, so it raises. The
+buffers of loss_fn (running statistics, queues) are copied from the root to every rank.
 """
 
 from __future__ import annotations

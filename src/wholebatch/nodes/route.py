@@ -1,4 +1,4 @@
-"""The route of one sweep: the exchange that moves Y's rows, and the memory that this rank's tiles may take."""
+"""Choose the exchange that moves Y's rows in one sweep, and the memory of this rank's tiles."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Layout:
         rows: the rows of X that each rank holds.
         cols: the rows of Y that each rank holds.
         symmetric: whether Y is X, so that half of S suffices.
-        replicated: whether every rank holds all of Y; `cols` then has one part. Sums are over the local rows only, and
-            nothing is communicated.
+        replicated: whether every rank holds all of Y. Then `cols` has one part, nothing is communicated, and a column's
+            statistics are sums over this rank's rows only.
     """
 
     rows: Partition
@@ -49,14 +49,14 @@ class Route:
 def choose_route(
     facts: Facts, layout: Layout, *, keep: bool = True, exact: bool = False, dtype: torch.dtype | None = None
 ) -> Route:
-    """Return the exchange that the caller chose, or the best one, with the memory of this rank's sweep.
+    """Return the exchange that the caller chose, or with "auto" the best one, and the memory of this rank's sweep.
 
     Args:
         facts: of the call.
         layout: of S.
         keep: whether exp(S) may be kept for the backward pass.
         exact: whether kept numbers must not be rounded.
-        dtype: of the sweep, if it is not `facts.dtype`.
+        dtype: the dtype of the tiles; None: `facts.dtype`.
 
     Raises:
         ValueError: on every rank, if a rank's `memory` is too little for its part.

@@ -1,7 +1,7 @@
 """Statistics of each row and each column of S: the interface of losses to the softmax node.
 
-A loss declares its positives, its candidates and the fields that it needs. It gets :class:`RowStatistics`, and computes
-its value from them in plain PyTorch.
+A loss declares its positives, its candidates and the statistics that it needs. The node returns these statistics, and
+the loss computes its value from them in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RowStatistics:
         logits: M, the sum of the candidates' logits.
         count: the number of candidates.
         largest: the largest logit of a negative.
-        effective: (sum E)^2 / sum E^2 over the negatives: the number of equal negatives that would weigh as much.
+        effective: the effective number of negatives, (sum E)^2 / sum E^2 over them: n if n negatives weigh the same.
     """
 
     logsumexp: Tensor
@@ -54,12 +54,12 @@ class RowStatistics:
 
 
 def statistics_fields(*, target: bool = True, mean_logit: bool = False, statistics: bool = False) -> tuple[str, ...]:
-    """Return the fields of a side that a loss needs.
+    """Return the names of the fields that a loss needs of its rows, or of its columns.
 
     Args:
-        target: T.
-        mean_logit: M and the number of candidates, for label smoothing.
-        statistics: the fields from which :class:`wholebatch.BatchStatistics` is computed.
+        target: whether it needs T.
+        mean_logit: whether it needs M and the number of candidates, for label smoothing.
+        statistics: whether it needs the fields from which :class:`wholebatch.BatchStatistics` is computed.
     """
     names = ["sum", *(["target"] if target else []), *(["logits", "count"] if mean_logit else [])]
     return (*names, *(["largest", "negatives", "squares"] if statistics else []))
@@ -71,10 +71,11 @@ class Operands:
 
     Args:
         features: the features that `towers` joins.
-        towers: the rule by which features become X and Y.
-        layout: the owners of the rows.
-        guide: this rank's rows of the guide's features of Y, if the selection has a guide.
-        narrow: whether features are those of `facts.widened()`, to be multiplied in their former dtype without loss.
+        towers: the features of X, the features of Y, and their normalization.
+        layout: the owners of the rows of X and Y.
+        guide: the guide's features of this rank's rows of Y, if the selection has a guide.
+        narrow: whether `facts.widened()` has widened the features. They are then multiplied in the dtype that they had
+            before, which loses nothing.
     """
 
     features: Sequence[Tensor]
@@ -101,9 +102,9 @@ def row_statistics(
         scale: of S.
         operands: X and Y.
         selection: the positives and the candidates.
-        bounds: of similarities. Those of pairs are ignored where statistics need the negatives alone.
+        bounds: of similarities. The bounds of pairs are not used for statistics of the negatives alone.
         rows: the fields of rows, from `statistics_fields`; empty for none.
-        cols: the fields of columns; none for a symmetric S, whose columns are its rows.
+        cols: the fields of columns, likewise. A symmetric S takes `rows` only: its columns are its rows.
     """
     layout, features, towers = operands.layout, operands.features, operands.towers
     if layout.symmetric:
@@ -132,7 +133,8 @@ def row_statistics(
         in_kernels=in_kernels,
         dtype=dtype if operands.narrow else None,
     )
-    # An empty tensor that depends on all features, which are not all saved: through it a second derivative raises.
+    # Not all features are saved for the backward pass. This empty tensor depends on all of them and is saved, so that
+    # autograd finds the node when a gradient is differentiated again, and the node raises.
     anchor = torch.cat([feature[:0].flatten() for feature in features])
     outputs = list(Softmax.apply(plan, anchor, scale[1], offsets, *features))
     sides: list[RowStatistics | None] = []
@@ -143,7 +145,7 @@ def row_statistics(
 
 
 def _of_logits(bounds: Bounds, scale: float, requested: set[str], terms: int) -> LogitBounds:
-    """Return the bounds of logits, from those of similarities."""
+    """Return the bounds of logits, from the bounds of similarities."""
     pairs_count = "squares" not in requested
     min_pair = None
     if pairs_count and scale >= 0 and bounds.min_pair_product is not None:

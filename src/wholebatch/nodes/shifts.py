@@ -1,8 +1,8 @@
-"""Sums of exponentials of rows and columns, with one shift for all if no sum underflows, else one shift for each.
+"""Sums of exponentials of rows and columns, with one shift for all, or with one for each if a sum underflows.
 
-Under one shift the exponential of an entry serves its row and its column. In most steps bounds alone show that this is
-safe; otherwise an underflow check reads the sums once. If a sum underflows, each row and column is shifted by its
-maximum. See `wholebatch.logsumexp` for the shift and the check.
+Under one shift for all, an entry's exponential is used in the sum of its row and in the sum of its column. In most
+steps, bounds alone show that no sum underflows. Otherwise an underflow check reads the sums once. If a sum underflows,
+the logits of each row and of each column are shifted by their maximum. See `wholebatch.logsumexp` for shift and check.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._precision import accumulation_dtype, vector, wide_dtype
 from ..comm import Communicator
+from ..exchange import ColumnData
 from ..logsumexp import cannot_underflow, count_underflowed, passes_underflow_check, shared_shift
 from ..sweep import Block, Sums
 from .softmax_plan import Data, LogitBounds, SoftmaxPlan
@@ -50,7 +51,7 @@ def no_underflow(comm: Communicator, sums: Sequence[Tensor], terms: int, dtype: 
 
 
 def _sums_in_loss(plan: SoftmaxPlan, rows: Sums, cols: Sums) -> list[Tensor]:
-    """Return the sums whose logarithms the loss takes, with the pair's exponential if the loss adds it."""
+    """Return the sums whose logarithms the loss takes. They contain the pair's exponential if the loss adds it."""
     sums, factor = [], plan.bounds.add_positive
     for side, other in ((rows, cols), (cols, rows)):
         if side.fields:
@@ -63,15 +64,18 @@ def _sums_in_loss(plan: SoftmaxPlan, rows: Sums, cols: Sums) -> list[Tensor]:
 
 
 def _maxima(plan: SoftmaxPlan, data: Data) -> tuple[Tensor | None, Tensor | None]:
-    """Return the largest logit of each row and each kept column, None for a side not needed; 0 without candidates."""
+    """Return the largest logit of each row, and of each column whose statistics this rank keeps.
+
+    A row or column without candidates has 0. A side whose statistics the loss does not need is None.
+    """
     x = data.x
     nothing = x.new_full((1, 1), float("-inf"), dtype=accumulation_dtype(x.dtype))
     row_max = nothing[0].repeat(len(x)) if plan.rows and not plan.symmetric else None
     sweep = plan.sweep(data)
 
-    def visit(block: Block, _carried: Tensor | None, accumulated: Tensor | None, local: Tensor | None) -> None:
-        rows = local if plan.symmetric else row_max
-        sweep.maxima(block, None if rows is None else rows.view(-1), None if accumulated is None else accumulated[:, 0])
+    def visit(block: Block, columns: ColumnData) -> None:
+        rows, cols = columns.local if plan.symmetric else row_max, columns.accumulated
+        sweep.maxima(block, None if rows is None else rows.view(-1), None if cols is None else cols[:, 0])
 
     col_max = plan.route.exchange.accumulate(data.fetched, visit, initial=nothing if plan.cols else None, op="max")
     if col_max is not None:
@@ -87,7 +91,7 @@ def _sums(
     col_shift: Tensor | float | None,
     kept: Tensor | None,
 ) -> tuple[Sums, Sums]:
-    """Return the fields of this rank's rows and columns, with one shift for all or one for each."""
+    """Return the statistics of this rank's rows and columns, with one shift for all or one for each."""
     x, wide, local_cols = data.x, wide_dtype(data.x.device), plan.route.exchange.kept_local
     row_fields = _initial(plan.rows, x, wide).repeat(len(x), 1) if plan.rows and not plan.symmetric else None
     sweep = plan.sweep(data, kept)
@@ -96,9 +100,10 @@ def _sums(
     if plan.symmetric and isinstance(col_shift, Tensor):
         row_shift = col_shift[local_cols]
 
-    def visit(block: Block, carried: Tensor | None, accumulated: Tensor | None, local: Tensor | None) -> None:
-        rows = _named(row_shift, plan.cols, local) if plan.symmetric else _named(row_shift, plan.rows, row_fields)
-        sweep.sums(block, rows, _named(col_shift if carried is None else carried[0], plan.cols, accumulated))
+    def visit(block: Block, columns: ColumnData) -> None:
+        names, fields = (plan.cols, columns.local) if plan.symmetric else (plan.rows, row_fields)
+        shift = col_shift if columns.carried is None else columns.carried[0]
+        sweep.sums(block, _named(row_shift, names, fields), _named(shift, plan.cols, columns.accumulated))
 
     col_fields = plan.route.exchange.accumulate(
         data.fetched,
@@ -115,7 +120,7 @@ def _sums(
 
 
 def _initial(fields: tuple[str, ...], x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the value with which each of the fields begins, (1, k)."""
+    """Return the initial value of each of k fields, (1, k)."""
     return vector([float("-inf") if name == "largest" else 0.0 for name in fields], dtype, x.device)[None]
 
 

@@ -2,9 +2,10 @@
 
     L = sum_i w_i l_i,        l_i = sum_j -log sigmoid(z_ij S_ij)
 
-Where the weights w_i are known beforehand, the backward pass only multiplies by the incoming gradient. It does so in
-place, because no other code holds these gradients, but only once: a second backward pass through the same graph sweeps
-again. Where the caller weighs the l_i (reduction "none"), the backward pass sweeps with the incoming weights.
+If the weights w_i are known in the forward pass, it computes the gradients, and the backward pass multiplies them by
+the incoming gradient. It multiplies in place, because no other code holds these gradients. So it can do this once: a
+second backward pass through the same graph makes another sweep. With reduction "none" the caller weighs the l_i, and
+the backward pass makes a sweep with these weights.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from .._autograd import no_autocast, once_differentiable
 from .._precision import accumulation_dtype, wide_dtype
 from .._products import inner
+from ..exchange import ColumnData
 from ..sweep import LARGEST, Block, KernelSigmoidSweep, Pairs, SigmoidSweep
 from .route import Route
 
@@ -100,7 +102,7 @@ class Sigmoid(torch.autograd.Function):
 
 
 def _unit(plan: SigmoidPlan, x: Tensor, weights: Tensor | None) -> Tensor | None:
-    """Return the unit in which dS fits into float16, shape (), the same on all ranks; None for other dtypes."""
+    """Return a number, (), the same on all ranks, such that dS / unit fits into float16; None for other dtypes."""
     if x.dtype != torch.float16 or not plan.in_kernels:
         return None
     largest = x.new_ones((), dtype=accumulation_dtype(x.dtype))
@@ -123,8 +125,8 @@ def _sweep(
     sweep = plan.sweep(x, weights)
     u = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if want_x else None
 
-    def visit(block: Block, _carried: Tensor | None, accumulated: Tensor | None, _local: Tensor | None) -> None:
-        sweep.block(block, u, accumulated, bias=want_bias)
+    def visit(block: Block, columns: ColumnData) -> None:
+        sweep.block(block, u, columns.accumulated, bias=want_bias)
 
     initial = x.new_zeros(1, x.shape[1], dtype=dtype) if want_y else None
     v = plan.route.exchange.accumulate(plan.route.exchange.fetch(y), visit, initial=initial, to_owner=True)

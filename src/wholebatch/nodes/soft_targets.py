@@ -2,9 +2,9 @@
 
     L_i = -sum_j P_ij (S_ij - C_i),    C_i = logsumexp_j S_ij,    P the softmax of the teacher's rows
 
-Logsumexps are in float64, tiles in float32. The rounding of a logsumexp to float32, a part in 10^5 at a scale of 100,
-is corrected outside of the tiles. So is that of a logsumexp near 10^16, where float64 no longer resolves how many
-logits are largest.
+Logsumexps are computed in float64, tiles in float32. Rounding a logsumexp to float32 changes the weights by a part in
+10^5 at a scale of 100; this is corrected outside of the tiles. So is the rounding of a logsumexp near 10^16 in float64,
+which no longer shows how many logits share the maximum.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from torch import Tensor
 from .._autograd import no_autocast, once_differentiable
 from .._precision import accumulation_dtype, wide_dtype
 from .._products import inner
+from ..exchange import ColumnData
 from ..sweep import Block, SoftTargetSweep
 from .route import Route
 
-_LOST = 1e-3  # above the rounding of such a sum in float32
+_LOST = 1e-3  # the sums have a smaller rounding error in float32
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,11 @@ class SoftTargets(torch.autograd.Function):
             _split(known, teacher_x.dtype) for known in (row_lse, col_lse, row_near, col_near)
         )
 
-        def visit(block: Block, carried: Tensor | None, accumulated: Tensor | None, _local: Tensor | None) -> None:
-            assert carried is not None
-            assert accumulated is not None
-            sweep.sums(block, (row_lse, row_near, row_sums), (carried[0], carried[1], accumulated))
+        def visit(block: Block, columns: ColumnData) -> None:
+            assert columns.carried is not None
+            assert columns.accumulated is not None
+            lse, near = columns.carried
+            sweep.sums(block, (row_lse, row_near, row_sums), (lse, near, columns.accumulated))
 
         col_sums = plan.route.exchange.accumulate(
             fetched,
@@ -99,10 +101,11 @@ class SoftTargets(torch.autograd.Function):
         dtype, sweep = accumulation_dtype(x.dtype), plan.sweep(x, teacher_x)
         u = torch.zeros_like(x, dtype=dtype) if want_x or (want_scale and not want_y) else None
 
-        def visit(block: Block, carried: Tensor | None, accumulated: Tensor | None, _local: Tensor | None) -> None:
-            assert carried is not None
+        def visit(block: Block, columns: ColumnData) -> None:
+            assert columns.carried is not None
+            near, student, lse, teacher = columns.carried
             rows = (row_near, of_student[0]), (row_lse, of_teacher[0])
-            sweep.gradients(block, rows, ((carried[0], carried[1]), (carried[2], carried[3])), u, accumulated)
+            sweep.gradients(block, rows, ((near, student), (lse, teacher)), u, columns.accumulated)
 
         v = plan.route.exchange.accumulate(
             fetched,

@@ -2,18 +2,19 @@
 
     A_i = logsumexp_j S_ij over row i's candidates,   T_i = sum_j S_ij over its positives,   and likewise for columns
 
-Losses are computed from these vectors in plain PyTorch; S itself is never stored. The statistics of a row are complete
-on its rank; those of a column are partial until the exchange has reduced them.
+Losses are computed from these vectors in plain PyTorch; S itself is never stored. A rank computes all of a local row's
+statistics. Of a column's statistics it computes a part, and the exchange adds the parts of all ranks.
 
-Backward, with N a number of the size of the batch, U = N dS Y and V = N dS^T X (see `sweep.softmax` for dS),
+Backward, `sweep.softmax` defines dS. N is the size of the batch; the factor N keeps numbers near 1 where the loss is a
+mean, and is divided out at the end. With U = N dS Y and V = N dS^T X,
 
     d/dX     = scale / N U
     d/dY     = scale / N V, summed over the ranks
     d/dscale = 1 / N sum_ij N dS_ij x_i . y_j = 1 / N <X, U> = 1 / N <Y, V>, to be summed over the ranks
     d/doffset_i = 1 / N sum_j N dS_ij, where rows have offsets
 
-For a symmetric S, G = N (dS + dS^T) Z replaces U + V, and <Z, G> is twice N d/dscale. The node receives the derivatives
-of one scalar by the statistics of the local rows and columns, and returns those by the features.
+A symmetric S has X = Y = Z. Then G = N (dS + dS^T) Z replaces U + V, and <Z, G> is 2 N d/dscale. The node receives the
+derivatives of the loss by the statistics of local rows and columns, and returns its derivatives by the features.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from .._autograd import no_autocast, once_differentiable
 from .._normalize import divisors
 from .._precision import accumulation_dtype
 from .._products import inner
+from ..exchange import ColumnData
 from ..logsumexp import log_sum_exp
 from ..sweep import LARGEST, Block, Sums, Weights
 from .shifts import sums_of_sides
@@ -37,7 +39,7 @@ _DIFFERENTIABLE = ("logsumexp", "target", "logits")  # the outputs of a row that
 
 
 class Softmax(torch.autograd.Function):
-    """Compute the outputs of the rows, then those of the columns, each in the order of `output_names`."""
+    """Compute the outputs of the rows, then the outputs of the columns, each in the order of `output_names`."""
 
     @staticmethod
     @no_autocast
@@ -103,9 +105,9 @@ class Softmax(torch.autograd.Function):
 
 
 def _unit(plan: SoftmaxPlan, dtype: torch.dtype, grads: Sequence[Tensor]) -> Tensor | None:
-    """Return the unit in which dS fits into float16, shape (), the same on all ranks; None for other dtypes.
+    """Return a number, (), the same on all ranks, such that dS / unit fits into float16; None for other dtypes.
 
-    |dS_ij| is at most the sum of the gradients of row i and column j, which a loss scaler may have multiplied.
+    |dS_ij| is at most the sum of the gradients of row i and column j. A loss scaler may have made these large.
     """
     if dtype != torch.float16 or not plan.in_kernels:
         return None
@@ -139,7 +141,7 @@ def _weights(
     sums: Tensor | None,
     shift: Tensor | float,
 ) -> Weights | None:
-    """Return N times the derivatives by a side's statistics, in the form that a sweep takes."""
+    """Return the derivatives by a side's statistics, times N, in the form that a sweep takes."""
     if sums is None:
         return None
     scaled = {name: plan.size * grad for name, grad in zip(output_names(fields), grads, strict=True)}
@@ -155,9 +157,9 @@ def _products(
     needed: tuple[bool, bool],
     of_offsets: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return U, and V reduced to the owners of its rows; add N times the offsets' gradient to `of_offsets`.
+    """Return U, and V reduced to the owners of its rows; add the offsets' gradient, times N, to `of_offsets`.
 
-    For a symmetric S, V is the sum of both.
+    For a symmetric S, U is None, and V is the sum G of both.
 
     Args:
         plan: of the call.
@@ -175,9 +177,10 @@ def _products(
         rows = cols
     carried = None if cols is None else plan.route.exchange.distribute(cols.stacked())
 
-    def visit(block: Block, carried: Tensor | None, accumulated: Tensor | None, local: Tensor | None) -> None:
-        block_cols = None if cols is None or carried is None else cols.unstacked(carried)
-        sweep.gradients(block, rows, block_cols, u=local if plan.symmetric else u, v=accumulated, of_offsets=of_offsets)
+    def visit(block: Block, columns: ColumnData) -> None:
+        block_cols = None if cols is None or columns.carried is None else cols.unstacked(columns.carried)
+        products = (columns.local if plan.symmetric else u), columns.accumulated
+        sweep.gradients(block, rows, block_cols, *products, of_offsets=of_offsets)
 
     initial = x.new_zeros(1, x.shape[1], dtype=dtype) if want_y else None
     return u, plan.route.exchange.accumulate(data.fetched, visit, carried=carried, initial=initial, to_owner=True)

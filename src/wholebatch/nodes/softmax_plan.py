@@ -15,12 +15,16 @@ from .towers import Towers
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds of similarities, known before any is computed: they decide whether one shift serves all logits.
+    """Bounds of similarities that are known before any similarity is computed.
+
+    From them the node decides whether one shift serves all logits.
 
     Args:
         similarity: upper bound of the absolute value of a similarity.
-        min_pair_product: lower bound of a pair's similarity, where each sum in the loss has one pair; None: unknown.
-        add_positive: f, if the loss adds exp(f T_i) to a row's sum, which need not be exact far below that; else 0.
+        min_pair_product: lower bound of the similarity of a positive pair, if each sum in the loss contains such a
+            pair; None: unknown.
+        add_positive: f, if the loss adds exp(f T_i) to a row's sum; 0 if it adds nothing. A sum that is far smaller
+            than this term need not be exact.
         offset: upper bound of the absolute value of the selection's offsets.
     """
 
@@ -32,13 +36,13 @@ class Bounds:
 
 @dataclass(frozen=True)
 class LogitBounds:
-    """Bounds of logits, known before any is computed.
+    """Bounds of logits that are known before any logit is computed.
 
     Args:
-        largest: upper bound of the logits.
-        min_pair: lower bound of a pair's logit, where each sum in the loss has one pair; None: unknown.
+        largest: upper bound of the absolute value of a logit.
+        min_pair: lower bound of the logit of a positive pair, as `min_pair_product` of :class:`Bounds`; None: unknown.
         add_positive: as in :class:`Bounds`.
-        terms: upper bound of the candidates of a row or column.
+        terms: upper bound of the number of candidates of a row or column.
     """
 
     largest: float
@@ -59,7 +63,8 @@ class SoftmaxPlan:
         scale: of S.
         bounds: of logits.
         size: N, the size of the batch.
-        rows, cols: the requested fields (see `sweep.softmax`), "sum" first; empty for none. For a symmetric S, `cols`.
+        rows: the fields of rows that the loss needs (see `sweep.softmax`), "sum" first; empty for none.
+        cols: the fields of columns, likewise. A symmetric S has no fields of rows: its columns are its rows.
         differentiable: whether a backward pass may follow.
         in_kernels: whether Triton kernels compute the tiles that they support.
         dtype: the dtype in which features are multiplied; None: that of the features.
@@ -80,7 +85,7 @@ class SoftmaxPlan:
 
     @property
     def symmetric(self) -> bool:
-        """Whether the columns of S are its rows, so that their statistics are the same."""
+        """Whether X is Y, so that a column of S has the statistics of the same row."""
         return self.route.exchange.symmetric
 
     @property
@@ -123,7 +128,7 @@ class Data:
 
     @classmethod
     def of(cls, plan: SoftmaxPlan, x: Tensor, fetched: Tensor, norms: Tensor | None, col_norms: Tensor | None) -> Data:
-        """Return the data of a plan, from the norms of X's rows and of all of Y's rows, if rows are divided by them."""
+        """Return the data of a plan; `norms` are those of X's rows, `col_norms` those of all of Y's rows."""
         row_norms = norms if plan.towers.normalize_per_tile else plan.towers.stay_norms
         divisors_ = [None if x is None else divisors(x) for x in (row_norms, col_norms)]
         return cls(x, fetched, *divisors_)

@@ -16,12 +16,15 @@ Joined = tuple[Tensor | None, Tensor | None]  # of X's rows, and of Y's
 
 @dataclass(frozen=True)
 class Towers:
-    """The features of X (`stays`, concatenated) and of Y (`travels`; if empty, Y is X), by index.
+    """The features that are joined into X and Y, and the norms by which their rows are divided.
 
-    With `normalize`, the rows of X and Y are the features' rows divided by their norms. With `normalize_per_tile` as
-    well, X and Y hold the given rows, and the sweep divides the rows of one tile at a time. It does the same with
-    `stay_norms`, (b, 1), the norms of X's rows, and with `travel_norms`, (B, 1), the norms of all rows of Y, all of
-    which this rank then holds.
+    Args:
+        stays: the indices of the features that are concatenated into X.
+        travels: the indices of those that are concatenated into Y; empty: Y is X.
+        normalize: whether the rows of X and Y are divided by their norms; Y must be X.
+        normalize_per_tile: with `normalize`, X holds the rows as given, and the sweep divides a tile's rows at a time.
+        stay_norms: (b, 1), norms of X's rows, by which the sweep divides a tile's rows at a time; None: no division.
+        travel_norms: (B, 1), likewise for Y, all of whose rows this rank holds.
     """
 
     stays: tuple[int, ...]
@@ -32,7 +35,7 @@ class Towers:
     travel_norms: Tensor | None = None
 
     def join(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return X, Y, and the norms of X's rows where rows are divided by them."""
+        """Return X, Y, and the norms of X's rows; None instead of norms if rows are not divided by them."""
         if self.normalize:
             assert not self.travels, "only features against themselves are normalized here; please report this"
             x, norms = (_with_norms if self.normalize_per_tile else _normalized)([features[i] for i in self.stays])
@@ -41,20 +44,20 @@ class Towers:
         return x, _stacked([features[i] for i in self.travels]) if self.travels else x, self.stay_norms
 
     def needed(self, features: Sequence[bool]) -> tuple[bool, bool]:
-        """Return whether dX and dY are needed, from which features need a gradient."""
+        """Return whether dX is needed and whether dY is, given for each feature whether it needs a gradient."""
         x, y = (any(features[i] for i in at) for at in (self.stays, self.travels))
         return (x, y) if self.travels else (False, x)
 
     def split(
         self, gradients: Joined, joined: Joined, norms: Tensor | None, features: Sequence[tuple[bool, int, torch.dtype]]
     ) -> list[Tensor | None]:
-        """Return the features' gradients, from dX and dY, which are overwritten.
+        """Return each feature's gradient, or None if not needed. dX and dY are overwritten.
 
         Args:
-            gradients: dX and dY, None where not needed. Where Y is X, all of the gradient is in dY.
+            gradients: dX and dY, None where not needed. If Y is X, dY is the whole gradient.
             joined: X and Y from `join`.
             norms: from `join`.
-            features: for each, whether its gradient is needed, its rows, its dtype.
+            features: a tuple for each feature: whether its gradient is needed, its number of rows, its dtype.
         """
         (dx, dy), (x, y) = gradients, joined
         if self.stay_norms is not None and dx is not None:
@@ -93,6 +96,6 @@ def _normalized(features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _with_norms(features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return all rows as they are, and their norms, (rows, 1), in the accumulation dtype."""
+    """Return all rows unchanged, and their norms, (rows, 1), in the accumulation dtype."""
     x = _stacked(features)
     return x, known_norms(x)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .._normalize import EPS, row_norms
-from ..heads.margins import Targets
+from ..heads.margins import CurricularFace
+from ..heads.margins.interface import Targets
 from ._shared import check_shapes, normalized, reduce
 
 
@@ -60,9 +61,11 @@ def partial_fc_loss(
     if margin_grad == "straight_through":
         phi = angles.cos() + (phi - angles.cos()).detach()
     cosines = (units @ directions.flatten(0, 1).T).unflatten(1, directions.shape[:2]).max(2).values
-    if hasattr(margin, "of_negatives"):
+    if isinstance(margin, CurricularFace):
         hard = cosines > (angles + margin.m).cos()
         cosines = torch.where(hard, cosines * (margin.t + cosines), cosines)
+    elif hasattr(margin, "of_negatives"):
+        cosines = _transformed(margin, cosines, angles.detach())
     n = torch.ones_like(norms) if of_unit_embeddings else norms
     m = torch.ones_like(lengths) if of_unit_centers else lengths
     b = torch.zeros_like(lengths) if bias is None else bias
@@ -86,6 +89,14 @@ def partial_fc_loss(
     if reduction == "none":
         return reduce(per_row, weights, reduction)
     return reduce(per_row[some], weights if weights is None else weights[some], reduction)
+
+
+def _transformed(margin: Any, cosines: Tensor, angles: Tensor) -> Tensor:
+    """Return the cosines of negatives that the margin puts in their place, with the slope that it declares."""
+    z, every = margin.s * cosines.detach().T, slice(0, len(cosines))
+    transform = margin.of_negatives(angles)
+    value, slope = (change(z.clone(), every).T for change in (transform.transform_, transform.slope_))
+    return value / margin.s + slope * (cosines - cosines.detach())
 
 
 def _angles(x: Tensor, w: Tensor) -> Tensor:

@@ -1,4 +1,16 @@
-"""Compute the similarity matrix S tile by tile, on one rank. Of a loss, only `pairs` is known here."""
+"""Compute the similarity matrix S tile by tile, on one rank.
+
+driver        tiles of S, and products of their gradients with X and Y; memory: the size and the number of tiles
+pairs         the positive and the excluded entries, which is all that a sweep knows of a loss
+softmax       sums of exponentials of rows and columns: selection says which entries, sides holds the sums
+nested        the same sums for several leading parts of the features
+sigmoid       sums of a function of each entry
+soft_targets  means of S under the softmax of another S
+hardest       the hardest positive and negative of each row
+ranking       smooth counts of the entries that are larger than a row's positives
+
+`softmax_kernels`, `nested_kernels` and `sigmoid_kernels` compute the same in Triton, by `kernel_tiles` and `members`.
+"""
 
 from .driver import Block, Driver
 from .hardest import HardestSweep
@@ -8,10 +20,12 @@ from .nested import NestedSweep
 from .nested_kernels import KernelNestedSweep
 from .pairs import NONE, Diagonals, Entries, EqualIds, NamedRows, Pairs, Union
 from .ranking import RankingSweep
+from .selection import LogitTransform, Over, Selection
+from .sides import Sums, Weights
 from .sigmoid import SigmoidSweep
 from .sigmoid_kernels import KernelSigmoidSweep
 from .soft_targets import SoftTargetSweep
-from .softmax import LogitTransform, Over, Selection, SoftmaxSweep, Sums, Weights
+from .softmax import SoftmaxSweep
 from .softmax_kernels import KernelSoftmaxSweep
 
 __all__ = [

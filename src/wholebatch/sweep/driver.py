@@ -3,8 +3,8 @@
     logits      S_ij = scale x_i . y_j + bias                1 unit of multiply-adds
     products    U_i += dS_ij y_j,  V_j += dS_ij x_i          2 units       (U = dS Y, V = dS^T X)
 
-A sweep (`softmax`, `sigmoid`) turns a tile of S into a tile of dS. A buffer is allocated once, when it is first used.
-Half-precision features are widened to float32 tile by tile, so that every product is computed and summed in float32.
+A sweep, such as `softmax` or `sigmoid`, turns a tile of S into a tile of dS. A buffer is allocated once, at its first
+use. Features in half precision are widened to float32 tile by tile, so that all products are computed in float32.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Block:
     y: Tensor  # (n, d), or wider: only the first d numbers of a row are part of S
     cols: slice  # their place among all columns
     rows: slice
-    triangle: bool = False  # the columns are the local rows of a symmetric S: the upper triangle suffices
+    triangle: bool = False  # whether the columns are the local rows of a symmetric S, so that its upper half suffices
 
 
 class Driver:
@@ -36,7 +36,7 @@ class Driver:
         x: (b, d), the rows.
         scale, bias: of S.
         side: rows and columns of a tile.
-        largest: rows and columns of the largest block, which may be smaller than a tile; None: not known.
+        largest: rows and columns of the largest block, which may be smaller than a tile; None: unknown.
         norms: (b, 1), divisors of X's rows, applied tile by tile; None: no division.
         col_norms: (B, 1), divisors of Y's rows, for all columns; None: no division.
     """

@@ -1,4 +1,4 @@
-"""The hardest positive and the hardest negative of each row: a sweep that keeps two entries per row.
+"""The sweep that finds the hardest positive and the hardest negative of each row, and keeps these two entries.
 
     n_i = argmax over negatives j of S_ij,        p_i = argmin over positives j of S_ij
 
@@ -25,10 +25,10 @@ class HardestSweep:
         pairs: positive and excluded entries.
 
     Attributes:
-        negatives: (b,), the column of each row's largest negative so far; NOBODY where a row has none.
-        positives: (b,), the column of each row's smallest positive so far, likewise.
-        largest: (b,), the values of these negatives.
-        smallest: (b,), the values of these positives.
+        negatives: (b,), the column of each row's largest negative so far; NOBODY for a row without negatives.
+        positives: (b,), the column of each row's smallest positive so far; NOBODY for a row without positives.
+        largest: (b,), the similarities of these negatives.
+        smallest: (b,), the similarities of these positives.
     """
 
     def __init__(self, driver: Driver, pairs: Pairs) -> None:
@@ -60,6 +60,6 @@ class HardestSweep:
 
 
 def _take(best: Tensor, column: Tensor, new: Tensor, new_column: Tensor, better: Tensor) -> None:
-    """Replace entries where a better one was found."""
+    """Replace the entries for which a better one was found, in place."""
     best.copy_(torch.where(better, new, best))
     column.copy_(torch.where(better, new_column, column))

@@ -1,7 +1,7 @@
 """Tiles of S for kernels: their parts of X and Y, their special entries, and the products of dS with X and Y.
 
-A kernel writes a tile of dS in the features' precision, and two products add it to dX and dY, in float32. Memory holds
-no other tile, so this one may take as many bytes as the two tiles of plain PyTorch.
+A kernel writes a tile of dS in the precision of the features. Two products add it to dX and dY, in float32. No other
+tile is in memory, so this tile may take as many bytes as the two tiles of plain PyTorch.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class KernelTiles:
         bytes_of_an_entry: tuple[int, int] | None = None,
         float16: bool = False,
     ) -> KernelTiles | None:
-        """Return tiles in the memory of plain PyTorch's; None where the kernels do not support the case.
+        """Return tiles that take the memory of plain PyTorch's; None if kernels do not support the case.
 
         Args:
             driver: of the rows.
@@ -65,8 +65,9 @@ class KernelTiles:
             columns: number of columns of the global batch.
             candidates: as above.
             offsets: (b,), offsets of the rows, or None.
-            bytes_of_an_entry: bytes here and in plain PyTorch; None: one tile of dS here, two tiles there.
-            float16: whether dS fits into float16 where rows are not divided by norms.
+            bytes_of_an_entry: all tiles' bytes for an entry of S, here and in plain PyTorch; None: those of one tile
+                of dS here, and of two tiles there.
+            float16: whether dS fits into float16 if rows are not divided by norms.
         """
         normed = driver.norms is not None or driver.col_norms is not None
         if driver.x.dtype not in _DTYPES and not (driver.x.dtype == torch.float16 and float16 and not normed):

@@ -1,4 +1,4 @@
-"""Sets of entries in the form that kernels test: rows named by each column, and ids. No list of entries is made."""
+"""Sets of entries in the form that kernels take: the rows that each column names, and ids; never a list of entries."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Members:
 
     Args:
         named: (k, B), int32, the rows that each column names, -1 where it names none; None without.
-        ids: NO_IDS: the named entries; OR_EQUAL_IDS: these and the entries with equal ids; EQUAL_IDS_BUT: the entries
-            with equal ids, without the named ones.
+        ids: the set consists of: NO_IDS: the named entries; OR_EQUAL_IDS: the named entries and those with equal ids;
+            EQUAL_IDS_BUT: the entries with equal ids, without the named ones.
         rows, cols: ids, int32; None without.
     """
 
@@ -60,7 +60,7 @@ def members(entries: Entries, cols: int, device: torch.device) -> Members | None
         return Members(but.named, EQUAL_IDS_BUT, *_numbered(entries.rows, entries.cols))
     if isinstance(entries, Union) and len(entries.sets) == 2:
         beside, equal = entries.sets
-        # No entry is in both sets of a union: the named entries are left out of those with equal ids.
+        # The sets of a union are disjoint, so `equal` leaves the named entries out. OR_EQUAL_IDS adds them again.
         if isinstance(equal, EqualIds) and equal.but is beside:
             found = members(equal, cols, device)
             return None if found is None else replace(found, ids=OR_EQUAL_IDS)

@@ -1,17 +1,17 @@
-"""The size of a tile, and the number of entries of exp(S) kept for the backward pass, computed from `memory=`.
+"""Compute from `memory=` the size of a tile, and the number of entries of exp(S) that are kept for the backward pass.
 
     "flat"   two tiles, whatever the batch. S is computed twice: 4 units of b B d multiply-adds for a loss that uses
              rows and columns
-    bytes    the memory of all tiles that a rank holds at a time. With less than "flat" needs, tiles are smaller. With
-             more, the rest holds exp(S), which the backward pass does not compute again: 3 units for kept entries
+    bytes    the memory of all tiles that a rank holds at a time. If it is less than "flat" needs, tiles are smaller. If
+             it is more, the rest holds exp(S), which the backward pass does not compute again: 3 units for kept entries
     "auto"   "flat", unless all of exp(S) fits into one more tile: then it is kept without rounding
 
 In half precision, each tile also needs its rows of X and of Y in float32.
 
 exp(S) is kept without rounding where the budget holds all of it (4 bytes per entry in float32, 8 in float64), and
 always in float64. Otherwise a float32 sweep keeps bfloat16, 2 bytes per entry: then each off-diagonal weight
-P_ij + Q_ij in a kept tile carries a relative error of at most 2^-9. The loss and the weights of positive pairs are not
-rounded. Where a row has several positives, which compete with each other, nothing is rounded.
+P_ij + Q_ij in a kept tile has a relative error of at most 2^-9. The loss and the weights of positive pairs are not
+rounded. If rows have several positives, which compete with each other, nothing is rounded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 Memory = Literal["auto", "flat"] | int
 
 _TILES = 2  # the logits, and a scratch tile
-_SMALLEST_SIDE = 32  # smaller tiles would be so many that their number takes the time
+_SMALLEST_SIDE = 32  # with smaller tiles the time would go into starting them
 _MANY_TILES = 256**2
 
 
@@ -44,7 +44,7 @@ def default_side(device: torch.device) -> int:
 
 
 def smallest_budget(rows: int, cols: int, dtype: torch.dtype) -> int:
-    """Return the least bytes with which a sweep over rows x cols ends in good time: tiles of side 32, or 65536 tiles.
+    """Return the least bytes with which a sweep over rows x cols is not too slow: tiles of side 32, or 65536 tiles.
 
     >>> smallest_budget(4, 4, torch.float32), smallest_budget(8192, 8192, torch.float32)
     (8, 8192)

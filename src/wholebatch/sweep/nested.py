@@ -2,9 +2,10 @@
 
     S^l_ij = scale r^l_i q^l_j sum_{k < m_l} x_ik y_jk,        m_1 < m_2 < ... and r, q the inverse norms of the parts
 
-The products of a part are those of the part before plus those of a few more features. All parts together cost the
-1 unit of multiply-adds of the largest. The same holds backward: with G^l_ij = scale r^l_i q^l_j dS^l_ij, the features
-between m_{l-1} and m_l get the sum of G over l and all larger parts: 3 units in all. Memory holds a tile of each part.
+The products of a part are the products of the part before, plus those of a few more features. All parts together cost
+as much as the largest one, 1 unit of multiply-adds. Backward, with G^l_ij = scale r^l_i q^l_j dS^l_ij, the gradient of
+the features between m_{l-1} and m_l is the sum of G over l and all larger parts: 3 units in all. Memory holds a tile of
+each part.
 
 The derivative by the inverse norms is sum_j dS^l_ij S^l_ij / r^l_i for rows, and likewise for columns.
 """

@@ -1,6 +1,6 @@
 """The nested sweep in kernels: one computes the sums of all parts of a tile, one writes the factors of the features.
 
-Where X and Y are float32 that was widened from half precision, they are multiplied in half precision: this is exact,
+X and Y may have been widened to float32 from half precision. They are then multiplied in half precision, which is exact
 and faster.
 """
 

@@ -1,14 +1,13 @@
 """Sets of entries of the similarity matrix: the positive pairs, and the excluded entries.
 
-A sweep asks for the entries of a tile in two sets. The answer is an index, with which `matrix[index]` reads and writes
-these entries, or None where there are none:
+A sweep asks two sets for their entries in a tile. The answer is an index, with which `matrix[index]` reads and writes
+these entries, or None if there are none:
 
     positive.within(tile)    the entries that are targets
     excluded.within(tile)    the entries that are no candidates: their exponential is 0, and so is their gradient
 
-All other entries are negatives. A set of entries is described by O(B) numbers, never by a B x B mask: by diagonals,
-where row k of one tower belongs to row k of the other; or by integer ids of rows and columns, where equal ids belong
-together.
+All other entries are negatives. A set is described by O(B) numbers, never by a B x B mask: by diagonals, if row k of
+one tower belongs to row k of the other; or by integer ids of rows and columns, if those with equal ids belong together.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Entries(Protocol):
     """A set of entries, in local rows and columns of the global batch."""
 
     def within(self, tile: Tile, device: torch.device) -> Index | None:
-        """Return the entries of the tile, relative to its first row and column; None where there are none."""
+        """Return the entries of the tile, relative to its first row and column; None if there are none."""
         ...
 
 
@@ -53,7 +52,7 @@ class Diagonals:
 
 
 class EqualIds:
-    """The entries whose row and column have the same id, without those of another set.
+    """The entries whose row and column have the same id, without the entries of another set.
 
     Args:
         rows: (b,) ids of the local rows.

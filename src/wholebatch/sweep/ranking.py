@@ -5,9 +5,9 @@ With s(x) = sigmoid(x / t), for each positive p of row i
     all_ip      = sum over candidates j != p of s(S_ij - S_ip)
     positive_ip = the same over the other positives j
 
-A row has few positives: their similarities are kept, (b, P), and each tile is visited once for each of P. The
-derivative of all_ip by S_ij is s', and that by S_ip is minus the sum of s' over j. The sums of s' are accumulated with
-the sums of s, so that the backward pass knows the whole gradient of a positive when it visits its tile.
+A row has few positives, at most P. Their similarities are kept, (b, P), and each tile is processed P times. The
+derivative of all_ip by S_ij is s', and its derivative by S_ip is minus the sum of s' over j. The sums of s' are
+accumulated with the sums of s. So the backward pass knows the whole gradient of a positive when it visits its tile.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class RankingSweep:
             block: of columns.
             positive_similarities: S_ip, (b, P).
             grad_all: a loss's derivatives by all_ip, divided by t, (b, P).
-            grad_positive: those by positive_ip, divided by t, (b, P).
-            grad_compared: those by S_ip as the similarity that others are compared with, (b, P).
+            grad_positive: its derivatives by positive_ip, divided by t, (b, P).
+            grad_compared: its derivatives by S_ip as the similarity with which others are compared, (b, P).
             u: (b, d), None where not needed.
             v: (n, d), None where not needed.
         """
@@ -95,7 +95,7 @@ class RankingSweep:
             self.driver.products(grad, tile, x, y, block, u, v)
 
     def _positives(self, tile: Tile) -> tuple[Index | None, Tensor]:
-        """Return the tile's positives, and the place of each among its row's positives in the order of the pass."""
+        """Return the tile's positives, and the number of each one's slot: its row's positives in order of the pass."""
         at = self.pairs.positive.within(tile, self.driver.x.device)
         if at is None:
             return None, self._seen[:0]
@@ -120,7 +120,7 @@ class RankingSweep:
         at: Index | None,
         slots: Tensor,
     ) -> Tensor:
-        """Return s(S_ij - S_ip) for the positive in `slot`, 0 where j does not count; in the scratch tile."""
+        """Return s(S_ij - S_ip) for the positive p in `slot`, 0 for a j that does not count; in the scratch tile."""
         compared = positive_similarities[tile.rows, slot].unsqueeze(1)
         larger = torch.sub(similarities, compared, out=self.driver.scratch(tile)).div_(self.temperature).sigmoid_()
         if excluded is not None:

@@ -5,8 +5,8 @@ With z_ij = 1 for a positive pair and -1 otherwise,
     l_ij = -log sigmoid(z_ij S_ij) = softplus(-z_ij S_ij),        d l_ij / d S_ij = -z_ij sigmoid(-z_ij S_ij)
 
 so the gradient of a tile needs no sums of other tiles: 3 units of multiply-adds in the forward pass (1 if no gradient
-is needed), none in the backward pass. Both functions are evaluated at m_ij = -z_ij S_ij. That is S_ij for negatives;
-positives are negated before and their gradient after, so that no difference is taken.
+is needed), none in the backward pass. Both functions are evaluated at m_ij = -z_ij S_ij, which is S_ij for negatives.
+The logits of positives are negated before, and their gradients after. So no difference of near numbers is taken.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The sigmoid sweep in kernels: one writes a tile of dS and sums its losses, two products add it to dX and dY."""
+"""The sigmoid sweep in kernels: a kernel sums losses and writes a tile of dS; two products add this to dX and dY."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .sigmoid import SigmoidSweep
 class KernelSigmoidSweep(SigmoidSweep):
     """:class:`SigmoidSweep` in kernels; cases that kernels do not support use plain PyTorch.
 
-    For float16 features most weights should be `LARGEST`, and none larger, as in the softmax sweep.
+    For float16 features no weight may be larger than `LARGEST`, and most should be near it, as in the softmax sweep.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
     K_i = sum_j P_ij (S_ij - C_i),    P_ij = exp(T_ij - A_i),    A_i = logsumexp_j T_ij of a teacher's similarities T
 
-and the same for columns with Q_ij = exp(T_ij - A'_j). The A are known beforehand, so that no weight exceeds 1. The C,
-the logsumexps of S, are known too, so that the terms of the sum are small. Then -K_i is a cross-entropy,
+and the same for columns with Q_ij = exp(T_ij - A'_j). A is known beforehand, so that no weight exceeds 1. C, the
+logsumexps of S, is known as well, so that the terms of the sum are small. Then -K_i is a cross-entropy,
 
     L_i = C_i - sum_j P_ij S_ij,        dL_i / dS_ij = exp(S_ij - C_i) - P_ij
 
@@ -35,7 +35,7 @@ class SoftTargetSweep:
     def sums(self, block: Block, rows: tuple[Tensor, Tensor, Tensor], cols: tuple[Tensor, Tensor, Tensor]) -> None:
         """Add the block's part to the sums of rows, (b, 3), and of columns, (n, 3), each given as (A, C, sums).
 
-        The sums are K, sum_j exp(T_ij - A_i) and sum_j exp(S_ij - C_i). The last two are 1 but for rounding of A, C.
+        The sums are K, sum_j exp(T_ij - A_i) and sum_j exp(S_ij - C_i). The last two are 1, up to rounding.
         """
         teacher_cols = self._teacher_columns(block)
         for tile, x, y in self.driver.tiles(block):
@@ -50,9 +50,9 @@ class SoftTargetSweep:
                 sums[at, 2] += away.exp_().sum(dim)
 
     def gradients(self, block: Block, rows: Sides, cols: Sides, u: Tensor | None, v: Tensor | None) -> None:
-        """Add dS Y to `u` (b, d) and dS^T X to `v` (n, d), unless None, from ((C, c), (A, a)) of rows and of columns.
+        """Add dS Y to `u` (b, d) and dS^T X to `v` (n, d), unless they are None.
 
-        dS_ij = c_i exp(S_ij - C_i) - a_i exp(T_ij - A_i), plus the same for columns.
+        dS_ij = c_i exp(S_ij - C_i) - a_i exp(T_ij - A_i), plus the same of columns; a side is ((C, c), (A, a)).
         """
         teacher_cols = self._teacher_columns(block)
         for tile, x, y in self.driver.tiles(block):

@@ -1,14 +1,17 @@
 """The softmax sweep: statistics of each row and column from tiles of S, and dX and dY from tiles of dS.
 
-A pass over S accumulates, for each row i and likewise for each column j, sums over some of its entries:
+A pass over S accumulates statistics of each row i, and in the same form of each column j. Their fields are
 
-    sum        R_i = sum_j exp(S_ij - c)      over the candidates, with a shift c (see `logsumexp`)
+    sum        R_i = sum_j exp(S_ij - c)      over the candidates; c is a shift (see `logsumexp`)
     target     T_i = sum_j S_ij               over the positives
     logits     M_i = sum_j S_ij               over the candidates
-    count      number of terms                of the candidates
-    largest    max_j S_ij                     over the candidates without positives (if there are other candidates)
-    negatives  sum_j exp(S_ij - c)            over the same entries as largest
-    squares    sum_j exp(2 (S_ij - c))        over the same entries
+    count      sum_j 1                        over the candidates
+    largest    max_j S_ij                     over the candidates that are not positive
+    negatives  sum_j exp(S_ij - c)            over the candidates that are not positive
+    squares    sum_j exp(2 (S_ij - c))        over the candidates that are not positive
+
+The candidates are the negatives ("negatives"), positives and negatives ("all"), or the positives ("positives"). With
+"positives", the last three are over the positives.
 
 A loss is any differentiable function of A_i = c + log R_i, T_i and M_i. With its derivatives a_i, t_i, m_i by the rows'
 statistics, and a'_j, t'_j, m'_j by the columns',
@@ -17,13 +20,12 @@ statistics, and a'_j, t'_j, m'_j by the columns',
           + m_i + m'_j                        of candidates
           + t_i + t'_j                        of positives
 
-Under one shift for all, E serves rows and columns. Forward: 1 unit of multiply-adds and one exponential per entry.
-Backward: 3 units and one exponential, or 2 units and none where E was kept.
+With one shift for all, rows and columns use the same E. Forward: 1 unit of multiply-adds and one exponential per entry.
+Backward: 3 units and one exponential, or 2 units and no exponential for entries whose E was kept.
 
-The candidates are the negatives, or positives and negatives, or the positives. Where a row has one positive, its
-cross-entropy is softplus(A_i - T_i) with A over the negatives. Then dS contains no difference of numbers near 1, and
-loss and gradient vanish, as they should, for a row that is well separated. Where positives are among the candidates,
-the two terms of their dS are added in float64, inside the tile.
+If a row has one positive, its cross-entropy is softplus(A_i - T_i) with A over the negatives. Then dS contains no
+difference of numbers near 1, and loss and gradient of a well separated row vanish, as they should. If positives are
+candidates, the two terms of their dS are added in float64, inside the tile.
 
 A symmetric S (features against themselves) needs only the tiles on and above the diagonal: the column sums of a tile
 are the row sums of the mirrored tile, and dS + dS^T has the same form.
@@ -33,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -42,94 +44,11 @@ from .._precision import wide_dtype
 from ..partition import Tile
 from .driver import Block, Driver, relative
 from .memory import KeptTiles
-from .pairs import Index, Pairs
+from .pairs import Index
+from .selection import Selection
+from .sides import Sums, Weights, one_shift
 
 _T = TypeVar("_T")
-Over = Literal["negatives", "all", "positives"]
-
-
-class LogitTransform(Protocol):
-    """A function f that replaces each logit S by f(S); `cols` are the columns of the logits in the global batch."""
-
-    def transform_(self, logits: Tensor, cols: slice, /) -> Tensor:
-        """Replace S by f(S), in place."""
-        ...
-
-    def slope_(self, logits: Tensor, cols: slice, /) -> Tensor:
-        """Replace S by the slope that the backward pass uses for f'(S), in place."""
-        ...
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The choice of entries that a pass sums over, and the form of their logits.
-
-    Args:
-        pairs: positive and excluded entries.
-        over: the candidates.
-        floor, ceiling: (b,), a row's candidates have logits above `floor` and up to `ceiling`; None: no limit.
-        guide: (b, g), features of another model; `ceiling` then limits x_guide . y_guide, and each row of Y carries its
-            guide features after its own.
-        transform: replaces the logits.
-        offsets: (b,), added to a row's logits after the transform.
-        best_of: size of the groups of rows; a column has one candidate in a group, the one with the largest logit.
-    """
-
-    pairs: Pairs
-    over: Over = "negatives"
-    floor: Tensor | None = None
-    ceiling: Tensor | None = None
-    guide: Tensor | None = None
-    transform: LogitTransform | None = None
-    offsets: Tensor | None = None
-    best_of: int = 1
-
-
-@dataclass(frozen=True)
-class Sums:
-    """The statistics of rows or of columns so far; a pass adds to them."""
-
-    shift: Tensor | float  # one for all rows, or (n,)
-    fields: Mapping[str, Tensor]  # each (n,)
-
-    def __getitem__(self, at: slice) -> Sums:
-        return Sums(_at(self.shift, at), {name: field[at] for name, field in self.fields.items()})
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A loss's derivatives by the statistics of rows or of columns."""
-
-    shift: Tensor | float
-    of_exponentials: Tensor  # a_i / R_i
-    of_targets: Tensor | None  # t_i
-    of_logits: Tensor | None  # m_i
-
-    def __getitem__(self, at: slice) -> Weights:
-        targets, logits = (None if x is None else x[at] for x in (self.of_targets, self.of_logits))
-        return Weights(_at(self.shift, at), self.of_exponentials[at], targets, logits)
-
-    def named(self) -> dict[str, Tensor]:
-        """Return the derivatives that are not None, under the names of the fields of :class:`Sums`."""
-        parts = {"sum": self.of_exponentials, "target": self.of_targets, "logits": self.of_logits}
-        return {name: part for name, part in parts.items() if part is not None}
-
-    def stacked(self) -> Tensor:
-        """Return the derivatives and the shift as one tensor, (k, n), to travel with the columns."""
-        parts = (self.of_exponentials, self.of_targets, self.of_logits, self.shift)
-        return torch.stack([part.to(self.of_exponentials) for part in parts if isinstance(part, Tensor)])
-
-    def unstacked(self, rows: Tensor) -> Weights:
-        """Return the weights of other columns, from their `stacked` form."""
-        remaining = iter(rows)
-        parts = (self.of_exponentials, self.of_targets, self.of_logits, self.shift)
-        found = [next(remaining) if isinstance(part, Tensor) else part for part in parts]
-        exponentials, targets, logits, shift = found
-        assert isinstance(exponentials, Tensor)
-        assert not isinstance(targets, float)
-        assert not isinstance(logits, float)
-        assert shift is not None
-        return Weights(shift, exponentials, targets, logits)
 
 
 class SoftmaxSweep:
@@ -194,7 +113,7 @@ class SoftmaxSweep:
     # A tile of S: its candidates, and their part of the statistics of rows or columns (`dim` is summed over).
 
     def _candidates(self, tile: Tile, block: Block, x: Tensor, y: Tensor, *, slope: bool = False) -> _Entries:
-        """Return the tile of S, -inf where there is no candidate; with `slope`, also the slope of its transform."""
+        """Return the tile of S, with -inf for entries that are no candidates; with `slope`, also the transform's."""
         selection, logits = self.selection, self.driver.logits(tile, x, y)
         at = selection.pairs.positive.within(tile, self._device)
         if selection.best_of > 1:
@@ -225,7 +144,7 @@ class SoftmaxSweep:
         return _Entries(logits, at, values, slopes)
 
     def _guide(self, guide: Tensor, tile: Tile, block: Block) -> Tensor:
-        """Return the guide's similarities, in the scratch tile; each row of Y carries its guide features at the end."""
+        """Return the guide's similarities, in the scratch tile; a row of Y ends with its guide features."""
         guide_cols = block.y[relative(tile.cols, block), self.driver.width :].to(self.driver.dtype)
         return torch.mm(guide[tile.rows], guide_cols.T, out=self.driver.scratch(tile))
 
@@ -311,7 +230,7 @@ class SoftmaxSweep:
         return total
 
     def _weighted_by_local_shifts(self, logits: Tensor, tile: Tile, sides: list[tuple[Weights, int]]) -> Tensor:
-        """Return E times its factors where each row and column has its own shift: one exponential for each side."""
+        """Return E times its factors if each row and column has its own shift, with an exponential for each side."""
         (side, dim), *rest = sides
         grad = self._exp(logits, side.shift, tile, dim).mul_(side.of_exponentials.to(logits.dtype).unsqueeze(dim))
         for side, dim in rest:
@@ -330,29 +249,18 @@ class SoftmaxSweep:
 class _Entries:
     """The candidates of a tile."""
 
-    logits: Tensor  # -inf where there is no candidate; or the kept exponentials
+    logits: Tensor  # -inf for entries that are no candidates; or the kept exponentials
     at: Index | None  # index of the positives
     values: Tensor | None = None  # the positives' logits, candidates or not
     slope: Tensor | None = None  # of the transform
 
 
 def _sides(tile: Tile, block: Block, rows: _T | None, cols: _T | None) -> Iterator[tuple[_T, slice, int]]:
-    """Yield (side, its part of the tile, dim to sum over) for rows, and for columns unless they mirror the rows."""
+    """Yield (side, the tile's place in it, dim to sum over) for rows, and for columns unless they mirror the rows."""
     if rows is not None:
         yield rows, tile.rows, 1
     if cols is not None and not tile.own_mirror:
         yield cols, relative(tile.cols, block), 0
-
-
-def one_shift(rows: Sums | Weights | None, cols: Sums | Weights | None) -> float | None:
-    """Return the shift that all entries share; None if each row and column has its own."""
-    side = rows if rows is not None else cols
-    assert side is not None
-    return None if isinstance(side.shift, Tensor) else side.shift
-
-
-def _at(shift: Tensor | float, at: slice) -> Tensor | float:
-    return shift[at] if isinstance(shift, Tensor) else shift
 
 
 def _keep_largest_of_group_(logits: Tensor, of: int) -> None:

@@ -3,14 +3,14 @@
     forward     a kernel computes a tile's sums: 1 unit of multiply-adds, and nothing of S in memory
     backward    a kernel writes a tile of dS; two products add it to dX and dY
 
-Where exp(S) is kept, the first kernel writes it and the second reads it. Rows and columns that are normalized are
-multiplied as they are, and divided by their norms afterward: S_ij = scale x_i . y_j / (|x_i| |y_j|), and with
+If exp(S) is kept, the first kernel writes it and the second reads it. Rows and columns to be normalized are multiplied
+without normalization, and the products are divided by their norms: S_ij = scale x_i . y_j / (|x_i| |y_j|), and with
 G_ij = dS_ij / (|x_i| |y_j|),
 
     U_i = |x_i| sum_j G_ij y_j,        V_j = |y_j| sum_i G_ij x_i
 
-For float16 features the weights must make dS at most `LARGEST`: float16 has little room above, and entries a million
-times smaller are lost.
+For float16 features the caller scales the weights so that no entry of dS exceeds `LARGEST`: float16 has little room
+above, and loses entries that are a million times smaller.
 
 Cases that kernels do not support (a transform of logits, a guide, a shift for each row and column, statistics) use
 plain PyTorch. The two terms of a positive's dS are added in float32 here.
@@ -26,7 +26,9 @@ from .. import kernels
 from .driver import Block, Driver, relative
 from .kernel_tiles import KernelTiles
 from .memory import KeptTiles
-from .softmax import Selection, SoftmaxSweep, Sums, Weights, one_shift
+from .selection import Selection
+from .sides import Sums, Weights, one_shift
+from .softmax import SoftmaxSweep
 
 _CANDIDATES = {"negatives": 0, "all": 1, "positives": 2}
 
@@ -34,7 +36,7 @@ _CANDIDATES = {"negatives": 0, "all": 1, "positives": 2}
 class KernelSoftmaxSweep(SoftmaxSweep):
     """:class:`SoftmaxSweep` in kernels, for the sums in `fields`.
 
-    Sums and gradients are either both computed by kernels or both by plain PyTorch, for they need equal exponentials.
+    Either kernels compute both sums and gradients, or plain PyTorch does: both must use the same exponentials.
     """
 
     fields = frozenset({"sum", "target", "logits", "count"})

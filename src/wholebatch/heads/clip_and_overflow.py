@@ -1,7 +1,7 @@
-"""Clipping and overflow checks of gradients of a backbone that all ranks hold and a head that is sharded over them.
+"""Clip gradients and check them for overflow, for a backbone that all ranks hold and a head that they share.
 
-The norm is that of the whole gradient: the backbone's counts once, the head's parts add up. A step is made on all ranks
-or on none, because an overflow in one rank's part is an overflow of the head.
+The norm is that of the whole gradient: the backbone's gradient counts once, the parts of the head's gradient add up.
+All ranks make a step or none does, because an overflow in one rank's part is an overflow of the head.
 """
 
 from __future__ import annotations

@@ -1,0 +1,117 @@
+r"""Margins that are functions of the angle alone: phi = cos(m1 theta + m2) - m3 and its special cases.
+
+    ArcFace       phi = cos(theta + m)                    CosFace      phi = cos theta - m
+    SphereFace    phi = cos(m theta)                      NormFace     phi = cos theta
+
+The gradient is that of the same function, d phi / d theta = -m1 sin(m1 theta + m2). The derivative by the cosine, the
+usual form, is m1 sin(m1 theta + m2) / sin theta, unbounded at 0 and pi; that by the angle (see `angles`) is bounded.
+
+Beyond m1 theta + m2 = pi the cosine rises again, so that a larger angle would be rewarded. `fold` replaces it there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..._checks import check_choice, check_number
+from .interface import Targets, check_targets
+
+Fold = Literal["extend", "linear", "clip", "none"]
+FOLDS = ("extend", "linear", "clip", "none")
+
+
+@dataclass(frozen=True)
+class CombinedMargin:
+    r"""The combined margin, phi = cos(m1 theta + m2) - m3.
+
+    Args:
+        s: multiplies all cosines.
+        m1: multiplies the angle (SphereFace).
+        m2: radians added to the angle (ArcFace).
+        m3: subtracted from the cosine (CosFace).
+        fold: the function beyond m1 theta + m2 = pi. "extend": (-1)^k cos - 2k, as in SphereFace, which continues to
+            fall, smoothly; "linear": cos theta - m2 sin(m2), as in ArcFace's published code, for m1 = 1 only; "clip":
+            -1, without a gradient; "none": the cosine, which rises again.
+
+    Source: Deng et al., 2019, arXiv:1801.07698, equation 4; the fold, Liu et al., 2017, arXiv:1704.08063, section 3.3.
+    """
+
+    s: float
+    m1: float
+    m2: float
+    m3: float
+    fold: Fold = "extend"
+
+    def __post_init__(self) -> None:
+        for name in ("s", "m1", "m2", "m3"):
+            check_number(name, getattr(self, name))
+        if self.s <= 0 or self.m1 <= 0:
+            raise ValueError(f"s and m1 must be positive, got s={self.s} and m1={self.m1}")
+        if self.m2 < 0 or self.m3 < 0:
+            raise ValueError(f"m2 and m3 must not be negative, got m2={self.m2} and m3={self.m3}")
+        check_choice("fold", self.fold, FOLDS)
+        if self.fold == "linear" and self.m1 != 1:
+            raise ValueError(f"fold='linear' is defined for m1=1 only, got m1={self.m1}; pass fold='extend'")
+
+    def __call__(self, targets: Targets) -> Tensor:
+        check_targets(targets)
+        return angular(targets, self.m1, self.m2, self.fold) - self.m3
+
+
+class ArcFace(CombinedMargin):
+    """ArcFace, phi = cos(theta + m): an additive angle.
+
+    Source: Deng et al., 2019, arXiv:1801.07698, equation 3.
+    """
+
+    def __init__(self, s: float = 64.0, m: float = 0.5, *, fold: Fold = "extend") -> None:
+        super().__init__(s, 1.0, m, 0.0, fold)
+
+
+class CosFace(CombinedMargin):
+    """CosFace, phi = cos theta - m: an additive cosine.
+
+    Source: Wang et al., 2018, arXiv:1801.09414, equation 4.
+    """
+
+    def __init__(self, s: float = 64.0, m: float = 0.4) -> None:
+        super().__init__(s, 1.0, 0.0, m)
+
+
+class SphereFace(CombinedMargin):
+    """SphereFace, phi = cos(m theta), which continues to fall beyond pi.
+
+    Source: Liu et al., 2017, arXiv:1704.08063, equation 7, with a scale s instead of the norm.
+    """
+
+    def __init__(self, s: float = 64.0, m: float = 1.35) -> None:
+        super().__init__(s, m, 0.0, 0.0)
+
+
+class NormFace(CombinedMargin):
+    """NormFace, phi = cos theta: a scaled softmax of cosines, without a margin.
+
+    Source: Wang et al., 2017, arXiv:1704.06369, section 3.3.
+    """
+
+    def __init__(self, s: float = 64.0) -> None:
+        super().__init__(s, 1.0, 0.0, 0.0)
+
+
+def angular(targets: Targets, m1: float, m2: Tensor | float, fold: Fold = "extend") -> Tensor:
+    """Return cos(m1 theta + m2), replaced beyond pi as `fold` says, (b_r, k)."""
+    angles = m1 * targets.angles + m2
+    if fold == "none":
+        return angles.cos()
+    if fold == "clip":
+        return angles.clamp(0, math.pi).cos()
+    if fold == "linear":
+        lost = m2.sin() * m2 if isinstance(m2, Tensor) else math.sin(m2) * m2
+        return torch.where(angles > math.pi, targets.angles.cos() - lost, angles.cos())
+    turns = (angles.detach() / math.pi).floor().clamp_(min=0)
+    return (1 - 2 * (turns % 2)) * angles.cos() - 2 * turns

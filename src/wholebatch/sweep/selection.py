@@ -1,0 +1,51 @@
+"""The choice of entries of S that a softmax sums over, and the form of their logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from .pairs import Pairs
+
+Over = Literal["negatives", "all", "positives"]
+
+
+class LogitTransform(Protocol):
+    """A function f that replaces each logit S by f(S); `cols` are the places of the columns in the global batch."""
+
+    def transform_(self, logits: Tensor, cols: slice, /) -> Tensor:
+        """Replace S by f(S), in place."""
+        ...
+
+    def slope_(self, logits: Tensor, cols: slice, /) -> Tensor:
+        """Replace S by the factor by which the backward pass multiplies dS, in place: f'(S), or another number."""
+        ...
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The choice of entries that a pass sums over, and the form of their logits.
+
+    Args:
+        pairs: positive and excluded entries.
+        over: the candidates.
+        floor: (b,); an entry with a logit up to the floor of its row is no candidate. None: no limit.
+        ceiling: (b,); an entry with a logit above the ceiling of its row is no candidate. None: no limit.
+        guide: (b, g), the features of X's rows by another model. `ceiling` then limits the products of these with the
+            guide features of Y's rows, which each row of Y has after its own features.
+        transform: replaces the logits.
+        offsets: (b,), added to a row's logits after the transform.
+        best_of: the size of groups of consecutive rows; in each group, a column's only candidate is the row with the
+            largest logit.
+    """
+
+    pairs: Pairs
+    over: Over = "negatives"
+    floor: Tensor | None = None
+    ceiling: Tensor | None = None
+    guide: Tensor | None = None
+    transform: LogitTransform | None = None
+    offsets: Tensor | None = None
+    best_of: int = 1
