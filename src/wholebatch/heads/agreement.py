@@ -194,7 +194,7 @@ class _Centers:
         sample = self.sample
         check_directions("centers", self._matrix, found["shortest center"], found["longest center"])
         check_ascending(found.get("out of order", 0.0))
-        self.largest_offset = check_offset_values(sample, found)
+        self.largest_offset = check_offset_values(sample, found, smoothed=self._logits.label_smoothing > 0)
         return {_LONGEST: found["longest center"]}
 
 

@@ -62,7 +62,8 @@ def partial_fc_loss(
             times the norms of those that are not normalized. Rows of zeros have no angle, and always raise. Normalized
             rows are divided by max(norm, 1e-12), as by `torch.nn.functional.normalize`, and the angle of shorter rows
             is the arccosine of their product.
-        bias: (C_r,), added to the logits of these classes; up to 1e30 in absolute value, in float64 1e300.
+        bias: (C_r,), added to the logits of these classes; with label_smoothing up to 1e30 in absolute value, in
+            float64 1e300.
         class_ids: (C_r,) ascending integers, the ids of the centers' classes, for a sample of them that includes every
             label of the batch. None: the ranks hold all classes, consecutive, rank 0's first.
         log_weights: (C_r,), added to the logits of these classes where they are negatives; limited like `bias`, and so

@@ -13,8 +13,8 @@ from torch import Tensor
 from .._checks import check_finite
 from .._precision import accumulation_dtype
 
-# The largest absolute value of an offset: sums of as many such logits as a tile has stay within the range of the dtype.
-LARGEST_OFFSET = {torch.float32: 2.0**100, torch.float64: 2.0**1000}
+# The largest absolute value of an offset where label smoothing adds up all logits: their sum is finite.
+_LARGEST_IN_SUMS = {torch.float32: 2.0**100, torch.float64: 2.0**1000}
 _SUM = "bias + log_weights"
 
 
@@ -74,20 +74,26 @@ def sum_of(*parts: Tensor | None) -> Tensor | None:
     return sum(found[1:], start=found[0]) if found else None
 
 
-def check_offset_values(sample: Sample, largest: Mapping[str, float]) -> float:
+def check_offset_values(sample: Sample, largest: Mapping[str, float], *, smoothed: bool) -> float:
     """Return an upper bound of the offsets' absolute values, from the numbers that `largest_offsets` names.
+
+    Args:
+        sample: the local classes.
+        largest: the numbers.
+        smoothed: whether label smoothing adds up all logits.
 
     Raises:
         ValueError: if an offset is NaN or infinite, or so large that a sum of logits may leave the range of the dtype.
     """
-    limit, bound = LARGEST_OFFSET[accumulation_dtype(sample.centers.dtype)], 0.0
+    dtype, bound = accumulation_dtype(sample.centers.dtype), 0.0
+    limit = _LARGEST_IN_SUMS[dtype] if smoothed else torch.finfo(dtype).max
     for name, x in sample.offsets().items():
         bound = largest[name]
         if not bound <= limit:
             check_finite(name, x)
             rounded = 10.0 ** math.floor(math.log10(limit))
             raise ValueError(
-                f"{name} must have absolute values up to {rounded:g}, got {bound:g}; -{rounded:g} is enough to leave a "
-                "class out of the softmax"
+                f"{name} must have absolute values up to {rounded:g} with label_smoothing, got {bound:g}; "
+                f"-{rounded:g} is enough to leave a class out of the softmax"
             )
     return bound

@@ -80,7 +80,8 @@ def partial_fc_loss(
         of_label = negatives.scatter(1, of[:, None], target_logit[:, None].to(negatives))
         log_p, counts = of_label.log_softmax(1), of_label > float("-inf")
         mean = torch.where(counts, log_p, 0.0).sum(1) / counts.sum(1)
-        losses.append(-(1 - label_smoothing) * log_p.gather(1, of[:, None])[:, 0] - label_smoothing * mean)
+        nll = -log_p.gather(1, of[:, None])[:, 0]
+        losses.append((1 - label_smoothing) * nll - label_smoothing * mean if label_smoothing else nll)
     per_label = torch.stack(losses, 1)
     if hasattr(margin, "regularizer"):
         per_label = per_label + margin.regularizer(targets)
