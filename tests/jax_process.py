@@ -37,7 +37,7 @@ assert len(jax.local_devices()) < jax.device_count()
 
 
 def local_rows(x):
-    """Return a global array, of which this process provides the rows of its devices."""
+    """Return a global array; this process provides the rows of its devices."""
     x = np.asarray(as_jax(x))
     if len(x) % jax.device_count():
         return x  # replicated

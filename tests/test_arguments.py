@@ -1,4 +1,4 @@
-"""Arguments that are no tensors: flags, numbers, names and functions mean what they say, or are refused, everywhere."""
+"""Arguments that are not tensors: flags, numbers, names and functions of the wrong type or value are refused."""
 
 import math
 import warnings
@@ -33,7 +33,7 @@ NONSENSE = [None, "no", b"mean", [], {}, 1j, Unshowable(), object, torch.ones(3)
 
 @pytest.mark.parametrize("value", NONSENSE, ids=lambda value: type(value).__name__)
 def test_nothing_else_is_a_flag_or_a_number(value):
-    """Only a bool is a flag, only an int an integer, only an int or a float a number; whatever a value does itself."""
+    """Only a bool is a flag, only an int an integer, only an int or a float a number, for any methods of a value."""
     for check in (
         lambda: settings.check_flag("it", value),
         lambda: settings.check_integer("it", value),
@@ -98,7 +98,7 @@ OPTIMIZERS = [
 def test_a_wrong_setting_of_an_optimizer_is_refused(make, options, message):
     with pytest.raises(ValueError, match=message):
         make([_parameter()], **options)
-    with pytest.raises(ValueError, match=message):  # and those that a group of parameters has of its own
+    with pytest.raises(ValueError, match=message):  # settings of a group of parameters, too
         make([{"params": [_parameter()], **options}])
     if "nesterov" not in options:
         optimizer = make([_parameter()])
@@ -193,7 +193,7 @@ def nested():
 
 
 def collectives_body():
-    """Rank 1 is wrong, all ranks say so, and the group goes on."""
+    """Pass a wrong argument on rank 1: all ranks raise, and the group continues."""
     comm, x = wb.comm.TorchCommunicator(), torch.ones(2, 3)
     wrong_here = comm.rank == comm.size - 1
 
@@ -266,7 +266,7 @@ def test_wrong_arguments_of_heads_and_checkpoints_are_refused_on_all_ranks(world
 
 
 def loss_of_the_users_body(strategy):
-    """A loss that is not finite, on one rank or on all, is the same error on all, and names the rank."""
+    """A loss that is not finite, on one rank or on all, gives the same error on all ranks, which names the rank."""
     x = torch.randn(2, 3, requires_grad=True)
     rank, size = dist.get_rank(), dist.get_world_size()
     last = 0 if strategy == "root" else size - 1

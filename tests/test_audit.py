@@ -1,4 +1,4 @@
-"""The audit: right problems pass, each planted mistake is named, and mistakes of the user's are reported clearly."""
+"""The audit: right problems pass, each planted mistake is named, and mistakes of the user are reported clearly."""
 
 import json
 import math
@@ -126,7 +126,7 @@ def test_no_false_alarm_on_this_library(setting):
 
 
 def test_micro_batches_are_seen_on_one_process():
-    """The gradient of micro-batches is right for their losses, which the audit reports as worth knowing."""
+    """The gradient of micro-batches is right for their losses; the audit reports them in a note."""
     report = wb.audit(audit_mistakes.micro_batches, (1,))
     assert report.exact
     (finding,) = report.findings
@@ -139,7 +139,7 @@ def test_the_rank_that_raises_is_named():
     assert finding.evidence.startswith("rank 1: KeyError: 'rank 1 has no such thing' (File")
 
 
-# Figures that algebra gives.
+# Figures from algebra.
 def test_ratios_are_those_of_the_algebra():
     report = wb.audit(audit_mistakes.gather_without_gradient, (2, 4))
     for size in (2, 4):

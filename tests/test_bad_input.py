@@ -123,7 +123,7 @@ def test_a_wrong_option_is_refused_by_function_and_module(world_size):
     run_ranks(option_mistakes_body, world_size, timeout_s=30)
 
 
-# A valid call of each loss; and the keywords of rank 1 instead, for every argument that is not tested yet.
+# A valid call of each loss, and replaced keywords of rank 1, for every argument that is not tested above.
 CALLS = {
     "info_nce_loss": lambda **wrong: wb.functional.info_nce_loss(
         **{"queries": features(), "keys": features(), "logit_scale": 10.0, "negatives": features(2)} | wrong
@@ -486,7 +486,7 @@ def test_loss_fn_must_be_callable():
 
 
 def test_a_launcher_without_a_process_group(monkeypatch):
-    """Each process would take its local rows for the whole batch, which is silently another loss."""
+    """Each process would take its local rows for the whole batch: silently another loss."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"torch\.distributed is not initialized"):
         wb.functional.clip_loss(features(), features(), 1.0)
@@ -512,7 +512,7 @@ def test_ranks_that_call_different_things():
 
 
 def wrong_group_on_one_rank_body():
-    """The rank with the wrong group cannot tell the others; they wait for it, as documented."""
+    """The rank with the wrong group cannot reach the others; they wait for it, as documented."""
     groups = [dist.new_group([0]), dist.new_group([1])]
     if dist.get_rank() == 1:
         with pytest.raises(ValueError, match="global rank 1 is not a member"):
@@ -538,7 +538,7 @@ def test_unknown_names_come_with_the_nearest_or_with_their_place():
 
 
 def unknown_keywords_body(folder):
-    """Functions that are collective over a head's group, or over a given group, raise on every rank."""
+    """Unknown keywords raise on every rank for functions that are collective over a head's group or a given group."""
     wrong = {"nonsense": 1} if dist.get_rank() == 1 else {}
     head = wb.PartialFC(4, 6, bias=True)
     weight = torch.nn.Parameter(torch.ones(2))
@@ -584,7 +584,7 @@ HEADS_OF_TWO_SETTINGS = {
 
 
 def heads_of_two_settings_body():
-    """One rank has another head: then its centers are not gathered either."""
+    """If one rank has another head, its centers are not gathered."""
     for name, value in HEADS_OF_TWO_SETTINGS.items():
         settings = {"embedding_size": 4, "num_classes": 6} | ({name: value} if dist.get_rank() == 1 else {})
         head = wb.PartialFC(**settings)

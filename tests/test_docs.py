@@ -1,4 +1,4 @@
-"""The Python in README and docs is executed: what is not run will lie."""
+"""The Python code in README and docs runs, links have targets, and quoted messages are those of the source."""
 
 import ast
 import re
@@ -30,7 +30,7 @@ def test_there_is_something_to_run():
 
 
 def same_on_both(printed):
-    """Two ranks have printed the same number."""
+    """Return whether two ranks have printed the same number."""
     losses = re.findall(r"rank \d: (\d+\.\d{6})", printed)
     assert len(losses) == 2
     assert losses[0] == losses[1]

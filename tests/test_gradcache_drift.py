@@ -1,4 +1,4 @@
-"""Replicas that drift apart, for any reason: their checksums differ, and the next step raises on every rank."""
+"""Replicas that drift apart for any reason: their checksums differ, and the next step raises on every rank."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ APART = "an optimizer step has driven them apart"
 
 
 def drift_body(counts, what):
-    """Without an engine: an error before the second step, naming the first parameter that differs."""
+    """Step without an engine: an error before the second step names the first parameter that differs."""
     local, net = local_rows(counts), Towers()
     scale = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
     models = [net.image, net.text] if what == "modules" else [lambda a: net(x=a)[0], lambda b: net(y=b)[1]]
@@ -61,7 +61,7 @@ def test_parameters_that_drift_apart(counts, what, name):
 
 
 def changed_body(change, steps):
-    """One rank's parameter is changed in some way after so many steps: noticed by the next one that looks."""
+    """Change one rank's parameter after some steps: the next step that compares raises."""
     local, net = local_rows((4, 4)), Towers()
     ddp = DistributedDataParallel(net)
     step = wb.GradCache([lambda a: ddp(x=a)[0], lambda b: ddp(y=b)[1]], 4, loss_fn)
@@ -105,7 +105,7 @@ def test_which_steps_are_compared():
 
 
 def test_no_way_to_know_needs_the_comparison():
-    """With the comparison planted off, ranks drift apart without a word."""
+    """With the comparison switched off, ranks drift apart silently."""
     assert run_ranks(silent_drift_body, 2, timeout_s=60) == [True, True]
 
 
@@ -147,7 +147,7 @@ def test_checksums_whatever_the_default_device_is():
 
 
 def test_checksums_see_order_in_large_tensors():
-    """Of numbers whose bits end with many zeros, and beyond a block."""
+    """Checksums depend on the order of numbers whose bits end with many zeros, and of numbers beyond a block."""
     x = torch.ones(3 * 2**18 + 5, dtype=torch.float64)
     seen = set()
     for at in (None, 0, 1, 2, 2048, 2**17, 2**18, 2**18 + 1, 3 * 2**18 + 4):

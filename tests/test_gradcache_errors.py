@@ -1,4 +1,4 @@
-"""Gradient caching raises, on all ranks, where a step would be silently wrong or a setting makes no sense."""
+"""Gradient caching raises, on all ranks, if a step would be silently wrong or a setting is not valid."""
 
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -62,7 +62,7 @@ def test_one_model_with_other_representations_for_each_input(keep):
 
 
 def test_representations_of_which_some_are_frozen():
-    """A locked tower, and a fixed scale, beside what is trained."""
+    """A frozen tower and a fixed scale are allowed beside trained parts."""
     model, frozen, (x, y) = mlp(0), mlp(1).requires_grad_(False), batch(6)
     scale = torch.tensor(2.0, dtype=torch.float64)
 
@@ -146,7 +146,7 @@ MISTAKES = {
 
 
 def mistakes_body():
-    """On the last rank alone: an error on all, gradients as they were, and the next step is right."""
+    """Mistakes on the last rank alone raise on all; gradients stay as they were, and the next step is right."""
     model, (x, y) = mlp(0), batch(6)
     rank, world = dist.get_rank() if dist.is_initialized() else 0, dist.get_world_size() if dist.is_initialized() else 1
     for name, (call, message) in MISTAKES.items():
@@ -168,7 +168,7 @@ def test_a_wrong_call_on_one_rank_raises_on_all_ranks(world_size):
 
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_a_model_with_a_state_of_its_own_is_found_out(accumulated):
-    """In the second chunk's second pass: by then the first chunk's gradient is there, and has to go."""
+    """The error comes in the second chunk's second pass: the first chunk's gradient exists by then, and is removed."""
     inner, calls, (x, y) = mlp(0), [0], batch(6)
 
     def encode(z):
@@ -209,7 +209,7 @@ def test_a_wrong_setting_is_refused_by_the_constructor(arguments, message):
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_a_step_needs_gradients(context):
-    """An evaluation that calls it would leave gradients in `.grad`."""
+    """In an evaluation, a step would leave gradients in `.grad`."""
     model = torch.nn.Linear(3, 2)
     step = wb.GradCache([model, model], 2, lambda x, y: wb.functional.clip_loss(x, y, 1.0))
     with context(), pytest.raises(ValueError, match=r"must not be under torch\.no_grad\(\) or inference_mode"):

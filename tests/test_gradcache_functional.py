@@ -40,7 +40,7 @@ def functional_body(counts, small):
     for again, r in closures:
         again(r)
 
-    # The same masks on one process: each rank's, in the order in which it drew them.
+    # The same masks on one process: each rank's, in the order in which the rank drew them.
     towers = [[], []]
     for other, count in enumerate(counts):
         torch.manual_seed(other)
@@ -60,7 +60,7 @@ def test_the_functional_form():
 
 
 def unused_call_body():
-    """Of two calls one is never gone back to; the other synchronizes all the same."""
+    """Run the second pass of one of two calls only: it synchronizes nevertheless."""
     rank = dist.get_rank()
     model = DistributedDataParallel(mlp(0))
     encode = wb.gradcache.cached(lambda model, x: model(x))
@@ -84,7 +84,7 @@ def test_the_functional_form_under_ddp(counts):
 
 
 def gathered_body(counts):
-    """The recipe of the original: every rank computes the loss of all rows, times the world size; DDP averages."""
+    """Use GradCache's original recipe: every rank computes W times the loss of all rows, and DDP averages."""
     rows, world = Partition(counts).rows(dist.get_rank()), dist.get_world_size()
     x, y = batch(sum(counts))
     plain = mlp(0)

@@ -1,4 +1,4 @@
-"""Gradient caching holds one chunk's activations, and the graphs that its budget has room for."""
+"""Gradient caching holds one chunk's activations, and the graphs that fit into its budget."""
 
 import copy
 import warnings
@@ -37,7 +37,7 @@ def test_kept_graphs_need_no_second_pass(keep, budget, passes):
 
 
 def test_a_budget_keeps_what_fits_and_leaves_room_for_one_more():
-    """A chunk's graph holds tanh's output: 2 rows of 8 numbers of 8 bytes. The input is there anyway."""
+    """A chunk's graph holds tanh's output: 2 rows of 8 numbers of 8 bytes. The input exists anyway."""
     model, (x, y) = Counted(mlp(0)), batch(8)
     each = 2 * 8 * 8
     for room in range(1, 6):
@@ -89,7 +89,7 @@ def test_out_of_memory_with_running_averages():
 
 
 def out_of_memory_body():
-    """On one rank, in the second model: the first has kept what it could, and everybody ends in step."""
+    """Run out of memory in the second model on one rank, after the first has kept graphs: all ranks stay in step."""
     rank = dist.get_rank()
     rows = Partition((6, 6)).rows(rank)
     x, y = batch(12)
@@ -114,7 +114,7 @@ def test_out_of_memory_on_one_rank():
 
 
 def test_one_chunk_of_activations_is_alive_at_a_time():
-    """Whatever the batch: in both passes, and while the loss is computed."""
+    """One chunk is the limit for any batch, in both passes and while the loss is computed."""
     model, states, most = mlp(0), [], [0]
 
     def alive():

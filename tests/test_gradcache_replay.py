@@ -15,7 +15,7 @@ import wholebatch as wb
 
 
 class Noise(nn.Module):
-    """Random numbers of everyone who has some."""
+    """A module that draws from every random number generator."""
 
     def forward(self, x):
         import numpy
@@ -62,7 +62,7 @@ def test_running_averages_count_every_chunk_once(keep):
 
 
 def test_buffers_that_the_output_depends_on():
-    """Spectral norm's vectors move in each pass, and the next pass sees them."""
+    """The vectors of spectral norm move in each pass, and the next pass uses them."""
     model, loss_fn, (x, y) = mlp(0), Clip(), batch(10)
     nn.utils.parametrizations.spectral_norm(model[0])
     plain = copy.deepcopy(model)
@@ -74,7 +74,7 @@ def test_buffers_that_the_output_depends_on():
 
 @pytest.mark.parametrize("keep", [0, 2, 1.0])
 def test_under_the_callers_autocast(keep):
-    """A weight that was cast without gradient in the first pass must not serve the second."""
+    """A weight that was cast without gradient in the first pass must not be used in the second."""
     model, (x, y) = mlp(0).float(), [z.float() for z in batch(8)]
 
     def loss_fn(a, b):

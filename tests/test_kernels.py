@@ -133,7 +133,7 @@ def errors(found, true):
 @pytest.mark.parametrize("over", ["negatives", "all", "positives"])
 @pytest.mark.parametrize("kind", ["pairs", "two views", "ids", "ids excluded", "both", "none"])
 def test_sums_and_products(in_kernels, kind, over):
-    """float32, 45 rows and 77 columns in two tiles each way, against the same sweep in float64."""
+    """Compare float32, with 45 rows and 77 columns in two tiles per direction, with the same sweep in float64."""
     x, y = poisoned(45, 19, torch.float32), poisoned(77, 19, torch.float32)
     selection = Selection(pairs_of(kind, 45, 77), over)
     true = swept(SoftmaxSweep, x.double(), y.double(), selection, side=640)
@@ -175,7 +175,7 @@ def test_kept_exponentials(in_kernels, monkeypatch, kind, kept):
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("of", ["norms of rows", "norms of both", "offsets", "all"])
 def test_rows_with_norms_and_offsets(in_kernels, of, dtype):
-    """PartialFC has such rows: they are classes, and each column names its own."""
+    """PartialFC has such rows: they are classes, and each column names its class."""
     x, y = poisoned(45, 19, dtype) * 3, poisoned(77, 19, dtype) / 2
     norms = {}
     if "offsets" not in of:
@@ -260,7 +260,7 @@ def in_kernels(monkeypatch):
 
 
 def test_positives_are_subtracted_inside_the_tile():
-    """For trained features, p = 1 - 3e-4, dS is lost if its parts are rounded before they are added."""
+    """For trained features (p = 1 - 3e-4) dS is lost if its parts are rounded before they are added."""
     x = normalize(torch.randn(48, 64, device=DEVICE), dim=1).bfloat16()
     selection = Selection(Pairs(Diagonals(Diagonal(0, 0, 48))), "all")
     sweep = KernelSoftmaxSweep(Driver(x, 12.0, side=640), selection, 48)
@@ -315,7 +315,7 @@ def test_sets_are_the_ones_that_plain_pytorch_has():
 
 @pytest.mark.parametrize(("name", "dtype"), [*product(NAMES, CLOSE)])
 def test_losses_are_exact(in_kernels, name, dtype):
-    """Value and gradients, against the reference in float64."""
+    """Compare value and gradients with the reference in float64."""
     whole = [normalize(torch.randn(50, 24), dim=1).to(DEVICE, dtype) for _ in range(2)]
     ids = torch.randint(0, 30, (50,), device=DEVICE)
 

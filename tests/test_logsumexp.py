@@ -1,4 +1,4 @@
-"""One shift for all where the underflow check passes, each maximum elsewhere: never an overflow, never log(0)."""
+"""One shift for all rows if the underflow check passes, else each row's maximum: never an overflow, never log(0)."""
 
 import math
 
@@ -21,7 +21,7 @@ def test_no_sum_overflows(bound, terms, dtype):
 
 @given(st.sampled_from([1.0, 14.3, 60.0, 100.0, 200.0]), st.floats(-1, 1), st.integers(0, 99))
 def test_what_passes_the_underflow_check_is_exact(scale, center, seed):
-    """Logits anywhere in the range that the bound allows: either certified and right, or refused."""
+    """For logits anywhere within the bound, the check either refuses, or passes and the result is right."""
     generator = torch.Generator().manual_seed(seed)
     cosines = (center + 0.2 * torch.randn(5, 40, dtype=torch.float64, generator=generator)).clamp(-1, 1)
     logits = (scale * cosines).float()
@@ -39,7 +39,7 @@ def test_what_passes_the_underflow_check_is_exact(scale, center, seed):
 
 
 def test_the_underflow_check_refuses_what_the_obvious_shift_gets_wrong():
-    """The largest possible logit as the shift: at scale 100, rows near cosine 0 underflow to log(0)."""
+    """With the largest possible logit as the shift, rows near cosine 0 underflow to log(0) at scale 100."""
     logits = 100 * torch.tensor([[0.01, 0.02, -0.01]])
     naive = (logits - 100.0).exp().sum(1)
     assert count_underflowed(naive, 3, torch.float32) == 1
@@ -52,7 +52,7 @@ def test_the_underflow_check_refuses_what_the_obvious_shift_gets_wrong():
 
 @given(st.floats(0, 100), st.integers(1, 2**21))
 def test_the_known_bound_leaves_room_for_weights(bound, terms):
-    """Gradients weigh 1 / sum, times a scaler's factor: that is to be a number of float32."""
+    """Gradients have weights 1 / sum, times a scaler's factor: these must be finite in float32."""
     shift = shared_shift(bound, terms, torch.float32)
     if cannot_underflow(bound, shift, torch.float32):
         assert 2.0**20 / math.exp(-bound - shift) < torch.finfo(torch.float32).max

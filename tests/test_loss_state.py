@@ -1,4 +1,4 @@
-"""Queues and running averages of losses are the same on all ranks, and those of one process."""
+"""Queues and running averages of losses are the same on all ranks and on one process."""
 
 import warnings
 
@@ -15,7 +15,7 @@ from wholebatch.testing import run_ranks
 
 
 def queue_body(size):
-    """Uneven pushes around the ring: the same keys, in the same places, as on one process."""
+    """Push uneven batches around the ring: keys are in the same places as on one process."""
     queue, alone = wb.KeyQueue(7, 2), wb.KeyQueue(7, 2, group=wb.comm.LocalCommunicator())
     pushed = []
     for step, counts in enumerate([(2, 1, 0), (0, 3, 2), (1, 1, 1), (4, 0, 3)]):
@@ -61,7 +61,7 @@ def test_a_queue_is_the_same_on_all_ranks(world_size):
 
 
 def averages_body(counts):
-    """Three steps of SogCLR with uneven rows: loss, gradient and the whole state are those of one process."""
+    """Run three steps of SogCLR with uneven rows: loss, gradient and the whole state are those of one process."""
     together = wb.GlobalContrastiveLoss(20, temperature=0.2, dtype=torch.float64)
     alone = wb.GlobalContrastiveLoss(20, temperature=0.2, dtype=torch.float64, group=wb.comm.LocalCommunicator())
     rows = Partition(counts).rows(dist.get_rank())
@@ -107,7 +107,7 @@ def test_averages_are_those_of_one_process(counts):
 
 
 def test_a_gradient_through_the_average_would_be_another():
-    """The twin's teeth: with gamma in the gradient, as plain differentiation of u has it, it is 0.9 times as large."""
+    """Plain differentiation of u has gamma in the gradient, which is then 0.9 times the reference's."""
     case = LOSSES["global contrastive"]
     whole = whole_batch(case, (6,))
     right = dense(case, whole, 5.0)

@@ -1,4 +1,4 @@
-"""The order of the backward pass is `Communicator.backward`'s doing: without it, the same graphs hang or go wrong."""
+"""`Communicator.backward` orders the backward pass: without it, the same graphs hang or give wrong gradients."""
 
 from datetime import timedelta
 
@@ -36,7 +36,7 @@ def test_branching_graphs_without_the_order_are_an_error_with_checking():
 
 
 def sender_with_a_loss_of_its_own():
-    """Rank 0 sends, and forgets that with `comm.backward`: rank 1 refuses the plain pass that would hide it."""
+    """Rank 0 uses a plain backward pass, which does not reach the message; the plain pass of rank 1 raises."""
     comm = TorchCommunicator()
     if comm.rank == 0:
         x = torch.ones(2, requires_grad=True)
@@ -53,7 +53,7 @@ def test_messages_need_the_ordered_pass_at_both_ends():
 
 
 def unreached_body(check):
-    """Rank 0 does not call: the others' timeout says where they are, and what to try."""
+    """If rank 0 does not call, the others' timeout names their operation and the fix."""
     comm = TorchCommunicator(dist.new_group(timeout=TIMEOUT), check=check)
     if comm.rank == 0:
         dist.barrier()
@@ -89,7 +89,7 @@ def test_two_threads():
 
 
 def checkpointed_body():
-    """Recomputation repeats the operation on all ranks, and leaves nothing behind."""
+    """Recomputation repeats the operation on all ranks, and leaves no state."""
     from torch.utils.checkpoint import checkpoint
 
     comm = TorchCommunicator()

@@ -1,4 +1,4 @@
-"""The planner predicts what then happens: the same exchange, the same tiles, the same memory."""
+"""The planner predicts the exchange, the tiles and the memory of the real step."""
 
 import json
 import re
@@ -31,7 +31,7 @@ SIZES = "--batch-size 8 --embedding-size 8"
 OF_CLASSES = {"partial_fc": {"classes": 5000}}
 
 
-# The planner and the library decide alike.
+# The planner and the library make the same decisions.
 
 
 @pytest.mark.parametrize("loss", ["clip", "nt_xent"])
@@ -71,7 +71,7 @@ def test_the_budget_is_that_of_the_sweep(monkeypatch, loss, memory):
     shapes = Shapes(loss, 900, 16, 1, **({"classes": 1000} if loss == "partial_fc" else {}))
     make_step(LocalCommunicator(), shapes, "gather", memory, CPU)()
     said = shapes.budget(memory)
-    if loss == "siglip":  # its gradient is made in the forward pass: what it might keep, it does not
+    if loss == "siglip":  # its gradient is computed in the forward pass, so it keeps nothing
         made = [replace(made[0], kept=0, kept_dtype=torch.float32)]
     assert made == [said]
 
@@ -127,7 +127,7 @@ def test_memory_of_every_setting_is_as_predicted(ranks):
         if abs(said / rise - 1) > 0.15:
             wrong.append(f"{shapes}, {exchange}, {memory}: said {said}, was {rise}")
         if shapes.loss == "clip" and exchange == "ring" and shapes.dtype == torch.float32:
-            other = work_of(shapes, "gather", memory).loss  # teeth: another exchange's figure does not pass
+            other = work_of(shapes, "gather", memory).loss  # another exchange's figure does not pass
             assert other / rise > 1.15
     assert not wrong, "\n".join(wrong)
 
@@ -182,7 +182,7 @@ def test_memory_of_a_step_with_gradient_caching_is_as_predicted(chunk, kept):
     peaks = {option.chunk_size: option.peak for option in found.options if option.memory == "flat"}
     assert peaks[chunk] == pytest.approx(rise, rel=0.15)
     if chunk is not None:
-        assert peaks[None] > 1.5 * rise  # teeth: all rows at once
+        assert peaks[None] > 1.5 * rise  # the memory of all rows at once
 
 
 def rises_of_steps(sizes):

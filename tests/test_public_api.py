@@ -1,4 +1,4 @@
-"""The public names are a decision: this list and the package agree, and each is documented."""
+"""The public names of the package are those of this list, and each is documented."""
 
 import inspect
 import re
@@ -125,7 +125,7 @@ def test_every_public_name_is_documented():
             if inspect.isclass(value):
                 for method, function in inspect.getmembers(value, inspect.isfunction):
                     if not function.__module__.startswith("wholebatch"):
-                        continue  # of the class that it is derived from
+                        continue  # inherited
                     assert method.startswith("_") or inspect.getdoc(function), f"{name}.{method}"
 
 
@@ -137,7 +137,7 @@ def test_functions_and_their_references_have_the_same_arguments():
 
 
 def test_modules_have_their_functions_options():
-    """Whatever is no tensor is a setting of the module; the rest enters its `forward`."""
+    """Arguments that are not tensors are settings of the module; the others are arguments of its `forward`."""
     modules = [name for name in PUBLIC[wb] if name.endswith("Loss")]
     assert len(modules) == len(LOSSES) - 1, "all but PartialFC, which has centers"
     functions = {name.replace("_", ""): getattr(wb.functional, name) for name in LOSSES}

@@ -1,4 +1,4 @@
-"""The dense twin against a case worked out by hand and against its own definition in plain loops."""
+"""The dense reference equals a case computed by hand, and its definition in plain loops."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Constants in the precision of what they meet, a scale of 0, gradients of zeros, and what the reference refuses."""
+"""Precision of constants, a scale of 0, gradients of zeros, and inputs that the reference refuses."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_negatives_that_no_direction_looks_at_get_zeros(exclude_above):
 
 
 def test_weights_of_half_precision_get_a_gradient_in_full():
-    """Of a weight's part in the sum and of its part in the divisor, which all but cancel."""
+    """A weight's gradients from the sum and from the divisor nearly cancel."""
     x, y = (z.half() for z in features(0, 1))
     weights = 0.1 + torch.rand(5, generator=torch.Generator().manual_seed(2))
     weights = weights.half()
@@ -76,7 +76,7 @@ def test_dcl_with_sharp_weights():
 
 
 def test_the_reference_of_equal_logits_that_are_huge():
-    """A logsumexp of 1e18 has lost its logarithm; the derivative by each of two equal logits is a half all the same."""
+    """A logsumexp of 1e18 has lost its logarithm, but the derivative by each of two equal logits is still a half."""
     x = torch.tensor([[1e9, 0.0], [0.0, 1e9]], dtype=torch.float64, requires_grad=True)
     y = torch.tensor([[1e9, 0.0], [1e9, 0.0]], dtype=torch.float64)
     for functions in (wb.functional, wb.reference):

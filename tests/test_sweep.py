@@ -1,4 +1,4 @@
-"""What a sweep is made of, without ranks: budgets, kept tiles, pairs; and who meets whom, in integers."""
+"""Parts of a sweep, without ranks: budgets, kept tiles, pairs, and the schedule of blocks in integers."""
 
 import pytest
 import torch
@@ -98,7 +98,7 @@ def test_pairs_are_read_where_they_are():
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=9), st.integers(0, 9), st.integers(1, 4))
 def test_equal_ids_are_found_where_they_are(ids, first, side):
-    """Tile by tile the same entries as in the whole matrix, but for those that are left out."""
+    """Each tile has the entries of the whole matrix, except those that are left out."""
     cols = torch.tensor(ids)
     first = min(first, len(ids))
     rows, itself = cols[first:], Diagonals(Diagonal(0, first, len(ids) - first))
@@ -115,7 +115,7 @@ def test_equal_ids_are_found_where_they_are(ids, first, side):
 
 
 def test_nothing_is_allocated_after_the_first_tile():
-    """The buffers of one sweep are the same memory for every tile."""
+    """A sweep uses the same buffers for every tile."""
     driver = Driver(torch.randn(50, 4), 2.0, side=16)
     block = Block(torch.randn(70, 4), slice(0, 70), slice(0, 50))
     places = {driver.logits(tile, x, y).data_ptr() for tile, x, y in driver.tiles(block)}

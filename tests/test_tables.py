@@ -89,7 +89,7 @@ def test_on_a_terminal_words_are_whole_and_lines_fit(table, width, monkeypatch, 
 
 @pytest.mark.parametrize("table", TABLES)
 def test_into_a_file_every_row_is_one_line(table, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "40")  # a width says nothing about a file
+    monkeypatch.setenv("COLUMNS", "40")  # the width does not apply to a file
     words = table()
     printed = capsys.readouterr().out
     assert any(set(words) <= set(line.split()) for line in printed.splitlines())

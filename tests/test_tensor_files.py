@@ -56,7 +56,7 @@ def test_safetensors_reads_what_is_written_and_so_do_we(tmp_path):
 
 
 def test_a_tensor_is_read_without_the_others(tmp_path, monkeypatch):
-    """The bytes that are read are those of the header and of this tensor."""
+    """Only the bytes of the header and of this tensor are read."""
     write_tensors(tmp_path / "a", {str(i): torch.randn(1000, 10) for i in range(20)}, {})
     counts = []
 
@@ -79,7 +79,7 @@ def read_all_of(path):
 
 
 def test_every_flipped_bit_is_detected(tmp_path):
-    """Every bit of a file is flipped, and the file is cut to every length."""
+    """Flip every bit of a file, and cut the file to every length."""
     path = tmp_path / "a"
     write_tensors(path, {"x": torch.tensor([True, False])}, {})
     whole = path.read_bytes()
@@ -304,7 +304,7 @@ def test_nothing_is_executed(tmp_path):
 
 
 def test_changed_pickles_raise_or_are_harmless(tmp_path):
-    """With a valid checksum they raise ValueError or describe another value, and never do anything else."""
+    """With a valid checksum they raise ValueError or describe another value, and have no other effect."""
     torch.manual_seed(0)
     torch.save(content(), tmp_path / "a.pt")
     with zipfile.ZipFile(tmp_path / "a.pt") as archive:

@@ -57,8 +57,8 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def load(folder, method, end):
-    """Sum the items of two workers, which live as long as their iterator, and start `sleep`, which nobody waits for."""
-    # Python 3.12 and later: fork, of a process with threads. Workers use none of gloo's.
+    """Sum the items of two workers, which live as long as their iterator, and start `sleep` without waiting for it."""
+    # Python 3.12 and later warn of a fork in a process with threads. Workers use none of gloo's.
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     (folder / f"{os.getpid()}").touch()
     loader = torch.utils.data.DataLoader(
@@ -124,14 +124,14 @@ def test_ranks_may_start_processes_and_leave_none(tmp_path, method, end):
             run_ranks(load, 2, tmp_path, method, end, timeout_s=120)
     started = {int(file.name) for file in tmp_path.iterdir()}
     assert len(started) == 2 + 2 * 2 + 2, "ranks, workers, and a program for each rank"
-    deadline = time.monotonic() + 60  # killed, but the system may take its time
+    deadline = time.monotonic() + 60  # the processes are killed, but may end later
     while (left := {pid for pid in started if runs(pid)}) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left
 
 
 def runs(pid):
-    """Return whether there is such a process, and it is not a zombie."""
+    """Return whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

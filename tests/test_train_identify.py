@@ -1,4 +1,4 @@
-"""`wholebatch train --task identify`: the classifier is sharded over the ranks, and the numbers do not change."""
+"""`wholebatch train --task identify`: the classifier is sharded over ranks, and the numbers do not change."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from wholebatch.train.labeled import images_of_step, with_split
 from wholebatch.train.verification import accepted_at, best_possible
 
 FACES = ("DejaVuSans", "DejaVuSerif", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSerif-Bold")
-# A margin with a memory, and a sample of classes: both go on after a resume as if nothing had been.
+# A margin with running averages, and a sample of classes: both continue after a resume without a difference.
 HEAD = ["--head.margin", "adaface", "--head.scale", "16", "--head.sample-rate", "0.4"]
 
 
@@ -114,7 +114,7 @@ def test_configurations_that_make_no_sense(settings, message):
 
 
 def test_a_task_has_its_own_defaults(monkeypatch):
-    """And what is said holds, also where it is the other task's default."""
+    """An option that is given is used, even if it equals the other task's default."""
     asked = []
     monkeypatch.setattr("wholebatch.train.launch.run", asked.append)
     for argv in ([], ["--task", "identify"], ["--task", "identify", "--steps", "300"]):
@@ -180,7 +180,7 @@ def test_a_model_that_is_not_finite_stops_the_run(data, tmp_path, more):
     assert "training stopped in step 1" in done.stderr
 
 
-# Its parts.
+# Parts of the task.
 def test_faces_of_the_test_are_not_in_training():
     data = glyph_classes(32, validation=325, seed=0)
     assert len(TEST_FACES) == 2
@@ -208,7 +208,7 @@ def test_validation_takes_one_image_of_some_classes():
 
 
 def test_verification_is_that_of_all_pairs():
-    """By the definition, with all similarities in memory; blocks smaller than the rows."""
+    """Compare blocks smaller than the rows with the definition, which has all similarities in memory."""
     torch.manual_seed(0)
     labels = torch.randint(200, (1300,))
     x = torch.nn.functional.normalize(torch.randn(200, 8)[labels] + torch.randn(1300, 8))

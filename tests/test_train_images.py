@@ -1,4 +1,4 @@
-"""Pictures of a user's own: every mode that Pillow reads, with pixels whose right value is known."""
+"""Pictures of a user in every mode that Pillow reads, with pixels whose right value is known."""
 
 import struct
 import warnings
@@ -29,7 +29,7 @@ def read(folder, image, channels=3, name="picture.png", **options):
 
 
 def png_of(width, height, rows=b"", *, depth=8, kind=0, more=b""):
-    """A file of that size, or one of few bytes that claims to be; `more` is a chunk, its name first."""
+    """Return a PNG file, or a few bytes that claim to have that size; `more` is a chunk that starts with its name."""
     header = b"IHDR" + struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, 0)
     chunks = [header, *([more] if more else []), b"IDAT" + zlib.compress(rows), b"IEND"]
     return b"\x89PNG\r\n\x1a\n" + b"".join(
@@ -38,7 +38,7 @@ def png_of(width, height, rows=b"", *, depth=8, kind=0, more=b""):
 
 
 def ramp(dtype, top):
-    """Sixty-four values from 0 to `top`."""
+    """Return 64 values from 0 to `top`."""
     return np.linspace(0, top, SIZE * SIZE).reshape(SIZE, SIZE).astype(dtype)
 
 
@@ -47,7 +47,7 @@ def expected_ramp():
 
 
 def with_alpha(beneath):
-    """Left half a green of full strength, right half transparent, with this color beneath; one pixel half of each."""
+    """Return a picture with a green left half, a transparent right half of this color, and one half-opaque pixel."""
     pixels = np.zeros((SIZE, SIZE, 4), np.uint8)
     pixels[:, :4] = (0, 200, 0, 255)
     pixels[:, 4:] = (*beneath, 0)
@@ -79,7 +79,7 @@ def test_other_modes_with_transparency(tmp_path, mode, monkeypatch):
         image = (image.convert("RGBA") if mode == "RGBa" else image).convert(mode)
     if mode == "LA":
         found = read(tmp_path, image)
-    else:  # no file format has them
+    else:  # no file format has this mode
         monkeypatch.setattr(Image, "open", lambda path: image)
         found = read_image(tmp_path / "none", size=SIZE, channels=3)
     assert (found[:, :, :4] == 255).all()
@@ -154,7 +154,7 @@ def test_a_range_that_nobody_can_know_is_an_error(tmp_path, array, message):
 
 @pytest.mark.parametrize("mode", ["1", "L", "RGB", "CMYK", "YCbCr", "P"])
 def test_opaque_modes(tmp_path, mode):
-    """White and black, whichever way a mode has them."""
+    """White and black are right in every mode."""
     image = Image.new("RGB", (SIZE, SIZE), "white")
     image.paste("black", (0, 0, 4, SIZE))
     image = image.quantize(2) if mode == "P" else image.convert(mode)
@@ -187,7 +187,7 @@ def test_pictures_stand_upright(tmp_path, orientation, name):
         right = np.asarray(ImageOps.exif_transpose(image).convert("L"))
     assert (found[0].int() - torch.from_numpy(right.astype(np.int32))).abs().max() == 0
     stays = orientation in (0, 1, 9)
-    assert (np.abs(right.astype(int) - pixels).max() < 5) == stays, "the other ways are no way"
+    assert (np.abs(right.astype(int) - pixels).max() < 5) == stays, "other orientations must differ"
 
 
 def test_damaged_metadata_turn_nothing(tmp_path):

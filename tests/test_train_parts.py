@@ -1,4 +1,4 @@
-"""The parts of the application, each by itself."""
+"""The parts of the training application, each alone."""
 
 import json
 import math
@@ -103,7 +103,7 @@ def test_rows_do_not_depend_on_the_rest_of_the_batch():
 
 
 def test_every_parameter_has_an_effect():
-    """A parameter without one would have a gradient of rounding noise, which Adam makes into full steps."""
+    """Without an effect, a gradient is rounding noise, which Adam turns into full steps."""
     model = DualEncoder(SMALL_MODEL, channels=1, image_size=16).double()
     images, texts = (
         torch.rand(6, 1, 16, 16, dtype=torch.float64),
@@ -171,7 +171,7 @@ def test_configurations_that_make_no_sense(options, message):
 
 
 def stepped(seed, width=3):
-    """A model and optimizer that have taken a step."""
+    """Return a model and an optimizer after a step."""
     torch.manual_seed(seed)
     model = torch.nn.Linear(width, 2)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -259,7 +259,7 @@ def test_damaged_checkpoints_are_refused(tmp_path):
 
 
 def test_a_random_state_that_is_none_changes_nothing(tmp_path):
-    """Its bytes are those of the file's digest, but torch does not take them."""
+    """The bytes match the file's digest, but torch refuses them."""
     model, optimizer = stepped(0)
     save_checkpoint(tmp_path, model.state_dict(), optimizer, step=1, seconds=0.0)
     with TensorFile(tmp_path / FILE) as file:
@@ -332,7 +332,7 @@ def test_mistakes_in_files(tmp_path):
 
 
 def test_metrics_that_are_not_finite_can_be_read_again(tmp_path):
-    """As the last ones of a run that went astray, which goes on from an earlier checkpoint."""
+    """These may be the last ones of a run that diverged and continues from an earlier checkpoint."""
     folder = RunFolder(tmp_path)
     folder.append({"step": 1, "loss": 1.0, "logit_scale": math.nan, "validation": {"recall@1": 0.5}})
     assert folder.metrics() == [{"step": 1, "loss": 1.0, "logit_scale": None, "validation": {"recall@1": 0.5}}]

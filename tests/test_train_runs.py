@@ -1,4 +1,4 @@
-"""`wholebatch train` as a user runs it: whole runs, on a small data set of real characters."""
+"""Whole runs of `wholebatch train`, as a user starts them, on a small data set of real characters."""
 
 import json
 import re
@@ -66,9 +66,9 @@ def test_under_torchrun(data, uninterrupted, tmp_path):
 
 @pytest.mark.parametrize("loss", ["clip", "global_contrastive"])
 def test_killed_and_resumed_gives_the_same_numbers(data, uninterrupted, tmp_path, loss):
-    """Killed without warning in mid-pass (2 batches a pass), after a checkpoint and past it.
+    """Kill the run in the middle of a pass (2 batches a pass), some steps after a checkpoint.
 
-    The second loss has a memory: of the step that is made again, it must not have seen the first time.
+    The second loss has running averages: a repeated step must not count twice in them.
     """
     run, whole = tmp_path / "run", uninterrupted[0]
     if loss != "clip":
@@ -77,7 +77,7 @@ def test_killed_and_resumed_gives_the_same_numbers(data, uninterrupted, tmp_path
     killed(TRAIN + options(data, run, "--loss", loss, steps=50), when=lambda: recorded(run) >= 13)
     assert recorded(run) < 50
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 99, "lo')  # what a kill in the middle of a write leaves
+        file.write('{"step": 99, "lo')  # as after a kill in the middle of a write
     finish([*TRAIN, "--resume", str(run)])
     assert metrics(run) == metrics(whole)
 
@@ -92,7 +92,7 @@ def test_resume_with_another_number_of_processes(data, uninterrupted, tmp_path):
 
 
 def one_line(capsys, code, *argv):
-    """The command's exit code and its one line of complaint."""
+    """Check the command's exit code, and return its one line of error output."""
     assert main(["train", *argv]) == code
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1, lines
@@ -134,7 +134,7 @@ def test_a_mistake_found_by_a_started_rank_is_one_line_too(data, tmp_path):
 
 
 def flipped(content):
-    """One bit of a number in the middle."""
+    """Flip one bit of a number in the middle."""
     return content[: len(content) // 2] + bytes([content[len(content) // 2] ^ 1]) + content[len(content) // 2 + 1 :]
 
 
@@ -154,7 +154,7 @@ def flipped(content):
     ],
 )
 def test_damaged_runs_are_refused(capsys, uninterrupted, tmp_path, file, damage, message):
-    """With the file's name, and the folder as it was."""
+    """The error names the file, and the folder is unchanged."""
     run = tmp_path / "run"
     shutil.copytree(uninterrupted[0], run)
     (run / file).write_bytes(damage((run / file).read_bytes()))
@@ -166,7 +166,7 @@ def test_damaged_runs_are_refused(capsys, uninterrupted, tmp_path, file, damage,
 
 
 def test_another_runs_configuration_is_refused(capsys, data, uninterrupted, tmp_path):
-    """Of the same shapes: it would go on, with another learning rate."""
+    """Its shapes are the same, so the run would continue with another learning rate."""
     run, other = tmp_path / "run", tmp_path / "other"
     assert main(["train", *options(data, other, "--learning-rate", "0.003", steps=50), "--no-audit"]) == 0
     shutil.copytree(uninterrupted[0], run)
@@ -176,7 +176,7 @@ def test_another_runs_configuration_is_refused(capsys, data, uninterrupted, tmp_
 
 
 def test_a_loss_that_is_not_finite_stops_training_and_keeps_the_last_good_checkpoint(capsys, data, tmp_path):
-    """At this learning rate the first update is the last: a checkpoint of step 1 would be useless, and is not made."""
+    """At this learning rate the first update is the last: a checkpoint of step 1 is useless and not written."""
     run = tmp_path / "run"
     slow = ["--warmup-steps", "1000000", "--checkpoint-every", "1"]
     assert "stopped in step 2" in one_line(capsys, 2, *options(data, run, "--learning-rate", "1e30"))

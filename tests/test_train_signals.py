@@ -1,4 +1,4 @@
-"""Signals that come to `wholebatch train`, ranks that die, and the lock of a run folder."""
+"""Signals to `wholebatch train`, ranks that die, and the lock of a run folder."""
 
 import json
 import os
@@ -31,7 +31,7 @@ from wholebatch.train.retrieve import Retrieve
 from wholebatch.train.run_folder import RunFolder
 from wholebatch.train.signals import Patience, Requests, Stopped, signals_blocked
 
-MORE = ["--no-audit", "--loss", "global_contrastive"]  # a loss with a memory
+MORE = ["--no-audit", "--loss", "global_contrastive"]  # a loss with running averages
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def undisturbed(data, tmp_path_factory):
 
 @pytest.fixture
 def requests():
-    """Of this process, as if it were in the middle of a step."""
+    """Return the requests of this process, as if it were in the middle of a step."""
     found = Requests(announce=False)
     found.begin()
     yield found
@@ -56,7 +56,7 @@ def requests():
 
 
 def noted(requests, number):
-    """Send this process a signal, and return once it is noted."""
+    """Send this process a signal, and return once it is recorded."""
     os.kill(os.getpid(), number)
     deadline = time.monotonic() + 60
     while not (requests._checkpoint if number == signal.SIGUSR1 else requests._stop):
@@ -70,7 +70,7 @@ def test_signals_are_requests(requests):
     assert requests.combined() == (0, True)
     assert requests.combined() == (0, False), "a checkpoint is made once"
     noted(requests, signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGTERM)  # GNU timeout sends two, and this process is still here
+    os.kill(os.getpid(), signal.SIGTERM)  # GNU timeout sends two, and this process still runs
     assert requests.combined() == (signal.SIGTERM, False)
     assert requests.combined() == (signal.SIGTERM, False)
 
@@ -108,7 +108,7 @@ def test_signals_of_a_process_wait_from_its_start():
 
 
 def a_loop_with_signals(who, at):
-    """The step after which this rank stops, and those after which it has made a checkpoint."""
+    """Return the step after which this rank stops, and those after which it writes a checkpoint."""
     requests = Requests(announce=False)
     requests.begin()
     checkpoints = []
@@ -208,7 +208,7 @@ def test_a_signal_at_any_moment_loses_nothing(capsys, monkeypatch, data, undistu
         assert line == "SIGTERM: the run was finished"
         assert (run / "report.json").exists()
     else:
-        command = f"wholebatch train --resume '{run}'"  # whatever program it is that runs tests
+        command = f"wholebatch train --resume '{run}'"  # for any program that runs the tests
         assert line == f"SIGTERM: stopped after step {step}, which has a checkpoint; resume with: {command}"
         assert main(["train", "--resume", str(run)]) == 0
         assert f"resuming after step {step}" in capsys.readouterr().out
@@ -217,7 +217,7 @@ def test_a_signal_at_any_moment_loses_nothing(capsys, monkeypatch, data, undistu
 
 
 def test_a_checkpoint_that_was_asked_for_is_not_made_again(capsys, monkeypatch, data, undisturbed, tmp_path):
-    """To write it once more is to have none for a moment: of a classifier's part there is one folder for a step."""
+    """A second write would leave no checkpoint for a moment, since a classifier has one folder per step."""
     run, found, steps = tmp_path / "run", [], []
 
     class Kept(Requests):
@@ -250,7 +250,7 @@ def test_a_checkpoint_that_was_asked_for_is_not_made_again(capsys, monkeypatch, 
 
 @pytest.fixture
 def started(data, tmp_path):
-    """A run of two processes that has made a few of its many steps."""
+    """Return a run of two processes that has made a few of its many steps."""
     command = TRAIN + options(data, tmp_path / "run", *MORE, "--ranks", "2", steps=100_000)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -355,7 +355,7 @@ def test_the_command_that_resumes_can_be_pasted(monkeypatch, tmp_path, called, f
 
 
 def test_the_command_that_resumes_repeats_the_options_of_this_resume(monkeypatch, tmp_path):
-    """Not those that the run was started with, which are saved; under torchrun it says how many ranks there are."""
+    """Options of the run's start are saved, not repeated; under torchrun the command has the number of ranks."""
     monkeypatch.setattr(sys, "argv", ["train.py"])
     saved = TrainConfig(ranks=2, run_folder=tmp_path / "run")
     RunFolder.create(tmp_path / "run", saved).close()
@@ -371,7 +371,7 @@ def test_the_command_that_resumes_repeats_the_options_of_this_resume(monkeypatch
 
 
 def test_a_path_is_shown_as_it_is(capsys):
-    """Rich would take some of it for its markup, and for pictures."""
+    """Rich would read parts of it as markup and emoji."""
     folder = Path("/runs[lr=1]/[red]x/:smile:")
     ConsoleProgress().show_folder(folder)
     ConsoleProgress().show_stop("SIGTERM", 3, f"; resume with: train --resume {folder}", finished=False)
@@ -518,7 +518,7 @@ def test_a_folder_that_a_kill_left_before_the_configuration_is_empty(data, tmp_p
 
 
 def fails(config, store, rank, launcher):
-    """The life of a rank that ends in one of two ways, while the other one waits for it."""
+    """Run a rank that raises or ends, while the other one waits for it."""
     requests = Requests(launcher, announce=False)
     requests.begin()
     if rank == 1:
@@ -558,7 +558,7 @@ LOST = ("raised", "RuntimeError: Connection closed by peer", 1)
 @pytest.mark.parametrize(
     ("words", "codes", "seen", "error", "message"),
     [
-        # A rank that has lost its partner tells its own story, though that is not why the run has ended.
+        # A rank that has lost its partner reports that, though it is not the cause of the end.
         ({0: LOST}, [1, -9], [0, 1], launch.RankDiedError, "^rank 1 of 2 was killed by SIGKILL"),
         ({0: LOST}, [1, 7], [0, 1], launch.RankDiedError, "^rank 1 of 2 ended with exit code 7"),
         (
@@ -570,7 +570,7 @@ LOST = ("raised", "RuntimeError: Connection closed by peer", 1)
         ),
         ({0: LOST, 1: ("mistake", "not a picture", 2)}, [1, 2], [0, 1], UserError, "^not a picture$"),
         ({1: ("stopped", "", 0)}, [-9, 130], [1], Stopped, r"^\(2, ''\)$"),
-        # Those that were ended because of the first have not died.
+        # Ranks that were ended because of the first are not reported as dead.
         ({}, [-9, -11], [1], launch.RankDiedError, "^rank 1 of 2 was killed by SIGSEGV; the other ranks were ended"),
         (
             {},

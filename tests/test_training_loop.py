@@ -1,4 +1,4 @@
-"""Every loss inside what training steps are made of: accumulation, checkpointing, autocast, torch.compile."""
+"""Every loss inside a training step: accumulation, checkpointing, autocast, torch.compile."""
 
 import warnings
 
@@ -19,7 +19,7 @@ SCALE = 14.3
 
 
 def leaves(name, counts=(6,)):
-    """The loss of its features, which require a gradient; and the dense gradient of the first."""
+    """Return a function of the features, features that require a gradient, and the first one's dense gradient."""
     case = LOSSES[name]
     whole = whole_batch(case, counts)
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -90,7 +90,7 @@ def test_autocast_changes_nothing(name):
 
 @pytest.mark.parametrize("name", CORE)
 def test_the_gradient_cannot_be_differentiated_again(name):
-    """Not even where another term has a gradient, which would hide that this one's is missing."""
+    """It raises even beside another term with a gradient, which would hide the missing one."""
     loss, local, _, scale = leaves(name)
     for first in (local[0], local[1], scale):
         for second in (local[0], local[1], scale):
@@ -122,7 +122,7 @@ def test_no_gradient_no_work():
 
 
 def compiled_steps_body():
-    """A whole training step, compiled: the loss leaves the graph, encoder and optimizer do not."""
+    """Compile a whole training step: the loss leaves the graph, encoder and optimizer do not."""
     # dynamo itself looks at .grad of a tensor that is no leaf, in a frame that a graph break has cut (torch 2.13)
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")  # torch's own, in dynamo

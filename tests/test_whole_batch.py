@@ -1,4 +1,4 @@
-"""WholeBatch on losses of all kinds: parameters inside, tensors by keyword, labels; both strategies, exactly."""
+"""WholeBatch is exact on losses of all kinds, by both strategies: parameters inside, tensors by keyword, labels."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def body(counts):
     reference = {name: parameter.grad for name, parameter in reference.items()}
 
     class Together(nn.Module):
-        """Encoder and loss inside one DDP, as its parameters all want averaging."""
+        """Encoder and loss inside one DDP, which averages all their parameters."""
 
         def __init__(self, strategy):
             super().__init__()
@@ -82,7 +82,7 @@ def test_parameters_inside_the_loss(counts):
 
 
 def shared_body():
-    """One tensor in two places, a temperature of no dimension in third, something else in fourth."""
+    """Pass one tensor twice, a scalar temperature third, and another object fourth."""
     x_full = torch.randn(5, 3, dtype=torch.float64)
     rows = Partition((2, 3)).rows(dist.get_rank())
 
@@ -104,7 +104,7 @@ def test_one_tensor_twice_and_arguments_without_rows():
 
 
 def gradient_penalty_body():
-    """The strategy "gather" can be differentiated again: a penalty on the loss's own gradient."""
+    """Differentiate the strategy "gather" again, by a penalty on the loss's gradient."""
     x_full = torch.randn(4, 3, dtype=torch.float64)
     rows = Partition((1, 3)).rows(dist.get_rank())
 
@@ -167,7 +167,7 @@ def test_root_and_parameters_by_several_routes():
 
 
 def root_limits_body():
-    """Half precision under a gradient scaler, hidden parameters, evaluation, letting go."""
+    """Test half precision under a gradient scaler, hidden parameters, evaluation, and freeing of memory."""
     x = torch.randn(4, 8).half().requires_grad_()
     gradients = {}
     for strategy in ("gather", "root"):

@@ -128,7 +128,7 @@ if __name__ == "__main__":
 
 
 def run(program, tmp_path):
-    """A program in a process where NumPy cannot be imported, nor in those that it starts."""
+    """Run a program in a process where NumPy cannot be imported, and neither in the processes that it starts."""
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
     (tmp_path / "program.py").write_text(program)
     source = str(Path(wb.__file__).parent.parent)
@@ -146,7 +146,7 @@ def test_the_public_api_without_numpy(tmp_path):
 
 
 def test_numpy_would_be_missed(tmp_path):
-    """What the test above must be able to see."""
+    """The test above can fail."""
     program = "import warnings; warnings.simplefilter('ignore'); import torch; torch.ones(2).numpy()"
     done = run(program, tmp_path)
     assert done.returncode == 1

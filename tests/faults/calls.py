@@ -1,4 +1,4 @@
-"""Random faults in calls of every public entry point, on two and three processes: what becomes of each on all ranks.
+"""Random faults in calls of every public entry point, on two and three processes, and their outcome on all ranks.
 
     python tests/faults/calls.py --seed 0 --count 300 [--json FILE] [--only INDEX ...] [--entry NAME] [--mpi mpich]
 
@@ -45,7 +45,7 @@ CLASSES = {
 ALLOWED = {
     "mistake": {"same error", "own error", "right", "refused alone"},
     "legal": {"right"},
-    "user": {"own error", "same error", "right"},  # right where the call did not come to the function
+    "user": {"own error", "same error", "right"},  # right if the call did not reach the function
     "absent": {"same error", "error and timeout", "right", "refused alone"},
 }
 
@@ -61,7 +61,7 @@ class Planned:
 
 
 def plan(seed: int, count: int, entries: list[str]) -> list[Planned]:
-    """Every entry point in turn, in a random order, on two and three ranks."""
+    """Return cases of every entry point in turn, in a random order, on two and three ranks."""
     rng = random.Random(seed)
     planned: list[Planned] = []
     while len(planned) < count:
@@ -72,7 +72,7 @@ def plan(seed: int, count: int, entries: list[str]) -> list[Planned]:
 
 
 def classify(facts: dict[str, Any], made: list[Any], called: list[Any] | None, after: list[Any]) -> tuple[str, str]:
-    """The class of a case, and what was seen."""
+    """Return the class of a case, and a summary of the ranks' answers."""
     for answers in (made, called or [], after):
         lost = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, Lost)}
         if any(not answer.hangs for answer in lost.values()):
@@ -87,7 +87,7 @@ def classify(facts: dict[str, Any], made: list[Any], called: list[Any] | None, a
     if any(not answer["allowed"] for answer in errors):
         return "other type", told
     if not errors:
-        right = any(all(answer["right"][way] for answer in concerned if len(answer["right"]) > 1) for way in (0, 1))
+        right = any(all(answer["right"][at] for answer in concerned if len(answer["right"]) > 1) for at in (0, 1))
         return (("right" if right and all(answer["right"] for answer in concerned) else "wrong"), told)
     if any(answer["transport"] for answer in errors):
         return "error and timeout", told
@@ -111,7 +111,7 @@ def _goes_on(facts: dict[str, Any], name: str, told: str, after: list[Any], call
 
 
 def _told(answers: list[Any]) -> str:
-    """What each rank said, in short."""
+    """Return a summary of each rank's answer."""
     parts = []
     for rank, answer in enumerate(answers):
         if isinstance(answer, Lost):
@@ -122,22 +122,22 @@ def _told(answers: list[Any]) -> str:
 
 
 class Lane:
-    """Runs cases one after the other, on the same processes as long as these are well.
+    """Run cases one after the other, on the same processes until one of these is lost.
 
     Args:
-        timeout_s: of the process groups.
-        hang_s: how long a faulty call may take.
-        mpi: an environment with MPI, "mpich" or "openmpi"; "": gloo.
+        timeout_s: the timeout of the process groups.
+        hang_s: the seconds that a faulty call may take.
+        mpi: an environment with MPI, "mpich" or "openmpi"; "" is gloo.
     """
 
     def __init__(self, timeout_s: float = TIMEOUT_S, hang_s: float = HANG_S, mpi: str = "") -> None:
         self.timeout_s, self.hang_s, self.mpi = timeout_s, hang_s, mpi
         self.ranks: Ranks | None = None
         self.size = 0
-        self.before: int | None = None  # the case that the same processes have been through
+        self.before: int | None = None  # the previous case of the same processes
 
     def run(self, case: Planned) -> Outcome:
-        """One case."""
+        """Run one case."""
         if self.ranks is None or self.size != case.size or not self.ranks.alive:
             self.close()
             started = (
@@ -191,7 +191,7 @@ class Lane:
 
 
 def run(planned: list[Planned], lanes: int = 2, timeout_s: float = TIMEOUT_S, mpi: str = "") -> list[Outcome]:
-    """All cases: each lane takes those of its own number of ranks, so that processes serve many."""
+    """Run all cases; each lane takes those with its number of ranks, so that processes serve many cases."""
     by_size = sorted(planned, key=lambda case: case.size)
     share = [by_size[i * len(by_size) // lanes : (i + 1) * len(by_size) // lanes] for i in range(lanes)]
 
@@ -225,7 +225,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def parsed(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = options(__doc__, count=300)
     parser.add_argument("--only", type=int, nargs="*", default=[], help="the indices of single cases")
     parser.add_argument("--entry", help="only entry points whose name contains this")

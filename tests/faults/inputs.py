@@ -1,15 +1,15 @@
-"""Bad inputs: every argument of everything public, replaced by something that it hardly takes.
+"""Bad inputs: every argument of everything public, replaced by a value that few arguments accept.
 
     python tests/faults/inputs.py --seed 0 --count 10000 [--json OUT] [--only NAME] [--jax]
 
-A case takes one right call, found from the signature, and replaces one or two of its arguments by values of a pool.
+A case replaces one or two arguments of a right call, which is found from the signature, by values of a pool.
 Outcomes:
 
     refused                 ValueError or TypeError, or what the function documents
     accepted                it returns, and each replaced argument is known to be legal (inputs_legal)
     accepted, not reviewed  it returns, and nobody has said that this value is legal          (forbidden)
     accepted, not a number  a loss that returns NaN                                           (forbidden)
-    refused by accident     an error that Python or torch raised inside, of which the text speaks of something else
+    refused by accident     an error that Python or torch raised inside; its text does not concern the argument
     other exception         neither ValueError nor TypeError, and not documented              (forbidden)
     warning, hang, no right call                                                              (forbidden)
 """
@@ -53,7 +53,7 @@ FORBIDDEN = (
     "no right call",
 )
 _SECONDS = 30  # for one case
-_BYTES = 12 * 2**30  # of addresses: what takes more must have been refused
+_BYTES = 12 * 2**30  # of address space: arguments that need more must have been refused
 _ACCIDENT = re.compile(r"(?:^|: )(?!OSError)(?:[A-Z]\w*(?:Error|Exception)): ")
 
 
@@ -74,7 +74,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case."""
+    """The outcome of a case."""
 
     case: Case
     what: str
@@ -82,7 +82,7 @@ class Outcome:
 
 
 def cases(rng: random.Random, known: Sequence[Entry], count: int) -> Iterator[Case]:
-    """Random ones."""
+    """Yield random cases."""
     weights = [0.01 if entry.name in SLOW else 1.0 + len(entry.parameters) / 4 for entry in known]
     with_arguments = [entry for entry in known if entry.parameters]
     weights = [weight for weight, entry in zip(weights, known, strict=True) if entry.parameters]
@@ -93,7 +93,7 @@ def cases(rng: random.Random, known: Sequence[Entry], count: int) -> Iterator[Ca
 
 
 def all_cases(known: Sequence[Entry]) -> Iterator[Case]:
-    """Every value of the pool in the place of every argument, one at a time; of slow calls, those to be refused."""
+    """Yield every value of the pool for every argument, one at a time; for slow calls, only values to be refused."""
     for entry in known:
         for name in entry.parameters:
             for kind in POOL:
@@ -143,17 +143,17 @@ def run(entry: Entry, case: Case) -> Outcome:
 
 
 def has_nan(found: Any) -> bool:
-    """Whether a tensor among the results of a loss has an entry that is NaN."""
+    """Return whether a tensor among the results of a loss has an entry that is NaN."""
     if isinstance(found, torch.Tensor):
         return bool(found.isnan().any())
     return isinstance(found, tuple) and any(map(has_nan, found))
 
 
 def _how_refused(error: Exception) -> str:
-    """By a `raise` of the library, or by something that went wrong inside."""
+    """Return whether a `raise` of the library refused the call, or an error inside."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     ours = "wholebatch" in frame.filename and "raise " in (frame.line or "")
-    signature = "argument" in _text(error) and isinstance(error, TypeError)  # Python's own: missing or unknown
+    signature = "argument" in _text(error) and isinstance(error, TypeError)  # Python's: missing or unknown
     of_torch = "/torch/optim/" in frame.filename or "/torch/nn/modules/" in frame.filename
     if not (ours or signature or of_torch) or (
         _ACCIDENT.search(_text(error).partition(": ")[2]) and TheirError.__name__ not in _text(error)
@@ -165,7 +165,7 @@ def _how_refused(error: Exception) -> str:
 def _text(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:  # a number of so many digits that Python does not print it
+    except Exception:  # a number with too many digits for Python to print
         return type(error).__name__
 
 
@@ -190,7 +190,7 @@ def _within(seconds: float) -> Iterator[None]:
 
 
 def campaign(seed: int, count: int | None, *, known: Sequence[Entry] | None = None, only: str = "") -> list[Outcome]:
-    """The outcomes of random cases, or with None of all, after every right call has been made once."""
+    """Make every right call once, then return the outcomes of random cases, or of all cases if `count` is None."""
     known = [*entries()] if known is None else [*known]
     known = [entry for entry in known if only in entry.name]
     outcomes, right = [], []
@@ -205,14 +205,14 @@ def campaign(seed: int, count: int | None, *, known: Sequence[Entry] | None = No
             outcomes.append(Outcome(Case(entry.name, {}), "no right call", text))
     by_name = {entry.name: entry for entry in right}
     for case in all_cases(right) if count is None else cases(random.Random(seed), right, count):
-        faulthandler.dump_traceback_later(4 * _SECONDS, exit=True)  # what no signal can end
+        faulthandler.dump_traceback_later(4 * _SECONDS, exit=True)  # for cases that no signal can end
         outcomes.append(run(by_name[case.entry], case))
     faulthandler.cancel_dump_traceback_later()
     return outcomes
 
 
 def report(outcomes: Sequence[Outcome], seed: int, *, most: int = 400) -> int:
-    """Print the classes, and what is in the forbidden ones; the exit code."""
+    """Print the classes, and the cases of forbidden ones; return the exit code."""
     classes = collections.Counter(outcome.what for outcome in outcomes)
     print(f"seed {seed}: {len(outcomes)} cases")
     for what, count in sorted(classes.items(), key=lambda item: -item[1]):
@@ -240,7 +240,7 @@ def main() -> int:
     out = options.json and options.json.absolute()
     resource.setrlimit(resource.RLIMIT_AS, (_BYTES, _BYTES))
     torch.set_num_threads(1)
-    os.chdir(scratch())  # some of the nonsense is a good name of a folder
+    os.chdir(scratch())  # some values of the pool are valid names of folders
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     outcomes = campaign(options.seed, None if options.all else options.count, known=known, only=options.only)
     code = report(outcomes, options.seed)

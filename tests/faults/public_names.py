@@ -1,4 +1,4 @@
-"""Every public name has a right call in the campaign, or a reason to have none; a new name is an error until then."""
+"""Every public name has a right call in the campaign, or a reason to have none; a name without either is an error."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import wholebatch as wb
 
-# Public names in which nothing is exchanged between ranks, or that start ranks of their own.
+# Public names that exchange nothing between ranks, or that start new ranks.
 NO_CALL = {
     **dict.fromkeys(
         ("AdaFace", "ArcFace", "CombinedMargin", "CosFace", "CurricularFace", "MagFace", "NormFace", "SphereFace"),
@@ -34,7 +34,7 @@ NO_CALL = {
 
 
 def public_names() -> list[str]:
-    """All that a user may call, by module; and every operation of a communicator."""
+    """Return everything that a user may call, by module, and every operation of a communicator."""
     names = [*wb.__all__]
     for module in ("functional", "heads", "gradcache", "comm"):
         public = getattr(wb, module).__all__
@@ -45,12 +45,12 @@ def public_names() -> list[str]:
 
 
 def check(entries: Iterable[str], names: Iterable[str] | None = None) -> None:
-    """Raise unless each public name is called in the campaign, or known not to be.
+    """Raise unless each public name is called in the campaign or listed as not called.
 
     Raises:
-        NotImplementedError: with the names that nothing is known of.
+        NotImplementedError: names the others.
     """
-    called = {name.split(",")[0] for name in entries} | {"heads.partial_fc_loss"}  # which is functional.partial_fc_loss
+    called = {name.split(",")[0] for name in entries} | {"heads.partial_fc_loss"}  # functional's
     unknown = [name for name in (names or public_names()) if name not in called and name not in NO_CALL]
     if unknown:
         raise NotImplementedError(
