@@ -32,7 +32,7 @@ NONSENSE = [None, "no", b"mean", [], {}, 1j, Unshowable(), object, torch.ones(3)
 
 
 @pytest.mark.parametrize("value", NONSENSE, ids=lambda value: type(value).__name__)
-def test_nothing_else_is_a_flag_or_a_number(value):
+def test_other_types_are_refused_as_flags_and_numbers(value):
     """Only a bool is a flag, only an int an integer, only an int or a float a number, for any methods of a value."""
     for check in (
         lambda: settings.check_flag("it", value),
@@ -46,7 +46,7 @@ def test_nothing_else_is_a_flag_or_a_number(value):
             check()
 
 
-def test_a_bool_is_no_number_and_a_number_is_no_bool():
+def test_a_bool_is_not_a_number_and_a_number_is_not_a_bool():
     for check in (settings.check_integer, settings.check_number, settings.check_fraction):
         assert check("it", 1) == 1
         with pytest.raises(ValueError, match="it must be"):
@@ -65,7 +65,7 @@ def test_a_bool_is_no_number_and_a_number_is_no_bool():
         settings.check_number("it", Fraction(1, 2))
 
 
-def test_numpys_scalars_are_told_how_to_be_passed():
+def test_errors_for_numpy_scalars_name_the_conversion():
     np = pytest.importorskip("numpy")
     assert settings.check_number("it", np.float64(0.5)) == 0.5
     for value in (np.float32(0.5), np.int64(3), np.bool_(True)):
@@ -129,13 +129,13 @@ def test_a_wrong_setting_of_a_margin_is_refused(make, options, message):
         make(**options)
 
 
-def test_margins_take_targets():
+def test_margins_refuse_wrong_targets():
     for margin in (wb.ArcFace(), wb.MagFace(), wb.AdaFace(), wb.CurricularFace()):
         with pytest.raises(ValueError, match=r"targets must be wholebatch\.heads\.Targets"):
             margin(torch.ones(3, 1))
 
 
-def test_gradient_caching():
+def test_wrong_arguments_of_gradient_caching_are_refused():
     model, loss = nn.Linear(3, 2), lambda x: x.square().mean()
     for arguments, message in (
         ({"scaler": "x"}, "scaler must be a torch.amp.GradScaler"),

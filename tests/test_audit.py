@@ -125,7 +125,7 @@ def test_no_false_alarm_on_this_library(setting):
     assert all(row.comparison.error < 1e-9 for row in report.rows if len(row.counts) > 1)
 
 
-def test_micro_batches_are_seen_on_one_process():
+def test_micro_batches_are_noted_on_one_process():
     """The gradient of micro-batches is right for their losses; the audit reports them in a note."""
     report = wb.audit(audit_mistakes.micro_batches, (1,))
     assert report.exact
@@ -140,7 +140,7 @@ def test_the_rank_that_raises_is_named():
 
 
 # Figures from algebra.
-def test_ratios_are_those_of_the_algebra():
+def test_ratios_match_algebra():
     report = wb.audit(audit_mistakes.gather_without_gradient, (2, 4))
     for size in (2, 4):
         counts = (12 // size,) * size
@@ -155,7 +155,7 @@ def test_ratios_are_those_of_the_algebra():
     assert wrong.verdict == "wrong direction"
 
 
-def test_the_reported_figures_of_a_wrong_recipe_are_those_computed_by_hand():
+def test_the_figures_of_a_wrong_recipe_match_those_computed_by_hand():
     """Compute key-side-missing by hand: each rank's local rows against constant features of others."""
     torch.manual_seed(0)
     planted = audit_mistakes.key_side_missing()

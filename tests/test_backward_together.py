@@ -21,7 +21,7 @@ from wholebatch.contract import latest_call, reduction
 from wholebatch.testing import RankError, run_ranks
 
 
-def test_faults_are_told_to_all_ranks_or_do_no_harm():
+def test_faults_raise_on_all_ranks_or_have_no_effect():
     records = order.campaign(seed=1, count=12)
     assert {record["fault"] for record in records} == set(order.FAULTS)
     assert not [record for record in records if record["class"] in order.FORBIDDEN]
@@ -69,7 +69,7 @@ def on_the_device_body():
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_without_a_wait_of_the_host(size):
+def test_differences_are_reported_without_a_wait_of_the_host(size):
     run_ranks(on_the_device_body, size)
 
 
@@ -85,7 +85,7 @@ def whole_batch_on_the_device_body():
     assert loss_fn(x).isfinite()
 
 
-def test_whole_batch_without_a_wait_of_the_host():
+def test_whole_batch_reports_differences_without_a_wait_of_the_host():
     run_ranks(whole_batch_on_the_device_body, 2)
 
 
@@ -101,7 +101,7 @@ def weights_of_rows_body():
         loss.backward(retain_graph=True)
 
 
-def test_what_is_no_difference():
+def test_allowed_differences_do_not_raise():
     run_ranks(weights_of_rows_body, 2)
 
 
@@ -116,7 +116,7 @@ def call_number_body():
     return latest_call()
 
 
-def test_calls_are_numbered_alike():
+def test_calls_have_the_same_number_on_all_ranks():
     assert len({*run_ranks(call_number_body, 2)}) == 1
 
 
@@ -162,14 +162,14 @@ def test_arguments_that_do_not_fit_on_one_process():
         wb.functional.clip_loss(torch.eye(2), torch.eye(2))
 
 
-def test_facts_of_any_name():
+def test_facts_may_have_any_name():
     """The fields of a handshake do not mix with the facts that it carries."""
     comm, facts = wb.comm.LocalCommunicator(), {"complaint": "x", "caller": 3, "length": 5, "kind of complaint": 1}
     assert comm.handshake(lambda: facts, caller="test") == [facts]
     assert comm.handshake(lambda: {"x": float("nan")}, caller="test", must_match=["x"])
 
 
-def test_a_statement_is_told_from_data():
+def test_bytes_that_are_not_a_statement_are_refused():
     statement = encode({"caller": "clip_loss"})
     assert decode(statement.ljust(2048)) == {"caller": "clip_loss"}
     for damaged in (b"", bytes(2048), statement[1:], statement[:-1], statement[:-1] + b"!", b"{}".ljust(2048)):
@@ -191,7 +191,7 @@ def data_body():
     return str(caught.value)
 
 
-def test_data_in_the_place_of_a_statement():
+def test_data_instead_of_a_statement_raises():
     text = run_ranks(data_body, 2)[0]
     assert "in clip_loss: rank 1 sent 2048 bytes that are no statement" in text
     assert "in another collective of the same group" in text
@@ -208,7 +208,7 @@ def absent_body():
     return text
 
 
-def test_a_timeout_in_a_loss_does_not_advise_to_switch_on_what_is_on():
+def test_a_timeout_in_a_loss_does_not_advise_to_enable_checking():
     text = run_ranks(absent_body, 2)[0]
     assert "rank 0 of 2, in clip_loss" in text
     assert "one rank did not come here" in text

@@ -353,7 +353,7 @@ def new_mistakes_body():
         assert CALLS[name]().isfinite(), "the group still works after every mistake"
 
 
-def test_every_argument_of_every_loss():
+def test_a_wrong_argument_of_any_loss_raises_on_all_ranks():
     run_ranks(new_mistakes_body, 2, timeout_s=60)
 
 
@@ -383,7 +383,7 @@ def empty_body():
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_empty_batches_and_rings_of_any_size(world_size):
+def test_empty_batches_raise_and_rings_of_any_size_work(world_size):
     run_ranks(empty_body, world_size, timeout_s=30)
 
 
@@ -485,7 +485,7 @@ def test_loss_fn_must_be_callable():
         wb.WholeBatch(None)
 
 
-def test_a_launcher_without_a_process_group(monkeypatch):
+def test_a_launcher_without_a_process_group_is_an_error(monkeypatch):
     """Each process would take its local rows for the whole batch: silently another loss."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"torch\.distributed is not initialized"):
@@ -507,7 +507,7 @@ def different_calls_body():
             wb.comm.TorchCommunicator().all_gather(features())
 
 
-def test_ranks_that_call_different_things():
+def test_ranks_that_make_different_calls_raise():
     run_ranks(different_calls_body, 2, timeout_s=30)
 
 
@@ -521,11 +521,11 @@ def wrong_group_on_one_rank_body():
         assert wb.functional.clip_loss(features(), features(), 1.0, group=groups[0]).isfinite()
 
 
-def test_a_wrong_group_on_one_rank():
+def test_a_wrong_group_on_one_rank_raises_there():
     run_ranks(wrong_group_on_one_rank_body, 2, timeout_s=30)
 
 
-def test_unknown_names_come_with_the_nearest_or_with_their_place():
+def test_errors_for_unknown_names_suggest_a_fix():
     x = features()
     with pytest.raises(TypeError, match=r"unknown: 'logit_sclae' \(did you mean 'logit_scale'\?\)"):
         wb.functional.clip_loss(x, x, logit_sclae=10.0)
@@ -598,5 +598,5 @@ def heads_of_two_settings_body():
         (head.full_bias if dist.get_rank() == 1 else head.full_weight)()
 
 
-def test_heads_of_two_settings():
+def test_heads_with_different_settings_raise_on_all_ranks():
     run_ranks(heads_of_two_settings_body, 2, timeout_s=60)

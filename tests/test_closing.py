@@ -27,7 +27,7 @@ def of_the_caller_body():
     return True
 
 
-def test_the_callers_group_stays():
+def test_closing_does_not_end_the_callers_group():
     assert run_ranks(of_the_caller_body, 2) == [True, True]
 
 
@@ -49,7 +49,7 @@ def error_on_one_rank_body():
     return comm.all_reduce(torch.tensor(1)).item()
 
 
-def test_an_error_inside_reaches_the_caller_and_the_others():
+def test_an_error_inside_a_part_raises_on_all_ranks():
     """The rank that raises does not wait; the others raise because it left; the whole communicator still works."""
     assert run_ranks(error_on_one_rank_body, 3) == [3, 3, 3]
 
@@ -73,7 +73,7 @@ def error_under_way_body():
     return True
 
 
-def test_an_error_with_an_operation_under_way():
+def test_an_error_before_a_handle_is_finished_keeps_its_input():
     assert run_ranks(error_under_way_body, 2) == [True, True]
 
 
@@ -88,7 +88,7 @@ def late_body():
     return True
 
 
-def test_after_the_end_of_all_groups():
+def test_a_part_can_be_closed_after_all_groups_have_ended():
     assert run_ranks(late_body, 2) == [True, True]
 
 
@@ -100,6 +100,6 @@ def elsewhere_body():
             return part.all_reduce(torch.tensor(1)).item()
 
 
-def test_a_torch_that_names_groups_elsewhere():
+def test_a_torch_without_the_table_of_group_names_works():
     """`parts_of_ranks_with_different_pasts` fails where the table matters."""
     assert run_ranks(elsewhere_body, 2) == [2, 2]

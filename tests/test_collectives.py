@@ -169,7 +169,7 @@ def chunks_body(counts):
 
 
 @pytest.mark.parametrize("counts", [(3, 2), (2, 0, 3)])
-def test_transfers_beside_tiles(counts):
+def test_a_gather_in_chunks_overlaps_transfers_and_tiles(counts):
     """Compute the first rank's tiles before waiting for the second's, and reduce them before computing the next."""
     for chunked, at_once in run_ranks(chunks_body, len(counts), counts):
         if counts == (3, 2):
@@ -214,6 +214,6 @@ def in_order_body(counts):
 
 
 @pytest.mark.parametrize("counts", [(3, 2), (2, 0, 3), (2, 1, 3, 2)])
-def test_a_ring_without_tags(counts):
+def test_a_ring_works_on_transports_without_tags(counts):
     """The loss has the same bits, and no two ranks wait for each other."""
     run_ranks(in_order_body, len(counts), counts)

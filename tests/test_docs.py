@@ -25,7 +25,7 @@ def blocks(language):
     return [pytest.param(block, id=name) for block, name in found.items()]
 
 
-def test_there_is_something_to_run():
+def test_pages_have_code_to_run():
     assert len(blocks("python")) >= 30
 
 
@@ -117,6 +117,6 @@ def test_the_catalog_quotes_messages_of_the_source(message):
     assert in_source(message), "no string of src/ holds this; was the message reworded?"
 
 
-def test_the_catalog_would_notice_another_wording():
+def test_a_changed_wording_is_not_found_in_the_source():
     assert len(quoted()) > 40
     assert not in_source("must be the same on every rank, obtained ...")

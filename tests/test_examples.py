@@ -111,7 +111,7 @@ class Table(nn.Module):
         return normalize(self.vectors[number], dim=1), self.log_scale.exp()
 
 
-def test_ranks_are_those_of_the_own_body(code_search):
+def test_search_ranks_the_body_of_each_docstring(code_search):
     config = code_search.Config(model="", chunk_size=2)
     angles = torch.tensor([0.0, 1.0, 2.0])
 

@@ -77,7 +77,7 @@ def compared(name, case, inputs, found, true, relative):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_all_that_normalize(name):
+def test_losses_that_normalize_have_torchs_rule_for_norms(name):
     case = CASES[name]
     inputs, scale = extreme_batch(name, case, (26,)), torch.tensor(5.0, dtype=torch.float64)
     true = gradients(case, wb.reference, inputs, scale)
@@ -109,11 +109,11 @@ def on_ranks(names, counts):
 
 
 @pytest.mark.parametrize("counts", [(9, 17), (14, 0, 12)])
-def test_on_several_ranks(counts):
+def test_several_ranks_equal_one_process(counts):
     run_ranks(on_ranks, len(counts), SEVERAL, counts, timeout_s=300)
 
 
-def test_a_row_of_zeros_among_triplets():
+def test_triplets_with_a_row_of_zeros_are_exact():
     """Distances of unit rows are ordered by their products; with a row of zeros among them they are not."""
     wrong = 0
     for seed in range(100):
@@ -132,7 +132,7 @@ def test_a_row_of_zeros_among_triplets():
     assert wrong > 50  # as if all rows had norm 1
 
 
-def test_rows_nearer_than_float64_can_tell_apart_by_their_products():
+def test_rows_too_close_for_products_in_float64_have_the_right_gradient():
     z = torch.tensor([[1e9, 1.0], [1e9, 1.0 + 1e-7], [1e9, 1.0 + 3e-7], [1e9, 5.0]], dtype=torch.float64)
     labels = torch.tensor([0, 1, 2, 0])
     for distance in ("euclidean", "squared"):
@@ -143,7 +143,7 @@ def test_rows_nearer_than_float64_can_tell_apart_by_their_products():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_rule(dtype):
+def test_normalize_equals_torchs_unless_squares_overflow(dtype):
     """Rows equal torch's bit by bit unless its squares overflow; then they are unit rows; both adjoints agree."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(12, 7, dtype=dtype, generator=generator)
@@ -163,7 +163,7 @@ def test_the_rule(dtype):
     assert (F.normalize(longest, dim=1) == 0).all()  # torch's squares overflow
 
 
-def test_matryoshka_of_rows_whose_first_part_is_zero():
+def test_matryoshka_accepts_rows_whose_first_part_is_zero():
     x, y = (torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
     x[:2, :3], y[1:3, :3] = 0, 1e-14
     for zoom in (1.0, 1e120, 1e180):

@@ -69,7 +69,7 @@ def test_every_public_name_is_known():
             public_names.check([entry for entry in ENTRIES if not entry.startswith(name)])
 
 
-def test_an_argument_that_is_not_known_is_said(monkeypatch):
+def test_an_argument_without_a_known_value_is_an_error(monkeypatch):
     """A new loss is called from its signature; an argument without a known value is an error."""
 
     def new_loss(features, orientation, *, group=None, sync="mean"):

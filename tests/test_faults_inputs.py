@@ -38,7 +38,7 @@ def test_random_inputs():
     assert len({one.case.entry for one in outcomes}) > 100, "most of what is public"
 
 
-def test_the_tables_name_what_there_is():
+def test_the_tables_name_only_existing_entries():
     """The tables list no name that no longer exists."""
     known = {entry.name: entry for entry in inputs_calls.entries()}
     parameters = {name for entry in known.values() for name in entry.parameters}
@@ -72,7 +72,7 @@ def no_such_argument(x: torch.Tensor, strange_name: int) -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_defects_are_seen():
+def test_planted_defects_are_detected():
     def entry(function):
         return inputs_calls.Entry(function.__name__, "wholebatch", inputs_calls._parameters(function), called=function)
 
@@ -90,7 +90,7 @@ def test_defects_are_seen():
 
 
 @pytest.mark.usefixtures("group")
-def test_a_check_that_is_taken_out_is_seen(monkeypatch):
+def test_a_removed_check_is_detected(monkeypatch):
     """The defect is planted in the library: flags count by their truth value."""
     from wholebatch.losses import triplet
 

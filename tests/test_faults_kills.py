@@ -25,7 +25,7 @@ def test_killed_and_stopped_runs_have_the_same_bits(tmp_path):
 
 
 @pytest.mark.parametrize(("plant", "kills"), [("forgets-optimizer", 1), ("no-checkpoint", 0)])
-def test_the_campaign_finds_what_is_wrong(tmp_path, plant, kills):
+def test_planted_defects_of_resuming_are_detected(tmp_path, plant, kills):
     """Kills come after step 6, when there is a checkpoint to resume from and many steps are left."""
     where = ["--tasks", "retrieve", "--processes", "1", "--steps", "6", "8"]
     code, outcomes, said = campaign(

@@ -12,7 +12,7 @@ from faults import numerics
 import wholebatch as wb
 
 
-def test_no_case_is_forbidden():
+def test_no_case_has_a_forbidden_outcome():
     done = numerics.run(0, len(numerics.CASES))
     assert not [(str(of), verdict) for of, verdict in done if verdict.outcome in numerics.FORBIDDEN]
     assert sum(verdict.outcome == "right" for _, verdict in done) > 0.8 * len(done)

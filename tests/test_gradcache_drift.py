@@ -100,11 +100,11 @@ def test_any_change_is_noticed(change, steps):
     run_ranks(changed_body, 2, change, steps, timeout_s=90)
 
 
-def test_which_steps_are_compared():
+def test_the_first_three_and_every_hundredth_step_are_compared():
     assert [n + 1 for n in range(301) if due(n)] == [1, 2, 3, 100, 200, 300]
 
 
-def test_no_way_to_know_needs_the_comparison():
+def test_without_the_comparison_ranks_drift_apart_silently():
     """With the comparison switched off, ranks drift apart silently."""
     assert run_ranks(silent_drift_body, 2, timeout_s=60) == [True, True]
 
@@ -122,7 +122,7 @@ def silent_drift_body():
     return not torch.equal(*everyones)
 
 
-def test_checksums_see_every_bit():
+def test_checksums_depend_on_every_bit():
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64):
         x = torch.randn(7, 3, generator=generator).to(dtype)
@@ -138,7 +138,7 @@ def test_checksums_see_every_bit():
         assert len(seen) == 1 + 8 * len(raw)
 
 
-def test_checksums_whatever_the_default_device_is():
+def test_checksums_do_not_depend_on_the_default_device():
     x = torch.randn(5, generator=torch.Generator().manual_seed(0))
     local = checksums({"x": x})
     _weights.cache_clear()
@@ -146,7 +146,7 @@ def test_checksums_whatever_the_default_device_is():
         assert checksums({"x": x}) == local
 
 
-def test_checksums_see_order_in_large_tensors():
+def test_checksums_depend_on_order_in_large_tensors():
     """Checksums depend on the order of numbers whose bits end with many zeros, and of numbers beyond a block."""
     x = torch.ones(3 * 2**18 + 5, dtype=torch.float64)
     seen = set()

@@ -278,7 +278,7 @@ def odd_models_body():
     assert_same(loss_fn.log_scale.grad.full_tensor()[0], single.log_scale.grad, relative=1e-10)
 
 
-def test_engines_in_wrappers_and_functions_and_losses():
+def test_engines_are_found_in_wrappers_functions_and_losses():
     run_ranks(odd_models_body, 2, timeout_s=90)
 
 
@@ -308,7 +308,7 @@ def after_an_error_body(engine):
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_the_step_after_an_error(engine):
+def test_the_step_after_an_error_is_right(engine):
     assert run_ranks(after_an_error_body, 2, engine, timeout_s=60) == [True, True]
 
 
@@ -331,7 +331,7 @@ def no_empty_chunk_body():
         wb.GradCache([model, model], 2, good_loss, keep_graphs="auto")(*[torch.arange(4)] * 2)
 
 
-def test_what_collective_passes_cannot_have():
+def test_missing_chunks_raise_if_passes_are_collective():
     run_ranks(no_empty_chunk_body, 2, timeout_s=60)
 
 
@@ -380,7 +380,7 @@ def fsdp_state_body():
     assert_all_same([p.grad.full_tensor() for p in model.parameters()], true)
 
 
-def test_what_fsdp2_keeps_to_itself():
+def test_fsdp2s_switches_keep_the_callers_settings():
     run_ranks(fsdp_state_body, 2, timeout_s=60)
 
 
@@ -390,7 +390,7 @@ def renamed_body(counts):
         fsdp_body(counts, 0)
 
 
-def test_an_fsdp2_whose_switches_have_other_names():
+def test_fsdp2_with_renamed_switches_works():
     """The public switch works, too, but does not reveal the caller's setting (the test above then fails)."""
     run_ranks(renamed_body, 2, (4, 4), timeout_s=60)
 
@@ -417,7 +417,7 @@ def broadcast_body(counts):
 
 
 @pytest.mark.parametrize("counts", [(4, 4), (6, 2)], ids=str)
-def test_buffers_that_ddp_broadcasts(counts):
+def test_second_passes_use_the_buffers_that_ddp_broadcasts(counts):
     run_ranks(broadcast_body, 2, counts, timeout_s=60)
 
 
@@ -440,5 +440,5 @@ def no_graph_body():
     assert_all_same(gradients_of(model), dense_gradients(mlp(0), x, y))
 
 
-def test_a_graph_that_is_missing_in_the_second_pass():
+def test_a_missing_graph_in_the_second_pass_raises():
     run_ranks(no_graph_body, 2, timeout_s=60)

@@ -77,7 +77,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_inputs_of_any_form(form):
+def test_inputs_may_have_any_form(form):
     model, (a, b), (y, _) = Many(), batch(7), batch(7, seed=1)
     other, loss_fn = mlp(1), Clip()
     loss_fn(model(a, b).pooled, other(y)).backward()
@@ -87,7 +87,7 @@ def test_inputs_of_any_form(form):
     assert_all_same(gradients_of(model, other, loss_fn), true)
 
 
-def test_a_model_that_writes_into_its_input():
+def test_a_model_may_write_into_its_input():
     """The second pass does not see written entries, and inputs keep their contents (sentence-transformers write)."""
     inner, other, loss_fn, (x, y), written = mlp(0), mlp(1), Clip(), batch(6), []
 
@@ -117,7 +117,7 @@ def test_a_model_that_writes_into_its_input():
     assert given.keys() == {"x"}
 
 
-def test_a_split_function_of_the_caller():
+def test_the_caller_may_give_a_split_function():
     """Inputs are lists of texts, which have no tensor to count rows by."""
     words, embedding, loss_fn = ["a", "bb", "ccc", "dd", "e"], nn.Embedding(4, OUT).double(), Clip()
 

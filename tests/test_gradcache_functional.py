@@ -74,7 +74,7 @@ def unused_call_body():
     return never is not None
 
 
-def test_a_call_that_is_never_gone_back_to():
+def test_a_call_without_a_second_pass_does_not_stop_the_other():
     run_ranks(unused_call_body, 2, timeout_s=60)
 
 
@@ -106,7 +106,7 @@ def gathered_body(counts):
     assert_all_same(gradients_of_kept(plain), gradients_of_kept(alone))
 
 
-def test_the_originals_recipe_for_several_processes():
+def test_the_recipe_of_the_original_works_on_several_processes():
     run_ranks(gathered_body, 2, (4, 3), timeout_s=60)
 
 
@@ -122,7 +122,7 @@ def test_autocast_in_the_functional_form_is_that_of_the_first_call():
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_what_the_functional_form_refuses(monkeypatch):
+def test_wrong_calls_of_the_functional_form_are_refused(monkeypatch):
     model, (x, _) = mlp(0), batch(4)
     encode = wb.gradcache.cached(lambda model, x: model(x))
     r, again = encode(model, x)

@@ -64,7 +64,7 @@ def functions_that_call(model):
     }
 
 
-def test_functions_that_hide_their_models():
+def test_models_hidden_by_functions_are_found():
     """Running averages count once for every function that calls the model."""
     loss_fn, (x, y) = Clip(), batch(8)
     for name in functions_that_call(None):
@@ -81,7 +81,7 @@ def test_functions_that_hide_their_models():
         assert int(model[2].num_batches_tracked) == 5, name
 
 
-def test_modules_compiled_in_place():
+def test_modules_compiled_in_place_are_exact():
     """Hooks do not see the inner calls of such modules."""
     (x, y), true = batch(8), None
     for compiled in (False, True):
@@ -130,11 +130,11 @@ def hidden_body(counts):
 
 
 @pytest.mark.parametrize("counts", [(4, 4), (6, 2)], ids=str)
-def test_engines_in_functions_that_hide_them(counts):
+def test_engines_hidden_by_functions_are_found(counts):
     run_ranks(hidden_body, 2, counts, timeout_s=90)
 
 
-def test_passes_that_turn_out_to_be_collective():
+def test_passes_found_to_be_collective_raise_on_all_ranks():
     """If ranks have different numbers of chunks for a model that only the call reveals, all ranks raise."""
     run_ranks(unforeseen_body, 2, timeout_s=60)
 

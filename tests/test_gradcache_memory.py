@@ -67,7 +67,7 @@ def test_out_of_memory_in_a_kept_graph_keeps_fewer():
     assert_all_same(gradients_of(model, loss_fn), true)
 
 
-def test_out_of_memory_with_running_averages():
+def test_out_of_memory_does_not_change_running_averages():
     model, loss_fn, (x, y) = mlp(0, nn.BatchNorm1d(8)), Clip(), batch(12)
     plain, held, calls = copy.deepcopy(model), dict(model.named_buffers()), [0]
     loss_fn(*(torch.cat([plain(part) for part in z.split(4)]) for z in (x, y))).backward()
@@ -109,7 +109,7 @@ def out_of_memory_body():
     assert_all_same(gradients_of_kept(*plain), gradients_of_kept(*alone))
 
 
-def test_out_of_memory_on_one_rank():
+def test_out_of_memory_on_one_rank_keeps_ranks_in_step():
     run_ranks(out_of_memory_body, 2, timeout_s=60)
 
 

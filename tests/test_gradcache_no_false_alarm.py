@@ -155,7 +155,7 @@ def head_body(counts):
 
 
 @pytest.mark.parametrize("counts", [(4, 4), (5, 0, 3)], ids=str)
-def test_a_head_of_which_each_rank_has_a_part(counts):
+def test_a_sharded_head_raises_no_false_alarm(counts):
     run_ranks(head_body, len(counts), counts, timeout_s=90)
 
 
@@ -173,7 +173,7 @@ def one_rank_body():
     return True
 
 
-def test_the_collector_knows_the_engines():
+def test_the_garbage_collector_lists_live_engines():
     """`live_ddp` relies on this in every release of Python and torch."""
     assert run_ranks(live_body, 2) == [[1, 2, 0]] * 2
 
@@ -195,7 +195,7 @@ def live_body():
 
 
 @pytest.mark.parametrize("unchecked", [nn.Linear(2, 2), torch.zeros(2), 3, ["weight"], None])
-def test_what_is_unchecked_are_parameters(unchecked):
+def test_unchecked_accepts_parameters_only(unchecked):
     with pytest.raises(ValueError, match="unchecked must be a list of parameters"):
         wb.GradCache([nn.Linear(2, 2)], 2, loss_fn, unchecked=unchecked)
 

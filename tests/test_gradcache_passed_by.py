@@ -85,12 +85,12 @@ def passed_by_body(counts, bypass, kind):
 
 @pytest.mark.parametrize("bypass", PAST_THE_ENGINE)
 @pytest.mark.parametrize("counts", [(4, 4), (5, 1, 2)], ids=str)
-def test_an_engine_that_is_passed_by(counts, bypass):
+def test_a_step_that_bypasses_its_engine_raises(counts, bypass):
     cosines = run_ranks(passed_by_body, len(counts), counts, bypass, DistributedDataParallel, timeout_s=90)
     assert min(cosines) < 0.95
 
 
-def test_an_engine_of_a_class_derived_from_ddp_that_is_passed_by():
+def test_a_step_that_bypasses_a_subclass_of_ddp_raises():
     run_ranks(passed_by_body, 2, (4, 4), "modules", OfSubclass, timeout_s=60)
 
 
@@ -146,7 +146,7 @@ def one_engine_body(counts, sizes, keep, options):
     [((4, 4), 2, 0), ((7, 2), [1, 3], 1.0), ((5, 0, 3), 2, 1)],
     ids=str,
 )
-def test_two_functions_of_one_engine(counts, sizes, keep, options):
+def test_two_functions_of_one_engine_are_exact(counts, sizes, keep, options):
     run_ranks(one_engine_body, len(counts), counts, sizes, keep, options, timeout_s=90)
 
 
@@ -182,7 +182,7 @@ def unused_body():
         net.zero_grad()
 
 
-def test_a_parameter_that_nothing_reaches():
+def test_a_parameter_that_no_chunk_reaches_gets_zeros():
     run_ranks(unused_body, 2, timeout_s=60)
 
 
@@ -257,11 +257,11 @@ def shared_towers():
 
 
 @pytest.mark.parametrize("takes", [False, True])
-def test_a_switch_that_works(takes):
+def test_a_registered_switch_that_holds_gradients_is_exact(takes):
     run_ranks(control_body, 2, takes, True, timeout_s=60)
 
 
-def test_a_switch_that_does_nothing():
+def test_a_registered_switch_without_effect_raises():
     """If the engine stores reduced gradients itself, only the last chunk counts, equally on all ranks."""
     run_ranks(control_body, 2, False, False, timeout_s=60)
     assert max(run_ranks(control_body, 2, True, False, timeout_s=60)) < 0.95
@@ -293,5 +293,5 @@ def sparse_body(listens):
 
 
 @pytest.mark.parametrize("listens", [True, False])
-def test_a_switch_around_sparse_gradients(listens):
+def test_a_registered_switch_works_with_sparse_gradients(listens):
     run_ranks(sparse_body, 2, listens, timeout_s=60)

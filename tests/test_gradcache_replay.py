@@ -61,7 +61,7 @@ def test_running_averages_count_every_chunk_once(keep):
     assert int(model[2].num_batches_tracked) == 6
 
 
-def test_buffers_that_the_output_depends_on():
+def test_the_second_pass_uses_the_buffers_of_the_first():
     """The vectors of spectral norm move in each pass, and the next pass uses them."""
     model, loss_fn, (x, y) = mlp(0), Clip(), batch(10)
     nn.utils.parametrizations.spectral_norm(model[0])
@@ -89,7 +89,7 @@ def test_under_the_callers_autocast(keep):
     assert_all_same(found, true, relative=2e-2)
 
 
-def test_float16_with_a_scaler():
+def test_float16_works_with_a_scaler():
     model, (x, y) = mlp(0).float(), [z.float() for z in batch(8)]
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 
@@ -138,7 +138,7 @@ def test_checkpointed_compiled_and_partly_frozen_encoders(keep):
     assert_all_same(gradients_of(*plain, loss_fn), true)
 
 
-def test_buffers_that_move_late_or_by_another_model():
+def test_buffers_changed_late_or_by_another_model_are_replayed():
     model, loss_fn, (x, y) = mlp(0, LateMaximum()), Clip(), batch(9)
     x = x / 100
     x[-3:] *= 1000

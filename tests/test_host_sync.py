@@ -103,13 +103,13 @@ def test_a_loss_reads_its_inputs_once_at_entry(name, scale, kernel):
     assert reads(name, scale, kernel) == (1 + listed, int(in_backward))
 
 
-def test_a_second_read_where_pairs_are_nearly_opposite(kernel):
+def test_nearly_opposite_pairs_need_a_second_read(kernel):
     """At scale 100 and opposite features, the loss checks afterward whether one shift underflowed."""
     assert reads("clip", 100.0, kernel, matching=False) == (2, 0)
     assert reads("clip", 14.3, kernel, matching=False) == (1, 0)
 
 
-def test_the_count_sees_a_read():
+def test_a_planted_read_is_counted():
     x = torch.arange(3.0, device=DEVICE)
     for read in (
         lambda: x.sum().item(),
@@ -140,7 +140,7 @@ def test_the_count_sees_a_read():
 
 
 @pytest.mark.skipif(not CUDA, reason="CUDA graphs are for GPUs")
-def test_graphs_around_a_loss():
+def test_a_loss_runs_between_cuda_graphs():
     """The towers' forward and backward passes are CUDA graphs; the loss runs between them."""
     x, y = (torch.randn(64, 32, device=DEVICE) for _ in range(2))
     grads = []

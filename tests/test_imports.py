@@ -58,7 +58,7 @@ print("torch._dynamo" in sys.modules)
     [("", False), ("torch.compile(wb.CLIPLoss(), backend='eager')(x.detach(), y.detach(), 1.0)", True)],
     ids=["eager", "the check can fail"],
 )
-def test_work_without_dynamo(extra, there):
+def test_common_work_does_not_import_dynamo(extra, there):
     program = WORK.format(extra=extra)
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

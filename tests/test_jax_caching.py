@@ -54,7 +54,7 @@ def test_chunks_have_the_gradient_of_the_batch(kind, rows, chunks):
     assert_close(*([np.asarray(z) for z in jax.tree.leaves(of)] for of in (in_chunks, whole)))
 
 
-def test_parameters_that_are_split_too():
+def test_split_parameters_are_exact():
     """If parameters are split over the batch's axis, as by FSDP, encode_fn takes all devices' rows."""
     params, x, _ = towers()
     mesh = mesh_of(4, "auto")
@@ -271,7 +271,7 @@ class TrainState:
         return TrainState(self.apply_fn, optax.apply_updates(self.params, updates), grads)
 
 
-def test_parameters_of_any_kind():
+def test_parameters_may_hold_numbers_and_functions():
     """A model may also hold numbers and functions."""
     _, x, _ = towers()
     params = {"w": jnp.ones((5, 3), jnp.bfloat16), "times": 2.0, "activation": jnp.tanh, "n": 3}
@@ -284,7 +284,7 @@ def test_parameters_of_any_kind():
         np.testing.assert_allclose(found, of_model(params, x), rtol=1e-12)
 
 
-def test_any_axis_in_chunks():
+def test_any_axis_can_be_split_into_chunks():
     x = jnp.arange(24).reshape(2, 12)
     for axis, other in ((1, -1), (0, -2)):
         chunks = wbj.tree_chunk(x, 2, axis)

@@ -189,7 +189,7 @@ def test_without_vma_checks_gradients_are_off_by_the_number_of_devices():
 
 
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
-def test_two_axes_are_one(exchange):
+def test_two_axes_act_as_one(exchange):
     case = CASES["clip"]
     inputs = shards(case, 12, 8)
     found = values_and_gradients(

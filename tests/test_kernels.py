@@ -196,7 +196,7 @@ def test_rows_with_norms_and_offsets(in_kernels, of, dtype):
 
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize(("rows", "cols", "dim"), [(1, 1, 1), (1, 70, 33), (64, 3, 8), (33, 65, 64)])
-def test_awkward_sizes(in_kernels, rows, cols, dim, dtype):
+def test_awkward_sizes_are_exact(in_kernels, rows, cols, dim, dtype):
     x, y = poisoned(rows, dim, dtype), poisoned(cols, dim, dtype)
     selection = Selection(Pairs(Diagonals(Diagonal(0, 0, min(rows, cols)))), "all")
     true = swept(SoftmaxSweep, x.double(), y.double(), selection, side=640)
@@ -215,7 +215,7 @@ def test_rows_or_columns_alone(in_kernels, sides):
     assert max(errors(swept(KernelSoftmaxSweep, x, y, selection, side=20, sides=sides), true)) < SINGLE
 
 
-def test_half_of_a_symmetric_matrix(in_kernels):
+def test_half_of_a_symmetric_matrix_is_enough(in_kernels):
     x = poisoned(50, 12, torch.float32)
     views = Pairs(Diagonals(Diagonal(0, 25, 25), Diagonal(25, 0, 25)), Diagonals(Diagonal(0, 0, 50)))
     true = swept(SoftmaxSweep, x.double(), x.double(), Selection(views), side=640, triangle=True)
@@ -284,7 +284,7 @@ def test_the_same_bits_each_time():
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_sets_are_the_ones_that_plain_pytorch_has():
+def test_sets_equal_those_of_plain_pytorch():
     """The sets of a tile are compared entry by entry."""
     tile, rows, cols, cpu = Tile(slice(3, 30), slice(5, 60)), 40, 70, torch.device("cpu")
     sets = [entries for kind in ("pairs", "two views", "ids", "ids excluded", "both") for entries in
@@ -478,7 +478,7 @@ def on_ranks():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of the interpreter")
-def test_on_several_ranks():
+def test_several_ranks_equal_one_process():
     run_ranks(on_ranks, 3)
 
 

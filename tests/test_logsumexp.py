@@ -20,7 +20,7 @@ def test_no_sum_overflows(bound, terms, dtype):
 
 
 @given(st.sampled_from([1.0, 14.3, 60.0, 100.0, 200.0]), st.floats(-1, 1), st.integers(0, 99))
-def test_what_passes_the_underflow_check_is_exact(scale, center, seed):
+def test_sums_that_pass_the_underflow_check_are_exact(scale, center, seed):
     """For logits anywhere within the bound, the check either refuses, or passes and the result is right."""
     generator = torch.Generator().manual_seed(seed)
     cosines = (center + 0.2 * torch.randn(5, 40, dtype=torch.float64, generator=generator)).clamp(-1, 1)
@@ -38,7 +38,7 @@ def test_what_passes_the_underflow_check_is_exact(scale, center, seed):
         assert all(passed), "the cases that training meets need no fallback"
 
 
-def test_the_underflow_check_refuses_what_the_obvious_shift_gets_wrong():
+def test_the_underflow_check_refuses_sums_that_an_obvious_shift_loses():
     """With the largest possible logit as the shift, rows near cosine 0 underflow to log(0) at scale 100."""
     logits = 100 * torch.tensor([[0.01, 0.02, -0.01]])
     naive = (logits - 100.0).exp().sum(1)
@@ -63,7 +63,7 @@ def test_nan_does_not_pass_the_underflow_check():
 
 
 @pytest.mark.parametrize("bound", [1e7, math.inf, math.nan])
-def test_no_bound_no_shared_shift(bound):
+def test_without_a_bound_there_is_no_shared_shift(bound):
     assert shared_shift(bound, 3, torch.float32) is None
 
 

@@ -35,7 +35,7 @@ def test_float32_is_no_worse_than_plain_pytorch(name):
         assert error <= max(3e-6, 1.5 * plain_error), (position, error, plain_error)
 
 
-def test_float32_distillation_of_what_is_nearly_solved():
+def test_float32_distillation_of_nearly_solved_pairs_is_exact():
     """At scale 100 the rounding error of a logsumexp is 1e-5, and the loss is 2e-3."""
     generator = torch.Generator().manual_seed(0)
     x, tx, dy, dty = (torch.randn(512, 64, dtype=torch.float64, generator=generator) for _ in range(4))
@@ -57,7 +57,7 @@ def test_float32_distillation_of_what_is_nearly_solved():
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_the_hardest_of_rows_that_lie_close_together(normalize):
+def test_the_hardest_of_close_rows_is_right(normalize):
     """In float32 x . y - |y|^2 / 2 cannot separate such rows and picks others; the reference subtracts first."""
     generator = torch.Generator().manual_seed(0)
     if normalize:
@@ -152,7 +152,7 @@ def lonely_body():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_anchors_that_are_alone(world_size):
+def test_anchors_without_positives_or_negatives_give_zero(world_size):
     run_ranks(lonely_body, world_size, timeout_s=60)
 
 
@@ -227,7 +227,7 @@ def both_directions_body(negatives):
 
 
 @pytest.mark.parametrize("negatives", [(4,), (0, 5), (3, 0, 4)], ids=str)
-def test_underflow_checks_of_both_directions(negatives):
+def test_both_directions_have_an_underflow_check(negatives):
     run_ranks(both_directions_body, len(negatives), negatives, timeout_s=30)
 
 
@@ -251,7 +251,7 @@ def mixed_scale_body():
             assert_same(scale.grad, true, relative=1e-9, absolute=1e-13, what=name)
 
 
-def test_a_scale_that_is_learned_on_one_rank():
+def test_a_scale_may_be_learned_on_one_rank():
     run_ranks(mixed_scale_body, 2, timeout_s=60)
 
 
@@ -279,7 +279,7 @@ def test_an_option_of_another_type_on_one_rank_raises_on_all_ranks():
     run_ranks(other_type_body, 2, timeout_s=30)
 
 
-def test_triplets_far_from_the_origin():
+def test_triplets_far_from_the_origin_are_exact():
     """Distances do not depend on an offset that all rows share; products do."""
     z = torch.randn(64, 16, generator=torch.Generator().manual_seed(0)) + 300
     labels = torch.arange(64) // 4
@@ -287,7 +287,7 @@ def test_triplets_far_from_the_origin():
     assert_same(value, wb.reference.triplet_loss(z.double(), labels, normalize=False), relative=1e-5)
 
 
-def test_a_scale_in_half_precision():
+def test_a_scale_in_half_precision_is_not_rounded_again():
     """The scale's value is used unchanged; results computed from it are not rounded to its dtype."""
     x, y = whole_batch(LOSSES["clip"], (9,))
     scale = torch.tensor(20.25, dtype=torch.bfloat16, requires_grad=True)

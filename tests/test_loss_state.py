@@ -106,7 +106,7 @@ def test_averages_are_those_of_one_process(counts):
     run_ranks(averages_body, len(counts), counts, timeout_s=60)
 
 
-def test_a_gradient_through_the_average_would_be_another():
+def test_a_gradient_through_the_average_is_rejected():
     """Plain differentiation of u has gamma in the gradient, which is then 0.9 times the reference's."""
     case = LOSSES["global contrastive"]
     whole = whole_batch(case, (6,))
@@ -122,7 +122,7 @@ def test_a_gradient_through_the_average_would_be_another():
     assert_same(wrong, 0.9 * right[1], relative=1e-9)
 
 
-def test_a_queue_filled_in_inference_mode():
+def test_a_queue_can_be_filled_in_inference_mode():
     queue = wb.KeyQueue(4, 3)
     with torch.inference_mode():
         queue.enqueue(torch.randn(2, 3))
@@ -131,7 +131,7 @@ def test_a_queue_filled_in_inference_mode():
     assert x.grad.isfinite().all()
 
 
-def test_what_has_state_leaves_a_compiled_graph():
+def test_losses_with_state_leave_a_compiled_graph():
     queue, loss, x = wb.KeyQueue(4, 3), wb.GlobalContrastiveLoss(5), torch.eye(3, requires_grad=True)
 
     @torch.compile(backend="eager")
@@ -148,7 +148,7 @@ def test_what_has_state_leaves_a_compiled_graph():
     assert len(queue.keys) == 3
 
 
-def test_ids_of_any_strides():
+def test_ids_may_have_any_strides():
     x, y, ids = *whole_batch(LOSSES["clip"], (6,)), torch.arange(12).view(6, 2) // 4
     assert torch.equal(
         wb.functional.clip_loss(x, y, 5.0, ids=ids[:, 0]), wb.functional.clip_loss(x, y, 5.0, ids=ids[:, 0].clone())

@@ -149,7 +149,7 @@ def some_gradients_body(counts):
 
 
 @pytest.mark.parametrize("counts", [(4,), (3, 2), (3, 0, 2)], ids=str)
-def test_some_inputs_need_gradients_on_some_ranks(counts):
+def test_any_inputs_may_be_constant_on_any_ranks(counts):
     run_ranks(some_gradients_body, len(counts), counts, timeout_s=60)
 
 
@@ -163,7 +163,7 @@ def inference_body():
     assert wb.functional.clip_loss(x.detach(), y, 10.0).isfinite()
 
 
-def test_inference_mode_on_one_rank():
+def test_inference_mode_on_one_rank_raises_on_all():
     run_ranks(inference_body, 2, timeout_s=30)
 
 
@@ -210,7 +210,7 @@ def many_tiles_body(counts):
 
 
 @pytest.mark.parametrize("counts", [(1000,), (610, 390), (1, 950, 49)], ids=str)
-def test_many_tiles(counts):
+def test_many_tiles_are_exact(counts):
     run_ranks(many_tiles_body, len(counts), counts, timeout_s=120)
 
 
@@ -281,7 +281,7 @@ def learned_temperature_body():
     assert_same(loss.temperature.grad, temperature.grad, relative=GRADIENT)
 
 
-def test_a_learned_temperature():
+def test_a_learned_temperature_has_the_right_gradient():
     run_ranks(learned_temperature_body, 2)
 
 
@@ -314,7 +314,7 @@ KINDS = ["unit", "unnormalized", "duplicated", "solved", "antipodal"]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [name for name, case in CORE.items() if len(case.inputs) == 2])
-def test_extreme_logits(name, kind):
+def test_extreme_logits_are_exact(name, kind):
     case = LOSSES[name]
     whole = list(features(kind))
     for scale in (1.0, 14.3, 100.0, 1e4):
@@ -389,7 +389,7 @@ def test_half_precision_is_no_worse_than_plain_pytorch(name, dtype):
 
 
 @pytest.mark.parametrize("name", ["clip", "info_nce", "nt_xent"])
-def test_what_a_budget_in_half_precision_costs(name):
+def test_a_budget_in_half_precision_costs_one_rounding(name):
     """The error of a kept weight is at most 2^-9, and so is the gradient's. The loss has the bits of the flat one."""
     case = LOSSES[name]
     whole = [z.float() for z in features("unit", rows=1800, d=64)]
@@ -404,7 +404,7 @@ def test_what_a_budget_in_half_precision_costs(name):
         assert distance(got, true) > 2 * distance(exact, true), "nothing was kept"
 
 
-def test_all_of_a_budget_is_exact_where_nothing_is_rounded():
+def test_a_full_budget_in_float32_changes_no_bit():
     """With 4 or more bytes per entry float32 is kept unrounded, and the gradient has the bits of the flat one."""
     case = LOSSES["clip"]
     whole = [z.float() for z in features("unit", rows=900, d=32)]
@@ -430,7 +430,7 @@ def test_the_same_bits_on_every_run(exchange):
         assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
 
 
-def test_reciprocals_of_sums_are_no_denormals():
+def test_reciprocals_of_sums_are_not_denormal():
     """On hardware that flushes denormals: equal rows, a loss that is minimal, sums near the largest float."""
     try:
         assert torch.set_flush_denormal(True)
@@ -459,7 +459,7 @@ def test_a_loss_that_is_dropped_frees_its_features(name, dtype):
         gc.enable()
 
 
-def test_hardness_far_beyond_the_scale():
+def test_hardness_far_beyond_the_scale_is_exact():
     """A pair's exponential in the loss has the scale, and does not bound a sum of exponentials with more hardness."""
     generator = torch.Generator().manual_seed(0)
     common = normalize(torch.randn(1, 64, generator=generator, dtype=torch.float64), dim=1)

@@ -11,7 +11,7 @@ import wholebatch as wb
 from wholebatch.heads import Targets
 
 
-def test_margins_are_the_papers():
+def test_margins_equal_the_papers_formulas():
     """Compare with the formulas by acos, away from its ends."""
     theta = torch.linspace(0.2, 2.2, 50, dtype=torch.float64)
     norms = torch.linspace(5.0, 130.0, 50, dtype=torch.float64)
@@ -52,7 +52,7 @@ def test_a_larger_angle_is_never_rewarded(margin):
     assert (plain(Targets(theta, theta)).diff(dim=0) > 1e-6).any()
 
 
-def test_the_straight_through_gradient_is_another():
+def test_the_straight_through_gradient_differs_from_the_exact_one():
     """Insightface's code differs from the exact gradient by the factor sin(theta + m) / sin(theta) at the target."""
     x, labels, centers = data(6)
     exact, through = (

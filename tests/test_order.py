@@ -64,7 +64,7 @@ def unreached_body(check):
     return str(caught.value)
 
 
-def test_a_timeout_says_what_to_try():
+def test_a_timeout_names_the_operation_and_a_fix():
     _, message = run_ranks(unreached_body, 2, False)
     assert message.startswith("rank 1 of 2, in all_reduce #1, float32(2): ")
     assert "check=True in the communicator or the environment variable WHOLEBATCH_CHECK=1" in message
@@ -84,7 +84,7 @@ def two_threads_body():
         pool.submit(comm.all_reduce, x).result()
 
 
-def test_two_threads():
+def test_calls_from_two_threads_raise():
     run_ranks(two_threads_body, 2)
 
 
@@ -114,5 +114,5 @@ def freed_group_body():
         comm.all_reduce(torch.ones(1))
 
 
-def test_a_destroyed_group():
+def test_a_destroyed_group_raises():
     run_ranks(freed_group_body, 2)

@@ -84,7 +84,7 @@ def user_margin_body():
         wb.functional.partial_fc_loss(x[local], labels[local], centers[held], margin=margin)
 
 
-def test_a_margin_that_the_user_writes():
+def test_a_user_may_write_a_margin():
     run_ranks(user_margin_body, 2, timeout_s=60)
 
 
@@ -109,7 +109,7 @@ def several_body(rows, classes):
 
 
 @pytest.mark.parametrize(("rows", "classes"), SPLITS[:4], ids=str)
-def test_several_labels_for_each_example(rows, classes):
+def test_several_labels_for_each_example_are_exact(rows, classes):
     run_ranks(several_body, len(rows), rows, classes, timeout_s=60)
 
 
@@ -190,7 +190,7 @@ def forms_body(rows, classes):
 
 
 @pytest.mark.parametrize(("rows", "classes"), SPLITS[:4], ids=str)
-def test_sub_centers_biases_and_what_is_normalized(rows, classes):
+def test_sub_centers_biases_and_normalization_are_exact(rows, classes):
     run_ranks(forms_body, len(rows), rows, classes, timeout_s=60)
 
 
@@ -257,7 +257,7 @@ def top_body(rows, classes):
 
 
 @pytest.mark.parametrize("rows", [(5,), (4, 0, 3)], ids=str)
-def test_the_most_similar_classes(rows):
+def test_top_classes_are_those_of_all_logits(rows):
     run_ranks(top_body, len(rows), rows, CLASSES, timeout_s=60)
 
 
@@ -267,7 +267,7 @@ def test_the_loss_and_all_gradients_are_the_dense_references(rows, classes):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lower_precision(dtype):
+def test_lower_precision_stays_close_to_float64(dtype):
     """Compare with the float64 reference on the same numbers, including both ends of the angle."""
     x, labels, centers = data(30, 40, dtype)
     for name, margin in MARGINS.items():
@@ -300,5 +300,5 @@ def cached_body(rows, rate):
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.3])
-def test_with_gradient_caching(rate):
+def test_a_head_is_exact_with_gradient_caching(rate):
     run_ranks(cached_body, 2, (5, 3), rate, timeout_s=60)

@@ -49,7 +49,7 @@ def test_checkpoints_of_three_ranks_go_on_with_any_number(optimizer, worlds, tmp
         assert found == pytest.approx(losses[4:], rel=1e-10), world
 
 
-def test_what_a_checkpoint_is_not_loaded_into(tmp_path):
+def test_a_checkpoint_is_not_loaded_into_other_settings(tmp_path):
     head = wb.PartialFC(4, 10)
     optimizer = wb.SparseSGD(head.parameters(), momentum=0.9)
     head(torch.randn(2, 4), torch.tensor([0, 1])).backward()
@@ -108,7 +108,7 @@ def refused_saves_body(folder):
         wb.heads.load_head(folder / "a", head, good)
 
 
-def test_what_is_not_saved(tmp_path):
+def test_refused_saves_raise_on_all_ranks(tmp_path):
     run_ranks(refused_saves_body, 2, tmp_path, timeout_s=60)
 
 
@@ -160,7 +160,7 @@ def test_files_of_another_save_are_refused(tmp_path):
     assert first[0] != first[1]
 
 
-def test_the_id_of_a_save(tmp_path):
+def test_a_save_is_checked_by_its_id(tmp_path):
     head = wb.PartialFC(4, 10)
     first, second = (wb.heads.save_head(tmp_path / name, head) for name in "ab")
     wb.heads.load_head(tmp_path / "a", head, save_id=first)
@@ -187,7 +187,7 @@ def test_folders_of_distributed_checkpoints_are_not_read(tmp_path):
         wb.heads.save_head(tmp_path, head)
 
 
-def test_what_a_margin_remembers_is_part_of_a_checkpoint(tmp_path):
+def test_running_averages_of_a_margin_are_part_of_a_checkpoint(tmp_path):
     heads = [wb.PartialFC(4, 10, margin=wb.AdaFace()) for _ in range(2)]
     heads[0](torch.randn(3, 4), torch.tensor([0, 1, 2]))
     wb.heads.save_head(tmp_path / "a", heads[0])
@@ -206,7 +206,7 @@ def merged_body(folder, classes):
     return head.weight.detach(), head.bias.detach(), state
 
 
-def test_classes_that_come_go_and_become_one(tmp_path):
+def test_classes_can_be_added_removed_and_joined(tmp_path):
     """With ten classes, 2 and 3 become one, 5 is removed, and the last is new; on one rank and on two."""
     head = wb.PartialFC(4, 10, bias=True)
     optimizer = wb.SparseSGD(head.parameters(), momentum=0.9)
@@ -249,7 +249,7 @@ def insightface_body(folder):
     return head.weight.detach(), optimizer.state[head.weight].get("momentum_buffer")
 
 
-def test_shards_of_insightface(tmp_path):
+def test_shards_of_insightface_are_read(tmp_path):
     """Read the shards of three ranks on one and on two."""
     whole, momentum = torch.randn(11, 4), torch.randn(11, 4)
     for version in ("1", "2"):
@@ -301,7 +301,7 @@ def train_v2_body(folder):
     return head.weight.detach(), optimizer.state[head.weight]["momentum_buffer"]
 
 
-def test_what_train_v2_of_insightface_saves(tmp_path):
+def test_checkpoints_of_insightfaces_train_v2_are_read(tmp_path):
     """Read the files of three ranks on one and on two; then refuse files that do not belong together."""
     whole, momentum = torch.randn(11, 4), torch.randn(11, 4)
     for rank in range(3):

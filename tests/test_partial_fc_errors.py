@@ -139,7 +139,7 @@ def few_classes_body():
         wb.PartialFC(4, 1)
 
 
-def test_more_ranks_than_classes():
+def test_more_ranks_than_classes_raise():
     run_ranks(few_classes_body, 2, timeout_s=60)
 
 

@@ -45,7 +45,7 @@ def test_one_ranks_part_is_not_loaded_as_the_whole():
         half.load_state_dict(states[0])
 
 
-def test_its_own_part_is_loaded():
+def test_the_local_part_is_loaded():
     state = loaded(run_ranks(state_body, 1, 10)[0])
     model = nn.ModuleDict({"backbone": nn.Linear(3, 4), "head": wb.PartialFC(4, 10, seed=1)})
     model.load_state_dict(state)

@@ -160,7 +160,7 @@ def test_dense_gradients_are_stepped_as_by_pytorch(nesterov):
         assert_same(a, b, relative=1e-12)
 
 
-def test_rows_without_a_gradient_stand_still_and_others_go_on():
+def test_a_row_without_a_gradient_skips_the_step():
     """A row is updated as if only the steps existed in which it has a gradient."""
     torch.manual_seed(0)
     for optimizer in (sgd, adamw):
@@ -231,7 +231,7 @@ def wrong_clips_body():
             wrong() if rank else wb.heads.clip_grad_norm_(backbone.parameters(), head.weight, 1.0)
 
 
-def test_mistakes_in_clipping():
+def test_mistakes_in_clipping_raise_on_all_ranks():
     run_ranks(wrong_clips_body, 2, timeout_s=60)
 
 
@@ -259,6 +259,6 @@ def overflow_body(agree):
     return scaler.get_scale(), bool((head == 1).all())
 
 
-def test_an_overflow_of_one_rank_is_everyones():
+def test_an_overflow_on_one_rank_skips_the_step_on_all():
     assert run_ranks(overflow_body, 2, False, timeout_s=60) == [(8.0, False), (4.0, True)], "without: they part"
     assert run_ranks(overflow_body, 2, True, timeout_s=60) == [(4.0, True), (4.0, True)]

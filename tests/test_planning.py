@@ -36,7 +36,7 @@ OF_CLASSES = {"partial_fc": {"classes": 5000}}
 
 @pytest.mark.parametrize("loss", ["clip", "nt_xent"])
 @pytest.mark.parametrize("rows", [64, 43_690, 43_691, 87_381, 87_382, 10**6])
-def test_auto_is_the_exchange_of_the_library(loss, rows):
+def test_auto_chooses_the_exchange_of_the_library(loss, rows):
     said = Shapes(loss, rows, 1024, 1).exchange()
     of_s = 2 * rows if loss == "nt_xent" else rows
     made = select_exchange("auto", LocalCommunicator(), of_s, Partition((of_s,)), row_bytes=4 * 1024)
@@ -229,7 +229,7 @@ def test_caching_is_chosen_where_all_rows_do_not_fit():
         assert option.fits == (option.peak <= tight.limit)
 
 
-def test_as_much_is_kept_as_fits():
+def test_the_plan_keeps_as_much_as_fits():
     """Where all of exp(S) does not fit, a part of it is kept; a tenth of the memory stays free."""
     roomy = wb.plan(batch_size=20_000, embedding_size=64, memory_limit=2 * 10**9)
     tight = wb.plan(batch_size=20_000, embedding_size=64, memory_limit=4 * 10**8)
@@ -240,7 +240,7 @@ def test_as_much_is_kept_as_fits():
     assert part.seconds < tight.options[0].seconds
 
 
-def test_a_plan_in_which_nothing_fits():
+def test_a_plan_in_which_nothing_fits_reports_it():
     found = wb.plan(batch_size=10**6, embedding_size=1024, memory_limit=10**8)
     assert found.chosen is None
     assert "Nothing fits: the smallest peak is 16.4 GB" in str(found)
@@ -298,7 +298,7 @@ def test_calls_can_be_pasted(more):
     assert found.chosen.call in str(found)
 
 
-def test_samples_of_classes_take_less():
+def test_samples_of_classes_take_less_work_and_memory():
     all_of_them, tenth = (
         wb.plan(batch_size=512, embedding_size=128, ranks=4, classes=10**6, sample_rate=s) for s in (1.0, 0.1)
     )
@@ -365,7 +365,7 @@ def test_every_device_has_a_plan(device):
 # Rates.
 
 
-def test_time_is_made_of_its_parts():
+def test_the_planned_time_is_the_sum_of_its_parts():
     rates = Rates("here", {16: 1e9}, {16: 5e8}, {"clip": {0: 1e-9, 2: 2e-9}}, 1.0, 1e9, 1e6, 0.5, 1e9)
     work = replace(work_of(Shapes("clip", 100, 16), "gather", "flat"), flops=2e9, again=5e8, entries=10**9, loss=10**9)
     assert rates.seconds("clip", 16, work) == pytest.approx(1 + 2.5 + 1 + 1)
@@ -471,7 +471,7 @@ def test_the_command_prints_a_table_or_json(capsys):
         (f"{SIZES} --chunk-size 4", "chunk_size needs encoder_bytes"),
     ],
 )
-def test_mistakes_on_the_command_line(capsys, arguments, message):
+def test_mistakes_on_the_command_line_are_reported(capsys, arguments, message):
     code, shown = run(capsys, arguments)
     assert code == 2
     assert shown.err.startswith("wholebatch plan: error: ")

@@ -97,14 +97,14 @@ if find_spec("jax") is not None:
     ]
 
 
-def test_names_are_loaded_when_they_are_asked_for():
+def test_names_are_loaded_on_first_use():
     assert {*wb.__all__, "jax", "__name__"} <= set(dir(wb))
     assert not hasattr(wb, "functional.clip_loss")
     with pytest.raises(AttributeError, match="module 'wholebatch' has no attribute 'CLIPloss'"):
         _ = wb.CLIPloss
 
 
-def test_exported_names():
+def test_exported_names_are_those_of_the_list():
     for module, names in PUBLIC.items():
         assert sorted(module.__all__) == sorted(names)
         assert all(hasattr(module, name) for name in names)

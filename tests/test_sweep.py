@@ -67,7 +67,7 @@ def test_the_smallest_budget_suffices_and_ends(rows, cols):
     assert budget.side == 32 or rows * cols / budget.side**2 <= 2**16
 
 
-def test_named_budgets():
+def test_named_budgets_keep_all_or_nothing():
     assert fit("flat", entries=9, side=4, dtype=torch.float32).kept == 0
     assert fit("auto", entries=17, side=4, dtype=torch.float32).kept == 0
     assert fit("auto", entries=16, side=4, dtype=torch.float32).kept == 16
@@ -84,7 +84,7 @@ def test_kept_tiles_come_back_in_order_until_one_did_not_fit():
     assert again.next((1, 1)) is None, "later tiles would be mistaken for others"
 
 
-def test_pairs_are_read_where_they_are():
+def test_pairs_of_a_tile_are_those_of_the_whole_matrix():
     pairs = Pairs(positive=Diagonals(Diagonal(0, 5, 4)), excluded=Diagonals(Diagonal(0, 4, 4)))
     whole = torch.arange(40.0).view(4, 10)
     seen = []
@@ -97,7 +97,7 @@ def test_pairs_are_read_where_they_are():
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=9), st.integers(0, 9), st.integers(1, 4))
-def test_equal_ids_are_found_where_they_are(ids, first, side):
+def test_equal_ids_of_a_tile_are_those_of_the_whole_matrix(ids, first, side):
     """Each tile has the entries of the whole matrix, except those that are left out."""
     cols = torch.tensor(ids)
     first = min(first, len(ids))

@@ -199,7 +199,7 @@ def test_a_link_with_the_name_of_a_new_file_is_not_followed(tmp_path):
         b"\xef\xbb\xbf{}", b"", b"{", b"nul",
     ],
 )  # fmt: skip
-def test_json_is_bounded(text):
+def test_damaged_or_too_deep_json_raises(text):
     with pytest.raises(ValueError, match=r"^it is damaged, or no JSON"):
         parse_json(text, "it")
 
@@ -384,7 +384,7 @@ def test_malicious_pickles_raise(tmp_path, pickled, message):
         read(pickled)
 
 
-def test_values_that_share_others_take_no_time(tmp_path):
+def test_shared_values_take_linear_time(tmp_path):
     """A tuple holds the previous tuple twice, sixty times: as a tree it would have 2^60 leaves."""
     nested = b"\x80\x02)q\0" + b"".join(b"h%ch%c\x86q%c" % (i, i, i + 1) for i in range(60))
     for end, message in ((b".", None), (b"}h<K\x01s.", "a key of type|one value"), (b"R.", "calls|not there")):

@@ -138,7 +138,7 @@ def runs(pid):
         return False
 
 
-def test_a_failure_on_one_process_is_its_own_exception():
+def test_a_failure_on_one_process_keeps_its_exception():
     with pytest.raises(FutureWarning):
         run_ranks(warn, 1)
     assert not dist.is_initialized()

@@ -76,7 +76,7 @@ def test_a_wrong_gradient_is_refused(data, monkeypatch):
         audited(replace(CONFIG, data=data))
 
 
-def test_a_run_says_so_unless_it_is_asked_not_to(tmp_path, data):
+def test_a_run_reports_its_audit_unless_it_is_switched_off(tmp_path, data):
     command = [*TRAIN, "--data", data, "--steps", "1", *SMALL, "--ranks", "2", "--run-folder"]
     printed = finish([*command, str(tmp_path / "a")]).stdout
     assert "audit: on 2 processes the gradient of" in printed
@@ -84,7 +84,7 @@ def test_a_run_says_so_unless_it_is_asked_not_to(tmp_path, data):
     assert "audit" not in finish([*command, str(tmp_path / "b"), "--no-audit"]).stdout
 
 
-def test_the_plan_is_of_what_the_run_does(data, faces):
+def test_the_plan_has_the_settings_of_the_run(data, faces):
     def line(size=1, **more):
         config = replace(CONFIG, **{"data": data, **more})
         return plan_start(config, load_data(config, size), torch.device("cpu"), size=size)

@@ -37,7 +37,7 @@ def uninterrupted(data, tmp_path_factory):
     return run, finish(command(data, run)).stdout
 
 
-def test_a_run_leaves_everything_it_promises(uninterrupted):
+def test_a_run_writes_all_documented_files(uninterrupted):
     run, output = uninterrupted
     assert {path.name for path in run.iterdir()} == {
         "config.json", "metrics.jsonl", "checkpoint.safetensors", "head-30", "model.safetensors", "report.json", "lock",
@@ -108,12 +108,12 @@ def test_other_margins_train(data, tmp_path, margin, more, capsys):
         ({"task": "recognize"}, "--task must be 'retrieve' or 'identify', got recognize"),
     ],
 )
-def test_configurations_that_make_no_sense(settings, message):
+def test_invalid_configurations_are_refused(settings, message):
     with pytest.raises(UserError, match=message):
         TrainConfig(**settings).check()
 
 
-def test_a_task_has_its_own_defaults(monkeypatch):
+def test_each_task_has_its_defaults(monkeypatch):
     """An option that is given is used, even if it equals the other task's default."""
     asked = []
     monkeypatch.setattr("wholebatch.train.launch.run", asked.append)
@@ -122,7 +122,7 @@ def test_a_task_has_its_own_defaults(monkeypatch):
     assert [config.steps for config in asked] == [300, 450, 300]
 
 
-def test_mistakes_are_one_line(data, tmp_path):
+def test_mistakes_give_one_line(data, tmp_path):
     pairs = write_pairs(tmp_path / "once")
     for where, more, message in (
         (pairs, [], "--validation-texts 16 needs as many texts with two images to train on, got 0"),
@@ -135,7 +135,7 @@ def test_mistakes_are_one_line(data, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_head_that_was_removed_is_missed(uninterrupted, tmp_path, capsys):
+def test_a_removed_head_is_refused(uninterrupted, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(uninterrupted[0], run)
     shutil.rmtree(run / "head-30")
@@ -145,7 +145,7 @@ def test_a_head_that_was_removed_is_missed(uninterrupted, tmp_path, capsys):
     assert "head-30 holds no checkpoint" in lines[0]
 
 
-def test_a_head_that_is_damaged_is_missed(uninterrupted, tmp_path, capsys):
+def test_a_damaged_head_is_refused(uninterrupted, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(uninterrupted[0], run)
     for file in (run / "head-30").glob("rank-*"):
@@ -222,6 +222,6 @@ def test_verification_is_that_of_all_pairs():
         assert tar == pytest.approx(accepted[same].double().mean().item(), abs=1e-3)
 
 
-def test_what_pictures_can_tell_at_best():
+def test_the_best_possible_accuracy_counts_equal_pictures():
     images = torch.tensor([[1, 2], [1, 2], [1, 2], [3, 4]], dtype=torch.uint8)
     assert best_possible(images, torch.tensor([0, 0, 1, 2])) == 0.75

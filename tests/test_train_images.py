@@ -56,7 +56,7 @@ def with_alpha(beneath):
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_what_lies_beneath_transparent_pixels_does_not_matter(tmp_path, channels):
+def test_colors_of_transparent_pixels_have_no_effect(tmp_path, channels):
     found = [read(tmp_path, with_alpha(beneath), channels) for beneath in ((0, 0, 0), (255, 0, 17))]
     assert torch.equal(*found)
     assert (found[0][:, :, 4:] == 255).all(), "white"
@@ -147,13 +147,13 @@ def test_sixteen_bits_with_a_transparent_color(tmp_path):
         (np.full((2, 2), np.nan, np.float32), "got nan to nan"),
     ],
 )
-def test_a_range_that_nobody_can_know_is_an_error(tmp_path, array, message):
+def test_an_unknown_range_of_values_is_an_error(tmp_path, array, message):
     with pytest.raises(ValueError, match=message):
         read(tmp_path, Image.fromarray(array), name="range.tif")
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "RGB", "CMYK", "YCbCr", "P"])
-def test_opaque_modes(tmp_path, mode):
+def test_opaque_modes_are_read(tmp_path, mode):
     """White and black are right in every mode."""
     image = Image.new("RGB", (SIZE, SIZE), "white")
     image.paste("black", (0, 0, 4, SIZE))
@@ -190,7 +190,7 @@ def test_pictures_stand_upright(tmp_path, orientation, name):
     assert (np.abs(right.astype(int) - pixels).max() < 5) == stays, "other orientations must differ"
 
 
-def test_damaged_metadata_turn_nothing(tmp_path):
+def test_damaged_metadata_do_not_rotate_a_picture(tmp_path):
     Image.new("L", (SIZE, SIZE), 77).save(tmp_path / "exif.jpg", exif=b"Exif\0\0nonsense" * 4)
     assert (read_image(tmp_path / "exif.jpg", size=SIZE, channels=1) == 77).all()
 
@@ -201,7 +201,7 @@ def test_a_wide_picture_is_padded(tmp_path):
     assert (found[0, :2] == 0).all()
 
 
-def test_files_that_are_no_pictures_are_one_line_with_their_name(tmp_path):
+def test_files_that_are_not_pictures_give_one_line_with_their_name(tmp_path):
     rng = np.random.default_rng(0)
     noise = Image.fromarray(rng.integers(0, 256, (64, 64, 3), np.uint8))
     files = {"bomb.png": png_of(60_000, 60_000), "wide.png": png_of(2**31 - 1, 1), "empty.png": b""}
@@ -220,7 +220,7 @@ def test_files_that_are_no_pictures_are_one_line_with_their_name(tmp_path):
         read_image(tmp_path / "folder.png", size=SIZE, channels=1)
 
 
-def test_a_picture_just_over_pillows_limit_is_read_without_a_word(tmp_path, monkeypatch):
+def test_a_picture_just_over_pillows_limit_is_read_silently(tmp_path, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 40)
     assert (read(tmp_path, Image.new("L", (SIZE, SIZE), 5), 1) == 5).all()
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30)
@@ -229,7 +229,7 @@ def test_a_picture_just_over_pillows_limit_is_read_without_a_word(tmp_path, monk
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_damaged_bytes_are_pictures_or_errors(tmp_path, seed):
+def test_damaged_bytes_give_pictures_or_errors(tmp_path, seed):
     rng = np.random.default_rng(seed)
     for kind in ("png", "jpg", "gif", "tif", "webp", "bmp"):
         Image.fromarray(rng.integers(0, 256, (16, 16, 3), np.uint8)).save(tmp_path / f"x.{kind}")

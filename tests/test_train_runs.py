@@ -25,7 +25,7 @@ def uninterrupted(data, tmp_path_factory):
     return run, done.stdout
 
 
-def test_a_run_leaves_everything_it_promises(uninterrupted):
+def test_a_run_writes_all_documented_files(uninterrupted):
     run, output = uninterrupted
     names = {path.name for path in run.iterdir()}
     assert names == {
@@ -58,7 +58,7 @@ def test_the_curve_is_the_same_with_gradient_caching(data, uninterrupted, tmp_pa
     assert difference(uninterrupted[0], tmp_path / "run") <= 1e-4
 
 
-def test_under_torchrun(data, uninterrupted, tmp_path):
+def test_torchrun_gives_the_same_curve(data, uninterrupted, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     finish([*torchrun, "wholebatch", "train", *options(data, tmp_path / "run", steps=50)])
     assert difference(uninterrupted[0], tmp_path / "run") <= 1e-4
@@ -100,7 +100,7 @@ def one_line(capsys, code, *argv):
     return lines[0]
 
 
-def test_mistakes_are_one_line_and_exit_code_2(capsys, data, tmp_path, uninterrupted):
+def test_mistakes_give_one_line_and_exit_code_2(capsys, data, tmp_path, uninterrupted):
     new = tmp_path / "new"
     assert "there is no file" in one_line(
         capsys, 2, "--data", str(tmp_path / "none.csv"), "--run-folder", str(tmp_path / "a")
@@ -127,7 +127,7 @@ def test_mistakes_are_one_line_and_exit_code_2(capsys, data, tmp_path, uninterru
     assert not new.exists(), "nothing was started"
 
 
-def test_a_mistake_found_by_a_started_rank_is_one_line_too(data, tmp_path):
+def test_a_mistake_found_by_a_started_rank_gives_one_line(data, tmp_path):
     done = finish(TRAIN + options(data, tmp_path / "run", "--ranks", "2", "--batch-size", "4096"), expect=2)
     assert done.stderr.count("\n") == 1
     assert "--batch-size 4096 needs as many texts" in done.stderr

@@ -97,7 +97,7 @@ def test_an_echo_is_not_a_second_signal(monkeypatch):
     assert patience.is_second()
 
 
-def test_signals_of_a_process_wait_from_its_start():
+def test_signals_are_held_from_the_start_of_a_process():
     blocked = "import signal; print(sorted(int(s) for s in signal.pthread_sigmask(signal.SIG_BLOCK, [])))"
     with signals_blocked():
         inside = subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True, check=True)
@@ -130,7 +130,7 @@ def a_loop_with_signals(who, at):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
-def test_all_ranks_agree_whoever_gets_the_signal(world_size, who):
+def test_all_ranks_stop_after_the_same_step_for_a_signal_to_any(world_size, who):
     found = run_ranks(a_loop_with_signals, world_size, who, 5)
     number = signal.SIGTERM if 0 in who else signal.SIGINT
     assert found == [(7, [5], number)] * world_size
@@ -177,7 +177,7 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_signal_at_any_moment_loses_nothing(capsys, monkeypatch, data, undisturbed, tmp_path, moment):
+def test_a_signal_at_any_moment_loses_no_step(capsys, monkeypatch, data, undisturbed, tmp_path, moment):
     where, method, call, step, finished = MOMENTS[moment]
     run, found, calls, ended = tmp_path / "a run", [], [], []
 
@@ -216,7 +216,7 @@ def test_a_signal_at_any_moment_loses_nothing(capsys, monkeypatch, data, undistu
     assert (run / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()
 
 
-def test_a_checkpoint_that_was_asked_for_is_not_made_again(capsys, monkeypatch, data, undisturbed, tmp_path):
+def test_a_requested_checkpoint_is_written_once(capsys, monkeypatch, data, undisturbed, tmp_path):
     """A second write would leave no checkpoint for a moment, since a classifier has one folder per step."""
     run, found, steps = tmp_path / "run", [], []
 
@@ -265,7 +265,7 @@ def started(data, tmp_path):
         process.communicate()
 
 
-def test_a_rank_that_is_killed_is_one_line(capsys, data, started):
+def test_a_killed_rank_gives_one_line(capsys, data, started):
     process, run = started
     assert main(["train", "--resume", str(run)]) == 2
     of_second = capsys.readouterr().err
@@ -298,7 +298,7 @@ def test_two_processes_stop_together(started):
     assert last_step(run, recorded=recorded(run), checkpoint_every=5) == recorded(run)
 
 
-def test_torchrun_is_asked_to_stop(data, undisturbed, tmp_path):
+def test_a_signal_to_torchrun_stops_the_run(data, undisturbed, tmp_path):
     run = tmp_path / "run"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     command = [*torchrun, "wholebatch", "train", *options(data, run, *MORE, steps=100_000)]
@@ -370,7 +370,7 @@ def test_the_command_that_resumes_repeats_the_options_of_this_resume(monkeypatch
     assert resume_command(tmp_path / "run", changed).endswith(f" {command} --device cpu --chunk-size 8")
 
 
-def test_a_path_is_shown_as_it_is(capsys):
+def test_a_path_is_printed_unchanged(capsys):
     """Rich would read parts of it as markup and emoji."""
     folder = Path("/runs[lr=1]/[red]x/:smile:")
     ConsoleProgress().show_folder(folder)
@@ -378,7 +378,7 @@ def test_a_path_is_shown_as_it_is(capsys):
     assert capsys.readouterr().out.count(str(folder)) == 2
 
 
-def test_a_folder_that_is_no_run_is_left_alone(capsys, data, tmp_path):
+def test_a_folder_that_is_not_a_run_is_not_changed(capsys, data, tmp_path):
     for name in ("lock", "thesis.txt"):
         (tmp_path / name).write_text("precious")
     assert main(["train", *options(data, tmp_path)]) == 2
@@ -414,7 +414,7 @@ LAUNCHED = {
         (dict.fromkeys([*LAUNCHED], None) | {"WORLD_SIZE": "abc"}, "WORLD_SIZE must be an integer of at least 1"),
     ],
 )
-def test_an_environment_that_makes_no_sense_is_one_line_at_once(capsys, monkeypatch, tmp_path, changed, message):
+def test_an_invalid_environment_gives_one_line_at_once(capsys, monkeypatch, tmp_path, changed, message):
     for name, value in (LAUNCHED | changed).items():
         monkeypatch.delenv(name, raising=False)
         if value is not None:
@@ -428,7 +428,7 @@ def test_an_environment_that_makes_no_sense_is_one_line_at_once(capsys, monkeypa
     assert not (tmp_path / "run").exists()
 
 
-def test_other_readers_of_the_environment(capsys, monkeypatch):
+def test_other_readers_of_the_environment_raise_the_same_errors(capsys, monkeypatch):
     for value in ("abc", "-1", "0", "1.5", ""):
         monkeypatch.setenv("WORLD_SIZE", value)
         with pytest.raises(ValueError, match=f"WORLD_SIZE must be an integer of at least 1, got '{value}'; a launcher"):
@@ -439,7 +439,7 @@ def test_other_readers_of_the_environment(capsys, monkeypatch):
     assert wb.comm.select_communicator(None).size == 1
 
 
-def test_the_variables_of_one_process_ask_for_no_launcher(monkeypatch):
+def test_the_variables_of_one_process_need_no_launcher(monkeypatch):
     for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)
     assert launcher.launcher_size() is None
@@ -482,7 +482,7 @@ def test_a_kill_releases_the_lock(tmp_path):
 
 
 @pytest.mark.parametrize("error", [37, 95])  # ENOLCK, EOPNOTSUPP
-def test_a_file_system_without_locks_is_told_and_used(capsys, monkeypatch, tmp_path, error):
+def test_a_file_system_without_locks_is_reported_and_used(capsys, monkeypatch, tmp_path, error):
     from wholebatch.train import lock
 
     def refuse(*args):
@@ -535,14 +535,14 @@ def fails(config, store, rank, launcher):
         ("raise", r"^rank 1 of 2 ended with KeyError: \"of the user's\"; the other ranks were ended; nothing"),
     ],
 )
-def test_how_a_rank_ends(capfd, tmp_path, how, message):
+def test_the_end_of_a_rank_is_reported(capfd, tmp_path, how, message):
     config = TrainConfig(data=how, ranks=2, run_folder=tmp_path / "run")
     with pytest.raises(launch.RankDiedError, match=message):
         launch.run_local_ranks(config, fails)
     assert ("Traceback" in capfd.readouterr().err) == (how == "raise"), "whoever looks for the mistake needs it"
 
 
-def test_a_lost_connection_is_one_whoever_says_so():
+def test_lost_connections_of_every_backend_are_recognized():
     gloo = "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:27555: Connection reset by peer"
     assert local_ranks.is_connection_error(RuntimeError(gloo))
     assert local_ranks.is_connection_error(UserError(f"save_head: run/head-5 cannot be written: {gloo}")), (
@@ -581,7 +581,7 @@ LOST = ("raised", "RuntimeError: Connection closed by peer", 1)
         ),
     ],
 )
-def test_which_rank_is_the_cause(tmp_path, words, codes, seen, error, message):
+def test_the_rank_that_caused_the_end_is_named(tmp_path, words, codes, seen, error, message):
     for rank, (kind, text, at_ns) in words.items():
         said = {"kind": kind, "text": text, "signum": 2 if kind == "stopped" else 0, "trace": "", "at_ns": at_ns}
         (tmp_path / f"{rank}.json").write_text(json.dumps(said))

@@ -34,7 +34,7 @@ def leaves(name, counts=(6,)):
 
 
 @pytest.mark.parametrize("name", CORE)
-def test_accumulation_and_graphs_used_twice(name):
+def test_accumulation_and_repeated_backward_passes_are_exact(name):
     loss, (x, *_), (_, dx, *_), _ = leaves(name)
     for _ in range(2):
         (loss() / 2).backward()
@@ -54,7 +54,7 @@ def test_accumulation_and_graphs_used_twice(name):
 
 @pytest.mark.parametrize("name", CORE)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(name, reentrant):
+def test_activation_checkpointing_is_exact(name, reentrant):
     loss, local, (_, dx, *_), scale = leaves(name)
     checkpoint(lambda *z: loss(*(2 * zz / 2 for zz in z)), *local, use_reentrant=reentrant).backward()
     assert_same(local[0].grad, dx, relative=GRADIENT)
@@ -100,7 +100,7 @@ def test_the_gradient_cannot_be_differentiated_again(name):
 
 
 @pytest.mark.parametrize("name", CORE)
-def test_only_one_input_requires_a_gradient(name):
+def test_one_input_alone_may_require_a_gradient(name):
     case = LOSSES[name]
     whole = whole_batch(case, (5,))
     _, *expected = dense(case, whole, SCALE)
@@ -112,7 +112,7 @@ def test_only_one_input_requires_a_gradient(name):
             assert_same(gradient, whole_gradient, relative=GRADIENT, absolute=1e-13, what=f"{name} {position}")
 
 
-def test_no_gradient_no_work():
+def test_without_gradients_siglip_computes_no_products():
     """Without gradients SigLIP makes no products, and nothing is kept."""
     x, y = whole_batch(LOSSES["siglip"], (5,))
     with torch.no_grad():
@@ -154,5 +154,5 @@ def compiled_steps_body():
         assert results[0][1] < results[0][0], "the step trains"
 
 
-def test_compiled_training_steps():
+def test_compiled_training_steps_are_exact():
     run_ranks(compiled_steps_body, 2, timeout_s=240)

@@ -99,7 +99,7 @@ def shared_body():
         assert_same(local.grad, whole.grad[rows], relative=1e-10)
 
 
-def test_one_tensor_twice_and_arguments_without_rows():
+def test_a_tensor_may_be_passed_twice_beside_arguments_without_rows():
     run_ranks(shared_body, 2)
 
 
@@ -120,7 +120,7 @@ def gradient_penalty_body():
     assert_same(local.grad, whole.grad[rows], relative=1e-10)
 
 
-def test_double_backward():
+def test_gather_can_be_differentiated_twice():
     run_ranks(gradient_penalty_body, 2)
 
 
@@ -162,7 +162,7 @@ def root_parameters_body():
                 assert_same(ours, dense, relative=1e-10, what=f"{strategy}, {what}")
 
 
-def test_root_and_parameters_by_several_routes():
+def test_parameters_that_reach_a_loss_by_several_routes_count_once_for_each():
     run_ranks(root_parameters_body, 2)
 
 
@@ -195,7 +195,7 @@ def root_limits_body():
         loss.backward()
 
 
-def test_root_at_its_limits():
+def test_root_in_half_precision_in_evaluation_and_with_hidden_parameters():
     run_ranks(root_limits_body, 2)
 
 

@@ -145,7 +145,7 @@ def test_the_public_api_without_numpy(tmp_path):
     assert done.stdout.endswith("done\n")
 
 
-def test_numpy_would_be_missed(tmp_path):
+def test_a_planted_import_of_numpy_is_detected(tmp_path):
     """The test above can fail."""
     program = "import warnings; warnings.simplefilter('ignore'); import torch; torch.ones(2).numpy()"
     done = run(program, tmp_path)
