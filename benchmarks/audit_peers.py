@@ -51,7 +51,7 @@ def fill(file: Path, table: str) -> None:
 def main() -> None:
     warnings.simplefilter("ignore")
     names = presets.installed()
-    assert set(names) == set(presets.PACKAGES), f"installed are only {names}: make peers"
+    assert set(names) == set(presets.PACKAGES), f"only these are installed: {names}: make peers"
     preload(*(presets.module_name(name) for name in names))
     found: list[tuple[str, Report]] = []
     for name in names:

@@ -151,7 +151,7 @@ if __name__ == "__main__":
     if not {*chosen} <= {*CASES, *OTHERS}:
         sys.exit(f"usage: python benchmarks/gpu.py [NAME ...], names of {', '.join([*CASES, *OTHERS])}")
     if not torch.cuda.is_available():
-        sys.exit("benchmarks/gpu.py needs a GPU, and torch sees none")
+        sys.exit("benchmarks/gpu.py needs a GPU, and torch finds none")
     for name in chosen:
         print(f"== {name}", flush=True)
         if name in OTHERS:

@@ -163,7 +163,7 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
         memory.plot(*zip(*points, strict=True), "o-", label=label, color="0.5" if method == "uncached" else "C0")
         for x, y in points:
             memory.annotate(f"{y:.0f}", (x, y), xytext=(0, 5), textcoords="offset points", ha="center", fontsize=8)
-    memory.set(xscale="log", yscale="log", xlabel="pairs in the batch", ylabel="MB that a step adds")
+    memory.set(xscale="log", yscale="log", xlabel="pairs in the batch", ylabel="memory of a step, MB")
     ticks = sorted({row["rows"] for row in rows if row["what"] == "memory"})
     memory.set_xticks(ticks, ticks)
     memory.minorticks_off()
@@ -176,7 +176,7 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
         color=["0.5" if "uncached" in n or "sentence" in n else "C0" for n in names],
     )
     times.bar_label(drawn, fmt=" %.2f", fontsize=8)
-    times.set(xlabel="time of a step, of the uncached one's")
+    times.set(xlabel="time relative to the uncached step")
     times.margins(x=0.15)
     times.invert_yaxis()
     for axis in (memory, times):

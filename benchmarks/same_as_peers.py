@@ -351,7 +351,7 @@ def main() -> None:
             )
             print(f"| `{ours}` | {package.removesuffix('_torch')} {name} | {value:.0e} | {gradient:.0e} | {note} |")
             if max(value, gradient) > 1e-6 and "differ" not in note:
-                raise SystemExit(f"{ours} and {name} differ, and nothing says why")
+                raise SystemExit(f"{ours} and {name} differ, without a known reason")
     versions = {package: version(package) for package in (*packages, "torch")}
     RESULTS.write_text(json.dumps({"versions": versions, **about(), "rows": rows}, indent=1) + "\n")
 

@@ -63,9 +63,7 @@ def main() -> None:
             f"| {(found >= 1).sum()} of {(ranks >= 1).sum()} |"
         )
     seen = split.train[torch.randperm(len(split.train), generator=torch.Generator().manual_seed(0))[: len(test)]]
-    print(
-        "\nas many characters of the training set:", both_ways(*held_out_features(model, config, pairs, seen, device))
-    )
+    print("\nas many characters of training:", both_ways(*held_out_features(model, config, pairs, seen, device)))
 
 
 def first_picture(pairs: Pairs, text: int) -> bytes:

@@ -107,7 +107,7 @@ def right_ddp():
     return problem(lambda x, y, s: local(x, y, s, with_gradient(x), with_gradient(y)), engine="ddp")
 
 
-def right_engine_of_its_own():
+def right_custom_engine():
     def step(model, batch):
         x, y, scale = model(batch["images"], batch["texts"])
         loss = local(x, y, scale, with_gradient(x), with_gradient(y))

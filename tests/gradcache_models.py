@@ -20,7 +20,7 @@ def mlp(seed, *middle):
 
 
 class Clip(nn.Module):
-    """CLIP's loss with its own scale."""
+    """CLIP's loss with a learned scale."""
 
     def __init__(self):
         super().__init__()

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from jax.sharding import AxisType, Mesh
 from loss_cases import (
-    BOTH_WAYS,
+    BOTH_DIRECTIONS,
     HARD_IDS,
     HARD_NEGATIVES,
     IDS,
@@ -59,13 +59,13 @@ CASES = {name: LOSSES[name] for name in SHARED} | {
         inputs=(X, Y, NEGATIVES, HARD_NEGATIVES, IDS, NEGATIVE_IDS, HARD_IDS),
     ),
     "info_nce, both directions in one softmax, label smoothing": Case(
-        info_nce_with("negatives", "hard_negatives", "key_ids", directions=BOTH_WAYS, label_smoothing=0.1),
+        info_nce_with("negatives", "hard_negatives", "key_ids", directions=BOTH_DIRECTIONS, label_smoothing=0.1),
         inputs=(X, Y, NEGATIVES, HARD_NEGATIVES, IDS),
     ),
-    "info_nce, both directions, each its own": Case(
-        info_nce_with("negatives", directions=BOTH_WAYS, partition="per_direction"), inputs=(X, Y, NEGATIVES)
+    "info_nce, both directions, separate": Case(
+        info_nce_with("negatives", directions=BOTH_DIRECTIONS, partition="per_direction"), inputs=(X, Y, NEGATIVES)
     ),
-    "info_nce, keys' queries": Case(info_nce_with(directions=BOTH_WAYS[1:])),
+    "info_nce, keys' queries": Case(info_nce_with(directions=BOTH_DIRECTIONS[1:])),
 }
 
 

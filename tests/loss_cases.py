@@ -149,7 +149,7 @@ def matryoshka(**settings: Any) -> Callable[..., Tensor]:
 
 
 ALL_DIRECTIONS = ("query_to_key", "key_to_query", "query_to_query", "key_to_key")
-BOTH_WAYS = ALL_DIRECTIONS[:2]
+BOTH_DIRECTIONS = ALL_DIRECTIONS[:2]
 LABELED = {"inputs": (X, IDS), "has_scale": False, "normalizes": True}
 MOMENTS = {"has_scale": False, "normalizes": True, "choices": (), "at_least": 2}
 LOSSES = {
@@ -184,15 +184,16 @@ LOSSES = {
         inputs=(X, Y, NEGATIVES, IDS, NEGATIVE_IDS),
     ),
     "info_nce, several positives": Case(
-        info_nce_with("query_ids", equal_ids="positive", directions=BOTH_WAYS, partition="per_direction"),
+        info_nce_with("query_ids", equal_ids="positive", directions=BOTH_DIRECTIONS, partition="per_direction"),
         inputs=(X, Y, IDS),
     ),
     "info_nce, hard negatives, margin, hardness, weights": Case(
-        info_nce_with("negatives", "hard_negatives", "weights", margin=0.1, hardness=2.0, directions=BOTH_WAYS),
+        info_nce_with("negatives", "hard_negatives", "weights", margin=0.1, hardness=2.0, directions=BOTH_DIRECTIONS),
         inputs=(X, Y, NEGATIVES, HARD_NEGATIVES, WEIGHTS),
     ),
     "info_nce, hardness, label smoothing": Case(
-        info_nce_with("negatives", hardness=2.0, label_smoothing=0.2, directions=BOTH_WAYS), inputs=(X, Y, NEGATIVES)
+        info_nce_with("negatives", hardness=2.0, label_smoothing=0.2, directions=BOTH_DIRECTIONS),
+        inputs=(X, Y, NEGATIVES),
     ),
     "info_nce, keys' queries, keys among themselves": Case(
         info_nce_with("negatives", "key_ids", directions=("key_to_query", "key_to_key")), inputs=(X, Y, NEGATIVES, IDS)

@@ -221,7 +221,7 @@ def collectives_body():
             call()
         if comm.size > 1:
             assert f"rank {comm.size - 1}: " in str(caught.value)
-        assert comm.all_reduce(torch.ones(1)).item() == comm.size, "the group goes on"
+        assert comm.all_reduce(torch.ones(1)).item() == comm.size, "the group continues"
     for tag in (True, 1.0, -1, 2**40):
         with pytest.raises(ValueError, match="tag must be an integer from 0 to"):
             comm.isend(x, 0, tag=tag)
@@ -253,7 +253,7 @@ def heads_body(folder):
     ):
         with pytest.raises(ValueError, match=message):
             call()
-        assert comm.all_reduce(torch.ones(1)).item() == comm.size, "the group goes on"
+        assert comm.all_reduce(torch.ones(1)).item() == comm.size, "the group continues"
     for call in (wb.heads.load_head, wb.heads.save_head, wb.heads.load_insightface):
         with pytest.raises(ValueError, match=r"head must be a wholebatch.PartialFC, got Linear"):
             call(folder, nn.Linear(3, 6))
@@ -285,7 +285,7 @@ def loss_of_the_users_body(strategy):
             wb.WholeBatch(wrong, strategy=strategy)(x)
     loss = wb.WholeBatch(lambda x: x.square().mean(), strategy=strategy)(x)
     loss.backward()
-    assert x.grad.isfinite().all(), "the group goes on"
+    assert x.grad.isfinite().all(), "the group continues"
     return loss.item()
 
 

@@ -164,10 +164,10 @@ def test_the_figures_of_a_wrong_recipe_match_those_computed_by_hand():
     true = torch.autograd.grad(audit_problems.clip(*model(images, texts)), list(model.image.parameters()))
     parts = [slice(0, 6), slice(6, 12)]
     losses = []
-    for own in parts:
-        x, y, scale = model(images[own], texts[own])
+    for rows in parts:
+        x, y, scale = model(images[rows], texts[rows])
         all_x, all_y, _ = (z.detach() for z in model(images, texts))
-        labels = torch.arange(own.start, own.stop)
+        labels = torch.arange(rows.start, rows.stop)
         ce = torch.nn.functional.cross_entropy
         losses.append((ce(scale * x @ all_y.T, labels) + ce(scale * y @ all_x.T, labels)) / 2)
     wrong = torch.autograd.grad(sum(losses) / 2, list(model.image.parameters()))
@@ -311,7 +311,7 @@ def children_of_server():
     return found
 
 
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes as Linux shows them")
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads processes from /proc, as Linux has it")
 def test_no_process_is_left_behind():
     report = wb.audit(audit_failures.hangs, (1, 2), timeout_s=5)
     assert report.causes == ("hangs",)
@@ -330,7 +330,7 @@ def test_no_process_is_left_behind():
     assert not children_of_server()
 
 
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes as Linux shows them")
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads processes from /proc, as Linux has it")
 def test_ranks_end_with_the_process_that_audits(tmp_path):
     """Kill the audit from outside, as continuous integration does after a time limit."""
     (tmp_path / "endless.py").write_text(
@@ -347,7 +347,7 @@ def test_ranks_end_with_the_process_that_audits(tmp_path):
     process.kill()
     process.wait()
     while Path(f"/proc/{rank}/cmdline").exists() and Path(f"/proc/{rank}/cmdline").read_bytes():
-        assert time.monotonic() < deadline, "the rank is still there"
+        assert time.monotonic() < deadline, "the rank still runs"
         time.sleep(0.1)
 
 

@@ -78,8 +78,8 @@ def test_collectives_of_a_step(counts):
         forward, backward = seen["siglip", "gather"]
         assert forward == {"handshake": 1, "all_gather": 1, "reduce_scatter": 1, **one_number}
         assert backward == {"handshake": 1, **scale_and_bias}
-        # Messages of a rank: its blocks of Y to the next, W - 1; what it says about a block, W; backward, the columns'
-        # weights beside Y. NT-Xent goes half of the way.
+        # Messages of a rank: W - 1 blocks of Y to the next rank; W messages about blocks; backward, the columns'
+        # weights beside Y. NT-Xent goes half around the ring.
         forward, backward = seen["clip", "ring"]
         assert forward == {"handshake": 1, "send": 2 + 3, **one_number}
         assert backward == {"handshake": 1, "send": 2 + 2 + 3, **scale_and_bias}

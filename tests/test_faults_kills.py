@@ -20,15 +20,15 @@ def campaign(tmp_path, *options):
 
 
 def test_killed_and_stopped_runs_have_the_same_bits(tmp_path):
-    code, outcomes, said = campaign(tmp_path, "--tasks", "identify", "--kills", "2", "--terms", "1", "--processes", "2")
-    assert (code, set(outcomes)) == (0, {"same bits"}), said
+    code, outcomes, text = campaign(tmp_path, "--tasks", "identify", "--kills", "2", "--terms", "1", "--processes", "2")
+    assert (code, set(outcomes)) == (0, {"same bits"}), text
 
 
 @pytest.mark.parametrize(("plant", "kills"), [("forgets-optimizer", 1), ("no-checkpoint", 0)])
 def test_planted_defects_of_resuming_are_detected(tmp_path, plant, kills):
     """Kills come after step 6, when there is a checkpoint to resume from and many steps are left."""
     where = ["--tasks", "retrieve", "--processes", "1", "--steps", "6", "8"]
-    code, outcomes, said = campaign(
+    code, outcomes, text = campaign(
         tmp_path, *where, "--plant", plant, "--kills", str(kills), "--terms", str(1 - kills)
     )
-    assert (code, "same bits" in outcomes) == (1, False), said
+    assert (code, "same bits" in outcomes) == (1, False), text

@@ -40,7 +40,7 @@ def drift_body(counts, what):
     with pytest.raises(ValueError, match=APART) as error:
         step(*local)
     for p, grad in zip((*net.parameters(), *head.parameters()), before, strict=True):
-        assert p.grad is None if grad is None else torch.equal(p.grad, grad), "as they were"
+        assert p.grad is None if grad is None else torch.equal(p.grad, grad), "gradients are unchanged"
     return str(error.value)
 
 
@@ -117,9 +117,9 @@ def silent_drift_body():
         for _ in range(3):
             step(*local)
             optimizer.step()
-    everyones = [None, None]
-    dist.all_gather_object(everyones, net.image[0].weight.detach())
-    return not torch.equal(*everyones)
+    of_all_ranks = [None, None]
+    dist.all_gather_object(of_all_ranks, net.image[0].weight.detach())
+    return not torch.equal(*of_all_ranks)
 
 
 def test_checksums_depend_on_every_bit():

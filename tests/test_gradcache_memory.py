@@ -62,7 +62,7 @@ def test_out_of_memory_in_a_kept_graph_keeps_fewer():
         wb.GradCache([encode, encode], 2, loss_fn, keep_graphs=1.0)(x, y)
     assert len(caught) == 1
     first_of_the_second_model = [True]
-    assert calls[5:13] == [False] * 2 + first_of_the_second_model + [False] * 5, "the one that failed, and what follows"
+    assert calls[5:13] == [False] * 2 + first_of_the_second_model + [False] * 5, "the chunk that failed, and later ones"
     assert len(calls) == 5 + 8 + 10
     assert_all_same(gradients_of(model, loss_fn), true)
 
@@ -130,7 +130,7 @@ def test_one_chunk_of_activations_is_alive_at_a_time():
         x, y = batch(rows)
         most[0] = 0
         wb.GradCache([model, model], 4, loss_fn)(x, y)
-        assert most == [0], "of earlier chunks, when the next one comes"
+        assert most == [0], "activations of earlier chunks, when the next one starts"
         assert len(states) == 2 * 2 * rows // 4
         states.clear()
     wb.GradCache([model, model], 4, loss_fn, keep_graphs=3)(x, y)

@@ -69,7 +69,7 @@ def passed_by_body(counts, bypass, kind):
         assert NOT_REDUCED.title in str(error.value)
         assert NOT_REDUCED.fix.partition("; a step")[0] in str(error.value)
         for p in net.parameters():
-            assert p.grad is None if kept is None else torch.equal(p.grad, torch.ones_like(p)), "as they were"
+            assert p.grad is None if kept is None else torch.equal(p.grad, torch.ones_like(p)), "unchanged gradients"
     # Without the check the gradient is wrong; through the engine, whose state is unchanged, it is right.
     with pytest.MonkeyPatch.context() as monkeypatch:
         without_checks(monkeypatch)

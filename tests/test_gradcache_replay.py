@@ -41,7 +41,7 @@ def test_dropout_masks_are_the_same_in_both_passes(keep):
     random.seed(5)
     __import__("numpy").random.seed(5)
     wb.GradCache(models, 3, loss_fn, keep_graphs=keep)(x, y)
-    assert (torch.rand(1), random.random()) == after, "generators go on from where the first pass left them"
+    assert (torch.rand(1), random.random()) == after, "generators continue from their state after the first pass"
     again = seen[len(masks) :]
     assert len(again) == (8 - round(keep * 8) if isinstance(keep, float) else 8 - keep)
     assert all(torch.equal(a, b) for a, b in zip(again, masks[len(masks) - len(again) :], strict=True))
@@ -100,7 +100,7 @@ def test_float16_works_with_a_scaler():
     true = gradients_of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     loss = wb.GradCache([model, model], 2, loss_fn, fp16=True, scaler=scaler)(x, y)
-    assert loss < 10, "as it is, not scaled"
+    assert loss < 10, "the loss is not scaled"
     scaler.unscale_(optimizer)
     assert_all_same(gradients_of(model), true, relative=2e-2)
     scaler.update()

@@ -34,9 +34,9 @@ def assert_alike(case, counts, order, reference_features, options, side):
     scale = torch.tensor(9.0, dtype=torch.float64)
     expected = gradients(case, wb.functional, reference_features, scale, **local)
     rows = rows_of(case, counts, dist.get_rank())
-    own = [z[at] for z, at in zip(whole, rows, strict=True)]
+    local = [z[at] for z, at in zip(whole, rows, strict=True)]
     with patch.object(route, "default_side", lambda _device: side):
-        actual = gradients(case, wb.functional, own, scale, sync="sum", **options)
+        actual = gradients(case, wb.functional, local, scale, sync="sum", **options)
     assert_same(actual[0], expected[0], relative=1e-12)
     for position, at in enumerate(rows, start=1):
         moved = expected[position][order] if len(expected[position]) == len(order) else expected[position]

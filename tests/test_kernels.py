@@ -477,7 +477,7 @@ def on_ranks():
                 )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of the interpreter")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests the interpreter")
 def test_several_ranks_equal_one_process():
     run_ranks(on_ranks, 3)
 

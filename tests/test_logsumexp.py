@@ -33,9 +33,9 @@ def test_sums_that_pass_the_underflow_check_are_exact(scale, center, seed):
         if passed[row] or known:
             assert_same(log_sum_exp(shift, sums.double())[row], true, relative=1e-6, absolute=1e-6)
         if passes_underflow_check(logits[row, 7].item(), shift, 40, torch.float32):
-            assert passed[row], "what is known in advance also holds for the sum"
+            assert passed[row], "a bound that is known in advance also holds for the sum"
     if center >= -0.3 and scale <= 100:
-        assert all(passed), "the cases that training meets need no fallback"
+        assert all(passed), "cases of ordinary training need no fallback"
 
 
 def test_the_underflow_check_refuses_sums_that_an_obvious_shift_loses():

@@ -76,7 +76,7 @@ def test_the_hardest_of_close_rows_is_right(normalize):
     key = F.normalize(z, dim=1) if normalize else z - z.mean(0)
     similar = (key @ key.T - key.square().sum(1) / 2).masked_fill(labels[:, None] == labels, -torch.inf)
     away = torch.cdist(key.double(), key.double()).masked_fill(labels[:, None] == labels, torch.inf)
-    assert (similar.argmax(1) != away.argmin(1)).any(), "what one sweep in float32 finds"
+    assert (similar.argmax(1) != away.argmin(1)).any(), "the result of one sweep in float32"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

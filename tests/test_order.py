@@ -35,7 +35,7 @@ def test_branching_graphs_without_the_order_are_an_error_with_checking():
         run_ranks(branching_body, 2, False, True, timeout_s=5)
 
 
-def sender_with_a_loss_of_its_own():
+def sender_with_another_loss():
     """Rank 0 uses a plain backward pass, which does not reach the message; the plain pass of rank 1 raises."""
     comm = TorchCommunicator()
     if comm.rank == 0:
@@ -49,7 +49,7 @@ def sender_with_a_loss_of_its_own():
 
 
 def test_messages_need_the_ordered_pass_at_both_ends():
-    run_ranks(sender_with_a_loss_of_its_own, 2)
+    run_ranks(sender_with_another_loss, 2)
 
 
 def unreached_body(check):

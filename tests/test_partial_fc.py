@@ -279,7 +279,7 @@ def test_lower_precision_stays_close_to_float64(dtype):
 
 
 def cached_body(rows, rate):
-    """With the head as the loss of gradient caching, gradients equal the uncached step's, and centers have one."""
+    """Use the head as the loss of gradient caching: gradients are the uncached step's, also those of centers."""
     rank = dist.get_rank()
     local = Partition(rows).rows(rank)
     torch.manual_seed(0)

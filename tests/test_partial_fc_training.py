@@ -137,7 +137,7 @@ def test_unbiased_samples_estimate_the_sum_of_all_negatives():
         with torch.no_grad():
             found[unbiased] = sum(sampled(x, y).item() for _ in range(300)) / 300
     assert abs(found[True] - full) < 0.02
-    assert full - found[False] > 1.0, "the usual recipe's is log(rate) off"
+    assert full - found[False] > 1.0, "the common recipe is off by log(rate)"
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -260,5 +260,5 @@ def overflow_body(agree):
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all():
-    assert run_ranks(overflow_body, 2, False, timeout_s=60) == [(8.0, False), (4.0, True)], "without: they part"
+    assert run_ranks(overflow_body, 2, False, timeout_s=60) == [(8.0, False), (4.0, True)], "without it, ranks differ"
     assert run_ranks(overflow_body, 2, True, timeout_s=60) == [(4.0, True), (4.0, True)]

@@ -37,10 +37,10 @@ OF_CLASSES = {"partial_fc": {"classes": 5000}}
 @pytest.mark.parametrize("loss", ["clip", "nt_xent"])
 @pytest.mark.parametrize("rows", [64, 43_690, 43_691, 87_381, 87_382, 10**6])
 def test_auto_chooses_the_exchange_of_the_library(loss, rows):
-    said = Shapes(loss, rows, 1024, 1).exchange()
+    planned = Shapes(loss, rows, 1024, 1).exchange()
     of_s = 2 * rows if loss == "nt_xent" else rows
     made = select_exchange("auto", LocalCommunicator(), of_s, Partition((of_s,)), row_bytes=4 * 1024)
-    assert isinstance(made, {"gather": GatherExchange, "ring": RingExchange}[said])
+    assert isinstance(made, {"gather": GatherExchange, "ring": RingExchange}[planned])
 
 
 @pytest.mark.parametrize("loss", ["clip", "info_nce", "siglip", "nt_xent", "sup_con"])
@@ -70,10 +70,10 @@ def test_the_budget_is_that_of_the_sweep(monkeypatch, loss, memory):
     monkeypatch.setattr(route, "fit", lambda *args, **more: made.append(real(*args, **more)) or made[-1])
     shapes = Shapes(loss, 900, 16, 1, **({"classes": 1000} if loss == "partial_fc" else {}))
     make_step(LocalCommunicator(), shapes, "gather", memory, CPU)()
-    said = shapes.budget(memory)
+    planned = shapes.budget(memory)
     if loss == "siglip":  # its gradient is computed in the forward pass, so it keeps nothing
         made = [replace(made[0], kept=0, kept_dtype=torch.float32)]
-    assert made == [said]
+    assert made == [planned]
 
 
 @pytest.mark.parametrize("batch", [500, 5000])
@@ -123,9 +123,9 @@ def test_memory_of_every_setting_is_as_predicted(ranks):
     wrong = []
     peaks = [max(of_ranks) for of_ranks in zip(*run_processes(rises, ranks, settings, timeout_s=300), strict=True)]
     for (shapes, exchange, memory), rise in zip(settings, peaks, strict=True):
-        said = work_of(shapes, exchange, memory).loss
-        if abs(said / rise - 1) > 0.15:
-            wrong.append(f"{shapes}, {exchange}, {memory}: said {said}, was {rise}")
+        planned = work_of(shapes, exchange, memory).loss
+        if abs(planned / rise - 1) > 0.15:
+            wrong.append(f"{shapes}, {exchange}, {memory}: planned {planned}, measured {rise}")
         if shapes.loss == "clip" and exchange == "ring" and shapes.dtype == torch.float32:
             other = work_of(shapes, "gather", memory).loss  # another exchange's figure does not pass
             assert other / rise > 1.15
@@ -191,7 +191,7 @@ def rises_of_steps(sizes):
     return [rise_of_peak(comm, lambda size=size: torch.ones(size, dtype=torch.uint8).amax()) for size in sizes]
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="asks Linux what is resident")
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the resident size from Linux")
 def test_measured_memory_is_that_of_the_step():
     """`--measure` asks the system, which adds some pages: use sizes at which they do not matter."""
     small, large = run_processes(rises_of_steps, 1, (2**27, 2**29), timeout_s=300)[0]

@@ -81,7 +81,7 @@ def test_kept_tiles_come_back_in_order_until_one_did_not_fit():
     again = KeptTiles(kept.buffer)
     assert torch.equal(again.next((2, 3)), first)
     assert again.next((3, 3)) is None
-    assert again.next((1, 1)) is None, "later tiles would be mistaken for others"
+    assert again.next((1, 1)) is None, "later tiles would be taken for others"
 
 
 def test_pairs_of_a_tile_are_those_of_the_whole_matrix():

@@ -82,7 +82,7 @@ def test_a_terminal_gets_whole_words_and_lines_that_fit(table, width, monkeypatc
     assert set(words) <= set(printed.split())
     rule = next((line for line in printed.splitlines() if line and set(line) == {"-"}), None)
     if rule is None:
-        assert width < (120 if table is measured else 80), "a table, and no blocks, where there is room"
+        assert width < (120 if table is measured else 80), "a table, and no blocks, if there is room"
     else:
         assert len(rule) <= width
 

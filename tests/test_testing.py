@@ -17,7 +17,7 @@ def sum_of_ranks(factor):
     total = torch.tensor([float(dist.get_rank() * factor)], requires_grad=True)
     gathered = total.detach().clone()
     dist.all_reduce(gathered)
-    return {"rank": dist.get_rank(), "sum": gathered, "own": total}
+    return {"rank": dist.get_rank(), "sum": gathered, "local": total}
 
 
 def fail_on_rank_1():
@@ -87,7 +87,7 @@ def test_results_are_in_rank_order(world_size):
     results = run_ranks(sum_of_ranks, world_size, 2)
     assert [result["rank"] for result in results] == list(range(world_size))
     assert all(result["sum"].item() == 2 * sum(range(world_size)) for result in results)
-    assert not any(result["own"].requires_grad for result in results)
+    assert not any(result["local"].requires_grad for result in results)
     assert not dist.is_initialized()
 
 
@@ -114,7 +114,7 @@ def test_a_rank_that_dies_or_leaves_is_a_failure():
         run_ranks(leave_early_on_rank_1, 2)
 
 
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes as Linux shows them")
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads processes from /proc, as Linux has it")
 @pytest.mark.parametrize(("method", "end"), [("fork", "return"), ("fork", "raise"), ("forkserver", "return")])
 def test_ranks_may_start_processes_and_leave_none(tmp_path, method, end):
     if end == "return":

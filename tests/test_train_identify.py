@@ -49,7 +49,7 @@ def test_a_run_writes_all_documented_files(uninterrupted):
     assert (report["classes"], report["test_images"]) == (158, 316)
     assert report["top_1_at_most"] >= report["top_1"] > 20 * report["chance"]
     assert report["top_5"] > report["top_1"]
-    assert report["tar"] == 0.0, "of the other pairs more than one in a thousand are the same picture here"
+    assert report["tar"] == 0.0, "here more than one in a thousand of the other pairs are equal pictures"
     assert report["threshold"] > 0.99
     for picture in ("curves.png", "look_alikes.png"):
         assert (run / picture).read_bytes().startswith(b"\x89PNG")
@@ -204,7 +204,7 @@ def test_validation_takes_one_image_of_some_classes():
     assert data.names == ("a", "b", "c")
     assert sorted(data.labels[data.validation].tolist()) == [0, 1]
     assert sorted(data.labels[data.train].tolist()) == [0, 1, 2]
-    assert data.test.tolist() == [0], "what is no class of training is left out"
+    assert data.test.tolist() == [0], "classes that are not in training are left out"
 
 
 def test_verification_is_that_of_all_pairs():
@@ -218,7 +218,7 @@ def test_verification_is_that_of_all_pairs():
         tar, threshold = accepted_at(x, labels, far)
         accepted = similarity > threshold
         assert accepted[~same].double().mean() <= far
-        assert (similarity[~same] >= threshold).double().mean() > far, "no smaller threshold would do"
+        assert (similarity[~same] >= threshold).double().mean() > far, "no smaller threshold is enough"
         assert tar == pytest.approx(accepted[same].double().mean().item(), abs=1e-3)
 
 

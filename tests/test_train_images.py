@@ -65,7 +65,7 @@ def test_colors_of_transparent_pixels_have_no_effect(tmp_path, channels):
     half = [round(value * 128 / 255 + 255 * 127 / 255) for value in green]
     assert (found[0][:, 0, 0].float() - torch.tensor(half)).abs().max() <= 1, "half of each"
     naive = np.asarray(with_alpha((255, 0, 17)).convert("RGB"))
-    assert (naive[:, 4:] == (255, 0, 17)).all(), "the plausible wrong answer is another one"
+    assert (naive[:, 4:] == (255, 0, 17)).all(), "the plausible wrong answer differs"
 
 
 @pytest.mark.parametrize("mode", ["LA", "PA", "La", "RGBa"])
@@ -126,7 +126,7 @@ def test_more_than_eight_bits_are_scaled(tmp_path, name, array, channels):
     assert (found.double() - expected_ramp()).abs().max() <= 0.51, "rounded"
     with Image.open(tmp_path / name) as image:
         clipped = np.asarray(image.convert("L"))
-    assert clipped.mean() < 10 or clipped.mean() > 240 or name.startswith("I;16.p"), "not what Pillow makes of it"
+    assert clipped.mean() < 10 or clipped.mean() > 240 or name.startswith("I;16.p"), "Pillow's conversion is wrong"
 
 
 def test_sixteen_bits_with_a_transparent_color(tmp_path):

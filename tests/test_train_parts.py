@@ -130,7 +130,7 @@ def test_recall_matches_a_computation_by_hand():
     candidates = torch.tensor([[1.0, 0, 0], [0.9, 0.5, 0], [0, 0.6, 0.5]])
     assert ranks_of_partner(queries, candidates).tolist() == [0, 1, 0]
     assert recall(queries, candidates) == {"recall@1": pytest.approx(2 / 3), "recall@5": 1.0, "recall@10": 1.0}
-    assert ranks_of_partner(torch.ones(4, 2), torch.ones(4, 2)).tolist() == [3] * 4, "ties are no success"
+    assert ranks_of_partner(torch.ones(4, 2), torch.ones(4, 2)).tolist() == [3] * 4, "ties do not count as found"
 
 
 def test_configuration_survives_json_and_differences_are_named(tmp_path):
@@ -210,7 +210,7 @@ def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"cannot be written: .*No space left"):
         save_checkpoint(tmp_path, model.state_dict(), optimizer, step=2, seconds=0.0)
     assert (tmp_path / FILE).read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir()] == [FILE], "half a file takes no space"
+    assert [path.name for path in tmp_path.iterdir()] == [FILE], "no partial file is left"
 
 
 def test_damaged_checkpoints_are_refused(tmp_path):

@@ -39,8 +39,8 @@ def test_a_run_writes_all_documented_files(uninterrupted):
     assert report["image_to_text"]["recall@10"] > report["chance"]["recall@10"]
     for picture in ("curves.png", "retrieval.png"):
         assert (run / picture).read_bytes().startswith(b"\x89PNG")
-    assert "\x1b" not in output, "plain lines where there is no terminal"
-    assert output.startswith("loading torch and the data ...\n"), "no silence before the first step"
+    assert "\x1b" not in output, "plain lines without a terminal"
+    assert output.startswith("loading torch and the data ...\n"), "a line is printed before the first step"
     assert re.search(r"^the first step took \d+\.\d s, loss \d\.\d{4}$", output, re.MULTILINE)
     assert "step   50/50" in output
     assert "recall@1" in output
@@ -195,7 +195,7 @@ def test_a_loss_that_is_not_finite_stops_training_and_keeps_the_last_good_checkp
     recorded = len(metrics(run))
     assert last_step(run, recorded=recorded, checkpoint_every=1) == recorded - 1 == stopped - 2
     assert all(value.isfinite().all() for value in load_file(run / "checkpoint.safetensors").values())
-    assert f"stopped in step {stopped}" in one_line(capsys, 2, "--resume", str(run)), "it goes on from there"
+    assert f"stopped in step {stopped}" in one_line(capsys, 2, "--resume", str(run)), "it continues from there"
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_starts_again(capsys, data, tmp_path):

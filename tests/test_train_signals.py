@@ -68,7 +68,7 @@ def test_signals_are_requests(requests):
     assert requests.combined() == (0, False)
     noted(requests, signal.SIGUSR1)
     assert requests.combined() == (0, True)
-    assert requests.combined() == (0, False), "a checkpoint is made once"
+    assert requests.combined() == (0, False), "a checkpoint is written once"
     noted(requests, signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGTERM)  # GNU timeout sends two, and this process still runs
     assert requests.combined() == (signal.SIGTERM, False)
@@ -107,16 +107,16 @@ def test_signals_are_held_from_the_start_of_a_process():
     assert not asked & {*json.loads(outside.stdout)}
 
 
-def a_loop_with_signals(who, at):
+def a_loop_with_signals(signaled, at):
     """Return the step after which this rank stops, and those after which it writes a checkpoint."""
     requests = Requests(announce=False)
     requests.begin()
     checkpoints = []
     try:
         for step in range(20):
-            if dist.get_rank() in who and step == at:
+            if dist.get_rank() in signaled and step == at:
                 noted(requests, signal.SIGUSR1)
-            if dist.get_rank() in who and step == at + 2:
+            if dist.get_rank() in signaled and step == at + 2:
                 noted(requests, signal.SIGINT if dist.get_rank() else signal.SIGTERM)
             asked = requests.combined()
             if asked.checkpoint:
@@ -129,10 +129,10 @@ def a_loop_with_signals(who, at):
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
-def test_all_ranks_stop_after_the_same_step_for_a_signal_to_any(world_size, who):
-    found = run_ranks(a_loop_with_signals, world_size, who, 5)
-    number = signal.SIGTERM if 0 in who else signal.SIGINT
+@pytest.mark.parametrize("signaled", [(0,), (1,), (0, 1)])
+def test_all_ranks_stop_after_the_same_step_for_a_signal_to_any(world_size, signaled):
+    found = run_ranks(a_loop_with_signals, world_size, signaled, 5)
+    number = signal.SIGTERM if 0 in signaled else signal.SIGINT
     assert found == [(7, [5], number)] * world_size
 
 
@@ -201,9 +201,9 @@ def test_a_signal_at_any_moment_loses_no_step(capsys, monkeypatch, data, undistu
         main(["train", *options(data, run, *MORE)])
     assert ended == [signal.SIGTERM]
     assert recorded(run) == step == last_step(run, recorded=step, checkpoint_every=5)
-    said = capsys.readouterr()
-    assert said.err.count("\n") == 1, "that it is understood"
-    line = said.out.splitlines()[-1]
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1, "one line confirms the signal"
+    line = printed.out.splitlines()[-1]
     if finished:
         assert line == "SIGTERM: the run was finished"
         assert (run / "report.json").exists()
@@ -241,8 +241,8 @@ def test_a_requested_checkpoint_is_written_once(capsys, monkeypatch, data, undis
         patches.setattr(Retrieve, "save", save)
         assert main(["train", *options(data, run, *MORE)]) == 0
     assert steps == [5, 10, 12]
-    said = capsys.readouterr().out.splitlines()
-    assert [line for line in said if "requested" in line] == [
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if "requested" in line] == [
         f"a checkpoint was requested: step {step} has one" for step in (5, 12)
     ]
     assert metrics(run) == metrics(undisturbed)
@@ -280,7 +280,7 @@ def test_a_killed_rank_gives_one_line(capsys, data, started):
         "wholebatch train: error: rank 0 of 2 was killed by SIGKILL (was the machine out of memory?); the other ranks "
         f"were ended; resume with: {sys.executable} -m wholebatch train --resume {run}\n"
     )
-    assert main(["train", *options(data, run)]) == 2, "a new run, while nobody holds the lock"
+    assert main(["train", *options(data, run)]) == 2, "a new run, while no process holds the lock"
     assert "is not empty; resume its run with --resume" in capsys.readouterr().err
     RunFolder.lock(run).close()
 
@@ -318,7 +318,7 @@ def test_a_signal_to_torchrun_stops_the_run(data, undisturbed, tmp_path):
     stopped = f"SIGTERM: stopped after step {recorded(run)}, which has a checkpoint; resume with: {command}"
     assert stopped in stdout, stdout + stderr
     assert last_step(run, recorded=recorded(run), checkpoint_every=5) == recorded(run)
-    assert read_config(run).ranks == 2, "so that it goes on with as many without torchrun, too"
+    assert read_config(run).ranks == 2, "so that it resumes with as many ranks without torchrun, too"
 
 
 TORCHRUN = f"{sys.executable} -m torch.distributed.run --standalone"
@@ -422,9 +422,9 @@ def test_an_invalid_environment_gives_one_line_at_once(capsys, monkeypatch, tmp_
     if changed.get("WORLD_SIZE", 1) is None:
         monkeypatch.setenv("RANK", "1")
     assert main(["train", "--run-folder", str(tmp_path / "run")]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert message in said
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert message in printed
     assert not (tmp_path / "run").exists()
 
 
@@ -539,14 +539,14 @@ def test_the_end_of_a_rank_is_reported(capfd, tmp_path, how, message):
     config = TrainConfig(data=how, ranks=2, run_folder=tmp_path / "run")
     with pytest.raises(launch.RankDiedError, match=message):
         launch.run_local_ranks(config, fails)
-    assert ("Traceback" in capfd.readouterr().err) == (how == "raise"), "whoever looks for the mistake needs it"
+    assert ("Traceback" in capfd.readouterr().err) == (how == "raise"), "the traceback helps to find the mistake"
 
 
 def test_lost_connections_of_every_backend_are_recognized():
     gloo = "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:27555: Connection reset by peer"
     assert local_ranks.is_connection_error(RuntimeError(gloo))
     assert local_ranks.is_connection_error(UserError(f"save_head: run/head-5 cannot be written: {gloo}")), (
-        "not the disk"
+        "the disk is not the cause"
     )
     assert local_ranks.is_connection_error(dist.DistStoreError("wait timeout"))
     assert not local_ranks.is_connection_error(UserError("the run folder 'run' cannot be written: No space left"))
@@ -583,8 +583,8 @@ LOST = ("raised", "RuntimeError: Connection closed by peer", 1)
 )
 def test_the_rank_that_caused_the_end_is_named(tmp_path, words, codes, seen, error, message):
     for rank, (kind, text, at_ns) in words.items():
-        said = {"kind": kind, "text": text, "signum": 2 if kind == "stopped" else 0, "trace": "", "at_ns": at_ns}
-        (tmp_path / f"{rank}.json").write_text(json.dumps(said))
+        report = {"kind": kind, "text": text, "signum": 2 if kind == "stopped" else 0, "trace": "", "at_ns": at_ns}
+        (tmp_path / f"{rank}.json").write_text(json.dumps(report))
     config = TrainConfig(ranks=2, run_folder=tmp_path / "run")
     found = local_ranks._cause(seen, [SimpleNamespace(exitcode=code) for code in codes], tmp_path, config)
     assert type(found) is error

@@ -143,8 +143,8 @@ def root_parameters_body():
     data_full = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     routes = {
         "twice by keyword": lambda t, m: {"scale": t, "other": t},
-        "the module's own": lambda t, m: {"scale": m.log_t},
-        "derived from the module's own": lambda t, m: {"scale": 2 * m.log_t, "other": m.log_t.exp()},
+        "the module's": lambda t, m: {"scale": m.log_t},
+        "derived from the module's": lambda t, m: {"scale": 2 * m.log_t, "other": m.log_t.exp()},
     }
     for what, route in routes.items():
         gradients = {}

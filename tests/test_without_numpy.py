@@ -29,7 +29,7 @@ import warnings
 from pathlib import Path
 
 with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch says so once
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch warns once
     import torch
 warnings.simplefilter("error")
 
@@ -75,10 +75,10 @@ def classifier(folder, optimizer=wb.SparseSGD):
         head(x, labels).backward()
         wb.heads.clip_grad_norm_([], head.parameters(), 1.0)
         one.step()
-        own = folder / type(margin).__name__
-        save = wb.heads.save_head(own, head, one)
+        target = folder / type(margin).__name__
+        save = wb.heads.save_head(target, head, one)
         other = wb.PartialFC(8, 21, margin=margin, sample_rate=0.5, seed=1)
-        wb.heads.load_head(own, other, optimizer(other.parameters()), classes=torch.arange(20), save_id=save)
+        wb.heads.load_head(target, other, optimizer(other.parameters()), classes=torch.arange(20), save_id=save)
         whole, again = head.full_weight(), other.full_weight()
         assert whole is None or torch.equal(whole, again[:20])
         other.top_classes(x, 3)

@@ -45,7 +45,7 @@ def killed(command, when, kill=signal.SIGKILL):
     try:
         deadline = time.monotonic() + 120
         while not when():
-            assert process.poll() is None, "it ended before it could be killed"
+            assert process.poll() is None, "the run ended before it could be killed"
             assert time.monotonic() < deadline
             time.sleep(0.002)
     finally:

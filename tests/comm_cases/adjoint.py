@@ -200,7 +200,7 @@ def planted(cls, adjoint):
 
 
 MISTAKES = {
-    "own slice only": (maps.AllGather, lambda a: maps.LocalRows(a.transport, a.counts), "all_gather"),
+    "local slice only": (maps.AllGather, lambda a: maps.LocalRows(a.transport, a.counts), "all_gather"),
     "a factor W": (maps.AllReduce, lambda a: maps.Scaled(a.transport, a, a.transport.size), "all_reduce sum"),
     "divided by W": (
         maps.AllGather,

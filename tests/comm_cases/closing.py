@@ -98,7 +98,7 @@ def nothing_works_after_close(comm):
             call()
     with refused(CLOSED):
         kept.sum().backward()
-    assert inner.all_reduce(torch.tensor(1)).item() == comm.size, "parts of a part live on"
+    assert inner.all_reduce(torch.tensor(1)).item() == comm.size, "parts of a part stay open"
     inner.close()
     assert comm.all_reduce(torch.tensor(1)).item() == comm.size
 

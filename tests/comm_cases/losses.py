@@ -80,7 +80,7 @@ def losses_in_plain_style(comm):
                 if gathers or convention == "sum" or comm.size == 1:
                     assert error < 1e-10 * factor, (loss_fn.__name__, convention, error)
                 else:
-                    assert error > 1e-2, "the test can see it"
+                    assert error > 1e-2, "the test can detect it"
                 assert_same(own_scale.grad, scale.grad, relative=1e-10)
 
 

@@ -71,8 +71,8 @@ def messages_with_a_mistake_at_one_end(comm):
                 else:
                     comm.recv("nothing" if wrong else torch.zeros(3), 0)
             errors.append(str(caught.value))
-        told = "\n".join(errors).encode()[:300].ljust(300)
-        both = comm.all_gather(torch.frombuffer(bytearray(told), dtype=torch.uint8).unsqueeze(0))
+        text = "\n".join(errors).encode()[:300].ljust(300)
+        both = comm.all_gather(torch.frombuffer(bytearray(text), dtype=torch.uint8).unsqueeze(0))
         assert torch.equal(both[0], both[1])
         x = torch.full((3,), 2.0, requires_grad=True)
         loss = None

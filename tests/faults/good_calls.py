@@ -28,7 +28,7 @@ class World:
     rank: int
     size: int
     group: Any  # None, or a communicator
-    folder: str  # for files; every rank sees it
+    folder: str  # for files; shared by all ranks
     counts: tuple[int, ...] = ()  # rows of each rank; drawn by default
 
     @property
@@ -100,7 +100,7 @@ class Good:
 
 Make = Callable[[World], Good]
 ENTRIES: dict[str, Make] = {}
-PLANTED: dict[str, Make] = {}  # defects, for the test that the campaign sees them
+PLANTED: dict[str, Make] = {}  # defects that the campaign must detect
 
 
 def entry(name: str) -> Callable[[Make], Make]:
@@ -127,7 +127,7 @@ class Raises:
     def __call__(self, *_args: Any, **_kwargs: Any) -> None:
         self.calls += 1
         if self.calls > self.at:
-            raise UserError("the user's own function failed")
+            raise UserError("the user's function failed")
 
 
 def with_gradients(arguments: Arguments, names: Sequence[str]) -> Arguments:

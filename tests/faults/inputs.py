@@ -7,7 +7,7 @@ Outcomes:
 
     refused                 ValueError or TypeError, or what the function documents
     accepted                it returns, and each replaced argument is known to be legal (inputs_legal)
-    accepted, not reviewed  it returns, and nobody has said that this value is legal          (forbidden)
+    accepted, not reviewed  it returns, and the value is not listed as legal                  (forbidden)
     accepted, not a number  a loss that returns NaN                                           (forbidden)
     refused by accident     an error that Python or torch raised inside; its text does not concern the argument
     other exception         neither ValueError nor TypeError, and not documented              (forbidden)
@@ -112,7 +112,7 @@ def run(entry: Entry, case: Case) -> Outcome:
         elif parameter.kind is parameter.VAR_KEYWORD:
             value = {"nonsense": value}
         arguments[name] = value
-    with warnings.catch_warnings(record=True) as said, _within(_SECONDS), contextlib.redirect_stderr(io.StringIO()):
+    with warnings.catch_warnings(record=True) as warned, _within(_SECONDS), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("always")
         try:
             found = entry.call(arguments)
@@ -135,8 +135,8 @@ def run(entry: Entry, case: Case) -> Outcome:
                 outcome = Outcome(case, "accepted, not a number")
             else:
                 outcome = Outcome(case, "accepted, not reviewed" if new else "accepted")
-    if said and not entry.module.endswith(".reference"):
-        return Outcome(case, "warning", f"{said[0].category.__name__}: {said[0].message}")
+    if warned and not entry.module.endswith(".reference"):
+        return Outcome(case, "warning", f"{warned[0].category.__name__}: {warned[0].message}")
     if outcome.what == "refused by accident" and entry.module.endswith(".reference"):
         return Outcome(case, "refused by torch (reference)", outcome.text)
     return outcome
@@ -227,9 +227,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=10_000)
-    parser.add_argument("--all", action="store_true", help="each value in the place of each argument, once")
+    parser.add_argument("--all", action="store_true", help="each value for each argument, once")
     parser.add_argument("--only", default="", help="names of entries that contain this")
-    parser.add_argument("--jax", action="store_true", help="wholebatch.jax in the place of everything else")
+    parser.add_argument("--jax", action="store_true", help="wholebatch.jax instead of everything else")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     known = None

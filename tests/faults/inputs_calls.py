@@ -36,7 +36,7 @@ class TheirError(Exception):
     """The error that a user's function raises for any argument."""
 
 
-def theirs(function: Callable[..., Any]) -> Callable[..., Any]:
+def of_user(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a user's function, so that its errors are not counted as the library's."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -48,7 +48,7 @@ def theirs(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@theirs
+@of_user
 def _mean_of_squares(*tensors: Any, **_kwargs: Any) -> torch.Tensor:
     return sum(x.square().mean() for x in tensors)
 
@@ -137,7 +137,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "head": _head,
     "func": lambda: lambda x: 2 * x,
     "loss_fn": lambda: _mean_of_squares,
-    "models": lambda: [theirs(nn.Linear(3, 2))],
+    "models": lambda: [of_user(nn.Linear(3, 2))],
     "chunk_sizes": lambda: 2,
     "model_inputs": lambda: (torch.randn(4, 3),),
     "representations": lambda: (torch.randn(4, 3, requires_grad=True), torch.randn(4, 3)),

@@ -68,6 +68,6 @@ def module() -> ModuleType:
         | dict.fromkeys(("cache_grad", "cache_train_step", "chunk_encode"), "a transformation of a user's function")
         | dict.fromkeys(("chunked", "grad_cached", "unchunk_args"), "a transformation of a user's function")
         | {f"{name}.__call__": "called by partial_fc_loss" for name in ("CombinedMargin", *MARGINS)}
-        | dict.fromkeys(("tree_chunk", "tree_unchunk", "reference"), "of trees of arrays, whose own errors speak")
+        | dict.fromkeys(("tree_chunk", "tree_unchunk", "reference"), "a function of trees, which raise clear errors")
     )
     return wb.jax

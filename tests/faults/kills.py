@@ -43,13 +43,13 @@ STEPS = 24
 TIMEOUT_S = 240
 FACES = ("DejaVuSans", "DejaVuSerif", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSerif-Bold")
 ALLOWED = {
-    "same bits": "the final weights, metrics and report are those of a run that nobody has disturbed",
+    "same bits": "the final weights, metrics and report are those of an undisturbed run",
 }
 FORBIDDEN = {
-    "other bits": "some of them are not",
+    "other bits": "some of them differ from those of an undisturbed run",
     "not resumed": "a run that has started could not be resumed",
     "wrong exit": "the exit code, the lines on stderr or the checkpoint's step are not as documented",
-    "hang": f"a process was there after {TIMEOUT_S} s",
+    "hang": f"a process still ran after {TIMEOUT_S} s",
 }
 
 
@@ -178,12 +178,12 @@ class Program:
             if time.monotonic() > deadline:
                 for pid in (self.pid, *self.ranks()):
                     self.send(pid, signal.SIGKILL)
-                raise Wrong("hang", self.said())
+                raise Wrong("hang", self.output())
             time.sleep(0.005)
         assert self._code is not None
         return self._code
 
-    def said(self) -> str:
+    def output(self) -> str:
         """Return the program's output so far."""
         return f"stdout: {self.out.read_text()[-1500:]}\nstderr: {self.err.read_text()[-3000:]}"
 
@@ -257,7 +257,7 @@ class Campaign:
             began = time.monotonic()
             program = self._start(self._options(case, run), plant="")
             if program.wait() != 0:
-                raise Wrong("wrong exit", f"nobody has disturbed it\n{program.said()}")
+                raise Wrong("wrong exit", f"an undisturbed run\n{program.output()}")
             self._whole[key] = run, time.monotonic() - began
         return self._whole[key]
 
@@ -283,7 +283,7 @@ class Campaign:
             recorded = _recorded(run)
             program = self._resumed(run, resumed) if resumed else self._start(self._options(case, run))
             if program.wait() != 0:
-                raise Wrong("not resumed", program.said())
+                raise Wrong("not resumed", program.output())
             if case.kind == "term" and resumed:
                 _went_on_after(program, recorded)
             _compare(run, whole)
@@ -304,7 +304,7 @@ class Campaign:
             if program.poll() != 2 or "is written by process" not in program.err.read_text():
                 return program
             if time.monotonic() > deadline:
-                raise Wrong("not resumed", program.said())
+                raise Wrong("not resumed", program.output())
 
 
 def _recorded(run: Path) -> int:
@@ -346,7 +346,7 @@ def _disturb(program: Program, case: Case, run: Path, rng: random.Random, when: 
     if not any(reached) or code == 0:
         return ""
     if "Traceback" in stderr:
-        raise Wrong("wrong exit", f"{what}: a traceback\n{program.said()}")
+        raise Wrong("wrong exit", f"{what}: a traceback\n{program.output()}")
     if case.kind == "kill":
         if whom == "launcher":
             right = code == -signal.SIGKILL
@@ -356,15 +356,15 @@ def _disturb(program: Program, case: Case, run: Path, rng: random.Random, when: 
             )
             right = code == 1 and re.fullmatch(line, stderr) is not None
         if not right:
-            raise Wrong("wrong exit", f"{what}: exit code {code}\n{program.said()}")
+            raise Wrong("wrong exit", f"{what}: exit code {code}\n{program.output()}")
         return what
     if code not in (-number, 128 + number):
-        raise Wrong("wrong exit", f"{what}: exit code {code}\n{program.said()}")
-    said = re.search(r"stopped after step (\d+), which has a checkpoint; resume with: ", program.out.read_text())
+        raise Wrong("wrong exit", f"{what}: exit code {code}\n{program.output()}")
+    stopped = re.search(r"stopped after step (\d+), which has a checkpoint; resume with: ", program.out.read_text())
     finished = "the run was finished" in program.out.read_text() + stderr
     early = _recorded(run) == 0 or "before the first step" in stderr or not program.out.read_text()
-    if not (early or finished or (said and int(said[1]) == _recorded(run))):
-        raise Wrong("wrong exit", f"{what}: no checkpoint of its last step\n{program.said()}")
+    if not (early or finished or (stopped and int(stopped[1]) == _recorded(run))):
+        raise Wrong("wrong exit", f"{what}: no checkpoint of its last step\n{program.output()}")
     return what
 
 
@@ -372,7 +372,7 @@ def _went_on_after(program: Program, recorded: int) -> None:
     """Raise unless the resumed run reports the checkpoint of the last line of metrics.jsonl."""
     found = re.search(r"resuming after step (\d+)", program.out.read_text())
     if (int(found[1]) if found else 0) != recorded:
-        raise Wrong("wrong exit", f"it had {recorded} steps in its metrics and went on elsewhere\n{program.said()}")
+        raise Wrong("wrong exit", f"{recorded} steps in its metrics, but resumed elsewhere\n{program.output()}")
 
 
 def _compare(run: Path, whole: Path) -> None:
@@ -405,14 +405,14 @@ def main() -> int:
     """Run the campaign; return 1 if an outcome is forbidden."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kills", type=int, default=40, help="how many SIGKILL")
-    parser.add_argument("--terms", type=int, default=20, help="how many SIGTERM or SIGINT")
+    parser.add_argument("--kills", type=int, default=40, help="number of SIGKILLs")
+    parser.add_argument("--terms", type=int, default=20, help="number of SIGTERMs or SIGINTs")
     parser.add_argument("--first", type=int, default=0, help="number of the first run of each kind")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--tasks", nargs="+", default=["retrieve", "identify"])
-    parser.add_argument("--steps", type=int, nargs=2, metavar=("FIRST", "LAST"), help="only after one of these")
+    parser.add_argument("--steps", type=int, nargs=2, metavar=("FIRST", "LAST"), help="disturb after these steps only")
     parser.add_argument("--spawn", action="store_true", help="start programs as users do")
-    parser.add_argument("--plant", choices=PLANTS, default="", help="a defect, to be found")
+    parser.add_argument("--plant", choices=PLANTS, default="", help="a planted defect, which should be found")
     parser.add_argument("--json", type=Path, help="a file for all outcomes")
     arguments = parser.parse_args()
     began = time.monotonic()
@@ -420,12 +420,12 @@ def main() -> int:
     kinds = [(task, processes) for processes in arguments.processes for task in arguments.tasks]
     with tempfile.TemporaryDirectory(prefix="wholebatch-kills-") as folder, _rank_server():
         campaign = Campaign(Path(folder), arguments)
-        for kind, wanted in (("kill", arguments.kills), ("term", arguments.terms)):
+        for kind, count in (("kill", arguments.kills), ("term", arguments.terms)):
             done = 0
-            while done < wanted:
+            while done < count:
                 number = arguments.first + sum(case.kind == kind for case in cases)
                 case = Case(number, kind, *kinds[number % len(kinds)])
-                campaign.run(case, wanted - done)
+                campaign.run(case, count - done)
                 cases.append(case)
                 done += max(1, len(case.faults))
                 print(

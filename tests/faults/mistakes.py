@@ -147,7 +147,7 @@ def draw(rng: random.Random, make: Callable[[World], Good], good: Good, world: W
         other = _others(name, local.get(name), good.parameters.get(name))
         if other and rng.random() < 0.5:
             value = rng.choice(other)
-            return changed("mistake", f"{name}={value!r}, other than on the others", **{name: value})
+            return changed("mistake", f"{name}={value!r}, unlike on other ranks", **{name: value})
         what = rng.choice([*NONSENSE])
         return changed("mistake", f"{name}={what}", **{name: NONSENSE[what]()})
 

@@ -312,7 +312,7 @@ def main() -> int:
     for of, verdict in bad:
         print(f"{of}: {verdict.outcome}, {verdict.detail}; --seed {given.seed} --only {of.index}")
     rows = [(of, v) for of, v in done if v.outcome == "right" and v.rows > max(4 * v.plain_rows, 0.05)]
-    print(f"{len(rows)} right cases have a row whose own error is beyond 5% and four times plain PyTorch's worst row")
+    print(f"{len(rows)} right cases have a row with an error beyond 5% and four times plain PyTorch's worst row")
     for of, verdict in rows:
         print(f"  {of}: row {verdict.rows:.3g}, plain PyTorch {verdict.plain_rows:.3g}")
     if given.json:

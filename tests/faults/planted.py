@@ -45,7 +45,7 @@ def _aborts(comm: wb.comm.Communicator, x: Tensor) -> Tensor:
 def _alone(comm: wb.comm.Communicator, x: Tensor) -> Tensor:
     """Raise before the other ranks are informed."""
     if not (isinstance(x, Tensor) and x.dtype == torch.float64 and x.shape == (3, 2)):
-        raise ValueError("x is wrong, and nobody hears of it")
+        raise ValueError("x is wrong, and no other rank is informed")
     return comm.all_reduce(x.square().sum())
 
 

@@ -15,21 +15,21 @@ NO_CALL = {
     **dict.fromkeys(("BatchStatistics", "LossAndStatistics", "LossAndAverages"), "a record that a loss returns"),
     "with_statistics": "calls a loss, and each loss has its call",
     "KeyQueue": "its collective is KeyQueue.enqueue",
-    **dict.fromkeys(("SparseAdamW", "SparseSGD"), "steps each rank's own rows"),
-    **dict.fromkeys(("Problem", "audit", "plan"), "called in one process; audit starts ranks of its own"),
+    **dict.fromkeys(("SparseAdamW", "SparseSGD"), "updates local rows"),
+    **dict.fromkeys(("Problem", "audit", "plan"), "called in one process; audit starts its own ranks"),
     **dict.fromkeys(("comm", "functional", "gradcache", "heads", "partition", "planning", "reference"), "a module"),
     **dict.fromkeys(("testing", "__version__"), "not called on ranks"),
     **dict.fromkeys(("heads.Margin", "heads.Targets", "heads.TopClasses"), "a type"),
     "heads.load_insightface": "reads files of another library: tests/faults/files.py damages them",
     **dict.fromkeys(("gradcache.cat_input_tensor",), "joins this rank's tensors"),
-    **dict.fromkeys(("gradcache.SyncControl", "gradcache.register_sync_control"), "said of an engine, once"),
-    "comm.close": "collective where it ends what a split made: tests/test_closing.py has its mistakes",
+    **dict.fromkeys(("gradcache.SyncControl", "gradcache.register_sync_control"), "declares an engine, once"),
+    "comm.close": "collective if it ends a part of a split: tests/test_closing.py has its mistakes",
     **dict.fromkeys(("comm.Communicator", "comm.Handle", "comm.Group"), "a type: its methods are the entry points"),
     **dict.fromkeys(
         ("comm.TorchCommunicator", "comm.MPICommunicator", "comm.LocalCommunicator", "comm.select_communicator"),
-        "made on each rank by itself",
+        "made on each rank alone",
     ),
-    **dict.fromkeys(("comm.CommunicationError", "comm.handshake"), "what all others stand on"),
+    **dict.fromkeys(("comm.CommunicationError", "comm.handshake"), "the base of all other calls"),
 }
 
 
@@ -54,6 +54,6 @@ def check(entries: Iterable[str], names: Iterable[str] | None = None) -> None:
     unknown = [name for name in (names or public_names()) if name not in called and name not in NO_CALL]
     if unknown:
         raise NotImplementedError(
-            f"no right call is known of {', '.join(unknown)}: write one (tests/faults/*_calls.py), or say in "
-            "tests/faults/public_names.py why there is none"
+            f"no right call is known of {', '.join(unknown)}: write one (tests/faults/*_calls.py), or give in "
+            "tests/faults/public_names.py the reason for none"
         )
