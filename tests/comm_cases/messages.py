@@ -31,7 +31,7 @@ def messages_that_do_not_fit(comm):
 
 @case
 def messages_of_another_size(comm):
-    """Messages that are too long, too short or empty raise at both ends, which continue.
+    """Messages that are longer or shorter than expected, or empty, raise at both ends, which continue.
 
     No communicator of the same ranks takes the rest of such a message for a later one.
     """

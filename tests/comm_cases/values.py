@@ -70,7 +70,7 @@ def half_precision_is_summed_in_float32(comm):
 
 @case
 def facts_that_do_not_fit_one_message(comm):
-    """Send them in a second round."""
+    """They are sent in a second round."""
     facts = comm.handshake(lambda: {"long": "x" * (5000 * comm.rank)}, caller="test")
     assert [len(each["long"]) for each in facts] == [5000 * r for r in range(comm.size)]
 

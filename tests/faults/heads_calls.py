@@ -111,7 +111,7 @@ def partial_fc(world: World) -> Good:
 
 
 def of_head(method: str, more: Arguments) -> Any:
-    """Return a maker of right calls of one of the head's methods that need no gradient."""
+    """Return a function that makes right calls of one of the head's methods that need no gradient."""
 
     def make(world: World) -> Good:
         arguments: list[Arguments] = [{**head_settings(world), **more} for _ in range(world.size)]

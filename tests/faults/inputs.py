@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import torch.distributed as dist
-from inputs_calls import SLOW, Entry, TheirError, entries, scratch
+from inputs_calls import SLOW, Entry, UserFunctionError, entries, scratch
 from inputs_legal import DOCUMENTED, USERS_OWN, is_legal
 from inputs_pool import POOL
 
@@ -150,13 +150,13 @@ def has_nan(found: Any) -> bool:
 
 
 def _how_refused(error: Exception) -> str:
-    """Return whether a `raise` of the library refused the call, or an error inside."""
+    """Classify a refusal: by a `raise` of the library, or by an accidental error inside."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     ours = "wholebatch" in frame.filename and "raise " in (frame.line or "")
     signature = "argument" in _text(error) and isinstance(error, TypeError)  # Python's: missing or unknown
     of_torch = "/torch/optim/" in frame.filename or "/torch/nn/modules/" in frame.filename
     if not (ours or signature or of_torch) or (
-        _ACCIDENT.search(_text(error).partition(": ")[2]) and TheirError.__name__ not in _text(error)
+        _ACCIDENT.search(_text(error).partition(": ")[2]) and UserFunctionError.__name__ not in _text(error)
     ):
         return "refused by accident"
     return "refused"

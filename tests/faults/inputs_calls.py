@@ -32,7 +32,7 @@ def _labels() -> torch.Tensor:
     return torch.tensor([0, 0, 1, 2])
 
 
-class TheirError(Exception):
+class UserFunctionError(Exception):
     """The error that a user's function raises for any argument."""
 
 
@@ -43,7 +43,7 @@ def of_user(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            raise TheirError(f"{type(error).__name__}: {error}") from error
+            raise UserFunctionError(f"{type(error).__name__}: {error}") from error
 
     return call
 

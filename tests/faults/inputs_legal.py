@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from inputs_calls import TheirError
+from inputs_calls import UserFunctionError
 from inputs_pool import POOL
 
 import wholebatch as wb
 
 # Documented errors that are neither a ValueError nor a TypeError.
 DOCUMENTED: dict[str, Any] = {
-    "GradCache.__call__": TheirError,  # from a user's model or loss
-    "GradCache.cache_step": TheirError,
+    "GradCache.__call__": UserFunctionError,  # from a user's model or loss
+    "GradCache.cache_step": UserFunctionError,
     "run_ranks": wb.testing.RankError,  # from the function that ranks run
 }
 # An error of a user's function inside a handshake is reported by its rank, with the text of that error.
