@@ -63,7 +63,7 @@ def test_gradients_of_classifiers_are_exact(faces, head):
 
 
 def test_a_wrong_gradient_is_refused(data, monkeypatch):
-    """The gradient is W times too large, as with an additional sum over ranks."""
+    """The planted gradient is twice as large, as with an additional sum over two ranks."""
 
     def wrong(config, texts, *, dense=False):
         right = make_objective(config, texts, dense=dense)
@@ -76,7 +76,7 @@ def test_a_wrong_gradient_is_refused(data, monkeypatch):
         audited(replace(CONFIG, data=data))
 
 
-def test_a_run_reports_its_audit_unless_it_is_switched_off(tmp_path, data):
+def test_the_start_of_a_run_reports_the_audit_unless_switched_off(tmp_path, data):
     command = [*TRAIN, "--data", data, "--steps", "1", *SMALL, "--ranks", "2", "--run-folder"]
     printed = finish([*command, str(tmp_path / "a")]).stdout
     assert "audit: on 2 processes the gradient of" in printed

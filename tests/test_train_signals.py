@@ -216,7 +216,7 @@ def test_a_signal_at_any_moment_loses_no_step(capsys, monkeypatch, data, undistu
     assert (run / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()
 
 
-def test_a_requested_checkpoint_is_written_once(capsys, monkeypatch, data, undisturbed, tmp_path):
+def test_a_checkpoint_by_signal_is_written_once(capsys, monkeypatch, data, undisturbed, tmp_path):
     """A second write would leave no checkpoint for a moment, since a classifier has one folder per step."""
     run, found, steps = tmp_path / "run", [], []
 
