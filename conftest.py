@@ -1,4 +1,4 @@
-"""Where there is no JAX, its part of the package has no examples to be run."""
+"""Skip the doctests of wholebatch.jax if JAX is not installed."""
 
 from importlib.util import find_spec
 

@@ -1,7 +1,7 @@
-"""Which gradient installed libraries and circulating recipes give: the audit's presets, and the table in docs/audit.md.
+"""Audit installed libraries and circulating recipes by the presets, and write the table of docs/audit.md.
 
-Run with the environment that `make peers` makes; writes the figures beside the other results, and the table where
-docs/audit.md has its marks.
+Run in the environment that `make peers` makes. Writes the figures to results/, and the table between the marks in
+docs/audit.md.
 
     PYTHONPATH=src .venv-peers/bin/python benchmarks/audit_peers.py
 """
@@ -51,7 +51,7 @@ def fill(file: Path, table: str) -> None:
 def main() -> None:
     warnings.simplefilter("ignore")
     names = presets.installed()
-    assert set(names) == set(presets.PACKAGES), f"installed are only {names}: make peers"
+    assert set(names) == set(presets.PACKAGES), f"only these are installed: {names}: make peers"
     preload(*(presets.module_name(name) for name in names))
     found: list[tuple[str, Report]] = []
     for name in names:

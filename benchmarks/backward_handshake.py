@@ -1,9 +1,9 @@
-"""What the comparison at the start of a loss's backward pass costs: a step of CLIP with it and without, on gloo.
+"""The cost of the comparison at the start of a loss's backward pass: a step of CLIP with and without it, on gloo.
 
 Usage: python benchmarks/backward_handshake.py
 
-Forward and backward of `clip_loss` on 2 and 3 ranks of one thread each, float32, 256 features. Both ways alternate
-within one run, and must give the same bits. The last figure is a handshake alone, as a forward pass has one.
+Forward and backward of `clip_loss` on 2 and 3 ranks of one thread each, float32, 256 features. Steps with and without
+it alternate within one run and must give the same bits. The last figure is one handshake of a forward pass alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROWS, FEATURES, REPEATS = (32, 512, 2048), 256, 31  # rows of a rank
 
 
 def step(rows: int) -> Callable[[], torch.Tensor]:
-    """A step on this rank's rows, which returns a gradient."""
+    """Return a step on this rank's rows, which returns a gradient."""
     x, y = (torch.nn.functional.normalize(torch.randn(rows, FEATURES), dim=1) for _ in range(2))
 
     def run() -> torch.Tensor:
@@ -41,7 +41,7 @@ def step(rows: int) -> Callable[[], torch.Tensor]:
 
 
 def without_comparison(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """The same, without the node that compares."""
+    """Return the step without the node that compares."""
 
     def bare() -> torch.Tensor:
         with patch.object(reduction, "together", lambda loss, *_args, **_settings: loss):
@@ -51,30 +51,30 @@ def without_comparison(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Te
 
 
 def on_this_rank() -> list[dict[str, Any]]:
-    """Milliseconds of each way, medians over alternating repeats."""
+    """Return the milliseconds of both steps and of a handshake, medians over alternating repeats."""
     torch.set_num_threads(1)
     comm, rows_of_table = wb.comm.TorchCommunicator(), []
     for rows in ROWS:
         run = step(rows)
-        ways = {
+        methods = {
             "with": run,
             "without": without_comparison(run),
             "handshake": lambda: comm.handshake(dict, caller="benchmark"),
         }
-        assert torch.equal(run(), ways["without"]())
-        times: dict[str, list[float]] = {name: [] for name in ways}
+        assert torch.equal(run(), methods["without"]())
+        times: dict[str, list[float]] = {name: [] for name in methods}
         for _ in range(REPEATS):
-            for name, way in ways.items():
+            for name, method in methods.items():
                 torch.distributed.barrier()
                 start = time.perf_counter()
-                way()
+                method()
                 times[name].append(1e3 * (time.perf_counter() - start))
         rows_of_table.append({"rows of a rank": rows, "ms": {name: round(median(t), 3) for name, t in times.items()}})
     return rows_of_table
 
 
 def main() -> None:
-    """Print the table, and keep it."""
+    """Print the table and save it."""
     with RESULTS.open("a") as file:
         for world_size in (2, 3):
             for found in run_ranks(on_this_rank, world_size, timeout_s=300)[0]:

@@ -1,14 +1,14 @@
-"""Does a larger global batch help? The training application with equal samples seen, compared in two ways.
+"""The effect of a larger global batch: the training application with an equal number of samples, in two comparisons.
 
 Usage: python benchmarks/batch_size.py [--samples 307200] [--seeds 0 1] [--jobs 2]
 
 "batch": global batches of 64, 256 and 1024. A smaller batch also means more optimizer steps. The learning rate is
 scaled by sqrt(batch / 1024) ("sqrt") or left ("same"); the warm-up sees the same number of samples.
 
-"negatives": 1024 pairs in every step, so the same steps, but the loss is the mean of the losses of groups of 64 or
-256 pairs: what 16 or 4 processes compute that do not see each other's features.
+"negatives": 1024 pairs in every step, so the same steps, but the loss is the mean of the losses of groups of 64 or 256
+pairs: the loss of 16 or 4 processes that do not see each other's features.
 
-Each job computes with one thread. Adds a line per run to benchmarks/results/batch_size.jsonl and prints a table.
+Each job uses one thread. Adds a line per run to benchmarks/results/batch_size.jsonl and prints a table.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def run(batch: int, group: int, rule: str, seed: int, *, samples: int) -> dict[str, Any]:
-    """One training run, and its report."""
+    """Run one training, and return its report."""
     steps = samples // batch
     rate = RATE * (batch / BATCH) ** (0.5 if rule == "sqrt" else 0)
     start = ["-m", "wholebatch"] if group == batch else ["-c", GROUPED, str(group)]
@@ -97,7 +97,7 @@ def run(batch: int, group: int, rule: str, seed: int, *, samples: int) -> dict[s
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """Means over the seeds, as Markdown."""
+    """Print means over the seeds in Markdown."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         groups[row["batch_size"], row["pairs_per_loss"], row["learning_rate"], row["steps"]].append(row)
@@ -108,14 +108,14 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def torch_version() -> str:
-    """Of the torch that the runs use."""
+    """Return the version of torch that the runs use."""
     import torch
 
     return torch.__version__
 
 
 def commit() -> str:
-    """Of the checkout."""
+    """Return the commit of the checkout."""
     done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return done.stdout.strip()
 

@@ -1,11 +1,11 @@
-"""What an all_gather and its adjoint cost through the library, against the raw calls of c10d or mpi4py.
+"""The cost of an all_gather and its adjoint through the library, against the raw calls of c10d or mpi4py.
 
 Usage: python benchmarks/comm_overhead.py gloo
        mpiexec -n 2 .venv-mpich/bin/python -m mpi4py benchmarks/comm_overhead.py mpi
 
-64 MB are gathered from 2 ranks (float32, 32 MB each), and 64 MB of gradient go back; then the same with 64 kB. Raw and
-library alternate within one run, both allocate their outputs; the ratio is that of the medians. First, both must give
-the same numbers.
+64 MB are gathered from 2 ranks (float32, 32 MB each), and 64 MB of gradient return; then the same with 64 kB. Raw and
+library calls alternate within one run, and both allocate their outputs; the ratio is that of the medians. First, both
+must give the same numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GATHERED_BYTES, COLUMNS, REPEATS = (64 * 2**20, 64 * 2**10), 64, 25
 
 
 def raw_c10d(comm: Communicator) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The calls that c10d's documentation names for this."""
+    """Return a function with the calls that c10d's documentation recommends."""
 
     def both(x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
         full = x.new_empty(gradient.shape)
@@ -45,7 +45,7 @@ def raw_c10d(comm: Communicator) -> Callable[[Tensor, Tensor], tuple[Tensor, Ten
 
 
 def raw_c10d_as_we_do(comm: Communicator) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The calls that the library makes on gloo, by hand: a broadcast from each rank, an all-to-all and a sum."""
+    """Return a function with the calls of the library on gloo: a broadcast from each rank, an all-to-all and a sum."""
 
     def both(x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
         full = x.new_empty(gradient.shape)
@@ -62,7 +62,7 @@ def raw_c10d_as_we_do(comm: Communicator) -> Callable[[Tensor, Tensor], tuple[Te
 
 
 def raw_mpi4py(comm: Communicator) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """mpi4py's own blocking calls on the tensors' memory."""
+    """Return a function with mpi4py's blocking calls on the tensors' memory."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -80,7 +80,7 @@ def raw_mpi4py(comm: Communicator) -> Callable[[Tensor, Tensor], tuple[Tensor, T
 
 
 def library(comm: Communicator) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Forward and backward through autograd."""
+    """Return a function that runs the library's forward and backward through autograd."""
 
     def both(x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
         x = x.detach().requires_grad_()
@@ -95,11 +95,11 @@ def library(comm: Communicator) -> Callable[[Tensor, Tensor], tuple[Tensor, Tens
 def measure(
     comm: Communicator, gathered_bytes: int, raws: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]]
 ) -> dict[str, float]:
-    """Milliseconds of each way, medians over alternating repeats."""
+    """Return the milliseconds of each method, medians over alternating repeats."""
     rows = gathered_bytes // 4 // COLUMNS // comm.size
     x = torch.randn(rows, COLUMNS)
     gradient = torch.randn(rows * comm.size, COLUMNS)
-    ways = {**raws, "library, checking": library(comm)}
+    methods = {**raws, "library, checking": library(comm)}
     unchecked = comm.split(0)
     assert unchecked is not None
     unchecked.check = False
@@ -107,30 +107,30 @@ def measure(
     quiet = library(unchecked)
     unchecked_gather = unchecked.all_gather
     unchecked.all_gather = lambda t: unchecked_gather(t, counts=counts)  # type: ignore[method-assign]
-    ways["library, no checking"] = quiet
-    expected = next(iter(ways.values()))(x, gradient)
-    for name, way in ways.items():
-        for ours, theirs in zip(way(x, gradient), expected, strict=True):
+    methods["library, no checking"] = quiet
+    expected = next(iter(methods.values()))(x, gradient)
+    for name, method in methods.items():
+        for ours, theirs in zip(method(x, gradient), expected, strict=True):
             assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6), name
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    times: dict[str, list[float]] = {name: [] for name in methods}
     for _ in range(REPEATS):
-        for name, way in ways.items():
+        for name, method in methods.items():
             comm.all_reduce(torch.zeros(1))
             start = time.perf_counter()
-            way(x, gradient)
+            method(x, gradient)
             times[name].append(1e3 * (time.perf_counter() - start))
     return {name: round(median(values), 2) for name, values in times.items()}
 
 
 def on_gloo() -> dict[int, dict[str, float]]:
-    """One rank of the gloo run."""
+    """Run one rank on gloo."""
     comm = TorchCommunicator()
     raws = {"raw c10d": raw_c10d(comm), "raw c10d, same algorithm": raw_c10d_as_we_do(comm)}
     return {size: measure(comm, size, raws) for size in GATHERED_BYTES}
 
 
 def report(backend: str, gathered_bytes: int, times: dict[str, float]) -> None:
-    """Print the ratios and keep the JSON."""
+    """Print the ratios and save the JSON."""
     print(f"{backend}, {gathered_bytes / 2**20:g} MB")
     for name, value in times.items():
         ratios = ", ".join(

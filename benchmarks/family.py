@@ -1,9 +1,9 @@
-"""The family: transient memory at three sizes of the batch, and time as a multiple of CLIP's sweep in the same run.
+"""All losses: transient memory at three sizes of the batch, and time as a multiple of CLIP's sweep in the same run.
 
     python benchmarks/family.py [NAME ...] [--rows 4096 8192 16384]
 
-Every loss sees a similarity matrix of rows x rows: two views of rows / 2 examples, rows examples in classes of four, a
-queue of as many keys. First each is compared with its twin at 256 rows. Prints a table in Markdown and writes
+Every loss has a similarity matrix of rows x rows: two views of rows / 2 examples, rows examples in classes of four, a
+queue of as many keys. First each is compared with its reference at 256 rows. Prints a table in Markdown and writes
 results/family.json.
 """
 
@@ -30,7 +30,7 @@ Call = Callable[[Any, "Batch"], Tensor]
 
 
 class Batch:
-    """Everything that a loss may ask for, of `rows` rows."""
+    """The inputs of every loss, with `rows` rows."""
 
     def __init__(self, rows: int, dtype: torch.dtype = torch.float32) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -87,7 +87,7 @@ CASES: dict[str, Call] = {
 
 
 def step(call: Call, batch: Batch, functions: Any = wb.functional) -> list[Tensor]:
-    """Loss and gradients of the features that it has."""
+    """Return the loss and the gradients of its features."""
     loss = call(functions, batch)
     leaves = [batch.x, batch.y, *batch.half]
     found = torch.autograd.grad(loss, leaves, allow_unused=True)
@@ -95,10 +95,10 @@ def step(call: Call, batch: Batch, functions: Any = wb.functional) -> list[Tenso
 
 
 def check(name: str) -> None:
-    """The gate: the same loss and gradients as the twin in float64."""
-    ours, twin = (step(CASES[name], Batch(256, torch.float64), f) for f in (wb.functional, wb.reference))
-    for got, true in zip(ours, twin, strict=True):
-        assert (got - true).abs().max() <= 1e-9 * true.abs().max(), f"{name} is not its twin"
+    """Raise unless loss and gradients equal the reference's in float64."""
+    ours, reference = (step(CASES[name], Batch(256, torch.float64), f) for f in (wb.functional, wb.reference))
+    for got, true in zip(ours, reference, strict=True):
+        assert (got - true).abs().max() <= 1e-9 * true.abs().max(), f"{name} differs from its reference"
 
 
 def main() -> None:
@@ -114,7 +114,7 @@ def main() -> None:
         for rows in arguments.rows:
             batch, memory, times = Batch(rows), [], {"clip_loss": [], name: []}
             for subject in times:
-                step(CASES[subject], batch)  # libraries load, threads start
+                step(CASES[subject], batch)  # loads libraries, starts threads
             for _ in range(STEPS if rows < 16384 else 1):
                 for subject, seconds in times.items():
                     start = time.perf_counter()

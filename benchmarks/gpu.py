@@ -3,8 +3,8 @@
     pip install '.[triton,train]' open_clip_torch cut-cross-entropy liger-kernel inf-cl memeff
     python benchmarks/gpu.py [NAME ...]
 
-Losses are checked against the dense float64 twin before they are timed; peers that are missing are left out. "blocks"
-times the two softmax kernels by themselves. Figures go to results/gpu.json, gpu_partial_fc.json and gpu_blocks.json,
+Losses are checked against the dense float64 reference before they are timed; peers that are missing are left out.
+"blocks" times the two softmax kernels alone. Figures go to results/gpu.json, gpu_partial_fc.json and gpu_blocks.json,
 with card, versions and commit.
 """
 
@@ -58,7 +58,7 @@ CASES = {
 
 
 def partial_fc(rows: int = 8192, classes: int = 1_250_000, dim: int = 512) -> None:
-    """A margin softmax over so many classes, all of them and a sample: effective speed at 8 B C d, and memory."""
+    """Measure a margin softmax over all classes and over a sample: effective speed at 8 B C d, and memory."""
     _check_partial_fc()
     comm, device, found = wb.comm.LocalCommunicator(), torch.device("cuda"), []
     for rate in (1.0, 0.1):
@@ -85,7 +85,7 @@ def partial_fc(rows: int = 8192, classes: int = 1_250_000, dim: int = 512) -> No
 
 
 def _check_partial_fc() -> None:
-    """Value and gradients against the dense float64 twin, on more classes than a tile has."""
+    """Compare value and gradients with the dense float64 reference, on more classes than a tile has."""
     generator = torch.Generator().manual_seed(0)
     whole = [normalize(torch.randn(n, 64, generator=generator), dim=1).cuda().bfloat16() for n in (300, 20000)]
     labels = torch.randint(0, 20000, (300,), generator=generator).cuda()
@@ -102,7 +102,7 @@ def _check_partial_fc() -> None:
 
 
 def _check_blocks(name: str, found: object, gradient: torch.Tensor, tile: kernels.TileInputs) -> None:
-    """Sums, or dS, of the first rows against plain PyTorch's."""
+    """Compare sums, or dS, of the first rows with plain PyTorch's."""
     s = 14.3 * tile.x[:256].float() @ tile.y.float().T
     local = torch.eye(256, len(tile.y), device=s.device)
     if name == "tile_sums":
@@ -113,7 +113,7 @@ def _check_blocks(name: str, found: object, gradient: torch.Tensor, tile: kernel
 
 
 def blocks() -> None:
-    """Speed of the two softmax kernels by themselves, with parts of several sizes."""
+    """Measure the speed of the two softmax kernels alone, with parts of several sizes."""
     comm, device, found = wb.comm.LocalCommunicator(), torch.device("cuda"), []
     for dim, rows in product((256, 512, 768, 1024), (8192, 16384)):
         x, y = (normalize(torch.randn(rows, dim, device=device), dim=1).bfloat16() for _ in range(2))
@@ -135,7 +135,7 @@ def blocks() -> None:
                     try:
                         _check_blocks(name, step(), gradient, tile)
                         took = median(seconds_of(comm, step, device) for _ in range(7))
-                    except Exception as error:  # more shared memory than there is, for one: then it is no choice
+                    except Exception as error:  # for instance too much shared memory: skip this size
                         row |= {"tflops": None, "note": str(error).splitlines()[0]}
                     else:
                         row["tflops"] = 2 * rows * rows * dim / took / 1e12
@@ -151,7 +151,7 @@ if __name__ == "__main__":
     if not {*chosen} <= {*CASES, *OTHERS}:
         sys.exit(f"usage: python benchmarks/gpu.py [NAME ...], names of {', '.join([*CASES, *OTHERS])}")
     if not torch.cuda.is_available():
-        sys.exit("benchmarks/gpu.py needs a GPU, and torch sees none")
+        sys.exit("benchmarks/gpu.py needs a GPU, and torch finds none")
     for name in chosen:
         print(f"== {name}", flush=True)
         if name in OTHERS:

@@ -2,11 +2,11 @@
 
     python benchmarks/gradcache.py [time] [memory] [--rows 256] [--chunk 32]
 
-The encoder is a small transformer. "time": one step of each way in turn, medians of their ratios to the uncached step
-of the same batch; first every way's gradient is compared with the uncached one. With sentence-transformers installed
-(`make peers`), its CachedMultipleNegativesRankingLoss encodes with the same weights, chunk and batch. "memory": the
-rise of the process's peak at a fixed chunk, from half of --rows to 16 times that, the loss included. Results go to
-results/gradcache.json, the picture to results/gradcache.png.
+The encoder is a small transformer. "time": one step of each method in turn, medians of their ratios to the uncached
+step of the same batch; first every method's gradient is compared with the uncached one. With sentence-transformers
+installed (`make peers`), its CachedMultipleNegativesRankingLoss encodes with the same weights, chunk and batch.
+"memory": the rise of the process's peak at a fixed chunk, from half of --rows to 16 times that, with the loss. Results
+go to results/gradcache.json, the picture to results/gradcache.png.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from wholebatch.bench.records import keep, read
 
 RESULTS = Path(__file__).parent / "results" / "gradcache.json"
 WIDTH, LAYERS, TOKENS, VOCABULARY, SCALE = 256, 4, 32, 1000, 20.0
-WAYS: dict[str, Any] = {"none kept": 0, "half kept": 0.5, "all kept": 1.0, "auto": "auto"}
+METHODS: dict[str, Any] = {"none kept": 0, "half kept": 0.5, "all kept": 1.0, "auto": "auto"}
 
 
 class Encoder(nn.Module):
-    """Tokens (b, n) -> unit features (b, d)."""
+    """A transformer from tokens (b, n) to unit features (b, d)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def uncached(encoder: nn.Module, x: Tensor, y: Tensor) -> None:
 
 
 def peers(encoder: nn.Module, chunk: int) -> dict[str, Callable[[Tensor, Tensor], None]]:
-    """sentence-transformers' loss and its cached form, on this encoder."""
+    """Return sentence-transformers' loss and its cached form, on this encoder."""
     if version("sentence-transformers") is None:
         return {}
     declare_torchvision_operators()
@@ -104,23 +104,23 @@ def gradient(encoder: nn.Module) -> Tensor:
 def measure_time(rows: int, chunk: int, steps: int) -> list[dict[str, Any]]:
     encoder = Encoder()
     x, y = batch(rows)
-    ways: dict[str, Callable[[Tensor, Tensor], Any]] = {"uncached": lambda x, y: uncached(encoder, x, y)}
-    for name, kept in WAYS.items():
-        ways[name] = wb.GradCache([encoder, encoder], chunk, loss_fn, keep_graphs=kept)
-    ways |= peers(encoder, chunk)
+    methods: dict[str, Callable[[Tensor, Tensor], Any]] = {"uncached": lambda x, y: uncached(encoder, x, y)}
+    for name, kept in METHODS.items():
+        methods[name] = wb.GradCache([encoder, encoder], chunk, loss_fn, keep_graphs=kept)
+    methods |= peers(encoder, chunk)
     uncached(encoder, x, y)
     true = gradient(encoder)
-    for name, way in ways.items():
-        way(x, y)
+    for name, method in methods.items():
+        method(x, y)
         error = ((gradient(encoder) - true).norm() / true.norm()).item()
         if error > 1e-4:
             raise SystemExit(f"{name}: its gradient differs from the uncached one by {error:.1e}")
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
     for _ in range(steps):
-        for name, way in ways.items():
+        for name, method in methods.items():
             encoder.zero_grad()
             start = time.perf_counter()
-            way(x, y)
+            method(x, y)
             seconds[name].append(time.perf_counter() - start)
     rowset = []
     for name, taken in seconds.items():
@@ -133,37 +133,37 @@ def measure_time(rows: int, chunk: int, steps: int) -> list[dict[str, Any]]:
 
 
 def measure_memory(smallest: int, chunk: int) -> list[dict[str, Any]]:
-    """Cached up to 16 times the smallest batch; uncached up to 4 times, after which it is plain where that goes."""
+    """Measure cached steps up to 16 times the smallest batch, and uncached ones up to 4 times: enough for the trend."""
     found = []
-    for way, sizes in (("none kept", 5), ("uncached", 3)):
+    for method, sizes in (("none kept", 5), ("uncached", 3)):
         for rows in (smallest * 2**k for k in range(sizes)):
             encoder = Encoder()
             x, y = batch(rows)
             step: Callable[[Tensor, Tensor], Any] = partial(uncached, encoder)
-            if way != "uncached":
+            if method != "uncached":
                 step = wb.GradCache([encoder, encoder], chunk, loss_fn)
-            step(x[:chunk], y[:chunk])  # gradients are there, as in a second step
+            step(x[:chunk], y[:chunk])  # gradients exist, as in a second step
             rise = rise_of_peak(wb.comm.LocalCommunicator(), partial(step, x, y))
             assert rise is not None
-            found.append({"what": "memory", "rows": rows, "chunk": chunk, "way": way, "MB": rise / 1e6})
-            print(f"| {way} | {rows} | {rise / 1e6:.0f} |", flush=True)
+            found.append({"what": "memory", "rows": rows, "chunk": chunk, "way": method, "MB": rise / 1e6})
+            print(f"| {method} | {rows} | {rise / 1e6:.0f} |", flush=True)
     return found
 
 
 def picture(rows: list[dict[str, Any]], path: Path) -> None:
-    """Memory over the batch, and time of each way."""
+    """Draw memory over the batch, and the time of each method."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, (memory, times) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    for way, label in (("uncached", "uncached"), ("none kept", "cached, no graph kept")):
-        points = sorted((row["rows"], row["MB"]) for row in rows if row["what"] == "memory" and row["way"] == way)
-        memory.plot(*zip(*points, strict=True), "o-", label=label, color="0.5" if way == "uncached" else "C0")
+    for method, label in (("uncached", "uncached"), ("none kept", "cached, no graph kept")):
+        points = sorted((row["rows"], row["MB"]) for row in rows if row["what"] == "memory" and row["way"] == method)
+        memory.plot(*zip(*points, strict=True), "o-", label=label, color="0.5" if method == "uncached" else "C0")
         for x, y in points:
             memory.annotate(f"{y:.0f}", (x, y), xytext=(0, 5), textcoords="offset points", ha="center", fontsize=8)
-    memory.set(xscale="log", yscale="log", xlabel="pairs in the batch", ylabel="MB that a step adds")
+    memory.set(xscale="log", yscale="log", xlabel="pairs in the batch", ylabel="memory of a step, MB")
     ticks = sorted({row["rows"] for row in rows if row["what"] == "memory"})
     memory.set_xticks(ticks, ticks)
     memory.minorticks_off()
@@ -176,7 +176,7 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
         color=["0.5" if "uncached" in n or "sentence" in n else "C0" for n in names],
     )
     times.bar_label(drawn, fmt=" %.2f", fontsize=8)
-    times.set(xlabel="time of a step, of the uncached one's")
+    times.set(xlabel="time relative to the uncached step")
     times.margins(x=0.15)
     times.invert_yaxis()
     for axis in (memory, times):
@@ -185,7 +185,7 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def with_exact_memory() -> None:
-    """Start again with an allocator that gives back what is freed: its reserves would be counted for the step's."""
+    """Restart with an allocator that returns freed memory; its reserves would be counted as the step's memory."""
     if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
         os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
         os.execv(sys.executable, [sys.executable, *sys.argv])

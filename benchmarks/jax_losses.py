@@ -1,7 +1,7 @@
-"""wholebatch.jax beside what JAX users write today, on a CPU: time of value and gradient, and temporary memory.
+"""wholebatch.jax beside common JAX code, on a CPU: time of value and gradient, and temporary memory.
 
-The memory is the compiler's own figure. Each loss is first held against the dense one; times are medians of rounds in
-which all take turns. The least that a loss in tiles could take is timed beside them: its products, and nothing else.
+The memory is the compiler's figure. Each loss is first compared with the dense one; times are medians of rounds in
+which all take turns. The lower bound for a loss in tiles, its products and nothing else, is timed beside them.
 
     python benchmarks/jax_losses.py        # `pip install -e '.[jax,dev]'`; about ten minutes on two cores, 4 GB
 """
@@ -33,7 +33,7 @@ SCALE = 20.0
 
 
 def dense_clip(x: Any, y: Any, scale: Any) -> Any:
-    """As one writes it: S stands in memory, and is computed once."""
+    """Return CLIP's loss by plain code: S is in memory, and is computed once."""
     logits = scale * (x @ y.T)
     local = jnp.diagonal(logits)
     rows, cols = (jax.nn.logsumexp(logits, axis) - local for axis in (1, 0))
@@ -41,7 +41,7 @@ def dense_clip(x: Any, y: Any, scale: Any) -> Any:
 
 
 def clip_of_two_matrices(x: Any, y: Any, scale: Any) -> Any:
-    """As published code has it: logits of images, and logits of texts."""
+    """Return CLIP's loss as published code has it: logits of images, and logits of texts."""
     losses = [
         optax.softmax_cross_entropy_with_integer_labels(scale * (a @ b.T), jnp.arange(len(a))).mean()
         for a, b in ((x, y), (y, x))
@@ -68,7 +68,7 @@ def dense_nt_xent(x: Any, y: Any, scale: Any) -> Any:
 
 
 def products_of_tiles(x: Any, y: Any, *, twice: bool, tile: int = 1024) -> Any:
-    """S = X Y^T, S Y and S^T X in tiles, with S computed once more before that, or not; no exponential."""
+    """Compute S = X Y^T, S Y and S^T X in tiles, without exponentials; if `twice`, compute S once more before."""
     at = jnp.asarray(np.indices((len(x) // tile, len(y) // tile)).reshape(2, -1).T) * tile
 
     def cut(of: Any, start: Any) -> Any:
@@ -128,7 +128,7 @@ def features(rows: int, d: int) -> list[Any]:
 
 
 def in_turns(calls: dict[str, Callable[[], Any]], rounds: int = 5) -> dict[str, float]:
-    """The median time of each, once all have run."""
+    """Return the median time of each, after all have run once."""
     jax.block_until_ready([call() for call in calls.values()])
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):

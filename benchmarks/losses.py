@@ -1,4 +1,4 @@
-"""The losses at the sizes that the documentation quotes: time, floor, peers, memory, growth.
+"""Measure the losses at the sizes that the documentation quotes: time, floor, peers, memory, growth.
 
     make peers                       # an environment with the libraries to compare with
     .venv-peers/bin/python benchmarks/losses.py [NAME ...]

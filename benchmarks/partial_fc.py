@@ -1,13 +1,13 @@
-"""Softmax over many classes: time against the torch.mm floor and other ways, memory, samples, and a million classes.
+"""Softmax over many classes: time against the torch.mm floor and other methods, memory, samples, a million classes.
 
     python benchmarks/partial_fc.py [time] [memory] [sample] [million]
 
 "time": forward and backward of ArcFace over 100,000 classes, in turns: PartialFC with flat memory, with exponentials
-kept, a dense transcription of PartialFC's second version (ours, of its algorithm: logits and softmax stored, margin on
-the target under no_grad), torch.nn.functional.linear_cross_entropy, where torch has it, on normalized embeddings
-without a margin, and ArcFaceLoss of pytorch-metric-learning, where that is installed (`make peers`). The floor is
-8 B C d flops of torch.mm. First every way with a margin is compared with the float64 twin at a size where that fits.
-"memory": what a step adds beyond centers, their gradient and inputs, at 200,000 classes.
+kept, our dense transcription of the algorithm of PartialFC's second version (logits and softmax stored, margin on the
+target under no_grad), torch.nn.functional.linear_cross_entropy, if torch has it, on normalized embeddings without a
+margin, and ArcFaceLoss of pytorch-metric-learning, if it is installed (`make peers`). The floor is 8 B C d flops of
+torch.mm. First every method with a margin is compared with the float64 reference at a size where that fits.
+"memory": the memory of a step beyond centers, their gradient and inputs, at 200,000 classes.
 "sample": whole steps with an optimizer, a tenth of the classes against all.
 "million": steps over 1,000,000 classes.
 Results go to results/partial_fc.json.
@@ -43,7 +43,7 @@ KEPT = 4 * ROWS * 100_000 + 2**24  # bytes: all exponentials of the timed size, 
 
 
 class _DenseSoftmax(torch.autograd.Function):
-    """Cross-entropy whose logits become the softmax, and the softmax the gradient, in place."""
+    """Cross-entropy that replaces logits by the softmax, and the softmax by the gradient, in place."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class _DenseSoftmax(torch.autograd.Function):
 
 
 def dense(x: Tensor, w: Tensor, y: Tensor, *, all_angles: bool = True) -> Tensor:
-    """With `all_angles`, all logits become angles and cosines again, as in the ArcFace of insightface's code."""
+    """Return the dense loss; `all_angles` converts all logits to angles and back, as insightface's ArcFace does."""
     cosines = F.linear(F.normalize(x), F.normalize(w)).clamp(-1, 1)
     with torch.no_grad():
         target = cosines.gather(1, y[:, None])
@@ -80,7 +80,7 @@ def torchs(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
 
 
 class _PytorchMetricLearnings:
-    """Its classifier has weights of its own, (d, C): they are set before each step."""
+    """The peer's loss, whose classifier has its own weights (d, C); they are set before each step."""
 
     def __init__(self) -> None:
         from pytorch_metric_learning.losses import ArcFaceLoss
@@ -98,33 +98,33 @@ def data(rows: int, classes: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(rows, dim), torch.randn(classes, dim), torch.randint(classes, (rows,))
 
 
-def gate(ways: dict[str, Callable[..., Tensor]]) -> None:
-    """Loss and gradients against the dense twin, in float64, on the same numbers."""
+def gate(methods: dict[str, Callable[..., Tensor]]) -> None:
+    """Compare loss and gradients with the dense reference, in float64, on the same numbers."""
     x, w, y = data(300, 2000, 32)
-    for name, (way, margin_grad) in {
-        "flat": (ways["flat"], "exact"),
-        "kept": (ways["kept"], "exact"),
-        "dense transcription": (ways["dense transcription"], "straight_through"),
-        "dense, target's angle alone": (ways["dense, target's angle alone"], "straight_through"),
-        **({PEER: (ways[PEER], "exact")} if PEER in ways else {}),
+    for name, (method, margin_grad) in {
+        "flat": (methods["flat"], "exact"),
+        "kept": (methods["kept"], "exact"),
+        "dense transcription": (methods["dense transcription"], "straight_through"),
+        "dense, target's angle alone": (methods["dense, target's angle alone"], "straight_through"),
+        **({PEER: (methods[PEER], "exact")} if PEER in methods else {}),
     }.items():
         found, true = [], []
         for into, call, dtype in (
-            (found, way, torch.float32),
-            (true, partial(_twin, margin_grad=margin_grad), torch.float64),
+            (found, method, torch.float32),
+            (true, partial(_reference, margin_grad=margin_grad), torch.float64),
         ):
             a, b = x.to(dtype, copy=True).requires_grad_(), w.to(dtype, copy=True).requires_grad_()
             loss = call(a, b, y)
             loss.backward()
             into += [loss.detach(), a.grad, b.grad]
-        if name.startswith("dense"):  # its value ends at -ln 1e-30, as the original's does; its gradient does not
+        if name.startswith("dense"):  # its value, unlike its gradient, is clamped at -ln 1e-30, as in the original
             found[0] = true[0]
         error = max(((z.double() - t).norm() / t.norm()).item() for z, t in zip(found, true, strict=True))
         if error > 1e-4:
-            raise SystemExit(f"{name}: differs from the dense twin by {error:.1e}")
+            raise SystemExit(f"{name}: differs from the dense reference by {error:.1e}")
 
 
-def _twin(x: Tensor, w: Tensor, y: Tensor, *, margin_grad: str) -> Tensor:
+def _reference(x: Tensor, w: Tensor, y: Tensor, *, margin_grad: str) -> Tensor:
     return wb.reference.partial_fc_loss(x, y, w, margin=wb.ArcFace(S, M), margin_grad=margin_grad)
 
 
@@ -136,22 +136,22 @@ def floor(rows: int, classes: int, dim: int, some: int = 8192) -> float:
 
 
 def measure_time(classes: int, steps: int) -> list[dict[str, Any]]:
-    ways: dict[str, Callable[..., Tensor]] = {"flat": ours, "kept": partial(ours, memory=KEPT)}
-    ways |= {"dense transcription": dense, "dense, target's angle alone": partial(dense, all_angles=False)}
+    methods: dict[str, Callable[..., Tensor]] = {"flat": ours, "kept": partial(ours, memory=KEPT)}
+    methods |= {"dense transcription": dense, "dense, target's angle alone": partial(dense, all_angles=False)}
     if hasattr(F, "linear_cross_entropy"):
-        ways["linear_cross_entropy"] = torchs
+        methods["linear_cross_entropy"] = torchs
     if importlib.util.find_spec("pytorch_metric_learning"):
-        ways[PEER] = _PytorchMetricLearnings()
-    gate(ways)
+        methods[PEER] = _PytorchMetricLearnings()
+    gate(methods)
     x, w, y = data(ROWS, classes, DIM)
     x.requires_grad_(), w.requires_grad_()
-    seconds: dict[str, list[float]] = {"floor": [], **{name: [] for name in ways}}
+    seconds: dict[str, list[float]] = {"floor": [], **{name: [] for name in methods}}
     for step in range(steps + 1):
         seconds["floor"].append(median(floor(ROWS, classes, DIM) for _ in range(5)))
-        for name, way in ways.items():
+        for name, method in methods.items():
             x.grad = w.grad = None
             start = time.perf_counter()
-            way(x, w, y).backward()
+            method(x, w, y).backward()
             seconds[name].append(time.perf_counter() - start)
         if not step:
             seconds = {name: [] for name in seconds}  # the first is not counted
@@ -195,14 +195,14 @@ def whole_step(
 
 
 def measure_samples(classes: int, steps: int) -> list[dict[str, Any]]:
-    generator, ways = torch.Generator().manual_seed(0), {}
+    generator, methods = torch.Generator().manual_seed(0), {}
     for rate in (1.0, 0.1):
         head = wb.PartialFC(DIM, classes, margin=wb.ArcFace(S, M), sample_rate=rate, memory="flat")
-        ways[rate] = head, wb.SparseSGD(head.parameters(), lr=0.1), []
+        methods[rate] = head, wb.SparseSGD(head.parameters(), lr=0.1), []
     for _ in range(steps + 1):
-        for head, optimizer, seconds in ways.values():
+        for head, optimizer, seconds in methods.values():
             seconds.append(whole_step(head, optimizer, ROWS, DIM, generator))
-    full, sampled = (seconds[1:] for *_, seconds in ways.values())
+    full, sampled = (seconds[1:] for *_, seconds in methods.values())
     share = median(a / b for a, b in zip(sampled, full, strict=True))
     print(f"| whole steps | {median(full):.2f} | sampled {median(sampled):.2f} | {share:.3f} |", flush=True)
     row = {"what": "sample", "rows": ROWS, "classes": classes, "dim": DIM, "way": "0.1 of all"}

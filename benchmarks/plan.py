@@ -1,12 +1,12 @@
-"""The planner against this machine: memory and time of settings that its rates were not taken on.
+"""The planner against measurements: memory and time of settings at which its rates were not measured.
 
     python benchmarks/plan.py
 
 Rates come from small batches (`wholebatch.planning.calibrate`: d = 16, 64, 256, 1024, at most 3840 rows, ranks that do
-not talk). The settings here have other widths, larger batches, all exchanges, 1, 2 and 4 ranks, half precision, samples
-of classes and gradient caching. Each round calibrates anew and then runs every setting; figures are medians of the
-rounds, so that a busy moment of the machine meets predictions and measurements alike. Writes results/plan.json and the
-table of docs/planning.md.
+not communicate). The settings here have other widths, larger batches, all exchanges, 1, 2 and 4 ranks, half precision,
+samples of classes and gradient caching. Each round calibrates again and then runs every setting; figures are medians of
+the rounds, so that a busy moment of the machine affects predictions and measurements equally. Writes results/plan.json
+and the table of docs/planning.md.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WIDTH, LAYERS = 1024, 6  # of the encoders that are cached
 
 @dataclass(frozen=True)
 class Case:
-    """A setting of a loss; with a chunk, of two encoders and CLIP's loss."""
+    """A setting of a loss, or, with a chunk, of two encoders and CLIP's loss."""
 
     loss: LossName
     ranks: int
@@ -95,13 +95,13 @@ def tower(dim: int) -> nn.Sequential:
 
 
 def cached(case: Case, rates: Rates) -> tuple[int, float]:
-    """Bytes and seconds, as planned."""
+    """Return the planned bytes and seconds."""
     weights = LAYERS * (WIDTH + 1) * WIDTH + (WIDTH + 1) * case.embedding_size
     found = wb.plan(
         batch_size=case.batch_size,
         embedding_size=case.embedding_size,
         gradient_bytes=4 * 2 * weights,
-        encoder_bytes=4 * 2 * LAYERS * WIDTH,  # what each Linear and each GELU got
+        encoder_bytes=4 * 2 * LAYERS * WIDTH,  # the inputs of each Linear and each GELU
         encoder_flops=2.0 * 2 * weights,
         chunk_size=case.chunk_size,
         keep_graphs=case.kept_graphs,
@@ -112,7 +112,7 @@ def cached(case: Case, rates: Rates) -> tuple[int, float]:
 
 
 def run_cached(case: Case, what: str) -> float | int | None:
-    """Seconds, or the rise of the peak."""
+    """Return the seconds, or the rise of the peak."""
     if what == "memory":
         map_each_tensor()
     torch.set_num_threads(threads_of_a_rank(1))

@@ -11,7 +11,7 @@ import matplotlib
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "losses.json"
 PICTURE = ROOT / "docs" / "images" / "clip_beside_open_clip.png"
-WAYS = {"wholebatch flat": "wholebatch", "wholebatch flat gather": "wholebatch", "open_clip ClipLoss": "open_clip"}
+BARS = {"wholebatch flat": "wholebatch", "wholebatch flat gather": "wholebatch", "open_clip ClipLoss": "open_clip"}
 COLORS = {"wholebatch": "tab:blue", "open_clip": "tab:gray"}
 
 
@@ -20,7 +20,7 @@ def rows() -> list[dict[str, Any]]:
     found = [
         row
         for row in json.loads(RESULTS.read_text())
-        if row["loss"] == "clip" and row["method"] in WAYS and (row["batch_size"], row["embedding_size"]) == (8192, 512)
+        if row["loss"] == "clip" and row["method"] in BARS and (row["batch_size"], row["embedding_size"]) == (8192, 512)
     ]
     return sorted(found, key=lambda row: (row["ranks"], row["method"] == "open_clip ClipLoss"))
 
@@ -37,14 +37,14 @@ def main() -> None:
     )
     for axis, (title, field, unit, form) in zip(axes, panels, strict=True):
         values = [row[field] / unit for row in shown]
-        bars = axis.barh(range(len(shown)), values, color=[COLORS[WAYS[row["method"]]] for row in shown])
+        bars = axis.barh(range(len(shown)), values, color=[COLORS[BARS[row["method"]]] for row in shown])
         axis.bar_label(bars, [form.format(value) for value in values], padding=3)
         axis.set_title(title, fontsize=10, loc="left")
         axis.margins(x=0.12)
         axis.set_xticks([])
         axis.spines[["top", "right", "bottom"]].set_visible(False)
     processes = {1: "1 process", 2: "2 processes"}
-    axes[0].set_yticks(range(len(shown)), [f"{WAYS[row['method']]}, {processes[row['ranks']]}" for row in shown])
+    axes[0].set_yticks(range(len(shown)), [f"{BARS[row['method']]}, {processes[row['ranks']]}" for row in shown])
     axes[0].invert_yaxis()
     on = {f"CLIP, B = 8192, d = 512, float32, {row['machine']}, torch {row['torch']}" for row in shown}
     figure.text(0.99, 0.02, "; ".join(sorted(on)), fontsize=7, ha="right", color="gray")

@@ -1,6 +1,6 @@
-"""Where a peer has the same loss: its value and its gradient beside ours, in float64 on one process.
+"""Compare value and gradient with each peer that has the same loss, in float64 on one process.
 
-Run with the environment that `make peers` makes; prints a table in Markdown, and writes it beside the other results.
+Run in the environment that `make peers` makes. Prints a table in Markdown, and writes it to results/.
 
     PYTHONPATH=src .venv-peers/bin/python benchmarks/same_as_peers.py
 """
@@ -183,7 +183,7 @@ def from_metric_learning() -> Iterator[tuple[str, str, Loss, Loss, str]]:
     )
 
     def square(t: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Six classes of six: with other numbers it takes rows of different classes for one."""
+        """Return six classes of six rows; for other numbers the peer takes rows of different classes for one class."""
         return t["x"][:36], torch.arange(36) // 6
 
     yield (
@@ -204,7 +204,7 @@ def from_metric_learning() -> Iterator[tuple[str, str, Loss, Loss, str]]:
 
 
 def _with_itself(x: Tensor, labels: Tensor) -> Tensor:
-    """Smooth-AP where a query is the first of its own results."""
+    """Return Smooth-AP where each query is its own first result."""
     x = normalize(x, dim=1)
     cosines, same = x @ x.T, labels[:, None] == labels
     larger = ((cosines[:, None, :] - cosines[:, :, None]) / 0.01).sigmoid() * ~torch.eye(len(x), dtype=torch.bool)
@@ -231,7 +231,7 @@ def from_sentence_transformers() -> Iterator[tuple[str, str, Loss, Loss, str]]:
         )
 
     def mine(*more: str, **options: Any) -> Loss:
-        """Of normalized rows, as their cosines have it."""
+        """Return InfoNCE of normalized rows, to match the peer's cosines."""
 
         def loss(t: dict[str, Tensor]) -> Tensor:
             x, y = (normalize(t[name], dim=1) for name in "xy")
@@ -318,7 +318,7 @@ def from_sentence_transformers() -> Iterator[tuple[str, str, Loss, Loss, str]]:
 
 
 def compared(ours: Loss, theirs: Loss) -> tuple[float, float]:
-    """The relative difference of the values, and the largest of the gradients by x and y."""
+    """Return the relative difference of the values, and the largest one of the gradients by x and y."""
     found = []
     for loss in (ours, theirs):
         tensors = inputs()
@@ -351,7 +351,7 @@ def main() -> None:
             )
             print(f"| `{ours}` | {package.removesuffix('_torch')} {name} | {value:.0e} | {gradient:.0e} | {note} |")
             if max(value, gradient) > 1e-6 and "differ" not in note:
-                raise SystemExit(f"{ours} and {name} differ, and nothing says why")
+                raise SystemExit(f"{ours} and {name} differ, without a known reason")
     versions = {package: version(package) for package in (*packages, "torch")}
     RESULTS.write_text(json.dumps({"versions": versions, **about(), "rows": rows}, indent=1) + "\n")
 

@@ -2,9 +2,9 @@
 
     python benchmarks/train_losses.py [NAME ...] [--seconds 60] [--seed 0]
 
-A short run of each loss says how long its step takes; the run itself then has as many steps as fit into --seconds of
-training, with the application's defaults for everything else (a cosine over all steps; no rate was tuned for any loss).
-Runs follow each other, on all cores. Adds a line per run to results/train_losses.jsonl and prints a table in Markdown.
+A short run of each loss measures its step; the run itself then has as many steps as fit into --seconds of training,
+with the application's defaults for everything else (a cosine over all steps; no rate was tuned for any loss). Runs
+follow each other, on all cores. Adds a line per run to results/train_losses.jsonl and prints a table in Markdown.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROBE = 20
 
 
 def run(name: str, steps: int, seed: int, folder: Path) -> list[dict[str, Any]]:
-    """The metrics of a run."""
+    """Run one training, and return its metrics."""
     options = ["--loss", name, "--steps", steps, "--seed", seed, "--validate-every", steps, "--checkpoint-every", steps]
     command = [sys.executable, "-m", "wholebatch", "train", *map(str, options), "--run-folder", str(folder)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -33,7 +33,7 @@ def run(name: str, steps: int, seed: int, folder: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Run every loss, then print what each found."""
+    """Run every loss, then print the recall for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=list(get_args(Loss)))
     parser.add_argument("--seconds", type=float, default=60.0)

@@ -1,4 +1,4 @@
-"""Which held-out characters a run of the training application misses, and why.
+"""Count the held-out characters that a run of the training application misses, by kind.
 
 python benchmarks/what_limits_recall.py RUN_FOLDER
 """
@@ -22,7 +22,7 @@ from wholebatch.train.text import split_words
 
 
 def main() -> None:
-    """Print a table of kinds of characters, and how often each is found."""
+    """Print a table of kinds of characters, with the recall for each kind."""
     folder = Path(sys.argv[1])
     config = read_config(folder)
     pairs, split = load_data(config, 1)
@@ -63,13 +63,11 @@ def main() -> None:
             f"| {(found >= 1).sum()} of {(ranks >= 1).sum()} |"
         )
     seen = split.train[torch.randperm(len(split.train), generator=torch.Generator().manual_seed(0))[: len(test)]]
-    print(
-        "\nas many characters of the training set:", both_ways(*held_out_features(model, config, pairs, seen, device))
-    )
+    print("\nas many characters of training:", both_ways(*held_out_features(model, config, pairs, seen, device)))
 
 
 def first_picture(pairs: Pairs, text: int) -> bytes:
-    """The pixels of the image that a character is tested with."""
+    """Return the pixels of the image that a character is tested with."""
     return pairs.images[pairs.first[text]].numpy().tobytes()
 
 

@@ -1,4 +1,4 @@
-"""Problems that an audit cannot judge: they raise, hang, end the process, or are no problems."""
+"""Problems that an audit cannot evaluate: they raise, hang, end the process, or are not valid."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def learned_elsewhere():
 
 
 def learned_elsewhere_hidden():
-    """Hide a learned parameter where only its use shows it."""
+    """Hide a learned parameter so that only its use shows it."""
     found = {"scale": nn.Parameter(torch.tensor(2.0, dtype=torch.float64))}
     return problem(lambda x, y, _s: clip(x, y, found["scale"]))
 

@@ -1,4 +1,4 @@
-"""Problems to be audited, each with one mistake planted. The name of each says the cause that should be found."""
+"""Problems for the audit, each with one planted mistake. Each name is the cause that the audit should report."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def everything_times_w():
 
 
 def everything_times_w_sum():
-    """Compute the whole loss on each rank, under an engine that adds."""
+    """Compute the whole loss on each rank, under an engine that sums gradients."""
     return problem(lambda x, y, s: local(x, y, s, with_gradient(x), with_gradient(y)), engine="sum")
 
 
@@ -45,7 +45,7 @@ def key_side_missing():
     def loss(x, y, s):
         if size() == 1:
             return clip(x, y, s)
-        return local(x, y, s, gathered(x, own=False), gathered(y, own=False))
+        return local(x, y, s, gathered(x, local=False), gathered(y, local=False))
 
     return problem(loss)
 
@@ -56,8 +56,8 @@ def key_side_missing_local():
 
 
 def key_side_missing_everywhere():
-    """Gather on one process, too, and lose the gradient there as well."""
-    return problem(lambda x, y, s: local(x, y, s, gathered(x, own=False), gathered(y, own=False)))
+    """Gather on one process, too, so that the gradient is missing there as well."""
+    return problem(lambda x, y, s: local(x, y, s, gathered(x, local=False), gathered(y, local=False)))
 
 
 def gather_averages():
@@ -96,9 +96,9 @@ def loss_differs():
 
     def loss(x, y, s):
         logits = s * x @ with_gradient(y).T
-        own = dist.get_rank() * len(x) + torch.arange(len(x))
-        more = logits[:, own] if size() > 1 else logits[:, :0]
-        return cross_entropy(torch.cat([logits, more], 1), own)
+        rows = dist.get_rank() * len(x) + torch.arange(len(x))
+        more = logits[:, rows] if size() > 1 else logits[:, :0]
+        return cross_entropy(torch.cat([logits, more], 1), rows)
 
     return problem(loss)
 
@@ -133,8 +133,8 @@ def gather_averages_all():
 
     def loss(x, y, s):
         all_x, all_y = with_gradient(x, 1 / size()), with_gradient(y, 1 / size())
-        own = slice(dist.get_rank() * len(x), (dist.get_rank() + 1) * len(x))
-        return local(all_x[own], all_y[own], s, all_x, all_y)
+        rows = slice(dist.get_rank() * len(x), (dist.get_rank() + 1) * len(x))
+        return local(all_x[rows], all_y[rows], s, all_x, all_y)
 
     return problem(loss)
 
@@ -146,11 +146,11 @@ def gather_times_w():
 def rank_order_mixed():
     """Put local rows first."""
 
-    def own_first(x):
+    def local_first(x):
         parts = [*with_gradient(x).split(len(x))]
         return torch.cat([parts.pop(dist.get_rank()), *parts])
 
-    return problem(lambda x, y, s: local(x, y, s, own_first(x), own_first(y)))
+    return problem(lambda x, y, s: local(x, y, s, local_first(x), local_first(y)))
 
 
 def rank_order_mixed_reversed():
@@ -163,7 +163,7 @@ def rank_order_mixed_reversed():
 
 
 def local_weights():
-    """Weight rows by comparison with the other local rows; on one process these are all rows."""
+    """Weight rows by comparison with the other local rows, which on one process are all rows."""
 
     def loss(x, y, s):
         logits = s * with_gradient(x) @ with_gradient(y).T
@@ -174,7 +174,7 @@ def local_weights():
 
 
 def views_interleaved():
-    """Concatenate views before the gather, and pair them as if they had been gathered one by one."""
+    """Concatenate views before the gather, but pair them as if each view had been gathered alone."""
 
     def loss(x, y, _scale):
         z = with_gradient(torch.cat([x, y]))
@@ -230,8 +230,8 @@ def accumulated(model, batch, steps, *, scaled=1.0):
     with torch.no_grad():
         found = [model(*chunk)[:2] for chunk in chunks]
     for at, chunk in enumerate(chunks):
-        *own, scale = model(*chunk)
-        x, y = (torch.cat([own[k] if j == at else other[k] for j, other in enumerate(found)]) for k in range(2))
+        *features, scale = model(*chunk)
+        x, y = (torch.cat([features[k] if j == at else other[k] for j, other in enumerate(found)]) for k in range(2))
         loss = scaled * wb.functional.clip_loss(x, y, scale)
         loss.backward()
     return loss

@@ -1,4 +1,4 @@
-"""Small problems to be audited that are right, some of them worth a remark."""
+"""Small correct problems for the audit; some should get a note."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def size():
     return dist.get_world_size()
 
 
-def gathered(x, *, own=True):
+def gathered(x, *, local=True):
     """Gather all ranks' rows; at most the local ones have a gradient."""
     parts = [torch.zeros_like(x) for _ in range(size())]
     dist.all_gather(parts, x.detach().contiguous())
-    if own:
+    if local:
         parts[dist.get_rank()] = x
     return torch.cat(parts)
 
@@ -55,7 +55,7 @@ class GatherWithGradient(Function):
     @staticmethod
     def forward(ctx, x, factor):
         ctx.rows, ctx.factor = len(x), factor
-        return gathered(x, own=False)
+        return gathered(x, local=False)
 
     @staticmethod
     def backward(ctx, grad):
@@ -107,7 +107,7 @@ def right_ddp():
     return problem(lambda x, y, s: local(x, y, s, with_gradient(x), with_gradient(y)), engine="ddp")
 
 
-def right_engine_of_its_own():
+def right_custom_engine():
     def step(model, batch):
         x, y, scale = model(batch["images"], batch["texts"])
         loss = local(x, y, scale, with_gradient(x), with_gradient(y))
@@ -213,7 +213,7 @@ def right_whatever_the_model_holds():
 
 
 def right_scaled():
-    """Scale the loss and unscale the gradients: only gradients before the parameters have the factor."""
+    """Scale the loss and unscale the parameters' gradients: only gradients before the parameters have the factor."""
 
     def step(model, batch):
         loss = wb.functional.clip_loss(*model(**batch))

@@ -1,4 +1,4 @@
-"""The tables that the distributed tests run over. `make quick` takes one scale and the core losses."""
+"""Splits of rows and scales that the distributed tests run over. `make quick` takes one scale and the core losses."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Comparators that raise, and say what the error looks like: a ratio of W is a missing or doubled reduction."""
+"""Comparators that raise and report the ratio: a ratio of W is a missing or doubled reduction."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def assert_same(actual: Tensor, expected: Tensor, *, relative: float, absolute: float = 0.0, what: str = "") -> None:
-    """Max |actual - expected| <= relative * max |expected| + absolute."""
+    """Raise unless max |actual - expected| <= relative * max |expected| + absolute."""
     __tracebackhide__ = True
     if actual.shape != expected.shape:
         raise AssertionError(f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")

@@ -56,7 +56,7 @@ class Started:
 
 @functools.cache
 def started(dtype: torch.dtype, capability: int) -> dict[Started, str]:
-    """Every form in which losses start kernels, and the first loss that does."""
+    """Return every form in which losses start kernels, each with the first loss that starts it."""
     found: dict[Started, str] = {}
     name = ""
 

@@ -14,9 +14,9 @@ import torch
 torch.set_num_threads(1)
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+    os.environ["TRITON_INTERPRET"] = "1"  # set before anything imports Triton
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # and before anything imports JAX: eight devices that are none
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # set before anything imports JAX: eight simulated devices
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
@@ -26,7 +26,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
-collect_ignore = ["mpi_cases.py", "over_mpi.py", "jax_process.py", "typed"]  # they run where they are started
+collect_ignore = ["mpi_cases.py", "over_mpi.py", "jax_process.py", "typed"]  # other programs start these
 if find_spec("jax") is None:
     collect_ignore.append("jax_cases.py")
 

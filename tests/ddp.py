@@ -1,10 +1,10 @@
-"""What DistributedDataParallel does, seen from inside."""
+"""Count the reductions inside DistributedDataParallel."""
 
 import torch.distributed as dist
 
 
 def counting(model):
-    """How many buckets DDP reduces."""
+    """Return a list that grows by one for each bucket that DDP reduces."""
     buckets = []
 
     def hook(_state, bucket):

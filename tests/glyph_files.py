@@ -1,4 +1,4 @@
-"""A small data set on disk: real characters from a real font, as a user would have it."""
+"""A small data set on disk, as a user would have one: real characters from a real font."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCKS = [range(0x41, 0x5B), range(0x61, 0x7B), range(0x391, 0x3A2), range(0x3B1
 
 
 def write_pairs(folder: Path, name: str = "pairs.csv", *, faces: Sequence[str] = ("DejaVuSans",)) -> Path:
-    """About 160 characters in each face as PNG files, and a .csv or .jsonl file of (image, text) pairs."""
+    """Write about 160 characters in each face as PNG files, and a .csv or .jsonl file of (image, text) pairs."""
     (folder / "images").mkdir(parents=True)
     rows = []
     for face in faces:
@@ -38,7 +38,7 @@ def write_pairs(folder: Path, name: str = "pairs.csv", *, faces: Sequence[str] =
     return target
 
 
-# A model and a split that fit this data set and a second.
+# Options of a model and a split that suit this data set and train in about a second.
 SMALL = [
     "--image-size", "16", "--validation-texts", "16", "--test-texts", "24", "--batch-size", "48",
     "--model.image-width", "8", "--model.text-width", "32", "--model.embedding-size", "32",

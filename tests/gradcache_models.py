@@ -1,4 +1,4 @@
-"""Encoders, losses and comparators that the tests of gradient caching share."""
+"""Encoders, losses and comparators for the tests of gradient caching."""
 
 from contextlib import contextmanager
 
@@ -20,7 +20,7 @@ def mlp(seed, *middle):
 
 
 class Clip(nn.Module):
-    """CLIP's loss with its own scale."""
+    """CLIP's loss with a learned scale."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ def batch(rows, seed=0):
 
 
 def gradients_of(*modules):
-    """By name, None where there is none; and no longer there."""
+    """Return the gradients by name, None where there is none, and clear them."""
     found = [p.grad for module in modules for p in module.parameters()]
     for module in modules:
         module.zero_grad()
@@ -54,7 +54,7 @@ def assert_all_same(got, expected, relative=1e-10):
 
 
 class TwoParts(nn.Module):
-    """Two representations, and a scale that belongs to the whole batch."""
+    """An encoder with two representations and one scale for the whole batch."""
 
     def __init__(self):
         super().__init__()
@@ -66,9 +66,9 @@ class TwoParts(nn.Module):
 
 
 class LateMaximum(nn.Module):
-    """A running maximum, which a chunk with larger entries moves, and which the output depends on.
+    """A running maximum that the output depends on and that a chunk with larger entries changes.
 
-    The gradient needs it as it was: a copy of it, or what later chunks overwrite.
+    The gradient needs the old value: a copy of it, or the tensor that later chunks overwrite.
     """
 
     def __init__(self, copied=True):
@@ -87,7 +87,7 @@ def gradients_of_kept(*modules):
 
 
 def sharded(module, *parts):
-    """By FSDP2, over all ranks: the parts each by itself, then the rest."""
+    """Shard by FSDP2 over all ranks: each part by itself, then the rest."""
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     for part in parts:
         fully_shard(part, mesh=mesh)
@@ -95,14 +95,14 @@ def sharded(module, *parts):
 
 
 def dense_gradients(model, x, y):
-    """Of the whole batch on one process."""
+    """Return the gradients of the whole batch on one process."""
     wb.reference.clip_loss(model(x), model(y), 1.0).backward()
     return gradients_of_kept(model)
 
 
 @contextmanager
 def reductions():
-    """How many groups of parameters FSDP2 reduces."""
+    """Yield a list of one number that counts the groups of parameters that FSDP2 reduces."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
     reduce, count = _fsdp_param_group.foreach_reduce, [0]

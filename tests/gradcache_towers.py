@@ -13,7 +13,7 @@ D, OUT = 5, 4
 
 
 class Towers(nn.Module):
-    """A CLIP whose forward takes either input, or both."""
+    """A CLIP model whose forward takes either input, or both."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -41,10 +41,10 @@ def local_rows(counts):
 
 
 def without_checks(monkeypatch):
-    """As before there were any."""
+    """Turn off the checks for unreduced gradients and for parameters that drift apart."""
     monkeypatch.setattr("wholebatch.gradcache.step.check_not_passed_by", lambda *_: None)
     monkeypatch.setattr("wholebatch.gradcache.step.due", lambda _: False)
 
 
 class OfSubclass(DistributedDataParallel):
-    """As frameworks derive them."""
+    """A subclass of DDP, as frameworks define one."""

@@ -1,8 +1,8 @@
-"""The cases of the JAX tests: the rows of the shared table that both libraries have, and one way to call both.
+"""The cases of the JAX tests: the rows of the shared table that both libraries have, and functions that call both.
 
 With WHOLEBATCH_TEST_JAX=all (`make jax`) every row runs on every number and kind of devices, by every exchange.
-Otherwise plain losses and ArcFace run on every number of devices by every exchange, on automatic or explicit axes by
-turns, and with options on two of all settings each, by turns.
+Otherwise plain losses and ArcFace run on every number of devices by every exchange, with automatic and explicit axes by
+turns; losses with options run on two settings each, by turns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from jax.sharding import AxisType, Mesh
 from loss_cases import (
-    BOTH_WAYS,
+    BOTH_DIRECTIONS,
     HARD_IDS,
     HARD_NEGATIVES,
     IDS,
@@ -59,13 +59,13 @@ CASES = {name: LOSSES[name] for name in SHARED} | {
         inputs=(X, Y, NEGATIVES, HARD_NEGATIVES, IDS, NEGATIVE_IDS, HARD_IDS),
     ),
     "info_nce, both directions in one softmax, label smoothing": Case(
-        info_nce_with("negatives", "hard_negatives", "key_ids", directions=BOTH_WAYS, label_smoothing=0.1),
+        info_nce_with("negatives", "hard_negatives", "key_ids", directions=BOTH_DIRECTIONS, label_smoothing=0.1),
         inputs=(X, Y, NEGATIVES, HARD_NEGATIVES, IDS),
     ),
-    "info_nce, both directions, each its own": Case(
-        info_nce_with("negatives", directions=BOTH_WAYS, partition="per_direction"), inputs=(X, Y, NEGATIVES)
+    "info_nce, both directions, separate": Case(
+        info_nce_with("negatives", directions=BOTH_DIRECTIONS, partition="per_direction"), inputs=(X, Y, NEGATIVES)
     ),
-    "info_nce, keys' queries": Case(info_nce_with(directions=BOTH_WAYS[1:])),
+    "info_nce, keys' queries": Case(info_nce_with(directions=BOTH_DIRECTIONS[1:])),
 }
 
 
@@ -101,7 +101,7 @@ def local_loss(x: Any, y: Any, scale: Any, exchange: Any = "ring") -> Any:
 
 
 def encoder(params: Any, x: Any, key: Any = None) -> Any:
-    """Encode by two layers, with dropout between them if there is a key."""
+    """Encode by two layers, with dropout between them if a key is given."""
     h = jnp.tanh(x @ params["w"])
     if key is not None:
         h = h * jax.random.bernoulli(key, 0.5, h.shape)
@@ -183,15 +183,15 @@ def values_and_gradients(
     """
     functions, arrays = functions or as_module(**settings), [place(x) for x in inputs]
 
-    def loss(wanted: list[Any], scale: Any, bias: Any, arrays: list[Any]) -> Any:
+    def loss(differentiated: list[Any], scale: Any, bias: Any, arrays: list[Any]) -> Any:
         given = list(arrays)
-        for position, x in zip(case.differentiable, wanted, strict=True):
+        for position, x in zip(case.differentiable, differentiated, strict=True):
             given[position] = x
         return case.call(functions, *given, scale, bias)
 
-    wanted = [arrays[position] for position in case.differentiable]
+    differentiated = [arrays[position] for position in case.differentiable]
     value, gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)), out_shardings=out)(
-        wanted, jnp.asarray(scale), jnp.asarray(bias), arrays
+        differentiated, jnp.asarray(scale), jnp.asarray(bias), arrays
     )
     return [
         np.asarray(x) for x in (value, *gradients[0], *gradients[1:][: case.has_scale], *gradients[2:][: case.has_bias])
@@ -199,7 +199,7 @@ def values_and_gradients(
 
 
 def shards(case: Case, rows: int, devices: int, *, seed: int = 0) -> list[Tensor]:
-    """Return a batch of so many rows, with the table's other inputs for that many ranks."""
+    """Return a batch of `rows` rows, with the table's other inputs for `devices` ranks."""
     counts = tuple(rows // devices + (rank < rows % devices) for rank in range(devices))
     return whole_batch(case, counts, seed=seed)
 
@@ -207,10 +207,10 @@ def shards(case: Case, rows: int, devices: int, *, seed: int = 0) -> list[Tensor
 def by_torch(functions: Any, case: Case, inputs: list[Tensor], scale: float, bias: float) -> list[Any]:
     """Return PyTorch's loss and gradients, in one process."""
     leaves = [x.detach().clone() for x in inputs]
-    wanted = [leaves[position].requires_grad_() for position in case.differentiable]
+    differentiated = [leaves[position].requires_grad_() for position in case.differentiable]
     scalars = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (scale, bias)]
     loss = case.call(functions, *leaves, *scalars)
-    of = wanted + scalars[:1] * case.has_scale + scalars[1:] * case.has_bias
+    of = differentiated + scalars[:1] * case.has_scale + scalars[1:] * case.has_bias
     return [x.detach().numpy() for x in (loss, *torch.autograd.grad(loss, of))]
 
 

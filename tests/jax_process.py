@@ -1,6 +1,6 @@
 """One of several JAX processes that share a batch, as test_jax_processes starts them: jax_process.py RANK SIZE PORT.
 
-Each process holds the rows of its own devices alone, as on a cluster. Results are compared with the dense reference,
+Each process holds only the rows of its devices, as on a cluster. Results are compared with the dense reference,
 which each process computes on the whole batch; for an encoder in chunks and a sample of classes, with one device.
 """
 
@@ -37,7 +37,7 @@ assert len(jax.local_devices()) < jax.device_count()
 
 
 def local_rows(x):
-    """Return a global array, of which this process provides the rows of its devices."""
+    """Return a global array; this process provides the rows of its devices."""
     x = np.asarray(as_jax(x))
     if len(x) % jax.device_count():
         return x  # replicated

@@ -8,7 +8,7 @@ import wholebatch as wb
 
 
 def losses(x, y, ids, scale=14.3):
-    """Return by name functions of a module of losses and its options, and the scale that some of them learn."""
+    """Return by name functions of a module of losses and its options; return also the scale that some of them learn."""
     scale = torch.tensor(scale, dtype=torch.float64, device=x.device, requires_grad=True)
     labels = torch.arange(len(x), device=x.device) % 4
     several = torch.stack([ids, torch.where(ids % 2 == 0, (ids + 1) % 30, -100)], dim=1)
@@ -57,5 +57,5 @@ def losses(x, y, ids, scale=14.3):
 
 
 def learns_its_scale(name):
-    """Whether the loss depends on the scale that `losses` returns."""
+    """Return whether the loss depends on the scale that `losses` returns."""
     return name.split(",")[0] in ("clip", "info_nce", "siglip", "moco", "matryoshka")

@@ -1,4 +1,4 @@
-"""The imports of the package, read from its source: those of type checkers and inside functions included."""
+"""The imports of the package, read from its source, with those for type checkers and inside functions."""
 
 from __future__ import annotations
 

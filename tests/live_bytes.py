@@ -1,7 +1,7 @@
-"""The bytes that tensors hold at a time, as PyTorch's own allocator counts them.
+"""The bytes that tensors hold at a time, as PyTorch's allocator counts them.
 
-What the system calls resident depends on its allocator, on pages that nobody has returned yet, on threads and on what
-else the machine does. These figures depend on the program alone.
+The system's resident size depends on its allocator, on pages that are not returned yet, on threads and on other work of
+the machine. These figures depend on the program alone.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _MARK = 7919  # bytes of a tensor that shows where the step begins
 
 
 def peak_of(step: Callable[[], object], *, after: Callable[[], object] = lambda: None) -> int:
-    """The most bytes of the CPU's memory that a step holds at a time, beside those that are held when it begins.
+    """Return the most bytes of CPU memory that a step holds at a time, beyond those that are held when it begins.
 
     Args:
-        step: what is looked at.
-        after: is called before, and counted: memory that it leaves and the step frees is subtracted. Memory that is
-            older than this is not.
+        step: the function to measure.
+        after: a function that runs before the step and is counted: memory that it leaves and the step frees is
+            subtracted. Memory that is older is not.
     """
     with _without_messages(), tempfile.TemporaryDirectory() as folder:
         # acc_events: torch 2.11 warns without it.
@@ -40,13 +40,13 @@ def peak_of(step: Callable[[], object], *, after: Callable[[], object] = lambda:
     of_memory.sort(key=lambda event: event["args"]["Ev Idx"])
     sizes, totals = ([event["args"][name] for event in of_memory] for name in ("Bytes", "Total Allocated"))
     begin = sizes.index(_MARK)
-    # A running total, which also knows of what is freed by threads that the profiler does not see, as gloo's.
+    # A running total, which includes memory that is freed by threads that the profiler does not see, such as gloo's.
     return max(totals[begin:]) - totals[begin]
 
 
 @contextmanager
 def _without_messages() -> Iterator[None]:
-    """Kineto tells the standard error, whatever its log level, that it starts."""
+    """Suppress the message that Kineto prints at its start, at any log level."""
     kept = os.dup(2)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)

@@ -1,7 +1,7 @@
-"""The table of losses that the tests run over: adding a loss, or one of its options, is adding a row.
+"""The table of losses that the tests run over: a new loss, or a new option of one, is a new row.
 
-A row says how to call a loss and its twin alike, `call(functions, *inputs, scale, bias, **options)`, with `functions`
-either `wb.functional` or `wb.reference`, and what its inputs are.
+A row has one call for a loss and its reference, `call(functions, *inputs, scale, bias, **options)` with `functions`
+either `wb.functional` or `wb.reference`, and describes the inputs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Counts = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Input:
-    """Rows of one argument: how many each rank has, and what they are made of, given the features x and y."""
+    """Rows of one argument: their number on each rank, and a function that makes them from the features x and y."""
 
     make: Callable[[torch.Generator, int, Tensor, Tensor], Tensor]
     counts: Callable[[Counts], Counts] = lambda counts: counts
@@ -32,7 +32,7 @@ class Input:
 
 
 def _random(*shape: int) -> Callable[[torch.Generator, int, Tensor, Tensor], Tensor]:
-    """Rows of norm 1; of the features' width unless the shape ends with another."""
+    """Return a function that makes rows of norm 1, as wide as the features unless the shape ends with another width."""
 
     def make(generator: torch.Generator, rows: int, x: Tensor, _y: Tensor) -> Tensor:
         whole = (rows, *shape) if shape and shape[-1] > 0 else (rows, *shape[:-1], x.shape[1])
@@ -66,14 +66,14 @@ class Case:
     has_scale: bool = True
     has_bias: bool = False  # whether the bias reaches the loss
     normalizes: bool = False
-    core: bool = False  # crossed in full with scales, budgets and steps of training; the others are the core's options
-    choices: tuple[str, ...] = ("exchange", "memory", "reduction")  # what it lets its caller choose
+    core: bool = False  # runs with all scales, budgets and steps of training; other rows are options of core rows
+    choices: tuple[str, ...] = ("exchange", "memory", "reduction")  # the options that the loss has
     at_least: int = 1  # rows of the global batch
-    smooth: bool = True  # no hinge, no choice of the hardest: whose gradients jump
+    smooth: bool = True  # no hinge and no choice of the hardest, whose gradients jump
 
     @property
     def differentiable(self) -> list[int]:
-        """Positions of inputs that have a gradient."""
+        """Return the positions of inputs that have a gradient."""
         return [position for position, of in enumerate(self.inputs) if of.differentiable]
 
 
@@ -86,7 +86,7 @@ def info_nce(**settings: Any) -> Callable[..., Tensor]:
 
 
 def info_nce_with(*names: str, **settings: Any) -> Callable[..., Tensor]:
-    """Further inputs, in the order of their names."""
+    """Return a call that passes further inputs by these names, in order."""
 
     def call(f: ModuleType, x: Tensor, y: Tensor, *more: Any, **options: Any) -> Tensor:
         *inputs, scale, _bias = more
@@ -117,7 +117,7 @@ def siglip(f: ModuleType, x: Tensor, y: Tensor, scale: Any, bias: Any, **options
 
 
 def keyword(call: Callable[..., Tensor], *names: str) -> Callable[..., Tensor]:
-    """The last inputs go by keyword."""
+    """Return a call that passes the last inputs by keyword."""
 
     def with_keywords(f: ModuleType, *arguments: Any, **options: Any) -> Tensor:
         *inputs, scale, bias = arguments
@@ -149,7 +149,7 @@ def matryoshka(**settings: Any) -> Callable[..., Tensor]:
 
 
 ALL_DIRECTIONS = ("query_to_key", "key_to_query", "query_to_query", "key_to_key")
-BOTH_WAYS = ALL_DIRECTIONS[:2]
+BOTH_DIRECTIONS = ALL_DIRECTIONS[:2]
 LABELED = {"inputs": (X, IDS), "has_scale": False, "normalizes": True}
 MOMENTS = {"has_scale": False, "normalizes": True, "choices": (), "at_least": 2}
 LOSSES = {
@@ -184,15 +184,16 @@ LOSSES = {
         inputs=(X, Y, NEGATIVES, IDS, NEGATIVE_IDS),
     ),
     "info_nce, several positives": Case(
-        info_nce_with("query_ids", equal_ids="positive", directions=BOTH_WAYS, partition="per_direction"),
+        info_nce_with("query_ids", equal_ids="positive", directions=BOTH_DIRECTIONS, partition="per_direction"),
         inputs=(X, Y, IDS),
     ),
     "info_nce, hard negatives, margin, hardness, weights": Case(
-        info_nce_with("negatives", "hard_negatives", "weights", margin=0.1, hardness=2.0, directions=BOTH_WAYS),
+        info_nce_with("negatives", "hard_negatives", "weights", margin=0.1, hardness=2.0, directions=BOTH_DIRECTIONS),
         inputs=(X, Y, NEGATIVES, HARD_NEGATIVES, WEIGHTS),
     ),
     "info_nce, hardness, label smoothing": Case(
-        info_nce_with("negatives", hardness=2.0, label_smoothing=0.2, directions=BOTH_WAYS), inputs=(X, Y, NEGATIVES)
+        info_nce_with("negatives", hardness=2.0, label_smoothing=0.2, directions=BOTH_DIRECTIONS),
+        inputs=(X, Y, NEGATIVES),
     ),
     "info_nce, keys' queries, keys among themselves": Case(
         info_nce_with("negatives", "key_ids", directions=("key_to_query", "key_to_key")), inputs=(X, Y, NEGATIVES, IDS)
@@ -254,7 +255,7 @@ BIAS = -2.5
 
 
 def whole_batch(case: Case, counts: Counts, *, d: int = 6, seed: int = 0) -> list[Tensor]:
-    """The inputs of all ranks in float64: pairs that are neither random nor solved."""
+    """Return the inputs of all ranks in float64: pairs that are neither random nor solved."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(sum(counts), d, dtype=torch.float64, generator=generator)
     y = x + 1.5 * torch.randn(sum(counts), d, dtype=torch.float64, generator=generator)
@@ -263,27 +264,27 @@ def whole_batch(case: Case, counts: Counts, *, d: int = 6, seed: int = 0) -> lis
 
 
 def rows_of(case: Case, counts: Counts, rank: int) -> list[slice]:
-    """Where a rank's rows of each input are."""
+    """Return the slice of each input that holds a rank's rows."""
     return [slice(None) if of.replicated else Partition(of.counts(counts)).rows(rank) for of in case.inputs]
 
 
 def options_of(case: Case, **options: Any) -> dict[str, Any]:
-    """Those that the loss has."""
+    """Return those of the options that the loss has."""
     return {name: value for name, value in options.items() if name in case.choices or name in ("group", "sync")}
 
 
 def gradients(case: Case, functions: ModuleType, inputs: list[Tensor], scale: Tensor, **options: Any) -> list[Tensor]:
-    """The loss; and its gradients: of the inputs that have one, the scale and the bias where it has them."""
+    """Return the loss and its gradients by inputs that have one, and by scale and bias where the loss has them."""
     leaves = [z.detach().clone() for z in inputs]
-    wanted = [leaves[position].requires_grad_() for position in case.differentiable]
+    differentiated = [leaves[position].requires_grad_() for position in case.differentiable]
     scale = scale.detach().clone().requires_grad_()
     bias = torch.full_like(scale, BIAS).requires_grad_()
     loss = case.call(functions, *leaves, scale, bias, **options_of(case, **options))
-    wanted += [scale] * case.has_scale + [bias] * case.has_bias
-    return [loss.detach(), *torch.autograd.grad(loss, wanted)]
+    differentiated += [scale] * case.has_scale + [bias] * case.has_bias
+    return [loss.detach(), *torch.autograd.grad(loss, differentiated)]
 
 
 def dense(case: Case, inputs: list[Tensor], scale: float) -> list[Tensor]:
-    """What `gradients` gives for the twin, in float64."""
+    """Return the result of `gradients` for the reference, in float64."""
     wide = [z.double() if z.is_floating_point() else z for z in inputs]
     return gradients(case, wb.reference, wide, torch.tensor(scale, dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""The MPI environments of the test suite, and how to start ranks in them."""
+"""The MPI environments of the test suite, and a function that starts ranks in them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SETTINGS = {
 
 
 def available() -> list[str]:
-    """The environments that exist; all of them, or an error, where `make test` has made them."""
+    """Return the environments that exist; raise if one is missing and `make test` requires all."""
     found = [name for name, folder in ENVIRONMENTS.items() if (folder / "installed").exists()]
     if os.environ.get("WHOLEBATCH_TEST_MPI") == "required" and len(found) < len(ENVIRONMENTS):
         raise RuntimeError(f"of {list(ENVIRONMENTS)} only {found} are installed: make test installs them")
@@ -37,7 +37,7 @@ def available() -> list[str]:
 
 
 def mpiexec(name: str, size: int, *arguments: str, timeout_s: int = 300) -> subprocess.CompletedProcess[str]:
-    """`mpiexec -n size python -m mpi4py arguments` in the environment of that name."""
+    """Run `mpiexec -n size python -m mpi4py arguments` in the environment of that name."""
     environment = ENVIRONMENTS[name]
     command = [
         str(environment / "bin" / "mpiexec"),

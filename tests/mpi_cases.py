@@ -1,4 +1,4 @@
-"""What is particular to MPI: communicators of mpi4py that are null, freed or finalized, and ranks that do not come."""
+"""Cases for MPI alone: communicators of mpi4py that are null, freed or finalized, and ranks that do not call."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ from wholebatch.partition import Partition
 
 
 def communicators_of_mpi4py():
-    """Losses take them as they are; each has one private duplicate, whatever is sent beside it."""
+    """Losses accept them; each gets one private duplicate, apart from the program's other messages."""
     assert isinstance(select_communicator(MPI.COMM_WORLD), MPICommunicator)
     x = torch.randn(3, 4, dtype=torch.float64)
     local = wb.functional.clip_loss(x, x, 1.0, group=MPI.COMM_SELF)
@@ -25,7 +25,7 @@ def communicators_of_mpi4py():
     assert first.transport._comm == second.transport._comm
     assert first.transport._comm != MPI.COMM_WORLD
     left, right = (first.rank - 1) % first.size, (first.rank + 1) % first.size
-    request = MPI.COMM_WORLD.irecv(source=left, tag=0)  # a receive of the program's own: ours must not match it
+    request = MPI.COMM_WORLD.irecv(source=left, tag=0)  # a receive of the user's: ours must not match it
     handle = first.isend(torch.ones(2), right)
     assert first.recv(torch.empty(2), left).tolist() == [1, 1]
     handle.wait()
@@ -57,7 +57,7 @@ def freed_communicators():
 
 
 def closed_parts():
-    """MPI has room for about two thousand communicators: a part frees its own, a caller's stays."""
+    """MPI allows about two thousand communicators: closing a part frees its communicator; a caller's stays."""
     theirs = MPI.COMM_WORLD.Dup()
     comm = MPICommunicator(theirs)
     part = comm.split(0)
@@ -71,7 +71,7 @@ def closed_parts():
 
 
 def launched_without_a_group():
-    """Under mpiexec, a loss without a group would take its own rows for the whole batch."""
+    """Under mpiexec, a loss without a group would take its local rows for the whole batch."""
     if MPI.COMM_WORLD.Get_size() > 1:
         assert any(name in os.environ for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE"))
         with pytest.raises(
@@ -81,7 +81,7 @@ def launched_without_a_group():
 
 
 def a_rank_that_does_not_come():
-    """An error after the timeout that says what to try; with checking, that a rank did not call at all."""
+    """The timeout's error has the fix; with checking, it reports the rank that did not call at all."""
     size = MPI.COMM_WORLD.Get_size()
     if size == 1:
         return
@@ -94,7 +94,7 @@ def a_rank_that_does_not_come():
 
 
 def a_head_is_saved_and_loaded():
-    """By all ranks, by half of them, and by each alone."""
+    """Save and load by all ranks, by half of them, and by each alone."""
     world = MPICommunicator()
     folder = Path(MPI.COMM_WORLD.bcast(tempfile.mkdtemp() if world.rank == 0 else None, root=0))
     head = wb.PartialFC(4, 23, margin=wb.AdaFace(), seed=1, group=world)

@@ -36,10 +36,10 @@ def main() -> None:
             outcomes.write(json.dumps({"case": name, "error": error}) + "\n")
             outcomes.flush()
             if error is not None:
-                sys.exit(f"{name} failed on rank {rank}")  # the others may be inside it still
+                sys.exit(f"{name} failed on rank {rank}")  # the others may still be inside it
 
 
 if __name__ == "__main__":
-    # More ranks than cores: a rank that sleeps for an instant gives its core away, one that yields seldom does.
+    # More ranks than cores: a rank that sleeps for an instant frees its core; one that yields seldom does.
     with patch.object(mpi_transport, "_BUSY_TESTS", 100), patch.object(os, "sched_yield", lambda: time.sleep(1e-5)):
         main()

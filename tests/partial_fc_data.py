@@ -1,4 +1,4 @@
-"""Data, margins, splits over ranks and training runs that the tests of PartialFC share."""
+"""Data, margins, splits over ranks and training runs for the tests of PartialFC."""
 
 import math
 
@@ -35,7 +35,7 @@ SPLITS = [((7,), (11,)), ((4, 3), (6, 5)), ((5, 0, 2), (1, 7, 3)), ((1, 3, 2, 1)
 
 
 def data(rows, classes=CLASSES, dtype=torch.float64):
-    """Some embeddings lie along their centers, opposite, or at the fold of ArcFace's margin; one has no label."""
+    """Return embeddings, some along their centers, opposite or at the fold of ArcFace's margin; one has no label."""
     generator = torch.Generator().manual_seed(0)
     centers = torch.randn(classes, D, dtype=dtype, generator=generator)
     x = 3 * torch.randn(rows, D, dtype=dtype, generator=generator)
@@ -56,7 +56,7 @@ def data(rows, classes=CLASSES, dtype=torch.float64):
 
 
 def dense(x, labels, centers, **options):
-    """The twin's loss and gradients."""
+    """Return the reference's loss and gradients."""
     x, centers = x.clone().requires_grad_(), centers.clone().requires_grad_()
     loss = wb.reference.partial_fc_loss(x, labels, centers, **options)
     loss.sum().backward()

@@ -1,4 +1,4 @@
-"""Arguments that are no tensors: flags, numbers, names and functions mean what they say, or are refused, everywhere."""
+"""Arguments that are not tensors: flags, numbers, names and functions of the wrong type or value are refused."""
 
 import math
 import warnings
@@ -32,8 +32,8 @@ NONSENSE = [None, "no", b"mean", [], {}, 1j, Unshowable(), object, torch.ones(3)
 
 
 @pytest.mark.parametrize("value", NONSENSE, ids=lambda value: type(value).__name__)
-def test_nothing_else_is_a_flag_or_a_number(value):
-    """Only a bool is a flag, only an int an integer, only an int or a float a number; whatever a value does itself."""
+def test_other_types_are_refused_as_flags_and_numbers(value):
+    """Only a bool is a flag, only an int an integer, only an int or a float a number, for any methods of a value."""
     for check in (
         lambda: settings.check_flag("it", value),
         lambda: settings.check_integer("it", value),
@@ -46,7 +46,7 @@ def test_nothing_else_is_a_flag_or_a_number(value):
             check()
 
 
-def test_a_bool_is_no_number_and_a_number_is_no_bool():
+def test_a_bool_is_not_a_number_and_a_number_is_not_a_bool():
     for check in (settings.check_integer, settings.check_number, settings.check_fraction):
         assert check("it", 1) == 1
         with pytest.raises(ValueError, match="it must be"):
@@ -65,7 +65,7 @@ def test_a_bool_is_no_number_and_a_number_is_no_bool():
         settings.check_number("it", Fraction(1, 2))
 
 
-def test_numpys_scalars_are_told_how_to_be_passed():
+def test_errors_for_numpy_scalars_name_the_conversion():
     np = pytest.importorskip("numpy")
     assert settings.check_number("it", np.float64(0.5)) == 0.5
     for value in (np.float32(0.5), np.int64(3), np.bool_(True)):
@@ -98,7 +98,7 @@ OPTIMIZERS = [
 def test_a_wrong_setting_of_an_optimizer_is_refused(make, options, message):
     with pytest.raises(ValueError, match=message):
         make([_parameter()], **options)
-    with pytest.raises(ValueError, match=message):  # and those that a group of parameters has of its own
+    with pytest.raises(ValueError, match=message):  # settings of a group of parameters, too
         make([{"params": [_parameter()], **options}])
     if "nesterov" not in options:
         optimizer = make([_parameter()])
@@ -129,13 +129,13 @@ def test_a_wrong_setting_of_a_margin_is_refused(make, options, message):
         make(**options)
 
 
-def test_margins_take_targets():
+def test_margins_refuse_wrong_targets():
     for margin in (wb.ArcFace(), wb.MagFace(), wb.AdaFace(), wb.CurricularFace()):
         with pytest.raises(ValueError, match=r"targets must be wholebatch\.heads\.Targets"):
             margin(torch.ones(3, 1))
 
 
-def test_gradient_caching():
+def test_wrong_arguments_of_gradient_caching_are_refused():
     model, loss = nn.Linear(3, 2), lambda x: x.square().mean()
     for arguments, message in (
         ({"scaler": "x"}, "scaler must be a torch.amp.GradScaler"),
@@ -193,7 +193,7 @@ def nested():
 
 
 def collectives_body():
-    """Rank 1 is wrong, all ranks say so, and the group goes on."""
+    """Pass a wrong argument on rank 1: all ranks raise, and the group continues."""
     comm, x = wb.comm.TorchCommunicator(), torch.ones(2, 3)
     wrong_here = comm.rank == comm.size - 1
 
@@ -221,7 +221,7 @@ def collectives_body():
             call()
         if comm.size > 1:
             assert f"rank {comm.size - 1}: " in str(caught.value)
-        assert comm.all_reduce(torch.ones(1)).item() == comm.size, "the group goes on"
+        assert comm.all_reduce(torch.ones(1)).item() == comm.size, "the group continues"
     for tag in (True, 1.0, -1, 2**40):
         with pytest.raises(ValueError, match="tag must be an integer from 0 to"):
             comm.isend(x, 0, tag=tag)
@@ -253,7 +253,7 @@ def heads_body(folder):
     ):
         with pytest.raises(ValueError, match=message):
             call()
-        assert comm.all_reduce(torch.ones(1)).item() == comm.size, "the group goes on"
+        assert comm.all_reduce(torch.ones(1)).item() == comm.size, "the group continues"
     for call in (wb.heads.load_head, wb.heads.save_head, wb.heads.load_insightface):
         with pytest.raises(ValueError, match=r"head must be a wholebatch.PartialFC, got Linear"):
             call(folder, nn.Linear(3, 6))
@@ -266,7 +266,7 @@ def test_wrong_arguments_of_heads_and_checkpoints_are_refused_on_all_ranks(world
 
 
 def loss_of_the_users_body(strategy):
-    """A loss that is not finite, on one rank or on all, is the same error on all, and names the rank."""
+    """A loss that is not finite, on one rank or on all, gives the same error on all ranks, which names the rank."""
     x = torch.randn(2, 3, requires_grad=True)
     rank, size = dist.get_rank(), dist.get_world_size()
     last = 0 if strategy == "root" else size - 1
@@ -285,7 +285,7 @@ def loss_of_the_users_body(strategy):
             wb.WholeBatch(wrong, strategy=strategy)(x)
     loss = wb.WholeBatch(lambda x: x.square().mean(), strategy=strategy)(x)
     loss.backward()
-    assert x.grad.isfinite().all(), "the group goes on"
+    assert x.grad.isfinite().all(), "the group continues"
     return loss.item()
 
 

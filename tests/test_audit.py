@@ -1,4 +1,4 @@
-"""The audit: right problems pass, each planted mistake is named, and mistakes of the user's are reported clearly."""
+"""The audit: right problems pass, each planted mistake is named, and mistakes of the user are reported clearly."""
 
 import json
 import math
@@ -125,8 +125,8 @@ def test_no_false_alarm_on_this_library(setting):
     assert all(row.comparison.error < 1e-9 for row in report.rows if len(row.counts) > 1)
 
 
-def test_micro_batches_are_seen_on_one_process():
-    """The gradient of micro-batches is right for their losses, which the audit reports as worth knowing."""
+def test_micro_batches_are_noted_on_one_process():
+    """The gradient of micro-batches is right for their losses; the audit reports them in a note."""
     report = wb.audit(audit_mistakes.micro_batches, (1,))
     assert report.exact
     (finding,) = report.findings
@@ -139,8 +139,8 @@ def test_the_rank_that_raises_is_named():
     assert finding.evidence.startswith("rank 1: KeyError: 'rank 1 has no such thing' (File")
 
 
-# Figures that algebra gives.
-def test_ratios_are_those_of_the_algebra():
+# Figures from algebra.
+def test_ratios_match_algebra():
     report = wb.audit(audit_mistakes.gather_without_gradient, (2, 4))
     for size in (2, 4):
         counts = (12 // size,) * size
@@ -155,7 +155,7 @@ def test_ratios_are_those_of_the_algebra():
     assert wrong.verdict == "wrong direction"
 
 
-def test_the_reported_figures_of_a_wrong_recipe_are_those_computed_by_hand():
+def test_the_figures_of_a_wrong_recipe_match_those_computed_by_hand():
     """Compute key-side-missing by hand: each rank's local rows against constant features of others."""
     torch.manual_seed(0)
     planted = audit_mistakes.key_side_missing()
@@ -164,10 +164,10 @@ def test_the_reported_figures_of_a_wrong_recipe_are_those_computed_by_hand():
     true = torch.autograd.grad(audit_problems.clip(*model(images, texts)), list(model.image.parameters()))
     parts = [slice(0, 6), slice(6, 12)]
     losses = []
-    for own in parts:
-        x, y, scale = model(images[own], texts[own])
+    for rows in parts:
+        x, y, scale = model(images[rows], texts[rows])
         all_x, all_y, _ = (z.detach() for z in model(images, texts))
-        labels = torch.arange(own.start, own.stop)
+        labels = torch.arange(rows.start, rows.stop)
         ce = torch.nn.functional.cross_entropy
         losses.append((ce(scale * x @ all_y.T, labels) + ce(scale * y @ all_x.T, labels)) / 2)
     wrong = torch.autograd.grad(sum(losses) / 2, list(model.image.parameters()))
@@ -311,7 +311,7 @@ def children_of_server():
     return found
 
 
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes as Linux shows them")
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads processes from /proc, as Linux has it")
 def test_no_process_is_left_behind():
     report = wb.audit(audit_failures.hangs, (1, 2), timeout_s=5)
     assert report.causes == ("hangs",)
@@ -330,7 +330,7 @@ def test_no_process_is_left_behind():
     assert not children_of_server()
 
 
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes as Linux shows them")
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads processes from /proc, as Linux has it")
 def test_ranks_end_with_the_process_that_audits(tmp_path):
     """Kill the audit from outside, as continuous integration does after a time limit."""
     (tmp_path / "endless.py").write_text(
@@ -347,7 +347,7 @@ def test_ranks_end_with_the_process_that_audits(tmp_path):
     process.kill()
     process.wait()
     while Path(f"/proc/{rank}/cmdline").exists() and Path(f"/proc/{rank}/cmdline").read_bytes():
-        assert time.monotonic() < deadline, "the rank is still there"
+        assert time.monotonic() < deadline, "the rank still runs"
         time.sleep(0.1)
 
 

@@ -21,7 +21,7 @@ from wholebatch.contract import latest_call, reduction
 from wholebatch.testing import RankError, run_ranks
 
 
-def test_faults_are_told_to_all_ranks_or_do_no_harm():
+def test_faults_raise_on_all_ranks_or_have_no_effect():
     records = order.campaign(seed=1, count=12)
     assert {record["fault"] for record in records} == set(order.FAULTS)
     assert not [record for record in records if record["class"] in order.FORBIDDEN]
@@ -29,7 +29,7 @@ def test_faults_are_told_to_all_ranks_or_do_no_harm():
 
 
 def uncompared_body(configurations):
-    """The same faults with losses whose backward passes compare nothing."""
+    """Run the same faults with losses whose backward passes compare nothing."""
     reduction.together = lambda loss, *_args, **_options: loss
     return order.one_of(configurations)
 
@@ -38,7 +38,7 @@ def uncompared_body(configurations):
 def test_without_the_comparison_gradients_are_silently_wrong(fault):
     configuration = ("clip", "gather", fault, 0, 0)
     ranks = [outcomes[0] for outcomes in run_ranks(uncompared_body, 2, [configuration], timeout_s=20)]
-    assert order.judged(ranks, "clip") in order.FORBIDDEN
+    assert order.classified(ranks, "clip") in order.FORBIDDEN
 
 
 def test_without_the_comparison_a_skipped_backward_leaves_a_rank_waiting():
@@ -48,7 +48,7 @@ def test_without_the_comparison_a_skipped_backward_leaves_a_rank_waiting():
 
 
 def on_the_device_body():
-    """As between GPUs, where the host does not wait: NaN at once, and an error at the next call."""
+    """Differences on GPUs, where the host does not wait, give NaN at once and an error at the next call."""
     TorchTransport.stays_on_device = lambda _self, _x: True
     x = torch.randn(3, 4, requires_grad=True)
 
@@ -59,7 +59,7 @@ def on_the_device_body():
     assert gradient(1.0 + dist.get_rank()).isnan().all(), "incoming gradients differ"
     with pytest.raises(ValueError, match=r"siglip_loss: an earlier backward pass was not the same on all ranks"):
         gradient(1.0)
-    assert gradient(1.0).isfinite().all(), "said once"
+    assert gradient(1.0).isfinite().all(), "reported once"
     assert torch.autograd.grad((wb.functional.siglip_loss(x, x, 2.0, 0.0, reduction="none") * torch.rand(3)).sum(), x)
     first, second = wb.functional.clip_loss(x, x, 2.0), wb.functional.clip_loss(x, x.roll(1, 0), 2.0)
     losses = (first, second) if dist.get_rank() else (second, first)
@@ -69,12 +69,12 @@ def on_the_device_body():
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_without_a_wait_of_the_host(size):
+def test_differences_are_reported_without_a_wait_of_the_host(size):
     run_ranks(on_the_device_body, size)
 
 
 def whole_batch_on_the_device_body():
-    """A program whose only loss is WholeBatch is told as well."""
+    """A program whose only loss is WholeBatch raises, too."""
     TorchTransport.stays_on_device = lambda _self, _x: True
     x = torch.randn(3, 4, requires_grad=True)
     loss_fn = wb.WholeBatch(lambda z: z.square().sum())
@@ -85,28 +85,28 @@ def whole_batch_on_the_device_body():
     assert loss_fn(x).isfinite()
 
 
-def test_whole_batch_without_a_wait_of_the_host():
+def test_whole_batch_reports_differences_without_a_wait_of_the_host():
     run_ranks(whole_batch_on_the_device_body, 2)
 
 
 def weights_of_rows_body():
-    """With reduction "none", each rank makes a scalar of its own losses, and there is nothing to compare."""
+    """Differences are allowed with reduction "none", for which each rank makes a scalar of its local losses."""
     x = torch.randn(3, 4, requires_grad=True)
     (wb.functional.clip_loss(x, x.roll(1, 0), 2.0, reduction="none") * (1 + dist.get_rank())).sum().backward()
     loss = wb.functional.clip_loss(x, x.roll(1, 0), 2.0)
-    (loss * float("nan")).backward()  # a loss scaler that has overflowed does so everywhere
+    (loss * float("nan")).backward()  # a loss scaler overflows on all ranks
     (wb.functional.clip_loss(x, x.roll(1, 0), 2.0) * (1 + 1e-8 * dist.get_rank())).backward()
     loss = wb.functional.clip_loss(x, x.roll(1, 0), 2.0)
     for _ in range(2):
         loss.backward(retain_graph=True)
 
 
-def test_what_is_no_difference():
+def test_allowed_differences_do_not_raise():
     run_ranks(weights_of_rows_body, 2)
 
 
-def of_its_own_body():
-    """A rank that makes one forward pass more, elsewhere, is numbered like the others again at the next call."""
+def call_number_body():
+    """Return the number of a call after rank 0 has made further calls in another group."""
     x = torch.randn(3, 4, requires_grad=True)
     if dist.get_rank() == 0:
         alone = dist.new_group([0], use_local_synchronization=True)
@@ -116,8 +116,8 @@ def of_its_own_body():
     return latest_call()
 
 
-def test_calls_are_numbered_alike():
-    assert len({*run_ranks(of_its_own_body, 2)}) == 1
+def test_calls_have_the_same_number_on_all_ranks():
+    assert len({*run_ranks(call_number_body, 2)}) == 1
 
 
 CALLS = {
@@ -145,7 +145,7 @@ def wrong_call_body(name):
     right = lambda x: wb.functional.clip_loss(x, x, 1.0)  # noqa: E731
     with pytest.raises(TypeError) as caught:
         (call if dist.get_rank() == 1 else right)(x)
-    assert wb.functional.clip_loss(x, x, 1.0).isfinite(), "the group goes on"
+    assert wb.functional.clip_loss(x, x, 1.0).isfinite(), "the group continues"
     return str(caught.value)
 
 
@@ -162,14 +162,14 @@ def test_arguments_that_do_not_fit_on_one_process():
         wb.functional.clip_loss(torch.eye(2), torch.eye(2))
 
 
-def test_facts_of_any_name():
-    """A handshake's own words are not mixed with the facts that it carries."""
+def test_facts_may_have_any_name():
+    """The fields of a handshake do not mix with the facts that it carries."""
     comm, facts = wb.comm.LocalCommunicator(), {"complaint": "x", "caller": 3, "length": 5, "kind of complaint": 1}
     assert comm.handshake(lambda: facts, caller="test") == [facts]
     assert comm.handshake(lambda: {"x": float("nan")}, caller="test", must_match=["x"])
 
 
-def test_a_statement_is_told_from_data():
+def test_bytes_that_are_not_a_statement_are_refused():
     statement = encode({"caller": "clip_loss"})
     assert decode(statement.ljust(2048)) == {"caller": "clip_loss"}
     for damaged in (b"", bytes(2048), statement[1:], statement[:-1], statement[:-1] + b"!", b"{}".ljust(2048)):
@@ -181,7 +181,7 @@ def test_a_statement_is_told_from_data():
 
 
 def data_body():
-    """Rank 1 gathers features with the collective that a handshake uses, and says so to nobody."""
+    """Gather data on rank 1 by the collective that a handshake uses, while rank 0 calls a loss."""
     x = torch.randn(3, 4)
     if dist.get_rank():
         dist.all_gather(list(torch.empty(2, 2048, dtype=torch.uint8)), torch.full((2048,), 7, dtype=torch.uint8))
@@ -191,7 +191,7 @@ def data_body():
     return str(caught.value)
 
 
-def test_data_in_the_place_of_a_statement():
+def test_data_instead_of_a_statement_raises():
     text = run_ranks(data_body, 2)[0]
     assert "in clip_loss: rank 1 sent 2048 bytes that are no statement" in text
     assert "in another collective of the same group" in text
@@ -208,7 +208,7 @@ def absent_body():
     return text
 
 
-def test_a_timeout_in_a_loss_does_not_advise_to_switch_on_what_is_on():
+def test_a_timeout_in_a_loss_does_not_advise_to_enable_checking():
     text = run_ranks(absent_body, 2)[0]
     assert "rank 0 of 2, in clip_loss" in text
     assert "one rank did not come here" in text

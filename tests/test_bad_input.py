@@ -123,7 +123,7 @@ def test_a_wrong_option_is_refused_by_function_and_module(world_size):
     run_ranks(option_mistakes_body, world_size, timeout_s=30)
 
 
-# A valid call of each loss; and the keywords of rank 1 instead, for every argument that is not tested yet.
+# A valid call of each loss, and replaced keywords of rank 1, for every argument that is not tested above.
 CALLS = {
     "info_nce_loss": lambda **wrong: wb.functional.info_nce_loss(
         **{"queries": features(), "keys": features(), "logit_scale": 10.0, "negatives": features(2)} | wrong
@@ -353,7 +353,7 @@ def new_mistakes_body():
         assert CALLS[name]().isfinite(), "the group still works after every mistake"
 
 
-def test_every_argument_of_every_loss():
+def test_a_wrong_argument_of_any_loss_raises_on_all_ranks():
     run_ranks(new_mistakes_body, 2, timeout_s=60)
 
 
@@ -383,7 +383,7 @@ def empty_body():
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_empty_batches_and_rings_of_any_size(world_size):
+def test_empty_batches_raise_and_rings_of_any_size_work(world_size):
     run_ranks(empty_body, world_size, timeout_s=30)
 
 
@@ -485,8 +485,8 @@ def test_loss_fn_must_be_callable():
         wb.WholeBatch(None)
 
 
-def test_a_launcher_without_a_process_group(monkeypatch):
-    """Each process would take its local rows for the whole batch, which is silently another loss."""
+def test_a_launcher_without_a_process_group_is_an_error(monkeypatch):
+    """Each process would take its local rows for the whole batch: silently another loss."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"torch\.distributed is not initialized"):
         wb.functional.clip_loss(features(), features(), 1.0)
@@ -507,12 +507,12 @@ def different_calls_body():
             wb.comm.TorchCommunicator().all_gather(features())
 
 
-def test_ranks_that_call_different_things():
+def test_ranks_that_make_different_calls_raise():
     run_ranks(different_calls_body, 2, timeout_s=30)
 
 
 def wrong_group_on_one_rank_body():
-    """The rank with the wrong group cannot tell the others; they wait for it, as documented."""
+    """The rank with the wrong group cannot reach the others; they wait for it, as documented."""
     groups = [dist.new_group([0]), dist.new_group([1])]
     if dist.get_rank() == 1:
         with pytest.raises(ValueError, match="global rank 1 is not a member"):
@@ -521,11 +521,11 @@ def wrong_group_on_one_rank_body():
         assert wb.functional.clip_loss(features(), features(), 1.0, group=groups[0]).isfinite()
 
 
-def test_a_wrong_group_on_one_rank():
+def test_a_wrong_group_on_one_rank_raises_there():
     run_ranks(wrong_group_on_one_rank_body, 2, timeout_s=30)
 
 
-def test_unknown_names_come_with_the_nearest_or_with_their_place():
+def test_errors_for_unknown_names_suggest_a_fix():
     x = features()
     with pytest.raises(TypeError, match=r"unknown: 'logit_sclae' \(did you mean 'logit_scale'\?\)"):
         wb.functional.clip_loss(x, x, logit_sclae=10.0)
@@ -538,7 +538,7 @@ def test_unknown_names_come_with_the_nearest_or_with_their_place():
 
 
 def unknown_keywords_body(folder):
-    """Functions that are collective over a head's group, or over a given group, raise on every rank."""
+    """Unknown keywords raise on every rank for functions that are collective over a head's group or a given group."""
     wrong = {"nonsense": 1} if dist.get_rank() == 1 else {}
     head = wb.PartialFC(4, 6, bias=True)
     weight = torch.nn.Parameter(torch.ones(2))
@@ -584,7 +584,7 @@ HEADS_OF_TWO_SETTINGS = {
 
 
 def heads_of_two_settings_body():
-    """One rank has another head: then its centers are not gathered either."""
+    """If one rank has another head, its centers are not gathered."""
     for name, value in HEADS_OF_TWO_SETTINGS.items():
         settings = {"embedding_size": 4, "num_classes": 6} | ({name: value} if dist.get_rank() == 1 else {})
         head = wb.PartialFC(**settings)
@@ -598,5 +598,5 @@ def heads_of_two_settings_body():
         (head.full_bias if dist.get_rank() == 1 else head.full_weight)()
 
 
-def test_heads_of_two_settings():
+def test_heads_with_different_settings_raise_on_all_ranks():
     run_ranks(heads_of_two_settings_body, 2, timeout_s=60)

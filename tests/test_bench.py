@@ -29,7 +29,7 @@ def rows_of(file):
 
 def test_gather_on_gloo_writes_all_results_once(tmp_path, capsys):
     file = tmp_path / "figures.json"
-    for _ in range(2):  # the second run replaces the first's figures
+    for _ in range(2):  # the second run replaces figures of the first
         assert main(["bench", "gather", "--ranks", "1", "2", *SMALL, "--results", str(file)]) == 0
     printed = capsys.readouterr().out
     assert "gather to root with backpropagation" in printed
@@ -109,7 +109,7 @@ def losses_of(file):
 
 def test_bench_loss_keeps_figures_of_other_losses(tmp_path, capsys):
     file = tmp_path / "losses.json"
-    for options in ([], ["--losses", "siglip"]):  # the second run replaces the first's figures
+    for options in ([], ["--losses", "siglip"]):  # the second run replaces figures of the first
         assert main(["bench", "loss", *SMALL_LOSSES, *options, "--no-peers", "--results", str(file)]) == 0
     found, number = losses_of(file)
     settings = ("flat", "keep 2 bytes/entry")

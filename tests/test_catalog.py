@@ -49,7 +49,7 @@ def test_kinds_follow_from_signatures():
     assert (CATALOG["siglip"].needs_bias, CATALOG["clip"].needs_bias) == (True, False)
 
 
-def test_losses_that_are_offered_follow_from_entries():
+def test_planner_and_benchmarks_offer_the_losses_of_the_catalog():
     swept = {name for name, entry in CATALOG.items() if entry.sweep is not None}
     assert {"clip", "info_nce", "siglip", "nt_xent", "sup_con"} <= swept
     assert {*LOSSES} == swept | {"partial_fc"}

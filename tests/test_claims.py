@@ -1,4 +1,4 @@
-"""The table of claims in docs/exactness.md names tests that exist; so does tests/quick.txt, which `make quick` runs."""
+"""The tests that docs/exactness.md names for its claims exist, and so do those of tests/quick.txt (`make quick`)."""
 
 import ast
 import re

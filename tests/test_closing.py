@@ -1,6 +1,6 @@
-"""Closing communicators over process groups: whose group ends, and what the other ranks see.
+"""Closing communicators over process groups: the groups that end, and the errors on other ranks.
 
-`comm_cases.closing` has what holds for every communicator.
+`comm_cases.closing` has the requirements on every communicator.
 """
 
 import pytest
@@ -27,7 +27,7 @@ def of_the_caller_body():
     return True
 
 
-def test_the_callers_group_stays():
+def test_closing_does_not_end_the_callers_group():
     assert run_ranks(of_the_caller_body, 2) == [True, True]
 
 
@@ -49,13 +49,13 @@ def error_on_one_rank_body():
     return comm.all_reduce(torch.tensor(1)).item()
 
 
-def test_an_error_inside_reaches_the_caller_and_the_others():
-    """The rank that raises does not wait, and its end is what the others see; the whole works on."""
+def test_an_error_inside_a_part_raises_on_all_ranks():
+    """The rank that raises does not wait; the others raise because it left; the whole communicator still works."""
     assert run_ranks(error_on_one_rank_body, 3) == [3, 3, 3]
 
 
 def error_under_way_body():
-    """The operation that is under way has an end only if the other rank makes it, too."""
+    """The operation that has started on rank 0 ends only when rank 1 makes it, too."""
     comm = TorchCommunicator(check=False)
     part = comm.split(0)
     if comm.rank == 0:
@@ -66,20 +66,20 @@ def error_under_way_body():
             part.all_reduce(torch.ones(1))
         assert handle.under_way
         comm.all_reduce(torch.ones(1))
-        assert handle.wait().item() == 2, "it was under way, and its input was kept"
+        assert handle.wait().item() == 2, "the operation had started, and its input was kept"
     else:
         comm.all_reduce(torch.ones(1))
         part.iall_reduce(torch.ones(1)).wait()
     return True
 
 
-def test_an_error_with_an_operation_under_way():
+def test_an_error_before_a_handle_is_finished_keeps_its_input():
     assert run_ranks(error_under_way_body, 2) == [True, True]
 
 
 def late_body():
     part = TorchCommunicator().split(0)
-    dist.barrier()  # whoever has its part first may not take the store away from the others
+    dist.barrier()  # the rank that is first must not destroy the store before the others have their part
     dist.destroy_process_group()
     part.close()
     with pytest.raises(ValueError, match="has been closed"):
@@ -88,18 +88,18 @@ def late_body():
     return True
 
 
-def test_after_the_end_of_all_groups():
+def test_a_part_can_be_closed_after_all_groups_have_ended():
     assert run_ranks(late_body, 2) == [True, True]
 
 
 def elsewhere_body():
-    """A release of torch that names groups elsewhere."""
+    """Use a part where torch's table of group names is missing, as in another release."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("wholebatch.comm._c10d._NAMING", "no_such_name")
         with TorchCommunicator().split(0) as part:
             return part.all_reduce(torch.tensor(1)).item()
 
 
-def test_a_torch_that_names_groups_elsewhere():
-    """`parts_of_ranks_with_different_pasts` notices where that matters."""
+def test_a_torch_without_the_table_of_group_names_works():
+    """`parts_of_ranks_with_different_pasts` fails where the table matters."""
     assert run_ranks(elsewhere_body, 2) == [2, 2]

@@ -1,4 +1,4 @@
-"""How many collectives a step takes, counted where the bytes move."""
+"""The number of collectives of a step, counted in the transport."""
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,7 @@ OPERATIONS.append("all_gather_statements")
 
 
 def counted(comm):
-    """Every operation of `comm`'s transport counts itself, with the numbers that it moves; those inside it do not."""
+    """Count the operations of `comm`'s transport and the numbers that they reduce, without operations inside others."""
     counts, inside = Counter(), []
 
     def wrap(name):
@@ -45,7 +45,7 @@ def counted(comm):
 
 
 def step(name, exchange, counts):
-    """Collectives of the forward pass, and of the backward pass."""
+    """Return the collectives of the forward pass, and of the backward pass."""
     comm = wb.comm.TorchCommunicator()
     seen = counted(comm)
     case = CORE[name]
@@ -78,8 +78,8 @@ def test_collectives_of_a_step(counts):
         forward, backward = seen["siglip", "gather"]
         assert forward == {"handshake": 1, "all_gather": 1, "reduce_scatter": 1, **one_number}
         assert backward == {"handshake": 1, **scale_and_bias}
-        # Messages of a rank: its blocks of Y to the next, W - 1; what it says about a block, W; backward, the columns'
-        # weights beside Y. NT-Xent goes half of the way.
+        # Messages of a rank: W - 1 blocks of Y to the next rank; W messages about blocks; backward, the columns'
+        # weights beside Y. NT-Xent goes half around the ring.
         forward, backward = seen["clip", "ring"]
         assert forward == {"handshake": 1, "send": 2 + 3, **one_number}
         assert backward == {"handshake": 1, "send": 2 + 2 + 3, **scale_and_bias}
@@ -98,7 +98,7 @@ def test_collectives_of_a_step(counts):
 
 
 def fallback_body():
-    """All-reduces of a forward pass whose single shift does not do."""
+    """Return the all-reduces of a forward pass in which one shift underflows."""
     comm = wb.comm.TorchCommunicator()
     x, y = torch.randn(2, 4, 6, dtype=torch.float64)
     seen = counted(comm)
@@ -108,7 +108,7 @@ def fallback_body():
 
 
 def test_collectives_where_one_shift_underflows():
-    """Three times in place of one: sums in vain, maxima, sums; and a number to find out that it is needed."""
+    """Three reductions instead of one: sums that underflow, maxima, sums; and one number that detects the underflow."""
     (seen, _) = run_ranks(fallback_body, 2)
     # ring: 1 block, and 2 messages about blocks, each time; the third time a block's maxima travel beside it
     assert seen.pop("numbers reduced") == (8 + 1 + 8 + 8 + 1) + (1 + 1)
@@ -116,7 +116,7 @@ def test_collectives_where_one_shift_underflows():
 
 
 def smaller_tower_body(rows, negatives):
-    """How many numbers the all-gather moves from this rank."""
+    """Return the number of entries that the all-gather moves from this rank."""
     comm = wb.comm.TorchCommunicator()
     moved = []
     all_gather = comm.transport.all_gather
@@ -133,7 +133,7 @@ def test_the_smaller_tower_travels(negatives):
 
 
 def chunks_body(counts):
-    """Loss and gradients by a gather in chunks, beside those by one in one piece; and what happens in which order."""
+    """Compare loss and gradients by a gather in chunks with those by one gather; record the order of events."""
     comm = wb.comm.TorchCommunicator()
     rank, events = dist.get_rank(), []
     gather, reduce, visit = comm.transport.all_gather_by_rank, comm.transport.reduce, Driver.tiles
@@ -147,7 +147,7 @@ def chunks_body(counts):
         return out, [named(root, finish) for root, finish in enumerate(arriving)]
 
     comm.transport.all_gather_by_rank = gathering
-    comm.transport.reduce = lambda x, root: (events.append(f"home to {root}"), reduce(x, root))[1]
+    comm.transport.reduce = lambda x, root: (events.append(f"reduced to {root}"), reduce(x, root))[1]
     grads = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Driver, "tiles", lambda self, block: (events.append("tiles"), visit(self, block))[1])
@@ -157,7 +157,7 @@ def chunks_body(counts):
                 events.clear()
                 whole = whole_batch(case, counts)
                 local = [z[at].requires_grad_() for z, at in zip(whole, rows_of(case, counts, rank), strict=True)]
-                views = [z.T.contiguous().T for z in local]  # columns one behind the other
+                views = [z.T.contiguous().T for z in local]  # columns are contiguous
                 loss = case.call(wb.functional, *views, 10.0, -3.0, exchange="gather", memory="flat", group=comm)
                 loss.backward()
                 grads[side] = [loss.detach(), *(z.grad for z in local)]
@@ -169,18 +169,18 @@ def chunks_body(counts):
 
 
 @pytest.mark.parametrize("counts", [(3, 2), (2, 0, 3)])
-def test_transfers_beside_tiles(counts):
-    """Tiles of the first rank's rows before the second's are waited for, and home before the next are computed."""
+def test_a_gather_in_chunks_overlaps_transfers_and_tiles(counts):
+    """Compute the first rank's tiles before waiting for the second's, and reduce them before computing the next."""
     for chunked, at_once in run_ranks(chunks_body, len(counts), counts):
         if counts == (3, 2):
             arriving = ["wait for 0", "tiles", "wait for 1", "tiles", "wait for 0", "wait for 1"]
-            assert chunked == [*arriving, "tiles", "home to 0", "tiles", "home to 1"]
+            assert chunked == [*arriving, "tiles", "reduced to 0", "tiles", "reduced to 1"]
         assert sum(event == "tiles" for event in chunked) > sum(event == "tiles" for event in at_once)
         assert set(at_once) == {"tiles"}
 
 
 class InOrder(TorchTransport):
-    """As NCCL moves messages: in the order in which they are given, whatever their tags, one swap after the other."""
+    """A transport that moves messages as NCCL does: in the order of the calls, for any tags, one swap at a time."""
 
     def __init__(self):
         super().__init__(None)
@@ -214,6 +214,6 @@ def in_order_body(counts):
 
 
 @pytest.mark.parametrize("counts", [(3, 2), (2, 0, 3), (2, 1, 3, 2)])
-def test_a_ring_without_tags(counts):
-    """The same bits, and no rank waits for another that waits for it."""
+def test_a_ring_works_on_transports_without_tags(counts):
+    """The loss has the same bits, and no two ranks wait for each other."""
     run_ranks(in_order_body, len(counts), counts)

@@ -1,4 +1,4 @@
-"""Every case of `comm_cases` on gloo and in one process; `test_mpi` has the same on MPI."""
+"""Every case of `comm_cases` on gloo and in one process; `test_mpi` runs them on MPI."""
 
 import pytest
 import torch.distributed as dist

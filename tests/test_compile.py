@@ -1,4 +1,4 @@
-"""Under torch.compile: the same values and gradients; inside the graph where that is possible, and said where not."""
+"""Communication under torch.compile: the same values and gradients, inside the graph where that is possible."""
 
 import warnings
 
@@ -30,7 +30,7 @@ OUTSIDE = {
 
 
 def both(comm, operation, dtype, *, fullgraph):
-    """The same program, eagerly and compiled."""
+    """Return the results of the same program, eager and compiled."""
 
     def program(x):
         return operation(comm, x.sin()).cos().float().square().sum()

@@ -1,4 +1,4 @@
-"""The Python in README and docs is executed: what is not run will lie."""
+"""The Python code in README and docs runs, links have targets, and quoted messages are those of the source."""
 
 import ast
 import re
@@ -25,12 +25,12 @@ def blocks(language):
     return [pytest.param(block, id=name) for block, name in found.items()]
 
 
-def test_there_is_something_to_run():
+def test_pages_have_code_to_run():
     assert len(blocks("python")) >= 30
 
 
 def same_on_both(printed):
-    """Two ranks have printed the same number."""
+    """Return whether two ranks have printed the same number."""
     losses = re.findall(r"rank \d: (\d+\.\d{6})", printed)
     assert len(losses) == 2
     assert losses[0] == losses[1]
@@ -117,6 +117,6 @@ def test_the_catalog_quotes_messages_of_the_source(message):
     assert in_source(message), "no string of src/ holds this; was the message reworded?"
 
 
-def test_the_catalog_would_notice_another_wording():
+def test_a_changed_wording_is_not_found_in_the_source():
     assert len(quoted()) > 40
     assert not in_source("must be the same on every rank, obtained ...")

@@ -1,6 +1,6 @@
-"""The contract where users meet it: encoders under DDP, engines that add, groups, partial gradients.
+"""Exact gradients in training code: encoders under DDP, engines that sum gradients, groups, partial gradients.
 
-`test_losses` has every loss with every option on leaves, and explains the tolerances.
+`test_losses` tests every loss with every option on leaves, and explains the tolerances.
 """
 
 import pytest
@@ -20,7 +20,7 @@ VALUE, GRADIENT = 1e-12, 1e-10
 
 
 def unit_pairs(rows, d=6, dtype=torch.float64, seed=0):
-    """Correlated unit vectors: pairs that are neither random nor solved."""
+    """Return correlated unit vectors: pairs that are neither random nor solved."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, d, dtype=torch.float64, generator=generator)
     y = x + 1.5 * torch.randn(rows, d, dtype=torch.float64, generator=generator)
@@ -28,7 +28,7 @@ def unit_pairs(rows, d=6, dtype=torch.float64, seed=0):
 
 
 def dense(x, y, scale, **options):
-    """Loss and gradients of the twin, on one process."""
+    """Return loss and gradients of the reference on one process."""
     x, y = x.detach().requires_grad_(), y.detach().requires_grad_()
     scale = torch.as_tensor(scale, dtype=torch.float64).requires_grad_()
     loss = wb.reference.clip_loss(x, y, scale, **options)
@@ -36,12 +36,12 @@ def dense(x, y, scale, **options):
 
 
 def noise(scale, factor=1.0):
-    """Rounding of 1 - P_ii, carried to a feature's gradient."""
+    """Return the rounding error of 1 - P_ii in a feature's gradient."""
     return 8 * torch.finfo(torch.float64).eps * scale * factor
 
 
 class DualEncoder(nn.Module):
-    """A small encoder per tower and a learnable scale, as users have it: everything inside one module."""
+    """A small encoder per tower and a learnable scale in one module, as users write it."""
 
     def __init__(self, scale):
         super().__init__()
@@ -104,7 +104,7 @@ def test_every_parameter_of_an_encoder_under_ddp(counts):
 
 
 def gathered(x):
-    """All rows by plain torch.distributed, own rows put back: no gradient reaches the others'."""
+    """Return all rows by plain torch.distributed, with local rows put back: other rows have no gradient."""
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, x.detach())
     parts[dist.get_rank()] = x
@@ -112,17 +112,17 @@ def gathered(x):
 
 
 def wrong_ddp_averages_the_share(x, y, scale):
-    """Gathered without gradient, own rows put back, no factor: the encoder's gradient is 1/W of the truth."""
+    """Gather without gradient, put local rows back, no factor: the encoder's gradient is too small by a factor of W."""
     return wb.reference.clip_loss(gathered(x), gathered(y), scale)
 
 
 def wrong_temperature_times_w(x, y, scale):
-    """The recipe that multiplies the loss by W: encoder right, temperature W times too large."""
+    """Multiply the loss by W: the encoder's gradient is right, the temperature's is W times too large."""
     return dist.get_world_size() * wrong_ddp_averages_the_share(x, y, scale)
 
 
-def wrong_own_rows_only(x, y, scale):
-    """Local rows against all columns with a gather that has no gradient: the key side's gradient is missing."""
+def wrong_local_rows_only(x, y, scale):
+    """Compare local rows with all columns by a gather without gradient: the key side's gradient is missing."""
     targets = torch.arange(len(x)) + dist.get_rank() * len(x)
     one = scale * x @ gathered(y).detach().T
     two = scale * y @ gathered(x).detach().T
@@ -130,7 +130,7 @@ def wrong_own_rows_only(x, y, scale):
 
 
 def wrong_local_negatives(x, y, scale):
-    """Each rank's own batch only: the loss of W small batches."""
+    """Use each rank's local batch only: the loss of W small batches."""
     return wb.reference.clip_loss(x, y, scale)
 
 
@@ -138,8 +138,8 @@ def ratio(actual, expected):
     return (torch.vdot(actual.flatten(), expected.flatten()) / expected.square().sum()).item()
 
 
-def teeth_body():
-    """The plausible wrong answers, computed for real and rejected by the same comparators."""
+def wrong_answers_body():
+    """Compute the plausible wrong answers; the same comparators reject them."""
     counts, size, scale = (4,) * dist.get_world_size(), dist.get_world_size(), 14.3
     _, reference = dense_gradients(counts, scale)
     weight, temperature = "image.2.weight", "log_scale"
@@ -154,17 +154,17 @@ def teeth_body():
     assert rejected(wrong_temperature_times_w) == pytest.approx((1, size))
     assert rejected(wb.CLIPLoss(sync="sum")) == pytest.approx((1 / size, 1 / size))
     assert rejected(lambda *out: size * wb.CLIPLoss()(*out)) == pytest.approx((size, size))
-    for wrong_direction in (wrong_own_rows_only, wrong_local_negatives):
+    for wrong_direction in (wrong_local_rows_only, wrong_local_negatives):
         rejected(wrong_direction)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_plausible_wrong_answers_are_rejected(world_size):
-    run_ranks(teeth_body, world_size)
+    run_ranks(wrong_answers_body, world_size)
 
 
 def sum_engine_body(counts):
-    """An engine that adds gradients, by hand: sync="sum"."""
+    """Sum gradients by hand, as some engines do: sync="sum"."""
     rows = Partition(counts).rows(dist.get_rank())
     _, reference = dense_gradients(counts, 14.3)
     for loss_fn in (
@@ -185,7 +185,7 @@ def test_engines_that_add(counts):
 
 
 def subgroup_body():
-    """Two groups of two ranks, each with a batch of its own."""
+    """Compute losses over two groups of two ranks, each with another batch."""
     rank = dist.get_rank()
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group, counts = groups[rank % 2], (3, 2)
@@ -222,7 +222,7 @@ def test_one_axis_of_a_device_mesh():
 
 
 def partial_gradients_body(counts):
-    """A frozen tower, a fixed scale, a rank whose own rows are constants: every rank still enters every collective."""
+    """With a frozen tower, a fixed scale or constant rows on a rank, every rank still enters every collective."""
     rank = dist.get_rank()
     rows = Partition(counts).rows(rank)
     x_full, y_full = unit_pairs(sum(counts))
@@ -250,7 +250,7 @@ def test_partial_gradients(counts):
 
 
 def low_precision_body(counts, dtype):
-    """Errors against float64 of this rank's loss, dX and dY, and of plain PyTorch's on one process."""
+    """Return the errors of this rank's loss, dX and dY against float64, and those of plain PyTorch on one process."""
     rows = Partition(counts).rows(dist.get_rank())
     rounding = torch.finfo(dtype).eps
     for scale in (1.0, 16.0, 100.0):  # exact in every dtype

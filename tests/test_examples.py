@@ -1,4 +1,4 @@
-"""The examples' own parts, with small encoders in the place of pretrained ones, which no test can download."""
+"""The parts of the examples, with small encoders instead of pretrained ones, which no test can download."""
 
 import importlib.util
 import math
@@ -96,12 +96,12 @@ class Batch(UserDict):
 
 
 def tokenizer(texts, **_):
-    """The number at the end of each text."""
+    """Return the number at the end of each text."""
     return Batch(number=torch.tensor([int(text.split()[-1]) for text in texts]))
 
 
 class Table(nn.Module):
-    """A vector for each number, as the encoder of both sides."""
+    """The encoder of both sides: a vector for each number."""
 
     def __init__(self, vectors):
         super().__init__()
@@ -111,12 +111,12 @@ class Table(nn.Module):
         return normalize(self.vectors[number], dim=1), self.log_scale.exp()
 
 
-def test_ranks_are_those_of_the_own_body(code_search):
+def test_search_ranks_the_body_of_each_docstring(code_search):
     config = code_search.Config(model="", chunk_size=2)
     angles = torch.tensor([0.0, 1.0, 2.0])
 
     class Shifted(Table):
-        """Bodies lie 0.8 further: 0's own is nearer to 1."""
+        """Return vectors of bodies, moved by 0.8: the body of 0 is nearer to 1."""
 
         def forward(self, number):
             shifted = angles[number % 10] + 0.8 * (number >= 10)

@@ -1,7 +1,7 @@
 """Rows of any norm: losses that normalize divide by max(norm, 1e-12), as torch's `normalize`, in value and gradient.
 
-The truth is the dense float64 reference; and, since losses and reference share one rule, the same formulas with
-`torch.nn.functional.normalize` itself in its place.
+The expected result is the dense float64 reference. Losses and reference share one rule for norms, so the reference is
+compared with its own formulas on `torch.nn.functional.normalize`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ TORCH = {"normalize_rows": lambda x, eps=1e-12: F.normalize(x, dim=-1, eps=eps o
 
 
 @contextmanager
-def torchs_own_rule():
-    """The reference with `torch.nn.functional.normalize` instead of the library's."""
+def normalize_of_torch():
+    """Make the reference use `torch.nn.functional.normalize` instead of the library's rule."""
     ours = {name: getattr(parts_of_reference, name) for name in TORCH}
     for name, theirs in TORCH.items():
         setattr(parts_of_reference, name, theirs)
@@ -46,7 +46,7 @@ def torchs_own_rule():
 
 
 def extreme_batch(name, case, counts):
-    """All ranks' inputs: two rows of features of each norm or so, one duplicate, one antipode."""
+    """Return all ranks' inputs: about two rows of features of each norm, one duplicate, one antipode."""
     inputs = whole_batch(case, counts, d=6, seed=len(name))
     zeros = "partial_fc" not in name
     for shift, position in enumerate(case.differentiable):
@@ -60,7 +60,7 @@ def extreme_batch(name, case, counts):
 
 
 def compared(name, case, inputs, found, true, relative):
-    """By the rows' own norms: a derivative by a normalized row is about as large for all of them."""
+    """Compare gradients times the rows' norms, so that all rows have derivatives of similar size."""
     assert abs(found[0] - true[0]) <= relative * true[0].abs() + relative
     for of, truth, position in zip(found[1:], true[1:], case.differentiable, strict=False):
         assert of.isfinite().all()
@@ -69,7 +69,7 @@ def compared(name, case, inputs, found, true, relative):
         z = inputs[position].double()
         divisors = z.norm(dim=1, keepdim=True).clamp(min=1e-12)
         of, truth = of.double() * divisors, truth * divisors
-        if not case.smooth:  # which of equal rows is the hardest is arbitrary, and so is what is farthest from zero
+        if not case.smooth:  # the choice among equal rows, and the farthest row from zero, are arbitrary
             _, group = torch.unique(z, dim=0, return_inverse=True)
             nonzero = (z != 0).any(1, keepdim=True)
             of, truth = (torch.zeros_like(g).index_add_(0, group, g * nonzero) for g in (of, truth))
@@ -77,11 +77,11 @@ def compared(name, case, inputs, found, true, relative):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_all_that_normalize(name):
+def test_losses_that_normalize_have_torchs_rule_for_norms(name):
     case = CASES[name]
     inputs, scale = extreme_batch(name, case, (26,)), torch.tensor(5.0, dtype=torch.float64)
     true = gradients(case, wb.reference, inputs, scale)
-    with torchs_own_rule():
+    with normalize_of_torch():
         independent = gradients(case, wb.reference, inputs, scale)
     compared(name, case, inputs, true, independent, 1e-9)
     compared(name, case, inputs, gradients(case, wb.functional, inputs, scale), independent, 1e-9)
@@ -109,11 +109,11 @@ def on_ranks(names, counts):
 
 
 @pytest.mark.parametrize("counts", [(9, 17), (14, 0, 12)])
-def test_on_several_ranks(counts):
+def test_several_ranks_equal_one_process(counts):
     run_ranks(on_ranks, len(counts), SEVERAL, counts, timeout_s=300)
 
 
-def test_a_row_of_zeros_among_triplets():
+def test_triplets_with_a_row_of_zeros_are_exact():
     """Distances of unit rows are ordered by their products; with a row of zeros among them they are not."""
     wrong = 0
     for seed in range(100):
@@ -132,19 +132,19 @@ def test_a_row_of_zeros_among_triplets():
     assert wrong > 50  # as if all rows had norm 1
 
 
-def test_rows_nearer_than_float64_can_tell_apart_by_their_products():
+def test_rows_too_close_for_products_in_float64_have_the_right_gradient():
     z = torch.tensor([[1e9, 1.0], [1e9, 1.0 + 1e-7], [1e9, 1.0 + 3e-7], [1e9, 5.0]], dtype=torch.float64)
     labels = torch.tensor([0, 1, 2, 0])
     for distance in ("euclidean", "squared"):
-        leaf, twin = (z.clone().requires_grad_() for _ in range(2))
-        for of, f in ((leaf, wb.functional), (twin, wb.reference)):
+        leaf, expected = (z.clone().requires_grad_() for _ in range(2))
+        for of, f in ((leaf, wb.functional), (expected, wb.reference)):
             f.triplet_loss(of, labels, normalize=False, distance=distance).backward()
-        torch.testing.assert_close(leaf.grad, twin.grad, rtol=1e-9, atol=0)
+        torch.testing.assert_close(leaf.grad, expected.grad, rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_rule(dtype):
-    """Bits of torch's where its squares do not overflow, unit rows where they do; the adjoint, projected or not."""
+def test_normalize_equals_torchs_unless_squares_overflow(dtype):
+    """Rows equal torch's bit by bit unless its squares overflow; then they are unit rows; both adjoints agree."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(12, 7, dtype=dtype, generator=generator)
     x = torch.tensor([0, 1e-25, 1e-13, 0.9e-12, 1.1e-12, 1e-6, 1, 3, 1e3, 1e9, 1e15, 1e18], dtype=dtype)[:, None] * x
@@ -160,10 +160,10 @@ def test_the_rule(dtype):
     torch.testing.assert_close(by_hand * divisors, theirs * divisors, **near)
     longest = torch.full((2, 7), 1e38 if dtype == torch.float32 else 1e300, dtype=dtype)
     assert normalize_rows(longest).norm(dim=1).allclose(torch.ones(2, dtype=dtype))
-    assert (F.normalize(longest, dim=1) == 0).all()  # torch's, whose squares overflow
+    assert (F.normalize(longest, dim=1) == 0).all()  # torch's squares overflow
 
 
-def test_matryoshka_of_rows_whose_first_part_is_zero():
+def test_matryoshka_accepts_rows_whose_first_part_is_zero():
     x, y = (torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
     x[:2, :3], y[1:3, :3] = 0, 1e-14
     for zoom in (1.0, 1e120, 1e180):

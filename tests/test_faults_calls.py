@@ -1,4 +1,4 @@
-"""Some cases of the campaign of faults in calls; and that it sees what it is there to see. `make faults` runs it."""
+"""Some cases of the campaign of faults in calls (`make faults`), and planted defects that it must detect."""
 
 import random
 import sys
@@ -18,14 +18,14 @@ from mistakes import draw
 
 
 def fault_of(seed, name, size):
-    """What the campaign does under this seed."""
+    """Return the fault that the campaign draws for this seed."""
     world = World(seed, 0, size, None, "")
     make = {**ENTRIES, **PLANTED}[name]
     return draw(random.Random(f"{seed} fault"), make, make(world), world)
 
 
 def test_faults_in_calls():
-    """Each on all ranks the same error, or right; where no rank stays away, no clock is in the verdict."""
+    """Each fault gives the same error on all ranks, or the right result; only absent ranks depend on the clock."""
     planned = [case for case in calls.plan(7, 90, sorted(ENTRIES)) if case.size == 2 and case.index % 3 == 0]
     planned = [case for case in planned if fault_of(case.seed, case.entry, 2).kind != "absent"]
     assert len(planned) >= 10
@@ -69,8 +69,8 @@ def test_every_public_name_is_known():
             public_names.check([entry for entry in ENTRIES if not entry.startswith(name)])
 
 
-def test_an_argument_that_is_not_known_is_said(monkeypatch):
-    """A new loss is called from its signature; what its arguments are to be has to be said."""
+def test_an_argument_without_a_known_value_is_an_error(monkeypatch):
+    """A new loss is called from its signature; an argument without a known value is an error."""
 
     def new_loss(features, orientation, *, group=None, sync="mean"):
         raise AssertionError("not reached")

@@ -1,4 +1,4 @@
-"""A few cases of the campaign of damaged files, and that it counts a defect as one."""
+"""A few cases of the campaign of damaged files, and planted defects that it must count."""
 
 import pickle
 import random
@@ -28,18 +28,18 @@ def test_a_few_cases(base):
 
 @pytest.mark.parametrize("kind", files.KINDS)
 def test_whole_folders_are_accepted(base, kind, tmp_path):
-    """So that what is refused is refused for its damage; and another run's are different."""
+    """Undamaged folders are accepted, so a refusal is due to the damage; another run's folders are different."""
     true = files.truth(base)
     for which, outcome in (("whole", files.SAME), ("foreign", files.DIFFERENT)):
         shutil.copytree(base / kind / which, tmp_path / which / "case")
         case = files.Case(0, kind, "none", "", tmp_path / which / "case")
-        files.judge(case, base, true)
-        # The configuration of another run is another: its checkpoint does not fit this run's task.
+        files.evaluate(case, base, true)
+        # Another run has another configuration: its checkpoint does not fit this run's task.
         assert case.outcome == outcome, case.message
 
 
-def judged(base, folder, kind, damage, seed=0):
-    """The outcome of one damage."""
+def outcome_of(base, folder, kind, damage, seed=0):
+    """Return the outcome of one damage."""
     true = files.truth(base)
     shutil.copytree(base / kind / "whole", folder / "case")
     case = files.Case(0, kind, damage.__name__, "", folder / "case")
@@ -47,14 +47,14 @@ def judged(base, folder, kind, damage, seed=0):
 
     def outcome():
         case.outcome = ""
-        files.judge(case, base, true)
+        files.evaluate(case, base, true)
         return case.outcome
 
     return outcome
 
 
 def flip_a_number(spot):
-    """The lowest bit of the last number of a file of rows."""
+    """Flip the lowest bit of the last number of a file of rows."""
     file = sorted(spot.folder.glob("rank-*"))[1]
     text = bytearray(file.read_bytes())
     text[-4] ^= 1
@@ -70,7 +70,7 @@ def test_a_number_that_is_read_without_its_digest_is_counted(base, tmp_path, mon
         read_into(self._file, _tensor_file.bytes_of(x))
         return x
 
-    outcome = judged(base, tmp_path, "head", flip_a_number)
+    outcome = outcome_of(base, tmp_path, "head", flip_a_number)
     assert outcome() == files.REFUSED
     monkeypatch.setattr(_tensor_file.TensorFile, "read", read)
     assert outcome() == files.DIFFERENT
@@ -86,7 +86,7 @@ def test_a_pickle_that_is_executed_is_counted(base, tmp_path, monkeypatch):
         torch.save(files.Bomb(spot.folder.parent / "executed"), spot.folder / "checkpoint_gpu_0.pt")
         return "checkpoint_gpu_0.pt"
 
-    outcome = judged(base, tmp_path, "insightface", plant)
+    outcome = outcome_of(base, tmp_path, "insightface", plant)
     assert outcome() == files.REFUSED
     monkeypatch.setattr(insightface, "TorchFile", Loaded)
     assert outcome() == files.EXECUTED
@@ -97,7 +97,7 @@ def test_a_change_before_a_refusal_is_counted(base, tmp_path, monkeypatch):
         head.weight.data += 1
         raise ValueError("no")
 
-    outcome = judged(base, tmp_path, "insightface", files.truncate)
+    outcome = outcome_of(base, tmp_path, "insightface", files.truncate)
     monkeypatch.setattr("wholebatch.heads.load_insightface", changes)
     assert outcome() == files.CHANGED
 

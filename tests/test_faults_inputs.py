@@ -1,4 +1,4 @@
-"""A few hundred cases of `tests/faults/inputs.py`, and that a defect of each kind would be seen."""
+"""A few hundred cases of `tests/faults/inputs.py`, and a planted defect of each kind, which it must detect."""
 
 import sys
 from pathlib import Path
@@ -19,7 +19,7 @@ import wholebatch as wb
 
 @pytest.fixture
 def group(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # some of the nonsense is a good name of a folder
+    monkeypatch.chdir(tmp_path)  # some values of the pool are valid names of folders
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -38,8 +38,8 @@ def test_random_inputs():
     assert len({one.case.entry for one in outcomes}) > 100, "most of what is public"
 
 
-def test_the_tables_name_what_there_is():
-    """A name that has gone is no longer listed."""
+def test_the_tables_name_only_existing_entries():
+    """The tables list no name that no longer exists."""
     known = {entry.name: entry for entry in inputs_calls.entries()}
     parameters = {name for entry in known.values() for name in entry.parameters}
     for table in (inputs_legal.LEGAL, inputs_calls.VALUES):
@@ -63,16 +63,16 @@ def test_every_public_name_is_called_or_left_out_with_a_reason():
 
 
 def by_truth(x: torch.Tensor, *, normalize: bool = True) -> torch.Tensor:
-    """Defect: a flag by its truth value, and an argument whose own errors pass."""
+    """Use a flag by its truth value, and let errors of an argument's methods pass: a planted defect."""
     return x / 2 if normalize else x.sum(dim=0)
 
 
 def no_such_argument(x: torch.Tensor, strange_name: int) -> None:
-    """Defect: nobody knows what a right call of it is."""
+    """Have an argument with no known right value: a planted defect."""
 
 
 @pytest.mark.usefixtures("group")
-def test_defects_are_seen():
+def test_planted_defects_are_detected():
     def entry(function):
         return inputs_calls.Entry(function.__name__, "wholebatch", inputs_calls._parameters(function), called=function)
 
@@ -90,8 +90,8 @@ def test_defects_are_seen():
 
 
 @pytest.mark.usefixtures("group")
-def test_a_check_that_is_taken_out_is_seen(monkeypatch):
-    """The planted defect is one of the library's: its flags by their truth value, as they once were."""
+def test_a_removed_check_is_detected(monkeypatch):
+    """The defect is planted in the library: flags count by their truth value."""
     from wholebatch.losses import triplet
 
     case = inputs.Case("triplet_loss", {"smooth": "no"})

@@ -1,4 +1,4 @@
-"""A few cases of the campaign of numerical extremes, and proof that it can fail."""
+"""A few cases of the campaign of numerical extremes, and planted defects that it must detect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from faults import numerics
 import wholebatch as wb
 
 
-def test_no_case_is_forbidden():
+def test_no_case_has_a_forbidden_outcome():
     done = numerics.run(0, len(numerics.CASES))
     assert not [(str(of), verdict) for of, verdict in done if verdict.outcome in numerics.FORBIDDEN]
     assert sum(verdict.outcome == "right" for _, verdict in done) > 0.8 * len(done)
@@ -33,5 +33,5 @@ def test_a_defect_is_found(defect, outcome):
 
     index = list(numerics.CASES).index("nt_xent")
     trial = replace(numerics.trial(0, index), dtype=torch.float32)
-    assert numerics.judged(trial).outcome == "right"
-    assert numerics.judged(replace(trial, functions=SimpleNamespace(nt_xent_loss=planted))).outcome == outcome
+    assert numerics.evaluated(trial).outcome == "right"
+    assert numerics.evaluated(replace(trial, functions=SimpleNamespace(nt_xent_loss=planted))).outcome == outcome

@@ -1,4 +1,4 @@
-"""Replicas that drift apart, for any reason: their checksums differ, and the next step raises on every rank."""
+"""Replicas that drift apart for any reason: their checksums differ, and the next step raises on every rank."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ APART = "an optimizer step has driven them apart"
 
 
 def drift_body(counts, what):
-    """Without an engine: an error before the second step, naming the first parameter that differs."""
+    """Step without an engine: an error before the second step names the first parameter that differs."""
     local, net = local_rows(counts), Towers()
     scale = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
     models = [net.image, net.text] if what == "modules" else [lambda a: net(x=a)[0], lambda b: net(y=b)[1]]
@@ -40,7 +40,7 @@ def drift_body(counts, what):
     with pytest.raises(ValueError, match=APART) as error:
         step(*local)
     for p, grad in zip((*net.parameters(), *head.parameters()), before, strict=True):
-        assert p.grad is None if grad is None else torch.equal(p.grad, grad), "as they were"
+        assert p.grad is None if grad is None else torch.equal(p.grad, grad), "gradients are unchanged"
     return str(error.value)
 
 
@@ -61,7 +61,7 @@ def test_parameters_that_drift_apart(counts, what, name):
 
 
 def changed_body(change, steps):
-    """One rank's parameter is changed in some way after so many steps: noticed by the next one that looks."""
+    """Change one rank's parameter after some steps: the next step that compares raises."""
     local, net = local_rows((4, 4)), Towers()
     ddp = DistributedDataParallel(net)
     step = wb.GradCache([lambda a: ddp(x=a)[0], lambda b: ddp(y=b)[1]], 4, loss_fn)
@@ -100,12 +100,12 @@ def test_any_change_is_noticed(change, steps):
     run_ranks(changed_body, 2, change, steps, timeout_s=90)
 
 
-def test_which_steps_are_compared():
+def test_the_first_three_and_every_hundredth_step_are_compared():
     assert [n + 1 for n in range(301) if due(n)] == [1, 2, 3, 100, 200, 300]
 
 
-def test_no_way_to_know_needs_the_comparison():
-    """With the comparison planted off, ranks drift apart without a word."""
+def test_without_the_comparison_ranks_drift_apart_silently():
+    """With the comparison switched off, ranks drift apart silently."""
     assert run_ranks(silent_drift_body, 2, timeout_s=60) == [True, True]
 
 
@@ -117,12 +117,12 @@ def silent_drift_body():
         for _ in range(3):
             step(*local)
             optimizer.step()
-    everyones = [None, None]
-    dist.all_gather_object(everyones, net.image[0].weight.detach())
-    return not torch.equal(*everyones)
+    of_all_ranks = [None, None]
+    dist.all_gather_object(of_all_ranks, net.image[0].weight.detach())
+    return not torch.equal(*of_all_ranks)
 
 
-def test_checksums_see_every_bit():
+def test_checksums_depend_on_every_bit():
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64):
         x = torch.randn(7, 3, generator=generator).to(dtype)
@@ -138,7 +138,7 @@ def test_checksums_see_every_bit():
         assert len(seen) == 1 + 8 * len(raw)
 
 
-def test_checksums_whatever_the_default_device_is():
+def test_checksums_do_not_depend_on_the_default_device():
     x = torch.randn(5, generator=torch.Generator().manual_seed(0))
     local = checksums({"x": x})
     _weights.cache_clear()
@@ -146,8 +146,8 @@ def test_checksums_whatever_the_default_device_is():
         assert checksums({"x": x}) == local
 
 
-def test_checksums_see_order_in_large_tensors():
-    """Of numbers whose bits end with many zeros, and beyond a block."""
+def test_checksums_depend_on_order_in_large_tensors():
+    """Checksums depend on the order of numbers whose bits end with many zeros, and of numbers beyond a block."""
     x = torch.ones(3 * 2**18 + 5, dtype=torch.float64)
     seen = set()
     for at in (None, 0, 1, 2, 2048, 2**17, 2**18, 2**18 + 1, 3 * 2**18 + 4):

@@ -49,7 +49,7 @@ def joint_loss(parts):
 
 
 def ddp_body(counts, sizes, keep):
-    """Tied and untied encoders, a loss of its own engine, and all in one module: as the whole batch on one process."""
+    """Tied and untied encoders, a loss with another engine, and all in one module have the whole batch's gradient."""
     rank, world = dist.get_rank(), dist.get_world_size()
     rows = Partition(counts).rows(rank)
     size, (x, y) = sizes[rank % len(sizes)], batch(sum(counts))
@@ -68,7 +68,7 @@ def ddp_body(counts, sizes, keep):
         models.append(models[0] if tied else DistributedDataParallel(plain[1]))
         engine = DistributedDataParallel(loss_fn)
         reduced = [counting(model) for model in (*models[: 1 if tied else 2], engine)]
-        for step in range(2):  # DDP arranges its buckets anew after the first
+        for step in range(2):  # DDP rebuilds its buckets after the first
             wb.GradCache(models, size, engine, keep_graphs=keep)(x[rows], y[rows])
             assert_all_same(
                 gradients_of(*plain[: 1 if tied else 2], loss_fn), gradients_of_kept(*dense[: 1 if tied else 2], single)
@@ -79,7 +79,7 @@ def ddp_body(counts, sizes, keep):
 
     whole = Joint().train()
     alone = copy.deepcopy(whole)
-    whole.text[2].eval(), alone.text[2].eval()  # a chunk's own statistics would be another batch's
+    whole.text[2].eval(), alone.text[2].eval()  # the statistics of a chunk are not those of the batch
     joint_loss_dense(alone(x, y)).backward()
     model, true = DistributedDataParallel(whole), gradients_of_kept(alone)
     counted = counting(model)
@@ -90,7 +90,7 @@ def ddp_body(counts, sizes, keep):
         assert counted == [0]
         counted.clear()
 
-    # One encoder for both, with a scale among its outputs, of which the loss takes one.
+    # One encoder for both inputs, with a scale among its outputs; the loss takes one of the two scales.
     tied = TwoParts()
     alone = copy.deepcopy(tied)
     (a, _, scale), (b, _, _) = alone(x), alone(y)
@@ -109,7 +109,7 @@ def ddp_body(counts, sizes, keep):
         assert reduced == [0]
         reduced.clear()
 
-    # A parameter of the model that the loss takes past the engine.
+    # A parameter of the model that the loss reads directly, not through the engine.
     def past_the_engine(parts):
         return joint_loss((*parts[:2], whole.log_scale.exp()))
 
@@ -146,7 +146,7 @@ def test_under_ddp_with_one_synchronization(counts, sizes, keep):
 
 
 def training_body(counts, sizes, keep, engine):
-    """Dropout, hard negatives by a third input of their own number, a learned temperature: a step as it is trained."""
+    """A training step with dropout, another number of hard negatives in a third input, and a learned temperature."""
     rank = dist.get_rank()
     rows, local = Partition(counts).rows(rank), Partition([2 * count for count in counts]).rows(rank)
     size, (x, y), (n, _) = sizes[rank % len(sizes)], batch(sum(counts)), batch(2 * sum(counts), seed=1)
@@ -158,7 +158,7 @@ def training_body(counts, sizes, keep, engine):
     torch.manual_seed(7 + rank)
     loss = wb.GradCache([model] * 3, size, of_loss, keep_graphs=keep)(x[rows], y[rows], n[local])
 
-    # The same masks on one process: each rank's, in the order in which it drew them.
+    # The same masks on one process: each rank's, in the order in which the rank drew them.
     towers = [[], [], []]
     for other in range(len(counts)):
         torch.manual_seed(7 + other)
@@ -176,7 +176,7 @@ def training_body(counts, sizes, keep, engine):
 
 
 class Hard(nn.Module):
-    """InfoNCE against hard negatives, with its own temperature."""
+    """InfoNCE against hard negatives, with a learned temperature."""
 
     def __init__(self):
         super().__init__()
@@ -229,7 +229,7 @@ def test_under_fsdp2(counts, keep):
 
 
 def odd_models_body():
-    """What holds an engine without being one: compiled, a function, a method; and a loss that another engine shards."""
+    """Use engines behind a compiled module, a function or a method; and a loss that another engine shards."""
     rank = dist.get_rank()
     rows = Partition((6, 3)).rows(rank)
     x, y = batch(9)
@@ -245,7 +245,7 @@ def odd_models_body():
             assert reduced == [0], keep
             reduced.clear()
 
-    # Two towers in one module, each a model: neither uses all parameters.
+    # Two towers in one module; each call uses one of them, so none uses all parameters.
     class Towers(nn.Module):
         def __init__(self):
             super().__init__()
@@ -278,12 +278,12 @@ def odd_models_body():
     assert_same(loss_fn.log_scale.grad.full_tensor()[0], single.log_scale.grad, relative=1e-10)
 
 
-def test_engines_in_wrappers_and_functions_and_losses():
+def test_engines_are_found_in_wrappers_functions_and_losses():
     run_ranks(odd_models_body, 2, timeout_s=90)
 
 
 def after_an_error_body(engine):
-    """A second pass that differs, on one rank: all raise, gradients are as they were, and the next step is right."""
+    """A second pass that differs on one rank raises on all; gradients are as before, and the next step is right."""
     rank = dist.get_rank()
     rows = Partition((6, 6)).rows(rank)
     x, y = batch(12)
@@ -308,12 +308,12 @@ def after_an_error_body(engine):
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_the_step_after_an_error(engine):
+def test_the_step_after_an_error_is_right(engine):
     assert run_ranks(after_an_error_body, 2, engine, timeout_s=60) == [True, True]
 
 
 def no_empty_chunk_body():
-    """Ranks with other numbers of chunks, of what has no empty form: refused on all, where passes are collective."""
+    """Ranks with different numbers of chunks, for inputs without an empty form, raise if passes are collective."""
     model = sharded(nn.Embedding(4, OUT).double())
     texts = ["a", "bb", "ccc"] if dist.get_rank() else ["a"]
 
@@ -331,12 +331,12 @@ def no_empty_chunk_body():
         wb.GradCache([model, model], 2, good_loss, keep_graphs="auto")(*[torch.arange(4)] * 2)
 
 
-def test_what_collective_passes_cannot_have():
+def test_missing_chunks_raise_if_passes_are_collective():
     run_ranks(no_empty_chunk_body, 2, timeout_s=60)
 
 
 def fsdp_state_body():
-    """What the caller has switched off stays off; what an error leaves behind does not come back."""
+    """Switches that the caller has turned off stay off; no state of a failed step remains."""
     rows = Partition((4, 4)).rows(dist.get_rank())
     x, y = batch(8)
     true = dense_gradients(mlp(0), x, y)
@@ -380,7 +380,7 @@ def fsdp_state_body():
     assert_all_same([p.grad.full_tensor() for p in model.parameters()], true)
 
 
-def test_what_fsdp2_keeps_to_itself():
+def test_fsdp2s_switches_keep_the_callers_settings():
     run_ranks(fsdp_state_body, 2, timeout_s=60)
 
 
@@ -390,13 +390,13 @@ def renamed_body(counts):
         fsdp_body(counts, 0)
 
 
-def test_an_fsdp2_whose_switches_have_other_names():
-    """Its public one does, until it is known what the caller has switched off (the test above then fails)."""
+def test_fsdp2_with_renamed_switches_works():
+    """The public switch works, too, but does not reveal the caller's setting (the test above then fails)."""
     run_ranks(renamed_body, 2, (4, 4), timeout_s=60)
 
 
 def broadcast_body(counts):
-    """DDP sets buffers to rank 0's in a step's first pass, which the second passes must see, too."""
+    """DDP sets buffers to rank 0's in the first pass of a step; second passes must use these values, too."""
     rank = dist.get_rank()
     rows = Partition(counts).rows(rank)
     x, y = batch(sum(counts))
@@ -407,7 +407,7 @@ def broadcast_body(counts):
         for buffer in plain.buffers():
             dist.broadcast(buffer, 0)
         towers = [torch.cat([plain(part) for part in z[rows].split(2)]) for z in (x, y)]
-        good_loss(*towers).backward()  # its own rows' gradients, W times, as an engine averages them
+        good_loss(*towers).backward()  # the local rows' gradients, W times, since an engine averages them
         true = [p.grad / dist.get_world_size() for p in plain.parameters()]
         for z in true:
             dist.all_reduce(z)
@@ -417,12 +417,12 @@ def broadcast_body(counts):
 
 
 @pytest.mark.parametrize("counts", [(4, 4), (6, 2)], ids=str)
-def test_buffers_that_ddp_broadcasts(counts):
+def test_second_passes_use_the_buffers_that_ddp_broadcasts(counts):
     run_ranks(broadcast_body, 2, counts, timeout_s=60)
 
 
 def no_graph_body():
-    """A later chunk's representation has no graph, on one rank: an error on both, and the next step is right."""
+    """A chunk's representation without a graph on one rank raises on both, and the next step is right."""
     rank, calls = dist.get_rank(), [0]
     rows = Partition((6, 6)).rows(rank)
     x, y = batch(12)
@@ -440,5 +440,5 @@ def no_graph_body():
     assert_all_same(gradients_of(model), dense_gradients(mlp(0), x, y))
 
 
-def test_a_graph_that_is_missing_in_the_second_pass():
+def test_a_missing_graph_in_the_second_pass_raises():
     run_ranks(no_graph_body, 2, timeout_s=60)

@@ -1,4 +1,4 @@
-"""Gradient caching raises, on all ranks, where a step would be silently wrong or a setting makes no sense."""
+"""Gradient caching raises, on all ranks, if a step would be silently wrong or a setting is not valid."""
 
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from wholebatch.testing import run_ranks
 
 
 @pytest.mark.parametrize("keep", [1.0, "auto"])
-def test_kept_graphs_whose_tensors_are_overwritten(keep):
+def test_overwritten_tensors_of_kept_graphs_raise(keep):
     model, (x, y) = nn.Sequential(nn.Linear(D, 8), LateMaximum(copied=False), nn.Linear(8, OUT)).double(), batch(8)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         wb.GradCache([model, model], 2, good_loss, keep_graphs=keep)(x, 10 * y)
@@ -22,7 +22,7 @@ def test_kept_graphs_whose_tensors_are_overwritten(keep):
 
 
 @pytest.mark.parametrize("keep", [0, 1.0])
-def test_numbers_of_the_whole_batch_that_are_numbers_of_chunks(keep):
+def test_scalars_that_differ_between_chunks_raise(keep):
     model, (x, y) = mlp(0), batch(8)
 
     def encode(z):
@@ -35,7 +35,7 @@ def test_numbers_of_the_whole_batch_that_are_numbers_of_chunks(keep):
 
 
 @pytest.mark.parametrize("keep", [0, 1, 1.0])
-def test_one_model_with_other_representations_for_each_input(keep):
+def test_one_model_may_return_other_representations_for_each_input(keep):
     inner = mlp(0)
     scale, bias = (nn.Parameter(torch.tensor(value, dtype=torch.float64)) for value in (3.0, 0.5))
 
@@ -61,8 +61,8 @@ def test_one_model_with_other_representations_for_each_input(keep):
     assert_all_same(gradients_of(model), true)
 
 
-def test_representations_of_which_some_are_frozen():
-    """A locked tower, and a fixed scale, beside what is trained."""
+def test_some_representations_may_be_frozen():
+    """A frozen tower and a fixed scale are allowed beside trained parts."""
     model, frozen, (x, y) = mlp(0), mlp(1).requires_grad_(False), batch(6)
     scale = torch.tensor(2.0, dtype=torch.float64)
 
@@ -78,7 +78,7 @@ def test_representations_of_which_some_are_frozen():
     assert_all_same(gradients_of(model), true)
 
 
-def test_what_runs_in_every_backward_pass_is_refused():
+def test_hooks_graphs_and_wrong_splits_are_refused():
     model, (x, y) = mlp(0), batch(6)
     hook = model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
     with pytest.raises(ValueError, match="has a hook for when its gradient is accumulated"):
@@ -95,7 +95,7 @@ def test_what_runs_in_every_backward_pass_is_refused():
         wb.GradCache([model, model], 2, good_loss, lambda z, size: [z[:size], z[size : 2 * size]])(x, y)
 
 
-def test_a_second_pass_of_another_shape():
+def test_a_second_pass_of_another_shape_raises():
     model, calls, (x, y) = mlp(0), [0], batch(6)
 
     def encode(z):
@@ -146,7 +146,7 @@ MISTAKES = {
 
 
 def mistakes_body():
-    """On the last rank alone: an error on all, gradients as they were, and the next step is right."""
+    """Mistakes on the last rank alone raise on all; gradients stay as they were, and the next step is right."""
     model, (x, y) = mlp(0), batch(6)
     rank, world = dist.get_rank() if dist.is_initialized() else 0, dist.get_world_size() if dist.is_initialized() else 1
     for name, (call, message) in MISTAKES.items():
@@ -167,8 +167,8 @@ def test_a_wrong_call_on_one_rank_raises_on_all_ranks(world_size):
 
 
 @pytest.mark.parametrize("accumulated", [False, True])
-def test_a_model_with_a_state_of_its_own_is_found_out(accumulated):
-    """In the second chunk's second pass: by then the first chunk's gradient is there, and has to go."""
+def test_a_model_with_a_hidden_state_raises(accumulated):
+    """The error comes in the second chunk's second pass: the first chunk's gradient exists by then, and is removed."""
     inner, calls, (x, y) = mlp(0), [0], batch(6)
 
     def encode(z):
@@ -209,7 +209,7 @@ def test_a_wrong_setting_is_refused_by_the_constructor(arguments, message):
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_a_step_needs_gradients(context):
-    """An evaluation that calls it would leave gradients in `.grad`."""
+    """In an evaluation, a step would leave gradients in `.grad`."""
     model = torch.nn.Linear(3, 2)
     step = wb.GradCache([model, model], 2, lambda x, y: wb.functional.clip_loss(x, y, 1.0))
     with context(), pytest.raises(ValueError, match=r"must not be under torch\.no_grad\(\) or inference_mode"):

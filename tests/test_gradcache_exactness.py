@@ -1,4 +1,4 @@
-"""The cached gradient is that of the whole batch, whatever the chunks and the form of the inputs."""
+"""The cached gradient is that of the whole batch, for any chunks and any form of the inputs."""
 
 import copy
 import warnings
@@ -52,7 +52,7 @@ def test_the_gradient_is_that_of_the_whole_batch(chunk_sizes, tied, keep):
 
 
 class Many(nn.Module):
-    """Takes its input in any form."""
+    """An encoder that takes its input in any form."""
 
     def __init__(self):
         super().__init__()
@@ -77,7 +77,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_inputs_of_any_form(form):
+def test_inputs_may_have_any_form(form):
     model, (a, b), (y, _) = Many(), batch(7), batch(7, seed=1)
     other, loss_fn = mlp(1), Clip()
     loss_fn(model(a, b).pooled, other(y)).backward()
@@ -87,8 +87,8 @@ def test_inputs_of_any_form(form):
     assert_all_same(gradients_of(model, other, loss_fn), true)
 
 
-def test_a_model_that_writes_into_its_input():
-    """As sentence-transformers' modules do: what they write is not there in the second pass, and does not stay."""
+def test_a_model_may_write_into_its_input():
+    """The second pass does not see written entries, and inputs keep their contents (sentence-transformers write)."""
     inner, other, loss_fn, (x, y), written = mlp(0), mlp(1), Clip(), batch(6), []
 
     def encode(features):
@@ -117,8 +117,8 @@ def test_a_model_that_writes_into_its_input():
     assert given.keys() == {"x"}
 
 
-def test_a_split_function_of_the_caller():
-    """Texts, which no tensor counts."""
+def test_the_caller_may_give_a_split_function():
+    """Inputs are lists of texts, which have no tensor to count rows by."""
     words, embedding, loss_fn = ["a", "bb", "ccc", "dd", "e"], nn.Embedding(4, OUT).double(), Clip()
 
     def encode(texts):
@@ -166,7 +166,7 @@ def test_hard_negatives_by_a_third_model_and_losses_with_keywords():
 
 
 def test_accumulation_and_clipping():
-    """Two cached steps add up, and what they add to is not lost."""
+    """Two cached steps accumulate, and earlier gradients are kept."""
     model, loss_fn = mlp(0), Clip()
     batches = [batch(6, seed) for seed in (1, 2)]
     for x, y in batches:
@@ -181,7 +181,7 @@ def test_accumulation_and_clipping():
 
 
 def naive_step(model, size, loss_fn, x, y):
-    """Two passes and nothing else: no replay, no engine told to wait."""
+    """Run two passes without replay and without holding the engine."""
     with torch.no_grad():
         found = [torch.cat([model(part) for part in z.split(size)]).requires_grad_() for z in (x, y)]
     loss_fn(*found).backward()
@@ -195,7 +195,10 @@ def away(found, true):
 
 
 def test_two_passes_without_replay_are_wrong():
-    """Right where nothing is to be replayed, wrong with dropout; buffers move twice; chunks' losses do not add up."""
+    """Naive steps are wrong with dropout, move buffers twice, and are right only if nothing must be replayed.
+
+    The sum of the chunks' losses is not the batch's loss.
+    """
     loss_fn, (x, y) = Clip(), batch(10)
     plain = mlp(0)
     loss_fn(plain(x), plain(y)).backward()
@@ -261,7 +264,7 @@ def test_complex_representations():
 
 
 def test_gradients_of_free_parameters_are_put_back():
-    """Of a parameter beside a module, and of modules that only later chunks call."""
+    """These are a parameter beside a module, and modules that only later chunks call."""
     experts, free, calls, (x, y) = {"a": mlp(0), "b": mlp(1)}, nn.Parameter(torch.ones(OUT).double()), [0], batch(6)
     held = free.grad = torch.ones_like(free)
 
@@ -303,7 +306,7 @@ def test_sparse_matrices_and_buffers_that_grow():
 
 
 def test_a_transformer_in_evaluation_with_a_mask():
-    """Without gradients PyTorch has a faster way, whose rows behind the mask are zeros."""
+    """Without gradients PyTorch uses a faster path, which returns zeros for masked rows."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dtype=torch.float64)
     inner = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()

@@ -40,7 +40,7 @@ def functional_body(counts, small):
     for again, r in closures:
         again(r)
 
-    # The same masks on one process: each rank's, in the order in which it drew them.
+    # The same masks on one process: each rank's, in the order in which the rank drew them.
     towers = [[], []]
     for other, count in enumerate(counts):
         torch.manual_seed(other)
@@ -60,7 +60,7 @@ def test_the_functional_form():
 
 
 def unused_call_body():
-    """Of two calls one is never gone back to; the other synchronizes all the same."""
+    """Run the second pass of one of two calls only: it synchronizes nevertheless."""
     rank = dist.get_rank()
     model = DistributedDataParallel(mlp(0))
     encode = wb.gradcache.cached(lambda model, x: model(x))
@@ -74,7 +74,7 @@ def unused_call_body():
     return never is not None
 
 
-def test_a_call_that_is_never_gone_back_to():
+def test_a_call_without_a_second_pass_does_not_stop_the_other():
     run_ranks(unused_call_body, 2, timeout_s=60)
 
 
@@ -84,7 +84,7 @@ def test_the_functional_form_under_ddp(counts):
 
 
 def gathered_body(counts):
-    """The recipe of the original: every rank computes the loss of all rows, times the world size; DDP averages."""
+    """Use GradCache's original recipe: every rank computes W times the loss of all rows, and DDP averages."""
     rows, world = Partition(counts).rows(dist.get_rank()), dist.get_world_size()
     x, y = batch(sum(counts))
     plain = mlp(0)
@@ -106,7 +106,7 @@ def gathered_body(counts):
     assert_all_same(gradients_of_kept(plain), gradients_of_kept(alone))
 
 
-def test_the_originals_recipe_for_several_processes():
+def test_the_recipe_of_the_original_works_on_several_processes():
     run_ranks(gathered_body, 2, (4, 3), timeout_s=60)
 
 
@@ -122,7 +122,7 @@ def test_autocast_in_the_functional_form_is_that_of_the_first_call():
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_what_the_functional_form_refuses(monkeypatch):
+def test_wrong_calls_of_the_functional_form_are_refused(monkeypatch):
     model, (x, _) = mlp(0), batch(4)
     encode = wb.gradcache.cached(lambda model, x: model(x))
     r, again = encode(model, x)

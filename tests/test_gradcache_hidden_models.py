@@ -30,7 +30,7 @@ HIDDEN = {}
 
 
 class Trainer:
-    """Holds a model, and is none."""
+    """An object that holds a model but is not a module."""
 
     def __init__(self, model):
         self.model = model
@@ -46,8 +46,8 @@ def by_global(z):
     return HIDDEN["model"](z)
 
 
-def ways_to(model):
-    """Functions that call a model which they do not hold themselves."""
+def functions_that_call(model):
+    """Return functions that call a model without holding it."""
     HIDDEN["model"], trainer = model, Trainer(model)
 
     def by_itself(z, depth=1):
@@ -64,14 +64,14 @@ def ways_to(model):
     }
 
 
-def test_functions_that_hide_their_models():
-    """Whatever they are called through, running averages count once."""
+def test_models_hidden_by_functions_are_found():
+    """Running averages count once for every function that calls the model."""
     loss_fn, (x, y) = Clip(), batch(8)
-    for name in ways_to(None):
+    for name in functions_that_call(None):
         model = mlp(0, nn.BatchNorm1d(8))
         plain = copy.deepcopy(model)
         loss_fn(*(torch.cat([plain(part) for part in z.split(4)]) for z in (x, y))).backward()
-        true, encode = gradients_of(plain), ways_to(model)[name]
+        true, encode = gradients_of(plain), functions_that_call(model)[name]
         wb.GradCache([encode, encode], 4, loss_fn)(x, y)
         assert_all_same(gradients_of(model), true)
         assert int(model[2].num_batches_tracked) == 4, name
@@ -81,8 +81,8 @@ def test_functions_that_hide_their_models():
         assert int(model[2].num_batches_tracked) == 5, name
 
 
-def test_modules_compiled_in_place():
-    """Whose inner calls no hook sees."""
+def test_modules_compiled_in_place_are_exact():
+    """Hooks do not see the inner calls of such modules."""
     (x, y), true = batch(8), None
     for compiled in (False, True):
         model = mlp(0, nn.BatchNorm1d(8))
@@ -105,10 +105,10 @@ def hidden_body(counts):
     rows = Partition(counts).rows(rank)
     x, y = batch(sum(counts))
     true = dense_gradients(mlp(0), x, y)
-    for name in ways_to(None):
+    for name in functions_that_call(None):
         plain = mlp(0)
         engine = DistributedDataParallel(plain)
-        reduced, encode = counting(engine), ways_to(engine)[name]
+        reduced, encode = counting(engine), functions_that_call(engine)[name]
         wb.GradCache([encode, encode], 2, good_loss)(x[rows], y[rows])
         assert_all_same(gradients_of(plain), true)
         assert reduced == [0], name
@@ -121,7 +121,7 @@ def hidden_body(counts):
         assert reduced == [0], name
 
         plain = mlp(0)
-        encode = ways_to(sharded(plain, plain[0], plain[2]))[name]
+        encode = functions_that_call(sharded(plain, plain[0], plain[2]))[name]
         with reductions() as reduced:
             wb.GradCache([encode, encode], 2, good_loss)(x[rows], y[rows])
         assert_all_same([p.grad.full_tensor() for p in plain.parameters()], true)
@@ -130,12 +130,12 @@ def hidden_body(counts):
 
 
 @pytest.mark.parametrize("counts", [(4, 4), (6, 2)], ids=str)
-def test_engines_in_functions_that_hide_them(counts):
+def test_engines_hidden_by_functions_are_found(counts):
     run_ranks(hidden_body, 2, counts, timeout_s=90)
 
 
-def test_passes_that_turn_out_to_be_collective():
-    """Of a model that only the call finds, with other numbers of chunks on each rank: refused on all of them."""
+def test_passes_found_to_be_collective_raise_on_all_ranks():
+    """If ranks have different numbers of chunks for a model that only the call reveals, all ranks raise."""
     run_ranks(unforeseen_body, 2, timeout_s=60)
 
 

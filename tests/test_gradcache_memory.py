@@ -1,4 +1,4 @@
-"""Gradient caching holds one chunk's activations, and the graphs that its budget has room for."""
+"""Gradient caching holds one chunk's activations, and the graphs that fit into its budget."""
 
 import copy
 import warnings
@@ -37,7 +37,7 @@ def test_kept_graphs_need_no_second_pass(keep, budget, passes):
 
 
 def test_a_budget_keeps_what_fits_and_leaves_room_for_one_more():
-    """A chunk's graph holds tanh's output: 2 rows of 8 numbers of 8 bytes. The input is there anyway."""
+    """A chunk's graph holds tanh's output: 2 rows of 8 numbers of 8 bytes. The input exists anyway."""
     model, (x, y) = Counted(mlp(0)), batch(8)
     each = 2 * 8 * 8
     for room in range(1, 6):
@@ -62,12 +62,12 @@ def test_out_of_memory_in_a_kept_graph_keeps_fewer():
         wb.GradCache([encode, encode], 2, loss_fn, keep_graphs=1.0)(x, y)
     assert len(caught) == 1
     first_of_the_second_model = [True]
-    assert calls[5:13] == [False] * 2 + first_of_the_second_model + [False] * 5, "the one that failed, and what follows"
+    assert calls[5:13] == [False] * 2 + first_of_the_second_model + [False] * 5, "the chunk that failed, and later ones"
     assert len(calls) == 5 + 8 + 10
     assert_all_same(gradients_of(model, loss_fn), true)
 
 
-def test_out_of_memory_with_running_averages():
+def test_out_of_memory_does_not_change_running_averages():
     model, loss_fn, (x, y) = mlp(0, nn.BatchNorm1d(8)), Clip(), batch(12)
     plain, held, calls = copy.deepcopy(model), dict(model.named_buffers()), [0]
     loss_fn(*(torch.cat([plain(part) for part in z.split(4)]) for z in (x, y))).backward()
@@ -89,7 +89,7 @@ def test_out_of_memory_with_running_averages():
 
 
 def out_of_memory_body():
-    """On one rank, in the second model: the first has kept what it could, and everybody ends in step."""
+    """Run out of memory in the second model on one rank, after the first has kept graphs: all ranks stay in step."""
     rank = dist.get_rank()
     rows = Partition((6, 6)).rows(rank)
     x, y = batch(12)
@@ -109,12 +109,12 @@ def out_of_memory_body():
     assert_all_same(gradients_of_kept(*plain), gradients_of_kept(*alone))
 
 
-def test_out_of_memory_on_one_rank():
+def test_out_of_memory_on_one_rank_keeps_ranks_in_step():
     run_ranks(out_of_memory_body, 2, timeout_s=60)
 
 
 def test_one_chunk_of_activations_is_alive_at_a_time():
-    """Whatever the batch: in both passes, and while the loss is computed."""
+    """One chunk is the limit for any batch, in both passes and while the loss is computed."""
     model, states, most = mlp(0), [], [0]
 
     def alive():
@@ -130,7 +130,7 @@ def test_one_chunk_of_activations_is_alive_at_a_time():
         x, y = batch(rows)
         most[0] = 0
         wb.GradCache([model, model], 4, loss_fn)(x, y)
-        assert most == [0], "of earlier chunks, when the next one comes"
+        assert most == [0], "activations of earlier chunks, when the next one starts"
         assert len(states) == 2 * 2 * rows // 4
         states.clear()
     wb.GradCache([model, model], 4, loss_fn, keep_graphs=3)(x, y)

@@ -1,4 +1,4 @@
-"""Gradients that are reduced by hand, sharded or of one rank raise nothing: only an unreduced gradient is an error."""
+"""Gradients that are reduced by hand, sharded or on one rank do not raise: only an unreduced gradient is an error."""
 
 import copy
 import gc
@@ -35,8 +35,8 @@ def train(net, step, local, *, by_hand=False, steps=4):
         optimizer.zero_grad()
 
 
-class Own(nn.Module):
-    """Experts of which each rank has its own, beside a layer that all have."""
+class Experts(nn.Module):
+    """An expert that differs between ranks, beside a layer that all ranks share."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +58,7 @@ def no_alarm_body(counts):
 
     net = Towers()
     train(net, wb.GradCache([net.image, net.text], 2, loss_fn), local, by_hand=True)
-    net.text.requires_grad_(False)  # frozen, and other ones on each rank
+    net.text.requires_grad_(False)  # frozen, and different on each rank
     with torch.no_grad():
         net.text[0].weight += dist.get_rank()
 
@@ -83,18 +83,19 @@ def no_alarm_body(counts):
     train(plain, wb.GradCache([plain.image, plain.text], 2, loss_fn), local)
     train(plain, wb.GradCache([plain.image, lambda b: 1 * plain.text(b)], 2, loss_fn), local)
 
-    # An engine that held the module once, and is gone.
+    # An engine that held the module and has been freed.
     net = Towers()
     DistributedDataParallel(net)
     train(net, wb.GradCache([net.image, net.text], 2, loss_fn), local, by_hand=True)
 
-    # One that is there, whose user reduces by hand and says so; and parameters that each rank has of its own.
+    # An engine whose user reduces by hand and declares it, and parameters that are local to each rank.
     net = Towers()
     ddp = DistributedDataParallel(net)
     step = wb.GradCache([ddp.module.image, ddp.module.text], 2, loss_fn, unchecked=net.parameters())
     train(net, step, local, by_hand=True)
-    model = Own()
-    with pytest.raises(ValueError, match=r"different values of 'expert.weight' of model 0 \(Own\).*go into unchecked="):
+    model = Experts()
+    differ = r"different values of 'expert.weight' of model 0 \(Experts\).*go into unchecked="
+    with pytest.raises(ValueError, match=differ):
         wb.GradCache([model, model], 2, loss_fn)(*local)
     model.zero_grad()
     train(
@@ -119,7 +120,7 @@ def test_no_false_alarm(counts):
 
 
 def head_body(counts):
-    """A head whose classes are spread over the ranks, beside a backbone of which all hold a copy."""
+    """Train a head whose classes are distributed over the ranks, with a backbone that is replicated."""
     (x, _), labels = local_rows(counts), torch.arange(sum(counts))[Partition(counts).rows(dist.get_rank())]
     for rate in (1.0, 0.5):
         net = Towers()
@@ -132,7 +133,7 @@ def head_body(counts):
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-    # A function of centers, in half precision and of a parameter of the caller's.
+    # The functional loss with a parameter of the caller as centers.
     torch.manual_seed(dist.get_rank())
     centers = nn.Parameter(torch.randn(3, OUT))
     step = wb.GradCache(
@@ -141,7 +142,7 @@ def head_body(counts):
     step(x, labels=labels)
     assert is_sharded(centers)
 
-    # Clipped by each rank's own norm, as frameworks do: the backbone's copies differ after one step.
+    # Clipped by each rank's local norm, as frameworks do: the copies of the backbone differ after one step.
     net = Towers()
     ddp, head = DistributedDataParallel(net.image), wb.PartialFC(OUT, 12, dtype=torch.float64)
     step = wb.GradCache([ddp], 2, head)
@@ -154,7 +155,7 @@ def head_body(counts):
 
 
 @pytest.mark.parametrize("counts", [(4, 4), (5, 0, 3)], ids=str)
-def test_a_head_of_which_each_rank_has_a_part(counts):
+def test_a_sharded_head_raises_no_false_alarm(counts):
     run_ranks(head_body, len(counts), counts, timeout_s=90)
 
 
@@ -172,8 +173,8 @@ def one_rank_body():
     return True
 
 
-def test_the_collector_knows_the_engines():
-    """What `live_ddp` rests on, whatever the release of Python and torch."""
+def test_the_garbage_collector_lists_live_engines():
+    """`live_ddp` relies on this in every release of Python and torch."""
     assert run_ranks(live_body, 2) == [[1, 2, 0]] * 2
 
 
@@ -194,7 +195,7 @@ def live_body():
 
 
 @pytest.mark.parametrize("unchecked", [nn.Linear(2, 2), torch.zeros(2), 3, ["weight"], None])
-def test_what_is_unchecked_are_parameters(unchecked):
+def test_unchecked_accepts_parameters_only(unchecked):
     with pytest.raises(ValueError, match="unchecked must be a list of parameters"):
         wb.GradCache([nn.Linear(2, 2)], 2, loss_fn, unchecked=unchecked)
 

@@ -1,4 +1,4 @@
-"""An error of an encoder says in which chunk of which model, and in which pass, it was raised."""
+"""An error of an encoder has a note that names the model, the chunk and the pass in which the encoder raised."""
 
 import sys
 

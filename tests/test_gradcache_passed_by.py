@@ -1,4 +1,4 @@
-"""Gradients that no engine reduces: an error of the step, on every rank, instead of models that drift apart."""
+"""Steps that bypass the engine, so that nothing reduces gradients, raise on every rank; models do not drift apart."""
 
 import copy
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ PASSED_BY = "must reach its parameters through the DistributedDataParallel that 
 
 
 def true_gradient(net, x, y):
-    """Of the whole batch on one process."""
+    """Return the gradient of the whole batch on one process."""
     net = copy.deepcopy(net)
     net.zero_grad()
     wb.reference.clip_loss(*(normalize(z, dim=1) for z in (net.image(x), net.text(y))), 5.0).backward()
@@ -56,11 +56,11 @@ PAST_THE_ENGINE = {
 }
 
 
-def passed_by_body(counts, way, kind):
+def passed_by_body(counts, bypass, kind):
     (x, y), local = batch(sum(counts)), local_rows(counts)
     net = Towers()
     true, ddp = true_gradient(net, x, y), kind(net)
-    step = wb.GradCache(PAST_THE_ENGINE[way](ddp), 2, loss_fn)
+    step = wb.GradCache(PAST_THE_ENGINE[bypass](ddp), 2, loss_fn)
     for kept in (None, torch.ones):
         for p in net.parameters():
             p.grad = None if kept is None else kept(p.shape, dtype=p.dtype)
@@ -69,8 +69,8 @@ def passed_by_body(counts, way, kind):
         assert NOT_REDUCED.title in str(error.value)
         assert NOT_REDUCED.fix.partition("; a step")[0] in str(error.value)
         for p in net.parameters():
-            assert p.grad is None if kept is None else torch.equal(p.grad, torch.ones_like(p)), "as they were"
-    # It is wrong without the error, and right through the engine, which is as it was.
+            assert p.grad is None if kept is None else torch.equal(p.grad, torch.ones_like(p)), "unchanged gradients"
+    # Without the check the gradient is wrong; through the engine, whose state is unchanged, it is right.
     with pytest.MonkeyPatch.context() as monkeypatch:
         without_checks(monkeypatch)
         net.zero_grad()
@@ -78,19 +78,19 @@ def passed_by_body(counts, way, kind):
         cosine = torch.cosine_similarity(flat(net), true, dim=0).item()
     net.zero_grad()
     right = wb.GradCache([lambda a: ddp(x=a)[0], lambda b: ddp(y=b)[1]], 2, loss_fn)
-    assert torch.equal(right(*local), loss), "the loss shows nothing"
+    assert torch.equal(right(*local), loss), "the loss does not reveal the mistake"
     assert_exact(net, true)
     return cosine
 
 
-@pytest.mark.parametrize("way", PAST_THE_ENGINE)
+@pytest.mark.parametrize("bypass", PAST_THE_ENGINE)
 @pytest.mark.parametrize("counts", [(4, 4), (5, 1, 2)], ids=str)
-def test_an_engine_that_is_passed_by(counts, way):
-    cosines = run_ranks(passed_by_body, len(counts), counts, way, DistributedDataParallel, timeout_s=90)
+def test_a_step_that_bypasses_its_engine_raises(counts, bypass):
+    cosines = run_ranks(passed_by_body, len(counts), counts, bypass, DistributedDataParallel, timeout_s=90)
     assert min(cosines) < 0.95
 
 
-def test_an_engine_of_a_class_derived_from_ddp_that_is_passed_by():
+def test_a_step_that_bypasses_a_subclass_of_ddp_raises():
     run_ranks(passed_by_body, 2, (4, 4), "modules", OfSubclass, timeout_s=60)
 
 
@@ -103,7 +103,7 @@ def functional_body():
         again(r)
     assert all(p.grad is None for p in ddp.parameters())
 
-    # Two functions of one engine: the last one goes back through the other tower, too.
+    # Two functions of one engine: the second pass of the last one also finishes the other tower.
     net = ddp.module
     true = true_gradient(net, *batch(8))
     towers = [wb.gradcache.cached(lambda z: ddp(x=z)[0]), wb.gradcache.cached(lambda z: ddp(y=z)[1])]
@@ -121,7 +121,7 @@ def test_the_functional_form():
 
 
 def one_engine_body(counts, sizes, keep, options):
-    """Two functions of one DDP, each of one of its towers: right in the first step, and in the next."""
+    """Use two functions of one DDP, each for one tower: the first step and the next ones are right."""
     (x, y), local = batch(sum(counts)), local_rows(counts)
     net = Towers()
     true, ddp = true_gradient(net, x, y), DistributedDataParallel(net, **options)
@@ -133,7 +133,7 @@ def one_engine_body(counts, sizes, keep, options):
         assert reduced == [0]
         reduced.clear()
         net.zero_grad()
-    # Gradients that were there before are reduced with it, as in any accumulation; here they are alike.
+    # Earlier gradients are reduced with the new one, as in any accumulation; here they are equal on all ranks.
     for p in net.parameters():
         p.grad = torch.ones_like(p)
     step(*local)
@@ -146,12 +146,12 @@ def one_engine_body(counts, sizes, keep, options):
     [((4, 4), 2, 0), ((7, 2), [1, 3], 1.0), ((5, 0, 3), 2, 1)],
     ids=str,
 )
-def test_two_functions_of_one_engine(counts, sizes, keep, options):
+def test_two_functions_of_one_engine_are_exact(counts, sizes, keep, options):
     run_ranks(one_engine_body, len(counts), counts, sizes, keep, options, timeout_s=90)
 
 
 def not_reached_body():
-    """Without the zeros the first step goes out unreduced, and torch raises in the second."""
+    """Leave out the zeros: the first step is not reduced, and torch raises in the second."""
     (x, y), local, net = batch(8), local_rows((4, 4)), Towers()
     true, ddp = true_gradient(net, x, y), DistributedDataParallel(net)
     models = [lambda a: ddp(x=a)[0], lambda b: ddp(y=b)[1]]
@@ -169,7 +169,7 @@ def test_without_the_zeros_the_first_step_is_wrong():
 
 
 def unused_body():
-    """A parameter that no chunk reaches: the others are reduced, and it gets zeros."""
+    """A parameter that no chunk reaches gets zeros, and the others are reduced."""
     (x, y), local, net = batch(8), local_rows((4, 4)), Towers()
     true = true_gradient(net, x, y)
     net.unused = nn.Linear(2, 2).double()
@@ -182,16 +182,16 @@ def unused_body():
         net.zero_grad()
 
 
-def test_a_parameter_that_nothing_reaches():
+def test_a_parameter_that_no_chunk_reaches_gets_zeros():
     run_ranks(unused_body, 2, timeout_s=60)
 
 
 class Hooked(nn.Module):
-    """An engine that reduces in each parameter's hook: in place, or to a place of its own as ZeRO does.
+    """An engine that reduces in each parameter's hook: in place, or into its own storage as ZeRO does.
 
     Args:
-        module: whose gradients it averages.
-        takes: whether it takes them out of .grad; the last ones count.
+        module: the module whose gradients it averages.
+        takes: whether it moves gradients out of .grad; the last ones count.
         listens: whether it does nothing while it is held.
     """
 
@@ -244,7 +244,7 @@ def control_body(takes, listens):
             step(*local)
         assert ("took the gradient out of" if takes else "changed the gradient") in str(error.value)
         assert all(p.grad is None for p in net.parameters())
-    # Without the look.
+    # Without the check.
     step._steps = 1
     step(*local)
     return torch.cosine_similarity(gradient(), true, dim=0).item()
@@ -257,18 +257,18 @@ def shared_towers():
 
 
 @pytest.mark.parametrize("takes", [False, True])
-def test_a_switch_that_works(takes):
+def test_a_registered_switch_that_holds_gradients_is_exact(takes):
     run_ranks(control_body, 2, takes, True, timeout_s=60)
 
 
-def test_a_switch_that_does_nothing():
-    """Where the engine keeps what it has reduced, the last chunk alone counts: on all ranks alike."""
+def test_a_registered_switch_without_effect_raises():
+    """If the engine stores reduced gradients itself, only the last chunk counts, equally on all ranks."""
     run_ranks(control_body, 2, False, False, timeout_s=60)
     assert max(run_ranks(control_body, 2, True, False, timeout_s=60)) < 0.95
 
 
 def sparse_body(listens):
-    """A registered engine around an embedding with sparse gradients, of integer inputs."""
+    """Register an engine around an embedding of integer inputs, with sparse gradients."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.EmbeddingBag(9, D, mode="sum", sparse=True), nn.Linear(D, OUT)).double()
     tokens = torch.randint(0, 9, (2, 8, 3), generator=torch.Generator().manual_seed(1))
@@ -293,5 +293,5 @@ def sparse_body(listens):
 
 
 @pytest.mark.parametrize("listens", [True, False])
-def test_a_switch_around_sparse_gradients(listens):
+def test_a_registered_switch_works_with_sparse_gradients(listens):
     run_ranks(sparse_body, 2, listens, timeout_s=60)

@@ -15,7 +15,7 @@ import wholebatch as wb
 
 
 class Noise(nn.Module):
-    """Random numbers of everyone who has some."""
+    """A module that draws from every random number generator."""
 
     def forward(self, x):
         import numpy
@@ -41,7 +41,7 @@ def test_dropout_masks_are_the_same_in_both_passes(keep):
     random.seed(5)
     __import__("numpy").random.seed(5)
     wb.GradCache(models, 3, loss_fn, keep_graphs=keep)(x, y)
-    assert (torch.rand(1), random.random()) == after, "generators go on from where the first pass left them"
+    assert (torch.rand(1), random.random()) == after, "generators continue from their state after the first pass"
     again = seen[len(masks) :]
     assert len(again) == (8 - round(keep * 8) if isinstance(keep, float) else 8 - keep)
     assert all(torch.equal(a, b) for a, b in zip(again, masks[len(masks) - len(again) :], strict=True))
@@ -61,8 +61,8 @@ def test_running_averages_count_every_chunk_once(keep):
     assert int(model[2].num_batches_tracked) == 6
 
 
-def test_buffers_that_the_output_depends_on():
-    """Spectral norm's vectors move in each pass, and the next pass sees them."""
+def test_the_second_pass_uses_the_buffers_of_the_first():
+    """The vectors of spectral norm move in each pass, and the next pass uses them."""
     model, loss_fn, (x, y) = mlp(0), Clip(), batch(10)
     nn.utils.parametrizations.spectral_norm(model[0])
     plain = copy.deepcopy(model)
@@ -74,7 +74,7 @@ def test_buffers_that_the_output_depends_on():
 
 @pytest.mark.parametrize("keep", [0, 2, 1.0])
 def test_under_the_callers_autocast(keep):
-    """A weight that was cast without gradient in the first pass must not serve the second."""
+    """A weight that was cast without gradient in the first pass must not be used in the second."""
     model, (x, y) = mlp(0).float(), [z.float() for z in batch(8)]
 
     def loss_fn(a, b):
@@ -89,7 +89,7 @@ def test_under_the_callers_autocast(keep):
     assert_all_same(found, true, relative=2e-2)
 
 
-def test_float16_with_a_scaler():
+def test_float16_works_with_a_scaler():
     model, (x, y) = mlp(0).float(), [z.float() for z in batch(8)]
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 
@@ -100,7 +100,7 @@ def test_float16_with_a_scaler():
     true = gradients_of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     loss = wb.GradCache([model, model], 2, loss_fn, fp16=True, scaler=scaler)(x, y)
-    assert loss < 10, "as it is, not scaled"
+    assert loss < 10, "the loss is not scaled"
     scaler.unscale_(optimizer)
     assert_all_same(gradients_of(model), true, relative=2e-2)
     scaler.update()
@@ -138,7 +138,7 @@ def test_checkpointed_compiled_and_partly_frozen_encoders(keep):
     assert_all_same(gradients_of(*plain, loss_fn), true)
 
 
-def test_buffers_that_move_late_or_by_another_model():
+def test_buffers_changed_late_or_by_another_model_are_replayed():
     model, loss_fn, (x, y) = mlp(0, LateMaximum()), Clip(), batch(9)
     x = x / 100
     x[-3:] *= 1000

@@ -1,7 +1,7 @@
 """Waits of the host: a loss reads its inputs back once, at its entry, and nothing afterward.
 
-Each look at a tensor's numbers waits until a GPU is through with all that it has been given, and none can be part of a
-CUDA graph. Without a GPU, they are what reads a tensor into Python, or makes one whose size depends on numbers.
+Each read of a tensor's values waits until a GPU has finished all its work, and cannot be part of a CUDA graph. Without
+a GPU, the test counts calls that read a tensor into Python, or make one whose size depends on values.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ OF_TORCH = ("nonzero", "argwhere", "equal", "allclose", "masked_select", "unique
 
 @contextmanager
 def counted():
-    """The looks inside, as a list."""
+    """Yield a list of the reads inside the context."""
     if not CUDA:
         with pytest.MonkeyPatch.context() as patch:
-            yield looks_of(patch)
+            yield reads_of(patch)
         return
     found = []
     torch.cuda.set_sync_debug_mode("warn")
@@ -44,8 +44,8 @@ def counted():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def looks_of(patch):
-    """The looks from here on: what is called of tensors, and of torch."""
+def reads_of(patch):
+    """Return a list that grows with each reading call of tensors and of torch from now on."""
     found = []
 
     def counting(name, function):
@@ -58,7 +58,7 @@ def looks_of(patch):
 
     tensor = torch.tensor
 
-    def to_device(*args, **more):  # numbers of the host's, which it waits to see copied
+    def to_device(*args, **more):  # the host waits until its numbers are copied
         found.extend(["tensor"] * ("device" in more))
         return tensor(*args, **more)
 
@@ -69,8 +69,8 @@ def looks_of(patch):
     return found
 
 
-def looks(name, scale, kernel, *, matching=True):
-    """Forward and backward."""
+def reads(name, scale, kernel, *, matching=True):
+    """Return the number of reads in forward and in backward."""
     torch.manual_seed(0)
     x = normalize(torch.randn(40, 24, device=DEVICE), dim=1)
     y = normalize((x if matching else -x) + 0.1 * torch.randn_like(x), dim=1)
@@ -85,7 +85,7 @@ def looks(name, scale, kernel, *, matching=True):
 
 @pytest.fixture(params=["torch", "triton"])
 def kernel(request, monkeypatch):
-    """Triton's interpreter reads tensors: without a GPU, kernels do nothing here."""
+    """Return the kernel; without a GPU, Triton's kernels do nothing, because its interpreter reads tensors."""
     if request.param == "triton" and not CUDA:
         pytest.importorskip("triton")
 
@@ -96,22 +96,22 @@ def kernel(request, monkeypatch):
 @pytest.mark.parametrize("scale", [14.3, 100.0])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_loss_reads_its_inputs_once_at_entry(name, scale, kernel):
-    """Plain PyTorch waits once more for each tile with equal ids, or with an example's own class: it lists entries."""
+    """Plain PyTorch waits once more for each tile with equal ids or with an example's class: it lists the entries."""
     of_classes = name.startswith("partial_fc")
     listed = kernel == "torch" and (of_classes or "ids" in name or name == "sup_con")
-    in_backward = listed and not name.startswith("siglip")  # which has made its gradient by then
-    assert looks(name, scale, kernel) == (1 + listed, int(in_backward))
+    in_backward = listed and not name.startswith("siglip")  # siglip's gradient is computed by then
+    assert reads(name, scale, kernel) == (1 + listed, int(in_backward))
 
 
-def test_a_second_read_where_pairs_are_nearly_opposite(kernel):
-    """At scale 100, of pairs with opposite features, whether one shift did is seen afterward."""
-    assert looks("clip", 100.0, kernel, matching=False) == (2, 0)
-    assert looks("clip", 14.3, kernel, matching=False) == (1, 0)
+def test_nearly_opposite_pairs_need_a_second_read(kernel):
+    """At scale 100 and opposite features, the loss checks afterward whether one shift underflowed."""
+    assert reads("clip", 100.0, kernel, matching=False) == (2, 0)
+    assert reads("clip", 14.3, kernel, matching=False) == (1, 0)
 
 
-def test_the_count_sees_a_read():
+def test_a_planted_read_is_counted():
     x = torch.arange(3.0, device=DEVICE)
-    for look in (
+    for read in (
         lambda: x.sum().item(),
         lambda: bool(x[0]),
         lambda: x[x > 1],
@@ -119,13 +119,13 @@ def test_the_count_sees_a_read():
         lambda: x.max().cpu(),
     ):
         with counted() as found:
-            look()
+            read()
         assert found
     with counted() as found:
         x.mul_(2).where(x > 1, 0.0)
     assert not found
 
-    class Looking(torch.autograd.Function):
+    class Reading(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
             return x.clone()
@@ -135,13 +135,13 @@ def test_the_count_sees_a_read():
             return grad * grad.sum().item()
 
     with counted() as found:
-        Looking.apply(x.requires_grad_()).sum().backward()
+        Reading.apply(x.requires_grad_()).sum().backward()
     assert found
 
 
 @pytest.mark.skipif(not CUDA, reason="CUDA graphs are for GPUs")
-def test_graphs_around_a_loss():
-    """The towers' forward and backward passes are graphs; the loss is between them."""
+def test_a_loss_runs_between_cuda_graphs():
+    """The towers' forward and backward passes are CUDA graphs; the loss runs between them."""
     x, y = (torch.randn(64, 32, device=DEVICE) for _ in range(2))
     grads = []
     for graphed in (False, True):

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 
 OPTIONAL = ["jax", "mpi4py", "tyro", "rich", "safetensors", "matplotlib", "PIL", "cloudpickle"]
-# Without Triton, which torch imports by itself where it is installed.
+# Without Triton, which torch imports if it is installed.
 PROGRAM = """
 import sys
 sys.modules["triton"] = None
@@ -32,7 +32,7 @@ def test_the_check_above_can_fail():
     assert loaded("import rich") == "['rich']"
 
 
-# Dynamo takes 1.5 s and 80 MB, and only programs that compile need it.
+# Dynamo costs 1.5 s and 80 MB, and only programs that compile need it.
 WORK = """
 import sys
 import torch
@@ -58,7 +58,7 @@ print("torch._dynamo" in sys.modules)
     [("", False), ("torch.compile(wb.CLIPLoss(), backend='eager')(x.detach(), y.detach(), 1.0)", True)],
     ids=["eager", "the check can fail"],
 )
-def test_work_without_dynamo(extra, there):
+def test_common_work_does_not_import_dynamo(extra, there):
     program = WORK.format(extra=extra)
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

@@ -1,4 +1,4 @@
-"""What must not matter does not: which rank holds which rows, how they are split, tile size, budget, exchange."""
+"""Results do not depend on the order and split of rows over ranks, tile size, budget or exchange."""
 
 from unittest.mock import patch
 
@@ -15,7 +15,7 @@ from wholebatch.exchange import USED_EXCHANGES
 from wholebatch.nodes import route
 from wholebatch.testing import run_ranks
 
-# Every rank draws the same examples, since all draw from the same seed; and none goes looking for a smaller one alone.
+# Every rank draws the same examples from the same seed, and no rank searches for a smaller example alone.
 together = settings(
     derandomize=True,
     max_examples=60,
@@ -28,15 +28,15 @@ some_rows = st.integers(0, 6)
 
 
 def assert_alike(case, counts, order, reference_features, options, side):
-    """Ranks hold the rows in another order and split: same loss, and the same gradient of each row."""
+    """Raise unless another order and split of rows gives the same loss, and the same gradient of each row."""
     whole = [z[order] if len(z) == len(order) else z for z in reference_features]
     local = {"group": wb.comm.LocalCommunicator(), "sync": "sum", "memory": "flat"}
     scale = torch.tensor(9.0, dtype=torch.float64)
     expected = gradients(case, wb.functional, reference_features, scale, **local)
     rows = rows_of(case, counts, dist.get_rank())
-    own = [z[at] for z, at in zip(whole, rows, strict=True)]
+    local = [z[at] for z, at in zip(whole, rows, strict=True)]
     with patch.object(route, "default_side", lambda _device: side):
-        actual = gradients(case, wb.functional, own, scale, sync="sum", **options)
+        actual = gradients(case, wb.functional, local, scale, sync="sum", **options)
     assert_same(actual[0], expected[0], relative=1e-12)
     for position, at in enumerate(rows, start=1):
         moved = expected[position][order] if len(expected[position]) == len(order) else expected[position]

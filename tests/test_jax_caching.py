@@ -54,8 +54,8 @@ def test_chunks_have_the_gradient_of_the_batch(kind, rows, chunks):
     assert_close(*([np.asarray(z) for z in jax.tree.leaves(of)] for of in (in_chunks, whole)))
 
 
-def test_parameters_that_are_split_too():
-    """Parameters are split over the batch's axis, as by FSDP: encode_fn then takes all devices' rows."""
+def test_split_parameters_are_exact():
+    """If parameters are split over the batch's axis, as by FSDP, encode_fn takes all devices' rows."""
     params, x, _ = towers()
     mesh = mesh_of(4, "auto")
     split = jax.device_put(
@@ -86,7 +86,7 @@ def test_an_encoder_that_closes_over_its_parameters():
 
 
 def test_chunks_stay_on_the_devices_of_their_rows():
-    """No device receives rows, or encodes another's. The usual reshape makes each encode four times as many."""
+    """No device receives or encodes another's rows; with the usual reshape each encodes four times as many."""
     mesh = mesh_of(8, "auto")
     params = {"w": jnp.zeros((5, 16), jnp.float32), "v": jnp.zeros((16, 6), jnp.float32)}
     x = placed(mesh, 64, 5)
@@ -120,7 +120,7 @@ def collectives_in_loops(text):
 
 @pytest.mark.parametrize("kind", ["a mesh", "a mesh, all rows", "a shard_map"])
 def test_gradients_are_summed_over_devices_once(kind):
-    """They are not summed with each chunk, unless encode_fn gets all devices' rows."""
+    """They are not summed for each chunk, unless encode_fn gets all devices' rows."""
     mesh, x = mesh_of(8, "auto"), placed(mesh_of(8, "auto"), 64, 5)
     params = {"w": jnp.zeros((5, 16), jnp.float32), "v": jnp.zeros((16, 6), jnp.float32)}
     settings = {"mesh": mesh, "per_device": kind == "a mesh"} if kind.startswith("a mesh") else {}
@@ -230,7 +230,7 @@ def test_the_functions_of_gradcache_are_exact():
     assert_close(*([np.asarray(z) for z in jax.tree.leaves(of)] for of in ((value, grads), expected)))
 
     def local_mean(hs, ht, axis):
-        """The losses of this device's sources among all targets, as GradCache's users write them."""
+        """Return the losses of this device's sources among all targets, as GradCache's users write them."""
         everyone = jax.lax.all_gather(ht, axis, tiled=True)
         first = jax.lax.axis_index(axis) * len(hs)
         logits = hs @ everyone.T
@@ -271,7 +271,7 @@ class TrainState:
         return TrainState(self.apply_fn, optax.apply_updates(self.params, updates), grads)
 
 
-def test_parameters_of_any_kind():
+def test_parameters_may_hold_numbers_and_functions():
     """A model may also hold numbers and functions."""
     _, x, _ = towers()
     params = {"w": jnp.ones((5, 3), jnp.bfloat16), "times": 2.0, "activation": jnp.tanh, "n": 3}
@@ -284,7 +284,7 @@ def test_parameters_of_any_kind():
         np.testing.assert_allclose(found, of_model(params, x), rtol=1e-12)
 
 
-def test_any_axis_in_chunks():
+def test_any_axis_can_be_split_into_chunks():
     x = jnp.arange(24).reshape(2, 12)
     for axis, other in ((1, -1), (0, -2)):
         chunks = wbj.tree_chunk(x, 2, axis)

@@ -45,7 +45,7 @@ def by_torch_classes(function, x, labels, w, weights, **options):
 
 @pytest.mark.parametrize(("name", "devices", "kind", "exchange"), settings_of(list(MARGINS), ["arcface"]))
 def test_partial_fc(name, devices, kind, exchange):
-    """13 examples and 11 classes divide over no number of devices; of eight devices, some have no class."""
+    """13 examples and 11 classes do not divide by any number of devices; some of eight devices have no class."""
     (margin, of_torch), (x, labels, w, weights), mesh = MARGINS[name], classes(), mesh_of(devices, kind)
 
     def loss(x, w, weights):
@@ -106,7 +106,7 @@ def test_half_precision_is_summed_in_float32(dtype):
 
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
 def test_a_sample_of_classes(exchange):
-    """The sample is the same on any number of devices and has the batch's classes; its loss and gradient are exact."""
+    """A sample is the same on any number of devices and has the batch's classes; its loss and gradient are exact."""
     x, labels, w, weights = classes(rows=9, num=64)
     key, rate = jax.random.key(5), 0.3
     in_sample = np.asarray(sampled(key, jnp.arange(64), rate))

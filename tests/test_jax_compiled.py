@@ -1,4 +1,4 @@
-"""Memory and collectives of wholebatch.jax, as the compiler reports them."""
+"""Memory and collectives of wholebatch.jax, from the compiler's report."""
 
 import re
 from collections import Counter

@@ -48,14 +48,14 @@ def check_parity(name, rows, mesh, exchange):
 
 @pytest.mark.parametrize(("name", "devices", "kind", "exchange"), settings_of(list(CASES), CORE))
 def test_losses_equal_the_dense_reference_on_any_devices(name, devices, kind, exchange):
-    """Rows that divide over the devices, and rows that do not: of 5 on eight, some have none."""
+    """Rows may or may not divide by the number of devices: with 5 rows, some of eight devices have none."""
     rows = 16 if (kind == "explicit") == (devices % 4 == 0) else 5
     check_parity(name, rows, mesh_of(devices, kind), exchange)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_dense_references_of_both_libraries_are_the_same(name):
-    """JAX's own, which need no torch."""
+    """JAX's reference implementations need no torch."""
     case = CASES[name]
     inputs = shards(case, 7, 4)
     found = values_and_gradients(case, inputs, SCALE, BIAS, functions=as_module(wbj.reference))
@@ -83,7 +83,7 @@ def test_parity_on_three_devices(name, exchange):
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
 @pytest.mark.parametrize("name", ["clip, label smoothing", "info_nce, few negatives", "nt_xent", "sup_con"])
 def test_kept_products(name, exchange):
-    """The products of some tiles are kept, or of all; a tile has 3 x 3 numbers of 8 bytes."""
+    """Keep the products of some tiles, or of all; a tile has 3 x 3 numbers of 8 bytes."""
     case = CASES[name]
     inputs = shards(case, 24, 4)
     some, whole = 5 * 72, 10**6
@@ -96,7 +96,7 @@ def test_kept_products(name, exchange):
 
 @pytest.mark.parametrize("memory", ["flat", 10**6])
 def test_the_exchange_is_chosen_once(monkeypatch, memory):
-    """The backward pass, in which more travels, must have the exchange, and the kept products, of the forward pass."""
+    """The backward pass, which moves more bytes, must have the exchange and the kept products of the forward pass."""
     case = CASES["clip"]
     for rows, room, messages in ((20, 0, "all-gather"), (28, 1, "collective-permute")):
         inputs = shards(case, rows, 4)
@@ -111,7 +111,7 @@ def test_the_exchange_is_chosen_once(monkeypatch, memory):
         assert [kind for kind in ("all-gather", "collective-permute") if f" {kind}(" in text] == [messages]
 
 
-# Inside of the caller's own shard_map.
+# Inside the caller's shard_map.
 
 
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
@@ -137,15 +137,15 @@ def test_local_functions_are_the_same_losses(name, exchange):
         return case.call(functions, *inputs, scale, bias)
 
     by_rows = jax.shard_map(loss, mesh=mesh, in_specs=(jax.P("data"), jax.P(), jax.P()), out_specs=jax.P())
-    wanted = [as_jax(inputs[at]) for at in case.differentiable]
+    chosen = [as_jax(inputs[at]) for at in case.differentiable]
 
-    def of_wanted(wanted, scale, bias):
+    def of_differentiated(chosen, scale, bias):
         given = [as_jax(x) for x in inputs]
-        for at, x in zip(case.differentiable, wanted, strict=True):
+        for at, x in zip(case.differentiable, chosen, strict=True):
             given[at] = x
         return by_rows(given, scale, bias)
 
-    value, (of_inputs, *of_scalars) = jax.jit(jax.value_and_grad(of_wanted, (0, 1, 2)))(wanted, SCALE, BIAS)
+    value, (of_inputs, *of_scalars) = jax.jit(jax.value_and_grad(of_differentiated, (0, 1, 2)))(chosen, SCALE, BIAS)
     of_scalars = [x for x, there_is in zip(of_scalars, (case.has_scale, case.has_bias), strict=True) if there_is]
     assert_close([np.asarray(x) for x in (value, *of_inputs, *of_scalars)], by_reference(case, inputs, SCALE, BIAS))
 
@@ -189,7 +189,7 @@ def test_without_vma_checks_gradients_are_off_by_the_number_of_devices():
 
 
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
-def test_two_axes_are_one(exchange):
+def test_two_axes_act_as_one(exchange):
     case = CASES["clip"]
     inputs = shards(case, 12, 8)
     found = values_and_gradients(
@@ -263,7 +263,7 @@ def test_losses_inside_jax_checkpoint_are_the_same(name, exchange, kind):
 
 @pytest.mark.parametrize("name", ["clip, ids, weights", "nt_xent, ids, weights", "siglip, ids, weights", "sup_con"])
 def test_sums_and_losses_of_rows_have_the_dense_gradient(name):
-    """The sum; and the losses of rows, with a gradient for each of them."""
+    """Compare the sum, and the losses of rows with a gradient for each of them."""
     case, inputs = CASES[name], shards(CASES[name], 7, 4)
     for reduction, kind in (("sum", "auto"), ("none", "explicit")):
         mesh = mesh_of(4, kind)
@@ -288,7 +288,7 @@ def test_sums_and_losses_of_rows_have_the_dense_gradient(name):
 
 
 @pytest.mark.parametrize("scale", [1.0, 100.0, 1e4])
-@pytest.mark.parametrize("name", ["clip", "nt_xent", "siglip", "info_nce, both directions, each its own"])
+@pytest.mark.parametrize("name", ["clip", "nt_xent", "siglip", "info_nce, both directions, separate"])
 def test_float32_at_any_scale(name, scale):
     case = CASES[name]
     inputs = shards(case, 16, 4)
@@ -308,7 +308,7 @@ def test_float32_at_any_scale(name, scale):
     ("name", "dtype"),
     [
         *((name, jnp.bfloat16) for name in CORE),
-        *((name, jnp.float16) for name in ("clip", "info_nce, both directions, each its own", "siglip")),
+        *((name, jnp.float16) for name in ("clip", "info_nce, both directions, separate", "siglip")),
     ],
 )
 def test_half_precision_is_summed_in_float32(name, dtype):
@@ -329,7 +329,7 @@ def test_half_precision_is_summed_in_float32(name, dtype):
     assert value.dtype == jnp.float32
     assert {z.dtype for z in of_features} == {jnp.dtype(dtype)}
     found = [np.asarray(z.astype(jnp.float64)) for z in (value, *of_features, of_scale)]
-    floor = 1e-5  # below which float16 has few bits left
+    floor = 1e-5  # below this float16 has few bits left
     errors = [np.abs(a - b).max() / max(np.abs(b).max(), floor) for a, b in zip(found, expected, strict=False)]
     assert abs(found[0] - expected[0]) < 1e-5
     assert max(errors[1:]) < 1e-2
@@ -362,7 +362,7 @@ def test_a_gather_rounds_as_one_piece_does(devices):
 
 @pytest.mark.parametrize("exchange", ["gather", "ring"])
 def test_features_that_are_not_finite_make_the_loss_nan(exchange):
-    """A row that is nobody's positive, and enters only the sums, has the same effect."""
+    """A row that is no row's positive, and enters only the sums, has the same effect."""
     x, n = (as_jax(z) for z in shards(CASES["clip"], 6, 2))
     labels = jnp.array([0, 0, 1, 1, 2, 3])  # the last row has no positive
     for wrong in (jnp.nan, jnp.inf):
@@ -377,7 +377,7 @@ def test_features_that_are_not_finite_make_the_loss_nan(exchange):
 
 
 def test_the_float16_gradient_of_a_mean_does_not_overflow():
-    """SigLIP computes the gradient of the sum in the forward pass, and this is beyond float16."""
+    """SigLIP computes the gradient of the sum in the forward pass, which exceeds float16's range."""
     random = np.random.default_rng(0)
     x, y = (random.normal(size=(2048, 4)) + 4 for _ in "xy")
     x, y = (jnp.asarray(z / np.linalg.norm(z, axis=1, keepdims=True), jnp.float16) for z in (x, y))
@@ -421,7 +421,7 @@ def test_wrong_recipes_are_rejected():
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint32, np.int8])
 def test_ids_of_any_integer_dtype(dtype):
-    """An id of 0 is an id like others, even as the smallest of its dtype; negatives without ids match no query."""
+    """An id of 0 is an ordinary id, even as the smallest of its dtype; negatives without ids match no query."""
     case = CASES["clip"]
     (x, y), ids = shards(case, 6, 2), np.array([0, 1, 2, 0, 1, 2])
     negatives = torch.randn(5, x.shape[1], dtype=torch.float64)
@@ -434,7 +434,7 @@ def test_ids_of_any_integer_dtype(dtype):
 
 
 def test_keys_and_negatives_with_different_shardings():
-    """On explicit axes: more keys than queries, split; negatives replicated, and not divisible over the devices."""
+    """On explicit axes, keys outnumber queries and are split; replicated negatives do not divide by the devices."""
     x, y = shards(CASES["clip"], 8, 4)
     keys, negatives = torch.cat([y, x[:4]]), torch.randn(3, x.shape[1], dtype=torch.float64)
     expected = wb.reference.info_nce_loss(x, keys, logit_scale=5.0, negatives=negatives)

@@ -36,20 +36,20 @@ def test_values_and_gradients(name):
     labels = torch.tensor(LABELS)
     leaves = [z.double().requires_grad_() for z in (x, y)]
     true = LOSSES[name](wb.reference, *leaves, labels, wb)
-    wanted = 1 if name == "sup_con" else 2
-    grads = torch.autograd.grad(true, leaves[:wanted])
+    differentiated = 1 if name == "sup_con" else 2
+    grads = torch.autograd.grad(true, leaves[:differentiated])
     for functions in (wbj, wbj.reference):
 
         def loss(x, y, functions=functions):
             return LOSSES[name](functions, x, y, jnp.asarray(LABELS), wbj)
 
-        found, of_rows = jax.value_and_grad(loss, argnums=tuple(range(wanted)))(
+        found, of_rows = jax.value_and_grad(loss, argnums=tuple(range(differentiated)))(
             *(jnp.asarray(z.numpy()) for z in (x, y))
         )
         assert abs(float(found) - true.item()) < 1e-5 * abs(true.item())
         for z, ours, truth in zip((x, y), of_rows, grads, strict=False):
             assert np.isfinite(np.asarray(ours)).all()
-            # With respect to a normalized row each derivative is about 1: the rows' divisors scale them to that.
+            # Derivatives by a normalized row are about 1: gradients are multiplied by the rows' divisors.
             divisors = z.double().norm(dim=1, keepdim=True).clamp(min=1e-12)
             error = (torch.from_numpy(np.array(ours)).double() - truth) * divisors
             assert error.abs().max() < 2e-5 * (truth * divisors).abs().max()

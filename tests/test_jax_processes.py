@@ -1,4 +1,4 @@
-"""wholebatch.jax is exact on several processes that communicate over sockets, each with its own devices."""
+"""wholebatch.jax is exact on several processes that communicate over sockets, each with some of the devices."""
 
 import os
 import socket

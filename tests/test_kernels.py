@@ -133,7 +133,7 @@ def errors(found, true):
 @pytest.mark.parametrize("over", ["negatives", "all", "positives"])
 @pytest.mark.parametrize("kind", ["pairs", "two views", "ids", "ids excluded", "both", "none"])
 def test_sums_and_products(in_kernels, kind, over):
-    """float32, 45 rows and 77 columns in two tiles each way, against the same sweep in float64."""
+    """Compare float32, with 45 rows and 77 columns in two tiles per direction, with the same sweep in float64."""
     x, y = poisoned(45, 19, torch.float32), poisoned(77, 19, torch.float32)
     selection = Selection(pairs_of(kind, 45, 77), over)
     true = swept(SoftmaxSweep, x.double(), y.double(), selection, side=640)
@@ -175,7 +175,7 @@ def test_kept_exponentials(in_kernels, monkeypatch, kind, kept):
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("of", ["norms of rows", "norms of both", "offsets", "all"])
 def test_rows_with_norms_and_offsets(in_kernels, of, dtype):
-    """PartialFC has such rows: they are classes, and each column names its own."""
+    """PartialFC has such rows: they are classes, and each column names its class."""
     x, y = poisoned(45, 19, dtype) * 3, poisoned(77, 19, dtype) / 2
     norms = {}
     if "offsets" not in of:
@@ -196,7 +196,7 @@ def test_rows_with_norms_and_offsets(in_kernels, of, dtype):
 
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize(("rows", "cols", "dim"), [(1, 1, 1), (1, 70, 33), (64, 3, 8), (33, 65, 64)])
-def test_awkward_sizes(in_kernels, rows, cols, dim, dtype):
+def test_awkward_sizes_are_exact(in_kernels, rows, cols, dim, dtype):
     x, y = poisoned(rows, dim, dtype), poisoned(cols, dim, dtype)
     selection = Selection(Pairs(Diagonals(Diagonal(0, 0, min(rows, cols)))), "all")
     true = swept(SoftmaxSweep, x.double(), y.double(), selection, side=640)
@@ -215,7 +215,7 @@ def test_rows_or_columns_alone(in_kernels, sides):
     assert max(errors(swept(KernelSoftmaxSweep, x, y, selection, side=20, sides=sides), true)) < SINGLE
 
 
-def test_half_of_a_symmetric_matrix(in_kernels):
+def test_half_of_a_symmetric_matrix_is_enough(in_kernels):
     x = poisoned(50, 12, torch.float32)
     views = Pairs(Diagonals(Diagonal(0, 25, 25), Diagonal(25, 0, 25)), Diagonals(Diagonal(0, 0, 50)))
     true = swept(SoftmaxSweep, x.double(), x.double(), Selection(views), side=640, triangle=True)
@@ -260,7 +260,7 @@ def in_kernels(monkeypatch):
 
 
 def test_positives_are_subtracted_inside_the_tile():
-    """For trained features, p = 1 - 3e-4, dS is lost if its parts are rounded before they are added."""
+    """For trained features (p = 1 - 3e-4) dS is lost if its parts are rounded before they are added."""
     x = normalize(torch.randn(48, 64, device=DEVICE), dim=1).bfloat16()
     selection = Selection(Pairs(Diagonals(Diagonal(0, 0, 48))), "all")
     sweep = KernelSoftmaxSweep(Driver(x, 12.0, side=640), selection, 48)
@@ -284,7 +284,7 @@ def test_the_same_bits_each_time():
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_sets_are_the_ones_that_plain_pytorch_has():
+def test_sets_equal_those_of_plain_pytorch():
     """The sets of a tile are compared entry by entry."""
     tile, rows, cols, cpu = Tile(slice(3, 30), slice(5, 60)), 40, 70, torch.device("cpu")
     sets = [entries for kind in ("pairs", "two views", "ids", "ids excluded", "both") for entries in
@@ -315,7 +315,7 @@ def test_sets_are_the_ones_that_plain_pytorch_has():
 
 @pytest.mark.parametrize(("name", "dtype"), [*product(NAMES, CLOSE)])
 def test_losses_are_exact(in_kernels, name, dtype):
-    """Value and gradients, against the reference in float64."""
+    """Compare value and gradients with the reference in float64."""
     whole = [normalize(torch.randn(50, 24), dim=1).to(DEVICE, dtype) for _ in range(2)]
     ids = torch.randint(0, 30, (50,), device=DEVICE)
 
@@ -477,8 +477,8 @@ def on_ranks():
                 )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of the interpreter")
-def test_on_several_ranks():
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests the interpreter")
+def test_several_ranks_equal_one_process():
     run_ranks(on_ranks, 3)
 
 

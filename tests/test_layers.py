@@ -1,4 +1,4 @@
-"""Imports point down the layers only and form no circle; imports in functions and of type checkers count, too."""
+"""Imports point down the layers only and form no circle; imports in functions and for type checkers count, too."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from layers import circles, imports
 
 ROOT = Path(__file__).parent.parent / "src" / "wholebatch"
 
-# From the bottom up. A module imports its own package, and what is further down; siblings do not import each other.
+# From the bottom up. A module imports from its own package and from lower layers; siblings do not import each other.
 FOUNDATION = (
     "foundation"  # the modules of the package that belong to no other layer: checks, precision, partition, files
 )
@@ -55,7 +55,7 @@ def test_no_imports_form_a_circle():
 
 
 def test_jax_stands_alone():
-    """It imports the foundation and nothing else of the package, which imports torch."""
+    """It imports only the foundation, because the rest of the package imports torch."""
     graph = imports(ROOT)
     assert {layer_of(target) for module in graph if layer_of(module) == "jax" for target in graph[module]} <= {
         "jax",
@@ -87,7 +87,7 @@ def test_a_planted_circle_is_found(tmp_path):
 
 
 def planted(folder: Path, module: str, line: str) -> Path:
-    """Return a copy of the package with a line more in one module."""
+    """Return a copy of the package with one more line in one module."""
     for path in ROOT.rglob("*.py"):
         copy = folder / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""One shift for all where the underflow check passes, each maximum elsewhere: never an overflow, never log(0)."""
+"""One shift for all rows if the underflow check passes, else each row's maximum: never an overflow, never log(0)."""
 
 import math
 
@@ -20,8 +20,8 @@ def test_no_sum_overflows(bound, terms, dtype):
 
 
 @given(st.sampled_from([1.0, 14.3, 60.0, 100.0, 200.0]), st.floats(-1, 1), st.integers(0, 99))
-def test_what_passes_the_underflow_check_is_exact(scale, center, seed):
-    """Logits anywhere in the range that the bound allows: either certified and right, or refused."""
+def test_sums_that_pass_the_underflow_check_are_exact(scale, center, seed):
+    """For logits anywhere within the bound, the check either refuses, or passes and the result is right."""
     generator = torch.Generator().manual_seed(seed)
     cosines = (center + 0.2 * torch.randn(5, 40, dtype=torch.float64, generator=generator)).clamp(-1, 1)
     logits = (scale * cosines).float()
@@ -33,13 +33,13 @@ def test_what_passes_the_underflow_check_is_exact(scale, center, seed):
         if passed[row] or known:
             assert_same(log_sum_exp(shift, sums.double())[row], true, relative=1e-6, absolute=1e-6)
         if passes_underflow_check(logits[row, 7].item(), shift, 40, torch.float32):
-            assert passed[row], "what is known in advance also holds for the sum"
+            assert passed[row], "a bound that is known in advance also holds for the sum"
     if center >= -0.3 and scale <= 100:
-        assert all(passed), "the cases that training meets need no fallback"
+        assert all(passed), "cases of ordinary training need no fallback"
 
 
-def test_the_underflow_check_refuses_what_the_obvious_shift_gets_wrong():
-    """The largest possible logit as the shift: at scale 100, rows near cosine 0 underflow to log(0)."""
+def test_the_underflow_check_refuses_sums_that_an_obvious_shift_loses():
+    """With the largest possible logit as the shift, rows near cosine 0 underflow to log(0) at scale 100."""
     logits = 100 * torch.tensor([[0.01, 0.02, -0.01]])
     naive = (logits - 100.0).exp().sum(1)
     assert count_underflowed(naive, 3, torch.float32) == 1
@@ -52,7 +52,7 @@ def test_the_underflow_check_refuses_what_the_obvious_shift_gets_wrong():
 
 @given(st.floats(0, 100), st.integers(1, 2**21))
 def test_the_known_bound_leaves_room_for_weights(bound, terms):
-    """Gradients weigh 1 / sum, times a scaler's factor: that is to be a number of float32."""
+    """Gradients have weights 1 / sum, times a scaler's factor: these must be finite in float32."""
     shift = shared_shift(bound, terms, torch.float32)
     if cannot_underflow(bound, shift, torch.float32):
         assert 2.0**20 / math.exp(-bound - shift) < torch.finfo(torch.float32).max
@@ -63,7 +63,7 @@ def test_nan_does_not_pass_the_underflow_check():
 
 
 @pytest.mark.parametrize("bound", [1e7, math.inf, math.nan])
-def test_no_bound_no_shared_shift(bound):
+def test_without_a_bound_there_is_no_shared_shift(bound):
     assert shared_shift(bound, 3, torch.float32) is None
 
 

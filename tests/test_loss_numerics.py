@@ -1,4 +1,4 @@
-"""Losses in low precision, at edges and far from the origin are as good as plain PyTorch's or better."""
+"""Losses in low precision, at edges and far from the origin are as exact as plain PyTorch's or more."""
 
 import pytest
 import torch
@@ -20,9 +20,9 @@ def narrow(inputs, dtype):
 
 @pytest.mark.parametrize("name", SMOOTH)
 def test_float32_is_no_worse_than_plain_pytorch(name):
-    """Within 3e-6 of float64, or within 1.5 times plain float32 PyTorch's error where the problem asks for more.
+    """Errors are at most 3e-6 against float64, or 1.5 times plain float32 PyTorch's for ill-conditioned problems.
 
-    A scalar's gradient is an inner product, <X, dL/dX> / scale, and is measured against the size of its factors.
+    A scalar's gradient is an inner product, <X, dL/dX> / scale; its error is relative to the size of the factors.
     """
     case = LOSSES[name]
     whole = narrow(whole_batch(case, (300,), d=32), torch.float32)
@@ -35,8 +35,8 @@ def test_float32_is_no_worse_than_plain_pytorch(name):
         assert error <= max(3e-6, 1.5 * plain_error), (position, error, plain_error)
 
 
-def test_float32_distillation_of_what_is_nearly_solved():
-    """At a scale of 100 a logsumexp is rounded by 10^-5, and the loss is 2 10^-3."""
+def test_float32_distillation_of_nearly_solved_pairs_is_exact():
+    """At scale 100 the rounding error of a logsumexp is 1e-5, and the loss is 2e-3."""
     generator = torch.Generator().manual_seed(0)
     x, tx, dy, dty = (torch.randn(512, 64, dtype=torch.float64, generator=generator) for _ in range(4))
     x, tx = F.normalize(x + 1.5, dim=1).float(), F.normalize(tx + 1.5, dim=1).float()
@@ -57,8 +57,8 @@ def test_float32_distillation_of_what_is_nearly_solved():
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_the_hardest_of_rows_that_lie_close_together(normalize):
-    """In float32 x . y - |y|^2 / 2 cannot tell them apart, and picks others; the twin subtracts first."""
+def test_the_hardest_of_close_rows_is_right(normalize):
+    """In float32 x . y - |y|^2 / 2 cannot separate such rows and picks others; the reference subtracts first."""
     generator = torch.Generator().manual_seed(0)
     if normalize:
         z = F.normalize(torch.randn(1, 16, generator=generator), dim=1) + 1e-4 * torch.randn(
@@ -76,12 +76,12 @@ def test_the_hardest_of_rows_that_lie_close_together(normalize):
     key = F.normalize(z, dim=1) if normalize else z - z.mean(0)
     similar = (key @ key.T - key.square().sum(1) / 2).masked_fill(labels[:, None] == labels, -torch.inf)
     away = torch.cdist(key.double(), key.double()).masked_fill(labels[:, None] == labels, torch.inf)
-    assert (similar.argmax(1) != away.argmin(1)).any(), "what one sweep in float32 finds"
+    assert (similar.argmax(1) != away.argmin(1)).any(), "the result of one sweep in float32"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(dtype):
-    """The loss is float32; its gradients come in the inputs' dtype, and are those of their values to its rounding."""
+    """The loss is float32; gradients have the inputs' dtype, and are those of the inputs' values up to its rounding."""
     for name in SMOOTH:
         case = LOSSES[name]
         whole = narrow(whole_batch(case, (40,), d=16), dtype)
@@ -113,7 +113,7 @@ def test_a_graph_can_be_used_twice_and_its_gradient_not_differentiated(name):
 
 
 def lonely_body():
-    """Anchors without positives, without negatives, without anything: 0, with gradient 0, the same on all ranks."""
+    """Anchors without positives, negatives or both give 0, with gradient 0, on all ranks."""
     torch.manual_seed(0)
     x = F.normalize(torch.randn(3, 4, dtype=torch.float64), dim=-1).requires_grad_()
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -139,7 +139,7 @@ def lonely_body():
         (gradient,) = torch.autograd.grad(excluded, x)
         assert excluded == 0
         assert not gradient.any()
-    # One anchor has a positive: on another rank. The mean is that anchor's and its partner's.
+    # One anchor has a positive, on another rank. The mean is over this anchor and its partner.
     labels = torch.tensor([7, 10 * rank + 1, 10 * rank + 2]) if rank < 2 else unique + 100
     value = wb.functional.sup_con_loss(x, labels)
     whole = [torch.empty_like(x) for _ in range(size)]
@@ -152,7 +152,7 @@ def lonely_body():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_anchors_that_are_alone(world_size):
+def test_anchors_without_positives_or_negatives_give_zero(world_size):
     run_ranks(lonely_body, world_size, timeout_s=60)
 
 
@@ -173,7 +173,7 @@ def test_views_are_rows_with_the_same_label():
 
 
 def shared_body():
-    """Collectives of Matryoshka with three parts, in all."""
+    """Count the collectives of Matryoshka with three parts."""
     comm = wb.comm.TorchCommunicator()
     moved = []
     for name in ("all_gather", "reduce_scatter"):
@@ -190,7 +190,7 @@ def shared_body():
 
 
 def test_matryoshka_moves_features_once():
-    """Y with three inverse norms out, its gradient home: not once for each part."""
+    """Y and three inverse norms are sent once, and its gradient is reduced once: not once for each part."""
     assert run_ranks(shared_body, 2)[0] == [
         ("all_gather", (4, 11)),
         ("all_gather", (4, 3)),
@@ -200,21 +200,21 @@ def test_matryoshka_moves_features_once():
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_autocast_changes_nothing(name):
-    """Not even in what a loss makes of its numbers in plain PyTorch."""
+    """Parts of a loss in plain PyTorch do not change either."""
     case = LOSSES[name]
     whole = narrow(whole_batch(case, (9,)), torch.float32)
     found = []
     for enabled in (False, True):
         leaves = [z.clone() for z in whole]
-        wanted = [leaves[position].requires_grad_() for position in case.differentiable]
+        differentiated = [leaves[position].requires_grad_() for position in case.differentiable]
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
             loss = case.call(wb.functional, *leaves, torch.tensor(9.0), torch.tensor(BIAS))
-        found.append([loss, *torch.autograd.grad(loss, wanted)])
+        found.append([loss, *torch.autograd.grad(loss, differentiated)])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def both_ways_body(negatives):
-    """More keys than queries, both directions, logits for which the certificate is asked."""
+def both_directions_body(negatives):
+    """Run both directions with more keys than queries, and with logits for which the underflow check runs."""
     rank, size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(1)
     q, k = (F.normalize(torch.randn(3 * size, 8, generator=generator), dim=1) for _ in range(2))
@@ -227,12 +227,12 @@ def both_ways_body(negatives):
 
 
 @pytest.mark.parametrize("negatives", [(4,), (0, 5), (3, 0, 4)], ids=str)
-def test_underflow_checks_of_both_directions(negatives):
-    run_ranks(both_ways_body, len(negatives), negatives, timeout_s=30)
+def test_both_directions_have_an_underflow_check(negatives):
+    run_ranks(both_directions_body, len(negatives), negatives, timeout_s=30)
 
 
 def mixed_scale_body():
-    """A scale that is learned on one rank and a number on the other: the same loss as if it were learned on both."""
+    """A scale that is learned on one rank and a number on the other gives the loss of one that is learned on both."""
     rank, counts = dist.get_rank(), (3, 2)
     for name, case in LOSSES.items():
         if not case.has_scale:
@@ -251,12 +251,12 @@ def mixed_scale_body():
             assert_same(scale.grad, true, relative=1e-9, absolute=1e-13, what=name)
 
 
-def test_a_scale_that_is_learned_on_one_rank():
+def test_a_scale_may_be_learned_on_one_rank():
     run_ranks(mixed_scale_body, 2, timeout_s=60)
 
 
 def other_type_body():
-    """Rank 1 passes an option of another type: every rank raises."""
+    """If rank 1 passes an option of another type, every rank raises."""
     rank, x = dist.get_rank(), torch.randn(3, 4)
     labels = torch.tensor([0, 0, 1])
 
@@ -279,16 +279,16 @@ def test_an_option_of_another_type_on_one_rank_raises_on_all_ranks():
     run_ranks(other_type_body, 2, timeout_s=30)
 
 
-def test_triplets_far_from_the_origin():
-    """Distances do not see an offset that all rows share; products of them do."""
+def test_triplets_far_from_the_origin_are_exact():
+    """Distances do not depend on an offset that all rows share; products do."""
     z = torch.randn(64, 16, generator=torch.Generator().manual_seed(0)) + 300
     labels = torch.arange(64) // 4
     value = wb.functional.triplet_loss(z, labels, normalize=False)
     assert_same(value, wb.reference.triplet_loss(z.double(), labels, normalize=False), relative=1e-5)
 
 
-def test_a_scale_in_half_precision():
-    """Its value is what it is; what is made of it is not rounded again."""
+def test_a_scale_in_half_precision_is_not_rounded_again():
+    """The scale's value is used unchanged; results computed from it are not rounded to its dtype."""
     x, y = whole_batch(LOSSES["clip"], (9,))
     scale = torch.tensor(20.25, dtype=torch.bfloat16, requires_grad=True)
     value = wb.functional.info_nce_loss(x, y, logit_scale=scale, margin=0.3)

@@ -1,4 +1,4 @@
-"""Queues and running averages of losses are the same on all ranks, and those of one process."""
+"""Queues and running averages of losses are the same on all ranks and on one process."""
 
 import warnings
 
@@ -15,7 +15,7 @@ from wholebatch.testing import run_ranks
 
 
 def queue_body(size):
-    """Uneven pushes around the ring: the same keys, in the same places, as on one process."""
+    """Push uneven batches around the ring: keys are in the same places as on one process."""
     queue, alone = wb.KeyQueue(7, 2), wb.KeyQueue(7, 2, group=wb.comm.LocalCommunicator())
     pushed = []
     for step, counts in enumerate([(2, 1, 0), (0, 3, 2), (1, 1, 1), (4, 0, 3)]):
@@ -61,7 +61,7 @@ def test_a_queue_is_the_same_on_all_ranks(world_size):
 
 
 def averages_body(counts):
-    """Three steps of SogCLR with uneven rows: loss, gradient and the whole state are those of one process."""
+    """Run three steps of SogCLR with uneven rows: loss, gradient and the whole state are those of one process."""
     together = wb.GlobalContrastiveLoss(20, temperature=0.2, dtype=torch.float64)
     alone = wb.GlobalContrastiveLoss(20, temperature=0.2, dtype=torch.float64, group=wb.comm.LocalCommunicator())
     rows = Partition(counts).rows(dist.get_rank())
@@ -106,8 +106,8 @@ def test_averages_are_those_of_one_process(counts):
     run_ranks(averages_body, len(counts), counts, timeout_s=60)
 
 
-def test_a_gradient_through_the_average_would_be_another():
-    """The twin's teeth: with gamma in the gradient, as plain differentiation of u has it, it is 0.9 times as large."""
+def test_a_gradient_through_the_average_is_rejected():
+    """Plain differentiation of u has gamma in the gradient, which is then 0.9 times the reference's."""
     case = LOSSES["global contrastive"]
     whole = whole_batch(case, (6,))
     right = dense(case, whole, 5.0)
@@ -122,7 +122,7 @@ def test_a_gradient_through_the_average_would_be_another():
     assert_same(wrong, 0.9 * right[1], relative=1e-9)
 
 
-def test_a_queue_filled_in_inference_mode():
+def test_a_queue_can_be_filled_in_inference_mode():
     queue = wb.KeyQueue(4, 3)
     with torch.inference_mode():
         queue.enqueue(torch.randn(2, 3))
@@ -131,7 +131,7 @@ def test_a_queue_filled_in_inference_mode():
     assert x.grad.isfinite().all()
 
 
-def test_what_has_state_leaves_a_compiled_graph():
+def test_losses_with_state_leave_a_compiled_graph():
     queue, loss, x = wb.KeyQueue(4, 3), wb.GlobalContrastiveLoss(5), torch.eye(3, requires_grad=True)
 
     @torch.compile(backend="eager")
@@ -148,7 +148,7 @@ def test_what_has_state_leaves_a_compiled_graph():
     assert len(queue.keys) == 3
 
 
-def test_ids_of_any_strides():
+def test_ids_may_have_any_strides():
     x, y, ids = *whole_batch(LOSSES["clip"], (6,)), torch.arange(12).view(6, 2) // 4
     assert torch.equal(
         wb.functional.clip_loss(x, y, 5.0, ids=ids[:, 0]), wb.functional.clip_loss(x, y, 5.0, ids=ids[:, 0].clone())

@@ -1,4 +1,4 @@
-"""Statistics of a loss are those of the whole batch, and cost no further sweep."""
+"""Statistics of a loss are those of the whole batch, and need no further sweep."""
 
 import math
 from functools import partial
@@ -19,7 +19,7 @@ from wholebatch.testing import run_ranks
 
 
 def dense_statistics(similarities, positive, negative, scale):
-    """By definition: rows of similarities, with masks."""
+    """Return the statistics by definition: rows of similarities, with masks."""
     largest = similarities.masked_fill(~negative, -math.inf).amax(1)
     mean_positive = (similarities * positive).sum(1) / positive.sum(1)
     p = (scale * similarities).masked_fill(~negative, -math.inf).softmax(1)
@@ -107,7 +107,7 @@ def test_statistics_are_those_of_the_whole_batch(counts):
 
 @pytest.mark.parametrize("name", ["clip", "info_nce", "nt_xent"])
 def test_statistics_take_no_further_sweep(name):
-    """As many tiles of S are computed, and the loss and its gradient have the same bits."""
+    """The number of computed tiles of S is the same, and the loss and its gradient have the same bits."""
     case, tiles = LOSSES[name], []
     x, y = whole_batch(case, (20,))
     x.requires_grad_()

@@ -1,8 +1,8 @@
-"""Every loss x exchange x memory x ranks x shards equals its dense float64 twin: value 1e-12, every gradient 1e-10.
+"""Every loss x exchange x memory x ranks x shards equals its float64 reference: value 1e-12, every gradient 1e-10.
 
-In float64 both sides are exact to about 1e-15; what the tolerances leave room for is the order of summation, and
-nothing else. Where all pairs are solved, dS_ii is a difference of numbers near 1 or 2: twin and sweep alike know it to
-a few eps, hence the absolute floor `noise`.
+In float64 both sides are exact to about 1e-15; the tolerances allow for the order of summation alone. If all pairs are
+solved, dS_ii is a difference of numbers near 1 or 2: reference and sweep both have it to a few eps, hence the absolute
+floor `noise`.
 """
 
 import gc
@@ -33,7 +33,7 @@ MEMORIES = ["auto", "flat", TINY_TILES, KEEP_ALL]
 
 
 def noise(scale, factor=1.0):
-    """Rounding of 1 - P_ii, carried to a feature's gradient."""
+    """Return the rounding error of 1 - P_ii in a feature's gradient."""
     return 8 * torch.finfo(torch.float64).eps * scale * factor
 
 
@@ -44,7 +44,7 @@ def same_bits_everywhere(value):
 
 
 def assert_gradients(name, counts, actual, expected, scale, sync, what):
-    """Loss, and gradients of inputs and scalars, hold what the contract says for this rank."""
+    """Raise unless the loss and the gradients of inputs and scalars are those of the contract for this rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     case = LOSSES[name]
     factor = size if sync == "mean" else 1
@@ -53,7 +53,7 @@ def assert_gradients(name, counts, actual, expected, scale, sync, what):
     rows = rows_of(case, counts, rank)
     for place, position in enumerate(case.differentiable, start=1):
         got, whole = actual[place], factor * expected[place]
-        if case.inputs[position].replicated:  # what the engine makes of the ranks' gradients
+        if case.inputs[position].replicated:  # the engine reduces the ranks' gradients
             dist.all_reduce(got := got.clone())
         part = whole[rows[position]]
         size_of_all = whole.abs().max().item() if whole.numel() else 0.0
@@ -75,9 +75,9 @@ def exactness_body(counts):
 
 
 def exactness_of(name, counts):
-    """All exchanges x memories x scales; each with the next `sync` in turn, whose factor comes after all of them.
+    """Compare for all exchanges x memories x scales, each with the next `sync` in turn, whose factor is applied last.
 
-    What is an option of a loss that is crossed in full: both exchanges, with the next budget in turn.
+    A row that is an option of a core loss runs with both exchanges only, each with the next budget in turn.
     """
     case = LOSSES[name]
     syncs, memories = cycle(SYNCS), cycle(MEMORIES[1:])
@@ -102,7 +102,7 @@ def test_every_loss_equals_its_dense_reference(counts):
 
 
 def fallback_body(counts):
-    """Logits that one shift cannot hold, in float64: maxima, and sums relative to them, through both exchanges."""
+    """Use logits for which one shift underflows in float64: maxima, and sums relative to them, by both exchanges."""
     for name in [*CORE, "clip, ids, weights", "sup_con", "matryoshka", "distillation", "info_nce, all directions, ids"]:
         case = LOSSES[name]
         whole = whole_batch(case, counts)
@@ -121,7 +121,7 @@ def test_losses_are_exact_where_one_shift_underflows(counts):
 
 
 def some_gradients_body(counts):
-    """Any inputs may be constants, on any ranks: every rank still enters every collective, once and again."""
+    """Any inputs may be constants on any ranks: every rank still enters every collective, in repeated passes, too."""
     rank, size = dist.get_rank(), dist.get_world_size()
     draw = random.Random(0)  # the same on all ranks
     for name, case in CORE.items():
@@ -149,12 +149,12 @@ def some_gradients_body(counts):
 
 
 @pytest.mark.parametrize("counts", [(4,), (3, 2), (3, 0, 2)], ids=str)
-def test_some_inputs_need_gradients_on_some_ranks(counts):
+def test_any_inputs_may_be_constant_on_any_ranks(counts):
     run_ranks(some_gradients_body, len(counts), counts, timeout_s=60)
 
 
 def inference_body():
-    """Tensors of inference mode cannot join a backward pass: said on all ranks, when another needs one."""
+    """Tensors of inference mode cannot join a backward pass: all ranks raise if one needs it."""
     rank = dist.get_rank()
     with torch.inference_mode(rank == 1):
         x, y = torch.randn(2, 3, 4)
@@ -163,16 +163,16 @@ def inference_body():
     assert wb.functional.clip_loss(x.detach(), y, 10.0).isfinite()
 
 
-def test_inference_mode_on_one_rank():
+def test_inference_mode_on_one_rank_raises_on_all():
     run_ranks(inference_body, 2, timeout_s=30)
 
 
 def planted_body(counts):
-    """The comparator rejects the plausible wrong answers: 1/W, times W, and each rank's own rows only."""
+    """The comparator rejects plausible wrong answers: a factor of 1/W or W, and local rows only."""
     size = dist.get_world_size()
     for name, case in LOSSES.items():
         if case.inputs[-1].replicated:
-            continue  # what it compares with is on every rank
+            continue  # its other operand is on every rank
         whole = whole_batch(case, counts)
         expected = dense(case, whole, 14.3)
         local = [z[at] for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
@@ -195,7 +195,7 @@ def test_plausible_wrong_answers_are_rejected():
 
 
 def many_tiles_body(counts):
-    """Shards that end inside a tile, positives that cross tiles, a budget that keeps some tiles: 1000 rows."""
+    """1000 rows: shards end inside a tile, positives cross tiles, and the budget keeps some tiles."""
     side, scale = 200, torch.tensor(30.0, dtype=torch.float64)
     for name in ("clip", "info_nce, few negatives", "nt_xent", "siglip"):
         case = LOSSES[name]
@@ -210,12 +210,12 @@ def many_tiles_body(counts):
 
 
 @pytest.mark.parametrize("counts", [(1000,), (610, 390), (1, 950, 49)], ids=str)
-def test_many_tiles(counts):
+def test_many_tiles_are_exact(counts):
     run_ranks(many_tiles_body, len(counts), counts, timeout_s=120)
 
 
 def surplus_keys_body():
-    """Keys that outnumber the queries: rows from b_r on are negatives, like those passed as such."""
+    """If keys outnumber queries, rows from b_r on are negatives, like rows that are passed as negatives."""
     counts, rank = (3, 2), dist.get_rank()
     case = LOSSES["info_nce, few negatives"]
     whole = whole_batch(case, counts)
@@ -230,19 +230,19 @@ def test_keys_may_outnumber_queries():
 
 
 def scalar_of(case, functions, inputs, scalars, reduction, weighs, **options):
-    """As `gradients`, of a loss that is summed, or of weighed losses of rows."""
+    """Return the results of `gradients` for a summed loss, or for weighted losses of rows."""
     leaves = [z.clone() for z in (*inputs, *scalars)]
-    wanted = [leaves[i] for i in case.differentiable] + [leaves[-2]] * case.has_scale + [leaves[-1]] * case.has_bias
-    for leaf in wanted:
+    chosen = [leaves[i] for i in case.differentiable] + [leaves[-2]] * case.has_scale + [leaves[-1]] * case.has_bias
+    for leaf in chosen:
         leaf.requires_grad_()
     loss = case.call(functions, *leaves, reduction=reduction, **options)
     if reduction == "none":
         loss = (loss * weighs).sum()
-    return [loss.detach(), *torch.autograd.grad(loss, wanted)]
+    return [loss.detach(), *torch.autograd.grad(loss, chosen)]
 
 
 def reduction_body(counts):
-    """reduction="sum"; and "none", where each rank makes a scalar of its rows' losses, whose sum has the gradient."""
+    """Test reduction="sum", and "none": each rank makes a scalar of its rows' losses; their sum has the gradient."""
     rank, weighs = dist.get_rank(), torch.arange(1.0, 1 + sum(counts), dtype=torch.float64)
     for name, case in LOSSES.items():
         if "reduction" not in case.choices or sum(counts) < case.at_least:
@@ -268,7 +268,7 @@ def test_sums_and_losses_of_rows_have_the_dense_gradient(counts):
 
 
 def learned_temperature_body():
-    """A temperature that is a parameter of the loss module, under a sum of shares and under the mean."""
+    """A learned temperature of the loss module has the right gradient under a sum of shares and under the mean."""
     counts = (3, 2)
     case = LOSSES["nt_xent"]
     z0, z1 = whole_batch(case, counts)
@@ -281,13 +281,13 @@ def learned_temperature_body():
     assert_same(loss.temperature.grad, temperature.grad, relative=GRADIENT)
 
 
-def test_a_learned_temperature():
+def test_a_learned_temperature_has_the_right_gradient():
     run_ranks(learned_temperature_body, 2)
 
 
-# What the single shift cannot do, and what it can. All in float64 and float32.
+# Inputs for which one shift underflows, and inputs for which it does not. All in float64 and float32.
 def antipodal(rows, d, generator):
-    """Two narrow cones on opposite sides: every similarity is near -1."""
+    """Return two narrow cones on opposite sides: every similarity is near -1."""
     axis = torch.zeros(d, dtype=torch.float64)
     axis[0] = 1.0
     spread = 0.2 * torch.randn(2, rows, d, dtype=torch.float64, generator=generator) / d**0.5
@@ -314,7 +314,7 @@ KINDS = ["unit", "unnormalized", "duplicated", "solved", "antipodal"]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [name for name, case in CORE.items() if len(case.inputs) == 2])
-def test_extreme_logits(name, kind):
+def test_extreme_logits_are_exact(name, kind):
     case = LOSSES[name]
     whole = list(features(kind))
     for scale in (1.0, 14.3, 100.0, 1e4):
@@ -327,14 +327,15 @@ def test_extreme_logits(name, kind):
 
 
 def distance(actual, expected):
-    """|actual - expected| / |expected|, in the Euclidean norm."""
+    """Return |actual - expected| / |expected| in the Euclidean norm."""
     difference, size = (actual.double() - expected).norm().item(), expected.norm().item()
     return difference / size if size else difference
 
 
 def canceled(name, whole, scale, gradient):
-    """How much larger a gradient is before its part along the row is taken off, which normalizing does: NT-Xent's, in
-    float64. Rounding errors are of what was there before. Where pairs are nearly solved, it is 12 times what is left.
+    """Return the ratio of NT-Xent's gradient before and after normalizing removes its part along the row, in float64.
+
+    Rounding errors are relative to the gradient before. If pairs are nearly solved, the ratio is 12.
     """
     if name != "nt_xent":
         return 1.0
@@ -348,11 +349,11 @@ def canceled(name, whole, scale, gradient):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [name for name, case in CORE.items() if len(case.inputs) == 2])
 def test_float32(name, kind):
-    """Within 3e-6 of float64; where the problem is ill-conditioned, within 1.5 times plain float32 PyTorch's error.
+    """Errors are at most 3e-6 against float64, or 1.5 times plain float32 PyTorch's for ill-conditioned problems.
 
-    Or within 5 eps of what cancels in NT-Xent: 2.4 and 3 have been seen, for the order of summation depends on the
-    machine. A scalar's gradient is an inner product, <X, dL/dX> / scale, and is measured against the size of its
-    factors.
+    Or 5 eps times the terms that cancel in NT-Xent: 2.4 and 3 have been observed, since the order of summation depends
+    on the machine. A scalar's gradient is an inner product, <X, dL/dX> / scale; its error is relative to the size of
+    the factors.
     """
     case = LOSSES[name]
     whole = [z.float() for z in features(kind, rows=512, d=64)]
@@ -388,8 +389,8 @@ def test_half_precision_is_no_worse_than_plain_pytorch(name, dtype):
 
 
 @pytest.mark.parametrize("name", ["clip", "info_nce", "nt_xent"])
-def test_what_a_budget_in_half_precision_costs(name):
-    """A kept weight is off by 2^-9 at most: so is the gradient. The loss is the flat one's to the bit."""
+def test_a_budget_in_half_precision_costs_one_rounding(name):
+    """The error of a kept weight is at most 2^-9, and so is the gradient's. The loss has the bits of the flat one."""
     case = LOSSES[name]
     whole = [z.float() for z in features("unit", rows=1800, d=64)]
     scale = torch.tensor(16.0)
@@ -403,8 +404,8 @@ def test_what_a_budget_in_half_precision_costs(name):
         assert distance(got, true) > 2 * distance(exact, true), "nothing was kept"
 
 
-def test_all_of_a_budget_is_exact_where_nothing_is_rounded():
-    """4 bytes per entry and more: float32 is kept as it is, and the gradient has the bits of the flat one."""
+def test_a_full_budget_in_float32_changes_no_bit():
+    """With 4 or more bytes per entry float32 is kept unrounded, and the gradient has the bits of the flat one."""
     case = LOSSES["clip"]
     whole = [z.float() for z in features("unit", rows=900, d=32)]
     flat, kept = (
@@ -429,8 +430,8 @@ def test_the_same_bits_on_every_run(exchange):
         assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
 
 
-def test_reciprocals_of_sums_are_no_denormals():
-    """On hardware that flushes them: all rows alike, a loss that no gradient can lower, sums near the largest float."""
+def test_reciprocals_of_sums_are_not_denormal():
+    """On hardware that flushes denormals: equal rows, a loss that is minimal, sums near the largest float."""
     try:
         assert torch.set_flush_denormal(True)
         x = normalize(torch.ones(64, 8), dim=-1)
@@ -444,7 +445,7 @@ def test_reciprocals_of_sums_are_no_denormals():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", [name for name, case in CORE.items() if len(case.inputs) == 2])
 def test_a_loss_that_is_dropped_frees_its_features(name, dtype):
-    """By counting references alone: a cycle would hold them until the collector comes by."""
+    """Reference counts alone free them; a cycle would hold them until the garbage collector runs."""
     x, y = (z.to(dtype).requires_grad_() for z in features("unit", rows=8))
     gc.collect()
     gc.disable()
@@ -458,8 +459,8 @@ def test_a_loss_that_is_dropped_frees_its_features(name, dtype):
         gc.enable()
 
 
-def test_hardness_far_beyond_the_scale():
-    """A pair's exponential in the loss is that of the scale, and vouches for no sum of sharper ones."""
+def test_hardness_far_beyond_the_scale_is_exact():
+    """A pair's exponential in the loss has the scale, and does not bound a sum of exponentials with more hardness."""
     generator = torch.Generator().manual_seed(0)
     common = normalize(torch.randn(1, 64, generator=generator, dtype=torch.float64), dim=1)
     x = normalize(common + 0.15 * torch.randn(16, 64, generator=generator, dtype=torch.float64), dim=1)

@@ -1,4 +1,4 @@
-"""Margins are those of the papers, and a larger angle is never rewarded."""
+"""Margins have the papers' formulas, and the loss never falls when the target's angle grows."""
 
 import math
 
@@ -11,8 +11,8 @@ import wholebatch as wb
 from wholebatch.heads import Targets
 
 
-def test_margins_are_the_papers():
-    """By the formulas with acos, away from its ends."""
+def test_margins_equal_the_papers_formulas():
+    """Compare with the formulas by acos, away from its ends."""
     theta = torch.linspace(0.2, 2.2, 50, dtype=torch.float64)
     norms = torch.linspace(5.0, 130.0, 50, dtype=torch.float64)
     theta, norms = theta[:, None], norms[:, None]
@@ -48,7 +48,7 @@ def test_margins_are_the_papers():
 
 @pytest.mark.parametrize("margin", [wb.ArcFace(m=0.5), wb.SphereFace(m=3.3), wb.CombinedMargin(64.0, 2.0, 0.5, 0.1)])
 def test_a_larger_angle_is_never_rewarded(margin):
-    """Beyond pi, too; and the plain cosine would be."""
+    """The target's logit falls with the angle, beyond pi, too, where the plain cosine would rise."""
     theta = torch.linspace(0, math.pi, 2000, dtype=torch.float64)[:, None]
     change = margin(Targets(theta, theta)).diff(dim=0)
     assert (change <= 1e-12).all()
@@ -57,8 +57,8 @@ def test_a_larger_angle_is_never_rewarded(margin):
     assert (plain(Targets(theta, theta)).diff(dim=0) > 1e-6).any()
 
 
-def test_the_straight_through_gradient_is_another():
-    """As insightface's code has it: smaller by sin(theta + m) / sin(theta) at the target."""
+def test_the_straight_through_gradient_differs_from_the_exact_one():
+    """Insightface's code differs from the exact gradient by the factor sin(theta + m) / sin(theta) at the target."""
     x, labels, centers = data(6)
     exact, through = (
         dense(x, labels, centers, margin=wb.ArcFace(), margin_grad=g) for g in ("exact", "straight_through")

@@ -1,4 +1,4 @@
-"""Nothing of size B x B is ever stored: the most bytes that tensors hold at a time, in forward and backward."""
+"""No tensor of size B x B is ever stored, by the most bytes that tensors hold at a time in forward and backward."""
 
 import pytest
 import torch
@@ -24,11 +24,11 @@ def call(module, name, x, y, **options):
 
 
 def held(module, name, rows, width, **options):
-    """By forward and backward, dX and dY included while they are added to `.grad`."""
+    """Return the bytes that forward and backward hold, with dX and dY while they are added to `.grad`."""
     torch.set_num_threads(1)
     x, y = (normalize(torch.randn(rows, width), dim=-1).requires_grad_() for _ in range(2))
     for leaf in (x, y):
-        leaf.grad = torch.ones_like(leaf)  # the gradients' own memory, in use already, is not the loss's
+        leaf.grad = torch.ones_like(leaf)  # memory of gradients is already in use and not counted
     return peak_of(lambda: call(module, name, x, y, **options).backward())
 
 
@@ -36,9 +36,9 @@ def held(module, name, rows, width, **options):
     ("name", "rows"), [("clip_loss", 8192), ("info_nce_loss", 8192), ("siglip_loss", 8192), ("nt_xent_loss", 4096)]
 )
 def test_transient_memory_is_tiles_and_gradients(name, rows):
-    """S would be 256 MiB, of 8192 rows and columns each time; d = 256.
+    """S would take 256 MiB: all losses have 8192 rows and columns, with d = 256.
 
-    dX and dY are 17 MB, before they are added to .grad; or, for NT-Xent, dZ 8 MB, and as much for Z. Tiles are 4 MB.
+    dX and dY take 17 MB before they are added to .grad; for NT-Xent, dZ takes 8 MB and Z as much. Tiles take 4 MB.
     """
     assert held("functional", name, rows, 256) <= 23e6
 
@@ -54,9 +54,9 @@ def of_an_exchange(exchange):
 
 
 def test_a_ring_does_not_hold_the_batch():
-    """4 ranks, 4 MiB of Y each: "gather" holds 3 times the 16 MiB of all, "ring" about 5 blocks; both dX and tiles.
+    """With 4 MiB of Y on each of 4 ranks, "gather" holds 3 times all 16 MiB, and "ring" about 5 blocks.
 
-    gloo's threads let go of a block a little after it has arrived, so that one more may be counted.
+    Both hold dX and tiles, too. gloo's threads free a block shortly after it has arrived, so one more may be counted.
     """
     gather, ring = (run_ranks(of_an_exchange, 4, exchange, timeout_s=120) for exchange in ("gather", "ring"))
     assert min(gather) >= 12 * BLOCK + 2 * BLOCK

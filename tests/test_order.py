@@ -1,4 +1,4 @@
-"""The order of the backward pass is `Communicator.backward`'s doing: without it, the same graphs hang or go wrong."""
+"""`Communicator.backward` orders the backward pass: without it, the same graphs hang or give wrong gradients."""
 
 from datetime import timedelta
 
@@ -35,8 +35,8 @@ def test_branching_graphs_without_the_order_are_an_error_with_checking():
         run_ranks(branching_body, 2, False, True, timeout_s=5)
 
 
-def sender_with_a_loss_of_its_own():
-    """Rank 0 sends, and forgets that with `comm.backward`: rank 1 refuses the plain pass that would hide it."""
+def sender_with_another_loss():
+    """Rank 0 uses a plain backward pass, which does not reach the message; the plain pass of rank 1 raises."""
     comm = TorchCommunicator()
     if comm.rank == 0:
         x = torch.ones(2, requires_grad=True)
@@ -49,11 +49,11 @@ def sender_with_a_loss_of_its_own():
 
 
 def test_messages_need_the_ordered_pass_at_both_ends():
-    run_ranks(sender_with_a_loss_of_its_own, 2)
+    run_ranks(sender_with_another_loss, 2)
 
 
 def unreached_body(check):
-    """Rank 0 does not call: the others' timeout says where they are, and what to try."""
+    """If rank 0 does not call, the others' timeout names their operation and the fix."""
     comm = TorchCommunicator(dist.new_group(timeout=TIMEOUT), check=check)
     if comm.rank == 0:
         dist.barrier()
@@ -64,7 +64,7 @@ def unreached_body(check):
     return str(caught.value)
 
 
-def test_a_timeout_says_what_to_try():
+def test_a_timeout_names_the_operation_and_a_fix():
     _, message = run_ranks(unreached_body, 2, False)
     assert message.startswith("rank 1 of 2, in all_reduce #1, float32(2): ")
     assert "check=True in the communicator or the environment variable WHOLEBATCH_CHECK=1" in message
@@ -84,12 +84,12 @@ def two_threads_body():
         pool.submit(comm.all_reduce, x).result()
 
 
-def test_two_threads():
+def test_calls_from_two_threads_raise():
     run_ranks(two_threads_body, 2)
 
 
 def checkpointed_body():
-    """Recomputation repeats the operation on all ranks, and leaves nothing behind."""
+    """Recomputation repeats the operation on all ranks, and leaves no state."""
     from torch.utils.checkpoint import checkpoint
 
     comm = TorchCommunicator()
@@ -114,5 +114,5 @@ def freed_group_body():
         comm.all_reduce(torch.ones(1))
 
 
-def test_a_destroyed_group():
+def test_a_destroyed_group_raises():
     run_ranks(freed_group_body, 2)

@@ -24,7 +24,7 @@ OPTIONS = [
 
 
 def sharded(rows, classes, x, labels, centers, **options):
-    """The same of this rank's part."""
+    """Return loss and gradients of this rank's part."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     local, held = Partition(rows).rows(rank), Partition(classes).rows(rank)
     x, centers = x[local].clone().requires_grad_(), centers[held].clone().requires_grad_()
@@ -61,8 +61,8 @@ def exact_body(rows, classes):
     assert_same(found[2] * world, true[2][held], relative=0, absolute=1e-10 * true[2].abs().max().item())
 
 
-class Own:
-    """A margin of the user's."""
+class UserMargin:
+    """A margin that a user writes."""
 
     s = 7.0
 
@@ -70,12 +70,12 @@ class Own:
         return (targets.angles.cos() - 0.1 * targets.norms / (1 + targets.norms)).clamp(min=-1.0)
 
 
-def own_margin_body():
+def user_margin_body():
     rank = dist.get_rank()
     local, held = Partition((4, 3)).rows(rank), Partition((6, 5)).rows(rank)
     x, labels, centers = data(7)
-    true = dense(x, labels, centers, margin=Own())
-    found = sharded((4, 3), (6, 5), x, labels, centers, margin=Own(), sync="sum")
+    true = dense(x, labels, centers, margin=UserMargin())
+    found = sharded((4, 3), (6, 5), x, labels, centers, margin=UserMargin(), sync="sum")
     assert_same(found[0], true[0], relative=1e-12)
     assert_same(found[1], true[1][local], relative=0, absolute=1e-10 * true[1].abs().max().item())
     assert_same(found[2], true[2][held], relative=0, absolute=1e-10 * true[2].abs().max().item())
@@ -84,12 +84,12 @@ def own_margin_body():
         wb.functional.partial_fc_loss(x[local], labels[local], centers[held], margin=margin)
 
 
-def test_a_margin_that_the_user_writes():
-    run_ranks(own_margin_body, 2, timeout_s=60)
+def test_a_user_may_write_a_margin():
+    run_ranks(user_margin_body, 2, timeout_s=60)
 
 
 def several_body(rows, classes):
-    """Up to three labels for each example, on any number of ranks; of one each, the same as without."""
+    """Use up to three labels for each example; with one label each, the result is that of a vector of labels."""
     rank = dist.get_rank()
     local, held = Partition(rows).rows(rank), Partition(classes).rows(rank)
     x, labels, centers = data(sum(rows))
@@ -109,7 +109,7 @@ def several_body(rows, classes):
 
 
 @pytest.mark.parametrize(("rows", "classes"), SPLITS[:4], ids=str)
-def test_several_labels_for_each_example(rows, classes):
+def test_several_labels_for_each_example_are_exact(rows, classes):
     run_ranks(several_body, len(rows), rows, classes, timeout_s=60)
 
 
@@ -126,7 +126,7 @@ FORMS = [
 
 
 def forms(classes=CLASSES):
-    """Sub-centers, biases, and what is normalized: centers, bias and other settings of each form."""
+    """Return centers, bias and settings of each form: sub-centers, biases, and which operands are normalized."""
     generator = torch.Generator().manual_seed(2)
     for form in FORMS:
         form = dict(form)
@@ -190,12 +190,12 @@ def forms_body(rows, classes):
 
 
 @pytest.mark.parametrize(("rows", "classes"), SPLITS[:4], ids=str)
-def test_sub_centers_biases_and_what_is_normalized(rows, classes):
+def test_sub_centers_biases_and_normalization_are_exact(rows, classes):
     run_ranks(forms_body, len(rows), rows, classes, timeout_s=60)
 
 
 def test_a_bias_of_half_precision_has_the_gradient_of_many_rows():
-    """More than bfloat16 could count one by one."""
+    """There are more rows than bfloat16 can count one by one."""
     x, w = torch.randn(2048, D).bfloat16(), torch.randn(CLASSES, D).bfloat16()
     labels, found = torch.zeros(2048, dtype=torch.int64), []
     for loss_fn, dtype in (
@@ -212,7 +212,7 @@ def test_a_bias_of_half_precision_has_the_gradient_of_many_rows():
 
 
 def test_only_the_nearest_sub_center_counts():
-    """All of them as classes of their own would be another loss; plain logits are those of torch's cross-entropy."""
+    """Sub-centers as separate classes would be another loss; plain logits are those of torch's cross-entropy."""
     x, labels, _ = data(4)
     centers = torch.randn(CLASSES, 2, D, dtype=torch.float64)
     centers[:, 1] = centers[:, 0]  # equal ones count once
@@ -229,7 +229,7 @@ def test_only_the_nearest_sub_center_counts():
 
 
 def top_body(rows, classes):
-    """The best classes by the module, against those of the whole matrix of logits."""
+    """Compare the module's best classes with those of the whole matrix of logits."""
     rank = dist.get_rank()
     local = Partition(rows).rows(rank)
     x = torch.randn(sum(rows), D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -257,7 +257,7 @@ def top_body(rows, classes):
 
 
 @pytest.mark.parametrize("rows", [(5,), (4, 0, 3)], ids=str)
-def test_the_most_similar_classes(rows):
+def test_top_classes_are_those_of_all_logits(rows):
     run_ranks(top_body, len(rows), rows, CLASSES, timeout_s=60)
 
 
@@ -267,8 +267,8 @@ def test_the_loss_and_all_gradients_are_the_dense_references(rows, classes):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lower_precision(dtype):
-    """Against the float64 twin on the same numbers, those at the ends of the angle included."""
+def test_lower_precision_stays_close_to_float64(dtype):
+    """Compare with the float64 reference on the same numbers, including both ends of the angle."""
     x, labels, centers = data(30, 40, dtype)
     for name, margin in MARGINS.items():
         true = dense(x.double(), labels, centers.double(), margin=margin)
@@ -279,7 +279,7 @@ def test_lower_precision(dtype):
 
 
 def cached_body(rows, rate):
-    """The head as the loss of gradient caching: every gradient that of the step without, the centers' once."""
+    """Use the head as the loss of gradient caching: gradients are the uncached step's, also those of centers."""
     rank = dist.get_rank()
     local = Partition(rows).rows(rank)
     torch.manual_seed(0)
@@ -300,5 +300,5 @@ def cached_body(rows, rate):
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.3])
-def test_with_gradient_caching(rate):
+def test_a_head_is_exact_with_gradient_caching(rate):
     run_ranks(cached_body, 2, (5, 3), rate, timeout_s=60)

@@ -1,4 +1,4 @@
-"""Checkpoints of class shards are read by any number of ranks, and by nothing that they do not fit."""
+"""Checkpoints of class shards are read by any number of ranks; heads that they do not fit are refused."""
 
 import warnings
 
@@ -15,7 +15,7 @@ from wholebatch.testing import run_ranks
 
 
 def steps_body(folder, optimizer, rate, saved_after, steps):
-    """Train, save, or load and go on; the losses."""
+    """Train, then save, or load and continue; return the losses."""
     rank, world = dist.get_rank(), dist.get_world_size()
     local = Partition.even(10, world).rows(rank)
     head = wb.PartialFC(D, 23, margin=wb.ArcFace(10.0, 0.3), sample_rate=rate, dtype=torch.float64, seed=5)
@@ -41,7 +41,7 @@ def steps_body(folder, optimizer, rate, saved_after, steps):
 
 @pytest.mark.parametrize(("optimizer", "worlds"), [(sgd, (2, 5)), (adamw, (1,))])
 def test_checkpoints_of_three_ranks_go_on_with_any_number(optimizer, worlds, tmp_path):
-    """Centers, momentum and samples: the next ten losses are those of the run that was not interrupted."""
+    """The next ten losses are those of the uninterrupted run, by the same centers, momentum and samples."""
     folder = tmp_path / "head"
     losses = run_ranks(steps_body, 3, folder, optimizer, 0.4, 4, 14, timeout_s=90)[0]
     for world in worlds:
@@ -49,7 +49,7 @@ def test_checkpoints_of_three_ranks_go_on_with_any_number(optimizer, worlds, tmp
         assert found == pytest.approx(losses[4:], rel=1e-10), world
 
 
-def test_what_a_checkpoint_is_not_loaded_into(tmp_path):
+def test_a_checkpoint_is_not_loaded_into_other_settings(tmp_path):
     head = wb.PartialFC(4, 10)
     optimizer = wb.SparseSGD(head.parameters(), momentum=0.9)
     head(torch.randn(2, 4), torch.tensor([0, 1])).backward()
@@ -80,7 +80,7 @@ def test_what_a_checkpoint_is_not_loaded_into(tmp_path):
 
 
 def refused_saves_body(folder):
-    """What one rank alone does wrong, all ranks are told; then a checkpoint is written that is no other's."""
+    """Mistakes of one rank raise on all ranks; then a valid checkpoint is written and never overwritten."""
     rank = dist.get_rank()
     head = wb.PartialFC(4, 10)
     good, bad = wb.SparseSGD(head.parameters()), torch.optim.AdamW(head.parameters())
@@ -108,12 +108,12 @@ def refused_saves_body(folder):
         wb.heads.load_head(folder / "a", head, good)
 
 
-def test_what_is_not_saved(tmp_path):
+def test_refused_saves_raise_on_all_ranks(tmp_path):
     run_ranks(refused_saves_body, 2, tmp_path, timeout_s=60)
 
 
 def damaged_body(folder):
-    """A slice that one rank alone needs: none of them is changed."""
+    """Load a checkpoint with damage in a slice that only one rank needs: no rank changes."""
     head = wb.PartialFC(4, 10, seed=1)
     before = head.weight.detach().clone()
     with pytest.raises(ValueError, match=r"rank-00001-of-00002\.safetensors is damaged or incomplete"):
@@ -133,7 +133,7 @@ def test_a_damaged_checkpoint_changes_nothing(tmp_path):
 
 
 def foreign_body(folder):
-    """Of two saves with the same shapes: one's index with a file of the other's."""
+    """Mix two saves with the same shapes: the index of one with a file of the other."""
     head, other = wb.PartialFC(4, 10), wb.PartialFC(4, 10, seed=1)
     saves = [wb.heads.save_head(folder / name, one) for name, one in (("a", head), ("b", other))]
     dist.barrier()
@@ -160,7 +160,7 @@ def test_files_of_another_save_are_refused(tmp_path):
     assert first[0] != first[1]
 
 
-def test_the_id_of_a_save(tmp_path):
+def test_a_save_is_checked_by_its_id(tmp_path):
     head = wb.PartialFC(4, 10)
     first, second = (wb.heads.save_head(tmp_path / name, head) for name in "ab")
     wb.heads.load_head(tmp_path / "a", head, save_id=first)
@@ -174,7 +174,7 @@ def test_the_id_of_a_save(tmp_path):
 
 
 def test_folders_of_distributed_checkpoints_are_not_read(tmp_path):
-    """They would have to be unpickled."""
+    """Reading them would need pickle."""
     from torch.distributed.checkpoint import save
 
     head = wb.PartialFC(4, 10)
@@ -187,7 +187,7 @@ def test_folders_of_distributed_checkpoints_are_not_read(tmp_path):
         wb.heads.save_head(tmp_path, head)
 
 
-def test_what_a_margin_remembers_is_part_of_a_checkpoint(tmp_path):
+def test_running_averages_of_a_margin_are_part_of_a_checkpoint(tmp_path):
     heads = [wb.PartialFC(4, 10, margin=wb.AdaFace()) for _ in range(2)]
     heads[0](torch.randn(3, 4), torch.tensor([0, 1, 2]))
     wb.heads.save_head(tmp_path / "a", heads[0])
@@ -206,8 +206,8 @@ def merged_body(folder, classes):
     return head.weight.detach(), head.bias.detach(), state
 
 
-def test_classes_that_come_go_and_become_one(tmp_path):
-    """Of ten classes 2 and 3 become one, 5 goes, and the last is new; on one rank and on two."""
+def test_classes_can_be_added_removed_and_joined(tmp_path):
+    """With ten classes, 2 and 3 become one, 5 is removed, and the last is new; on one rank and on two."""
     head = wb.PartialFC(4, 10, bias=True)
     optimizer = wb.SparseSGD(head.parameters(), momentum=0.9)
     head(torch.randn(2, 4), torch.tensor([0, 1])).backward()
@@ -249,8 +249,8 @@ def insightface_body(folder):
     return head.weight.detach(), optimizer.state[head.weight].get("momentum_buffer")
 
 
-def test_shards_of_insightface(tmp_path):
-    """Of three ranks, on one and on two."""
+def test_shards_of_insightface_are_read(tmp_path):
+    """Read the shards of three ranks on one and on two."""
     whole, momentum = torch.randn(11, 4), torch.randn(11, 4)
     for version in ("1", "2"):
         (tmp_path / version).mkdir()
@@ -277,7 +277,7 @@ def test_shards_of_insightface(tmp_path):
 
 
 def of_train_v2(rank, whole, momentum, step=40):
-    """What insightface's train_v2.py saves on one of three ranks."""
+    """Return the state that insightface's train_v2.py saves on one of three ranks."""
     rows = Partition.even(11, 3).rows(rank)
     backbone, weight = nn.Linear(3, 4), nn.Parameter(whole[rows].clone())
     optimizer = torch.optim.SGD([{"params": backbone.parameters()}, {"params": [weight]}], lr=0.1, momentum=0.9)
@@ -301,8 +301,8 @@ def train_v2_body(folder):
     return head.weight.detach(), optimizer.state[head.weight]["momentum_buffer"]
 
 
-def test_what_train_v2_of_insightface_saves(tmp_path):
-    """Of three ranks, on one and on two; then files that do not belong together."""
+def test_checkpoints_of_insightfaces_train_v2_are_read(tmp_path):
+    """Read the files of three ranks on one and on two; then refuse files that do not belong together."""
     whole, momentum = torch.randn(11, 4), torch.randn(11, 4)
     for rank in range(3):
         torch.save(of_train_v2(rank, whole, momentum), tmp_path / f"checkpoint_gpu_{rank}.pt")

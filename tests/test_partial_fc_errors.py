@@ -62,7 +62,7 @@ BAD = {
 
 
 def bad_body():
-    """On the last rank alone: an error on all, and the next call is right."""
+    """Make a mistake on the last rank alone: all raise, and the next call is right."""
     rank, world = dist.get_rank(), dist.get_world_size()
     x, labels, centers = data(6)
     labels[4] = 0
@@ -139,12 +139,12 @@ def few_classes_body():
         wb.PartialFC(4, 1)
 
 
-def test_more_ranks_than_classes():
+def test_more_ranks_than_classes_raise():
     run_ranks(few_classes_body, 2, timeout_s=60)
 
 
 def wrapped_body():
-    """By DDP or FSDP2, called in their forward pass or outside of it; before there are ranks; with another's state."""
+    """Wrap a head in DDP or FSDP2, create it before ranks exist, or load another rank's state."""
 
     class Model(nn.Module):
         def __init__(self, head):
@@ -164,7 +164,7 @@ def wrapped_body():
             model.module.head(model(x), y)
         for how in ({"broadcast_buffers": False}, {"broadcast_buffers": False, "init_sync": False}):
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")  # users still say it
+                warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")  # users still pass it
                 model = DistributedDataParallel(Model(wb.PartialFC(4, 10, sample_rate=rate)), **how)
             with pytest.raises(ValueError, match="DistributedDataParallel has wrapped the head"):
                 model(x, y)

@@ -1,4 +1,4 @@
-"""A state_dict of a head is one rank's part: it is not taken for another rank's, nor for the whole."""
+"""A state_dict of a head is one rank's part: it is never loaded as another rank's part or as the whole."""
 
 import io
 
@@ -12,7 +12,7 @@ from wholebatch.testing import run_ranks
 
 
 def state_body(num_classes):
-    """Through torch.save, as frameworks write it."""
+    """Return the states of a head after torch.save, as frameworks write them."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"backbone": nn.Linear(3, 4), "head": wb.PartialFC(4, num_classes)})
     file = io.BytesIO()
@@ -35,17 +35,17 @@ def test_one_ranks_part_is_not_loaded_as_the_whole():
             ):
                 model.load_state_dict(state, strict=strict)
         with pytest.raises(ValueError, match=r"'head\.weight' has 5 classes, and this rank has classes 0 to 10"):
-            model.load_state_dict(dict(state))  # without the facts beside the tensors
+            model.load_state_dict(dict(state))  # without the metadata beside the tensors
     assert torch.equal(model["head"].weight, before)
 
-    # Of a head with twice the classes, whose part has the shapes of a whole one.
+    # The state of a head with twice the classes, whose part has the shapes of this whole head.
     half = nn.ModuleDict({"backbone": nn.Linear(3, 4), "head": wb.PartialFC(4, 5)})
     assert half.state_dict().keys() == states[0].keys()
     with pytest.raises(ValueError, match="has classes 0 to 5 of 10, and this rank has classes 0 to 5 of 5"):
         half.load_state_dict(states[0])
 
 
-def test_its_own_part_is_loaded():
+def test_the_local_part_is_loaded():
     state = loaded(run_ranks(state_body, 1, 10)[0])
     model = nn.ModuleDict({"backbone": nn.Linear(3, 4), "head": wb.PartialFC(4, 10, seed=1)})
     model.load_state_dict(state)
@@ -56,7 +56,7 @@ def test_its_own_part_is_loaded():
 
 
 def another_ranks_body():
-    """Rank 0's part on all ranks, as a framework that saves it alone would load it: every use is refused, on all."""
+    """Load rank 0's part on all ranks, as a framework that saves on rank 0 only would: every use raises on all."""
     head = wb.PartialFC(4, 10)
     states = [None, None]
     dist.all_gather_object(states, head.state_dict())

@@ -18,7 +18,7 @@ RATES = [1.0, 0.3, 0.0]
 
 
 def trained(world_rows, rate, optimizer, steps=4, classes=CLASSES, **options):
-    """A backbone and a head, trained for some steps on the ranks of this call; what all ranks have in the end."""
+    """Train a backbone and a head for some steps on the ranks of this call; return the final values of all ranks."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     local = Partition(world_rows).rows(rank)
     torch.manual_seed(0)
@@ -55,7 +55,7 @@ def trained_body(rows, rate, optimizer, unbiased):
 
 @pytest.mark.parametrize(("rate", "optimizer", "unbiased"), [(1.0, sgd, False), (0.3, sgd, True), (0.3, adamw, False)])
 def test_training_is_the_same_on_any_number_of_ranks(rate, optimizer, unbiased):
-    """Centers at the start, samples, losses, and what the optimizers make of them."""
+    """Initial centers, samples, losses and the optimizers' results are equal."""
     losses, centers, backbone = trained((6,), rate, optimizer, unbiased=unbiased)
     assert len({*losses}) == 4
     for rows in ((4, 2), (3, 0, 3)):
@@ -66,7 +66,7 @@ def test_training_is_the_same_on_any_number_of_ranks(rate, optimizer, unbiased):
 
 
 def sampled_body(rows, rate):
-    """The loss and gradients of a sample are the dense twin's of the same classes."""
+    """Compare the loss and gradients of a sample with the dense reference on the same classes."""
     rank, world = dist.get_rank(), dist.get_world_size()
     local = Partition(rows).rows(rank)
     x, labels, _ = data(sum(rows))
@@ -87,16 +87,16 @@ def sampled_body(rows, rate):
             if unbiased and rate < 1:
                 log_weights = torch.full(ids.shape, -math.log(rate), dtype=torch.float64)
                 log_weights[torch.isin(ids, kept)] = 0
-            twin_x, twin = x.clone().requires_grad_(), centers.clone().requires_grad_()
+            x_leaf, reference = x.clone().requires_grad_(), centers.clone().requires_grad_()
             true = wb.reference.partial_fc_loss(
-                twin_x, labels, twin[ids], margin=margin, class_ids=ids, log_weights=log_weights
+                x_leaf, labels, reference[ids], margin=margin, class_ids=ids, log_weights=log_weights
             )
             true.backward()
             assert_same(loss.detach(), true.detach(), relative=1e-12, what=name)
             assert_same(
-                embeddings.grad, world * twin_x.grad[local], relative=0, absolute=1e-10 * twin_x.grad.abs().max()
+                embeddings.grad, world * x_leaf.grad[local], relative=0, absolute=1e-10 * x_leaf.grad.abs().max()
             )
-            assert_same(grads, twin.grad, relative=1e-10, what=name)
+            assert_same(grads, reference.grad, relative=1e-10, what=name)
 
 
 @pytest.mark.parametrize("rate", RATES)
@@ -137,7 +137,7 @@ def test_unbiased_samples_estimate_the_sum_of_all_negatives():
         with torch.no_grad():
             found[unbiased] = sum(sampled(x, y).item() for _ in range(300)) / 300
     assert abs(found[True] - full) < 0.02
-    assert full - found[False] > 1.0, "the usual recipe's is log(rate) off"
+    assert full - found[False] > 1.0, "the common recipe is off by log(rate)"
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -160,8 +160,8 @@ def test_dense_gradients_are_stepped_as_by_pytorch(nesterov):
         assert_same(a, b, relative=1e-12)
 
 
-def test_rows_without_a_gradient_stand_still_and_others_go_on():
-    """A row is stepped as if the steps in which it has a gradient were all there are."""
+def test_a_row_without_a_gradient_skips_the_step():
+    """A row is updated as if only the steps existed in which it has a gradient."""
     torch.manual_seed(0)
     for optimizer in (sgd, adamw):
         p = nn.Parameter(torch.randn(6, 3, dtype=torch.float64))
@@ -212,7 +212,7 @@ def clipped_body():
 
 
 def wrong_clips_body():
-    """On one rank alone, and where the other does something else."""
+    """Make mistakes on one rank alone, or call something else on the other."""
     rank = dist.get_rank()
     head, backbone = wb.PartialFC(4, 10), nn.Linear(4, 4)
     for wrong, message in (
@@ -231,7 +231,7 @@ def wrong_clips_body():
             wrong() if rank else wb.heads.clip_grad_norm_(backbone.parameters(), head.weight, 1.0)
 
 
-def test_mistakes_in_clipping():
+def test_mistakes_in_clipping_raise_on_all_ranks():
     run_ranks(wrong_clips_body, 2, timeout_s=60)
 
 
@@ -241,7 +241,7 @@ def test_clipping_by_the_norm_of_the_whole_gradient(world):
 
 
 def overflow_body(agree):
-    """Infinity in one rank's part of the head."""
+    """Put infinity into one rank's part of the head."""
     rank = dist.get_rank()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     backbone, head = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, 2))
@@ -259,6 +259,6 @@ def overflow_body(agree):
     return scaler.get_scale(), bool((head == 1).all())
 
 
-def test_an_overflow_of_one_rank_is_everyones():
-    assert run_ranks(overflow_body, 2, False, timeout_s=60) == [(8.0, False), (4.0, True)], "without: they part"
+def test_an_overflow_on_one_rank_skips_the_step_on_all():
+    assert run_ranks(overflow_body, 2, False, timeout_s=60) == [(8.0, False), (4.0, True)], "without it, ranks differ"
     assert run_ranks(overflow_body, 2, True, timeout_s=60) == [(4.0, True), (4.0, True)]

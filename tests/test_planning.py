@@ -1,4 +1,4 @@
-"""The planner predicts what then happens: the same exchange, the same tiles, the same memory."""
+"""The planner predicts the exchange, the tiles and the memory of the real step."""
 
 import json
 import re
@@ -31,16 +31,16 @@ SIZES = "--batch-size 8 --embedding-size 8"
 OF_CLASSES = {"partial_fc": {"classes": 5000}}
 
 
-# The planner and the library decide alike.
+# The planner and the library make the same decisions.
 
 
 @pytest.mark.parametrize("loss", ["clip", "nt_xent"])
 @pytest.mark.parametrize("rows", [64, 43_690, 43_691, 87_381, 87_382, 10**6])
-def test_auto_is_the_exchange_of_the_library(loss, rows):
-    said = Shapes(loss, rows, 1024, 1).exchange()
+def test_auto_chooses_the_exchange_of_the_library(loss, rows):
+    planned = Shapes(loss, rows, 1024, 1).exchange()
     of_s = 2 * rows if loss == "nt_xent" else rows
     made = select_exchange("auto", LocalCommunicator(), of_s, Partition((of_s,)), row_bytes=4 * 1024)
-    assert isinstance(made, {"gather": GatherExchange, "ring": RingExchange}[said])
+    assert isinstance(made, {"gather": GatherExchange, "ring": RingExchange}[planned])
 
 
 @pytest.mark.parametrize("loss", ["clip", "info_nce", "siglip", "nt_xent", "sup_con"])
@@ -70,10 +70,10 @@ def test_the_budget_is_that_of_the_sweep(monkeypatch, loss, memory):
     monkeypatch.setattr(route, "fit", lambda *args, **more: made.append(real(*args, **more)) or made[-1])
     shapes = Shapes(loss, 900, 16, 1, **({"classes": 1000} if loss == "partial_fc" else {}))
     make_step(LocalCommunicator(), shapes, "gather", memory, CPU)()
-    said = shapes.budget(memory)
-    if loss == "siglip":  # its gradient is made in the forward pass: what it might keep, it does not
+    planned = shapes.budget(memory)
+    if loss == "siglip":  # its gradient is computed in the forward pass, so it keeps nothing
         made = [replace(made[0], kept=0, kept_dtype=torch.float32)]
-    assert made == [said]
+    assert made == [planned]
 
 
 @pytest.mark.parametrize("batch", [500, 5000])
@@ -123,11 +123,11 @@ def test_memory_of_every_setting_is_as_predicted(ranks):
     wrong = []
     peaks = [max(of_ranks) for of_ranks in zip(*run_processes(rises, ranks, settings, timeout_s=300), strict=True)]
     for (shapes, exchange, memory), rise in zip(settings, peaks, strict=True):
-        said = work_of(shapes, exchange, memory).loss
-        if abs(said / rise - 1) > 0.15:
-            wrong.append(f"{shapes}, {exchange}, {memory}: said {said}, was {rise}")
+        planned = work_of(shapes, exchange, memory).loss
+        if abs(planned / rise - 1) > 0.15:
+            wrong.append(f"{shapes}, {exchange}, {memory}: planned {planned}, measured {rise}")
         if shapes.loss == "clip" and exchange == "ring" and shapes.dtype == torch.float32:
-            other = work_of(shapes, "gather", memory).loss  # teeth: another exchange's figure does not pass
+            other = work_of(shapes, "gather", memory).loss  # another exchange's figure does not pass
             assert other / rise > 1.15
     assert not wrong, "\n".join(wrong)
 
@@ -182,7 +182,7 @@ def test_memory_of_a_step_with_gradient_caching_is_as_predicted(chunk, kept):
     peaks = {option.chunk_size: option.peak for option in found.options if option.memory == "flat"}
     assert peaks[chunk] == pytest.approx(rise, rel=0.15)
     if chunk is not None:
-        assert peaks[None] > 1.5 * rise  # teeth: all rows at once
+        assert peaks[None] > 1.5 * rise  # the memory of all rows at once
 
 
 def rises_of_steps(sizes):
@@ -191,7 +191,7 @@ def rises_of_steps(sizes):
     return [rise_of_peak(comm, lambda size=size: torch.ones(size, dtype=torch.uint8).amax()) for size in sizes]
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="asks Linux what is resident")
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the resident size from Linux")
 def test_measured_memory_is_that_of_the_step():
     """`--measure` asks the system, which adds some pages: use sizes at which they do not matter."""
     small, large = run_processes(rises_of_steps, 1, (2**27, 2**29), timeout_s=300)[0]
@@ -229,7 +229,7 @@ def test_caching_is_chosen_where_all_rows_do_not_fit():
         assert option.fits == (option.peak <= tight.limit)
 
 
-def test_as_much_is_kept_as_fits():
+def test_the_plan_keeps_as_much_as_fits():
     """Where all of exp(S) does not fit, a part of it is kept; a tenth of the memory stays free."""
     roomy = wb.plan(batch_size=20_000, embedding_size=64, memory_limit=2 * 10**9)
     tight = wb.plan(batch_size=20_000, embedding_size=64, memory_limit=4 * 10**8)
@@ -240,7 +240,7 @@ def test_as_much_is_kept_as_fits():
     assert part.seconds < tight.options[0].seconds
 
 
-def test_a_plan_in_which_nothing_fits():
+def test_a_plan_in_which_nothing_fits_reports_it():
     found = wb.plan(batch_size=10**6, embedding_size=1024, memory_limit=10**8)
     assert found.chosen is None
     assert "Nothing fits: the smallest peak is 16.4 GB" in str(found)
@@ -298,7 +298,7 @@ def test_calls_can_be_pasted(more):
     assert found.chosen.call in str(found)
 
 
-def test_samples_of_classes_take_less():
+def test_samples_of_classes_take_less_work_and_memory():
     all_of_them, tenth = (
         wb.plan(batch_size=512, embedding_size=128, ranks=4, classes=10**6, sample_rate=s) for s in (1.0, 0.1)
     )
@@ -365,7 +365,7 @@ def test_every_device_has_a_plan(device):
 # Rates.
 
 
-def test_time_is_made_of_its_parts():
+def test_the_planned_time_is_the_sum_of_its_parts():
     rates = Rates("here", {16: 1e9}, {16: 5e8}, {"clip": {0: 1e-9, 2: 2e-9}}, 1.0, 1e9, 1e6, 0.5, 1e9)
     work = replace(work_of(Shapes("clip", 100, 16), "gather", "flat"), flops=2e9, again=5e8, entries=10**9, loss=10**9)
     assert rates.seconds("clip", 16, work) == pytest.approx(1 + 2.5 + 1 + 1)
@@ -471,7 +471,7 @@ def test_the_command_prints_a_table_or_json(capsys):
         (f"{SIZES} --chunk-size 4", "chunk_size needs encoder_bytes"),
     ],
 )
-def test_mistakes_on_the_command_line(capsys, arguments, message):
+def test_mistakes_on_the_command_line_are_reported(capsys, arguments, message):
     code, shown = run(capsys, arguments)
     assert code == 2
     assert shown.err.startswith("wholebatch plan: error: ")

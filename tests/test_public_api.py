@@ -1,4 +1,4 @@
-"""The public names are a decision: this list and the package agree, and each is documented."""
+"""The public names of the package are those of this list, and each is documented."""
 
 import inspect
 import re
@@ -102,14 +102,14 @@ if find_spec("jax") is not None:
     ]
 
 
-def test_names_are_loaded_when_they_are_asked_for():
+def test_names_are_loaded_on_first_use():
     assert {*wb.__all__, "jax", "__name__"} <= set(dir(wb))
     assert not hasattr(wb, "functional.clip_loss")
     with pytest.raises(AttributeError, match="module 'wholebatch' has no attribute 'CLIPloss'"):
         _ = wb.CLIPloss
 
 
-def test_exported_names():
+def test_exported_names_are_those_of_the_list():
     for module, names in PUBLIC.items():
         assert sorted(module.__all__) == sorted(names)
         assert all(hasattr(module, name) for name in names)
@@ -130,7 +130,7 @@ def test_every_public_name_is_documented():
             if inspect.isclass(value):
                 for method, function in inspect.getmembers(value, inspect.isfunction):
                     if not function.__module__.startswith("wholebatch"):
-                        continue  # of the class that it is derived from
+                        continue  # inherited
                     assert method.startswith("_") or inspect.getdoc(function), f"{name}.{method}"
 
 
@@ -142,7 +142,7 @@ def test_functions_and_their_references_have_the_same_arguments():
 
 
 def test_modules_have_their_functions_options():
-    """Whatever is no tensor is a setting of the module; the rest enters its `forward`."""
+    """Arguments that are not tensors are settings of the module; the others are arguments of its `forward`."""
     modules = [name for name in PUBLIC[wb] if name.endswith("Loss")]
     assert len(modules) == len(LOSSES) - 1, "all but PartialFC, which has centers"
     functions = {name.replace("_", ""): getattr(wb.functional, name) for name in LOSSES}

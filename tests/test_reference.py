@@ -1,4 +1,4 @@
-"""The dense twin against a case worked out by hand and against its own definition in plain loops."""
+"""The dense reference equals a case computed by hand, and its definition in plain loops."""
 
 import math
 
@@ -9,14 +9,14 @@ from compare import assert_same
 import wholebatch as wb
 
 
-def test_two_pairs_by_hand():
+def test_two_pairs_match_a_computation_by_hand():
     # S = [[2, 0], [0, 2]]: every row and column has loss log(1 + exp(-2)).
     x = torch.eye(2, dtype=torch.float64)
     assert wb.reference.clip_loss(x, x, 2.0).item() == pytest.approx(math.log1p(math.exp(-2)), rel=1e-15)
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 1.0])
-def test_definition_in_loops(label_smoothing):
+def test_the_reference_equals_its_definition_in_loops(label_smoothing):
     x, y = torch.randn(2, 5, 3, dtype=torch.float64)
     scale, bias, n = 3.0, -2.0, 5
     total = 0.0

@@ -1,4 +1,4 @@
-"""Constants in the precision of what they meet, a scale of 0, gradients of zeros, and what the reference refuses."""
+"""Precision of constants, a scale of 0, gradients of zeros, and inputs that the reference refuses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_linear_fold_is_that_of_float64():
 
 
 @pytest.mark.parametrize("directions", [("query_to_key",), ("query_to_key", "key_to_query", "query_to_query")])
-def test_info_nce_at_a_scale_of_zero(directions):
+def test_info_nce_is_exact_at_a_scale_of_zero(directions):
     gradients = []
     for functions in (wb.functional, wb.reference):
         leaves = [z.requires_grad_() for z in features(0, 1, 2)]
@@ -41,7 +41,7 @@ def test_info_nce_at_a_scale_of_zero(directions):
 
 
 @pytest.mark.parametrize("exclude_above", [None, 0.1])
-def test_negatives_that_no_direction_looks_at_get_zeros(exclude_above):
+def test_negatives_that_no_direction_uses_get_zeros(exclude_above):
     queries, keys, negatives = (z.requires_grad_() for z in features(0, 1, 2))
     wb.functional.info_nce_loss(
         queries,
@@ -55,8 +55,8 @@ def test_negatives_that_no_direction_looks_at_get_zeros(exclude_above):
     assert not negatives.grad.any()
 
 
-def test_weights_of_half_precision_get_a_gradient_in_full():
-    """Of a weight's part in the sum and of its part in the divisor, which all but cancel."""
+def test_gradients_of_weights_in_half_precision_are_exact():
+    """A weight's gradients from the sum and from the divisor nearly cancel."""
     x, y = (z.half() for z in features(0, 1))
     weights = 0.1 + torch.rand(5, generator=torch.Generator().manual_seed(2))
     weights = weights.half()
@@ -68,7 +68,7 @@ def test_weights_of_half_precision_get_a_gradient_in_full():
     assert (found[0] - found[1]).norm() < 2e-3 * found[1].norm()
 
 
-def test_dcl_with_sharp_weights():
+def test_dcl_is_exact_with_sharp_weights():
     x, y = features(0, 1)
     for functions in (wb.functional, wb.reference):
         loss = functions.dcl_loss(x, -x + 1e-3 * y, sigma=1e-3)
@@ -76,8 +76,8 @@ def test_dcl_with_sharp_weights():
     torch.testing.assert_close(wb.functional.dcl_loss(x, -x + 1e-3 * y, sigma=1e-3), loss, rtol=1e-9, atol=0)
 
 
-def test_the_reference_of_equal_logits_that_are_huge():
-    """A logsumexp of 1e18 has lost its logarithm; the derivative by each of two equal logits is a half all the same."""
+def test_the_reference_splits_the_gradient_of_huge_equal_logits():
+    """A logsumexp of 1e18 has lost its logarithm, but the derivative by each of two equal logits is still a half."""
     x = torch.tensor([[1e9, 0.0], [0.0, 1e9]], dtype=torch.float64, requires_grad=True)
     y = torch.tensor([[1e9, 0.0], [1e9, 0.0]], dtype=torch.float64)
     for functions in (wb.functional, wb.reference):

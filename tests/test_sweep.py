@@ -1,4 +1,4 @@
-"""What a sweep is made of, without ranks: budgets, kept tiles, pairs; and who meets whom, in integers."""
+"""Parts of a sweep, without ranks: budgets, kept tiles, pairs, and the schedule of blocks in integers."""
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def test_the_smallest_budget_suffices_and_ends(rows, cols):
     assert budget.side == 32 or rows * cols / budget.side**2 <= 2**16
 
 
-def test_named_budgets():
+def test_named_budgets_keep_all_or_nothing():
     assert fit("flat", entries=9, side=4, dtype=torch.float32).kept == 0
     assert fit("auto", entries=17, side=4, dtype=torch.float32).kept == 0
     assert fit("auto", entries=16, side=4, dtype=torch.float32).kept == 16
@@ -81,10 +81,10 @@ def test_kept_tiles_come_back_in_order_until_one_did_not_fit():
     again = KeptTiles(kept.buffer)
     assert torch.equal(again.next((2, 3)), first)
     assert again.next((3, 3)) is None
-    assert again.next((1, 1)) is None, "later tiles would be mistaken for others"
+    assert again.next((1, 1)) is None, "later tiles would be taken for others"
 
 
-def test_pairs_are_read_where_they_are():
+def test_pairs_of_a_tile_are_those_of_the_whole_matrix():
     pairs = Pairs(positive=Diagonals(Diagonal(0, 5, 4)), excluded=Diagonals(Diagonal(0, 4, 4)))
     whole = torch.arange(40.0).view(4, 10)
     seen = []
@@ -97,8 +97,8 @@ def test_pairs_are_read_where_they_are():
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=9), st.integers(0, 9), st.integers(1, 4))
-def test_equal_ids_are_found_where_they_are(ids, first, side):
-    """Tile by tile the same entries as in the whole matrix, but for those that are left out."""
+def test_equal_ids_of_a_tile_are_those_of_the_whole_matrix(ids, first, side):
+    """Each tile has the entries of the whole matrix, except those that are left out."""
     cols = torch.tensor(ids)
     first = min(first, len(ids))
     rows, itself = cols[first:], Diagonals(Diagonal(0, first, len(ids) - first))
@@ -115,7 +115,7 @@ def test_equal_ids_are_found_where_they_are(ids, first, side):
 
 
 def test_nothing_is_allocated_after_the_first_tile():
-    """The buffers of one sweep are the same memory for every tile."""
+    """A sweep uses the same buffers for every tile."""
     driver = Driver(torch.randn(50, 4), 2.0, side=16)
     block = Block(torch.randn(70, 4), slice(0, 70), slice(0, 50))
     places = {driver.logits(tile, x, y).data_ptr() for tile, x, y in driver.tiles(block)}

@@ -74,7 +74,7 @@ TABLES = [audit, presets, plan, measured, bench_loss, bench_gather]
 
 @pytest.mark.parametrize("width", [30, 60, 80, 120])
 @pytest.mark.parametrize("table", TABLES)
-def test_on_a_terminal_words_are_whole_and_lines_fit(table, width, monkeypatch, capsys):
+def test_a_terminal_gets_whole_words_and_lines_that_fit(table, width, monkeypatch, capsys):
     narrow = partial(Console, force_terminal=True, width=width, color_system=None)
     monkeypatch.setattr(_display, "Console", narrow)
     words = table()
@@ -82,14 +82,14 @@ def test_on_a_terminal_words_are_whole_and_lines_fit(table, width, monkeypatch, 
     assert set(words) <= set(printed.split())
     rule = next((line for line in printed.splitlines() if line and set(line) == {"-"}), None)
     if rule is None:
-        assert width < (120 if table is measured else 80), "a table, and no blocks, where there is room"
+        assert width < (120 if table is measured else 80), "a table, and no blocks, if there is room"
     else:
         assert len(rule) <= width
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_into_a_file_every_row_is_one_line(table, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "40")  # a width says nothing about a file
+def test_a_file_gets_one_line_per_row(table, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")  # the width does not apply to a file
     words = table()
     printed = capsys.readouterr().out
     assert any(set(words) <= set(line.split()) for line in printed.splitlines())

@@ -56,7 +56,7 @@ def test_safetensors_reads_what_is_written_and_so_do_we(tmp_path):
 
 
 def test_a_tensor_is_read_without_the_others(tmp_path, monkeypatch):
-    """The bytes that are read are those of the header and of this tensor."""
+    """Only the bytes of the header and of this tensor are read."""
     write_tensors(tmp_path / "a", {str(i): torch.randn(1000, 10) for i in range(20)}, {})
     counts = []
 
@@ -79,7 +79,7 @@ def read_all_of(path):
 
 
 def test_every_flipped_bit_is_detected(tmp_path):
-    """Every bit of a file is flipped, and the file is cut to every length."""
+    """Flip every bit of a file, and cut the file to every length."""
     path = tmp_path / "a"
     write_tensors(path, {"x": torch.tensor([True, False])}, {})
     whole = path.read_bytes()
@@ -199,7 +199,7 @@ def test_a_link_with_the_name_of_a_new_file_is_not_followed(tmp_path):
         b"\xef\xbb\xbf{}", b"", b"{", b"nul",
     ],
 )  # fmt: skip
-def test_json_is_bounded(text):
+def test_damaged_or_too_deep_json_raises(text):
     with pytest.raises(ValueError, match=r"^it is damaged, or no JSON"):
         parse_json(text, "it")
 
@@ -284,8 +284,8 @@ def test_nothing_is_executed(tmp_path):
         try:
             pickle.loads(pickled)
         except Exception:
-            assert b"\x81" in pickled, "of these only NEWOBJ does not do to a function what it would to a class"
-        assert marker.exists() or b"\x81" in pickled, "the bomb is one"
+            assert b"\x81" in pickled, "only NEWOBJ has no effect on a function, but would have one on a class"
+        assert marker.exists() or b"\x81" in pickled, "the pickle is executed"
         if marker.exists():
             marker.rmdir()
         with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
@@ -304,7 +304,7 @@ def test_nothing_is_executed(tmp_path):
 
 
 def test_changed_pickles_raise_or_are_harmless(tmp_path):
-    """With a valid checksum they raise ValueError or describe another value, and never do anything else."""
+    """With a valid checksum they raise ValueError or describe another value, and have no other effect."""
     torch.manual_seed(0)
     torch.save(content(), tmp_path / "a.pt")
     with zipfile.ZipFile(tmp_path / "a.pt") as archive:
@@ -384,7 +384,7 @@ def test_malicious_pickles_raise(tmp_path, pickled, message):
         read(pickled)
 
 
-def test_values_that_share_others_take_no_time(tmp_path):
+def test_shared_values_take_linear_time(tmp_path):
     """A tuple holds the previous tuple twice, sixty times: as a tree it would have 2^60 leaves."""
     nested = b"\x80\x02)q\0" + b"".join(b"h%ch%c\x86q%c" % (i, i, i + 1) for i in range(60))
     for end, message in ((b".", None), (b"}h<K\x01s.", "a key of type|one value"), (b"R.", "calls|not there")):

@@ -17,7 +17,7 @@ def sum_of_ranks(factor):
     total = torch.tensor([float(dist.get_rank() * factor)], requires_grad=True)
     gathered = total.detach().clone()
     dist.all_reduce(gathered)
-    return {"rank": dist.get_rank(), "sum": gathered, "own": total}
+    return {"rank": dist.get_rank(), "sum": gathered, "local": total}
 
 
 def fail_on_rank_1():
@@ -57,8 +57,8 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def load(folder, method, end):
-    """Sum the items of two workers, which live as long as their iterator, and start `sleep`, which nobody waits for."""
-    # Python 3.12 and later: fork, of a process with threads. Workers use none of gloo's.
+    """Sum the items of two workers, which live as long as their iterator, and start `sleep` without waiting for it."""
+    # Python 3.12 and later warn of a fork in a process with threads. Workers use none of gloo's.
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     (folder / f"{os.getpid()}").touch()
     loader = torch.utils.data.DataLoader(
@@ -87,7 +87,7 @@ def test_results_are_in_rank_order(world_size):
     results = run_ranks(sum_of_ranks, world_size, 2)
     assert [result["rank"] for result in results] == list(range(world_size))
     assert all(result["sum"].item() == 2 * sum(range(world_size)) for result in results)
-    assert not any(result["own"].requires_grad for result in results)
+    assert not any(result["local"].requires_grad for result in results)
     assert not dist.is_initialized()
 
 
@@ -114,7 +114,7 @@ def test_a_rank_that_dies_or_leaves_is_a_failure():
         run_ranks(leave_early_on_rank_1, 2)
 
 
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes as Linux shows them")
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads processes from /proc, as Linux has it")
 @pytest.mark.parametrize(("method", "end"), [("fork", "return"), ("fork", "raise"), ("forkserver", "return")])
 def test_ranks_may_start_processes_and_leave_none(tmp_path, method, end):
     if end == "return":
@@ -124,21 +124,21 @@ def test_ranks_may_start_processes_and_leave_none(tmp_path, method, end):
             run_ranks(load, 2, tmp_path, method, end, timeout_s=120)
     started = {int(file.name) for file in tmp_path.iterdir()}
     assert len(started) == 2 + 2 * 2 + 2, "ranks, workers, and a program for each rank"
-    deadline = time.monotonic() + 60  # killed, but the system may take its time
+    deadline = time.monotonic() + 60  # the processes are killed, but may end later
     while (left := {pid for pid in started if runs(pid)}) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left
 
 
 def runs(pid):
-    """Return whether there is such a process, and it is not a zombie."""
+    """Return whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
 
 
-def test_a_failure_on_one_process_is_its_own_exception():
+def test_a_failure_on_one_process_keeps_its_exception():
     with pytest.raises(FutureWarning):
         run_ranks(warn, 1)
     assert not dist.is_initialized()

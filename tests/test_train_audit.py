@@ -1,4 +1,4 @@
-"""The audit at the start of a run: right for every loss, on any ranks; a wrong gradient is refused before training."""
+"""The audit at the start of a run passes for every loss on any ranks, and refuses a wrong gradient before training."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ def faces(tmp_path_factory):
 
 
 def audited(config):
-    """By the ranks that there are."""
+    """Audit on the ranks of this call."""
     size = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if size > 1 else 0
     return audit_start(config, load_data(config, size), torch.device("cpu"), rank=rank, size=size)
@@ -63,7 +63,7 @@ def test_gradients_of_classifiers_are_exact(faces, head):
 
 
 def test_a_wrong_gradient_is_refused(data, monkeypatch):
-    """W times too large, as it is with one rank too many."""
+    """The planted gradient is twice as large, as with an additional sum over two ranks."""
 
     def wrong(config, texts, *, dense=False):
         right = make_objective(config, texts, dense=dense)
@@ -76,7 +76,7 @@ def test_a_wrong_gradient_is_refused(data, monkeypatch):
         audited(replace(CONFIG, data=data))
 
 
-def test_a_run_says_so_unless_it_is_asked_not_to(tmp_path, data):
+def test_the_start_of_a_run_reports_the_audit_unless_switched_off(tmp_path, data):
     command = [*TRAIN, "--data", data, "--steps", "1", *SMALL, "--ranks", "2", "--run-folder"]
     printed = finish([*command, str(tmp_path / "a")]).stdout
     assert "audit: on 2 processes the gradient of" in printed
@@ -84,13 +84,13 @@ def test_a_run_says_so_unless_it_is_asked_not_to(tmp_path, data):
     assert "audit" not in finish([*command, str(tmp_path / "b"), "--no-audit"]).stdout
 
 
-def test_the_plan_is_of_what_the_run_does(data, faces):
+def test_the_plan_has_the_settings_of_the_run(data, faces):
     def line(size=1, **more):
         config = replace(CONFIG, **{"data": data, **more})
         return plan_start(config, load_data(config, size), torch.device("cpu"), size=size)
 
     assert line().startswith("plan: clip on 1 process, similarities kept, fp32: ")
-    assert "computed twice" in line(label_smoothing=0.1)  # with which nothing is kept
+    assert "computed twice" in line(label_smoothing=0.1)  # with it nothing is kept
     assert "computed once" in line(loss="siglip", size=2)
     assert "exchange gather" in line(loss="siglip", size=2)
     assert "plan: none, because the planner does not know --loss circle" in line(loss="circle")

@@ -19,7 +19,7 @@ sys.exit(code)
 
 
 def run(*argv, extra=""):
-    """The command's exit code, its output, its error output, and the packages that it has imported."""
+    """Return the command's exit code, output and error output, and the packages that it has imported."""
     program = [sys.executable, "-W", "error", "-c", PROGRAM.format(extra=extra), *argv]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
     *errors, imported = done.stderr.splitlines()

@@ -1,4 +1,4 @@
-"""`wholebatch train --task identify`: the classifier is sharded over the ranks, and the numbers do not change."""
+"""`wholebatch train --task identify`: the classifier is sharded over ranks, and the numbers do not change."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from wholebatch.train.labeled import images_of_step, with_split
 from wholebatch.train.verification import accepted_at, best_possible
 
 FACES = ("DejaVuSans", "DejaVuSerif", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSerif-Bold")
-# A margin with a memory, and a sample of classes: both go on after a resume as if nothing had been.
+# A margin with running averages, and a sample of classes: both continue after a resume without a difference.
 HEAD = ["--head.margin", "adaface", "--head.scale", "16", "--head.sample-rate", "0.4"]
 
 
@@ -37,7 +37,7 @@ def uninterrupted(data, tmp_path_factory):
     return run, finish(command(data, run)).stdout
 
 
-def test_a_run_leaves_everything_it_promises(uninterrupted):
+def test_a_run_writes_all_documented_files(uninterrupted):
     run, output = uninterrupted
     assert {path.name for path in run.iterdir()} == {
         "config.json", "metrics.jsonl", "checkpoint.safetensors", "head-30", "model.safetensors", "report.json", "lock",
@@ -49,7 +49,7 @@ def test_a_run_leaves_everything_it_promises(uninterrupted):
     assert (report["classes"], report["test_images"]) == (158, 316)
     assert report["top_1_at_most"] >= report["top_1"] > 20 * report["chance"]
     assert report["top_5"] > report["top_1"]
-    assert report["tar"] == 0.0, "of the other pairs more than one in a thousand are the same picture here"
+    assert report["tar"] == 0.0, "here more than one in a thousand of the other pairs are equal pictures"
     assert report["threshold"] > 0.99
     for picture in ("curves.png", "look_alikes.png"):
         assert (run / picture).read_bytes().startswith(b"\x89PNG")
@@ -108,13 +108,13 @@ def test_other_margins_train(data, tmp_path, margin, more, capsys):
         ({"task": "recognize"}, "--task must be 'retrieve' or 'identify', got recognize"),
     ],
 )
-def test_configurations_that_make_no_sense(settings, message):
+def test_invalid_configurations_are_refused(settings, message):
     with pytest.raises(UserError, match=message):
         TrainConfig(**settings).check()
 
 
-def test_a_task_has_its_own_defaults(monkeypatch):
-    """And what is said holds, also where it is the other task's default."""
+def test_each_task_has_its_defaults(monkeypatch):
+    """An option that is given is used, even if it equals the other task's default."""
     asked = []
     monkeypatch.setattr("wholebatch.train.launch.run", asked.append)
     for argv in ([], ["--task", "identify"], ["--task", "identify", "--steps", "300"]):
@@ -122,7 +122,7 @@ def test_a_task_has_its_own_defaults(monkeypatch):
     assert [config.steps for config in asked] == [300, 450, 300]
 
 
-def test_mistakes_are_one_line(data, tmp_path):
+def test_mistakes_give_one_line(data, tmp_path):
     pairs = write_pairs(tmp_path / "once")
     for where, more, message in (
         (pairs, [], "--validation-texts 16 needs as many texts with two images to train on, got 0"),
@@ -135,7 +135,7 @@ def test_mistakes_are_one_line(data, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_head_that_was_removed_is_missed(uninterrupted, tmp_path, capsys):
+def test_a_removed_head_is_refused(uninterrupted, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(uninterrupted[0], run)
     shutil.rmtree(run / "head-30")
@@ -145,7 +145,7 @@ def test_a_head_that_was_removed_is_missed(uninterrupted, tmp_path, capsys):
     assert "head-30 holds no checkpoint" in lines[0]
 
 
-def test_a_head_that_is_damaged_is_missed(uninterrupted, tmp_path, capsys):
+def test_a_damaged_head_is_refused(uninterrupted, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(uninterrupted[0], run)
     for file in (run / "head-30").glob("rank-*"):
@@ -180,7 +180,7 @@ def test_a_model_that_is_not_finite_stops_the_run(data, tmp_path, more):
     assert "training stopped in step 1" in done.stderr
 
 
-# Its parts.
+# Parts of the task.
 def test_faces_of_the_test_are_not_in_training():
     data = glyph_classes(32, validation=325, seed=0)
     assert len(TEST_FACES) == 2
@@ -204,11 +204,11 @@ def test_validation_takes_one_image_of_some_classes():
     assert data.names == ("a", "b", "c")
     assert sorted(data.labels[data.validation].tolist()) == [0, 1]
     assert sorted(data.labels[data.train].tolist()) == [0, 1, 2]
-    assert data.test.tolist() == [0], "what is no class of training is left out"
+    assert data.test.tolist() == [0], "classes that are not in training are left out"
 
 
 def test_verification_is_that_of_all_pairs():
-    """By the definition, with all similarities in memory; blocks smaller than the rows."""
+    """Compare blocks smaller than the rows with the definition, which has all similarities in memory."""
     torch.manual_seed(0)
     labels = torch.randint(200, (1300,))
     x = torch.nn.functional.normalize(torch.randn(200, 8)[labels] + torch.randn(1300, 8))
@@ -218,10 +218,10 @@ def test_verification_is_that_of_all_pairs():
         tar, threshold = accepted_at(x, labels, far)
         accepted = similarity > threshold
         assert accepted[~same].double().mean() <= far
-        assert (similarity[~same] >= threshold).double().mean() > far, "no smaller threshold would do"
+        assert (similarity[~same] >= threshold).double().mean() > far, "no smaller threshold is enough"
         assert tar == pytest.approx(accepted[same].double().mean().item(), abs=1e-3)
 
 
-def test_what_pictures_can_tell_at_best():
+def test_the_best_possible_accuracy_counts_equal_pictures():
     images = torch.tensor([[1, 2], [1, 2], [1, 2], [3, 4]], dtype=torch.uint8)
     assert best_possible(images, torch.tensor([0, 0, 1, 2])) == 0.75

@@ -1,4 +1,4 @@
-"""Pictures of a user's own: every mode that Pillow reads, with pixels whose right value is known."""
+"""Pictures of a user in every mode that Pillow reads, with pixels whose right value is known."""
 
 import struct
 import warnings
@@ -29,7 +29,7 @@ def read(folder, image, channels=3, name="picture.png", **options):
 
 
 def png_of(width, height, rows=b"", *, depth=8, kind=0, more=b""):
-    """A file of that size, or one of few bytes that claims to be; `more` is a chunk, its name first."""
+    """Return a PNG file, or a few bytes that claim to have that size; `more` is a chunk that starts with its name."""
     header = b"IHDR" + struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, 0)
     chunks = [header, *([more] if more else []), b"IDAT" + zlib.compress(rows), b"IEND"]
     return b"\x89PNG\r\n\x1a\n" + b"".join(
@@ -38,7 +38,7 @@ def png_of(width, height, rows=b"", *, depth=8, kind=0, more=b""):
 
 
 def ramp(dtype, top):
-    """Sixty-four values from 0 to `top`."""
+    """Return 64 values from 0 to `top`."""
     return np.linspace(0, top, SIZE * SIZE).reshape(SIZE, SIZE).astype(dtype)
 
 
@@ -47,7 +47,7 @@ def expected_ramp():
 
 
 def with_alpha(beneath):
-    """Left half a green of full strength, right half transparent, with this color beneath; one pixel half of each."""
+    """Return a picture with a green left half, a transparent right half of this color, and one half-opaque pixel."""
     pixels = np.zeros((SIZE, SIZE, 4), np.uint8)
     pixels[:, :4] = (0, 200, 0, 255)
     pixels[:, 4:] = (*beneath, 0)
@@ -56,7 +56,7 @@ def with_alpha(beneath):
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_what_lies_beneath_transparent_pixels_does_not_matter(tmp_path, channels):
+def test_colors_of_transparent_pixels_have_no_effect(tmp_path, channels):
     found = [read(tmp_path, with_alpha(beneath), channels) for beneath in ((0, 0, 0), (255, 0, 17))]
     assert torch.equal(*found)
     assert (found[0][:, :, 4:] == 255).all(), "white"
@@ -65,7 +65,7 @@ def test_what_lies_beneath_transparent_pixels_does_not_matter(tmp_path, channels
     half = [round(value * 128 / 255 + 255 * 127 / 255) for value in green]
     assert (found[0][:, 0, 0].float() - torch.tensor(half)).abs().max() <= 1, "half of each"
     naive = np.asarray(with_alpha((255, 0, 17)).convert("RGB"))
-    assert (naive[:, 4:] == (255, 0, 17)).all(), "the plausible wrong answer is another one"
+    assert (naive[:, 4:] == (255, 0, 17)).all(), "the plausible wrong answer differs"
 
 
 @pytest.mark.parametrize("mode", ["LA", "PA", "La", "RGBa"])
@@ -79,7 +79,7 @@ def test_other_modes_with_transparency(tmp_path, mode, monkeypatch):
         image = (image.convert("RGBA") if mode == "RGBa" else image).convert(mode)
     if mode == "LA":
         found = read(tmp_path, image)
-    else:  # no file format has them
+    else:  # no file format has this mode
         monkeypatch.setattr(Image, "open", lambda path: image)
         found = read_image(tmp_path / "none", size=SIZE, channels=3)
     assert (found[:, :, :4] == 255).all()
@@ -126,7 +126,7 @@ def test_more_than_eight_bits_are_scaled(tmp_path, name, array, channels):
     assert (found.double() - expected_ramp()).abs().max() <= 0.51, "rounded"
     with Image.open(tmp_path / name) as image:
         clipped = np.asarray(image.convert("L"))
-    assert clipped.mean() < 10 or clipped.mean() > 240 or name.startswith("I;16.p"), "not what Pillow makes of it"
+    assert clipped.mean() < 10 or clipped.mean() > 240 or name.startswith("I;16.p"), "Pillow's conversion is wrong"
 
 
 def test_sixteen_bits_with_a_transparent_color(tmp_path):
@@ -147,14 +147,14 @@ def test_sixteen_bits_with_a_transparent_color(tmp_path):
         (np.full((2, 2), np.nan, np.float32), "got nan to nan"),
     ],
 )
-def test_a_range_that_nobody_can_know_is_an_error(tmp_path, array, message):
+def test_an_unknown_range_of_values_is_an_error(tmp_path, array, message):
     with pytest.raises(ValueError, match=message):
         read(tmp_path, Image.fromarray(array), name="range.tif")
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "RGB", "CMYK", "YCbCr", "P"])
-def test_opaque_modes(tmp_path, mode):
-    """White and black, whichever way a mode has them."""
+def test_opaque_modes_are_read(tmp_path, mode):
+    """White and black are right in every mode."""
     image = Image.new("RGB", (SIZE, SIZE), "white")
     image.paste("black", (0, 0, 4, SIZE))
     image = image.quantize(2) if mode == "P" else image.convert(mode)
@@ -187,10 +187,10 @@ def test_pictures_stand_upright(tmp_path, orientation, name):
         right = np.asarray(ImageOps.exif_transpose(image).convert("L"))
     assert (found[0].int() - torch.from_numpy(right.astype(np.int32))).abs().max() == 0
     stays = orientation in (0, 1, 9)
-    assert (np.abs(right.astype(int) - pixels).max() < 5) == stays, "the other ways are no way"
+    assert (np.abs(right.astype(int) - pixels).max() < 5) == stays, "other orientations must differ"
 
 
-def test_damaged_metadata_turn_nothing(tmp_path):
+def test_damaged_metadata_do_not_rotate_a_picture(tmp_path):
     Image.new("L", (SIZE, SIZE), 77).save(tmp_path / "exif.jpg", exif=b"Exif\0\0nonsense" * 4)
     assert (read_image(tmp_path / "exif.jpg", size=SIZE, channels=1) == 77).all()
 
@@ -201,7 +201,7 @@ def test_a_wide_picture_is_padded(tmp_path):
     assert (found[0, :2] == 0).all()
 
 
-def test_files_that_are_no_pictures_are_one_line_with_their_name(tmp_path):
+def test_files_that_are_not_pictures_give_one_line_with_their_name(tmp_path):
     rng = np.random.default_rng(0)
     noise = Image.fromarray(rng.integers(0, 256, (64, 64, 3), np.uint8))
     files = {"bomb.png": png_of(60_000, 60_000), "wide.png": png_of(2**31 - 1, 1), "empty.png": b""}
@@ -220,7 +220,7 @@ def test_files_that_are_no_pictures_are_one_line_with_their_name(tmp_path):
         read_image(tmp_path / "folder.png", size=SIZE, channels=1)
 
 
-def test_a_picture_just_over_pillows_limit_is_read_without_a_word(tmp_path, monkeypatch):
+def test_a_picture_just_over_pillows_limit_is_read_silently(tmp_path, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 40)
     assert (read(tmp_path, Image.new("L", (SIZE, SIZE), 5), 1) == 5).all()
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30)
@@ -229,7 +229,7 @@ def test_a_picture_just_over_pillows_limit_is_read_without_a_word(tmp_path, monk
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_damaged_bytes_are_pictures_or_errors(tmp_path, seed):
+def test_damaged_bytes_give_pictures_or_errors(tmp_path, seed):
     rng = np.random.default_rng(seed)
     for kind in ("png", "jpg", "gif", "tif", "webp", "bmp"):
         Image.fromarray(rng.integers(0, 256, (16, 16, 3), np.uint8)).save(tmp_path / f"x.{kind}")

@@ -1,4 +1,4 @@
-"""The parts of the application, each by itself."""
+"""The parts of the training application, each alone."""
 
 import json
 import math
@@ -75,7 +75,7 @@ def test_pairs_are_grouped_by_text(texts):
         assert mine == [i for i, other in enumerate(texts) if other == text]
 
 
-def test_words_and_pieces():
+def test_texts_are_split_into_words_and_pieces():
     batch = tokenize(
         ["BRAILLE PATTERN DOTS-12", "Pattern 2", "one two three four five", "..."], max_words=4, buckets=64
     )
@@ -103,7 +103,7 @@ def test_rows_do_not_depend_on_the_rest_of_the_batch():
 
 
 def test_every_parameter_has_an_effect():
-    """A parameter without one would have a gradient of rounding noise, which Adam makes into full steps."""
+    """Without an effect, a gradient is rounding noise, which Adam turns into full steps."""
     model = DualEncoder(SMALL_MODEL, channels=1, image_size=16).double()
     images, texts = (
         torch.rand(6, 1, 16, 16, dtype=torch.float64),
@@ -125,12 +125,12 @@ def test_augmentation_is_a_function_of_seed_and_step():
     assert torch.equal(apply_maps(images[2:4], maps[2:4]), apply_maps(images, maps)[2:4])
 
 
-def test_recall_by_hand():
+def test_recall_matches_a_computation_by_hand():
     queries = torch.eye(3)
     candidates = torch.tensor([[1.0, 0, 0], [0.9, 0.5, 0], [0, 0.6, 0.5]])
     assert ranks_of_partner(queries, candidates).tolist() == [0, 1, 0]
     assert recall(queries, candidates) == {"recall@1": pytest.approx(2 / 3), "recall@5": 1.0, "recall@10": 1.0}
-    assert ranks_of_partner(torch.ones(4, 2), torch.ones(4, 2)).tolist() == [3] * 4, "ties are no success"
+    assert ranks_of_partner(torch.ones(4, 2), torch.ones(4, 2)).tolist() == [3] * 4, "ties do not count as found"
 
 
 def test_configuration_survives_json_and_differences_are_named(tmp_path):
@@ -165,13 +165,13 @@ def test_configuration_survives_json_and_differences_are_named(tmp_path):
         ({"model": ModelConfig(embedding_size=0)}, "--model.embedding-size must be at least 1, got 0"),
     ],
 )
-def test_configurations_that_make_no_sense(options, message):
+def test_invalid_configurations_are_refused(options, message):
     with pytest.raises(UserError, match=message):
         TrainConfig(**options).check()
 
 
 def stepped(seed, width=3):
-    """A model and optimizer that have taken a step."""
+    """Return a model and an optimizer after a step."""
     torch.manual_seed(seed)
     model = torch.nn.Linear(width, 2)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -210,7 +210,7 @@ def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"cannot be written: .*No space left"):
         save_checkpoint(tmp_path, model.state_dict(), optimizer, step=2, seconds=0.0)
     assert (tmp_path / FILE).read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir()] == [FILE], "half a file takes no space"
+    assert [path.name for path in tmp_path.iterdir()] == [FILE], "no partial file is left"
 
 
 def test_damaged_checkpoints_are_refused(tmp_path):
@@ -258,8 +258,8 @@ def test_damaged_checkpoints_are_refused(tmp_path):
             load_checkpoint(tmp_path, model, optimizer, steps=1)
 
 
-def test_a_random_state_that_is_none_changes_nothing(tmp_path):
-    """Its bytes are those of the file's digest, but torch does not take them."""
+def test_an_invalid_random_state_changes_nothing(tmp_path):
+    """The bytes match the file's digest, but torch refuses them."""
     model, optimizer = stepped(0)
     save_checkpoint(tmp_path, model.state_dict(), optimizer, step=1, seconds=0.0)
     with TensorFile(tmp_path / FILE) as file:
@@ -277,7 +277,7 @@ def test_a_random_state_that_is_none_changes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["pairs.csv", "pairs.jsonl"])
-def test_pairs_from_files(tmp_path, name):
+def test_pairs_are_read_from_files(tmp_path, name):
     pairs = file_pairs(write_pairs(tmp_path, name), image_size=16, channels=1)
     assert "CYRILLIC SMALL LETTER YA" in pairs.texts
     assert pairs.images.shape == (len(pairs), 1, 16, 16)
@@ -286,7 +286,7 @@ def test_pairs_from_files(tmp_path, name):
     assert color.images.shape == (len(pairs), 3, 24, 24)
 
 
-def test_mistakes_in_files(tmp_path):
+def test_mistakes_in_files_are_reported(tmp_path):
     table = write_pairs(tmp_path)
     good = "images/41.png,LATIN CAPITAL LETTER A\n"
     (tmp_path / "images" / "broken.png").write_bytes((tmp_path / "images" / "42.png").read_bytes()[:60])
@@ -332,14 +332,14 @@ def test_mistakes_in_files(tmp_path):
 
 
 def test_metrics_that_are_not_finite_can_be_read_again(tmp_path):
-    """As the last ones of a run that went astray, which goes on from an earlier checkpoint."""
+    """These may be the last ones of a run that diverged and continues from an earlier checkpoint."""
     folder = RunFolder(tmp_path)
     folder.append({"step": 1, "loss": 1.0, "logit_scale": math.nan, "validation": {"recall@1": 0.5}})
     assert folder.metrics() == [{"step": 1, "loss": 1.0, "logit_scale": None, "validation": {"recall@1": 0.5}}]
 
 
 @pytest.mark.parametrize("content", [b'{"step": 1}\n', b"[1]\n", b'{"step": 1, "loss": 1.0\n{}\n', b"\xff\n"])
-def test_metrics_that_are_no_metrics_are_refused(tmp_path, content):
+def test_invalid_metrics_are_refused(tmp_path, content):
     (tmp_path / "metrics.jsonl").write_bytes(content)
     with pytest.raises(UserError, match="cannot be read as the metrics of a run"):
         RunFolder(tmp_path).metrics()

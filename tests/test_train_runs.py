@@ -1,4 +1,4 @@
-"""`wholebatch train` as a user runs it: whole runs, on a small data set of real characters."""
+"""Whole runs of `wholebatch train`, as a user starts them, on a small data set of real characters."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def uninterrupted(data, tmp_path_factory):
     return run, done.stdout
 
 
-def test_a_run_leaves_everything_it_promises(uninterrupted):
+def test_a_run_writes_all_documented_files(uninterrupted):
     run, output = uninterrupted
     names = {path.name for path in run.iterdir()}
     assert names == {
@@ -39,8 +39,8 @@ def test_a_run_leaves_everything_it_promises(uninterrupted):
     assert report["image_to_text"]["recall@10"] > report["chance"]["recall@10"]
     for picture in ("curves.png", "retrieval.png"):
         assert (run / picture).read_bytes().startswith(b"\x89PNG")
-    assert "\x1b" not in output, "plain lines where there is no terminal"
-    assert output.startswith("loading torch and the data ...\n"), "no silence before the first step"
+    assert "\x1b" not in output, "plain lines without a terminal"
+    assert output.startswith("loading torch and the data ...\n"), "a line is printed before the first step"
     assert re.search(r"^the first step took \d+\.\d s, loss \d\.\d{4}$", output, re.MULTILINE)
     assert "step   50/50" in output
     assert "recall@1" in output
@@ -58,7 +58,7 @@ def test_the_curve_is_the_same_with_gradient_caching(data, uninterrupted, tmp_pa
     assert difference(uninterrupted[0], tmp_path / "run") <= 1e-4
 
 
-def test_under_torchrun(data, uninterrupted, tmp_path):
+def test_torchrun_gives_the_same_curve(data, uninterrupted, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     finish([*torchrun, "wholebatch", "train", *options(data, tmp_path / "run", steps=50)])
     assert difference(uninterrupted[0], tmp_path / "run") <= 1e-4
@@ -66,9 +66,9 @@ def test_under_torchrun(data, uninterrupted, tmp_path):
 
 @pytest.mark.parametrize("loss", ["clip", "global_contrastive"])
 def test_killed_and_resumed_gives_the_same_numbers(data, uninterrupted, tmp_path, loss):
-    """Killed without warning in mid-pass (2 batches a pass), after a checkpoint and past it.
+    """Kill the run in the middle of a pass (2 batches a pass), some steps after a checkpoint.
 
-    The second loss has a memory: of the step that is made again, it must not have seen the first time.
+    The second loss has running averages: a repeated step must not count twice in them.
     """
     run, whole = tmp_path / "run", uninterrupted[0]
     if loss != "clip":
@@ -77,7 +77,7 @@ def test_killed_and_resumed_gives_the_same_numbers(data, uninterrupted, tmp_path
     killed(TRAIN + options(data, run, "--loss", loss, steps=50), when=lambda: recorded(run) >= 13)
     assert recorded(run) < 50
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 99, "lo')  # what a kill in the middle of a write leaves
+        file.write('{"step": 99, "lo')  # as after a kill in the middle of a write
     finish([*TRAIN, "--resume", str(run)])
     assert metrics(run) == metrics(whole)
 
@@ -92,7 +92,7 @@ def test_resume_with_another_number_of_processes(data, uninterrupted, tmp_path):
 
 
 def one_line(capsys, code, *argv):
-    """The command's exit code and its one line of complaint."""
+    """Check the command's exit code, and return its one line of error output."""
     assert main(["train", *argv]) == code
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1, lines
@@ -100,7 +100,7 @@ def one_line(capsys, code, *argv):
     return lines[0]
 
 
-def test_mistakes_are_one_line_and_exit_code_2(capsys, data, tmp_path, uninterrupted):
+def test_mistakes_give_one_line_and_exit_code_2(capsys, data, tmp_path, uninterrupted):
     new = tmp_path / "new"
     assert "there is no file" in one_line(
         capsys, 2, "--data", str(tmp_path / "none.csv"), "--run-folder", str(tmp_path / "a")
@@ -127,14 +127,14 @@ def test_mistakes_are_one_line_and_exit_code_2(capsys, data, tmp_path, uninterru
     assert not new.exists(), "nothing was started"
 
 
-def test_a_mistake_found_by_a_started_rank_is_one_line_too(data, tmp_path):
+def test_a_mistake_found_by_a_started_rank_gives_one_line(data, tmp_path):
     done = finish(TRAIN + options(data, tmp_path / "run", "--ranks", "2", "--batch-size", "4096"), expect=2)
     assert done.stderr.count("\n") == 1
     assert "--batch-size 4096 needs as many texts" in done.stderr
 
 
 def flipped(content):
-    """One bit of a number in the middle."""
+    """Flip one bit of a number in the middle."""
     return content[: len(content) // 2] + bytes([content[len(content) // 2] ^ 1]) + content[len(content) // 2 + 1 :]
 
 
@@ -154,7 +154,7 @@ def flipped(content):
     ],
 )
 def test_damaged_runs_are_refused(capsys, uninterrupted, tmp_path, file, damage, message):
-    """With the file's name, and the folder as it was."""
+    """The error names the file, and the folder is unchanged."""
     run = tmp_path / "run"
     shutil.copytree(uninterrupted[0], run)
     (run / file).write_bytes(damage((run / file).read_bytes()))
@@ -166,7 +166,7 @@ def test_damaged_runs_are_refused(capsys, uninterrupted, tmp_path, file, damage,
 
 
 def test_another_runs_configuration_is_refused(capsys, data, uninterrupted, tmp_path):
-    """Of the same shapes: it would go on, with another learning rate."""
+    """Its shapes are the same, so the run would continue with another learning rate."""
     run, other = tmp_path / "run", tmp_path / "other"
     assert main(["train", *options(data, other, "--learning-rate", "0.003", steps=50), "--no-audit"]) == 0
     shutil.copytree(uninterrupted[0], run)
@@ -176,7 +176,7 @@ def test_another_runs_configuration_is_refused(capsys, data, uninterrupted, tmp_
 
 
 def test_a_loss_that_is_not_finite_stops_training_and_keeps_the_last_good_checkpoint(capsys, data, tmp_path):
-    """At this learning rate the first update is the last: a checkpoint of step 1 would be useless, and is not made."""
+    """At this learning rate the first update is the last: a checkpoint of step 1 is useless and not written."""
     run = tmp_path / "run"
     slow = ["--warmup-steps", "1000000", "--checkpoint-every", "1"]
     assert "stopped in step 2" in one_line(capsys, 2, *options(data, run, "--learning-rate", "1e30"))
@@ -195,7 +195,7 @@ def test_a_loss_that_is_not_finite_stops_training_and_keeps_the_last_good_checkp
     recorded = len(metrics(run))
     assert last_step(run, recorded=recorded, checkpoint_every=1) == recorded - 1 == stopped - 2
     assert all(value.isfinite().all() for value in load_file(run / "checkpoint.safetensors").values())
-    assert f"stopped in step {stopped}" in one_line(capsys, 2, "--resume", str(run)), "it goes on from there"
+    assert f"stopped in step {stopped}" in one_line(capsys, 2, "--resume", str(run)), "it continues from there"
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_starts_again(capsys, data, tmp_path):

@@ -1,4 +1,4 @@
-"""Signals that come to `wholebatch train`, ranks that die, and the lock of a run folder."""
+"""Signals to `wholebatch train`, ranks that die, and the lock of a run folder."""
 
 import json
 import os
@@ -31,7 +31,7 @@ from wholebatch.train.retrieve import Retrieve
 from wholebatch.train.run_folder import RunFolder
 from wholebatch.train.signals import Patience, Requests, Stopped, signals_blocked
 
-MORE = ["--no-audit", "--loss", "global_contrastive"]  # a loss with a memory
+MORE = ["--no-audit", "--loss", "global_contrastive"]  # a loss with running averages
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def undisturbed(data, tmp_path_factory):
 
 @pytest.fixture
 def requests():
-    """Of this process, as if it were in the middle of a step."""
+    """Return the requests of this process, as if it were in the middle of a step."""
     found = Requests(announce=False)
     found.begin()
     yield found
@@ -56,7 +56,7 @@ def requests():
 
 
 def noted(requests, number):
-    """Send this process a signal, and return once it is noted."""
+    """Send this process a signal, and return once it is recorded."""
     os.kill(os.getpid(), number)
     deadline = time.monotonic() + 60
     while not (requests._checkpoint if number == signal.SIGUSR1 else requests._stop):
@@ -68,9 +68,9 @@ def test_signals_are_requests(requests):
     assert requests.combined() == (0, False)
     noted(requests, signal.SIGUSR1)
     assert requests.combined() == (0, True)
-    assert requests.combined() == (0, False), "a checkpoint is made once"
+    assert requests.combined() == (0, False), "a checkpoint is written once"
     noted(requests, signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGTERM)  # GNU timeout sends two, and this process is still here
+    os.kill(os.getpid(), signal.SIGTERM)  # GNU timeout sends two, and this process still runs
     assert requests.combined() == (signal.SIGTERM, False)
     assert requests.combined() == (signal.SIGTERM, False)
 
@@ -97,7 +97,7 @@ def test_an_echo_is_not_a_second_signal(monkeypatch):
     assert patience.is_second()
 
 
-def test_signals_of_a_process_wait_from_its_start():
+def test_signals_are_held_from_the_start_of_a_process():
     blocked = "import signal; print(sorted(int(s) for s in signal.pthread_sigmask(signal.SIG_BLOCK, [])))"
     with signals_blocked():
         inside = subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True, check=True)
@@ -107,16 +107,16 @@ def test_signals_of_a_process_wait_from_its_start():
     assert not asked & {*json.loads(outside.stdout)}
 
 
-def a_loop_with_signals(who, at):
-    """The step after which this rank stops, and those after which it has made a checkpoint."""
+def a_loop_with_signals(signaled, at):
+    """Return the step after which this rank stops, and those after which it writes a checkpoint."""
     requests = Requests(announce=False)
     requests.begin()
     checkpoints = []
     try:
         for step in range(20):
-            if dist.get_rank() in who and step == at:
+            if dist.get_rank() in signaled and step == at:
                 noted(requests, signal.SIGUSR1)
-            if dist.get_rank() in who and step == at + 2:
+            if dist.get_rank() in signaled and step == at + 2:
                 noted(requests, signal.SIGINT if dist.get_rank() else signal.SIGTERM)
             asked = requests.combined()
             if asked.checkpoint:
@@ -129,10 +129,10 @@ def a_loop_with_signals(who, at):
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
-def test_all_ranks_agree_whoever_gets_the_signal(world_size, who):
-    found = run_ranks(a_loop_with_signals, world_size, who, 5)
-    number = signal.SIGTERM if 0 in who else signal.SIGINT
+@pytest.mark.parametrize("signaled", [(0,), (1,), (0, 1)])
+def test_all_ranks_stop_after_the_same_step_for_a_signal_to_any(world_size, signaled):
+    found = run_ranks(a_loop_with_signals, world_size, signaled, 5)
+    number = signal.SIGTERM if 0 in signaled else signal.SIGINT
     assert found == [(7, [5], number)] * world_size
 
 
@@ -177,7 +177,7 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_signal_at_any_moment_loses_nothing(capsys, monkeypatch, data, undisturbed, tmp_path, moment):
+def test_a_signal_at_any_moment_loses_no_step(capsys, monkeypatch, data, undisturbed, tmp_path, moment):
     where, method, call, step, finished = MOMENTS[moment]
     run, found, calls, ended = tmp_path / "a run", [], [], []
 
@@ -201,14 +201,14 @@ def test_a_signal_at_any_moment_loses_nothing(capsys, monkeypatch, data, undistu
         main(["train", *options(data, run, *MORE)])
     assert ended == [signal.SIGTERM]
     assert recorded(run) == step == last_step(run, recorded=step, checkpoint_every=5)
-    said = capsys.readouterr()
-    assert said.err.count("\n") == 1, "that it is understood"
-    line = said.out.splitlines()[-1]
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1, "one line confirms the signal"
+    line = printed.out.splitlines()[-1]
     if finished:
         assert line == "SIGTERM: the run was finished"
         assert (run / "report.json").exists()
     else:
-        command = f"wholebatch train --resume '{run}'"  # whatever program it is that runs tests
+        command = f"wholebatch train --resume '{run}'"  # for any program that runs the tests
         assert line == f"SIGTERM: stopped after step {step}, which has a checkpoint; resume with: {command}"
         assert main(["train", "--resume", str(run)]) == 0
         assert f"resuming after step {step}" in capsys.readouterr().out
@@ -216,8 +216,8 @@ def test_a_signal_at_any_moment_loses_nothing(capsys, monkeypatch, data, undistu
     assert (run / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()
 
 
-def test_a_checkpoint_that_was_asked_for_is_not_made_again(capsys, monkeypatch, data, undisturbed, tmp_path):
-    """To write it once more is to have none for a moment: of a classifier's part there is one folder for a step."""
+def test_a_checkpoint_by_signal_is_written_once(capsys, monkeypatch, data, undisturbed, tmp_path):
+    """A second write would leave no checkpoint for a moment, since a classifier has one folder per step."""
     run, found, steps = tmp_path / "run", [], []
 
     class Kept(Requests):
@@ -241,8 +241,8 @@ def test_a_checkpoint_that_was_asked_for_is_not_made_again(capsys, monkeypatch, 
         patches.setattr(Retrieve, "save", save)
         assert main(["train", *options(data, run, *MORE)]) == 0
     assert steps == [5, 10, 12]
-    said = capsys.readouterr().out.splitlines()
-    assert [line for line in said if "requested" in line] == [
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if "requested" in line] == [
         f"a checkpoint was requested: step {step} has one" for step in (5, 12)
     ]
     assert metrics(run) == metrics(undisturbed)
@@ -250,7 +250,7 @@ def test_a_checkpoint_that_was_asked_for_is_not_made_again(capsys, monkeypatch, 
 
 @pytest.fixture
 def started(data, tmp_path):
-    """A run of two processes that has made a few of its many steps."""
+    """Return a run of two processes that has made a few of its many steps."""
     command = TRAIN + options(data, tmp_path / "run", *MORE, "--ranks", "2", steps=100_000)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -265,7 +265,7 @@ def started(data, tmp_path):
         process.communicate()
 
 
-def test_a_rank_that_is_killed_is_one_line(capsys, data, started):
+def test_a_killed_rank_gives_one_line(capsys, data, started):
     process, run = started
     assert main(["train", "--resume", str(run)]) == 2
     of_second = capsys.readouterr().err
@@ -280,7 +280,7 @@ def test_a_rank_that_is_killed_is_one_line(capsys, data, started):
         "wholebatch train: error: rank 0 of 2 was killed by SIGKILL (was the machine out of memory?); the other ranks "
         f"were ended; resume with: {sys.executable} -m wholebatch train --resume {run}\n"
     )
-    assert main(["train", *options(data, run)]) == 2, "a new run, while nobody holds the lock"
+    assert main(["train", *options(data, run)]) == 2, "a new run, while no process holds the lock"
     assert "is not empty; resume its run with --resume" in capsys.readouterr().err
     RunFolder.lock(run).close()
 
@@ -298,7 +298,7 @@ def test_two_processes_stop_together(started):
     assert last_step(run, recorded=recorded(run), checkpoint_every=5) == recorded(run)
 
 
-def test_torchrun_is_asked_to_stop(data, undisturbed, tmp_path):
+def test_a_signal_to_torchrun_stops_the_run(data, undisturbed, tmp_path):
     run = tmp_path / "run"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     command = [*torchrun, "wholebatch", "train", *options(data, run, *MORE, steps=100_000)]
@@ -318,7 +318,7 @@ def test_torchrun_is_asked_to_stop(data, undisturbed, tmp_path):
     stopped = f"SIGTERM: stopped after step {recorded(run)}, which has a checkpoint; resume with: {command}"
     assert stopped in stdout, stdout + stderr
     assert last_step(run, recorded=recorded(run), checkpoint_every=5) == recorded(run)
-    assert read_config(run).ranks == 2, "so that it goes on with as many without torchrun, too"
+    assert read_config(run).ranks == 2, "so that it resumes with as many ranks without torchrun, too"
 
 
 TORCHRUN = f"{sys.executable} -m torch.distributed.run --standalone"
@@ -355,7 +355,7 @@ def test_the_command_that_resumes_can_be_pasted(monkeypatch, tmp_path, called, f
 
 
 def test_the_command_that_resumes_repeats_the_options_of_this_resume(monkeypatch, tmp_path):
-    """Not those that the run was started with, which are saved; under torchrun it says how many ranks there are."""
+    """Options of the run's start are saved, not repeated; under torchrun the command has the number of ranks."""
     monkeypatch.setattr(sys, "argv", ["train.py"])
     saved = TrainConfig(ranks=2, run_folder=tmp_path / "run")
     RunFolder.create(tmp_path / "run", saved).close()
@@ -370,15 +370,15 @@ def test_the_command_that_resumes_repeats_the_options_of_this_resume(monkeypatch
     assert resume_command(tmp_path / "run", changed).endswith(f" {command} --device cpu --chunk-size 8")
 
 
-def test_a_path_is_shown_as_it_is(capsys):
-    """Rich would take some of it for its markup, and for pictures."""
+def test_a_path_is_printed_unchanged(capsys):
+    """Rich would read parts of it as markup and emoji."""
     folder = Path("/runs[lr=1]/[red]x/:smile:")
     ConsoleProgress().show_folder(folder)
     ConsoleProgress().show_stop("SIGTERM", 3, f"; resume with: train --resume {folder}", finished=False)
     assert capsys.readouterr().out.count(str(folder)) == 2
 
 
-def test_a_folder_that_is_no_run_is_left_alone(capsys, data, tmp_path):
+def test_a_folder_that_is_not_a_run_is_not_changed(capsys, data, tmp_path):
     for name in ("lock", "thesis.txt"):
         (tmp_path / name).write_text("precious")
     assert main(["train", *options(data, tmp_path)]) == 2
@@ -414,7 +414,7 @@ LAUNCHED = {
         (dict.fromkeys([*LAUNCHED], None) | {"WORLD_SIZE": "abc"}, "WORLD_SIZE must be an integer of at least 1"),
     ],
 )
-def test_an_environment_that_makes_no_sense_is_one_line_at_once(capsys, monkeypatch, tmp_path, changed, message):
+def test_an_invalid_environment_gives_one_line_at_once(capsys, monkeypatch, tmp_path, changed, message):
     for name, value in (LAUNCHED | changed).items():
         monkeypatch.delenv(name, raising=False)
         if value is not None:
@@ -422,13 +422,13 @@ def test_an_environment_that_makes_no_sense_is_one_line_at_once(capsys, monkeypa
     if changed.get("WORLD_SIZE", 1) is None:
         monkeypatch.setenv("RANK", "1")
     assert main(["train", "--run-folder", str(tmp_path / "run")]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert message in said
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert message in printed
     assert not (tmp_path / "run").exists()
 
 
-def test_other_readers_of_the_environment(capsys, monkeypatch):
+def test_other_readers_of_the_environment_raise_the_same_errors(capsys, monkeypatch):
     for value in ("abc", "-1", "0", "1.5", ""):
         monkeypatch.setenv("WORLD_SIZE", value)
         with pytest.raises(ValueError, match=f"WORLD_SIZE must be an integer of at least 1, got '{value}'; a launcher"):
@@ -439,7 +439,7 @@ def test_other_readers_of_the_environment(capsys, monkeypatch):
     assert wb.comm.select_communicator(None).size == 1
 
 
-def test_the_variables_of_one_process_ask_for_no_launcher(monkeypatch):
+def test_the_variables_of_one_process_need_no_launcher(monkeypatch):
     for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)
     assert launcher.launcher_size() is None
@@ -482,7 +482,7 @@ def test_a_kill_releases_the_lock(tmp_path):
 
 
 @pytest.mark.parametrize("error", [37, 95])  # ENOLCK, EOPNOTSUPP
-def test_a_file_system_without_locks_is_told_and_used(capsys, monkeypatch, tmp_path, error):
+def test_a_file_system_without_locks_is_reported_and_used(capsys, monkeypatch, tmp_path, error):
     from wholebatch.train import lock
 
     def refuse(*args):
@@ -518,7 +518,7 @@ def test_a_folder_that_a_kill_left_before_the_configuration_is_empty(data, tmp_p
 
 
 def fails(config, store, rank, launcher):
-    """The life of a rank that ends in one of two ways, while the other one waits for it."""
+    """Run a rank that raises or ends, while the other one waits for it."""
     requests = Requests(launcher, announce=False)
     requests.begin()
     if rank == 1:
@@ -535,18 +535,18 @@ def fails(config, store, rank, launcher):
         ("raise", r"^rank 1 of 2 ended with KeyError: \"of the user's\"; the other ranks were ended; nothing"),
     ],
 )
-def test_how_a_rank_ends(capfd, tmp_path, how, message):
+def test_the_end_of_a_rank_is_reported(capfd, tmp_path, how, message):
     config = TrainConfig(data=how, ranks=2, run_folder=tmp_path / "run")
     with pytest.raises(launch.RankDiedError, match=message):
         launch.run_local_ranks(config, fails)
-    assert ("Traceback" in capfd.readouterr().err) == (how == "raise"), "whoever looks for the mistake needs it"
+    assert ("Traceback" in capfd.readouterr().err) == (how == "raise"), "the traceback helps to find the mistake"
 
 
-def test_a_lost_connection_is_one_whoever_says_so():
+def test_lost_connections_of_every_backend_are_recognized():
     gloo = "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:27555: Connection reset by peer"
     assert local_ranks.is_connection_error(RuntimeError(gloo))
     assert local_ranks.is_connection_error(UserError(f"save_head: run/head-5 cannot be written: {gloo}")), (
-        "not the disk"
+        "the disk is not the cause"
     )
     assert local_ranks.is_connection_error(dist.DistStoreError("wait timeout"))
     assert not local_ranks.is_connection_error(UserError("the run folder 'run' cannot be written: No space left"))
@@ -558,7 +558,7 @@ LOST = ("raised", "RuntimeError: Connection closed by peer", 1)
 @pytest.mark.parametrize(
     ("words", "codes", "seen", "error", "message"),
     [
-        # A rank that has lost its partner tells its own story, though that is not why the run has ended.
+        # A rank that has lost its partner reports that, though it is not the cause of the end.
         ({0: LOST}, [1, -9], [0, 1], launch.RankDiedError, "^rank 1 of 2 was killed by SIGKILL"),
         ({0: LOST}, [1, 7], [0, 1], launch.RankDiedError, "^rank 1 of 2 ended with exit code 7"),
         (
@@ -570,7 +570,7 @@ LOST = ("raised", "RuntimeError: Connection closed by peer", 1)
         ),
         ({0: LOST, 1: ("mistake", "not a picture", 2)}, [1, 2], [0, 1], UserError, "^not a picture$"),
         ({1: ("stopped", "", 0)}, [-9, 130], [1], Stopped, r"^\(2, ''\)$"),
-        # Those that were ended because of the first have not died.
+        # Ranks that were ended because of the first are not reported as dead.
         ({}, [-9, -11], [1], launch.RankDiedError, "^rank 1 of 2 was killed by SIGSEGV; the other ranks were ended"),
         (
             {},
@@ -581,10 +581,10 @@ LOST = ("raised", "RuntimeError: Connection closed by peer", 1)
         ),
     ],
 )
-def test_which_rank_is_the_cause(tmp_path, words, codes, seen, error, message):
+def test_the_rank_that_caused_the_end_is_named(tmp_path, words, codes, seen, error, message):
     for rank, (kind, text, at_ns) in words.items():
-        said = {"kind": kind, "text": text, "signum": 2 if kind == "stopped" else 0, "trace": "", "at_ns": at_ns}
-        (tmp_path / f"{rank}.json").write_text(json.dumps(said))
+        report = {"kind": kind, "text": text, "signum": 2 if kind == "stopped" else 0, "trace": "", "at_ns": at_ns}
+        (tmp_path / f"{rank}.json").write_text(json.dumps(report))
     config = TrainConfig(ranks=2, run_folder=tmp_path / "run")
     found = local_ranks._cause(seen, [SimpleNamespace(exitcode=code) for code in codes], tmp_path, config)
     assert type(found) is error

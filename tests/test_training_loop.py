@@ -1,4 +1,4 @@
-"""Every loss inside what training steps are made of: accumulation, checkpointing, autocast, torch.compile."""
+"""Every loss inside a training step: accumulation, checkpointing, autocast, torch.compile."""
 
 import warnings
 
@@ -19,7 +19,7 @@ SCALE = 14.3
 
 
 def leaves(name, counts=(6,)):
-    """The loss of its features, which require a gradient; and the dense gradient of the first."""
+    """Return a function of the features, features that require a gradient, and the first one's dense gradient."""
     case = LOSSES[name]
     whole = whole_batch(case, counts)
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -34,7 +34,7 @@ def leaves(name, counts=(6,)):
 
 
 @pytest.mark.parametrize("name", CORE)
-def test_accumulation_and_graphs_used_twice(name):
+def test_accumulation_and_repeated_backward_passes_are_exact(name):
     loss, (x, *_), (_, dx, *_), _ = leaves(name)
     for _ in range(2):
         (loss() / 2).backward()
@@ -54,7 +54,7 @@ def test_accumulation_and_graphs_used_twice(name):
 
 @pytest.mark.parametrize("name", CORE)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(name, reentrant):
+def test_activation_checkpointing_is_exact(name, reentrant):
     loss, local, (_, dx, *_), scale = leaves(name)
     checkpoint(lambda *z: loss(*(2 * zz / 2 for zz in z)), *local, use_reentrant=reentrant).backward()
     assert_same(local[0].grad, dx, relative=GRADIENT)
@@ -90,7 +90,7 @@ def test_autocast_changes_nothing(name):
 
 @pytest.mark.parametrize("name", CORE)
 def test_the_gradient_cannot_be_differentiated_again(name):
-    """Not even where another term has a gradient, which would hide that this one's is missing."""
+    """It raises even beside another term with a gradient, which would hide the missing one."""
     loss, local, _, scale = leaves(name)
     for first in (local[0], local[1], scale):
         for second in (local[0], local[1], scale):
@@ -100,7 +100,7 @@ def test_the_gradient_cannot_be_differentiated_again(name):
 
 
 @pytest.mark.parametrize("name", CORE)
-def test_only_one_input_requires_a_gradient(name):
+def test_one_input_alone_may_require_a_gradient(name):
     case = LOSSES[name]
     whole = whole_batch(case, (5,))
     _, *expected = dense(case, whole, SCALE)
@@ -112,7 +112,7 @@ def test_only_one_input_requires_a_gradient(name):
             assert_same(gradient, whole_gradient, relative=GRADIENT, absolute=1e-13, what=f"{name} {position}")
 
 
-def test_no_gradient_no_work():
+def test_without_gradients_siglip_computes_no_products():
     """Without gradients SigLIP makes no products, and nothing is kept."""
     x, y = whole_batch(LOSSES["siglip"], (5,))
     with torch.no_grad():
@@ -122,7 +122,7 @@ def test_no_gradient_no_work():
 
 
 def compiled_steps_body():
-    """A whole training step, compiled: the loss leaves the graph, encoder and optimizer do not."""
+    """Compile a whole training step: the loss leaves the graph, encoder and optimizer do not."""
     # dynamo itself looks at .grad of a tensor that is no leaf, in a frame that a graph break has cut (torch 2.13)
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")  # torch's own, in dynamo
@@ -154,5 +154,5 @@ def compiled_steps_body():
         assert results[0][1] < results[0][0], "the step trains"
 
 
-def test_compiled_training_steps():
+def test_compiled_training_steps_are_exact():
     run_ranks(compiled_steps_body, 2, timeout_s=240)

@@ -1,4 +1,4 @@
-"""WholeBatch on losses of all kinds: parameters inside, tensors by keyword, labels; both strategies, exactly."""
+"""WholeBatch is exact on losses of all kinds, by both strategies: parameters inside, tensors by keyword, labels."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def body(counts):
     reference = {name: parameter.grad for name, parameter in reference.items()}
 
     class Together(nn.Module):
-        """Encoder and loss inside one DDP, as its parameters all want averaging."""
+        """Encoder and loss inside one DDP, which averages all their parameters."""
 
         def __init__(self, strategy):
             super().__init__()
@@ -82,7 +82,7 @@ def test_parameters_inside_the_loss(counts):
 
 
 def shared_body():
-    """One tensor in two places, a temperature of no dimension in third, something else in fourth."""
+    """Pass one tensor twice, a scalar temperature third, and another object fourth."""
     x_full = torch.randn(5, 3, dtype=torch.float64)
     rows = Partition((2, 3)).rows(dist.get_rank())
 
@@ -99,12 +99,12 @@ def shared_body():
         assert_same(local.grad, whole.grad[rows], relative=1e-10)
 
 
-def test_one_tensor_twice_and_arguments_without_rows():
+def test_a_tensor_may_be_passed_twice_beside_arguments_without_rows():
     run_ranks(shared_body, 2)
 
 
 def gradient_penalty_body():
-    """The strategy "gather" can be differentiated again: a penalty on the loss's own gradient."""
+    """Differentiate the strategy "gather" again, by a penalty on the loss's gradient."""
     x_full = torch.randn(4, 3, dtype=torch.float64)
     rows = Partition((1, 3)).rows(dist.get_rank())
 
@@ -120,7 +120,7 @@ def gradient_penalty_body():
     assert_same(local.grad, whole.grad[rows], relative=1e-10)
 
 
-def test_double_backward():
+def test_gather_can_be_differentiated_twice():
     run_ranks(gradient_penalty_body, 2)
 
 
@@ -143,8 +143,8 @@ def root_parameters_body():
     data_full = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     routes = {
         "twice by keyword": lambda t, m: {"scale": t, "other": t},
-        "the module's own": lambda t, m: {"scale": m.log_t},
-        "derived from the module's own": lambda t, m: {"scale": 2 * m.log_t, "other": m.log_t.exp()},
+        "the module's": lambda t, m: {"scale": m.log_t},
+        "derived from the module's": lambda t, m: {"scale": 2 * m.log_t, "other": m.log_t.exp()},
     }
     for what, route in routes.items():
         gradients = {}
@@ -162,12 +162,12 @@ def root_parameters_body():
                 assert_same(ours, dense, relative=1e-10, what=f"{strategy}, {what}")
 
 
-def test_root_and_parameters_by_several_routes():
+def test_parameters_that_reach_a_loss_by_several_routes_count_once_for_each():
     run_ranks(root_parameters_body, 2)
 
 
 def root_limits_body():
-    """Half precision under a gradient scaler, hidden parameters, evaluation, letting go."""
+    """Test half precision under a gradient scaler, hidden parameters, evaluation, and freeing of memory."""
     x = torch.randn(4, 8).half().requires_grad_()
     gradients = {}
     for strategy in ("gather", "root"):
@@ -195,7 +195,7 @@ def root_limits_body():
         loss.backward()
 
 
-def test_root_at_its_limits():
+def test_root_in_half_precision_in_evaluation_and_with_hidden_parameters():
     run_ranks(root_limits_body, 2)
 
 

@@ -29,7 +29,7 @@ import warnings
 from pathlib import Path
 
 with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch says so once
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch warns once
     import torch
 warnings.simplefilter("error")
 
@@ -75,10 +75,10 @@ def classifier(folder, optimizer=wb.SparseSGD):
         head(x, labels).backward()
         wb.heads.clip_grad_norm_([], head.parameters(), 1.0)
         one.step()
-        own = folder / type(margin).__name__
-        save = wb.heads.save_head(own, head, one)
+        target = folder / type(margin).__name__
+        save = wb.heads.save_head(target, head, one)
         other = wb.PartialFC(8, 21, margin=margin, sample_rate=0.5, seed=1)
-        wb.heads.load_head(own, other, optimizer(other.parameters()), classes=torch.arange(20), save_id=save)
+        wb.heads.load_head(target, other, optimizer(other.parameters()), classes=torch.arange(20), save_id=save)
         whole, again = head.full_weight(), other.full_weight()
         assert whole is None or torch.equal(whole, again[:20])
         other.top_classes(x, 3)
@@ -128,7 +128,7 @@ if __name__ == "__main__":
 
 
 def run(program, tmp_path):
-    """A program in a process where NumPy cannot be imported, nor in those that it starts."""
+    """Run a program in a process where NumPy cannot be imported, and neither in the processes that it starts."""
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
     (tmp_path / "program.py").write_text(program)
     source = str(Path(wb.__file__).parent.parent)
@@ -145,8 +145,8 @@ def test_the_public_api_without_numpy(tmp_path):
     assert done.stdout.endswith("done\n")
 
 
-def test_numpy_would_be_missed(tmp_path):
-    """What the test above must be able to see."""
+def test_a_planted_import_of_numpy_is_detected(tmp_path):
+    """The test above can fail."""
     program = "import warnings; warnings.simplefilter('ignore'); import torch; torch.ones(2).numpy()"
     done = run(program, tmp_path)
     assert done.returncode == 1

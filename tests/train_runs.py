@@ -1,4 +1,4 @@
-"""Runs of `wholebatch train`: started, ended, killed, and read."""
+"""Helpers that start, end, kill and read runs of `wholebatch train`."""
 
 import json
 import os
@@ -35,17 +35,17 @@ def losses(run):
 
 
 def difference(run, other):
-    """The largest, of two runs' losses."""
+    """Return the largest difference between two runs' losses."""
     return max(abs(a - b) for a, b in zip(losses(run), losses(other), strict=True))
 
 
 def killed(command, when, kill=signal.SIGKILL):
-    """Start a run, and end it as soon as `when()` says so: by a signal to all its processes."""
+    """Start a run, and end it by a signal to all its processes as soon as `when()` is true."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
         deadline = time.monotonic() + 120
         while not when():
-            assert process.poll() is None, "it ended before it could be killed"
+            assert process.poll() is None, "the run ended before it could be killed"
             assert time.monotonic() < deadline
             time.sleep(0.002)
     finally:
@@ -54,5 +54,5 @@ def killed(command, when, kill=signal.SIGKILL):
 
 
 def recorded(run):
-    """Steps in the run's metrics."""
+    """Return the steps in the run's metrics."""
     return len((run / "metrics.jsonl").read_text().splitlines()) if (run / "metrics.jsonl").exists() else 0

@@ -1,4 +1,4 @@
-"""What every communicator must do, as functions of a communicator: run on gloo, MPICH, Open MPI and in one process."""
+"""Requirements on every communicator, as functions of one: they run on gloo, MPICH, Open MPI and in one process."""
 
 from . import adjoint, closing, graphs, losses, messages, mistakes, order, values
 from .registry import CASES, run_case

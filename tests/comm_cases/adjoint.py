@@ -1,4 +1,4 @@
-"""Every operation's gradient is its adjoint: the dot test, and planted mistakes that it sees."""
+"""Every operation's gradient is its adjoint: the dot test, and planted mistakes that it rejects."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def dot_test(comm, name, operation, x, *, copies):
 
 
 def ring(comm, like):
-    """Each rank's tensor to its right neighbor."""
+    """Yield functions that send each rank's tensor to its right neighbor."""
 
     def nonblocking(x):
         handles = (
@@ -78,7 +78,7 @@ def ring(comm, like):
 
 
 def operations(comm, counts, dim):
-    """(name, operation, entries of its input along `dim`, whether its output is a copy on every rank)."""
+    """Yield (name, operation, entries of its input along `dim`, whether its output is a copy on every rank)."""
     local, total, size = counts[comm.rank], sum(counts), comm.size
     yield "all_gather", lambda x: comm.all_gather(x, dim=dim), local, True
     yield "all_gather with counts", lambda x: comm.all_gather(x, counts=counts, dim=dim), local, True
@@ -114,7 +114,7 @@ def operations(comm, counts, dim):
 
 
 def tensor(kind, rows, dim, dtype):
-    """`rows` entries along `dim`: contiguous, transposed, expanded from one, or conjugated."""
+    """Return `rows` entries along `dim`: contiguous, transposed, expanded from one, or conjugated."""
     shape = [3, 2, 4]
     shape[dim] = rows
     if kind == "expanded":
@@ -181,7 +181,7 @@ def dot_test_without_checking(comm):
 
 @case
 def dot_test_in_parts(comm):
-    """Even and odd ranks, and a part that some ranks are not in."""
+    """Split into even and odd ranks, and into a part that some ranks are not in."""
     part = comm.split(comm.rank % 2)
     dot_tests(part, [(torch.float64, 0, "transposed"), (torch.complex64, 1, "contiguous")])
     dot_tests(with_settings(part, loss="replicated"), [(torch.float64, 1, "contiguous")])
@@ -194,13 +194,13 @@ def dot_test_in_parts(comm):
 
 @contextmanager
 def planted(cls, adjoint):
-    """Another adjoint for a map."""
+    """Return a map with another adjoint."""
     with patch.object(cls, "adjoint", property(adjoint)):
         yield
 
 
 MISTAKES = {
-    "own slice only": (maps.AllGather, lambda a: maps.LocalRows(a.transport, a.counts), "all_gather"),
+    "local slice only": (maps.AllGather, lambda a: maps.LocalRows(a.transport, a.counts), "all_gather"),
     "a factor W": (maps.AllReduce, lambda a: maps.Scaled(a.transport, a, a.transport.size), "all_reduce sum"),
     "divided by W": (
         maps.AllGather,
@@ -249,7 +249,7 @@ def planted_mistakes_are_rejected(comm):
 
 @case
 def the_convention_matters(comm):
-    """The replicated adjoint is rejected under the sum, and the other way round: they differ by W."""
+    """The replicated adjoint is rejected under the sum, and the sum's under "replicated": they differ by W."""
     if comm.size == 1:
         return
     replicated = with_settings(comm, loss="replicated")
@@ -270,7 +270,7 @@ def the_convention_matters(comm):
 
 @case
 def incoming_gradients_are_never_written_to(comm):
-    """A sum hands one gradient tensor to both branches: a backward that wrote into it would corrupt the other."""
+    """A sum gives one gradient tensor to both branches: a backward that wrote into it would corrupt the other one."""
     a, b = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
     (comm.all_reduce(a) + b * 1).backward(torch.ones(4))  # a plain sum's gradient would be expanded, and copied
     assert torch.equal(a.grad, torch.full((4,), float(comm.size)))
@@ -279,17 +279,17 @@ def incoming_gradients_are_never_written_to(comm):
 
 @case
 def nonlinear_reductions(comm):
-    """Against one process: amax, amin and prod over the stack of the ranks' tensors, with ties and zeros."""
+    """Compare with amax, amin and prod on one process, over the stack of the ranks' tensors, with ties and zeros."""
     rank, size = comm.rank, comm.size
     stack = same_on_all(comm, (size, 6), torch.float64)
     stack[:, 0] = 2.0  # a tie of all
     stack[0, 1] = 0.0  # one zero
     stack[:2, 2] = 0.0  # two, where there are two ranks
-    for op, twin in (("max", torch.amax), ("min", torch.amin), ("prod", torch.prod)):
+    for op, reference in (("max", torch.amax), ("min", torch.amin), ("prod", torch.prod)):
         weights = same_on_all(comm, (size, 6), torch.float64, seed=8)
         x = stack.clone().requires_grad_()
-        # the sum of the ranks' losses: each rank weighs the result differently
-        (twin(x, 0) * weights.sum(0)).sum().backward()
+        # The loss is the sum over ranks; each rank weighs the result differently.
+        (reference(x, 0) * weights.sum(0)).sum().backward()
         for name in ("all_reduce", "reduce", "reduce_scatter"):
             local = stack[rank].clone().requires_grad_()
             if name == "all_reduce":
@@ -308,7 +308,7 @@ def nonlinear_reductions(comm):
 
 @case
 def adjoint_of_adjoint(comm):
-    """A** = A, for every map whose adjoint is one of the table's."""
+    """A** = A for every map whose adjoint is in the table."""
     t = comm.transport
     counts = tuple(range(comm.size))
     for a in (

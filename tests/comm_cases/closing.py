@@ -1,4 +1,4 @@
-"""What closing a communicator must do, as cases beside those of `comm_cases`, which this file adds to."""
+"""Requirements on closing a communicator, as further cases of `comm_cases`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PROC = Path("/proc/self/fd")
 
 
 def held():
-    """Descriptors and threads of this process."""
+    """Return the descriptors and threads of this process."""
     return len(os.listdir(PROC)), len(os.listdir("/proc/self/task"))
 
 
 def use(part):
-    """Forward and backward, by the communicator and by a loss."""
+    """Run forward and backward, by the communicator and by a loss."""
     x = torch.ones(3, 2, requires_grad=True)
     part.backward(part.all_gather(x).sum())
     wb.functional.clip_loss(x, x, 1.0, group=part).backward()
@@ -41,14 +41,14 @@ def parts_give_back_what_they_hold(comm):
         color = [comm.rank % 2, 0, comm.rank][number % 3]
         with comm.split(color) as part:
             use(part)
-            if type(comm) is wb.comm.TorchCommunicator and part.size > 1:  # teeth: there is something to give back
+            if type(comm) is wb.comm.TorchCommunicator and part.size > 1:  # there is something to free
                 assert all(more > some for more, some in zip(held(), before, strict=True))
     assert held() == before
 
 
 @case
 def parts_of_ranks_with_different_pasts(comm):
-    """Ranks that were in other parts before, or have closed fewer, still find each other; and so do the same ranks."""
+    """Ranks still find each other after other parts, after fewer closed parts, and again in the same part."""
     outer = comm.split(None if comm.rank == 0 else 1)
     for _ in range(3):
         with comm.split(0) as everyone:
@@ -98,14 +98,14 @@ def nothing_works_after_close(comm):
             call()
     with refused(CLOSED):
         kept.sum().backward()
-    assert inner.all_reduce(torch.tensor(1)).item() == comm.size, "parts of a part live on"
+    assert inner.all_reduce(torch.tensor(1)).item() == comm.size, "parts of a part stay open"
     inner.close()
     assert comm.all_reduce(torch.tensor(1)).item() == comm.size
 
 
 @case
 def closing_waits_for_nothing(comm):
-    """A handle that is still under way on one rank: an error on every rank, and the part is as it was."""
+    """A handle that is not finished on one rank raises on every rank, and the part stays usable."""
     part = comm.split(0)
     part.check = False  # with checking, all ranks wait for a handle together
     handle = part.iall_reduce(torch.ones(2))

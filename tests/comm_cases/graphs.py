@@ -1,4 +1,4 @@
-"""What autograd's graph keeps of an operation: used twice, recomputed, unused, abandoned, freed."""
+"""Operations in autograd's graph: used twice, recomputed, unused, abandoned, freed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def what_needs_no_gradient_costs_none(comm):
 
 @case
 def dropped_handles(comm):
-    """On one rank: the next call is an error on every rank, once."""
+    """After a handle is dropped on one rank, the next call raises on every rank, once."""
     if comm.rank == 0:
         with pytest.warns(ResourceWarning, match="dropped without wait"):
             drop([comm.iall_reduce(torch.ones(3))])
@@ -76,7 +76,7 @@ def dropped_handles(comm):
 
 @case
 def graphs_are_freed(comm):
-    """Nothing keeps a graph once its backward pass has run, or once all references to it and to its order are gone."""
+    """A graph is freed after its backward pass, or when all references to it and to its order are gone."""
     inputs = []
     for backward in (True, False):
         ours = with_settings(comm)
@@ -102,7 +102,7 @@ def graphs_are_freed(comm):
 
 @case
 def unused_results_have_no_gradient(comm):
-    """Not one of zeros either, which an infinite derivative would turn into NaN."""
+    """They have no gradient of zeros either, which an infinite derivative would turn into NaN."""
     x = torch.zeros(2, requires_grad=True)
     comm.all_gather(x.sqrt())
     comm.backward(comm.all_reduce(3 * x).sum())
@@ -111,7 +111,7 @@ def unused_results_have_no_gradient(comm):
 
 @case
 def recomputed_calls(comm):
-    """Checkpointing, of both kinds: the call is repeated in backward, and its adjoint runs once."""
+    """Under both kinds of checkpointing, the call is repeated in backward, and its adjoint runs once."""
     for reentrant in (False, True):
         x = torch.arange(3.0, dtype=torch.float64, requires_grad=True)
         y = checkpoint(lambda t: comm.all_reduce(t.sin()), x, use_reentrant=reentrant)
@@ -139,7 +139,7 @@ def never_waited_for(comm):
 
 @case
 def abandoned_graphs_are_reported(comm):
-    """Evaluation with gradients enabled, and no backward: a warning that says what to do."""
+    """Evaluation with gradients enabled and without backward gives a warning with the fix."""
     comm = with_settings(comm, check=False)
     comm._order = type(comm._order)()
     x = torch.ones(1, requires_grad=True)

@@ -30,7 +30,7 @@ def simclr(gather, x, y, temperature):
 
 
 def barlow_twins(total, x, y, weight):
-    """Cross-correlation of batch-normalized features; `total` sums over the batch's rows."""
+    """Return the loss from the cross-correlation of batch-normalized features; `total` sums over the batch's rows."""
     n = total(torch.ones(len(x), 1, dtype=x.dtype))
 
     def standardized(z):
@@ -44,15 +44,15 @@ def barlow_twins(total, x, y, weight):
 
 @case
 def losses_in_plain_style(comm):
-    """A user's own code with these operations: the gradients are those of one process, for both conventions."""
+    """Losses of a user, written with these operations, have the gradients of one process, in both conventions."""
     for counts in splits(comm.size):
         if sum(counts) < 2:
             continue
         data = same_on_all(comm, (2, sum(counts), 4), torch.float64)
         rows = Partition(tuple(counts)).rows(comm.rank)
         for loss_fn, gathers in ((clip, True), (simclr, True), (barlow_twins, False)):
-            # Barlow Twins subtracts the batch's mean from this rank's own rows: what follows from that copy is not the
-            # same on all ranks, so "replicated" does not hold there, and its gradient is wrong.
+            # Barlow Twins subtracts the batch's mean from the local rows. The result differs between ranks, so
+            # "replicated" does not hold there, and its gradient is wrong.
             scale = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
             x, y = (t.clone().requires_grad_() for t in data)
             single = (lambda t: t) if gathers else (lambda t: t.sum(0))
@@ -80,7 +80,7 @@ def losses_in_plain_style(comm):
                 if gathers or convention == "sum" or comm.size == 1:
                     assert error < 1e-10 * factor, (loss_fn.__name__, convention, error)
                 else:
-                    assert error > 1e-2, "the test can see it"
+                    assert error > 1e-2, "the test can detect it"
                 assert_same(own_scale.grad, scale.grad, relative=1e-10)
 
 
@@ -115,7 +115,7 @@ def losses_of_this_library(comm):
 
 @case
 def flat_losses_and_their_exchanges(comm):
-    """Every loss gathers and rings over any communicator: uneven rows, empty ranks, messages of the user's between."""
+    """Every loss gathers and rings over any communicator: uneven rows, empty ranks, a user's messages in between."""
     scale = torch.tensor(7.0, dtype=torch.float64)
     for counts in splits(comm.size):
         for name in [*CORE, "clip, ids, weights", "sup_con", "triplet", "matryoshka"]:
@@ -141,7 +141,7 @@ def flat_losses_and_their_exchanges(comm):
 
 @case
 def losses_differentiated_in_another_order(comm):
-    """All ranks refuse it over any transport, and go on; so with incoming gradients that differ."""
+    """All ranks raise over any transport, and continue; the same holds for incoming gradients that differ."""
     if comm.size == 1:
         return
     x = F.normalize(torch.randn(3, 4, dtype=torch.float64), dim=1).requires_grad_()
@@ -159,7 +159,7 @@ def losses_differentiated_in_another_order(comm):
 
 @case
 def what_moves_in_the_backward_pass(comm):
-    """The strategies differ in it: "replicate" moves nothing, and the replicated loss's adjoints move nothing."""
+    """Compare the strategies: "replicate" moves nothing, and the adjoints of a replicated loss move nothing."""
     x = torch.randn(4, 3, dtype=torch.float64)
     moved, inside = [], []
     operations = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "gather", "scatter")

@@ -11,7 +11,7 @@ from .registry import case, refused, with_settings
 
 @case
 def messages_that_do_not_fit(comm):
-    """Another dtype of the same number of bytes: an error at both ends, which names both."""
+    """Another dtype with the same number of bytes raises at both ends, and the error names both dtypes."""
     if comm.size == 1:
         handle = comm.isend(torch.zeros(2), 0)
         with refused("sends float32.2.*expects int32"):
@@ -31,9 +31,9 @@ def messages_that_do_not_fit(comm):
 
 @case
 def messages_of_another_size(comm):
-    """Longer or shorter than expected, from the least to much, and none at all: both ends are told, and go on.
+    """Messages that are longer or shorter than expected, or empty, raise at both ends, which continue.
 
-    What is left of such a message is never taken for a later one, by no communicator of the same ranks.
+    No communicator of the same ranks takes the rest of such a message for a later one.
     """
     if comm.size == 1:
         return
@@ -58,7 +58,7 @@ def messages_of_another_size(comm):
 
 @case
 def messages_with_a_mistake_at_one_end(comm):
-    """The other end hears of it at once; gradients of later messages find their way."""
+    """The other end raises at once; gradients of later messages arrive."""
     if comm.size == 1:
         return
     errors = []
@@ -71,8 +71,8 @@ def messages_with_a_mistake_at_one_end(comm):
                 else:
                     comm.recv("nothing" if wrong else torch.zeros(3), 0)
             errors.append(str(caught.value))
-        told = "\n".join(errors).encode()[:300].ljust(300)
-        both = comm.all_gather(torch.frombuffer(bytearray(told), dtype=torch.uint8).unsqueeze(0))
+        text = "\n".join(errors).encode()[:300].ljust(300)
+        both = comm.all_gather(torch.frombuffer(bytearray(text), dtype=torch.uint8).unsqueeze(0))
         assert torch.equal(both[0], both[1])
         x = torch.full((3,), 2.0, requires_grad=True)
         loss = None
@@ -86,7 +86,7 @@ def messages_with_a_mistake_at_one_end(comm):
 
 @case
 def a_tag_wears_out(comm):
-    """After many messages that did not fit a tag is refused, so that no old message is taken for a new one."""
+    """A tag is refused after many messages that did not fit, so that no old message is taken for a new one."""
     if comm.size == 1:
         return
     for attempt in range(EPOCHS + 1):
@@ -101,7 +101,7 @@ def a_tag_wears_out(comm):
 
 @case
 def sends_that_no_loss_reaches(comm):
-    """A plain backward would leave the sender's gradient out; it says so."""
+    """A plain backward would omit the sender's gradient: it raises."""
     x = torch.ones(2, requires_grad=True)
     handle = comm.isend(x, (comm.rank + 1) % comm.size)
     y = comm.recv(torch.empty(2), (comm.rank - 1) % comm.size)
@@ -114,7 +114,7 @@ def sends_that_no_loss_reaches(comm):
 
 @case
 def messages_without_gradient(comm):
-    """Data that is sent takes no part in the backward pass at either end; a gradient with no way back is refused."""
+    """Messages of data take no part in the backward pass of either end; a gradient that cannot return is refused."""
     left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     for like in (torch.empty(2), torch.empty(2).long()):
         handle = comm.isend(torch.full_like(like, comm.rank), right)

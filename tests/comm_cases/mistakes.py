@@ -1,4 +1,4 @@
-"""Wrong arguments raise before data moves: on all ranks, or where one rank alone is concerned, there."""
+"""Wrong arguments raise before data moves: on all ranks, or on this rank if they concern no other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .registry import case, refused
 
 @case
 def mistakes_on_all_ranks(comm):
-    """What one rank does wrong is an error on every rank, and the communicator works afterward."""
+    """A mistake on one rank raises on every rank, and the communicator works afterward."""
     rank, size = comm.rank, comm.size
     wrong = rank == size - 1
     x, square = torch.randn(rank + 1, 2), torch.randn(4, 2)
@@ -97,7 +97,7 @@ def mistakes_on_all_ranks(comm):
 
 @case
 def mistakes_on_this_rank(comm):
-    """Handles, messages and settings: nothing collective, so the rank that errs raises."""
+    """Handles, messages and settings are not collective, so only the rank with the mistake raises."""
     x = torch.randn(3)
     others = LocalOther()
     for call, message in (

@@ -1,4 +1,4 @@
-"""The backward pass runs the ranks' operations in one order, whatever order autograd takes."""
+"""The backward pass runs the operations in one order on all ranks, for any order of autograd."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .registry import case, drop, refused, same_on_all
 
 @case
 def chain_of_messages(comm):
-    """isend, recv, wait on every rank: y_r = x_left^2 w_r, so dx_r = 2 x_r w_right."""
+    """Run isend, recv and wait on every rank: y_r = x_left^2 w_r, so dx_r = 2 x_r w_right."""
     left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     x = torch.randn(3, dtype=torch.float64, requires_grad=True)
     weights = [same_on_all(comm, 3, torch.float64, seed=r) for r in range(comm.size)]
@@ -30,7 +30,7 @@ def chain_of_messages(comm):
 
 @case
 def token_around_a_ring(comm):
-    """One rank's tensor visits all ranks, each multiplies by its own parameter; the loss is on the last rank."""
+    """One rank's tensor visits all ranks; each multiplies by its local parameter; the loss is on the last rank."""
     size = comm.size
     parameter = torch.tensor(1.5 + comm.rank, dtype=torch.float64, requires_grad=True)
     start = torch.tensor([2.0, -1.0], dtype=torch.float64, requires_grad=True)
@@ -49,7 +49,7 @@ def token_around_a_ring(comm):
 
 
 def branching(comm, x):
-    """Every rank makes the same calls, and then builds its loss from other results than its neighbors."""
+    """Make the same calls on every rank, then build each rank's loss from other results than its neighbors'."""
     everyone = comm.all_gather(x)
     mean = comm.all_reduce(x, "avg")
     shared = comm.broadcast(x.square(), comm.size - 1)
@@ -61,13 +61,13 @@ def branching(comm, x):
         loss = (mean.exp() * handle.wait()).sum()
     else:
         handle.wait()
-        loss = None  # this rank only serves
+        loss = None  # this rank has no loss
     return loss if comm.rank + 1 < comm.size or loss is None else loss + shared.sum()
 
 
 @case
 def graphs_that_branch(comm):
-    """The same on one process: the sum of the ranks' losses, differentiated."""
+    """Compare with the gradient of the sum of the ranks' losses on one process."""
     rows = [same_on_all(comm, 3, torch.float64, seed=r).requires_grad_() for r in range(comm.size)]
     stack = torch.stack(rows)
     losses = []
@@ -88,7 +88,7 @@ def graphs_that_branch(comm):
 
 @case
 def a_dedicated_loss_rank(comm):
-    """The last rank holds no rows, gathers, computes; the others have no loss. Frozen rows on rank 0."""
+    """The last rank holds no rows, gathers and computes; the others have no loss; rank 0's rows are frozen."""
     root = comm.size - 1
     counts = [2] * root + [0] if root else [2]
     full = same_on_all(comm, (sum(counts), 3), torch.float64)
@@ -104,7 +104,7 @@ def a_dedicated_loss_rank(comm):
 
 @case
 def order_across_parts(comm):
-    """Operations of the whole and of its parts, interleaved; the loss only looks at the first."""
+    """Interleave operations of the whole and of its parts; the loss uses only the first."""
     part = comm.split(comm.rank % 2)
     x = torch.randn(2, dtype=torch.float64, requires_grad=True)
     first = comm.all_reduce(x)
@@ -132,10 +132,10 @@ def two_losses_backward_one_by_one(comm):
 
 @case
 def results_that_no_loss_uses(comm):
-    """In a program of plain backward passes their graphs do not pile up."""
+    """Their graphs do not accumulate in a program of plain backward passes."""
     x = torch.ones(2, requires_grad=True)
     for _ in range(5):
-        comm.all_gather(x)  # looked at, and forgotten
+        comm.all_gather(x)  # the result is dropped
         comm.all_reduce(x).sum().backward()
         gc.collect()
         assert not comm._order.waiting()
@@ -143,7 +143,7 @@ def results_that_no_loss_uses(comm):
 
 @case
 def waits_in_another_order_than_starts(comm):
-    """Gradients find their message at both ends; nonblocking collectives are waited for alike, or that is an error."""
+    """Gradients find their message at both ends; ranks that wait for nonblocking collectives in other orders raise."""
     left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     for first in (0, 1):
         x = [torch.ones(2, requires_grad=True) for _ in range(2)]
@@ -168,7 +168,7 @@ def waits_in_another_order_than_starts(comm):
 
 @case
 def a_plain_pass_before_the_ordered_one(comm):
-    """An auxiliary loss of all ranks by plain backward, then the loss of one rank: no call is lost in between."""
+    """A plain backward of an auxiliary loss on all ranks, then the loss of one rank: no call is lost in between."""
     for _ in range(3):
         x = torch.ones(2, dtype=torch.float64, requires_grad=True)
         loss = comm.gather(x.square(), 0).sum() if comm.rank == 0 else None
@@ -182,7 +182,7 @@ def a_plain_pass_before_the_ordered_one(comm):
 
 @case
 def parts_after_other_parts(comm):
-    """Ranks that have been in another number of parts meet all the same; and so do the same ranks again."""
+    """Ranks that have been in different numbers of parts still find each other; and so do the same ranks again."""
     for _ in range(2):
         if comm.rank:
             comm.split(0)
@@ -197,7 +197,7 @@ def parts_after_other_parts(comm):
 
 @case
 def a_rank_that_diverges_in_backward(comm):
-    """With checking, the adjoints are compared too: an error on every rank that names both, not garbage."""
+    """With checking, adjoints are compared too: every rank raises and names both, and no wrong data is used."""
     if comm.size == 1:
         return
     x = torch.ones(2, requires_grad=True)
@@ -209,7 +209,7 @@ def a_rank_that_diverges_in_backward(comm):
 
 @case
 def mistakes_in_backward(comm):
-    """On one rank: an error on all, before anything moves."""
+    """A mistake on one rank raises on all, before anything moves."""
     loss = comm.all_reduce(torch.ones(2, requires_grad=True))
     with refused("rank 0: loss must have one element, or come with its gradient; got shape|^backward: loss must"):
         comm.backward(loss if comm.rank == 0 else loss.sum())

@@ -1,4 +1,4 @@
-"""The cases by name, and what they share: ranks' counts, settings, sums that no communicator under test computes."""
+"""The cases by name, and their helpers: ranks' counts, settings, sums that no communicator under test computes."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def run_case(name, comm):
 
 
 def splits(size):
-    """Even, uneven, and with empty parts."""
+    """Return splits that are even, uneven, and with empty parts."""
     return [[2] * size, [(3 * r + 1) % 4 for r in range(size)]]
 
 
 def with_settings(comm, **settings):
-    """The same ranks with other settings."""
+    """Return a communicator of the same ranks with other settings."""
     other = comm.split(0)
     for name, value in settings.items():
         setattr(other, name, value)
@@ -38,7 +38,7 @@ def with_settings(comm, **settings):
 
 
 def summed(comm, *values):
-    """Numbers, summed over ranks by the transport alone."""
+    """Sum numbers over ranks by the transport alone."""
     return comm.transport.all_reduce(torch.stack([torch.as_tensor(v).double() for v in values]), "sum")()
 
 
@@ -53,6 +53,6 @@ def refused(message, kind=ValueError):
 
 
 def drop(handles):
-    """Let the last references go."""
+    """Drop the last references."""
     handles.clear()
     gc.collect()

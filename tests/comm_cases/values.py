@@ -1,4 +1,4 @@
-"""What operations return, and what they print."""
+"""Results of operations, and the trace that they print."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .registry import case, splits, with_settings
 
 @case
 def values(comm):
-    """Every operation does what its name says, in every dtype that can be moved."""
+    """Every operation returns the result that its name promises, in every dtype that can be moved."""
     rank, size = comm.rank, comm.size
     for counts, dtype in itertools.product(
         splits(size), [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.complex64]
@@ -58,7 +58,7 @@ def values(comm):
 
 @case
 def half_precision_is_summed_in_float32(comm):
-    """256 + 1 + 1 is 256 in bfloat16, one addition at a time."""
+    """In bfloat16, 256 + 1 + 1 by single additions is 256."""
     x = torch.tensor([256.0 if comm.rank == 0 else 1.0], dtype=torch.bfloat16)
     expected = torch.tensor(256.0 + comm.size - 1).to(torch.bfloat16).item()
     counts = [0] * (comm.size - 1) + [1]
@@ -70,7 +70,7 @@ def half_precision_is_summed_in_float32(comm):
 
 @case
 def facts_that_do_not_fit_one_message(comm):
-    """A second round carries them."""
+    """They are sent in a second round."""
     facts = comm.handshake(lambda: {"long": "x" * (5000 * comm.rank)}, caller="test")
     assert [len(each["long"]) for each in facts] == [5000 * r for r in range(comm.size)]
 
@@ -86,7 +86,7 @@ def one_element_of_any_stride(comm):
 
 @case
 def trace(comm):
-    """One line per operation, forward and backward."""
+    """Print one line per operation, forward and backward."""
     tracing = with_settings(comm, trace=True)
     x = torch.ones(2, 3, requires_grad=True)
     with redirect_stderr(StringIO()) as lines:

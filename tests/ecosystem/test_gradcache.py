@@ -1,4 +1,4 @@
-"""Gradient caching with other libraries' models and engines: the gradient is that of the same chunks with their graphs.
+"""Gradient caching with models and engines of other libraries: the gradient is that of the same chunks with graphs.
 
     make ecosystem
 
@@ -20,7 +20,7 @@ import wholebatch as wb
 from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
 
-pytestmark = pytest.mark.filterwarnings("default")  # what these libraries deprecate among themselves is theirs
+pytestmark = pytest.mark.filterwarnings("default")  # these libraries warn of each other's deprecations
 
 WORDS = "[PAD] [UNK] sort find read write open close list file line word number sum"
 TEXTS = ["open file", "read line", "find word in list", "sum number", "sort list", "write line to file", "close file"]
@@ -38,7 +38,7 @@ def bert():
 
 
 def tokenize(texts):
-    """To a BatchEncoding, padded."""
+    """Return a padded BatchEncoding."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -57,7 +57,7 @@ def loss_fn(x, y):
 
 
 def graphed(model, encodings, size, seed=0):
-    """The representations of the same chunks with the same masks, all graphs kept."""
+    """Return the representations of the same chunks with the same masks, with all graphs kept."""
     torch.manual_seed(seed)
     towers = []
     for encoding in encodings:
@@ -68,7 +68,7 @@ def graphed(model, encodings, size, seed=0):
 
 
 def gradients(model):
-    """By name, of what has one; and no longer there."""
+    """Return the gradients by name, and clear them."""
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return found
@@ -114,7 +114,7 @@ def test_adapters_of_peft_on_a_frozen_model():
 
 
 def test_modules_of_sentence_transformers():
-    """Which write into the mapping that they are given."""
+    """These modules write into the mapping that they receive."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling
 
@@ -154,7 +154,7 @@ def free_port():
 
 
 def as_launched(port):
-    """The environment that torchrun would give."""
+    """Set the environment as torchrun does."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none"}
@@ -206,7 +206,7 @@ def test_engines_in_wrappers(wrap, keep):
     assert run_ranks(wrapped_body, 2, wrap, free_port(), keep, timeout_s=120) == [1, 1]
 
 
-# Lightning, whose trainer wraps the module: `self` is what is wrapped, and passes the engine by.
+# Lightning's trainer wraps the module; `self` is the wrapped module and bypasses the engine.
 def trained_body(port, through_the_engine):
     import lightning
 

@@ -1,4 +1,4 @@
-"""Random faults in calls of every public entry point, on two and three processes: what becomes of each on all ranks.
+"""Random faults in calls of every public entry point, on two and three processes, and their outcome on all ranks.
 
     python tests/faults/calls.py --seed 0 --count 300 [--json FILE] [--only INDEX ...] [--entry NAME] [--mpi mpich]
 
@@ -27,25 +27,25 @@ from common import Outcome, finish, options, show_table
 from rank_processes import HANG_S, TIMEOUT_S, Lost, Ranks, RanksOverMPI
 
 CLASSES = {
-    "same error": "on all ranks; state as before, and the group goes on with the same bits",
-    "own error": "the user's function raised; all ranks stop with it, and the group goes on with the same bits",
-    "refused alone": "by what does not communicate (a constructor), before anything was sent; the group goes on",
-    "error and timeout": "an error or nothing here, a CommunicationError within the timeout there",
-    "right": "accepted, and the value and gradients of the dense computation",
-    "wrong": "accepted, and not that",
-    "different errors": "on all ranks, but not the same one",
-    "error here only": "the other ranks were given a result",
-    "other type": "an error that is no ValueError, TypeError, CommunicationError or the user's own",
-    "not as before": "the same error on all ranks, but state was changed, or the group does not go on",
-    "legal call refused": "an error where nothing was wrong",
+    "same error": "the same on all ranks; state is unchanged, and the group continues with the same bits",
+    "own error": "the user's function raised; all ranks raise its error, and the group continues with the same bits",
+    "refused alone": "refused by code that does not communicate (a constructor); the group continues",
+    "error and timeout": "an error or nothing on this rank, a CommunicationError within the timeout on others",
+    "right": "accepted, with the value and gradients of the dense computation",
+    "wrong": "accepted, with another value or gradient",
+    "different errors": "errors on all ranks that differ",
+    "error here only": "the other ranks returned a result",
+    "other type": "an error other than ValueError, TypeError, CommunicationError or that of the user's function",
+    "not as before": "the same error on all ranks, but state changed, or the group does not continue",
+    "legal call refused": "an error for a call without a fault",
     "hang": "no answer long after the timeout",
     "process lost": "a process ended",
-    "no right call": "the right call failed before anything was wrong",
+    "no right call": "the right call failed before the fault",
 }
 ALLOWED = {
     "mistake": {"same error", "own error", "right", "refused alone"},
     "legal": {"right"},
-    "user": {"own error", "same error", "right"},  # right where the call did not come to the function
+    "user": {"own error", "same error", "right"},  # right if the call did not reach the function
     "absent": {"same error", "error and timeout", "right", "refused alone"},
 }
 
@@ -61,7 +61,7 @@ class Planned:
 
 
 def plan(seed: int, count: int, entries: list[str]) -> list[Planned]:
-    """Every entry point in turn, in a random order, on two and three ranks."""
+    """Return cases of every entry point in turn, in a random order, on two and three ranks."""
     rng = random.Random(seed)
     planned: list[Planned] = []
     while len(planned) < count:
@@ -72,46 +72,46 @@ def plan(seed: int, count: int, entries: list[str]) -> list[Planned]:
 
 
 def classify(facts: dict[str, Any], made: list[Any], called: list[Any] | None, after: list[Any]) -> tuple[str, str]:
-    """The class of a case, and what was seen."""
+    """Return the class of a case, and a summary of the ranks' answers."""
     for answers in (made, called or [], after):
         lost = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, Lost)}
         if any(not answer.hangs for answer in lost.values()):
-            return "process lost", f"{lost}; {_told(answers)}"
+            return "process lost", f"{lost}; {_summary(answers)}"
         if lost:
-            return "hang", f"{lost}; {_told(answers)}"
+            return "hang", f"{lost}; {_summary(answers)}"
     if called is None:
-        return _goes_on(facts, "refused alone", _told(made), after)
+        return _continues(facts, "refused alone", _summary(made), after)
     concerned = [called[rank] for rank in facts["ranks"]]
     errors = [answer for answer in concerned if answer["error"]]
-    told = _told(called)
+    text = _summary(called)
     if any(not answer["allowed"] for answer in errors):
-        return "other type", told
+        return "other type", text
     if not errors:
-        right = any(all(answer["right"][way] for answer in concerned if len(answer["right"]) > 1) for way in (0, 1))
-        return (("right" if right and all(answer["right"] for answer in concerned) else "wrong"), told)
+        right = any(all(answer["right"][at] for answer in concerned if len(answer["right"]) > 1) for at in (0, 1))
+        return (("right" if right and all(answer["right"] for answer in concerned) else "wrong"), text)
     if any(answer["transport"] for answer in errors):
-        return "error and timeout", told
+        return "error and timeout", text
     if len(errors) < len(concerned):
-        return "error here only", told
+        return "error here only", text
     if facts["kind"] == "legal":
-        return "legal call refused", told
+        return "legal call refused", text
     local = [answer for answer in errors if answer["user"]]
     if local and all(local[0]["text"] in answer["text"] for answer in errors):
-        return _goes_on(facts, "own error", told, after, called)
+        return _continues(facts, "own error", text, after, called)
     alike = len({(answer["error"], answer["text"]) for answer in errors}) == 1
-    return _goes_on(facts, "same error", told, after, called) if alike else ("different errors", told)
+    return _continues(facts, "same error", text, after, called) if alike else ("different errors", text)
 
 
-def _goes_on(facts: dict[str, Any], name: str, told: str, after: list[Any], called: Any = ()) -> tuple[str, str]:
+def _continues(facts: dict[str, Any], name: str, text: str, after: list[Any], called: Any = ()) -> tuple[str, str]:
     if not all(answer.get("untouched", True) for answer in called):
-        return "not as before", f"state was changed; {told}"
+        return "not as before", f"state was changed; {text}"
     if not all(answer.get("same bits") for answer in after):
-        return "not as before", f"afterward {_told(after)}; before that {told}"
-    return name, told
+        return "not as before", f"afterward {_summary(after)}; before that {text}"
+    return name, text
 
 
-def _told(answers: list[Any]) -> str:
-    """What each rank said, in short."""
+def _summary(answers: list[Any]) -> str:
+    """Return a summary of each rank's answer."""
     parts = []
     for rank, answer in enumerate(answers):
         if isinstance(answer, Lost):
@@ -122,22 +122,22 @@ def _told(answers: list[Any]) -> str:
 
 
 class Lane:
-    """Runs cases one after the other, on the same processes as long as these are well.
+    """Run cases one after the other, on the same processes until one of these is lost.
 
     Args:
-        timeout_s: of the process groups.
-        hang_s: how long a faulty call may take.
-        mpi: an environment with MPI, "mpich" or "openmpi"; "": gloo.
+        timeout_s: the timeout of the process groups.
+        hang_s: the seconds that a faulty call may take.
+        mpi: an environment with MPI, "mpich" or "openmpi"; "" is gloo.
     """
 
     def __init__(self, timeout_s: float = TIMEOUT_S, hang_s: float = HANG_S, mpi: str = "") -> None:
         self.timeout_s, self.hang_s, self.mpi = timeout_s, hang_s, mpi
         self.ranks: Ranks | None = None
         self.size = 0
-        self.before: int | None = None  # the case that the same processes have been through
+        self.before: int | None = None  # the previous case of the same processes
 
     def run(self, case: Planned) -> Outcome:
-        """One case."""
+        """Run one case."""
         if self.ranks is None or self.size != case.size or not self.ranks.alive:
             self.close()
             started = (
@@ -145,9 +145,9 @@ class Lane:
             )
             self.ranks, self.size = started, case.size
             self.ranks.ask("ready")
-        facts, (name, told) = self._classified(case, self.ranks)
+        facts, (name, text) = self._classified(case, self.ranks)
         if name == "no right call" and self.before is not None:
-            told += f"; before it on these processes: case {self.before}"
+            text += f"; the previous case of these processes: {self.before}"
         self.before = case.index
         if name not in ("same error", "own error", "right", "refused alone"):
             self.close()
@@ -155,7 +155,7 @@ class Lane:
         return Outcome(
             name,
             f"[{case.index}] {case.entry} on {case.size} ranks, rank {facts['culprit']}: {facts['text']} ({kind})",
-            told,
+            text,
             f"python tests/faults/calls.py --seed {case.seed.split(':')[0]} --only {case.index}"
             + f" --mpi {self.mpi}" * bool(self.mpi),
             name in ALLOWED[kind],
@@ -168,7 +168,7 @@ class Lane:
         facts = begun[0]
         before = ranks.ask("healthy")
         if not ranks.alive or not all(answer.get("right") for answer in before):
-            return facts, ("no right call", _told(before) or str(before))
+            return facts, ("no right call", _summary(before) or str(before))
         made = ranks.ask("construct")
         if not ranks.alive:
             return facts, classify(facts, made, None, [])
@@ -191,7 +191,7 @@ class Lane:
 
 
 def run(planned: list[Planned], lanes: int = 2, timeout_s: float = TIMEOUT_S, mpi: str = "") -> list[Outcome]:
-    """All cases: each lane takes those of its own number of ranks, so that processes serve many."""
+    """Run all cases; each lane takes those with its number of ranks, so that processes serve many cases."""
     by_size = sorted(planned, key=lambda case: case.size)
     share = [by_size[i * len(by_size) // lanes : (i + 1) * len(by_size) // lanes] for i in range(lanes)]
 
@@ -225,13 +225,13 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def parsed(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = options(__doc__, count=300)
     parser.add_argument("--only", type=int, nargs="*", default=[], help="the indices of single cases")
     parser.add_argument("--entry", help="only entry points whose name contains this")
-    parser.add_argument("--lanes", type=int, default=2, help="sets of processes side by side")
-    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds, of the process groups")
-    parser.add_argument("--mpi", default="", choices=("mpich", "openmpi"), help="over MPI, and not on gloo")
+    parser.add_argument("--lanes", type=int, default=2, help="sets of processes that run in parallel")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="timeout of the process groups in seconds")
+    parser.add_argument("--mpi", default="", choices=("mpich", "openmpi"), help="run over MPI instead of gloo")
     return parser.parse_args(argv)
 
 

@@ -1,4 +1,4 @@
-"""What one rank does in a case: the right call, the call with the fault, the right call again; each when told to."""
+"""One rank's part of a case: the right call, the call with the fault, the right call again; each on request."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Case:
     """One fault in one call, on this rank.
 
     Args:
-        seed: of all that it consists of, the same on all ranks.
-        name: the entry point's.
-        rank, size, group, folder: where.
+        seed: the seed of the whole case, the same on all ranks.
+        name: the name of the entry point.
+        rank, size, group, folder: the ranks and the folder of the call.
     """
 
     def __init__(self, seed: str, name: str, rank: int, size: int, group: Any, folder: str) -> None:
@@ -43,12 +43,12 @@ class Case:
         self._constructed: Arguments = {}
 
     def facts(self) -> dict[str, Any]:
-        """What the program has to know."""
+        """Return the facts that classify the case."""
         take_part = list(self.good.takes_part or range(self.world.size))
         return {"kind": self.fault.kind, "text": self.fault.text, "culprit": self.fault.culprit, "ranks": take_part}
 
     def healthy(self) -> dict[str, Any]:
-        """The right call; whether it gives what the dense computation does, and its bits."""
+        """Make the right call; return whether it equals the dense computation, and its bits."""
         arguments = self.good.arguments[self.world.rank]
 
         def act() -> dict[str, Any]:
@@ -59,7 +59,7 @@ class Case:
         return _outcome(act)
 
     def construct(self) -> dict[str, Any]:
-        """What comes before the faulty call and is not collective."""
+        """Run the part of the faulty call that is not collective and comes first."""
 
         def act() -> dict[str, Any]:
             self._constructed = self._arguments()
@@ -69,7 +69,7 @@ class Case:
         return _outcome(act)
 
     def call(self) -> dict[str, Any]:
-        """The faulty call; whether what it gave is right, by any rank's settings, and what was left of it if not."""
+        """Make the faulty call; return whether the result is right by any rank's settings, or whether state changed."""
         act = self.fault.act if self.wrong_here else "call"
         before = _state(self.faulty.modules(self.made))
 
@@ -99,11 +99,11 @@ class Case:
         return _copied(self.fault.arguments[self.world.rank])
 
     def _raised(self) -> bool:
-        """Whether the user's function raised in what came to a result all the same."""
+        """Return whether the user's function raised in a call that still returned a result."""
         return any(isinstance(x, Raises) and x.calls > x.at for x in self._constructed.values())
 
     def _is_right(self, results: Results, settings_of: int) -> bool:
-        """Whether these are the dense computation's, where that can make anything of the arguments."""
+        """Return whether these equal the dense computation's results, if it accepts the arguments."""
         try:
             expected = self.faulty.expected(self.fault.arguments, settings_of)
         except Exception:
@@ -112,7 +112,7 @@ class Case:
 
 
 def _copied(arguments: Arguments) -> Arguments:
-    """The user's functions count their calls: each phase has them new."""
+    """Return the arguments with new copies of the user's functions, which count their calls."""
     return {k: copy.copy(x) if isinstance(x, Raises) else x for k, x in arguments.items()}
 
 
@@ -137,7 +137,7 @@ def _bits(results: Results) -> str:
 
 
 def _state(modules: Any) -> list[Tensor | None]:
-    """Parameters, their gradients, buffers."""
+    """Return parameters, their gradients and buffers."""
     found: list[Tensor | None] = []
     for module in modules:
         if isinstance(module, nn.Module):

@@ -1,4 +1,4 @@
-"""What the programs in this folder share: how outcomes are counted, shown, and written to a file."""
+"""Helpers of the programs in this folder: they count and print outcomes and write them to a file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one fault came to, and the command that repeats it."""
+    """The outcome of one fault, and the command that repeats it."""
 
     outcome: str  # a name from the program's own table of classes
     fault: str
@@ -31,7 +31,7 @@ class Outcome:
 
 
 def options(description: str | None, *, count: int) -> argparse.ArgumentParser:
-    """The options that each program takes."""
+    """Return a parser with the options that each program takes."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of all random choices")
     parser.add_argument("--count", type=int, default=count, help="how many faults")
@@ -58,15 +58,15 @@ def finish(
     began: float,
     **more: Any,
 ) -> int:
-    """Show the counts and every offending case, write the file, and return the exit code.
+    """Print the counts and every forbidden case, write the file, and return the exit code.
 
     Args:
-        program: its name.
-        classes: the name of each class of outcome, and what it means.
-        outcomes: of all faults.
-        arguments: with `seed`, `count` and `json`.
+        program: the name of the program.
+        classes: the name and the meaning of each class of outcome.
+        outcomes: the outcomes of all faults.
+        arguments: the command line, with `seed`, `count` and `json`.
         began: `time.monotonic()` at the start.
-        more: facts for the file.
+        more: further facts for the file.
     """
     offending = [one for one in outcomes if not one.allowed]
     counts, wrong = Counter(one.outcome for one in outcomes), Counter(one.outcome for one in offending)
@@ -97,7 +97,7 @@ def finish(
 
 
 def versions() -> dict[str, Any]:
-    """Which code ran on what."""
+    """Return the versions of the code and of its environment."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=ROOT, capture_output=True, text=True, check=False
     )

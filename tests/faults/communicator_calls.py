@@ -74,7 +74,7 @@ ALIKE = ("reduce_scatter", "ireduce_scatter", "all_reduce", "iall_reduce", "broa
 
 
 def make_collective(name: str, world: World) -> Good:
-    """A right call of one collective, and comm.backward of the result."""
+    """Return a right call of one collective, with comm.backward of the result."""
     rng = world.choices
     method = getattr(wb.comm.Communicator, name)
     parameters = {k: p for k, p in inspect.signature(method).parameters.items() if k != "self"}
@@ -120,7 +120,7 @@ def make_collective(name: str, world: World) -> Good:
     def expected(of_ranks: list[Arguments], settings_of: int) -> list[Results]:
         xs = [of["x"].detach().double().requires_grad_() for of in of_ranks]
         ys = DENSE[name](xs, of_ranks[settings_of])
-        if name == "split":  # the sum over those of the same color
+        if name == "split":  # the sum over the ranks of the same color
             colors = [of["color"] for of in of_ranks]
             ys = [sum((x for x, c in zip(xs, colors, strict=True) if c == local), 0 * xs[0]) for local in colors]
         total = torch.stack([(y * _weights(y, rank)).sum() for rank, y in enumerate(ys)]).sum()
@@ -143,12 +143,12 @@ def make_collective(name: str, world: World) -> Good:
 
 
 def _weights(y: Tensor, rank: int) -> Tensor:
-    """Of the entries of y in this rank's loss."""
+    """Return the weights of y's entries in this rank's loss."""
     return torch.linspace(1.0, 2.0, y.numel(), dtype=torch.float64).view(y.shape) + rank
 
 
 def make_message(name: str, world: World) -> Good:
-    """One message from a rank to the next, by the operation at its own end and by the other one at the other."""
+    """Return a message from a rank to the next, by this operation at its end and the matching one at the other end."""
     source = world.choices.randrange(world.size)
     dest = (source + 1) % world.size
     sends = name.endswith("send")
@@ -186,7 +186,7 @@ def make_message(name: str, world: World) -> Good:
 
 
 def register() -> None:
-    """All operations that there are."""
+    """Register all operations."""
     for name in OPERATIONS:
         if name in MESSAGES:
             ENTRIES[f"comm.{name}"] = partial(make_message, name)

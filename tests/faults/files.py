@@ -1,12 +1,12 @@
-"""Files that are damaged, foreign or hostile: what comes of a checkpoint that is read back.
+"""Outcomes of reading checkpoints from damaged, foreign or hostile files.
 
     python tests/faults/files.py --seed 0 --count 300 [--json OUT]
 
-Each case takes a copy of a whole folder (a run of `wholebatch train` with either task, a head that three ranks have
-saved, insightface's files), does one thing to it, and reads it. Every case must be refused with one line that is a
-ValueError, and everything must be as before: weights, optimizer, generator, folder. Two kinds of case may also be
-accepted with exactly the numbers of the whole folder: one flipped bit that no number hangs on (a time in a zip archive)
-and a folder with the same bytes after all.
+Each case copies a whole folder (a run of `wholebatch train` with either task, a head that three ranks have saved,
+insightface's files), changes one thing in it, and reads it. Every case must be refused with a ValueError of one line,
+and weights, optimizer, generator and folder must stay as they were. Two kinds of case may also be accepted with exactly
+the numbers of the whole folder: one flipped bit that no number depends on (a time in a zip archive), and a folder whose
+bytes are unchanged.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ PAGE = 4096
 
 @dataclass
 class Case:
-    """One folder to read, and what came of it."""
+    """One folder to read, and the outcome."""
 
     number: int
     kind: str
@@ -75,7 +75,7 @@ class Case:
 
 # Whole folders.
 def build(base: Path) -> None:
-    """A folder of each kind, one of another run with the same shapes, and one of an earlier save."""
+    """Write a folder of each kind, one of another run with the same shapes, and one of an earlier save."""
     run_ranks(save_heads, 3, base, timeout_s=120)
     pairs = write_pairs(base / "data")
     for task in ("retrieve", "identify"):
@@ -86,7 +86,7 @@ def build(base: Path) -> None:
 
 
 def make_head(seed: int = 0) -> tuple[wb.PartialFC, wb.SparseSGD]:
-    """A head and an optimizer that have made a step: every kind of state that a checkpoint has."""
+    """Return a head and an optimizer after a step, with every kind of state that a checkpoint has."""
     head = wb.PartialFC(48, 67, margin=wb.AdaFace(), sample_rate=0.5, seed=seed)
     optimizer = wb.SparseSGD(head.parameters(), lr=0.1, momentum=0.9)
     train_head(head, optimizer)
@@ -110,7 +110,7 @@ def save_heads(base: Path) -> None:
 
 
 def save_run(base: Path, pairs: Path, task_name: str, name: str, seed: int) -> None:
-    """Two steps as the training loop makes them, with a checkpoint after each."""
+    """Make two steps of the training loop, with a checkpoint after each."""
     config = TrainConfig(
         task=task_name, data=str(pairs), seed=seed, batch_size=8, steps=2, image_size=16, validation_texts=8,
         test_texts=8, checkpoint_every=1, audit=False, learning_rate=1e-3,
@@ -133,7 +133,7 @@ def save_run(base: Path, pairs: Path, task_name: str, name: str, seed: int) -> N
 
 
 def four_times(pairs: Path) -> Path:
-    """The pairs, each text with four images."""
+    """Write the pairs with four images for each text."""
     lines = pairs.read_text().splitlines(keepends=True)
     found = pairs.with_name("four.csv")
     found.write_text("".join([lines[0], *(lines[1:] * 4)]))
@@ -144,7 +144,7 @@ _DATA: dict[str, Any] = {}
 
 
 def make(config: TrainConfig) -> Any:
-    """The run's task; its data are read once."""
+    """Return the run's task; its data are read once."""
     key = f"{config.task} {config.seed}"
     if key not in _DATA:
         _DATA[key] = load_data(config, 1)
@@ -152,7 +152,7 @@ def make(config: TrainConfig) -> Any:
 
 
 def save_insightface(folder: Path, seed: int) -> None:
-    """What train_v2.py leaves."""
+    """Write the files of train_v2.py."""
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
     whole = torch.randn(2, 67, 48, generator=generator)
@@ -166,12 +166,12 @@ def save_insightface(folder: Path, seed: int) -> None:
         torch.save(content, folder / f"checkpoint_gpu_{rank}.pt")
 
 
-# Readers: each returns what it has made of a folder, and a function that tells the state that it changes.
+# Readers: each is a function that reads a folder, and a function that returns the state that reading changes.
 State = Callable[[], list[bytes]]
 
 
 def reader(kind: str, base: Path) -> tuple[Callable[[Path], None], State]:
-    """Something new that reads a folder of this kind."""
+    """Return a new reader of folders of this kind."""
     if kind in ("head", "insightface"):
         head, optimizer = make_head(seed=9)
 
@@ -188,7 +188,7 @@ def reader(kind: str, base: Path) -> tuple[Callable[[Path], None], State]:
     found: dict[str, Any] = {}
 
     def read_run(folder: Path) -> None:
-        """As --resume does."""
+        """Read as --resume does."""
         config = read_config(folder)
         metrics = RunFolder(folder).metrics()
         step = last_step(folder, recorded=len(metrics), checkpoint_every=config.checkpoint_every)
@@ -208,7 +208,7 @@ def reader(kind: str, base: Path) -> tuple[Callable[[Path], None], State]:
 
 
 def as_bytes(value: Any) -> bytes:
-    """A digest of tensors, dictionaries and plain values."""
+    """Return a digest of tensors, dictionaries and plain values."""
     if isinstance(value, torch.Tensor):
         return hashlib.sha256(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).digest()
     if isinstance(value, dict):
@@ -219,7 +219,7 @@ def as_bytes(value: Any) -> bytes:
 
 
 def tree(folder: Path) -> dict[str, str]:
-    """All that is in a folder."""
+    """Return the contents of a folder."""
     return {
         str(path.relative_to(folder)): os.readlink(path)
         if path.is_symlink()
@@ -232,7 +232,7 @@ def tree(folder: Path) -> dict[str, str]:
 # Damages: each changes a folder and returns the name of the file that it has changed.
 @dataclass
 class Spot:
-    """Where a damage is done."""
+    """The place of a damage."""
 
     dice: random.Random
     kind: str
@@ -240,7 +240,7 @@ class Spot:
     base: Path
 
     def files(self) -> list[Path]:
-        """The files that reading needs."""
+        """Return the files that reading needs."""
         names = ("*.pt",) if self.kind == "insightface" else ("*.safetensors", "*.json", "*.jsonl")
         return sorted(path for pattern in names for path in self.folder.rglob(pattern))
 
@@ -299,9 +299,9 @@ def from_another_run(spot: Spot) -> str:
 
 
 def from_an_earlier_save(spot: Spot) -> str:
-    if spot.kind in ("insightface", "retrieve"):  # no ids there; a whole earlier checkpoint of the run is a right one
+    if spot.kind in ("insightface", "retrieve"):  # these have no ids; a whole earlier checkpoint of the run is valid
         return from_another_run(spot)
-    if spot.kind == "identify":  # its name says the step
+    if spot.kind == "identify":  # its name has the step
         shutil.rmtree(spot.folder / "head-2")
         shutil.copytree(spot.base / "identify" / "earlier" / "head-1", spot.folder / "head-2")
         return "head-2"
@@ -353,7 +353,7 @@ RAW = (
 
 
 def hostile_json(spot: Spot) -> str:
-    """Nonsense in the place of a value, under a digest that is right; or text that is none."""
+    """Write nonsense instead of a value, with a valid digest; or text that is not JSON."""
     if spot.kind == "insightface":
         return malicious(spot)
     files = [file for file in spot.files() if file.suffix in (".json", ".jsonl")]
@@ -364,7 +364,7 @@ def hostile_json(spot: Spot) -> str:
             metadata, tensors = opened.metadata, {name: opened.read(name) for name in opened.entries}
         facts = json.loads(metadata["facts"])
         key = spot.dice.choice(sorted(facts))
-        any_of = {"seconds": (int, float), "torch": (str,)}.get(key, ())  # which say nothing of the state
+        any_of = {"seconds": (int, float), "torch": (str,)}.get(key, ())  # not part of the state
         wrong = [value for value in HOSTILE if value is True or not isinstance(value, any_of)]
         facts[key] = spot.dice.choice(wrong)
         write_tensors(file, tensors, metadata | {"facts": json.dumps(facts)})
@@ -404,7 +404,7 @@ def bombs(marker: Path) -> Iterator[bytes]:
 
 
 def malicious(spot: Spot) -> str:
-    """A pickle where a file is expected, or beside one."""
+    """Write a malicious pickle instead of a file, or beside one."""
     marker = spot.folder.parent / "executed"
     bomb = spot.dice.choice(list(bombs(marker)))
     if spot.kind == "head" and spot.dice.random() < 0.5:
@@ -445,7 +445,7 @@ DAMAGES: dict[str, tuple[Callable[[Spot], str], int]] = {
 
 # Cases.
 def make_case(number: int, seed: int, base: Path, folder: Path) -> Case:
-    """A copy of a whole folder, and one thing done to it."""
+    """Copy a whole folder and change one thing in it."""
     dice = random.Random(f"{seed} {number}")
     kind = dice.choice(KINDS)
     names = [name for name, (_, weight) in DAMAGES.items() for _ in range(weight)]
@@ -455,8 +455,8 @@ def make_case(number: int, seed: int, base: Path, folder: Path) -> Case:
     return Case(number, kind, damage, file, folder)
 
 
-def judge(case: Case, base: Path, true: dict[str, list[bytes]]) -> None:
-    """Read the case's folder, and say what came of it."""
+def evaluate(case: Case, base: Path, true: dict[str, list[bytes]]) -> None:
+    """Read the case's folder, and set the outcome."""
     read, state = reader(case.kind, base)
     torch.manual_seed(case.number)
     before, folder_before = state(), tree(case.folder)
@@ -478,12 +478,12 @@ def judge(case: Case, base: Path, true: dict[str, list[bytes]]) -> None:
 
 
 def comparable(kind: str, state: list[bytes]) -> list[bytes]:
-    """A state without the generator's, where that is not read."""
+    """Return a state without the generator's, for kinds that do not read it."""
     return state[:-1] if kind in ("head", "insightface") else state
 
 
 def truth(base: Path) -> dict[str, list[bytes]]:
-    """What the whole folders give."""
+    """Return the state after reading each whole folder."""
     found = {}
     for kind in KINDS:
         read, state = reader(kind, base)
@@ -493,7 +493,7 @@ def truth(base: Path) -> dict[str, list[bytes]]:
 
 
 def on_two_ranks(cases: list[Path]) -> list[str]:
-    """What each of two ranks makes of damaged heads: all are told, and none is changed."""
+    """Load damaged heads on two ranks; return this rank's outcomes. All should raise, and no head should change."""
     found = []
     for folder in cases:
         head, optimizer = make_head(seed=9)
@@ -510,20 +510,20 @@ def on_two_ranks(cases: list[Path]) -> list[str]:
 
 @contextmanager
 def one_case(number: int, seed: int, base: Path) -> Iterator[Case]:
-    """A case in a folder that is removed afterward."""
+    """Yield a case in a folder that is removed afterward."""
     with tempfile.TemporaryDirectory() as name:
         yield make_case(number, seed, base, Path(name) / "case")
 
 
 def run(seed: int, numbers: range, base: Path) -> list[Case]:
-    """All cases, and those of heads on two ranks as well."""
+    """Run all cases, and those of heads on two ranks, too."""
     torch.manual_seed(0)
     true, found = truth(base), []
     with tempfile.TemporaryDirectory() as name:
         of_heads = []
         for number in numbers:
             with one_case(number, seed, base) as case:
-                judge(case, base, true)
+                evaluate(case, base, true)
                 found.append(case)
                 if case.kind == "head" and case.outcome == REFUSED and case.damage != "a link":
                     kept = Path(name) / str(number)
@@ -538,7 +538,7 @@ def run(seed: int, numbers: range, base: Path) -> list[Case]:
 
 
 def report(cases: list[Case], seed: int) -> int:
-    """Print counts and offending cases; the exit code."""
+    """Print counts and forbidden cases; return the exit code."""
     counts = Counter(case.outcome for case in cases)
     for outcome in (REFUSED, SAME, *FORBIDDEN):
         print(f"{counts[outcome]:6}  {outcome}{'  (forbidden)' if outcome in FORBIDDEN else ''}")
@@ -557,8 +557,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=300)
-    parser.add_argument("--only", type=int, help="number of a single case")
-    parser.add_argument("--json", type=Path, help="where all outcomes are written to")
+    parser.add_argument("--only", type=int, help="the number of a single case")
+    parser.add_argument("--json", type=Path, help="a file for all outcomes")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     began = time.monotonic()

@@ -1,6 +1,6 @@
-"""A right call of a public entry point: this rank's arguments, and what a dense computation says of the result.
+"""A right call of a public entry point: this rank's arguments, and the expected result by a dense computation.
 
-All of it follows from a seed, so that every rank knows the arguments of all ranks, and can say what each must get.
+All of it follows from a seed, so that every rank knows the arguments of all ranks and the result that each must get.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ Results = dict[str, Tensor]  # by name: the value, and gradients
 
 @dataclass(frozen=True)
 class World:
-    """Where a call is made, and the seed of all that it consists of."""
+    """The ranks of a call, and the seed of its arguments."""
 
     seed: str
     rank: int
     size: int
     group: Any  # None, or a communicator
-    folder: str  # for files; every rank sees it
-    counts: tuple[int, ...] = ()  # rows of each rank; by default drawn
+    folder: str  # for files; shared by all ranks
+    counts: tuple[int, ...] = ()  # rows of each rank; drawn by default
 
     @property
     def choices(self) -> random.Random:
-        """The same numbers each time, whatever the counts are."""
+        """Return a generator that gives the same numbers each time, for any counts."""
         return random.Random(f"{self.seed} choices")
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Even, uneven or with an empty rank; never fewer than four in all."""
+        """Return each rank's rows: even, uneven or with an empty rank; at least four in all."""
         rng = random.Random(f"{self.seed} rows")
         drawn = [rng.randint(0, 4) for _ in range(self.size)]
         return self.counts or (tuple(drawn) if sum(drawn) >= 4 else (3,) * self.size)
 
     def generator(self, name: str) -> torch.Generator:
-        """For the tensor of that name."""
+        """Return the generator for the tensor of that name."""
         return torch.Generator().manual_seed(random.Random(f"{self.seed} {name}").getrandbits(60))
 
     def normal(self, name: str, *shape: int) -> Tensor:
-        """Normal numbers in float64."""
+        """Return normal numbers in float64."""
         return torch.randn(shape, dtype=torch.float64, generator=self.generator(name))
 
     def integers(self, name: str, below: int, *shape: int) -> Tensor:
-        """Integers from 0."""
+        """Return integers from 0."""
         return torch.randint(0, below, shape, generator=self.generator(name))
 
     def communicator(self) -> wb.comm.Communicator:
-        """The one that `group` stands for."""
+        """Return the communicator of `group`."""
         return wb.comm.select_communicator(self.group)
 
 
@@ -65,20 +65,20 @@ class Good:
     """A right call on all ranks.
 
     Attributes:
-        arguments: of each rank, by keyword.
-        parameters: what the entry point takes, with its annotations: a fault may give what the good call does not.
-        call: this rank's part: makes the call with its arguments, goes backward if told to, and returns value and
-            gradients.
-        expected: the same of each rank, from the arguments of all and from one rank's settings: dense, in float64.
-        construct: the part of the call that is not collective, such as making the module: its result goes to `call`.
-        modules: whose state an error must leave alone, given what `construct` made.
-        user: arguments that are the user's own functions.
+        arguments: the arguments of each rank, by keyword.
+        parameters: the parameters of the entry point, with annotations; a fault may pass one that the good call omits.
+        call: makes the call on this rank, runs backward if asked to, and returns value and gradients.
+        expected: returns the same for each rank by a dense computation in float64, from the arguments of all ranks and
+            one rank's settings.
+        construct: the part of the call that is not collective, such as making the module; its result goes to `call`.
+        modules: returns the modules whose state an error must not change, from the result of `construct`.
+        user: arguments that are functions of the user.
         takes_part: the ranks that the call concerns.
         settings: arguments of `construct`.
-        unsafe: arguments that no fault touches.
-        culprits: the ranks that a fault may be on; None: all.
-        binds_alone: whether a call that does not fit the signature is this rank's alone: of a message, or of user code.
-        alone: arguments without which a rank cannot know whom to tell of a mistake in them.
+        unsafe: arguments that no fault changes.
+        culprits: the ranks that may have the fault; None means all.
+        binds_alone: whether a call that does not fit the signature raises on this rank alone (a message, or user code).
+        alone: arguments that a rank needs to find the ranks to report a mistake to.
         has_backward: whether a backward pass follows.
     """
 
@@ -100,11 +100,11 @@ class Good:
 
 Make = Callable[[World], Good]
 ENTRIES: dict[str, Make] = {}
-PLANTED: dict[str, Make] = {}  # defects, for the test that the campaign sees them
+PLANTED: dict[str, Make] = {}  # defects that the campaign must detect
 
 
 def entry(name: str) -> Callable[[Make], Make]:
-    """Decorator: how to build a right call of the public name."""
+    """Return a decorator that registers a function that makes right calls of the public name."""
 
     def register(make: Make) -> Make:
         ENTRIES[name] = make
@@ -114,7 +114,7 @@ def entry(name: str) -> Callable[[Make], Make]:
 
 
 class UserError(Exception):
-    """What a user's own function raises."""
+    """The error that a user's function raises."""
 
 
 @dataclass
@@ -127,11 +127,11 @@ class Raises:
     def __call__(self, *_args: Any, **_kwargs: Any) -> None:
         self.calls += 1
         if self.calls > self.at:
-            raise UserError("the user's own function failed")
+            raise UserError("the user's function failed")
 
 
 def with_gradients(arguments: Arguments, names: Sequence[str]) -> Arguments:
-    """The same, with these tensors as leaves that require a gradient."""
+    """Return the arguments with these tensors as leaves that require a gradient."""
     given = dict(arguments)
     for name in names:
         x = given.get(name)
@@ -141,7 +141,7 @@ def with_gradients(arguments: Arguments, names: Sequence[str]) -> Arguments:
 
 
 def gradients_of(given: Arguments, names: Sequence[str]) -> Results:
-    """What a backward pass has left in them."""
+    """Return the gradients of these arguments."""
     found = {}
     for name in names:
         x = given.get(name)
@@ -151,9 +151,9 @@ def gradients_of(given: Arguments, names: Sequence[str]) -> Results:
 
 
 def same(actual: Results, expected: Results, tolerance: float = 1e-9) -> bool:
-    """Whether what both have is the same, to a tolerance that rounding in float64 meets and no mistake does.
+    """Return whether both results are equal, to a tolerance that rounding in float64 meets and no mistake does.
 
-    What is in half precision, such as the gradient of a tensor in it, is compared with its own rounding.
+    Results in half precision, such as the gradient of a half-precision tensor, get the tolerance of their rounding.
     """
     for name in actual.keys() & expected.keys():
         x, y = actual[name].detach(), expected[name].detach()

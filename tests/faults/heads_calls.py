@@ -1,4 +1,4 @@
-"""Right calls of what has a state or is sharded: the classifier and what goes with it, queues, averages of examples."""
+"""Right calls of modules with a state or with shards: the classifier with its functions, queues, running averages."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ EXAMPLES, QUEUE = 40, 30
 
 
 def rows_of(world: World, whole: Tensor) -> list[Tensor]:
-    """Each rank's rows."""
+    """Return each rank's rows."""
     return [whole[Partition(world.rows).rows(rank)] for rank in range(world.size)]
 
 
 def parameters_of(*functions: Any) -> dict[str, Any]:
-    """Of all of them."""
+    """Return the parameters of all these functions."""
     found: dict[str, Any] = {}
     for function in functions:
         found |= {k: p for k, p in inspect.signature(function).parameters.items() if k not in ("self", "params")}
@@ -35,30 +35,30 @@ def parameters_of(*functions: Any) -> dict[str, Any]:
 
 
 def head_settings(world: World) -> Arguments:
-    """Of a small classifier in float64."""
+    """Return the settings of a small classifier in float64."""
     settings = {"embedding_size": D, "num_classes": CLASSES, "margin": MARGIN, "dtype": torch.float64}
     return {**settings, "group": world.group, "seed": 5}
 
 
 def all_centers(settings: Arguments) -> Tensor:
-    """Of a head with these settings: the same on any number of ranks."""
+    """Return the centers of a head with these settings, which are the same on any number of ranks."""
     names = ("embedding_size", "num_classes", "seed", "dtype")
     alone = wb.PartialFC(**{k: settings[k] for k in names}, group=wb.comm.LocalCommunicator())
     return alone.weight.detach().double()
 
 
 def of_settings(given: Arguments) -> Arguments:
-    """Those that make the head."""
+    """Return the arguments that are settings of the head."""
     return {k: v for k, v in given.items() if k in HEAD_SETTINGS}
 
 
 def others(given: Arguments, settings: frozenset[str] = HEAD_SETTINGS) -> Arguments:
-    """Those that do not."""
+    """Return the arguments that are not settings."""
     return {k: v for k, v in given.items() if k not in settings}
 
 
 def cat(of_ranks: list[Arguments], name: str) -> Tensor:
-    """All rows of an argument."""
+    """Return all rows of an argument."""
     return torch.cat([of[name].to_dense() for of in of_ranks])
 
 
@@ -111,7 +111,7 @@ def partial_fc(world: World) -> Good:
 
 
 def of_head(method: str, more: Arguments) -> Any:
-    """A right call of one of the head's methods that need no gradient."""
+    """Return a function that makes right calls of one of the head's methods that need no gradient."""
 
     def make(world: World) -> Good:
         arguments: list[Arguments] = [{**head_settings(world), **more} for _ in range(world.size)]
@@ -237,7 +237,7 @@ def _files(name: str) -> Any:
         given: Arguments = {"folder": folder}
 
         def construct(of_rank: Arguments) -> Any:
-            """The head that is saved, and the one that is loaded into; an empty folder, or one with the former."""
+            """Return the head to save and the head to load into; the folder is empty, or has the first one."""
             if world.rank == 0 and name == "save_head":
                 shutil.rmtree(folder, ignore_errors=True)
             return wb.PartialFC(**settings), wb.PartialFC(**{**settings, "seed": 6})
@@ -283,7 +283,7 @@ def clip_grad_norm(world: World) -> Good:
     ]
 
     def construct(given: Arguments) -> None:
-        """The gradients as they were: the call scales them."""
+        """Set the gradients, which the call scales."""
         for name, x in (("replicated", backbone), ("sharded", shards[world.rank])):
             of = given.get(name)
             if isinstance(of, list) and len(of) == 1 and isinstance(of[0], nn.Parameter) and of[0].shape == x.shape:
@@ -311,7 +311,7 @@ def agree_on_overflow(world: World) -> Good:
         return {"value": optimizers[0].param_groups[0]["params"][0].detach().clone()}
 
     def construct(_given: Arguments) -> Any:
-        """A gradient that has overflown on the last rank."""
+        """Return a scaler and an optimizer whose gradient has overflowed on the last rank."""
         p = nn.Parameter(torch.ones(2))
         p.grad = torch.full((2,), float("inf") if world.rank == world.size - 1 else 1.0)
         scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD([p], 0.1)

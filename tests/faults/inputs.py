@@ -1,15 +1,15 @@
-"""Bad inputs: every argument of everything public, replaced by something that it hardly takes.
+"""Bad inputs: every argument of everything public, replaced by a value that few arguments accept.
 
     python tests/faults/inputs.py --seed 0 --count 10000 [--json OUT] [--only NAME] [--jax]
 
-A case takes one right call, found from the signature, and replaces one or two of its arguments by values of a pool.
+A case replaces one or two arguments of a right call, which is found from the signature, by values of a pool.
 Outcomes:
 
     refused                 ValueError or TypeError, or what the function documents
     accepted                it returns, and each replaced argument is known to be legal (inputs_legal)
-    accepted, not reviewed  it returns, and nobody has said that this value is legal          (forbidden)
+    accepted, not reviewed  it returns, and the value is not listed as legal                  (forbidden)
     accepted, not a number  a loss that returns NaN                                           (forbidden)
-    refused by accident     an error that Python or torch raised inside, of which the text speaks of something else
+    refused by accident     an error that Python or torch raised inside; its text does not concern the argument
     other exception         neither ValueError nor TypeError, and not documented              (forbidden)
     warning, hang, no right call                                                              (forbidden)
 """
@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import torch.distributed as dist
-from inputs_calls import SLOW, Entry, TheirError, entries, scratch
+from inputs_calls import SLOW, Entry, UserFunctionError, entries, scratch
 from inputs_legal import DOCUMENTED, USERS_OWN, is_legal
 from inputs_pool import POOL
 
@@ -53,7 +53,7 @@ FORBIDDEN = (
     "no right call",
 )
 _SECONDS = 30  # for one case
-_BYTES = 12 * 2**30  # of addresses: what takes more must have been refused
+_BYTES = 12 * 2**30  # of address space: arguments that need more must have been refused
 _ACCIDENT = re.compile(r"(?:^|: )(?!OSError)(?:[A-Z]\w*(?:Error|Exception)): ")
 
 
@@ -74,7 +74,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case."""
+    """The outcome of a case."""
 
     case: Case
     what: str
@@ -82,7 +82,7 @@ class Outcome:
 
 
 def cases(rng: random.Random, known: Sequence[Entry], count: int) -> Iterator[Case]:
-    """Random ones."""
+    """Yield random cases."""
     weights = [0.01 if entry.name in SLOW else 1.0 + len(entry.parameters) / 4 for entry in known]
     with_arguments = [entry for entry in known if entry.parameters]
     weights = [weight for weight, entry in zip(weights, known, strict=True) if entry.parameters]
@@ -93,7 +93,7 @@ def cases(rng: random.Random, known: Sequence[Entry], count: int) -> Iterator[Ca
 
 
 def all_cases(known: Sequence[Entry]) -> Iterator[Case]:
-    """Every value of the pool in the place of every argument, one at a time; of slow calls, those to be refused."""
+    """Yield every value of the pool for every argument, one at a time; for slow calls, only values to be refused."""
     for entry in known:
         for name in entry.parameters:
             for kind in POOL:
@@ -112,7 +112,7 @@ def run(entry: Entry, case: Case) -> Outcome:
         elif parameter.kind is parameter.VAR_KEYWORD:
             value = {"nonsense": value}
         arguments[name] = value
-    with warnings.catch_warnings(record=True) as said, _within(_SECONDS), contextlib.redirect_stderr(io.StringIO()):
+    with warnings.catch_warnings(record=True) as warned, _within(_SECONDS), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("always")
         try:
             found = entry.call(arguments)
@@ -135,28 +135,28 @@ def run(entry: Entry, case: Case) -> Outcome:
                 outcome = Outcome(case, "accepted, not a number")
             else:
                 outcome = Outcome(case, "accepted, not reviewed" if new else "accepted")
-    if said and not entry.module.endswith(".reference"):
-        return Outcome(case, "warning", f"{said[0].category.__name__}: {said[0].message}")
+    if warned and not entry.module.endswith(".reference"):
+        return Outcome(case, "warning", f"{warned[0].category.__name__}: {warned[0].message}")
     if outcome.what == "refused by accident" and entry.module.endswith(".reference"):
         return Outcome(case, "refused by torch (reference)", outcome.text)
     return outcome
 
 
 def has_nan(found: Any) -> bool:
-    """Whether a tensor among the results of a loss has an entry that is NaN."""
+    """Return whether a tensor among the results of a loss has an entry that is NaN."""
     if isinstance(found, torch.Tensor):
         return bool(found.isnan().any())
     return isinstance(found, tuple) and any(map(has_nan, found))
 
 
 def _how_refused(error: Exception) -> str:
-    """By a `raise` of the library, or by something that went wrong inside."""
+    """Classify a refusal: by a `raise` of the library, or by an accidental error inside."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     ours = "wholebatch" in frame.filename and "raise " in (frame.line or "")
-    signature = "argument" in _text(error) and isinstance(error, TypeError)  # Python's own: missing or unknown
+    signature = "argument" in _text(error) and isinstance(error, TypeError)  # Python's: missing or unknown
     of_torch = "/torch/optim/" in frame.filename or "/torch/nn/modules/" in frame.filename
     if not (ours or signature or of_torch) or (
-        _ACCIDENT.search(_text(error).partition(": ")[2]) and TheirError.__name__ not in _text(error)
+        _ACCIDENT.search(_text(error).partition(": ")[2]) and UserFunctionError.__name__ not in _text(error)
     ):
         return "refused by accident"
     return "refused"
@@ -165,7 +165,7 @@ def _how_refused(error: Exception) -> str:
 def _text(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:  # a number of so many digits that Python does not print it
+    except Exception:  # a number with too many digits for Python to print
         return type(error).__name__
 
 
@@ -190,7 +190,7 @@ def _within(seconds: float) -> Iterator[None]:
 
 
 def campaign(seed: int, count: int | None, *, known: Sequence[Entry] | None = None, only: str = "") -> list[Outcome]:
-    """The outcomes of random cases, or with None of all, after every right call has been made once."""
+    """Make every right call once, then return the outcomes of random cases, or of all cases if `count` is None."""
     known = [*entries()] if known is None else [*known]
     known = [entry for entry in known if only in entry.name]
     outcomes, right = [], []
@@ -205,14 +205,14 @@ def campaign(seed: int, count: int | None, *, known: Sequence[Entry] | None = No
             outcomes.append(Outcome(Case(entry.name, {}), "no right call", text))
     by_name = {entry.name: entry for entry in right}
     for case in all_cases(right) if count is None else cases(random.Random(seed), right, count):
-        faulthandler.dump_traceback_later(4 * _SECONDS, exit=True)  # what no signal can end
+        faulthandler.dump_traceback_later(4 * _SECONDS, exit=True)  # for cases that no signal can end
         outcomes.append(run(by_name[case.entry], case))
     faulthandler.cancel_dump_traceback_later()
     return outcomes
 
 
 def report(outcomes: Sequence[Outcome], seed: int, *, most: int = 400) -> int:
-    """Print the classes, and what is in the forbidden ones; the exit code."""
+    """Print the classes, and the cases of forbidden ones; return the exit code."""
     classes = collections.Counter(outcome.what for outcome in outcomes)
     print(f"seed {seed}: {len(outcomes)} cases")
     for what, count in sorted(classes.items(), key=lambda item: -item[1]):
@@ -227,9 +227,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=10_000)
-    parser.add_argument("--all", action="store_true", help="each value in the place of each argument, once")
+    parser.add_argument("--all", action="store_true", help="each value for each argument, once")
     parser.add_argument("--only", default="", help="names of entries that contain this")
-    parser.add_argument("--jax", action="store_true", help="wholebatch.jax in the place of everything else")
+    parser.add_argument("--jax", action="store_true", help="wholebatch.jax instead of everything else")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     known = None
@@ -240,7 +240,7 @@ def main() -> int:
     out = options.json and options.json.absolute()
     resource.setrlimit(resource.RLIMIT_AS, (_BYTES, _BYTES))
     torch.set_num_threads(1)
-    os.chdir(scratch())  # some of the nonsense is a good name of a folder
+    os.chdir(scratch())  # some values of the pool are valid names of folders
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     outcomes = campaign(options.seed, None if options.all else options.count, known=known, only=options.only)
     code = report(outcomes, options.seed)

@@ -1,8 +1,8 @@
 """One right call of everything public: its arguments, by their names.
 
-An entry finds the value of a parameter under `entry.parameter`, else under the parameter's name; a parameter with a
-default that stands under neither is left out of the right call. So a new name is covered as soon as its arguments have
-known names, and is reported as a name without a right call otherwise.
+The value of a parameter is listed under `entry.parameter`, or else under the parameter's name; a parameter with a
+default that is listed under neither is left out of the right call. So a new name is covered if its arguments have known
+names, and is reported as a name without a right call otherwise.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ def _labels() -> torch.Tensor:
     return torch.tensor([0, 0, 1, 2])
 
 
-class TheirError(Exception):
-    """What a function of the user's own raises, whatever it is given."""
+class UserFunctionError(Exception):
+    """The error that a user's function raises for any argument."""
 
 
-def theirs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A user's function: what goes wrong in it is not ours."""
+def of_user(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a user's function, so that its errors are not counted as the library's."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            raise TheirError(f"{type(error).__name__}: {error}") from error
+            raise UserFunctionError(f"{type(error).__name__}: {error}") from error
 
     return call
 
 
-@theirs
+@of_user
 def _mean_of_squares(*tensors: Any, **_kwargs: Any) -> torch.Tensor:
     return sum(x.square().mean() for x in tensors)
 
@@ -69,7 +69,7 @@ def _head() -> Any:
 
 @cache
 def scratch() -> Path:
-    """A folder for what is written, which goes with the program."""
+    """Return a folder for files, which is removed when the program ends."""
     folder = Path(tempfile.mkdtemp(prefix="wholebatch-inputs-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
@@ -98,18 +98,18 @@ def _insightface() -> Path:
 
 
 def problem() -> Any:
-    """Of an audit that takes no time."""
+    """Return a problem that is audited in no time."""
     model = nn.Linear(3, 2)
     batch = {"x": torch.randn(8, 3)}
     return wb.Problem(model, batch, lambda model, batch: model(batch["x"]).square().mean())
 
 
 def one(_rank: int = 0) -> int:
-    """What ranks compute."""
+    """Return 1; ranks run this."""
     return 1
 
 
-# A parameter's value in a right call; a callable that makes it.
+# The value of each parameter in a right call, or a function that makes it.
 VALUES: dict[str, Callable[[], Any]] = {
     **dict.fromkeys(("image_features", "text_features", "queries", "keys", "z0", "z1", "features"), _rows(4, 3)),
     **dict.fromkeys(("teacher_image_features", "teacher_text_features"), _rows(4, 5)),
@@ -137,7 +137,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "head": _head,
     "func": lambda: lambda x: 2 * x,
     "loss_fn": lambda: _mean_of_squares,
-    "models": lambda: [theirs(nn.Linear(3, 2))],
+    "models": lambda: [of_user(nn.Linear(3, 2))],
     "chunk_sizes": lambda: 2,
     "model_inputs": lambda: (torch.randn(4, 3),),
     "representations": lambda: (torch.randn(4, 3, requires_grad=True), torch.randn(4, 3)),
@@ -196,24 +196,24 @@ for _class in ("TorchCommunicator", "LocalCommunicator"):
 
 
 def _with_a_message(comm: Any) -> Any:
-    """A communicator that has sent itself what it may receive; its ends do not compare what they send."""
+    """Return a communicator that has sent itself a message to receive; its ends do not compare messages."""
     comm.check = False
     comm.isend(torch.randn(4, 3), 0).wait()
     return comm
 
 
-# What is done to the object before its method is called.
+# Functions that prepare the object before its method is called.
 PREPARED: dict[str, Callable[[Any], Any]] = {
     f"{of}Communicator.{method}": _with_a_message
     for of in ("Local", "Torch")
     for method in ("send", "recv", "isend", "irecv")
 }
-# An argument that belongs to the object.
+# Arguments that belong to the object.
 OF_THE_OBJECT: dict[str, tuple[str, Callable[[Any], Any]]] = {
     f"{of}Communicator.wait": ("handle", lambda comm: comm.iall_reduce(torch.randn(3))) for of in ("Local", "Torch")
 }
 
-# Public names that are not called here, and why.
+# Public names that are not called here, with the reason.
 LEFT_OUT = {
     "Communicator": "abstract: its methods are called on LocalCommunicator and TorchCommunicator",
     "MPICommunicator": "needs MPI; it shares the methods of the others, and tests/test_mpi.py calls it",
@@ -238,7 +238,7 @@ LEFT_OUT = {
     "CurricularFace.of_negatives": "called by PartialFC",
     "MagFace.regularizer": "called by PartialFC",
 }
-# Seconds for each call: of 100 cases, one.
+# Calls that take seconds: one in 100 cases.
 SLOW = ("audit", "assert_exact", "calibrate", "run_ranks")
 
 
@@ -253,7 +253,7 @@ class Entry:
     called: Any = field(default=None, repr=False)
 
     def right_arguments(self) -> dict[str, Any]:
-        """Of a call that succeeds."""
+        """Return the arguments of a call that succeeds."""
         found = {}
         for name, parameter in self.parameters.items():
             make = VALUES.get(f"{self.name}.{name}") or VALUES.get(name)
@@ -265,7 +265,7 @@ class Entry:
         return found
 
     def function(self) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """What is called, and arguments that go with this object only."""
+        """Return the function to call, and the arguments that belong to this object."""
         if self.owner is None:
             return self.called, {}
         method = self.called
@@ -280,7 +280,7 @@ class Entry:
         return getattr(made, "__call__" if method == "forward" else method), more
 
     def call(self, arguments: dict[str, Any]) -> Any:
-        """With these arguments, by position where they have no names; what it starts is waited for."""
+        """Call with these arguments, by position if they have no names; wait for operations that the call starts."""
         function, more = self.function()
         try:
             found = self._call(function, more | arguments)
@@ -316,13 +316,13 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def modules() -> list[ModuleType]:
-    """All that have public names, but for those of JAX."""
+    """Return the modules with public names, except those of JAX."""
     names = ("functional", "comm", "gradcache", "heads", "partition", "planning", "testing", "reference")
     return [wb, *(getattr(wb, name) for name in names)]
 
 
 def entries(of: list[ModuleType] | None = None) -> Iterator[Entry]:
-    """Everything public that can be called, each once."""
+    """Yield everything public that can be called, each once."""
     seen: set[int] = set()
     for module in of or modules():
         for name in module.__all__:

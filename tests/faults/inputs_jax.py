@@ -1,4 +1,4 @@
-"""The same for `wholebatch.jax`: right calls of its losses and margins, and arrays for the pool."""
+"""Bad inputs for `wholebatch.jax`: right calls of its losses and margins, and arrays for the pool."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ MORE_LEGAL = {
     "tile": "one three enum np_int64",
     "memory": "zero np_int64",
     "ignore_index": "np_int64",
-    "axis": "no number_string nul_string long_string word strings",  # looked for in the mesh, if there is one
+    "axis": "no number_string nul_string long_string word strings",  # an axis of the mesh, if there is one
     "reduction": "word",
 }
 
 
 def module() -> ModuleType:
-    """wholebatch.jax, with the tables made ready for it: the pool without torch's tensors."""
+    """Prepare the tables for wholebatch.jax, with a pool without torch's tensors, and return the module."""
     inputs_calls.VALUES.update(VALUES)
     for kind in [kind for kind in POOL if kind.startswith("t_") or kind in ("tensors", "linear", "optimizer")]:
         del POOL[kind]
@@ -68,6 +68,6 @@ def module() -> ModuleType:
         | dict.fromkeys(("cache_grad", "cache_train_step", "chunk_encode"), "a transformation of a user's function")
         | dict.fromkeys(("chunked", "grad_cached", "unchunk_args"), "a transformation of a user's function")
         | {f"{name}.__call__": "called by partial_fc_loss" for name in ("CombinedMargin", *MARGINS)}
-        | dict.fromkeys(("tree_chunk", "tree_unchunk", "reference"), "of trees of arrays, whose own errors speak")
+        | dict.fromkeys(("tree_chunk", "tree_unchunk", "reference"), "a function of trees, which raise clear errors")
     )
     return wb.jax

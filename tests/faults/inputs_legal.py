@@ -1,25 +1,25 @@
-"""Which values of the pool an argument may take, each of them looked at; and what else functions raise, as documented.
+"""The values of the pool that each argument may take, reviewed one by one; and further errors that are documented.
 
-Keys are `parameter`, or `entry.parameter` where an entry's argument of that name is something else. What is not listed
-is not legal: a call that takes it is reported.
+Keys are `parameter`, or `entry.parameter` if the argument of that name has another meaning in this entry. A value that
+is not listed is not legal: a call that accepts it is reported.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from inputs_calls import TheirError
+from inputs_calls import UserFunctionError
 from inputs_pool import POOL
 
 import wholebatch as wb
 
-# What functions raise that is neither a ValueError nor a TypeError.
+# Documented errors that are neither a ValueError nor a TypeError.
 DOCUMENTED: dict[str, Any] = {
-    "GradCache.__call__": TheirError,  # of a user's model or loss
-    "GradCache.cache_step": TheirError,
-    "run_ranks": wb.testing.RankError,  # of what ranks run
+    "GradCache.__call__": UserFunctionError,  # from a user's model or loss
+    "GradCache.cache_step": UserFunctionError,
+    "run_ranks": wb.testing.RankError,  # from the function that ranks run
 }
-# What a user's function raises inside a handshake becomes its rank's complaint, in that error's own words.
+# An error of a user's function inside a handshake is reported by its rank, with the text of that error.
 USERS_OWN = {(f"{of}Communicator.handshake", "state") for of in ("Local", "Torch")}
 
 _INTEGERS = "one three enum"
@@ -103,9 +103,9 @@ LEGAL: dict[str, str] = {
     "label_smoothing": _FRACTION,
     "dims": "integers",
     "dim_weights": "floats integers",
-    "sync": "none word",  # which says "sum"
+    "sync": "none word",  # the word is "sum"
     "reduction": "word",
-    "memory": f"{_INTEGERS} int_10^12 int_2^63 int_10^400 int_10^5000",  # bytes, however many
+    "memory": f"{_INTEGERS} int_10^12 int_2^63 int_10^400 int_10^5000",  # any number of bytes
     "dtype": "torch_float32",
     "examples": _INTEGERS,
     "size": _INTEGERS,
@@ -125,7 +125,7 @@ LEGAL: dict[str, str] = {
     "device": "cpu meta",
     "betas": "floats",
     "closure": "function class",
-    "max_norm": f"{_NOT_NEGATIVE} float_1e308 inf int_10^400 int_10^5000",  # a limit that is never met
+    "max_norm": f"{_NOT_NEGATIVE} float_1e308 inf int_10^400 int_10^5000",  # a limit that is never reached
     **dict.fromkeys(("replicated", "sharded"), f"{_TENSORS} empty_list tensors"),  # without a gradient, all of them
     "folder": "no number_string word path",
     "params": "tensors",
@@ -156,9 +156,9 @@ LEGAL: dict[str, str] = {
         for of in ("Local", "Torch")
         for name in ("all_gather", "iall_gather", "gather", "scatter", "all_to_all")
     },
-    "gradient": "t_scalar t_scalar_inf t_scalar_nan t_scalar_learned t_scalar_negative",  # the user's own
+    "gradient": "t_scalar t_scalar_inf t_scalar_nan t_scalar_learned t_scalar_negative",  # any tensor of the user
     "caller": _STRING,
-    "must_match": "empty_list strings",  # facts that no rank states are alike
+    "must_match": "empty_list strings",  # facts that no rank has are equal
     **{
         f"{of}Communicator{name}": kinds
         for of in ("Local", "Torch")
@@ -174,21 +174,21 @@ LEGAL: dict[str, str] = {
         ("func", "awaits", "hold", "matches", "remember", "loss_fn", "split_input_fn", "get_rep_fn"), _FUNCTION
     ),
     "SyncControl.check": _FUNCTION,
-    "kwargs": _ANYTHING,  # go to loss_fn as they are
+    "kwargs": _ANYTHING,  # passed to loss_fn unchanged
     "loss_kwargs": _ANYTHING,
     "representations": f"{_WITH_ROWS} {_SCALAR_TENSOR} t_scalar_negative",
-    "model_inputs": f"{_FEATURES} t_4x3_nan t_4x3_inf t_0x3 t_5x3 t_4x2x3",  # the user's own
+    "model_inputs": f"{_FEATURES} t_4x3_nan t_4x3_inf t_0x3 t_5x3 t_4x2x3",  # any tensor of the user
     # partition
     "counts": "integers range",
     "rank": "zero",
-    "modules": "no long_string word",  # are imported, or not, when ranks start
+    "modules": "no long_string word",  # imported, or refused, when ranks start
     "total": _NOT_NEGATIVE_INTEGER,
     "parts": _INTEGERS,
     **dict.fromkeys(("row", "col", "length"), _NOT_NEGATIVE_INTEGER),
     **dict.fromkeys(("rows", "cols"), "slice"),
     "side": f"{_INTEGERS} int_10^12",
     # audits and plans
-    "Problem.batch": f"{_TENSORS} floats integers nans strings np_like tensors",  # whatever has rows
+    "Problem.batch": f"{_TENSORS} floats integers nans strings np_like tensors",  # anything with rows
     **dict.fromkeys(("Problem.engine", "Problem.reference"), _FUNCTION),
     "Problem.engine": f"{_FUNCTION} word",
     "Problem.sharded": "empty_list strings",
@@ -215,7 +215,7 @@ LEGAL: dict[str, str] = {
 
 
 def is_legal(entry: Any, name: str, kind: str) -> bool:
-    """Whether the value is what the argument is documented to take."""
+    """Return whether the documentation of the argument allows the value."""
     parameter = entry.parameters[name]
     if (kind == "none" and parameter.default is None) or (
         kind in ("true", "false") and type(parameter.default) is bool

@@ -1,4 +1,4 @@
-"""Values that hardly any argument takes: name -> a function that makes one."""
+"""Values that few arguments accept: name -> a function that makes one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class NoRepresentation:
 
 
 class NoLength:
-    """Something like a sequence that cannot say how long it is."""
+    """Something like a sequence, whose length raises."""
 
     def __len__(self) -> int:
         raise ArithmeticError("this object has no length")
@@ -49,7 +49,7 @@ class NoLength:
 
 
 class Word(str):
-    """A string of a class of its own."""
+    """A string of a derived class."""
 
 
 class Level(enum.IntEnum):
@@ -59,7 +59,7 @@ class Level(enum.IntEnum):
 
 
 def _function(*_args: Any, **_kwargs: Any) -> None:
-    """Takes anything, returns nothing."""
+    """Accept anything, return nothing."""
 
 
 _PLAIN: dict[str, Callable[[], Any]] = {
@@ -152,19 +152,19 @@ def _numpy() -> dict[str, Callable[[], Any]]:
 
 def _nested(layout: torch.layout) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that nested tensors are a prototype
+        warnings.simplefilter("ignore")  # torch warns that nested tensors are a prototype
         return torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(2, 3)], layout=layout)
 
 
 def _quantized() -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that quantized dtypes will go
+        warnings.simplefilter("ignore")  # torch warns that quantized dtypes are deprecated
         return torch.quantize_per_tensor(torch.ones(4, 3), 0.1, 0, torch.quint8)
 
 
 def _csr() -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that this layout is in beta
+        warnings.simplefilter("ignore")  # torch warns that this layout is in beta
         return torch.eye(4, 3).to_sparse_csr()
 
 

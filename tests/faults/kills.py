@@ -2,13 +2,13 @@
 
     python tests/faults/kills.py --kills 40 --terms 20 --seed 0
 
-Both tasks, on one process and on two. A kill is SIGKILL, to the process that was started or to a rank; the run is
+Both tasks run on one process and on two. A kill is SIGKILL, to the process that was started or to a rank; the run is
 resumed, and perhaps killed again. A request to stop is SIGTERM or SIGINT, to the process that was started, to a rank,
-or to all of them as a scheduler sends it; the run is resumed. At last it may end, and its weights, metrics and report
-(but for the time) are compared, byte by byte, with those of a run that nobody has disturbed.
+or to all of them as a scheduler sends it; the run is resumed. In the end the run finishes, and its weights, metrics and
+report (except times) are compared, byte by byte, with those of an undisturbed run.
 
 Programs start as forks of this one, which has imported everything; with --spawn they start as users start them, which
-takes much longer. Exit code 1 if any outcome is forbidden.
+takes much longer. The exit code is 1 if any outcome is forbidden.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ STEPS = 24
 TIMEOUT_S = 240
 FACES = ("DejaVuSans", "DejaVuSerif", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSerif-Bold")
 ALLOWED = {
-    "same bits": "the final weights, metrics and report are those of a run that nobody has disturbed",
+    "same bits": "the final weights, metrics and report are those of an undisturbed run",
 }
 FORBIDDEN = {
-    "other bits": "some of them are not",
+    "other bits": "some of them differ from those of an undisturbed run",
     "not resumed": "a run that has started could not be resumed",
     "wrong exit": "the exit code, the lines on stderr or the checkpoint's step are not as documented",
-    "hang": f"a process was there after {TIMEOUT_S} s",
+    "hang": f"a process still ran after {TIMEOUT_S} s",
 }
 
 
 @dataclass
 class Case:
-    """One run and what happens to it."""
+    """One run, and the kills or signals that it gets."""
 
     number: int
     kind: str  # "kill" or "term"
@@ -67,18 +67,18 @@ class Case:
 
 
 class Wrong(Exception):  # noqa: N818  an outcome
-    """An outcome that is forbidden."""
+    """A forbidden outcome."""
 
     def __init__(self, outcome: str, detail: str) -> None:
         super().__init__(outcome, detail)
         self.outcome, self.detail = outcome, detail
 
 
-# How a program is started: as a fork of this one, or as a program of its own.
+# Start a program as a fork of this one, or as a new program.
 
 
 class _RecordedProcess(ForkServerProcess):
-    """A rank that writes where the process writes that has started it, and whose process id this program finds."""
+    """A rank that writes to the output of the process that started it, and whose process id this program can find."""
 
     def start(self) -> None:
         self.folder = os.environ["KILLS_FOLDER"]
@@ -97,14 +97,14 @@ def _redirect(folder: Path) -> None:
 
 
 class _Context:
-    """As `multiprocessing.get_context("spawn")`, but ranks are forks of a server that has imported everything."""
+    """Like `multiprocessing.get_context("spawn")`, but ranks are forks of a server that has imported everything."""
 
     Pipe = staticmethod(multiprocessing.Pipe)
     Process = _RecordedProcess
 
 
 class Program:
-    """`wholebatch train` with these arguments, in a process group of its own."""
+    """`wholebatch train` with these arguments, in a new process group."""
 
     def __init__(self, arguments: list[str], folder: Path, *, spawn: bool, plant: str) -> None:
         self.out, self.err, self._pids = (folder / name for name in ("out.txt", "err.txt", "pids.txt"))
@@ -142,7 +142,7 @@ class Program:
                 os._exit(code)
 
     def ranks(self) -> list[int]:
-        """Process ids of all ranks that have been started."""
+        """Return the process ids of all ranks that have been started."""
         if self._spawned is not None:
             with suppress(OSError):
                 children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
@@ -152,7 +152,7 @@ class Program:
         return [int(pid) for pid in self._pids.read_text().split()]
 
     def send(self, pid: int, number: int) -> bool:
-        """A signal to this program or to a rank of it; whether it was there."""
+        """Send a signal to this program or to one of its ranks; return whether the process was there."""
         if pid == self.pid and self.poll() is not None:
             return False
         try:
@@ -162,7 +162,7 @@ class Program:
         return True
 
     def poll(self) -> int | None:
-        """As subprocess's: the exit code, or minus a signal; None while it runs."""
+        """Return the exit code, or minus a signal, or None while it runs, as in `subprocess`."""
         if self._spawned is not None:
             self._code = self._spawned.poll()
         elif self._code is None:
@@ -172,19 +172,19 @@ class Program:
         return self._code
 
     def wait(self) -> int:
-        """The exit code."""
+        """Wait for the program and return its exit code."""
         deadline = time.monotonic() + TIMEOUT_S
         while self.poll() is None:
             if time.monotonic() > deadline:
                 for pid in (self.pid, *self.ranks()):
                     self.send(pid, signal.SIGKILL)
-                raise Wrong("hang", self.said())
+                raise Wrong("hang", self.output())
             time.sleep(0.005)
         assert self._code is not None
         return self._code
 
-    def said(self) -> str:
-        """All that it has written."""
+    def output(self) -> str:
+        """Return the program's output so far."""
         return f"stdout: {self.out.read_text()[-1500:]}\nstderr: {self.err.read_text()[-3000:]}"
 
 
@@ -196,14 +196,14 @@ class _Multiprocessing:
 
 
 def _forgets_the_optimizer() -> None:
-    """A resumed run has the weights, and starts Adam's averages again."""
+    """Plant a defect: a resumed run has the weights, but starts Adam's averages again."""
     import torch
 
     torch.optim.AdamW.load_state_dict = lambda self, state: None  # type: ignore[assignment, method-assign]
 
 
 def _saves_at_the_end_alone() -> None:
-    """A signal is answered, and no checkpoint written."""
+    """Plant a defect: a signal stops the run, but no checkpoint is written."""
     from wholebatch.train.retrieve import Retrieve
 
     save: Callable[..., None] = Retrieve.save
@@ -226,7 +226,7 @@ PLANTS: dict[str, Callable[[], None]] = {
 
 
 class Campaign:
-    """Data, undisturbed runs, and cases."""
+    """The data, undisturbed runs and cases of a campaign."""
 
     def __init__(self, folder: Path, arguments: argparse.Namespace) -> None:
         self._folder, self._arguments = folder, arguments
@@ -250,19 +250,19 @@ class Campaign:
         return Program(arguments, self._folder, spawn=self._arguments.spawn, plant=plant)
 
     def undisturbed(self, case: Case) -> tuple[Path, float]:
-        """A run that ends by itself, and how long it took."""
+        """Return a run that ends by itself, and its duration."""
         key = case.task, case.processes
         if key not in self._whole:
             run = self._folder / f"whole-{case.task}-{case.processes}"
             began = time.monotonic()
             program = self._start(self._options(case, run), plant="")
             if program.wait() != 0:
-                raise Wrong("wrong exit", f"nobody has disturbed it\n{program.said()}")
+                raise Wrong("wrong exit", f"an undisturbed run\n{program.output()}")
             self._whole[key] = run, time.monotonic() - began
         return self._whole[key]
 
     def run(self, case: Case, most: int) -> None:
-        """Everything that happens to the case's run: this many faults at most."""
+        """Disturb the case's run by at most this many faults, then let it end and compare it."""
         rng = random.Random(f"{self._arguments.seed} {case.kind} {case.number}")
         run = self._folder / f"run-{case.kind}-{case.number}"
         try:
@@ -277,13 +277,13 @@ class Campaign:
                 if hit:
                     faults -= 1
                     case.faults.append(hit)
-                elif (run / "report.json").exists():  # it was quicker: once more from the beginning
+                elif (run / "report.json").exists():  # it ended before the fault: start again
                     shutil.rmtree(run)
                     resumed = False
             recorded = _recorded(run)
             program = self._resumed(run, resumed) if resumed else self._start(self._options(case, run))
             if program.wait() != 0:
-                raise Wrong("not resumed", program.said())
+                raise Wrong("not resumed", program.output())
             if case.kind == "term" and resumed:
                 _went_on_after(program, recorded)
             _compare(run, whole)
@@ -294,7 +294,7 @@ class Campaign:
             shutil.rmtree(run, ignore_errors=True)
 
     def _resumed(self, run: Path, resumed: bool) -> Program:
-        """Once the ranks of a program that was killed have seen that it is gone, and left the folder."""
+        """Resume once the ranks of a killed program have noticed it and left the folder."""
         deadline = time.monotonic() + 60
         while True:
             program = self._start(["--resume", str(run)])
@@ -304,7 +304,7 @@ class Campaign:
             if program.poll() != 2 or "is written by process" not in program.err.read_text():
                 return program
             if time.monotonic() > deadline:
-                raise Wrong("not resumed", program.said())
+                raise Wrong("not resumed", program.output())
 
 
 def _recorded(run: Path) -> int:
@@ -315,7 +315,7 @@ def _recorded(run: Path) -> int:
 def _wait_for_a_moment(
     program: Program, run: Path, rng: random.Random, lasts: float, steps: tuple[int, int] | None
 ) -> str:
-    """Any moment of the run's time, or one between two steps that are drawn: the steps take a small part of it."""
+    """Wait for a random moment of the run, or for one between two random steps, which take a small part of the run."""
     if steps is None and rng.random() < 0.4:
         delay = rng.uniform(0, 1.1 * lasts)
         deadline = time.monotonic() + delay
@@ -331,7 +331,7 @@ def _wait_for_a_moment(
 
 
 def _disturb(program: Program, case: Case, run: Path, rng: random.Random, when: str) -> str:
-    """Send what the case wants, and see that the run ends as documented; "" if it had ended before."""
+    """Send the case's signal and check that the run ends as documented; return "" if it had ended before."""
     number = signal.SIGKILL if case.kind == "kill" else rng.choice([signal.SIGTERM, signal.SIGTERM, signal.SIGINT])
     whom = rng.choice(["launcher", "rank", "rank"] if case.kind == "kill" else ["launcher", "rank", "everyone"])
     ranks = program.ranks()
@@ -346,7 +346,7 @@ def _disturb(program: Program, case: Case, run: Path, rng: random.Random, when: 
     if not any(reached) or code == 0:
         return ""
     if "Traceback" in stderr:
-        raise Wrong("wrong exit", f"{what}: a traceback\n{program.said()}")
+        raise Wrong("wrong exit", f"{what}: a traceback\n{program.output()}")
     if case.kind == "kill":
         if whom == "launcher":
             right = code == -signal.SIGKILL
@@ -356,23 +356,23 @@ def _disturb(program: Program, case: Case, run: Path, rng: random.Random, when: 
             )
             right = code == 1 and re.fullmatch(line, stderr) is not None
         if not right:
-            raise Wrong("wrong exit", f"{what}: exit code {code}\n{program.said()}")
+            raise Wrong("wrong exit", f"{what}: exit code {code}\n{program.output()}")
         return what
     if code not in (-number, 128 + number):
-        raise Wrong("wrong exit", f"{what}: exit code {code}\n{program.said()}")
-    said = re.search(r"stopped after step (\d+), which has a checkpoint; resume with: ", program.out.read_text())
+        raise Wrong("wrong exit", f"{what}: exit code {code}\n{program.output()}")
+    stopped = re.search(r"stopped after step (\d+), which has a checkpoint; resume with: ", program.out.read_text())
     finished = "the run was finished" in program.out.read_text() + stderr
     early = _recorded(run) == 0 or "before the first step" in stderr or not program.out.read_text()
-    if not (early or finished or (said and int(said[1]) == _recorded(run))):
-        raise Wrong("wrong exit", f"{what}: no checkpoint of its last step\n{program.said()}")
+    if not (early or finished or (stopped and int(stopped[1]) == _recorded(run))):
+        raise Wrong("wrong exit", f"{what}: no checkpoint of its last step\n{program.output()}")
     return what
 
 
 def _went_on_after(program: Program, recorded: int) -> None:
-    """The checkpoint was that of the last line of metrics.jsonl, as the resumed run says."""
+    """Raise unless the resumed run reports the checkpoint of the last line of metrics.jsonl."""
     found = re.search(r"resuming after step (\d+)", program.out.read_text())
     if (int(found[1]) if found else 0) != recorded:
-        raise Wrong("wrong exit", f"it had {recorded} steps in its metrics and went on elsewhere\n{program.said()}")
+        raise Wrong("wrong exit", f"{recorded} steps in its metrics, but resumed elsewhere\n{program.output()}")
 
 
 def _compare(run: Path, whole: Path) -> None:
@@ -392,7 +392,7 @@ def _without_time(path: Path) -> Any:
 
 @contextmanager
 def _rank_server() -> Iterator[None]:
-    """The process that ranks are forks of."""
+    """Run the process that ranks are forks of."""
     import wholebatch.train.cli
     import wholebatch.train.launch  # noqa: F401  before the first fork
 
@@ -402,17 +402,17 @@ def _rank_server() -> Iterator[None]:
 
 
 def main() -> int:
-    """Run the campaign; 1 if an outcome is forbidden."""
+    """Run the campaign; return 1 if an outcome is forbidden."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kills", type=int, default=40, help="how many SIGKILL")
-    parser.add_argument("--terms", type=int, default=20, help="how many SIGTERM or SIGINT")
+    parser.add_argument("--kills", type=int, default=40, help="number of SIGKILLs")
+    parser.add_argument("--terms", type=int, default=20, help="number of SIGTERMs or SIGINTs")
     parser.add_argument("--first", type=int, default=0, help="number of the first run of each kind")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--tasks", nargs="+", default=["retrieve", "identify"])
-    parser.add_argument("--steps", type=int, nargs=2, metavar=("FIRST", "LAST"), help="only after one of these")
+    parser.add_argument("--steps", type=int, nargs=2, metavar=("FIRST", "LAST"), help="disturb after these steps only")
     parser.add_argument("--spawn", action="store_true", help="start programs as users do")
-    parser.add_argument("--plant", choices=PLANTS, default="", help="a defect, to be found")
+    parser.add_argument("--plant", choices=PLANTS, default="", help="a planted defect, which should be found")
     parser.add_argument("--json", type=Path, help="a file for all outcomes")
     arguments = parser.parse_args()
     began = time.monotonic()
@@ -420,12 +420,12 @@ def main() -> int:
     kinds = [(task, processes) for processes in arguments.processes for task in arguments.tasks]
     with tempfile.TemporaryDirectory(prefix="wholebatch-kills-") as folder, _rank_server():
         campaign = Campaign(Path(folder), arguments)
-        for kind, wanted in (("kill", arguments.kills), ("term", arguments.terms)):
+        for kind, count in (("kill", arguments.kills), ("term", arguments.terms)):
             done = 0
-            while done < wanted:
+            while done < count:
                 number = arguments.first + sum(case.kind == kind for case in cases)
                 case = Case(number, kind, *kinds[number % len(kinds)])
-                campaign.run(case, wanted - done)
+                campaign.run(case, count - done)
                 cases.append(case)
                 done += max(1, len(case.faults))
                 print(

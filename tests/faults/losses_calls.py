@@ -1,4 +1,4 @@
-"""Right calls of the losses, from their signatures: a new loss is covered, or the campaign says what is missing."""
+"""Right calls of the losses, from their signatures: a new loss is covered, or its unknown argument is reported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Rows:
     make: Callable[[World, str, int], Tensor]
     counts: Callable[[World], tuple[int, ...]] = lambda world: world.rows
     differentiable: bool = True
-    sharded: bool = False  # each rank's own parameters: their gradient is dL/dx under every `sync`
+    sharded: bool = False  # parameters that are local to each rank: their gradient is dL/dx under every `sync`
 
 
 def _features(world: World, name: str, rows: int) -> Tensor:
@@ -66,7 +66,7 @@ REPLICATED: dict[str, Callable[[World], Any]] = {
     "queue": lambda world: normalize(world.normal("queue", 9, D), dim=1),
     "dims": lambda _world: (2, 3, 5),
 }
-NEEDED: dict[str, Arguments] = {  # where the default does not suit a small batch, or is no plain value
+NEEDED: dict[str, Arguments] = {  # if the default does not suit a small batch, or is not a plain value
     "w_mse_loss": {"epsilon": 0.2},
     "partial_fc_loss": {"margin": wb.CosFace(8.0, 0.2)},
 }
@@ -75,7 +75,7 @@ LABELS_OF_CLASSES = ("partial_fc_loss", "PartialFC")
 
 
 def make_loss(name: str, world: World, module: type[torch.nn.Module] | None = None) -> Good:
-    """A right call of a functional loss, or of the module that holds its settings."""
+    """Return a right call of a functional loss, or of the module that holds its settings."""
     function, reference = getattr(wb.functional, name), getattr(wb.reference, name)
     if module is None:
         parameters, settings = dict(inspect.signature(function).parameters), frozenset[str]()
@@ -130,15 +130,15 @@ def make_loss(name: str, world: World, module: type[torch.nn.Module] | None = No
 def _draw(
     name: str, parameters: dict[str, inspect.Parameter], world: World, *, tensors: bool
 ) -> tuple[Arguments, dict[str, Tensor], str | None]:
-    """What all ranks pass alike, the rows of all, and `sync`."""
+    """Return the arguments that are equal on all ranks, the rows of all ranks, and `sync`."""
     rng = world.choices
     sync = rng.choice(["mean", "mean", "sum", None])
     common: Arguments = {"group": world.group, "sync": sync, **NEEDED.get(name, {})}
     whole: dict[str, Tensor] = {}
     for key, parameter in parameters.items():
-        wanted = parameter.default is inspect.Parameter.empty
+        required = parameter.default is inspect.Parameter.empty
         asked = rng.random() < 0.3 and key in OPTIONAL
-        if key in ("group", "sync") or not (wanted or asked):
+        if key in ("group", "sync") or not (required or asked):
             continue
         if key == "labels" and name in LABELS_OF_CLASSES:
             whole[key] = world.integers(key, CLASSES, sum(world.rows))
@@ -158,25 +158,25 @@ def _draw(
 
 
 def _wide(x: Any) -> Any:
-    """In float64; of labels in a matrix of one column, as some losses take them, the column."""
+    """Convert to float64; for labels in a matrix of one column, which some losses accept, return the column."""
     if x.is_floating_point():
         return x.detach().double()
     return x[:, 0] if x.dim() == 2 and x.shape[1] == 1 else x
 
 
 def module_names() -> dict[str, str]:
-    """The modules that hold a functional loss's settings, each with the loss's name."""
+    """Return the modules that hold a functional loss's settings, each with the loss's name."""
     functions = {name.replace("_", "").lower(): name for name in wb.functional.__all__}
     classes = [name for name in wb.__all__ if isinstance(getattr(wb, name), type)]
     return {name: functions[name.lower()] for name in classes if name.lower() in functions}
 
 
 def register() -> None:
-    """All losses that there are."""
+    """Register all losses."""
     for name in wb.functional.__all__:
         ENTRIES[f"functional.{name}"] = partial(make_loss, name)
     for name, function in module_names().items():
-        if name != "GlobalContrastiveLoss":  # it takes indices, and has a state
+        if name != "GlobalContrastiveLoss":  # takes indices, and has a state
             ENTRIES[name] = partial(make_loss, function, module=getattr(wb, name))
 
 

@@ -1,4 +1,4 @@
-"""Random faults: what one rank does wrong in a call that is right on all others."""
+"""Random faults: mistakes of one rank in a call that is right on all others."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ NAN, INF = float("nan"), float("inf")
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong on one rank.
+    """A fault on one rank.
 
     Attributes:
-        kind: "mistake": an argument, which all ranks must be told; "legal": nothing is wrong, and the result must be
-            right; "absent": the rank does not come to where the others are, which cannot be helped; "user": the user's
-            own function raises.
-        text: in words.
-        culprit: the rank.
-        arguments: of all ranks.
-        act: what the culprit does with them.
-        world: where the call is made, if that is another world: with other rows.
+        kind: "mistake": a wrong argument, for which all ranks must raise; "legal": nothing is wrong, and the result
+            must be right; "absent": the rank does not make the call of the others, which the library cannot prevent;
+            "user": the user's function raises.
+        text: a description.
+        culprit: the rank with the fault.
+        arguments: the arguments of all ranks.
+        act: the culprit's action.
+        world: the world of the call, if it has other rows.
     """
 
     kind: Kind
@@ -53,7 +53,8 @@ def _set_first(x: Tensor, value: float) -> Tensor:
     return x
 
 
-# Each with the tensors that it can be done to. What is legal for one entry point (an empty shard) is not for another.
+# Each change, with the tensors that it applies to. A change that is legal for one entry point may be wrong for another
+# (an empty shard).
 TENSOR_FAULTS: dict[str, tuple[Callable[[Tensor], bool], Callable[[Tensor], Any]]] = {
     "in float32": (lambda x: x.dtype == torch.float64, lambda x: x.float()),
     "in float16": (lambda x: x.is_floating_point(), lambda x: x.half()),
@@ -112,7 +113,7 @@ NONSENSE: dict[str, Callable[[], Any]] = {
 
 
 def draw(rng: random.Random, make: Callable[[World], Good], good: Good, world: World) -> Fault:
-    """A random fault in a right call."""
+    """Draw a random fault in a right call."""
     culprit = rng.choice(list(good.culprits or range(world.size)))
     local = good.arguments[culprit]
     tensors = [k for k, x in local.items() if isinstance(x, Tensor) and k not in good.unsafe]
@@ -137,7 +138,7 @@ def draw(rng: random.Random, make: Callable[[World], Good], good: Good, world: W
         fitting = [what for what, (fits, _) in TENSOR_FAULTS.items() if fits(x)]
         what = rng.choice([*fitting, *fitting, *NOT_TENSORS])
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # layouts that torch calls a prototype
+            warnings.simplefilter("ignore")  # torch warns that some layouts are prototypes
             value = TENSOR_FAULTS[what][1](x) if what in TENSOR_FAULTS else NOT_TENSORS[what](x)
         return changed("mistake", f"{name} {'is ' * (what in NOT_TENSORS)}{what}", **{name: value})
 
@@ -146,7 +147,7 @@ def draw(rng: random.Random, make: Callable[[World], Good], good: Good, world: W
         other = _others(name, local.get(name), good.parameters.get(name))
         if other and rng.random() < 0.5:
             value = rng.choice(other)
-            return changed("mistake", f"{name}={value!r}, other than on the others", **{name: value})
+            return changed("mistake", f"{name}={value!r}, unlike on other ranks", **{name: value})
         what = rng.choice([*NONSENSE])
         return changed("mistake", f"{name}={what}", **{name: NONSENSE[what]()})
 
@@ -209,7 +210,7 @@ def _variadic(parameter: inspect.Parameter) -> bool:
 
 
 def _others(name: str, value: Any, parameter: inspect.Parameter | None) -> list[Any]:
-    """Values of the same type that mean something else."""
+    """Return values of the same type with another meaning."""
     if value is None and parameter is not None and parameter.default is not inspect.Parameter.empty:
         value = parameter.default
     annotation = "" if parameter is None else str(parameter.annotation)

@@ -4,23 +4,23 @@ half precision, against float64.
     python tests/faults/numerics.py --seed 0 --count 500 [--json OUT] [--only INDEX]
 
 The truth is `wholebatch.reference` in float64 on the same, rounded inputs. Plain PyTorch is that reference in the
-accumulation dtype (float32), as a user takes who widens half precision before a loss; its gradients are then rounded to
-the features' dtype. Rounding is a matter of luck: its error is the largest of eight runs, seven of them with the
-features in another order and moved by an eps of float32, up or down, which is about what rounding does to a product.
+accumulation dtype (float32), as for a user who widens half precision before a loss; its gradients are then rounded to
+the features' dtype. Rounding errors vary, so plain PyTorch's error is the largest of eight runs: seven have the
+features in another order and moved by an eps of float32, up or down, which is about the rounding error of a product.
 
 Forbidden:
     not finite      NaN or infinity where the truth is finite and the output's dtype holds it
     wrong           |gradient - truth| / |truth| of an input above the largest of twice plain PyTorch's, 1e-6 and 4 eps
-    error           an exception, but for refusals that are documented
+    error           an exception, except documented refusals
 Out of scope, and counted:
     no truth        the float64 answer itself is not finite, or the reference raises
-    ill-posed       the float64 answer changes by more than 1e-6 where features are moved by an eps of float64: two
-                    equal logits of 1e30, for instance, which rounding tells apart or does not
+    ill-posed       the float64 answer changes by more than 1e-6 if features are moved by an eps of float64: for
+                    instance two equal logits of 1e30, which rounding may make different
     refused         W-MSE's covariance without an inverse
-Entries of the truth that the dtype does not hold are left out of a comparison ("beyond the dtype" counts such cases);
-what rounding to the dtype takes from a gradient, subnormal numbers for instance, is allowed four times.
+Entries of the truth beyond the dtype's range are left out of a comparison ("beyond the dtype" counts such cases). Four
+times the error of rounding the gradient to the dtype, for instance to subnormal numbers, is allowed.
 
-The name of this file is not `numbers`: a folder of scripts is on Python's path, before the standard library.
+This file is not called `numbers`, because its folder is on Python's path before the standard library.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _LABELED = {"has_scale": False, "normalizes": True}
 
 
 def partial_fc(margin: Callable[[], Any], **settings: Any) -> Case:
-    """A row of the table; margins with averages start afresh with each call, and change nothing."""
+    """Return a row of the table; each call makes a new margin, so that running averages do not affect later calls."""
 
     def call(f: ModuleType, x: Tensor, labels: Tensor, centers: Tensor, _scale: Any, _bias: Any, **o: Any) -> Tensor:
         chosen = margin()
@@ -95,14 +95,14 @@ CASES = LOSSES | MORE | PARTIAL_FC
 
 @dataclass
 class Trial:
-    """One case, as its seed makes it."""
+    """One case, made from its seed."""
 
     index: int
     name: str
     case: Case
     dtype: torch.dtype
     scale: float
-    inputs: list[Tensor]  # rounded to the dtype, where they are not integers
+    inputs: list[Tensor]  # rounded to the dtype, unless they are integers
     functions: ModuleType = wb.functional
 
     def __str__(self) -> str:
@@ -111,19 +111,19 @@ class Trial:
 
 @dataclass
 class Verdict:
-    """What became of it."""
+    """The outcome of a case."""
 
     outcome: str
     detail: str = ""
-    worst: float = 0.0  # of the gradients' relative errors
-    plain: float = 0.0  # plain PyTorch's
+    worst: float = 0.0  # the largest relative error of a gradient
+    plain: float = 0.0  # the same of plain PyTorch
     rows: float = 0.0  # the largest relative error of a single row
     plain_rows: float = 0.0
     notes: list[str] = field(default_factory=list)
 
 
 def trial(seed: int, index: int) -> Trial:
-    """The case of this number: a function of both alone."""
+    """Return the case of this number, which depends on both arguments alone."""
     rng = random.Random(f"{seed}, {index}")
     names = list(CASES)
     name = names[(index + rng.randrange(len(names)) * 0) % len(names)]
@@ -143,7 +143,7 @@ def trial(seed: int, index: int) -> Trial:
 
 
 def extreme(rng: random.Random, z: Tensor, dtype: torch.dtype, regime: str, *, zeros: bool) -> Tensor:
-    """Rows of other norms, some of them zero, equal or opposite."""
+    """Return rows of other norms, some of them zero, equal or opposite."""
     z, shape = z.flatten(0, -2).clone(), z.shape
     z = z / z.norm(dim=1, keepdim=True)
     low, high = _NORMS[dtype]
@@ -159,17 +159,17 @@ def extreme(rng: random.Random, z: Tensor, dtype: torch.dtype, regime: str, *, z
         elif what < 0.18:
             z[i] = -z[rng.randrange(len(z))]
     z = z.to(dtype).to(z)
-    if not zeros:  # nor what is rounded to zero
+    if not zeros:  # nor rows that are rounded to zero
         z[z.norm(dim=1) == 0, 0] = torch.finfo(dtype).tiny
     return z.view(shape)
 
 
 def gradients(trial: Trial, functions: ModuleType, dtype: torch.dtype, run: int = 0) -> list[Tensor]:
-    """Loss and gradients in a dtype; all runs but the first have the features in another order, and a little moved."""
+    """Return loss and gradients in a dtype; all runs but the first slightly move features and change their order."""
     inputs = [z.to(dtype) if z.is_floating_point() else z for z in trial.inputs]
     generator = torch.Generator().manual_seed(run)
     order = torch.randperm(inputs[0].shape[-1], generator=generator)
-    if trial.name.startswith("matryoshka"):  # whose features are nested
+    if trial.name.startswith("matryoshka"):  # its features are nested
         order = torch.arange(len(order))
     of_features = [
         of in _FEATURES and z.shape[-1] == len(order) for of, z in zip(trial.case.inputs, inputs, strict=True)
@@ -189,8 +189,8 @@ def gradients(trial: Trial, functions: ModuleType, dtype: torch.dtype, run: int 
     return found
 
 
-def judged(trial: Trial) -> Verdict:
-    """Run it, and compare."""
+def evaluated(trial: Trial) -> Verdict:
+    """Run a case, and compare."""
     try:
         truth, *others = [gradients(trial, wb.reference, torch.float64, run) for run in range(_RUNS)]
     except torch.linalg.LinAlgError as error:
@@ -224,7 +224,7 @@ def judged(trial: Trial) -> Verdict:
         error, bare = _apart(ours, true), max(_apart(p, true) for p in theirs)
         allowed = max(2 * bare, 1e-6, 4 * torch.finfo(of.dtype).eps) + 4 * _apart(rounded, true)
         if number == 0:
-            allowed += 1e-6 / true.abs().clamp(min=1e-300).item()  # a loss of nearly 0 is known to a part of a logit
+            allowed += 1e-6 / true.abs().clamp(min=1e-300).item()  # the error of a loss near 0 is relative to a logit
         if not error <= allowed:
             verdict.outcome, verdict.detail = "wrong", f"output {number}: {error:.3g}, allowed {allowed:.3g}"
         if number:
@@ -236,7 +236,7 @@ def judged(trial: Trial) -> Verdict:
 
 
 def _plain(trial: Trial, dtypes: list[torch.dtype]) -> list[list[Tensor]]:
-    """The reference in float32, rounded to the outputs' dtypes, of several runs."""
+    """Return several runs of the reference in float32, rounded to the outputs' dtypes."""
     try:
         found = [gradients(trial, wb.reference, torch.float32, run) for run in range(_PLAIN_RUNS)]
     except torch.linalg.LinAlgError:
@@ -245,9 +245,9 @@ def _plain(trial: Trial, dtypes: list[torch.dtype]) -> list[list[Tensor]]:
 
 
 def _merged(trial: Trial, number: int, of: Tensor) -> Tensor:
-    """Where the hardest of several equal rows is chosen, which one is arbitrary: gradients of equal rows are added up.
+    """Add up gradients of equal rows, since the choice of the hardest among equal rows is arbitrary.
 
-    And a row of zeros is equally far from all rows of one norm: its own gradient is left out.
+    The gradient of a row of zeros, which is equally far from all rows of one norm, is left out.
     """
     if trial.case.smooth or not number or number > len(trial.case.differentiable):
         return of.double()
@@ -255,7 +255,7 @@ def _merged(trial: Trial, number: int, of: Tensor) -> Tensor:
     if z.dim() != 2 or of.shape != z.shape:
         return of
     z = z.double()
-    if "not normalized" in trial.name:  # of a long row all short ones are equally far
+    if "not normalized" in trial.name:  # all short rows are equally far from a long one
         z = (z / z.abs().amax().clamp(min=1e-30) * 2**26).round()
     _, group = torch.unique(z, dim=0, return_inverse=True)
     of = torch.where((z == 0).all(1, keepdim=True), 0.0, of)
@@ -263,7 +263,7 @@ def _merged(trial: Trial, number: int, of: Tensor) -> Tensor:
 
 
 def _apart(found: Tensor, true: Tensor) -> float:
-    """|found - true| / |true|, without over- or underflow; infinite for what is not finite."""
+    """Return |found - true| / |true|, without over- or underflow; infinity if a value is not finite."""
     if not found.isfinite().all():
         return math.inf
     unit = torch.maximum(found.abs().amax(), true.abs().amax()) if true.numel() else torch.zeros(())
@@ -274,7 +274,7 @@ def _apart(found: Tensor, true: Tensor) -> float:
 
 
 def _rows_apart(found: Tensor, true: Tensor, dtype: torch.dtype) -> float:
-    """The same of the rows that are large enough for the dtype, the largest."""
+    """Return the largest relative error of a row, among the rows that are large enough for the dtype."""
     pairs = zip(found, true, strict=True)
     return max(
         (_apart(f, t) for f, t in pairs if t.norm() > torch.finfo(dtype).tiny / torch.finfo(dtype).eps), default=0
@@ -282,16 +282,16 @@ def _rows_apart(found: Tensor, true: Tensor, dtype: torch.dtype) -> float:
 
 
 def run(seed: int, count: int, functions: ModuleType = wb.functional) -> list[tuple[Trial, Verdict]]:
-    """All of them, with the losses of a module."""
+    """Run all cases, with the losses of a module."""
     done = []
     for index in range(count):
         of = replace(trial(seed, index), functions=functions)
-        done.append((of, judged(of)))
+        done.append((of, evaluated(of)))
     return done
 
 
 def main() -> int:
-    """Print the table and what is forbidden, and return the exit code."""
+    """Print the table and the forbidden cases, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=500)
@@ -300,7 +300,7 @@ def main() -> int:
     given = parser.parse_args()
     if given.only is not None:
         of = trial(given.seed, given.only)
-        print(of, judged(of), sep="\n")
+        print(of, evaluated(of), sep="\n")
         return 0
     done = run(given.seed, given.count)
     table = Counter((str(of.dtype)[6:], verdict.outcome) for of, verdict in done)
@@ -312,7 +312,7 @@ def main() -> int:
     for of, verdict in bad:
         print(f"{of}: {verdict.outcome}, {verdict.detail}; --seed {given.seed} --only {of.index}")
     rows = [(of, v) for of, v in done if v.outcome == "right" and v.rows > max(4 * v.plain_rows, 0.05)]
-    print(f"{len(rows)} right cases have a row whose own error is beyond 5% and four times plain PyTorch's worst row")
+    print(f"{len(rows)} right cases have a row with an error beyond 5% and four times plain PyTorch's worst row")
     for of, verdict in rows:
         print(f"  {of}: row {verdict.rows:.3g}, plain PyTorch {verdict.plain_rows:.3g}")
     if given.json:

@@ -1,17 +1,17 @@
-"""Backward passes that are not the same on all ranks: in another order, skipped, one forward pass more.
+"""Backward passes that differ between ranks: in another order, skipped, or after one more forward pass.
 
     python tests/faults/order.py --seed 0 --count 60
 
-Every configuration is a loss, an exchange, 2 or 3 ranks and a fault on one of them. All ranks end in one of
+Every configuration is a loss, an exchange, 2 or 3 ranks and a fault on one of them. The outcomes are
 
-    same error     every rank raises the same error, and the group goes on: the next step is right on all ranks
-    right          the fault does no harm, and every gradient is that of the dense float64 reference
+    same error     every rank raises the same error, and the group continues: the next step is right on all ranks
+    right          the fault has no effect, and every gradient is that of the dense float64 reference
     late error     a rank raises, another waits for it until its timeout                                 (forbidden)
     silent wrong   a rank ends with another gradient, and no rank raises                                 (forbidden)
     lost           a process is aborted, or does not end                                                 (forbidden)
 
-Where a backward pass does not communicate at all (`WholeBatch(strategy="replicate")`), a rank cannot tell: those are
-counted apart, as "does not communicate".
+A backward pass that does not communicate (`WholeBatch(strategy="replicate")`) cannot detect the fault: these cases are
+counted separately, as "does not communicate".
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from wholebatch.exchange import USED_EXCHANGES
 from wholebatch.testing import RankError, run_ranks
 
 FAULTS = (
-    "another order",  # of two losses' backward passes
+    "another order",  # of the backward passes of two losses
     "another order of one loss",  # of two calls of the same loss
     "skipped backward",
-    "another forward",  # one more than the other ranks make
+    "another forward",  # one more than on the other ranks
     "another gradient",  # dF/dL differs
     "nothing",
 )
@@ -60,15 +60,15 @@ class Problem:
         self.whole = whole_batch(self.case, self.counts, seed=seed)
         rows = rows_of(self.case, self.counts, self.rank)
         self.leaves = [z[at].clone() for z, at in zip(self.whole, rows, strict=True)]
-        # Of what every rank holds in full, each has a share of the gradient that no reference knows.
+        # For replicated tensors, each rank has a share of the gradient, which no reference gives.
         self.compared = [at for at in self.case.differentiable if not self.case.inputs[at].replicated]
-        self.wanted = [self.leaves[at].requires_grad_() for at in self.compared]
+        self.differentiated = [self.leaves[at].requires_grad_() for at in self.compared]
         self.scale = torch.tensor(SCALE, dtype=torch.float64)
         self.bias = torch.tensor(BIAS, dtype=torch.float64)
         if name == PARTIAL_FC:
             self.head = wb.PartialFC(6, 9, sync=None).double()
             self.labels = torch.arange(len(self.leaves[0])) % 9
-            self.wanted = [self.leaves[0]]
+            self.differentiated = [self.leaves[0]]
         self.whole_batch = (
             wb.WholeBatch(lambda x, y: wb.reference.clip_loss(x, y, SCALE), sync=None, strategy=name.rpartition(" ")[2])
             if name in WHOLE_BATCH
@@ -85,14 +85,14 @@ class Problem:
         return loss
 
     def gradients(self) -> list[torch.Tensor]:
-        """What the leaves hold, and forget it."""
-        found = [torch.zeros_like(x) if x.grad is None else x.grad.clone() for x in self.wanted]
-        for x in self.wanted:
+        """Return the leaves' gradients, and clear them."""
+        found = [torch.zeros_like(x) if x.grad is None else x.grad.clone() for x in self.differentiated]
+        for x in self.differentiated:
             x.grad = None
         return found
 
     def right(self) -> list[torch.Tensor]:
-        """Return this rank's rows of the dense reference's gradients; of PartialFC, those of a step without a fault."""
+        """Return this rank's rows of the reference's gradients; for PartialFC, those of a step without a fault."""
         if self.name == PARTIAL_FC:
             self.loss().backward()
             return self.gradients()
@@ -102,7 +102,7 @@ class Problem:
 
 
 def step(problem: Problem, other: Problem, fault: str, culprit: bool) -> None:
-    """A step of training with one fault; two forward and two backward passes."""
+    """Make a training step with one fault: two forward and two backward passes."""
     first, second = problem.loss(), other.loss()
     if fault == "another forward" and culprit:
         problem.loss()
@@ -119,7 +119,7 @@ def step(problem: Problem, other: Problem, fault: str, culprit: bool) -> None:
 
 
 def outcome(problem: Problem, other: Problem, fault: str, culprit: bool) -> tuple[str, str]:
-    """What happens on this rank: "error" and its text, "right" or "wrong"."""
+    """Return the outcome on this rank: "error" and its text, "right" or "wrong"."""
     expected = problem.right()
     try:
         step(problem, other, fault, culprit)
@@ -135,7 +135,7 @@ def outcome(problem: Problem, other: Problem, fault: str, culprit: bool) -> tupl
 
 
 def one_of(configurations: list[tuple[str, str, str, int, int]]) -> list[Any]:
-    """The outcomes of these configurations on this rank, one after the other in the same group."""
+    """Run these configurations one after the other in the same group; return this rank's outcomes."""
     found = []
     for name, exchange, fault, culprit, seed in configurations:
         problem = Problem(name, exchange, seed)
@@ -148,8 +148,8 @@ def one_of(configurations: list[tuple[str, str, str, int, int]]) -> list[Any]:
     return found
 
 
-def judged(ranks: list[tuple[str, str, str]], name: str) -> str:
-    """The class of a configuration, from what happened on each rank."""
+def classified(ranks: list[tuple[str, str, str]], name: str) -> str:
+    """Return the class of a configuration, from the outcome on each rank."""
     kinds = {kind for kind, _, _ in ranks}
     if any(after != "right" for _, _, after in ranks):
         return "group lost"
@@ -166,7 +166,7 @@ FORBIDDEN = ("late error", "silent wrong", "group lost", "lost")
 
 
 def configurations(seed: int, count: int) -> list[tuple[int, tuple[str, str, str, int, int]]]:
-    """(ranks, (loss, exchange, fault, culprit, seed)): every loss in turn, each fault as often as the others."""
+    """Return (ranks, (loss, exchange, fault, culprit, seed)): every loss in turn, each fault as often as the others."""
     generator = random.Random(seed)
     names = [*LOSSES, *WHOLE_BATCH, PARTIAL_FC]
     generator.shuffle(names)
@@ -180,7 +180,7 @@ def configurations(seed: int, count: int) -> list[tuple[int, tuple[str, str, str
 
 
 def campaign(seed: int, count: int, *, one_by_one: bool = False) -> list[dict[str, Any]]:
-    """The class of every configuration."""
+    """Return a record with the class of every configuration."""
     chosen = configurations(seed, count)
     records: list[dict[str, Any]] = []
     for size in (2, 3):
@@ -190,7 +190,7 @@ def campaign(seed: int, count: int, *, one_by_one: bool = False) -> list[dict[st
             try:
                 results = run_ranks(one_of, size, group, timeout_s=60 if one_by_one else 300)
             except RankError as error:
-                if not one_by_one and len(group) > 1:  # a process was lost: which configuration was it?
+                if not one_by_one and len(group) > 1:  # a process was lost: find the configuration
                     return campaign(seed, count, one_by_one=True)
                 results = None
                 text = str(error)
@@ -201,7 +201,7 @@ def campaign(seed: int, count: int, *, one_by_one: bool = False) -> list[dict[st
                     record |= {"class": "lost", "text": text}
                 else:
                     ranks = [of_rank[at] for of_rank in results]
-                    record |= {"class": judged(ranks, record["loss"]), "text": " | ".join(r[1] for r in ranks)}
+                    record |= {"class": classified(ranks, record["loss"]), "text": " | ".join(r[1] for r in ranks)}
                 records.append(record)
     return records
 

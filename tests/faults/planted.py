@@ -1,4 +1,4 @@
-"""Defects on purpose: losses with a mistake that the campaign must count as what it is."""
+"""Planted defects: losses with a mistake that the campaign must classify correctly."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def _dense(of_ranks: list[Arguments], _settings_of: int) -> list[Results]:
 
 
 def _silent(comm: wb.comm.Communicator, x: Tensor) -> Tensor:
-    """Makes something of whatever it is given."""
+    """Return a result for any input."""
     x = x if isinstance(x, Tensor) and x.layout is torch.strided and x.device.type == "cpu" else torch.zeros(1)
     x = x.detach().to_padded_tensor(0.0) if x.is_nested else x.detach()
     return comm.all_reduce(x.abs().double().square().nan_to_num(0.0, 0.0).sum())
 
 
 def _hangs(comm: wb.comm.Communicator, x: Tensor) -> Tensor:
-    """Waits for ever once something is wrong on one rank."""
+    """Wait forever if one rank has a fault."""
     wrong = not (isinstance(x, Tensor) and x.dtype == torch.float64 and x.shape == (3, 2))
     if comm.all_reduce(torch.tensor(float(wrong))).item():
         while True:
@@ -35,7 +35,7 @@ def _hangs(comm: wb.comm.Communicator, x: Tensor) -> Tensor:
 
 
 def _aborts(comm: wb.comm.Communicator, x: Tensor) -> Tensor:
-    """Takes a healthy process away once something is wrong on another one."""
+    """End a healthy process if another one has a fault."""
     wrong = not (isinstance(x, Tensor) and x.dtype == torch.float64 and x.shape == (3, 2))
     if comm.all_reduce(torch.tensor(float(wrong))).item() and not wrong:
         os.abort()
@@ -43,9 +43,9 @@ def _aborts(comm: wb.comm.Communicator, x: Tensor) -> Tensor:
 
 
 def _alone(comm: wb.comm.Communicator, x: Tensor) -> Tensor:
-    """Raises before the others are told."""
+    """Raise before the other ranks are informed."""
     if not (isinstance(x, Tensor) and x.dtype == torch.float64 and x.shape == (3, 2)):
-        raise ValueError("x is wrong, and nobody hears of it")
+        raise ValueError("x is wrong, and no other rank is informed")
     return comm.all_reduce(x.square().sum())
 
 

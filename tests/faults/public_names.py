@@ -1,4 +1,4 @@
-"""Every public name has a right call in the campaign, or a reason to have none; a new name is an error until then."""
+"""Every public name has a right call in the campaign, or a reason to have none; a name without either is an error."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import wholebatch as wb
 
-# Public names in which nothing is exchanged between ranks, or that start ranks of their own.
+# Public names that exchange nothing between ranks, or that start new ranks.
 NO_CALL = {
     **dict.fromkeys(
         ("AdaFace", "ArcFace", "CombinedMargin", "CosFace", "CurricularFace", "MagFace", "NormFace", "SphereFace"),
@@ -15,26 +15,26 @@ NO_CALL = {
     **dict.fromkeys(("BatchStatistics", "LossAndStatistics", "LossAndAverages"), "a record that a loss returns"),
     "with_statistics": "calls a loss, and each loss has its call",
     "KeyQueue": "its collective is KeyQueue.enqueue",
-    **dict.fromkeys(("SparseAdamW", "SparseSGD"), "steps each rank's own rows"),
-    **dict.fromkeys(("Problem", "audit", "plan"), "called in one process; audit starts ranks of its own"),
+    **dict.fromkeys(("SparseAdamW", "SparseSGD"), "updates local rows"),
+    **dict.fromkeys(("Problem", "audit", "plan"), "called in one process; audit starts its own ranks"),
     **dict.fromkeys(("comm", "functional", "gradcache", "heads", "partition", "planning", "reference"), "a module"),
     **dict.fromkeys(("testing", "__version__"), "not called on ranks"),
     **dict.fromkeys(("heads.Margin", "heads.Targets", "heads.TopClasses"), "a type"),
     "heads.load_insightface": "reads files of another library: tests/faults/files.py damages them",
     **dict.fromkeys(("gradcache.cat_input_tensor",), "joins this rank's tensors"),
-    **dict.fromkeys(("gradcache.SyncControl", "gradcache.register_sync_control"), "said of an engine, once"),
-    "comm.close": "collective where it ends what a split made: tests/test_closing.py has its mistakes",
+    **dict.fromkeys(("gradcache.SyncControl", "gradcache.register_sync_control"), "declares an engine, once"),
+    "comm.close": "collective if it ends a part of a split: tests/test_closing.py has its mistakes",
     **dict.fromkeys(("comm.Communicator", "comm.Handle", "comm.Group"), "a type: its methods are the entry points"),
     **dict.fromkeys(
         ("comm.TorchCommunicator", "comm.MPICommunicator", "comm.LocalCommunicator", "comm.select_communicator"),
-        "made on each rank by itself",
+        "made on each rank alone",
     ),
-    **dict.fromkeys(("comm.CommunicationError", "comm.handshake"), "what all others stand on"),
+    **dict.fromkeys(("comm.CommunicationError", "comm.handshake"), "the base of all other calls"),
 }
 
 
 def public_names() -> list[str]:
-    """All that a user may call, by module; and every operation of a communicator."""
+    """Return everything that a user may call, by module, and every operation of a communicator."""
     names = [*wb.__all__]
     for module in ("functional", "heads", "gradcache", "comm"):
         public = getattr(wb, module).__all__
@@ -45,15 +45,15 @@ def public_names() -> list[str]:
 
 
 def check(entries: Iterable[str], names: Iterable[str] | None = None) -> None:
-    """Raise unless each public name is called in the campaign, or known not to be.
+    """Raise unless each public name is called in the campaign or listed as not called.
 
     Raises:
-        NotImplementedError: with the names that nothing is known of.
+        NotImplementedError: names the others.
     """
-    called = {name.split(",")[0] for name in entries} | {"heads.partial_fc_loss"}  # which is functional.partial_fc_loss
+    called = {name.split(",")[0] for name in entries} | {"heads.partial_fc_loss"}  # functional's
     unknown = [name for name in (names or public_names()) if name not in called and name not in NO_CALL]
     if unknown:
         raise NotImplementedError(
-            f"no right call is known of {', '.join(unknown)}: write one (tests/faults/*_calls.py), or say in "
-            "tests/faults/public_names.py why there is none"
+            f"no right call is known of {', '.join(unknown)}: write one (tests/faults/*_calls.py), or give in "
+            "tests/faults/public_names.py the reason for none"
         )

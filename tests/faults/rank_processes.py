@@ -1,4 +1,4 @@
-"""W real processes that do what they are told, one step at a time; one that dies or hangs is an answer, too."""
+"""W processes that run commands, one at a time; a process that dies or hangs is an answer, too."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 5.0  # of a process group's operations
+TIMEOUT_S = 5.0  # for an operation of a process group
 HANG_S = 4 * TIMEOUT_S  # a call may wait for more than one of them in turn
-_PATIENCE_S = 120  # for what has nothing wrong in it, on a machine that is busy
+_PATIENCE_S = 120  # for calls without a fault, on a busy machine
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Ranks:
 
     def __init__(self, size: int, timeout_s: float = TIMEOUT_S) -> None:
         context = multiprocessing.get_context("forkserver")
-        # The last one torch imports at the first `torch.autograd.grad` with a cotangent: seconds on a busy machine.
+        # torch imports the last one at the first `torch.autograd.grad` with a cotangent: seconds on a busy machine.
         names = ["torch", "torch.nn.parallel", "wholebatch._torch_names", "torch.fx.experimental.symbolic_shapes"]
         context.set_forkserver_preload(names)
         self.folder = tempfile.mkdtemp(prefix="wholebatch-faults-")
@@ -54,7 +54,7 @@ class Ranks:
         self.alive = True
 
     def ask(self, *command: Any, within_s: float = _PATIENCE_S) -> list[Any]:
-        """What each rank answers, or `Lost`."""
+        """Send a command to all ranks; return each rank's answer, or `Lost`."""
         for connection in self.connections:
             with contextlib.suppress(BrokenPipeError, OSError):
                 connection.send(command)
@@ -77,12 +77,12 @@ class Ranks:
         return [answers[rank] for rank in range(len(self.connections))]
 
     def stderr(self, rank: int, lines: int = 3) -> str:
-        """The end of what the rank has printed."""
+        """Return the last lines that the rank has printed."""
         text = (Path(self.folder) / f"stderr-{rank}").read_text(errors="replace").strip()
         return " | ".join(text.splitlines()[-lines:])[-200 * lines :]
 
     def _where(self, rank: int) -> str:
-        """Where a rank is that does not answer."""
+        """Return the stack of a rank that does not answer."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pids[rank], signal.SIGUSR1)
         time.sleep(0.3)
@@ -108,7 +108,7 @@ class Ranks:
 
 
 class RanksOverMPI(Ranks):
-    """Processes that an mpiexec has started, in the environment of that name."""
+    """Processes that mpiexec has started, in the environment of that name."""
 
     def __init__(self, size: int, timeout_s: float, environment: str) -> None:
         from mpi import ENVIRONMENTS, SETTINGS  # of tests
@@ -145,7 +145,7 @@ class RanksOverMPI(Ranks):
 
 
 def _serve_over_mpi(address: str, timeout_s: float) -> None:
-    """The life of one rank that mpiexec has started."""
+    """Run one rank that mpiexec has started."""
     import wholebatch as wb
 
     comm = wb.comm.MPICommunicator(timeout_s=timeout_s)
@@ -155,7 +155,7 @@ def _serve_over_mpi(address: str, timeout_s: float) -> None:
 
 
 def _serve(rank: int, size: int, folder: str, timeout_s: float, connection: Any, path: list[str]) -> None:
-    """The life of one rank of a process group on gloo."""
+    """Run one rank of a process group on gloo."""
     sys.path[:] = path
     import torch.distributed as dist
 
@@ -168,7 +168,7 @@ def _serve(rank: int, size: int, folder: str, timeout_s: float, connection: Any,
 
 
 def _obey(rank: int, size: int, folder: str, group: Any, connection: Any) -> None:
-    """Do what one is told until nobody is there to tell."""
+    """Run commands until the connection is closed."""
     errors = os.open(f"{folder}/stderr-{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(errors, 2)
     faulthandler.register(signal.SIGUSR1, file=errors, all_threads=False)
@@ -188,7 +188,7 @@ def _obey(rank: int, size: int, folder: str, group: Any, connection: Any) -> Non
             elif command != "ready":
                 answer = getattr(case, command)()
             connection.send(answer)
-    os.kill(os.getpid(), signal.SIGKILL)  # without the end of the interpreter, in which threads of gloo may abort
+    os.kill(os.getpid(), signal.SIGKILL)  # skips the interpreter's shutdown, in which threads of gloo may abort
 
 
 if __name__ == "__main__":

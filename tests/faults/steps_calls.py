@@ -1,4 +1,4 @@
-"""Right calls of what takes the user's own functions: WholeBatch with each strategy, gradient caching."""
+"""Right calls of entry points that take functions of the user: WholeBatch with each strategy, gradient caching."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from wholebatch.partition import Partition
 
 
 def users_own(function: Any) -> Any:
-    """Decorator: what goes wrong inside is the user's own error, and not the library's."""
+    """Wrap a user's function, so that its errors are not counted as the library's."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -31,18 +31,18 @@ def users_own(function: Any) -> Any:
 
 @users_own
 def plain_loss(x: Tensor, y: Tensor) -> Tensor:
-    """A loss as one process has it."""
+    """Return the loss of one process."""
     return (5.0 * x @ y.T).logsumexp(1).mean() - 5.0 * (x * y).sum(1).mean()
 
 
 def pairs(world: World) -> list[Arguments]:
-    """Rows of x and of y on each rank."""
+    """Return the rows of x and of y on each rank."""
     x, y = (rows_of(world, normalize(world.normal(name, sum(world.rows), D), dim=1)) for name in "xy")
     return [{"x": a, "y": b} for a, b in zip(x, y, strict=True)]
 
 
 def dense(of_ranks: list[Arguments], size: int) -> list[Results]:
-    """Value, and gradients of x and y times the number of ranks."""
+    """Return the value, and the gradients of x and y times the number of ranks."""
     x, y = (cat(of_ranks, name).double().requires_grad_() for name in "xy")
     loss = plain_loss(x, y)
     loss.backward()
@@ -92,7 +92,7 @@ for _strategy in STRATEGIES:
 
 
 class Encoder(nn.Module):
-    """The same on all ranks. `user` is called in each forward pass."""
+    """An encoder that is the same on all ranks. Each forward pass calls `user`."""
 
     def __init__(self, world: World, user: Any = None) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Encoder(nn.Module):
 
 
 def plain_step(world: World, of_ranks: list[Arguments], _settings_of: int) -> list[Results]:
-    """The loss and the encoder's gradient of a step without caching, on the rows of all ranks."""
+    """Return the loss and the encoder's gradient of a step without caching, on the rows of all ranks."""
     encoder = Encoder(world)
     value = plain_loss(*(encoder(cat(of_ranks, name).double()) for name in "xy"))
     value.backward()
@@ -133,7 +133,7 @@ def grad_cache(world: World) -> Good:
         given = {k: v for k, v in given.items() if k not in names and k != "encoder"}
         rows, more = [given[k] for k in "xy" if k in given], {k: v for k, v in given.items() if k not in "xy"}
         value = step(*rows, **more)
-        # The gradient of a rank is its share, which a user without an engine adds up by hand.
+        # The gradient of a rank is its share; a user without an engine adds these up by hand.
         total = world.communicator().all_reduce(encoder.weight.grad)
         return {"value": value, "gradient of encoder": total}
 
@@ -205,7 +205,7 @@ def cached(world: World) -> Good:
         construct,
         lambda made: [made[1]],
         settings=frozenset({"encoder"}),
-        alone=frozenset({"encoder", "x", "y"}),  # the user's own code, in which nobody waits
+        alone=frozenset({"encoder", "x", "y"}),  # code of the user, in which no rank waits
         binds_alone=True,
         has_backward=True,
     )

@@ -1,4 +1,4 @@
-"""What a user's editor knows: read by type checkers, never run. Each line marked `# error` must be one."""
+"""A user's program, never run: a type checker must report each line marked `# error`, and no other."""
 
 import torch
 from torch import Tensor
