@@ -22,6 +22,7 @@ NESTED = ("auditing", "jax", "jax.reference")  # public modules that `wholebatch
 
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|data|exc):`([^`]+)`")
 _FORMULA = re.compile(r"(?:^|(?<=\n\n))(\w[\w/()']* += \S.*(?:\n\S.*)*)(?=\n\n|$)")  # a paragraph that is an equation
+_TABLE = re.compile(r"(?:^|(?<=\n\n))((?:[^\s>`][^\n]*?\S {3,}\S[^\n]*(?:\n|$))+)(?=\n|$)")  # aligned columns
 _RETURNS = re.compile(r"(?<=\n)Returns:\n[ \t]+")
 _DOCTEST = re.compile(r"((?:^|(?<=\n))[ \t]*>>> .*(?:\n[ \t]*\S.*)*)")
 
@@ -72,6 +73,29 @@ def prefer_imports(package: griffe.Module) -> None:
                 member.target = found.members[name]
 
 
+def declare_settings(package: griffe.Module) -> None:
+    """Give classes whose constructor takes their annotated attributes by keyword the signature that editors show."""
+    module = package["losses._module"]
+    for cls in [cls for one in _modules(package) for cls in one.classes.values() if not cls.is_alias]:
+        bases = [*reversed(cls.mro()), cls]
+        if module["Settings"] not in bases or "__init__" in cls.members or cls is module["Settings"]:
+            continue
+        fields: dict[str, griffe.Parameter] = {}
+        for name, field in ((name, field) for base in bases for name, field in base.attributes.items()):
+            if "property" not in field.labels and not name.startswith("_"):
+                kind = griffe.ParameterKind.keyword_only
+                fields[name] = griffe.Parameter(name, annotation=field.annotation, kind=kind, default=field.value)
+        this = griffe.Parameter("self", kind=griffe.ParameterKind.positional_or_keyword)
+        init = griffe.Function("__init__", parameters=griffe.Parameters(this, *fields.values()), lineno=cls.lineno)
+        cls.set_member("__init__", init)
+
+
+def _modules(package: griffe.Module) -> list[griffe.Module]:
+    """Return a package's modules, those of its packages too."""
+    found = [module for module in package.modules.values() if not module.is_alias]
+    return [package, *(inner for module in found for inner in _modules(module))]
+
+
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Put the generated pages into the navigation, where `mkdocs.yml` says `API: generated`."""
     pages = [{_title(path): f"api/{path}.md"} for path in public_modules(read())]
@@ -118,6 +142,7 @@ class Docstrings(griffe.Extension):
                     pkg.set_member(name, griffe.Alias(name, names[name]))
             for name in _exports(pkg["functional"]):
                 assert name in pkg["functional"].members, name
+            declare_settings(pkg)
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite the docstring of an object that griffe has read."""
@@ -125,6 +150,8 @@ class Docstrings(griffe.Extension):
             return
         text = _DOCTEST.sub(_fenced, obj.docstring.value)
         text = _FORMULA.sub(r"```text\n\1\n```", text)
+        if obj.is_module:
+            text = _TABLE.sub(r"```text\n\1```\n", text + "\n")
         if obj.is_function and obj.returns is not None:  # or its text up to a colon would be read as the type
             text = _RETURNS.sub(lambda start: f"{start[0]}{obj.returns}: ", text)
         obj.docstring.value = _ROLE.sub(lambda role: _reference(role[1], obj), text)

@@ -1,6 +1,7 @@
 """Gradient caching under DDP and FSDP2: one synchronization a step, and the gradient of the whole batch."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -143,6 +144,34 @@ def joint_loss_dense(parts):
 )
 def test_under_ddp_with_one_synchronization(counts, sizes, keep):
     assert run_ranks(ddp_body, len(counts), counts, sizes, keep, timeout_s=90) == [len(counts)] * len(counts)
+
+
+def accumulated_body(counts, quiet):
+    """Two cached steps of a joint model, then one optimizer step: the mean of two whole batches' losses."""
+    rows, batches = Partition(counts).rows(dist.get_rank()), [batch(sum(counts), seed) for seed in (1, 2)]
+    whole = Joint()
+    whole.text[2].eval()  # a chunk's own statistics would be another batch's
+    alone = copy.deepcopy(whole)
+    sum(joint_loss_dense(alone(x, y)) / 2 for x, y in batches).backward()
+    model = DistributedDataParallel(whole)
+    reduced = counting(model)
+    cache = wb.GradCache([model], 2, lambda parts: joint_loss(parts) / 2)
+    for number, (x, y) in enumerate(batches):
+        with model.no_sync() if quiet and number == 0 else nullcontext():
+            cache([x[rows], y[rows]])
+    assert reduced == ([0] if quiet else [0, 0])
+    found = gradients_of(whole)
+    assert_all_same(found, gradients_of_kept(alone))
+    with model.no_sync():  # in both steps: then nothing is reduced, and this must show
+        for x, y in batches:
+            cache([x[rows], y[rows]])
+    return (gradients_of(whole)[-1] - found[-1]).norm().item() / found[-1].norm().item()
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+@pytest.mark.parametrize("counts", [(4, 4), (6, 2)], ids=str)
+def test_accumulation_of_cached_steps_under_ddp(counts, quiet):
+    assert min(run_ranks(accumulated_body, 2, counts, quiet, timeout_s=90)) > 0.1
 
 
 def training_body(counts, sizes, keep, engine):

@@ -3,9 +3,11 @@
 import copy
 import warnings
 import weakref
-from collections import UserDict
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Mapping
 from functools import partial
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
+from wholebatch.gradcache.inputs import may_be_empty, split_inputs, without_rows
 from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
 
@@ -85,6 +88,65 @@ def test_inputs_may_have_any_form(form):
     cache = wb.GradCache([model, other], 3, loss_fn, get_rep_fn=lambda out: getattr(out, "pooled", out))
     cache(FORMS[form](a, b), y)
     assert_all_same(gradients_of(model, other, loss_fn), true)
+
+
+class Both(NamedTuple):
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+class Features(dict):
+    """A dict with other arguments than dict's, and attributes for its items."""
+
+    def __init__(self, *, a, b):
+        super().__init__(a=a, b=b)
+
+    def __getattr__(self, name):
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
+
+
+CONTAINERS = {
+    Both: Both,
+    Features: lambda a, b: Features(a=a, b=b),
+    OrderedDict: lambda a, b: OrderedDict(b=b, a=a),
+    defaultdict: lambda a, b: defaultdict(list, a=a, b=b),
+    UserDict: lambda a, b: UserDict(a=a, b=b),
+    MappingProxyType: lambda a, b: MappingProxyType({"a": a, "b": b}),
+    tuple: lambda a, b: (a, b),
+    list: lambda a, b: [a, b],
+}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("kind", CONTAINERS, ids=lambda kind: kind.__name__)
+def test_chunks_have_the_containers_of_the_input(kind, nested):
+    whole = CONTAINERS[kind](*batch(5))
+    values = [*(whole.values() if isinstance(whole, Mapping) else whole)]
+    tree = [{"x": whole}] if nested else whole
+    parts = split_inputs(tree, 2)
+    cut = [part[0]["x"] if nested else part for part in parts]
+    assert {type(part) for part in cut} == {kind}
+    if isinstance(whole, Mapping):
+        assert all([*part] == [*whole] for part in cut), "the order of the keys"
+        cut = [[*part.values()] for part in cut]
+    assert [len(part[0]) for part in cut] == [2, 2, 1]
+    for number, value in enumerate(values):
+        assert torch.equal(torch.cat([part[number] for part in cut]), value)
+    empty = without_rows(tree)
+    assert type(empty[0]["x"] if nested else empty) is kind
+    assert may_be_empty(tree)
+
+
+def test_a_model_reads_the_attributes_of_its_input():
+    """A NamedTuple and a dict with attributes stay what they are inside of a list, in the step of a model."""
+    model, other, loss_fn, (a, b), (y, _) = mlp(0), mlp(1), Clip(), batch(7), batch(7, seed=1)
+    loss_fn(model(a + 2 * b), other(y)).backward()
+    true = gradients_of(model, other, loss_fn)
+    for whole in (Both(a, b), Features(a=a, b=b)):
+        wb.GradCache([lambda x: model(x.a + 2 * x.b), other], 3, loss_fn)([whole], y)
+        assert_all_same(gradients_of(model, other, loss_fn), true)
 
 
 def test_a_model_may_write_into_its_input():

@@ -1,6 +1,6 @@
 """The command line: `wholebatch COMMAND ...`, also as `python -m wholebatch COMMAND ...` under a launcher.
 
-This module imports no torch: a command's module does when it needs it.
+This module imports no torch: the module of a command imports it when needed.
 """
 
 from __future__ import annotations

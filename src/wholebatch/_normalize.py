@@ -10,7 +10,7 @@ With g = dL/dz, the gradient is that of the same function:
 A row of zeros stays a row of zeros, and its gradient is g / eps. Only rows with |x| >= eps have norm 1 afterward, so
 norm 1 is an upper bound, and code must not assume it.
 
-The norm is computed of the row times a power of two that brings its largest entry to [1, 2). Then its square neither
+The row is first multiplied by a power of two that moves its largest entry into [1, 2). Then its square neither
 overflows nor underflows, and since the factor is exact, all other norms keep their bits. The computation is in the
 accumulation dtype: only the norm itself must be representable there.
 

@@ -1,4 +1,4 @@
-"""Parameters that are not replicated: each rank holds a part of them, or values of its own.
+"""Parameters that are not replicated: each rank holds a part of them, or its own values.
 
 They are recognized by a mark (PartialFC's centers), by their type (FSDP2's DTensors), or by the marks that Megatron and
 DeepSpeed set on tensor-parallel parameters and on experts.

@@ -1,4 +1,4 @@
-"""The public names that need torch, which is all but `wholebatch.jax`: loaded when the first of them is asked for."""
+"""The public names that need torch: all except `wholebatch.jax`. They are loaded when the first of them is used."""
 
 import typing as _typing
 

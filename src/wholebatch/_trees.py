@@ -1,12 +1,13 @@
 """Walk trees of mappings, lists and tuples, such as a model's inputs, a batch, or a rank's result.
 
-A mapped tree has the form of the original: a NamedTuple stays one, a dict becomes a dict, and any other mapping is
-built by its own type.
+A mapped tree has the form and the types of the original: a NamedTuple or an OrderedDict stays one. Everything else is a
+leaf, a dataclass too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 from torch import Tensor
@@ -47,11 +48,22 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, *, is_leaf: IsLeaf = o
     {'x': (10, 20), 'scale': 30.0}
     """
     if isinstance(tree, Mapping) and not is_leaf(tree):
-        items = {key: map_leaves(function, value, is_leaf=is_leaf) for key, value in tree.items()}
-        return items if isinstance(tree, dict) else type(tree)(items)  # type: ignore[call-arg]
+        return _mapping_like(tree, {key: map_leaves(function, value, is_leaf=is_leaf) for key, value in tree.items()})
     if isinstance(tree, list | tuple) and not is_leaf(tree):
         return sequence_like(tree, [map_leaves(function, value, is_leaf=is_leaf) for value in tree])
     return function(tree)
+
+
+def _mapping_like(original: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    """Return the items in a mapping of the original's type."""
+    if type(original) is dict:
+        return items
+    if not isinstance(original, dict):
+        return type(original)(items)  # type: ignore[call-arg]
+    found = copy(original)  # a subclass may take other arguments, as defaultdict does
+    for key, value in items.items():
+        found[key] = value
+    return found
 
 
 def sequence_like(original: Sequence[Any], items: Sequence[Any]) -> Any:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.functional import normalize
 
 import wholebatch as wb
+from wholebatch.gradcache.inputs import split_inputs
 from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
 
@@ -95,6 +96,14 @@ def check(model, keep=0, **options):
 @pytest.mark.parametrize("keep", [0, 2, 1.0, "auto"])
 def test_batch_encodings_and_model_outputs(keep):
     assert len(check(bert(), keep)) > 30
+
+
+def test_chunks_of_a_batch_encoding_are_batch_encodings():
+    whole = tokenize(TEXTS)
+    parts = split_inputs(whole, 3)
+    assert {type(part) for part in parts} == {type(whole)}
+    assert [len(part.input_ids) for part in parts] == [3, 3, 1]
+    assert torch.equal(torch.cat([part.attention_mask for part in parts]), whole.attention_mask)
 
 
 def test_activation_checkpointing_of_transformers():

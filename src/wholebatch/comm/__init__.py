@@ -1,22 +1,22 @@
 """Collectives, messages, and their adjoints. This layer knows nothing of losses.
 
-communicator   the operations
-handle         a nonblocking operation, to be waited for
-select         the communicator that `group=` means
+communicator        the operations
+handle              the result of a nonblocking operation, which must be waited for
+select              the communicator for the argument `group=`
 
-entry          enter a call; row_entry: with rows; message_entry: one end of a message
-arguments      checks of one rank's arguments; binding: of a call's signature
-handshake      all ranks agree, or all raise; statement: its bytes
-messages       both ends of a message agree, or both raise
+entry               checks a call before it starts; row_entry for rows, message_entry for messages
+arguments           checks of one rank's arguments; binding checks them against the signature
+handshake           all ranks agree, or all raise; statement has the bytes that they send
+messages            both ends of a message agree, or both raise
 
-maps           the table of linear maps and their adjoints; point_to_point: send and receive
-nonlinear      maximum, minimum and product
-autograd       maps in autograd's graph
-order          the backward pass in the order of the calls; call: one of them
-compiled       under torch.compile
+maps                the table of linear maps and their adjoints; point_to_point has send and receive
+nonlinear           maximum, minimum and product
+autograd            maps in autograd's graph
+order               the backward pass in the order of the calls; call describes one of them
+compiled            collectives under torch.compile
 
-transport      the interface that moves bytes; wire: the dtypes that it moves
-               torch_distributed, mpi (mpi_transport) and local implement it
+transport           the interface that moves bytes; wire has the dtypes that it moves
+torch_distributed   the transport over a process group; mpi_transport over MPI; local in one process
 """
 
 from .communicator import Communicator

@@ -1,4 +1,4 @@
-"""Checks of a rank's arguments to collectives, one precondition each; every message shows expected, got and the fix."""
+"""Checks of a rank's arguments to collectives, one function each; an error shows expected, got and the fix."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ again. None of them writes into the gradient that autograd hands over: another b
     ticket = start(map, x)                x_bar  = wait(ticket')
     y      = wait(ticket)                 ticket' = start(map.adjoint, y_bar)
 
-Read from below, the right column is the left one with the adjoint instead of the map: the backward of the wait starts,
-and the backward of the start waits. The tickets carry no numbers, only the order.
+From bottom to top, the right column is the left one with the adjoint instead of the map: the backward of the wait
+starts, and the backward of the start waits. The tickets carry no numbers, only the order.
 """
 
 from __future__ import annotations

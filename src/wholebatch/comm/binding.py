@@ -1,8 +1,8 @@
-"""A call that does not fit its signature is an error on every rank.
+"""Raise on every rank if one rank's call does not fit the signature.
 
-Python refuses a missing or an unknown argument before the function's first line runs, so the rank that made the
-mistake would never reach the handshake in which the other ranks wait. So collective functions bind their arguments
-first, and state a complaint in the handshake.
+Python refuses a missing or an unknown argument before the first line of a function runs. The rank that made the mistake
+would then never enter the handshake in which the other ranks wait. So collective functions bind their arguments
+themselves, and send an error in the handshake.
 """
 
 from __future__ import annotations

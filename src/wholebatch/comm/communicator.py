@@ -1,4 +1,4 @@
-"""The one protocol that every loss, strategy and exchange speaks.
+"""The communicator, which every loss, strategy and exchange uses.
 
 Each operation is differentiable, and its docstring names its adjoint; the table of maps and adjoints, for both
 conventions of `loss`, is at the top of `maps`. A call is entered in `entry`, becomes a node of autograd's graph in
@@ -45,28 +45,27 @@ class Communicator(RowEntry, MessageEntry):
 
     Args:
         transport: moves the bytes; each subclass makes one.
-        loss: the scalar that `backward` differentiates. "sum": the sum of the ranks' losses, each rank calling backward
-            on its local loss; this is the true adjoint. "replicated": one loss that every rank computes alike from the
-            copies that all_gather, all_reduce and broadcast gave it, counted once; those three then need no
-            communication in backward. Where all ranks compute one loss alike, the gradients of "sum" are W times those
-            of "replicated".
-        check: whether ranks first make sure, by a handshake of 2 KiB, that all of them make the same call with the
-            same dtype, shape and options, forward and backward; then a rank that diverges is a ValueError on all
-            ranks. None: the environment variable WHOLEBATCH_CHECK, on unless it is 0. A nonblocking operation blocks
-            in its handshake.
+        loss: the scalar that `backward` differentiates. "sum": the sum of the ranks' losses; each rank calls backward
+            on its local loss. This is the true adjoint. "replicated": one loss, which every rank computes from its copy
+            of the results of all_gather, all_reduce and broadcast, and which counts once. These three then need no
+            communication in backward. If all ranks compute the same loss, the gradients of "sum" are W times those of
+            "replicated".
+        check: whether ranks first compare their calls in a handshake of 2 KiB, forward and backward. If the operation,
+            dtype, shape or options of one rank differ, all ranks raise ValueError. None: the environment variable
+            WHOLEBATCH_CHECK, on unless it is 0. A nonblocking operation blocks in its handshake.
         trace: whether every operation, and its adjoint, prints one line to stderr. None: WHOLEBATCH_TRACE, off
             unless it is 1.
 
-    **Backward.** `loss.backward()` is enough where all ranks build the same graph. Where they do not (one rank has no
-    loss, some only send, a result is used here and not there), call :meth:`backward` on every rank.
+    **Backward.** `loss.backward()` is enough if all ranks build the same graph. If not (one rank has no loss, some only
+    send, only some ranks use a result), call :meth:`backward` on every rank.
 
     **Gradients.** An operation takes part in the backward pass on all ranks if gradients are enabled and the dtype is
     floating-point or complex; with checking, only if some rank's input requires a gradient. So a rank whose local
-    input needs none still serves the others, and `torch.no_grad()` has to be entered on all ranks or on none. A
-    message takes part, with checking, if the tensor that is sent requires a gradient; without checking, always.
+    input needs none still takes part for the others. Enter `torch.no_grad()` on all ranks or on none. With checking, a
+    message takes part if the tensor that is sent requires a gradient; without checking, always.
 
-    **Dtypes and layouts.** Any dtype moves; sums need numbers. float16 and bfloat16 are summed in float32. Inputs may
-    be non-contiguous, parts may be empty, parts may differ in size between ranks wherever there are `counts`.
+    **Dtypes and layouts.** All dtypes work; sums need numbers. float16 and bfloat16 are summed in float32. Inputs may
+    be non-contiguous, and parts may be empty. Operations with `counts` accept different sizes on each rank.
 
     **Cost.** Checking adds a handshake, an all-gather of 2 KiB per rank, to every operation and to its adjoint. Results
     are new tensors; no operation writes into its input.

@@ -1,9 +1,9 @@
-"""Under torch.compile: torch's functional collectives become part of the graph, all other communication leaves it.
+"""Collectives under torch.compile: some become part of the graph, all other communication breaks it.
 
-A compiled graph cannot hold a handshake. Inside it, all_gather, reduce_scatter, all_reduce and all_to_all become
-functional collectives where they need none: over a process group, with counts that are known and, for the first two,
-equal. They are then not checked and not part of `Communicator.backward`'s order; the graph is their order. Everything
-else breaks the graph and runs as it does eagerly; `fullgraph=True` makes that an error with this reason.
+A compiled graph cannot contain a handshake. all_gather, reduce_scatter, all_reduce and all_to_all need none over a
+process group if counts are known and, for the first two, equal. These become torch's functional collectives. They are
+not checked there, and their order is that of the graph, not that of `Communicator.backward`. Everything else breaks the
+graph and runs eagerly; under `fullgraph=True` it is an error that names the reason.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Enter a call: this rank's arguments are sound and, with checking, all ranks make the same call.
+"""Enter a call: check this rank's arguments and, with checking, that all ranks make the same call.
 
 The rest of a call follows in `communicator`. Rows and their counts are entered in `row_entry`, messages in
 `message_entry`.

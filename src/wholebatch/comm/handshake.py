@@ -1,8 +1,8 @@
-"""Before data moves, all ranks agree or all ranks raise.
+"""The handshake: before any data is sent, all ranks agree or all ranks raise.
 
 A rank that found a mistake in its arguments must not raise before a collective that the others enter: they would wait
-for it until the timeout. So every call of a loss begins with one small all-gather in which each rank states either its
-facts (row counts, dtypes, options) or its complaint. If anyone complains, everyone raises.
+for it until the timeout. So every call of a loss begins with one small all-gather in which each rank sends either its
+facts (row counts, dtypes, options) or its error. If one rank sends an error, all ranks raise.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Enter one end of a message: it is not collective, but with checking the peer learns of a mistake."""
+"""Enter one end of a message. This is not collective, but with checking a mistake raises at both ends."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Both ends of a message state its dtype and shape, so that a mistake at one is an error at both, not wrong numbers.
+"""With checking, both ends of a message send its dtype and shape, so that a mistake at one end raises at both.
 
-Only with checking on. The two statements travel at once and beside the message, so nothing waits that would not have
-waited for a synchronous send.
+The two statements travel at the same time as the message, so nothing waits longer than for a synchronous send.
 """
 
 from __future__ import annotations

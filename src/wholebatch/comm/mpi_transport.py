@@ -1,4 +1,4 @@
-"""Move bytes over MPI: any implementation, 64 MB or 64 GB.
+"""Move bytes over any implementation of MPI, also more than 2^31 entries.
 
 MPI gets the addresses of tensors. Movements are in bytes, so every dtype can move; reductions are in MPI's types (half
 precision and complex numbers never reach it: `wire` has widened them). Tensors on another device are staged through the

@@ -1,6 +1,6 @@
-"""Enter a collective that joins or distributes rows: how many each rank gives and gets.
+"""Enter a collective that joins or distributes rows: find how many rows each rank sends and receives.
 
-Counts that the caller leaves out are the even ones, or a handshake finds them out.
+If the caller gives no counts, they are even, or a handshake finds them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The interface that moves bytes between ranks; it has no gradients, no checking and no order, `Communicator` has.
+"""The interface that moves bytes between ranks. Gradients, checking and order are the task of `Communicator`.
 
 Tensors come in contiguous and without gradient, and go out new. Rows lie along dimension 0. Every operation starts at
 once and returns a function that waits for its result.

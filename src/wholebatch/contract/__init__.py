@@ -1,11 +1,11 @@
-"""Validate a call on all ranks before any of its features move, and finish it the same way on all of them.
+"""Validate a call on all ranks before any features are sent, and finish it alike on all ranks.
 
     entry       a call whose arguments do not fit its signature raises on every rank; autocast is off inside
     options     the choices that every loss shares: group, sync, exchange, memory, reduction, kernel
     inputs      a loss's declaration of its tensors and scalars, checked on the rank that has them
     agree       one handshake: every rank's arguments are valid and fit together, or every rank raises
-    facts       the facts about all ranks that each rank has after it
-    gradients   an input that needs a gradient on one rank needs it on all; the factor of `sync`, in one place
+    facts       the facts that every rank then knows about all ranks
+    gradients   an input that requires a gradient on one rank requires it on all; the factor of `sync`
     reduction   from the losses of the local rows to the scalar that every rank returns
     backward    every rank enters the backward pass of the same call, with the same incoming gradient
 

@@ -1,4 +1,4 @@
-"""The facts about all ranks that each rank has after their arguments were validated."""
+"""The facts that every rank knows about all ranks once their arguments are valid."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Facts:
         rows: for each matrix of features, the rows that each rank holds.
         norms: for each matrix of features, the largest norm of a row on any rank.
         min_pair_product: the smallest product of two rows that match, on any rank.
-        inputs: scalars, features and weights as nodes take them. An input that needs a gradient on any rank needs it
-            here, and that gradient is multiplied by the factor of `sync`.
-        vectors: ids, with the name of the features whose rows they number.
+        inputs: scalars, features and weights for the autograd nodes. An input that requires a gradient on any rank
+            requires one on this rank, too; the factor of `sync` is applied to it.
+        vectors: ids, each with the name of the features that they number.
         by_rank: the facts that each rank sent.
         embedding_size: columns of the features.
-        given_dtype: dtype of the features as the caller passed them.
-        features_dtype: dtype of the features as nodes take them.
+        given_dtype: dtype of the features that the caller passed.
+        features_dtype: dtype of the features in `inputs`.
         dtype: dtype in which sums are computed.
         device: of the features.
     """
@@ -73,10 +73,10 @@ class Facts:
         return accumulation_dtype(self.given_dtype)
 
     def in_range(self, *norms: float) -> Facts:
-        """Return facts with features in float64 if products of the longest rows would leave the range of float32.
+        """Return facts with features in float64 if products of the longest rows would overflow in float32.
 
         Args:
-            norms: the largest norms, over all ranks, of further rows in the products.
+            norms: the largest norms, over all ranks, of other rows in the products.
         """
         wide = wide_dtype(self.device)
         if self.dtype == wide or max([*self.norms.values(), *norms]) <= LONGEST[self.dtype]:
@@ -84,9 +84,10 @@ class Facts:
         return replace(self, features_dtype=wide, dtype=wide).widened()
 
     def widened(self) -> Facts:
-        """Return facts with features in the dtype of sums: gradients of several uses add up before one rounding.
+        """Return the same facts with features in the dtype of sums.
 
-        With `nodes.Operands.narrow`, features are still multiplied in their former dtype.
+        If features are used several times, their gradients are then added first and rounded once. With
+        `nodes.Operands.narrow`, features are still multiplied in their former dtype.
         """
         return replace(self, inputs={n: x.to(self.dtype) if n in self.rows else x for n, x in self.inputs.items()})
 

@@ -1,4 +1,4 @@
-"""Exchange Y's rows between ranks, and reduce sums about these rows to their owners. Knows no loss."""
+"""Send the rows of Y between ranks, and reduce statistics of these rows to their owners. Knows no loss."""
 
 from .exchange import ColumnData, Exchange
 from .gather import GatherExchange

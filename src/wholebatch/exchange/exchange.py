@@ -1,11 +1,14 @@
-"""The interface of an exchange: it fetches Y's rows for a pass over S, and accumulates sums about them over the ranks.
+"""The interface of an exchange: it fetches the rows of Y from their ranks, and combines sums for them over the ranks.
 
-Y's rows, (n_r, d) on rank r, are the columns of S. A pass over S visits, block by block, all columns that this rank
-computes. With a block come finished statistics of its columns ("carried": sums and shifts), and memory to which the
-visit adds its part of new statistics ("accumulated": sums, maxima, gradients), which are combined over the ranks.
+S = X Y^T, so a row of Y is a column of S. Rank r holds n_r rows of Y. A pass visits, block by block, all columns that
+this rank computes. Each visit gets
 
-Between the passes, "gather" keeps the statistics of all columns on every rank, and "ring" those of the local columns.
-`kept_local` is the place of the local columns among those that are kept.
+    block          rows of Y
+    carried        finished statistics of these columns, read only: sums and shifts of an earlier pass
+    accumulated    new statistics of these columns: sums, maxima, gradients. The visit updates them in place
+
+Then the exchange combines `accumulated` over the ranks. Between two passes a rank keeps the statistics of all columns
+("gather") or of its local columns ("ring").
 """
 
 from __future__ import annotations
@@ -44,14 +47,14 @@ VisitBlock = Callable[[Block, ColumnData], None]  # a pass calls it for each blo
 
 
 class Exchange(ABC):
-    """Move Y's rows and statistics about them between ranks. Collective: every rank makes the same passes in order.
+    """Move the rows of Y and their statistics between ranks. Collective: every rank makes the same passes in order.
 
     Args:
         comm: the ranks.
         rows: number of X's rows on this rank.
         columns: the owners of Y's rows.
-        symmetric: whether S is X's rows against themselves, so that half of it suffices.
-        chunk: least number of columns of one transfer, where the exchange sends parts of a rank's rows.
+        symmetric: whether Y is X, so that half of S suffices.
+        chunk: least number of columns of one transfer, if the exchange divides them.
     """
 
     def __init__(
@@ -72,18 +75,18 @@ class Exchange(ABC):
     @property
     @abstractmethod
     def kept_local(self) -> slice:
-        """The place of the local columns among those whose statistics this rank keeps."""
+        """The slice of the local columns among the columns whose statistics this rank keeps."""
 
     @abstractmethod
     def fetch(self, y_local: Tensor) -> Tensor:
-        """Return the rows of Y from which passes start, kept for backward: (n_r, d) -> (columns kept, d).
+        """Return the rows of Y that passes read, for forward and backward: (n_r, d) -> (columns kept, d).
 
-        They are complete when the first pass has ended.
+        The tensor is complete only when the first pass has ended.
         """
 
     @abstractmethod
     def distribute(self, numbers: Tensor) -> Tensor:
-        """Return numbers of the kept columns, to be carried with them, from the local ones: (k, n_r) -> (k, kept)."""
+        """Return k numbers of each kept column, from those of the local columns: (k, n_r) -> (k, columns kept)."""
 
     @abstractmethod
     def accumulate(
@@ -101,13 +104,14 @@ class Exchange(ABC):
         Args:
             fetched: from `fetch`.
             visit: called for each block.
-            carried: (k, columns kept), travels with the columns.
+            carried: (k, columns kept), numbers that travel with the columns.
             initial: (1, ...), the first value of each column's statistics; None: nothing is accumulated.
-            op: "sum" or "max", which combines the parts of two ranks; or one of them for each of k numbers.
-            to_owner: whether to reduce sums to the owners of the columns, as soon as they are complete.
+            op: "sum" or "max" combines the parts of two ranks; a tuple has one of them for each of k numbers.
+            to_owner: whether to reduce sums to the owners of the columns as soon as they are complete.
 
         Returns:
-            (columns kept, ...), to be finished by `reduce`; with to_owner (n_r, ...); None without `initial`.
+            (columns kept, ...), which `reduce` then combines over the ranks; with to_owner (n_r, ...), already
+            combined; None without `initial`.
         """
 
     @abstractmethod
@@ -116,7 +120,7 @@ class Exchange(ABC):
 
 
 def combine_(x: Tensor, other: Tensor, op: Op) -> None:
-    """Add `other` to x ("sum") or raise x to it ("max"), in place; a tuple has one operation for each column."""
+    """Replace x by the sum or the maximum of x and other, in place; a tuple has one operation for each column."""
     if isinstance(op, tuple):
         for column, column_op in enumerate(op):
             combine_(x[:, column], other[:, column], column_op)

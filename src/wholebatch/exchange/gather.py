@@ -1,8 +1,8 @@
-"""Exchange "gather": every rank holds all of Y, in O(B d) memory. One all-gather and one reduce-scatter, or chunks.
+"""Exchange "gather": every rank holds all of Y, in O(B d) memory, by one all-gather and one reduce-scatter.
 
-Large batches come in chunks, some ranks' rows at a time. Tiles of a chunk are computed while later chunks are in
-transfer, and its gradient is reduced to the owners while the next chunk is computed. On GPUs, transfers run on a
-separate stream.
+A large batch is transferred in chunks, the rows of some ranks at a time. Tiles of a chunk are computed while later
+chunks are in transfer; its gradient is reduced to the owners while the next chunk is computed. On GPUs, transfers run
+on a separate stream.
 
     Y        | chunk 0 | chunk 1 | chunk 2 |
     tiles              | chunk 0   | chunk 1   | chunk 2   |
@@ -26,11 +26,12 @@ _Pending = tuple[bool, Finish]  # whether the sums are for this rank, and the fu
 
 
 class GatherExchange(Exchange):
-    """Fetch Y by an all-gather, reduce its gradient by the adjoint, a reduce-scatter, and sums by an all-reduce.
+    """Fetch Y by an all-gather, reduce its gradient by a reduce-scatter, and statistics by an all-reduce.
 
     Args:
         comm, rows, columns, symmetric: as for every :class:`Exchange`.
-        chunk: least number of columns of one transfer; a symmetric S comes rank by rank, and is reduced at once.
+        chunk: least number of columns of one transfer. If S is symmetric, the rows of one rank are one transfer, and
+            the gradient is reduced in one piece.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class GatherExchange(Exchange):
             )
             visit(block, columns)
             if early and accumulated is not None:
-                local_sums = _finished(pending, local_sums)  # before the next chunk: memory holds the sums of one
+                local_sums = _finished(pending, local_sums)  # memory then holds the sums of one chunk only
                 pending = [self._start_reduce(accumulated, rank) for rank in ranks]
         if early:
             return _finished(pending, local_sums)
@@ -120,7 +121,7 @@ class GatherExchange(Exchange):
         return slice(first + visit.cols.start, first + visit.cols.stop)
 
     def _blocks(self, y_full: Tensor) -> Iterator[tuple[range, Block]]:
-        """Yield the columns of some ranks at a time, once they have arrived; a symmetric S, rank by rank."""
+        """Yield the columns of some ranks at a time, once they have arrived; if S is symmetric, of one rank."""
         planned = [(ranks, self._columns(ranks), self.visits[0].rows, False) for ranks in self._chunks]
         if self.symmetric:
             planned = [
@@ -139,7 +140,7 @@ class GatherExchange(Exchange):
 
 
 def _finished(pending: list[_Pending], local_sums: Tensor | None) -> Tensor | None:
-    """Wait for the pending reductions; return the sums of this rank's columns, or `local_sums` if none is for it."""
+    """Wait for the pending reductions; return the sums for this rank, or `local_sums` if none of these is."""
     for is_local, finish in pending:
         reduced = finish()
         local_sums = reduced if is_local else local_sums

@@ -1,14 +1,14 @@
-"""Exchange "ring": Y's blocks travel from rank to rank. Memory O(b d), whatever the number of ranks.
+"""Exchange "ring": blocks of Y travel from rank to rank. Memory O(b d), whatever the number of ranks.
 
-In step s, rank r works on the block of rank r - s. Meanwhile that block is already on its way to rank r + 1, and the
-next comes from rank r - 1. The sums about a block's columns (statistics, or a gradient) follow one step behind: each
-rank adds its part to the sums of the ranks before it and sends them on; the last rank sends them to the block's owner.
+Block k has the rows of rank k. In step s, rank r computes with block r - s. At the same time it sends this block to
+rank r + 1 and receives the next one from rank r - 1. The sums for the columns of a block (statistics, or a gradient)
+make the same journey, one step later. Each rank adds its part and sends them on; the last rank sends them to the owner.
 
-    step s on rank r    compute   block r - s; meanwhile
-                        send      block r - s to r + 1, and the sums about block r - s + 1, with the part of rank r
-                        receive   block r - s - 1 from r - 1, and the sums of ranks r - s ... r - 1 about block r - s
+    step s on rank r    compute   with block r - s; at the same time
+                        send      block r - s, and the sums for block r - s + 1 including this rank's part, to r + 1
+                        receive   block r - s - 1, and the sums of ranks r - s ... r - 1 for block r - s, from r - 1
 
-All messages of a step are one `swap`; on GPUs they run beside the tiles, on a separate stream of the transport.
+All messages of a step are one `swap`. On GPUs they run on a separate stream, while tiles are computed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COLUMNS, _CARRIED, _SUMS, _TO_OWNER = range(4)  # tags: the content of a messag
 
 
 class RingExchange(Exchange):
-    """Send blocks of Y, their columns' numbers and the sums about them in messages to the next rank."""
+    """Send each block of Y, with the numbers and the sums of its columns, to the next rank."""
 
     @property
     def kept_local(self) -> slice:

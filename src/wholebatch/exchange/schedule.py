@@ -1,11 +1,11 @@
 """The order in which a rank visits the columns of all ranks, as frozen integers.
 
-Rank r visits Y's blocks in the order r, r - 1, r - 2, ... (modulo W), the order in which they arrive in a ring.
+Rank r visits the blocks r, r - 1, r - 2, ... (modulo W), in the order in which they arrive in a ring.
 
-Where S is symmetric (X's rows against themselves), half of it suffices: one rank of each pair computes the block
-that they share, and each rank computes the upper triangle of its local block. Rank r takes the blocks of the
-(W - 1) / 2 ranks before it. If W is even, two ranks on opposite sides divide the block that they share, by the
-rows of the lower one.
+If S is symmetric (Y is X), half of it suffices. Each rank computes the upper triangle of its local block. The block of
+ranks r and q is the transpose of that of q and r, so one of the two computes it: rank r takes the (W - 1) / 2 ranks
+before it. If W is even, ranks on opposite sides of the ring share a block, and each takes half of the rows of the
+lower rank.
 """
 
 from __future__ import annotations

@@ -1,16 +1,23 @@
-"""Gradient caching: the gradient of a batch that does not fit, with one parameter synchronization.
+"""Gradient caching: the gradient of a batch whose activations do not fit, with one parameter synchronization per step.
 
-grad_cache        GradCache, the arguments         functional      cached, for a caller's loop
-step              the two passes of a step         agreement       ranks go on together, or raise together
-first_pass        forward, without graphs          rollback        gradients as before a step that failed
-second_pass       forward again, and backward      one_pass        forward with a graph, and the comparison
-chunks            encoders and their chunks        keep            which chunks need no second pass
-inputs            trees of tensors, models' calls  replay          the conditions of the first pass, again
+grad_cache       GradCache and its arguments
+functional       `cached` and other decorators, for a caller's own loop
+step             the two passes of a step
+first_pass       forward, without graphs
+second_pass      forward again, and backward
+one_pass         one forward pass with a graph; compares the second pass with the first
+chunks           encoders, and the chunks of their batches
+inputs           cuts an input into chunks, and calls a model with one
+keep             which chunks keep their graph, and need no second pass
+replay           random numbers, autocast and buffers are the same in both passes
+agreement        if one rank raises, all ranks raise
+rollback         restores gradients after an error
 
-observe           which modules a call calls       parameter_sync  when engines may synchronize
-passed_by         engines that hold parameters, and are not called
-held              engines that do not wait when they should
-replicas          parameters that ranks hold copies of, compared
+observe          which modules a model calls
+parameter_sync   when an engine such as DDP may synchronize
+passed_by        finds calls that bypass their DDP
+held             finds engines that synchronize too early
+replicas         compares the parameters that ranks hold copies of
 """
 
 from .functional import cached, cat_input_tensor, gather_input_tensor

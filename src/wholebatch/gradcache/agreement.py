@@ -1,4 +1,4 @@
-"""The ranks of a step go on together, or raise together: what one rank raises, all do."""
+"""If one rank raises in a step, all ranks raise; otherwise all go on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The encoders of a step and the chunks of their batches, which carry a step's state from pass to pass."""
+"""The encoders of a step, and the chunks of their batches, which hold the state between the passes."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ class Encoder:
         return found
 
     def add_parameters(self, tensors: Iterable[Tensor]) -> None:
-        """Count these among the model's parameters."""
+        """Add these to the model's parameters."""
         self.parameters |= {id(x): x for x in tensors}
 
     def add_called(self, called: Called) -> None:
-        """Count the modules and engines of a call among the model's."""
+        """Add the modules and engines of a call to the model's."""
         self.called |= {id(module): module for module in called.modules}
         self.seen |= called.seen
         self.synchronized |= {id(engine.module): engine for engine in called.engines}
@@ -133,7 +133,7 @@ def differentiable(x: Tensor) -> bool:
 
 
 def filled_up(chunks: Sequence[Chunk], everyone: Sequence[Mapping[str, Any]]) -> list[Chunk]:
-    """Return as many chunks of each model as the rank with the most has; the added ones have no rows.
+    """Return these chunks and empty ones, so that each model has the same number of chunks on all ranks.
 
     Args:
         chunks: of this rank.
@@ -176,7 +176,7 @@ def facts_of(chunks: Sequence[Chunk], models: int) -> dict[str, Any]:
 
 
 def joined(chunks: Sequence[Chunk]) -> list[Tensor]:
-    """Return all rows of each representation of a model, as leaves; the chunks' representations become slices of them.
+    """Join the chunks' representations: return all rows of each as a leaf, and note the rows of each chunk.
 
     Raises:
         ValueError: if a chunk's representation differs from another chunk's in more than rows.

@@ -18,9 +18,9 @@ from .replay import Replay, without_graph
 
 
 def first_pass(chunks: Sequence[Chunk], keeper: Keeper, observer: Observer) -> None:
-    """Find the representations of all chunks.
+    """Compute the representations of all chunks.
 
-    The first chunk of a model always has a graph for a moment: this shows whether there will be gradients.
+    The first chunk of a model always has a graph at first: it shows whether there will be gradients.
 
     Raises:
         ValueError: if a representation would have none. Where passes are collective, after all of them.
@@ -63,7 +63,7 @@ def _encode(chunk: Chunk, chunks: Sequence[Chunk], keeper: Keeper, observer: Obs
 
 
 def _encode_with_graph(chunk: Chunk, keeper: Keeper, observer: Observer, *, keeps: bool) -> None:
-    """Encode the chunk with its graph, and decide whether this is kept."""
+    """Encode the chunk with its graph, and decide whether to keep the graph."""
     encoder = chunk.encoder
     existing = [*encoder.parameters.values(), *tensors_of(chunk.part)]
     with keeper.measured(encoder.index, existing), _observed(chunk, observer):
@@ -78,7 +78,7 @@ def _encode_with_graph(chunk: Chunk, keeper: Keeper, observer: Observer, *, keep
 
 @contextmanager
 def _observed(chunk: Chunk, observer: Observer) -> Iterator[None]:
-    """Observe the first call of the chunk's model, inside: engines that it calls are held, and recorded."""
+    """Observe the first call of the chunk's model in this context: hold and record the engines that it calls."""
     encoder = chunk.encoder
     with observer.call(encoder.model, visible=encoder.visible) as called:
         try:
@@ -93,7 +93,7 @@ def _out_of_memory(error: Exception) -> bool:
 
 
 def _free_graphs(chunks: Sequence[Chunk], keeper: Keeper) -> None:
-    """Free half of the kept graphs, and keep no more, so that the rest of the step has room."""
+    """Free half of the kept graphs and keep no more, to make room for the rest of the step."""
     kept = [chunk for chunk in chunks if chunk.kept]
     for chunk in kept[len(kept) // 2 :]:
         chunk.forget()

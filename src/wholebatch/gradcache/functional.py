@@ -1,4 +1,4 @@
-"""Gradient caching for a loop that makes a big batch of many small ones: decorators for the model's call and the loss.
+"""Gradient caching for a loop that assembles a large batch from small ones: decorators of the encoder and the loss.
 
 @cached                              @cat_input_tensor
 def encode(model, x): ...            def loss_fn(a, b): ...
@@ -39,20 +39,21 @@ _PENDING: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[_SecondPass]] = w
 def cached(func: Callable[..., Any]) -> Callable[..., Any]:
     r"""Decorate a function that calls a model: it returns representations without a graph, and a second-pass function.
 
-    func(\*args, \**kwargs) -> r becomes (\*args, \**kwargs) -> (r, ..., again).
+    `func(*args, **kwargs)` returns r; the decorated function returns `(r, ..., again)`.
 
-    Each r is a leaf that requires a gradient. After the loss's backward pass `again(r, ...)`, or `again([r, ...])`,
-    calls func once more, with the random numbers, autocast state and buffers of the first time, and goes backward from
-    r.grad. An engine synchronizes its module in the last `again` outstanding for it: call `again` for every r that has
-    a gradient, and make at least one call of each such module on every rank. No handshakes: errors are of one rank.
+    Each r is a leaf that requires a gradient. After the loss's backward pass, call `again(r, ...)`, or `again` with a
+    list of them. It calls func once more, with the random numbers, autocast state and buffers of the first call, and
+    goes backward from r.grad. An engine such as DDP synchronizes its module in the last `again` that is outstanding for
+    it. So call `again` for every r that has a gradient, and call each such module at least once on every rank. There
+    are no handshakes: an error raises on its rank only.
 
     Args:
         func: returns a tensor, or a tuple of them.
 
     Raises:
         ValueError: from func's first call, if it returns something else; from `again`, if an r has no gradient, or if
-            func reaches parameters past the DistributedDataParallel that holds them (checked once).
-        RuntimeError: from `again`, if the second representation is not the first; then discard all gradients.
+            func bypasses the DistributedDataParallel that holds its parameters (checked once).
+        RuntimeError: from `again`, if the second representation differs from the first; then discard all gradients.
 
     Source: Gao et al., 2021, arXiv:2101.06983.
 
@@ -150,7 +151,7 @@ class _SecondPass:
 
 
 def cat_input_tensor(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a loss: arguments that are lists of tensors are joined by rows; others stay as they are.
+    """Decorate a loss: each argument that is a list of tensors becomes one tensor of all their rows.
 
     >>> import torch, wholebatch as wb
     >>> wb.gradcache.cat_input_tensor(lambda x, y: x.shape[0] + y.shape[0])([torch.ones(2, 1)] * 2, y=torch.ones(3, 1))
@@ -175,8 +176,8 @@ def gather_input_tensor(
 ) -> Callable[..., Any]:
     """Decorate a loss: tensors are joined with those of all ranks, rank 0's first, along an axis.
 
-    Every rank then computes the same loss of all rows; the gradient of a rank's local rows is dL/dx_r, as if L stood on
-    one rank alone. An engine that averages needs `loss * world_size`, or a loss of this library instead of both.
+    Every rank then computes the same loss L of all rows, and its local rows get the gradient dL/dx_r. An engine that
+    averages needs `loss * world_size`. The losses of this library need neither this decorator nor that factor.
 
     Collective: a handshake and an all-gather for each tensor. Rows may differ between ranks.
 

@@ -1,4 +1,4 @@
-"""Gradient caching as a caller sees it: the arguments of a step, and the functions that a subclass may replace.
+"""GradCache, the public class: the arguments of a step, and the methods that a subclass may replace.
 
 The two passes of a step are in `step`.
 """
@@ -29,16 +29,17 @@ class GradCache:
 
     dL/dtheta = sum_c (dr_c/dtheta)^T dL/dr_c,    L = loss_fn(r),    r: the representations of all chunks c
 
-    The encoders run over the chunks without a graph; the loss sees all representations and gives their gradients; the
-    encoders run again, chunk by chunk, and backward. Random numbers, autocast and buffers are replayed, and an engine
-    synchronizes gradients once per step (see `wholebatch.gradcache.register_sync_control`).
+    The encoders run over the chunks without a graph. The loss of all representations gives their gradients. Then the
+    encoders run again, chunk by chunk, and backward. Both passes use the same random numbers, autocast state and
+    buffers. An engine such as DDP synchronizes gradients once per step (see
+    `wholebatch.gradcache.register_sync_control`).
 
     Args:
-        models: encoders, modules or functions; the same one twice where it encodes both inputs.
+        models: encoders, modules or functions, one for each input; a shared encoder is listed twice.
         chunk_sizes: rows of a chunk; one number, or one for each model.
-        loss_fn: (r_0, r_1, ..., \**loss_kwargs) -> L, of one element. r_k has the rows of input k; a model with several
-            representations gives a tuple of them. Its parameters get their gradients, once.
-        split_input_fn: (input, chunk size) -> list of chunks, for inputs that are no trees of tensors.
+        loss_fn: (r_0, r_1, ..., \**loss_kwargs) -> L, of one element. r_k has the rows of input k; for a model with
+            several representations it is a tuple. Parameters of loss_fn get their gradients, once.
+        split_input_fn: (input, chunk size) -> list of chunks, for inputs that are not trees of tensors.
         get_rep_fn: a model's output -> its representation: a tensor with the rows of its input, or a tuple of such. A
             tensor of shape () among them is one number for the whole batch, such as a learned scale.
         fp16: run under float16 autocast; needs a scaler. Otherwise the caller's autocast holds, whatever its dtype.
@@ -51,7 +52,7 @@ class GradCache:
             or whose engine you do not call on purpose. The others are compared between ranks, see `cache_step`.
 
     Raises:
-        ValueError: if an argument is none of these.
+        ValueError: if an argument is invalid.
 
     Source: Gao et al., 2021, arXiv:2101.06983.
 
@@ -114,22 +115,22 @@ class GradCache:
 
         Collective on several ranks: four handshakes, the collectives of loss_fn, and the engine's one synchronization.
 
-        The first step checks that no model reaches parameters past the DistributedDataParallel that holds them. The
-        first three steps and every hundredth compare the parameters of all ranks: they are the same, unless an
-        optimizer has made a step from gradients that were not reduced. This takes a checksum of each parameter and one
-        wait for a GPU. Parameters of FSDP, PartialFC and `unchecked` are left out.
+        The first step checks that no call bypasses the DistributedDataParallel that holds the parameters. The first
+        three steps and every hundredth compare the parameters of all ranks, which differ if an optimizer has made a
+        step with gradients that were not reduced. This takes a checksum of each parameter and one wait for a GPU.
+        Parameters of FSDP, PartialFC and `unchecked` are left out.
 
-        Memory: one chunk's graph, the graphs that are kept, all representations and their gradients; while gradients
-        accumulate over steps, a copy of them.
+        Memory: one chunk's graph, the kept graphs, all representations and their gradients; if gradients accumulate
+        over steps, a copy of the gradients.
 
         Raises:
-            ValueError: on every rank, whichever rank made the mistake, with gradients as they were: inputs that are not
-                as many as models, or disagree on their rows; a representation with other rows, or without gradient; a
-                loss that is not one number, or ignores a representation; `torch.no_grad()`; a model that does not call
-                its engine; parameters that differ between ranks.
-            RuntimeError: if the second forward pass is not the first; gradients are as they were. Other ranks raise a
-                ValueError. A model's error is raised unchanged, with a note that names the chunk (from Python 3.11
-                on); in the second pass it is raised on its rank alone.
+            ValueError: on every rank, whichever rank made the mistake, with gradients as they were: another number of
+                inputs than of models, or inputs that disagree on their rows; a representation with other rows, or
+                without gradient; a loss that is not one number, or ignores a representation; `torch.no_grad()`; a model
+                that does not call its engine; parameters that differ between ranks.
+            RuntimeError: if the second forward pass differs from the first; gradients are as they were. Other ranks
+                raise a ValueError. A model's error is raised unchanged, with a note that names the chunk (from Python
+                3.11 on); in the second pass it is raised on its rank alone.
         """
         comm = select_communicator(self.group)
         chunks: list[Chunk] = []

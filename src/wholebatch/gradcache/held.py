@@ -1,8 +1,8 @@
 """Check that the `hold` of a registered SyncControl keeps the engine from reducing gradients.
 
-In a pass that is held, gradients add up in the parameters' `.grad`. An engine that reduces them nevertheless averages
-`.grad`, or takes it away (DeepSpeed's ZeRO does). Then only the last chunk counts, on all ranks alike: the loss is
-right, and no rank differs from another. So the first held pass of an engine is watched, at its smallest parameters.
+In a held pass, gradients must accumulate in the parameters' `.grad`. An engine that reduces them nevertheless averages
+`.grad`, or removes it (as DeepSpeed's ZeRO does). Then only the last chunk counts on all ranks, although the loss is
+right and no rank differs from another. So this module watches the first held pass, at the engine's smallest parameters.
 """
 
 from __future__ import annotations

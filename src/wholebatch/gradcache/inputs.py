@@ -3,8 +3,9 @@
     tensor                  model(x)                    list or tuple           model(*x)
     mapping                 model(**x)                  (list, mapping)         model(*x[0], **x[1])
 
-Mappings are dict, UserDict, BatchEncoding and the like; trees nest. Every tensor in a tree has the batch's rows, except
-those of shape (); these, and all that is no tensor, go to every chunk.
+Mappings are dict, UserDict, BatchEncoding and the like; trees nest, and a chunk's containers have the types of the
+input's. Every tensor in a tree has the batch's rows, except those of shape (). Every chunk gets these, and whatever is
+no tensor.
 """
 
 from __future__ import annotations
@@ -17,19 +18,16 @@ from typing import Any
 from torch import Tensor
 
 from .._checks import check_dense
-from .._trees import tensors_of
+from .._trees import leaves, map_leaves, tensors_of
 
 
 def lists_of(tree: Any) -> Iterator[list[Any]]:
     """Yield the lists of a tree that hold no tensors or containers: names, numbers, texts."""
-    if isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from lists_of(value)
-    elif isinstance(tree, list | tuple):
-        if tree and not any(isinstance(value, Tensor | Mapping | list | tuple) for value in tree):
-            yield list(tree)
-        for value in tree:
-            yield from lists_of(value)
+    return (list(leaf) for _, leaf in leaves(tree, is_leaf=_is_flat_list) if isinstance(leaf, list | tuple))
+
+
+def _is_flat_list(tree: Any) -> bool:
+    return isinstance(tree, list | tuple) and not any(isinstance(x, Tensor | Mapping | list | tuple) for x in tree)
 
 
 def check_input(tree: Any, name: str, chunk_size: int) -> None:
@@ -94,39 +92,33 @@ def split_inputs(tree: Any, chunk_size: int) -> list[Any]:
     [[0, 1], [2]]
     """
     rows = rows_of(tree, "the input")
-    return [_map(tree, slice(start, start + chunk_size)) for start in range(0, max(rows, 1), chunk_size)]
+    return [_cut(tree, slice(start, start + chunk_size)) for start in range(0, max(rows, 1), chunk_size)]
 
 
 def may_be_empty(tree: Any) -> bool:
     """Return whether a chunk without rows can be made like this one: of tensors with rows, numbers and the like."""
-    if isinstance(tree, Mapping):
-        return all(may_be_empty(value) for value in tree.values())
-    if isinstance(tree, list | tuple):
-        return bool(tree) and all(may_be_empty(value) for value in tree)
-    return isinstance(tree, Tensor | int | float | None)
+    found = (leaf for _, leaf in leaves(tree, is_leaf=_is_empty))
+    return all(isinstance(leaf, Tensor | int | float | None) for leaf in found)
+
+
+def _is_empty(tree: Any) -> bool:
+    return isinstance(tree, list | tuple) and not tree
 
 
 def without_rows(tree: Any) -> Any:
     """Return a chunk without rows like this one."""
-    return _map(tree, slice(0, 0))
+    return _cut(tree, slice(0, 0))
 
 
-def _map(tree: Any, rows: slice) -> Any:
-    if isinstance(tree, Tensor):
-        return tree[rows] if tree.dim() else tree
-    if isinstance(tree, Mapping):
-        return {name: _map(value, rows) for name, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        cut = [_map(value, rows) for value in tree]
-        return cut if isinstance(tree, list) else tuple(cut)
-    return tree
+def _cut(tree: Any, rows: slice) -> Any:
+    return map_leaves(lambda x: x[rows] if isinstance(x, Tensor) and x.dim() else x, tree)
 
 
 def new_containers(tree: Any) -> Any:
-    """Return the same tensors in new containers.
+    """Return the same tensors in new containers, with the attributes of the old ones.
 
-    Some models write their results into their input (sentence-transformers' modules do): in a mapping that outlives the
-    call, these would stay in memory, each chunk's states.
+    Some models write their results into their input, as sentence-transformers' modules do. In a mapping that outlives
+    the call, these results would stay in memory.
     """
     if isinstance(tree, dict | UserDict):
         local = copy(tree)

@@ -1,8 +1,8 @@
-"""The choice of chunks that keep the graph of their first pass, and so need no second one.
+"""The choice of chunks that keep the graph of their first pass, and so need no second pass.
 
 number     that many chunks, the first of a step
-fraction   that share of them
-"auto"     as many as fit: the memory of a chunk's graph is measured, and room is left for the one that is replayed
+fraction   that part of all chunks
+"auto"     as many as fit: the memory of a chunk's graph is measured, and room for one replayed chunk is left
 """
 
 from __future__ import annotations

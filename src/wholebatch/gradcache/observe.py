@@ -1,9 +1,9 @@
-"""Observe which modules a call calls, whether from a closure, a global or an object's attribute.
+"""Observe which modules a model calls, whether it has them from a closure, a global or an object's attribute.
 
-A hook on all modules records them. The outermost ones are the call's models: a step keeps account of their buffers and
-of their parameters' gradients. Engines are held before their forward pass decides whether they synchronize.
+A hook on all modules records them. The outermost ones are the models of the call: a step tracks their buffers and the
+gradients of their parameters. Engines are held before their forward pass decides whether they synchronize.
 
-Modules inside a compiled graph are not observed; a compiled module is, with all that it holds.
+Modules inside a compiled graph are not observed; the compiled module itself is, with all modules inside it.
 """
 
 from __future__ import annotations

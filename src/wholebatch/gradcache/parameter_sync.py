@@ -1,19 +1,18 @@
 """Keep engines from synchronizing gradients before a step's last backward pass.
 
-A step makes a backward pass for every chunk, and an engine would synchronize in each. Its switch is off, except for the
-last chunk of its module. Engines read their switches at different times:
+A step makes a backward pass for every chunk, and an engine would synchronize in each. So its switch is turned off,
+except for the last chunk of its module. Engines read their switches at different times:
 
     engine                       switch                                read                    passes
     DDP                          no_sync()                             in the forward pass     each rank makes its own
     FSDP2 (fully_shard)          set_requires_gradient_sync(False)     in the backward pass    collective
     FSDP1, DeepSpeed, and so on  no_sync()                             in the backward pass    collective
 
-Passes are collective where parameters are gathered for them: all ranks then make the same ones. A switch that the
-caller has turned off stays off.
+Passes are collective if an engine gathers parameters for them: then all ranks must make the same passes. A switch that
+the caller has turned off stays off.
 
-Wrappers (of accelerate, Fabric, torch.compile) hold such a module among their children, where it is found: only the
-attributes of a module's class count, not those that a wrapper passes on.
-`register_sync_control` adds an engine.
+Wrappers (of accelerate, Fabric, torch.compile) hold such a module among their children and pass on its attributes. So a
+module counts as an engine only by the attributes of its class. `register_sync_control` adds an engine.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def parameters_of_ddp(module: DistributedDataParallel) -> Iterator[tuple[str, Te
 
 
 def _awaited_by_ddp(module: Any) -> Iterable[Tensor]:
-    """Return all of its parameters, unless it finds out by itself which are not used."""
+    """Return all parameters of a DistributedDataParallel, unless it finds unused ones itself."""
     return () if module.find_unused_parameters else (p for _, p in parameters_of_ddp(module))
 
 
@@ -175,7 +174,7 @@ _BUILT_IN = tuple(_CONTROLS)
 
 
 def register_sync_control(control: SyncControl) -> None:
-    """Register another engine for gradient caching; its `matches` is asked before those of the engines known so far.
+    """Register another engine for gradient caching; its `matches` is called before those of other engines.
 
     The first step checks that gradients stay in `.grad` while `hold` is entered, unless the control has `remember`: a
     `hold` that does nothing is an error.

@@ -1,11 +1,11 @@
 """Find parameters that belong to a DistributedDataParallel which a step does not call.
 
-DDP reduces gradients in the backward pass after its forward pass, and in no other. A model that is called as
-`ddp.module.image(x)` leaves its gradients on their rank, the loss is right, and nothing else shows it.
+DDP reduces gradients only in the backward pass that follows its own forward pass. After `ddp.module.image(x)`, which
+bypasses it, each rank keeps its local gradients, although the loss is right.
 
-A parameter does not refer to the engine that holds it, and torch keeps no list of engines. The garbage collector knows
-all objects, and those that refer to the class are its instances: it is asked once, in the first step. Other engines may
-reduce in a call after the step; for these `replicas` compares parameters later.
+A parameter does not refer to the engine that holds it, and torch keeps no list of engines. The garbage collector finds
+the instances of DDP, once, in the first step. Other engines may reduce in a call after the step; for these `replicas`
+compares parameters later.
 """
 
 from __future__ import annotations

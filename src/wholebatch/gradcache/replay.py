@@ -1,9 +1,10 @@
-"""The second forward pass of a chunk must equal the first: random numbers, autocast, and buffers that move.
+"""Give the second forward pass of a chunk the random numbers, autocast state and buffers of the first.
 
-random numbers   of the CPU, of every accelerator, of Python and of NumPy: set back, and afterward where they were
-autocast         as it was; and in every pass its cache of weights empty: weights cached without gradient would get none
-buffers          such as BatchNorm's running averages: set back to their state before the chunk, and in the end to their
-                 state after the first passes: they count every chunk once
+random numbers   generators of the CPU, every accelerator, Python and NumPy are reset, and restored afterward
+autocast         the state of the first pass; its cache of weights is empty in every pass, because a weight that was
+                 cached without gradient would get none
+buffers          such as BatchNorm's running averages: reset to their state before the chunk, and at the end of the step
+                 set to their state after the first passes, so that every chunk counts once
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _Place = tuple[nn.Module, str]
 
 
 class Replay:
-    """The conditions of a forward pass that comes next: random numbers and autocast.
+    """The conditions of the next forward pass: random numbers and autocast.
 
     >>> import torch
     >>> replay = Replay()
@@ -43,7 +44,7 @@ class Replay:
         self._cache = torch.is_autocast_cache_enabled()
 
     def rewind(self) -> None:
-        """Set the random generators back; they go on from there."""
+        """Reset the random generators to the recorded state."""
         _set(self._random)
 
     @contextmanager
@@ -62,7 +63,7 @@ class Replay:
 
 @contextmanager
 def fresh_autocast_cache() -> Iterator[None]:
-    """Keep weights that autocast has cast inside from being used outside, and the other way round."""
+    """Clear autocast's cache of cast weights before and after this context."""
     torch.clear_autocast_cache()
     try:
         yield
@@ -117,7 +118,7 @@ def _autocast_kinds() -> list[str]:
 class Buffers:
     """The buffers of the modules that a step calls, some of which forward passes change.
 
-    A state is the list of those that have moved so far; one that moves later had its first value until then.
+    A state lists those that have changed so far; one that changes later had its first value until then.
     """
 
     def __init__(self) -> None:
@@ -126,7 +127,7 @@ class Buffers:
         self._replaced: dict[_Place, Tensor] = {}
 
     def add(self, module: nn.Module) -> None:
-        """Keep account of the buffers of a module, which is about to be called for the first time.
+        """Track the buffers of a module, which is about to be called for the first time.
 
         Raises:
             ValueError: if one does not exist yet.
@@ -136,7 +137,7 @@ class Buffers:
                 self._still[place] = _at(place).clone()
 
     def begin(self, module: nn.Module) -> None:
-        """Take the present values of the module's buffers for their first: an engine has just set them."""
+        """Record the present values of the module's buffers as their first: an engine has just set them."""
         for place in _places(module):
             if place in self._still:
                 self._still[place] = _at(place).clone()
@@ -146,13 +147,13 @@ class Buffers:
         return [_at(place).clone() for place in self._moving]
 
     def find_moved(self) -> None:
-        """Find out which buffers have moved."""
+        """Find the buffers that have changed since."""
         for place, beginning in [*self._still.items()]:
             if not torch.equal(_at(place), beginning):
                 self._moving[place] = self._still.pop(place)
 
     def forget_still(self) -> None:
-        """Forget the buffers that have not moved: no pass to come could move them."""
+        """Forget the buffers that have not changed: no later pass can change them."""
         self._still.clear()
 
     @torch.no_grad()

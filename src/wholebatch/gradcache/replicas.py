@@ -1,11 +1,12 @@
 """Compare the parameters of which all ranks hold a copy.
 
-A step cannot know whether its gradients will be reduced: the loss is right, and the caller may reduce by hand after it.
-But after an optimizer step from unreduced gradients, ranks hold different parameters. Some steps compare these:
+A step cannot know whether its gradients will be reduced: the loss is right, and the caller may reduce them later. But
+after an optimizer step with unreduced gradients, ranks hold different parameters. Some steps compare these by
 
-    checksum     of a parameter's bits, one number of 64 bits; another bit, sign or order gives another number
-    digest       of all of a rank's checksums, which goes with a handshake that the step makes anyway
-    checksums    of each parameter, in a second handshake, only if digests differ: to find the first that does
+    checksum     64 bits for a parameter; another bit, sign or order of entries gives another number
+    digest       one text for all checksums of a rank, sent in a handshake that the step makes anyway
+
+If digests differ, the ranks send all checksums in a second handshake, to find the first parameter that differs.
 
 A parameter that not all ranks have used (a function may call other modules on other ranks) is not compared.
 """

@@ -1,4 +1,4 @@
-"""A step that fails leaves gradients as they were; every step moves buffers once."""
+"""Restore gradients after a step that fails, and update buffers once per step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""InfoNCE: each query's own key against the keys and negatives of the global batch, on any number of devices."""
+"""InfoNCE: the key of each query against all keys and negatives of the global batch, on any number of devices."""
 
 from __future__ import annotations
 

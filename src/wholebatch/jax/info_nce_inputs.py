@@ -1,4 +1,4 @@
-"""The arguments of InfoNCE: which shapes and ids fit together, and the ids that follow from those that are given."""
+"""The arguments of InfoNCE: checks of shapes and ids, and default ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SigLIP: every pair of an image and a text of the global batch is a binary classification of its own."""
+"""SigLIP: a binary classification of every pair of an image and a text of the global batch."""
 
 from __future__ import annotations
 
