@@ -12,7 +12,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from wholebatch.bench.cli import LossConfig, run_loss
+from wholebatch.bench.config import LossConfig
+from wholebatch.bench.run_loss import run_loss
 
 RESULTS = Path(__file__).parent / "results" / "losses.json"
 

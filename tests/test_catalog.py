@@ -11,7 +11,7 @@ from wholebatch.auditing import presets
 from wholebatch.bench.configuration import SUBJECTS
 from wholebatch.losses.catalog import CATALOG, Declaration, Sweep
 from wholebatch.planning.given import given
-from wholebatch.planning.shapes import LOSSES
+from wholebatch.planning.sizes import LOSSES
 
 # Losses that need more than features, scale, bias and labels.
 OTHERS = {"moco", "distillation", "global_contrastive", "partial_fc"}

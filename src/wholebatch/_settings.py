@@ -9,7 +9,6 @@ given value, and the likely fix.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,7 +50,7 @@ def check_flag(name: str, value: object) -> bool:
 
 def check_integer(name: str, value: object, *, least: int | None = None, most: int | None = None, of: str = "") -> int:
     """Return value if it is an int from `least` to `most`, both included; `of` names the counted things in errors."""
-    accepted = f"an integer{_between(least, most)}{f', {of}' if of else ''}"
+    accepted = f"an integer{between(least, most)}{f', {of}' if of else ''}"
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"{name} must be {accepted}; got {shown(value)}{_as_python(value, 'int')}")
     if (least is not None and value < least) or (most is not None and value > most):
@@ -167,23 +166,8 @@ def check_items(name: str, value: object, expected: str) -> list[Any]:
     return [*value]
 
 
-def environment_integer(variable: str, *, least: int, most: int | None = None, fix: str) -> int | None:
-    """Read an integer that a launcher has written into an environment variable; None if it is not set.
-
-    Raises:
-        ValueError: the variable holds no such integer; `fix` ends the message.
-    """
-    if variable not in os.environ:
-        return None
-    text = os.environ[variable].strip()
-    value = int(text) if text.isascii() and text.removeprefix("-").isdecimal() and len(text) < 10 else None
-    if value is None or value < least or (most is not None and value > most):
-        accepted = f"an integer{_between(least, most)}"
-        raise ValueError(f"the environment variable {variable} must be {accepted}, got {text!r}; {fix}")
-    return value
-
-
-def _between(least: int | None, most: int | None) -> str:
+def between(least: int | None, most: int | None) -> str:
+    """Return the range of an integer as words that follow "an integer"."""
     if least is None:
         return "" if most is None else f" of at most {most}"
     return f" of at least {least}" if most is None else f" from {least} to {most}"

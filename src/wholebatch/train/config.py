@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from .._bounded_json import parse_json
-from .._loss_names import LOSS_NAMES
+from .._declared_names import LOSS_NAMES
 from .._settings import shown
-from .._user_error import UserError
+from .._user_error import UserError, option
 
 LOSSES = (*LOSS_NAMES, "global_contrastive")
 if TYPE_CHECKING:
@@ -253,15 +253,6 @@ def differences(saved: TrainConfig, asked: TrainConfig) -> dict[str, tuple[Any, 
     """Return the fields that differ, as {name: (saved value, asked value)}; a field of a part is PART.NAME."""
     values = {name: (_get(saved, name), _get(asked, name)) for name in _names(saved)}
     return {name: (old, new) for name, (old, new) in values.items() if old != new}
-
-
-def option(name: str) -> str:
-    """Return the command-line option of a field.
-
-    >>> option("model.text_width")
-    '--model.text-width'
-    """
-    return f"--{name.replace('_', '-')}"
 
 
 def check_data_path(path: Path) -> None:

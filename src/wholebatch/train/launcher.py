@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from .._settings import environment_integer
+from .._launcher import environment_integer
 from .._user_error import UserError
 from .config import TrainConfig
 
