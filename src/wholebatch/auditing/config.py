@@ -53,17 +53,21 @@ class AuditConfig:
             raise UserError("--markdown needs --preset: it prints a table of settings")
         if self.setting is not None and self.problem is not None:
             raise UserError("--setting needs --preset: it selects some of its settings")
+        if self.setting is not None and not self.setting.strip():
+            raise UserError(f"--setting must be a part of a setting's name, got {self.setting!r}; leave it out for all")
         if self.json and self.markdown:
             raise UserError("--json and --markdown are two formats of the output: give one of the two")
         check_arguments(self.ranks, self.tolerance, self.timeout_s, self.seed, spelled=option)
         if self.problem is not None:
             split_name(self.problem)
-        for name in self.preset:
-            if self.preset != ("all",):
-                presets.check_installed(name)
         try:
             several = launched_processes("WORLD_SIZE") > 1
         except ValueError as error:
             raise UserError(str(error)) from error
         if several:
             raise UserError("the audit starts its own processes: run it without torchrun")
+        if "all" in self.preset and len(self.preset) > 1:
+            raise UserError(f"--preset all stands alone, got {' '.join(self.preset)}; leave the other names out")
+        for name in self.preset:
+            if name != "all":
+                presets.check_installed(name)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from wholebatch._declared_names import EXCHANGE_NAMES, LABELED_LOSSES, SWEPT_LOSSES
-from wholebatch._launcher import LAUNCHED_SIZES
+from wholebatch._launcher import LAUNCHED_SIZES, launcher_size
 from wholebatch._user_error import UserError, option
 
 from . import records
@@ -26,7 +26,7 @@ GATHER_FIELDS = (*GATHER_RUN, "method", "embedding_size", "step_ms")
 LOSS_RUN = ("loss", "batch_size", "embedding_size", "ranks", "threads", "device", "method")
 LOSS_FIELDS = (*LOSS_RUN, "package", "step_ms", "times_floor", "tflops", "transient_mb")
 _MOST = 2**31  # of any count
-_MOST_RANKS = 1024  # processes on a machine
+_MOST_PROCESSES = 1024  # or threads, on a machine
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class GatherConfig:
             rows_per_rank=[self.rows_per_rank],
             steps=[self.steps],
         )
+        launcher_size()
         records.read(self.results, GATHER_FIELDS)  # before the run, not after
 
 
@@ -122,7 +123,7 @@ class LossConfig:
 
 def _check_counts(**values: Sequence[int]) -> None:
     for name, numbers in values.items():
-        most = _MOST_RANKS if name == "ranks" else _MOST
+        most = _MOST_PROCESSES if name in ("ranks", "threads") else _MOST
         got = " ".join(map(str, numbers)) or "nothing"
         if not numbers or min(numbers) < 1:
             raise UserError(f"{option(name)} must be at least 1, got {got}")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import wholebatch as wb
-from wholebatch._launcher import MPI_SIZES
+from wholebatch._launcher import MPI_SIZES, launcher_size
 from wholebatch._user_error import UserError
 from wholebatch.comm import Communicator
 from wholebatch.testing import RankError, run_ranks
@@ -39,7 +39,7 @@ def run_gather(config: GatherConfig) -> None:
             MPI.Get_library_version().split("\n")[0].split(",")[0].replace("MPICH Version:", "MPICH").split()
         )
         _run_here(config, comm, " ".join(implementation).replace(" v", " "))
-    elif "WORLD_SIZE" in os.environ:
+    elif launcher_size() is not None:
         dist.init_process_group("gloo")
         torch.set_num_threads(1)
         _run_here(config, wb.comm.TorchCommunicator(), "gloo")

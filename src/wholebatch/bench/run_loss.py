@@ -17,7 +17,7 @@ from wholebatch._measure import threads_of_a_rank
 from wholebatch._third_party import version
 from wholebatch._user_error import UserError
 from wholebatch.comm import Communicator
-from wholebatch.testing import RankError, run_ranks
+from wholebatch.testing import run_ranks
 
 from . import loss, loss_display, records
 from .config import LOSS_RUN, LossConfig
@@ -73,8 +73,8 @@ def _measured(config: LossConfig, name: str, ranks: int, threads: int, versions:
             return run_ranks(_loss_on_ranks, ranks, job, config.device, backend=backend, timeout_s=7200)[0]
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             return pool.submit(_loss_alone, job, config.device).result()
-    except (RankError, AssertionError, BrokenProcessPool) as error:
-        reason = [line for line in str(error).splitlines() if line.strip()][-1].strip()
+    except (RuntimeError, MemoryError, AssertionError, BrokenProcessPool) as error:  # RankError is a RuntimeError
+        reason = ([line for line in str(error).splitlines() if line.strip()] or [type(error).__name__])[-1].strip()
         raise UserError(f"{name} on {ranks} ranks failed, and nothing was timed: {reason}") from error
 
 

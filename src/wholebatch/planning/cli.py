@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
 from .._user_error import UserError, option
 from .rates import Rates, check_rates
-from .sizes import DTYPES, LossName, Sizes
+from .sizes import DTYPES, LOSSES, Sizes
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -34,7 +34,7 @@ class PlanConfig:
     """d, numbers of a feature."""
     ranks: int = 1
     """W, number of ranks."""
-    loss: LossName | None = None
+    loss: Annotated[str | None, tyro.conf.arg(metavar=f"{{{','.join(LOSSES)}}}")] = None
     """The loss; by default clip, with --classes partial_fc."""
     dtype: str = "float32"
     """Precision of the features: float32, bfloat16, float16, float64."""
@@ -46,7 +46,7 @@ class PlanConfig:
     """Bytes of parameters, optimizer and all else that a rank holds throughout."""
     gradient_bytes: str = "0"
     """Bytes of the parameters' gradients, which appear in the backward pass."""
-    encoder_bytes: tuple[str, ...] = ()
+    encoder_bytes: tuple[str, ...] = ("0",)
     """Bytes of activations that an encoder keeps of one row; one number for all encoders, or one for each. With it,
     gradient caching is planned, too."""
     encoder_flops: float = 0.0
@@ -83,7 +83,7 @@ def main(argv: Sequence[str], *, prog: str) -> int:
     arguments = _arguments(config)
     sizes = Sizes.from_arguments(**arguments, spelled=option)
     sizes.check()
-    rates = None if config.rates is None else Rates.from_json(config.rates)
+    rates = None if config.rates is None else _rates(config.rates)
     if rates is not None:
         check_rates(rates.with_wire(sizes.bandwidth), sizes.loss, DTYPES[sizes.dtype], sizes.device, sizes.ranks)
     from .command import run
@@ -112,6 +112,12 @@ def _check(config: PlanConfig) -> None:
         raise UserError("--measure starts its own processes: run it without torchrun")
 
 
+def _rates(path: Path) -> Rates:
+    if not path.exists():
+        raise UserError(f"--rates: there is no file {path}; --measure --save {path} writes one")
+    return Rates.from_json(path)
+
+
 def _arguments(config: PlanConfig) -> dict[str, Any]:
     """Return the arguments of :func:`wholebatch.plan`, without rates."""
     return {
@@ -121,23 +127,23 @@ def _arguments(config: PlanConfig) -> dict[str, Any]:
         "loss": config.loss,
         "dtype": config.dtype,
         "device": config.device.lower(),
-        "memory_limit": _bytes("memory_limit", config.memory_limit, least=1),
+        "memory_limit": _bytes("memory_limit", config.memory_limit, positive=True),
         "model_bytes": _bytes("model_bytes", config.model_bytes),
         "gradient_bytes": _bytes("gradient_bytes", config.gradient_bytes),
-        "encoder_bytes": tuple(_bytes("encoder_bytes", text) for text in config.encoder_bytes) or 0,
+        "encoder_bytes": tuple(_bytes("encoder_bytes", text) for text in config.encoder_bytes),
         "encoder_flops": config.encoder_flops,
         "chunk_size": config.chunk_size,
         "keep_graphs": config.keep_graphs,
         "classes": config.classes,
         "sample_rate": config.sample_rate,
-        "bandwidth": _bytes("bandwidth", config.bandwidth, least=1),
+        "bandwidth": _bytes("bandwidth", config.bandwidth, positive=True),
     }
 
 
-def _bytes(name: str, text: str | None, *, least: int = 0) -> int | None:
+def _bytes(name: str, text: str | None, *, positive: bool = False) -> int | None:
     number = None if text is None else number_of_bytes(option(name), text)
-    if number is not None and number < least:
-        raise UserError(f"{option(name)} must be at least {least} bytes, such as 80GB; got {text!r}")
+    if number == 0 and positive:
+        raise UserError(f"{option(name)} must be above 0, such as 80GB; got {text!r}")
     return number
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import ceil, isfinite
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+from typing import Any, TypeGuard
 
 from .._declared_names import LABELED_LOSSES, SWEPT_LOSSES
 from .._settings import shown
@@ -14,10 +14,7 @@ from .cards import DEVICES
 
 PARTIAL_FC = "partial_fc"  # a head, with classes instead of a second tower
 LOSSES = (*SWEPT_LOSSES, PARTIAL_FC)
-if TYPE_CHECKING:
-    LossName = str
-else:
-    LossName = Literal[LOSSES]  # the command line lists them
+LossName = str  # one of them
 DTYPES = {
     **{name: name for name in ("float64", "float32", "bfloat16", "float16")},
     "fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16",
