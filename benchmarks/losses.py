@@ -38,6 +38,8 @@ CASES = {
 }
 
 if __name__ == "__main__":
+    if unknown := {*sys.argv[1:]} - {*CASES}:
+        sys.exit(f"usage: python benchmarks/losses.py [NAME ...], names of {', '.join(CASES)}; got {sorted(unknown)}")
     for name in sys.argv[1:] or CASES:
         print(f"== {name}", flush=True)
         run_loss(CASES[name])
