@@ -21,7 +21,7 @@ def launched_processes(variable: str) -> int:
         ValueError: if it is no such number.
     """
     fix = "a launcher sets it to the number of its processes; unset it where there is no launcher"
-    return environment_integer(variable, least=1, fix=fix) or 1
+    return environment_integer(variable, minimum=1, fix=fix) or 1
 
 
 def launcher_size() -> int | None:
@@ -51,7 +51,7 @@ def launcher_size() -> int | None:
     return size
 
 
-def environment_integer(variable: str, *, least: int, most: int | None = None, fix: str) -> int | None:
+def environment_integer(variable: str, *, minimum: int, maximum: int | None = None, fix: str) -> int | None:
     """Read an integer that a launcher has written into an environment variable; None if it is not set.
 
     Raises:
@@ -61,8 +61,8 @@ def environment_integer(variable: str, *, least: int, most: int | None = None, f
         return None
     text = os.environ[variable].strip()
     value = int(text) if text.isascii() and text.removeprefix("-").isdecimal() and len(text) < 10 else None
-    if value is None or value < least or (most is not None and value > most):
-        accepted = f"an integer{between(least, most)}"
+    if value is None or value < minimum or (maximum is not None and value > maximum):
+        accepted = f"an integer{between(minimum, maximum)}"
         raise ValueError(f"the environment variable {variable} must be {accepted}, got {text!r}; {fix}")
     return value
 
@@ -70,6 +70,6 @@ def environment_integer(variable: str, *, least: int, most: int | None = None, f
 def _integer(name: str, smallest: int, largest: int | None) -> int | None:
     """Return the value of a launcher's environment variable, None if it is not set."""
     try:
-        return environment_integer(name, least=smallest, most=largest, fix="a launcher sets it")
+        return environment_integer(name, minimum=smallest, maximum=largest, fix="a launcher sets it")
     except ValueError as error:
         raise UserError(str(error)) from error

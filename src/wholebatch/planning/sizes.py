@@ -148,8 +148,8 @@ class Sizes:
             raise UserError(f"{self.spelled(name)} must be {expected}; got {shown(got)}")
 
 
-def _is_count(value: object, least: int) -> bool:
-    return type(value) is int and least <= value < _LIMIT
+def _is_count(value: object, minimum: int) -> bool:
+    return type(value) is int and minimum <= value < _LIMIT
 
 
 def _is_number(value: object) -> TypeGuard[float]:
