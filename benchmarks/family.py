@@ -25,7 +25,7 @@ from wholebatch._measure import rise_of_peak
 from wholebatch.bench.records import keep
 
 RESULTS = Path(__file__).parent / "results" / "family.json"
-WIDTH, STEPS = 256, 3
+EMBEDDING_SIZE, STEPS = 256, 3
 Call = Callable[[Any, "Batch"], Tensor]
 
 
@@ -38,11 +38,11 @@ class Batch:
         def unit(*shape: int) -> Tensor:
             return normalize(torch.randn(*shape, generator=generator, dtype=dtype), dim=-1)
 
-        self.x = unit(rows, WIDTH).requires_grad_()
-        self.y = normalize(self.x.detach() + 0.5 * unit(rows, WIDTH), dim=1).requires_grad_()
+        self.x = unit(rows, EMBEDDING_SIZE).requires_grad_()
+        self.y = normalize(self.x.detach() + 0.5 * unit(rows, EMBEDDING_SIZE), dim=1).requires_grad_()
         self.half = self.x.detach()[: rows // 2].requires_grad_(), self.y.detach()[: rows // 2].requires_grad_()
-        self.queue, self.teacher = unit(rows, WIDTH), (unit(rows, WIDTH), unit(rows, WIDTH))
-        self.hard = unit(rows, 4, WIDTH)
+        self.queue, self.teacher = unit(rows, EMBEDDING_SIZE), (unit(rows, EMBEDDING_SIZE), unit(rows, EMBEDDING_SIZE))
+        self.hard = unit(rows, 4, EMBEDDING_SIZE)
         self.labels = torch.arange(rows) // 4
         self.scale = torch.tensor(14.3, dtype=dtype)
         self.new = torch.full((rows,), -torch.inf)
@@ -104,13 +104,18 @@ def check(name: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=list(CASES))
-    parser.add_argument("--rows", type=int, nargs="+", default=[4096, 8192, 16384])
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[4096, 8192, 16384],
+        help="rows of the similarity matrix: the batch size, or twice that for two views",
+    )  # fmt: skip
     arguments = parser.parse_args()
+    if unknown := {*arguments.names} - {*CASES}:
+        parser.error(f"names must be of {'; '.join(CASES)}; got {sorted(unknown)}")
     comm = wb.comm.LocalCommunicator()
     rows_of_table = []
     for name in arguments.names:
         check(name)
-        row: dict[str, Any] = {"loss": name, "width": WIDTH}
+        row: dict[str, Any] = {"loss": name, "embedding_size": EMBEDDING_SIZE}
         for rows in arguments.rows:
             batch, memory, times = Batch(rows), [], {"clip_loss": [], name: []}
             for subject in times:

@@ -23,8 +23,9 @@ from torch.nn.functional import normalize
 import wholebatch as wb
 from wholebatch import kernels
 from wholebatch._measure import rise_of_peak, seconds_of
-from wholebatch.bench.cli import LossConfig, run_loss
+from wholebatch.bench.config import LossConfig
 from wholebatch.bench.records import about
+from wholebatch.bench.run_loss import run_loss
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 BLOCKS_RESULTS = Path(__file__).parent / "results" / "gpu_blocks.json"

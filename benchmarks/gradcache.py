@@ -1,11 +1,12 @@
 """Gradient caching: time against the uncached step, memory while the batch grows, and a peer on the same encoder.
 
-    python benchmarks/gradcache.py [time] [memory] [--rows 256] [--chunk 32]
+    python benchmarks/gradcache.py [time] [memory] [--batch-size 256] [--chunk-size 32]
 
 The encoder is a small transformer. "time": one step of each method in turn, medians of their ratios to the uncached
 step of the same batch; first every method's gradient is compared with the uncached one. With sentence-transformers
 installed (`make peers`), its CachedMultipleNegativesRankingLoss encodes with the same weights, chunk and batch.
-"memory": the rise of the process's peak at a fixed chunk, from half of --rows to 16 times that, with the loss. Results
+"memory": the rise of the process's peak at a fixed chunk, from half of --batch-size to
+16 times that, with the loss. Results
 go to results/gradcache.json, the picture to results/gradcache.png.
 """
 
@@ -31,7 +32,7 @@ from wholebatch._third_party import declare_torchvision_operators, version
 from wholebatch.bench.records import keep, read
 
 RESULTS = Path(__file__).parent / "results" / "gradcache.json"
-WIDTH, LAYERS, TOKENS, VOCABULARY, SCALE = 256, 4, 32, 1000, 20.0
+EMBEDDING_SIZE, LAYERS, TOKENS, VOCABULARY, SCALE = 256, 4, 32, 1000, 20.0
 METHODS: dict[str, Any] = {"none kept": 0, "half kept": 0.5, "all kept": 1.0, "auto": "auto"}
 
 
@@ -41,8 +42,10 @@ class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+        self.embedding = nn.Embedding(VOCABULARY, EMBEDDING_SIZE)
+        layer = nn.TransformerEncoderLayer(
+            EMBEDDING_SIZE, 4, 4 * EMBEDDING_SIZE, dropout=0.0, batch_first=True, norm_first=True
+        )
         self.layers = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -53,17 +56,17 @@ def loss_fn(queries: Tensor, keys: Tensor) -> Tensor:
     return wb.functional.info_nce_loss(queries, keys, logit_scale=SCALE)
 
 
-def batch(rows: int) -> tuple[Tensor, Tensor]:
+def batch(size: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    x, y = (torch.randint(VOCABULARY, (rows, TOKENS), generator=generator) for _ in range(2))
-    return x, torch.where(torch.rand(rows, TOKENS, generator=generator) < 0.7, x, y)
+    x, y = (torch.randint(VOCABULARY, (size, TOKENS), generator=generator) for _ in range(2))
+    return x, torch.where(torch.rand(size, TOKENS, generator=generator) < 0.7, x, y)
 
 
 def uncached(encoder: nn.Module, x: Tensor, y: Tensor) -> None:
     loss_fn(encoder(x), encoder(y)).backward()
 
 
-def peers(encoder: nn.Module, chunk: int) -> dict[str, Callable[[Tensor, Tensor], None]]:
+def peers(encoder: nn.Module, chunk_size: int) -> dict[str, Callable[[Tensor, Tensor], None]]:
     """Return sentence-transformers' loss and its cached form, on this encoder."""
     if version("sentence-transformers") is None:
         return {}
@@ -82,7 +85,9 @@ def peers(encoder: nn.Module, chunk: int) -> dict[str, Callable[[Tensor, Tensor]
     model = SentenceTransformer(modules=[Wrapped()], device="cpu")
     losses = {
         "sentence-transformers": MultipleNegativesRankingLoss(model, scale=SCALE),
-        "sentence-transformers, cached": CachedMultipleNegativesRankingLoss(model, scale=SCALE, mini_batch_size=chunk),
+        "sentence-transformers, cached": CachedMultipleNegativesRankingLoss(
+            model, scale=SCALE, mini_batch_size=chunk_size
+        ),
     }
 
     def step(loss: nn.Module) -> Callable[[Tensor, Tensor], None]:
@@ -101,13 +106,13 @@ def gradient(encoder: nn.Module) -> Tensor:
     return found
 
 
-def measure_time(rows: int, chunk: int, steps: int) -> list[dict[str, Any]]:
+def measure_time(batch_size: int, chunk_size: int, steps: int) -> list[dict[str, Any]]:
     encoder = Encoder()
-    x, y = batch(rows)
+    x, y = batch(batch_size)
     methods: dict[str, Callable[[Tensor, Tensor], Any]] = {"uncached": lambda x, y: uncached(encoder, x, y)}
     for name, kept in METHODS.items():
-        methods[name] = wb.GradCache([encoder, encoder], chunk, loss_fn, keep_graphs=kept)
-    methods |= peers(encoder, chunk)
+        methods[name] = wb.GradCache([encoder, encoder], chunk_size, loss_fn, keep_graphs=kept)
+    methods |= peers(encoder, chunk_size)
     uncached(encoder, x, y)
     true = gradient(encoder)
     for name, method in methods.items():
@@ -126,27 +131,42 @@ def measure_time(rows: int, chunk: int, steps: int) -> list[dict[str, Any]]:
     for name, taken in seconds.items():
         ratio = median(a / b for a, b in zip(taken, seconds["uncached"], strict=True))
         rowset.append(
-            {"what": "time", "rows": rows, "chunk": chunk, "way": name, "seconds": median(taken), "of uncached": ratio}
+            {
+                "what": "time",
+                "batch_size": batch_size,
+                "chunk_size": chunk_size,
+                "method": name,
+                "seconds": median(taken),
+                "of uncached": ratio,
+            }
         )
         print(f"| {name} | {1e3 * median(taken):.0f} | {ratio:.3f} |", flush=True)
     return rowset
 
 
-def measure_memory(smallest: int, chunk: int) -> list[dict[str, Any]]:
+def measure_memory(smallest: int, chunk_size: int) -> list[dict[str, Any]]:
     """Measure cached steps up to 16 times the smallest batch, and uncached ones up to 4 times: enough for the trend."""
     found = []
     for method, sizes in (("none kept", 5), ("uncached", 3)):
-        for rows in (smallest * 2**k for k in range(sizes)):
+        for batch_size in (smallest * 2**k for k in range(sizes)):
             encoder = Encoder()
-            x, y = batch(rows)
+            x, y = batch(batch_size)
             step: Callable[[Tensor, Tensor], Any] = partial(uncached, encoder)
             if method != "uncached":
-                step = wb.GradCache([encoder, encoder], chunk, loss_fn)
-            step(x[:chunk], y[:chunk])  # gradients exist, as in a second step
+                step = wb.GradCache([encoder, encoder], chunk_size, loss_fn)
+            step(x[:chunk_size], y[:chunk_size])  # gradients exist, as in a second step
             rise = rise_of_peak(wb.comm.LocalCommunicator(), partial(step, x, y))
             assert rise is not None
-            found.append({"what": "memory", "rows": rows, "chunk": chunk, "way": method, "MB": rise / 1e6})
-            print(f"| {method} | {rows} | {rise / 1e6:.0f} |", flush=True)
+            found.append(
+                {
+                    "what": "memory",
+                    "batch_size": batch_size,
+                    "chunk_size": chunk_size,
+                    "method": method,
+                    "MB": rise / 1e6,
+                }
+            )
+            print(f"| {method} | {batch_size} | {rise / 1e6:.0f} |", flush=True)
     return found
 
 
@@ -159,17 +179,19 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
 
     figure, (memory, times) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     for method, label in (("uncached", "uncached"), ("none kept", "cached, no graph kept")):
-        points = sorted((row["rows"], row["MB"]) for row in rows if row["what"] == "memory" and row["way"] == method)
+        points = sorted(
+            (row["batch_size"], row["MB"]) for row in rows if row["what"] == "memory" and row["method"] == method
+        )
         memory.plot(*zip(*points, strict=True), "o-", label=label, color="0.5" if method == "uncached" else "C0")
         for x, y in points:
             memory.annotate(f"{y:.0f}", (x, y), xytext=(0, 5), textcoords="offset points", ha="center", fontsize=8)
     memory.set(xscale="log", yscale="log", xlabel="pairs in the batch", ylabel="memory of a step, MB")
-    ticks = sorted({row["rows"] for row in rows if row["what"] == "memory"})
+    ticks = sorted({row["batch_size"] for row in rows if row["what"] == "memory"})
     memory.set_xticks(ticks, ticks)
     memory.minorticks_off()
     memory.legend(frameon=False)
     bars = [row for row in rows if row["what"] == "time"]
-    names = [row["way"].replace("e-t", "e-\nt").replace(", ", ",\n") for row in bars]
+    names = [row["method"].replace("e-t", "e-\nt").replace(", ", ",\n") for row in bars]
     drawn = times.barh(
         names,
         [row["of uncached"] for row in bars],
@@ -194,20 +216,35 @@ def with_exact_memory() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", help="time, memory", default=["time", "memory"])
-    parser.add_argument("--rows", type=int, default=256)
-    parser.add_argument("--chunk", type=int, default=32)
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--chunk-size", type=int, default=32)
     parser.add_argument("--steps", type=int, default=9)
     arguments = parser.parse_args()
     torch.set_num_threads(2)
     if "time" in arguments.what:
-        print("| way | ms | of uncached |\n|---|---|---|")
-        keep(RESULTS, measure_time(arguments.rows, arguments.chunk, arguments.steps), ["what", "rows", "chunk", "way"])
+        print("| method | ms | of uncached |\n|---|---|---|")
+        keep(
+            RESULTS,
+            measure_time(arguments.batch_size, arguments.chunk_size, arguments.steps),
+            ["what", "batch_size", "chunk_size", "method"],
+        )
     if "memory" in arguments.what:
         if "time" in arguments.what:
-            sys.argv = [sys.argv[0], "memory", "--rows", str(arguments.rows), "--chunk", str(arguments.chunk)]
+            sys.argv = [
+                sys.argv[0],
+                "memory",
+                "--batch-size",
+                str(arguments.batch_size),
+                "--chunk-size",
+                str(arguments.chunk_size),
+            ]
         with_exact_memory()
-        print("| way | rows | MB |\n|---|---|---|")
-        keep(RESULTS, measure_memory(arguments.rows // 2, arguments.chunk), ["what", "rows", "chunk", "way"])
+        print("| method | batch size | MB |\n|---|---|---|")
+        keep(
+            RESULTS,
+            measure_memory(arguments.batch_size // 2, arguments.chunk_size),
+            ["what", "batch_size", "chunk_size", "method"],
+        )
         picture(read(RESULTS, ["what"]), RESULTS.with_suffix(".png"))
 
 

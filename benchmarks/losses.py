@@ -12,7 +12,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from wholebatch.bench.cli import LossConfig, run_loss
+from wholebatch.bench.config import LossConfig
+from wholebatch.bench.run_loss import run_loss
 
 RESULTS = Path(__file__).parent / "results" / "losses.json"
 
@@ -37,6 +38,8 @@ CASES = {
 }
 
 if __name__ == "__main__":
+    if unknown := {*sys.argv[1:]} - {*CASES}:
+        sys.exit(f"usage: python benchmarks/losses.py [NAME ...], names of {', '.join(CASES)}; got {sorted(unknown)}")
     for name in sys.argv[1:] or CASES:
         print(f"== {name}", flush=True)
         run_loss(CASES[name])

@@ -1,6 +1,6 @@
 """Softmax over many classes: time against the torch.mm floor and other methods, memory, samples, a million classes.
 
-    python benchmarks/partial_fc.py [time] [memory] [sample] [million]
+    python benchmarks/partial_fc.py [time] [memory] [sample] [million] [--batch-size 2048] [--embedding-size 256]
 
 "time": forward and backward of ArcFace over 100,000 classes, in turns: PartialFC with flat memory, with exponentials
 kept, our dense transcription of the algorithm of PartialFC's second version (logits and softmax stored, margin on the
@@ -37,9 +37,9 @@ from wholebatch._measure import rise_of_peak
 from wholebatch.bench.records import keep
 
 RESULTS = Path(__file__).parent / "results" / "partial_fc.json"
-ROWS, DIM, S, M = 2048, 256, 64.0, 0.5
+S, M = 64.0, 0.5
 PEER = "pytorch-metric-learning"
-KEPT = 4 * ROWS * 100_000 + 2**24  # bytes: all exponentials of the timed size, and tiles
+TILES = 2**24  # bytes
 
 
 class _DenseSoftmax(torch.autograd.Function):
@@ -93,9 +93,9 @@ class _PytorchMetricLearnings:
         return torch.func.functional_call(self._made, {"W": w.T}, (x, y))
 
 
-def data(rows: int, classes: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def data(rows: int, classes: int, embedding_size: int) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
-    return torch.randn(rows, dim), torch.randn(classes, dim), torch.randint(classes, (rows,))
+    return torch.randn(rows, embedding_size), torch.randn(classes, embedding_size), torch.randint(classes, (rows,))
 
 
 def gate(methods: dict[str, Callable[..., Tensor]]) -> None:
@@ -128,26 +128,29 @@ def _reference(x: Tensor, w: Tensor, y: Tensor, *, margin_grad: str) -> Tensor:
     return wb.reference.partial_fc_loss(x, y, w, margin=wb.ArcFace(S, M), margin_grad=margin_grad)
 
 
-def floor(rows: int, classes: int, dim: int, some: int = 8192) -> float:
-    a, b, out = torch.randn(rows, dim), torch.randn(some, dim), torch.zeros(rows, some)
+def floor(rows: int, classes: int, embedding_size: int, some: int = 8192) -> float:
+    a, b, out = torch.randn(rows, embedding_size), torch.randn(some, embedding_size), torch.zeros(rows, some)
     start = time.perf_counter()
     torch.mm(a, b.T, out=out)
     return (time.perf_counter() - start) * classes / some * 4
 
 
-def measure_time(classes: int, steps: int) -> list[dict[str, Any]]:
-    methods: dict[str, Callable[..., Tensor]] = {"flat": ours, "kept": partial(ours, memory=KEPT)}
+def measure_time(batch_size: int, embedding_size: int, classes: int, steps: int) -> list[dict[str, Any]]:
+    methods: dict[str, Callable[..., Tensor]] = {
+        "flat": ours,
+        "kept": partial(ours, memory=4 * batch_size * classes + TILES),
+    }
     methods |= {"dense transcription": dense, "dense, target's angle alone": partial(dense, all_angles=False)}
     if hasattr(F, "linear_cross_entropy"):
         methods["linear_cross_entropy"] = torchs
     if importlib.util.find_spec("pytorch_metric_learning"):
         methods[PEER] = _PytorchMetricLearnings()
     gate(methods)
-    x, w, y = data(ROWS, classes, DIM)
+    x, w, y = data(batch_size, classes, embedding_size)
     x.requires_grad_(), w.requires_grad_()
     seconds: dict[str, list[float]] = {"floor": [], **{name: [] for name in methods}}
     for step in range(steps + 1):
-        seconds["floor"].append(median(floor(ROWS, classes, DIM) for _ in range(5)))
+        seconds["floor"].append(median(floor(batch_size, classes, embedding_size) for _ in range(5)))
         for name, method in methods.items():
             x.grad = w.grad = None
             start = time.perf_counter()
@@ -162,30 +165,46 @@ def measure_time(classes: int, steps: int) -> list[dict[str, Any]]:
             for other in ("floor", "dense transcription")
         )
         rows.append(
-            {"what": "time", "rows": ROWS, "classes": classes, "dim": DIM, "way": name, "seconds": median(taken)}
+            {
+                "what": "time",
+                "batch_size": batch_size,
+                "classes": classes,
+                "embedding_size": embedding_size,
+                "method": name,
+                "seconds": median(taken),
+            }
             | {"of floor": of_floor, "of dense": of_dense}
         )
         print(f"| {name} | {median(taken):.2f} | {of_floor:.2f} | {of_dense:.2f} |", flush=True)
     return rows
 
 
-def measure_memory(classes: int) -> list[dict[str, Any]]:
+def measure_memory(batch_size: int, embedding_size: int, classes: int) -> list[dict[str, Any]]:
     found = []
-    for rows in (ROWS // 4, ROWS, 4 * ROWS):
-        x, w, y = data(rows, classes, DIM)
+    for rows in (batch_size // 4, batch_size, 4 * batch_size):
+        x, w, y = data(rows, classes, embedding_size)
         x.requires_grad_(), w.requires_grad_()
         rise = rise_of_peak(wb.comm.LocalCommunicator(), lambda x=x, w=w, y=y: ours(x, w, y).backward())
         assert rise is not None
-        beyond = (rise - 4 * (classes + rows) * DIM) / 1e6
-        found.append({"what": "memory", "rows": rows, "classes": classes, "dim": DIM, "way": "flat", "MB": beyond})
+        beyond = (rise - 4 * (classes + rows) * embedding_size) / 1e6
+        found.append(
+            {
+                "what": "memory",
+                "batch_size": rows,
+                "classes": classes,
+                "embedding_size": embedding_size,
+                "method": "flat",
+                "MB": beyond,
+            }
+        )
         print(f"| {rows} | {classes} | {beyond:.0f} | {4e-6 * rows * classes:.0f} |", flush=True)
     return found
 
 
 def whole_step(
-    head: wb.PartialFC, optimizer: torch.optim.Optimizer, rows: int, dim: int, generator: torch.Generator
+    head: wb.PartialFC, optimizer: torch.optim.Optimizer, rows: int, embedding_size: int, generator: torch.Generator
 ) -> float:
-    x = torch.randn(rows, dim, generator=generator).requires_grad_()
+    x = torch.randn(rows, embedding_size, generator=generator).requires_grad_()
     y = torch.randint(head.num_classes, (rows,), generator=generator)
     start = time.perf_counter()
     head(x, y).backward()
@@ -194,29 +213,41 @@ def whole_step(
     return time.perf_counter() - start
 
 
-def measure_samples(classes: int, steps: int) -> list[dict[str, Any]]:
+def measure_samples(batch_size: int, embedding_size: int, classes: int, steps: int) -> list[dict[str, Any]]:
     generator, methods = torch.Generator().manual_seed(0), {}
     for rate in (1.0, 0.1):
-        head = wb.PartialFC(DIM, classes, margin=wb.ArcFace(S, M), sample_rate=rate, memory="flat")
+        head = wb.PartialFC(embedding_size, classes, margin=wb.ArcFace(S, M), sample_rate=rate, memory="flat")
         methods[rate] = head, wb.SparseSGD(head.parameters(), lr=0.1), []
     for _ in range(steps + 1):
         for head, optimizer, seconds in methods.values():
-            seconds.append(whole_step(head, optimizer, ROWS, DIM, generator))
+            seconds.append(whole_step(head, optimizer, batch_size, embedding_size, generator))
     full, sampled = (seconds[1:] for *_, seconds in methods.values())
     share = median(a / b for a, b in zip(sampled, full, strict=True))
     print(f"| whole steps | {median(full):.2f} | sampled {median(sampled):.2f} | {share:.3f} |", flush=True)
-    row = {"what": "sample", "rows": ROWS, "classes": classes, "dim": DIM, "way": "0.1 of all"}
+    row = {
+        "what": "sample",
+        "batch_size": batch_size,
+        "classes": classes,
+        "embedding_size": embedding_size,
+        "method": "0.1 of all",
+    }
     return [row | {"seconds": median(sampled), "seconds of all": median(full), "of all": share}]
 
 
-def measure_million(steps: int, rows: int = 1024, dim: int = 128, classes: int = 1_000_000) -> list[dict[str, Any]]:
+def measure_million(batch_size: int, embedding_size: int, classes: int, steps: int) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
-    head = wb.PartialFC(dim, classes, margin=wb.ArcFace(S, M), sample_rate=0.1)
+    head = wb.PartialFC(embedding_size, classes, margin=wb.ArcFace(S, M), sample_rate=0.1)
     optimizer = wb.SparseSGD(head.parameters(), lr=0.1)
-    seconds = [whole_step(head, optimizer, rows, dim, generator) for _ in range(steps + 1)][1:]
+    seconds = [whole_step(head, optimizer, batch_size, embedding_size, generator) for _ in range(steps + 1)][1:]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
     print(f"| a million classes | {median(seconds):.2f} s per step | {peak:.0f} MB, the process |", flush=True)
-    row = {"what": "million", "rows": rows, "classes": classes, "dim": dim, "way": "0.1 of all"}
+    row = {
+        "what": "million",
+        "batch_size": batch_size,
+        "classes": classes,
+        "embedding_size": embedding_size,
+        "method": "0.1 of all",
+    }
     return [row | {"seconds": median(seconds), "process MB": peak}]
 
 
@@ -224,25 +255,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     all_of = ["time", "sample", "million", "memory"]
     parser.add_argument("what", nargs="*", help=", ".join(all_of), default=all_of)
+    parser.add_argument("--batch-size", type=int, default=2048)
+    parser.add_argument("--embedding-size", type=int, default=256)
+    parser.add_argument("--classes", type=int, default=100_000, help="twice as many for memory, ten times for million")
     parser.add_argument("--steps", type=int, default=5)
     arguments = parser.parse_args()
+    batch_size, embedding_size, classes = arguments.batch_size, arguments.embedding_size, arguments.classes
     torch.set_num_threads(2)
     rows: list[dict[str, Any]] = []
     if "million" in arguments.what:  # first: it reports the process's peak
-        rows += measure_million(arguments.steps)
+        rows += measure_million(batch_size // 2, embedding_size // 2, 10 * classes, arguments.steps)
     if "time" in arguments.what:
-        print("| way | s | of floor | of dense |\n|---|---|---|---|")
-        rows += measure_time(100_000, arguments.steps)
+        print("| method | s | of floor | of dense |\n|---|---|---|---|")
+        rows += measure_time(batch_size, embedding_size, classes, arguments.steps)
     if "sample" in arguments.what:
-        rows += measure_samples(100_000, arguments.steps)
+        rows += measure_samples(batch_size, embedding_size, classes, arguments.steps)
     if rows:
-        keep(RESULTS, rows, ["what", "rows", "classes", "dim", "way"])
+        keep(RESULTS, rows, ["what", "batch_size", "classes", "embedding_size", "method"])
     if "memory" in arguments.what:
         if "MALLOC_MMAP_THRESHOLD_" not in os.environ:  # an allocator that gives back what is freed
             os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-            os.execv(sys.executable, [sys.executable, sys.argv[0], "memory"])
-        print("| rows | classes | MB | MB of logits |\n|---|---|---|---|")
-        keep(RESULTS, measure_memory(200_000), ["what", "rows", "classes", "dim", "way"])
+            sizes = [f"--{name.replace('_', '-')}={value}" for name, value in vars(arguments).items() if name != "what"]
+            os.execv(sys.executable, [sys.executable, sys.argv[0], "memory", *sizes])
+        print("| batch size | classes | MB | MB of logits |\n|---|---|---|---|")
+        keep(
+            RESULTS,
+            measure_memory(batch_size, embedding_size, 2 * classes),
+            ["what", "batch_size", "classes", "embedding_size", "method"],
+        )
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ from wholebatch._processes import run_processes
 from wholebatch.bench.records import keep
 from wholebatch.planning.check import check, rates_here
 from wholebatch.planning.rates import Rates
-from wholebatch.planning.shapes import ExchangeUsed, LossName, Shapes
-from wholebatch.planning.sizes import DTYPES
+from wholebatch.planning.shapes import ExchangeUsed, Shapes
+from wholebatch.planning.sizes import LossName
 
 HERE = Path(__file__).parent
 RESULTS, PAGE, MARK = HERE / "results" / "plan.json", HERE.parent / "docs" / "planning.md", "<!-- plan -->"
@@ -53,7 +53,7 @@ class Case:
     dtype: str = "float32"
 
     def shapes(self) -> Shapes:
-        sizes = (self.batch_size, self.embedding_size, self.ranks, DTYPES[self.dtype])
+        sizes = (self.batch_size, self.embedding_size, self.ranks, getattr(torch, self.dtype))
         return Shapes(self.loss, *sizes, classes=self.classes, sample_rate=self.sample_rate)
 
     def label(self) -> str:
@@ -154,7 +154,7 @@ def measure() -> list[dict[str, Any]]:
         for ranks, dtype in sorted({(case.ranks, case.dtype) for case in CASES}):
             cases = [case for case in CASES if (case.ranks, case.dtype) == (ranks, dtype)]
             losses = tuple(dict.fromkeys(case.loss for case in cases))
-            rates = rates_here(losses, ranks, dtype=DTYPES[dtype], device="cpu")
+            rates = rates_here(losses, ranks, dtype=getattr(torch, dtype), device="cpu")
             for case in cases:
                 if case.chunk_size:
                     predicted_bytes, predicted = cached(case, rates)

@@ -7,11 +7,15 @@ import torch
 from torch.nn.functional import normalize
 
 import wholebatch as wb
+from wholebatch._declared_names import EXCHANGE_NAMES, LABELED_LOSSES, LOSS_NAMES, SWEPT_LOSSES
 from wholebatch.auditing import presets
+from wholebatch.bench import config as bench
 from wholebatch.bench.configuration import SUBJECTS
+from wholebatch.exchange import EXCHANGES
 from wholebatch.losses.catalog import CATALOG, Declaration, Sweep
 from wholebatch.planning.given import given
-from wholebatch.planning.shapes import LOSSES
+from wholebatch.planning.shapes import Shapes
+from wholebatch.planning.sizes import LOSSES, num_towers
 
 # Losses that need more than features, scale, bias and labels.
 OTHERS = {"moco", "distillation", "global_contrastive", "partial_fc"}
@@ -57,6 +61,15 @@ def test_planner_and_benchmarks_offer_the_losses_of_the_catalog():
     assert {entry.module.__name__ for entry in CATALOG.values()} <= {*presets.settings("wholebatch")}
     assert [CATALOG[name].work_units for name in ("clip", "info_nce", "siglip", "nt_xent")] == [4, 4, 3, 2]
     assert {*given("cpu", torch.float32).entry} == {*LOSSES}
+
+
+def test_names_read_from_the_source_are_those_of_the_modules():
+    assert {*CATALOG} == {*LOSS_NAMES}
+    assert {name for name, entry in CATALOG.items() if entry.sweep is not None} == {*SWEPT_LOSSES}
+    assert {name for name, entry in CATALOG.items() if entry.kind == "labeled"} == {*LABELED_LOSSES}
+    assert {*SUBJECTS} == {*bench.LOSSES}
+    assert EXCHANGES == EXCHANGE_NAMES
+    assert all(num_towers(name) == Shapes(name, 8, 8).towers for name in LOSSES)
 
 
 def test_a_loss_with_other_arguments_is_refused():

@@ -22,7 +22,8 @@ from wholebatch.partition import Partition
 from wholebatch.planning import DEVICES, Rates
 from wholebatch.planning.check import check
 from wholebatch.planning.given import given
-from wholebatch.planning.shapes import LOSSES, Shapes
+from wholebatch.planning.shapes import Shapes
+from wholebatch.planning.sizes import LOSSES
 from wholebatch.planning.subject import make_step
 from wholebatch.planning.work import work_of
 
@@ -335,7 +336,7 @@ def test_samples_of_classes_take_less_work_and_memory():
         ({"keep_graphs": 1, "encoder_bytes": 10}, "keep_graphs is a number of chunks: give chunk_size as well"),
         (
             {"keep_graphs": 9, "chunk_size": 16, "encoder_bytes": 1},
-            "keep_graphs must be at most the number of chunks, 8; got 9",
+            "keep_graphs must be from 0 to the number of chunks, 8; got 9",
         ),
         ({"loss": "partial_fc"}, "partial_fc needs classes, as in classes=1000000"),
         ({"loss": "clip", "classes": 10}, "classes belong to partial_fc; clip has none"),
@@ -466,9 +467,10 @@ def test_the_command_prints_a_table_or_json(capsys):
         ),
         (f"{SIZES} --measure --rates here.json", "one of the two"),
         (f"{SIZES} --save here.json", "--save writes the rates of --measure"),
-        (f"{SIZES} --rates nowhere.json", "nowhere.json does not hold"),
-        (f"{SIZES} --device tpu", "device must be one of cpu, cuda, t4"),
-        (f"{SIZES} --chunk-size 4", "chunk_size needs encoder_bytes"),
+        (f"{SIZES} --rates nowhere.json", "--rates: there is no file nowhere.json; --measure --save nowhere.json"),
+        (f"{SIZES} --rates pyproject.toml", "pyproject.toml does not hold rates as"),
+        (f"{SIZES} --device tpu", "--device must be one of cpu, cuda, t4"),
+        (f"{SIZES} --chunk-size 4", "--chunk-size needs --encoder-bytes"),
     ],
 )
 def test_mistakes_on_the_command_line_are_reported(capsys, arguments, message):

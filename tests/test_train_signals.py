@@ -19,9 +19,10 @@ from train_runs import TRAIN, metrics, options, recorded
 
 import wholebatch as wb
 from wholebatch.__main__ import main
+from wholebatch._launcher import launcher_size
 from wholebatch._user_error import UserError
 from wholebatch.testing import run_ranks
-from wholebatch.train import launch, launcher, local_ranks, signals
+from wholebatch.train import launch, local_ranks, signals
 from wholebatch.train.checkpoint import last_step
 from wholebatch.train.config import TrainConfig
 from wholebatch.train.lock import Lock
@@ -442,14 +443,14 @@ def test_other_readers_of_the_environment_raise_the_same_errors(capsys, monkeypa
 def test_the_variables_of_one_process_need_no_launcher(monkeypatch):
     for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)
-    assert launcher.launcher_size() is None
+    assert launcher_size() is None
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert launcher.launcher_size() is None
+    assert launcher_size() is None
     monkeypatch.setenv("RANK", "0")
-    assert launcher.launcher_size() is None
+    assert launcher_size() is None
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
-    assert launcher.launcher_size() == 2
+    assert launcher_size() == 2
 
 
 def test_a_lock_has_one_holder(tmp_path):

@@ -112,7 +112,7 @@ def main():
     losses()
     cached()
     print(wb.plan(batch_size=64, embedding_size=8, ranks=2))
-    report = wb.audit(problem, world_sizes=(1, 2))
+    report = wb.audit(problem, ranks=(1, 2))
     assert report.exact, report
     with tempfile.TemporaryDirectory() as folder:
         classifier(Path(folder))

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import select
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -48,11 +50,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; a mistake of the user's is one line on stderr.
 
     Returns:
-        0 if it succeeded; 1 if a gradient is wrong, nothing fits or a rank died; 2 for a mistake; 130 after Ctrl-C.
+        0 if it succeeded; 1 if a gradient is wrong, nothing fits or a rank died; 2 for a mistake; 130 after Ctrl-C; 141
+        if a pipe that reads the output is closed.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        if not _output_is_closed():
+            raise  # another pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter fails when it flushes
+        return 141
+
+
+def _output_is_closed() -> bool:
+    """Return whether the standard output is a pipe that nobody reads."""
+    if not hasattr(select, "poll"):
+        return True
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _run(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_usage())
+        print(_usage(), file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
     if arguments[0] == "--version":
         from wholebatch import __version__
@@ -60,7 +87,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"wholebatch {__version__}")
         return 0
     if arguments[0] not in _COMMANDS:
-        return _mistake("wholebatch", f"there is no command {arguments[0]!r}; choose one of: {', '.join(_COMMANDS)}")
+        near = get_close_matches(arguments[0], _COMMANDS, n=1)
+        meant = f"; perhaps you meant {near[0]}" if near else ""
+        return _mistake(
+            "wholebatch", f"there is no command {arguments[0]!r}; choose one of: {', '.join(_COMMANDS)}{meant}"
+        )
     prog, command = f"wholebatch {arguments[0]}", _COMMANDS[arguments[0]]
     missing = [name for name in ("torch", *command.packages) if find_spec(name) is None]
     if missing:
@@ -70,12 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"pip install -e '.[{command.extra}]'",
         )
     try:
-        code = importlib.import_module(command.module).main(arguments[1:], prog=prog) or 0
+        code = int(importlib.import_module(command.module).main(arguments[1:], prog=prog) or 0)
     except UserError as error:
         return _mistake(prog, str(error), error.exit_code)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
     if "WORLD_SIZE" in os.environ:
         # Under torchrun. gloo's threads outlive destroy_process_group, and occasionally abort a process that tears the
         # interpreter down ("terminate called without an active exception": any DDP program, torch 2.13). All output is
@@ -83,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    return int(code)
+    return code
 
 
 def _usage() -> str:

@@ -193,13 +193,13 @@ def check_weights(name: str, weights: object, of: str, rows: int) -> None:
         raise ValueError(f"{name} must have shape ({rows},), one for each row of {of}, got {tuple(weights.shape)}")
 
 
-def check_not_negative(name: str, weights: Tensor, least: float, total: float) -> float:
+def check_not_negative(name: str, weights: Tensor, minimum: float, total: float) -> float:
     """Return the sum of weights, given their minimum and their sum, if they are finite and not negative."""
     if not math.isfinite(total):
         wrong = weights[~weights.isfinite()]
         raise ValueError(f"{name} must be finite, got {wrong[0].item() if len(wrong) else total}")
-    if least < 0:
-        raise ValueError(f"{name} must not be negative, got {least}; 0 leaves an example out")
+    if minimum < 0:
+        raise ValueError(f"{name} must not be negative, got {minimum}; 0 leaves an example out")
     return total
 
 

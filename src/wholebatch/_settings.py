@@ -9,7 +9,6 @@ given value, and the likely fix.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,12 +48,14 @@ def check_flag(name: str, value: object) -> bool:
     return value
 
 
-def check_integer(name: str, value: object, *, least: int | None = None, most: int | None = None, of: str = "") -> int:
-    """Return value if it is an int from `least` to `most`, both included; `of` names the counted things in errors."""
-    accepted = f"an integer{_between(least, most)}{f', {of}' if of else ''}"
+def check_integer(
+    name: str, value: object, *, minimum: int | None = None, maximum: int | None = None, of: str = ""
+) -> int:
+    """Return value if it is an int from `minimum` to `maximum`; `of` names the counted things in errors."""
+    accepted = f"an integer{between(minimum, maximum)}{f', {of}' if of else ''}"
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"{name} must be {accepted}; got {shown(value)}{_as_python(value, 'int')}")
-    if (least is not None and value < least) or (most is not None and value > most):
+    if (minimum is not None and value < minimum) or (maximum is not None and value > maximum):
         raise ValueError(f"{name} must be {accepted}; got {shown(value)}")
     return value
 
@@ -167,26 +168,11 @@ def check_items(name: str, value: object, expected: str) -> list[Any]:
     return [*value]
 
 
-def environment_integer(variable: str, *, least: int, most: int | None = None, fix: str) -> int | None:
-    """Read an integer that a launcher has written into an environment variable; None if it is not set.
-
-    Raises:
-        ValueError: the variable holds no such integer; `fix` ends the message.
-    """
-    if variable not in os.environ:
-        return None
-    text = os.environ[variable].strip()
-    value = int(text) if text.isascii() and text.removeprefix("-").isdecimal() and len(text) < 10 else None
-    if value is None or value < least or (most is not None and value > most):
-        accepted = f"an integer{_between(least, most)}"
-        raise ValueError(f"the environment variable {variable} must be {accepted}, got {text!r}; {fix}")
-    return value
-
-
-def _between(least: int | None, most: int | None) -> str:
-    if least is None:
-        return "" if most is None else f" of at most {most}"
-    return f" of at least {least}" if most is None else f" from {least} to {most}"
+def between(minimum: int | None, maximum: int | None) -> str:
+    """Return the range of an integer as words that follow "an integer"."""
+    if minimum is None:
+        return "" if maximum is None else f" of at most {maximum}"
+    return f" of at least {minimum}" if maximum is None else f" from {minimum} to {maximum}"
 
 
 def _as_python(value: object, kind: str) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import warnings
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 def version(package: str) -> str | None:
@@ -25,6 +27,8 @@ def declare_torchvision_operators() -> None:
     They do not load with a CPU build of torch. Three peers import torchvision for their models; their losses never call
     these operators.
     """
+    import torch
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

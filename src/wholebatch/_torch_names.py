@@ -10,15 +10,15 @@ from . import partition as partition
 from . import planning as planning
 from . import reference as reference
 from . import testing as testing
-from .auditing import Problem as Problem
-from .auditing import audit as audit
+from .auditing._names import Problem as Problem
+from .auditing._names import audit as audit
 from .gradcache import GradCache as GradCache
 from .heads import PartialFC as PartialFC
 from .heads import SparseAdamW as SparseAdamW
 from .heads import SparseSGD as SparseSGD
 from .heads.margins import *  # noqa: F403
 from .losses import *  # noqa: F403
-from .planning import plan as plan
+from .planning._names import plan as plan
 
 if not _typing.TYPE_CHECKING:  # a type checker sees all; functional lists the functions
     __all__ = [name for name in globals() if not name.startswith("_") and not name.endswith("_loss")]

@@ -44,8 +44,8 @@ class Partition:
         >>> Partition.even(10, 4).counts
         (3, 3, 2, 2)
         """
-        check_integer("total", total, least=0, of="rows of all ranks")
-        check_integer("parts", parts, least=1, most=_MOST_PARTS, of="ranks")
+        check_integer("total", total, minimum=0, of="rows of all ranks")
+        check_integer("parts", parts, minimum=1, maximum=_MOST_PARTS, of="ranks")
         quotient, remainder = divmod(total, parts)
         return cls(tuple(quotient + (part < remainder) for part in range(parts)))
 
@@ -61,7 +61,7 @@ class Partition:
 
     def rows(self, rank: int) -> slice:
         """Return the global rows that `rank` owns."""
-        check_integer("rank", rank, least=0, most=len(self.counts) - 1, of="a rank of this partition")
+        check_integer("rank", rank, minimum=0, maximum=len(self.counts) - 1, of="a rank of this partition")
         start = sum(self.counts[:rank])
         return slice(start, start + self.counts[rank])
 
@@ -138,7 +138,7 @@ class Diagonal:
 
     def __post_init__(self) -> None:
         for name in ("row", "col", "length"):
-            check_integer(name, getattr(self, name), least=0)
+            check_integer(name, getattr(self, name), minimum=0)
 
     def within(self, tile: Tile) -> tuple[int, int, int]:
         """Return (row in the tile, column in the tile) where the diagonal enters it, and its entries in the tile."""

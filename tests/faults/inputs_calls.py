@@ -148,7 +148,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "caller": lambda: "inputs",
     "state": lambda: dict,
     "problem": lambda: problem,
-    "world_sizes": lambda: (1,),
+    **dict.fromkeys(("audit.ranks", "assert_exact.ranks"), lambda: (1,)),
     "fn": lambda: one,
     "rank": lambda: 0,
     "rows": lambda: slice(0, 4),

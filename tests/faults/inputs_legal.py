@@ -208,7 +208,7 @@ LEGAL: dict[str, str] = {
     "run_ranks.fn": _FUNCTION,
     "run_ranks.world_size": "three enum",
     "calibrate.losses": "empty_list",
-    "world_sizes": "integers range",
+    **dict.fromkeys(("audit.ranks", "assert_exact.ranks"), "integers range"),
     "encoder_flops": f"{_NOT_NEGATIVE} float_1e308",
     "bandwidth": f"{_POSITIVE} float_1e308",
 }

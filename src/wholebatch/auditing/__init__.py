@@ -5,9 +5,11 @@ rank's rows, which calls of a model received a gradient, and the losses of batch
 effect.
 """
 
-from .audit import audit
-from .causes import Cause
-from .problem import Problem
-from .report import Finding, Report, Row
+from typing import TYPE_CHECKING
 
-__all__ = ["Cause", "Finding", "Problem", "Report", "Row", "audit"]
+if TYPE_CHECKING:
+    from ._names import *  # noqa: F403
+else:  # the command line parses its options without torch
+    from .._lazy import lazy_names
+
+    __getattr__, __dir__ = lazy_names(__name__, "._names")

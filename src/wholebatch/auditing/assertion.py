@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .audit import audit
+from .driver import audit
 
 
 def assert_exact(
     problem: Any,  # as in `audit`
-    world_sizes: Sequence[int] = (1, 2, 3),
+    ranks: Sequence[int] = (1, 2, 3),
     **options: Any,  # of several types, as `audit` checks them
 ) -> None:
     """Assert that the gradient that W ranks end with is that of one process on the whole batch.
 
     Args:
         problem: as in :func:`wholebatch.audit`.
-        world_sizes: as in :func:`wholebatch.audit`.
+        ranks: as in :func:`wholebatch.audit`.
         **options: as in :func:`wholebatch.audit`.
 
     Raises:
@@ -26,9 +26,9 @@ def assert_exact(
 
     >>> import wholebatch as wb
     >>> def test_my_training_step():
-    ...     wb.testing.assert_exact("my_project.audits:clip", world_sizes=(1, 2, 4))
+    ...     wb.testing.assert_exact("my_project.audits:clip", ranks=(1, 2, 4))
     """
     __tracebackhide__ = True
-    report = audit(problem, world_sizes, **options)
+    report = audit(problem, ranks, **options)
     if not report.exact:
         raise AssertionError(str(report))

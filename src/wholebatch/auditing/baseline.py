@@ -70,14 +70,14 @@ def _check_deterministic(one: Measured, again: Measured) -> None:
 
 
 def make_baseline(
-    runs: Runs, measured: Measured, reference: Measured, world_sizes: Sequence[int], tolerance: float
+    runs: Runs, measured: Measured, reference: Measured, ranks: Sequence[int], tolerance: float
 ) -> tuple[Baseline, list[str]]:
     """Return the baseline for the rows that all splits have, and notes.
 
     Raises:
         UserError: if the rows cannot be split, or if there is nothing to compare.
     """
-    rows, notes = _common_rows(measured, world_sizes)
+    rows, notes = _common_rows(measured, ranks)
     whole = Trial((rows,), tuple(range(rows)))
     if rows == measured.facts.rows:
         measured = replace(measured, trial=whole)
@@ -92,7 +92,7 @@ def make_baseline(
         )
     groups = grouped(reference.gradients)
     eval_modules: tuple[EvalModules, ...] = ()
-    if measured.answers[0].drew and max(world_sizes) > 1:
+    if measured.answers[0].drew and max(ranks) > 1:
         eval_modules = _without_randomness(runs, whole)
         modules = "its dropout modules" if eval_modules == ("dropout",) else "the model"
         notes.append(f"on several ranks with {modules} in evaluation mode, because ranks draw different random numbers")
@@ -101,18 +101,18 @@ def make_baseline(
     return Baseline(measured, reference, groups, made, total, tolerance, None, eval_modules, close), notes
 
 
-def _common_rows(measured: Measured, world_sizes: Sequence[int]) -> tuple[int, list[str]]:
+def _common_rows(measured: Measured, ranks: Sequence[int]) -> tuple[int, list[str]]:
     """Return how many of the batch's rows are used, and notes."""
     rows = measured.facts.rows
     if measured.facts.uneven:
-        if rows < max(world_sizes):
-            raise UserError(f"a batch of {rows} rows cannot be split over {max(world_sizes)} ranks: give it more rows")
+        if rows < max(ranks):
+            raise UserError(f"a batch of {rows} rows cannot be split over {max(ranks)} ranks: give it more rows")
         return rows, []
-    multiple = math.lcm(*world_sizes)
+    multiple = math.lcm(*ranks)
     even = rows - rows % multiple
     if not even:
         raise UserError(
-            f"a batch of {rows} rows cannot be split evenly over {_listed(world_sizes)} ranks: give it a multiple of "
+            f"a batch of {rows} rows cannot be split evenly over {_listed(ranks)} ranks: give it a multiple of "
             f"{multiple} rows, or uneven=True where ranks may have different numbers"
         )
     if even == rows:
@@ -129,7 +129,7 @@ def _without_randomness(runs: Runs, whole: Trial) -> tuple[EvalModules, ...]:
             return eval_modules
     raise UserError(
         "the forward pass draws random numbers, in evaluation mode, too, and several ranks draw other numbers than one "
-        "process: make them part of the batch, or audit with world_sizes=(1,) alone"
+        "process: make them part of the batch, or audit with ranks=(1,) alone"
     )
 
 

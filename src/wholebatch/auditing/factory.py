@@ -13,6 +13,7 @@ import torch
 
 from .._processes import preload, start_server
 from .._user_error import UserError
+from .arguments import split_name
 from .batch import to_dtype
 from .problem import Problem, modules
 from .randomness import seed_all
@@ -31,12 +32,7 @@ def find(name: str) -> Factory:
     Raises:
         UserError: if there is no such module, or it cannot be imported, or has no such function.
     """
-    module_name, colon, attribute = name.partition(":")
-    if not colon or not module_name or not attribute or module_name.startswith("."):
-        raise UserError(
-            f"name the problem as MODULE:FUNCTION, as in my_project.audits:clip, where MODULE is as in an import; "
-            f"got {name!r}"
-        )
+    module_name, attribute = split_name(name)
     known = set(sys.modules)
     if module_name.startswith("wholebatch."):
         preload(module_name)

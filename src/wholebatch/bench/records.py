@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import wholebatch as wb
 from wholebatch._bounded_json import parse_json
 from wholebatch._files import read_bounded
@@ -61,6 +59,8 @@ def read(file: Path, needed: Sequence[str]) -> list[dict[str, Any]]:
 
 def about() -> dict[str, str]:
     """Return the machine, the versions and, in a checkout, the commit."""
+    import torch  # here, because options are checked without it
+
     facts = {
         "machine": f"{_processor()}, {os.cpu_count()} cores",
         "torch": torch.__version__,

@@ -425,7 +425,7 @@ class Communicator(RowEntry, MessageEntry):
 
         def state() -> Facts:
             if color is not None:
-                check_integer("color", color, least=-(2**63), most=2**63 - 1, of="or None")
+                check_integer("color", color, minimum=-(2**63), maximum=2**63 - 1, of="or None")
             return {"color": color, "name": uuid4().hex}
 
         self.transport.check_open()

@@ -31,7 +31,7 @@ class MessageEntry(CallEntry):
         self.transport.check_open()
         self._refuse_dropped_handles()
         largest = self.transport.max_tag // (CHANNELS * tags_of_one(self.transport)) - 1
-        check_integer("tag", end.tag, least=0, most=largest)
+        check_integer("tag", end.tag, minimum=0, maximum=largest)
         if self._epoch(end) >= EPOCHS:
             raise ValueError(
                 f"{EPOCHS} messages {end.direction} rank {end.peer} with tag {end.tag} did not match their other end; "

@@ -7,17 +7,13 @@ import os
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._settings import environment_integer
+from .._launcher import LAUNCHED_SIZES, launched_processes
 from .communicator import Communicator
 from .local import LocalCommunicator
 from .mpi import MPICommunicator
 from .torch_distributed import TorchCommunicator
 
 Group = Communicator | dist.ProcessGroup | DeviceMesh | None
-
-# Variables with the number of processes that a launcher has started: torchrun, Open MPI, MPICH and its relatives.
-MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-_LAUNCHED = ("WORLD_SIZE", *MPI_SIZES)
 
 
 def check_group(group: object) -> None:
@@ -52,7 +48,7 @@ def select_communicator(group: object) -> Communicator:
     if group is None:
         if dist.is_available() and dist.is_initialized():
             return TorchCommunicator()
-        for variable in _LAUNCHED:
+        for variable in LAUNCHED_SIZES:
             if launched_processes(variable) > 1:
                 raise ValueError(
                     f"a launcher has started {os.environ[variable]} processes ({variable}), but torch.distributed is "
@@ -65,13 +61,3 @@ def select_communicator(group: object) -> Communicator:
         return TorchCommunicator(group)
     check_group(group)
     return MPICommunicator(group)
-
-
-def launched_processes(variable: str) -> int:
-    """Return the number of processes that a launcher has started, from an environment variable; 1 if it is not set.
-
-    Raises:
-        ValueError: if it is no such number.
-    """
-    fix = "a launcher sets it to the number of its processes; unset it where there is no launcher"
-    return environment_integer(variable, least=1, fix=fix) or 1

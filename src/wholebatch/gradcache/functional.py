@@ -190,7 +190,7 @@ def gather_input_tensor(
         ValueError: on every rank, if tensors differ in dtype or in another dimension than `axis`, or if a launcher has
             started several processes and there is no process group.
     """
-    check_integer("axis", axis, least=-64, most=63)
+    check_integer("axis", axis, minimum=-64, maximum=63)
     check_group(group)
     if func is None:
         return lambda func: gather_input_tensor(check_callable("func", func), axis, group=group)

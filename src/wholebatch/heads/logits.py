@@ -76,7 +76,7 @@ class Logits:
         check_choice("margin_grad", self.margin_grad, GRADIENTS)
         check_choice("normalize", self.normalize, get_args(Normalize))
         check_label_smoothing(self.label_smoothing)
-        check_integer("ignore_index", self.ignore_index, least=-(2**63), most=2**63 - 1)
+        check_integer("ignore_index", self.ignore_index, minimum=-(2**63), maximum=2**63 - 1)
         if cosine is not None and not -1.0 <= check_real("exclude_above", cosine) <= 1.0:
             raise ValueError(f"exclude_above must be a cosine from -1 to 1, or None; got {cosine!r}")
         name = type(margin).__name__

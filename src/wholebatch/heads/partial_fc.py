@@ -153,7 +153,7 @@ class PartialFC(nn.Module):
                 f"unbiased needs a sample_rate above 0 and label_smoothing=0, got sample_rate={sample_rate} and "
                 f"label_smoothing={label_smoothing}; change these or pass unbiased=False"
             )
-        check_integer("seed", seed, least=-(2**63), most=2**63 - 1)
+        check_integer("seed", seed, minimum=-(2**63), maximum=2**63 - 1)
         if dtype is not None:
             check_floating_dtype("dtype", dtype)
         if device is not None:
@@ -343,7 +343,7 @@ class PartialFC(nn.Module):
 
         def state() -> dict[str, Any]:
             head_facts = self.facts()
-            check_integer("root", root, least=0, most=comm.size - 1, of="a rank")
+            check_integer("root", root, minimum=0, maximum=comm.size - 1, of="a rank")
             return {**head_facts, "root": root}
 
         comm.handshake(state, caller=f"PartialFC.{name}", must_match=(*OF_HEAD, "root"))

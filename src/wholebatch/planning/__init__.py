@@ -1,9 +1,10 @@
 """The planner: predict memory, time and bytes sent of a step before it runs."""
 
-from .calibrate import calibrate
-from .given import DEVICES
-from .options import plan
-from .rates import Rates
-from .report import Option, Plan
+from typing import TYPE_CHECKING
 
-__all__ = ["DEVICES", "Option", "Plan", "Rates", "calibrate", "plan"]
+if TYPE_CHECKING:
+    from ._names import *  # noqa: F403
+else:  # the command line parses its options without torch
+    from .._lazy import lazy_names
+
+    __getattr__, __dir__ = lazy_names(__name__, "._names")

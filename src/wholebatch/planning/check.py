@@ -12,9 +12,10 @@ from .._measure import map_each_tensor, rise_of_peak, seconds_of, threads_of_a_r
 from .._processes import run_processes
 from ..comm import Communicator, select_communicator
 from ..sweep import Memory
-from .calibrate import calibrate
+from .calibration import calibrate
 from .rates import Rates
-from .shapes import ExchangeUsed, LossName, Shapes
+from .shapes import ExchangeUsed, Shapes
+from .sizes import LossName
 from .subject import make_step
 from .work import work_of
 

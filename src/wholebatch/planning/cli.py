@@ -1,31 +1,22 @@
-"""The command `wholebatch plan`: print a plan, and check it on this machine."""
+"""The command `wholebatch plan`: options, checked before torch is imported."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from math import inf, isfinite
 from pathlib import Path
+from typing import Annotated, Any
 
-import torch
 import tyro
 
-from .._processes import RankError
-from .._user_error import UserError
-from .check import Measured, check, rates_here
-from .display import print_measured, print_plan
-from .given import given
-from .options import plan
-from .rates import Rates
-from .report import Plan
-from .shapes import LossName, Shapes
-from .sizes import DTYPES
+from .._user_error import UserError, option
+from .rates import Rates, check_rates
+from .sizes import DTYPES, LOSSES, Sizes
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_CHECK_S = 15.0  # of each setting
 
 
 @dataclass(frozen=True)
@@ -43,7 +34,7 @@ class PlanConfig:
     """d, numbers of a feature."""
     ranks: int = 1
     """W, number of ranks."""
-    loss: LossName | None = None
+    loss: Annotated[str | None, tyro.conf.arg(metavar=f"{{{','.join(LOSSES)}}}")] = None
     """The loss; by default clip, with --classes partial_fc."""
     dtype: str = "float32"
     """Precision of the features: float32, bfloat16, float16, float64."""
@@ -55,7 +46,7 @@ class PlanConfig:
     """Bytes of parameters, optimizer and all else that a rank holds throughout."""
     gradient_bytes: str = "0"
     """Bytes of the parameters' gradients, which appear in the backward pass."""
-    encoder_bytes: tuple[str, ...] = ()
+    encoder_bytes: tuple[str, ...] = ("0",)
     """Bytes of activations that an encoder keeps of one row; one number for all encoders, or one for each. With it,
     gradient caching is planned, too."""
     encoder_flops: float = 0.0
@@ -89,35 +80,25 @@ def main(argv: Sequence[str], *, prog: str) -> int:
     """
     config = tyro.cli(PlanConfig, args=list(argv), prog=prog)
     _check(config)
-    measured: list[Measured] = []
-    if config.measure:
-        estimated = replace(given("cpu", torch.float32), device=config.device)  # to report mistakes in sizes first
-        found = _plan(config, _rates_here(config, _plan(config, estimated)))
-        measured = _checks(config, found)
-    else:
-        found = _plan(config, None if config.rates is None else Rates.from_json(config.rates))
-    if config.json:
-        of_checks = [{**asdict(one), "shapes": {**asdict(one.shapes), "dtype": found.dtype}} for one in measured]
-        print(json.dumps({**found.to_dict(), **({"measured": of_checks} if measured else {})}, indent=1))
-    else:
-        print_plan(found)
-        if measured:
-            print_measured(measured)
-        elif config.measure:
-            print("no option fits, so none was run")
-    return 0 if found.chosen is not None else 1
+    arguments = _arguments(config)
+    sizes = Sizes.from_arguments(**arguments, spelled=option)
+    sizes.check()
+    rates = None if config.rates is None else _rates(config.rates)
+    if rates is not None:
+        check_rates(rates.with_wire(sizes.bandwidth), sizes.loss, DTYPES[sizes.dtype], sizes.device, sizes.ranks)
+    from .command import run
+
+    return run(arguments, rates, measure=config.measure, save=config.save, as_json=config.json)
 
 
 def _check(config: PlanConfig) -> None:
-    missing = [
-        f"--{name.replace('_', '-')}" for name in ("batch_size", "embedding_size") if getattr(config, name) is None
-    ]
+    missing = [option(name) for name in ("batch_size", "embedding_size") if getattr(config, name) is None]
     if missing:
         raise UserError(
             f"{' and '.join(missing)} must be given: examples on all ranks, and numbers of a feature; as in "
             "wholebatch plan --batch-size 65536 --embedding-size 768 --ranks 8 --device h200"
         )
-    if config.measure and config.device not in ("cpu", "cuda"):
+    if config.measure and config.device.lower() not in ("cpu", "cuda"):
         raise UserError(f"--measure runs on this machine: --device cpu or cuda, got {config.device!r}")
     if config.measure and config.rates is not None:
         raise UserError("--measure measures rates here, --rates reads them from a file: give one of the two")
@@ -125,71 +106,51 @@ def _check(config: PlanConfig) -> None:
         raise UserError("--save writes the rates of --measure: give both")
     if config.save is not None and not config.save.parent.is_dir():
         raise UserError(f"--save: there is no folder {config.save.parent}")
+    if config.save is not None and config.save.is_dir():
+        raise UserError(f"--save must be a file, {config.save} is a folder; as in --save {config.save / 'rates.json'}")
     if config.measure and "WORLD_SIZE" in os.environ:
         raise UserError("--measure starts its own processes: run it without torchrun")
-    if config.measure and config.device == "cuda" and torch.cuda.device_count() < config.ranks:
-        raise UserError(
-            f"--measure needs a GPU for each of {config.ranks} ranks, and there are {torch.cuda.device_count()}"
-        )
 
 
-def _plan(config: PlanConfig, rates: Rates | None) -> Plan:
-    assert config.batch_size is not None
-    assert config.embedding_size is not None
-    return plan(
-        batch_size=config.batch_size,
-        embedding_size=config.embedding_size,
-        ranks=config.ranks,
-        loss=config.loss,
-        dtype=config.dtype,
-        device=config.device,
-        memory_limit=None if config.memory_limit is None else number_of_bytes("memory-limit", config.memory_limit),
-        model_bytes=number_of_bytes("model-bytes", config.model_bytes),
-        gradient_bytes=number_of_bytes("gradient-bytes", config.gradient_bytes),
-        encoder_bytes=tuple(number_of_bytes("encoder-bytes", text) for text in config.encoder_bytes) or 0,
-        encoder_flops=config.encoder_flops,
-        chunk_size=config.chunk_size,
-        keep_graphs=config.keep_graphs,
-        classes=config.classes,
-        sample_rate=config.sample_rate,
-        bandwidth=None if config.bandwidth is None else number_of_bytes("bandwidth", config.bandwidth),
-        rates=rates,
-    )
+def _rates(path: Path) -> Rates:
+    if not path.exists():
+        raise UserError(f"--rates: there is no file {path}; --measure --save {path} writes one")
+    return Rates.from_json(path)
 
 
-def _rates_here(config: PlanConfig, sizes: Plan) -> Rates:
-    try:
-        rates = rates_here((sizes.loss,), sizes.ranks, dtype=DTYPES[sizes.dtype], device=config.device)
-    except RankError as error:
-        raise UserError(f"the calibration failed: {error}") from error
-    if config.save is not None:
-        try:
-            config.save.write_text(rates.to_json())
-        except OSError as error:
-            raise UserError(f"--save cannot write {config.save}: {error}") from error
-    return rates
+def _arguments(config: PlanConfig) -> dict[str, Any]:
+    """Return the arguments of :func:`wholebatch.plan`, without rates."""
+    return {
+        "batch_size": config.batch_size,
+        "embedding_size": config.embedding_size,
+        "ranks": config.ranks,
+        "loss": config.loss,
+        "dtype": config.dtype,
+        "device": config.device.lower(),
+        "memory_limit": _bytes("memory_limit", config.memory_limit, positive=True),
+        "model_bytes": _bytes("model_bytes", config.model_bytes),
+        "gradient_bytes": _bytes("gradient_bytes", config.gradient_bytes),
+        "encoder_bytes": tuple(_bytes("encoder_bytes", text) for text in config.encoder_bytes),
+        "encoder_flops": config.encoder_flops,
+        "chunk_size": config.chunk_size,
+        "keep_graphs": config.keep_graphs,
+        "classes": config.classes,
+        "sample_rate": config.sample_rate,
+        "bandwidth": _bytes("bandwidth", config.bandwidth, positive=True),
+    }
 
 
-def _checks(config: PlanConfig, found: Plan) -> list[Measured]:
-    """Run each option that fits, once."""
-    shapes = Shapes(
-        found.loss, found.batch_size, found.embedding_size, found.ranks, DTYPES[found.dtype], config.device,
-        config.classes or 0, 1.0 if config.sample_rate is None else config.sample_rate,
-    )  # fmt: skip
-    settings = {(option.exchange or "gather", option.memory): None for option in found.options if option.fits}
-    try:
-        return [
-            check(shapes, exchange, memory, found.rates, within_s=_CHECK_S)  # type: ignore[arg-type]
-            for exchange, memory in settings
-        ]
-    except RankError as error:
-        raise UserError(f"a check on this machine failed: {error}") from error
+def _bytes(name: str, text: str | None, *, positive: bool = False) -> int | None:
+    number = None if text is None else number_of_bytes(option(name), text)
+    if number == 0 and positive:
+        raise UserError(f"{option(name)} must be above 0, such as 80GB; got {text!r}")
+    return number
 
 
 def number_of_bytes(name: str, text: str) -> int:
-    """Return the number of bytes in a text such as 80GB.
+    """Return the number of bytes in a text such as 80GB; `name` is the option's.
 
-    >>> number_of_bytes("limit", "80GB"), number_of_bytes("limit", "1.5 MiB"), number_of_bytes("limit", "1e3")
+    >>> number_of_bytes("--x", "80GB"), number_of_bytes("--x", "1.5 MiB"), number_of_bytes("--x", "1e3")
     (80000000000, 1572864, 1000)
 
     Raises:
@@ -198,5 +159,5 @@ def number_of_bytes(name: str, text: str) -> int:
     found = re.fullmatch(r"\s*([0-9]+[.]?[0-9]*(?:e[0-9]+)?)\s*([a-z]*?)b?\s*", text.lower())
     number = inf if found is None else float(found[1]) * _UNITS.get(found[2], inf)
     if not isfinite(number):
-        raise UserError(f"--{name} must be a number of bytes, such as 80GB, 64MiB or 1e9; got {text!r}")
+        raise UserError(f"{name} must be a number of bytes, such as 80GB, 64MiB or 1e9; got {text!r}")
     return int(number)

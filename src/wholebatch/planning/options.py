@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from .._measure import free_memory
+from .._settings import shown
 from .._user_error import UserError
 from .given import given
-from .rates import Rates
+from .rates import Rates, check_rates
 from .report import Option, Plan
-from .shapes import PARTIAL_FC, LossName, Shapes
-from .sizes import Sizes, check_rates
+from .shapes import Shapes
+from .sizes import DTYPES, LossName, Sizes
 from .step import Setting, Step, largest_batch, num_chunks, peak_with, worthwhile_settings
 from .work import work_of
 
@@ -86,27 +88,26 @@ def plan(
     >>> found.chosen.fits, found.chosen.call
     (True, 'wb.CLIPLoss(memory=1207959552)')
     """
-    device = device.lower() if isinstance(device, str) else device
-    name = loss if loss is not None else PARTIAL_FC if classes is not None else "clip"
-    one: object = encoder_bytes
-    activations = tuple(one) if isinstance(one, Sequence) and not isinstance(one, str) else (one,)
-    sizes = Sizes(
-        batch_size=batch_size, embedding_size=embedding_size, ranks=ranks, loss=name, dtype=dtype, device=device,
-        memory_limit=memory_limit, model_bytes=model_bytes, gradient_bytes=gradient_bytes,
-        activations=activations,
-        encoder_flops=encoder_flops, chunk_size=chunk_size, keep_graphs=keep_graphs, classes=classes,
-        sample_rate=sample_rate, bandwidth=bandwidth, rates=rates,
+    sizes = Sizes.from_arguments(
+        batch_size=batch_size, embedding_size=embedding_size, ranks=ranks, loss=loss, dtype=_name_of(dtype),
+        device=device, memory_limit=memory_limit, model_bytes=model_bytes, gradient_bytes=gradient_bytes,
+        encoder_bytes=encoder_bytes, encoder_flops=encoder_flops, chunk_size=chunk_size, keep_graphs=keep_graphs,
+        classes=classes, sample_rate=sample_rate, bandwidth=bandwidth,
     )  # fmt: skip
     sizes.check()
-    rates = (given(device, sizes.torch_dtype) if rates is None else rates).with_wire(bandwidth)
-    check_rates(rates, name, sizes.torch_dtype, device, ranks)
+    if not isinstance(rates, Rates | None):
+        raise UserError(f"rates must be wholebatch.planning.Rates, or None; got {shown(rates)}")
+    name, device = sizes.loss, sizes.device
+    of_features: torch.dtype = getattr(torch, DTYPES[sizes.dtype])
+    rates = (given(device, of_features) if rates is None else rates).with_wire(bandwidth)
+    check_rates(rates, name, DTYPES[sizes.dtype], device, ranks)
     shapes = Shapes(
-        name, batch_size, embedding_size, ranks, sizes.torch_dtype, rates.device, classes or 0,
+        name, batch_size, embedding_size, ranks, of_features, rates.device, classes or 0,
         1.0 if sample_rate is None else sample_rate,
     )  # fmt: skip
     of_towers = sizes.activations * shapes.towers if len(sizes.activations) == 1 else sizes.activations
     step = Step(shapes, model_bytes, gradient_bytes, of_towers if any(of_towers) else (), encoder_flops)
-    limit = _limit(device, sizes.torch_dtype, ranks) if memory_limit is None else memory_limit
+    limit = _limit(device, of_features, ranks) if memory_limit is None else memory_limit
     options = [
         _option(step, setting, limit, rates) for setting in worthwhile_settings(step, limit, chunk_size, keep_graphs)
     ]
@@ -115,7 +116,7 @@ def plan(
         batch_size=batch_size,
         embedding_size=embedding_size,
         ranks=ranks,
-        dtype=str(sizes.torch_dtype).removeprefix("torch."),
+        dtype=DTYPES[sizes.dtype],
         device=device,
         limit=limit,
         rates=rates,
@@ -123,6 +124,11 @@ def plan(
         chosen=_choice([option for option in options if option.fits], encoders=bool(encoder_flops)),
         encoders=bool(encoder_flops),
     )
+
+
+def _name_of(dtype: Any) -> Any:  # whatever a user gives; `Sizes` checks it
+    """Return the name of a dtype that may be given by its name."""
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
 
 
 def _choice(fitting: Sequence[Option], *, encoders: bool) -> Option | None:

@@ -17,11 +17,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from math import inf, log
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .._bounded_json import parse_json
 from .._files import read_bounded
 from .._user_error import UserError
-from .work import Work
+
+if TYPE_CHECKING:  # it imports torch
+    from .work import Work
 
 _MOST_BYTES = 2**20
 
@@ -122,6 +125,25 @@ class Rates:
     def with_wire(self, wire: float | None) -> Rates:
         """Return the same rates with another network, if one is given."""
         return self if wire is None else replace(self, wire=wire, source=f"{self.source}; network as given")
+
+
+def check_rates(rates: Rates, loss: str, dtype: str, device: str, ranks: int) -> None:
+    """Raise an error unless the rates were taken for this loss, dtype, device and number of ranks."""
+    rates.check()
+    kind = "cpu" if device == "cpu" else "cuda"
+    for name, theirs, ours in (
+        ("device", rates.device, kind),
+        ("dtype", rates.dtype, dtype),
+        ("ranks", rates.ranks, ranks),
+    ):
+        if theirs is not None and theirs != ours:
+            raise UserError(
+                f"these rates were measured for {name} {theirs}, and this is a plan for {ours}: measure again"
+            )
+    if loss not in rates.entry:
+        raise UserError(f"these rates are of {', '.join(rates.entry)}: measure them with --loss {loss}")
+    if ranks > 1 and rates.wire is None:
+        raise UserError(f"these rates are of one rank, without a network: measure on {ranks} ranks, or give bandwidth")
 
 
 def seconds_of_products(work: Work, products: float, again: float) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 from .._text_table import format_rows
 from ..sweep.memory import Memory
 from .rates import Rates
-from .shapes import LossName
+from .sizes import LossName
 from .units import amount, duration, operations
 
 _COLUMNS = ("", "exchange", "similarities", "encoders", "peak", "sent", "FLOP", "time", "largest batch", "remark")

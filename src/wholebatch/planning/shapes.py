@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -17,13 +16,7 @@ from ..losses.catalog import CATALOG, Declaration
 from ..partition import Partition
 from ..sweep import default_side
 from ..sweep.memory import Budget, Memory, fit
-
-PARTIAL_FC = "partial_fc"  # a head, with classes instead of a second tower
-LOSSES = (*(name for name, entry in CATALOG.items() if entry.sweep is not None), PARTIAL_FC)
-if TYPE_CHECKING:
-    LossName = str
-else:
-    LossName = Literal[LOSSES]  # the command line lists them
+from .sizes import PARTIAL_FC, LossName
 
 
 @dataclass(frozen=True)

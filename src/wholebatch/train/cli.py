@@ -10,9 +10,10 @@ from pathlib import Path
 
 import tyro
 
+from .._launcher import launcher_size
 from .._user_error import UserError
 from .config import DEFAULTS, TrainConfig, check_data_path
-from .launcher import launcher_size, number_of_ranks
+from .launcher import number_of_ranks
 from .lock import check_is_free
 from .resume import check_same_run, read_config
 
@@ -47,7 +48,11 @@ def _check(config: TrainConfig) -> None:
         return
     if config.data != "glyphs":
         check_data_path(Path(config.data))
-    if config.resume is None and config.run_folder is not None and config.run_folder.is_dir():
+    if config.resume is not None or config.run_folder is None:
+        return
+    if config.run_folder.is_file():
+        raise UserError(f"--run-folder must be a folder, {str(config.run_folder)!r} is a file; choose another name")
+    if config.run_folder.is_dir():
         with suppress(OSError):  # the run folder itself reports it
             check_is_free(config.run_folder)
 

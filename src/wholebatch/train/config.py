@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from .._bounded_json import parse_json
-from .._loss_names import LOSS_NAMES
+from .._declared_names import LOSS_NAMES
 from .._settings import shown
-from .._user_error import UserError
+from .._user_error import UserError, option
 
 LOSSES = (*LOSS_NAMES, "global_contrastive")
 if TYPE_CHECKING:
@@ -134,8 +134,10 @@ class TrainConfig:
         for name, largest in _LARGEST.items():
             _require(_get(self, name) <= largest, name, f"at most {largest}", _get(self, name))
         _require("\0" not in self.data, "data", "'glyphs' or a path", repr(self.data))
-        for name in ("warmup_steps", "weight_decay", "augment", "chunk_size"):
+        for name in ("warmup_steps", "chunk_size"):
             _require(getattr(self, name) >= 0, name, "at least 0", getattr(self, name))
+        for name in ("weight_decay", "augment"):
+            _require(0 <= getattr(self, name) <= 1e30, name, "in [0, 1e30]", getattr(self, name))
         _require(0 < self.learning_rate <= 1e30, "learning_rate", "in (0, 1e30]", self.learning_rate)
         _require(-(2**63) <= self.seed < 2**63, "seed", "an integer of 64 bits", self.seed)
         _require(self.device in ("auto", "cpu", "cuda"), "device", "'auto', 'cpu' or 'cuda'", self.device)
@@ -255,21 +257,14 @@ def differences(saved: TrainConfig, asked: TrainConfig) -> dict[str, tuple[Any, 
     return {name: (old, new) for name, (old, new) in values.items() if old != new}
 
 
-def option(name: str) -> str:
-    """Return the command-line option of a field.
-
-    >>> option("model.text_width")
-    '--model.text-width'
-    """
-    return f"--{name.replace('_', '-')}"
-
-
 def check_data_path(path: Path) -> None:
     """Raise UserError unless `path` is an existing file of pairs, by its ending."""
     if path.suffix not in (".jsonl", ".csv"):
         raise UserError(f"--data must be 'glyphs' or a .jsonl or .csv file, got {str(path)!r}")
     if not path.exists():
         raise UserError(f"--data: there is no file {str(path)!r}")
+    if path.is_dir():
+        raise UserError(f"--data must be a file, {str(path)!r} is a folder")
 
 
 def _names(config: TrainConfig) -> list[str]:

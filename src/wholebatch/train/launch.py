@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._launcher import launcher_size
 from .._measure import threads_of_a_rank
 from .._user_error import UserError
 from .all_ranks import on_all_ranks
@@ -21,7 +22,7 @@ from .audited import audit_start
 from .checkpoint import last_step
 from .config import TrainConfig
 from .data import Data, load_data, make_task
-from .launcher import launcher_size, number_of_ranks
+from .launcher import number_of_ranks
 from .local_ranks import RankDiedError, is_connection_error, one_line, run_local_ranks
 from .loop import train
 from .planned import plan_start

@@ -6,7 +6,7 @@ import torch
 
 import wholebatch as wb
 from wholebatch.losses.catalog import CATALOG
-from wholebatch.planning.shapes import LOSSES
+from wholebatch.planning.sizes import LOSSES
 from wholebatch.planning.units import amount
 
 from .config import TrainConfig

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from .._bounded_json import unsealed
 from .._files import read_bounded
-from .._user_error import UserError
-from .config import TrainConfig, differences, option
+from .._user_error import UserError, option
+from .config import TrainConfig, differences
 
 CONFIG = "config.json"
 MOST_CONFIG_BYTES = 2**20

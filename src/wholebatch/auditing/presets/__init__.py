@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from ..._third_party import version
 from ..._user_error import UserError
-from ..problem import Problem
+
+if TYPE_CHECKING:  # it imports torch
+    from ..problem import Problem
 
 PACKAGES: dict[str, tuple[str, ...]] = {
     "recipes": (),
@@ -24,17 +27,22 @@ PACKAGES: dict[str, tuple[str, ...]] = {
 _MODULES = {"pml": "pytorch_metric_learning"}  # where it is not the preset's name
 
 
+def check_installed(name: str) -> None:
+    """Raise UserError if there is no such preset, or its packages are not installed."""
+    if name not in PACKAGES:
+        raise UserError(f"there is no preset {name!r}; choose one of: {', '.join(PACKAGES)}")
+    missing = [package for package in PACKAGES[name] if version(package) is None]
+    if missing:
+        raise UserError(f"preset {name!r} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+
+
 def settings(name: str) -> Mapping[str, Callable[[], Problem]]:
     """Return a preset's factories by setting.
 
     Raises:
         UserError: if there is no such preset, or its packages are not installed.
     """
-    if name not in PACKAGES:
-        raise UserError(f"there is no preset {name!r}; choose one of: {', '.join(PACKAGES)}")
-    missing = [package for package in PACKAGES[name] if version(package) is None]
-    if missing:
-        raise UserError(f"preset {name!r} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    check_installed(name)
     found: Mapping[str, Callable[[], Problem]] = importlib.import_module(module_name(name)).SETTINGS
     return found
 

@@ -15,6 +15,7 @@ import torch
 from .._settings import shown
 from .._user_error import UserError
 from . import causes, multi_rank, one_process
+from .arguments import check_arguments
 from .baseline import first_run, make_baseline
 from .batch import splits
 from .compare import Comparison, compare, norm, number, same
@@ -26,12 +27,11 @@ from .suppress_output import suppress_output
 from .trial import Facts, Trial
 
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
-_MOST_SECONDS = 1e9
 
 
 def audit(
     problem: Any,  # a factory of whatever form a user has: it is called, and its result is checked
-    world_sizes: Sequence[int] = (1, 2, 3),
+    ranks: Sequence[int] = (1, 2, 3),
     *,
     tolerance: float | None = None,
     dtype: torch.dtype = torch.float64,
@@ -52,7 +52,7 @@ def audit(
     Args:
         problem: a function that returns a :class:`wholebatch.Problem`, or (model, batch, loss); or its name,
             "module:function". Every rank calls it, many times, always after the same seeds.
-        world_sizes: numbers of ranks W. The batch should have a multiple of each; if it has not, and the problem is not
+        ranks: numbers of ranks W. The batch should have a multiple of each; if it has not, and the problem is not
             `uneven`, its last rows are left out.
         tolerance: of the relative error; None: 1e-5 in float64, 1e-3 in float32.
         dtype: torch.float64 or torch.float32. A model that cannot run in float64 is run in float32, and a note says so.
@@ -68,23 +68,25 @@ def audit(
         ValueError: if the problem is invalid, raises on one process, or is not deterministic there.
 
     >>> import wholebatch as wb
-    >>> report = wb.audit("my_project.audits:clip", world_sizes=(1, 2))  # doctest: +SKIP
+    >>> report = wb.audit("my_project.audits:clip", ranks=(1, 2))  # doctest: +SKIP
     >>> assert report.exact, report  # doctest: +SKIP
     """
     started = time.monotonic()
-    _check(world_sizes, dtype, tolerance, timeout_s, seed)
+    check_arguments(ranks, tolerance, timeout_s, seed)
+    if not isinstance(dtype, torch.dtype) or dtype not in _TOLERANCES:
+        raise UserError(f"dtype must be torch.float64 or torch.float32, got {shown(dtype)}")
     if not isinstance(diagnose, bool):
         raise UserError(f"diagnose must be True or False, got {shown(diagnose)}")
     if name is not None and not isinstance(name, str):
         raise UserError(f"name must be a string, got {shown(name)}")
-    world_sizes = tuple(dict.fromkeys(world_sizes))
+    ranks = tuple(dict.fromkeys(ranks))
     with suppress_output():
         checked_factory(problem)
     runs, measured, reference, notes = first_run(problem, dtype, seed, timeout_s)
-    baseline, more = make_baseline(runs, measured, reference, world_sizes, tolerance or _TOLERANCES[runs.dtype])
+    baseline, more = make_baseline(runs, measured, reference, ranks, tolerance or _TOLERANCES[runs.dtype])
     made = _Audit(runs, measured.facts, baseline, diagnose=diagnose)
     made.one_process()
-    for size in world_sizes:
+    for size in ranks:
         if size > 1 and not made.hangs:  # it would hang again, for as long
             made.multi_rank(size)
     return Report(
@@ -98,22 +100,6 @@ def audit(
         time.monotonic() - started,
         _versions(),
     )
-
-
-def _check(
-    world_sizes: Sequence[int], dtype: torch.dtype, tolerance: float | None, timeout_s: float, seed: int
-) -> None:
-    sizes = list(world_sizes) if isinstance(world_sizes, list | tuple | range) else []
-    if not sizes or any(type(size) is not int or not 1 <= size <= 64 for size in sizes):
-        raise UserError(f"world_sizes must be numbers of ranks from 1 to 64, as in (1, 2, 3); got {shown(world_sizes)}")
-    if not isinstance(dtype, torch.dtype) or dtype not in _TOLERANCES:
-        raise UserError(f"dtype must be torch.float64 or torch.float32, got {shown(dtype)}")
-    if tolerance is not None and not (isinstance(tolerance, float) and 0 < tolerance < 1):
-        raise UserError(f"tolerance must be a relative error between 0 and 1, got {shown(tolerance)}")
-    if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool) or not 0 < timeout_s < _MOST_SECONDS:
-        raise UserError(f"timeout_s must be a positive number of seconds, got {shown(timeout_s)}")
-    if type(seed) is not int or not 0 <= seed < 2**32 - 2000:
-        raise UserError(f"seed must be an integer from 0 on, got {shown(seed)}")
 
 
 class _Audit:

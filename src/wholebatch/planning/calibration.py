@@ -22,7 +22,8 @@ from ..comm import Communicator, LocalCommunicator
 from ..losses.catalog import CATALOG
 from ..sweep import Memory
 from .rates import Rates, seconds_of_products
-from .shapes import LOSSES, PARTIAL_FC, LossName, Shapes
+from .shapes import Shapes
+from .sizes import LOSSES, PARTIAL_FC, LossName
 from .subject import make_step
 from .work import work_of
 

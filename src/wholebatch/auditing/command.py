@@ -1,0 +1,69 @@
+"""The command `wholebatch audit` after its options are parsed: audit, print, and an exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import torch
+
+from .._processes import preload
+from .._user_error import UserError
+from . import presets
+from .config import AuditConfig
+from .display import print_report, print_summaries
+from .driver import audit
+from .report import Report
+from .summary import markdown, summarize
+
+
+def run(config: AuditConfig) -> int:
+    """Audit the problem or presets, and print the reports; return 1 if a gradient is wrong.
+
+    Raises:
+        UserError: for a mistake in the problem.
+    """
+    sys.path.insert(0, os.getcwd())
+    reports = [("", _audited(config, config.problem))] if config.problem else _of_presets(config)
+    if config.json:
+        found = [{"library": library, **report.to_dict()} for library, report in reports]
+        print(json.dumps(found[0] if config.problem else found, indent=1))
+    elif config.markdown:
+        print(markdown([(library, summarize(report)) for library, report in reports]))
+    elif config.problem is not None or config.setting is not None:
+        for _, report in reports:
+            print_report(report)
+    else:
+        print_summaries([(library, summarize(report)) for library, report in reports])
+    return 0 if all(report.exact for _, report in reports) else 1
+
+
+def _of_presets(config: AuditConfig) -> list[tuple[str, Report]]:
+    names = presets.installed() if config.preset == ("all",) else list(config.preset)
+    found = [(name, setting, problem) for name in names for setting, problem in presets.settings(name).items()]
+    if config.setting is not None:
+        found = [(name, setting, problem) for name, setting, problem in found if config.setting in setting]
+        if not found:
+            raise UserError(f"no setting of {', '.join(names)} has {config.setting!r} in its name")
+    preload(*(presets.module_name(name) for name in names))
+    reports = []
+    for name, setting, problem in found:
+        versions = " ".join(f"{package} {of}" for package, of in presets.versions(name).items())
+        if not config.json and not config.markdown:
+            print(f"{name}: {setting}", file=sys.stderr)
+        reports.append((versions or name, _audited(config, problem, setting)))
+    return reports
+
+
+def _audited(config: AuditConfig, problem: object, name: str | None = None) -> Report:
+    return audit(
+        problem,
+        config.ranks,
+        tolerance=config.tolerance,
+        dtype=getattr(torch, config.dtype),
+        seed=config.seed,
+        diagnose=config.diagnose,
+        timeout_s=config.timeout_s,
+        name=name,
+    )

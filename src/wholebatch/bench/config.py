@@ -1,0 +1,131 @@
+"""The options of `wholebatch bench`. This module imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from wholebatch._declared_names import EXCHANGE_NAMES, LABELED_LOSSES, SWEPT_LOSSES
+from wholebatch._launcher import LAUNCHED_SIZES, launcher_size
+from wholebatch._user_error import UserError, option
+
+from . import records
+
+LOSSES = tuple(name for name in SWEPT_LOSSES if name not in LABELED_LOSSES)
+if TYPE_CHECKING:
+    ExchangeName = str
+    LossName = str
+else:  # the command line lists them
+    ExchangeName = Literal[EXCHANGE_NAMES]
+    LossName = Literal[LOSSES]
+GATHER_RUN = ("backend", "ranks", "rows_per_rank")
+GATHER_FIELDS = (*GATHER_RUN, "method", "embedding_size", "step_ms")
+LOSS_RUN = ("loss", "batch_size", "embedding_size", "ranks", "threads", "device", "method")
+LOSS_FIELDS = (*LOSS_RUN, "package", "step_ms", "times_floor", "tflops", "transient_mb")
+_MOST = 2**31  # of any count
+_MOST_PROCESSES = 1024  # or threads, on a machine
+
+
+@dataclass(frozen=True)
+class GatherConfig:
+    """Time three strategies that give all ranks' rows to a loss, over the embedding size.
+
+    Starts its own processes, on gloo. Under mpiexec (with python -m mpi4py -m wholebatch bench gather) it uses MPI, and
+    under torchrun gloo, on the ranks that the launcher has started.
+    """
+
+    ranks: tuple[int, ...] = (1, 2, 4)
+    """Numbers of ranks, one after the other; under a launcher, its number is used."""
+    embedding_sizes: tuple[int, ...] = (128, 512, 2048, 8192)
+    """Numbers of a row of the backbone's output."""
+    rows_per_rank: int = 128
+    """Rows of each view on each rank."""
+    steps: int = 10
+    """Timed steps, after two untimed ones; the figure is their median."""
+    results: Path = Path("bench_gather.json")
+    """File of results: those of an earlier run with the same backend, ranks and rows are replaced, others stay. A plot
+    of all results is written to the same name with .png."""
+
+    def check(self) -> None:
+        """Raise UserError for mistakes that can be found without torch."""
+        _check_counts(
+            ranks=self.ranks,
+            embedding_sizes=self.embedding_sizes,
+            rows_per_rank=[self.rows_per_rank],
+            steps=[self.steps],
+        )
+        launcher_size()
+        records.read(self.results, GATHER_FIELDS)  # before the run, not after
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """Measure time and memory of the losses, compared with the torch.mm that they need at least, and with peers.
+
+    Starts its own processes, on gloo or, with --device cuda, on NCCL. Each method is checked against the dense float64
+    reference before it is timed.
+    """
+
+    losses: tuple[LossName, ...] = LOSSES
+    """The losses to time."""
+    batch_size: int = 4096
+    """B, examples on all ranks together."""
+    embedding_size: int = 512
+    """d, numbers of a feature."""
+    ranks: tuple[int, ...] = (1,)
+    """Numbers of ranks, one after the other."""
+    keep: tuple[float, ...] = (0.0, 2.0)
+    """Bytes of memory for each entry of S, to keep exp(S) between forward and backward: 0 is memory="flat", 2 keeps all
+    of it in bfloat16, 4 in float32."""
+    exchanges: tuple[ExchangeName, ...] = ("auto",)
+    """Exchanges of rows between several ranks."""
+    dtypes: tuple[Literal["float32", "bfloat16", "float16", "float64"], ...] = ("float32",)
+    """Precisions of the features; peers get the first one."""
+    kernels: tuple[Literal["auto", "torch", "triton"], ...] = ("auto",)
+    """Implementations of tiles."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where to compute; several ranks take a GPU each, on NCCL."""
+    threads: int | None = None
+    """Threads of each rank; by default its share of the machine's cores."""
+    steps: int = 5
+    """Timed steps of each method, after an untimed one; figures are medians."""
+    peers: bool = True
+    """Whether to time the losses of other installed libraries as well."""
+    results: Path = Path("bench_loss.json")
+    """File of results: those of an earlier run with the same settings are replaced, others stay. A plot of all results
+    is written to the same name with .png."""
+
+    def check(self) -> None:
+        """Raise UserError for mistakes that can be found without torch."""
+        sizes = {"batch_size": [self.batch_size], "embedding_size": [self.embedding_size]}
+        _check_counts(**sizes, ranks=self.ranks, steps=[self.steps])
+        if self.threads is not None:
+            _check_counts(threads=[self.threads])
+        if self.batch_size < max(self.ranks):
+            raise UserError(
+                f"--batch-size must be at least the number of ranks, {max(self.ranks)}; got {self.batch_size}"
+            )
+        for keep in self.keep:
+            if not 0 <= keep <= 16:
+                raise UserError(f"--keep is in bytes for each entry of S, from 0 to 16; got {keep:g}")
+        for name in ("losses", "keep", "exchanges", "dtypes", "kernels"):
+            if not getattr(self, name):
+                raise UserError(f"{option(name)} needs at least one value")
+        if self.device == "cpu" and "triton" in self.kernels:
+            raise UserError("--kernels triton needs --device cuda")
+        if any(variable in os.environ for variable in LAUNCHED_SIZES):
+            raise UserError("bench loss starts its own processes; run it without a launcher, with --ranks")
+        records.read(self.results, LOSS_FIELDS)  # before the run, not after
+
+
+def _check_counts(**values: Sequence[int]) -> None:
+    for name, numbers in values.items():
+        most = _MOST_PROCESSES if name in ("ranks", "threads") else _MOST
+        got = " ".join(map(str, numbers)) or "nothing"
+        if not numbers or min(numbers) < 1:
+            raise UserError(f"{option(name)} must be at least 1, got {got}")
+        if max(numbers) > most:
+            raise UserError(f"{option(name)} must be at most {most}, got {got}")

@@ -1,0 +1,100 @@
+"""Run `wholebatch bench loss`: measure on new processes, print tables, and write results and plot."""
+
+from __future__ import annotations
+
+import os
+import resource
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict
+from itertools import product
+from multiprocessing import get_context
+
+import torch
+
+import wholebatch as wb
+from wholebatch._measure import threads_of_a_rank
+from wholebatch._third_party import version
+from wholebatch._user_error import UserError
+from wholebatch.comm import Communicator
+from wholebatch.testing import run_ranks
+
+from . import loss, loss_display, records
+from .config import LOSS_RUN, LossConfig
+from .configuration import SUBJECTS, Configuration
+from .peers import PEERS
+
+
+def run_loss(config: LossConfig) -> None:
+    """Measure losses, print a table, and write results and plot.
+
+    Args:
+        config: the options, checked.
+
+    Raises:
+        UserError: if GPUs are missing, and if a method is wrong.
+    """
+    threads = threads_of_a_rank(max(config.ranks)) if config.threads is None else config.threads
+    gpus = torch.cuda.device_count()
+    if config.device == "cuda" and gpus < max(config.ranks):
+        raise UserError(f"--device cuda needs a GPU for each of {max(config.ranks)} ranks, and there are {gpus}")
+    peers = [peer for name in config.losses for peer in PEERS.get(name, ()) if config.peers]
+    packages = sorted({peer.package for peer in peers if peer.on_cpu or config.device == "cuda"})
+    versions = {package: found for package in packages if (found := version(package)) is not None}
+    for package in packages:
+        if package not in versions:
+            print(f"{package} is not installed: skipped")
+    for ranks in dict.fromkeys(config.ranks):
+        rows = [
+            row for name in dict.fromkeys(config.losses) for row in _measured(config, name, ranks, threads, versions)
+        ]
+        loss_display.print_table(rows)
+        everything = records.keep(config.results, [asdict(row) for row in rows], LOSS_RUN)
+    loss_display.plot(config.results.with_suffix(".png"), everything)
+    print(f"{config.results} and {config.results.with_suffix('.png')} hold these results")
+
+
+def _measured(config: LossConfig, name: str, ranks: int, threads: int, versions: dict[str, str]) -> list[loss.Row]:
+    """Measure one loss on new processes, so that none uses memory that another has left."""
+    sweep = SUBJECTS[name].sweep
+    keeps = (0.0,) if sweep is not None and sweep.one_pass else config.keep  # with one pass there is nothing to keep
+    exchanges = config.exchanges if ranks > 1 else config.exchanges[:1]
+    configurations = [
+        Configuration(keep, exchange, dtype, kernel)
+        for dtype, exchange, kernel, keep in product(config.dtypes, exchanges, config.kernels, keeps)
+    ]
+    job = loss.Job(
+        name, list(dict.fromkeys(configurations)), config.batch_size, config.embedding_size, config.steps, threads,
+        versions,
+    )  # fmt: skip
+    try:
+        if ranks > 1:
+            backend = "nccl" if config.device == "cuda" else "gloo"
+            return run_ranks(_loss_on_ranks, ranks, job, config.device, backend=backend, timeout_s=7200)[0]
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            return pool.submit(_loss_alone, job, config.device).result()
+    except (RuntimeError, MemoryError, AssertionError, BrokenProcessPool) as error:  # RankError is a RuntimeError
+        reason = ([line for line in str(error).splitlines() if line.strip()] or [type(error).__name__])[-1].strip()
+        raise UserError(f"{name} on {ranks} ranks failed, and nothing was timed: {reason}") from error
+
+
+def _loss_on_ranks(job: loss.Job, device: str) -> list[loss.Row]:
+    return _loss_of(wb.comm.TorchCommunicator(), job, device)
+
+
+def _loss_alone(job: loss.Job, device: str) -> list[loss.Row]:
+    return _loss_of(wb.comm.LocalCommunicator(), job, device)
+
+
+def _limit_memory(processes: int) -> None:
+    """Make an allocation of more memory than there is an error; otherwise the machine would kill the process later."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    resource.setrlimit(resource.RLIMIT_AS, (physical // processes, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def _loss_of(comm: Communicator, job: loss.Job, device: str) -> list[loss.Row]:
+    if device == "cuda":
+        torch.cuda.set_device(comm.rank)
+        return loss.measure(comm, job, torch.device("cuda", comm.rank))
+    _limit_memory(comm.size)
+    return loss.measure(comm, job, torch.device(device))

@@ -1,0 +1,92 @@
+"""The command `wholebatch plan` after its options are parsed: print a plan, and check it on this machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._processes import RankError
+from .._user_error import UserError
+from .check import Measured, check, rates_here
+from .display import print_measured, print_plan
+from .given import given
+from .options import plan
+from .rates import Rates
+from .report import Plan
+from .shapes import Shapes
+
+_CHECK_S = 15.0  # of each setting
+
+
+def run(arguments: Mapping[str, Any], rates: Rates | None, *, measure: bool, save: Path | None, as_json: bool) -> int:
+    """Print a plan; return 1 if nothing fits.
+
+    Args:
+        arguments: of :func:`wholebatch.plan`, checked.
+        rates: read from a file; None: given ones, or measured ones.
+        measure: whether to calibrate on this machine, and to run each option that fits.
+        save: the file for measured rates.
+        as_json: print JSON instead of tables.
+
+    Raises:
+        UserError: if this machine cannot run the plan.
+    """
+    measured: list[Measured] = []
+    if measure:
+        _check_gpus(arguments)
+        estimated = replace(given("cpu", torch.float32), device=arguments["device"])
+        rates = _rates_here(plan(**arguments, rates=estimated), arguments["device"], save)
+    found = plan(**arguments, rates=rates)
+    if measure:
+        measured = _checks(found, arguments)
+    if as_json:
+        of_checks = [{**asdict(one), "shapes": {**asdict(one.shapes), "dtype": found.dtype}} for one in measured]
+        print(json.dumps({**found.to_dict(), **({"measured": of_checks} if measured else {})}, indent=1))
+    else:
+        print_plan(found)
+        if measured:
+            print_measured(measured)
+        elif measure:
+            print("no option fits, so none was run")
+    return 0 if found.chosen is not None else 1
+
+
+def _check_gpus(arguments: Mapping[str, Any]) -> None:
+    gpus, ranks = torch.cuda.device_count(), arguments["ranks"]
+    if arguments["device"] == "cuda" and gpus < ranks:
+        raise UserError(f"--measure needs a GPU for each of {ranks} ranks, and there are {gpus}")
+
+
+def _rates_here(sizes: Plan, device: str, save: Path | None) -> Rates:
+    try:
+        rates = rates_here((sizes.loss,), sizes.ranks, dtype=getattr(torch, sizes.dtype), device=device)
+    except RankError as error:
+        raise UserError(f"the calibration failed: {error}") from error
+    if save is not None:
+        try:
+            save.write_text(rates.to_json())
+        except OSError as error:
+            raise UserError(f"--save cannot write {save}: {error}") from error
+    return rates
+
+
+def _checks(found: Plan, arguments: Mapping[str, Any]) -> list[Measured]:
+    """Run each option that fits, once."""
+    rate = arguments["sample_rate"]
+    shapes = Shapes(
+        found.loss, found.batch_size, found.embedding_size, found.ranks, getattr(torch, found.dtype),
+        arguments["device"], arguments["classes"] or 0, 1.0 if rate is None else rate,
+    )  # fmt: skip
+    settings = {(option.exchange or "gather", option.memory): None for option in found.options if option.fits}
+    try:
+        return [
+            check(shapes, exchange, memory, found.rates, within_s=_CHECK_S)  # type: ignore[arg-type]
+            for exchange, memory in settings
+        ]
+    except RankError as error:
+        raise UserError(f"a check on this machine failed: {error}") from error

@@ -1,0 +1,151 @@
+"""Help and mistakes in options need no torch, so every command answers quickly; a mistake never ends in a traceback."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import sys
+from wholebatch.__main__ import main
+{extra}
+try:
+    code = main(sys.argv[1:])
+except SystemExit as ended:
+    code = ended.code
+print([name for name in ("torch", "numpy", "matplotlib") if name in sys.modules], file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def run(*argv, extra=""):
+    """The command's exit code, its output, its error output, and the packages that it has imported."""
+    program = [sys.executable, "-W", "error", "-c", PROGRAM.format(extra=extra), *argv]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    *errors, imported = done.stderr.splitlines()
+    return done.returncode, done.stdout, "\n".join(errors), imported
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["--help"], "wholebatch COMMAND"),
+        (["audit", "--help"], "--preset"),
+        (["bench", "--help"], "gather"),
+        (["bench", "gather", "--help"], "--embedding-sizes"),
+        (["bench", "loss", "--help"], "{clip,info_nce,nt_xent,siglip}"),
+        (["plan", "--help"], "{clip,info_nce,nt_xent,siglip,sup_con,partial_fc}"),
+        (["train", "--help"], "--batch-size"),
+    ],
+)
+def test_help_imports_no_torch(argv, text):
+    code, output, errors, imported = run(*argv)
+    assert (code, errors, imported) == (0, "", "[]")
+    assert text in output
+
+
+def test_the_check_above_can_fail():
+    assert run("--help", extra="import numpy")[3] != "[]"
+
+
+PLAN = "plan --batch-size 64 --embedding-size 8"
+LOSS, GATHER = "bench loss", "bench gather"
+MISTAKES = [
+    ("", "usage: wholebatch COMMAND [OPTIONS]"),
+    ("trian", "there is no command 'trian'; choose one of: audit, bench, plan, train; perhaps you meant train"),
+    ("audit", "name a problem, as MODULE:FUNCTION, or presets"),
+    ("audit my_file", "name the problem as MODULE:FUNCTION, as in my_project.audits:clip"),
+    ("audit my_file:problem --rank 2", "Perhaps you meant"),
+    ("audit my_file:problem --ranks 0", "--ranks must be numbers of ranks from 1 to 64, as in 1 2 3; got (0,)"),
+    ("audit my_file:problem --tolerance nan", "--tolerance must be a relative error between 0 and 1"),
+    ("audit my_file:problem --timeout-s -1", "--timeout-s must be a positive number of seconds, below 1e+09; got -1.0"),
+    ("audit my_file:problem --seed 99999999999", "--seed must be an integer from 0 to 4294965295; got 99999999999"),
+    ("audit --preset recipes --json --markdown", "two formats of the output: give one of the two"),
+    ("audit --preset nowhere", "there is no preset 'nowhere'; choose one of: recipes, open_clip"),
+    ("audit --preset all recipes", "--preset all stands alone, got all recipes"),
+    (["audit", "--preset", "recipes", "--setting", ""], "--setting must be a part of a setting's name, got ''"),
+    ("bench", "usage: wholebatch bench {gather,loss} [OPTIONS]"),
+    ("bench los", "there is no benchmark 'los'; choose one of: gather, loss"),
+    (f"{GATHER} --embedding-size 8", "--embedding-sizes"),
+    (f"{GATHER} --ranks", "--ranks must be at least 1, got nothing"),
+    (f"{GATHER} --rows-per-rank 99999999999999", "--rows-per-rank must be at most 2147483648, got 99999999999999"),
+    (f"{GATHER} --results folder.json", "folder.json does not hold the results of this benchmark"),
+    (f"{LOSS} --losses clpi", "invalid choice 'clpi' for argument '--losses'"),
+    (f"{LOSS} --losses", "--losses needs at least one value"),
+    (f"{LOSS} --batch-size 3 --ranks 4", "--batch-size must be at least the number of ranks, 4; got 3"),
+    (f"{LOSS} --keep nan", "--keep is in bytes for each entry of S, from 0 to 16; got nan"),
+    (f"{LOSS} --threads 1000000", "--threads must be at most 1024, got 1000000"),
+    (f"{LOSS} --exchange ring", "--exchanges"),
+    (f"{LOSS} --exchanges rong", "'auto', 'gather', 'ring'"),
+    (f"{LOSS} --kernels triton", "--kernels triton needs --device cuda"),
+    (f"{LOSS} --results bad.json", "bad.json does not hold the results of this benchmark; name another file"),
+    ("plan", "--batch-size and --embedding-size must be given"),
+    (f"{PLAN} --bath-size 3", "Perhaps you meant"),
+    (f"{PLAN} --ranks", "Missing value for argument '--ranks'"),
+    (f"{PLAN} --ranks 1e3", "Error parsing --ranks"),
+    (f"{PLAN} --ranks 0", "--ranks must be an integer of at least 1; got 0"),
+    (f"{PLAN} --ranks 128", "--batch-size is that of all ranks together: at least one example for each of 128 ranks"),
+    (f"{PLAN} --loss clpi", "--loss must be one of clip, info_nce, nt_xent, siglip, sup_con, partial_fc; got 'clpi'"),
+    (f"{PLAN} --dtype int8", "--dtype must be one of float64, float32"),
+    (f"{PLAN} --device tpu", "--device must be one of cpu, cuda, t4"),
+    (f"{PLAN} --encoder-flops nan", "--encoder-flops must be at least 0, and finite; got nan"),
+    (f"{PLAN} --encoder-bytes", "--encoder-bytes must be one number, or one for each of the 2 encoders of clip; got 0"),
+    (f"{PLAN} --memory-limit -5GB", "--memory-limit must be a number of bytes, such as 80GB, 64MiB or 1e9; got '-5GB'"),
+    (f"{PLAN} --bandwidth 0", "--bandwidth must be above 0, such as 80GB; got '0'"),
+    (f"{PLAN} --loss partial_fc", "partial_fc needs --classes, as in --classes=1000000"),
+    (f"{PLAN} --chunk-size 4", "--chunk-size needs --encoder-bytes"),
+    (f"{PLAN} --rates nowhere.json", "--rates: there is no file nowhere.json"),
+    (f"{PLAN} --rates folder.json", "folder.json does not hold rates"),
+    (f"{PLAN} --measure --save folder.json", "--save must be a file, folder.json is a folder"),
+    ("train --stpes 3", "Perhaps you meant"),
+    ("train --steps x", "Error parsing --steps"),
+    ("train --steps 0", "--steps must be at least 1, got 0"),
+    ("train --ranks 4 --batch-size 3", "--batch-size must be at least the number of ranks, 4; got 3"),
+    ("train --augment inf", "--augment must be in [0, 1e30], got inf"),
+    ("train --weight-decay inf", "--weight-decay must be in [0, 1e30], got inf"),
+    ("train --data none.csv", "there is no file"),
+    ("train --data pairs.txt", "--data must be 'glyphs' or a .jsonl or .csv file"),
+    ("train --data folder.csv", "folder.csv' is a folder"),
+    ("train --resume nowhere", "that is no run folder"),
+    ("train --run-folder /", "is not empty and no run"),
+    ("train --run-folder bad.json", "--run-folder must be a folder, 'bad.json' is a file; choose another name"),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), MISTAKES, ids=[str(argv) for argv, _ in MISTAKES])
+def test_mistakes_import_no_torch(argv, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.json").write_text('{"a":')
+    for name in ("folder.json", "folder.csv"):
+        (tmp_path / name).mkdir()
+    code, output, errors, imported = run(*(argv.split() if isinstance(argv, str) else argv))
+    assert (code, output, imported) == (2, "", "[]")
+    assert message in " ".join(re.sub("[─│╭╮╰╯]", " ", errors).split())
+    assert "Traceback" not in errors
+
+
+def test_a_launcher_with_missing_variables_is_reported(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for argv in (["bench", "gather"], ["bench", "loss"], ["audit", "my_file:problem"], ["train"]):
+        code, output, errors, imported = run(*argv)
+        assert (code, output, imported) == (2, "", "[]")
+        assert "launcher" in errors or "torchrun" in errors
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["plan", "--help"]], ids=["all", "plan"])
+def test_a_reader_of_the_output_may_leave(argv):
+    program = [sys.executable, "-m", "wholebatch", *argv]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait() == 141
+
+
+def test_missing_packages_are_named_with_the_command_that_installs_them():
+    code, _, errors, _ = run("train", "--help", extra="sys.modules['matplotlib'] = None; sys.modules['PIL'] = None")
+    assert code == 2
+    assert errors == (
+        "wholebatch train: error: this command needs matplotlib, PIL: pip install 'wholebatch[train]', or in a "
+        "checkout pip install -e '.[train]'"
+    )
