@@ -81,9 +81,11 @@ class MagFace:
 class AdaFace(nn.Module):
     r"""AdaFace, phi = cos(theta - m u) - (m u + m): u, from the norm, stresses hard examples of good quality.
 
-    u = clip(h (|x| - mean) / std, -1, 1),    mean and std: running averages over the global batches' norms, in
-    training; |x| is clamped to [0.001, 100] and has no gradient. Rows without a label (ignore_index) do not enter the
-    averages. The angle is clamped to [0, pi].
+        u = clip(h (|x| - mean) / std, -1, 1)
+
+    In training, mean and std are running averages over the norms of the global batches; rows without a label
+    (ignore_index) do not enter them. |x| is clamped to [0.001, 100] and has no gradient. The angle is clamped to
+    [0, pi].
 
     Args:
         s: multiplies all cosines.
