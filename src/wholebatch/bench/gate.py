@@ -13,8 +13,8 @@ import wholebatch as wb
 from wholebatch.comm import Communicator
 from wholebatch.planning.subject import BIAS, SCALE
 
-from .configuration import DTYPES, SUBJECTS, Configuration
 from .peers import PairLoss
+from .subjects import DTYPES, SUBJECTS, Configuration
 
 GATE_SIZE = 16  # embedding size
 _GATE_ROWS = {"cpu": 1000, "cuda": 9000}  # more than a tile

@@ -27,9 +27,9 @@ from wholebatch.comm import Communicator
 from wholebatch.partition import Partition
 from wholebatch.planning.subject import BIAS, SCALE
 
-from .configuration import DTYPES, SUBJECTS, Configuration
 from .gate import GATE_SIZE, check, check_peer
 from .peers import PEERS, PairLoss, Peer
+from .subjects import DTYPES, SUBJECTS, Configuration
 
 _LONG = 512  # embedding size from which kernels work in other parts
 _FLOOR_ROWS = 8192

@@ -21,8 +21,8 @@ from wholebatch.testing import run_ranks
 
 from . import loss, loss_display, records
 from .config import LOSS_RUN, LossConfig
-from .configuration import SUBJECTS, Configuration
 from .peers import PEERS
+from .subjects import SUBJECTS, Configuration
 
 
 def run_loss(config: LossConfig) -> None:
