@@ -10,7 +10,7 @@ import wholebatch as wb
 from wholebatch._declared_names import EXCHANGE_NAMES, LABELED_LOSSES, LOSS_NAMES, SWEPT_LOSSES
 from wholebatch.auditing import presets
 from wholebatch.bench import config as bench
-from wholebatch.bench.configuration import SUBJECTS
+from wholebatch.bench.subjects import SUBJECTS
 from wholebatch.exchange import EXCHANGES
 from wholebatch.losses.catalog import CATALOG, Declaration, Sweep
 from wholebatch.planning.given import given
