@@ -20,6 +20,13 @@ NO_CALL = {
     **dict.fromkeys(("comm", "functional", "gradcache", "heads", "partition", "planning", "reference"), "a module"),
     **dict.fromkeys(("testing", "__version__"), "not called on ranks"),
     **dict.fromkeys(("heads.Margin", "heads.Targets", "heads.TopClasses"), "a type"),
+    **dict.fromkeys(
+        [
+            f"heads.{name}"
+            for name in ("NegativeTransform", "ObservesAngles", "ObservesNorms", "Regularizes", "TransformsNegatives")
+        ],
+        "a protocol of a margin's hooks",
+    ),
     "heads.load_insightface": "reads files of another library: tests/faults/files.py damages them",
     **dict.fromkeys(("gradcache.cat_input_tensor",), "joins this rank's tensors"),
     **dict.fromkeys(("gradcache.SyncControl", "gradcache.register_sync_control"), "declares an engine, once"),
