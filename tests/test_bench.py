@@ -9,10 +9,10 @@ from test_mpi import implementation  # noqa: F401  a fixture
 
 import wholebatch as wb
 from wholebatch.__main__ import main
-from wholebatch.bench.subjects import SUBJECTS, Configuration
 from wholebatch.bench.gate import check as check_loss
 from wholebatch.bench.gate import check_peer
 from wholebatch.bench.gather import ALL_REDUCE, REDUCE_SCATTER, STRATEGIES, check
+from wholebatch.bench.subjects import SUBJECTS, Configuration
 from wholebatch.comm import LocalCommunicator, TorchCommunicator
 from wholebatch.sweep import KeptTiles
 from wholebatch.testing import RankError, run_ranks

@@ -323,7 +323,7 @@ def test_mistakes_in_files_are_reported(tmp_path):
     table.write_text("\ufeffimage,text\n" + good, encoding="utf-8")
     assert file_pairs(table, image_size=16, channels=1).texts == ("LATIN CAPITAL LETTER A",), "as Excel saves it"
     (tmp_path / "folder.csv").mkdir()
-    with pytest.raises(UserError, match="must be a file, .* is a folder"):
+    with pytest.raises(UserError, match=r"must be a file, .* is a folder"):
         file_pairs(tmp_path / "folder.csv", image_size=16, channels=1)
     with pytest.raises(UserError, match="there is no file"):
         file_pairs(tmp_path / "missing.csv", image_size=16, channels=1)
