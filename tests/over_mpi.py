@@ -3,6 +3,7 @@
 Usage: mpiexec -n N python -m mpi4py tests/over_mpi.py FOLDER [CASE ...]
 """
 
+import gc
 import json
 import os
 import sys
@@ -22,6 +23,7 @@ from wholebatch.comm import MPICommunicator, mpi_transport
 def main() -> None:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
+    gc.freeze()  # cases collect garbage: not that of the imported modules
     rank = MPICommunicator().rank
     with (Path(sys.argv[1]) / f"rank-{rank}.jsonl").open("w") as outcomes:
         for name in sys.argv[2:] or [*CASES, *MPI_CASES]:

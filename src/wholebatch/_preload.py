@@ -6,10 +6,18 @@ end the server.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import importlib
 import os
 
 for _name in filter(None, os.environ.get("WHOLEBATCH_PRELOAD", "").split(",")):
     with contextlib.suppress(Exception, SystemExit):
         importlib.import_module(_name)
+
+# Ranks are forks of this process. Their garbage collections leave out the objects that are imported here, so that each
+# is 0.2 s shorter, and the memory of these objects stays shared.
+gc.collect()
+gc.freeze()
+atexit.register(gc.unfreeze)  # Triton's bindings report objects that are left at the end as leaks
