@@ -105,7 +105,9 @@ if find_spec("jax") is not None:
 def test_names_are_loaded_on_first_use():
     assert {*wb.__all__, "jax", "__name__"} <= set(dir(wb))
     assert not hasattr(wb, "functional.clip_loss")
-    with pytest.raises(AttributeError, match="module 'wholebatch' has no attribute 'CLIPloss'"):
+    with pytest.raises(
+        AttributeError, match=r"module 'wholebatch' has no attribute 'CLIPloss'; did you mean CLIPLoss\?"
+    ):
         _ = wb.CLIPloss
 
 

@@ -189,7 +189,8 @@ class GradCache:
         """Return the chunks of all models' inputs."""
         if len(model_inputs) != len(self.models):
             raise ValueError(
-                f"there must be one input for each of the {len(self.models)} models, got {len(model_inputs)}"
+                f"there must be one input for each of the {len(self.models)} models, got {len(model_inputs)}; several "
+                "arguments of one model are one input, a list"
             )
         splits_trees = self.split_input_fn is None and type(self).split_inputs is GradCache.split_inputs
         chunks: list[Chunk] = []

@@ -136,7 +136,7 @@ def remarks(plan: Plan) -> list[str]:
     else:
         found.append(f"chosen: {plan.chosen.call}")
         if plan.chosen.kept_graphs and not plan.encoders:
-            found.append("  without --encoder-flops, the option that encodes least twice counts as fastest")
+            found.append("  without --encoder-flops, the options that encode least twice count as fastest")
     if best.largest_batch:
         found.append(f"largest batch that fits: {best.largest_batch}, with {best.call_of_largest}")
     else:
