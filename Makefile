@@ -8,7 +8,7 @@ BIN := .venv/bin
 train: .venv/train-installed
 	$(BIN)/wholebatch train $(ARGS)
 
-# Everything that continuous integration checks, on gloo and on two implementations of MPI. WORKERS processes share the
+# All tests, on gloo and on two implementations of MPI. WORKERS processes share the
 # test files; WORKERS=0 runs them one after the other and prints each result at once.
 WORKERS ?= 2
 SHARED = $(if $(filter-out 0,$(WORKERS)),--dist loadfile --tx "$(WORKERS)*popen//python=$(BIN)/python -W error")

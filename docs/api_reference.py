@@ -191,6 +191,8 @@ def _exports(module: griffe.Object) -> list[str]:
         for node in ast.walk(ast.parse(Path(str(module.filepath)).read_text()))
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     ]
+    if not assigned and "_names" in module.members:  # a package that loads its names when they are used
+        return _exports(module["_names"])
     if not assigned:
         raise PluginError(f"{module.path} has no __all__")
     names: dict[str, Any] = {"globals": lambda: [name for name in module.members if name.isidentifier()]}

@@ -1,5 +1,7 @@
 """Imports point down the layers only and form no circle; imports in functions and for type checkers count, too."""
 
+import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ FOUNDATION = (
 )
 LAYERS = (
     (FOUNDATION,),
-    ("kernels",),
+    ("kernels", "jax"),
     ("sweep", "comm"),
     ("exchange", "sync", "_sharded", "_measure"),
     ("contract",),
@@ -24,7 +26,7 @@ LAYERS = (
     ("testing",),
     ("planning",),
     ("bench", "train"),
-    ("_torch_names", "jax"),
+    ("_torch_names",),
     ("",),
 )
 KNOWN = {name for layer in LAYERS for name in layer}
@@ -52,6 +54,28 @@ def test_no_import_goes_up():
 
 def test_no_imports_form_a_circle():
     assert circles(imports(ROOT)) == []
+
+
+def drawn(readme: str) -> list[list[str]]:
+    """Return the layers of the README's picture, from the top down, each with its names."""
+    picture = readme.split("<!-- layers -->")[1].split("```")[1]
+    return [re.split(r" {3,}", line)[0].replace("/", "").split() for line in picture.strip().splitlines()]
+
+
+def wrong_layers(picture: list[list[str]]) -> list[str]:
+    """Return the names that stand at another height than in `LAYERS`, or are missing."""
+    height = {name: at for at, layer in enumerate(LAYERS) for name in layer}
+    packages = {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()}
+    heights = [{height[layer_of(name)] for name in line} for line in picture]
+    rising = [f"{above} above {below}" for above, below in pairwise(heights) if not min(above) > max(below)]
+    return [*rising, *sorted(packages ^ {name for line in picture for name in line if layer_of(name) != FOUNDATION})]
+
+
+def test_the_readmes_picture_shows_these_layers():
+    picture = drawn((ROOT.parents[1] / "README.md").read_text())
+    assert wrong_layers(picture) == []
+    assert wrong_layers(picture[1:]) == ["bench", "train"]
+    assert wrong_layers(picture[::-1])
 
 
 def test_jax_stands_alone():
