@@ -102,7 +102,7 @@ def fallback_body():
     comm = wb.comm.TorchCommunicator()
     x, y = torch.randn(2, 4, 6, dtype=torch.float64)
     seen = counted(comm)
-    for exchange in USED_EXCHANGES:
+    for exchange in ("gather", "ring"):
         wb.functional.clip_loss(x, y, 1e4, group=comm, exchange=exchange)
     return dict(seen)
 

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 from compare import assert_same
-from partial_fc_data import data, dense
+from partial_fc_data import MARGINS, data, dense
 
 import wholebatch as wb
-from wholebatch.heads import Targets
+from wholebatch.heads import Targets, margins
 
 
 def test_margins_equal_the_papers_formulas():
@@ -65,3 +65,8 @@ def test_the_straight_through_gradient_differs_from_the_exact_one():
     )
     assert_same(exact[0], through[0], relative=1e-15)
     assert (exact[2] - through[2]).norm() > 0.05 * exact[2].norm()
+
+
+def test_the_table_of_exactness_has_every_shipped_margin():
+    tested = {type(margin).__name__ for margin in MARGINS.values()}
+    assert tested == set(margins.__all__)

@@ -85,7 +85,8 @@ def loss_parameters(scalars: Sequence[Any], comm: Communicator, sync: Sync) -> l
 def total(comm: Communicator, share: Tensor) -> Tensor:
     """Return the sum of the ranks' shares of one loss, on every rank. Collective: one all-reduce.
 
-    Every rank's backward pass starts from this loss with the same gradient, which is the gradient of each share.
+    L = sum_r share_r, so dL/dshare_r = 1. Every rank's backward pass starts from the same L with the same gradient, and
+    passes it on to the local share unchanged. An all-reduce there would count L once for each rank.
     """
     return _Total.apply(comm, share)
 

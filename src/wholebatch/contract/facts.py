@@ -86,8 +86,7 @@ class Facts:
     def widened(self) -> Facts:
         """Return the same facts with features in the dtype of sums.
 
-        If features are used several times, their gradients are then added first and rounded once. With
-        `nodes.Operands.narrow`, features are still multiplied in their former dtype.
+        If features are used several times, their gradients are then added first and rounded once.
         """
         return replace(self, inputs={n: x.to(self.dtype) if n in self.rows else x for n, x in self.inputs.items()})
 

@@ -54,7 +54,10 @@ def _requiring_grad(x: Tensor | float | None) -> Tensor:
 
 
 def enter(inputs: dict[str, Any], scalars: Container[str], comm: Communicator, options: Options) -> dict[str, Any]:
-    """Return the inputs, whose gradients are multiplied by the factor of `sync`. It is applied nowhere else.
+    """Return the inputs, whose gradients are multiplied by the factor of `sync`.
+
+    Gradients of replicated inputs get this factor here and nowhere else. Learned scalars (`loss_parameters`) and
+    parameters of which each rank holds a part (`sync.shard_factor`) have factors of their own.
 
     With reduction "none" each rank computes a scalar from its losses; the engine averages or adds the gradients of
     these scalars as usual, and no factor is needed here.

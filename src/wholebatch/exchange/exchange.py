@@ -54,13 +54,13 @@ class Exchange(ABC):
         rows: number of X's rows on this rank.
         columns: the owners of Y's rows.
         symmetric: whether Y is X, so that half of S suffices.
-        chunk: least number of columns of one transfer, if the exchange divides them.
+        chunk: least number of columns of one transfer, for an exchange that transfers the columns in several parts.
     """
 
     def __init__(
         self, comm: Communicator, rows: int, columns: Partition, *, symmetric: bool = False, chunk: int = 1
     ) -> None:
-        self.comm, self.columns, self.symmetric, self.chunk = comm, columns, symmetric, chunk
+        self.comm, self.columns, self.symmetric = comm, columns, symmetric
         self.visits: tuple[Visit, ...] = half(columns, comm.rank) if symmetric else full(rows, columns, comm.rank)
 
     @property
@@ -81,7 +81,7 @@ class Exchange(ABC):
     def fetch(self, y_local: Tensor) -> Tensor:
         """Return the rows of Y that passes read, for forward and backward: (n_r, d) -> (columns kept, d).
 
-        The tensor is complete only when the first pass has ended.
+        The transfer may go on during the first pass, so only passes read the tensor.
         """
 
     @abstractmethod
@@ -110,8 +110,8 @@ class Exchange(ABC):
             to_owner: whether to reduce sums to the owners of the columns as soon as they are complete.
 
         Returns:
-            (columns kept, ...), which `reduce` then combines over the ranks; with to_owner (n_r, ...), already
-            combined; None without `initial`.
+            (columns kept, ...), for `reduce`, which combines the parts of all ranks if the pass has not; with to_owner
+            (n_r, ...), already combined; None without `initial`.
         """
 
     @abstractmethod

@@ -7,8 +7,8 @@ Triton is no dependency: it is imported when the first kernel starts.
     launch                      the parts that all launchers share
     select                      whether kernels are used
 
-To add a kernel, write a module in `tiles`, a launcher with its name and a line here, a sweep that calls it, and in
-`tests/kernel_losses.py` the losses that start it.
+To add a kernel, write a module in `tiles`, its launcher in a module of the same name with a line here, a sweep that
+calls the launcher, the choice of that sweep in `nodes`, and in `tests/kernel_losses.py` the losses that start it.
 """
 
 from .launch import Blocks, Entries, RowTerms, TileInputs, interpreted, using

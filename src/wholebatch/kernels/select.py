@@ -43,5 +43,5 @@ def _runs_in_interpreter() -> bool:
 
 
 def in_triton(kernel: Kernel) -> bool:
-    """Whether Triton computes tiles: only for "triton". "auto" is plain PyTorch until kernels are measured on a GPU."""
+    """Whether Triton computes the tiles that it supports: for "triton". "auto" is PyTorch until measured on a GPU."""
     return kernel == "triton"

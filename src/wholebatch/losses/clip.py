@@ -74,7 +74,7 @@ def clip_loss(
             `wholebatch.comm` communicator, or None for the default group (this process alone if there is none).
         sync: "mean", "sum" or None: what the engine does with gradients afterward, see below.
         exchange: how the texts travel: "gather" (all of Y on every rank, memory O(B d)), "ring" (from rank to rank,
-            memory O(b d)), or "auto": "gather" while it takes at most 1 GiB, and always on NCCL.
+            memory O(b d)), or "auto", which chooses "gather" while it takes at most 1 GiB, and on NCCL always.
         memory: for the tiles of S. "flat": S is computed twice and never stored; an int: this many bytes per rank hold
             exp(S), or part of it, between forward and backward, so that it is computed once; "auto": "flat" except
             for small batches. Half precision is used for some of it, at a cost: see `wholebatch.sweep.memory`.
@@ -108,8 +108,9 @@ def clip_loss(
                   1 reduce-scatter of dY, or W reductions       as many messages of gradients
 
     Forward adds 1 all-gather of ids if given, and 1 all-reduce of a number where logits may exceed 70 and pairs are
-    nearly opposite. Where one shift underflows (see `wholebatch.logsumexp`), it passes over S three times, each time
-    with the messages of the ring or with the all-reduce of "gather". Backward adds 1 all-reduce of the learnable
+    nearly opposite. Where one shift underflows (see `wholebatch.logsumexp`), it passes over S three times, for the sums
+    that underflow, for maxima and for sums relative to these; each time with the messages of the ring or with the
+    all-reduce of "gather". Backward adds 1 all-reduce of the learnable
     scalars under "mean". On GPUs its handshake is 1 all-gather of two numbers, for which the host does not wait.
 
     Work: 4 units of b B d multiply-adds per rank, 1 forward and 3 backward; 3 for the part of exp(S) that is kept.

@@ -74,8 +74,8 @@ class Operands:
         towers: the features of X, the features of Y, and their normalization.
         layout: the owners of the rows of X and Y.
         guide: the guide's features of this rank's rows of Y, if the selection has a guide.
-        narrow: whether `facts.widened()` has widened the features. They are then multiplied in the dtype that they had
-            before, which loses nothing.
+        narrow: whether the features were widened (`facts.widened()`) and are multiplied in the narrower dtype that they
+            had before, which loses nothing.
     """
 
     features: Sequence[Tensor]
@@ -102,7 +102,8 @@ def row_statistics(
         scale: of S.
         operands: X and Y.
         selection: the positives and the candidates.
-        bounds: of similarities. The bounds of pairs are not used for statistics of the negatives alone.
+        bounds: of similarities. With statistics of the negatives alone ("squares" is requested), the bounds of positive
+            pairs say nothing about the sums, and are not used.
         rows: the fields of rows, from `statistics_fields`; empty for none.
         cols: the fields of columns, likewise. A symmetric S takes `rows` only: its columns are its rows.
     """

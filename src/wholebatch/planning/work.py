@@ -29,6 +29,7 @@ one), (W - 1) b d numbers each, and its gradient, W b d; and O(B) sums. For Part
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..sweep.memory import Budget, Memory
@@ -62,6 +63,56 @@ class Work:
     loss: int
     wire: float
     messages: int
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """The cost of an exchange for a loss of pairs on more than one rank.
+
+    Args:
+        columns: the most columns of a block.
+        sums: the number of columns whose sums the rank holds.
+        rows: bytes of the rows and gradients that it holds for others or from others.
+        wire: bytes that it sends.
+        messages: collectives, or messages to other ranks, one after the other.
+    """
+
+    columns: int
+    sums: int
+    rows: int
+    wire: float
+    messages: int
+
+
+def _gather(shapes: Shapes) -> _Transfer:
+    s, a, d, w = shapes.size, shapes.sums_size, shapes.embedding_size, shapes.ranks
+    b, total = max(shapes.partition.counts), shapes.partition.total
+    held = 2 * a if shapes.one_pass else s + 2 * a
+    return _Transfer(
+        columns=total,
+        sums=total,
+        rows=total * d * held + 2 * b * d * a,
+        wire=(w - 1) / w * total * (d * (s + a) + 3 * 8),
+        messages=6,
+    )
+
+
+def _ring(shapes: Shapes) -> _Transfer:
+    s, a, d, w = shapes.size, shapes.sums_size, shapes.embedding_size, shapes.ranks
+    b = max(shapes.partition.counts)
+    steps = w // 2 if shapes.symmetric else w - 1
+    passes = 1 if shapes.one_pass else 2  # in each, all ranks send a step's rows at once
+    return _Transfer(
+        columns=b,
+        sums=2 * b,
+        rows=b * d * (2 * s + 4 * a) + (b * d * a if shapes.symmetric else 0) + (b * d * s if s < a else 0),
+        wire=steps * b * (passes * d * s + 2 * 8) + (steps + 1) * b * (d * a + 8),
+        messages=passes * (steps + 1),
+    )
+
+
+TRANSFERS: dict[ExchangeUsed, Callable[[Shapes], _Transfer]] = {"gather": _gather, "ring": _ring}
+"""The cost of each exchange; an exchange that is added has an entry here."""
 
 
 def work_of(shapes: Shapes, exchange: ExchangeUsed, memory: Memory) -> Work:
@@ -111,7 +162,7 @@ def _bytes_of_tiles(shapes: Shapes, exchange: ExchangeUsed, budget: Budget) -> i
     """Return the bytes of two tiles, and of their rows of X and Y if these are widened to the precision of sums."""
     sums, of_rank = shapes.sums_size, max(shapes.partition.counts)
     rows = min(budget.side, shapes.sampled if shapes.entry is None else of_rank)
-    cols = min(budget.side, of_rank if exchange == "ring" else shapes.partition.total)
+    cols = min(budget.side, TRANSFERS[exchange](shapes).columns)
     sweep = None if shapes.entry is None else shapes.entry.sweep
     # A CPU then never writes to the second tile, and untouched memory is not resident.
     number = 1 if sweep is not None and sweep.weights_of_rows_only and shapes.device == "cpu" else 2
@@ -121,19 +172,13 @@ def _bytes_of_tiles(shapes: Shapes, exchange: ExchangeUsed, budget: Budget) -> i
 
 def _peak_of_pairs(shapes: Shapes, exchange: ExchangeUsed, held: int) -> int:
     """Return the bytes that the sweep holds, of exchanged rows, and of gradients before they are the features'."""
-    s, a, d, w = shapes.size, shapes.sums_size, shapes.embedding_size, shapes.ranks
-    b, total = max(shapes.partition.counts), shapes.partition.total
-    of_sums = 8 * 6 * (total if exchange == "gather" else 2 * b)
-    if w == 1:
-        rounded = 0 if shapes.dtype.itemsize == a else shapes.towers * shapes.rows * d * shapes.dtype.itemsize
-        return 2 * b * d * a + max(held, rounded) + of_sums
-    if exchange == "ring":
-        moved = b * d * (2 * s + 4 * a) + (b * d * a if shapes.symmetric else 0) + (b * d * s if s < a else 0)
-    elif shapes.one_pass:
-        moved = 2 * total * d * a + 2 * b * d * a
-    else:
-        moved = total * d * (s + 2 * a) + 2 * b * d * a
-    return held + moved + of_sums
+    a, d = shapes.sums_size, shapes.embedding_size
+    transfer = TRANSFERS[exchange](shapes)
+    of_sums = 8 * 6 * transfer.sums
+    if shapes.ranks > 1:
+        return held + transfer.rows + of_sums
+    rounded = 0 if shapes.dtype.itemsize == a else shapes.towers * shapes.rows * d * shapes.dtype.itemsize
+    return 2 * max(shapes.partition.counts) * d * a + max(held, rounded) + of_sums
 
 
 def _peak_of_classes(shapes: Shapes, held: int) -> int:
@@ -151,14 +196,10 @@ def _peak_of_classes(shapes: Shapes, held: int) -> int:
 
 def _wire(shapes: Shapes, exchange: ExchangeUsed) -> tuple[float, int]:
     """Return the bytes that a rank sends, and the number of messages one after the other."""
-    s, a, d, w = shapes.size, shapes.sums_size, shapes.embedding_size, shapes.ranks
-    b, total = max(shapes.partition.counts), shapes.partition.total
+    w = shapes.ranks
     if w == 1:
         return 0, 0
-    if shapes.entry is None:
-        return (w - 1) / w * total * (2 * d * s + 4 * 8), 9
-    if exchange == "gather":
-        return (w - 1) / w * total * (d * (s + a) + 3 * 8), 6
-    steps = w // 2 if shapes.symmetric else w - 1
-    passes = 1 if shapes.one_pass else 2  # in each, all ranks send a step's rows at once
-    return steps * b * (passes * d * s + 2 * 8) + (steps + 1) * b * (d * a + 8), passes * (steps + 1)
+    if shapes.entry is None:  # PartialFC gathers
+        return (w - 1) / w * shapes.partition.total * (2 * shapes.embedding_size * shapes.size + 4 * 8), 9
+    transfer = TRANSFERS[exchange](shapes)
+    return transfer.wire, transfer.messages

@@ -16,11 +16,11 @@ class LogitTransform(Protocol):
     """A function f that replaces each logit S by f(S); `cols` are the places of the columns in the global batch."""
 
     def transform_(self, logits: Tensor, cols: slice, /) -> Tensor:
-        """Replace S by f(S), in place."""
+        """Replace S by f(S), in place, and return it."""
         ...
 
     def slope_(self, logits: Tensor, cols: slice, /) -> Tensor:
-        """Replace S by the factor by which the backward pass multiplies dS, in place: f'(S), or another number."""
+        """Replace S by the factor of dS in the backward pass, f'(S) or another, in place, and return it."""
         ...
 
 

@@ -11,7 +11,7 @@ A pass over S accumulates statistics of each row i, and in the same form of each
     squares    sum_j exp(2 (S_ij - c))        over the candidates that are not positive
 
 The candidates are the negatives ("negatives"), positives and negatives ("all"), or the positives ("positives"). With
-"positives", the last three are over the positives.
+"positives", the last three are over the positives, also the field that is called `negatives`.
 
 A loss is any differentiable function of A_i = c + log R_i, T_i and M_i. With its derivatives a_i, t_i, m_i by the rows'
 statistics, and a'_j, t'_j, m'_j by the columns',

@@ -102,7 +102,7 @@ class KernelSoftmaxSweep(SoftmaxSweep):
         """Return the tiles for kernels, or None if kernels do not support the selection."""
         selection = self.selection
         unsupported = (selection.floor, selection.ceiling, selection.guide, selection.transform)
-        if any(of is not None for of in unsupported) or selection.best_of > 1 or self.driver.bias != 0:
+        if any(of is not None for of in unsupported) or selection.best_of > 1:
             return None
         return KernelTiles.of(
             self.driver,

@@ -7,7 +7,7 @@
     norms       functions of the angle and the norm of the embedding: AdaFace, MagFace
     curricular  CurricularFace, which transforms the logits of negatives as well
 
-A new margin needs a module here, and a name in the list below.
+A new margin needs a module here, its import and its name below, and a row in the tests' table of margins.
 """
 
 from .angular import ArcFace, CombinedMargin, CosFace, NormFace, SphereFace

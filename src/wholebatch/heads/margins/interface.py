@@ -8,9 +8,9 @@ A hook is an optional method. The softmax over classes calls the methods that a 
     __call__         angles and norms of the local rows -> phi    every margin
     regularizer      angles and norms of the local rows -> terms  for a term of the loss
 
-`observe_angles` and `of_negatives` cost one all-reduce of B numbers. A dataclass, an `nn.Module` with buffers and any
-other callable with `s` can be a margin. The observing hooks get the same numbers on all ranks, so that the running
-statistics are equal without further communication.
+`observe_angles` and `of_negatives` together cost one all-reduce of B numbers. A dataclass, an `nn.Module` with buffers
+and any other callable with `s` can be a margin. The observing hooks get the same numbers on all ranks, so that the
+running statistics are equal without further communication.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from ..._checks import check_instance
+from ...sweep import LogitTransform
 
 
 @dataclass(frozen=True)
@@ -72,20 +73,12 @@ class ObservesAngles(Protocol):
         ...
 
 
-class NegativeTransform(Protocol):
+class NegativeTransform(LogitTransform, Protocol):
     """A function f that replaces the logits z = s c of negatives by f(z), entry by entry.
 
     The logits are a tile: rows are classes, columns are examples, and `cols` are the places of these examples in the
-    global batch.
+    global batch. `transform_` replaces z by f(z), `slope_` by the derivative f'(z), both in place.
     """
-
-    def transform_(self, logits: Tensor, cols: slice, /) -> Tensor:
-        """Replace z by f(z), in place, and return it."""
-        ...
-
-    def slope_(self, logits: Tensor, cols: slice, /) -> Tensor:
-        """Replace z by the derivative f'(z), in place, and return it."""
-        ...
 
     def bound(self, largest: float, /) -> float:
         """Return an upper bound of |f(z)| for |z| <= largest; infinity if none is known, which costs a sweep more."""
