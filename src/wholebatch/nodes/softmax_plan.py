@@ -21,8 +21,8 @@ class Bounds:
 
     Args:
         similarity: upper bound of the absolute value of a similarity.
-        min_pair_product: lower bound of the similarity of a positive pair. None if it is unknown, or if a sum in the loss
-            contains no positive pair.
+        min_pair_product: lower bound of the similarity of a positive pair. None if it is unknown, or if a sum in the
+            loss contains no positive pair.
         add_positive: f, if the loss adds exp(f T_i) to a row's sum; 0 if it adds nothing. A sum that is far smaller
             than this term need not be exact.
         offset: upper bound of the absolute value of the selection's offsets.
