@@ -104,13 +104,25 @@ class Step:
     ) -> tuple[Tensor, list[list[Tensor | None]], Pairs]:
         """Return the loss, the gradients of each model's representations, and those of engines' parameters."""
         reps = [encoder.form(x) for encoder, x in zip(self._encoders(), self.found, strict=True)]
-        loss = checked_loss(self.compute_loss(*reps, **loss_kwargs)).reshape(())
+        loss = checked_loss(self._loss(reps, loss_kwargs)).reshape(())
         if not loss.requires_grad:
             raise ValueError("the loss has no gradient: loss_fn must not detach representations, or run under no_grad")
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
         self.of_loss.extend(leaves_of([scaled]))
         remember(self.of_loss)
         return loss.detach(), *_gradients(scaled, self.found, owned)
+
+    def _loss(self, reps: list[Any], loss_kwargs: Mapping[str, Any]) -> Any:
+        """Call the loss; if it refuses the arguments, a note says what they are."""
+        try:
+            return self.compute_loss(*reps, **loss_kwargs)
+        except TypeError as error:
+            if len(reps) == 1 and not isinstance(reps[0], Tensor) and hasattr(error, "add_note"):  # from Python 3.11 on
+                error.add_note(
+                    f"GradCache: one model is one argument of loss_fn, here a {type(reps[0]).__name__}; to pass its "
+                    "parts as arguments: loss_fn=lambda out: your_loss(*out)"
+                )
+            raise
 
     def _digest(self, sums: dict[str, int]) -> str:
         """Return one text for the checksums of parameters that all ranks hold, and put these into `sums`."""

@@ -6,9 +6,9 @@ these entries, or None if there are none:
     positive.within(tile)    the entries that are targets
     excluded.within(tile)    the entries that are no negatives; one that is positive counts as a positive only
 
-All other entries are negatives. The exponential and the gradient of an excluded entry are 0 unless it is positive. A set
-is described by O(B) numbers, never by a B x B mask: by diagonals, if row k of one tower belongs to row k of the other;
-or by integer ids of rows and columns, if those with equal ids belong together.
+All other entries are negatives. The exponential and the gradient of an excluded entry are 0 unless it is positive. A
+set is described by O(B) numbers, never by a B x B mask: by diagonals, if row k of one tower belongs to row k of the
+other; or by integer ids of rows and columns, if those with equal ids belong together.
 """
 
 from __future__ import annotations
