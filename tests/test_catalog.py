@@ -91,7 +91,8 @@ def test_names_are_not_empty_without_source_files(tmp_path, kind, missing):
     shutil.copy(source / "_declared_names.py", package)
     for path in package.glob(missing):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    run = subprocess.run([sys.executable, package / "_declared_names.py"], capture_output=True, text=True)
+    command = [sys.executable, package / "_declared_names.py"]
+    run = subprocess.run(command, check=False, capture_output=True, text=True)
     assert f"ImportError: wholebatch found no {kind} in the source files in {package}" in run.stderr
 
 
