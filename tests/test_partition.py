@@ -39,8 +39,8 @@ def test_a_triangle_and_its_mirror_image_cover_every_entry_once(rows, offset, si
     for tile in tiles(slice(0, rows), slice(offset, offset + rows), side, triangle=True):
         entries = [(i, j - offset) for i, j in _entries(tile)]
         mirrored = [(j, i) for i, j in entries]
-        assert (sorted(entries) == sorted(mirrored)) == tile.own_mirror
-        seen += entries if tile.own_mirror else entries + mirrored
+        assert (sorted(entries) == sorted(mirrored)) == tile.self_transposed
+        seen += entries if tile.self_transposed else entries + mirrored
     assert sorted(seen) == [(i, j) for i in range(rows) for j in range(rows)]
 
 

@@ -35,7 +35,7 @@ def test_half_a_schedule_and_its_mirror_image_meet_every_pair_once(rows, side):
             cols = slice(first + visit.cols.start, first + visit.cols.stop)
             for tile in tiles(visit.rows, cols, side, triangle=visit.triangle):
                 entries = [(columns.offsets[rank] + i, j) for i in range(100)[tile.rows] for j in range(100)[tile.cols]]
-                seen += entries if tile.own_mirror else entries + [(j, i) for i, j in entries]
+                seen += entries if tile.self_transposed else entries + [(j, i) for i, j in entries]
                 computed += len(entries)
         assert computed <= num_entries(visits, side)
     total = columns.total

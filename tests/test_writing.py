@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PROSE = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md"]  # whole files
+PROSE = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md", "benchmarks/*.md"]  # whole files
 SOURCES = [
     "src/**/*.py",
     "docs/*.py",
@@ -22,6 +22,7 @@ SOURCES = [
     "examples/*.py",
     "conftest.py",
 ]  # docstrings and comments of Python
+STRINGS = ["src/**/*.py"]  # string constants, such as messages
 ALLOWED = {"docs/writing.md", "tests/test_writing.py"}  # name the retired words
 
 RETIRED = {
@@ -43,6 +44,7 @@ RETIRED = {
     r"ranks-count-alike": "mean-of-means",
     r"another-loss": "loss-differs",
     r"scaled-alike": "uniform-scaling",
+    r"value-is-another": "value-differs",
 }
 STEMS = "normal|initial|optim|memor|organ|general|real|synchron|recogn|summar|minim|maxim|vector|serial|util|regular"
 BRITISH = {
@@ -97,6 +99,17 @@ def prose_of(source: str) -> str:
     return "\n".join(lines)
 
 
+def strings_of(source: str) -> str:
+    """Return the string constants of the source with everything else blanked, so that lines keep their numbers."""
+    lines = [""] * (source.count("\n") + 2)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            for offset, line in enumerate(node.value.splitlines()):
+                at = min(node.lineno - 1 + offset, node.end_lineno - 1)
+                lines[at] += " " + line
+    return "\n".join(lines)
+
+
 def docstrings(source: str) -> Iterator[ast.Constant]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
@@ -115,6 +128,11 @@ def test_docstrings_and_comments_use_the_vocabulary() -> None:
     assert not found, "\n".join(found)
 
 
+def test_strings_use_the_vocabulary() -> None:
+    found = [line for path in files(STRINGS) for line in report(path, strings_of(path.read_text()))]
+    assert not found, "\n".join(found)
+
+
 def test_docstrings_stand_alone() -> None:
     opens_badly = re.compile(r"(?:Of|What|Whatever|That which)\b")
     found = [
@@ -127,7 +145,7 @@ def test_docstrings_stand_alone() -> None:
 
 
 def test_the_globs_find_files() -> None:
-    assert all(files([pattern]) for pattern in PROSE + SOURCES)
+    assert all(files([pattern]) for pattern in PROSE + SOURCES + STRINGS)
 
 
 def test_the_check_rejects() -> None:
@@ -141,4 +159,6 @@ def test_the_check_rejects() -> None:
     ]
     assert not list(violations("barlow_twins_loss and BarlowTwinsLoss keep their names; so do recommend and precise."))
     assert "Twin" in prose_of('def f():\n    """Twin."""\n    return "door"  # no comment here')
+    assert "door" in strings_of('def f():\n    return f"{f} door"  # twin')
+    assert "twin" not in strings_of("f()  # twin")
     assert "door" not in prose_of('def f():\n    """Twin."""\n    return "door"')

@@ -73,17 +73,17 @@ class Tile:
     Args:
         rows: rows of this rank.
         cols: columns of the global batch.
-        own_mirror: whether the tile of a symmetric matrix is its own transpose.
+        self_transposed: whether the tile of a symmetric matrix is its own transpose.
     """
 
     rows: slice
     cols: slice
-    own_mirror: bool = False
+    self_transposed: bool = False
 
     def __post_init__(self) -> None:
         _check_range("rows", self.rows)
         _check_range("cols", self.cols)
-        check_flag("own_mirror", self.own_mirror)
+        check_flag("self_transposed", self.self_transposed)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -103,7 +103,7 @@ def tiles(rows: slice, cols: slice, side: int, *, triangle: bool = False) -> Ite
 
     >>> [(t.rows.start, t.cols.start) for t in tiles(slice(0, 2), slice(4, 8), 2)]
     [(0, 4), (0, 6)]
-    >>> [(t.rows.start, t.cols.start, t.own_mirror) for t in tiles(slice(0, 4), slice(4, 8), 2, triangle=True)]
+    >>> [(t.rows.start, t.cols.start, t.self_transposed) for t in tiles(slice(0, 4), slice(4, 8), 2, triangle=True)]
     [(0, 4, True), (0, 6, False), (2, 6, True)]
     """
     _check_range("rows", rows)
@@ -120,7 +120,7 @@ def _tiles(rows: slice, cols: slice, side: int, *, triangle: bool) -> Iterator[T
             yield Tile(
                 slice(row, min(row + side, rows.stop)),
                 slice(col, min(col + side, cols.stop)),
-                own_mirror=triangle and col == first_col,
+                self_transposed=triangle and col == first_col,
             )
 
 

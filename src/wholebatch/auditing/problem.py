@@ -50,10 +50,10 @@ class Problem:
 
     model: nn.Module
     batch: Any  # a tree of a user's form; so is the batch that functions get, with the model as an engine wraps it
-    loss: Callable[[Any, Any], Any] | None = None
+    loss: Callable[[Any, Any], Any] | None = None  # (model, batch) of the caller's types
     _: KW_ONLY
-    step: Callable[[Any, Any], Any] | None = None
-    reference: Callable[[Any, Any], Any] | None = None
+    step: Callable[[Any, Any], Any] | None = None  # likewise
+    reference: Callable[[Any, Any], Any] | None = None  # likewise
     engine: Engine = "mean"
     uneven: bool = False
     empty: bool = False
@@ -65,7 +65,7 @@ class Problem:
         return self.engine == "ddp" or callable(self.engine)
 
     @property
-    def call(self) -> Callable[[Any, Any], Any]:
+    def call(self) -> Callable[[Any, Any], Any]:  # one of the above
         """Return `loss` or `step`, whichever was given."""
         found = self.step if self.loss is None else self.loss
         assert found is not None

@@ -88,7 +88,7 @@ class Communicator(RowEntry, MessageEntry):
 
     @collective
     def handshake(
-        self, state: Callable[[], Mapping[str, Any]], *, caller: str, must_match: Sequence[str] = ()
+        self, state: Callable[[], Mapping[str, object]], *, caller: str, must_match: Sequence[str] = ()
     ) -> list[Facts]:
         """Exchange every rank's facts; raise on every rank if any rank's `state` raises or the facts clash.
 

@@ -33,7 +33,7 @@ BACKWARD = "backward of "  # the beginning of the caller's name in a backward pa
 @eager
 def handshake(
     transport: Transport,
-    state: Callable[[], Mapping[str, Any]],
+    state: Callable[[], Mapping[str, object]],
     *,
     caller: str,
     must_match: Sequence[str] = (),

@@ -21,7 +21,7 @@ class NoStatementError(ValueError):
     """The bytes are no statement."""
 
 
-def encode(facts: Mapping[str, Any]) -> bytes:
+def encode(facts: Mapping[str, object]) -> bytes:
     """Return the statement of these facts, which are JSON values."""
     text = json.dumps(facts).encode()
     return _PREFIX + b"%08x %08x " % (len(text), crc32(text)) + text

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import wraps
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +33,14 @@ from .passed_by import check_not_passed_by
 from .replay import Buffers, Replay, without_graph
 from .second_pass import backward_from, zeros_for_awaited
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _PENDING: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[_SecondPass]] = weakref.WeakKeyDictionary()
 
 
-def cached(func: Callable[..., Any]) -> Callable[..., Any]:
+def cached(
+    func: Callable[_P, Tensor | Sequence[Tensor]],
+) -> Callable[_P, tuple[Any, ...]]:  # tensors, and the function `again` as the last
     r"""Decorate a function that calls a model: it returns representations without a graph, and a second-pass function.
 
     `func(*args, **kwargs)` returns r; the decorated function returns `(r, ..., again)`.
@@ -70,7 +74,7 @@ def cached(func: Callable[..., Any]) -> Callable[..., Any]:
     unchecked = [True]  # whether engines have still to be checked
 
     @wraps(func)
-    def call(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> tuple[Any, ...]:
         again = _SecondPass(func, args, kwargs, unchecked)
         return (*again.leaves(), again)
 
@@ -150,7 +154,7 @@ class _SecondPass:
             raise wrong or mistakes[0]
 
 
-def cat_input_tensor(func: Callable[..., Any]) -> Callable[..., Any]:
+def cat_input_tensor(func: Callable[..., _R]) -> Callable[..., _R]:
     """Decorate a loss: each argument that is a list of tensors becomes one tensor of all their rows.
 
     >>> import torch, wholebatch as wb
@@ -160,20 +164,31 @@ def cat_input_tensor(func: Callable[..., Any]) -> Callable[..., Any]:
     check_callable("func", func)
 
     @wraps(func)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> _R:
         return func(*map(_joined, args), **{name: _joined(x) for name, x in kwargs.items()})
 
     return call
 
 
-def _joined(x: Any) -> Any:
-    rows = isinstance(x, list | tuple) and x and all(isinstance(part, Tensor) for part in x)
-    return torch.cat([*x]) if rows else x
+def _joined(x: object) -> object:
+    if isinstance(x, list | tuple) and x and all(isinstance(part, Tensor) for part in x):
+        return torch.cat([*x])
+    return x
+
+
+@overload
+def gather_input_tensor(func: Callable[_P, _R], axis: int = 0, *, group: Group = None) -> Callable[_P, _R]: ...
+
+
+@overload
+def gather_input_tensor(
+    func: None = None, axis: int = 0, *, group: Group = None
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]: ...
 
 
 def gather_input_tensor(
-    func: Callable[..., Any] | None = None, axis: int = 0, *, group: Group = None
-) -> Callable[..., Any]:
+    func: Callable[_P, _R] | None = None, axis: int = 0, *, group: Group = None
+) -> Callable[_P, _R] | Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Decorate a loss: tensors are joined with those of all ranks, rank 0's first, along an axis.
 
     Every rank then computes the same loss L of all rows, and its local rows get the gradient dL/dx_r. An engine that
@@ -197,7 +212,7 @@ def gather_input_tensor(
     check_callable("func", func)
 
     @wraps(func)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         comm = Communicator(select_communicator(group).transport, loss="replicated")
 
         def of_all_ranks(x: Any) -> Any:

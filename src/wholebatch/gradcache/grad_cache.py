@@ -21,7 +21,7 @@ from .chunks import Chunk, Encoder, facts_of, filled_up
 from .inputs import call_model, check_input, check_parts, split_inputs
 from .keep import Keeper, KeepGraphs, check_keep_graphs
 from .parameter_sync import synchronized
-from .step import Step
+from .step import Scaler, Step
 
 
 class GradCache:
@@ -66,13 +66,13 @@ class GradCache:
 
     def __init__(
         self,
-        models: Sequence[Callable[..., Any]] | nn.ModuleList,
+        models: Sequence[Callable[..., object]] | nn.ModuleList,
         chunk_sizes: int | Sequence[int],
         loss_fn: Callable[..., Tensor],
-        split_input_fn: Callable[[Any, int], Sequence[Any]] | None = None,
-        get_rep_fn: Callable[[Any], Any] | None = None,
+        split_input_fn: Callable[[Any, int], Sequence[object]] | None = None,  # takes whatever the models take
+        get_rep_fn: Callable[[Any], object] | None = None,  # takes whatever the models return
         fp16: bool = False,
-        scaler: Any = None,
+        scaler: Scaler | None = None,
         *,
         keep_graphs: KeepGraphs = 0,
         memory_budget: int | None = None,
@@ -97,11 +97,11 @@ class GradCache:
         self.unchecked = _checked_parameters(unchecked)
         self._steps = 0  # that all ranks have made
 
-    def __call__(self, *model_inputs: Any, no_sync_except_last: bool = True, **loss_kwargs: Any) -> Tensor:
+    def __call__(self, *model_inputs: object, no_sync_except_last: bool = True, **loss_kwargs: object) -> Tensor:
         """Make a step: the same as :meth:`cache_step`."""
         return self.cache_step(*model_inputs, no_sync_except_last=no_sync_except_last, **loss_kwargs)
 
-    def cache_step(self, *model_inputs: Any, no_sync_except_last: bool = True, **loss_kwargs: Any) -> Tensor:
+    def cache_step(self, *model_inputs: object, no_sync_except_last: bool = True, **loss_kwargs: object) -> Tensor:
         r"""Add the gradient of the loss of these inputs to the gradients of all parameters.
 
         Args:
@@ -164,8 +164,8 @@ class GradCache:
         self._steps += 1
         return loss
 
-    # A subclass may replace the next four methods.
-    def split_inputs(self, model_input: Any, chunk_size: int) -> Sequence[Any]:
+    # A subclass may replace the next four methods, with types of its own.
+    def split_inputs(self, model_input: Any, chunk_size: int) -> Sequence[object]:  # any input of a model
         """Return the chunks of an input."""
         return (
             split_inputs(model_input, chunk_size)
@@ -173,15 +173,15 @@ class GradCache:
             else self.split_input_fn(model_input, chunk_size)
         )
 
-    def model_call(self, model: Callable[..., Any], model_input: Any) -> Any:
+    def model_call(self, model: Any, model_input: Any) -> object:  # any model, and what it takes
         """Return a model's output for a chunk."""
         return call_model(model, model_input)
 
-    def get_reps(self, model_out: Any) -> Any:
+    def get_reps(self, model_out: Any) -> object:  # any output of a model
         """Return the representation in an output."""
         return model_out if self.get_rep_fn is None else self.get_rep_fn(model_out)
 
-    def compute_loss(self, *reps: Any, **loss_kwargs: Any) -> Tensor:
+    def compute_loss(self, *reps: Any, **loss_kwargs: Any) -> Tensor:  # whatever loss_fn takes
         """Return the loss of all representations."""
         return self.loss_fn(*reps, **loss_kwargs)
 

@@ -54,12 +54,12 @@ class SyncControl:
     """
 
     matches: Callable[[nn.Module], bool]
-    hold: Callable[[Any], AbstractContextManager[None]]
+    hold: Callable[[Any], AbstractContextManager[None]]  # takes a module of the registered class
     decides: Literal["forward", "backward"] = "backward"
     collective: bool = True
-    remember: Callable[[Any], Callable[[], None]] | None = None
-    check: Callable[[Any], None] | None = None
-    awaits: Callable[[Any], Iterable[Tensor]] | None = None
+    remember: Callable[[Any], Callable[[], None]] | None = None  # likewise
+    check: Callable[[Any], None] | None = None  # likewise
+    awaits: Callable[[Any], Iterable[Tensor]] | None = None  # likewise
     sharded: bool = False
 
     def __post_init__(self) -> None:

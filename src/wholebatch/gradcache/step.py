@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -35,6 +35,14 @@ from .replay import Buffers
 from .replicas import check_same, checksums, digest, due, replicated
 from .rollback import Remember, gradients_restored, moved_once
 from .second_pass import Pairs, second_pass
+
+
+class Scaler(Protocol):
+    """Scales a loss, as `torch.amp.GradScaler` does."""
+
+    def scale(self, outputs: Tensor, /) -> Tensor:
+        """Return the loss times the scale."""
+        ...
 
 
 @dataclass(eq=False)
@@ -53,7 +61,7 @@ class Step:
     comm: Communicator
     chunks: Sequence[Chunk]
     compute_loss: Callable[..., Tensor]
-    scaler: Any
+    scaler: Scaler | None
     unchecked: Sequence[Tensor]
     number: int
     buffers: Buffers = field(default_factory=Buffers)

@@ -74,7 +74,7 @@ def clip_grad_norm_(
 
 @bind_on_all_ranks
 @torch.no_grad()
-def agree_on_overflow(scaler: Any, *optimizers: Optimizer, group: Group = None) -> None:
+def agree_on_overflow(scaler: GradScaler, *optimizers: Optimizer, group: Group = None) -> None:
     """Share overflows found by `scaler.unscale_` with every rank, so that all ranks skip the step or none.
 
     Args:

@@ -11,12 +11,13 @@ momentum does not move it, it does not decay, and its n stays. With dense gradie
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from .._checks import (
     check_callable,
@@ -35,11 +36,11 @@ class _SparseOptimizer(Optimizer, ABC):
 
     row_state: tuple[str, ...]  # names of the state that has a row for each row of a parameter
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:  # as in torch
         self._check(defaults)
         super().__init__(check_items("params", params, "parameters, or of dicts of them"), defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:  # as in torch
         """Add parameters with their own settings, checked like those of the constructor."""
         check_instance("param_group", param_group, dict, "a dict with 'params'")
         if "params" not in param_group:
@@ -97,7 +98,7 @@ class SparseSGD(_SparseOptimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float = 1e-3,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
@@ -139,7 +140,7 @@ class SparseAdamW(_SparseOptimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,

@@ -281,7 +281,7 @@ class PartialFC(nn.Module):
                 "wholebatch.heads.load_head loads on any number of ranks"
             )
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """Return the settings that must be the same on all ranks, by the names `OF_HEAD`.
 
         Raises:
@@ -290,7 +290,7 @@ class PartialFC(nn.Module):
         self.check_local()
         return {**self.logits.facts(), **self.size_facts()}
 
-    def size_facts(self) -> dict[str, Any]:
+    def size_facts(self) -> dict[str, object]:
         """Return the settings of the centers, by the names `SIZES`."""
         sizes = (self.num_classes, self.embedding_size, self.sub_centers, self.bias is not None, int(self.seed))
         return dict(zip(SIZES, sizes, strict=True))

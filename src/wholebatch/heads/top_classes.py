@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ def top_classes(
     local: LocalCenters,
     logits: Logits,
     comm: Communicator,
-    facts: Callable[[], dict[str, Any]],
+    facts: Callable[[], Mapping[str, object]],
 ) -> TopClasses:
     """Return the k classes with the largest logits, without a margin, for each local row.
 

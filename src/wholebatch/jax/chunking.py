@@ -17,30 +17,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import ceil, prod
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.typing import DTypeLike
 
 from . import checks
 from .axis import varies_over, vary
 from .mesh import AxisNames, check_axes, check_not_split, explicit_axes, first_rows, reshard_explicit
 
+_Tree = TypeVar("_Tree")
+
 
 def chunked(
-    encode_fn: Callable[..., Any],
+    encode_fn: Callable[..., _Tree],
     *,
     chunk_size: int | None = None,
     num_chunks: int | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     axis: AxisNames = "data",
     per_device: bool = True,
-    grad_dtype: Any = None,
+    grad_dtype: DTypeLike | None = None,
     policy: Callable[..., bool] | None = None,
-) -> Callable[..., Any]:
+) -> Callable[..., _Tree]:
     r"""Return an encoder for batches whose activations would not fit into memory: same values, same gradients.
 
     encode(params, batch) = concatenate(encode_fn(params, chunk) for chunk in batch)

@@ -6,9 +6,9 @@ encoder's gradient. On several devices :func:`wholebatch.jax.chunked` does all o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial, wraps
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,25 @@ from jax import Array, lax
 from .axis import varies_over, vary
 
 
-def tree_chunk(tree: Any, n_chunk: int, axis: int = 0) -> Any:
+class _TrainState(Protocol):
+    """The part of flax's `TrainState` that a step uses."""
+
+    @property
+    def apply_fn(self) -> Callable[..., Any]: ...
+
+    @property
+    def params(self) -> Any: ...
+
+    @property
+    def apply_gradients(self) -> Callable[..., Any]: ...
+
+
+_R = TypeVar("_R")
+_Tree = TypeVar("_Tree")
+_State = TypeVar("_State", bound=_TrainState)
+
+
+def tree_chunk(tree: _Tree, n_chunk: int, axis: int = 0) -> _Tree:
     """Cut an axis of each array into n_chunk equal parts, which become a new axis before it.
 
     For one device, or inside of a `jax.shard_map`: for a batch that is split over devices use
@@ -39,7 +57,7 @@ def tree_chunk(tree: Any, n_chunk: int, axis: int = 0) -> Any:
     return jax.tree.map(cut, tree)
 
 
-def tree_unchunk(tree: Any, axis: int = 0) -> Any:
+def tree_unchunk(tree: _Tree, axis: int = 0) -> _Tree:
     """Join an axis of each array and the one after it into one: the inverse of :func:`tree_chunk`."""
 
     def join(x: Array) -> Array:
@@ -55,7 +73,7 @@ def _checked_axis(axis: int, of: int) -> int:
     return axis % of
 
 
-def chunk_encode(encode_fn: Callable[..., Any]) -> Callable[..., Any]:
+def chunk_encode(encode_fn: Callable[..., _Tree]) -> Callable[..., _Tree]:
     """Turn encode_fn(**chunk) into a function of all chunks that stacks their representations, without a gradient.
 
     This is the first pass.
@@ -67,7 +85,7 @@ def chunk_encode(encode_fn: Callable[..., Any]) -> Callable[..., Any]:
     return encode
 
 
-def cache_grad(encode_fn: Callable[..., Any]) -> Callable[..., Any]:
+def cache_grad(encode_fn: Callable[..., object]) -> Callable[..., Any]:  # returns a tree like the accumulator
     """Turn encode_fn(params, **chunk) into a function that adds its gradient over chunks to an accumulator.
 
     add_grad(params, accumulator, cached_grad, **chunks) = accumulator + sum_k J_k^T cached_grad_k
@@ -88,13 +106,13 @@ def cache_grad(encode_fn: Callable[..., Any]) -> Callable[..., Any]:
     return add_grad
 
 
-def unchunk_args(axis: int = 0, argnums: Iterable[int] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def unchunk_args(axis: int = 0, argnums: Iterable[int] = ()) -> Callable[[Callable[..., _R]], Callable[..., _R]]:
     """Decorate a function so that the arguments `argnums` are joined by :func:`tree_unchunk` before the call."""
     numbers = frozenset(argnums)
 
-    def decorator(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorator(function: Callable[..., _R]) -> Callable[..., _R]:
         @wraps(function)
-        def unchunked(*args: Any, **kwargs: Any) -> Any:
+        def unchunked(*args: object, **kwargs: object) -> _R:
             return function(*(tree_unchunk(x, axis) if at in numbers else x for at, x in enumerate(args)), **kwargs)
 
         return unchunked
@@ -103,8 +121,8 @@ def unchunk_args(axis: int = 0, argnums: Iterable[int] = ()) -> Callable[[Callab
 
 
 def grad_cached(
-    encode_fn: Callable[..., Any], policy: Callable[..., bool] | None = None, prevent_cse: bool = True
-) -> Callable[..., Any]:
+    encode_fn: Callable[..., _Tree], policy: Callable[..., bool] | None = None, prevent_cse: bool = True
+) -> Callable[..., _Tree]:
     """Turn encode_fn(params, chunk) into a function of the chunks of :func:`tree_chunk` that returns all rows.
 
     The backward pass encodes each chunk again. :func:`wholebatch.jax.chunked` takes an uncut batch, on any number of
@@ -127,8 +145,12 @@ def grad_cached(
 
 
 def cache_train_step(
-    loss_fn: Callable[..., Array], state: Any, ss: dict[str, Any], tt: dict[str, Any], axis: str = "device"
-) -> tuple[Array, Any]:
+    loss_fn: Callable[..., Array],
+    state: _State,
+    ss: Mapping[str, object],
+    tt: Mapping[str, object],
+    axis: str = "device",
+) -> tuple[Array, _State]:
     """Train two towers with shared parameters for one step, on chunks, inside of a `jax.shard_map` over `axis`.
 
     Args:

@@ -179,9 +179,9 @@ class _PartialFC:
         counted = counted if valid is None else counted & valid
         sweep = self.options.sweep(axis, x)
         labels = jnp.where(counted, labels, _NO_CLASS)
-        own, present = _fetch_centers(axis, centers, labels, ring=sweep.exchange == "ring" and axis.size > 1)
-        x_factors, own_factors = inverse_norms(x), inverse_norms(own)
-        angles = angles_between(x * x_factors[:, None], own * own_factors[:, None])
+        fetched, present = _fetch_centers(axis, centers, labels, ring=sweep.exchange == "ring" and axis.size > 1)
+        x_factors, fetched_factors = inverse_norms(x), inverse_norms(fetched)
+        angles = angles_between(x * x_factors[:, None], fetched * fetched_factors[:, None])
         targets = self.margin.s * self.margin(angles, norms(x) / power[:, 0])
 
         taking_part = valid_rows(axis, "centers", rows)

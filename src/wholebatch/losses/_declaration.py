@@ -52,7 +52,7 @@ class Declaration:
             so that they must be fixed. "none": the loss has neither, or its temperature does not divide similarities.
     """
 
-    function: Callable[..., Any]  # returns the loss, and statistics if asked for them
+    function: Callable[..., Tensor]
     module: Callable[..., nn.Module]
     sweep: Sweep | None = None
     settings: Callable[[int], Mapping[str, Any]] | None = None

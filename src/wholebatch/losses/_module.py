@@ -95,7 +95,7 @@ class Settings(nn.Module):
         return complete
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:  # of the types that a subclass declares
         """The keyword arguments of every call of the loss's function."""
         return {name: getattr(self, name) for name in self._declared}
 

@@ -81,7 +81,7 @@ def clip_loss(
         kernel: "torch": tiles are computed by plain PyTorch, in float32 (float64 for float64). "triton": by kernels
             that never store S, on CUDA, with `pip install 'wholebatch[triton]'`; features are multiplied in the
             precision that they have and summed in float32, and dS is rounded to their dtype. Unsupported cases fall
-            back to PyTorch silently: docs/performance.md has the table. "auto": "torch", until kernels have been
+            back to PyTorch silently: docs/kernels.md has the table. "auto": "torch", until kernels have been
             measured on a GPU.
 
     Returns:

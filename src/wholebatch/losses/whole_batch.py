@@ -14,7 +14,7 @@ gradient of every parameter inside loss_fn: that of its temperature is then W ti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -97,7 +97,7 @@ class WholeBatch(nn.Module):
         check_group(group)
         self.loss_fn, self.group, self.sync, self.strategy, self.root = loss_fn, group, sync, strategy, root
 
-    def forward(self, *representations: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *representations: object, **kwargs: object) -> Tensor:
         """Return L, the same on all ranks.
 
         Args:
@@ -117,7 +117,7 @@ class WholeBatch(nn.Module):
         """
         comm = select_communicator(self.group)
         has_rows = [isinstance(x, Tensor) and x.dim() > 0 for x in representations]
-        inputs = [x for x, rows in zip(representations, has_rows, strict=True) if rows]
+        inputs = [x for x in representations if isinstance(x, Tensor) and x.dim() > 0]
         passed, owned, buffers = self._of_the_loss(representations, has_rows, kwargs)
 
         def state() -> dict[str, Any]:
@@ -186,7 +186,7 @@ class WholeBatch(nn.Module):
         return together(loss, comm, "WholeBatch", call) if communicates else loss
 
     def _of_the_loss(
-        self, representations: tuple[Any, ...], has_rows: list[bool], kwargs: dict[str, Any]
+        self, representations: Sequence[object], has_rows: Sequence[bool], kwargs: Mapping[str, object]
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Return the parameters that loss_fn receives, those that it owns, and its buffers, for strategy "root"."""
         if self.strategy != "root":

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._normalize import EPS, row_norms
 from ..heads.margins import CurricularFace
-from ..heads.margins.interface import Targets
+from ..heads.margins.interface import Margin, Regularizes, Targets, TransformsNegatives
 from ._shared import check_shapes, normalized, reduce
 
 
@@ -18,7 +18,7 @@ def partial_fc_loss(
     labels: Tensor,
     centers: Tensor,
     *,
-    margin: Any,
+    margin: Margin,
     margin_grad: str = "exact",
     normalize: str = "both",
     bias: Tensor | None = None,
@@ -64,7 +64,7 @@ def partial_fc_loss(
     if isinstance(margin, CurricularFace):
         hard = cosines > (angles + margin.m).cos()
         cosines = torch.where(hard, cosines * (margin.t + cosines), cosines)
-    elif hasattr(margin, "of_negatives"):
+    elif isinstance(margin, TransformsNegatives):
         cosines = _transformed(margin, cosines, angles.detach())
     n = torch.ones_like(norms) if of_unit_embeddings else norms
     m = torch.ones_like(lengths) if of_unit_centers else lengths
@@ -83,7 +83,7 @@ def partial_fc_loss(
         nll = -log_p.gather(1, of[:, None])[:, 0]
         losses.append((1 - label_smoothing) * nll - label_smoothing * mean if label_smoothing else nll)
     per_label = torch.stack(losses, 1)
-    if hasattr(margin, "regularizer"):
+    if isinstance(margin, Regularizes):
         per_label = per_label + margin.regularizer(targets)
     per_row = torch.where(counted, per_label, 0.0).sum(1) / counted.sum(1).clamp(min=1)
     some = counted.any(1)

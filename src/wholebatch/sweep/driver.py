@@ -80,7 +80,7 @@ class Driver:
         """Return the tile of S, in a buffer that the next tile overwrites."""
         # Scale after the product: given as alpha, some libraries scale and round the entries of one factor first.
         logits = torch.mm(x, y.T, out=self.buffer(tile)).mul_(self.scale)
-        if tile.own_mirror:  # a product may round S_ij and S_ji differently
+        if tile.self_transposed:  # a product may round S_ij and S_ji differently
             below = torch.triu(logits, 1, out=self.scratch(tile)).T
             logits.triu_().add_(below)
         return logits.add_(self.bias) if self.bias else logits
@@ -109,7 +109,7 @@ class Driver:
         """Add the tile of dS times its rows of Y to `u`, (b, d), and its transpose times X to `v`, (n, d)."""
         if u is not None:
             u[tile.rows].addmm_(grad, y)
-        if v is not None and not tile.own_mirror:
+        if v is not None and not tile.self_transposed:
             v[relative(tile.cols, block)].addmm_(grad.T, x)
 
 

@@ -122,7 +122,7 @@ class KernelTiles:
         """Add the tile of dS times its rows of Y to `u`, (b, d), and its transpose times X to `v`, (n, d)."""
         if u is not None:
             add_product_(u[tile.rows], grad, of.y)
-        if v is not None and not tile.own_mirror:
+        if v is not None and not tile.self_transposed:
             add_product_(v[relative(tile.cols, block)], grad.T, of.x)
 
 

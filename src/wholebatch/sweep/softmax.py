@@ -259,7 +259,7 @@ def _sides(tile: Tile, block: Block, rows: _T | None, cols: _T | None) -> Iterat
     """Yield (side, the tile's place in it, dim to sum over) for rows, and for columns unless they mirror the rows."""
     if rows is not None:
         yield rows, tile.rows, 1
-    if cols is not None and not tile.own_mirror:
+    if cols is not None and not tile.self_transposed:
         yield cols, relative(tile.cols, block), 0
 
 

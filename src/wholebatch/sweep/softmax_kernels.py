@@ -52,7 +52,10 @@ class KernelSoftmaxSweep(SoftmaxSweep):
             super().sums(block, rows, cols)
             return
         for tile, inputs in self._tiles(block):
-            sides = [rows and rows[tile.rows], None if tile.own_mirror else cols and cols[relative(tile.cols, block)]]
+            sides = [
+                rows and rows[tile.rows],
+                None if tile.self_transposed else cols and cols[relative(tile.cols, block)],
+            ]
             names = [() if side is None else side.fields.keys() for side in sides]
             keep = None if self.kept is None else self.kept.next(tile.shape)
             made = kernels.tile_sums(inputs, shift=shift, rows=names[0], cols=names[1], keep=keep)
