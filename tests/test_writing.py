@@ -44,7 +44,7 @@ RETIRED = {
     r"ranks-count-alike": "mean-of-means",
     r"another-loss": "loss-differs",
     r"scaled-alike": "uniform-scaling",
-    r"value-is-another": "value-differs",
+    r"value-is-another": "value-not-global",
 }
 STEMS = "normal|initial|optim|memor|organ|general|real|synchron|recogn|summar|minim|maxim|vector|serial|util|regular"
 BRITISH = {

@@ -199,8 +199,8 @@ VALUES_DIFFER = Cause(
     "average it over ranks where it is logged",
     wrong=False,
 )
-VALUE_DIFFERS = Cause(
-    "value-differs",
+VALUE_NOT_GLOBAL = Cause(
+    "value-not-global",
     "the returned loss is not that of the whole batch, though its gradient is",
     "do not compare logged values between numbers of ranks",
     wrong=False,

@@ -255,7 +255,7 @@ class _Audit:
         losses, mean, true = measured.losses, measured.mean, self.baseline.reference.losses[0]
         evidence = f"{' and '.join(map(number, losses))}, one process {number(true)}"
         if not same(mean, true):
-            self.findings.append(Finding(causes.VALUE_DIFFERS, measured.trial.counts, (), evidence))
+            self.findings.append(Finding(causes.VALUE_NOT_GLOBAL, measured.trial.counts, (), evidence))
         elif not all(same(x, losses[0]) for x in losses):
             self.findings.append(Finding(causes.VALUES_DIFFER, measured.trial.counts, (), evidence))
 
