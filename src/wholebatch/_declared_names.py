@@ -1,8 +1,8 @@
 """Names that a command line offers, read from the source: importing the modules that declare them would import torch.
 
 A loss `losses/<name>.py` with a line `DECLARATION = Declaration(<name>_loss, ...)` is in the catalog under its file's
-name. `tests/test_catalog.py` compares these names with the imported modules. Without .py files the import of this module
-fails.
+name. `tests/test_catalog.py` compares these names with the imported modules. Without .py files this module cannot
+be imported.
 """
 
 from __future__ import annotations
