@@ -65,7 +65,10 @@ def started(dtype: torch.dtype, capability: int) -> dict[Started, str]:
         found.setdefault(Started(kernel, tuple(types), tuple(constants.items())), name)
 
     patches = [patch("wholebatch.kernels.launch.run", record)]
-    patches += [patch("wholebatch.contract.agree.check_kernel"), patch("wholebatch.nodes.shifts.no_underflow", bool)]
+    patches += [
+        patch.object(sys.modules["wholebatch.contract.agree"], "check_kernel"),
+        patch("wholebatch.nodes.shifts.no_underflow", bool),
+    ]
     patches.append(patch("wholebatch.kernels.launch.capability", return_value=divmod(capability, 10)))
     for of in patches:
         of.start()

@@ -29,7 +29,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 
 collect_ignore = ["mpi_cases.py", "over_mpi.py", "jax_process.py", "typed"]  # other programs start these
 if find_spec("jax") is None:
-    collect_ignore.append("jax_cases.py")
+    collect_ignore += ["jax_cases.py", "faults/inputs_jax.py"]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -186,7 +186,7 @@ class InOrder(TorchTransport):
         super().__init__(None)
         self._stream = ThreadPoolExecutor(max_workers=1)
 
-    def swap(self, sends, receives, channel):
+    def swap(self, sends, receives):
         def run():
             works = [dist.isend(of.x, group_dst=of.rank, tag=7) for of in sends if of.x.numel()]
             works += [dist.irecv(of.x, group_src=of.rank, tag=7) for of in receives if of.x.numel()]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
+from PIL import __version__ as pillow_version
 
 from wholebatch._user_error import UserError
 from wholebatch.train.files import file_pairs
@@ -152,14 +153,28 @@ def test_an_unknown_range_of_values_is_an_error(tmp_path, array, message):
         read(tmp_path, Image.fromarray(array), name="range.tif")
 
 
+def pillow_reads(image, path):
+    """Return whether Pillow opens what it has saved; 12.3 does not for TIFF files with YCbCr."""
+    image.save(path)
+    try:
+        with Image.open(path) as again:
+            again.load()
+    except OSError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("mode", ["1", "L", "RGB", "CMYK", "YCbCr", "P"])
 def test_opaque_modes_are_read(tmp_path, mode):
     """White and black are right in every mode."""
     image = Image.new("RGB", (SIZE, SIZE), "white")
     image.paste("black", (0, 0, 4, SIZE))
     image = image.quantize(2) if mode == "P" else image.convert(mode)
+    name = "picture.tif" if mode in ("CMYK", "YCbCr") else "picture.png"
+    if not pillow_reads(image, tmp_path / f"of_pillow_{name}"):
+        pytest.skip(f"Pillow {pillow_version} cannot read the {mode} that it writes")
     for channels in (1, 3):
-        found = read(tmp_path, image, channels, "picture.tif" if mode in ("CMYK", "YCbCr") else "picture.png")
+        found = read(tmp_path, image, channels, name)
         assert (found[:, :, :4] <= 2).all()
         assert (found[:, :, 4:] >= 253).all()
 

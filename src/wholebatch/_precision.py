@@ -17,6 +17,11 @@ def wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def tf32_is_allowed() -> bool:
+    """Whether the program lets CUDA multiply float32 in TF32, by whichever of torch's settings."""
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
 def rows_at_a_time(device: torch.device) -> int:
     """Return the number of rows to process at a time: few, to fit a CPU's cache; many, to keep a GPU busy."""
     return 256 if device.type == "cpu" else 16384

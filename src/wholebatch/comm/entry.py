@@ -108,6 +108,7 @@ class CallEntry:
                 check_tensor("x", x)
             facts: Facts = {GRAD_ENABLED: torch.is_grad_enabled(), NEEDS_GRAD: x is not None and x.requires_grad}
             if x is not None:
+                self.transport.use_device(x.device)
                 facts |= {"dtype": str(x.dtype), "shape": list(x.shape), SIGNATURE: signature(x)}
             return {**facts, **options()}
 

@@ -39,6 +39,11 @@ class MessageEntry(CallEntry):
             )
         try:
             check_tensor("x" if end.sends else "like", x)
+            if end.tag and not self.transport.keeps_tags(x):
+                raise ValueError(
+                    f"tag must be 0 for tensors on {x.device}, got {end.tag}: there, messages of two ranks have no "
+                    "tags, and arrive in the order in which they were sent"
+                )
         except (ValueError, TypeError) as error:
             if not self.check or end.peer == self.rank:
                 raise

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .call import signature
-from .transport import ABANDONED, Finish, Transport, named
+from .transport import ABANDONED, Finish, Message, Transport, named
 
 _BYTES = 512
 _CHANNEL_TO_RECEIVER, _CHANNEL_TO_SENDER = 2, 3
@@ -48,12 +48,11 @@ def exchange_signatures(transport: Transport, x: Tensor, name: str, end: End) ->
     """
     grad = torch.is_grad_enabled() and (x.requires_grad or not end.sends)
     local = {"what": name, "signature": signature(x), "grad": grad}
-    stated, read = _exchange(transport, local, end)
+    exchanged = _exchange(transport, local, end)
 
     def verify() -> bool:
         what = f"{name}, {local['signature']}"
-        theirs = json.loads(bytes(named(transport, what, True, read).tolist()))
-        named(transport, what, True, stated)
+        theirs = json.loads(bytes(named(transport, what, True, exchanged).tolist()))
         if _COMPLAINT in theirs:
             raise _ERRORS[theirs["type"]](theirs[_COMPLAINT])
         ends = [(transport.rank, local), (end.peer, theirs)]
@@ -87,12 +86,16 @@ def refusal(transport: Transport, error: ValueError | TypeError, name: str, end:
     return _ERRORS[kind](local[_COMPLAINT])
 
 
-def _exchange(transport: Transport, local: dict[str, Any], end: End) -> tuple[Finish, Finish]:
-    """Start to send this end's statement, and to receive the other's."""
+def _exchange(transport: Transport, local: dict[str, Any], end: End) -> Finish:
+    """Start to send this end's statement, and to receive the other's, which is the result."""
     here, there = _CHANNEL_TO_RECEIVER, _CHANNEL_TO_SENDER
     if end.sends:
         here, there = there, here
     text = json.dumps(local).encode()[:_BYTES].ljust(_BYTES)
-    stated = transport.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), end.peer, end.tag, there)
-    read = transport.recv(torch.empty(_BYTES, dtype=torch.uint8), end.peer, end.tag, here)
-    return stated, read
+    statement = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    # Both at once: where messages have no tags, one would wait for the other, and two such ranks for each other.
+    finish = transport.swap(
+        [Message(statement, end.peer, end.tag, there)],
+        [Message(torch.empty(_BYTES, dtype=torch.uint8), end.peer, end.tag, here)],
+    )
+    return lambda: finish()[0]

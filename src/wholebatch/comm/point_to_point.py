@@ -52,8 +52,8 @@ class Envelope:
         first = self.tag * tags_of_one(transport)
         if self.channel == ADJOINT:
             return first + self.slot
-        classes = transport.size_classes
-        return first + self.epoch * classes + (size_class(x.nbytes) if classes > 1 else 0)
+        sized = transport.size_classes > 1 and transport.keeps_tags(x)
+        return first + self.epoch * transport.size_classes + (size_class(x.nbytes) if sized else 0)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ class Recv(LinearMap):
 
     def _receive(self, out: Tensor) -> Finish:
         channel, tag = self.envelope.channel, self.envelope.wire_tag(self.transport, out)
-        if channel == FORWARD and self.transport.size_classes > 1 and out.numel():
+        sized = self.transport.size_classes > 1 and self.transport.keeps_tags(out)
+        if channel == FORWARD and sized and out.numel():
             # Room for the largest message of this class: a wrong one is longer or shorter, but never too long.
             room = out.new_empty(-(-largest_of_class(size_class(out.nbytes)) // out.itemsize))
             finish = self.transport.recv(room, self.source, tag, channel)

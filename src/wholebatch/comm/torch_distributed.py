@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _c10d
+from .backends import Backends
 from .communicator import Communicator
 from .maps import Loss
 from .point_to_point import SIZE_CLASSES
@@ -39,10 +40,9 @@ class TorchTransport(Transport):
         super().__init__()
         self._group, self._made_by_split = group, made_by_split
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.backend = str(dist.get_backend(group))
-        self.in_order = "nccl" in self.backend
-        # gloo ends a process that gets more bytes than it expects.
-        self.size_classes = SIZE_CLASSES if "gloo" in self.backend else 1
+        self._backends = Backends.of(group)
+        self.size_classes = SIZE_CLASSES if self._backends.may_abort else 1
+        self._device: torch.device | None = None  # see `use_device`
         self._default_group: Any = dist.group.WORLD
         named: Any = self._default_group if group is None else group
         self.group_name = named.group_name
@@ -99,10 +99,9 @@ class TorchTransport(Transport):
 
     def _timeout(self) -> timedelta | None:
         """Return the timeout of this group's operations, for its parts; None where torch does not show it."""
-        device = torch.device("cuda" if self.backend == "nccl" else "cpu")
         try:
             group: Any = self.group if self.group is not None else self._default_group
-            return group._get_backend(device).options._timeout
+            return group._get_backend(torch.device(next(iter(self._backends.by_device)))).options._timeout
         except (AttributeError, RuntimeError):
             return None
 
@@ -111,7 +110,7 @@ class TorchTransport(Transport):
         out = wire.new_empty((sum(counts), *x.shape[1:]))
         if not out.numel():
             return done(out.to(x.device))
-        if len(set(counts)) == 1 and wire.is_cuda:
+        if len(set(counts)) == 1 and self.stays_on_device(wire):
             works = [_c10d.all_gather_single(out, wire, group=self.group, async_op=True)]
         else:
             # On the CPU, broadcasts into the slices beat gloo's all-gather, need no padding, and take any counts.
@@ -127,7 +126,14 @@ class TorchTransport(Transport):
         return _after(works, lambda: out.to(x.device), wire)
 
     def stays_on_device(self, x: Tensor) -> bool:
-        return x.device.type != "cpu" and self._wire(x) is x
+        return self._backends.on_device(x.device.type)
+
+    def keeps_tags(self, x: Tensor) -> bool:
+        return not self._backends.on_device(self._wire_device(x).type)
+
+    def use_device(self, device: torch.device) -> None:
+        if self._backends.on_device(device.type):
+            self._device = device
 
     def all_gather_by_rank(self, x: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, list[Finish]]:
         if self._wire(x) is not x:
@@ -148,7 +154,7 @@ class TorchTransport(Transport):
     def reduce_scatter(self, x: Tensor, counts: tuple[int, ...]) -> Finish:
         wire = self._wire(x)
         local = (counts[self.rank], *x.shape[1:])
-        if len(set(counts)) == 1 and "nccl" in self.backend and wire.is_cuda:
+        if len(set(counts)) == 1 and self.stays_on_device(wire):
             out = wire.new_empty(local)
             work = _c10d.reduce_scatter_single(out, wire, group=self.group, async_op=True)
             return _after([work], lambda: out.to(x.device), wire)
@@ -199,9 +205,10 @@ class TorchTransport(Transport):
         )
         return _after([work], lambda: out.to(x.device), wire)
 
-    def swap(self, sends: Sequence[Message], receives: Sequence[Message], channel: int) -> Callable[[], list[Tensor]]:
-        if not self.in_order:
-            return super().swap(sends, receives, channel)
+    def swap(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
+        messages = [*sends, *receives]
+        if all(self.keeps_tags(message.x) or message.rank == self.rank for message in messages):
+            return super().swap(sends, receives)
         # One by one, on NCCL each would wait for the one before, and ranks that all send first for each other.
         leaving, arriving = ([self._wire(message.x) for message in some] for some in (sends, receives))
         operations = [
@@ -233,10 +240,16 @@ class TorchTransport(Transport):
         return _after([work], lambda: wire.to(out.device))
 
     def _wire(self, x: Tensor) -> Tensor:
-        """Return x on a device that this group's backend can move."""
-        if x.device.type == "cpu":
-            return x.to("cuda") if self.backend == "nccl" else x
-        return x if "nccl" in self.backend and x.device.type == "cuda" else x.cpu()
+        """Return x on a device from which a backend of this group takes it."""
+        return x.to(self._wire_device(x))
+
+    def _wire_device(self, x: Tensor) -> torch.device:
+        if self._backends.take(x.device.type):
+            return x.device
+        if "cpu" in self._backends.by_device:
+            return torch.device("cpu")
+        named: Any = self._default_group if self._group is None else self._group
+        return self._device or self._backends.home(getattr(named, "bound_device_id", None))
 
     def _copy(self, x: Tensor) -> Tensor:
         """Return a copy of x on the wire's device; the backend writes into it."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+import torch
 from torch import Tensor
 
 Finish = Callable[[], Tensor]  # waits for an operation that is under way, and returns its result
@@ -35,6 +36,7 @@ class Message:
     x: Tensor
     rank: int
     tag: int
+    channel: int
 
 
 class Transport(ABC):
@@ -44,7 +46,6 @@ class Transport(ABC):
     size: int
     max_tag: int  # the largest tag of a message on the wire
     size_classes = 1  # groups of message sizes, each with separate tags
-    in_order = False  # whether messages of two ranks arrive in the order in which they were sent, whatever their tags
     closed = False
     group_name: str | None = None  # torch's name of the process group, if there is one
 
@@ -93,6 +94,13 @@ class Transport(ABC):
     def stays_on_device(self, x: Tensor) -> bool:
         """Whether x travels from device to device, so that reading the result would make the host wait."""
         return False
+
+    def keeps_tags(self, x: Tensor) -> bool:
+        """Whether messages of x's device have tags. Without, those of two ranks arrive as they were sent."""
+        return True
+
+    def use_device(self, device: torch.device) -> None:  # noqa: B027  # most transports have one device
+        """Let numbers from the host travel on this device, where the ranks have no other way."""
 
     def all_gather_by_rank(self, x: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, list[Finish]]:
         """Return the result of `all_gather`, and for each rank a function that waits for its rows.
@@ -145,14 +153,14 @@ class Transport(ABC):
             return self._recv(out, source, tag * CHANNELS + channel)
         return lambda: self._message_to_self(tag, channel)
 
-    def swap(self, sends: Sequence[Message], receives: Sequence[Message], channel: int) -> Callable[[], list[Tensor]]:
+    def swap(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
         """Exchange all of these messages at once; the result has the received tensors in the order of `receives`.
 
         Ranks whose transport ignores tags list messages to and from each other in the same order, and call this equally
         often: no call's messages need to arrive before the next call's.
         """
-        arriving = [self.recv(message.x, message.rank, message.tag, channel) for message in receives]
-        leaving = [self.send(message.x, message.rank, message.tag, channel) for message in sends]
+        arriving = [self.recv(message.x, message.rank, message.tag, message.channel) for message in receives]
+        leaving = [self.send(message.x, message.rank, message.tag, message.channel) for message in sends]
 
         def finish() -> list[Tensor]:
             for left in leaving:

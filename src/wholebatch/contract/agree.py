@@ -85,6 +85,7 @@ def _local_facts(comm: Communicator, options: Options, inputs: Inputs, checks: C
     options.check()
     inputs.check_features()
     first = inputs.first[1]
+    comm.transport.use_device(first.device)
     check_kernel(options.kernel, first.device)
     loss_facts = checks.check()
     inputs.check_rest()

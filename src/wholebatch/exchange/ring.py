@@ -24,6 +24,10 @@ from .exchange import ColumnData, Exchange, Op, VisitBlock, combine_
 _COLUMNS, _CARRIED, _SUMS, _TO_OWNER = range(4)  # tags: the content of a message
 
 
+def _message(x: Tensor, rank: int, tag: int) -> Message:
+    return Message(x, rank, tag, RING)
+
+
 class RingExchange(Exchange):
     """Send each block of Y, with the numbers and the sums of its columns, to the next rank."""
 
@@ -63,15 +67,15 @@ class RingExchange(Exchange):
             source, last = planned.source, step + 1 == steps
             sends, receives = [], []
             if not last:
-                sends.append(Message(y, following, _COLUMNS))
-                receives.append(Message(y_blocks.take(step, (source - 1) % size), previous, _COLUMNS))
+                sends.append(_message(y, following, _COLUMNS))
+                receives.append(_message(y_blocks.take(step, (source - 1) % size), previous, _COLUMNS))
                 if numbers is not None and number_blocks is not None:
-                    sends.append(Message(numbers, following, _CARRIED))
-                    receives.append(Message(number_blocks.take(step, (source - 1) % size), previous, _CARRIED))
+                    sends.append(_message(numbers, following, _CARRIED))
+                    receives.append(_message(number_blocks.take(step, (source - 1) % size), previous, _CARRIED))
             if sum_blocks is not None and received_block is not None:
                 if sums is not None:
-                    sends.append(Message(sums, following, _SUMS))
-                    receives.append(Message(received_block.take(0, source), previous, _SUMS))
+                    sends.append(_message(sums, following, _SUMS))
+                    receives.append(_message(received_block.take(0, source), previous, _SUMS))
                 sums = sum_blocks.take(step, source, initial)
             finish = self._swap(sends, receives)
             cols = slice(offsets[source] + planned.cols.start, offsets[source] + planned.cols.stop)
@@ -94,7 +98,7 @@ class RingExchange(Exchange):
             # The last visitor of the local block sends its sums, into memory of that size.
             out = _Buffers(initial, (counts[rank],), 1).take(0, 0)
             visitor = (rank + steps - 1) % size
-            (sums,) = self._swap([Message(sums, source, _TO_OWNER)], [Message(out, visitor, _TO_OWNER)])()
+            (sums,) = self._swap([_message(sums, source, _TO_OWNER)], [_message(out, visitor, _TO_OWNER)])()
         if local is not None and sums is not None:
             combine_(sums, local, op)
         return sums
@@ -104,7 +108,7 @@ class RingExchange(Exchange):
 
     def _swap(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], list[Tensor]]:
         transport, operation = self.comm.transport, "ring exchange with the ranks before and after"
-        finish = named(transport, operation, "before", lambda: transport.swap(sends, receives, RING))
+        finish = named(transport, operation, "before", lambda: transport.swap(sends, receives))
         return lambda: named(transport, operation, "before", finish)
 
 

@@ -30,7 +30,7 @@ def select_exchange(
     symmetric: bool = False,
     chunk: int = 1,
 ) -> Exchange:
-    """Return the exchange called `name`. "auto": "gather" up to 1 GiB per rank, else "ring" if it can run.
+    """Return the exchange called `name`. "auto": "gather" up to 1 GiB per rank, else "ring".
 
     Args:
         name: one of `EXCHANGES`.
@@ -42,7 +42,7 @@ def select_exchange(
         chunk: least number of columns of one transfer.
     """
     if name == "auto":
-        name = automatic(columns.total, row_bytes, rings=not comm.transport.in_order)
+        name = automatic(columns.total, row_bytes)
     return _CLASSES[name](comm, rows, columns, symmetric=symmetric, chunk=chunk)
 
 
@@ -54,15 +54,14 @@ def columns_of_a_chunk(total: int, side: int, device: torch.device) -> int:
     return total if device.type == "cpu" else side
 
 
-def automatic(total: int, row_bytes: int, *, rings: bool = True) -> ExchangeUsed:
+def automatic(total: int, row_bytes: int) -> ExchangeUsed:
     """Return the exchange that "auto" stands for.
 
     Args:
         total: number of Y's rows on all ranks.
         row_bytes: bytes of one row, in the accumulation dtype.
-        rings: whether "ring" may be chosen. On NCCL the user must ask for it: no test has run it on GPUs yet.
 
     >>> automatic(65536, 4 * 512), automatic(262144, 4 * 1024)
     ('gather', 'ring')
     """
-    return "gather" if 3 * total * row_bytes <= _GATHER_BYTES or not rings else "ring"
+    return "gather" if 3 * total * row_bytes <= _GATHER_BYTES else "ring"

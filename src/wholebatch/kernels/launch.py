@@ -13,13 +13,14 @@ import ctypes
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from math import ceil, e, exp, gcd, log2
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .._precision import tf32_is_allowed
 
 LOG2_E = log2(e)
 
@@ -111,17 +112,17 @@ def interpreted() -> bool:
 
 
 _WIDE = (9, 0)  # others have the shared memory, too, but on 10.0 registers spill
-_chosen: ContextVar[Blocks | None] = ContextVar("blocks", default=None)
+_chosen: list[Blocks] = []  # of all threads: CUDA's backward passes run on a thread of autograd's
 
 
 @contextmanager
 def using(blocks: Blocks) -> Iterator[None]:
-    """Use these blocks for all programs inside, to measure which are fast."""
-    token = _chosen.set(blocks)
+    """Use these blocks for all programs of this process inside, to measure which are fast."""
+    _chosen.append(blocks)
     try:
         yield
     finally:
-        _chosen.reset(token)
+        _chosen.pop()
 
 
 def capability(device: torch.device) -> tuple[int, int]:
@@ -141,8 +142,8 @@ def blocks_for(tile: TileInputs, *, lean: bool = False) -> Blocks:
             parts, three times.
         lean: whether only the exponential of an entry is computed, and it is not kept.
     """
-    if (blocks := _chosen.get()) is not None:
-        return blocks
+    if _chosen:
+        return _chosen[-1]
     if interpreted():
         return Blocks(32, 64, 32, 2, 1, 1)
     if tile.x.dtype == torch.float32:
@@ -257,13 +258,15 @@ def _settings(x: Tensor, blocks: Blocks) -> dict[str, Any]:
     float32 is multiplied in float32's precision, unless the program has asked torch for less. The interpreter cannot
     multiply bfloat16.
     """
-    single = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    precision = "ieee"
+    if x.dtype == torch.float32 and not interpreted():
+        precision = "tf32" if tf32_is_allowed() else "tf32x3"
     return {
         "BM": blocks.rows,
         "BN": blocks.cols,
         "BK": blocks.depth,
         "GROUP": blocks.group,
-        "PRECISION": "ieee" if interpreted() or x.dtype != torch.float32 else single,
+        "PRECISION": precision,
         "WIDEN": interpreted(),
         "num_warps": blocks.warps,
         "num_stages": blocks.stages,

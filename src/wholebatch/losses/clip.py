@@ -74,7 +74,7 @@ def clip_loss(
             `wholebatch.comm` communicator, or None for the default group (this process alone if there is none).
         sync: "mean", "sum" or None: what the engine does with gradients afterward, see below.
         exchange: how the texts travel: "gather" (all of Y on every rank, memory O(B d)), "ring" (from rank to rank,
-            memory O(b d)), or "auto", which chooses "gather" while it takes at most 1 GiB, and on NCCL always.
+            memory O(b d)), or "auto", which chooses "gather" while it takes at most 1 GiB.
         memory: for the tiles of S. "flat": S is computed twice and never stored; an int: this many bytes per rank hold
             exp(S), or part of it, between forward and backward, so that it is computed once; "auto": "flat" except
             for small batches. Half precision is used for some of it, at a cost: see `wholebatch.sweep.memory`.

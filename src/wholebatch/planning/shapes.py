@@ -29,7 +29,7 @@ class Shapes:
         embedding_size: d.
         ranks: W.
         dtype: of the features.
-        device: "cpu" or "cuda"; it decides the side of a tile, and the ring, which does not run on NCCL.
+        device: "cpu" or "cuda"; it decides the side of a tile.
         classes: C, of PartialFC, on all ranks.
         sample_rate: of PartialFC.
     """
@@ -125,8 +125,7 @@ class Shapes:
         """Return the exchange that "auto" selects."""
         if self.entry is None:
             return "gather"
-        rings = self.device == "cpu"
-        return automatic(self.partition.total, self.embedding_size * self.sums_size, rings=rings)
+        return automatic(self.partition.total, self.embedding_size * self.sums_size)
 
     def budget(self, memory: Memory) -> Budget:
         """Return the budget that `memory=` gives; a loss with one pass keeps nothing."""
