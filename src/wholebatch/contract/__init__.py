@@ -1,7 +1,8 @@
 """Validate a call on all ranks before any features are sent, and finish it alike on all ranks.
 
     entry       a call whose arguments do not fit its signature raises on every rank; autocast is off inside
-    options     the choices that every loss shares: group, sync, exchange, memory, reduction, kernel
+    autocast    its dtype around the loss, from which the precision of products follows
+    options     the choices that every loss shares: group, sync, exchange, memory, reduction, kernel, precision
     inputs      a loss's declaration of its tensors and scalars, checked on the rank that has them
     agree       one handshake: every rank's arguments are valid and fit together, or every rank raises
     facts       the facts that every rank then knows about all ranks

@@ -18,6 +18,8 @@ from ..comm import Communicator, select_communicator
 from ..comm.handshake import GRAD_ENABLED
 from ..kernels import check_kernel
 from ..partition import Partition
+from ..sweep import Products, select_products
+from .autocast import autocast_around
 from .backward import CALL, check_earlier, differed, latest_call, number_call
 from .facts import Facts
 from .gradients import enter, gradient_facts, join
@@ -25,7 +27,18 @@ from .inputs import MIN_PAIR_PRODUCT, Checks, Inputs
 from .options import Options
 
 _ARGUMENTS = "the arguments that are given (a rank without rows passes shape (0, d), not None)"
-_MUST_MATCH = (_ARGUMENTS, "embedding size", "dtype", "device type", "sync", "exchange", "reduction", "kernel")
+PRECISION = "precision of products"  # the one that was chosen
+_MUST_MATCH = (
+    _ARGUMENTS,
+    "embedding size",
+    "dtype",
+    "device type",
+    "sync",
+    "exchange",
+    "reduction",
+    "kernel",
+    PRECISION,
+)
 _TOLERANCE = 1e-5  # relative, of a scalar between ranks: parameters that engines keep equal differ only by rounding
 
 
@@ -75,6 +88,7 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
         embedding_size=first.shape[1],
         given_dtype=first.dtype,
         features_dtype=first.dtype,
+        products=Products(by_rank[comm.rank][PRECISION], named=options.precision != "auto"),
         dtype=accumulation_dtype(first.dtype),
         device=first.device,
     ).in_range()
@@ -87,6 +101,7 @@ def _local_facts(comm: Communicator, options: Options, inputs: Inputs, checks: C
     first = inputs.first[1]
     comm.transport.use_device(first.device)
     check_kernel(options.kernel, first.device)
+    products = select_products(options.precision, first.dtype, first.device, autocast_around(first.device))
     loss_facts = checks.check()
     inputs.check_rest()
     found = on_host({**inputs.to_read_back(), **checks.read_back(), **differed(comm.transport)})  # one transfer
@@ -102,6 +117,7 @@ def _local_facts(comm: Communicator, options: Options, inputs: Inputs, checks: C
         "memory": options.memory,
         "reduction": options.reduction,
         "kernel": options.kernel,
+        PRECISION: products.precision,
         CALL: latest_call(),
         **loss_facts,
         **inputs.check_values(found),

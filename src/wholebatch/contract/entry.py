@@ -11,6 +11,7 @@ from .._autograd import no_autocast
 from .._graph_break import outside_graphs
 from ..comm import select_communicator
 from ..comm.binding import CallError, bound, complaint
+from .autocast import remember_autocast
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -20,10 +21,10 @@ def entry(loss: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate the entry of a loss.
 
     A compiled training step leaves its graph for the loss, because no graph can hold the loss's handshake. Autocast is
-    off inside, because the sums of a loss need their full precision. Arguments that do not fit the signature raise on
-    every rank.
+    off inside, because the sums of a loss need their full precision; its dtype is remembered for the products of the
+    loss. Arguments that do not fit the signature raise on every rank.
     """
-    call = no_autocast(bind_on_all_ranks(loss))
+    call = remember_autocast(no_autocast(bind_on_all_ranks(loss)))
     return outside_graphs(call, "wholebatch's losses run outside the compiled graph")
 
 

@@ -12,7 +12,10 @@ from .._normalize import LONGEST
 from .._precision import accumulation_dtype, wide_dtype
 from ..comm import Communicator
 from ..partition import Partition
+from ..sweep import Products
 from .options import Options
+
+_LONGEST_HALF = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Facts:
         embedding_size: columns of the features.
         given_dtype: dtype of the features that the caller passed.
         features_dtype: dtype of the features in `inputs`.
+        products: the precision of products with these features.
         dtype: dtype in which sums are computed.
         device: of the features.
     """
@@ -53,6 +57,7 @@ class Facts:
     embedding_size: int
     given_dtype: torch.dtype
     features_dtype: torch.dtype
+    products: Products
     dtype: torch.dtype
     device: torch.device
 
@@ -75,13 +80,27 @@ class Facts:
     def in_range(self, *norms: float) -> Facts:
         """Return facts with features in float64 if products of the longest rows would overflow in float32.
 
+        Rows that overflow in float16 are not rounded to it, unless the caller has named that precision.
+
         Args:
             norms: the largest norms, over all ranks, of other rows in the products.
+
+        Raises:
+            ValueError: for precision="float16" and rows that it cannot represent.
         """
-        wide = wide_dtype(self.device)
-        if self.dtype == wide or max([*self.norms.values(), *norms]) <= LONGEST[self.dtype]:
+        wide, longest = wide_dtype(self.device), max([*self.norms.values(), *norms])
+        if self.dtype == wide:
             return self
-        return replace(self, features_dtype=wide, dtype=wide).widened()
+        if longest > LONGEST[self.dtype]:
+            return replace(self, features_dtype=wide, products=Products(), dtype=wide).widened()
+        if self.products.half != torch.float16 or longest <= _LONGEST_HALF or self.given_dtype == torch.float16:
+            return self
+        if self.products.named:
+            raise ValueError(
+                f"{self.caller}: precision='float16' needs rows of a norm up to {_LONGEST_HALF:g}, got {longest:.6g}; "
+                "normalize the features, or pass precision='bfloat16'"
+            )
+        return replace(self, products=Products())
 
     def widened(self) -> Facts:
         """Return the same facts with features in the dtype of sums.

@@ -9,7 +9,7 @@ from .._checks import check_choice, check_memory
 from ..comm import Group
 from ..exchange import EXCHANGES, ExchangeName
 from ..kernels import KERNELS, Kernel
-from ..sweep import Memory
+from ..sweep import PRECISIONS, Memory, Precision
 from ..sync import Sync, check_sync
 
 Reduction = Literal["mean", "sum", "none"]
@@ -26,6 +26,7 @@ class Options:
     memory: Memory = "auto"
     reduction: Reduction = "mean"
     kernel: Kernel = "auto"
+    precision: Precision = "auto"
 
     def check(self) -> None:
         """Raise ValueError unless each option exists; `group` is checked when the loss is called."""
@@ -34,3 +35,4 @@ class Options:
         check_memory(self.memory)
         check_choice("reduction", self.reduction, REDUCTIONS)
         check_choice("kernel", self.kernel, KERNELS)
+        check_choice("precision", self.precision, PRECISIONS)

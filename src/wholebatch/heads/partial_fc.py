@@ -33,7 +33,7 @@ from ..comm import Group, select_communicator
 from ..contract import Options, Reduction, bind_on_all_ranks, entry
 from ..kernels import Kernel
 from ..partition import Partition
-from ..sweep import Memory
+from ..sweep import Memory, Precision
 from ..sync import Sync
 from .agreement import Batch
 from .class_softmax import class_softmax
@@ -94,7 +94,8 @@ class PartialFC(nn.Module):
             1: all do. In evaluation all take part. With samples the gradient of `weight` is a sparse tensor, for
             `SparseSGD` or `SparseAdamW`.
         unbiased: whether sampled negatives weigh 1 / sample_rate, so that their sum is on average that of all classes.
-        exclude_above, label_smoothing, ignore_index, reduction, group, sync, memory, kernel: as for that function.
+        exclude_above, label_smoothing, ignore_index, reduction, group, sync, memory, kernel, precision: as
+            for that function.
         seed: of the initial centers and of all samples; the same on all ranks.
         device, dtype: of the centers.
 
@@ -134,6 +135,7 @@ class PartialFC(nn.Module):
         sync: Sync = "mean",
         memory: Memory = "auto",
         kernel: Kernel = "auto",
+        precision: Precision = "auto",
         seed: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -158,7 +160,7 @@ class PartialFC(nn.Module):
             check_floating_dtype("dtype", dtype)
         if device is not None:
             device = checked_device("device", device)
-        self.options = Options(group, sync, memory=memory, reduction=reduction, kernel=kernel)
+        self.options = Options(group, sync, memory=memory, reduction=reduction, kernel=kernel, precision=precision)
         self.options.check()
         comm = select_communicator(group)
         if num_classes < comm.size:

@@ -10,7 +10,7 @@ from .._sharded import mark_sharded
 from ..comm import Group
 from ..contract import Options, Reduction, entry
 from ..kernels import Kernel
-from ..sweep import Memory
+from ..sweep import Memory, Precision
 from ..sync import Sync
 from .agreement import Batch
 from .class_softmax import class_softmax
@@ -42,6 +42,7 @@ def partial_fc_loss(
     sync: Sync = "mean",
     memory: Memory = "auto",
     kernel: Kernel = "auto",
+    precision: Precision = "auto",
 ) -> Tensor:
     r"""Return the cross-entropy over the classes of all ranks, with a margin for the target class, exact in gradient.
 
@@ -84,6 +85,7 @@ def partial_fc_loss(
         memory: "flat", "auto" or bytes, as there, for the local classes times the batch.
         kernel: the implementation of a tile, as there; exclude_above, sub-centers and margins that transform negatives
             (:class:`wholebatch.CurricularFace`) run in plain PyTorch.
+        precision: of products of embeddings with centers, as there. Cosines of target classes are always in float32.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.partial_fc_loss` on all embeddings and
@@ -120,5 +122,5 @@ def partial_fc_loss(
         Batch(embeddings, labels, weights),
         Classes(sample, dtype, num_classes),
         Logits(margin, margin_grad, normalize, exclude_above, label_smoothing, ignore_index),
-        Options(group, sync, exchange="gather", memory=memory, reduction=reduction, kernel=kernel),
+        Options(group, sync, exchange="gather", memory=memory, reduction=reduction, kernel=kernel, precision=precision),
     )

@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._precision import tf32_is_allowed
-
 LOG2_E = log2(e)
 
 
@@ -93,6 +91,7 @@ class TileInputs:
         first_row: the tile's first row, among the rows that columns name.
         row_terms: scales and offsets of rows, or None.
         col_scales: (C,), float32, further factors of S_ij; None: 1. They require `row_terms`.
+        allows_tf32: whether float32 is multiplied in TF32.
     """
 
     x: Tensor
@@ -104,6 +103,7 @@ class TileInputs:
     first_row: int
     row_terms: RowTerms | None = None
     col_scales: Tensor | None = None
+    allows_tf32: bool = False
 
 
 def interpreted() -> bool:
@@ -227,7 +227,7 @@ def start(
             depth or x.shape[1] // aligned, x.stride(0) // aligned, y.stride(0) // aligned, *numbers,
             POSITIVE=0 if tile.positive.named is None else len(tile.positive.named), POSITIVE_IDS=tile.positive.ids,
             EXCLUDED=0 if tile.excluded.named is None else len(tile.excluded.named), EXCLUDED_IDS=tile.excluded.ids,
-            **flags, ALIGNED=aligned, **_settings(x, blocks),
+            **flags, ALIGNED=aligned, **_settings(tile, blocks),
         )  # fmt: skip
 
 
@@ -252,15 +252,14 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _settings(x: Tensor, blocks: Blocks) -> dict[str, Any]:
+def _settings(tile: TileInputs, blocks: Blocks) -> dict[str, Any]:
     """Return the constants of a kernel that follow from the features' dtype and the block.
 
-    float32 is multiplied in float32's precision, unless the program has asked torch for less. The interpreter cannot
-    multiply bfloat16.
+    float32 is multiplied in float32's precision, unless TF32 is allowed. The interpreter cannot multiply bfloat16.
     """
     precision = "ieee"
-    if x.dtype == torch.float32 and not interpreted():
-        precision = "tf32" if tf32_is_allowed() else "tf32x3"
+    if tile.x.dtype == torch.float32 and not interpreted():
+        precision = "tf32" if tile.allows_tf32 else "tf32x3"
     return {
         "BM": blocks.rows,
         "BN": blocks.cols,

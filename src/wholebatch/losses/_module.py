@@ -24,7 +24,7 @@ from ..comm.select import check_group
 from ..contract import Options, Reduction
 from ..exchange import ExchangeName
 from ..kernels import Kernel
-from ..sweep import Memory
+from ..sweep import Memory, Precision
 from ..sync import Sync
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ else:
         return lambda cls: cls
 
 
-_OPTIONS = ("exchange", "memory", "reduction", "kernel")
+_OPTIONS = ("exchange", "memory", "reduction", "kernel", "precision")
 _REQUIRED = inspect.Parameter.empty
 
 
@@ -130,7 +130,13 @@ class SweepLoss(LossModule):
     memory: Memory = "auto"
 
 
-class KernelLoss(SweepLoss):
+class ProductLoss(SweepLoss):
+    """The settings of a loss whose sweep multiplies rows, in a precision that a caller may choose."""
+
+    precision: Precision = "auto"
+
+
+class KernelLoss(ProductLoss):
     """The settings of a loss with a sweep that kernels can compute."""
 
     kernel: Kernel = "auto"

@@ -25,7 +25,7 @@ from ..exchange import ExchangeName
 from ..kernels import Kernel
 from ..nodes import Bounds, Layout, Operands, Towers, row_statistics, statistics_fields
 from ..partition import Diagonal
-from ..sweep import Diagonals, Memory, Pairs, Selection
+from ..sweep import Diagonals, Memory, Pairs, Precision, Selection
 from ..sync import Sync, total
 from ._declaration import Declaration
 from ._module import LossModule
@@ -45,6 +45,7 @@ def alignment_uniformity_loss(
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
     kernel: Kernel = "auto",
+    precision: Precision = "auto",
 ) -> Tensor:
     r"""Return the distance of two views plus the log of the mean Gaussian potential of the rows of each view.
 
@@ -63,6 +64,7 @@ def alignment_uniformity_loss(
         exchange: how rows travel, as there.
         memory: "flat", "auto" or bytes, as there.
         kernel: who computes a tile, as there.
+        precision: of products, as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.alignment_uniformity_loss` on the
@@ -90,7 +92,7 @@ def alignment_uniformity_loss(
     """
     facts = agree(
         "alignment_uniformity_loss",
-        Options(group, sync, exchange, memory, kernel=kernel),
+        Options(group, sync, exchange, memory, kernel=kernel, precision=precision),
         two_view_features(z0, z1),
         Checks(check=lambda: _check(alpha, t, uniformity), must_match=("settings",)),
     ).widened()
@@ -143,7 +145,7 @@ class AlignmentUniformityLoss(LossModule):
     """The distance of two views and the uniformity of each over the global batch.
 
     Args:
-        alpha, t, uniformity, group, sync, exchange, memory, kernel: as in
+        alpha, t, uniformity, group, sync, exchange, memory, kernel, precision: as in
             :func:`wholebatch.functional.alignment_uniformity_loss`.
     """
 
@@ -153,6 +155,7 @@ class AlignmentUniformityLoss(LossModule):
     exchange: ExchangeName = "auto"
     memory: Memory = "auto"
     kernel: Kernel = "auto"
+    precision: Precision = "auto"
 
     def check(self) -> None:
         """Raise ValueError unless the settings are valid."""

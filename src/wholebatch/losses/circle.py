@@ -21,11 +21,11 @@ from ..contract import Checks, Options, Reduction, entry
 from ..exchange import ExchangeName
 from ..nodes import statistics_fields
 from ..nodes.cross_entropy import softplus
-from ..sweep import Memory
+from ..sweep import Memory, Precision
 from ..sync import Sync
 from ._declaration import Declaration
 from ._labeled import agree_labeled
-from ._module import SweepLoss
+from ._module import ProductLoss
 
 
 class _Negatives:
@@ -69,6 +69,7 @@ def circle_loss(
     sync: Sync = "mean",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
+    precision: Precision = "auto",
 ) -> Tensor:
     r"""Return circle loss of the rows of all ranks: a softplus of each row's weighted negatives and positives.
 
@@ -91,6 +92,7 @@ def circle_loss(
         sync: "mean", "sum" or None, as there.
         exchange: how rows travel, as there.
         memory: "flat", "auto" or bytes, as there.
+        precision: of products, as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.circle_loss` on the concatenated
@@ -117,7 +119,7 @@ def circle_loss(
     """
     data = agree_labeled(
         "circle_loss",
-        Options(group, sync, exchange, memory, reduction),
+        Options(group, sync, exchange, memory, reduction, precision=precision),
         (features, labels, weights),
         Checks(check=lambda: _check(m, gamma), must_match=("settings",)),
     ).widened()
@@ -137,11 +139,11 @@ def _check(m: float, gamma: float) -> dict[str, object]:
     return {"settings": {"m": m, "gamma": gamma}}
 
 
-class CircleLoss(SweepLoss):
+class CircleLoss(ProductLoss):
     """Circle loss over the global batch: the settings of :func:`wholebatch.functional.circle_loss`.
 
     Args:
-        m, gamma, reduction, group, sync, exchange, memory: as in
+        m, gamma, reduction, group, sync, exchange, memory, precision: as in
             :func:`wholebatch.functional.circle_loss`.
     """
 

@@ -22,7 +22,7 @@ from ..exchange import ExchangeName
 from ..kernels import Kernel
 from ..nodes import Bounds, Layout, Operands, Towers, row_statistics, statistics_fields
 from ..nodes.cross_entropy import how_many_equal, many_positives, one_positive
-from ..sweep import Memory, Selection
+from ..sweep import Memory, Precision, Selection
 from ..sync import Sync
 from ._declaration import Declaration, Sweep
 from ._module import KernelLoss
@@ -47,6 +47,7 @@ def clip_loss(
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
     kernel: Kernel = "auto",
+    precision: Precision = "auto",
 ) -> Tensor:
     r"""Return the symmetric cross-entropy between the images and texts of all ranks, with its exact gradient.
 
@@ -83,6 +84,10 @@ def clip_loss(
             precision that they have and summed in float32, and dS is rounded to their dtype. Unsupported cases fall
             back to PyTorch silently: docs/kernels.md has the table. "auto": "torch", until kernels have been
             measured on a GPU.
+        precision: of the products of features, and of dS with features. "auto": on CUDA half precision for features in
+            half precision or under autocast, with sums in float32, and TF32 where the program allows it; else
+            float32. "float32", "tf32", "bfloat16", "float16", "bfloat16x3": that one, see docs/performance.md.
+            Float64 features are multiplied in float64.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.clip_loss` on the concatenated
@@ -134,7 +139,7 @@ def clip_loss(
     statistics = statistics_requested()
     facts = agree(
         "clip_loss",
-        Options(group, sync, exchange, memory, reduction, kernel),
+        Options(group, sync, exchange, memory, reduction, kernel, precision),
         Inputs(
             features={"image_features": image_features, "text_features": text_features},
             scalars={"logit_scale": logit_scale, "logit_bias": logit_bias},
@@ -205,7 +210,7 @@ class CLIPLoss(KernelLoss):
     engine wraps.
 
     Args:
-        group, sync, exchange, memory, kernel, reduction, label_smoothing, equal_ids: as in
+        group, sync, exchange, memory, kernel, precision, reduction, label_smoothing, equal_ids: as in
             :func:`wholebatch.functional.clip_loss`.
     """
 

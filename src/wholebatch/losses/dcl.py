@@ -17,7 +17,7 @@ from ..comm import Group
 from ..contract import Checks, Options, Reduction, agree, entry, reduce_losses
 from ..exchange import ExchangeName
 from ..kernels import Kernel
-from ..sweep import Memory
+from ..sweep import Memory, Precision
 from ..sync import Sync, total
 from ._declaration import Declaration
 from ._module import KernelLoss
@@ -40,6 +40,7 @@ def dcl_loss(
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
     kernel: Kernel = "auto",
+    precision: Precision = "auto",
 ) -> Tensor:
     r"""Return the logsumexp over each row's negatives minus its positive's logit, over the two views of all ranks.
 
@@ -62,6 +63,7 @@ def dcl_loss(
         exchange: how rows travel, as there.
         memory: "flat", "auto" or bytes, as there.
         kernel: "torch", "triton" or "auto", as there.
+        precision: of products, as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.dcl_loss` on the concatenated
@@ -90,7 +92,7 @@ def dcl_loss(
     statistics = statistics_requested()
     facts = agree(
         "dcl_loss",
-        Options(group, sync, exchange, memory, reduction, kernel),
+        Options(group, sync, exchange, memory, reduction, kernel, precision),
         two_views_inputs(z0, z1, temperature=temperature, ids=ids, weights=weights),
         Checks(check=lambda: {**_check(sigma), "statistics": statistics}, must_match=("sigma", "statistics")),
     )
@@ -118,7 +120,7 @@ class DCLLoss(KernelLoss):
     """Decoupled contrastive loss over the global batch: the settings of :func:`wholebatch.functional.dcl_loss`.
 
     Args:
-        temperature, sigma, reduction, group, sync, exchange, memory, kernel: as in
+        temperature, sigma, reduction, group, sync, exchange, memory, kernel, precision: as in
             :func:`wholebatch.functional.dcl_loss`.
     """
 

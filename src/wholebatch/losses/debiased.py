@@ -22,7 +22,7 @@ from ..contract import Checks, Options, Reduction, agree, entry, reduce_losses
 from ..exchange import ExchangeName
 from ..kernels import Kernel
 from ..nodes.cross_entropy import softplus
-from ..sweep import Memory
+from ..sweep import Memory, Precision
 from ..sync import Sync
 from ._declaration import Declaration
 from ._module import KernelLoss
@@ -46,6 +46,7 @@ def debiased_loss(
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
     kernel: Kernel = "auto",
+    precision: Precision = "auto",
 ) -> Tensor:
     r"""Return NT-Xent with a sum over negatives that is corrected for false ones and weighted toward hard ones.
 
@@ -68,6 +69,7 @@ def debiased_loss(
         exchange: how rows travel, as there.
         memory: "flat", "auto" or bytes, as there.
         kernel: "torch", "triton" or "auto", as there.
+        precision: of products, as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.debiased_loss` on the concatenated
@@ -94,7 +96,7 @@ def debiased_loss(
     """
     facts = agree(
         "debiased_loss",
-        Options(group, sync, exchange, memory, reduction, kernel),
+        Options(group, sync, exchange, memory, reduction, kernel, precision),
         two_views_inputs(z0, z1, temperature=temperature, weights=weights),
         Checks(check=lambda: _check(tau_plus, beta), must_match=("tau_plus", "beta")),
     )
@@ -131,7 +133,7 @@ class DebiasedLoss(KernelLoss):
     """Debiased contrastive loss over the global batch: the settings of :func:`wholebatch.functional.debiased_loss`.
 
     Args:
-        temperature, tau_plus, beta, reduction, group, sync, exchange, memory, kernel: as in
+        temperature, tau_plus, beta, reduction, group, sync, exchange, memory, kernel, precision: as in
             :func:`wholebatch.functional.debiased_loss`.
     """
 

@@ -28,9 +28,9 @@ from ..contract import Checks, Facts, Inputs, Options, Reduction, agree, entry, 
 from ..exchange import ExchangeName
 from ..nodes import Bounds, Layout, Operands, Towers, choose_route, row_statistics, statistics_fields
 from ..nodes.soft_targets import SoftTargetPlan, SoftTargets
-from ..sweep import Memory, Pairs, Selection
+from ..sweep import Memory, Pairs, Precision, Selection
 from ..sync import Sync
-from ._module import SweepLoss
+from ._module import ProductLoss
 
 _TEACHER_SIZE, _TEACHER_NORMS = "teacher's embedding size", "teacher's largest norms"
 
@@ -50,6 +50,7 @@ def distillation_loss(
     sync: Sync = "mean",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
+    precision: Precision = "auto",
 ) -> Tensor:
     r"""Return the cross-entropy of a student's rows and columns against a teacher's, over the pairs of all ranks.
 
@@ -69,6 +70,7 @@ def distillation_loss(
         sync: "mean", "sum" or None, as there.
         exchange: how rows travel, as there.
         memory: "flat", "auto" or bytes, as there; nothing is kept.
+        precision: of products, as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.distillation_loss` on the concatenated
@@ -115,7 +117,7 @@ def distillation_loss(
     constant_scale = teacher_logit_scale.detach() if isinstance(teacher_logit_scale, Tensor) else teacher_logit_scale
     facts = agree(
         "distillation_loss",
-        Options(group, sync, exchange, memory, reduction),
+        Options(group, sync, exchange, memory, reduction, precision=precision),
         Inputs(
             features={"image_features": image_features, "text_features": text_features},
             scalars={"logit_scale": logit_scale, "teacher_logit_scale": constant_scale},
@@ -153,11 +155,11 @@ def _logsumexps(facts: Facts, scale: float, towers: Sequence[Tensor], layout: La
     return [side.logsumexp for side in sides if side is not None]
 
 
-class DistillationLoss(SweepLoss):
+class DistillationLoss(ProductLoss):
     """Distillation over the global batch: the settings of :func:`wholebatch.functional.distillation_loss`.
 
     Args:
-        reduction, group, sync, exchange, memory: as in :func:`wholebatch.functional.distillation_loss`.
+        reduction, group, sync, exchange, memory, precision: as in :func:`wholebatch.functional.distillation_loss`.
     """
 
     @entry

@@ -36,7 +36,7 @@ from ..contract import Checks, Inputs, Options, Reduction, agree, entry, reduce_
 from ..exchange import ExchangeName
 from ..kernels import Kernel
 from ..nodes import Bounds, Layout, Operands, Towers, row_statistics, statistics_fields
-from ..sweep import Memory, Selection
+from ..sweep import Memory, Precision, Selection
 from ..sync import Sync
 from ._module import KernelLoss, Settings
 from ._pairs import pairs_of_rows
@@ -67,6 +67,7 @@ def global_contrastive_loss(
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
     kernel: Kernel = "auto",
+    precision: Precision = "auto",
 ) -> LossAndAverages:
     r"""Return CLIP's loss with moving averages instead of the sums of the batch, for small batches.
 
@@ -95,6 +96,7 @@ def global_contrastive_loss(
         exchange: how rows travel, as there.
         memory: "flat", "auto" or bytes, as there.
         kernel: "torch", "triton" or "auto", as there.
+        precision: of products, as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.global_contrastive_loss` on the
@@ -134,7 +136,7 @@ def global_contrastive_loss(
 
     facts = agree(
         "global_contrastive_loss",
-        Options(group, sync, exchange, memory, reduction, kernel),
+        Options(group, sync, exchange, memory, reduction, kernel, precision),
         Inputs(
             features={"image_features": image_features, "text_features": text_features},
             scalars={"temperature": temperature},
@@ -211,7 +213,7 @@ class GlobalContrastiveLoss(KernelLoss):
     Args:
         examples: the size of the data set.
         dtype: of the averages; 8 bytes per example in float32.
-        temperature, gamma, epsilon, reduction, group, sync, exchange, memory, kernel: as in
+        temperature, gamma, epsilon, reduction, group, sync, exchange, memory, kernel, precision: as in
             :func:`wholebatch.functional.global_contrastive_loss`.
 
     Attributes:
@@ -241,6 +243,7 @@ class GlobalContrastiveLoss(KernelLoss):
         exchange: ExchangeName = "auto",
         memory: Memory = "auto",
         kernel: Kernel = "auto",
+        precision: Precision = "auto",
     ) -> None:
         Settings.__init__(
             self,
@@ -249,6 +252,7 @@ class GlobalContrastiveLoss(KernelLoss):
             exchange=exchange,
             memory=memory,
             kernel=kernel,
+            precision=precision,
             reduction=reduction,
             temperature=temperature,
             gamma=gamma,

@@ -24,7 +24,7 @@ from ..exchange import ExchangeName
 from ..kernels import Kernel
 from ..nodes import RowStatistics, statistics_fields
 from ..nodes.cross_entropy import many_positives, mean_logit, one_positive, softplus
-from ..sweep import Memory
+from ..sweep import Memory, Precision
 from ..sync import Sync
 from ._declaration import Declaration, Sweep
 from ._directions import Ceiling, Direction, Retrieval
@@ -65,6 +65,7 @@ def info_nce_loss(
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
     kernel: Kernel = "auto",
+    precision: Precision = "auto",
 ) -> Tensor:
     r"""Return the cross-entropy of each query's key among the keys and negatives of all ranks, with its exact gradient.
 
@@ -119,6 +120,7 @@ def info_nce_loss(
             negatives.
         memory: "flat", "auto" or bytes, as there.
         kernel: "torch", "triton" or "auto", as there.
+        precision: of products, as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.info_nce_loss` on the concatenated
@@ -182,7 +184,7 @@ def info_nce_loss(
 
     facts = agree(
         "info_nce_loss",
-        Options(group, sync, exchange, memory, reduction, kernel),
+        Options(group, sync, exchange, memory, reduction, kernel, precision),
         tensors.inputs(logit_scale),
         Checks(check, tensors.read_back, tensors.check_values, must_match=("settings", "guides", "statistics")),
     )

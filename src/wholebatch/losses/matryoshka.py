@@ -34,7 +34,7 @@ from ..nodes.nested import (
     norm_ratio,
     smallest_pair_product,
 )
-from ..sweep import Memory, Selection
+from ..sweep import Memory, Precision, Selection
 from ..sync import Sync
 from ._declaration import Declaration
 from ._module import KernelLoss
@@ -59,6 +59,7 @@ def matryoshka_loss(
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
     kernel: Kernel = "auto",
+    precision: Precision = "auto",
 ) -> Tensor:
     r"""Return CLIP's loss (or InfoNCE's) of the first m features of all ranks' rows, summed over several m.
 
@@ -83,6 +84,7 @@ def matryoshka_loss(
         exchange: how rows travel, as there.
         memory: "flat", "auto" or bytes, as there; nothing is kept.
         kernel: "torch", "triton" or "auto", as there. Kernels take 5 units, because they compute products three times.
+        precision: of products, as there.
             With bfloat16 features they round the sum of all later parts' gradients once: half a percent of the gradient
             for parts of eight features and more. The gradient of a part of very few features almost cancels, and is
             lost in this error.
@@ -121,7 +123,7 @@ def matryoshka_loss(
 
     facts = agree(
         "matryoshka_loss",
-        Options(group, sync, exchange, memory, reduction, kernel),
+        Options(group, sync, exchange, memory, reduction, kernel, precision),
         Inputs(
             features={"queries": queries, "keys": keys},
             scalars={"logit_scale": logit_scale},
@@ -205,7 +207,7 @@ class MatryoshkaLoss(KernelLoss):
     """Matryoshka over the global batch: the settings of :func:`wholebatch.functional.matryoshka_loss`.
 
     Args:
-        dims, dim_weights, symmetric, normalize, reduction, group, sync, exchange, memory, kernel: as in
+        dims, dim_weights, symmetric, normalize, reduction, group, sync, exchange, memory, kernel, precision: as in
             :func:`wholebatch.functional.matryoshka_loss`.
     """
 

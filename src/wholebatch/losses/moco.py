@@ -23,7 +23,7 @@ from ..kernels import Kernel
 from ..nodes import Bounds, Layout, Operands, Towers, row_statistics, statistics_fields
 from ..nodes.cross_entropy import softplus
 from ..partition import Partition
-from ..sweep import Memory, Pairs, Selection
+from ..sweep import Memory, Pairs, Precision, Selection
 from ..sync import Sync
 from ._module import LossModule
 from .statistics import report_statistics, statistics_requested
@@ -42,6 +42,7 @@ def moco_loss(
     sync: Sync = "mean",
     memory: Memory = "auto",
     kernel: Kernel = "auto",
+    precision: Precision = "auto",
 ) -> Tensor:
     r"""Return the cross-entropy of each query's key among that key and those of a queue, with its exact gradient.
 
@@ -61,6 +62,7 @@ def moco_loss(
             average of the ranks' gradients is its gradient.
         memory: "flat", "auto" or bytes, as there.
         kernel: "torch", "triton" or "auto", as there.
+        precision: of products, as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.moco_loss` on the concatenated
@@ -88,7 +90,7 @@ def moco_loss(
     statistics = statistics_requested()
     facts = agree(
         "moco_loss",
-        Options(group, sync, "gather", memory, reduction, kernel),
+        Options(group, sync, "gather", memory, reduction, kernel, precision),
         Inputs(
             features={"queries": queries, "keys": keys, "queue": queue},
             scalars={"logit_scale": logit_scale},
@@ -127,12 +129,13 @@ class MoCoLoss(LossModule):
     """MoCo over the global batch: the settings of :func:`wholebatch.functional.moco_loss`.
 
     Args:
-        reduction, group, sync, memory, kernel: as in :func:`wholebatch.functional.moco_loss`.
+        reduction, group, sync, memory, kernel, precision: as in :func:`wholebatch.functional.moco_loss`.
     """
 
     reduction: Reduction = "mean"
     memory: Memory = "auto"
     kernel: Kernel = "auto"
+    precision: Precision = "auto"
 
     @entry
     def forward(

@@ -19,11 +19,11 @@ from ..contract import Checks, Options, Reduction, entry
 from ..exchange import ExchangeName
 from ..nodes import statistics_fields
 from ..nodes.cross_entropy import softplus
-from ..sweep import Memory
+from ..sweep import Memory, Precision
 from ..sync import Sync
 from ._declaration import Declaration
 from ._labeled import agree_labeled
-from ._module import SweepLoss
+from ._module import ProductLoss
 
 
 @entry
@@ -41,6 +41,7 @@ def multi_similarity_loss(
     sync: Sync = "mean",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
+    precision: Precision = "auto",
 ) -> Tensor:
     r"""Return soft maxima over each row's far positives and near negatives among the rows of all ranks.
 
@@ -66,6 +67,7 @@ def multi_similarity_loss(
         sync: "mean", "sum" or None, as there.
         exchange: how rows travel, as there.
         memory: "flat", "auto" or bytes, as there.
+        precision: of products, as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.multi_similarity_loss` on the
@@ -92,7 +94,7 @@ def multi_similarity_loss(
     """
     data = agree_labeled(
         "multi_similarity_loss",
-        Options(group, sync, exchange, memory, reduction),
+        Options(group, sync, exchange, memory, reduction, precision=precision),
         (features, labels, weights),
         Checks(check=lambda: _check(alpha, beta, base, epsilon), must_match=("settings",)),
     ).widened()
@@ -122,11 +124,11 @@ def _check(alpha: float, beta: float, base: float, epsilon: float | None) -> dic
     return {"settings": {"alpha": alpha, "beta": beta, "base": base, "epsilon": epsilon}}
 
 
-class MultiSimilarityLoss(SweepLoss):
+class MultiSimilarityLoss(ProductLoss):
     """Multi-similarity over the global batch: the settings of :func:`wholebatch.functional.multi_similarity_loss`.
 
     Args:
-        alpha, beta, base, epsilon, reduction, group, sync, exchange, memory: as in
+        alpha, beta, base, epsilon, reduction, group, sync, exchange, memory, precision: as in
             :func:`wholebatch.functional.multi_similarity_loss`.
     """
 

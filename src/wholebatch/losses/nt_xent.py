@@ -16,7 +16,7 @@ from ..contract import Checks, Options, Reduction, agree, entry, reduce_losses
 from ..exchange import ExchangeName
 from ..kernels import Kernel
 from ..nodes.cross_entropy import one_positive
-from ..sweep import Memory
+from ..sweep import Memory, Precision
 from ..sync import Sync
 from ._declaration import Declaration, Sweep
 from ._module import KernelLoss
@@ -38,6 +38,7 @@ def nt_xent_loss(
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
     kernel: Kernel = "auto",
+    precision: Precision = "auto",
 ) -> Tensor:
     r"""Return the cross-entropy of each row's other view among all other rows of both views, with its exact gradient.
 
@@ -58,6 +59,7 @@ def nt_xent_loss(
         exchange: how rows travel, as there.
         memory: "flat", "auto" or bytes, as there.
         kernel: "torch", "triton" or "auto", as there.
+        precision: of products, as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.nt_xent_loss` on the concatenated
@@ -87,7 +89,7 @@ def nt_xent_loss(
     statistics = statistics_requested()
     facts = agree(
         "nt_xent_loss",
-        Options(group, sync, exchange, memory, reduction, kernel),
+        Options(group, sync, exchange, memory, reduction, kernel, precision),
         two_views_inputs(z0, z1, temperature=temperature, ids=ids, weights=weights),
         Checks(check=lambda: {"statistics": statistics}, must_match=("statistics",)),
     )
@@ -105,7 +107,7 @@ class NTXentLoss(KernelLoss):
     Args:
         temperature: a number, or an `nn.Parameter` to be learned. Then wrap the module like the model, so that the
             engine synchronizes its gradient.
-        reduction, group, sync, exchange, memory, kernel: as in :func:`wholebatch.functional.nt_xent_loss`.
+        reduction, group, sync, exchange, memory, kernel, precision: as in :func:`wholebatch.functional.nt_xent_loss`.
     """
 
     temperature: Tensor | float = 0.1

@@ -17,7 +17,7 @@ from ..exchange import ExchangeName
 from ..kernels import Kernel, in_triton
 from ..nodes import Layout, choose_route
 from ..nodes.sigmoid import Sigmoid, SigmoidPlan
-from ..sweep import Memory
+from ..sweep import Memory, Precision
 from ..sync import Sync
 from ._declaration import Declaration, Sweep
 from ._module import KernelLoss
@@ -40,6 +40,7 @@ def siglip_loss(
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
     kernel: Kernel = "auto",
+    precision: Precision = "auto",
 ) -> Tensor:
     r"""Return the binary cross-entropy of all pairs of images and texts of all ranks, with its exact gradient.
 
@@ -64,6 +65,7 @@ def siglip_loss(
         exchange: how rows travel, as there.
         memory: "flat", "auto" or bytes, as there; nothing is kept, so a number of bytes can only make tiles smaller.
         kernel: "torch", "triton" or "auto", as there.
+        precision: of products, as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.siglip_loss` on the concatenated
@@ -92,7 +94,7 @@ def siglip_loss(
     """
     facts = agree(
         "siglip_loss",
-        Options(group, sync, exchange, memory, reduction, kernel),
+        Options(group, sync, exchange, memory, reduction, kernel, precision),
         Inputs(
             features={"image_features": image_features, "text_features": text_features},
             scalars={"logit_scale": logit_scale, "logit_bias": logit_bias},
@@ -133,7 +135,8 @@ class SigLIPLoss(KernelLoss):
     that the engine wraps.
 
     Args:
-        equal_ids, reduction, group, sync, exchange, memory, kernel: as in :func:`wholebatch.functional.siglip_loss`.
+        equal_ids, reduction, group, sync, exchange, memory, kernel, precision: as in
+            :func:`wholebatch.functional.siglip_loss`.
     """
 
     equal_ids: EqualIdsAre = "positive"

@@ -19,11 +19,11 @@ from ..contract import Checks, Options, Reduction, entry
 from ..exchange import ExchangeName
 from ..nodes import Layout, choose_route
 from ..nodes.ranks import PositiveRanks, RankingPlan
-from ..sweep import Memory
+from ..sweep import Memory, Precision
 from ..sync import Sync
 from ._declaration import Declaration
 from ._labeled import agree_labeled
-from ._module import SweepLoss
+from ._module import ProductLoss
 
 
 @entry
@@ -38,6 +38,7 @@ def smooth_ap_loss(
     sync: Sync = "mean",
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
+    precision: Precision = "auto",
 ) -> Tensor:
     r"""Return 1 - the average precision of each row's positives among the rows of all ranks, smoothed by sigmoids.
 
@@ -58,6 +59,7 @@ def smooth_ap_loss(
         sync: "mean", "sum" or None, as there.
         exchange: how rows travel, as there.
         memory: "flat", "auto" or bytes, as there; nothing is kept.
+        precision: of products, as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.smooth_ap_loss` on the concatenated
@@ -85,7 +87,7 @@ def smooth_ap_loss(
     """
     data = agree_labeled(
         "smooth_ap_loss",
-        Options(group, sync, exchange, memory, reduction),
+        Options(group, sync, exchange, memory, reduction, precision=precision),
         (features, labels, weights),
         Checks(
             check=lambda: {"temperature": check_temperature("temperature", check_number("temperature", temperature))},
@@ -100,16 +102,16 @@ def smooth_ap_loss(
     plan = RankingPlan(route, data.pairs, largest, float(temperature))
     of_all, of_positives = PositiveRanks.apply(plan, z, z)
     exists = torch.arange(largest, device=z.device) < count[:, None]
-    precision = torch.where(exists, (1 + of_positives) / (1 + of_all), 0.0).sum(1) / count.clamp(min=1)
-    losses = torch.where(count > 0, 1 - precision, 0.0)
+    average_precision = torch.where(exists, (1 + of_positives) / (1 + of_all), 0.0).sum(1) / count.clamp(min=1)
+    losses = torch.where(count > 0, 1 - average_precision, 0.0)
     return data.reduce(losses, data.anchors, count > 0)
 
 
-class SmoothAPLoss(SweepLoss):
+class SmoothAPLoss(ProductLoss):
     """Smooth-AP over the global batch: the settings of :func:`wholebatch.functional.smooth_ap_loss`.
 
     Args:
-        temperature, reduction, group, sync, exchange, memory: as in
+        temperature, reduction, group, sync, exchange, memory, precision: as in
             :func:`wholebatch.functional.smooth_ap_loss`.
     """
 

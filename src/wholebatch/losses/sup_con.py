@@ -17,7 +17,7 @@ from ..exchange import ExchangeName
 from ..kernels import Kernel
 from ..nodes import statistics_fields
 from ..nodes.cross_entropy import many_positives
-from ..sweep import Memory
+from ..sweep import Memory, Precision
 from ..sync import Sync
 from ._declaration import Declaration, Sweep
 from ._labeled import agree_labeled
@@ -38,6 +38,7 @@ def sup_con_loss(
     exchange: ExchangeName = "auto",
     memory: Memory = "auto",
     kernel: Kernel = "auto",
+    precision: Precision = "auto",
 ) -> Tensor:
     r"""Return the mean cross-entropy of each row's positives, the others of its class, among the rows of all ranks.
 
@@ -60,6 +61,7 @@ def sup_con_loss(
         exchange: how rows travel, as there.
         memory: "flat", "auto" or bytes, as there.
         kernel: "torch", "triton" or "auto", as there.
+        precision: of products, as there.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.sup_con_loss` on the concatenated
@@ -88,7 +90,7 @@ def sup_con_loss(
     statistics = statistics_requested()
     data = agree_labeled(
         "sup_con_loss",
-        Options(group, sync, exchange, memory, reduction, kernel),
+        Options(group, sync, exchange, memory, reduction, kernel, precision),
         (features, labels, weights),
         Checks(check=lambda: {"statistics": statistics}, must_match=("statistics",)),
         scalars={"temperature": temperature},
@@ -108,7 +110,7 @@ class SupConLoss(KernelLoss):
     """Supervised contrastive loss over the global batch: the settings of :func:`wholebatch.functional.sup_con_loss`.
 
     Args:
-        temperature, reduction, group, sync, exchange, memory, kernel: as in
+        temperature, reduction, group, sync, exchange, memory, kernel, precision: as in
             :func:`wholebatch.functional.sup_con_loss`.
     """
 

@@ -27,7 +27,7 @@ from ..nodes import Layout, choose_route
 from ..nodes.cross_entropy import softplus
 from ..nodes.fetch import fetch_rows
 from ..partition import Tile
-from ..sweep import Block, Driver, HardestSweep, Memory
+from ..sweep import Block, Driver, Factor, HardestSweep, Memory
 from ..sync import Sync
 from ._declaration import Declaration
 from ._labeled import Labeled, agree_labeled
@@ -174,8 +174,8 @@ def _hardest(
 class _Differences(Driver):
     """A driver with S_ij = -|x_i - y_j|."""
 
-    def logits(self, tile: Tile, x: Tensor, y: Tensor) -> Tensor:
-        away = torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
+    def logits(self, tile: Tile, x: Factor, y: Factor) -> Tensor:
+        away = torch.cdist(x[0], y[0], compute_mode="donot_use_mm_for_euclid_dist")
         return torch.neg(away, out=self.buffer(tile))
 
 

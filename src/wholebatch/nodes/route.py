@@ -12,7 +12,7 @@ from ..contract import Facts
 from ..exchange import Exchange, columns_of_a_chunk, num_entries, select_exchange
 from ..kernels import in_triton
 from ..partition import Partition
-from ..sweep import Budget, Driver, default_side, fit, side_of_tiles, smallest_budget
+from ..sweep import Budget, Driver, Products, bytes_of_an_entry, default_side, fit, side_of_tiles, smallest_budget
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,15 @@ class Route:
     comm: Communicator
     exchange: Exchange
     budget: Budget
+    products: Products
 
-    def driver(self, x: Tensor, scale: float, bias: float = 0.0) -> Driver:
-        """Return a driver of X's rows, in tiles of the budget."""
-        return Driver(x, scale, bias, side=self.budget.side, largest=self.exchange.largest_block)
+    def driver(self, x: Tensor, scale: float, bias: float = 0.0, *, in_units: bool = False) -> Driver:
+        """Return a driver of X's rows, in tiles of the budget.
+
+        With `in_units` the caller scales dS so that it fits into float16; else float16 factors are widened.
+        """
+        products = Products() if self.products.half == torch.float16 and not in_units else self.products
+        return Driver(x, scale, bias, side=self.budget.side, largest=self.exchange.largest_block, products=products)
 
 
 def choose_route(
@@ -61,13 +66,16 @@ def choose_route(
     Raises:
         ValueError: on every rank, if a rank's `memory` is too little for its part.
     """
-    side, dtype = default_side(facts.device), dtype or facts.dtype
+    side, dtype, products = default_side(facts.device), dtype or facts.dtype, facts.products
+    if dtype != facts.dtype:
+        products = Products()
+    entry = bytes_of_an_entry(dtype, products)
     for rank, memory in enumerate(facts.of_ranks("memory")):
-        needed = smallest_budget(layout.rows.counts[rank], layout.cols.total, dtype)
+        needed = smallest_budget(layout.rows.counts[rank], layout.cols.total, entry)
         if isinstance(memory, int) and memory < needed:
             raise ValueError(
                 f"{facts.caller}: memory must be at least {needed} bytes for the smallest tiles of rank {rank}, got "
-                f"{memory}; pass more, or 'flat', which needs at most {2 * side * side * dtype.itemsize} bytes"
+                f"{memory}; pass more, or 'flat', which needs at most {side * side * entry} bytes"
             )
     comm = LocalCommunicator() if layout.replicated else facts.comm
     exchange = select_exchange(
@@ -79,6 +87,7 @@ def choose_route(
         symmetric=layout.symmetric,
         chunk=columns_of_a_chunk(layout.cols.total, side, facts.device),
     )
-    of_tile = side_of_tiles(side, facts.features_dtype) if in_triton(facts.options.kernel) else side
+    of_tile = side_of_tiles(side, products.half or facts.features_dtype) if in_triton(facts.options.kernel) else side
     entries = num_entries(exchange.visits, of_tile) if keep else 0
-    return Route(comm, exchange, fit(facts.options.memory, entries=entries, side=side, dtype=dtype, exact=exact))
+    budget = fit(facts.options.memory, entries=entries, side=side, dtype=dtype, bytes_of_entry=entry, exact=exact)
+    return Route(comm, exchange, budget, products)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..contract import Facts
 from ..kernels import in_triton
-from ..sweep import KernelSoftmaxSweep, Selection
+from ..sweep import KernelSoftmaxSweep, Products, Selection
 from .route import Layout, choose_route
 from .softmax import Softmax, output_names
 from .softmax_plan import Bounds, LogitBounds, SoftmaxPlan
@@ -118,7 +118,9 @@ def row_statistics(
     route = choose_route(facts, layout, keep=keep, exact=selection.over != "negatives")
     in_kernels = in_triton(facts.options.kernel) and requested <= KernelSoftmaxSweep.fields
     dtype = facts.features_dtype if operands.narrow else features[0].dtype
-    if in_kernels and dtype == torch.bfloat16:  # kernels multiply in the precision that features have
+    if (
+        in_kernels and dtype == torch.bfloat16 and facts.products.half is None
+    ):  # kernels multiply in the precision that features have
         towers = replace(towers, normalize_per_tile=towers.normalize)
     plan = SoftmaxPlan(
         route,
@@ -126,7 +128,9 @@ def row_statistics(
         selection,
         operands.guide,
         scale[0],
-        bounds=_of_logits(bounds, scale[0], requested, max(layout.rows.total, layout.cols.total)),
+        bounds=_of_logits(
+            _rounded(bounds, facts.products), scale[0], requested, max(layout.rows.total, layout.cols.total)
+        ),
         size=(layout.rows if rows or layout.symmetric else layout.cols).total,
         rows=rows,
         cols=cols,
@@ -143,6 +147,13 @@ def row_statistics(
         of_side, outputs = outputs[: len(names)], outputs[len(names) :]
         sides.append(RowStatistics(**dict(zip(names, of_side, strict=True))) if names else None)
     return (sides[1], None) if layout.symmetric else (sides[0], sides[1])
+
+
+def _rounded(bounds: Bounds, products: Products) -> Bounds:
+    """Return bounds of the similarities of rounded rows."""
+    away = products.error * bounds.similarity
+    least = None if bounds.min_pair_product is None else bounds.min_pair_product - away
+    return replace(bounds, similarity=bounds.similarity + away, min_pair_product=least)
 
 
 def _of_logits(bounds: Bounds, scale: float, requested: set[str], terms: int) -> LogitBounds:

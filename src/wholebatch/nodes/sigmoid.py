@@ -38,7 +38,7 @@ class SigmoidPlan:
 
     def sweep(self, x: Tensor, weights: Tensor | None) -> SigmoidSweep:
         """Return a sweep of X's rows."""
-        driver = self.route.driver(x, self.scale, self.bias)
+        driver = self.route.driver(x, self.scale, self.bias, in_units=True)
         wide = wide_dtype(x.device)
         if self.in_kernels:
             return KernelSigmoidSweep(driver, self.pairs, wide, self.route.exchange.columns.total, weights)
@@ -63,10 +63,11 @@ class Sigmoid(torch.autograd.Function):
     def forward(
         ctx: Any, plan: SigmoidPlan, scale: Any, bias: Any, weights: Tensor | None, x: Tensor, y: Tensor
     ) -> Tensor:
-        early = plan.differentiable and not plan.per_row
+        early, dtypes = plan.differentiable and not plan.per_row, (x.dtype, y.dtype)
+        x, y = (plan.route.products.rounded(features) for features in (x, y))
         want_scale, want_bias, _, want_x, want_y = ctx.needs_input_grad[1:] if early else (False,) * 5
         losses, gradients = _sweep(plan, x, y, weights, (want_scale, want_bias, want_x, want_y))
-        ctx.plan, ctx.gradients = plan, gradients if early else None
+        ctx.plan, ctx.gradients, ctx.dtypes = plan, gradients if early else None, dtypes
         scale, bias = (value if isinstance(value, Tensor) else None for value in (scale, bias))
         ctx.save_for_backward(scale, bias, weights, x, y, losses)
         if plan.per_row:
@@ -93,8 +94,8 @@ class Sigmoid(torch.autograd.Function):
             _, saved = _sweep(plan, x, y, by_row, (want_scale, want_bias, want_x, want_y))
         grad = grad.new_ones(()) if plan.per_row else grad
         factor = grad * plan.scale
-        grad_x = saved.u.mul_(factor).to(x.dtype) if want_x and saved.u is not None else None
-        grad_y = saved.v.mul_(factor).to(y.dtype) if want_y and saved.v is not None else None
+        grad_x = saved.u.mul_(factor).to(ctx.dtypes[0]) if want_x and saved.u is not None else None
+        grad_y = saved.v.mul_(factor).to(ctx.dtypes[1]) if want_y and saved.v is not None else None
         grad_scale = (grad * saved.scale).to(scale).view_as(scale) if want_scale else None
         grad_bias = (grad * saved.bias).to(bias).view_as(bias) if want_bias else None
         grad_weights = (grad * losses).to(weights) if want_weights else None
@@ -103,7 +104,7 @@ class Sigmoid(torch.autograd.Function):
 
 def _unit(plan: SigmoidPlan, x: Tensor, weights: Tensor | None) -> Tensor | None:
     """Return a number, (), the same on all ranks, such that dS / unit fits into float16; None for other dtypes."""
-    if x.dtype != torch.float16 or not plan.in_kernels:
+    if torch.float16 not in (plan.route.products.half, x.dtype if plan.in_kernels else None):
         return None
     largest = x.new_ones((), dtype=accumulation_dtype(x.dtype))
     if weights is not None:

@@ -57,6 +57,10 @@ class SoftTargets(torch.autograd.Function):
         x: Tensor,
         y: Tensor,
     ) -> tuple[Tensor, Tensor]:
+        ctx.dtypes = x.dtype, y.dtype
+        rounded = plan.route.products.rounded
+        x, y = rounded(x), rounded(y)
+        teacher_x, teacher_y = (rounded(features).to(features.dtype) for features in (teacher_x, teacher_y))
         fetched = plan.route.exchange.fetch(torch.cat([y.to(teacher_y.dtype), teacher_y], dim=1))
         sweep, wide = plan.sweep(x, teacher_x), wide_dtype(x.device)
         row_sums = x.new_zeros(len(x), 3, dtype=wide)
@@ -119,8 +123,8 @@ class SoftTargets(torch.autograd.Function):
             share = inner(y, v) if v is not None else inner(x, u)
             grad_scale = (share / plan.size).to(scale).view_as(scale)
         factor = plan.scale / plan.size
-        grad_x = u.mul_(factor).to(x.dtype) if want_x and u is not None else None
-        grad_y = v.mul_(factor).to(y.dtype) if want_y and v is not None else None
+        grad_x = u.mul_(factor).to(ctx.dtypes[0]) if want_x and u is not None else None
+        grad_y = v.mul_(factor).to(ctx.dtypes[1]) if want_y and v is not None else None
         return None, grad_scale, *[None] * 6, grad_x, grad_y
 
 

@@ -47,6 +47,11 @@ class Softmax(torch.autograd.Function):
         ctx: Any, plan: SoftmaxPlan, anchor: Tensor, scale: Any, offsets: Any, *features: Tensor
     ) -> tuple[Tensor, ...]:
         x, y, norms = plan.towers.join([z if plan.dtype is None else z.to(plan.dtype) for z in features])
+        given = None  # the rows before they are rounded, where the norms' gradient needs them
+        if plan.rounds_joined:
+            rounded = plan.route.products.rounded(x)
+            given = None if rounded is x or norms is None else x
+            x, y = rounded, rounded if y is x else plan.route.products.rounded(y)
         travels = y if plan.guide is None else torch.cat([y.to(plan.guide.dtype), plan.guide], dim=1)
         col_norms = plan.towers.travel_norms
         if plan.towers.normalize_per_tile and norms is not None:
@@ -60,7 +65,7 @@ class Softmax(torch.autograd.Function):
         shifts = [side.shift if isinstance(side.shift, Tensor) else None for side in (rows, cols)]
         sums = [side.fields.get("sum") for side in (rows, cols)]
         scale = scale if isinstance(scale, Tensor) else None
-        ctx.save_for_backward(anchor, scale, x, y, norms, data.fetched, col_norms, kept, *sums, *shifts)
+        ctx.save_for_backward(anchor, scale, x, y, given, norms, data.fetched, col_norms, kept, *sums, *shifts)
         outputs = [_outputs(side) for side in (rows, cols)]
         constant = [x for side in outputs for name, x in side.items() if name not in _DIFFERENTIABLE]
         ctx.mark_non_differentiable(*constant)
@@ -71,7 +76,9 @@ class Softmax(torch.autograd.Function):
     @no_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         plan: SoftmaxPlan = ctx.plan
-        _, scale, x, y, norms, fetched, col_norms, kept, row_sums, col_sums, row_shifts, col_shifts = ctx.saved_tensors
+        _, scale, x, y, given, norms, fetched, col_norms, kept, row_sums, col_sums, row_shifts, col_shifts = (
+            ctx.saved_tensors
+        )
         _, _, want_scale, want_offsets, *want_features = ctx.needs_input_grad
         want_x, want_y = plan.towers.needed(want_features)
         if want_scale and not want_x and not want_y:
@@ -101,7 +108,8 @@ class Softmax(torch.autograd.Function):
         factor = plan.scale / plan.size
         dx, dy = (None if gradient is None else gradient.mul_(factor) for gradient in (u, v))
         features = [(want, *feature) for want, feature in zip(want_features, ctx.features, strict=True)]
-        return None, None, grad_scale, of_offsets, *plan.towers.split((dx, dy), (x, y), norms, features)
+        joined = (x, y) if given is None else (given, given)
+        return None, None, grad_scale, of_offsets, *plan.towers.split((dx, dy), joined, norms, features)
 
 
 def _unit(plan: SoftmaxPlan, dtype: torch.dtype, grads: Sequence[Tensor]) -> Tensor | None:
@@ -109,7 +117,7 @@ def _unit(plan: SoftmaxPlan, dtype: torch.dtype, grads: Sequence[Tensor]) -> Ten
 
     |dS_ij| is at most the sum of the gradients of row i and column j. A loss scaler may have made these large.
     """
-    if dtype != torch.float16 or not plan.in_kernels:
+    if torch.float16 not in (plan.route.products.half, dtype if plan.in_kernels else None):
         return None
     largest = torch.stack([grad.abs().amax() if len(grad) else grad.new_zeros(()) for grad in grads]).sum()
     largest = plan.route.comm.all_reduce(largest * (plan.size * (2 if plan.symmetric else 1)), "max", check=False)

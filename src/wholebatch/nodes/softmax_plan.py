@@ -89,6 +89,13 @@ class SoftmaxPlan:
         return self.route.exchange.symmetric
 
     @property
+    def rounds_joined(self) -> bool:
+        """Whether X and Y are rounded as a whole, before Y travels; else a sweep rounds the rows of a tile."""
+        towers = self.towers
+        divides_later = towers.normalize_per_tile or towers.stay_norms is not None or towers.travel_norms is not None
+        return self.route.products.rounds_gradients and self.guide is None and not divides_later
+
+    @property
     def keep(self) -> bool:
         """Whether exp(S) is kept for the backward pass."""
         return self.differentiable and self.route.budget.kept > 0
@@ -103,6 +110,7 @@ class SoftmaxPlan:
             largest=exchange.largest_block,
             norms=data.norms,
             col_norms=data.col_norms,
+            products=self.route.products,
         )
         memory = None if kept is None else KeptTiles(kept)
         if self.in_kernels:

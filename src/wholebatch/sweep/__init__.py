@@ -1,6 +1,7 @@
 """Compute the similarity matrix S tile by tile, on one rank.
 
 driver        tiles of S, and products of their gradients with X and Y; memory: the size and the number of tiles
+products      the precision of these products
 pairs         the positive and the excluded entries, which is all that a sweep knows of a loss
 softmax       sums of exponentials of rows and columns: selection says which entries, sides holds the sums
 nested        the same sums for several leading parts of the features
@@ -15,10 +16,11 @@ ranking       smooth counts of the entries that are larger than a row's positive
 from .driver import Block, Driver
 from .hardest import HardestSweep
 from .kernel_tiles import LARGEST, side_of_tiles
-from .memory import Budget, KeptTiles, Memory, default_side, fit, smallest_budget
+from .memory import Budget, KeptTiles, Memory, bytes_of_an_entry, default_side, fit, smallest_budget
 from .nested import NestedSweep
 from .nested_kernels import KernelNestedSweep
 from .pairs import NONE, Diagonals, Entries, EqualIds, NamedRows, Pairs, Union
+from .products import PRECISIONS, Factor, Precision, Products, select_products
 from .ranking import RankingSweep
 from .selection import LogitTransform, Over, Selection
 from .sides import Sums, Weights
@@ -31,12 +33,14 @@ from .softmax_kernels import KernelSoftmaxSweep
 __all__ = [
     "LARGEST",
     "NONE",
+    "PRECISIONS",
     "Block",
     "Budget",
     "Diagonals",
     "Driver",
     "Entries",
     "EqualIds",
+    "Factor",
     "HardestSweep",
     "KeptTiles",
     "KernelNestedSweep",
@@ -48,6 +52,8 @@ __all__ = [
     "NestedSweep",
     "Over",
     "Pairs",
+    "Precision",
+    "Products",
     "RankingSweep",
     "Selection",
     "SigmoidSweep",
@@ -56,8 +62,10 @@ __all__ = [
     "Sums",
     "Union",
     "Weights",
+    "bytes_of_an_entry",
     "default_side",
     "fit",
+    "select_products",
     "side_of_tiles",
     "smallest_budget",
 ]

@@ -4,7 +4,10 @@
     products    U_i += dS_ij y_j,  V_j += dS_ij x_i          2 units       (U = dS Y, V = dS^T X)
 
 A sweep, such as `softmax` or `sigmoid`, turns a tile of S into a tile of dS. A buffer is allocated once, at its first
-use. Features in half precision are widened to float32 tile by tile, so that all products are computed in float32.
+use. Rows of X and Y are rounded or widened tile by tile to the factors that `products` multiplies.
+
+If dS is rounded to half precision, its entries of positive pairs are multiplied apart, in float32. They are as large as
+all others of their row together, and so are their rounding errors: without them dX is several times more exact.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from torch import Tensor
 
 from .._precision import accumulation_dtype
 from ..partition import Tile, tiles
+from .pairs import Index
+from .products import Factor, Products, rows_of, transposed
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class Driver:
         largest: rows and columns of the largest block, which may be smaller than a tile; None: unknown.
         norms: (b, 1), divisors of X's rows, applied tile by tile; None: no division.
         col_norms: (B, 1), divisors of Y's rows, for all columns; None: no division.
+        products: the precision of the products.
     """
 
     def __init__(
@@ -51,35 +57,40 @@ class Driver:
         largest: tuple[int, int] | None = None,
         norms: Tensor | None = None,
         col_norms: Tensor | None = None,
+        products: Products | None = None,
     ) -> None:
         self.x, self.scale, self.bias, self.side, self.norms, self.col_norms = x, scale, bias, side, norms, col_norms
-        self.dtype, self.width = accumulation_dtype(x.dtype), x.shape[1]
+        self.dtype, self.width, self.precision = accumulation_dtype(x.dtype), x.shape[1], products or Products()
         rows, cols = (min(side, n) for n in largest or (side, side))
-        self._entries, self._tiles = rows * cols, dict[int, Tensor]()
-        self._wide, self._side_rows = dict[str, Tensor](), {"x": rows, "y": cols}
+        self._entries, self._tiles = rows * cols, dict[int | str, Tensor]()
+        self._factors, self._side_rows = dict[str, Factor](), {"x": rows, "y": cols}
 
-    def tiles(self, block: Block) -> Iterator[tuple[Tile, Tensor, Tensor]]:
-        """Yield each tile with its rows of X and of Y, in the accumulation dtype."""
-        rows, x = None, self.x[:0]
+    def tiles(self, block: Block) -> Iterator[tuple[Tile, Factor, Factor]]:
+        """Yield each tile with its rows of X and of Y, as factors of products."""
+        rows, x = None, self.factor("x", self.x[:0])
         for tile in tiles(block.rows, block.cols, self.side, triangle=block.triangle):
             if tile.rows != rows:
-                rows, x = tile.rows, self._unit("x", self.x[tile.rows], self.norms, tile.rows)
+                rows, x = tile.rows, self.factor("x", self.x[tile.rows], self.norms, tile.rows)
             y = block.y[relative(tile.cols, block), : self.width]
-            yield tile, x, self._unit("y", y, self.col_norms, tile.cols)
+            yield tile, x, self.factor("y", y, self.col_norms, tile.cols)
 
-    def _unit(self, tower: str, x: Tensor, norms: Tensor | None, at: slice) -> Tensor:
-        """Return rows in the accumulation dtype, divided by their norms."""
-        if norms is None and x.dtype == self.dtype:
-            return x
-        if tower not in self._wide:
-            self._wide[tower] = x.new_empty(self._side_rows[tower], self.width, dtype=self.dtype)
-        buffer = self._wide[tower][: len(x)]
-        return buffer.copy_(x) if norms is None else torch.div(x, norms[at], out=buffer)
+    def factor(self, tower: str, x: Tensor, norms: Tensor | None = None, at: slice = slice(0)) -> Factor:
+        """Return rows of "x" or "y" as a factor, divided by their norms."""
+        if norms is None and not self.precision.rounds(x):
+            return (x,)
+        if tower not in self._factors:
+            dtypes = self.precision.dtypes(x.dtype if norms is None else self.dtype)
+            self._factors[tower] = tuple(x.new_empty(self._side_rows[tower], self.width, dtype=of) for of in dtypes)
+        parts = [part[: len(x)] for part in self._factors[tower]]
+        if norms is not None and len(parts) == 1:
+            return self.precision.rounded_(torch.div(x, norms[at], out=parts[0]))
+        x = x.to(self.dtype, copy=len(parts) > 1) if norms is None else x / norms[at]
+        return self.precision.split(x, parts)
 
-    def logits(self, tile: Tile, x: Tensor, y: Tensor) -> Tensor:
+    def logits(self, tile: Tile, x: Factor, y: Factor) -> Tensor:
         """Return the tile of S, in a buffer that the next tile overwrites."""
         # Scale after the product: given as alpha, some libraries scale and round the entries of one factor first.
-        logits = torch.mm(x, y.T, out=self.buffer(tile)).mul_(self.scale)
+        logits = self.precision.multiply(x, transposed(y), self.buffer(tile)).mul_(self.scale)
         if tile.self_transposed:  # a product may round S_ij and S_ji differently
             below = torch.triu(logits, 1, out=self.scratch(tile)).T
             logits.triu_().add_(below)
@@ -97,20 +108,63 @@ class Driver:
         """Return memory for a further tile, by its number."""
         return self._memory(2 + number, tile)
 
-    def _memory(self, number: int, tile: Tile) -> Tensor:
+    def _memory(self, number: int | str, tile: Tile, dtype: torch.dtype | None = None) -> Tensor:
         if number not in self._tiles:
-            self._tiles[number] = self.x.new_empty(self._entries, dtype=self.dtype)
+            self._tiles[number] = self.x.new_empty(self._entries, dtype=dtype or self.dtype)
         rows, cols = tile.shape
         return self._tiles[number][: rows * cols].view(rows, cols)
 
+    def gradient(self, tile: Tile) -> Tensor:
+        """Return memory for a tile of dS, in the precision in which it is multiplied if that is a single part."""
+        if self.precision.rounds_gradients:
+            return self._memory("hi", tile, self.precision.half)
+        return self.buffer(tile)
+
     def products(
-        self, grad: Tensor, tile: Tile, x: Tensor, y: Tensor, block: Block, u: Tensor | None, v: Tensor | None
+        self,
+        grad: Tensor,
+        tile: Tile,
+        x: Factor,
+        y: Factor,
+        block: Block,
+        u: Tensor | None,
+        v: Tensor | None,
+        pairs: tuple[Index, Tensor] | None = None,
     ) -> None:
-        """Add the tile of dS times its rows of Y to `u`, (b, d), and its transpose times X to `v`, (n, d)."""
+        """Add the tile of dS times its rows of Y to `u`, (b, d), and its transpose times X to `v`, (n, d).
+
+        `grad` is in the accumulation dtype, or that of `gradient`, and may lose its values. `pairs` are entries of dS
+        that replace those of `grad`, with their index; they are multiplied apart if `grad` is rounded.
+        """
+        u = None if u is None else u[tile.rows]
+        v = None if v is None or tile.self_transposed else v[relative(tile.cols, block)]
+        if pairs is not None:
+            at, entries = pairs
+            apart = self.precision.rounds_gradients
+            grad[at] = 0.0 if apart else entries.to(grad.dtype)
+            if apart:
+                add_pairs_(at, entries, x, y, u, v)
+        factor = self.of_gradient(grad, tile)
         if u is not None:
-            u[tile.rows].addmm_(grad, y)
-        if v is not None and not tile.self_transposed:
-            v[relative(tile.cols, block)].addmm_(grad.T, x)
+            self.precision.multiply(factor, y, u, add=True)
+        if v is not None:
+            self.precision.multiply(transposed(factor), x, v, add=True)
+
+    def of_gradient(self, grad: Tensor, tile: Tile) -> Factor:
+        """Return a tile of dS as a factor."""
+        if not self.precision.rounds(grad) or grad.dtype == self.precision.half:
+            return (grad,)
+        dtypes = self.precision.dtypes(grad.dtype)
+        into = [self._memory(name, tile, dtype) for name, dtype in zip(("hi", "lo"), dtypes, strict=False)]
+        return self.precision.split(grad, into)
+
+
+def add_pairs_(at: Index, entries: Tensor, x: Factor, y: Factor, u: Tensor | None, v: Tensor | None) -> None:
+    """Add dS Y to `u`, and dS^T X to `v`, for a few entries of dS, (k,), in the precision of `u` and `v`."""
+    rows, cols = at
+    for product, here, there, factor in ((u, rows, cols, y), (v, cols, rows, x)):
+        if product is not None:
+            product.index_add_(0, here, rows_of(factor, there, product.dtype) * entries.to(product.dtype).unsqueeze(1))
 
 
 def relative(cols: slice, block: Block) -> slice:

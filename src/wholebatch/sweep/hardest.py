@@ -43,8 +43,8 @@ class HardestSweep:
         """Update the hardest pairs with those of a block."""
         for tile, x, y in self.driver.tiles(block):
             similarities = self.driver.logits(tile, x, y)
-            at = self.pairs.positive.within(tile, x.device)
-            excluded = self.pairs.excluded.within(tile, x.device)
+            at = self.pairs.positive.within(tile, similarities.device)
+            excluded = self.pairs.excluded.within(tile, similarities.device)
             rows, first = tile.rows, tile.cols.start
             if at is not None:
                 far = self.driver.scratch(tile).fill_(float("inf"))

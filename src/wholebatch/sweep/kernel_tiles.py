@@ -1,7 +1,9 @@
 """Tiles of S for kernels: their parts of X and Y, their special entries, and the products of dS with X and Y.
 
-A kernel writes a tile of dS in the precision of the features. Two products add it to dX and dY, in float32. No other
+A kernel writes a tile of dS in the precision of its factors. Two products add it to dX and dY, in float32. No other
 tile is in memory, so this tile may take as many bytes as the two tiles of plain PyTorch.
+
+Factors are in the dtype of the features, unless the caller has named a precision, or autocast has chosen one.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from torch import Tensor
 from .. import kernels
 from .._precision import accumulation_dtype
 from ..partition import Tile, tiles
-from .driver import Block, Driver, relative
+from .driver import Block, Driver, add_pairs_, relative
 from .members import Members, members
-from .pairs import Pairs
+from .pairs import Diagonals, Index, Pairs
 
 LARGEST = 2.0**14  # bound of an entry of dS in float16
 _TILES = 2  # of plain PyTorch's sweep
@@ -35,6 +37,8 @@ class KernelTiles:
         candidates: code of the candidates, as in :class:`kernels.TileInputs`.
         row_terms: scales and offsets of the rows, or None.
         side: rows and columns of a tile.
+        dtype: of the factors, and of dS.
+        pairs: the sets that `positive` and `excluded` describe.
     """
 
     driver: Driver
@@ -43,6 +47,8 @@ class KernelTiles:
     candidates: int
     row_terms: kernels.RowTerms | None
     side: int
+    dtype: torch.dtype
+    pairs: Pairs
     _written: Tensor | None = field(default=None, init=False)
 
     @classmethod
@@ -69,8 +75,8 @@ class KernelTiles:
                 of dS here, and of two tiles there.
             float16: whether dS fits into float16 if rows are not divided by norms.
         """
-        normed = driver.norms is not None or driver.col_norms is not None
-        if driver.x.dtype not in _DTYPES and not (driver.x.dtype == torch.float16 and float16 and not normed):
+        normed, dtype = driver.norms is not None or driver.col_norms is not None, dtype_of_kernels(driver)
+        if dtype not in _DTYPES and not (dtype == torch.float16 and float16 and not normed):
             return None
         device = driver.x.device
         positive, excluded = (members(entries, columns, device) for entries in (pairs.positive, pairs.excluded))
@@ -80,11 +86,11 @@ class KernelTiles:
         if normed or offsets is not None:
             scales = torch.ones(len(driver.x), dtype=torch.float32, device=device)
             row_terms = kernels.RowTerms(scales if driver.norms is None else scales.div_(driver.norms[:, 0]), offsets)
-        side = side_of_tiles(driver.side, driver.x.dtype)
+        side = side_of_tiles(driver.side, dtype)
         if bytes_of_an_entry is not None:
             ours, theirs = bytes_of_an_entry
             side = isqrt(driver.side**2 * theirs // ours)
-        return cls(driver, positive, excluded, candidates, row_terms, side)
+        return cls(driver, positive, excluded, candidates, row_terms, side, dtype, pairs)
 
     def __call__(self, block: Block) -> Iterator[tuple[Tile, kernels.TileInputs]]:
         """Yield each tile of the block."""
@@ -97,8 +103,8 @@ class KernelTiles:
             yield (
                 tile,
                 kernels.TileInputs(
-                    driver.x[tile.rows],
-                    block.y[relative(tile.cols, block), : driver.width].to(driver.x.dtype),
+                    driver.x[tile.rows].to(self.dtype),
+                    block.y[relative(tile.cols, block), : driver.width].to(self.dtype),
                     driver.scale,
                     self.positive.of_tile(tile),
                     self.excluded.of_tile(tile),
@@ -106,6 +112,7 @@ class KernelTiles:
                     tile.rows.start,
                     of_tile,
                     None if driver.col_norms is None else driver.col_norms[tile.cols, 0].reciprocal().float(),
+                    driver.precision.allows_tf32,
                 ),
             )
 
@@ -113,29 +120,54 @@ class KernelTiles:
         """Return memory for a tile of dS, or for several."""
         shape = (*several, *tile.shape)
         if self._written is None or self._written.numel() < prod(shape):
-            self._written = self.driver.x.new_empty(prod(shape))
+            self._written = self.driver.x.new_empty(prod(shape), dtype=self.dtype)
         return self._written[: prod(shape)].view(shape)
+
+    def apart(self, tile: Tile) -> Index | None:
+        """Return the positives of a tile whose dS is multiplied apart because the tile is rounded; None without."""
+        listed = self.dtype != torch.float32 and isinstance(self.pairs.positive, Diagonals)
+        return self.pairs.positive.within(tile, self.driver.x.device) if listed else None
+
+    def add_apart(
+        self,
+        at: Index,
+        entries: Tensor,
+        tile: Tile,
+        of: kernels.TileInputs,
+        block: Block,
+        u: Tensor | None,
+        v: Tensor | None,
+    ) -> None:
+        """Add products of the entries of dS, (k,), at an index that `apart` has returned; as in `products`."""
+        if of.row_terms is not None:
+            entries = entries * of.row_terms.scales[at[0]]
+        if of.col_scales is not None:
+            entries = entries * of.col_scales[at[1]]
+        u = None if u is None else u[tile.rows]
+        v = None if v is None or tile.self_transposed else v[relative(tile.cols, block)]
+        add_pairs_(at, entries, (of.x,), (of.y,), u, v)
 
     def products(
         self, grad: Tensor, tile: Tile, of: kernels.TileInputs, block: Block, u: Tensor | None, v: Tensor | None
     ) -> None:
         """Add the tile of dS times its rows of Y to `u`, (b, d), and its transpose times X to `v`, (n, d)."""
+        precision = self.driver.precision
         if u is not None:
-            add_product_(u[tile.rows], grad, of.y)
+            precision.multiply((grad,), (of.y,), u[tile.rows], add=True)
         if v is not None and not tile.self_transposed:
-            add_product_(v[relative(tile.cols, block)], grad.T, of.x)
+            precision.multiply((grad.T,), (of.x,), v[relative(tile.cols, block)], add=True)
+
+
+def dtype_of_kernels(driver: Driver) -> torch.dtype | None:
+    """Return the dtype of the factors of kernels, and of dS; None where kernels have no such products."""
+    precision = driver.precision
+    if precision.parts > 1:
+        return None
+    if precision.half is not None:
+        return precision.half
+    return driver.dtype if precision.named else driver.x.dtype
 
 
 def side_of_tiles(side: int, dtype: torch.dtype) -> int:
     """Return the side of a tile of dS that has the memory of two tiles of this side in plain PyTorch."""
     return isqrt(side**2 * _TILES * accumulation_dtype(dtype).itemsize // dtype.itemsize)
-
-
-def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add the product a b to `total`, summed in the precision of `total`."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    elif total.device.type == "cuda":
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))

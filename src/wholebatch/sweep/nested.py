@@ -21,6 +21,7 @@ from .._precision import wide_dtype
 from ..partition import Tile
 from .driver import Block, Driver, relative
 from .pairs import Index, Pairs
+from .products import Factor, columns, transposed
 
 
 class NestedSweep:
@@ -46,7 +47,9 @@ class NestedSweep:
     def sums(self, block: Block, rows: Tensor, targets: Tensor, cols: Tensor | None) -> None:
         """Add exponentials to `rows` (b, parts) and `cols` (n, parts), and positives' logits to `targets`."""
         for tile, x, y in self.driver.tiles(block):
-            at, excluded = (entries.within(tile, x.device) for entries in (self.pairs.positive, self.pairs.excluded))
+            at, excluded = (
+                entries.within(tile, self.driver.x.device) for entries in (self.pairs.positive, self.pairs.excluded)
+            )
             here = relative(tile.cols, block)
             for part in range(len(self.dims)):
                 logits = self._logits(part, tile, x, y, block)
@@ -80,9 +83,11 @@ class NestedSweep:
             of_rows: (b, parts), gets sum_j dS_ij S_ij added.
             of_cols: (n, parts), gets sum_i dS_ij S_ij added; None where not needed.
         """
-        dtype = self.driver.dtype
+        dtype, precision = self.driver.dtype, self.driver.precision
         for tile, x, y in self.driver.tiles(block):
-            at, excluded = (entries.within(tile, x.device) for entries in (self.pairs.positive, self.pairs.excluded))
+            at, excluded = (
+                entries.within(tile, self.driver.x.device) for entries in (self.pairs.positive, self.pairs.excluded)
+            )
             here, inverse = relative(tile.cols, block), self._inverse(block)
             for part in range(len(self.dims)):
                 grad = self.driver.spare(tile, part).copy_(self._logits(part, tile, x, y, block))
@@ -105,18 +110,17 @@ class NestedSweep:
                 if part + 1 < len(self.dims):
                     grad.add_(self.driver.spare(tile, part + 1))
                 features = self._parts[part]
+                of_grad = self.driver.of_gradient(grad, tile)
                 if u is not None:
-                    u[tile.rows, features].addmm_(grad, y[:, features])
+                    precision.multiply(of_grad, columns(y, features), u[tile.rows, features], add=True)
                 if v is not None:
-                    v[here, features].addmm_(grad.T, x[:, features])
+                    precision.multiply(transposed(of_grad), columns(x, features), v[here, features], add=True)
 
-    def _logits(self, part: int, tile: Tile, x: Tensor, y: Tensor, block: Block) -> Tensor:
+    def _logits(self, part: int, tile: Tile, x: Factor, y: Factor, block: Block) -> Tensor:
         """Return the tile of S^l, in the scratch tile; the products of parts so far stay in the driver's buffer."""
         features, products = self._parts[part], self.driver.buffer(tile)
-        if part:
-            products.addmm_(x[:, features], y[:, features].T)
-        else:
-            torch.mm(x[:, features], y[:, features].T, out=products)
+        of_x, of_y = (columns(factor, features) for factor in (x, y))
+        self.driver.precision.multiply(of_x, transposed(of_y), products, add=part > 0)
         inverse = self._inverse(block)[relative(tile.cols, block), part]
         scaled = torch.mul(products, self._rows[tile.rows, part].unsqueeze(1), out=self.driver.scratch(tile))
         return scaled.mul_(inverse)

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import kernels
 from ..partition import Tile
 from .driver import Block, Driver, relative
-from .kernel_tiles import KernelTiles, add_product_
+from .kernel_tiles import KernelTiles
 from .nested import NestedSweep
 from .pairs import Pairs
 
@@ -40,7 +40,7 @@ class KernelNestedSweep(NestedSweep):
         dtype: torch.dtype,
     ) -> None:
         super().__init__(driver, pairs, dims, inverse_norms, scale, shift)
-        narrow = Driver(driver.x.to(dtype), driver.scale, side=driver.side)
+        narrow = Driver(driver.x.to(dtype), driver.scale, side=driver.side, products=driver.precision)
         entry = len(dims) * dtype.itemsize, (len(dims) + 3) * driver.dtype.itemsize
         self._tiles = KernelTiles.of(narrow, pairs, columns, bytes_of_an_entry=entry)
         self._ends = kernels.Ends.of(self.dims, driver.x.device)
@@ -73,6 +73,7 @@ class KernelNestedSweep(NestedSweep):
         if self._tiles is None:
             super().gradients(block, rows, targets, cols, u, v, of_rows, of_cols)
             return
+        precision = self.driver.precision
         for tile, inputs in self._tiles(block):
             here, grads = relative(tile.cols, block), self._tiles.gradient(tile, len(self.dims))
             weights = kernels.NestedWeights(
@@ -92,9 +93,9 @@ class KernelNestedSweep(NestedSweep):
                 of_cols[here] += cols_totals.T
             for grad, features in zip(grads, self._parts, strict=True):
                 if u is not None:
-                    add_product_(u[tile.rows, features], grad, inputs.y[:, features])
+                    precision.multiply((grad,), (inputs.y[:, features],), u[tile.rows, features], add=True)
                 if v is not None:
-                    add_product_(v[here, features], grad.T, inputs.x[:, features])
+                    precision.multiply((grad.T,), (inputs.x[:, features],), v[here, features], add=True)
 
     def _nested(self, tile: Tile, inputs: kernels.TileInputs, block: Block) -> kernels.NestedTile:
         col_scales = self._inverse(block)[relative(tile.cols, block)]

@@ -27,6 +27,11 @@ Index = tuple[Tensor, Tensor]
 class Entries(Protocol):
     """A set of entries, in local rows and columns of the global batch."""
 
+    @property
+    def few(self) -> bool:
+        """Whether a tile has at most a few of them for each row or column, so that rows may be copied for each."""
+        ...
+
     def within(self, tile: Tile, device: torch.device) -> Index | None:
         """Return the entries of the tile, relative to its first row and column; None if there are none."""
         ...
@@ -38,6 +43,8 @@ class Diagonals:
     >>> Diagonals(Diagonal(0, 2, 3)).within(Tile(slice(1, 4), slice(0, 4)), torch.device("cpu"))
     (tensor([0]), tensor([3]))
     """
+
+    few = True
 
     def __init__(self, *diagonals: Diagonal) -> None:
         self.diagonals = diagonals
@@ -65,6 +72,8 @@ class EqualIds:
     (tensor([1]), tensor([0]))
     """
 
+    few = False
+
     def __init__(self, rows: Tensor, cols: Tensor, *, but: Entries | None = None) -> None:
         self.rows, self.cols, self.but = rows, cols, but
 
@@ -87,6 +96,8 @@ class NamedRows:
     (tensor([1, 0]), tensor([0, 2]))
     """
 
+    few = True
+
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows.view(len(rows), -1)
 
@@ -101,6 +112,10 @@ class Union:
 
     def __init__(self, *sets: Entries) -> None:
         self.sets = sets
+
+    @property
+    def few(self) -> bool:
+        return all(entries.few for entries in self.sets)
 
     def within(self, tile: Tile, device: torch.device) -> Index | None:
         found = [at for at in (entries.within(tile, device) for entries in self.sets) if at is not None]

@@ -47,7 +47,7 @@ class RankingSweep:
         for tile, x, y in self.driver.tiles(block):
             similarities = self.driver.logits(tile, x, y)
             at, slots = self._positives(tile)
-            excluded = self.pairs.excluded.within(tile, x.device)
+            excluded = self.pairs.excluded.within(tile, similarities.device)
             for slot in range(self.most):
                 larger = self._larger(tile, similarities, positive_similarities, slot, excluded, at, slots)
                 slopes = torch.addcmul(
@@ -82,7 +82,7 @@ class RankingSweep:
         for tile, x, y in self.driver.tiles(block):
             similarities = self.driver.logits(tile, x, y)
             at, slots = self._positives(tile)
-            excluded = self.pairs.excluded.within(tile, x.device)
+            excluded = self.pairs.excluded.within(tile, similarities.device)
             grad = self.driver.spare(tile, 1).zero_()
             for slot in range(self.most):
                 larger = self._larger(tile, similarities, positive_similarities, slot, excluded, at, slots)

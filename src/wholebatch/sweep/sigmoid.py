@@ -55,7 +55,8 @@ class SigmoidSweep:
                 grad.mul_(self._weights[tile.rows])
             if bias:
                 self.grad_bias += grad.sum(1).sum(dtype=self.grad_bias.dtype)
-            self.driver.products(grad, tile, x, y, block, u, v)
+            pairs = (at, grad[at]) if at is not None and self.pairs.positive.few else None
+            self.driver.products(grad, tile, x, y, block, u, v, pairs)
 
     def _add_softplus(self, m: Tensor, tile: Tile) -> None:
         """Add sum_j log(1 + exp(m)) = sum_j max(m, 0) + log(1 + exp(-|m|)) to the losses of the tile's rows."""

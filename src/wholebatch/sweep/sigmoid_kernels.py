@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..partition import Tile
 from .driver import Block, Driver
 from .kernel_tiles import KernelTiles
-from .pairs import Pairs
+from .pairs import Index, Pairs
 from .sigmoid import SigmoidSweep
 
 
@@ -40,5 +41,15 @@ class KernelSigmoidSweep(SigmoidSweep):
             self.losses[tile.rows] += losses
             if totals is not None:
                 self.grad_bias += totals.sum()
-            if grad is not None:
-                self._tiles.products(grad, tile, inputs, block, u, v)
+            if grad is None:
+                continue
+            if (apart := self._tiles.apart(tile)) is not None:
+                self._tiles.add_apart(apart, self._pair_gradient(apart, tile, inputs), tile, inputs, block, u, v)
+                grad[apart] = 0.0
+            self._tiles.products(grad, tile, inputs, block, u, v)
+
+    def _pair_gradient(self, at: Index, tile: Tile, of: kernels.TileInputs) -> Tensor:
+        """Return dS of positive pairs, (k,), from their products in float32."""
+        products = torch.linalg.vecdot(of.x[at[0]].float(), of.y[at[1]].float())
+        entries = torch.sigmoid(products.mul_(-of.scale).sub_(self.driver.bias)).neg_()
+        return entries if self._weights is None else entries.mul_(self._weights[tile.rows, 0][at[0]])

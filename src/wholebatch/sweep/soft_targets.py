@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..partition import Tile
 from .driver import Block, Driver, relative
 
 Sides = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -37,11 +38,10 @@ class SoftTargetSweep:
 
         The sums are K, sum_j exp(T_ij - A_i) and sum_j exp(S_ij - C_i). The last two are 1, up to rounding.
         """
-        teacher_cols = self._teacher_columns(block)
         for tile, x, y in self.driver.tiles(block):
             logits = self.driver.logits(tile, x, y)
             here = relative(tile.cols, block)
-            targets = self.teacher.logits(tile, self.teacher.x[tile.rows], teacher_cols[here])
+            targets = self._targets(tile, block)
             for (lse, near, sums), at, dim in ((rows, tile.rows, 1), (cols, here, 0)):
                 weights = torch.sub(targets, _at(lse, at, dim, targets), out=self.driver.scratch(tile)).exp_()
                 away = torch.sub(logits, _at(near, at, dim, logits), out=self.teacher.scratch(tile))
@@ -54,11 +54,10 @@ class SoftTargetSweep:
 
         dS_ij = c_i exp(S_ij - C_i) - a_i exp(T_ij - A_i), plus the same of columns; a side is ((C, c), (A, a)).
         """
-        teacher_cols = self._teacher_columns(block)
         for tile, x, y in self.driver.tiles(block):
             here = relative(tile.cols, block)
             logits = self.driver.logits(tile, x, y)
-            targets = self.teacher.logits(tile, self.teacher.x[tile.rows], teacher_cols[here])
+            targets = self._targets(tile, block)
             grad, scratch = self.driver.scratch(tile), self.teacher.scratch(tile)
             _weighted(logits, rows[0], tile.rows, 1, out=grad).sub_(
                 _weighted(targets, rows[1], tile.rows, 1, out=scratch)
@@ -66,8 +65,11 @@ class SoftTargetSweep:
             _weighted(logits, cols[0], here, 0, out=logits).sub_(_weighted(targets, cols[1], here, 0, out=targets))
             self.driver.products(grad.add_(logits), tile, x, y, block, u, v)
 
-    def _teacher_columns(self, block: Block) -> Tensor:
-        return block.y[:, self.driver.width :].to(self.teacher.dtype)
+    def _targets(self, tile: Tile, block: Block) -> Tensor:
+        """Return the tile of T."""
+        y = block.y[relative(tile.cols, block), self.driver.width :].to(self.teacher.x.dtype)
+        of_x = self.teacher.factor("x", self.teacher.x[tile.rows])
+        return self.teacher.logits(tile, of_x, self.teacher.factor("y", y))
 
 
 def _weighted(logits: Tensor, side: tuple[Tensor, Tensor], at: slice, dim: int, *, out: Tensor) -> Tensor:

@@ -45,6 +45,7 @@ from ..partition import Tile
 from .driver import Block, Driver, relative
 from .memory import KeptTiles
 from .pairs import Index
+from .products import Factor
 from .selection import Selection
 from .sides import Sums, Weights, one_shift
 
@@ -103,16 +104,19 @@ class SoftmaxSweep:
             sides = [] if rows is None else [(rows[tile.rows], 1)]
             if cols is not None:  # also for a tile on the diagonal of a symmetric S: its gradient is dS + dS^T
                 sides.append((cols[relative(tile.cols, block)], 0))
-            grad, slope = self._gradient(tile, block, x, y, sides, shift)
+            grad, slope, pairs = self._gradient(tile, block, x, y, sides, shift, whole=of_offsets is not None)
             if of_offsets is not None:
+                if pairs is not None:
+                    grad[pairs[0]] = pairs[1].to(grad.dtype)
                 of_offsets[tile.rows] += grad.sum(1)
             if slope is not None:
                 grad.mul_(slope)
-            self.driver.products(grad, tile, x, y, block, u, v)
+                pairs = None if pairs is None else (pairs[0], pairs[1] * slope[pairs[0]])
+            self.driver.products(grad, tile, x, y, block, u, v, pairs)
 
     # A tile of S: its candidates, and their part of the statistics of rows or columns (`dim` is summed over).
 
-    def _candidates(self, tile: Tile, block: Block, x: Tensor, y: Tensor, *, slope: bool = False) -> _Entries:
+    def _candidates(self, tile: Tile, block: Block, x: Factor, y: Factor, *, slope: bool = False) -> _Entries:
         """Return the tile of S, with -inf for entries that are no candidates; with `slope`, also the transform's."""
         selection, logits = self.selection, self.driver.logits(tile, x, y)
         at = selection.pairs.positive.within(tile, self._device)
@@ -182,9 +186,20 @@ class SoftmaxSweep:
     # A tile of dS, from the weights of its rows and columns.
 
     def _gradient(
-        self, tile: Tile, block: Block, x: Tensor, y: Tensor, sides: list[tuple[Weights, int]], shift: float | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the gradient by the transformed logits, and the slope of the transform."""
+        self,
+        tile: Tile,
+        block: Block,
+        x: Factor,
+        y: Factor,
+        sides: list[tuple[Weights, int]],
+        shift: float | None,
+        *,
+        whole: bool,
+    ) -> tuple[Tensor, Tensor | None, tuple[Index, Tensor] | None]:
+        """Return the gradient by the transformed logits, the slope of the transform, and the gradients of positives.
+
+        The tile is in the precision of products, unless `whole` or a slope needs all its digits.
+        """
         kept = None if self.kept is None else self.kept.next(tile.shape)
         if kept is None:
             entries = self._candidates(tile, block, x, y, slope=True)
@@ -205,13 +220,18 @@ class SoftmaxSweep:
         else:
             factors = [side.of_exponentials.to(self.driver.dtype).unsqueeze(dim) for side, dim in sides]
             factor = torch.add(*factors, out=self.driver.scratch(tile)) if len(factors) == 2 else factors[0]
-            grad = torch.mul(exponentials, factor, out=self.driver.buffer(tile))
+            is_last = not (whole or uniform or entries.slope is not None)
+            out = self.driver.gradient(tile) if is_last else self.driver.buffer(tile)
+            grad = torch.mul(exponentials, factor, out=out)
         if candidate is not None:
             for weight in uniform:
                 grad.add_(torch.where(candidate, weight.to(grad.dtype), 0.0))
-        if at is not None and pair_grad is not None:
-            grad[at] = pair_grad.to(grad.dtype)
-        return grad, entries.slope
+        if at is None or pair_grad is None:
+            return grad, entries.slope, None
+        if self.selection.pairs.positive.few:
+            return grad, entries.slope, (at, pair_grad)
+        grad[at] = pair_grad.to(grad.dtype)
+        return grad, entries.slope, None
 
     def _pair_gradient(self, entries: Tensor, at: Index, sides: list[tuple[Weights, int]]) -> Tensor:
         """Return dS of positive pairs, summed in float64; `entries` are E, or S if each row and column has a shift."""

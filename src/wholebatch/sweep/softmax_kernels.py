@@ -83,7 +83,17 @@ class KernelSoftmaxSweep(SoftmaxSweep):
         for tile, inputs in self._tiles(block):
             sides = [rows and rows[tile.rows], cols and cols[relative(tile.cols, block)]]
             grad, kept = self._tiles.gradient(tile), None if self.kept is None else self.kept.next(tile.shape)
+            apart = None
+            if self.selection.over == "negatives" and of_offsets is None:
+                apart = self._tiles.apart(tile)
             of_rows, of_cols = ({} if side is None else side.named() for side in sides)
+            if apart is not None:
+                entries = self._pair_gradient(
+                    grad, apart, [(s, dim) for s, dim in zip(sides, (1, 0), strict=True) if s]
+                )
+                self._tiles.add_apart(apart, entries, tile, inputs, block, u, v)
+                for of in (of_rows, of_cols):
+                    of.pop("target", None)
             totals = kernels.tile_gradient(
                 inputs, grad, shift=shift, rows=of_rows, cols=of_cols, kept=kept, totals=of_offsets is not None
             )

@@ -1,0 +1,48 @@
+"""The dtype of autocast around a loss, which its entry turns off and its products still need to know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_around: ContextVar[dict[str, torch.dtype | None] | None] = ContextVar("autocast around a loss", default=None)
+
+
+def remember_autocast(loss: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate the entry of a loss, outside of `no_autocast`; a loss inside another keeps the outer one's."""
+
+    @wraps(loss)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if _around.get() is not None:
+            return loss(*args, **kwargs)
+        token = _around.set({device: _dtype(device) for device in _devices(args, kwargs)})
+        try:
+            return loss(*args, **kwargs)
+        finally:
+            _around.reset(token)
+
+    return call
+
+
+def autocast_around(device: torch.device) -> torch.dtype | None:
+    """Return the dtype to which autocast rounds products on a device around this loss; None: it was off."""
+    around = _around.get()
+    return None if around is None else around.get(device.type)
+
+
+def _devices(args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[str]:
+    return {arg.device.type for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)}
+
+
+def _dtype(device: str) -> torch.dtype | None:
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
