@@ -9,7 +9,8 @@ NCCL does not is an error:
     messages one by one that oppose each other: a message ends when the other rank has taken it, and those of two ranks
     take place one after the other, so ranks that both send first wait for each other until the timeout
 
-Tensors of the host are not told apart: here they are on the CPU as well. `test_backends` does, with fake tensors.
+Tensors of the host are not told apart from those of the device: here both are on the CPU. With fake tensors they are:
+`test_backends` shows that every operation of the transport gives NCCL tensors of the device.
 """
 
 from __future__ import annotations
@@ -160,8 +161,10 @@ class StrictCalls:
         return _Work(self._streams[key].submit(act))
 
 
-def accepted(x: Tensor) -> None:
-    """Raise RefusedError unless NCCL takes such a tensor."""
+def accepted(x: Tensor, device_type: str = "cpu") -> None:
+    """Raise RefusedError unless NCCL takes such a tensor; `device_type` takes the place of "cuda"."""
+    if x.device.type != device_type:
+        raise RefusedError(f"NCCL takes tensors of the device only, got one on {x.device}")
     if not x.is_contiguous():
         raise RefusedError(f"NCCL takes contiguous tensors only, got strides {x.stride()} of shape {tuple(x.shape)}")
     if x.dtype not in NCCL_DTYPES:

@@ -18,8 +18,9 @@ def messages_that_do_not_fit(comm):
             comm.recv(torch.zeros(2).int(), 0)
         with refused("sends float32.2.*expects int32"):
             handle.wait()
-        with refused("waits for a message from itself, tag 5, that it has not sent"):
-            comm.recv(torch.zeros(2), 0, tag=5)
+        tag = 5 if comm.transport.keeps_tags(torch.zeros(2)) else 0
+        with refused(f"waits for a message from itself, tag {tag}, that it has not sent"):
+            comm.recv(torch.zeros(2), 0, tag=tag)
     elif comm.rank < 2:
         with refused(r"rank 0 sends float32\(2\) in isend to rank 1, rank 1 expects int32\(2\) in irecv from rank 0"):
             if comm.rank == 0:
