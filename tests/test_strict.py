@@ -150,3 +150,27 @@ def test_partial_fc(name, size, body, args):
 )
 def test_gradient_caching(name, size, body, args):
     run_ranks(strictly, size, body, *args, timeout_s=120 if ALL else 30)
+
+
+def padded_body(counts):
+    comm, rank = wb.comm.TorchCommunicator(), dist.get_rank()
+    whole = torch.randn(sum(counts), 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    local = whole.split(counts)[rank]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("wholebatch.comm.torch_distributed.MOST_PARTS", 1)  # as if there were many ranks
+        calls = comm.transport.__class__._padded_all_gather
+        padded = []
+        patch.setattr(
+            comm.transport.__class__,
+            "_padded_all_gather",
+            lambda self, *args: (padded.append(1), calls(self, *args))[1],
+        )
+        assert torch.equal(comm.all_gather(local, counts=counts), whole)
+        return len(padded)
+
+
+@pytest.mark.parametrize(
+    ("counts", "padded"), [((5, 2, 6), 1), ((5, 0, 4), 1), ((9, 1, 1), 0), ((3, 3, 3), 0)], ids=str
+)
+def test_uneven_rows_of_many_ranks_are_padded_where_that_costs_little(counts, padded):
+    assert run_ranks(strictly, 3, padded_body, counts, timeout_s=30) == [padded] * 3
