@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test quick faults kernels jax ecosystem peers docs lint format clean
+.PHONY: train test quick faults kernels strict jax ecosystem peers docs lint format clean
 
 # The main job: images of Unicode characters and their names. Options: make train ARGS="--ranks 2"
 train: .venv/train-installed
@@ -36,6 +36,10 @@ faults: .venv/dev-installed
 # Every kernel that losses start, compiled for every architecture: no spills, tensor cores, enough shared memory.
 kernels: .venv/dev-installed
 	WHOLEBATCH_TEST_KERNELS=all $(BIN)/python -W error -m pytest tests/test_kernels.py -p no:xdist -k machine_code $(ARGS)
+
+# Communicators, losses, heads and gradient caching with NCCL's rules, over gloo, on 1, 2 and 3 ranks.
+strict: .venv/dev-installed
+	WHOLEBATCH_TEST_STRICT=all $(BIN)/python -W error -m pytest tests/test_strict.py tests/test_backends.py $(ARGS)
 
 # The losses of wholebatch.jax with all options, on every number and kind of devices and on processes, by every exchange.
 jax: .venv/dev-installed

@@ -9,7 +9,8 @@ NCCL does not is an error:
     messages one by one that oppose each other: a message ends when the other rank has taken it, and those of two ranks
     take place one after the other, so ranks that both send first wait for each other until the timeout
 
-Tensors of the host are not told apart: here they are on the CPU as well. `test_backends` does, with fake tensors.
+Tensors of the host are not told apart from those of the device: here both are on the CPU. With fake tensors they are:
+`test_backends` shows that every operation of the transport gives NCCL tensors of the device.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,6 +32,9 @@ NCCL_DTYPES = (
     torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
 _ONE_BY_ONE, _AT_ONCE, _TAKEN = 1, 2, 3  # tags on gloo, which NCCL has not
+
+
+_KEPT: list[Any] = []
 
 
 class RefusedError(RuntimeError):
@@ -90,15 +95,28 @@ class StrictCalls:
         """Compare this call of the group with the other ranks' calls of the same number."""
         accepted(x)
         group = options["group"] or dist.group.WORLD
-        key = f"strict/{group.group_name}/{next(self._numbers[group.group_name])}"
-        store = dist.distributed_c10d._get_default_store()
+        key = f"{group.group_name}/{next(self._numbers[group.group_name])}"
         ranks = dist.get_process_group_ranks(group)
+        if len(ranks) == 1:
+            return
         mine = f"{name} {x.dtype} {tuple(x.shape if shape is None else shape)} {details}"
-        store.set(f"{key}/{dist.get_rank()}", mine)
-        for rank in ranks:
-            theirs = store.get(f"{key}/{rank}").decode()
-            if theirs != mine:
-                raise RefusedError(f"NCCL waits forever or mixes data: rank {rank} calls {theirs}, this rank {mine}")
+        self._store.set(f"{key}/{dist.get_rank()}", mine)
+        for rank, theirs in zip(ranks, self._store.multi_get([f"{key}/{rank}" for rank in ranks]), strict=True):
+            if theirs.decode() != mine:
+                raise RefusedError(
+                    f"NCCL waits forever or mixes data: rank {rank} calls {theirs.decode()}, this rank {mine}"
+                )
+
+    @cached_property
+    def _store(self) -> Any:
+        """A store in rank 0's process, which outlives the other ranks' calls; files would take milliseconds a call."""
+        first, ours = dist.get_rank() == 0, dist.distributed_c10d._get_default_store()
+        if first:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            _KEPT.append(store)  # other ranks may still compare their calls when this one has made all of its own
+            ours.set("strict/port", str(store.port))
+            return store
+        return dist.TCPStore("127.0.0.1", int(ours.get("strict/port")), is_master=False, timeout=ours.timeout)
 
     # Messages: one stream for each pair of ranks, and one for messages that are given at once.
 
@@ -143,8 +161,10 @@ class StrictCalls:
         return _Work(self._streams[key].submit(act))
 
 
-def accepted(x: Tensor) -> None:
-    """Raise RefusedError unless NCCL takes such a tensor."""
+def accepted(x: Tensor, device_type: str = "cpu") -> None:
+    """Raise RefusedError unless NCCL takes such a tensor; `device_type` takes the place of "cuda"."""
+    if x.device.type != device_type:
+        raise RefusedError(f"NCCL takes tensors of the device only, got one on {x.device}")
     if not x.is_contiguous():
         raise RefusedError(f"NCCL takes contiguous tensors only, got strides {x.stride()} of shape {tuple(x.shape)}")
     if x.dtype not in NCCL_DTYPES:

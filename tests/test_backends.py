@@ -5,14 +5,16 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from strict_transport import strict
+from strict_transport import RefusedError, accepted, strict
 from torch._subclasses import FakeTensorMode
 
 import wholebatch as wb
 from wholebatch._precision import tf32_is_allowed
 from wholebatch._processes import run_processes
+from wholebatch.comm import torch_distributed
 from wholebatch.comm.backends import Backends
 from wholebatch.comm.torch_distributed import TorchTransport
+from wholebatch.comm.transport import Message
 from wholebatch.testing import RankError, run_ranks
 
 CONFIGS = {  # whether CUDA tensors travel as they are, the CPU's do, and gloo is there
@@ -110,11 +112,11 @@ def test_each_of_torchs_settings_allows_tf32(setting):
     assert run_processes(tf32_body, 1, setting) == [(False, True)]
 
 
-def strictly(body):
+def strictly(body, *args):
     """Run on a transport with NCCL's manners."""
     with pytest.MonkeyPatch.context() as patch:
         strict(patch)
-        return body(wb.comm.TorchCommunicator())
+        return body(wb.comm.TorchCommunicator(), *args)
 
 
 def message_body(comm):
@@ -150,6 +152,97 @@ def foreign_dtype_body(comm):
     comm.transport.broadcast(torch.ones(2, dtype=torch.int16), 0)()
 
 
+def not_contiguous_body(comm):
+    comm.transport.send(torch.ones(2, 3).T, 1, 0, 0)() if comm.rank == 0 else None
+
+
+def bits_body(comm, dtype):
+    bits = torch.arange(-4, 4, dtype=torch.int8).repeat(2)
+    x = bits.view(dtype)
+    assert torch.equal(comm.broadcast(x, 0).view(torch.int8), bits)
+    assert torch.equal(comm.all_gather(x[:2]).view(torch.int8), bits[: 2 * x.itemsize].repeat(comm.size))
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.bool, torch.uint16, torch.float8_e5m2], ids=str)
+def test_dtypes_that_nccl_does_not_know_arrive_bit_for_bit(dtype):
+    if dtype == torch.bool:
+        run_ranks(strictly, 2, bools_body, timeout_s=20)
+    else:
+        run_ranks(strictly, 2, bits_body, dtype, timeout_s=20)
+
+
+def bools_body(comm):
+    x = torch.tensor([True, False, True])
+    assert torch.equal(comm.broadcast(x, 0), x)
+
+
+class FakeWork:
+    """A handle of c10d."""
+
+    def wait(self):
+        return True
+
+
+class DeviceOnly:
+    """The functions of `torch.distributed` that move tensors: they refuse tensors of the host, and move nothing."""
+
+    def __init__(self):
+        self.moved = 0
+
+    def __getattr__(self, name):
+        if name in ("get_rank", "get_world_size", "ReduceOp"):
+            return getattr(dist, name)
+
+        def move(*tensors, **_):
+            for x in tensors:
+                if isinstance(x, torch.Tensor):
+                    accepted(x, "cuda")
+                    self.moved += 1
+            return FakeWork()
+
+        return move
+
+    def P2POp(self, operation, x, **_):  # noqa: N802  # torch's name
+        return operation(x)
+
+    def batch_isend_irecv(self, operations):
+        return operations
+
+
+OPERATIONS = {
+    "all_gather": lambda ours, x: ours.all_gather(x, (4, 4)),
+    "all_gather_statements": lambda ours, x: ours.all_gather_statements(x),
+    "reduce_scatter": lambda ours, x: ours.reduce_scatter(x, (2, 2)),
+    "uneven reduce_scatter": lambda ours, x: ours.reduce_scatter(x, (3, 1)),
+    "all_reduce": lambda ours, x: ours.all_reduce(x, "sum"),
+    "broadcast": lambda ours, x: ours.broadcast(x, 1),
+    "reduce": lambda ours, x: ours.reduce(x, 1),
+    "gather": lambda ours, x: ours.gather(x, (4, 4), 0),
+    "scatter": lambda ours, x: ours.scatter(x, (2, 2), 0),
+    "send": lambda ours, x: ours.send(x, 1, 0, 0),
+    "recv": lambda ours, x: ours.recv(x, 1, 0, 0),
+    "swap": lambda ours, x: ours.swap([Message(x, 1, 0, 0)], [Message(x.clone(), 1, 0, 0)]),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("given", ["cuda:1", "cpu"])
+def test_nccl_gets_no_tensor_of_the_host(operation, given, monkeypatch):
+    calls = DeviceOnly()
+    monkeypatch.setattr(torch_distributed, "dist", calls)
+    monkeypatch.setattr(torch_distributed, "_c10d", calls)
+    ours = transport("cuda:nccl", bound=torch.device("cuda:1"))
+    ours.rank, ours.size = 0, 2
+    with FakeTensorMode():
+        OPERATIONS[operation](ours, torch.empty(4, 3, device=given))()
+    assert calls.moved
+
+
+def test_a_tensor_of_the_host_is_refused():
+    with pytest.raises(RefusedError, match="takes tensors of the device only, got one on cpu"):
+        DeviceOnly().broadcast(torch.ones(2))
+
+
 def test_a_tag_is_an_error_at_both_ends_where_messages_have_none():
     run_ranks(strictly, 2, tagged_body, timeout_s=20)
 
@@ -160,6 +253,7 @@ def test_a_tag_is_an_error_at_both_ends_where_messages_have_none():
         (head_on_body, "did not finish"),
         (other_calls_body, "waits forever or mixes data: rank . calls"),
         (foreign_dtype_body, "does not know torch.int16"),
+        (not_contiguous_body, "takes contiguous tensors only"),
     ],
 )
 def test_the_strict_transport_refuses_what_nccl_refuses(body, refusal):

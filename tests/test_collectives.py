@@ -136,7 +136,7 @@ def chunks_body(counts):
     """Compare loss and gradients by a gather in chunks with those by one gather; record the order of events."""
     comm = wb.comm.TorchCommunicator()
     rank, events = dist.get_rank(), []
-    gather, reduce, visit = comm.transport.all_gather_by_rank, comm.transport.reduce, Driver.tiles
+    gather, reduce, visit = comm.transport.all_gather_by_rank, comm.transport.reduce_, Driver.tiles
 
     def gathering(x, counts):
         out, arriving = gather(x, counts)
@@ -147,7 +147,7 @@ def chunks_body(counts):
         return out, [named(root, finish) for root, finish in enumerate(arriving)]
 
     comm.transport.all_gather_by_rank = gathering
-    comm.transport.reduce = lambda x, root: (events.append(f"reduced to {root}"), reduce(x, root))[1]
+    comm.transport.reduce_ = lambda x, root: (events.append(f"reduced to {root}"), reduce(x, root))[1]
     grads = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Driver, "tiles", lambda self, block: (events.append("tiles"), visit(self, block))[1])

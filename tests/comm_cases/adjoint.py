@@ -15,7 +15,7 @@ from wholebatch.comm import maps
 from wholebatch.comm.point_to_point import Envelope, Send
 from wholebatch.partition import Partition
 
-from .registry import case, same_on_all, splits, summed, with_settings
+from .registry import case, receives_first, same_on_all, splits, summed, with_settings
 
 TOLERANCE = {
     torch.float64: 1e-12,
@@ -57,10 +57,12 @@ def ring(comm, like):
     tag = 3 if comm.transport.keeps_tags(like) else 0
 
     def nonblocking(x):
-        handles = (
-            comm.isend(x, (comm.rank + 1) % comm.size, tag=tag),
-            comm.irecv(like, (comm.rank - 1) % comm.size, tag=tag),
-        )
+        starts = [
+            lambda: comm.isend(x, (comm.rank + 1) % comm.size, tag=tag),
+            lambda: comm.irecv(like, (comm.rank - 1) % comm.size, tag=tag),
+        ]
+        order = (1, 0) if receives_first(comm, like) else (0, 1)
+        handles = {i: starts[i]() for i in order}
         comm.wait(handles[0])
         return comm.wait(handles[1])
 

@@ -11,7 +11,7 @@ import torch
 from compare import assert_same
 from torch.utils.checkpoint import checkpoint
 
-from .registry import case, drop, refused, with_settings
+from .registry import around, case, drop, refused, with_settings
 
 
 @case
@@ -87,12 +87,12 @@ def graphs_are_freed(comm):
             y = x * 1  # saved by the graph alone
             inputs.append(weakref.ref(y))
             z = ours.all_reduce(y) + ours.iall_reduce(y).wait() + ours.all_reduce(y, "max")
-            handle = ours.isend(y, (ours.rank + 1) % ours.size)
-            z = z + ours.recv(torch.empty(2), (ours.rank - 1) % ours.size)
+            handle, received = around(ours, y, torch.empty(2))
+            z = z + received
             handle.wait()
             if backward:
                 ours.backward(z.sum())
-            del x, y, z, handle
+            del x, y, z, handle, received
         if backward:
             assert not left_after_collection(inputs), "after backward"
     del ours

@@ -46,6 +46,24 @@ def same_on_all(comm, shape, dtype, seed=7):
     return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
+def receives_first(comm, x):
+    """Whether this is the one of two ranks that receives first if each sends x to the other, without tags."""
+    return comm.size == 2 and comm.rank == 1 and not comm.transport.keeps_tags(x)
+
+
+def around(comm, x, like):
+    """Send x to the next rank and receive a tensor like `like` from the one before; return the handle and the tensor.
+
+    Without tags, messages of two ranks take place one after the other, so one of the two receives first.
+    """
+    left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    if receives_first(comm, x):
+        y = comm.recv(like, left)
+        return comm.isend(x, right), y
+    handle = comm.isend(x, right)
+    return handle, comm.recv(like, left)
+
+
 @contextmanager
 def refused(message, kind=ValueError):
     with pytest.raises(kind, match=message) as caught:

@@ -10,6 +10,10 @@ again. None of them writes into the gradient that autograd hands over: another b
 
 From bottom to top, the right column is the left one with the adjoint instead of the map: the backward of the wait
 starts, and the backward of the start waits. The tickets carry no numbers, only the order.
+
+Messages without tags find each other by the order of their starts, not of their waits. There, the backward of the start
+starts and waits, so that both ends make the adjoints in the reverse order of the messages. A rank that sends a gradient
+does not wait for its arrival before the end of the backward pass: the other rank may be sending too.
 """
 
 from __future__ import annotations
@@ -84,16 +88,28 @@ class Flight:
         self._finish: Finish | None = None
         self.output: _Kind | None = None
         self.adjoint: Flight | None = None  # started by the backward of the wait
+        self.in_order = False  # whether it is a message without a tag
+        self.grad: Tensor | None = None  # of such a message, from its wait to its start
+        self._waits_later: tuple[Call, Tensor] | None = None
 
     def take_off(self, x: Tensor) -> None:
         """Start map(x)."""
+        self.in_order = self.map.goes_in_order(x)
         self._finish = self.start_call.start(self.map, x)
 
     def land(self) -> Tensor:
         """Return the result, and free all that was kept for it."""
         assert self._finish is not None
-        y, self._finish = self._finish(), None
-        return y
+        finish, self._finish = self._finish, None
+        if self._waits_later is None:
+            return finish()
+        call, nothing = self._waits_later
+        call.finish_later(finish)
+        return nothing
+
+    def wait_later(self, call: Call, nothing: Tensor) -> None:
+        """Let the wait not wait, and return `nothing`: the backward pass that reverses `call` waits at its end."""
+        self._waits_later = call, nothing
 
 
 def start(map: LinearMap, x: Tensor, call: Call) -> tuple[Flight, Tensor]:
@@ -134,10 +150,14 @@ class _Start(Function):
     def backward(ctx: Any, ticket_grad: Tensor, _token: Tensor) -> tuple[Tensor, None, None]:
         flight: Flight = ctx.flight
         flight.start_call.reached()
-        if flight.adjoint is None:  # nothing depends on the result: y_bar = 0
-            ticket_grad = _start_adjoint(flight, None)
+        if flight.adjoint is None:  # nothing depends on the result: y_bar = 0; or it has no tag
+            grad, flight.grad = flight.grad, None
+            ticket_grad = _start_adjoint(flight, grad)
         adjoint, flight.adjoint = flight.adjoint, None
         assert adjoint is not None
+        if flight.in_order and adjoint.map.only_sends:
+            assert flight.output is not None
+            adjoint.wait_later(flight.start_call, _zeros(flight.output).new_empty(0))
         return wait(adjoint, ticket_grad), None, None
 
 
@@ -152,6 +172,9 @@ class _Wait(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _token: Tensor) -> tuple[Tensor, None]:
         ctx.flight.wait_call.reached()
+        if ctx.flight.in_order:
+            ctx.flight.grad = grad
+            return torch.empty(0), None
         return _start_adjoint(ctx.flight, grad), None
 
 

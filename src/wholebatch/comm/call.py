@@ -27,6 +27,9 @@ class CallOrder(Protocol):
     def reached(self, call: Call) -> None:
         """Record that the backward pass has reached the call."""
 
+    def finish_later(self, finish: Finish) -> None:
+        """Wait by `finish` at the end of the backward pass."""
+
     def withdraw(self, index: int) -> None:
         """Record that the backward pass need not reach the call at this place."""
 
@@ -77,6 +80,13 @@ class Call:
         """Record that the backward pass has reached this call."""
         if order := self._kept_by:
             order.reached(self)
+
+    def finish_later(self, finish: Finish) -> None:
+        """Wait by `finish` at the end of the backward pass that reverses this call; at once, if no record exists."""
+        if order := self._kept_by:
+            order.finish_later(finish)
+        else:
+            finish()
 
     def withdraw(self) -> None:
         """Record that the backward pass need not reach this call."""

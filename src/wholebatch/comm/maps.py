@@ -63,6 +63,12 @@ class Map(ABC):
 class LinearMap(Map):
     """A linear map, which has an adjoint."""
 
+    only_sends = False  # whether its output has no entries, and nobody waits for it but the sender
+
+    def goes_in_order(self, x: Tensor) -> bool:
+        """Whether the ranks find each other by the order of their starts alone: a message without a tag."""
+        return False
+
     @property
     @abstractmethod
     def adjoint(self) -> LinearMap:

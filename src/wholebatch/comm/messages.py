@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .call import signature
-from .transport import ABANDONED, Finish, Message, Transport, named
+from .transport import ABANDONED, Finish, Transport, named
 
 _BYTES = 512
 _CHANNEL_TO_RECEIVER, _CHANNEL_TO_SENDER = 2, 3
@@ -93,9 +93,18 @@ def _exchange(transport: Transport, local: dict[str, Any], end: End) -> Finish:
         here, there = there, here
     text = json.dumps(local).encode()[:_BYTES].ljust(_BYTES)
     statement = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    # Both at once: where messages have no tags, one would wait for the other, and two such ranks for each other.
-    finish = transport.swap(
-        [Message(statement, end.peer, end.tag, there)],
-        [Message(torch.empty(_BYTES, dtype=torch.uint8), end.peer, end.tag, here)],
-    )
-    return lambda: finish()[0]
+    arriving = torch.empty(_BYTES, dtype=torch.uint8)
+    # Without tags, one of the two waits for the other, so the end that sends the message states it first. (In a batch
+    # they would wait for this rank's batches with other ranks, and the ranks of a ring for each other.)
+    if end.sends:
+        leave = transport.send(statement, end.peer, end.tag, there)
+        arrive = transport.recv(arriving, end.peer, end.tag, here)
+    else:
+        arrive = transport.recv(arriving, end.peer, end.tag, here)
+        leave = transport.send(statement, end.peer, end.tag, there)
+
+    def finish() -> Tensor:
+        leave()
+        return arrive()
+
+    return finish

@@ -28,6 +28,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge
 
 from .call import Call
+from .transport import ABANDONED, Finish
 
 _TOKEN = 1  # which output of a node the token is
 _MANY = 1000  # calls without a backward pass; each keeps the graph of its input
@@ -43,6 +44,7 @@ class Order:
         self._previous: int | None = None  # the call that this pass reversed last; only in `backward`
         self._in_backward = False
         self._reached: set[int] = set()  # by a plain backward pass that is under way
+        self._leaving: list[Finish] = []  # gradients that this pass has sent without waiting
 
     def waiting(self) -> list[Call]:
         """Return the calls that have to be reversed, the oldest first."""
@@ -79,6 +81,10 @@ class Order:
                 stacklevel=4,
             )
 
+    def finish_later(self, finish: Finish) -> None:
+        """Wait by `finish` at the end of the backward pass."""
+        self._leaving.append(finish)
+
     def withdraw(self, index: int) -> None:
         """Record that the call needs no adjoint, on any rank."""
         self._waiting.pop(index, None)
@@ -100,7 +106,11 @@ class Order:
                 torch.autograd.backward(roots, gradients, retain_graph=retain_graph)
             left = [call.name for call in waiting if call.index in self._waiting]
             assert not left, f"the backward pass left out {left}; please report this"
+            while self._leaving:
+                self._leaving.pop()()
         finally:
+            ABANDONED.extend(self._leaving)
+            self._leaving.clear()
             self._waiting = kept if retain_graph else {}
             self._in_backward = False
 

@@ -63,6 +63,10 @@ class Send(LinearMap):
     dest: int
     envelope: Envelope
     shape: torch.Size
+    only_sends = True
+
+    def goes_in_order(self, x: Tensor) -> bool:
+        return not self.transport.keeps_tags(x)
 
     def start(self, x: Tensor) -> Finish:
         def send(wire: Tensor) -> Finish:
@@ -89,6 +93,9 @@ class Recv(LinearMap):
     source: int
     envelope: Envelope
     shape: torch.Size
+
+    def goes_in_order(self, x: Tensor) -> bool:
+        return not self.transport.keeps_tags(x)
 
     def start(self, x: Tensor) -> Finish:
         return start_move(x.new_empty(self.shape), self._receive)

@@ -17,7 +17,7 @@ from .backends import Backends
 from .communicator import Communicator
 from .maps import Loss
 from .point_to_point import SIZE_CLASSES
-from .transport import Failed, Finish, Message, Transport, done
+from .transport import MOST_PARTS, Failed, Finish, Message, Transport, done
 
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -112,10 +112,25 @@ class TorchTransport(Transport):
             return done(out.to(x.device))
         if len(set(counts)) == 1 and self.stays_on_device(wire):
             works = [_c10d.all_gather_single(out, wire, group=self.group, async_op=True)]
+        elif self.stays_on_device(wire) and _worth_padding(counts):
+            return self._padded_all_gather(wire, counts, x.device)
         else:
             # On the CPU, broadcasts into the slices beat gloo's all-gather, need no padding, and take any counts.
             works = [work for of_rank in self._broadcasts(wire, out, counts) for work in of_rank]
         return _after(works, lambda: out.to(x.device), wire)
+
+    def _padded_all_gather(self, wire: Tensor, counts: tuple[int, ...], device: torch.device) -> Finish:
+        """Gather parts of one size, the largest; the rows beyond a rank's own are dropped on arrival."""
+        most = max(counts)
+        padded = wire.new_empty((most, *wire.shape[1:]))
+        padded[: len(wire)] = wire
+        out = wire.new_empty((self.size, *padded.shape))
+        work = _c10d.all_gather_single(out.flatten(0, 1), padded, group=self.group, async_op=True)
+        return _after(
+            [work],
+            lambda: torch.cat([part[:n] for part, n in zip(out, counts, strict=True)]).to(device),
+            padded,
+        )
 
     def all_gather_statements(self, x: Tensor) -> Finish:
         # gloo distinguishes its all-gather from the broadcasts that move features: a rank that is elsewhere makes the
@@ -184,6 +199,12 @@ class TorchTransport(Transport):
         work = dist.reduce(out, op=dist.ReduceOp.SUM, group=self.group, group_dst=root, async_op=True)
         # Away from the root the buffer holds partial sums.
         return _after([work], lambda: out.to(x.device) if self.rank == root else torch.zeros_like(x))
+
+    def reduce_(self, x: Tensor, root: int) -> Finish:
+        if not self.stays_on_device(x) or not x.numel():
+            return self.reduce(x, root)
+        work = dist.reduce(x, op=dist.ReduceOp.SUM, group=self.group, group_dst=root, async_op=True)
+        return _after([work], lambda: x)
 
     def gather(self, x: Tensor, counts: tuple[int, ...], root: int) -> Finish:
         send_counts = [0] * self.size
@@ -255,6 +276,11 @@ class TorchTransport(Transport):
         """Return a copy of x on the wire's device; the backend writes into it."""
         wire = self._wire(x)
         return wire.clone() if wire is x else wire
+
+
+def _worth_padding(counts: tuple[int, ...]) -> bool:
+    """Whether uneven parts are better gathered as even ones: more than 8 broadcasts, and at most twice the bytes."""
+    return len(counts) - counts.count(0) > MOST_PARTS and max(counts) * len(counts) <= 2 * sum(counts)
 
 
 def _after(works: Sequence[Any], result: Callable[[], Tensor], *keep: Tensor) -> Finish:

@@ -20,6 +20,10 @@ Finish = Callable[[], Tensor]  # waits for an operation that is under way, and r
 # Streams of messages that never mix: data, gradients, the two ends' statements, and the ring exchange's blocks.
 CHANNELS, RING = 5, 4
 
+# A gather or a reduction in parts is at most this many operations. On more ranks it is one: each of NCCL's broadcasts
+# passes through all ranks one after the other, so the time of W broadcasts grows with W even if they move nothing.
+MOST_PARTS = 8
+
 # The number of messages that did not match, by direction, peer and tag. Both ends count alike, and all communicators
 # over the same ranks share the counts.
 Failed = dict[tuple[str, int, int], int]
@@ -124,6 +128,10 @@ class Transport(ABC):
     @abstractmethod
     def reduce(self, x: Tensor, root: int) -> Finish:
         """Sum x over the ranks; the result is on the root, zeros elsewhere."""
+
+    def reduce_(self, x: Tensor, root: int) -> Finish:
+        """Sum x over the ranks; the result is on the root, elsewhere undefined. x may be overwritten."""
+        return self.reduce(x, root)
 
     @abstractmethod
     def gather(self, x: Tensor, counts: tuple[int, ...], root: int) -> Finish:

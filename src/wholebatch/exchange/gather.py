@@ -1,8 +1,8 @@
 """Exchange "gather": every rank holds all of Y, in O(B d) memory, by one all-gather and one reduce-scatter.
 
-A large batch is transferred in chunks, the rows of some ranks at a time. Tiles of a chunk are computed while later
-chunks are in transfer; its gradient is reduced to the owners while the next chunk is computed. On GPUs, transfers run
-on a separate stream.
+On up to 8 ranks, a large batch is transferred in chunks, the rows of some ranks at a time. Tiles of a chunk are
+computed while later chunks are in transfer; its gradient is reduced to the owners while the next chunk is computed. On
+GPUs, transfers run on a separate stream. On more ranks there is one chunk: a transfer for each rank takes too long.
 
     Y        | chunk 0 | chunk 1 | chunk 2 |
     tiles              | chunk 0   | chunk 1   | chunk 2   |
@@ -110,7 +110,7 @@ class GatherExchange(Exchange):
     def _start_reduce(self, accumulated: Tensor, rank: int) -> _Pending:
         """Start to reduce the sums of a rank's columns to it."""
         transport, x = self.comm.transport, accumulated[self.columns.rows(rank)]
-        finish = named(transport, "gather exchange", "before", lambda: transport.reduce(x, rank))
+        finish = named(transport, "gather exchange", "before", lambda: transport.reduce_(x, rank))
         return rank == self.comm.rank, lambda: named(transport, "gather exchange", "before", finish)
 
     def _columns(self, ranks: range) -> slice:
@@ -143,5 +143,5 @@ def _finished(pending: list[_Pending], local_sums: Tensor | None) -> Tensor | No
     """Wait for the pending reductions; return the sums for this rank, or `local_sums` if none of these is."""
     for is_local, finish in pending:
         reduced = finish()
-        local_sums = reduced if is_local else local_sums
+        local_sums = reduced.clone() if is_local else local_sums  # it may be a part of the sums for all ranks
     return local_sums

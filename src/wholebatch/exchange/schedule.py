@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..comm.transport import MOST_PARTS
 from ..partition import Partition
-
-_MOST_CHUNKS = 8  # of one gather
 
 
 @dataclass(frozen=True)
@@ -62,15 +61,17 @@ def half(columns: Partition, rank: int) -> tuple[Visit, ...]:
 
 
 def chunks(columns: Partition, least: int) -> tuple[range, ...]:
-    """Return ranges of ranks with at least `least` columns each, and at least an eighth of all; the last has the rest.
+    """Return ranges of ranks with at least `least` columns each; the last has the rest. On more than 8 ranks, only one.
 
     >>> chunks(Partition((3, 3, 0, 3, 4)), 5)
     (range(0, 2), range(2, 5))
     >>> chunks(Partition((0, 0)), 0)  # an empty queue of keys
     (range(0, 2),)
+    >>> chunks(Partition((3,) * 9), 5)
+    (range(0, 9),)
     """
-    least, found, first, size = max(1, least, -(-columns.total // _MOST_CHUNKS)), list[range](), 0, len(columns.counts)
-    for rank in range(size):
+    least, found, first, size = max(1, least), list[range](), 0, len(columns.counts)
+    for rank in range(size if size <= MOST_PARTS else 0):
         if sum(columns.counts[first : rank + 1]) >= least and sum(columns.counts[rank + 1 :]) >= least:
             found.append(range(first, rank + 1))
             first = rank + 1
