@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 from .._checks import check_dense, check_instance, check_items, check_real
 from .._precision import wide_dtype
+from .._sparse_rows import coalesced
 from ..comm import Group, select_communicator
 from ..contract import bind_on_all_ranks
-from .rows import coalesced
 
 
 @bind_on_all_ranks

@@ -50,6 +50,12 @@ from .top_classes import LocalCenters, TopClasses, top_classes
 _BLOCK = 1024  # the number of consecutive classes whose centers are drawn from one generator
 _COUNTERS = ("seed", "step", "first_class")  # buffers of one integer, which the host reads in each step
 
+
+def _ids_at_a_time(device: torch.device) -> int:
+    """Return how many classes to draw at a time: few, to fit a CPU's cache; many, to keep a GPU busy."""
+    return 2**15 if device.type == "cpu" else 2**24
+
+
 _Head = TypeVar("_Head", bound="PartialFC")
 
 
@@ -234,8 +240,7 @@ class PartialFC(nn.Module):
         mark_sharded(self.weight, self.bias)  # here, because a copy of the module has no marks
         if labels is None:
             return Sample(self.weight, bias=self.bias, complete=True)
-        ids = torch.arange(self.local_classes.start, self.local_classes.stop, device=self.weight.device)
-        drawn = bernoulli(self.sample_rate, ids, seed=int(self.seed), step=int(self.step))
+        drawn = self._drawn()
         at = rows_within(labels, self.local_classes)
         positive = torch.zeros_like(drawn)
         positive[at[at != NOT_HERE]] = True
@@ -246,7 +251,18 @@ class PartialFC(nn.Module):
             log_weights = torch.full(index.shape, -math.log(self.sample_rate), dtype=dtype, device=index.device)
             log_weights.masked_fill_(positive[index], 0.0)
         bias = None if self.bias is None else take_rows(self.bias, index)
-        return Sample(take_rows(self.weight, index), ids[index], bias, log_weights, complete=True)
+        return Sample(self.weight, index + self.local_classes.start, bias, log_weights, complete=True, rows=index)
+
+    def _drawn(self) -> Tensor:
+        """Return whether each local class is drawn in this step, (C_r,), some at a time: ids take 8 bytes each."""
+        drawn = torch.empty(len(self.weight), dtype=torch.bool, device=self.weight.device)
+        most, seed, step = _ids_at_a_time(drawn.device), int(self.seed), int(self.step)
+        for start in range(0, len(drawn), most):
+            some = drawn[start : start + most]
+            first = self.local_classes.start + start
+            ids = torch.arange(first, first + len(some), device=drawn.device)
+            some.copy_(bernoulli(self.sample_rate, ids, seed=seed, step=step))
+        return drawn
 
     def check_local(self) -> None:
         """Raise ValueError unless the head holds the centers of the local classes.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._autograd import once_differentiable
+from .._sparse_rows import sparse_rows
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
@@ -15,17 +16,21 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
     return _Rows.apply(x, index)
 
 
-def coalesced(grad: Tensor) -> Tensor:
-    """Return a sparse gradient with its rows in ascending order, each once; without a copy if it has them so.
+def matrix(x: Tensor) -> Tensor:
+    """Return the groups of x as rows, (n, K, d) -> (n K, d), with a sparse gradient of whole groups; a matrix itself.
 
-    A sample's gradient has, but torch forgets it when it stores a gradient, and `coalesce` would sort and copy again.
+    The gradient by the result must be sparse; torch's own `flatten` takes dense gradients only.
     """
-    if grad.is_coalesced():
-        return grad
-    index = grad._indices()
-    if len(index) == 1 and bool((index[0, 1:] > index[0, :-1]).all()):
-        return _sparse(index, grad._values(), grad.shape)
-    return grad.coalesce()
+    return x if x.dim() == 2 else _Matrix.apply(x)
+
+
+def rows_of_each(index: Tensor, of: int) -> Tensor:
+    """Return the rows of each group of `of` rows, (k,) -> (k of,).
+
+    >>> rows_of_each(torch.tensor([0, 2]), 3)
+    tensor([0, 1, 2, 6, 7, 8])
+    """
+    return index if of == 1 else (of * index[:, None] + torch.arange(of, device=index.device)).flatten()
 
 
 def overlap(start: int, count: int, first: int, length: int) -> tuple[slice, slice] | None:
@@ -49,11 +54,17 @@ class _Rows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
-        return _sparse(index[None], grad, ctx.shape), None
+        return sparse_rows(index, grad, ctx.shape), None
 
 
-def _sparse(index: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a sparse tensor whose rows are ascending, each once."""
-    # As a context and not as an argument: with the argument, torch 2.11 still warns that checks are not set.
-    with torch.sparse.check_sparse_tensor_invariants(False):
-        return torch.sparse_coo_tensor(index, values, shape, is_coalesced=True)
+class _Matrix(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape = x.shape
+        return x.flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        of = ctx.shape[1]
+        index, values = grad._indices()[0, ::of] // of, grad._values().unflatten(0, (-1, of))
+        return sparse_rows(index, values, ctx.shape)

@@ -39,6 +39,10 @@ class Driver:
         largest: rows and columns of the largest block, which may be smaller than a tile; None: unknown.
         norms: (b, 1), divisors of X's rows, applied tile by tile; None: no division.
         col_norms: (B, 1), divisors of Y's rows, for all columns; None: no division.
+        index: (b,), the rows of `x` that are X's rows, read tile by tile; None: all of them.
+
+    Attributes:
+        count: b.
     """
 
     def __init__(
@@ -51,8 +55,10 @@ class Driver:
         largest: tuple[int, int] | None = None,
         norms: Tensor | None = None,
         col_norms: Tensor | None = None,
+        index: Tensor | None = None,
     ) -> None:
         self.x, self.scale, self.bias, self.side, self.norms, self.col_norms = x, scale, bias, side, norms, col_norms
+        self.index, self.count = index, len(x) if index is None else len(index)
         self.dtype, self.width = accumulation_dtype(x.dtype), x.shape[1]
         rows, cols = (min(side, n) for n in largest or (side, side))
         self._entries, self._tiles = rows * cols, dict[int, Tensor]()
@@ -63,9 +69,13 @@ class Driver:
         rows, x = None, self.x[:0]
         for tile in tiles(block.rows, block.cols, self.side, triangle=block.triangle):
             if tile.rows != rows:
-                rows, x = tile.rows, self._unit("x", self.x[tile.rows], self.norms, tile.rows)
+                rows, x = tile.rows, self._unit("x", self.rows(tile.rows), self.norms, tile.rows)
             y = block.y[relative(tile.cols, block), : self.width]
             yield tile, x, self._unit("y", y, self.col_norms, tile.cols)
+
+    def rows(self, at: slice) -> Tensor:
+        """Return some of X's rows."""
+        return self.x[at] if self.index is None else self.x.index_select(0, self.index[at])
 
     def _unit(self, tower: str, x: Tensor, norms: Tensor | None, at: slice) -> Tensor:
         """Return rows in the accumulation dtype, divided by their norms."""

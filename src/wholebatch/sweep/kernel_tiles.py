@@ -78,7 +78,7 @@ class KernelTiles:
             return None
         row_terms = None
         if normed or offsets is not None:
-            scales = torch.ones(len(driver.x), dtype=torch.float32, device=device)
+            scales = torch.ones(driver.count, dtype=torch.float32, device=device)
             row_terms = kernels.RowTerms(scales if driver.norms is None else scales.div_(driver.norms[:, 0]), offsets)
         side = side_of_tiles(driver.side, driver.x.dtype)
         if bytes_of_an_entry is not None:
@@ -97,7 +97,7 @@ class KernelTiles:
             yield (
                 tile,
                 kernels.TileInputs(
-                    driver.x[tile.rows],
+                    driver.rows(tile.rows),
                     block.y[relative(tile.cols, block), : driver.width].to(driver.x.dtype),
                     driver.scale,
                     self.positive.of_tile(tile),
