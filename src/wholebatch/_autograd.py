@@ -55,7 +55,7 @@ class _Constant(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *depends_on: Tensor) -> Tensor:
-        return x.view_as(x)
+        return x.detach() if x.is_sparse else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

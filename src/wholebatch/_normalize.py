@@ -56,9 +56,12 @@ def row_norms(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def known_norms(x: Tensor) -> Tensor:
-    """Return |x| of each row of a matrix, (rows, 1), without a gradient, in chunks of rows: x is not copied."""
-    return torch.cat([row_norms(some) for some in x.split(rows_at_a_time(x.device))])
+def known_norms(x: Tensor, index: Tensor | None = None) -> Tensor:
+    """Return |x| of each row of a matrix, or of those in `index`, (rows, 1), without a gradient; x is not copied."""
+    most = rows_at_a_time(x.device)
+    if index is None:
+        return torch.cat([row_norms(some) for some in x.split(most)])
+    return torch.cat([row_norms(x.index_select(0, some)) for some in index.split(most)])
 
 
 def divisors(norms: Tensor) -> Tensor:
@@ -67,7 +70,7 @@ def divisors(norms: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def project_(grad: Tensor, z: Tensor, norms: Tensor, *, divide: bool = False) -> None:
+def project_(grad: Tensor, z: Tensor, norms: Tensor, *, divide: bool = False, index: Tensor | None = None) -> None:
     """Turn dL/dz into dL/dx in place: the adjoint of `normalize_rows`, derived above.
 
     Args:
@@ -75,8 +78,11 @@ def project_(grad: Tensor, z: Tensor, norms: Tensor, *, divide: bool = False) ->
         z: (rows, d); with `divide` it is x.
         norms: |x|, (rows, 1), not clamped.
         divide: whether z is x, still to be divided by its norms.
+        index: (rows,), the rows of z that are meant; None: all.
     """
-    for g, unit, norm in zip(*(t.split(rows_at_a_time(z.device)) for t in (grad, z, norms)), strict=True):
+    each = (t.split(rows_at_a_time(z.device)) for t in (grad, z if index is None else index, norms))
+    for g, unit, norm in zip(*each, strict=True):
+        unit = unit if index is None else z.index_select(0, unit)
         divisor = divisors(norm)
         unit = unit / divisor if divide else unit
         along = torch.linalg.vecdot(unit, g).unsqueeze(1)

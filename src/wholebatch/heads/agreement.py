@@ -38,6 +38,7 @@ from .logits import (
     repeated,
 )
 from .margins.interface import TransformsNegatives
+from .rows import rows_of_each
 from .sample import Classes, Sample, check_offset_values
 
 _LABELS_EACH = "labels of an example"
@@ -68,6 +69,7 @@ class Agreed:
         labels: of all ranks, (B, k).
         sample: the local classes.
         partition: the number of classes of each rank.
+        index: (K_r K,), the rows of the matrix of `sample.centers` that are the local centers; None: all.
         norms: of the local centers, (K_r K, 1).
         longest: the largest norm of a center on any rank.
         largest_offset: upper bound of the absolute values of the local offsets.
@@ -77,6 +79,7 @@ class Agreed:
     labels: Tensor
     sample: Sample
     partition: Partition
+    index: Tensor | None
     norms: Tensor
     longest: float
     largest_offset: float
@@ -145,7 +148,9 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
     if centers.sample.ids is None:
         _check_total(facts, partition, classes.num_classes)
     longest = max(of_rank[_LONGEST] for of_rank in by_rank)
-    return Agreed(facts, all_labels, centers.sample, partition, centers.norms, longest, centers.largest_offset)
+    return Agreed(
+        facts, all_labels, centers.sample, partition, centers.index, centers.norms, longest, centers.largest_offset
+    )
 
 
 _COUNT = "centers"  # the fact with the number of classes of a rank
@@ -156,6 +161,7 @@ class _Centers:
     """The checks of the local centers, for the first three steps of a handshake (see `contract.agree`)."""
 
     sample: Sample
+    index: Tensor | None
     norms: Tensor
     largest_offset: float
 
@@ -173,16 +179,17 @@ class _Centers:
         self._logits.check_sub_centers(best_of)
         check_alike("embeddings", embeddings, "centers", matrix, rows=False)
         if sample.ids is not None:
-            check_ids("class_ids", sample.ids, "centers", len(sample.centers))
+            check_ids("class_ids", sample.ids, "centers", sample.count)
         _check_offset_shapes(sample)
         self._matrix = matrix
+        self.index = None if sample.rows is None else rows_of_each(sample.rows, best_of)
         each = (sample.ids is not None, sample.centers.requires_grad, best_of, sample.bias is not None)
-        return {_COUNT: len(sample.centers), **dict(zip(_OF_CENTERS, each, strict=True))}
+        return {_COUNT: sample.count, **dict(zip(_OF_CENTERS, each, strict=True))}
 
     def read_back(self) -> dict[str, Tensor]:
         """Return the numbers, still on the device, that `check_values` needs."""
         sample = self.sample
-        self.norms = known_norms(self._matrix)
+        self.norms = known_norms(self._matrix, self.index)
         numbers = dict(zip(("shortest center", "longest center"), ends_of(self.norms), strict=True))
         numbers |= sample.largest_offsets()
         if sample.ids is not None:
@@ -215,9 +222,9 @@ def _check_offset_shapes(sample: Sample) -> None:
     for name, x in of_logits.items():
         if isinstance(x, Tensor):
             check_dense(name, x)
-        if x is not None and (not isinstance(x, Tensor) or x.shape != sample.centers.shape[:1]):
+        if x is not None and (not isinstance(x, Tensor) or x.shape != (sample.count,)):
             raise ValueError(
-                f"{name} must have shape ({len(sample.centers)},), one for each of the classes, got "
+                f"{name} must have shape ({sample.count},), one for each of the classes, got "
                 f"{tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}"
             )
         if x is not None and not x.is_floating_point():

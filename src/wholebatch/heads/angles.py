@@ -33,15 +33,19 @@ _SAME = 16  # times eps: unit vectors that are nearer to each other than this co
 
 
 @torch.no_grad()
-def nearest(x: Tensor, centers: Tensor, rows: Tensor, *, clamp: tuple[bool, bool]) -> Tensor:
+def nearest(
+    x: Tensor, centers: Tensor, rows: Tensor, *, clamp: tuple[bool, bool], index: Tensor | None = None
+) -> Tensor:
     """Return the row of each embedding's nearest center among the given rows: (B, k, K) -> (B, k)."""
     if rows.shape[2] == 1:
         return rows[..., 0]
-    angles, *_ = target_angles(x, centers, rows.flatten(1), clamp=clamp)
+    angles, *_ = target_angles(x, centers, rows.flatten(1), clamp=clamp, index=index)
     return rows.gather(2, angles.view(rows.shape).argmin(2, keepdim=True))[..., 0]
 
 
-def target_angles(x: Tensor, centers: Tensor, at: Tensor, *, clamp: tuple[bool, bool]) -> tuple[Tensor, Tensor, Tensor]:
+def target_angles(
+    x: Tensor, centers: Tensor, at: Tensor, *, clamp: tuple[bool, bool], index: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the angle and length of each embedding's target center, and the centers for all further use.
 
     Args:
@@ -50,26 +54,28 @@ def target_angles(x: Tensor, centers: Tensor, at: Tensor, *, clamp: tuple[bool, 
         at: (B, k), the rows of the centers of each embedding's classes, or NOT_HERE.
         clamp: whether embeddings are divided by max(norm, 1e-12), as in `_normalize`, and whether centers are. If not,
             they are divided by their norm, however small.
+        index: (K_r,), ascending, the rows of `centers` that `at` counts; None: all. The gradient by the returned
+            centers must then be sparse, with these rows.
 
     Returns:
         The angles and the lengths of the centers, both (B, k), float64, 0 if the center is on another rank; and the
         centers. The caller must use these centers from here on: their gradient is then accumulated in one tensor.
     """
-    angles, lengths, same_centers = _Angles.apply(x, centers, at, clamp)
+    angles, lengths, same_centers = _Angles.apply(x, centers, at, clamp, index)
     return angles, lengths, same_centers
 
 
 class _Angles(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, centers: Tensor, at: Tensor, clamp: tuple[bool, bool]
+        ctx: Any, x: Tensor, centers: Tensor, at: Tensor, clamp: tuple[bool, bool], index: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         angles, lengths = (torch.zeros(at.shape, dtype=wide_dtype(x.device), device=x.device) for _ in range(2))
-        for cols, slots, rows, here in _pairs(at, len(centers)):
-            u, w = _Rows.of(x[cols], clamp[0]), _Rows.of(centers[rows], clamp[1])
+        for cols, slots, rows, here in _pairs(at, len(centers if index is None else index)):
+            u, w = _Rows.of(x[cols], clamp[0]), _Rows.of(centers[rows if index is None else index[rows]], clamp[1])
             lengths[cols, slots] = torch.where(here, w.norms[:, 0], 0.0)
             angles[cols, slots] = torch.where(here, _angle(u, w)[:, 0], 0.0)
-        ctx.save_for_backward(x, centers, at, angles)
+        ctx.save_for_backward(x, centers, at, angles, index)
         ctx.clamp = clamp
         return angles, lengths, centers.view_as(centers)
 
@@ -77,19 +83,23 @@ class _Angles(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad: Tensor, of_lengths: Tensor, of_centers: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, centers, at, angles = ctx.saved_tensors
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        x, centers, at, angles, index = ctx.saved_tensors
         of_x = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
-        for cols, slots, rows, here in _pairs(at, len(centers)):
+        sums = of_centers._values() if of_centers.is_sparse else of_centers
+        for cols, slots, rows, here in _pairs(at, len(centers if index is None else index)):
             theta, weight, here = (of[:, None] for of in (angles[cols, slots], grad[cols, slots], here))
-            u, w = _Rows.of(x[cols], ctx.clamp[0]), _Rows.of(centers[rows], ctx.clamp[1])
+            u, w = (
+                _Rows.of(x[cols], ctx.clamp[0]),
+                _Rows.of(centers[rows if index is None else index[rows]], ctx.clamp[1]),
+            )
             if of_x is not None:
                 of_u = _away(u, w, theta) * weight / u.divisors
                 of_x.index_add_(0, cols, torch.where(here, of_u, 0.0).to(of_x.dtype))
             if ctx.needs_input_grad[1]:
                 of_w = _away(w, u, theta) * weight / w.divisors + w.directions * of_lengths[cols, slots, None]
-                of_centers.index_add_(0, rows, torch.where(here, of_w, 0.0).to(of_centers.dtype))
-        return of_x, of_centers if ctx.needs_input_grad[1] else None, None, None
+                sums.index_add_(0, rows, torch.where(here, of_w, 0.0).to(sums.dtype))
+        return of_x, of_centers if ctx.needs_input_grad[1] else None, None, None, None
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from .margins.interface import (
     TransformsNegatives,
 )
 from .negatives import Shard, combine_over_ranks, negatives
+from .rows import matrix, take_rows
 from .sample import Classes, sum_of
 
 
@@ -54,22 +55,28 @@ def class_softmax(caller: str, batch: Batch, classes: Classes, logits: Logits, o
 
     x = comm.all_gather(facts.inputs["embeddings"], counts=rows.counts, check=False)
     factor = shard_factor(options.sync, comm.size, whole=options.reduction != "none")
-    centers, best_of = flat(scale_gradient(sample.centers, factor))
+    index, centers = agreed.index, scale_gradient(sample.centers, factor)
+    best_of = 1 if centers.dim() == 2 else centers.shape[1]
+    centers = flat(centers)[0] if index is None else matrix(centers)
     facts = facts.in_range(agreed.longest)
     # Embeddings and centers are used twice, and the two gradients are added. Embeddings are few: they are widened, so
     # that the sum is rounded once. Centers are many: only those in float16 are widened.
     narrow = facts.features_dtype == torch.float16
+    if index is not None and narrow:
+        centers, index = take_rows(centers, index), None
     x, centers = x.to(facts.dtype), centers.to(facts.dtype if narrow else facts.features_dtype)
     lengths = row_norms(x)
     # The gradient of a bias is a sum over many rows, which half precision would not hold.
     bias = None if sample.bias is None else scale_gradient(sample.bias, factor).to(facts.dtype)
     offsets = sum_of(bias, sample.log_weights)
     places = rows_of_groups(at, best_of)
-    nearest_centers = nearest(x, centers, places, clamp=logits.clamp)
-    angles, target_lengths, centers = target_angles(x, centers, nearest_centers, clamp=logits.clamp)
+    nearest_centers = nearest(x, centers, places, clamp=logits.clamp, index=index)
+    angles, target_lengths, centers = target_angles(x, centers, nearest_centers, clamp=logits.clamp, index=index)
     margin, all_norms = logits.margin, lengths.to(angles)[:, 0]
     transform = _observe(margin, comm, angles.detach(), all_norms.detach(), counts)
-    shard = Shard(centers, agreed.norms, agreed.longest, agreed.partition, best_of, offsets, agreed.largest_offset)
+    shard = Shard(
+        centers, index, agreed.norms, agreed.longest, agreed.partition, best_of, offsets, agreed.largest_offset
+    )
     statistics = negatives(facts, logits, shard, (x, lengths), target_rows=places, transform=transform)
 
     target_parts = {"angles": angles}  # the numbers of a target class that the rank of the example needs

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from .._checks import check_dense, check_instance, check_items, check_real
 from .._precision import wide_dtype
+from .._sparse_rows import coalesced
 from ..comm import Group, select_communicator
 from ..contract import bind_on_all_ranks
 
@@ -128,6 +129,5 @@ def _values(p: Tensor) -> Tensor:
     assert p.grad is not None
     if not p.grad.is_sparse:
         return p.grad
-    if not p.grad.is_coalesced():
-        p.grad = p.grad.coalesce()
+    p.grad = coalesced(p.grad)
     return p.grad._values()

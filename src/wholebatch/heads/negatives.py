@@ -23,7 +23,9 @@ class Shard:
     """The rows of S: the local part of all centers.
 
     Args:
-        centers: (K_r K, d), of any length, the sub-centers of a class in consecutive rows.
+        centers: (K_r K, d), of any length, the sub-centers of a class in consecutive rows; or a matrix that contains
+            these rows.
+        index: (K_r K,), ascending, their places in `centers`; None: all rows.
         norms: (K_r K, 1), of the centers.
         longest: upper bound of the norms.
         partition: the number of classes of each rank.
@@ -33,6 +35,7 @@ class Shard:
     """
 
     centers: Tensor
+    index: Tensor | None
     norms: Tensor
     longest: float
     partition: Partition
@@ -85,7 +88,7 @@ def negatives(
         (s, s),
         Operands(
             [shard.centers, x],
-            Towers(stays=(0,), travels=(1,), stay_norms=stay_norms, travel_norms=travel_norms),
+            Towers((0,), (1,), stay_norms=stay_norms, travel_norms=travel_norms, stay_rows=shard.index),
             Layout(rows, Partition((len(x),)), replicated=True),
         ),
         Selection(

@@ -5,7 +5,8 @@ r"""Optimizers that update only the rows of a sparse gradient: the cost of a ste
               w <- (1 - lr decay) w - lr m / (1 - beta1^n) / (sqrt(v / (1 - beta2^n)) + eps)
 
 are PyTorch's formulas, with an n for each row. Unlike in a dense optimizer, a row without a gradient does not change:
-momentum does not move it, it does not decay, and its n stays. With dense gradients both optimizers are PyTorch's.
+momentum does not move it, it does not decay, and its n stays. With dense gradients both optimizers are PyTorch's. Some
+rows are updated at a time (`pieces`), without temporaries of the gradient's size.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from .._checks import (
     check_weight,
     shown,
 )
+from .pieces import Pieces
 
 
 class _SparseOptimizer(Optimizer, ABC):
@@ -66,21 +68,12 @@ class _SparseOptimizer(Optimizer, ABC):
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                if p.grad.is_sparse:
-                    grad = p.grad.coalesce()
-                    rows: Any = grad.indices()[0]
-                    if grad.sparse_dim() != 1:
-                        raise ValueError(
-                            f"a sparse gradient must have 1 sparse dimension, its rows, got {grad.sparse_dim()}"
-                        )
-                    self._step(p, rows, grad.values(), group)
-                else:
-                    self._step(p, slice(None), p.grad, group)
+                self._step(p, Pieces(torch.atleast_1d(p.grad)), group)
         return loss
 
     @abstractmethod
-    def _step(self, p: Tensor, rows: Any, grad: Tensor, group: dict[str, Any]) -> None:
-        """Update one parameter; `rows` is the index of the rows of `grad`."""
+    def _step(self, p: Tensor, pieces: Pieces, group: dict[str, Any]) -> None:
+        """Update the rows of one parameter that have a gradient."""
 
 
 class SparseSGD(_SparseOptimizer):
@@ -112,17 +105,22 @@ class SparseSGD(_SparseOptimizer):
         if check_flag("nesterov", settings["nesterov"]) and not settings["momentum"]:
             raise ValueError("nesterov=True needs momentum above 0, got momentum=0")
 
-    def _step(self, p: Tensor, rows: Any, grad: Tensor, group: dict[str, Any]) -> None:
-        values = p[rows]
-        grad = grad.add(values, alpha=group["weight_decay"]) if group["weight_decay"] else grad
-        if group["momentum"]:
-            state = self.state[p]
-            if not state:
-                state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            buffer = state["momentum_buffer"][rows].mul_(group["momentum"]).add_(grad)
-            state["momentum_buffer"][rows] = buffer
-            grad = grad.add(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer
-        p[rows] = values.add(grad, alpha=-group["lr"])
+    def _step(self, p: Tensor, pieces: Pieces, group: dict[str, Any]) -> None:
+        momentum, decay = group["momentum"], group["weight_decay"]
+        state = self.state[p] if momentum else {}
+        if momentum and not state:
+            state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        buffer = torch.atleast_1d(state["momentum_buffer"]) if momentum else p
+        for piece in pieces:
+            values, change = piece.take("values", torch.atleast_1d(p)), piece.grad
+            if decay:
+                change = torch.add(change, values, alpha=decay, out=piece.buffer("change"))
+            if momentum:
+                moved = piece.take("momentum", buffer).mul_(momentum).add_(change)
+                piece.put(buffer, moved)
+                nesterov = group["nesterov"]
+                change = torch.add(change, moved, alpha=momentum, out=piece.buffer("change")) if nesterov else moved
+            piece.put(p, values.add_(change, alpha=-group["lr"]))
 
 
 class SparseAdamW(_SparseOptimizer):
@@ -156,16 +154,22 @@ class SparseAdamW(_SparseOptimizer):
         for beta in betas:
             check_fraction("betas", beta, below_one=True)
 
-    def _step(self, p: Tensor, rows: Any, grad: Tensor, group: dict[str, Any]) -> None:
+    def _step(self, p: Tensor, pieces: Pieces, group: dict[str, Any]) -> None:
         state, (beta1, beta2) = self.state[p], group["betas"]
         if not state:
             state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(p) for _ in range(2))
             state["steps"] = torch.zeros(p.shape[:1], dtype=torch.float32, device=p.device)
-        mean = state["exp_avg"][rows].lerp_(grad, 1 - beta1)
-        square = state["exp_avg_sq"][rows].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        steps = state["steps"][rows] + 1
-        state["exp_avg"][rows], state["exp_avg_sq"][rows], state["steps"][rows] = mean, square, steps
-        n = steps.to(torch.float64).view(-1, *[1] * (p.dim() - 1))
-        first, second = ((1 - beta**n).to(p.dtype) for beta in (beta1, beta2))
-        change = (mean / first).div_((square / second).sqrt_().add_(group["eps"]))
-        p[rows] = p[rows].mul_(1 - group["lr"] * group["weight_decay"]).add_(change, alpha=-group["lr"])
+        means, squares, counts = (torch.atleast_1d(state[name]) for name in self.row_state)
+        for piece in pieces:
+            g = piece.grad
+            mean = piece.take("mean", means).lerp_(g, 1 - beta1)
+            square = piece.take("square", squares).mul_(beta2).addcmul_(g, g, value=1 - beta2)
+            count = piece.take("count", counts).add_(1)
+            for x, rows in ((means, mean), (squares, square), (counts, count)):
+                piece.put(x, rows)
+            n = count.to(torch.float64).view(-1, *[1] * (g.dim() - 1))
+            first, second = ((1 - beta**n).to(p.dtype) for beta in (beta1, beta2))
+            root = torch.div(square, second, out=piece.buffer("root")).sqrt_().add_(group["eps"])
+            change = torch.div(mean, first, out=piece.buffer("change")).div_(root)
+            values = piece.take("values", torch.atleast_1d(p)).mul_(1 - group["lr"] * group["weight_decay"])
+            piece.put(p, values.add_(change, alpha=-group["lr"]))

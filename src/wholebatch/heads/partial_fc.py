@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -43,11 +44,12 @@ from .margins import ArcFace
 from .margins.interface import Margin
 from .rows import overlap, take_rows
 from .sample import Classes, Sample
-from .sampling import bernoulli, mix
+from .sampling import drawn_classes, mix
 from .state_dict import check_classes, record_classes
 from .top_classes import LocalCenters, TopClasses, top_classes
 
 _BLOCK = 1024  # the number of consecutive classes whose centers are drawn from one generator
+_THREADED = 64  # blocks from which on several threads draw them
 _COUNTERS = ("seed", "step", "first_class")  # buffers of one integer, which the host reads in each step
 
 _Head = TypeVar("_Head", bound="PartialFC")
@@ -73,7 +75,8 @@ class PartialFC(nn.Module):
 
     Work: 4 units of B C_r d multiply-adds per rank, 3 where exp(S) is kept; C_r is the size of the local sample.
     Memory: O(C_r d) for the centers, two tiles, and on several ranks O(B d) for all embeddings and their gradient. A
-    sample takes a copy of its centers, and its gradient has their size.
+    sample's centers are read tile by tile, and only their gradient has their size. A center must not change between the
+    forward and the backward pass.
 
     Three habits of training code are wrong here. `torch.nn.utils.clip_grad_norm_` (Lightning's `gradient_clip_val`, the
     Trainer's `max_grad_norm`) scales each rank by another norm, and backbones drift apart silently: use
@@ -210,12 +213,23 @@ class PartialFC(nn.Module):
     def reset_parameters(self) -> None:
         """Draw each center from the seed and its class: the same on any number of ranks."""
         first = self.local_classes.start - self.local_classes.start % _BLOCK
-        for start in range(first, self.local_classes.stop, _BLOCK):
-            generator = torch.Generator().manual_seed(mix(mix(int(self.seed)) + start // _BLOCK))
-            block = torch.randn(_BLOCK, *self.weight.shape[1:], generator=generator)
-            shared = overlap(start, _BLOCK, self.local_classes.start, len(self.weight))
+        weight, key = self.weight.detach(), mix(int(self.seed))
+
+        def fill(start: int) -> None:
+            generator = torch.Generator().manual_seed(mix(key + start // _BLOCK))
+            block = torch.randn(_BLOCK, *weight.shape[1:], generator=generator).mul_(0.01)
+            shared = overlap(start, _BLOCK, self.local_classes.start, len(weight))
             assert shared is not None
-            self.weight[shared[1]] = 0.01 * block[shared[0]]
+            weight[shared[1]] = block[shared[0]]
+
+        starts = range(first, self.local_classes.stop, _BLOCK)
+        if len(starts) < _THREADED or type(weight) is not Tensor or weight.device.type != "cpu":
+            for start in starts:
+                fill(start)
+        else:  # a generator draws with one thread, whatever torch's number of threads is
+            with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+                for _ in threads.map(fill, starts):
+                    pass  # an error in a thread is raised here
         if self.bias is not None:
             self.bias.zero_()
 
@@ -236,8 +250,8 @@ class PartialFC(nn.Module):
         mark_sharded(self.weight, self.bias)  # here, because a copy of the module has no marks
         if labels is None:
             return Sample(self.weight, bias=self.bias, complete=True)
-        ids = torch.arange(self.local_classes.start, self.local_classes.stop, device=self.weight.device)
-        drawn = bernoulli(self.sample_rate, ids, seed=int(self.seed), step=int(self.step))
+        seed, step = int(self.seed), int(self.step)
+        drawn = drawn_classes(self.sample_rate, self.local_classes, seed=seed, step=step, device=self.weight.device)
         at = rows_within(labels, self.local_classes)
         positive = torch.zeros_like(drawn)
         positive[at[at != NOT_HERE]] = True
@@ -248,7 +262,7 @@ class PartialFC(nn.Module):
             log_weights = torch.full(index.shape, -math.log(self.sample_rate), dtype=dtype, device=index.device)
             log_weights.masked_fill_(positive[index], 0.0)
         bias = None if self.bias is None else take_rows(self.bias, index)
-        return Sample(take_rows(self.weight, index), ids[index], bias, log_weights, complete=True)
+        return Sample(self.weight, index + self.local_classes.start, bias, log_weights, complete=True, rows=index)
 
     def check_local(self) -> None:
         """Raise ValueError unless the head holds the centers of the local classes.

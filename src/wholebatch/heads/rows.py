@@ -1,4 +1,4 @@
-"""Rows of a tensor by index, with a sparse gradient; and the overlap of two ranges of rows."""
+"""Rows of a tensor by index, and their sparse gradient; and the overlap of two ranges of rows."""
 
 from __future__ import annotations
 
@@ -8,11 +8,29 @@ import torch
 from torch import Tensor
 
 from .._autograd import once_differentiable
+from .._sparse_rows import sparse_rows
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
     """Return x[index], whose gradient by x is a sparse tensor: (n, d), (k,) ascending -> (k, d)."""
     return _Rows.apply(x, index)
+
+
+def matrix(x: Tensor) -> Tensor:
+    """Return the groups of x as rows, (n, K, d) -> (n K, d), with a sparse gradient of whole groups; a matrix itself.
+
+    The gradient by the result must be sparse; torch's own `flatten` takes dense gradients only.
+    """
+    return x if x.dim() == 2 else _Matrix.apply(x)
+
+
+def rows_of_each(index: Tensor, of: int) -> Tensor:
+    """Return the rows of each group of `of` rows, (k,) -> (k of,).
+
+    >>> rows_of_each(torch.tensor([0, 2]), 3)
+    tensor([0, 1, 2, 6, 7, 8])
+    """
+    return index if of == 1 else (of * index[:, None] + torch.arange(of, device=index.device)).flatten()
 
 
 def overlap(start: int, count: int, first: int, length: int) -> tuple[slice, slice] | None:
@@ -30,12 +48,23 @@ class _Rows(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(index)
         ctx.shape = x.shape
-        return x[index]
+        return x.index_select(0, index)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
-        # As a context and not as an argument: with the argument, torch 2.11 still warns that checks are not set.
-        with torch.sparse.check_sparse_tensor_invariants(False):
-            return torch.sparse_coo_tensor(index[None], grad, ctx.shape, is_coalesced=True), None
+        return sparse_rows(index, grad, ctx.shape), None
+
+
+class _Matrix(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape = x.shape
+        return x.flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        of = ctx.shape[1]
+        index, values = grad._indices()[0, ::of] // of, grad._values().unflatten(0, (-1, of))
+        return sparse_rows(index, values, ctx.shape)

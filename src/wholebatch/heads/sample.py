@@ -23,7 +23,9 @@ class Sample:
     """A rank's part of the classes of one step.
 
     Args:
-        centers: (K_r, d), or (K_r, K, d): K sub-centers of each class.
+        centers: (K_r, d), or (K_r, K, d): K sub-centers of each class. With `rows`: centers that contain these.
+        rows: (K_r,), ascending, the rows of `centers` that are the sample; they are not copied, and the gradient of
+            `centers` is sparse. None: all rows.
         ids: (K_r,), ascending, the ids of their classes; None: all local classes, consecutive.
         bias: (K_r,), added to the logits.
         log_weights: (K_r,), added to the logits of negatives.
@@ -35,6 +37,12 @@ class Sample:
     bias: Tensor | None = None
     log_weights: Tensor | None = None
     complete: bool = False
+    rows: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """The number of classes, K_r."""
+        return len(self.centers if self.rows is None else self.rows)
 
     def offsets(self) -> dict[str, Tensor]:
         """Return the numbers added to the logits of negatives, each (K_r,), and the sum of several."""

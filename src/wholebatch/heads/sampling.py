@@ -7,6 +7,7 @@ restart on another number of ranks, and on a GPU as on a CPU.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -26,6 +27,16 @@ def bernoulli(rate: float, ids: Tensor, *, seed: int, step: int) -> Tensor:
     True
     """
     return _mixed(ids, key=mix(mix(seed) + step)) < int(rate * 2**_BITS)
+
+
+def drawn_classes(rate: float, classes: slice, *, seed: int, step: int, device: torch.device) -> Tensor:
+    """Return `bernoulli` of consecutive classes, (classes,), some at a time: an id alone takes 8 bytes."""
+    drawn = torch.empty(classes.stop - classes.start, dtype=torch.bool, device=device)
+    most = 2**15 if device.type == "cpu" else 2**24  # few, to fit a CPU's cache; many, to keep a GPU busy
+    for start in range(0, len(drawn), most):
+        some, first = drawn[start : start + most], classes.start + start
+        some.copy_(bernoulli(rate, torch.arange(first, first + len(some), device=device), seed=seed, step=step))
+    return drawn
 
 
 def _mixed(ids: Tensor, *, key: int) -> Tensor:

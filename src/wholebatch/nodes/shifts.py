@@ -70,7 +70,7 @@ def _maxima(plan: SoftmaxPlan, data: Data) -> tuple[Tensor | None, Tensor | None
     """
     x = data.x
     nothing = x.new_full((1, 1), float("-inf"), dtype=accumulation_dtype(x.dtype))
-    row_max = nothing[0].repeat(len(x)) if plan.rows and not plan.symmetric else None
+    row_max = nothing[0].repeat(data.count) if plan.rows and not plan.symmetric else None
     sweep = plan.sweep(data)
 
     def visit(block: Block, columns: ColumnData) -> None:
@@ -93,7 +93,7 @@ def _sums(
 ) -> tuple[Sums, Sums]:
     """Return the statistics of this rank's rows and columns, with one shift for all or one for each."""
     x, wide, local_cols = data.x, wide_dtype(data.x.device), plan.route.exchange.kept_local
-    row_fields = _initial(plan.rows, x, wide).repeat(len(x), 1) if plan.rows and not plan.symmetric else None
+    row_fields = _initial(plan.rows, x, wide).repeat(data.count, 1) if plan.rows and not plan.symmetric else None
     sweep = plan.sweep(data, kept)
     ops = tuple("max" if name == "largest" else "sum" for name in plan.cols)
     carried = col_shift[None] if isinstance(col_shift, Tensor) else None

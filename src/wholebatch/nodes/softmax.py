@@ -85,15 +85,15 @@ class Softmax(torch.autograd.Function):
             want_y = plan.symmetric or norms is not None
             want_x = not want_y
         u = v = of_offsets = None
+        data = Data.of(plan, x, fetched, norms, col_norms)
         if want_offsets:
-            of_offsets = torch.zeros(len(x), dtype=accumulation_dtype(x.dtype), device=x.device)
+            of_offsets = torch.zeros(data.count, dtype=accumulation_dtype(x.dtype), device=x.device)
         if want_x or want_y or want_offsets:
             if (unit := _unit(plan, x.dtype, grads)) is not None:
                 grads = tuple(grad / unit for grad in grads)
             row_grads, col_grads = grads[: len(output_names(plan.rows))], grads[len(output_names(plan.rows)) :]
             rows = _weights(plan, plan.rows, row_grads, row_sums, ctx.shifts[0] if row_shifts is None else row_shifts)
             cols = _weights(plan, plan.cols, col_grads, col_sums, ctx.shifts[1] if col_shifts is None else col_shifts)
-            data = Data.of(plan, x, fetched, norms, col_norms)
             u, v = _products(plan, data, kept, (rows, cols), (want_x, want_y), of_offsets)
             if unit is not None:
                 u, v, of_offsets = (None if grad is None else grad.mul_(unit) for grad in (u, v, of_offsets))
@@ -101,7 +101,11 @@ class Softmax(torch.autograd.Function):
         grad_scale = None
         if want_scale:
             divided_by = divisors(norms) if plan.towers.normalize_per_tile and norms is not None else None
-            share = inner(y, v, divided_by) if v is not None else inner(x, u)
+            share = (
+                inner(y, v, divided_by)
+                if v is not None
+                else inner(x if data.index is None else x.index_select(0, data.index), u)
+            )
             grad_scale = (share / (plan.size * (2 if plan.symmetric else 1))).to(scale).view_as(scale)
         if of_offsets is not None:
             of_offsets = of_offsets.div_(plan.size).to(ctx.offsets_dtype)
@@ -179,7 +183,7 @@ def _products(
     """
     (rows, cols), (want_x, want_y) = sides, needed
     x, dtype = data.x, accumulation_dtype(data.x.dtype)
-    u = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if want_x else None
+    u = x.new_zeros(data.count, x.shape[1], dtype=dtype) if want_x else None
     sweep = plan.sweep(data, kept)
     if plan.symmetric:
         rows = cols

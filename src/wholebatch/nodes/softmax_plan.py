@@ -93,7 +93,9 @@ class SoftmaxPlan:
         """Whether X and Y are rounded as a whole, before Y travels; else a sweep rounds the rows of a tile."""
         towers = self.towers
         divides_later = towers.normalize_per_tile or towers.stay_norms is not None or towers.travel_norms is not None
-        return self.route.products.rounds_gradients and self.guide is None and not divides_later
+        if self.guide is not None or divides_later or towers.stay_rows is not None:
+            return False
+        return self.route.products.rounds_gradients
 
     @property
     def keep(self) -> bool:
@@ -111,6 +113,7 @@ class SoftmaxPlan:
             norms=data.norms,
             col_norms=data.col_norms,
             products=self.route.products,
+            index=data.index,
         )
         memory = None if kept is None else KeptTiles(kept)
         if self.in_kernels:
@@ -123,20 +126,27 @@ class Data:
     """The tensors from which passes over S start.
 
     Args:
-        x: the local rows of X.
+        x: the local rows of X, or the feature that contains them.
         fetched: the rows of Y that `Exchange.fetch` returned.
         norms: (b, 1), divisors of X's rows, or None.
         col_norms: (B, 1), divisors of Y's rows, for all columns, or None.
+        index: (b,), the places of X's rows in `x`; None: all of them.
     """
 
     x: Tensor
     fetched: Tensor
     norms: Tensor | None
     col_norms: Tensor | None
+    index: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """The number of X's rows, b."""
+        return len(self.x if self.index is None else self.index)
 
     @classmethod
     def of(cls, plan: SoftmaxPlan, x: Tensor, fetched: Tensor, norms: Tensor | None, col_norms: Tensor | None) -> Data:
         """Return the data of a plan; `norms` are those of X's rows, `col_norms` those of all of Y's rows."""
         row_norms = norms if plan.towers.normalize_per_tile else plan.towers.stay_norms
-        divisors_ = [None if x is None else divisors(x) for x in (row_norms, col_norms)]
-        return cls(x, fetched, *divisors_)
+        of_rows, of_cols = (None if norms is None else divisors(norms) for norms in (row_norms, col_norms))
+        return cls(x, fetched, of_rows, of_cols, plan.towers.stay_rows)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._normalize import divisors, known_norms, project_
 from .._precision import accumulation_dtype
+from .._sparse_rows import sparse_rows
 
 Joined = tuple[Tensor | None, Tensor | None]  # of X's rows, and of Y's
 
@@ -24,6 +25,8 @@ class Towers:
         normalize: whether the rows of X and Y are divided by their norms; Y must be X.
         normalize_per_tile: with `normalize`, X holds the rows as given, and the sweep divides a tile's rows at a time.
         stay_norms: (b, 1), norms of X's rows, by which the sweep divides a tile's rows at a time; None: no division.
+        stay_rows: (b,), ascending, the rows of the one feature in `stays` that are X's rows, read tile by tile; the
+            feature's gradient is sparse. None: all of its rows.
         travel_norms: (B, 1), likewise for Y, all of whose rows this rank holds.
     """
 
@@ -33,9 +36,13 @@ class Towers:
     normalize_per_tile: bool = False
     stay_norms: Tensor | None = None
     travel_norms: Tensor | None = None
+    stay_rows: Tensor | None = None
 
     def join(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return X, Y, and the norms of X's rows; None instead of norms if rows are not divided by them."""
+        """Return X, Y, and the norms of X's rows; None instead of norms if rows are not divided by them.
+
+        With `stay_rows` the first is the feature that contains X's rows.
+        """
         if self.normalize:
             assert not self.travels, "only features against themselves are normalized here; please report this"
             x, norms = (_with_norms if self.normalize_per_tile else _normalized)([features[i] for i in self.stays])
@@ -62,7 +69,7 @@ class Towers:
         (dx, dy), (x, y) = gradients, joined
         if self.stay_norms is not None and dx is not None:
             assert x is not None
-            project_(dx, x, self.stay_norms, divide=True)
+            project_(dx, x, self.stay_norms, divide=True, index=self.stay_rows)
         elif norms is not None and dy is not None:
             assert x is not None
             project_(dy, x, norms, divide=self.normalize_per_tile)
@@ -74,7 +81,10 @@ class Towers:
             first = 0
             for i in at:
                 needed, rows, dtype = features[i]
-                if needed:
+                if needed and self.stay_rows is not None and at is self.stays:
+                    assert gradient is not None
+                    grads[i] = sparse_rows(self.stay_rows, gradient.to(dtype), (rows, gradient.shape[1]))
+                elif needed:
                     assert gradient is not None
                     grads[i] = gradient[first : first + rows].to(dtype)
                 first += rows

@@ -45,6 +45,10 @@ class Driver:
         norms: (b, 1), divisors of X's rows, applied tile by tile; None: no division.
         col_norms: (B, 1), divisors of Y's rows, for all columns; None: no division.
         products: the precision of the products.
+        index: (b,), the rows of `x` that are X's rows, read tile by tile; None: all of them.
+
+    Attributes:
+        count: b.
     """
 
     def __init__(
@@ -58,8 +62,10 @@ class Driver:
         norms: Tensor | None = None,
         col_norms: Tensor | None = None,
         products: Products | None = None,
+        index: Tensor | None = None,
     ) -> None:
         self.x, self.scale, self.bias, self.side, self.norms, self.col_norms = x, scale, bias, side, norms, col_norms
+        self.index, self.count = index, len(x) if index is None else len(index)
         self.dtype, self.width, self.precision = accumulation_dtype(x.dtype), x.shape[1], products or Products()
         rows, cols = (min(side, n) for n in largest or (side, side))
         self._entries, self._tiles = rows * cols, dict[int | str, Tensor]()
@@ -67,12 +73,17 @@ class Driver:
 
     def tiles(self, block: Block) -> Iterator[tuple[Tile, Factor, Factor]]:
         """Yield each tile with its rows of X and of Y, as factors of products."""
-        rows, x = None, self.factor("x", self.x[:0])
+        rows: slice | None = None
+        x: Factor = ()
         for tile in tiles(block.rows, block.cols, self.side, triangle=block.triangle):
             if tile.rows != rows:
-                rows, x = tile.rows, self.factor("x", self.x[tile.rows], self.norms, tile.rows)
+                rows, x = tile.rows, self.factor("x", self.rows(tile.rows), self.norms, tile.rows)
             y = block.y[relative(tile.cols, block), : self.width]
             yield tile, x, self.factor("y", y, self.col_norms, tile.cols)
+
+    def rows(self, at: slice) -> Tensor:
+        """Return some of X's rows."""
+        return self.x[at] if self.index is None else self.x.index_select(0, self.index[at])
 
     def factor(self, tower: str, x: Tensor, norms: Tensor | None = None, at: slice = slice(0)) -> Factor:
         """Return rows of "x" or "y" as a factor, divided by their norms."""

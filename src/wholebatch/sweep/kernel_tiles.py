@@ -84,7 +84,7 @@ class KernelTiles:
             return None
         row_terms = None
         if normed or offsets is not None:
-            scales = torch.ones(len(driver.x), dtype=torch.float32, device=device)
+            scales = torch.ones(driver.count, dtype=torch.float32, device=device)
             row_terms = kernels.RowTerms(scales if driver.norms is None else scales.div_(driver.norms[:, 0]), offsets)
         side = side_of_tiles(driver.side, dtype)
         if bytes_of_an_entry is not None:
@@ -103,7 +103,7 @@ class KernelTiles:
             yield (
                 tile,
                 kernels.TileInputs(
-                    driver.x[tile.rows].to(self.dtype),
+                    driver.rows(tile.rows).to(self.dtype),
                     block.y[relative(tile.cols, block), : driver.width].to(self.dtype),
                     driver.scale,
                     self.positive.of_tile(tile),
