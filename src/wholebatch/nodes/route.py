@@ -12,7 +12,7 @@ from ..contract import Facts
 from ..exchange import Exchange, columns_of_a_chunk, num_entries, select_exchange
 from ..kernels import in_triton
 from ..partition import Partition
-from ..sweep import Budget, Driver, default_side, fit, side_of_tiles, smallest_budget
+from ..sweep import Budget, Driver, columns_of_tiles, default_side, fit, smallest_budget
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ def choose_route(
                 f"{memory}; pass more, or 'flat', which needs at most {2 * side * side * dtype.itemsize} bytes"
             )
     comm = LocalCommunicator() if layout.replicated else facts.comm
+    columns = columns_of_tiles(side, facts.features_dtype) if in_triton(facts.options.kernel) else side
     exchange = select_exchange(
         facts.options.exchange,
         comm,
@@ -77,8 +78,7 @@ def choose_route(
         layout.cols,
         row_bytes=facts.embedding_size * dtype.itemsize,
         symmetric=layout.symmetric,
-        chunk=columns_of_a_chunk(layout.cols.total, side, facts.device),
+        chunk=columns_of_a_chunk(layout.cols.total, columns, facts.device),
     )
-    of_tile = side_of_tiles(side, facts.features_dtype) if in_triton(facts.options.kernel) else side
-    entries = num_entries(exchange.visits, of_tile) if keep else 0
+    entries = num_entries(exchange.visits, side) if keep else 0
     return Route(comm, exchange, fit(facts.options.memory, entries=entries, side=side, dtype=dtype, exact=exact))

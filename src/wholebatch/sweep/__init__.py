@@ -14,7 +14,7 @@ ranking       smooth counts of the entries that are larger than a row's positive
 
 from .driver import Block, Driver
 from .hardest import HardestSweep
-from .kernel_tiles import LARGEST, side_of_tiles
+from .kernel_tiles import LARGEST, columns_of_tiles
 from .memory import Budget, KeptTiles, Memory, default_side, fit, smallest_budget
 from .nested import NestedSweep
 from .nested_kernels import KernelNestedSweep
@@ -56,8 +56,8 @@ __all__ = [
     "Sums",
     "Union",
     "Weights",
+    "columns_of_tiles",
     "default_side",
     "fit",
-    "side_of_tiles",
     "smallest_budget",
 ]
