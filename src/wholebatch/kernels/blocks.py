@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _LONG = 512  # features from which the products take so long that a wider block is better than a second program
-_HOPPER, _BLACKWELL, _CONSUMER_BLACKWELL = (9, 0), (10, 0), (12, 0)
+_AMPERE, _HOPPER, _BLACKWELL, _CONSUMER_BLACKWELL = (8, 0), (9, 0), (10, 0), (12, 0)
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Form:
         compared: the number of comparisons for each entry.
         ids: whether ids are among them.
         lean: whether only the exponential of an entry is computed, and it is not kept.
+        one_side: whether positives are summed up for one side alone.
         more: whether more than the exponential of an entry is computed.
         parts: whether products of several parts of the features are summed up.
         two_totals: whether two numbers are summed for each entry.
@@ -61,6 +62,7 @@ class Form:
     compared: int
     ids: bool
     lean: bool = False
+    one_side: bool = False
     more: bool = False
     parts: bool = False
     two_totals: bool = False
@@ -80,16 +82,20 @@ def blocks_of(form: Form) -> Blocks:
     if form.single:
         return _of_single(form)
     if form.parts and form.capability >= _BLACKWELL:
+        if form.two_totals:
+            return Blocks(32, 64, 64, 8, 4, 2) if form.single_loads else Blocks(64, 64, 64, 8, 8, 3)
         return Blocks(64, 64, 64, 8, 4, 2 if form.single_loads else 3)
     if form.single_loads:
         return Blocks(64, 64, 64, 8, 8, 2)
     if form.ids or form.more or form.compared > 2:
         return Blocks(128, 64, 64, 8, 8, 3)
-    if form.lean and form.compared <= 1 and form.capability < _BLACKWELL:
-        if form.capability < _HOPPER:
-            return Blocks(128, 128, 32, 8, 4, 3)  # two programs share 100 KB
-        wide = form.features >= _LONG and form.columns > 1
-        return Blocks(128, 256, 64, 8, 8, 3) if wide else Blocks(128, 128, 64, 8, 4, 3)
+    if form.lean and form.compared <= 1 and form.capability == _AMPERE:
+        return Blocks(128, 128, 32, 8, 4, 3)
+    if form.lean and form.compared <= 1 and form.capability == _HOPPER:
+        if form.features >= _LONG and form.columns > 1:
+            return Blocks(128, 256, 64, 8, 8, 3)
+        if not form.one_side:
+            return Blocks(128, 128, 64, 8, 4, 3)
     return Blocks(128, 128, 64, 8, 8, 3)
 
 
@@ -102,5 +108,5 @@ def _of_single(form: Form) -> Blocks:
     low = form.two_totals or (form.parts and form.capability >= _CONSUMER_BLACKWELL)
     rows, cols = 32 if low else 64, 64 if form.more else 128
     if _BLACKWELL <= form.capability < _CONSUMER_BLACKWELL:
-        return Blocks(rows, 64, 32, 8, 4, 1)
+        return Blocks(rows, 64, 32, 8, 8 if low else 4, 1)
     return Blocks(rows, cols, 32, 8, 8, 2)

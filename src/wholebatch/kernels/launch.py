@@ -115,6 +115,7 @@ def program_grid(
     tile: TileInputs,
     *,
     lean: bool = False,
+    one_side: bool = False,
     more_per_entry: bool = False,
     parts: bool = False,
     two_totals: bool = False,
@@ -126,6 +127,7 @@ def program_grid(
     Args:
         tile: the tile of S.
         lean: whether only the exponential of an entry is computed, and it is not kept.
+        one_side: whether positives are summed up for one side alone.
         more_per_entry: whether more than the exponential of an entry is computed.
         parts: whether products of several parts of the features are summed up.
         two_totals: whether two numbers are summed for each entry.
@@ -147,6 +149,7 @@ def program_grid(
                 compared=sum(of.comparisons for of in sets),
                 ids=any(of.ids for of in sets),
                 lean=lean,
+                one_side=one_side,
                 more=more_per_entry,
                 parts=parts,
                 two_totals=two_totals,

@@ -39,7 +39,12 @@ def tile_sums(
     from .tiles import softmax
 
     logits = "logits" in {*rows, *cols}
-    blocks, (down, across) = program_grid(tile, lean=not logits and keep is None, more_per_entry=logits)
+    blocks, (down, across) = program_grid(
+        tile,
+        lean=not logits and keep is None,
+        one_side="target" in {*rows, *cols} and not (rows and cols),
+        more_per_entry=logits,
+    )
     log2, of_logits, of_sums = rounded(tile.scale, shift)
     if tile.row_terms is not None:
         of_logits = 1 / LOG2_E
