@@ -33,9 +33,17 @@ faults: .venv/dev-installed
 	  $(BIN)/python tests/faults/$$program --seed $(SEED) || failed="$$failed $${program%% *}"; \
 	done; test -z "$$failed" || { echo "faults: these failed:$$failed"; exit 1; }
 
-# Every kernel that losses start, compiled for every architecture: no spills, tensor cores, enough shared memory.
-kernels: .venv/dev-installed
-	WHOLEBATCH_TEST_KERNELS=all $(BIN)/python -W error -m pytest tests/test_kernels.py -p no:xdist -k machine_code $(ARGS)
+# Every kernel that losses start, compiled for every architecture: no spills, tensor cores, enough shared memory. By the
+# Triton of .venv, and by these versions, which are downloaded once: the oldest that is supported, and that of torch 2.13.
+TRITON ?= 3.6.0 3.7.1
+kernels: export WHOLEBATCH_TEST_KERNELS = all
+kernels: .venv/dev-installed $(TRITON:%=.venv-triton-%/ready)
+	@export CUOBJDUMP="$$($(BIN)/python -c 'import triton.backends.nvidia as at; print(*at.__path__)')/bin/cuobjdump"; \
+	failed=; for folder in "" $(TRITON:%=$(CURDIR)/.venv-triton-%); do \
+	  echo "== Triton in $${folder:-.venv}"; \
+	  PYTHONPATH="$$folder$${PYTHONPATH:+:$$PYTHONPATH}" $(BIN)/python -W error -m pytest tests/test_machine_code.py \
+	    -p no:xdist $(ARGS) || failed="$$failed $${folder:-.venv}"; \
+	done; test -z "$$failed" || { echo "kernels: these failed:$$failed"; exit 1; }
 
 # Communicators, losses, heads and gradient caching with NCCL's rules, over gloo, on 1, 2 and 3 ranks.
 strict: .venv/dev-installed
@@ -68,7 +76,7 @@ format: .venv/dev-installed
 	$(BIN)/ruff format
 
 clean:
-	rm -rf .venv .venv-mpich .venv-openmpi .venv-ecosystem .venv-peers .venv-docs site .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf .venv .venv-mpich .venv-openmpi .venv-ecosystem .venv-peers .venv-docs .venv-triton-* site .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
 
 define make_environment
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -98,6 +106,12 @@ INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constr
 	@echo "installing torch, mpi4py and $* into .venv-$*"
 	.venv-$*/bin/python $(INSTALL) torch==2.13.0
 	.venv-$*/bin/python $(INSTALL) --editable '.[mpi,train,testing]' pytest $*
+	touch $@
+
+# Triton alone, beside the packages of .venv.
+.venv-triton-%/ready: .venv/dev-installed
+	@echo "installing Triton $* into $(@D)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) triton==$*
 	touch $@
 
 .venv-peers/ready: .venv-peers/bin/python pyproject.toml constraints.txt

@@ -1,6 +1,8 @@
 """Compile the kernels that losses start, without a GPU, and print facts of the machine code, a line of JSON each.
 
-Losses run on a CPU, and the function that starts kernels only records its arguments.
+Losses run on a CPU, and the function that starts kernels only records its arguments. With another Triton:
+
+    PYTHONPATH=folder-of-another-triton:src python tests/compile_kernels.py --all
 """
 
 from __future__ import annotations
@@ -8,6 +10,8 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
@@ -28,7 +32,8 @@ from triton.compiler import ASTSource
 
 import wholebatch as wb
 
-CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+# Triton 3.6's cannot read code for compute capability 10.3.
+CUOBJDUMP = os.environ.get("CUOBJDUMP") or Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
 TYPES = {
     **{torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"},
     **{int: "i32", float: "fp32"},
@@ -56,7 +61,7 @@ class Started:
 
 
 @functools.cache
-def started(dtype: torch.dtype, capability: int) -> dict[Started, str]:
+def started(dtype: torch.dtype, capability: int, features: int = 520) -> dict[Started, str]:
     """Return every form in which losses start kernels, each with the first loss that starts it."""
     found: dict[Started, str] = {}
     name = ""
@@ -74,7 +79,7 @@ def started(dtype: torch.dtype, capability: int) -> dict[Started, str]:
     for of in patches:
         of.start()
     torch.manual_seed(0)
-    x, y = (normalize(torch.randn(50, 520), dim=1).to(dtype).requires_grad_() for _ in range(2))
+    x, y = (normalize(torch.randn(50, features), dim=1).to(dtype).requires_grad_() for _ in range(2))
     made, _ = losses(x, y, torch.randint(0, 30, (50,)))
     for name, loss in made.items():  # noqa: B007, which `record` reads
         for memory in ("flat", 2**24):
@@ -124,22 +129,56 @@ SOME = {
     (torch.bfloat16, 100): ("nt_xent, ids",),
     (torch.float32, 80): ("nt_xent",),
 }
-ALL = ((torch.bfloat16, (80, 89, 90, 100, 120)), (torch.float32, (80, 90, 100)), (torch.float16, (90,)))
+ALL = (
+    (torch.bfloat16, (80, 89, 90, 100, 103, 120)),
+    (torch.float32, (80, 90, 100, 103, 120)),
+    (torch.float16, (90, 100)),
+)
+SHORT = 264  # features of products for which programs are smaller
+
+
+@dataclass(frozen=True)
+class Task:
+    """A form to compile, the loss that starts it, and constants to replace."""
+
+    form: Started
+    loss: str
+    capability: int
+    dtype: str
+    other: tuple[tuple[str, int], ...] = ()
+
+
+def tasks(everything: bool) -> list[Task]:
+    """Return the forms to compile; the last one is too large and must be reported as spilling."""
+    found = []
+    for dtype, capabilities in ALL:
+        for capability in capabilities:
+            names = None if everything else SOME.get((dtype, capability), ())
+            forms = started(dtype, capability, SHORT) | started(dtype, capability)
+            found += [
+                Task(of, name, capability, str(dtype)) for of, name in forms.items() if names is None or name in names
+            ]
+    short = started(torch.bfloat16, 90, SHORT).items()
+    clip = [of for of, name in short if name == "clip" and not dict(of.constants).get("KEPT")]
+    # A tile with one column, a number that the compiler takes for a constant.
+    found += [Task(of, "clip", 90, "of one column", (("num_cols", 1),)) for of in clip]
+    largest = next(of for of, name in started(torch.bfloat16, 90).items() if name == "clip, ids excluded")
+    return [*found, Task(largest, "clip, ids excluded", 90, "too large", (("BN", 256),))]
+
+
+TASKS: list[Task] = []  # of this process and of its children, which cannot receive a kernel
+
+
+def line(at: int) -> str:
+    """Return the facts of a form, by its place in `TASKS`, as JSON."""
+    of = TASKS[at]
+    found = compiled(of.form, of.capability, **dict(of.other))
+    return json.dumps(of.form.describe(loss=of.loss, dtype=of.dtype, triton=triton.__version__, **found))
 
 
 if __name__ == "__main__":
-    for dtype, capabilities in ALL:
-        for capability in capabilities:
-            if "--all" not in sys.argv and (dtype, capability) not in SOME:
-                continue
-            for of, name in started(dtype, capability).items():
-                if "--all" in sys.argv or name in SOME.get((dtype, capability), ()):
-                    found = compiled(of, capability)
-                    print(json.dumps(of.describe(loss=name, dtype=str(dtype), **found)), flush=True)
-    # A tile with one column, a number that the compiler takes for a constant.
-    for of, name in started(torch.bfloat16, 90).items():
-        if name == "clip" and not dict(of.constants).get("KEPT"):
-            print(json.dumps(of.describe(loss=name, dtype="of one column", **compiled(of, 90, num_cols=1))), flush=True)
-    # A block that is too large must be reported as spilling.
-    largest = next(of for of, name in started(torch.bfloat16, 90).items() if name == "clip, ids excluded")
-    print(json.dumps(largest.describe(**compiled(largest, 90, BN=256))))
+    torch.set_num_threads(1)
+    TASKS += tasks("--all" in sys.argv)
+    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
+        for made in pool.imap(line, range(len(TASKS))):
+            print(made, flush=True)

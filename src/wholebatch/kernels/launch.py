@@ -1,4 +1,4 @@
-"""How kernels are started: the block of a program, the tensors' GPU, and the arguments.
+"""How kernels are started: the programs, the tensors' GPU, and the arguments.
 
 A kernel computes E = 2^(k x . y - c) with k and c in float32, which is exp(S' - shift') for the scale and the shift
 that float32 can represent closest to the given ones. Logits of positives use the same scale, and sums and weights are
@@ -13,33 +13,16 @@ import ctypes
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil, e, exp, gcd, log2
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .blocks import Blocks, Form, blocks_of
+
 LOG2_E = log2(e)
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """The block of a tile that one program of a kernel computes.
-
-    Args:
-        rows, cols: rows and columns of S.
-        depth: features per step.
-        group: blocks of rows that are computed together, for the cache.
-        warps, stages: Triton's num_warps and num_stages.
-    """
-
-    rows: int
-    cols: int
-    depth: int
-    group: int
-    warps: int
-    stages: int
 
 
 @dataclass(frozen=True)
@@ -111,7 +94,6 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
-_WIDE = (9, 0)  # others have the shared memory, too, but on 10.0 registers spill
 _chosen: list[Blocks] = []  # of all threads: CUDA's backward passes run on a thread of autograd's
 
 
@@ -130,57 +112,52 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def blocks_for(tile: TileInputs, *, lean: bool = False) -> Blocks:
-    """Choose a program's block: as much of S as registers hold, without spilling on any architecture.
-
-    A feature that a program loads is used as often as the block is wide: 64 flops for a byte from the L2 cache for 128
-    x 128, 85 for 128 x 256. The wider block leaves an SM to one program, and no other program hides its last steps: it
-    is for long products.
-
-    Args:
-        tile: each entry is compared with its sets, which takes registers. So does float32, which is multiplied in
-            parts, three times.
-        lean: whether only the exponential of an entry is computed, and it is not kept.
-    """
-    if _chosen:
-        return _chosen[-1]
-    if interpreted():
-        return Blocks(32, 64, 32, 2, 1, 1)
-    if tile.x.dtype == torch.float32:
-        return Blocks(64, 128, 32, 8, 8, 2)
-    compared = sum(of.comparisons for of in (tile.positive, tile.excluded))
-    if tile.positive.ids or tile.excluded.ids or compared > 2:
-        return Blocks(128, 64, 64, 8, 8, 3)
-    if lean and compared <= 1 and tile.x.shape[1] >= 512 and capability(tile.x.device) == _WIDE:
-        return Blocks(128, 256, 64, 8, 8, 3)
-    return Blocks(128, 128, 64, 8, 8, 3)
-
-
 def program_grid(
     tile: TileInputs,
     *,
     lean: bool = False,
+    one_side: bool = False,
     more_per_entry: bool = False,
+    parts: bool = False,
     two_totals: bool = False,
     single_loads: bool = False,
+    no_product: bool = False,
 ) -> tuple[Blocks, tuple[int, int]]:
     """Choose a program's block, and count the programs, down and across.
 
     Args:
         tile: the tile of S.
-        lean: as in :func:`blocks_for`.
+        lean: whether only the exponential of an entry is computed, and it is not kept.
+        one_side: whether positives are summed up for one side alone.
         more_per_entry: whether more than the exponential of an entry is computed.
+        parts: whether products of several parts of the features are summed up.
         two_totals: whether two numbers are summed for each entry.
         single_loads: whether features have to be loaded one by one.
+        no_product: whether exponentials are read instead of computed.
     """
-    blocks, single = blocks_for(tile, lean=lean), tile.x.dtype == torch.float32
-    if not interpreted():
-        if more_per_entry:
-            blocks = replace(blocks, cols=64)
-        if two_totals and (single or capability(tile.x.device) >= (10, 0)):
-            blocks = replace(blocks, rows=32 if single else 64)
-        if single_loads:
-            blocks = replace(blocks, rows=min(blocks.rows, 64), stages=2)
+    if _chosen:
+        blocks = _chosen[-1]
+    elif interpreted():
+        blocks = Blocks(32, 64, 32, 2, 1, 1)
+    else:
+        sets = (tile.positive, tile.excluded)
+        blocks = blocks_of(
+            Form(
+                capability(tile.x.device),
+                single=tile.x.dtype == torch.float32,
+                features=tile.x.shape[1],
+                columns=len(tile.y),
+                compared=sum(of.comparisons for of in sets),
+                ids=any(of.ids for of in sets),
+                lean=lean,
+                one_side=one_side,
+                more=more_per_entry,
+                parts=parts,
+                two_totals=two_totals,
+                single_loads=single_loads,
+                no_product=no_product,
+            )
+        )
     return blocks, (ceil(len(tile.x) / blocks.rows), ceil(len(tile.y) / blocks.cols))
 
 

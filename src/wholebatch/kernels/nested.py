@@ -78,7 +78,7 @@ def nested_sums(tile: NestedTile, *, shift: float, cols: bool) -> tuple[Tensor, 
     from .tiles import nested
 
     features, ends = tile.features, tile.ends
-    blocks, (down, across) = program_grid(features, more_per_entry=True, single_loads=ends.unit < 8)
+    blocks, (down, across) = program_grid(features, more_per_entry=True, parts=True, single_loads=ends.unit < 8)
     (_, log2_shift), _, of_sums = rounded(1.0, shift)
     x, parts = features.x, len(ends.at)
     rows, targets = (x.new_empty(parts, across, len(x), dtype=torch.float32) for _ in range(2))
@@ -109,7 +109,9 @@ def nested_gradient(
     from .tiles import nested
 
     features, ends = tile.features, tile.ends
-    blocks, (down, across) = program_grid(features, more_per_entry=True, two_totals=True, single_loads=ends.unit < 8)
+    blocks, (down, across) = program_grid(
+        features, more_per_entry=True, parts=True, two_totals=True, single_loads=ends.unit < 8
+    )
     (_, log2_shift), _, remaining = rounded(1.0, shift)
     rows, cols = weights.rows * remaining, None if weights.cols is None else weights.cols * remaining
     x, parts = features.x, len(ends.at)

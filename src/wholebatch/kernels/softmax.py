@@ -39,7 +39,12 @@ def tile_sums(
     from .tiles import softmax
 
     logits = "logits" in {*rows, *cols}
-    blocks, (down, across) = program_grid(tile, lean=not logits and keep is None, more_per_entry=logits)
+    blocks, (down, across) = program_grid(
+        tile,
+        lean=not logits and keep is None,
+        one_side="target" in {*rows, *cols} and not (rows and cols),
+        more_per_entry=logits,
+    )
     log2, of_logits, of_sums = rounded(tile.scale, shift)
     if tile.row_terms is not None:
         of_logits = 1 / LOG2_E
@@ -56,7 +61,7 @@ def tile_sums(
     )  # fmt: skip
     factors = {"sum": of_sums, "target": of_logits, "logits": of_logits, "count": 1.0}
     found = [
-        {name: part.sum(0, dtype=torch.float64).mul_(factors[name]) for name, part in zip(names, of_side, strict=True)}
+        {name: part.mul_(factors[name]) for name, part in zip(names, of_side.sum(1, dtype=torch.float64), strict=True)}
         for names, of_side in zip(sides, made, strict=True)
     ]
     return found[0], found[1]
@@ -91,14 +96,19 @@ def tile_gradient(
     if kept is not None and not {"logits"} & {*rows, *cols}:
         tile = replace(tile, excluded=Entries())  # kept exponentials are 0 there
     logits = "logits" in {*rows, *cols}
-    blocks, (_, across) = program_grid(tile, lean=not logits and kept is None and not totals, more_per_entry=logits)
+    blocks, (_, across) = program_grid(
+        tile,
+        lean=not logits and kept is None and not totals,
+        more_per_entry=logits,
+        no_product=kept is not None,
+    )
     log2, _, left = rounded(tile.scale, shift)
     weights = []
     for side, count in ((rows, len(tile.x)), (cols, len(tile.y))):
-        of_side = tile.x.new_zeros(3 if side else 0, count, dtype=torch.float32)
+        of_side = tile.x.new_empty(3 if side else 0, count, dtype=torch.float32)
         for slot, name in enumerate(_WEIGHTS):
             if name in side:
-                of_side[slot] = side[name] * left if name == "sum" else side[name]
+                torch.mul(side[name], left if name == "sum" else 1.0, out=of_side[slot])
         weights.append(of_side)
     summed = tile.x.new_empty(across * totals, len(tile.x), dtype=torch.float32)
     start(

@@ -12,7 +12,7 @@ from ..contract import Facts
 from ..exchange import Exchange, columns_of_a_chunk, num_entries, select_exchange
 from ..kernels import in_triton
 from ..partition import Partition
-from ..sweep import Budget, Driver, Products, bytes_of_an_entry, default_side, fit, side_of_tiles, smallest_budget
+from ..sweep import Budget, Driver, Products, bytes_of_an_entry, columns_of_tiles, default_side, fit, smallest_budget
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ def choose_route(
                 f"{memory}; pass more, or 'flat', which needs at most {side * side * entry} bytes"
             )
     comm = LocalCommunicator() if layout.replicated else facts.comm
+    columns = columns_of_tiles(side, products.half or facts.features_dtype) if in_triton(facts.options.kernel) else side
     exchange = select_exchange(
         facts.options.exchange,
         comm,
@@ -85,9 +86,8 @@ def choose_route(
         layout.cols,
         row_bytes=facts.embedding_size * dtype.itemsize,
         symmetric=layout.symmetric,
-        chunk=columns_of_a_chunk(layout.cols.total, side, facts.device),
+        chunk=columns_of_a_chunk(layout.cols.total, columns, facts.device),
     )
-    of_tile = side_of_tiles(side, products.half or facts.features_dtype) if in_triton(facts.options.kernel) else side
-    entries = num_entries(exchange.visits, of_tile) if keep else 0
+    entries = num_entries(exchange.visits, side) if keep else 0
     budget = fit(facts.options.memory, entries=entries, side=side, dtype=dtype, bytes_of_entry=entry, exact=exact)
     return Route(comm, exchange, budget, products)

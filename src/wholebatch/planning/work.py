@@ -17,7 +17,8 @@ reduce-scatter; the gradients of X and of the local rows of Y. Ring holds X's gr
 gradient, and one that arrives. Alone, a rank holds both gradients; with a symmetric S, the rows of unit length and
 their gradient. PartialFC, with k classes on each rank, holds the gradient of their centers, which for a sample replaces
 that of the last step; and of all ranks' embeddings the rows, the rows of unit length and their gradient, and when the
-tiles are freed, the gradient of the embeddings. The tiles are two of side x side, and for half precision the widened
+tiles are freed, the gradient of the embeddings. The tiles are two of side x side (kernels use these bytes for one tile
+of dS, or for partial sums), and for half precision the widened
 rows; in half precision, a gradient exists together with its float32 original while it is rounded.
 
 The part of exp(S) that `memory=` keeps is not computed again: its entries save one unit in four, and one of two

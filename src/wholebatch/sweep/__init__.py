@@ -15,7 +15,7 @@ ranking       smooth counts of the entries that are larger than a row's positive
 
 from .driver import Block, Driver
 from .hardest import HardestSweep
-from .kernel_tiles import LARGEST, side_of_tiles
+from .kernel_tiles import LARGEST, columns_of_tiles
 from .memory import Budget, KeptTiles, Memory, bytes_of_an_entry, default_side, fit, smallest_budget
 from .nested import NestedSweep
 from .nested_kernels import KernelNestedSweep
@@ -63,9 +63,9 @@ __all__ = [
     "Union",
     "Weights",
     "bytes_of_an_entry",
+    "columns_of_tiles",
     "default_side",
     "fit",
     "select_products",
-    "side_of_tiles",
     "smallest_budget",
 ]

@@ -1,7 +1,8 @@
 """Tiles of S for kernels: their parts of X and Y, their special entries, and the products of dS with X and Y.
 
 A kernel writes a tile of dS in the precision of its factors. Two products add it to dX and dY, in float32. No other
-tile is in memory, so this tile may take as many bytes as the two tiles of plain PyTorch.
+tile is in memory, so this tile may take as many bytes as the two tiles of plain PyTorch. A kernel that sums up S writes
+partial sums alone: it computes as many entries in one launch as have partial sums of these bytes.
 
 Factors are in the dtype of the features, unless the caller has named a precision, or autocast has chosen one.
 """
@@ -10,33 +11,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import isqrt, prod
+from math import prod
 
 import torch
 from torch import Tensor
 
 from .. import kernels
 from .._precision import accumulation_dtype
-from ..partition import Tile, tiles
+from ..partition import Tile
 from .driver import Block, Driver, add_pairs_, relative
+from .launches import launches
 from .members import Members, members
 from .pairs import Diagonals, Index, Pairs
 
 LARGEST = 2.0**14  # bound of an entry of dS in float16
 _TILES = 2  # of plain PyTorch's sweep
+_ENTRIES_OF_A_BYTE = 2  # of partial sums: a program writes at most 4 in float32 for each row and column of 64 x 64
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass
 class KernelTiles:
-    """Iterate over the tiles of a driver's rows with one block of columns after another.
+    """The tiles of a driver's rows with one block of columns after another.
 
     Args:
         driver: of the rows; the caller adds its bias.
         positive, excluded: sets of entries.
         candidates: code of the candidates, as in :class:`kernels.TileInputs`.
         row_terms: scales and offsets of the rows, or None.
-        side: rows and columns of a tile.
+        bytes_of_an_entry: all tiles' bytes for an entry of S, here and in plain PyTorch.
         dtype: of the factors, and of dS.
         pairs: the sets that `positive` and `excluded` describe.
     """
@@ -46,7 +49,7 @@ class KernelTiles:
     excluded: Members
     candidates: int
     row_terms: kernels.RowTerms | None
-    side: int
+    bytes_of_an_entry: tuple[int, int]
     dtype: torch.dtype
     pairs: Pairs
     _written: Tensor | None = field(default=None, init=False)
@@ -79,6 +82,8 @@ class KernelTiles:
         if dtype not in _DTYPES and not (dtype == torch.float16 and float16 and not normed):
             return None
         device = driver.x.device
+        if kernels.in_doubt(dtype, device):
+            return None
         positive, excluded = (members(entries, columns, device) for entries in (pairs.positive, pairs.excluded))
         if positive is None or excluded is None:
             return None
@@ -86,16 +91,29 @@ class KernelTiles:
         if normed or offsets is not None:
             scales = torch.ones(driver.count, dtype=torch.float32, device=device)
             row_terms = kernels.RowTerms(scales if driver.norms is None else scales.div_(driver.norms[:, 0]), offsets)
-        side = side_of_tiles(driver.side, dtype)
-        if bytes_of_an_entry is not None:
-            ours, theirs = bytes_of_an_entry
-            side = isqrt(driver.side**2 * theirs // ours)
-        return cls(driver, positive, excluded, candidates, row_terms, side, dtype, pairs)
+        if bytes_of_an_entry is None:
+            bytes_of_an_entry = dtype.itemsize, _TILES * driver.dtype.itemsize
+        return cls(driver, positive, excluded, candidates, row_terms, bytes_of_an_entry, dtype, pairs)
 
-    def __call__(self, block: Block) -> Iterator[tuple[Tile, kernels.TileInputs]]:
-        """Yield each tile of the block."""
+    def of_gradients(self, block: Block) -> Iterator[tuple[Tile, kernels.TileInputs]]:
+        """Yield each tile of the block whose dS, or exponentials, a kernel writes."""
+        ours, theirs = self.bytes_of_an_entry
+        yield from self._of(block, self._plain_entries(block) * theirs // ours)
+
+    def of_sums(self, block: Block) -> Iterator[tuple[Tile, kernels.TileInputs]]:
+        """Yield each tile of the block of which a kernel writes sums alone: mostly the whole block."""
+        ours, theirs = self.bytes_of_an_entry
+        parts = max(1, ours // self.dtype.itemsize)
+        yield from self._of(block, self._plain_entries(block) * theirs * _ENTRIES_OF_A_BYTE // parts)
+
+    def _plain_entries(self, block: Block) -> int:
+        """Return the entries of a tile of plain PyTorch's."""
+        rows, cols = (min(self.driver.side, at.stop - at.start) for at in (block.rows, block.cols))
+        return max(1, rows * cols)
+
+    def _of(self, block: Block, entries: int) -> Iterator[tuple[Tile, kernels.TileInputs]]:
         driver, row_terms = self.driver, self.row_terms
-        for tile in tiles(block.rows, block.cols, self.side, triangle=block.triangle):
+        for tile in launches(block, entries, driver.side):
             of_tile = None
             if row_terms is not None:
                 offsets = None if row_terms.offsets is None else row_terms.offsets[tile.rows]
@@ -120,6 +138,7 @@ class KernelTiles:
         """Return memory for a tile of dS, or for several."""
         shape = (*several, *tile.shape)
         if self._written is None or self._written.numel() < prod(shape):
+            self._written = None  # free it before the larger one is allocated
             self._written = self.driver.x.new_empty(prod(shape), dtype=self.dtype)
         return self._written[: prod(shape)].view(shape)
 
@@ -168,6 +187,10 @@ def dtype_of_kernels(driver: Driver) -> torch.dtype | None:
     return driver.dtype if precision.named else driver.x.dtype
 
 
-def side_of_tiles(side: int, dtype: torch.dtype) -> int:
-    """Return the side of a tile of dS that has the memory of two tiles of this side in plain PyTorch."""
-    return isqrt(side**2 * _TILES * accumulation_dtype(dtype).itemsize // dtype.itemsize)
+def columns_of_tiles(side: int, dtype: torch.dtype) -> int:
+    """Return the columns of a tile of dS with `side` rows and the memory of two tiles of this side in plain PyTorch.
+
+    >>> columns_of_tiles(4096, torch.bfloat16), columns_of_tiles(4096, torch.float32)
+    (16384, 8192)
+    """
+    return side * _TILES * accumulation_dtype(dtype).itemsize // dtype.itemsize

@@ -49,7 +49,7 @@ class KernelNestedSweep(NestedSweep):
         if self._tiles is None:
             super().sums(block, rows, targets, cols)
             return
-        for tile, inputs in self._tiles(block):
+        for tile, inputs in self._tiles.of_sums(block):
             here = relative(tile.cols, block)
             of_rows, of_targets, of_cols = kernels.nested_sums(
                 self._nested(tile, inputs, block), shift=self.shift, cols=cols is not None
@@ -74,7 +74,7 @@ class KernelNestedSweep(NestedSweep):
             super().gradients(block, rows, targets, cols, u, v, of_rows, of_cols)
             return
         precision = self.driver.precision
-        for tile, inputs in self._tiles(block):
+        for tile, inputs in self._tiles.of_gradients(block):
             here, grads = relative(tile.cols, block), self._tiles.gradient(tile, len(self.dims))
             weights = kernels.NestedWeights(
                 _by_part(rows[tile.rows]),

@@ -29,8 +29,9 @@ class KernelSigmoidSweep(SigmoidSweep):
         if self._tiles is None:
             super().block(block, u, v, bias=bias)
             return
-        for tile, inputs in self._tiles(block):
-            grad = None if u is None and v is None else self._tiles.gradient(tile)
+        alone = u is None and v is None
+        for tile, inputs in (self._tiles.of_sums if alone else self._tiles.of_gradients)(block):
+            grad = None if alone else self._tiles.gradient(tile)
             losses, totals = kernels.tile_sigmoid(
                 inputs,
                 grad,

@@ -51,7 +51,8 @@ class KernelSoftmaxSweep(SoftmaxSweep):
         if shift is None or self._tiles is None:
             super().sums(block, rows, cols)
             return
-        for tile, inputs in self._tiles(block):
+        tiles = self._tiles.of_sums if self.kept is None else self._tiles.of_gradients  # kept in the same order
+        for tile, inputs in tiles(block):
             sides = [
                 rows and rows[tile.rows],
                 None if tile.self_transposed else cols and cols[relative(tile.cols, block)],
@@ -80,7 +81,7 @@ class KernelSoftmaxSweep(SoftmaxSweep):
         normed = list(self._normed(block, u, v))
         for product, norms in normed:
             product.div_(norms)
-        for tile, inputs in self._tiles(block):
+        for tile, inputs in self._tiles.of_gradients(block):
             sides = [rows and rows[tile.rows], cols and cols[relative(tile.cols, block)]]
             grad, kept = self._tiles.gradient(tile), None if self.kept is None else self.kept.next(tile.shape)
             apart = None

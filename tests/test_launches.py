@@ -1,0 +1,162 @@
+"""The parts of S that launches of kernels compute: each entry once, in few launches, in the memory that is planned."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wholebatch import kernels
+from wholebatch.exchange.schedule import chunks
+from wholebatch.kernels import blocks, doubts
+from wholebatch.partition import Diagonal, Partition
+from wholebatch.sweep import (
+    Block,
+    Diagonals,
+    Driver,
+    KernelSoftmaxSweep,
+    Pairs,
+    Selection,
+    SoftmaxSweep,
+    Sums,
+    Weights,
+    columns_of_tiles,
+    default_side,
+)
+from wholebatch.sweep.kernel_tiles import KernelTiles
+from wholebatch.sweep.launches import launches, shape_of_tiles
+
+META, GPU = torch.device("meta"), torch.device("cuda", 0)
+
+
+def block_of(rows, cols, triangle=False, first_row=0, first_col=0):
+    at = slice(first_col, first_col + cols), slice(first_row, first_row + rows)
+    return Block(torch.empty(cols, 0), *at, triangle)
+
+
+@given(st.integers(0, 60), st.integers(0, 60), st.integers(1, 900), st.integers(1, 40), st.booleans())
+def test_each_entry_is_in_one_launch(rows, cols, entries, strip, triangle):
+    """In a triangle, an entry below the diagonal is in a square on the diagonal, or its mirror image is in a tile."""
+    cols = rows if triangle else cols
+    seen = torch.zeros(rows, cols, dtype=torch.int64)
+    for tile in launches(block_of(rows, cols, triangle, 3, 5), entries, strip):
+        assert 0 < tile.shape[0] * tile.shape[1] <= entries
+        here = seen[tile.rows.start - 3 : tile.rows.stop - 3, tile.cols.start - 5 : tile.cols.stop - 5]
+        here += 1
+        assert not tile.self_transposed or tile.shape[0] == tile.shape[1] <= strip
+        if triangle and not tile.self_transposed:
+            seen.T[tile.rows.start - 3 : tile.rows.stop - 3, tile.cols.start - 5 : tile.cols.stop - 5] += 1
+    assert (seen == 1).all()
+
+
+@given(st.integers(1, 2**21), st.integers(1, 2**21), st.integers(1, 2**27))
+def test_tiles_are_as_large_as_memory_allows(rows, cols, entries):
+    high, wide = shape_of_tiles(rows, cols, entries)
+    assert 0 < high <= rows
+    assert 0 < wide <= cols
+    assert high * wide <= entries
+    tiles = -(-rows // high) * -(-cols // wide)
+    if min(rows, cols, entries) >= 2**14:  # else rounding to whole programs is coarse
+        assert tiles <= 3 * rows * cols / entries + 4
+
+
+class OfBothPasses:
+    """The tiles that kernels are started for, and the bytes of each."""
+
+    def __init__(self, monkeypatch, rows, widths, *, side=4096):
+        self.of_sums, self.of_gradients = [], []
+        self.partial_bytes = []
+        monkeypatch.setattr("wholebatch.kernels.launch.run", self.record)
+        monkeypatch.setattr("wholebatch.kernels.launch.capability", lambda device: (9, 0))
+        monkeypatch.setattr("wholebatch.sweep.kernel_tiles.add_product_", lambda *given: None)
+        columns, dim = sum(widths), 512
+        x, y = (torch.empty(n, dim, dtype=torch.bfloat16, device=META) for n in (rows, columns))
+        pairs = Pairs(Diagonals(Diagonal(0, 0, min(rows, columns))))
+        sweep = KernelSoftmaxSweep(Driver(x, 14.3, side=side), Selection(pairs), columns)
+        of_rows, of_cols = (torch.empty(n, dtype=torch.float64, device=META) for n in (rows, columns))
+        u, v = (torch.empty(n, dim, device=META) for n in (rows, columns))
+        ends = [sum(widths[:at]) for at in range(len(widths) + 1)]
+        for first, stop in pairwise(ends):
+            at = slice(first, stop)
+            block = Block(y[at], at, slice(0, rows))
+            fields = {"sum": of_rows, "target": of_rows}
+            sweep.sums(block, Sums(3.0, fields), Sums(3.0, {"sum": of_cols[at]}))
+            sweep.gradients(
+                block, Weights(3.0, of_rows, of_rows, None), Weights(3.0, of_cols[at], None, None), u, v[at]
+            )
+
+    def record(self, kernel, programs, x, y, *tensors, **constants):
+        tile = len(x), len(y)
+        if kernel.__name__ == "tile_sums":
+            self.of_sums.append(tile)
+            self.partial_bytes.append(sum(part.numel() for part in tensors[:2]) * 4)
+        else:
+            self.of_gradients.append(tile)
+
+
+def test_launches_of_one_rank_of_eight(monkeypatch):
+    """4096 rows against 32768 columns, which arrive in two transfers: 2 + 2 launches, once 8 + 8."""
+    columns = Partition((4096,) * 8)
+    least = columns_of_tiles(default_side(GPU), torch.bfloat16)
+    widths = [4096 * len(ranks) for ranks in chunks(columns, least)]
+    found = OfBothPasses(monkeypatch, 4096, widths)
+    assert found.of_sums == found.of_gradients == [(4096, 16384)] * 2
+    assert len(OfBothPasses(monkeypatch, 4096, [4096] * 8).of_sums) == 8  # with a transfer for each rank
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols"), [(4096, 32768), (32768, 32768), (1_250_000, 4096), (256, 2**20), (2**17, 2**17), (300, 500)]
+)
+def test_memory_is_that_of_two_tiles_of_plain_pytorch(monkeypatch, rows, cols):
+    planned = 2 * 4 * min(4096, rows) * min(4096, cols)
+    found = OfBothPasses(monkeypatch, rows, [cols])
+    assert max(high * wide * 2 for high, wide in found.of_gradients) <= planned
+    assert max(found.partial_bytes) <= planned
+    assert sum(high * wide for high, wide in found.of_sums) == rows * cols
+    assert len(found.of_sums) <= len(found.of_gradients)
+    if cols == 32768 and rows == 4096:
+        assert len(found.of_sums) == 1
+
+
+def test_float32_is_not_multiplied_on_blackwell_before_a_check(monkeypatch):
+    of = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    for capability, expected in (((9, 0), Counter()), ((10, 0), Counter(float32=1)), ((10, 3), Counter(float32=1))):
+        monkeypatch.setattr(doubts, "capability", lambda device, capability=capability: capability)
+        assert Counter(name for name, dtype in of.items() if kernels.in_doubt(dtype, GPU)) == expected
+    monkeypatch.setattr(doubts, "_passed", set())
+    kernels.passed_check(GPU)
+    assert not kernels.in_doubt(torch.float32, GPU)
+    assert kernels.in_doubt(torch.float32, torch.device("cuda", 1))
+    assert not kernels.in_doubt(torch.float32, torch.device("cpu"))
+
+
+def test_features_in_doubt_use_plain_pytorch(monkeypatch):
+    monkeypatch.setattr(kernels, "in_doubt", lambda dtype, device: dtype == torch.float32)
+    monkeypatch.setattr(kernels, "tile_sums", None)
+    x, pairs = torch.randn(20, 8), Pairs(Diagonals(Diagonal(0, 0, 20)))
+    assert KernelTiles.of(Driver(x, 1.0, side=8), pairs, 20) is None
+    assert KernelTiles.of(Driver(x.bfloat16(), 1.0, side=8), pairs, 20) is not None
+    found = []
+    for kind, columns in ((KernelSoftmaxSweep, [20]), (SoftmaxSweep, [])):
+        sums = Sums(3.0, {"sum": torch.zeros(20, dtype=torch.float64)})
+        kind(Driver(x, 1.0, side=8), Selection(pairs), *columns).sums(Block(x, slice(0, 20), slice(0, 20)), sums, None)
+        found.append(sums.fields["sum"])
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)])
+def test_two_programs_fit_on_an_sm_where_registers_suffice(capability):
+    """A program of 8 warps, each thread with 149 registers, is alone on an SM; programs of 4 warps are two."""
+    clip = blocks.Form(capability, single=False, features=256, columns=4096, compared=1, ids=False, lean=True)
+    found = blocks.blocks_of(clip)
+    alone = 65536 // (8 * 32 * 149)
+    assert alone == 1
+    if capability in ((8, 0), (9, 0)):
+        assert (found.rows, found.cols, found.warps) == (128, 128, 4)
+        assert 65536 // (found.warps * 32 * 255) == 2
+    else:  # there 4 warps spill
+        assert found.warps == 8

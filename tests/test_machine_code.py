@@ -1,0 +1,58 @@
+"""The machine code of kernels, compiled without a GPU, by the Triton that is installed: `make kernels` takes others."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from inspect import isfunction, signature
+from pathlib import Path
+
+import pytest
+
+from wholebatch import kernels
+
+pytest.importorskip("triton")
+LAUNCHERS = {  # a launcher has the name of its kernel, and takes a tile first
+    name
+    for name, function in vars(kernels).items()
+    if name in kernels.__all__ and isfunction(function) and [*signature(function).parameters][:1] == ["tile"]
+}
+ALL_KERNELS = os.environ.get("WHOLEBATCH_TEST_KERNELS") == "all"  # `make kernels`: minutes
+KIB_OF_A_PROGRAM = {80: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
+KIB_OF_AN_SM = {80: 164, 89: 100, 90: 228, 100: 228, 103: 228, 120: 100}
+REGISTERS_OF_AN_SM = 65536
+
+
+def test_machine_code():
+    """Tensor cores are used, no register is spilled, and shared memory is large enough."""
+    environment = {name: of for name, of in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-W", "error", Path(__file__).parent / "compile_kernels.py", *["--all"] * ALL_KERNELS],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    *found, too_large = [json.loads(line) for line in run.stdout.splitlines()]
+    assert too_large["spills"] > 0
+    assert {of["capability"] for of in found} >= (set(KIB_OF_A_PROGRAM) if ALL_KERNELS else {80, 90, 100})
+    assert {of["kernel"] for of in found} == LAUNCHERS, "the losses start every kernel"
+    spilled = [of for of in found if of["spills"]]
+    assert not spilled, spilled
+    for of in found:
+        constants, capability = of["constants"], of["capability"]
+        assert of["narrow loads"] == 0 or constants.get("ENDS", 8) < 8, of  # parts of 7 features, for one
+        assert of["products"] > 0 or constants.get("KEPT"), of
+        assert of["registers"] <= 255, of
+        assert of["shared"] <= KIB_OF_A_PROGRAM[capability] * 1024, of
+        if constants["num_warps"] == 4 and constants["BN"] == 128:  # an SM has room for two programs
+            assert 2 * 32 * 4 * of["registers"] <= REGISTERS_OF_AN_SM, of
+            assert 2 * (of["shared"] + 1024) <= KIB_OF_AN_SM[capability] * 1024, of
+        if of["dtype"] == "torch.float32" and capability in (100, 103):  # where overlapping products have been wrong
+            assert constants["num_stages"] == 1, of
+    if ALL_KERNELS:
+        assert any(of["constants"]["num_warps"] == 4 and of["constants"]["BN"] == 128 for of in found)
