@@ -48,27 +48,27 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
         caller=caller,
         must_match=(*_MUST_MATCH, *checks.must_match, GRAD_ENABLED),
     )
-    rows = {name: Partition(tuple(facts["rows"][name] for facts in by_rank)) for name in inputs.given_features}
+    rows = {name: Partition(tuple(by_rank.column("rows", name))) for name in inputs.given_features}
     first_name, first = inputs.first
     if rows[first_name].total == 0:
         raise ValueError(f"{caller}: the global batch is empty, every rank passed 0 rows; skip the step on all ranks")
-    scalars = {name: [facts["scalars"][name] for facts in by_rank] for name in inputs.given_scalars}
+    scalars = {name: by_rank.column("scalars", name) for name in inputs.given_scalars}
     for name, values in scalars.items():
         _check_equal(caller, name, values)
-    if inputs.weights[0] is not None and not any(facts["weight"] for facts in by_rank):
+    if inputs.weights[0] is not None and not any(by_rank.column("weight")):
         raise ValueError(
             f"{caller}: weights must not be 0 for every example of every rank; give at least one a positive weight"
         )
     joined = join([*inputs.differentiable.values()], by_rank)
     return Facts(
         caller=caller,
-        call=number_call([facts[CALL] for facts in by_rank]),
+        call=number_call(by_rank.column(CALL)),
         options=options,
         comm=comm,
         scalars={name: values[0] for name, values in scalars.items()},
         rows=rows,
-        norms={name: max(facts["norms"][name] for facts in by_rank) for name in inputs.given_features},
-        min_pair_product=min(facts[MIN_PAIR_PRODUCT] for facts in by_rank),
+        norms={name: max(by_rank.column("norms", name)) for name in inputs.given_features},
+        min_pair_product=min(by_rank.column(MIN_PAIR_PRODUCT)),
         inputs=enter(dict(zip(inputs.differentiable, joined, strict=True)), inputs.scalars, comm, options),
         vectors=inputs.given_ids,
         by_rank=by_rank,
