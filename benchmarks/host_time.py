@@ -4,7 +4,7 @@ Usage: python benchmarks/host_time.py [ranks | small | profile]
 
 `ranks`: forward and backward of `clip_loss` on one rank of torch's fake process group, which copies and never waits.
 With few rows a rank, the rest is the host's work: the handshake at the entry, and all of a step. The count of
-aten operators says the same without a clock. `small`: B x 512 on one process, beside the dense formula of plain PyTorch.
+aten operators says the same without a clock. `small`: B x 512 on one process, beside the dense formula in PyTorch.
 `profile`: where the time of a step of 32 pairs goes. A figure is the median of repeats, on one thread.
 """
 

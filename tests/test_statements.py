@@ -116,7 +116,7 @@ def all_complain_body():
     def state():
         raise ValueError("the same mistake")
 
-    with pytest.raises(ValueError, match="test: the same mistake$"):
+    with pytest.raises(ValueError, match=r"test: the same mistake$"):
         comm.handshake(state, caller="test")
     return comm.handshake(lambda: {"x": 1}, caller="test") == [{"x": 1}] * 2
 

@@ -117,13 +117,15 @@ def _memory_bytes() -> int:
     return min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _ADDRESSABLE)
 
 
-def on_host(numbers: Mapping[str, Tensor]) -> dict[str, float]:
+def on_host(numbers: Mapping[str, Tensor | float]) -> dict[str, float]:
     """Copy tensors of one element to the host, as numbers; the host waits once for each device."""
-    found: dict[str, float] = {}
-    for device in {x.device for x in numbers.values()}:
-        on_device = {name: x for name, x in numbers.items() if x.device == device}
-        stacked = torch.stack([x.detach().reshape(()).to(wide_dtype(device)) for x in on_device.values()])
-        found.update(zip(on_device, stacked.tolist(), strict=True))
+    found = {name: x for name, x in numbers.items() if not isinstance(x, Tensor)}
+    tensors = {name: x.detach().reshape(()) for name, x in numbers.items() if isinstance(x, Tensor)}
+    for device in {x.device for x in tensors.values()}:
+        on_device = {name: x for name, x in tensors.items() if x.device == device}
+        alike = len({x.dtype for x in on_device.values()}) == 1
+        stacked = torch.stack([x if alike else x.to(wide_dtype(device)) for x in on_device.values()])
+        found.update(zip(on_device, map(float, stacked.tolist()), strict=True))
     return found
 
 

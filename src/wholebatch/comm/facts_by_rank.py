@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, overload
 
-from .records import Records, Slot, fill
+from .records import Records, Slot, all_equal, fill
 
 Facts = dict[str, Any]  # JSON values by name
 
@@ -16,7 +16,7 @@ class FactsByRank(Sequence[Facts]):
     """The facts of rank 0, 1, ..., W - 1.
 
     Args:
-        facts: of each rank, with slots in the place of numbers; the same object for ranks with one text.
+        facts: of each rank, with slots instead of numbers; the same object for ranks with one text.
         records: of all ranks, with these numbers; None: there are no slots.
         columns: further facts, by name: one value of each rank.
     """
@@ -28,7 +28,7 @@ class FactsByRank(Sequence[Facts]):
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> None:
         self._facts, self._records, self._columns = facts, records, dict(columns or {})
-        self._alike = all(of_rank is facts[0] for of_rank in facts)
+        self._alike = all_equal([*map(id, facts)])
 
     def __len__(self) -> int:
         return len(self._facts)
@@ -64,7 +64,9 @@ class FactsByRank(Sequence[Facts]):
 
     def column(self, *path: str) -> list[Any]:
         """Return one fact of every rank, rank 0's first; further names lead into a fact that is a mapping."""
-        if path[0] in self._columns or not self._alike:
+        if path[0] in self._columns:
+            return [_at(value, path[1:]) for value in self._columns[path[0]]]
+        if not self._alike:
             return [_at(of_rank, path) for of_rank in self._filled]
         return self._column(_at(self._facts[0], path))
 
@@ -74,12 +76,23 @@ class FactsByRank(Sequence[Facts]):
             return [self._column(entry) for entry in self._facts[0][name]]
         return [list(column) for column in zip(*self.column(name), strict=True)]
 
+    def columns_of_mapping(self, name: str) -> dict[str, list[Any]] | None:
+        """Return, for each entry of a fact that is a mapping, its value on every rank; None if the names differ."""
+        if self._alike:
+            return {key: self._column(of) for key, of in self._facts[0][name].items()}
+        of_ranks = [of_rank[name] for of_rank in self._filled]
+        if any(of_rank.keys() != of_ranks[0].keys() for of_rank in of_ranks):
+            return None
+        return {key: [of_rank[key] for of_rank in of_ranks] for key in of_ranks[0]}
+
     def differing(self, name: str) -> list[Any] | None:
         """Return the values of a fact if they differ between ranks, None for a rank without it; NaN equals NaN."""
         if self._alike and not _has_slots(self._facts[0].get(name)):
             return None
         values = self.column(name) if self._alike else [of_rank.get(name) for of_rank in self._filled]
-        same = all(value == values[0] or json.dumps(value) == json.dumps(values[0]) for value in values)
+        same = all_equal(values) or all(
+            value == values[0] or json.dumps(value) == json.dumps(values[0]) for value in values
+        )
         return None if same else values
 
     def _column(self, fact: Any) -> list[Any]:

@@ -85,7 +85,7 @@ def handshake(
         return FactsByRank([local.read_back() if local.on_device else {**facts}])
     if mistake is None:
         agreed = FactsByRank([of_rank[FACTS] for of_rank in everyone], records)
-        mistake = _other_callers(everyone, agreed) or _other_facts(caller, agreed, must_match)
+        mistake = _other_callers(everyone, agreed) or different_facts(caller, agreed, must_match)
     if mistake is not None:
         raise mistake from cause
     return agreed
@@ -164,8 +164,8 @@ def _other_callers(everyone: Sequence[Facts], agreed: FactsByRank) -> Exception 
     )
 
 
-def _other_facts(caller: str, agreed: FactsByRank, must_match: Sequence[str]) -> Exception | None:
-    """Return the error about the first fact that differs between ranks, if one does."""
+def different_facts(caller: str, agreed: FactsByRank, must_match: Sequence[str]) -> Exception | None:
+    """Return the error about the first fact that differs between ranks, if one does: the same on all ranks."""
     for name in must_match:
         values = agreed.differing(name)
         if values is not None:

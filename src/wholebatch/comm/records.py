@@ -3,12 +3,12 @@
     text      {"caller": "clip_loss", "facts": {"rows": null, "dtype": "torch.float32"}, "numbers": "i-"}
     record    start | digest of the text (2) | its length | numbers (up to 59) | end          64 words of 64 bits
 
-The text has null in the place of each number; its "numbers" say which values of the facts these are, in order: i, f and
+The text has null instead of each number; its "numbers" say which values of the facts these are, in order: i, f and
 b (int, float, bool), d (on a device), - for a value that stays in the text. In most calls all ranks have one text. Then
 the records say everything, and no rank reads any text. A number on a device goes into the record there: the host waits
 once, when it reads all records.
 
-A rank that finds other bytes in the place of a record has met another rank in the middle of another operation: the
+A rank that finds other bytes instead of a record has met another rank in the middle of another operation: the
 first and the last word show it.
 """
 
@@ -39,14 +39,14 @@ _TYPES: dict[str, Any] = {"b": bool, "i": int, "f": float, "d": float}
 
 @dataclass(frozen=True)
 class OnDevice:
-    """A number that is still on its device, in the place of a fact: a tensor of one element."""
+    """A number that is still on its device, instead of a fact: a tensor of one element."""
 
     number: Tensor
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of a number in a record, in the place of a fact."""
+    """The place of a number in a record, instead of a fact."""
 
     at: int
     kind: str
@@ -57,8 +57,10 @@ class Slot:
 
     def column(self, records: Records) -> list[Any]:
         """Return the fact of every rank."""
-        column = records.column(self.at)
-        return column if _TYPES[self.kind] is float else [*map(_TYPES[self.kind], column)]
+        column, kind = records.column(self.at), _TYPES[self.kind]
+        if kind is float:
+            return column
+        return [kind(column[0])] * len(column) if all_equal(column) else [*map(kind, column)]
 
 
 def take_numbers(facts: object) -> tuple[Any, str, list[float], list[OnDevice]]:
@@ -118,7 +120,7 @@ def with_slots(statement: dict[str, Any]) -> dict[str, Any]:
 
 
 def fill(facts: Any, numbers: Sequence[float]) -> Any:
-    """Return facts with numbers in the place of their slots."""
+    """Return facts with numbers instead of their slots."""
     if isinstance(facts, dict):
         return {key: fill(of, numbers) for key, of in facts.items()}
     if isinstance(facts, list):
@@ -169,15 +171,17 @@ class Records:
 
     def foreign(self) -> Iterator[int]:
         """Yield the ranks whose words are no record."""
-        for rank, ends in enumerate(zip(self._words(0), self._words(WORDS - 1), strict=True)):
-            if ends != (_START, _END):
+        starts, ends = self._words(0), self._words(WORDS - 1)
+        if starts[0] == _START and ends[0] == _END and all_equal(starts) and all_equal(ends):
+            return
+        for rank, of_rank in enumerate(zip(starts, ends, strict=True)):
+            if of_rank != (_START, _END):
                 yield rank
 
     def different_lengths(self) -> list[int] | None:
         """Return the length of each rank's text, or None if all ranks have the same text."""
-        digests = zip(self._words(1), self._words(2), strict=True)
-        lengths = self._words(3)
-        return lengths if len(set(zip(digests, lengths, strict=True))) > 1 else None
+        first, second, lengths = (self._words(at) for at in (1, 2, 3))
+        return None if all_equal(first) and all_equal(second) and all_equal(lengths) else lengths
 
     def numbers(self, rank: int) -> list[float]:
         """Return the numbers of one rank."""
@@ -194,6 +198,11 @@ class Records:
 
     def _view(self, kind: Any) -> memoryview:
         return bytes_of(self.words).cast(kind)
+
+
+def all_equal(column: Sequence[Any]) -> bool:
+    """Return whether all values equal the first, at the speed of C; NaN equals nothing."""
+    return column.count(column[0]) == len(column)
 
 
 def bytes_of(x: Tensor) -> memoryview:
