@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from ._settings import checked_path as checked_path
 from ._settings import shown as shown
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_K = TypeVar("_K")
 _ADDRESSABLE = 2**63 - 1  # bytes, at most, of a tensor
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -117,7 +118,7 @@ def _memory_bytes() -> int:
     return min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _ADDRESSABLE)
 
 
-def on_host(numbers: Mapping[str, Tensor | float]) -> dict[str, float]:
+def on_host(numbers: Mapping[_K, Tensor | float] | Mapping[_K, Tensor]) -> dict[_K, float]:
     """Copy tensors of one element to the host, as numbers; the host waits once for each device."""
     found = {name: x for name, x in numbers.items() if not isinstance(x, Tensor)}
     tensors = {name: x.detach().reshape(()) for name, x in numbers.items() if isinstance(x, Tensor)}

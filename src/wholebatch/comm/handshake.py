@@ -12,8 +12,10 @@ See `statement` for both. The facts of W ranks with one text are made from it an
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from .._settings import check_callable, check_instance, check_sequence
 from .binding import CallError
 from .compiled import eager
 from .facts_by_rank import Facts, FactsByRank
-from .records import RECORD_BYTES, OnDevice, Records, bytes_of, fill, record, take_numbers, with_slots
+from .records import RECORD_BYTES, OnDevice, Records, bytes_of, record, take_numbers, with_slots
 from .statement import FACTS, KINDS, NoStatementError, decode, encode
 from .transport import Checked, CommunicationError, Transport, named
 
@@ -73,6 +75,9 @@ def handshake(
             check_instance("must_match", name, str, "names of facts")
         facts = check_callable("state", state)()
         check_instance("the return value of state", facts, Mapping, "a mapping of JSON values")
+        if transport.size == 1:
+            json.dumps(facts, default=_no_json)  # a fact that is no JSON value is a mistake on one rank, too
+            return FactsByRank([_read_back(facts)])
         local = _stated(caller, facts)
     except Exception as error:
         cause = error
@@ -81,8 +86,6 @@ def handshake(
         local = _Local(caller, {_CALLER: caller, _COMPLAINT: text, _KIND: kind})
     everyone, records = ([local.statement], None) if transport.size == 1 else _exchange(transport, local, checked)
     mistake = _complaints(everyone)
-    if mistake is None and transport.size == 1:
-        return FactsByRank([local.read_back() if local.on_device else {**facts}])
     if mistake is None:
         agreed = FactsByRank([of_rank[FACTS] for of_rank in everyone], records)
         mistake = _other_callers(everyone, agreed) or different_facts(caller, agreed, must_match)
@@ -103,11 +106,6 @@ class _Local:
     def __post_init__(self) -> None:
         self.text = encode(self.statement)  # raises for a fact that is no JSON value, such as an array for a number
 
-    def read_back(self) -> Facts:
-        """Return the facts, with the numbers on the device, for which the host waits."""
-        filled: Facts = fill(with_slots(self.statement)[FACTS], [*self._on_host(), *self.numbers])
-        return filled
-
     def record(self, transport: Transport) -> Tensor:
         """Return the record, on the device where the numbers are, if it travels from there."""
         tensors = [of.number for of in self.on_device]
@@ -118,6 +116,26 @@ class _Local:
     def _on_host(self) -> list[float]:
         found = on_host({str(at): of.number for at, of in enumerate(self.on_device)})
         return [found[str(at)] for at in range(len(found))]
+
+
+def _read_back(facts: Mapping[str, Any]) -> Facts:
+    """Return facts with all numbers, those on the device included, for which the host waits."""
+    groups = {name: value for name, value in facts.items() if isinstance(value, Mapping)}
+    numbers = {(name, key): of for name, group in groups.items() for key, of in group.items() if _is_on_device(of)}
+    found = on_host({at: of.number for at, of in numbers.items()})
+    filled = {**facts}
+    for name in {name for name, _ in found}:
+        filled[name] = {key: found.get((name, key), of) for key, of in groups[name].items()}
+    return filled
+
+
+def _is_on_device(value: object) -> bool:
+    return isinstance(value, OnDevice)
+
+
+def _no_json(value: object) -> None:
+    if not isinstance(value, OnDevice):
+        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def _stated(caller: str, facts: Mapping[str, object]) -> _Local:
@@ -208,18 +226,22 @@ def _exchange(transport: Transport, local: _Local, checked: Checked) -> tuple[li
             raise _foreign(transport, local.who, rank, f"{RECORD_BYTES} bytes that are no statement of a call")
         lengths = records.different_lengths()
         if lengths is None:
-            return [with_slots(local.statement)] * transport.size, records
+            return [_parsed(local.text)] * transport.size, records
         text = torch.frombuffer(bytearray(local.text.ljust(max(lengths))), dtype=torch.uint8).unsqueeze(0)
         texts = _gathered(transport, local.who, checked, text)
-    parsed: dict[bytes, Facts] = {}
-    rows = [bytes(bytes_of(row)) for row in texts]
-    for rank, row in enumerate(rows):
+    everyone: list[Facts] = []
+    for rank, row in enumerate(texts):
         try:
-            if row not in parsed:
-                parsed[row] = with_slots(decode(row))
+            everyone.append(_parsed(bytes(bytes_of(row))))
         except NoStatementError as error:
             raise _foreign(transport, local.who, rank, str(error)) from error
-    return [parsed[row] for row in rows], records
+    return everyone, records
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: bytes) -> Facts:
+    """Return the statement of a text, with slots for its numbers: the text of a loss is the same in each step."""
+    return with_slots(decode(text))
 
 
 def _gathered(transport: Transport, who: str, checked: Checked, x: Tensor) -> Tensor:

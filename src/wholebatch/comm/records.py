@@ -19,6 +19,7 @@ import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
@@ -63,20 +64,23 @@ class Slot:
         return [kind(column[0])] * len(column) if all_equal(column) else [*map(kind, column)]
 
 
-def take_numbers(facts: object) -> tuple[Any, str, list[float], list[OnDevice]]:
+def take_numbers(facts: object, most: int = _MOST) -> tuple[Any, str, list[float], list[OnDevice]]:
     """Return facts with None for each number, their kinds, the numbers, and the numbers on a device.
 
-    At most as many numbers as fit into a record are taken, those on a device in any case.
+    As many numbers as fit into a record, `most`, are taken, those on a device in any case.
     """
     numbers: list[float] = []
     on_device: list[OnDevice] = []
     kinds: list[str] = []
-    room = _MOST - _count_on_device(facts)
-    assert room >= 0, "too many numbers on the device for a handshake; please report this"
 
     def walk(value: Any) -> Any:
         kind = type(value)
-        if kind is dict or isinstance(value, Mapping):
+        taken = _KINDS.get(kind)
+        if taken is not None and len(numbers) < most and (kind is not int or -_EXACT <= value <= _EXACT):
+            numbers.append(value)
+            kinds.append(taken)
+            return None
+        if kind is dict or (kind is not str and isinstance(value, Mapping)):
             items = value if all(isinstance(key, str) for key in value) else json.loads(json.dumps(value))
             return {key: walk(of) for key, of in items.items()}
         if kind is list or kind is tuple:
@@ -85,20 +89,14 @@ def take_numbers(facts: object) -> tuple[Any, str, list[float], list[OnDevice]]:
             on_device.append(value)
             kinds.append("d")
             return None
-        if kind in _KINDS and len(numbers) < room and (kind is not int or -_EXACT <= value <= _EXACT):
-            numbers.append(value)
-            kinds.append(_KINDS[kind])
-            return None
         kinds.append("-")
         return value
 
-    return walk(facts), "".join(kinds), numbers, on_device
-
-
-def _count_on_device(facts: object) -> int:
-    if isinstance(facts, Mapping):
-        return sum(map(_count_on_device, facts.values()))
-    return isinstance(facts, OnDevice)
+    without = walk(facts)
+    if len(numbers) + len(on_device) <= _MOST:
+        return without, "".join(kinds), numbers, on_device
+    assert len(on_device) <= _MOST, "too many numbers on the device for a handshake; please report this"
+    return take_numbers(facts, _MOST - len(on_device))
 
 
 def with_slots(statement: dict[str, Any]) -> dict[str, Any]:
@@ -185,19 +183,24 @@ class Records:
 
     def numbers(self, rank: int) -> list[float]:
         """Return the numbers of one rank."""
-        found: list[Any] = self._view("d")[rank * WORDS + _FIRST : (rank + 1) * WORDS - 1].tolist()
+        found: list[Any] = self._numbers[rank * WORDS + _FIRST : (rank + 1) * WORDS - 1].tolist()
         return found
 
     def column(self, at: int) -> list[float]:
         """Return one number of each rank."""
-        found: list[Any] = self._view("d")[_FIRST + at :: WORDS].tolist()
+        found: list[Any] = self._numbers[_FIRST + at :: WORDS].tolist()
         return found
 
     def _words(self, at: int) -> list[int]:
-        return self._view("q")[at::WORDS].tolist()
+        return self._integers[at::WORDS].tolist()
 
-    def _view(self, kind: Any) -> memoryview:
-        return bytes_of(self.words).cast(kind)
+    @cached_property
+    def _integers(self) -> memoryview[int]:
+        return bytes_of(self.words).cast("q")
+
+    @cached_property
+    def _numbers(self) -> memoryview[float]:
+        return bytes_of(self.words).cast("d")
 
 
 def all_equal(column: Sequence[Any]) -> bool:

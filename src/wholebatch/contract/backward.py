@@ -86,7 +86,7 @@ def _compare(comm: Communicator, call: str, grad: Tensor, one_loss: bool) -> Ten
     facts = {_GRADIENT: grad.item()} if one_loss else {}
     everyone = comm.handshake(lambda: facts, caller=BACKWARD + call)
     if one_loss:
-        gradients = [facts_of_rank[_GRADIENT] for facts_of_rank in everyone]
+        gradients = everyone.column(_GRADIENT)
         if not all(_close(value, gradients[0]) for value in gradients):
             raise ValueError(
                 f"{BACKWARD}{call}: the incoming gradient must be the same on all ranks, got {gradients}: the loss is "
