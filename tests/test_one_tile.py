@@ -1,4 +1,4 @@
-"""Small batches on one process are computed as one tile: the same loss and gradients, in half of the operations."""
+"""Small batches are computed as one tile: the same loss and gradients, in half of the operations."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compare import assert_same
+from test_collectives import counted
 from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import wholebatch as wb
 from wholebatch.nodes.one_tile import OneTile
+from wholebatch.testing import run_ranks
 
 F = wb.functional
 of_rows = import_module("wholebatch.nodes.row_statistics")  # the package has a function of this name
@@ -129,3 +131,35 @@ def test_a_small_step_starts_half_of_the_sweeps_operations():
             F.clip_loss(x, y, scale, memory=memory).backward()
         counts.append(seen.count)
     assert counts[0] <= 100 < 1.6 * counts[0] < counts[1]
+
+
+def ranks_body(counts):
+    """Compare loss and gradients with those of the sweep, and count the collectives of both."""
+    comm, rank = wb.comm.TorchCommunicator(), torch.distributed.get_rank()
+    seen, taken = counted(comm), []
+    node = SimpleNamespace(apply=lambda *args: (taken.append(args[0]), OneTile.apply(*args))[1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(of_rows, "OneTile", node)
+        for call in (F.clip_loss, lambda x, y, scale, **more: F.info_nce_loss(x, y, logit_scale=scale, **more)):
+            sides = []
+            for memory in ("auto", "flat"):
+                taken.clear(), seen.clear()
+                x, y, scale = inputs(sum(counts), torch.float64)
+                local = [z.detach().split(counts)[rank].requires_grad_() for z in (x, y)]
+                loss = call(*local, scale, group=comm, memory=memory)
+                loss.backward()
+                sides.append((loss.detach(), scale.grad, *(z.grad for z in local)))
+                assert len(taken) == (memory == "auto")
+                sides[-1] += (dict(seen),)
+            assert sides[0][-1] == sides[1][-1], "the same messages"
+            for one, other in zip(sides[0][:-1], sides[1][:-1], strict=True):
+                assert_same(one, other, relative=1e-12, absolute=1e-14)
+        taken.clear()
+        memory = "flat" if rank == 0 else "auto"  # the way is the same on all ranks, though this may differ
+        assert call(*local, scale, group=comm, memory=memory).isfinite()
+        assert not taken
+
+
+@pytest.mark.parametrize("counts", [(5, 3), (4, 4, 4), (2, 0, 3)], ids=str)
+def test_several_ranks_take_it_together(counts):
+    run_ranks(ranks_body, len(counts), counts)

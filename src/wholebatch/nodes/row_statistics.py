@@ -135,7 +135,7 @@ def row_statistics(
         in_kernels=in_kernels,
         dtype=dtype if operands.narrow else None,
     )
-    shift = shift_of_one_tile(plan, *features) if len(features) == 2 else None
+    shift = shift_of_one_tile(facts, plan, layout, dtype) if len(features) == 2 else None
     if shift is not None:
         of_rows, target, *of_cols = OneTile.apply(plan, shift, scale[1], *features)
         return RowStatistics(of_rows, target), RowStatistics(*of_cols) if of_cols else None
