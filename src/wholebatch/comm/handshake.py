@@ -23,10 +23,11 @@ from torch import Tensor
 
 from .._checks import on_host
 from .._settings import check_callable, check_instance, check_sequence
+from .._tensor_file import bytes_of
 from .binding import CallError
 from .compiled import eager
 from .facts_by_rank import Facts, FactsByRank
-from .records import RECORD_BYTES, OnDevice, Records, bytes_of, record, take_numbers, with_slots
+from .records import RECORD_BYTES, OnDevice, Records, record, take_numbers, with_slots
 from .statement import FACTS, KINDS, NoStatementError, decode, encode
 from .transport import Checked, CommunicationError, Transport, named
 

@@ -14,7 +14,6 @@ first and the last word show it.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._tensor_file import bytes_of
 from .statement import FACTS, KINDS
 
 WORDS = 64
@@ -206,9 +206,3 @@ class Records:
 def all_equal(column: Sequence[Any]) -> bool:
     """Return whether all values equal the first, at the speed of C; NaN equals nothing."""
     return column.count(column[0]) == len(column)
-
-
-def bytes_of(x: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU; the tensor must outlive the result."""
-    num_bytes = x.numel() * x.element_size()
-    return memoryview((ctypes.c_ubyte * num_bytes).from_address(x.data_ptr())).cast("B")
