@@ -184,7 +184,7 @@ def data_body():
     """Gather data on rank 1 by the collective that a handshake uses, while rank 0 calls a loss."""
     x = torch.randn(3, 4)
     if dist.get_rank():
-        dist.all_gather(list(torch.empty(2, 2048, dtype=torch.uint8)), torch.full((2048,), 7, dtype=torch.uint8))
+        dist.all_gather(list(torch.empty(2, 512, dtype=torch.uint8)), torch.full((512,), 7, dtype=torch.uint8))
         return ""
     with pytest.raises(CommunicationError) as caught:
         wb.functional.clip_loss(x, x, 1.0)
@@ -193,7 +193,7 @@ def data_body():
 
 def test_data_instead_of_a_statement_raises():
     text = run_ranks(data_body, 2)[0]
-    assert "in clip_loss: rank 1 sent 2048 bytes that are no statement" in text
+    assert "in clip_loss: rank 1 sent 512 bytes that are no statement" in text
     assert "in another collective of the same group" in text
 
 

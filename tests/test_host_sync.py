@@ -12,9 +12,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 from kernel_losses import losses
+from strict_transport import strict
 from torch.nn.functional import normalize
 
 import wholebatch as wb
+from wholebatch.testing import run_ranks
 
 NAMES = tuple(losses(*[torch.zeros(1, 1)] * 2, torch.zeros(1))[0])
 CUDA = torch.cuda.is_available()
@@ -97,10 +99,53 @@ def kernel(request, monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_loss_reads_its_inputs_once_at_entry(name, scale, kernel):
     """Plain PyTorch waits once more for each tile with equal ids or with an example's class: it lists the entries."""
+    assert reads(name, scale, kernel) == expected_reads(name, kernel)
+
+
+def expected_reads(name, kernel="torch"):
+    """Return the number of reads in forward and in backward, for one tile."""
     of_classes = name.startswith("partial_fc")
     listed = kernel == "torch" and (of_classes or "ids" in name or name == "sup_con")
     in_backward = listed and not name.startswith("siglip")  # siglip's gradient is computed by then
-    assert reads(name, scale, kernel) == (1 + listed, int(in_backward))
+    return 1 + listed, int(in_backward)
+
+
+def ranks_body(names):
+    """Return the reads of forward and backward of each loss, on ranks that send tensors of the CPU as NCCL would."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        strict(patch)
+        for name in names:
+            found[name] = reads(name, 14.3, "torch")
+        comm = wb.comm.TorchCommunicator()
+        with counted() as of_host:  # a handshake about facts on the host waits for these alone
+            comm.handshake(lambda: {"rows": 3}, caller="test")
+        found["mistake"] = reads_of_a_mistake()
+    return found, len(of_host)
+
+
+def reads_of_a_mistake():
+    x = torch.randn(4, 3)
+    if torch.distributed.get_rank():
+        x[0, 0] = torch.nan
+    with counted() as found, pytest.raises(ValueError, match="image_features must be finite") as caught:
+        wb.functional.clip_loss(x, x, 1.0)
+    assert "rank 1: " in str(caught.value)
+    return len(found)
+
+
+@pytest.mark.skipif(CUDA, reason="tensors of the CPU stand for those of a GPU")
+def test_on_several_ranks_the_host_waits_once_too():
+    """The numbers of all ranks are read together, after the all-gather; the others' numbers cost no further wait."""
+    for found, of_host in run_ranks(ranks_body, 2, NAMES, timeout_s=120):
+        mistake = found.pop("mistake")
+        assert mistake > 1, "the test counts the reads that the message needs"
+        assert of_host <= 1
+        for name, seen in found.items():
+            expected = expected_reads(name)
+            if name in ("nt_xent, ids", "sup_con"):  # two tiles, of the local rows and of the other rank's
+                expected = (3, 2)
+            assert seen == expected, name
 
 
 def test_nearly_opposite_pairs_need_a_second_read(kernel):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from ._settings import checked_path as checked_path
 from ._settings import shown as shown
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_K = TypeVar("_K")
 _ADDRESSABLE = 2**63 - 1  # bytes, at most, of a tensor
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -117,13 +118,15 @@ def _memory_bytes() -> int:
     return min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _ADDRESSABLE)
 
 
-def on_host(numbers: Mapping[str, Tensor]) -> dict[str, float]:
+def on_host(numbers: Mapping[_K, Tensor | float] | Mapping[_K, Tensor]) -> dict[_K, float]:
     """Copy tensors of one element to the host, as numbers; the host waits once for each device."""
-    found: dict[str, float] = {}
-    for device in {x.device for x in numbers.values()}:
-        on_device = {name: x for name, x in numbers.items() if x.device == device}
-        stacked = torch.stack([x.detach().reshape(()).to(wide_dtype(device)) for x in on_device.values()])
-        found.update(zip(on_device, stacked.tolist(), strict=True))
+    found = {name: x for name, x in numbers.items() if not isinstance(x, Tensor)}
+    tensors = {name: x.detach().reshape(()) for name, x in numbers.items() if isinstance(x, Tensor)}
+    for device in {x.device for x in tensors.values()}:
+        on_device = {name: x for name, x in tensors.items() if x.device == device}
+        alike = len({x.dtype for x in on_device.values()}) == 1
+        stacked = torch.stack([x if alike else x.to(wide_dtype(device)) for x in on_device.values()])
+        found.update(zip(on_device, map(float, stacked.tolist()), strict=True))
     return found
 
 

@@ -16,7 +16,8 @@ def inner(a: Tensor, b: Tensor | None, divided_by: Tensor | None = None) -> Tens
     """
     assert b is not None, "a learnable scale always comes with U or V; please report this"
     total = torch.zeros((), dtype=wide_dtype(b.device), device=b.device)
-    rows = rows_at_a_time(b.device) // 8  # each row takes memory three times, in float64
+    # Each row takes memory three times, in float64; a few short rows at a time would take time to start.
+    rows = max(rows_at_a_time(b.device) // 8, 2**16 // max(b.shape[1], 1))
     for at in range(0, len(b), rows):
         some = slice(at, at + rows)
         products = torch.linalg.vecdot(a[some].to(total.dtype), b[some].to(total.dtype))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 from ._settings import check_count, check_flag, check_instance, check_integer, check_sequence, shown
 
@@ -33,7 +35,9 @@ class Partition:
 
     def __post_init__(self) -> None:
         counts = check_sequence("counts", self.counts, "numbers of rows, one for each rank")
-        if not counts or any(not isinstance(count, int) or isinstance(count, bool) or count < 0 for count in counts):
+        plain = set(map(type, counts)) <= {int}  # as fast for thousands of ranks as for two
+        whole = plain or all(isinstance(count, int) and not isinstance(count, bool) for count in counts)
+        if not counts or not whole or min(counts) < 0:
             raise ValueError(f"a partition needs at least one count, each an integer >= 0; got {shown(self.counts)}")
         object.__setattr__(self, "counts", tuple(counts))
 
@@ -49,15 +53,15 @@ class Partition:
         quotient, remainder = divmod(total, parts)
         return cls(tuple(quotient + (part < remainder) for part in range(parts)))
 
-    @property
+    @cached_property
     def total(self) -> int:
         """The number of rows of the global batch, B."""
         return sum(self.counts)
 
-    @property
+    @cached_property
     def offsets(self) -> tuple[int, ...]:
         """The global index of each rank's first row."""
-        return tuple(sum(self.counts[:part]) for part in range(len(self.counts)))
+        return tuple(accumulate(self.counts[:-1], initial=0))
 
     def rows(self, rank: int) -> slice:
         """Return the global rows that `rank` owns."""

@@ -88,7 +88,7 @@ def total(comm: Communicator, share: Tensor) -> Tensor:
     L = sum_r share_r, so dL/dshare_r = 1. Every rank's backward pass starts from the same L with the same gradient, and
     passes it on to the local share unchanged. An all-reduce there would count L once for each rank.
     """
-    return _Total.apply(comm, share)
+    return share if comm.size == 1 else _Total.apply(comm, share)
 
 
 def shared_sum(comm: Communicator, x: Tensor) -> Tensor:

@@ -33,16 +33,24 @@ def bound(
     @wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
-            signature.bind(*args, **kwargs)
-        except TypeError as error:
-            mistake = CallError(
-                f"{error}{_unknown(signature, kwargs, str(error))}; the signature is {_shown(signature)}"
-            )
-            refuse(mistake, args, kwargs)
-            raise mistake from None
-        return function(*args, **kwargs)
+            return function(*args, **kwargs)
+        except TypeError:  # of this call, before the function ran, or of something inside the function
+            mistake = _mistake(signature, args, kwargs)
+            if mistake is None:
+                raise
+        refuse(mistake, args, kwargs)
+        raise mistake from None
 
     return call
+
+
+def _mistake(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallError | None:
+    """Return the error of arguments that do not fit the signature, None if they fit."""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return CallError(f"{error}{_unknown(signature, kwargs, str(error))}; the signature is {_shown(signature)}")
+    return None
 
 
 def _unknown(signature: inspect.Signature, kwargs: Iterable[str], known: str) -> str:

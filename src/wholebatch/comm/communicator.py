@@ -24,8 +24,9 @@ from .arguments import OPS, SUMS, check_tensor, checked_op
 from .call import Call
 from .compiled import collective, compiles_to, eager
 from .entry import Entry
+from .facts_by_rank import Facts, FactsByRank
 from .handle import Handle
-from .handshake import Facts, handshake
+from .handshake import handshake
 from .maps import Loss
 from .message_entry import MessageEntry
 from .messages import End
@@ -50,8 +51,8 @@ class Communicator(RowEntry, MessageEntry):
             of the results of all_gather, all_reduce and broadcast, and which counts once. These three then need no
             communication in backward. If all ranks compute the same loss, the gradients of "sum" are W times those of
             "replicated".
-        check: whether ranks first compare their calls in a handshake of 2 KiB, forward and backward. If the operation,
-            dtype, shape or options of one rank differ, all ranks raise ValueError. None: the environment variable
+        check: whether ranks first compare their calls in a handshake, forward and backward. If the operation, dtype,
+            shape or options of one rank differ, all ranks raise ValueError. None: the environment variable
             WHOLEBATCH_CHECK, on unless it is 0. A nonblocking operation blocks in its handshake.
         trace: whether every operation, and its adjoint, prints one line to stderr. None: WHOLEBATCH_TRACE, off
             unless it is 1.
@@ -67,8 +68,8 @@ class Communicator(RowEntry, MessageEntry):
     **Dtypes and layouts.** All dtypes work; sums need numbers. float16 and bfloat16 are summed in float32. Inputs may
     be non-contiguous, and parts may be empty. Operations with `counts` accept different sizes on each rank.
 
-    **Cost.** Checking adds a handshake, an all-gather of 2 KiB per rank, to every operation and to its adjoint. Results
-    are new tensors; no operation writes into its input.
+    **Cost.** Checking adds a handshake, an all-gather of 512 bytes per rank, to every operation and to its adjoint.
+    Results are new tensors; no operation writes into its input.
 
     >>> import torch, wholebatch as wb
     >>> comm, x = wb.comm.LocalCommunicator(), torch.ones(2, 3, requires_grad=True)
@@ -89,11 +90,11 @@ class Communicator(RowEntry, MessageEntry):
     @collective
     def handshake(
         self, state: Callable[[], Mapping[str, object]], *, caller: str, must_match: Sequence[str] = ()
-    ) -> list[Facts]:
+    ) -> FactsByRank:
         """Exchange every rank's facts; raise on every rank if any rank's `state` raises or the facts clash.
 
-        Collective: one all-gather of 2 KiB per rank (none at size 1), and a second one for longer statements. It has no
-        gradient.
+        Collective: one all-gather of 512 bytes per rank (none at size 1), and a second one, of texts, where facts
+        other than numbers differ. It has no gradient.
 
         Args:
             state: checks this rank's arguments and returns its facts as JSON values; an error that it raises becomes

@@ -19,8 +19,9 @@ from torch import Tensor
 from .._checks import check_choice, check_flag, check_instance, shown
 from .arguments import check_tensor
 from .binding import CallError, complaint
-from .call import Call, signature
-from .handshake import GRAD_ENABLED, NEEDS_GRAD, SIGNATURE, Facts, handshake
+from .call import Call
+from .facts_by_rank import Facts
+from .handshake import DTYPE, GRAD_ENABLED, NEEDS_GRAD, SHAPE, handshake
 from .maps import LOSSES, Loss
 from .order import Order
 from .transport import Checked, Transport
@@ -42,7 +43,7 @@ class Entry:
 
     call: Call
     joins: bool  # whether it takes part in the backward pass
-    everyone: list[Facts] | None  # the ranks' facts, if there was a handshake
+    everyone: Sequence[Facts] | None  # the ranks' facts, if there was a handshake
 
     def gradients(self) -> AbstractContextManager[object]:
         """Enable gradients inside only if they are enabled outside and the call joins."""
@@ -109,7 +110,7 @@ class CallEntry:
             facts: Facts = {GRAD_ENABLED: torch.is_grad_enabled(), NEEDS_GRAD: x is not None and x.requires_grad}
             if x is not None:
                 self.transport.use_device(x.device)
-                facts |= {"dtype": str(x.dtype), "shape": list(x.shape), SIGNATURE: signature(x)}
+                facts |= {DTYPE: str(x.dtype), SHAPE: list(x.shape)}
             return {**facts, **options()}
 
         everyone = None

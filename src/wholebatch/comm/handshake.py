@@ -3,30 +3,38 @@
 A rank that found a mistake in its arguments must not raise before a collective that the others enter: they would wait
 for it until the timeout. So every call of a loss begins with one small all-gather in which each rank sends either its
 facts (row counts, dtypes, options) or its error. If one rank sends an error, all ranks raise.
+
+    first round     a record of 512 bytes from each rank: the digest of its statement's text, and its numbers
+    second round    the texts, if any two of them differ, or if they are errors
+
+See `statement` for both. The facts of W ranks with one text are made from it and from their numbers when asked for.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._checks import on_host
 from .._settings import check_callable, check_instance, check_sequence
+from .._tensor_file import bytes_of
 from .binding import CallError
 from .compiled import eager
-from .statement import NoStatementError, decode, encode
+from .facts_by_rank import Facts, FactsByRank
+from .records import RECORD_BYTES, OnDevice, Records, record, take_numbers, with_slots
+from .statement import FACTS, KINDS, NoStatementError, decode, encode
 from .transport import Checked, CommunicationError, Transport, named
 
-Facts = dict[str, Any]  # JSON values by name
-
 GRAD_ENABLED, NEEDS_GRAD = "torch.is_grad_enabled()", "needs grad"  # facts about gradients
-SIGNATURE = "signature"  # the fact that names a rank's dtype and shape, for the message when the callers differ
-_MESSAGE_BYTES = 2048  # one rank's statement on the wire
+DTYPE, SHAPE = "dtype", "shape"  # facts for the message when the callers differ
 _ON_ALL_RANKS = "raised on all ranks"
-_CALLER, _FACTS, _COMPLAINT, _KIND, _LENGTH = "caller", "facts", "complaint", "kind of complaint", "length"
+_CALLER, _COMPLAINT, _KIND = "caller", "complaint", "kind of complaint"
 BACKWARD = "backward of "  # the beginning of the caller's name in a backward pass
 
 
@@ -38,15 +46,15 @@ def handshake(
     caller: str,
     must_match: Sequence[str] = (),
     checked: Checked = True,
-) -> list[Facts]:
+) -> FactsByRank:
     """Exchange every rank's facts; raise on every rank if any rank's `state` raises or the facts clash.
 
-    Collective: one all-gather of 2 KiB per rank (none at size 1), and a second one for a longer statement.
+    Collective: one all-gather of 512 bytes per rank (none at size 1), and a second one, of texts, if these differ.
 
     Args:
         transport: the ranks that take part.
-        state: checks this rank's arguments and returns its facts as JSON values; an error that it raises becomes this
-            rank's complaint.
+        state: checks this rank's arguments and returns its facts as JSON values, or `OnDevice` for a number; an error
+            that it raises becomes this rank's complaint.
         caller: the function whose arguments these are, for the message; the same on all ranks.
         must_match: names of facts that have to be equal on all ranks.
         checked: chooses the hint of the error if a rank does not come.
@@ -61,23 +69,79 @@ def handshake(
     """
     given, caller = caller, caller if isinstance(caller, str) else "handshake"
     cause: Exception | None = None
+    facts: Any = {}
     try:
         check_instance("caller", given, str, "a string, whose arguments these are")
         for name in check_sequence("must_match", must_match, "names of facts"):
             check_instance("must_match", name, str, "names of facts")
         facts = check_callable("state", state)()
         check_instance("the return value of state", facts, Mapping, "a mapping of JSON values")
-        local: Facts = {_CALLER: caller, _FACTS: {**facts}}
-        json.dumps(local)  # a fact that is no JSON value, such as an array for a number, is a mistake too
+        if transport.size == 1:
+            json.dumps(facts, default=_no_json)  # a fact that is no JSON value is a mistake on one rank, too
+            return FactsByRank([_read_back(facts)])
+        local = _stated(caller, facts)
     except Exception as error:
         cause = error
         text = str(error) if isinstance(error, ValueError | CallError) else f"{type(error).__name__}: {error}"
-        local = {_CALLER: caller, _COMPLAINT: text, _KIND: "call" if isinstance(error, CallError) else "value"}
-    everyone = [local] if transport.size == 1 else _exchange(transport, local, checked)
-    mistake = _complaints(everyone) or _other_callers(everyone) or _other_facts(everyone, must_match)
+        kind = "call" if isinstance(error, CallError) else "value"
+        local = _Local(caller, {_CALLER: caller, _COMPLAINT: text, _KIND: kind})
+    everyone, records = ([local.statement], None) if transport.size == 1 else _exchange(transport, local, checked)
+    mistake = _complaints(everyone)
+    if mistake is None:
+        agreed = FactsByRank([of_rank[FACTS] for of_rank in everyone], records)
+        mistake = _other_callers(everyone, agreed) or different_facts(caller, agreed, must_match)
     if mistake is not None:
         raise mistake from cause
-    return [of_rank[_FACTS] for of_rank in everyone]
+    return agreed
+
+
+@dataclass
+class _Local:
+    """The statement of this rank, and the numbers that belong to it."""
+
+    who: str
+    statement: Facts
+    numbers: Sequence[float] = ()
+    on_device: Sequence[OnDevice] = ()
+
+    def __post_init__(self) -> None:
+        self.text = encode(self.statement)  # raises for a fact that is no JSON value, such as an array for a number
+
+    def record(self, transport: Transport) -> Tensor:
+        """Return the record, on the device where the numbers are, if it travels from there."""
+        tensors = [of.number for of in self.on_device]
+        if tensors and transport.stays_on_device(tensors[0]):
+            return record(self.text, self.numbers, tensors, tensors[0].device)
+        return record(self.text, [*self._on_host(), *self.numbers], [], torch.device("cpu"))
+
+    def _on_host(self) -> list[float]:
+        found = on_host({str(at): of.number for at, of in enumerate(self.on_device)})
+        return [found[str(at)] for at in range(len(found))]
+
+
+def _read_back(facts: Mapping[str, Any]) -> Facts:
+    """Return facts with all numbers, those on the device included, for which the host waits."""
+    groups = {name: value for name, value in facts.items() if isinstance(value, Mapping)}
+    numbers = {(name, key): of for name, group in groups.items() for key, of in group.items() if _is_on_device(of)}
+    found = on_host({at: of.number for at, of in numbers.items()})
+    filled = {**facts}
+    for name in {name for name, _ in found}:
+        filled[name] = {key: found.get((name, key), of) for key, of in groups[name].items()}
+    return filled
+
+
+def _is_on_device(value: object) -> bool:
+    return isinstance(value, OnDevice)
+
+
+def _no_json(value: object) -> None:
+    if not isinstance(value, OnDevice):
+        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
+def _stated(caller: str, facts: Mapping[str, object]) -> _Local:
+    without, kinds, numbers, on_device = take_numbers(facts)
+    return _Local(_signed(caller, facts), {_CALLER: caller, FACTS: without, KINDS: kinds}, numbers, on_device)
 
 
 def raised_on_all_ranks(error: BaseException) -> bool:
@@ -97,32 +161,35 @@ def _complaints(everyone: Sequence[Facts]) -> Exception | None:
     complaints = {rank: of_rank[_COMPLAINT] for rank, of_rank in enumerate(everyone) if _COMPLAINT in of_rank}
     if not complaints:
         return None
-    kinds = {everyone[rank][_KIND] for rank in complaints}
     # The same message on all ranks: it begins with the caller of a rank that made no mistake.
     who = next((of_rank[_CALLER] for of_rank in everyone if _COMPLAINT not in of_rank), everyone[0][_CALLER])
     elsewhere = {rank: everyone[rank][_CALLER] for rank in complaints if everyone[rank][_CALLER] != who}
     texts = {rank: f"{elsewhere[rank]}: {text}" if rank in elsewhere else text for rank, text in complaints.items()}
-    return _of_all(f"{who}: {_by_rank(texts, len(everyone))}", TypeError if kinds == {"call"} else ValueError)
+    return _of_all(f"{who}: {_by_rank(texts, len(everyone))}", _kind([everyone[rank] for rank in complaints]))
 
 
-def _other_callers(everyone: Sequence[Facts]) -> Exception | None:
+def _kind(complaining: Sequence[Facts]) -> type[Exception]:
+    return TypeError if all(of_rank[_KIND] == "call" for of_rank in complaining) else ValueError
+
+
+def _other_callers(everyone: Sequence[Facts], agreed: FactsByRank) -> Exception | None:
     """Return the error that names the ranks' calls, if these differ."""
     callers = [of_rank[_CALLER] for of_rank in everyone]
     if len(set(callers)) == 1:
         return None
-    signed = {rank: _signed(of_rank) for rank, of_rank in enumerate(everyone)}
+    signed = dict(enumerate(map(_signed, callers, agreed)))
     return _of_all(
         f"all ranks must make the same calls in the same order, got {_by_rank(signed, len(everyone))}" + _hint(callers)
     )
 
 
-def _other_facts(everyone: Sequence[Facts], must_match: Sequence[str]) -> Exception | None:
-    """Return the error about the first fact that differs between ranks, if one does."""
+def different_facts(caller: str, agreed: FactsByRank, must_match: Sequence[str]) -> Exception | None:
+    """Return the error about the first fact that differs between ranks, if one does: the same on all ranks."""
     for name in must_match:
-        values = [of_rank[_FACTS].get(name) for of_rank in everyone]
-        if not all(_same(value, values[0]) for value in values):
-            by_rank = _by_rank(dict(enumerate(values)), len(everyone))
-            return _of_all(f"{everyone[0][_CALLER]}: {name} must be the same on all ranks, got {by_rank}")
+        values = agreed.differing(name)
+        if values is not None:
+            by_rank = _by_rank(dict(enumerate(values)), len(agreed))
+            return _of_all(f"{caller}: {name} must be the same on all ranks, got {by_rank}")
     return None
 
 
@@ -139,47 +206,58 @@ def _hint(callers: Sequence[str]) -> str:
     return ""
 
 
-def _same(a: object, b: object) -> bool:
-    """Return whether two facts are equal; NaN equals NaN."""
-    return a == b or json.dumps(a) == json.dumps(b)
+def _signed(caller: str, facts: Mapping[str, Any]) -> str:
+    """Return a rank's caller, with the dtype and shape that it passed where the facts name both."""
+    dtype, shape = facts.get(DTYPE), facts.get(SHAPE)
+    if not isinstance(dtype, str) or not isinstance(shape, list):
+        return caller
+    return f"{caller} of {dtype.removeprefix('torch.')}({', '.join(map(str, shape))})"
 
 
-def _signed(of_rank: Facts) -> str:
-    """Return a rank's caller, with the dtype and shape that it passed where the facts name them."""
-    signature = of_rank.get(_FACTS, {}).get(SIGNATURE)
-    return of_rank[_CALLER] if signature is None else f"{of_rank[_CALLER]} of {signature}"
+def _exchange(transport: Transport, local: _Local, checked: Checked) -> tuple[list[Facts], Records]:
+    """Return every rank's statement with slots for its numbers, and all records: after a second round if texts differ.
 
-
-def _exchange(transport: Transport, local: Facts, checked: Checked) -> list[Facts]:
-    """Return every rank's statement: after one round, or two if a statement is longer than one round carries."""
-    statement, who = encode(local), _signed(local)
-    fits = len(statement) <= _MESSAGE_BYTES
-    first = statement if fits else encode({_LENGTH: len(statement)})
-    everyone = _round(transport, who, first, _MESSAGE_BYTES, checked)
-    longest = max(of_rank.get(_LENGTH, 0) for of_rank in everyone)
-    return _round(transport, who, statement, longest, checked) if longest else everyone
-
-
-def _round(transport: Transport, who: str, statement: bytes, num_bytes: int, checked: Checked) -> list[Facts]:
-    message = torch.frombuffer(bytearray(statement.ljust(num_bytes)), dtype=torch.uint8).unsqueeze(0)
-
-    def all_gather() -> Tensor:
-        return transport.all_gather_statements(message)()
-
+    All ranks have the same records, so all of them make a second round, or none.
+    """
     with torch.no_grad():
-        messages = named(transport, who, checked, all_gather)
-    return [_read(transport, who, rank, bytes(row)) for rank, row in enumerate(messages.tolist())]
+        message = local.record(transport)
+        gathered = _gathered(transport, local.who, checked, message)
+        records = Records(gathered.cpu() if transport.stays_on_device(gathered) else gathered)
+        for rank in records.foreign():
+            raise _foreign(transport, local.who, rank, f"{RECORD_BYTES} bytes that are no statement of a call")
+        lengths = records.different_lengths()
+        if lengths is None:
+            return [_parsed(local.text)] * transport.size, records
+        text = torch.frombuffer(bytearray(local.text.ljust(max(lengths))), dtype=torch.uint8).unsqueeze(0)
+        texts = _gathered(transport, local.who, checked, text)
+    everyone: list[Facts] = []
+    for rank, row in enumerate(texts):
+        try:
+            everyone.append(_parsed(bytes(bytes_of(row))))
+        except NoStatementError as error:
+            raise _foreign(transport, local.who, rank, str(error)) from error
+    return everyone, records
 
 
-def _read(transport: Transport, who: str, rank: int, message: bytes) -> Facts:
-    try:
-        return decode(message)
-    except NoStatementError as error:
-        raise CommunicationError(
-            f"rank {transport.rank} of {transport.size}, in {who}: rank {rank} sent {error}. It is probably in another "
-            "collective of the same group: one that it makes more often than the others or in another order, or one "
-            "of an engine. All ranks must make the same calls in the same order"
-        ) from error
+@lru_cache(maxsize=64)
+def _parsed(text: bytes) -> Facts:
+    """Return the statement of a text, with slots for its numbers: the text of a loss is the same in each step."""
+    return with_slots(decode(text))
+
+
+def _gathered(transport: Transport, who: str, checked: Checked, x: Tensor) -> Tensor:
+    def all_gather() -> Tensor:
+        return transport.all_gather_statements(x)()
+
+    return named(transport, who, checked, all_gather)
+
+
+def _foreign(transport: Transport, who: str, rank: int, found: str) -> CommunicationError:
+    return CommunicationError(
+        f"rank {transport.rank} of {transport.size}, in {who}: rank {rank} sent {found}. It is probably in another "
+        "collective of the same group: one that it makes more often than the others or in another order, or one "
+        "of an engine. All ranks must make the same calls in the same order"
+    )
 
 
 def _by_rank(values: Mapping[int, Any], size: int) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .arguments import OPS, checked_counts, checked_dim, checked_op, parts, without
 from .entry import CallEntry, Counts, Entry
-from .handshake import Facts
+from .facts_by_rank import Facts
 
 _Fixed = tuple[int, ...]  # counts, one for each rank
 

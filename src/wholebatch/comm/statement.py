@@ -3,7 +3,8 @@
     wholebatch-1 LLLLLLLL CCCCCCCC {"caller": "clip_loss", ...}     L: length, C: CRC-32 of the JSON text, both in hex
 
 A rank that reads other bytes has met another rank in the middle of another operation: the bytes may be features. The
-prefix, the length and the checksum show it, and the error names the likely mistake of the other rank.
+prefix, the length and the checksum show it, and the error names the likely mistake of the other rank. Only the numbers
+among the facts are not in this text: they travel in a record, see `records`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 from zlib import crc32
 
+FACTS, KINDS = "facts", "numbers"  # the fields of a statement: the facts, and the kinds of their numbers
 _PREFIX = b"wholebatch-1 "
 HEADER_BYTES = len(_PREFIX) + 2 * 9
 

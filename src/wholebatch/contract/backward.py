@@ -34,6 +34,7 @@ from ..comm.transport import Transport
 
 _GRADIENT = "incoming gradient"
 _TOLERANCE = 1e-5  # relative: ranks that compute the same F may round differently
+EARLIER = "earlier backward passes that differed"  # the number of `differed`
 CALL = "call"  # the fact of a handshake that numbers the call
 
 _latest = 0  # number of the latest call of a loss on this rank
@@ -85,7 +86,7 @@ def _compare(comm: Communicator, call: str, grad: Tensor, one_loss: bool) -> Ten
     facts = {_GRADIENT: grad.item()} if one_loss else {}
     everyone = comm.handshake(lambda: facts, caller=BACKWARD + call)
     if one_loss:
-        gradients = [facts_of_rank[_GRADIENT] for facts_of_rank in everyone]
+        gradients = everyone.column(_GRADIENT)
         if not all(_close(value, gradients[0]) for value in gradients):
             raise ValueError(
                 f"{BACKWARD}{call}: the incoming gradient must be the same on all ranks, got {gradients}: the loss is "
@@ -117,13 +118,13 @@ def _compare_on_device(comm: Communicator, call: str, grad: Tensor, one_loss: bo
 def differed(transport: Transport) -> dict[str, Tensor]:
     """Return the number on the device that the next handshake must read back as well, by name; {} without one."""
     count = _differed.get(transport.group_name)
-    return {} if count is None else {_GRADIENT: count}
+    return {} if count is None else {EARLIER: count}
 
 
 def check_earlier(transport: Transport, read_back: Mapping[str, float]) -> None:
     """Raise ValueError if ranks differed in an earlier backward pass: on all ranks, because all compared the same."""
     _differed.pop(transport.group_name, None)
-    if read_back.get(_GRADIENT):
+    if read_back.get(EARLIER):
         raise ValueError(
             "an earlier backward pass was not the same on all ranks: they were in the backward passes of different "
             "losses or calls, or had different incoming gradients; the gradients of that step are NaN. Run the same "

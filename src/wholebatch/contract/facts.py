@@ -11,6 +11,7 @@ from torch import Tensor
 from .._normalize import LONGEST
 from .._precision import accumulation_dtype, wide_dtype
 from ..comm import Communicator
+from ..comm.facts_by_rank import FactsByRank
 from ..partition import Partition
 from ..sweep import Products
 from .options import Options
@@ -53,7 +54,7 @@ class Facts:
     min_pair_product: float
     inputs: dict[str, Any]
     vectors: dict[str, tuple[Tensor, str]]
-    by_rank: list[dict[str, Any]]
+    by_rank: FactsByRank
     embedding_size: int
     given_dtype: torch.dtype
     features_dtype: torch.dtype
@@ -111,7 +112,7 @@ class Facts:
 
     def of_ranks(self, name: str) -> list[Any]:
         """Return one fact of every rank, rank 0's first."""
-        return [facts[name] for facts in self.by_rank]
+        return self.by_rank.column(name)
 
     def all_ids(self, name: str) -> Tensor:
         """Return the ids of all ranks' rows, (B,). Collective: one all-gather of integers."""

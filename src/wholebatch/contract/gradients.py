@@ -7,7 +7,7 @@ inputs that need a gradient, and these inputs join the graph on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .._precision import wide_dtype
 from ..comm import Communicator
+from ..comm.facts_by_rank import FactsByRank
 from ..comm.handshake import GRAD_ENABLED, NEEDS_GRAD
 from ..sync import feature_factor, loss_parameters, scale_gradient
 from .options import Options
@@ -31,14 +32,14 @@ def gradient_facts(inputs: Sequence[Tensor | float | None]) -> dict[str, Any]:
     }
 
 
-def join(inputs: Sequence[Tensor | float | None], everyone: Sequence[Mapping[str, Any]]) -> list[Any]:
+def join(inputs: Sequence[Tensor | float | None], everyone: FactsByRank) -> list[Any]:
     """Return the inputs; each one that needs a gradient on any rank needs it here as well.
 
     Raises:
         ValueError: on every rank, if gradients are needed but some rank's inputs were made in inference mode.
     """
-    needed = [any(column) for column in zip(*(facts[NEEDS_GRAD] for facts in everyone), strict=True)]
-    inference = [rank for rank, facts in enumerate(everyone) if facts[_INFERENCE]]
+    needed = [any(column) for column in everyone.columns_of_list(NEEDS_GRAD)]
+    inference = [rank for rank, made in enumerate(everyone.column(_INFERENCE)) if made]
     if any(needed) and torch.is_grad_enabled() and inference:
         raise ValueError(
             f"tensors of rank {', '.join(map(str, inference))} were made under torch.inference_mode() and cannot take "

@@ -26,7 +26,7 @@ from .._precision import wide_dtype
 from .._products import paired_products
 
 MIN_PAIR_PRODUCT = "smallest product of a pair"
-_SUM_OF_WEIGHTS, _SMALLEST_WEIGHT = "sum of weights", "smallest weight"
+SUM_OF_WEIGHTS, _SMALLEST_WEIGHT = "sum of weights", "smallest weight"
 
 
 @dataclass(frozen=True)
@@ -104,14 +104,19 @@ class Inputs:
         for name, value in self.given_scalars.items():
             check_one(name, value)
 
-    def to_read_back(self) -> dict[str, Tensor]:
-        """Return the numbers on the device, shape () or [1], that the checks of values need."""
-        numbers = {_norm(name): norm_bound(x) for name, x in self.given_features.items()}
-        numbers |= {name: value for name, value in self.given_scalars.items() if isinstance(value, Tensor)}
+    def numbers(self) -> dict[str, Tensor | float]:
+        """Return the numbers that the checks of values need, shape () or [1] on the device, or checked floats.
+
+        Raises:
+            ValueError: for a scalar on the host that is not finite, or not positive where it must be.
+        """
+        numbers: dict[str, Tensor | float] = {norm_of(name): norm_bound(x) for name, x in self.given_features.items()}
+        for name, value in self.given_scalars.items():
+            numbers[name] = value if isinstance(value, Tensor) else self._check_scalar(name, value)
         if self.weights[0] is not None:
             weights = self.weights[0].detach().to(wide_dtype(self.weights[0].device))
             smallest = weights.amin() if len(weights) else weights.sum()
-            numbers |= {_SUM_OF_WEIGHTS: weights.sum(), _SMALLEST_WEIGHT: smallest}
+            numbers |= {SUM_OF_WEIGHTS: weights.sum(), _SMALLEST_WEIGHT: smallest}
         if self.matching is not None:
             x, y = (self.given_features[name] for name in self.matching)
             numbers[MIN_PAIR_PRODUCT] = _smallest_product(x, y)
@@ -123,19 +128,21 @@ class Inputs:
         Raises:
             ValueError: for NaN or infinite features, a scalar that is not finite or not positive, negative weights.
         """
-        norms = {name: check_norm(name, x, found[_norm(name)]) for name, x in self.given_features.items()}
-        scalars = {name: check_value(name, found.get(name, value)) for name, value in self.given_scalars.items()}
-        for name in self.positive:
-            check_positive(name, scalars[name])
+        norms = {name: check_norm(name, x, found[norm_of(name)]) for name, x in self.given_features.items()}
+        scalars = {name: self._check_scalar(name, found[name]) for name in self.given_scalars}
         weight = None
         if self.weights[0] is not None:
-            weight = check_not_negative("weights", self.weights[0], found[_SMALLEST_WEIGHT], found[_SUM_OF_WEIGHTS])
+            weight = check_not_negative("weights", self.weights[0], found[_SMALLEST_WEIGHT], found[SUM_OF_WEIGHTS])
         return {
             "norms": norms,
-            "scalars": {name: float(value) for name, value in scalars.items()},
+            "scalars": scalars,
             "weight": weight,
             MIN_PAIR_PRODUCT: found.get(MIN_PAIR_PRODUCT, float("-inf")),
         }
+
+    def _check_scalar(self, name: str, value: float) -> float:
+        number = float(check_value(name, value))
+        return check_positive(name, number) if name in self.positive else number
 
 
 @dataclass(frozen=True)
@@ -146,17 +153,19 @@ class Checks:
         check: a function that checks settings and further arguments, and returns facts about them.
         read_back: a function that returns further numbers on the device, of shape (), by name. MIN_PAIR_PRODUCT
             replaces that of `Inputs.matching`.
-        derive: a function that checks the numbers that were read back, and returns facts about them.
+        derive: a function that checks these numbers, and returns facts about them; None: there are none. It depends on
+            the numbers alone: each rank calls it with the numbers of every rank. Only on the rank that has them may it
+            read tensors, for the message of an error.
         must_match: names of the facts that must be equal on all ranks.
     """
 
     check: Callable[[], Mapping[str, Any]] = dict
     read_back: Callable[[], Mapping[str, Tensor]] = dict
-    derive: Callable[[Mapping[str, float]], Mapping[str, Any]] = lambda _: {}
+    derive: Callable[[Mapping[str, float]], Mapping[str, Any]] | None = None
     must_match: Sequence[str] = ()
 
 
-def _norm(name: str) -> str:
+def norm_of(name: str) -> str:
     return f"largest norm of {name}"
 
 

@@ -73,6 +73,11 @@ class Exchange(ABC):
         return rows, cols
 
     @property
+    def one_transfer(self) -> bool:
+        """Whether all rows of Y arrive at once, so that a small batch may be computed at once."""
+        return False
+
+    @property
     @abstractmethod
     def kept_local(self) -> slice:
         """The slice of the local columns among the columns whose statistics this rank keeps."""

@@ -47,6 +47,10 @@ class GatherExchange(Exchange):
         return rows, cols if self.symmetric else max(at.stop - at.start for at in map(self._columns, self._chunks))
 
     @property
+    def one_transfer(self) -> bool:
+        return len(self._chunks) == 1 and not self.symmetric
+
+    @property
     def kept_local(self) -> slice:
         return self.columns.rows(self.comm.rank)
 

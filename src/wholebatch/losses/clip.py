@@ -104,7 +104,7 @@ def clip_loss(
 
         pass      with exchange "gather"                        with exchange "ring"
         --------  --------------------------------------------  ----------------------------------------------------
-        forward   1 handshake of 2 KiB                          1 handshake of 2 KiB
+        forward   1 handshake of 512 bytes                      1 handshake of 512 bytes
                   1 all-gather of Y                             W - 1 messages of a block of Y
                   1 all-reduce of B numbers                     W messages of a block's b numbers
                   1 all-reduce of the loss                      1 all-reduce of the loss

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..contract import Facts
 from ..kernels import in_triton
 from ..sweep import KernelSoftmaxSweep, Products, Selection
+from .one_tile import OneTile, shift_of_one_tile
 from .route import Layout, choose_route
 from .softmax import Softmax, output_names
 from .softmax_plan import Bounds, LogitBounds, SoftmaxPlan
@@ -138,6 +139,10 @@ def row_statistics(
         in_kernels=in_kernels,
         dtype=dtype if operands.narrow else None,
     )
+    shift = shift_of_one_tile(facts, plan, layout, dtype) if len(features) == 2 else None
+    if shift is not None:
+        of_rows, target, *of_cols = OneTile.apply(plan, shift, scale[1], *features)
+        return RowStatistics(of_rows, target), RowStatistics(*of_cols) if of_cols else None
     # Not all features are saved for the backward pass. This empty tensor depends on all of them and is saved, so that
     # autograd finds the node when a gradient is differentiated again, and the node raises.
     anchor = torch.cat([feature[:0].flatten() for feature in features])

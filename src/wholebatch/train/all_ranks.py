@@ -34,4 +34,4 @@ def on_all_ranks(
         if error.__cause__ is not None and not isinstance(error.__cause__, UserError):
             raise  # an error of this program, with its traceback
         raise UserError(str(error).removeprefix(f"{caller}: ")) from error
-    return results[0], everyone
+    return results[0], [*everyone]

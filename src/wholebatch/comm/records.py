@@ -1,0 +1,208 @@
+"""The records of a handshake: the digest of each rank's text, and the numbers among its facts.
+
+    text      {"caller": "clip_loss", "facts": {"rows": null, "dtype": "torch.float32"}, "numbers": "i-"}
+    record    start | digest of the text (2) | its length | numbers (up to 59) | end          64 words of 64 bits
+
+The text has null instead of each number; its "numbers" say which values of the facts these are, in order: i, f and
+b (int, float, bool), d (on a device), - for a value that stays in the text. In most calls all ranks have one text. Then
+the records say everything, and no rank reads any text. A number on a device goes into the record there: the host waits
+once, when it reads all records.
+
+A rank that finds other bytes instead of a record has met another rank in the middle of another operation: the
+first and the last word show it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._tensor_file import bytes_of
+from .statement import FACTS, KINDS
+
+WORDS = 64
+RECORD_BYTES = 8 * WORDS
+_FIRST = 4  # the words before the numbers
+_MOST = WORDS - _FIRST - 1  # numbers of a record
+_START, _END = struct.unpack("=2q", b"wholebat" + b"ch-rec-2")
+_EXACT = 2**53  # integers up to here are exact in float64
+_KINDS = {bool: "b", int: "i", float: "f"}
+_TYPES: dict[str, Any] = {"b": bool, "i": int, "f": float, "d": float}
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """A number that is still on its device, instead of a fact: a tensor of one element."""
+
+    number: Tensor
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of a number in a record, instead of a fact."""
+
+    at: int
+    kind: str
+
+    def of(self, numbers: Sequence[float]) -> Any:
+        """Return the fact, from a record's numbers."""
+        return _TYPES[self.kind](numbers[self.at])
+
+    def column(self, records: Records) -> list[Any]:
+        """Return the fact of every rank."""
+        column, kind = records.column(self.at), _TYPES[self.kind]
+        if kind is float:
+            return column
+        return [kind(column[0])] * len(column) if all_equal(column) else [*map(kind, column)]
+
+
+def take_numbers(facts: object, most: int = _MOST) -> tuple[Any, str, list[float], list[OnDevice]]:
+    """Return facts with None for each number, their kinds, the numbers, and the numbers on a device.
+
+    As many numbers as fit into a record, `most`, are taken, those on a device in any case.
+    """
+    numbers: list[float] = []
+    on_device: list[OnDevice] = []
+    kinds: list[str] = []
+
+    def walk(value: Any) -> Any:
+        kind = type(value)
+        taken = _KINDS.get(kind)
+        if taken is not None and len(numbers) < most and (kind is not int or -_EXACT <= value <= _EXACT):
+            numbers.append(value)
+            kinds.append(taken)
+            return None
+        if kind is dict or (kind is not str and isinstance(value, Mapping)):
+            items = value if all(isinstance(key, str) for key in value) else json.loads(json.dumps(value))
+            return {key: walk(of) for key, of in items.items()}
+        if kind is list or kind is tuple:
+            return [walk(of) for of in value]
+        if kind is OnDevice:
+            on_device.append(value)
+            kinds.append("d")
+            return None
+        kinds.append("-")
+        return value
+
+    without = walk(facts)
+    if len(numbers) + len(on_device) <= _MOST:
+        return without, "".join(kinds), numbers, on_device
+    assert len(on_device) <= _MOST, "too many numbers on the device for a handshake; please report this"
+    return take_numbers(facts, _MOST - len(on_device))
+
+
+def with_slots(statement: dict[str, Any]) -> dict[str, Any]:
+    """Return a statement with a :class:`Slot` for each number of its facts; those on a device come first."""
+    if FACTS not in statement:
+        return statement
+    kinds: str = statement[KINDS]
+    device, host, kind = iter(range(WORDS)), iter(range(kinds.count("d"), WORDS)), iter(kinds)
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: walk(of) for key, of in value.items()}
+        if isinstance(value, list):
+            return [walk(of) for of in value]
+        of_value = next(kind)
+        return value if of_value == "-" else Slot(next(device if of_value == "d" else host), of_value)
+
+    return {**statement, FACTS: walk(statement[FACTS])}
+
+
+def fill(facts: Any, numbers: Sequence[float]) -> Any:
+    """Return facts with numbers instead of their slots."""
+    if isinstance(facts, dict):
+        return {key: fill(of, numbers) for key, of in facts.items()}
+    if isinstance(facts, list):
+        return [fill(of, numbers) for of in facts]
+    return facts.of(numbers) if isinstance(facts, Slot) else facts
+
+
+def record(text: bytes, numbers: Sequence[float], on_device: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return a rank's record, (1, WORDS), on the device where it travels; the host waits for no number there.
+
+    Args:
+        text: of the statement.
+        numbers: on the host.
+        on_device: further numbers, shape () or [1], which come first.
+        device: where the record travels.
+    """
+    first, second = struct.unpack("=2q", blake2b(text, digest_size=16).digest())
+    words = bytearray(RECORD_BYTES)
+    struct.pack_into("=4q", words, 0, _START, first, second, len(text))
+    struct.pack_into(f"={len(numbers)}d", words, 8 * (_FIRST + len(on_device)), *numbers)
+    struct.pack_into("=q", words, RECORD_BYTES - 8, _END)
+    made = torch.frombuffer(words, dtype=torch.int64)
+    if device.type == "cuda":  # a copy from memory that is not pinned would wait for the GPU
+        made = made.pin_memory().to(device, non_blocking=True)
+    elif device.type != "cpu":
+        made = made.to(device)
+    if on_device:
+        wide = [_number_on(device, number.detach().reshape(())) for number in on_device]
+        made[_FIRST : _FIRST + len(wide)] = torch.stack(wide).view(torch.int64)
+    return made[None]
+
+
+def _number_on(device: torch.device, number: Tensor) -> Tensor:
+    if number.device.type == "cpu" and device.type != "cpu":  # filled in there: a copy would wait for the GPU
+        return torch.full((), number.item(), dtype=torch.float64, device=device)
+    return number.to(device, torch.float64)
+
+
+@dataclass(frozen=True)
+class Records:
+    """The records of all ranks, on the host.
+
+    Args:
+        words: (W, WORDS), int64, contiguous, on the CPU.
+    """
+
+    words: Tensor
+
+    def foreign(self) -> Iterator[int]:
+        """Yield the ranks whose words are no record."""
+        starts, ends = self._words(0), self._words(WORDS - 1)
+        if starts[0] == _START and ends[0] == _END and all_equal(starts) and all_equal(ends):
+            return
+        for rank, of_rank in enumerate(zip(starts, ends, strict=True)):
+            if of_rank != (_START, _END):
+                yield rank
+
+    def different_lengths(self) -> list[int] | None:
+        """Return the length of each rank's text, or None if all ranks have the same text."""
+        first, second, lengths = (self._words(at) for at in (1, 2, 3))
+        return None if all_equal(first) and all_equal(second) and all_equal(lengths) else lengths
+
+    def numbers(self, rank: int) -> list[float]:
+        """Return the numbers of one rank."""
+        found: list[Any] = self._numbers[rank * WORDS + _FIRST : (rank + 1) * WORDS - 1].tolist()
+        return found
+
+    def column(self, at: int) -> list[float]:
+        """Return one number of each rank."""
+        found: list[Any] = self._numbers[_FIRST + at :: WORDS].tolist()
+        return found
+
+    def _words(self, at: int) -> list[int]:
+        return self._integers[at::WORDS].tolist()
+
+    @cached_property
+    def _integers(self) -> memoryview[int]:
+        return bytes_of(self.words).cast("q")
+
+    @cached_property
+    def _numbers(self) -> memoryview[float]:
+        return bytes_of(self.words).cast("d")
+
+
+def all_equal(column: Sequence[Any]) -> bool:
+    """Return whether all values equal the first, at the speed of C; NaN equals nothing."""
+    return column.count(column[0]) == len(column)
