@@ -119,7 +119,7 @@ def value_and_gradients(loss, x, y, scale, **options):
     return value.detach().double(), torch.cat(grads).double()
 
 
-def errors(name, kind, scale, precision):
+def errors(name, kind, scale, precision, *, given=torch.float32):
     """Return the relative errors of the loss and of its gradient, against the reference in float64.
 
     Args:
@@ -127,9 +127,10 @@ def errors(name, kind, scale, precision):
         kind: of the features.
         scale: the scale of logits.
         precision: of products; "autocast": plain PyTorch under autocast.
+        given: the dtype to which features are rounded beforehand.
     """
     ours, truth, plain = LOSSES[name]
-    x, y = features(kind)
+    x, y = (z.to(given).float() for z in features(kind))
     value, grad = value_and_gradients(truth, x.double(), y.double(), scale)
     if precision == "autocast":
         found, of = value_and_gradients(plain, x, y, scale)

@@ -390,7 +390,7 @@ def test_half_precision_is_no_worse_than_plain_pytorch(name, dtype):
 
 @pytest.mark.parametrize("name", ["clip", "info_nce", "nt_xent"])
 def test_a_budget_in_half_precision_costs_one_rounding(name):
-    """The error of a kept weight is at most 2^-9, and so is the gradient's. The loss has the bits of the flat one."""
+    """The error of a kept weight is at most 2^-8, and so is the gradient's. The loss has the bits of the flat one."""
     case = LOSSES[name]
     whole = [z.float() for z in features("unit", rows=1800, d=64)]
     scale = torch.tensor(16.0)
@@ -399,7 +399,7 @@ def test_a_budget_in_half_precision_costs_one_rounding(name):
     kept = gradients(case, wb.functional, whole, scale, memory=2**23 + 2 * 1800 * 1800)
     assert torch.equal(flat[0], kept[0])
     for got, exact, true in zip(kept[1:], flat[1:], expected[1:], strict=True):
-        assert distance(got, true) <= 2**-9
+        assert distance(got, true) <= 2**-8
         assert distance(exact, true) <= 3e-6
         assert distance(got, true) > 2 * distance(exact, true), "nothing was kept"
 

@@ -54,7 +54,7 @@ def alignment_uniformity_loss(
 
     Args:
         z0: (b_r, d), this rank's rows of the first view; normalized inside. b_r may differ between ranks and may be 0.
-            float64, float32, bfloat16 or float16 (the last two are widened to float32).
+            float64, float32, bfloat16 or float16.
         z1: (b_r, d), the second view; row i is another view of row i of z0.
         alpha: power of the distance of views, >= 1.
         t: sharpness of the potential, > 0.

@@ -55,7 +55,7 @@ def clip_loss(
 
     Args:
         image_features: X_r, (b_r, d), this rank's rows as they are: the caller normalizes. b_r may differ between
-            ranks and may be 0. float64, float32, bfloat16 or float16 (the last two are widened to float32).
+            ranks and may be 0. float64, float32, bfloat16 or float16.
         text_features: Y_r, (b_r, d); row i belongs to row i of X_r.
         logit_scale: multiplies the similarities (1 / temperature, already exponentiated); a number or a tensor of
             shape () or [1], the same on all ranks.

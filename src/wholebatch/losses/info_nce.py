@@ -83,7 +83,7 @@ def info_nce_loss(
 
     Args:
         queries: Q_r, (b_r, d), this rank's rows as they are: the caller normalizes. b_r may differ between ranks and
-            may be 0. float64, float32, bfloat16 or float16 (the last two are widened to float32).
+            may be 0. float64, float32, bfloat16 or float16.
         keys: K_r, (b_r, d) or more rows; row i is the positive of query i, rows from b_r on are negatives (in the
             concatenated batch they come after the positives of all ranks).
         logit_scale: multiplies the similarities (1 / temperature); a number or a tensor of shape () or [1], the same

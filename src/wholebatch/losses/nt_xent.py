@@ -46,7 +46,7 @@ def nt_xent_loss(
 
     Args:
         z0: (b_r, d), this rank's rows of the first view; they are normalized inside. b_r may differ between ranks and
-            may be 0. float64, float32, bfloat16 or float16 (the last two are widened to float32).
+            may be 0. float64, float32, bfloat16 or float16.
         z1: (b_r, d), the second view; row i is another view of row i of z0.
         temperature: divides the cosines; a positive number or a tensor of shape () or [1], which may be learned; the
             same on all ranks.

@@ -120,7 +120,7 @@ def row_statistics(
     in_kernels = in_triton(facts.options.kernel) and requested <= KernelSoftmaxSweep.fields
     dtype = facts.features_dtype if operands.narrow else features[0].dtype
     if (
-        in_kernels and dtype == torch.bfloat16 and facts.products.half is None
+        in_kernels and dtype == torch.bfloat16 and facts.products.half in (None, dtype)
     ):  # kernels multiply in the precision that features have
         towers = replace(towers, normalize_per_tile=towers.normalize)
     plan = SoftmaxPlan(
