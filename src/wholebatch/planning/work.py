@@ -17,9 +17,10 @@ reduce-scatter; the gradients of X and of the local rows of Y. Ring holds X's gr
 gradient, and one that arrives. Alone, a rank holds both gradients; with a symmetric S, the rows of unit length and
 their gradient. PartialFC, with k classes on each rank, holds the gradient of their centers, which for a sample replaces
 that of the last step; and of all ranks' embeddings the rows, the rows of unit length and their gradient, and when the
-tiles are freed, the gradient of the embeddings. The tiles are two of side x side (kernels use these bytes for one tile
-of dS, or for partial sums), and for half precision the widened
-rows; in half precision, a gradient exists together with its float32 original while it is rounded.
+tiles are freed, the gradient of the embeddings. Centers of a sample are read where they are, so its row has no term k d
+but that of rounding. The tiles are two of side x side (kernels use these bytes for one tile of dS, or for partial
+sums), and for half precision the widened rows; in half precision, a gradient exists together with its float32 original
+while it is rounded.
 
 The part of exp(S) that `memory=` keeps is not computed again: its entries save one unit in four, and one of two
 exponentials.
@@ -186,13 +187,28 @@ def _peak_of_classes(shapes: Shapes, held: int) -> int:
     """Return PartialFC's bytes: the largest of the sweep, of rounding the centers' gradient, and after it."""
     s, a, d = shapes.size, shapes.sums_size, shapes.embedding_size
     embeddings, centers = shapes.batch_size * d, shapes.sampled * d
-    drawn = 16 * shapes.centers if shapes.sample_rate < 1 else 0
+    if shapes.sample_rate < 1:
+        return _peak_of_sample(shapes, held)
     in_sweep = held + centers * a + embeddings * (s + 2 * a)
     rounding = centers * (a + s) + embeddings * a if s < a else 0
     after = centers * s + embeddings * (s + 5 * a)
     if s < a:  # embeddings are widened once, and their gradient is rounded once
         after += embeddings * (a + s)
-    return drawn + max(in_sweep, rounding, after)
+    return max(in_sweep, rounding, after)
+
+
+def _peak_of_sample(shapes: Shapes, held: int) -> int:
+    """Return a sampled PartialFC's bytes: its gradient takes the memory of the last step's, and no center is copied.
+
+    A sweep reads the rows of one tile at a time. Several ranks also hold the embeddings that they have gathered.
+    """
+    s, a, d = shapes.size, shapes.sums_size, shapes.embedding_size
+    embeddings, centers = shapes.batch_size * d, shapes.sampled * d
+    of_tile = min(shapes.side, shapes.sampled) * d * s
+    gathered = embeddings * s if shapes.ranks > 1 else 0
+    in_sweep = held + of_tile + gathered + embeddings * (s + 2 * a) + centers * (a - s)
+    rounding = centers * a + embeddings * a if s < a else 0
+    return max(in_sweep, rounding, embeddings * (s + 5 * a))
 
 
 def _wire(shapes: Shapes, exchange: ExchangeUsed) -> tuple[float, int]:

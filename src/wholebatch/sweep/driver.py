@@ -95,7 +95,10 @@ class Driver:
         parts = [part[: len(x)] for part in self._factors[tower]]
         if norms is not None and len(parts) == 1:
             return self.precision.rounded_(torch.div(x, norms[at], out=parts[0]))
-        x = x.to(self.dtype, copy=len(parts) > 1) if norms is None else x / norms[at]
+        if norms is not None:
+            x = x / norms[at]
+        elif len(parts) > 1:
+            x = x.to(self.dtype, copy=True)
         return self.precision.split(x, parts)
 
     def logits(self, tile: Tile, x: Factor, y: Factor) -> Tensor:
