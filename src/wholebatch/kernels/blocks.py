@@ -89,12 +89,12 @@ def blocks_of(form: Form) -> Blocks:
         return Blocks(64, 64, 64, 8, 8, 2)
     if form.ids or form.more or form.compared > 2:
         return Blocks(128, 64, 64, 8, 8, 3)
-    if form.lean and form.compared <= 1 and form.capability == _AMPERE:
-        return Blocks(128, 128, 32, 8, 4, 3)
-    if form.lean and form.compared <= 1 and form.capability == _HOPPER:
-        if form.features >= _LONG and form.columns > 1:
+    if form.lean and form.compared <= 1 and form.columns > 1:
+        if form.capability == _AMPERE:
+            return Blocks(128, 128, 32, 8, 4, 3)
+        if form.capability == _HOPPER and form.features >= _LONG:
             return Blocks(128, 256, 64, 8, 8, 3)
-        if not form.one_side:
+        if form.capability == _HOPPER and not form.one_side:
             return Blocks(128, 128, 64, 8, 4, 3)
     return Blocks(128, 128, 64, 8, 8, 3)
 
