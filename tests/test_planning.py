@@ -20,6 +20,7 @@ from wholebatch.losses.catalog import CATALOG
 from wholebatch.nodes import route
 from wholebatch.partition import Partition
 from wholebatch.planning import DEVICES, Rates
+from wholebatch.planning.cards import CARDS
 from wholebatch.planning.check import check
 from wholebatch.planning.given import given
 from wholebatch.planning.shapes import Shapes
@@ -506,3 +507,14 @@ def test_measure_calibrates_checks_and_saves_rates(capsys, tmp_path):
     assert 0 < rates.wire < 1e13
     code, shown = run(capsys, f"{sizes} --rates {path} --json")
     assert json.loads(shown.out)["rates"]["wire"] == rates.wire
+
+
+def test_half_precision_on_a_gpu_is_multiplied_on_tensor_cores():
+    """Products have the rate of tensor cores, where a card has them; tiles hold dS in half precision beside S."""
+    of_half, of_single = (given("h100", dtype) for dtype in (torch.bfloat16, torch.float32))
+    ratio = of_half.products[512] / of_single.products[512]
+    assert ratio == pytest.approx(CARDS["h100"].half / CARDS["h100"].float32)
+    assert given("t4", torch.bfloat16).products == given("t4", torch.float32).products
+    assert of_half.of_entry("clip", 0) < of_single.of_entry("clip", 0)
+    shapes = [Shapes("clip", 65536, 512, 8, dtype, "cuda") for dtype in (torch.bfloat16, torch.float32)]
+    assert [of.memory_for(2) - 2 * of.entries for of in shapes] == [4096**2 * 10, 4096**2 * 8]

@@ -268,3 +268,28 @@ def _sharded(precision, exchange):
 )
 def test_several_ranks_compute_what_one_does(size, precision, exchange):
     run_ranks(_sharded, size, precision, exchange)
+
+
+@pytest.mark.parametrize("fault", ["", "alpha", "beta", "half", "absent"])
+def test_products_of_halves_are_checked_once_on_the_gpu(fault, monkeypatch):
+    """On a pretended GPU: right products pass; an ignored alpha or beta, or sums in half precision, do not."""
+
+    def addmm(total, a, b, *, beta=1, alpha=1, out_dtype, out):
+        if fault == "absent":
+            raise NotImplementedError("no kernel\nand more")
+        product = (a @ b).to(out_dtype) if fault == "half" else a.float() @ b.float()
+        kept = 0 if not beta and fault != "beta" else total
+        return out.copy_(kept + (1 if fault == "alpha" else alpha) * product)
+
+    def mm(a, b, *, out_dtype, out):
+        return out.copy_(a.float() @ b.float())
+
+    monkeypatch.setattr(of_products, "_has_products_of_halves", lambda a, out: a.dtype != out.dtype)
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch, "addmm", addmm)
+    missing = of_products._missing.__wrapped__(BF16, CPU)
+    assert (missing is None) == (not fault)
+    if fault:
+        assert missing == "torch.addmm with out_dtype=torch.float32 " + (
+            "fails: no kernel" if fault == "absent" else "gives wrong results"
+        )

@@ -14,6 +14,7 @@ _WITHOUT_BFLOAT16 = ("t4", "v100")
 _SHARE, _OF_ENCODERS = 0.7, 0.4  # of a data sheet's figures that are assumed
 # Bytes of tiles in memory for each entry: product, scale, exponential, sums; then once more, factors, two products.
 _ENTRY_BYTES = {0: 88, 2: 72, 4: 76, 8: 152}
+_ENTRY_BYTES_OF_HALVES = {0: 66, 2: 58, 4: 62, 8: 152}  # the product scales, and dS has two bytes
 # Measured on one rank with two cores of an AMD EPYC, torch 2.13, rounded.
 _CPU_PRODUCTS = {16: 90e9, 64: 120e9, 256: 150e9, 1024: 150e9}
 _CPU_ENTRY = {
@@ -45,10 +46,12 @@ def given(device: str, dtype: torch.dtype) -> Rates:
     name = _card_here() if device == "cuda" else device
     card = CARDS[name]
     tensor_cores = dtype == torch.float16 or (dtype == torch.bfloat16 and name not in _WITHOUT_BFLOAT16)
-    products = {512: _SHARE * (card.float64 if wide else card.float32)}
-    bytes_of_entry = {kept: of * (2 if wide else 1) for kept, of in _ENTRY_BYTES.items()}
+    products = {512: _SHARE * (card.half if tensor_cores else card.float64 if wide else card.float32)}
+    in_memory = _ENTRY_BYTES_OF_HALVES if tensor_cores else _ENTRY_BYTES
+    bytes_of_entry = {kept: of * (2 if wide else 1) for kept, of in in_memory.items()}
+    name_of_products = str(dtype).removeprefix("torch.") if tensor_cores or wide else "float32"
     return Rates(
-        f"given, {_SHARE:.0%} of the data sheet of {card.name}, products in {'float64' if wide else 'float32'}",
+        f"given, {_SHARE:.0%} of the data sheet of {card.name}, products in {name_of_products}",
         products,
         products,
         {loss: {kept: of / (_SHARE * card.memory) for kept, of in bytes_of_entry.items()} for loss in LOSSES},

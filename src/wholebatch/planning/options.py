@@ -86,7 +86,7 @@ def plan(
     >>> import wholebatch as wb
     >>> found = wb.plan(batch_size=65536, embedding_size=768, ranks=8, dtype="bf16", device="h200")
     >>> found.chosen.fits, found.chosen.call
-    (True, 'wb.CLIPLoss(memory=1207959552)')
+    (True, 'wb.CLIPLoss(memory=1241513984)')
     """
     sizes = Sizes.from_arguments(
         batch_size=batch_size, embedding_size=embedding_size, ranks=ranks, loss=loss, dtype=_name_of(dtype),

@@ -14,8 +14,8 @@ from ..exchange.schedule import full, half
 from ..exchange.select import automatic
 from ..losses.catalog import CATALOG, Declaration
 from ..partition import Partition
-from ..sweep import default_side
-from ..sweep.memory import Budget, Memory, fit
+from ..sweep import Products, default_side
+from ..sweep.memory import Budget, Memory, bytes_of_an_entry, fit
 from .sizes import PARTIAL_FC, LossName
 
 
@@ -113,6 +113,12 @@ class Shapes:
         return default_side(torch.device(self.device))
 
     @property
+    def products(self) -> Products:
+        """Return the precision of products that "auto" chooses, with TF32 forbidden."""
+        halves = self.device == "cuda" and self.dtype.itemsize == 2
+        return Products(str(self.dtype).removeprefix("torch.")) if halves else Products()
+
+    @property
     def entries(self) -> int:
         """Return the entries of S on the first rank, which has most rows."""
         if self.entry is None:
@@ -131,11 +137,14 @@ class Shapes:
         """Return the budget that `memory=` gives; a loss with one pass keeps nothing."""
         entries = 0 if self.one_pass else self.entries
         dtype = accumulation_dtype(self.dtype)
-        return fit(memory, entries=entries, side=self.side, dtype=dtype, exact=self.several_positives)
+        of_entry = bytes_of_an_entry(dtype, self.products)
+        exact = self.several_positives
+        return fit(memory, entries=entries, side=self.side, dtype=dtype, bytes_of_entry=of_entry, exact=exact)
 
     def memory_for(self, itemsize: int) -> int:
         """Return the value of `memory=` that keeps all of exp(S), with `itemsize` bytes for each entry."""
-        return 2 * self.side**2 * self.sums_size + self.entries * itemsize
+        of_tiles = self.side**2 * bytes_of_an_entry(accumulation_dtype(self.dtype), self.products)
+        return of_tiles + self.entries * itemsize
 
     def kept_sizes(self) -> tuple[int, ...]:
         """Return the bytes of a kept entry of exp(S), for each precision in which it can be kept."""

@@ -168,8 +168,10 @@ def _bytes_of_tiles(shapes: Shapes, exchange: ExchangeUsed, budget: Budget) -> i
     sweep = None if shapes.entry is None else shapes.entry.sweep
     # A CPU then never writes to the second tile, and untouched memory is not resident.
     number = 1 if sweep is not None and sweep.weights_of_rows_only and shapes.device == "cpu" else 2
-    widened = 0 if shapes.symmetric or shapes.dtype.itemsize == sums else (rows + cols) * shapes.embedding_size
-    return (number * rows * cols + widened) * sums
+    of_halves = shapes.products.bytes_of_gradients
+    as_given = shapes.symmetric or shapes.dtype.itemsize == sums or of_halves
+    widened = 0 if as_given else (rows + cols) * shapes.embedding_size
+    return (number * rows * cols + widened) * sums + rows * cols * of_halves
 
 
 def _peak_of_pairs(shapes: Shapes, exchange: ExchangeUsed, held: int) -> int:

@@ -103,8 +103,7 @@ class Driver:
 
     def logits(self, tile: Tile, x: Factor, y: Factor) -> Tensor:
         """Return the tile of S, in a buffer that the next tile overwrites."""
-        # Scale after the product: given as alpha, some libraries scale and round the entries of one factor first.
-        logits = self.precision.multiply(x, transposed(y), self.buffer(tile)).mul_(self.scale)
+        logits = self.precision.scaled(self.scale, x, transposed(y), self.buffer(tile))
         if tile.self_transposed:  # a product may round S_ij and S_ji differently
             below = torch.triu(logits, 1, out=self.scratch(tile)).T
             logits.triu_().add_(below)

@@ -117,11 +117,22 @@ class Products:
                     self._multiply(left, right, out, add=add or i + j > 0)
         return out
 
+    def scaled(self, scale: float, a: Factor, b: Factor, out: Tensor) -> Tensor:
+        """Write scale a b to `out`, in its precision; scale multiplies the sums, not the factors."""
+        if not _has_products_of_halves(a[0], out):
+            # Given as alpha, a CPU's library may scale and round the entries of one factor first.
+            return self.multiply(a, b, out).mul_(scale)
+        for i, left in enumerate(a):
+            for j, right in enumerate(b):
+                if i + j < 2:
+                    torch.addmm(out, left, right, beta=i + j > 0, alpha=scale, out_dtype=out.dtype, out=out)
+        return out
+
     def _emulates_tf32(self, x: Tensor) -> bool:
         return self.precision == "tf32" and x.device.type != "cuda"
 
     def _multiply(self, a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
-        if a.dtype != out.dtype and a.device.type == "cuda":
+        if _has_products_of_halves(a, out):
             if add:
                 torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
             else:
@@ -133,6 +144,11 @@ class Products:
                 out.addmm_(a, b)
             else:
                 torch.mm(a, b, out=out)
+
+
+def _has_products_of_halves(a: Tensor, out: Tensor) -> bool:
+    """Return whether factors in half precision are multiplied as they are, with sums in the precision of `out`."""
+    return a.dtype != out.dtype and a.device.type == "cuda"
 
 
 def transposed(factor: Factor) -> Factor:
@@ -207,14 +223,24 @@ def _check(precision: str, dtype: torch.dtype, device: torch.device) -> None:
 
 @cache
 def _missing(half: torch.dtype, device: torch.device) -> str | None:
-    """Return why a GPU cannot multiply half precision with sums in float32; None if it can."""
-    a = torch.empty(16, 16, dtype=half, device=device)
-    out = torch.empty(16, 16, dtype=torch.float32, device=device)
+    """Return why a GPU cannot multiply half precision with sums in float32; None if it can.
+
+    It multiplies matrices of small whole numbers, whose products are exact in float32 and not in half precision, and
+    writes over NaN. The host waits for the result, once in a process.
+    """
+    a, b = (
+        torch.arange(-n, 64 * 64 - n, dtype=torch.float32).remainder_(m).view(64, 64) for n, m in ((7, 31), (3, 29))
+    )
+    truth, products = 5 * (a @ b), Products(str(half).removeprefix("torch."))
+    a, b = a.to(device, half), b.to(device, half)
+    out, once = (torch.full((64, 64), float("nan"), device=device) for _ in range(2))
     try:
-        torch.addmm(out, a, a, out_dtype=out.dtype, out=torch.mm(a, a, out_dtype=out.dtype, out=out))
+        products.scaled(3.0, (a,), (b,), out)
+        products.multiply((a,), (b,), out, add=True)
+        out.add_(products.multiply((a,), (b,), once))
     except (RuntimeError, TypeError, NotImplementedError) as error:
-        return f"torch.mm with out_dtype=torch.float32 fails: {str(error).splitlines()[0]}"
-    return None
+        return f"torch.addmm with out_dtype=torch.float32 fails: {str(error).splitlines()[0]}"
+    return None if torch.equal(out.cpu(), truth) else "torch.addmm with out_dtype=torch.float32 gives wrong results"
 
 
 @cache
