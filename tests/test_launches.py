@@ -72,7 +72,7 @@ class OfBothPasses:
         self.partial_bytes = []
         monkeypatch.setattr("wholebatch.kernels.launch.run", self.record)
         monkeypatch.setattr("wholebatch.kernels.launch.capability", lambda device: (9, 0))
-        monkeypatch.setattr("wholebatch.sweep.kernel_tiles.add_product_", lambda *given: None)
+        monkeypatch.setattr("wholebatch.sweep.products.Products._multiply", lambda *given, **options: None)
         columns, dim = sum(widths), 512
         x, y = (torch.empty(n, dim, dtype=torch.bfloat16, device=META) for n in (rows, columns))
         pairs = Pairs(Diagonals(Diagonal(0, 0, min(rows, columns))))
