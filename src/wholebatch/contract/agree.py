@@ -103,7 +103,7 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
         embedding_size=first.shape[1],
         given_dtype=first.dtype,
         features_dtype=first.dtype,
-        products=Products(by_rank[comm.rank][PRECISION], named=options.precision != "auto"),
+        products=Products(by_rank.column(PRECISION)[0], named=options.precision != "auto"),
         dtype=accumulation_dtype(first.dtype),
         device=first.device,
     ).in_range()
