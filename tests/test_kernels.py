@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -468,6 +469,30 @@ def on_ranks():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests the interpreter")
 def test_several_ranks_equal_one_process():
     run_ranks(on_ranks, 3)
+
+
+def one_rank_otherwise(fault):
+    """Call CLIP's loss in kernels on all ranks but the last, which has no Triton, or names plain PyTorch."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    kernel, x = "triton", torch.eye(3)
+    if rank == size - 1 and fault == "absent":
+        importlib.util.find_spec = lambda name, package=None: None
+    elif rank == size - 1:
+        kernel = "torch"
+    try:
+        wb.functional.clip_loss(x, x, 1.0, kernel=kernel)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests the interpreter")
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("fault", ["absent", "other"])
+def test_ranks_that_would_compute_differently_raise_on_all(size, fault):
+    errors = run_ranks(one_rank_otherwise, size, fault)
+    assert len(set(errors)) == 1
+    assert ("needs Triton" if fault == "absent" else "kernel must be the same on all ranks") in errors[0]
 
 
 def test_errors_where_there_are_no_kernels(monkeypatch):
