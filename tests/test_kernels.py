@@ -11,6 +11,7 @@ from itertools import product
 import pytest
 import torch
 from kernel_losses import learns_its_scale, losses
+from precision_losses import LOSSES, value_and_gradients
 from torch.nn.functional import cross_entropy, normalize
 
 import wholebatch as wb
@@ -469,6 +470,23 @@ def on_ranks():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests the interpreter")
 def test_several_ranks_equal_one_process():
     run_ranks(on_ranks, 3)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16", "bfloat16x3"])
+@pytest.mark.parametrize("name", ["CLIP", "NT-Xent", "SigLIP", "InfoNCE"])
+def test_kernels_round_float32_as_the_sweep_does(name, precision):
+    """With a named precision, as under autocast on a GPU: the errors of both are alike, and of that precision."""
+    ours, truth, _ = LOSSES[name]
+    x, noise = (normalize(torch.randn(96, 32, device=DEVICE), dim=1) for _ in range(2))
+    y = normalize(0.3 * x + 0.7 * noise, dim=1)
+    value, grad = value_and_gradients(truth, x.double(), y.double(), 20.0)
+    of_kernel = dict[str, float]()
+    for kernel in ("torch", "triton"):
+        got, of = value_and_gradients(ours, x, y, 20.0, precision=precision, kernel=kernel)
+        torch.testing.assert_close(got, value, rtol=5e-3, atol=0)
+        of_kernel[kernel] = ((of - grad).norm() / grad.norm()).item()
+    least, most = {"bfloat16": (5e-4, 2e-2), "float16": (5e-5, 2e-3), "bfloat16x3": (1e-7, 1e-4)}[precision]
+    assert least < of_kernel["triton"] < min(most, 2 * of_kernel["torch"])
 
 
 def one_rank_otherwise(fault):
