@@ -81,11 +81,11 @@ class OneTile(torch.autograd.Function):
     @staticmethod
     @no_autocast
     def forward(ctx: Any, plan: SoftmaxPlan, shift: float, scale: Any, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        dtype, wide = accumulation_dtype(x.dtype), wide_dtype(x.device)
+        wide = wide_dtype(x.device)
         exchange = plan.route.exchange
         fetched, local = exchange.fetch(y), exchange.kept_local
         # Scale after the product, as in `Driver.logits`.
-        logits = torch.mm(x.to(dtype), fetched.to(dtype).T).mul_(plan.scale)
+        logits = torch.mm(x, fetched.T).mul_(plan.scale)
         target = logits.diagonal(local.start).to(wide, copy=True)  # before E overwrites it
         exponentials = (logits.sub_(shift) if shift else logits).exp_()
         exponentials.diagonal(local.start).zero_()
@@ -121,8 +121,8 @@ class OneTile(torch.autograd.Function):
             slope = exponentials * weights[0][:, None]
         slope.diagonal(exchange.kept_local.start).copy_(of_target * plan.size)
 
-        u = torch.mm(slope, fetched.to(dtype)) if want_x or (want_scale and not want_y) else None
-        v = torch.mm(slope.T, x.to(dtype)) if want_y else None
+        u = torch.mm(slope, fetched) if want_x or (want_scale and not want_y) else None
+        v = torch.mm(slope.T, x) if want_y else None
         if v is not None and exchange.comm.size > 1:
             v = exchange.comm.reduce_scatter(v, counts=exchange.columns.counts, check=False)
         grad_scale = None
