@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -38,9 +38,8 @@ def no_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        devices = {arg.device.type for arg in (*kwargs.values(), *args) if isinstance(arg, Tensor)}
         with ExitStack() as without_autocast:
-            for device in devices or {"cpu"}:
+            for device in device_types(args, kwargs) or {"cpu"}:
                 if torch.amp.is_autocast_available(
                     device
                 ):  # not for tensors without data: entry validation refuses them
@@ -48,6 +47,11 @@ def no_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return function(*args, **kwargs)
 
     return run
+
+
+def device_types(args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[str]:
+    """Return the types of the devices on which tensors among a call's arguments are."""
+    return {arg.device.type for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)}
 
 
 class _Constant(Function):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+
+from .._autograd import device_types
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -23,7 +24,7 @@ def remember_autocast(loss: Callable[_P, _R]) -> Callable[_P, _R]:
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if _around.get() is not None:
             return loss(*args, **kwargs)
-        token = _around.set({device: _dtype(device) for device in _devices(args, kwargs)})
+        token = _around.set({device: _dtype(device) for device in device_types(args, kwargs)})
         try:
             return loss(*args, **kwargs)
         finally:
@@ -36,10 +37,6 @@ def autocast_around(device: torch.device) -> torch.dtype | None:
     """Return the dtype to which autocast rounds products on a device around this loss; None: it was off."""
     around = _around.get()
     return None if around is None else around.get(device.type)
-
-
-def _devices(args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[str]:
-    return {arg.device.type for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)}
 
 
 def _dtype(device: str) -> torch.dtype | None:

@@ -104,9 +104,7 @@ def nested_statistics(
     if max(facts.norms.values()) > LONGEST[facts.dtype]:
         return None
     in_kernels = in_triton(facts.options.kernel) and max(facts.of_ranks(NORM_RATIO)) <= _MAX_NORM_RATIO
-    products, dtype = facts.products, None
-    if in_kernels and products.parts == 1:
-        dtype = products.half or (facts.dtype if products.named else facts.inputs["queries"].dtype)
+    dtype = facts.products.dtype_in_kernels(facts.inputs["queries"].dtype) if in_kernels else None
     plan = _Plan(choose_route(facts, Layout(rows, rows), keep=False), parts, scale, shift, rows.total, dtype)
     row_lse, targets, col_lse = _Nested.apply(plan, facts.inputs["logit_scale"], *inverse, *towers)
     min_pair = scale * facts.min_pair_product if scale > 0 else None

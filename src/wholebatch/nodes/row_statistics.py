@@ -119,9 +119,8 @@ def row_statistics(
     route = choose_route(facts, layout, keep=keep, exact=selection.over != "negatives")
     in_kernels = in_triton(facts.options.kernel) and requested <= KernelSoftmaxSweep.fields
     dtype = facts.features_dtype if operands.narrow else features[0].dtype
-    if (
-        in_kernels and dtype == torch.bfloat16 and facts.products.half in (None, dtype)
-    ):  # kernels multiply in the precision that features have
+    # Kernels multiply bfloat16 rows as they are, and apply their norms afterward.
+    if in_kernels and dtype == torch.bfloat16 and facts.products.half in (None, dtype):
         towers = replace(towers, normalize_per_tile=towers.normalize)
     plan = SoftmaxPlan(
         route,

@@ -104,7 +104,7 @@ class Sigmoid(torch.autograd.Function):
 
 def _unit(plan: SigmoidPlan, x: Tensor, weights: Tensor | None) -> Tensor | None:
     """Return a number, (), the same on all ranks, such that dS / unit fits into float16; None for other dtypes."""
-    if torch.float16 not in (plan.route.products.half, x.dtype if plan.in_kernels else None):
+    if not plan.route.products.needs_unit(x.dtype, in_kernels=plan.in_kernels):
         return None
     largest = x.new_ones((), dtype=accumulation_dtype(x.dtype))
     if weights is not None:

@@ -121,7 +121,7 @@ def _unit(plan: SoftmaxPlan, dtype: torch.dtype, grads: Sequence[Tensor]) -> Ten
 
     |dS_ij| is at most the sum of the gradients of row i and column j. A loss scaler may have made these large.
     """
-    if torch.float16 not in (plan.route.products.half, dtype if plan.in_kernels else None):
+    if not plan.route.products.needs_unit(dtype, in_kernels=plan.in_kernels):
         return None
     largest = torch.stack([grad.abs().amax() if len(grad) else grad.new_zeros(()) for grad in grads]).sum()
     largest = plan.route.comm.all_reduce(largest * (plan.size * (2 if plan.symmetric else 1)), "max", check=False)

@@ -78,7 +78,8 @@ class KernelTiles:
                 of dS here, and of two tiles there.
             float16: whether dS fits into float16 if rows are not divided by norms.
         """
-        normed, dtype = driver.norms is not None or driver.col_norms is not None, dtype_of_kernels(driver)
+        normed = driver.norms is not None or driver.col_norms is not None
+        dtype = driver.precision.dtype_in_kernels(driver.x.dtype)
         if dtype not in _DTYPES and not (dtype == torch.float16 and float16 and not normed):
             return None
         device = driver.x.device
@@ -175,16 +176,6 @@ class KernelTiles:
             precision.multiply((grad,), (of.y,), u[tile.rows], add=True)
         if v is not None and not tile.self_transposed:
             precision.multiply((grad.T,), (of.x,), v[relative(tile.cols, block)], add=True)
-
-
-def dtype_of_kernels(driver: Driver) -> torch.dtype | None:
-    """Return the dtype of the factors of kernels, and of dS; None where kernels have no such products."""
-    precision = driver.precision
-    if precision.parts > 1:
-        return None
-    if precision.half is not None:
-        return precision.half
-    return driver.dtype if precision.named else driver.x.dtype
 
 
 def columns_of_tiles(side: int, dtype: torch.dtype) -> int:

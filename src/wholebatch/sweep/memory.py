@@ -6,7 +6,7 @@
              it is more, the rest holds exp(S), which the backward pass does not compute again: 3 units for kept entries
     "auto"   "flat", unless all of exp(S) fits into one more tile: then it is kept without rounding
 
-In half precision, each tile also needs its rows of X and of Y in float32.
+Where half precision is widened, each tile also needs its rows of X and of Y in float32.
 
 exp(S) is kept without rounding where the budget holds all of it (4 bytes per entry in float32, 8 in float64), and
 always in float64. Otherwise a float32 sweep keeps bfloat16, 2 bytes per entry: then each off-diagonal weight

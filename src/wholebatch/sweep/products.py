@@ -91,6 +91,16 @@ class Products:
             return (accumulation_dtype(x),)
         return (self.half,) * (1 if x == self.half else self.parts)
 
+    def dtype_in_kernels(self, x: torch.dtype) -> torch.dtype | None:
+        """Return the dtype of factors, and of dS, in kernels; None where kernels have no such products."""
+        if self.parts > 1:
+            return None
+        return self.half or (accumulation_dtype(x) if self.named else x)
+
+    def needs_unit(self, x: torch.dtype, *, in_kernels: bool) -> bool:
+        """Whether dS is written in float16, and has to be scaled to fit."""
+        return torch.float16 in (self.half, x if in_kernels else None)
+
     def rounds(self, x: Tensor) -> bool:
         """Whether rows have to be rounded, or widened, before they are multiplied."""
         return self.dtypes(x.dtype) != (x.dtype,) or self._emulates_tf32(x)
@@ -111,10 +121,8 @@ class Products:
 
     def multiply(self, a: Factor, b: Factor, out: Tensor, *, add: bool = False) -> Tensor:
         """Write a b to `out`, in its precision; with `add`, add it to `out`."""
-        for i, left in enumerate(a):
-            for j, right in enumerate(b):
-                if i + j < 2:
-                    self._multiply(left, right, out, add=add or i + j > 0)
+        for number, (left, right) in enumerate(_pairs(a, b)):
+            self._multiply(left, right, out, add=add or number > 0)
         return out
 
     def scaled(self, scale: float, a: Factor, b: Factor, out: Tensor) -> Tensor:
@@ -122,10 +130,8 @@ class Products:
         if not _has_products_of_halves(a[0], out):
             # Given as alpha, a CPU's library may scale and round the entries of one factor first.
             return self.multiply(a, b, out).mul_(scale)
-        for i, left in enumerate(a):
-            for j, right in enumerate(b):
-                if i + j < 2:
-                    torch.addmm(out, left, right, beta=i + j > 0, alpha=scale, out_dtype=out.dtype, out=out)
+        for number, (left, right) in enumerate(_pairs(a, b)):
+            torch.addmm(out, left, right, beta=number > 0, alpha=scale, out_dtype=out.dtype, out=out)
         return out
 
     def _emulates_tf32(self, x: Tensor) -> bool:
@@ -144,6 +150,12 @@ class Products:
                 out.addmm_(a, b)
             else:
                 torch.mm(a, b, out=out)
+
+
+def _pairs(a: Factor, b: Factor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the parts that are multiplied with each other: all but lo and lo."""
+    for i, left in enumerate(a):
+        yield from ((left, right) for right in b[: 2 - i])
 
 
 def _has_products_of_halves(a: Tensor, out: Tensor) -> bool:
