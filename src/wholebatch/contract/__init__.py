@@ -8,6 +8,7 @@
     facts       the facts that every rank then knows about all ranks
     gradients   an input that requires a gradient on one rank requires it on all; the factor of `sync`
     reduction   from the losses of the local rows to the scalar that every rank returns
+    canaries    sums that kernels compute in two ways, compared at the entry of the next call
     backward    every rank enters the backward pass of the same call, with the same incoming gradient
 
 This package knows no loss. A loss decides which entries of S count, and `nodes` computes them.
@@ -15,6 +16,7 @@ This package knows no loss. A loss decides which entries of S count, and `nodes`
 
 from .agree import agree
 from .backward import CALL, check_earlier, differed, latest_call, number_call, together
+from .canaries import Canaries, canaries_of
 from .entry import bind_on_all_ranks, entry
 from .facts import Facts
 from .gradients import gradient_facts, join
@@ -26,6 +28,7 @@ __all__ = [
     "CALL",
     "MIN_PAIR_PRODUCT",
     "REDUCTIONS",
+    "Canaries",
     "Checks",
     "Facts",
     "Inputs",
@@ -33,6 +36,7 @@ __all__ = [
     "Reduction",
     "agree",
     "bind_on_all_ranks",
+    "canaries_of",
     "check_earlier",
     "differed",
     "entry",

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._checks import on_host
@@ -26,11 +27,12 @@ from ..comm import Communicator, select_communicator
 from ..comm.facts_by_rank import FactsByRank
 from ..comm.handshake import GRAD_ENABLED, different_facts
 from ..comm.records import OnDevice
-from ..kernels import check_kernel
+from ..kernels import check_kernel, choice, chooses, missing
 from ..partition import Partition
 from ..sweep import Products, select_products
 from .autocast import autocast_around
 from .backward import CALL, EARLIER, check_earlier, differed, latest_call, number_call
+from .canaries import CANARIES, canaries_of
 from .facts import Facts
 from .gradients import enter, gradient_facts, join
 from .inputs import MIN_PAIR_PRODUCT, SUM_OF_WEIGHTS, Checks, Inputs, norm_of
@@ -38,6 +40,7 @@ from .options import Options
 
 _ARGUMENTS = "the arguments that are given (a rank without rows passes shape (0, d), not None)"
 PRECISION = "precision of products"  # the one that was chosen
+_NO_KERNELS, _CHOICES = "kernels are missing", "choices of kernels"  # why, or ""; their number so far
 _MUST_MATCH = (
     _ARGUMENTS,
     "embedding size",
@@ -68,6 +71,7 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
     checks = checks or Checks()
     comm = select_communicator(options.group)
     by_rank = comm.handshake(lambda: _local_facts(comm, options, inputs, checks), caller=caller)
+    canaries_of(comm.transport).check(by_rank.columns_of_mapping(_NUMBERS))
     mistake = different_facts(caller, by_rank, (*_MUST_MATCH, *checks.must_match, GRAD_ENABLED))
     values = None if mistake is not None else _values_of_all(by_rank, comm.rank, inputs, checks)
     if values is None:
@@ -106,6 +110,7 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
         products=Products(by_rank.column(PRECISION)[0], named=options.precision != "auto"),
         dtype=accumulation_dtype(first.dtype),
         device=first.device,
+        kernels=_may_use_kernels(comm, options, by_rank, first.device),
     ).in_range()
 
 
@@ -140,15 +145,37 @@ def _local_facts(comm: Communicator, options: Options, inputs: Inputs, checks: C
         "reduction": options.reduction,
         "kernel": options.kernel,
         PRECISION: products.precision,
+        _NO_KERNELS: (missing(first.device) or "") if options.kernel == "auto" and chooses(first.device) else "",
+        _CHOICES: choice.count(comm.transport.group_name),
         CALL: latest_call(),
         **loss_facts,
         **gradient_facts([*inputs.differentiable.values()]),
     }
 
 
+def _may_use_kernels(comm: Communicator, options: Options, by_rank: FactsByRank, device: torch.device) -> bool:
+    """Return whether kernels may compute tiles, the same on all ranks."""
+    if by_rank.differing(_CHOICES) is not None:  # a rank was started again
+        choice.forget(comm.transport.group_name)
+    if options.kernel != "auto":
+        return options.kernel == "triton"
+    if not chooses(device):
+        return False
+    why = by_rank.column(_NO_KERNELS)
+    first = next((rank for rank, of_rank in enumerate(why) if of_rank), None)
+    if first is not None and comm.rank == 0:
+        choice.warn(f"kernel='triton' {why[first]} (rank {first})")
+    return first is None
+
+
 def _numbers(comm: Communicator, inputs: Inputs, checks: Checks) -> dict[str, Tensor | float]:
     """Return the numbers that the checks of values need, those of tensors on their device."""
-    return {**inputs.numbers(), **checks.read_back(), **differed(comm.transport)}
+    return {
+        **inputs.numbers(),
+        **checks.read_back(),
+        **differed(comm.transport),
+        **canaries_of(comm.transport).numbers(),
+    }
 
 
 @dataclass(frozen=True)
@@ -187,7 +214,7 @@ def _values_of_all(by_rank: FactsByRank, rank: int, inputs: Inputs, checks: Chec
     columns = by_rank.columns_of_mapping(_NUMBERS)
     if columns is None or any(column[0] for name, column in columns.items() if name == EARLIER):
         return None
-    finite = [column for name, column in columns.items() if name != MIN_PAIR_PRODUCT]
+    finite = [column for name, column in columns.items() if name not in (MIN_PAIR_PRODUCT, *CANARIES)]
     if not all(math.isfinite(sum(column)) for column in finite):
         return None
     try:

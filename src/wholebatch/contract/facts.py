@@ -42,6 +42,7 @@ class Facts:
         products: the precision of products with these features.
         dtype: dtype in which sums are computed.
         device: of the features.
+        kernels: whether kernels may compute tiles: the caller named them, or "auto" can choose them on every rank.
     """
 
     caller: str
@@ -61,6 +62,7 @@ class Facts:
     products: Products
     dtype: torch.dtype
     device: torch.device
+    kernels: bool = False
 
     @property
     def differentiable(self) -> bool:

@@ -10,7 +10,6 @@ from torch import Tensor
 from .._normalize import UNIT, normalize_rows
 from ..comm import Communicator
 from ..contract import Facts
-from ..kernels import in_triton
 from ..nodes import Bounds, Layout, Operands, RowStatistics, Towers, row_statistics, statistics_fields
 from ..partition import Partition
 from ..sweep import NamedRows, Pairs, Selection
@@ -77,7 +76,7 @@ def negatives(
         bound *= shard.longest
     travel_norms = None
     if logits.unit_embeddings:
-        if in_triton(facts.options.kernel):  # kernels multiply in the dtype of the features
+        if facts.kernels:  # kernels multiply in the dtype of the features
             travel_norms = lengths.detach()
         else:
             x = normalize_rows(x)

@@ -5,39 +5,50 @@ Triton is no dependency: it is imported when the first kernel starts.
     tiles/                      the kernels
     softmax, sigmoid, nested    their launchers: functions of a tile
     launch, blocks              the parts that all launchers share; the block of S that a program computes
-    select, doubts              whether kernels are used; GPUs on which they must be checked first
+    witness, verify             their results in plain PyTorch; a comparison of every launch with it
+    select, choice              where kernels can run; the choices that ranks have made
 
 To add a kernel, write a module in `tiles`, its launcher in a module of the same name with a line here, a sweep that
 calls the launcher, the choice of that sweep in `nodes`, and in `tests/kernel_losses.py` the losses that start it.
 """
 
 from .blocks import Blocks
-from .doubts import in_doubt, passed_check
+from .choice import Choice, choices
 from .launch import Entries, RowTerms, TileInputs, interpreted, using
-from .nested import Ends, NestedTile, NestedWeights, nested_gradient, nested_sums
-from .select import KERNELS, Kernel, check_kernel, in_triton
-from .sigmoid import tile_sigmoid
-from .softmax import tile_gradient, tile_sums
+from .nested import Ends, NestedTile, NestedWeights
+from .select import KERNELS, Kernel, check_kernel, chooses, missing
+from .verify import (
+    KernelError,
+    nested_gradient,
+    nested_sums,
+    tile_gradient,
+    tile_sigmoid,
+    tile_sums,
+    verifying,
+)
 
 __all__ = [
     "KERNELS",
     "Blocks",
+    "Choice",
     "Ends",
     "Entries",
     "Kernel",
+    "KernelError",
     "NestedTile",
     "NestedWeights",
     "RowTerms",
     "TileInputs",
     "check_kernel",
-    "in_doubt",
-    "in_triton",
+    "choices",
+    "chooses",
     "interpreted",
+    "missing",
     "nested_gradient",
     "nested_sums",
-    "passed_check",
     "tile_gradient",
     "tile_sigmoid",
     "tile_sums",
     "using",
+    "verifying",
 ]

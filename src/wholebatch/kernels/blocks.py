@@ -102,8 +102,9 @@ def blocks_of(form: Form) -> Blocks:
 def _of_single(form: Form) -> Blocks:
     """Return the block of a form of float32.
 
-    Its three products share one sum, so steps must not overlap on the tensor cores of compute capability 10 and 11:
-    see `doubts`.
+    Its three products share one sum, so steps must not overlap on the tensor cores of compute capability 10 and 11.
+    There Triton up to 3.8 lets the products of a step begin before those of the last one have ended
+    (triton-lang/triton#10821, seen on 10.3; linkedin/Liger-Kernel#1435, on 10.0).
     """
     low = form.two_totals or (form.parts and form.capability >= _CONSUMER_BLACKWELL)
     rows, cols = 32 if low else 64, 64 if form.more else 128

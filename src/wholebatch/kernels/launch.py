@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import ceil, e, exp, gcd, log2
@@ -92,6 +92,17 @@ class TileInputs:
 def interpreted() -> bool:
     """Whether Triton's interpreter runs the kernels, on the CPU."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
+verified: list[str] | None = None  # inside of `verify.verifying`: the kernels that passed
+memory: Callable[[Tensor, tuple[int, ...], torch.dtype], Tensor] | None = None  # of results, while one is checked
+
+
+def empty(like: Tensor, *shape: int) -> Tensor:
+    """Return memory for a kernel's results, float32, on the device of a tensor."""
+    if memory is not None:
+        return memory(like, shape, torch.float32)
+    return like.new_empty(shape, dtype=torch.float32)
 
 
 _chosen: list[Blocks] = []  # of all threads: CUDA's backward passes run on a thread of autograd's
@@ -189,8 +200,8 @@ def start(
         depth: the argument that describes the features; None: their number.
         flags: the kernel's own constants.
     """
-    x, y = (z if z.stride(1) == 1 else z.contiguous() for z in (tile.x, tile.y))
-    aligned = gcd(16, x.shape[1], x.stride(0), y.stride(0))
+    aligned = gcd(16, tile.x.shape[1])  # of all ranks' tensors, whatever their strides
+    x, y = (z if z.stride(1) == 1 and not z.stride(0) % aligned else z.contiguous() for z in (tile.x, tile.y))
     programs = ceil(len(x) / blocks.rows) * ceil(len(y) / blocks.cols)
     sets: list[Any] = []
     for of in (tile.positive, tile.excluded):

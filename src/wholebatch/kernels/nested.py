@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._precision import vector
-from .launch import TileInputs, program_grid, rounded, start
+from .launch import TileInputs, empty, program_grid, rounded, start
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ def nested_sums(tile: NestedTile, *, shift: float, cols: bool) -> tuple[Tensor, 
     blocks, (down, across) = program_grid(features, more_per_entry=True, parts=True, single_loads=ends.unit < 8)
     (_, log2_shift), _, of_sums = rounded(1.0, shift)
     x, parts = features.x, len(ends.at)
-    rows, targets = (x.new_empty(parts, across, len(x), dtype=torch.float32) for _ in range(2))
-    of_cols = x.new_empty(parts, down * cols, len(features.y), dtype=torch.float32)
+    rows, targets = (empty(x, parts, across, len(x)) for _ in range(2))
+    of_cols = empty(x, parts, down * cols, len(features.y))
     start(
         nested.nested_sums, features, blocks, (ends.at, rows, targets, of_cols, tile.row_scales, tile.col_scales),
         (log2_shift,), depth=parts, OF_COLS=cols, ENDS=ends.unit,
@@ -115,8 +115,8 @@ def nested_gradient(
     (_, log2_shift), _, remaining = rounded(1.0, shift)
     rows, cols = weights.rows * remaining, None if weights.cols is None else weights.cols * remaining
     x, parts = features.x, len(ends.at)
-    of_rows = x.new_empty(parts, across, len(x), dtype=torch.float32)
-    of_cols = x.new_empty(parts, down * totals_of_cols, len(features.y), dtype=torch.float32)
+    of_rows = empty(x, parts, across, len(x))
+    of_cols = empty(x, parts, down * totals_of_cols, len(features.y))
     start(
         nested.nested_gradient, features, blocks,
         (

@@ -1,4 +1,8 @@
-"""The choice between plain PyTorch and Triton kernels for a tile."""
+"""Where kernels can run: the device, the installation, and the user's choice.
+
+`kernel="triton"` takes kernels or raises; "torch" never takes them; "auto" takes them on a GPU where they passed their
+check and were faster (see `nodes.kernel_check`).
+"""
 
 from __future__ import annotations
 
@@ -7,32 +11,45 @@ from typing import Literal
 
 import torch
 
-from .launch import interpreted
+from .choice import switched_off
+from .launch import capability, interpreted
 
 Kernel = Literal["auto", "torch", "triton"]
 KERNELS = ("auto", "torch", "triton")
+_FIRST = (8, 0)  # compute capability
 
 
 def check_kernel(kernel: Kernel, device: torch.device) -> None:
     """Raise ValueError unless the kernel can run on the device."""
-    if kernel != "triton":
-        return
+    if kernel == "triton" and (why := missing(device)) is not None:
+        raise ValueError(f"kernel='triton' {why}; or kernel='torch'")
+
+
+def missing(device: torch.device) -> str | None:
+    """Return what kernels need that is not here, after the words "kernel='triton'"; None if they can run."""
     if importlib.util.find_spec("triton") is None:
-        raise ValueError("kernel='triton' needs Triton: pip install 'wholebatch[triton]', on Linux; or kernel='torch'")
+        return "needs Triton: pip install 'wholebatch[triton]', on Linux"
     if device.type != "cuda" and not interpreted():
-        raise ValueError(
-            f"kernel='triton' is for CUDA tensors, got {device.type} (TRITON_INTERPRET=1, set before the program "
-            "starts, runs kernels in Triton's interpreter, for tests); or kernel='torch'"
+        return (
+            f"is for CUDA tensors, got {device.type} (TRITON_INTERPRET=1, set before the program starts, runs kernels "
+            "in Triton's interpreter, for tests)"
         )
     if device.type != "cuda" and not _runs_in_interpreter():
-        raise ValueError(
-            "TRITON_INTERPRET=1 must be set before the program starts, but was set later; or kernel='torch'"
-        )
-    if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
-        raise ValueError(
-            "kernel='triton' is for NVIDIA GPUs of compute capability 8.0 or higher, got "
-            f"{torch.cuda.get_device_name(device)}; use kernel='torch'"
-        )
+        return "needs TRITON_INTERPRET=1 to be set before the program starts, but it was set later"
+    if device.type == "cuda" and not _is_new_enough(device):
+        return f"is for NVIDIA GPUs of compute capability 8.0 or higher, got {torch.cuda.get_device_name(device)}"
+    if (why := switched_off()) is not None:
+        return f"is switched off in this process: {why}"
+    return None
+
+
+def chooses(device: torch.device) -> bool:
+    """Return whether "auto" chooses between kernels and plain PyTorch on a device, or is plain PyTorch."""
+    return device.type == "cuda" and _is_new_enough(device)
+
+
+def _is_new_enough(device: torch.device) -> bool:
+    return torch.version.hip is None and capability(device) >= _FIRST
 
 
 def _runs_in_interpreter() -> bool:
@@ -40,8 +57,3 @@ def _runs_in_interpreter() -> bool:
     from .tiles.common import place
 
     return type(place).__name__ == "InterpretedFunction"
-
-
-def in_triton(kernel: Kernel) -> bool:
-    """Whether Triton computes the tiles that it supports: for "triton". "auto" is PyTorch until measured on a GPU."""
-    return kernel == "triton"

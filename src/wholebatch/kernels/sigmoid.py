@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .launch import TileInputs, or_unread, program_grid, rounded, start
+from .launch import TileInputs, empty, or_unread, program_grid, rounded, start
 
 
 def tile_sigmoid(
@@ -26,7 +26,7 @@ def tile_sigmoid(
     from .tiles import sigmoid
 
     blocks, (_, across) = program_grid(tile)
-    losses, summed = (tile.x.new_empty(across * count, len(tile.x), dtype=torch.float32) for count in (1, totals))
+    losses, summed = (empty(tile.x, across * count, len(tile.x)) for count in (1, totals))
     given = [*or_unread(tile, out), *or_unread(tile, None if weights is None else weights.float().contiguous())]
     start(
         sigmoid.tile_sigmoid, tile, blocks, (losses, summed, *given), rounded(tile.scale, bias)[0],

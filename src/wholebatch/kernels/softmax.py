@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .launch import LOG2_E, Entries, TileInputs, or_unread, program_grid, rounded, start
+from .launch import LOG2_E, Entries, TileInputs, empty, or_unread, program_grid, rounded, start
 
 _SLOTS = ("sum", "target", "logits", "count")  # of sums
 _WEIGHTS = ("sum", "target", "logits")
@@ -53,7 +53,7 @@ def tile_sums(
         [name for name in _SLOTS if name in names and (has_positives or name != "target")] for names in (rows, cols)
     ]
     shapes = ((len(sides[0]), across, len(tile.x)), (len(sides[1]), down, len(tile.y)))
-    made = [tile.x.new_empty(shape, dtype=torch.float32) for shape in shapes]
+    made = [empty(tile.x, *shape) for shape in shapes]
     start(
         softmax.tile_sums, tile, blocks, (*made, *or_unread(tile, keep), *_scaling(tile, log2)), log2,
         CANDIDATES=tile.candidates, OF_ROWS=_fields(sides[0]), OF_COLS=_fields(sides[1]),
@@ -110,7 +110,7 @@ def tile_gradient(
             if name in side:
                 torch.mul(side[name], left if name == "sum" else 1.0, out=of_side[slot])
         weights.append(of_side)
-    summed = tile.x.new_empty(across * totals, len(tile.x), dtype=torch.float32)
+    summed = empty(tile.x, across * totals, len(tile.x))
     start(
         softmax.tile_gradient, tile, blocks,
         (out, summed, *weights, *or_unread(tile, kept), *_scaling(tile, log2)), log2,

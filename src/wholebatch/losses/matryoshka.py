@@ -28,12 +28,12 @@ from ..nodes import Bounds, Layout, Operands, Towers, row_statistics, statistics
 from ..nodes.cross_entropy import softplus
 from ..nodes.nested import (
     NORM_RATIO,
-    Parts,
     inverse_norms_of_parts,
     nested_statistics,
     norm_ratio,
     smallest_pair_product,
 )
+from ..nodes.nested_plan import Parts
 from ..sweep import Memory, Precision, Selection
 from ..sync import Sync
 from ._declaration import Declaration

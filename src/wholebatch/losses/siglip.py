@@ -14,8 +14,9 @@ from .._checks import check_choice
 from ..comm import Group
 from ..contract import Checks, Inputs, Options, Reduction, agree, entry, reduce_losses, reduce_total
 from ..exchange import ExchangeName
-from ..kernels import Kernel, in_triton
+from ..kernels import Kernel
 from ..nodes import Layout, choose_route
+from ..nodes.rehearsals import in_kernels_or_not
 from ..nodes.sigmoid import Sigmoid, SigmoidPlan
 from ..sweep import Memory, Precision
 from ..sync import Sync
@@ -108,15 +109,17 @@ def siglip_loss(
         ),
     )
     rows, inputs, per_row = facts.rows["image_features"], facts.inputs, reduction == "none"
+    layout = Layout(rows, rows)
     plan = SigmoidPlan(
-        choose_route(facts, Layout(rows, rows), keep=False),
+        choose_route(facts, layout, keep=False),
         pairs_of_rows(rows.rows(facts.rank), None if ids is None else facts.all_ids("ids"), equal_ids),
         facts.scalars["logit_scale"],
         facts.scalars["logit_bias"],
         facts.differentiable,
         per_row,
-        in_triton(kernel),
+        facts.kernels,
     )
+    plan = in_kernels_or_not(facts, plan, layout)
     loss = Sigmoid.apply(
         plan,
         inputs["logit_scale"],

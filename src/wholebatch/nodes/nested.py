@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,35 +23,18 @@ from .._precision import accumulation_dtype, wide_dtype
 from .._products import paired_products
 from ..contract import Facts
 from ..exchange import ColumnData
-from ..kernels import in_triton
 from ..logsumexp import log_sum_exp, shared_shift
-from ..sweep import Block, KernelNestedSweep, NestedSweep, Pairs
-from .route import Layout, Route, choose_route
+from ..sweep import Block
+from .kernel_check import use_kernels
+from .nested_plan import NestedPlan, Parts
+from .rehearsals import NestedRehearsal
+from .route import Layout, choose_route
 from .shifts import never_underflows, no_underflow
 from .softmax_plan import LogitBounds
 
 NORM_RATIO = "largest ratio of norms"  # of parts of a row: a fact of each rank
 # Kernels subtract a part's gradient from that of all parts, which may be larger by up to the square of this ratio.
 _MAX_NORM_RATIO = 32.0
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The nested matrices of one call.
-
-    Args:
-        dims: m_l, the number of leading features of each part, increasing.
-        pairs: the positives and the excluded entries, the same for all parts.
-        bound: upper bound of the similarities of all parts.
-        symmetric: whether columns have statistics as well.
-        normalize: whether each part of a row is divided by its norm.
-    """
-
-    dims: tuple[int, ...]
-    pairs: Pairs
-    bound: float
-    symmetric: bool
-    normalize: bool
 
 
 def inverse_norms_of_parts(x: Tensor, dims: Sequence[int], dtype: torch.dtype, normalize: bool) -> Tensor:
@@ -103,9 +86,15 @@ def nested_statistics(
         return None
     if max(facts.norms.values()) > LONGEST[facts.dtype]:
         return None
-    in_kernels = in_triton(facts.options.kernel) and max(facts.of_ranks(NORM_RATIO)) <= _MAX_NORM_RATIO
-    dtype = facts.products.dtype_in_kernels(facts.inputs["queries"].dtype) if in_kernels else None
-    plan = _Plan(choose_route(facts, Layout(rows, rows), keep=False), parts, scale, shift, rows.total, dtype)
+    if max(facts.of_ranks(NORM_RATIO)) > _MAX_NORM_RATIO:
+        facts = replace(facts, kernels=False)
+    layout = Layout(rows, rows)
+    dtype = facts.products.dtype_in_kernels(facts.inputs["queries"].dtype) if facts.kernels else None
+    plan = NestedPlan(choose_route(facts, layout, keep=False), parts, scale, shift, rows.total, dtype)
+    form = (parts.dims, *parts.pairs.kinds, parts.symmetric)
+    if dtype is not None and not use_kernels(facts, form, NestedRehearsal(facts, plan, layout)):
+        route = choose_route(replace(facts, kernels=False), layout, keep=False)
+        plan = replace(plan, route=route, kernel_dtype=None)
     row_lse, targets, col_lse = _Nested.apply(plan, facts.inputs["logit_scale"], *inverse, *towers)
     min_pair = scale * facts.min_pair_product if scale > 0 else None
     bounds = LogitBounds(bound, min_pair, 1.0, rows.total)
@@ -118,30 +107,13 @@ def nested_statistics(
     return row_lse, targets, col_lse
 
 
-@dataclass(frozen=True)
-class _Plan:
-    route: Route
-    parts: Parts
-    scale: float
-    shift: float
-    size: int  # N, of the batch
-    kernel_dtype: torch.dtype | None  # of the features as they were given, where kernels compute the tiles
-
-    def sweep(self, x: Tensor, inverse: Tensor) -> NestedSweep:
-        driver = self.route.driver(x, 1.0)
-        given = (driver, self.parts.pairs, self.parts.dims, inverse, self.scale, self.shift)
-        if self.kernel_dtype is not None:
-            return KernelNestedSweep(*given, self.route.exchange.columns.total, self.kernel_dtype)
-        return NestedSweep(*given)
-
-
 class _Nested(torch.autograd.Function):
     """Compute A of rows, T, and A of columns, (b, parts) each, from features and inverse norms."""
 
     @staticmethod
     @no_autocast
     def forward(
-        ctx: Any, plan: _Plan, scale: Any, inverse_x: Tensor, inverse_y: Tensor, x: Tensor, y: Tensor
+        ctx: Any, plan: NestedPlan, scale: Any, inverse_x: Tensor, inverse_y: Tensor, x: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide, parts = wide_dtype(x.device), len(plan.parts.dims)
         fetched = plan.route.exchange.fetch(torch.cat([y.to(inverse_y.dtype), inverse_y], dim=1))
@@ -169,7 +141,7 @@ class _Nested(torch.autograd.Function):
     @once_differentiable
     @no_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        plan: _Plan = ctx.plan
+        plan: NestedPlan = ctx.plan
         scale, inverse_x, inverse_y, x, y, fetched, row_sums, col_sums = ctx.saved_tensors
         want_scale, _, _, want_x, want_y = ctx.needs_input_grad[1:]
         a, t, a_cols = (plan.size * grad for grad in grads)

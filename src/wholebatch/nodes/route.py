@@ -10,7 +10,6 @@ from torch import Tensor
 from ..comm import Communicator, LocalCommunicator
 from ..contract import Facts
 from ..exchange import Exchange, columns_of_a_chunk, num_entries, select_exchange
-from ..kernels import in_triton
 from ..partition import Partition
 from ..sweep import Budget, Driver, Products, bytes_of_an_entry, columns_of_tiles, default_side, fit, smallest_budget
 
@@ -78,7 +77,7 @@ def choose_route(
                 f"{memory}; pass more, or 'flat', which needs at most {side * side * entry} bytes"
             )
     comm = LocalCommunicator() if layout.replicated else facts.comm
-    columns = columns_of_tiles(side, products.half or facts.features_dtype) if in_triton(facts.options.kernel) else side
+    columns = columns_of_tiles(side, products.half or facts.features_dtype) if facts.kernels else side
     exchange = select_exchange(
         facts.options.exchange,
         comm,

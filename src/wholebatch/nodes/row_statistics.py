@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contract import Facts
-from ..kernels import in_triton
+from ..contract import Facts, canaries_of
 from ..sweep import KernelSoftmaxSweep, Products, Selection
+from .kernel_check import use_kernels
 from .one_tile import OneTile, shift_of_one_tile
+from .rehearsals import SoftmaxRehearsal
 from .route import Layout, choose_route
 from .softmax import Softmax, output_names
 from .softmax_plan import Bounds, LogitBounds, SoftmaxPlan
@@ -115,29 +116,43 @@ def row_statistics(
     if offsets is not None:
         selection = replace(selection, offsets=offsets.detach())
     requested = {*rows, *cols}
-    keep = "logits" not in requested and selection.transform is None
-    route = choose_route(facts, layout, keep=keep, exact=selection.over != "negatives")
-    in_kernels = in_triton(facts.options.kernel) and requested <= KernelSoftmaxSweep.fields
     dtype = facts.features_dtype if operands.narrow else features[0].dtype
-    # Kernels multiply bfloat16 rows as they are, and apply their norms afterward.
-    if in_kernels and dtype == torch.bfloat16 and facts.products.half in (None, dtype):
-        towers = replace(towers, normalize_per_tile=towers.normalize)
-    plan = SoftmaxPlan(
-        route,
-        towers,
-        selection,
-        operands.guide,
-        scale[0],
-        bounds=_of_logits(
-            _rounded(bounds, facts.products), scale[0], requested, max(layout.rows.total, layout.cols.total)
-        ),
-        size=(layout.rows if rows or layout.symmetric else layout.cols).total,
-        rows=rows,
-        cols=cols,
-        differentiable=facts.differentiable,
-        in_kernels=in_kernels,
-        dtype=dtype if operands.narrow else None,
+    keep = "logits" not in requested and selection.transform is None
+    size = (layout.rows if rows or layout.symmetric else layout.cols).total
+    limits = _of_logits(
+        _rounded(bounds, facts.products), scale[0], requested, max(layout.rows.total, layout.cols.total)
     )
+
+    def plan_of(facts: Facts) -> SoftmaxPlan:
+        in_kernels = facts.kernels and requested <= KernelSoftmaxSweep.fields
+        # Kernels multiply bfloat16 rows as they are, and apply their norms afterward.
+        per_tile = in_kernels and dtype == torch.bfloat16 and facts.products.half in (None, dtype)
+        return SoftmaxPlan(
+            choose_route(facts, layout, keep=keep, exact=selection.over != "negatives"),
+            replace(towers, normalize_per_tile=towers.normalize) if per_tile else towers,
+            selection,
+            operands.guide,
+            scale[0],
+            bounds=limits,
+            size=size,
+            rows=rows,
+            cols=cols,
+            differentiable=facts.differentiable,
+            in_kernels=in_kernels,
+            dtype=dtype if operands.narrow else None,
+            canaries=canaries_of(facts.comm.transport) if in_kernels else None,
+        )
+
+    plan = plan_of(facts)
+    if plan.in_kernels:
+        keeps, learned = keep and _keeps(facts, layout, plan), offsets is not None and offsets.requires_grad
+        form = (
+            *selection.pairs.kinds, selection.over,
+            offsets is not None, learned, *rows, *cols, layout.symmetric, keeps,
+            plan.towers.normalize_per_tile, plan.towers.stay_norms is not None, plan.towers.travel_norms is not None,
+        )  # fmt: skip
+        if not use_kernels(facts, form, SoftmaxRehearsal(facts, plan, layout, dtype, keeps, learned)):
+            plan = plan_of(replace(facts, kernels=False))
     shift = shift_of_one_tile(facts, plan, layout, dtype) if len(features) == 2 else None
     if shift is not None:
         of_rows, target, *of_cols = OneTile.apply(plan, shift, scale[1], *features)
@@ -151,6 +166,13 @@ def row_statistics(
         of_side, outputs = outputs[: len(names)], outputs[len(names) :]
         sides.append(RowStatistics(**dict(zip(names, of_side, strict=True))) if names else None)
     return (sides[1], None) if layout.symmetric else (sides[0], sides[1])
+
+
+def _keeps(facts: Facts, layout: Layout, plan: SoftmaxPlan) -> bool:
+    """Return whether exponentials may be kept on any rank, the same on all."""
+    memories = facts.of_ranks("memory")
+    fits = max(layout.rows.counts) * layout.cols.total <= plan.route.budget.side**2
+    return facts.differentiable and (any(isinstance(of, int) for of in memories) or (fits and "auto" in memories))
 
 
 def _rounded(bounds: Bounds, products: Products) -> Bounds:

@@ -16,7 +16,7 @@ from .._precision import accumulation_dtype, vector, wide_dtype
 from ..comm import Communicator
 from ..exchange import ColumnData
 from ..logsumexp import cannot_underflow, count_underflowed, passes_underflow_check, shared_shift
-from ..sweep import Block, Sums
+from ..sweep import Block, KernelSoftmaxSweep, Sums
 from .softmax_plan import Data, LogitBounds, SoftmaxPlan
 
 
@@ -112,6 +112,8 @@ def _sums(
         initial=_initial(plan.cols, x, wide) if plan.cols else None,
         op=ops,
     )
+    if plan.canaries is not None and isinstance(sweep, KernelSoftmaxSweep) and sweep.difference is not None:
+        plan.canaries.note_sums(sweep.difference)
     if col_fields is not None:
         col_fields = plan.route.exchange.reduce(col_fields, ops)[local_cols].clone()
         col_shift = col_shift[local_cols] if isinstance(col_shift, Tensor) else col_shift

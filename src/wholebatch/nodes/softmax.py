@@ -95,6 +95,9 @@ class Softmax(torch.autograd.Function):
             rows = _weights(plan, plan.rows, row_grads, row_sums, ctx.shifts[0] if row_shifts is None else row_shifts)
             cols = _weights(plan, plan.cols, col_grads, col_sums, ctx.shifts[1] if col_shifts is None else col_shifts)
             u, v = _products(plan, data, kept, (rows, cols), (want_x, want_y), of_offsets)
+            if plan.canaries is not None and u is not None and v is not None and data.index is None:
+                of_y = divisors(norms) if plan.towers.normalize_per_tile and norms is not None else data.col_norms
+                plan.canaries.note_products((x, u, data.norms), (y, v, of_y))
             if unit is not None:
                 u, v, of_offsets = (None if grad is None else grad.mul_(unit) for grad in (u, v, of_offsets))
 

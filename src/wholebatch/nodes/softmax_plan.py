@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._normalize import divisors
+from ..contract import Canaries
 from ..sweep import Driver, KeptTiles, KernelSoftmaxSweep, Selection, SoftmaxSweep
 from .route import Route
 from .towers import Towers
@@ -68,6 +69,7 @@ class SoftmaxPlan:
         differentiable: whether a backward pass may follow.
         in_kernels: whether Triton kernels compute the tiles that they support.
         dtype: the dtype in which features are multiplied; None: that of the features.
+        canaries: of the group, if kernels compute the tiles.
     """
 
     route: Route
@@ -82,6 +84,7 @@ class SoftmaxPlan:
     differentiable: bool
     in_kernels: bool
     dtype: torch.dtype | None
+    canaries: Canaries | None = None
 
     @property
     def symmetric(self) -> bool:

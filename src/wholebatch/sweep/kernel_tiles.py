@@ -83,8 +83,6 @@ class KernelTiles:
         if dtype not in _DTYPES and not (dtype == torch.float16 and float16 and not normed):
             return None
         device = driver.x.device
-        if kernels.in_doubt(dtype, device):
-            return None
         positive, excluded = (members(entries, columns, device) for entries in (pairs.positive, pairs.excluded))
         if positive is None or excluded is None:
             return None

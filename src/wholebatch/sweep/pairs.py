@@ -134,3 +134,21 @@ class Pairs:
 
     positive: Entries = NONE
     excluded: Entries = NONE
+
+    @property
+    def kinds(self) -> tuple[str, str]:
+        """The kinds of the two sets, the same on all ranks.
+
+        >>> Pairs(Diagonals(Diagonal(0, 0, 3))).kinds
+        ('Diagonals', 'none')
+        """
+        return _kind(self.positive), _kind(self.excluded)
+
+
+def _kind(entries: Entries | None) -> str:
+    if entries is None or entries is NONE:
+        return "none"
+    inside: list[Entries | None] = [*entries.sets] if isinstance(entries, Union) else []
+    inside += [entries.but] if isinstance(entries, EqualIds) else []
+    of = f" of {' and '.join(map(_kind, inside))}" if inside else ""
+    return f"{type(entries).__name__}{of}"

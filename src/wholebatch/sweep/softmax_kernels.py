@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from .. import kernels
@@ -44,6 +45,7 @@ class KernelSoftmaxSweep(SoftmaxSweep):
     def __init__(self, driver: Driver, selection: Selection, columns: int, *, kept: KeptTiles | None = None) -> None:
         super().__init__(driver, selection, kept=kept)
         self._tiles = self._supported(columns)
+        self.difference: Tensor | None = None  # the largest, between sums by rows and by columns, relative to them
 
     def sums(self, block: Block, rows: Sums | None, cols: Sums | None) -> None:
         shift = one_shift(rows, cols)
@@ -60,6 +62,8 @@ class KernelSoftmaxSweep(SoftmaxSweep):
             names = [() if side is None else side.fields.keys() for side in sides]
             keep = None if self.kept is None else self.kept.next(tile.shape)
             made = kernels.tile_sums(inputs, shift=shift, rows=names[0], cols=names[1], keep=keep)
+            if all("sum" in of_side for of_side in made):
+                self._compare(*(of_side["sum"].sum() for of_side in made))
             for side, of_side in zip(sides, made, strict=True):
                 for name, new in of_side.items():
                     assert side is not None
@@ -103,6 +107,10 @@ class KernelSoftmaxSweep(SoftmaxSweep):
             self._tiles.products(grad, tile, inputs, block, u, v)
         for product, norms in normed:
             product.mul_(norms)
+
+    def _compare(self, by_rows: Tensor, by_cols: Tensor) -> None:
+        difference = (by_rows - by_cols).abs() / by_rows.clamp(min=1e-300)
+        self.difference = difference if self.difference is None else torch.maximum(self.difference, difference)
 
     def _normed(self, block: Block, u: Tensor | None, v: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the products whose rows are multiplied by norms afterward, and these norms."""

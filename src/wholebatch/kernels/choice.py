@@ -1,0 +1,103 @@
+"""The choices between kernels and plain PyTorch that the ranks have made, each at the first call of its form.
+
+A form is what decides which kernels a call starts: the loss, the dtype and number of the features, the kinds of its
+pairs, and about how many rows there are. Ranks make each choice together, in a handshake. Kernels are chosen by time, so two runs may choose differently; `kernel="torch"` or `kernel="triton"` fixes the choice.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+_LOG = logging.getLogger("wholebatch")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The choice for one form of call.
+
+    Args:
+        call: the loss.
+        form: its form, for people.
+        in_kernels: whether kernels compute its tiles.
+        why: why they do not; "" if they do.
+        kernels: the kernels that were checked and gave the right results.
+        milliseconds: of a sweep in kernels and in plain PyTorch, by the slowest rank; None: not measured.
+    """
+
+    call: str
+    form: str
+    in_kernels: bool
+    why: str = ""
+    kernels: tuple[str, ...] = ()
+    milliseconds: tuple[float, float] | None = None
+
+    def __str__(self) -> str:
+        times = ""
+        if self.milliseconds is not None:
+            times = "; {:.3g} ms in kernels, {:.3g} ms in PyTorch".format(*self.milliseconds)
+        return f"{self.call}, {self.form}: {'kernels' if self.in_kernels else f'PyTorch ({self.why})'}{times}"
+
+
+_made: dict[str | None, dict[Hashable, Choice]] = {}  # by group
+_warned: set[str] = set()
+_off: list[str] = []  # why kernels were switched off in this process
+
+
+def choices() -> list[Choice]:
+    """Return the choices of this process so far, in the order in which they were made.
+
+    >>> choices()
+    []
+    """
+    return [choice for of_group in _made.values() for choice in of_group.values()]
+
+
+def found(group: str | None, form: Hashable) -> Choice | None:
+    """Return the choice of a group's ranks for a form; None if they have not made it."""
+    return _made.get(group, {}).get(form)
+
+
+def count(group: str | None) -> int:
+    """Return the number of choices of a group's ranks."""
+    return len(_made.get(group, ()))
+
+
+def forget(group: str | None) -> None:
+    """Forget the choices of a group's ranks, so that they make them again."""
+    _made.pop(group, None)
+
+
+def note(group: str | None, form: Hashable, choice: Choice, *, reports: bool) -> None:
+    """Note a choice; the rank that reports logs it, and warns, once for each reason, where kernels cannot be used."""
+    _made.setdefault(group, {})[form] = choice
+    if not reports:
+        return
+    _LOG.info("%s", choice)
+    if choice.why and choice.milliseconds is None:
+        warn(choice.why)
+
+
+def warn(why: str) -> None:
+    """Warn that plain PyTorch computes in the place of kernels, once in a process for each reason."""
+    if why in _warned:
+        return
+    _warned.add(why)
+    warnings.warn(
+        f"wholebatch computes in plain PyTorch, without its kernels: {why}. Results are right, and take longer. Please "
+        "report this with the output of `wholebatch doctor`; kernel='torch' does without kernels and this warning",
+        stacklevel=2,
+    )
+
+
+def switch_off(why: str) -> None:
+    """Do without kernels in this process from now on."""
+    _off.append(why)
+    _made.clear()
+
+
+def switched_off() -> str | None:
+    """Return why kernels were switched off; None if they were not."""
+    return _off[0] if _off else None

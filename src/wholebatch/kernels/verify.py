@@ -1,0 +1,166 @@
+"""A self-check of kernels: each launch is repeated in surroundings that show mistakes, and compared with float64.
+
+A kernel may be compiled wrongly for a GPU on which nobody has run it. Inside of :func:`verifying`
+
+* features lie between NaN: a missing mask of a load makes a result NaN
+* a result's memory is NaN before, so that an entry that is not written shows
+* beyond a result's memory is more NaN: a missing mask of a store overwrites some of it
+* each result is compared with `witness`, entry by entry: its error is at most the rounding of its own dtype, and a few
+  roundings of float32 for the sizes of its terms
+
+The error that is raised says which result of which kernel is wrong, by how much, and where.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from inspect import signature
+from math import prod
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from . import launch, nested, sigmoid, softmax, witness
+from .nested import NestedTile
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_SINGLE, _TF32 = 1e-4, 3e-2  # relative to the size of terms: of logits up to 15, with products in float32 and in TF32
+_ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+_TINY = {torch.float16: 2.0**-24}  # the absolute error of numbers below the normal ones
+_AROUND = 16  # features beside those of a row; the alignment of rows stays
+_BESIDE = 1024  # entries before and after a result
+
+
+class KernelError(RuntimeError):
+    """A kernel gave a wrong result in a self-check."""
+
+
+@dataclass
+class _Memory:
+    """The memory of results, each with NaN before, inside and after it."""
+
+    whole: list[tuple[Tensor, int]] = field(default_factory=list)
+
+    def empty(self, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        count = prod(shape)
+        made = like.new_full((count + 2 * _BESIDE,), float("nan"), dtype=dtype)
+        self.whole.append((made, count))
+        return made[_BESIDE : _BESIDE + count].view(shape)
+
+    def is_left_alone(self) -> bool:
+        """Return whether nothing was written beside the results."""
+        return all(bool(of[:_BESIDE].isnan().all() and of[_BESIDE + n :].isnan().all()) for of, n in self.whole)
+
+
+@contextmanager
+def verifying() -> Iterator[list[str]]:
+    """Compare each launch inside with `witness`, and return the names of the kernels that passed.
+
+    Raises:
+        KernelError: inside, for a wrong result.
+    """
+    passed: list[str] = []
+    before, launch.verified = launch.verified, passed
+    try:
+        yield passed
+    finally:
+        launch.verified = before
+
+
+def checked_by(expected: Callable[..., witness.Expected]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Make a launcher compare its results inside of :func:`verifying`."""
+
+    def decorate(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(launcher)
+        def start(*args: _P.args, **more: _P.kwargs) -> _R:
+            if launch.verified is None:
+                return launcher(*args, **more)
+            passed, launch.verified = launch.verified, None
+            try:
+                made = _verified(launcher, expected, signature(launcher).bind(*args, **more).arguments)
+            finally:
+                launch.verified = passed
+            passed.append(launcher.__name__)
+            return cast(_R, made)
+
+        return start
+
+    return decorate
+
+
+def _verified(
+    launcher: Callable[..., Any], expected: Callable[..., witness.Expected], arguments: dict[str, Any]
+) -> Any:
+    """Return what a launcher returns, and write what it writes, if all of it is right."""
+    memory, given = _Memory(), dict(arguments)
+    tile = given["tile"]
+    features = tile.features if isinstance(tile, NestedTile) else tile
+    around = replace(features, x=_surrounded(features.x), y=_surrounded(features.y))
+    given["tile"] = replace(tile, features=around) if isinstance(tile, NestedTile) else around
+    written = next((name for name in ("out", "keep") if given.get(name) is not None), None)
+    if written is not None:
+        given[written] = memory.empty(features.x, given[written].shape, given[written].dtype)
+    launch.memory = memory.empty
+    try:
+        made = launcher(**given)
+    finally:
+        launch.memory = None
+    truth = expected(**arguments)
+    results = _named(made, truth, given[written] if written is not None else None)
+    in_tf32 = features.x.dtype == torch.float32 and features.allows_tf32
+    for name, (true, size) in truth.items():
+        _compare(f"{launcher.__name__}, {name}", results[name], true, size, _TF32 if in_tf32 else _SINGLE)
+    if not memory.is_left_alone():
+        raise KernelError(f"{launcher.__name__} writes beside its results")
+    if written is not None:
+        arguments[written].copy_(given[written])
+    return made
+
+
+def _named(made: Any, truth: witness.Expected, written: Tensor | None) -> dict[str, Tensor]:
+    """Return results by the names of the witness."""
+    found: dict[str, Tensor] = {} if written is None else {"dS": written, "kept": written}
+    if isinstance(made, tuple) and isinstance(made[0], dict):
+        for side, of_side in zip(("rows", "columns"), made, strict=True):
+            found |= {f"{side}: {name}": of for name, of in of_side.items()}
+        return found
+    rest = [of for of in (made if isinstance(made, tuple) else (made,)) if of is not None]
+    names = [name for name in truth if name not in ("dS", "kept")]
+    return found | dict(zip(names, rest, strict=True))
+
+
+def _compare(name: str, found: Tensor, true: Tensor, size: Tensor, error: float) -> None:
+    """Raise KernelError unless every entry is right."""
+    rounding = _ROUNDING.get(found.dtype, 0.0) * (2 if launch.interpreted() else 1)  # which truncates
+    allowed = rounding * true.abs() + error * size + _TINY.get(found.dtype, 1e-30)
+    excess = (found.double() - true).abs() - allowed
+    wrong = ~(excess <= 0)  # NaN is wrong
+    count = int(wrong.sum())
+    if not count:
+        return
+    at = int(torch.where(excess.isnan(), float("inf"), excess).flatten().argmax())
+    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), true.shape))
+    raise KernelError(
+        f"{name}: {count} of {true.numel()} entries are wrong, at {place} it is {found.flatten()[at].item():.7g} "
+        f"instead of {true.flatten()[at].item():.7g}"
+    )
+
+
+def _surrounded(x: Tensor) -> Tensor:
+    """Return a copy of rows with NaN before, after and beside them."""
+    rows, dim = x.shape
+    around = x.new_full((rows + 2, dim + _AROUND), float("nan"))
+    around[1 : rows + 1, :dim] = x
+    return around[1 : rows + 1, :dim]
+
+
+tile_sums = checked_by(witness.tile_sums)(softmax.tile_sums)
+tile_gradient = checked_by(witness.tile_gradient)(softmax.tile_gradient)
+tile_sigmoid = checked_by(witness.tile_sigmoid)(sigmoid.tile_sigmoid)
+nested_sums = checked_by(witness.nested_sums)(nested.nested_sums)
+nested_gradient = checked_by(witness.nested_gradient)(nested.nested_gradient)

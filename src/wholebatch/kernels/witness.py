@@ -1,0 +1,175 @@
+"""The kernels' results in plain PyTorch and float64: what every launch of a self-check is compared with.
+
+Each function takes the arguments of the launcher of the same name, and returns by name what that writes:
+
+    truth    the result
+    size     the sum of the absolute values of its terms, in which its error is measured
+
+It is written from the formulas in `tiles`, with a mask for each set of entries, and shares no code with the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from .launch import Entries, TileInputs
+from .nested import NestedTile, NestedWeights
+
+Expected: TypeAlias = dict[str, tuple[Tensor, Tensor]]  # truth and size, by name
+
+_NEGATIVES, _ALL, _POSITIVES = range(3)  # candidates
+
+
+def tile_sums(
+    tile: TileInputs, *, shift: float, rows: Collection[str], cols: Collection[str], keep: Tensor | None = None
+) -> Expected:
+    """Return the sums of rows and columns, and the exponentials that are kept."""
+    logits, among, candidates = _entries(tile)
+    exponentials = torch.where(candidates, (logits - shift).exp(), 0.0)
+    terms = {
+        "sum": exponentials,
+        "target": torch.where(among, logits, 0.0),
+        "logits": torch.where(candidates, logits, 0.0),
+        "count": candidates.double(),
+    }
+    if not tile.positive.comparisons:
+        del terms["target"]
+    found = {
+        f"{side}: {name}": (terms[name].sum(dim), terms[name].abs().sum(dim))
+        for side, names, dim in (("rows", rows, 1), ("columns", cols, 0))
+        for name in names
+        if name in terms
+    }
+    return found if keep is None else found | {"kept": (exponentials, exponentials)}
+
+
+def tile_gradient(
+    tile: TileInputs,
+    out: Tensor,
+    *,
+    shift: float,
+    rows: Mapping[str, Tensor],
+    cols: Mapping[str, Tensor],
+    kept: Tensor | None = None,
+    totals: bool = False,
+) -> Expected:
+    """Return dS, and the sums of its rows before they are scaled."""
+    logits, among, candidates = _entries(tile)
+    exponentials = (logits - shift).exp() if kept is None else kept.double()
+    weights = {
+        name: sum(side[name].double().unsqueeze(dim) for side, dim in ((rows, 1), (cols, 0)) if name in side)
+        for name in {*rows, *cols}
+    }
+    parts = [torch.where(candidates, exponentials * weights["sum"], 0.0)] if weights else []
+    if "logits" in weights:
+        parts.append(torch.where(candidates, weights["logits"], 0.0))
+    if "target" in weights:
+        parts.append(torch.where(among, weights["target"], 0.0))
+    nothing = torch.zeros_like(logits)
+    truth, size = sum(parts, nothing), sum((part.abs() for part in parts), nothing)
+    found = {"sums of rows of dS": (truth.sum(1), size.sum(1))} if totals else {}
+    factors = torch.ones_like(logits[:, :1])
+    if tile.row_terms is not None:
+        factors = tile.row_terms.scales.double()[:, None]
+        if tile.col_scales is not None:
+            factors = factors * tile.col_scales.double()
+    return {"dS": (truth * factors, size * factors.abs()), **found}
+
+
+def tile_sigmoid(
+    tile: TileInputs, out: Tensor | None, *, bias: float, weights: Tensor | None, totals: bool
+) -> Expected:
+    """Return the losses of rows, dS and the sums of its rows."""
+    among, excluded = _members(tile, tile.positive), _members(tile, tile.excluded)
+    logits = _products(tile) + bias
+    opposed = torch.where(among, -logits, logits).masked_fill(excluded & ~among, float("-inf"))
+    opposed = opposed.masked_fill(excluded, float("-inf"))
+    losses = torch.nn.functional.softplus(opposed)
+    grad = torch.where(among, -1.0, 1.0) * opposed.sigmoid()
+    if weights is not None:
+        grad = grad * weights.double()[:, None]
+    found = {"losses of rows": (losses.sum(1), losses.sum(1))}
+    if totals:
+        found["sums of rows of dS"] = grad.sum(1), grad.abs().sum(1)
+    return found if out is None else found | {"dS": (grad, grad.abs())}
+
+
+def nested_sums(tile: NestedTile, *, shift: float, cols: bool) -> Expected:
+    """Return the sums of rows, the logits of positives, and the sums of columns, of each part."""
+    among, excluded = (_members(tile.features, of) for of in (tile.features.positive, tile.features.excluded))
+    made: dict[str, list[Tensor]] = {"rows: sum": [], "rows: target": [], "columns: sum": []}
+    sizes: list[Tensor] = []
+    for logits, _ in _parts(tile):
+        exponentials = (logits - shift).exp().masked_fill(among | excluded, 0.0)
+        targets = torch.where(among, logits, 0.0)
+        made["rows: sum"].append(exponentials.sum(1))
+        made["rows: target"].append(targets.sum(1))
+        sizes.append(targets.abs().sum(1))
+        made["columns: sum"].append(exponentials.sum(0))
+    stacked = {name: torch.stack(of) for name, of in made.items()}
+    found = {name: (of, of) for name, of in stacked.items() if cols or name != "columns: sum"}
+    return found | {"rows: target": (stacked["rows: target"], torch.stack(sizes))}
+
+
+def nested_gradient(
+    tile: NestedTile, out: Tensor, weights: NestedWeights, *, shift: float, totals_of_cols: bool
+) -> Expected:
+    """Return H of each part, and the sums of dS S."""
+    among, excluded = (_members(tile.features, of) for of in (tile.features.positive, tile.features.excluded))
+    grads, products = [], []
+    for part, (logits, factors) in enumerate(_parts(tile)):
+        by_entry = weights.rows[part].double()[:, None]
+        if weights.cols is not None:
+            by_entry = by_entry + weights.cols[part].double()
+        grad = ((logits - shift).exp() * by_entry).masked_fill(excluded, 0.0)
+        grad = torch.where(among, weights.targets[part].double()[:, None], grad)
+        grads.append(grad * factors)
+        products.append(grad * logits)
+    summed, sizes = (torch.stack(of).flip(0).cumsum(0).flip(0) for of in (grads, [grad.abs() for grad in grads]))
+    each = torch.stack(products)
+    found = {"dS": (summed, sizes.amax(0).expand_as(sizes)), "rows: dS S": (each.sum(2), each.abs().sum(2))}
+    return found | ({"columns: dS S": (each.sum(1), each.abs().sum(1))} if totals_of_cols else {})
+
+
+def _parts(tile: NestedTile) -> list[tuple[Tensor, Tensor]]:
+    """Return the logits of each part, and the factors of its products."""
+    x, y = tile.features.x.double(), tile.features.y.double()
+    found = []
+    for part, stop in enumerate((tile.ends.at * tile.ends.unit).tolist()):
+        factors = tile.row_scales[part].double()[:, None] * tile.col_scales[part].double()
+        found.append((x[:, :stop] @ y[:, :stop].T * factors, factors))
+    return found
+
+
+def _products(tile: TileInputs) -> Tensor:
+    return tile.scale * (tile.x.double() @ tile.y.double().T)
+
+
+def _entries(tile: TileInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the logits, and masks of the positives and of the candidates."""
+    logits = _products(tile)
+    if tile.row_terms is not None:
+        logits = logits * tile.row_terms.scales.double()[:, None]
+        if tile.col_scales is not None:
+            logits = logits * tile.col_scales.double()
+        if tile.row_terms.offsets is not None:
+            logits = logits + tile.row_terms.offsets.double()[:, None]
+    among, excluded = _members(tile, tile.positive), _members(tile, tile.excluded)
+    candidates = {_NEGATIVES: ~excluded & ~among, _ALL: ~excluded | among, _POSITIVES: among}[tile.candidates]
+    return logits, among, candidates
+
+
+def _members(tile: TileInputs, of: Entries) -> Tensor:
+    """Return a mask of a set of entries, (R, C)."""
+    found = torch.zeros(len(tile.x), len(tile.y), dtype=torch.bool, device=tile.x.device)
+    rows = torch.arange(len(tile.x), device=tile.x.device)[:, None]
+    for named in () if of.named is None else of.named:
+        found |= rows == named - tile.first_row
+    if not of.ids or of.rows is None or of.cols is None:
+        return found
+    equal = of.rows[:, None] == of.cols
+    return equal | found if of.ids == 1 else equal & ~found

@@ -1,0 +1,260 @@
+"""A call's sweep on random features, for the check of its kernels: the call's pairs, fields and dtype, a few rows.
+
+The rows are this rank's first ones. The columns begin with the columns of these rows, so that positives are among them.
+The scale is moderate: it is a number to a kernel, and large ones would only magnify the rounding of products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .._normalize import inverse_norms
+from .._precision import accumulation_dtype, wide_dtype
+from ..contract import Facts
+from ..sweep import Block, Driver, KeptTiles, KernelSoftmaxSweep, SoftmaxSweep, Sums, Weights
+from .kernel_check import Sizes, random_numbers, random_rows, use_kernels
+from .nested_plan import NestedPlan
+from .route import Layout, choose_route
+from .sigmoid import SigmoidPlan
+from .softmax_plan import SoftmaxPlan
+
+_SCALE, _SHIFT, _BIAS = 14.3, 3.0, -4.0
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows and columns of a rehearsal, and their features."""
+
+    rows: slice
+    cols: slice
+    x: Tensor
+    y: Tensor
+
+    @classmethod
+    def of(cls, facts: Facts, layout: Layout, sizes: Sizes, dtype: torch.dtype, count: int) -> _Rows | None:
+        """Return random features for some of this rank's `count` rows; None if it has no rows or no columns."""
+        first = 0 if layout.replicated else layout.cols.offsets[facts.rank]
+        rows, cols = min(sizes.rows, count), min(sizes.cols, layout.cols.total - first)
+        if layout.symmetric:
+            rows = cols = min(rows, cols, layout.rows.counts[facts.rank])
+        if not rows or not cols:
+            return None
+        like = torch.empty(0, dtype=dtype, device=facts.device)
+        x, y = (random_rows(n, facts.embedding_size, like, seed) for seed, n in enumerate((rows, cols)))
+        return cls(slice(0, rows), slice(first, first + cols), x, x if layout.symmetric else y)
+
+
+@dataclass(frozen=True)
+class SoftmaxRehearsal:
+    """The rehearsal of a softmax.
+
+    Args:
+        facts: of the call.
+        plan: of the call.
+        layout: of S.
+        dtype: of X's and Y's rows when a sweep gets them.
+        keeps: whether exponentials may be kept on any rank.
+        offsets: whether the rows' offsets need a gradient.
+    """
+
+    facts: Facts
+    plan: SoftmaxPlan
+    layout: Layout
+    dtype: torch.dtype
+    keeps: bool
+    offsets: bool
+
+    def __call__(self, sizes: Sizes, *, in_kernels: bool) -> Callable[[], None]:
+        """Return a function that makes one sweep."""
+        plan, layout, device = self.plan, self.layout, self.facts.device
+        of = _Rows.of(self.facts, layout, sizes, self.dtype, layout.rows.counts[self.facts.rank])
+        if of is None:
+            return lambda: None
+        norms = col_norms = None
+        x, y = of.x, of.y
+        if plan.towers.normalize_per_tile or plan.towers.stay_norms is not None:
+            norms = random_numbers(len(x), device, 2)[:, None].to(accumulation_dtype(self.dtype))
+            x = (x * norms).to(x.dtype)
+        if plan.towers.normalize_per_tile or plan.towers.travel_norms is not None:
+            col_norms = random_numbers(layout.cols.total, device, 3)[:, None].to(accumulation_dtype(self.dtype))
+            y = (y * col_norms[of.cols]).to(y.dtype)
+        driver = Driver(
+            x,
+            _SCALE,
+            side=min(sizes.side, plan.route.budget.side),
+            norms=norms,
+            col_norms=col_norms,
+            products=plan.route.products,
+        )
+        block = Block(y, of.cols, of.rows, triangle=layout.symmetric)
+        buffer = None
+        if self.keeps:
+            budget = plan.route.budget
+            kept_dtype = budget.kept_dtype if budget.kept else accumulation_dtype(self.dtype)
+            buffer = x.new_empty(len(x) * len(y), dtype=kept_dtype)
+
+        def sweep(kept: Tensor | None) -> SoftmaxSweep:
+            memory = None if kept is None else KeptTiles(kept)
+            if in_kernels:
+                return KernelSoftmaxSweep(driver, plan.selection, plan.route.exchange.columns.total, kept=memory)
+            return SoftmaxSweep(driver, plan.selection, kept=memory)
+
+        def run() -> None:
+            for kept in (None,) if buffer is None else (None, buffer):
+                self._sums(sweep(kept), block)
+                if plan.differentiable:
+                    self._gradients(sweep(kept), block, x, y)
+
+        return run
+
+    def _sums(self, sweep: SoftmaxSweep, block: Block) -> None:
+        plan, count = self.plan, len(block.y)
+        rows = plan.cols if plan.symmetric else plan.rows
+        if plan.symmetric:  # blocks of other ranks' columns sum both, too
+            sweep.sums(block, self._fields(rows, sweep.driver.count), self._fields(plan.cols, count))
+            sweep = type(sweep)(sweep.driver, plan.selection, *self._columns(sweep))
+            block = replace(block, triangle=False)
+        sweep.sums(block, self._fields(rows, sweep.driver.count), self._fields(plan.cols, count))
+
+    def _columns(self, sweep: SoftmaxSweep) -> list[int]:
+        return [self.plan.route.exchange.columns.total] if isinstance(sweep, KernelSoftmaxSweep) else []
+
+    def _fields(self, names: tuple[str, ...], count: int) -> Sums | None:
+        if not names:
+            return None
+        device = self.facts.device
+        return Sums(_SHIFT, {name: torch.zeros(count, dtype=wide_dtype(device), device=device) for name in names})
+
+    def _gradients(self, sweep: SoftmaxSweep, block: Block, x: Tensor, y: Tensor) -> None:
+        plan, dtype = self.plan, accumulation_dtype(x.dtype)
+        row_names = plan.cols if plan.symmetric else plan.rows
+        rows, cols = self._weights(row_names, len(x), 4), self._weights(plan.cols, len(y), 5)
+        u, v = (torch.zeros(z.shape, dtype=dtype, device=z.device) for z in (x, y))
+        offsets = None
+        if self.offsets:
+            offsets = torch.zeros(len(x), dtype=dtype, device=x.device)
+        sweep.gradients(block, rows, cols, u, u if plan.symmetric else v, offsets)
+        if plan.symmetric:
+            sweep = type(sweep)(sweep.driver, plan.selection, *self._columns(sweep))
+            sweep.gradients(replace(block, triangle=False), rows, cols, u, v, offsets)
+
+    def _weights(self, names: tuple[str, ...], count: int, seed: int) -> Weights | None:
+        if not names:
+            return None
+        wide = wide_dtype(self.facts.device)
+        made = random_numbers(count, self.facts.device, seed).to(wide)
+        return Weights(
+            _SHIFT,
+            made / count,
+            -made.flip(0) if "target" in names else None,
+            made / count if "logits" in names else None,
+        )
+
+
+@dataclass(frozen=True)
+class SigmoidRehearsal:
+    """The rehearsal of a loss that is a sum over the entries of S.
+
+    Args:
+        facts: of the call.
+        plan: of the call.
+        layout: of S.
+        weighted: whether the rows of dS have weights.
+        bias: whether the bias needs a gradient.
+    """
+
+    facts: Facts
+    plan: SigmoidPlan
+    layout: Layout
+    weighted: bool
+    bias: bool
+
+    def __call__(self, sizes: Sizes, *, in_kernels: bool) -> Callable[[], None]:
+        """Return a function that makes one sweep."""
+        facts = self.facts
+        dtype = facts.products.half or facts.features_dtype
+        of = _Rows.of(facts, self.layout, sizes, dtype, self.layout.rows.counts[facts.rank])
+        if of is None:
+            return lambda: None
+        route = self.plan.route
+        smaller = replace(route, budget=replace(route.budget, side=min(sizes.side, route.budget.side)))
+        plan = replace(self.plan, route=smaller, scale=_SCALE, bias=_BIAS, in_kernels=in_kernels)
+        weights = random_numbers(len(of.x), facts.device, 2) if self.weighted else None
+        block, accumulate = Block(of.y, of.cols, of.rows), accumulation_dtype(dtype)
+
+        def run() -> None:
+            u, v = (torch.zeros(z.shape, dtype=accumulate, device=z.device) for z in (of.x, of.y))
+            if self.plan.differentiable:
+                plan.sweep(of.x, weights).block(block, u, v, bias=self.bias)
+            if not self.plan.differentiable or self.plan.per_row:
+                plan.sweep(of.x, None).block(block, None, None, bias=False)
+
+        return run
+
+
+@dataclass(frozen=True)
+class NestedRehearsal:
+    """The rehearsal of several nested S.
+
+    Args:
+        facts: of the call.
+        plan: of the call.
+        layout: of S.
+    """
+
+    facts: Facts
+    plan: NestedPlan
+    layout: Layout
+
+    def __call__(self, sizes: Sizes, *, in_kernels: bool) -> Callable[[], None]:
+        """Return a function that makes one sweep."""
+        facts, parts = self.facts, self.plan.parts
+        given = facts.inputs["queries"].dtype
+        of = _Rows.of(facts, self.layout, sizes, given, self.layout.rows.counts[facts.rank])
+        if of is None:
+            return lambda: None
+        accumulate, wide = accumulation_dtype(given), wide_dtype(facts.device)
+        inverse = [inverse_norms(z, parts.dims, accumulate) for z in (of.x, of.y)]
+        route = self.plan.route
+        smaller = replace(route, budget=replace(route.budget, side=min(sizes.side, route.budget.side)))
+        plan = replace(self.plan, route=smaller, scale=_SCALE, shift=_SHIFT)
+        if not in_kernels:
+            plan = replace(plan, kernel_dtype=None)
+        block = Block(torch.cat([of.y.to(accumulate), inverse[1]], dim=1), of.cols, of.rows)
+
+        def numbers(count: int, dtype: torch.dtype, seed: int) -> Tensor:
+            made = random_numbers(count * len(parts.dims), facts.device, seed).to(dtype)
+            return made.view(count, len(parts.dims)) / count
+
+        def run() -> None:
+            rows, targets, cols = (
+                torch.zeros(len(z), len(parts.dims), dtype=wide, device=facts.device) for z in (of.x, of.x, of.y)
+            )
+            plan.sweep(of.x, inverse[0]).sums(block, rows, targets, cols if parts.symmetric else None)
+            if facts.differentiable:
+                u, v = (torch.zeros(z.shape, dtype=accumulate, device=z.device) for z in (of.x, of.y))
+                weights = [numbers(n, wide, seed) for seed, n in ((6, len(of.x)), (7, len(of.x)), (8, len(of.y)))]
+                by_col = weights[2] if parts.symmetric else None
+                plan.sweep(of.x, inverse[0]).gradients(
+                    block, weights[0], -weights[1], by_col, u, v, rows, cols.to(accumulate)
+                )
+
+        return run
+
+
+def in_kernels_or_not(facts: Facts, plan: SigmoidPlan, layout: Layout) -> SigmoidPlan:
+    """Return the plan of a sigmoid loss, in kernels if they passed their check. Collective at a form's first call."""
+    if not plan.in_kernels:
+        return plan
+    weighted = facts.inputs.get("weights") is not None or plan.per_row
+    weighted = weighted or facts.products.needs_unit(facts.features_dtype, in_kernels=True)
+    bias = facts.inputs["logit_bias"]
+    wants_bias = isinstance(bias, Tensor) and bias.requires_grad
+    form = (*plan.pairs.kinds, weighted, wants_bias, plan.per_row)
+    if use_kernels(facts, form, SigmoidRehearsal(facts, plan, layout, weighted, wants_bias)):
+        return plan
+    return replace(plan, route=choose_route(replace(facts, kernels=False), layout, keep=False), in_kernels=False)

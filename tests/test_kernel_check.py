@@ -1,0 +1,298 @@
+"""The kernels' check at first use: planted faults are noticed, and the ranks choose together."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+import warnings
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from kernel_losses import losses
+from torch.nn.functional import normalize
+
+import wholebatch as wb
+from wholebatch import kernels
+from wholebatch.contract import canaries
+from wholebatch.kernels import choice
+from wholebatch.nodes import kernel_check
+from wholebatch.testing import run_ranks
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="plants faults in the interpreter's kernels")
+NAN = float("nan")
+
+# The module of a kernel, a line of it, what a fault makes of it, and losses that meet the fault.
+FAULTS = {
+    "a wrong constant": ("softmax", "exponentials = tl.exp2(exponents)", "exponentials = tl.exp2(exponents * 1.001)", "clip"),
+    "a wrong constant of the sigmoid": ("sigmoid", "tl.constexpr(0.6931471805599453)", "tl.constexpr(0.69)", "siglip"),
+    "a wrong constant of parts": ("nested", "tl.constexpr(1.4426950408889634)", "tl.constexpr(1.44)", "matryoshka"),
+    "no mask of columns": ("softmax", "tl.where(tl.expand_dims(others, 1 - AXIS), values, 0.0)", "values", "clip"),
+    "no mask of rows that are stored": ("softmax", "AXIS), mask=here)", "AXIS))", "clip"),
+    "no zeros where there are no positives": (
+        "softmax", "tl.store(of_rows + at_rows + stride_rows, tl.zeros((BM,), tl.float32), mask=here_rows)", "pass", "clip",
+    ),
+    "logits are rounded": (
+        "softmax", "exponents = logits * log2_scale - log2_shift",
+        "exponents = logits.to(tl.bfloat16).to(tl.float32) * log2_scale - log2_shift", "clip",
+    ),
+    "terms of dS are rounded before they are added": (
+        "softmax", "tl.zeros((BM, BN), tl.float32) if CANDIDATES == NEGATIVES else weighted",
+        "tl.zeros((BM, BN), tl.float32) if CANDIDATES == NEGATIVES else weighted.to(tl.bfloat16).to(tl.float32)",
+        "sup_con",
+    ),
+    "one entry is not written": (
+        "softmax", "tl.store(gradient + at, made.to(gradient.dtype.element_ty), mask=here)",
+        "tl.store(gradient + at, made.to(gradient.dtype.element_ty), mask=here & (at != 700))", "clip",
+    ),
+    "excluded entries count": ("softmax", "of_candidates = tl.where(out, 0.0, exponentials)", "pass", "clip, ids excluded"),
+}  # fmt: skip
+
+
+def plant(fault, patch):
+    """Let the kernels of a module have a fault."""
+    name, line, wrong, _ = FAULTS[fault]
+    module = importlib.import_module(f"wholebatch.kernels.tiles.{name}")
+    source = inspect.getsource(module)
+    assert line in source
+    folder = TemporaryDirectory()
+    path = Path(folder.name) / "faulty.py"
+    path.write_text(source.replace(line, wrong))
+    spec = importlib.util.spec_from_file_location(f"wholebatch.kernels.tiles.faulty_{name}", path)
+    faulty = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = faulty
+    spec.loader.exec_module(faulty)
+    for kernel in ("tile_sums", "tile_gradient", "tile_sigmoid", "nested_sums", "nested_gradient"):
+        if hasattr(module, kernel):
+            patch.setattr(module, kernel, getattr(faulty, kernel))
+    return folder
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """No choice was made yet, and no warning given."""
+    for module, name, value in ((choice, "_made", {}), (choice, "_warned", set()), (choice, "_off", [])):
+        monkeypatch.setattr(module, name, value)
+
+
+def automatic(patch, *, in_kernels=1.0, in_pytorch=2.0):
+    """Let "auto" choose on this device, where these are the milliseconds of sweeps."""
+    patch.setattr("wholebatch.contract.agree.chooses", lambda device: True)
+    times = iter([in_kernels, in_pytorch] * 100)
+    patch.setattr(kernel_check, "_milliseconds", lambda sweep, device: (sweep(), next(times))[1])
+
+
+def value_and_gradients(name, dtype=torch.float32, **more):
+    """Return a loss and its gradients, and those of the reference."""
+    torch.manual_seed(0)
+    whole = [normalize(torch.randn(50, 24), dim=1).to(dtype) for _ in range(2)]
+    ids = torch.randint(0, 30, (50,))
+    found = []
+    for functions, cast, options in ((wb.functional, dtype, more), (wb.reference, torch.float64, {})):
+        leaves = [z.to(cast).requires_grad_() for z in whole]
+        loss = losses(*leaves, ids)[0][name](functions, options)
+        gradients = torch.autograd.grad(loss, leaves[: 1 if name == "sup_con" else 2])
+        found.append([x.detach().double() for x in (loss, *gradients)])
+    return found
+
+
+def assert_exact(found, expected):
+    for got, true in zip(found, expected, strict=True):
+        assert (got - true).norm() < 1e-5 * true.norm()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_noticed(fresh, monkeypatch, fault):
+    """kernel="auto" goes on in plain PyTorch, with one warning; kernel="triton" raises."""
+    name = FAULTS[fault][-1]
+    folder = plant(fault, monkeypatch)
+    automatic(monkeypatch)
+    with pytest.warns(UserWarning, match="in plain PyTorch, without its kernels: their check failed on rank 0"):
+        assert_exact(*value_and_gradients(name))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_exact(*value_and_gradients(name))
+    (made,) = choice.choices()
+    assert not made.in_kernels
+    assert "rank 0" in made.why
+    with pytest.raises(ValueError, match="kernel='triton' failed its check on rank 0: KernelError"):
+        value_and_gradients(name, kernel="triton")
+    folder.cleanup()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "name", ["clip", "nt_xent", "sup_con", "siglip, ids", "matryoshka", "partial_fc, learned bias"]
+)
+def test_right_kernels_pass(fresh, monkeypatch, name, dtype):
+    automatic(monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        value_and_gradients(name, dtype)
+    (made,) = choice.choices()
+    supported = dtype != torch.float16 or name in ("clip", "siglip, ids")
+    assert made.in_kernels == supported, made
+    if supported:
+        family = name.split(",")[0].split("_")[0]
+        first = {"siglip": "tile_sigmoid", "matryoshka": "nested_gradient"}.get(family, "tile_gradient")
+        assert first in made.kernels
+
+
+@pytest.mark.parametrize(("in_kernels", "in_pytorch"), [(1.0, 2.0), (2.0, 1.0)])
+def test_the_faster_one_computes(fresh, monkeypatch, in_kernels, in_pytorch):
+    """One sweep each is timed, once; no warning says that plain PyTorch is faster."""
+    automatic(monkeypatch, in_kernels=in_kernels, in_pytorch=in_pytorch)
+    started = []
+    run = kernels.launch.run
+    monkeypatch.setattr(kernels.launch, "run", lambda *of, **more: (started.append(1), run(*of, **more))[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_exact(*value_and_gradients("clip"))
+        started.clear()
+        assert_exact(*value_and_gradients("clip"))
+    assert bool(started) == (in_kernels < in_pytorch)
+    (made,) = choice.choices()
+    assert made.milliseconds == (in_kernels, in_pytorch)
+    assert made.why == ("" if in_kernels < in_pytorch else "it was faster")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError("[Errno 2] No such file or directory: 'gcc'"),
+        PermissionError("[Errno 13] Permission denied: '/home/user/.triton/cache'"),
+        RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 101376"),
+        torch.cuda.OutOfMemoryError("CUDA out of memory"),
+    ],
+)
+def test_a_kernel_that_does_not_start(fresh, monkeypatch, error):
+    automatic(monkeypatch)
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(kernels.launch, "run", fail)
+    with pytest.warns(UserWarning, match="their check failed on rank 0") as warned:
+        assert_exact(*value_and_gradients("clip"))
+    assert str(error) in str(warned[0].message)
+    with pytest.raises(ValueError, match=f"failed its check on rank 0: {type(error).__name__}"):
+        value_and_gradients("clip", kernel="triton")
+
+
+def test_a_check_changes_no_random_numbers(fresh, monkeypatch):
+    automatic(monkeypatch)
+    value_and_gradients("clip", kernel="torch")
+    expected = torch.rand(3)
+    value_and_gradients("clip")
+    assert choice.choices()
+    assert torch.equal(torch.rand(3), expected)
+
+
+def one_rank_otherwise(fault, kernel):
+    """Return the error, the warnings and the choices of this rank, where rank 1 has a fault."""
+    torch.manual_seed(0)
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        automatic(patch)
+        folder = None
+        if rank == 1 and fault == "no Triton":
+            patch.setattr("wholebatch.contract.agree.missing", lambda device: "needs Triton")
+        elif rank == 1:
+            folder = plant(fault, patch)
+        counts = (5, 0, 7)[:size]
+        local = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+        if fault != "no Triton" and rank == 1 and not counts[rank]:
+            counts = (5, 6, 7)[:size]
+            local = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+        counts = (5, 6, 7)[:size]
+        local = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+        whole = [normalize(torch.randn(sum(counts), 24), dim=1) for _ in range(2)]
+        error = ""
+        for _ in range(2):
+            mine, true = (
+                [z.clone().requires_grad_() for z in of]
+                for of in ([z[local] for z in whole], [z.double() for z in whole])
+            )
+            try:
+                loss = wb.functional.clip_loss(*mine, 14.3, kernel=kernel)
+            except ValueError as raised:
+                error = str(raised)
+                break
+            loss.backward()
+            expected = wb.reference.clip_loss(*true, 14.3)
+            expected.backward()
+            torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+            for got, of in zip(mine, true, strict=True):
+                assert (got.grad.double() - size * of.grad[local]).norm() <= 1e-5 * size * of.grad.norm()
+        if folder is not None:
+            folder.cleanup()
+        ours = [str(each.message) for each in warned if "wholebatch" in str(each.message)]
+        return error, ours, [str(made.in_kernels) for made in choice.choices()]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("fault", ["a wrong constant", "logits are rounded", "no Triton"])
+def test_one_rank_with_a_fault(size, fault):
+    """All ranks go on in plain PyTorch, and one of them warns, once."""
+    found = run_ranks(one_rank_otherwise, size, fault, "auto")
+    assert [error for error, _, _ in found] == [""] * size
+    assert [len(warned) for _, warned, _ in found] == [1, *[0] * (size - 1)]
+    assert "rank 1" in found[0][1][0]
+    assert all("True" not in made for _, _, made in found)
+
+
+@pytest.mark.parametrize("fault", ["a wrong constant", "logits are rounded"])
+def test_one_rank_with_a_fault_where_kernels_are_named(fault):
+    """All ranks raise the same error."""
+    found = run_ranks(one_rank_otherwise, 2, fault, "triton")
+    errors = [error for error, _, _ in found]
+    assert len(set(errors)) == 1
+    assert "kernel='triton' failed its check on rank 1: KernelError: tile_" in errors[0]
+
+
+def test_canaries_notice_faults_after_the_check(fresh, monkeypatch):
+    """A fault that begins later is an error of the next call, and kernels are off from then on."""
+    automatic(monkeypatch)
+    assert_exact(*value_and_gradients("clip"))
+    assert_exact(*value_and_gradients("clip"))  # the canaries of right kernels say nothing
+    assert choice.choices()[0].in_kernels
+    for fault, named in (("no mask of columns", "tile_sums"),):
+        with monkeypatch.context() as patch:
+            folder = plant(fault, patch)
+            found, expected = value_and_gradients("clip")
+            assert (found[0] - expected[0]).abs() > 1e-4 * expected[0]
+            folder.cleanup()
+        with pytest.raises(RuntimeError, match=f"contradict each other in an earlier call: .*{named}"):
+            value_and_gradients("clip")
+    with pytest.warns(UserWarning, match="is switched off in this process"):
+        assert_exact(*value_and_gradients("clip"))
+    with pytest.raises(ValueError, match="kernel='triton' is switched off in this process"):
+        value_and_gradients("clip", kernel="triton")
+
+
+def test_canaries_notice_a_product_that_misses_a_tile(fresh, monkeypatch):
+    """<X, U> is not <Y, V> then."""
+    automatic(monkeypatch)
+    value_and_gradients("clip")
+    products = wb.sweep.kernel_tiles.KernelTiles.products
+
+    def without_v(self, grad, tile, of, block, u, v):
+        products(self, grad, tile, of, block, u, None)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(wb.sweep.kernel_tiles.KernelTiles, "products", without_v)
+        value_and_gradients("clip")
+    with pytest.raises(RuntimeError, match="<X, U> is .* and <Y, V> is"):
+        value_and_gradients("clip")
+
+
+def test_canaries_that_are_not_finite_say_nothing():
+    """A loss scaler's overflow makes gradients infinite."""
+    found = canaries.Canaries()
+    x = torch.ones(2, 3)
+    found.note_products((x, x * NAN, None), (x, x, None))
+    found.check({name: [float(number)] for name, number in found.numbers().items()})
