@@ -6,6 +6,10 @@ import torch
 
 import wholebatch as wb
 
+# The checks of kernels, for tests whose kernels do nothing.
+REHEARSE, CANARIES = "wholebatch.nodes.kernel_check._rehearse", "wholebatch.contract.canaries.Canaries.check"
+PASSED = {"passed": "all of them", "failed": "", "milliseconds": 0.0, "in PyTorch": 0.0}
+
 
 def losses(x, y, ids, scale=14.3):
     """Return by name functions of a module of losses and its options; return also the scale that some of them learn."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from kernel_losses import losses
+from kernel_losses import CANARIES, PASSED, REHEARSE, losses
 from strict_transport import strict
 from torch.nn.functional import normalize
 
@@ -92,6 +92,8 @@ def kernel(request, monkeypatch):
         pytest.importorskip("triton")
 
         monkeypatch.setattr("wholebatch.kernels.launch.run", lambda *_, **constants: None)
+        monkeypatch.setattr(REHEARSE, lambda *_, **more: PASSED)
+        monkeypatch.setattr(CANARIES, lambda *_: None)
     return request.param
 
 

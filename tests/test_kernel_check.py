@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import sys
@@ -24,16 +25,18 @@ from wholebatch.testing import run_ranks
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="plants faults in the interpreter's kernels")
 NAN = float("nan")
+agree = importlib.import_module("wholebatch.contract.agree")  # the package has a function of this name
 
 # The module of a kernel, a line of it, what a fault makes of it, and losses that meet the fault.
 FAULTS = {
-    "a wrong constant": ("softmax", "exponentials = tl.exp2(exponents)", "exponentials = tl.exp2(exponents * 1.001)", "clip"),
+    "a wrong constant": ("softmax", "tl.exp2(exponents)", "tl.exp2(exponents * 1.001)", "clip"),
     "a wrong constant of the sigmoid": ("sigmoid", "tl.constexpr(0.6931471805599453)", "tl.constexpr(0.69)", "siglip"),
     "a wrong constant of parts": ("nested", "tl.constexpr(1.4426950408889634)", "tl.constexpr(1.44)", "matryoshka"),
     "no mask of columns": ("softmax", "tl.where(tl.expand_dims(others, 1 - AXIS), values, 0.0)", "values", "clip"),
     "no mask of rows that are stored": ("softmax", "AXIS), mask=here)", "AXIS))", "clip"),
     "no zeros where there are no positives": (
-        "softmax", "tl.store(of_rows + at_rows + stride_rows, tl.zeros((BM,), tl.float32), mask=here_rows)", "pass", "clip",
+        "softmax", "tl.store(of_rows + at_rows + stride_rows, tl.zeros((BM,), tl.float32), mask=here_rows)", "pass",
+        "clip",
     ),
     "logits are rounded": (
         "softmax", "exponents = logits * log2_scale - log2_shift",
@@ -46,9 +49,11 @@ FAULTS = {
     ),
     "one entry is not written": (
         "softmax", "tl.store(gradient + at, made.to(gradient.dtype.element_ty), mask=here)",
-        "tl.store(gradient + at, made.to(gradient.dtype.element_ty), mask=here & (at != 700))", "clip",
+        "tl.store(gradient + at, made.to(gradient.dtype.element_ty), mask=here & (at != 70))", "clip",
     ),
-    "excluded entries count": ("softmax", "of_candidates = tl.where(out, 0.0, exponentials)", "pass", "clip, ids excluded"),
+    "excluded entries count": (
+        "softmax", "of_candidates = tl.where(out, 0.0, exponentials)", "pass", "clip, ids excluded",
+    ),
 }  # fmt: skip
 
 
@@ -80,7 +85,7 @@ def fresh(monkeypatch):
 
 def automatic(patch, *, in_kernels=1.0, in_pytorch=2.0):
     """Let "auto" choose on this device, where these are the milliseconds of sweeps."""
-    patch.setattr("wholebatch.contract.agree.chooses", lambda device: True)
+    patch.setattr(agree, "chooses", lambda device: True)
     times = iter([in_kernels, in_pytorch] * 100)
     patch.setattr(kernel_check, "_milliseconds", lambda sweep, device: (sweep(), next(times))[1])
 
@@ -88,8 +93,8 @@ def automatic(patch, *, in_kernels=1.0, in_pytorch=2.0):
 def value_and_gradients(name, dtype=torch.float32, **more):
     """Return a loss and its gradients, and those of the reference."""
     torch.manual_seed(0)
-    whole = [normalize(torch.randn(50, 24), dim=1).to(dtype) for _ in range(2)]
-    ids = torch.randint(0, 30, (50,))
+    whole = [normalize(torch.randn(100, 24), dim=1).to(dtype) for _ in range(2)]
+    ids = torch.randint(0, 30, (100,))
     found = []
     for functions, cast, options in ((wb.functional, dtype, more), (wb.reference, torch.float64, {})):
         leaves = [z.to(cast).requires_grad_() for z in whole]
@@ -133,7 +138,7 @@ def test_right_kernels_pass(fresh, monkeypatch, name, dtype):
         warnings.simplefilter("error")
         value_and_gradients(name, dtype)
     (made,) = choice.choices()
-    supported = dtype != torch.float16 or name in ("clip", "siglip, ids")
+    supported = dtype != torch.float16 or name != "matryoshka"
     assert made.in_kernels == supported, made
     if supported:
         family = name.split(",")[0].split("_")[0]
@@ -200,15 +205,10 @@ def one_rank_otherwise(fault, kernel):
         automatic(patch)
         folder = None
         if rank == 1 and fault == "no Triton":
-            patch.setattr("wholebatch.contract.agree.missing", lambda device: "needs Triton")
+            patch.setattr(agree, "missing", lambda device: "needs Triton")
         elif rank == 1:
             folder = plant(fault, patch)
-        counts = (5, 0, 7)[:size]
-        local = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-        if fault != "no Triton" and rank == 1 and not counts[rank]:
-            counts = (5, 6, 7)[:size]
-            local = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-        counts = (5, 6, 7)[:size]
+        counts = (0, 6, 7)[:size]  # a rank without rows has nothing to check
         local = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
         whole = [normalize(torch.randn(sum(counts), 24), dim=1) for _ in range(2)]
         error = ""
@@ -286,7 +286,7 @@ def test_canaries_notice_a_product_that_misses_a_tile(fresh, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(wb.sweep.kernel_tiles.KernelTiles, "products", without_v)
         value_and_gradients("clip")
-    with pytest.raises(RuntimeError, match="<X, U> is .* and <Y, V> is"):
+    with pytest.raises(RuntimeError, match=r"<X, U> is .* and <Y, V> is"):
         value_and_gradients("clip")
 
 

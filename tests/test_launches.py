@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -10,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wholebatch import kernels
 from wholebatch.exchange.schedule import chunks
-from wholebatch.kernels import blocks, doubts
+from wholebatch.kernels import blocks
 from wholebatch.partition import Diagonal, Partition
 from wholebatch.sweep import (
     Block,
@@ -21,13 +19,11 @@ from wholebatch.sweep import (
     KernelSoftmaxSweep,
     Pairs,
     Selection,
-    SoftmaxSweep,
     Sums,
     Weights,
     columns_of_tiles,
     default_side,
 )
-from wholebatch.sweep.kernel_tiles import KernelTiles
 from wholebatch.sweep.launches import launches, shape_of_tiles
 
 META, GPU = torch.device("meta"), torch.device("cuda", 0)
@@ -120,32 +116,6 @@ def test_memory_is_that_of_two_tiles_of_plain_pytorch(monkeypatch, rows, cols):
     assert len(found.of_sums) <= len(found.of_gradients)
     if cols == 32768 and rows == 4096:
         assert len(found.of_sums) == 1
-
-
-def test_float32_is_not_multiplied_on_blackwell_before_a_check(monkeypatch):
-    of = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    for capability, expected in (((9, 0), Counter()), ((10, 0), Counter(float32=1)), ((10, 3), Counter(float32=1))):
-        monkeypatch.setattr(doubts, "capability", lambda device, capability=capability: capability)
-        assert Counter(name for name, dtype in of.items() if kernels.in_doubt(dtype, GPU)) == expected
-    monkeypatch.setattr(doubts, "_passed", set())
-    kernels.passed_check(GPU)
-    assert not kernels.in_doubt(torch.float32, GPU)
-    assert kernels.in_doubt(torch.float32, torch.device("cuda", 1))
-    assert not kernels.in_doubt(torch.float32, torch.device("cpu"))
-
-
-def test_features_in_doubt_use_plain_pytorch(monkeypatch):
-    monkeypatch.setattr(kernels, "in_doubt", lambda dtype, device: dtype == torch.float32)
-    monkeypatch.setattr(kernels, "tile_sums", None)
-    x, pairs = torch.randn(20, 8), Pairs(Diagonals(Diagonal(0, 0, 20)))
-    assert KernelTiles.of(Driver(x, 1.0, side=8), pairs, 20) is None
-    assert KernelTiles.of(Driver(x.bfloat16(), 1.0, side=8), pairs, 20) is not None
-    found = []
-    for kind, columns in ((KernelSoftmaxSweep, [20]), (SoftmaxSweep, [])):
-        sums = Sums(3.0, {"sum": torch.zeros(20, dtype=torch.float64)})
-        kind(Driver(x, 1.0, side=8), Selection(pairs), *columns).sums(Block(x, slice(0, 20), slice(0, 20)), sums, None)
-        found.append(sums.fields["sum"])
-    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)])

@@ -25,7 +25,7 @@ LAYERS = (
     ("auditing",),
     ("testing",),
     ("planning",),
-    ("bench", "train"),
+    ("bench", "train", "doctor"),
     ("_torch_names",),
     ("",),
 )

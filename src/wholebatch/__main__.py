@@ -35,6 +35,10 @@ _COMMANDS = {
         "time the library's losses and collectives on this machine",
         "wholebatch.bench.cli", "train", ("tyro", "rich", "matplotlib"),
     ),
+    "doctor": _Command(
+        "print versions and the device, and check and time the kernels on it",
+        "wholebatch.doctor", "", (),
+    ),
     "plan": _Command(
         "estimate a loss's memory and time, and the largest batch that fits",
         "wholebatch.planning.cli", "cli", ("tyro", "rich"),

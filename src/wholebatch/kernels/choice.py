@@ -1,7 +1,8 @@
 """The choices between kernels and plain PyTorch that the ranks have made, each at the first call of its form.
 
 A form is what decides which kernels a call starts: the loss, the dtype and number of the features, the kinds of its
-pairs, and about how many rows there are. Ranks make each choice together, in a handshake. Kernels are chosen by time, so two runs may choose differently; `kernel="torch"` or `kernel="triton"` fixes the choice.
+pairs, and about how many rows there are. Ranks make each choice together, in a handshake. Kernels are chosen by time,
+so two runs may choose differently; `kernel="torch"` or `kernel="triton"` fixes the choice.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def note(group: str | None, form: Hashable, choice: Choice, *, reports: bool) ->
 
 
 def warn(why: str) -> None:
-    """Warn that plain PyTorch computes in the place of kernels, once in a process for each reason."""
+    """Warn that plain PyTorch computes instead of kernels, once in a process for each reason."""
     if why in _warned:
         return
     _warned.add(why)

@@ -1,0 +1,232 @@
+"""The command `wholebatch doctor`: what is installed, and whether kernels are right and fast on this machine.
+
+It calls losses on random features, in each precision, with kernel="auto" on a GPU and kernel="triton" in Triton's
+interpreter. Each call checks the kernels that it would start, against float64, and times them (see
+`nodes.kernel_check`). The text is made to be pasted into a report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from . import functional, kernels
+from ._text_table import format_rows
+from ._user_error import UserError
+from .heads import ArcFace
+from .kernels import choice
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_PACKAGES = ("wholebatch", "torch", "triton", "numpy", "mpi4py", "jax")
+_SETTINGS = ("TRITON_INTERPRET", "TRITON_CACHE_DIR", "NVIDIA_TF32_OVERRIDE")
+
+
+@dataclass(frozen=True)
+class Row:
+    """The check of one loss in one precision.
+
+    Args:
+        loss: its name.
+        dtype: of the features.
+        result: "kernels", "PyTorch" or "error".
+        why: why not kernels; "" otherwise.
+        checked: the kernels that gave the right results.
+        kernels_ms, pytorch_ms: of a sweep forward and backward; None: not measured.
+    """
+
+    loss: str
+    dtype: str
+    result: str
+    why: str = ""
+    checked: tuple[str, ...] = ()
+    kernels_ms: float | None = None
+    pytorch_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """The installation, the device, and the check of each loss.
+
+    Args:
+        versions: of packages and tools, by name.
+        device: its name and properties.
+        settings: environment variables that change what kernels do, if they are set.
+        kernels: "" if kernels can run here; else what they need.
+        rows: the checks.
+    """
+
+    versions: dict[str, str]
+    device: dict[str, str]
+    settings: dict[str, str]
+    kernels: str
+    rows: tuple[Row, ...]
+
+    @property
+    def failed(self) -> bool:
+        """Whether kernels can run here and failed a check."""
+        return any(row.result == "error" or "check failed" in row.why for row in self.rows)
+
+    def __str__(self) -> str:
+        facts = {**self.versions, **self.device, **self.settings}
+        lines = [f"{name:20} {value}" for name, value in facts.items()]
+        lines.append(f"{'kernels':20} {self.kernels or 'can run here'}")
+        if not self.rows:
+            return "\n".join(lines)
+        header = ["loss", "features", "computed by", "ms in kernels", "ms in PyTorch", "checked"]
+        cells = [
+            [row.loss, row.dtype, row.result, _number(row.kernels_ms), _number(row.pytorch_ms), " ".join(row.checked)]
+            for row in self.rows
+        ]
+        table = format_rows(header, cells, left=["loss", "features", "computed by", "checked"])
+        reasons = [f"{row.loss}, {row.dtype}: {row.why}" for row in self.rows if row.why]
+        return "\n".join(
+            [*lines, "", *(line.rstrip() for of in table for line in of), *([""] if reasons else []), *reasons]
+        )
+
+
+def examine(device: torch.device, rows: int, embedding_size: int) -> Report:
+    """Return the report of a device, with losses on `rows` random rows of `embedding_size` numbers."""
+    missing = kernels.missing(device)
+    made = (
+        ()
+        if missing is not None
+        else tuple(_examined(name, dtype, device, rows, embedding_size) for name in _losses() for dtype in _DTYPES)
+    )
+    return Report(
+        _versions(), _device(device), _settings(), "" if missing is None else f"kernel='triton' {missing}", made
+    )
+
+
+def _losses() -> dict[str, Callable[..., Tensor]]:
+    """Return a loss of each family of kernels, on features (b, d) of two towers and labels."""
+    return {
+        "clip": lambda x, y, _, **more: functional.clip_loss(x, y, 20.0, **more),
+        "nt_xent": lambda x, y, _, **more: functional.nt_xent_loss(x, y, temperature=0.1, **more),
+        "sup_con": lambda x, _, labels, **more: functional.sup_con_loss(x, labels, temperature=0.1, **more),
+        "siglip": lambda x, y, _, **more: functional.siglip_loss(x, y, 20.0, -5.0, **more),
+        "matryoshka": lambda x, y, _, **more: functional.matryoshka_loss(
+            x, y, logit_scale=20.0, dims=(x.shape[1] // 4, x.shape[1]), **more
+        ),
+        "partial_fc": lambda x, y, labels, **more: functional.partial_fc_loss(
+            x, labels, y, margin=ArcFace(16.0, 0.3), **more
+        ),
+    }
+
+
+def _examined(name: str, dtype: str, device: torch.device, rows: int, size: int) -> Row:
+    generator = torch.Generator().manual_seed(0)
+    x, y = (
+        torch.nn.functional.normalize(torch.randn(rows, size, generator=generator), dim=1)
+        .to(device, _DTYPES[dtype])
+        .requires_grad_()
+        for _ in range(2)
+    )
+    labels = torch.randint(0, max(1, rows // 2), (rows,), generator=generator).to(device)
+    before = len(choice.choices())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the report says the same
+        try:
+            kernel = "auto" if kernels.chooses(device) else "triton"
+            _losses()[name](x, y, labels, kernel=kernel).sum().backward()
+        except (RuntimeError, ValueError) as error:
+            return Row(name, dtype, "error", " ".join(str(error).split()))
+    made = choice.choices()[before:]
+    if not made:
+        return Row(name, dtype, "PyTorch", "no kernel computes this form")
+    last = made[-1]
+    times = last.milliseconds or (None, None)
+    measured = times if any(times) else (None, None)
+    return Row(name, dtype, "kernels" if last.in_kernels else "PyTorch", last.why, last.kernels, *measured)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    if found["wholebatch"] == "not installed":  # run from its source
+        found["wholebatch"] = "not installed (run from source)"
+    found["CUDA"] = torch.version.cuda or "none"
+    if torch.cuda.is_available():
+        found["NCCL"] = (
+            ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
+        )
+    if (ptxas := _ptxas()) is not None:
+        found["ptxas"] = ptxas
+    return found
+
+
+def _ptxas() -> str | None:
+    """Return the version of Triton's assembler; None where Triton is missing or does not say."""
+    try:
+        from triton.backends.nvidia.compiler import get_ptxas_version
+    except ImportError:
+        return None
+    try:
+        text: str = get_ptxas_version(90)
+    except Exception as error:  # a missing or broken assembler is a fact of the report
+        return f"{type(error).__name__}: {error}"
+    return text.strip().splitlines()[-1]
+
+
+def _device(device: torch.device) -> dict[str, str]:
+    if device.type != "cuda":
+        return {"device": f"{device.type}, {os.cpu_count()} cores"}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "device": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory": f"{properties.total_memory / 2**30:.1f} GiB, {properties.multi_processor_count} SMs",
+    }
+
+
+def _settings() -> dict[str, str]:
+    return {name: os.environ[name] for name in _SETTINGS if name in os.environ}
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+def main(argv: Sequence[str], *, prog: str = "wholebatch doctor") -> int:
+    """Print the report; return 0, or 1 if kernels failed a check."""
+    parser = _Parser(
+        prog=prog,
+        description="Print versions and the device, check the Triton kernels of each loss against float64, and time "
+        "them against plain PyTorch. Exit code 0: all passed, or kernels cannot run here; 1: a check failed.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--rows", type=int, default=None, help="rows of the random batch (4096; 256 without a GPU)")
+    parser.add_argument("--embedding-size", type=int, default=None, help="numbers of a row (512; 64 without a GPU)")
+    given = parser.parse_args(list(argv))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = device.type == "cuda"
+    sizes = {"--rows": given.rows, "--embedding-size": given.embedding_size}
+    for (name, value), least in zip(sizes.items(), (2, 4), strict=True):
+        if value is not None and value < least:
+            raise UserError(f"{name} must be at least {least}, got {value}")
+    rows = given.rows or (4096 if on_gpu else 256)
+    report = examine(device, rows, given.embedding_size or (512 if on_gpu else 64))
+    print(json.dumps(_as_json(report), indent=2) if given.json else report)
+    return int(report.failed)
+
+
+def _as_json(report: Report) -> dict[str, Any]:
+    return {**asdict(report), "failed": report.failed}
