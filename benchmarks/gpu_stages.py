@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -147,11 +148,22 @@ def _pytest(*arguments: str) -> Found:
     return [{"tests": list(arguments)}]
 
 
+def self_check() -> Found:
+    """The check of every kernel against float64, its time, and the choice of kernel="auto": `wholebatch doctor`."""
+    from wholebatch.doctor import examine
+
+    report = examine(DEVICE, *((4096, 512) if GPU else (256, 64)))
+    print(report)
+    if report.failed:
+        raise AssertionError("a kernel failed its check")
+    return [{**asdict(row)} for row in report.rows] or [{"kernels": report.kernels}]
+
+
 def tests_of_kernels() -> Found:
     """The tests of kernels and of waits, on the device."""
     if not GPU:
         raise SkippedError("no GPU: `make test` runs these in Triton's interpreter")
-    return _pytest("tests/test_kernels.py", "tests/test_host_sync.py")
+    return _pytest("tests/test_kernels.py", "tests/test_kernel_check.py", "tests/test_host_sync.py")
 
 
 def sanitizer() -> Found:
@@ -333,6 +345,7 @@ def gradient_caching() -> Found:
 STAGES: dict[str, tuple[Callable[[], Found], tuple[str, ...]]] = {  # each with the checks that must have passed
     "about": (about, ()),
     "precision": (precision, ()),
+    "self_check": (self_check, ()),
     "tests_of_kernels": (tests_of_kernels, ()),
     "sanitizer": (sanitizer, ()),
     "nccl": (nccl, ()),

@@ -18,10 +18,11 @@ def run(folder, *arguments):
 
 
 def test_stages_without_a_gpu_pass_or_say_what_they_skip(tmp_path):
-    done = run(tmp_path, "--only", "about", "sanitizer", "floors")
+    done = run(tmp_path, "--only", "about", "self_check", "sanitizer", "floors")
     assert done.returncode == 0, done.stderr
     assert "| about | passed |" in done.stdout
     assert "| sanitizer | skipped: no GPU |" in done.stdout
+    assert "| self_check | passed |" in done.stdout
     assert json.loads((tmp_path / "about.json").read_text())["results"][0]["torch"] == torch.__version__
     assert json.loads((tmp_path / "floors.json").read_text())["results"][0]["tflops_of_S"] > 0
     assert "times mean nothing" in (tmp_path / "report.md").read_text()

@@ -53,7 +53,7 @@ PLAN = "plan --batch-size 64 --embedding-size 8"
 LOSS, GATHER = "bench loss", "bench gather"
 MISTAKES = [
     ("", "usage: wholebatch COMMAND [OPTIONS]"),
-    ("trian", "there is no command 'trian'; choose one of: audit, bench, plan, train; perhaps you meant train"),
+    ("trian", "there is no command 'trian'; choose one of: audit, bench, doctor, plan, train; perhaps you meant train"),
     ("audit", "name a problem, as MODULE:FUNCTION, or presets"),
     ("audit my_file", "name the problem as MODULE:FUNCTION, as in my_project.audits:clip"),
     ("audit my_file:problem --rank 2", "Perhaps you meant"),

@@ -37,7 +37,7 @@ class Choice:
 
     def __str__(self) -> str:
         times = ""
-        if self.milliseconds is not None:
+        if self.milliseconds is not None and any(self.milliseconds):
             times = "; {:.3g} ms in kernels, {:.3g} ms in PyTorch".format(*self.milliseconds)
         return f"{self.call}, {self.form}: {'kernels' if self.in_kernels else f'PyTorch ({self.why})'}{times}"
 

@@ -82,8 +82,9 @@ def clip_loss(
         kernel: "torch": tiles are computed by plain PyTorch, in float32 (float64 for float64). "triton": by kernels
             that never store S, on CUDA, with `pip install 'wholebatch[triton]'`; features are multiplied in the
             precision that they have and summed in float32, and dS is rounded to their dtype. Unsupported cases fall
-            back to PyTorch silently: docs/kernels.md has the table. "auto": "torch", until kernels have been
-            measured on a GPU.
+            back to PyTorch silently: docs/kernels.md has the table. The first call of a form checks its kernels
+            against float64, and raises on all ranks if they are wrong on one. "auto": "torch", or on CUDA the faster
+            of both, if kernels pass this check on all ranks.
         precision: of the products of features, and of dS with features. "auto": on CUDA half precision for features in
             half precision or under autocast, with sums in float32, and TF32 where the program allows it; else
             float32. "float32", "tf32", "bfloat16", "float16", "bfloat16x3": that one, see docs/performance.md.
