@@ -156,7 +156,7 @@ def self_check() -> Found:
     print(report)
     if report.failed:
         raise AssertionError("a kernel failed its check")
-    return [{**asdict(row)} for row in report.rows] or [{"kernels": report.kernels}]
+    return [asdict(row) for row in report.rows] or [{"kernels": report.kernels}]
 
 
 def tests_of_kernels() -> Found:

@@ -145,8 +145,7 @@ def _examined(name: str, dtype: str, device: torch.device, rows: int, size: int)
         return Row(name, dtype, "PyTorch", "no kernel computes this form")
     last = made[-1]
     times = last.milliseconds or (None, None)
-    measured = times if any(times) else (None, None)
-    return Row(name, dtype, "kernels" if last.in_kernels else "PyTorch", last.why, last.kernels, *measured)
+    return Row(name, dtype, "kernels" if last.in_kernels else "PyTorch", last.why, last.kernels, *times)
 
 
 def _versions() -> dict[str, str]:

@@ -26,6 +26,7 @@ class Choice:
         why: why they do not; "" if they do.
         kernels: the kernels that were checked and gave the right results.
         milliseconds: of a sweep in kernels and in plain PyTorch, by the slowest rank; None: not measured.
+        failed: whether a kernel failed its check.
     """
 
     call: str
@@ -34,10 +35,11 @@ class Choice:
     why: str = ""
     kernels: tuple[str, ...] = ()
     milliseconds: tuple[float, float] | None = None
+    failed: bool = False
 
     def __str__(self) -> str:
         times = ""
-        if self.milliseconds is not None and any(self.milliseconds):
+        if self.milliseconds is not None:
             times = "; {:.3g} ms in kernels, {:.3g} ms in PyTorch".format(*self.milliseconds)
         return f"{self.call}, {self.form}: {'kernels' if self.in_kernels else f'PyTorch ({self.why})'}{times}"
 
@@ -73,7 +75,7 @@ def note(group: str | None, form: Hashable, choice: Choice, *, reports: bool) ->
     if not reports:
         return
     _LOG.info("%s", choice)
-    if choice.why and choice.milliseconds is None:
+    if choice.failed:
         warn(choice.why)
 
 

@@ -86,8 +86,7 @@ def tile_sigmoid(
     """Return the losses of rows, dS and the sums of its rows."""
     among, excluded = _members(tile, tile.positive), _members(tile, tile.excluded)
     logits = _products(tile) + bias
-    opposed = torch.where(among, -logits, logits).masked_fill(excluded & ~among, float("-inf"))
-    opposed = opposed.masked_fill(excluded, float("-inf"))
+    opposed = torch.where(among, -logits, logits).masked_fill(excluded, float("-inf"))
     losses = torch.nn.functional.softplus(opposed)
     grad = torch.where(among, -1.0, 1.0) * opposed.sigmoid()
     if weights is not None:

@@ -89,11 +89,12 @@ def use_kernels(facts: Facts, form: Hashable, rehearsal: Rehearsal) -> bool:
     if failed:
         why = f"their check failed on rank {failed[0][0]}: {failed[0][1]}"
     elif not passed:
-        why, times = "no kernel computes this form", (0.0, 0.0)
+        why = "no kernel computes this form"
     elif not named:
         times = in_kernels, in_pytorch
         why = "" if in_kernels < in_pytorch else "it was faster"
-    made = Choice(facts.caller, f"{described}, about {2 ** rows.bit_length()} rows", not why, why, passed, times)
+    form_in_words = f"{described}, about {2 ** rows.bit_length()} rows"
+    made = Choice(facts.caller, form_in_words, not why, why, passed, times, failed=bool(failed))
     choice.note(group, key, made, reports=facts.rank == 0)
     return made.in_kernels
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,11 +19,12 @@ from ..contract import Facts
 from ..sweep import Block, Driver, KeptTiles, KernelSoftmaxSweep, SoftmaxSweep, Sums, Weights
 from .kernel_check import Sizes, random_numbers, random_rows, use_kernels
 from .nested_plan import NestedPlan
-from .route import Layout, choose_route
+from .route import Layout, Route, choose_route
 from .sigmoid import SigmoidPlan
 from .softmax_plan import SoftmaxPlan
 
 _SCALE, _SHIFT, _BIAS = 14.3, 3.0, -4.0
+_MakeSweep: TypeAlias = Callable[[Tensor | None], SoftmaxSweep]  # from the memory of exponentials
 
 
 @dataclass(frozen=True)
@@ -105,23 +107,19 @@ class SoftmaxRehearsal:
 
         def run() -> None:
             for kept in (None,) if buffer is None else (None, buffer):
-                self._sums(sweep(kept), block)
+                self._sums(sweep, kept, block)
                 if plan.differentiable:
-                    self._gradients(sweep(kept), block, x, y)
+                    self._gradients(sweep, kept, block, x, y)
 
         return run
 
-    def _sums(self, sweep: SoftmaxSweep, block: Block) -> None:
-        plan, count = self.plan, len(block.y)
+    def _sums(self, sweep: _MakeSweep, kept: Tensor | None, block: Block) -> None:
+        plan, one, count = self.plan, sweep(kept), len(block.y)
         rows = plan.cols if plan.symmetric else plan.rows
+        one.sums(block, self._fields(rows, one.driver.count), self._fields(plan.cols, count))
         if plan.symmetric:  # blocks of other ranks' columns sum both, too
-            sweep.sums(block, self._fields(rows, sweep.driver.count), self._fields(plan.cols, count))
-            sweep = type(sweep)(sweep.driver, plan.selection, *self._columns(sweep))
             block = replace(block, triangle=False)
-        sweep.sums(block, self._fields(rows, sweep.driver.count), self._fields(plan.cols, count))
-
-    def _columns(self, sweep: SoftmaxSweep) -> list[int]:
-        return [self.plan.route.exchange.columns.total] if isinstance(sweep, KernelSoftmaxSweep) else []
+            sweep(None).sums(block, self._fields(rows, one.driver.count), self._fields(plan.cols, count))
 
     def _fields(self, names: tuple[str, ...], count: int) -> Sums | None:
         if not names:
@@ -129,7 +127,7 @@ class SoftmaxRehearsal:
         device = self.facts.device
         return Sums(_SHIFT, {name: torch.zeros(count, dtype=wide_dtype(device), device=device) for name in names})
 
-    def _gradients(self, sweep: SoftmaxSweep, block: Block, x: Tensor, y: Tensor) -> None:
+    def _gradients(self, sweep: _MakeSweep, kept: Tensor | None, block: Block, x: Tensor, y: Tensor) -> None:
         plan, dtype = self.plan, accumulation_dtype(x.dtype)
         row_names = plan.cols if plan.symmetric else plan.rows
         rows, cols = self._weights(row_names, len(x), 4), self._weights(plan.cols, len(y), 5)
@@ -137,10 +135,9 @@ class SoftmaxRehearsal:
         offsets = None
         if self.offsets:
             offsets = torch.zeros(len(x), dtype=dtype, device=x.device)
-        sweep.gradients(block, rows, cols, u, u if plan.symmetric else v, offsets)
+        sweep(kept).gradients(block, rows, cols, u, u if plan.symmetric else v, offsets)
         if plan.symmetric:
-            sweep = type(sweep)(sweep.driver, plan.selection, *self._columns(sweep))
-            sweep.gradients(replace(block, triangle=False), rows, cols, u, v, offsets)
+            sweep(None).gradients(replace(block, triangle=False), rows, cols, u, v, offsets)
 
     def _weights(self, names: tuple[str, ...], count: int, seed: int) -> Weights | None:
         if not names:
@@ -180,9 +177,9 @@ class SigmoidRehearsal:
         of = _Rows.of(facts, self.layout, sizes, dtype, self.layout.rows.counts[facts.rank])
         if of is None:
             return lambda: None
-        route = self.plan.route
-        smaller = replace(route, budget=replace(route.budget, side=min(sizes.side, route.budget.side)))
-        plan = replace(self.plan, route=smaller, scale=_SCALE, bias=_BIAS, in_kernels=in_kernels)
+        plan = replace(
+            self.plan, route=_smaller(self.plan.route, sizes), scale=_SCALE, bias=_BIAS, in_kernels=in_kernels
+        )
         weights = random_numbers(len(of.x), facts.device, 2) if self.weighted else None
         block, accumulate = Block(of.y, of.cols, of.rows), accumulation_dtype(dtype)
 
@@ -219,9 +216,7 @@ class NestedRehearsal:
             return lambda: None
         accumulate, wide = accumulation_dtype(given), wide_dtype(facts.device)
         inverse = [inverse_norms(z, parts.dims, accumulate) for z in (of.x, of.y)]
-        route = self.plan.route
-        smaller = replace(route, budget=replace(route.budget, side=min(sizes.side, route.budget.side)))
-        plan = replace(self.plan, route=smaller, scale=_SCALE, shift=_SHIFT)
+        plan = replace(self.plan, route=_smaller(self.plan.route, sizes), scale=_SCALE, shift=_SHIFT)
         if not in_kernels:
             plan = replace(plan, kernel_dtype=None)
         block = Block(torch.cat([of.y.to(accumulate), inverse[1]], dim=1), of.cols, of.rows)
@@ -244,6 +239,11 @@ class NestedRehearsal:
                 )
 
         return run
+
+
+def _smaller(route: Route, sizes: Sizes) -> Route:
+    """Return a route whose tiles have the sizes' side, or its own if that is shorter."""
+    return replace(route, budget=replace(route.budget, side=min(sizes.side, route.budget.side)))
 
 
 def in_kernels_or_not(facts: Facts, plan: SigmoidPlan, layout: Layout) -> SigmoidPlan:
