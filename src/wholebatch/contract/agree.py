@@ -4,6 +4,7 @@
 2. each rank computes the numbers that values need      norms, scalars: they stay on the device
 3. all ranks send facts and numbers in one handshake    the host waits once, for the numbers of all ranks
 4. each rank checks the numbers and facts of all ranks  the same numbers, hence the same decision, on all
+                                                        with even=True at the next call, see `even`
 5. the inputs enter the graph of the loss               see `gradients`
 
 If a number of any rank looks wrong in step 4 (NaN, an infinite norm, a negative weight), or ranks differ in a fact that
@@ -25,14 +26,15 @@ from .._checks import on_host
 from .._precision import accumulation_dtype
 from ..comm import Communicator, select_communicator
 from ..comm.facts_by_rank import FactsByRank
-from ..comm.handshake import GRAD_ENABLED, different_facts
+from ..comm.handshake import GRAD_ENABLED, Unread, UnreadError, different_facts, handshake_unread
 from ..comm.records import OnDevice
 from ..kernels import check_kernel, choice, chooses, missing
 from ..partition import Partition
 from ..sweep import Products, select_products
 from .autocast import autocast_around
-from .backward import CALL, EARLIER, check_earlier, differed, latest_call, number_call
+from .backward import CALL, EARLIER, call_after, check_earlier, differed, latest_call, number_call
 from .canaries import CANARIES, canaries_of
+from .even import NUMBERS, Late, Promise, StandIns, form_of, keep, limits_of, promised, read_late
 from .facts import Facts
 from .gradients import enter, gradient_facts, join
 from .inputs import MIN_PAIR_PRODUCT, SUM_OF_WEIGHTS, Checks, Inputs, norm_of
@@ -52,7 +54,7 @@ _MUST_MATCH = (
     "kernel",
     PRECISION,
 )
-_NUMBERS, _DERIVED = "numbers", "derived"  # the fact with the numbers of a rank, and the one that follows from them
+_DERIVED = "derived"  # the fact that follows from the numbers of a rank
 _TOLERANCE = 1e-5  # relative, of a scalar between ranks: parameters that engines keep equal differ only by rounding
 
 
@@ -68,10 +70,26 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
     Raises:
         ValueError: on every rank, whichever rank made the mistake.
     """
-    checks = checks or Checks()
-    comm = select_communicator(options.group)
-    by_rank = comm.handshake(lambda: _local_facts(comm, options, inputs, checks), caller=caller)
-    canaries_of(comm.transport).check(by_rank.columns_of_mapping(_NUMBERS))
+    call = _Call(caller, options, inputs, checks or Checks(), select_communicator(options.group))
+    comm, checks = call.comm, call.checks
+    read_late(comm.transport)
+    promise = promised(comm.transport, caller) if options.even else None
+    if promise is not None and (facts := _as_promised(call, promise)) is not None:
+        return facts
+    local: dict[str, Any] = {}
+
+    def facts_of_this_rank() -> dict[str, Any]:
+        local.update(call.local_facts())
+        return local
+
+    try:
+        by_rank = comm.handshake(facts_of_this_rank, caller=caller)
+    except UnreadError as error:
+        local = call.local_facts()  # raises this rank's own mistake, if there is one
+        if promise is None or _but_rows(form_of(local)) != _but_rows(promise.form):
+            raise
+        return _by_promise(call, promise, error.sent, local)
+    canaries_of(comm.transport).check(by_rank.columns_of_mapping(NUMBERS))
     mistake = different_facts(caller, by_rank, (*_MUST_MATCH, *checks.must_match, GRAD_ENABLED))
     values = None if mistake is not None else _values_of_all(by_rank, comm.rank, inputs, checks)
     if values is None:
@@ -82,8 +100,7 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
         values = _Values.of(checked, inputs)
     check_earlier(comm.transport, {})
     rows = _partitions({name: tuple(by_rank.column("rows", name)) for name in inputs.given_features})
-    first_name, first = inputs.first
-    if rows[first_name].total == 0:
+    if rows[inputs.first[0]].total == 0:
         raise ValueError(f"{caller}: the global batch is empty, every rank passed 0 rows; skip the step on all ranks")
     for name, of_ranks in values.scalars.items():
         _check_equal(caller, name, of_ranks)
@@ -91,27 +108,123 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
         raise ValueError(
             f"{caller}: weights must not be 0 for every example of every rank; give at least one a positive weight"
         )
-    joined = join([*inputs.differentiable.values()], by_rank)
-    return Facts(
-        caller=caller,
-        call=number_call(by_rank.column(CALL)),
-        options=options,
-        comm=comm,
-        scalars={name: of_ranks[0] for name, of_ranks in values.scalars.items()},
-        rows=rows,
-        norms={name: max(of_ranks) for name, of_ranks in values.norms.items()},
-        min_pair_product=min(values.min_pair_products),
-        inputs=enter(dict(zip(inputs.differentiable, joined, strict=True)), inputs.scalars, comm, options),
-        vectors=inputs.given_ids,
-        by_rank=by_rank.plus(values.derived),
-        embedding_size=first.shape[1],
-        given_dtype=first.dtype,
-        features_dtype=first.dtype,
-        products=Products(by_rank.column(PRECISION)[0], named=options.precision != "auto"),
-        dtype=accumulation_dtype(first.dtype),
-        device=first.device,
-        kernels=_may_use_kernels(comm, options, by_rank, first.device),
-    ).in_range()
+    number = number_call(by_rank.column(CALL))
+    scalars = {name: of_ranks[0] for name, of_ranks in values.scalars.items()}
+    norms = {name: max(of_ranks) for name, of_ranks in values.norms.items()}
+    if options.even:
+        keep(comm.transport, caller, Promise(form_of(local), by_rank, rows, number, norms, scalars))
+    entered = call.entered(inputs.differentiable, by_rank)
+    least = min(values.min_pair_products)
+    return call.facts(by_rank.plus(values.derived), number, scalars, rows, norms, least, entered, inputs.given_ids)
+
+
+def _as_promised(call: _Call, promise: Promise) -> Facts | None:
+    """Return the facts of a call that is like the one before, without reading a device; None if it is not."""
+    try:
+        local = call.local_facts()
+    except ValueError:  # raised again, on all ranks, by the whole handshake
+        return None
+    if form_of(local) != promise.form or promise.assumed(call.inputs) is None:
+        return None
+    sent = handshake_unread(call.comm.transport, {**local, CALL: 0}, caller=call.caller)
+    canaries_of(call.comm.transport).clear()  # the records have taken them along
+    check_earlier(call.comm.transport, {})
+    return _by_promise(call, promise, sent, local)
+
+
+def _by_promise(call: _Call, promise: Promise, sent: Unread, local: Mapping[str, Any]) -> Facts:
+    """Return the facts of a call from the promise; features are 0 on the device where it is broken.
+
+    Args:
+        call: the call.
+        promise: of the caller.
+        sent: the records of all ranks.
+        local: this rank's facts. If it has other rows than promised, zeros stand in for them.
+    """
+    inputs, assumed = call.inputs, promise.assumed(call.inputs)
+    assert assumed is not None
+    norms, scale = assumed
+    numbers = {name: of.number if isinstance(of, OnDevice) else of for name, of in local[NUMBERS].items()}
+    on_device = [name for name in inputs.given_scalars if isinstance(numbers[name], Tensor)]
+    late = Late(
+        call.comm, call.caller, sent, limits_of(inputs, numbers, norms, scale), on_device, inputs.first[1].device
+    )
+    given, ids = inputs.differentiable, inputs.given_ids
+    if local["rows"] != promise.form["rows"]:
+        stand_ins = StandIns(inputs, promise.form["rows"])
+        given, ids = stand_ins.differentiable(), stand_ins.ids()
+    entered = call.entered(given, promise.by_rank)
+    factor, scaled, scalars = None, "", dict(promise.scalars)
+    if inputs.scales and inputs.scales[0] in on_device:
+        name, scaled = inputs.scales
+        factor = entered[name]
+        scalars[name] = entered[name] = 1.0
+        norms = {**norms, scaled: scale * norms[scaled]}
+    for name in [*inputs.given_features, *(["weights"] if given["weights"] is not None else [])]:
+        entered[name] = late.admit(entered[name], factor if name == scaled else None)
+    promise.call = call_after(promise.call)
+    facts = call.facts(promise.by_rank, promise.call, scalars, dict(promise.rows), norms, -math.inf, entered, ids, late)
+    return facts.widened() if scaled else facts
+
+
+def _but_rows(form: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: of for name, of in form.items() if name != "rows"}
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of one call, and the ranks that make it."""
+
+    caller: str
+    options: Options
+    inputs: Inputs
+    checks: Checks
+    comm: Communicator
+
+    def local_facts(self) -> dict[str, Any]:
+        """Return this rank's facts, if its arguments are valid."""
+        return _local_facts(self.comm, self.options, self.inputs, self.checks)
+
+    def entered(self, given: Mapping[str, Any], by_rank: FactsByRank) -> dict[str, Any]:
+        """Return the arguments in the graph of the loss, by name."""
+        joined = join([*given.values()], by_rank)
+        return enter(dict(zip(given, joined, strict=True)), self.inputs.scalars, self.comm, self.options)
+
+    def facts(
+        self,
+        by_rank: FactsByRank,
+        number: int,
+        scalars: dict[str, float],
+        rows: dict[str, Partition],
+        norms: dict[str, float],
+        min_pair_product: float,
+        entered: dict[str, Any],
+        ids: dict[str, tuple[Any, str]],
+        late: Late | None = None,
+    ) -> Facts:
+        """Return the facts on which the ranks agree; the arguments are those of :class:`Facts`."""
+        first = self.inputs.first[1]
+        return Facts(
+            caller=self.caller,
+            call=number,
+            options=self.options,
+            comm=self.comm,
+            scalars=scalars,
+            rows=rows,
+            norms=norms,
+            min_pair_product=min_pair_product,
+            inputs=entered,
+            vectors=ids,
+            by_rank=by_rank,
+            embedding_size=first.shape[1],
+            given_dtype=first.dtype,
+            features_dtype=first.dtype,
+            products=Products(by_rank.column(PRECISION)[0], named=self.options.precision != "auto"),
+            dtype=accumulation_dtype(first.dtype),
+            device=first.device,
+            kernels=_may_use_kernels(self.comm, self.options, by_rank, first.device),
+            late=late,
+        ).in_range()
 
 
 def _partitions(counts: Mapping[str, tuple[int, ...]]) -> dict[str, Partition]:
@@ -131,7 +244,7 @@ def _local_facts(comm: Communicator, options: Options, inputs: Inputs, checks: C
     loss_facts = checks.check()
     inputs.check_rest()
     return {
-        _NUMBERS: {
+        NUMBERS: {
             name: OnDevice(x) if isinstance(x, Tensor) else x for name, x in _numbers(comm, inputs, checks).items()
         },
         _ARGUMENTS: inputs.names,
@@ -211,7 +324,7 @@ def _check_values(
 
 def _values_of_all(by_rank: FactsByRank, rank: int, inputs: Inputs, checks: Checks) -> _Values | None:
     """Return the facts that follow from all ranks' numbers; None, on every rank, if a number may be wrong."""
-    columns = by_rank.columns_of_mapping(_NUMBERS)
+    columns = by_rank.columns_of_mapping(NUMBERS)
     if columns is None or any(column[0] for name, column in columns.items() if name == EARLIER):
         return None
     finite = [column for name, column in columns.items() if name not in (MIN_PAIR_PRODUCT, *CANARIES)]

@@ -66,8 +66,16 @@ class Canaries:
             of_ranks: each number of all ranks; None if ranks noted different ones, which says nothing.
         """
         self._numbers.clear()
-        if of_ranks is None:
-            return
+        if of_ranks is not None:
+            self.judge(of_ranks)
+
+    def clear(self) -> None:
+        """Forget the numbers, which a handshake has taken along."""
+        self._numbers.clear()
+
+    @staticmethod
+    def judge(of_ranks: Mapping[str, Sequence[float]]) -> None:
+        """Raise RuntimeError, on all ranks, if numbers of all ranks contradict each other."""
         sums = max(of_ranks.get(_SUMS, [0.0]))
         by_rows, by_columns, size = (sum(of_ranks.get(name, [0.0])) for name in (_BY_ROWS, _BY_COLUMNS, _SIZE))
         if math.isfinite(sums) and sums > _TOLERANCE:

@@ -14,6 +14,7 @@ from ..comm import Communicator
 from ..comm.facts_by_rank import FactsByRank
 from ..partition import Partition
 from ..sweep import Products
+from .even import Late
 from .options import Options
 
 _LONGEST_HALF = torch.finfo(torch.float16).max
@@ -43,6 +44,7 @@ class Facts:
         dtype: dtype in which sums are computed.
         device: of the features.
         kernels: whether kernels may compute tiles: the caller named them, or "auto" can choose them on every rank.
+        late: the promise that stands for the handshake, with even=True; None: the facts have been read.
     """
 
     caller: str
@@ -63,6 +65,7 @@ class Facts:
     dtype: torch.dtype
     device: torch.device
     kernels: bool = False
+    late: Late | None = None
 
     @property
     def differentiable(self) -> bool:

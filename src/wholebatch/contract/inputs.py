@@ -26,7 +26,7 @@ from .._precision import wide_dtype
 from .._products import paired_products
 
 MIN_PAIR_PRODUCT = "smallest product of a pair"
-SUM_OF_WEIGHTS, _SMALLEST_WEIGHT = "sum of weights", "smallest weight"
+SUM_OF_WEIGHTS, SMALLEST_WEIGHT = "sum of weights", "smallest weight"
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class Inputs:
         positive: names of scalars that must be positive.
         paired: names of two features with the same number of rows.
         matching: names of two features whose rows i are positives of each other, for every i that both have.
+        scales: the name of the scalar that multiplies S, and of the features that it may multiply instead on the
+            device; (): there is none.
     """
 
     features: Mapping[str, Tensor | None]
@@ -54,6 +56,7 @@ class Inputs:
     positive: Sequence[str] = ()
     paired: tuple[str, str] | None = None
     matching: tuple[str, str] | None = None
+    scales: tuple[str, str] | tuple[()] = ()
 
     @cached_property
     def given_features(self) -> dict[str, Any]:
@@ -116,7 +119,7 @@ class Inputs:
         if self.weights[0] is not None:
             weights = self.weights[0].detach().to(wide_dtype(self.weights[0].device))
             smallest = weights.amin() if len(weights) else weights.sum()
-            numbers |= {SUM_OF_WEIGHTS: weights.sum(), _SMALLEST_WEIGHT: smallest}
+            numbers |= {SUM_OF_WEIGHTS: weights.sum(), SMALLEST_WEIGHT: smallest}
         if self.matching is not None:
             x, y = (self.given_features[name] for name in self.matching)
             numbers[MIN_PAIR_PRODUCT] = _smallest_product(x, y)
@@ -132,7 +135,7 @@ class Inputs:
         scalars = {name: self._check_scalar(name, found[name]) for name in self.given_scalars}
         weight = None
         if self.weights[0] is not None:
-            weight = check_not_negative("weights", self.weights[0], found[_SMALLEST_WEIGHT], found[SUM_OF_WEIGHTS])
+            weight = check_not_negative("weights", self.weights[0], found[SMALLEST_WEIGHT], found[SUM_OF_WEIGHTS])
         return {
             "norms": norms,
             "scalars": scalars,

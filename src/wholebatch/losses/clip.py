@@ -48,6 +48,7 @@ def clip_loss(
     memory: Memory = "auto",
     kernel: Kernel = "auto",
     precision: Precision = "auto",
+    even: bool = False,
 ) -> Tensor:
     r"""Return the symmetric cross-entropy between the images and texts of all ranks, with its exact gradient.
 
@@ -89,6 +90,11 @@ def clip_loss(
             half precision or under autocast, with sums in float32, and TF32 where the program allows it; else
             float32. "float32", "tf32", "bfloat16", "float16", "bfloat16x3": that one, see docs/performance.md.
             Float64 features are multiplied in float64.
+        even: a promise that all ranks pass the same number of rows, and that each call is like the one before: as many
+            rows, the same options. Then the host reads nothing, and does not wait for the GPU. A mistake (a NaN, other
+            rows) raises at the next call, on all ranks; the loss of its step is NaN, and its gradients are 0. Calls
+            that are not like the one before, and those of rows that are not normalized whose logits may exceed 66,
+            read as usual. See docs/performance.md.
 
     Returns:
         L, a scalar, the same on every rank: the value of `wholebatch.reference.clip_loss` on the concatenated
@@ -140,7 +146,7 @@ def clip_loss(
     statistics = statistics_requested()
     facts = agree(
         "clip_loss",
-        Options(group, sync, exchange, memory, reduction, kernel, precision),
+        Options(group, sync, exchange, memory, reduction, kernel, precision, False if statistics else even),
         Inputs(
             features={"image_features": image_features, "text_features": text_features},
             scalars={"logit_scale": logit_scale, "logit_bias": logit_bias},
@@ -149,6 +155,7 @@ def clip_loss(
             optional=("logit_bias",),
             paired=("image_features", "text_features"),
             matching=("image_features", "text_features"),
+            scales=("logit_scale", "image_features"),
         ),
         Checks(
             check=lambda: {**_check(label_smoothing, equal_ids), "statistics": statistics},
@@ -211,12 +218,13 @@ class CLIPLoss(KernelLoss):
     engine wraps.
 
     Args:
-        group, sync, exchange, memory, kernel, precision, reduction, label_smoothing, equal_ids: as in
+        group, sync, exchange, memory, kernel, precision, reduction, label_smoothing, equal_ids, even: as in
             :func:`wholebatch.functional.clip_loss`.
     """
 
     label_smoothing: float = 0.0
     equal_ids: EqualIdsAre = "positive"
+    even: bool = False
 
     def check(self) -> None:
         """Raise ValueError unless the settings are valid."""

@@ -28,9 +28,13 @@ def sums_of_sides(plan: SoftmaxPlan, data: Data) -> tuple[Sums, Sums, Tensor | N
         budget = plan.route.budget
         kept = data.x.new_empty(budget.kept, dtype=budget.kept_dtype) if plan.keep else None
         rows, cols = _sums(plan, data, shift, shift, kept)
-        if never_underflows(plan.bounds, shift, dtype) or no_underflow(
-            plan.route.comm, _sums_in_loss(plan, rows, cols), plan.bounds.terms, dtype
-        ):
+        if never_underflows(plan.bounds, shift, dtype):
+            return rows, cols, kept
+        sums = _sums_in_loss(plan, rows, cols)
+        if plan.late is not None:  # nothing is read on the host
+            plan.late.require(count_underflows(plan.route.comm, sums, plan.bounds.terms, dtype) == 0)
+            return rows, cols, kept
+        if no_underflow(plan.route.comm, sums, plan.bounds.terms, dtype):
             return rows, cols, kept
         del rows, cols, kept
     row_max, col_max = _maxima(plan, data)
@@ -45,9 +49,14 @@ def never_underflows(bounds: LogitBounds, shift: float, dtype: torch.dtype) -> b
 
 
 def no_underflow(comm: Communicator, sums: Sequence[Tensor], terms: int, dtype: torch.dtype) -> bool:
-    """Return whether all of these sums of all ranks are exact to rounding. Collective: one all-reduce of a number."""
+    """Return whether all of these sums of all ranks are exact to rounding. Collective: that of `count_underflows`."""
+    return not count_underflows(comm, sums, terms, dtype).item()
+
+
+def count_underflows(comm: Communicator, sums: Sequence[Tensor], terms: int, dtype: torch.dtype) -> Tensor:
+    """Count the sums of all ranks that are not exact to rounding, (). Collective: one all-reduce of a number."""
     bad = torch.stack([count_underflowed(of_side, terms, dtype) for of_side in sums]).sum()
-    return not comm.all_reduce(bad.to(wide_dtype(bad.device)), check=False).item()
+    return comm.all_reduce(bad.to(wide_dtype(bad.device)), check=False)
 
 
 def _sums_in_loss(plan: SoftmaxPlan, rows: Sums, cols: Sums) -> list[Tensor]:
