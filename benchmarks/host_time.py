@@ -4,7 +4,8 @@ Usage: python benchmarks/host_time.py [ranks | counts | small | profile]
 
 `ranks`: forward and backward of `clip_loss` on one rank of torch's fake process group, which copies and never waits.
 With few rows a rank, the rest is the host's work: the handshake at the entry, and all of a step. The count of
-aten operators says the same without a clock. `small`: B x 512 on one process, beside the dense formula in PyTorch.
+aten operators says the same without a clock. "even" is a step with even=True. `small`: B x 512 on one process, beside
+the dense formula in PyTorch.
 `profile`: where the time of a step of 32 pairs goes. Figures are the fastest of several hundred repeats, on one thread:
 others share the machine's cores.
 
@@ -99,15 +100,19 @@ def step_on(size: int) -> dict[str, Any]:
         forward.append(1e3 * (time.perf_counter() - start))
         loss.backward()
 
+    def even_step() -> None:
+        wb.functional.clip_loss(*given, even=True).backward()
+
     with patch.object(clip, "agree", timed_agree):
         whole = timed_ms({"step": step}, repeats=REPEATS if size < 100 else 61)["step"]
+    even = timed_ms({"step": even_step}, repeats=REPEATS if size < 100 else 61)["step"]
     with Counting() as seen:
         loss = wb.functional.clip_loss(*given)
     with Counting() as backward:
         loss.backward()
     if size > 1:
         dist.destroy_process_group()
-    ms = {"entry": round(min(entries), 3), "forward": round(min(forward), 3), "step": whole}
+    ms = {"entry": round(min(entries), 3), "forward": round(min(forward), 3), "step": whole, "even": even}
     return {"W": size, "ms": ms, "operators": {"forward": seen.found, "backward": backward.found}}
 
 

@@ -101,7 +101,7 @@ class Unread:
     """A handshake that was sent and not read.
 
     Args:
-        words: the records of all ranks, (W, 64), on the device where they travelled.
+        words: the records of all ranks, (W, 64), on the device where they arrived.
         statement: that of this rank, with slots for its numbers.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -10,11 +11,17 @@ from .communicator import Communicator
 from .maps import Loss
 from .transport import Finish, Transport, done
 
+_KEPT: dict[str, Any] = {}  # of this process alone
+
 
 class LocalTransport(Transport):
     """One rank, whose messages to itself wait in a queue."""
 
     rank, size, max_tag = 0, 1, 2**31 - 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = _KEPT
 
     def check_open(self) -> None:
         self.check_not_closed()

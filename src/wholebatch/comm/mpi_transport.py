@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .transport import ABANDONED, Failed, Finish, Transport, done, named
+from .transport import ABANDONED, FAILED, Finish, Transport, done, named
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -37,7 +37,8 @@ class MPITransport(Transport):
         self.timeout_s = timeout_s
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.max_tag = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
-        self.failed = _kept(MPI, comm)
+        self.kept = _kept(MPI, comm)
+        self.failed = self.kept.setdefault(FAILED, {})
         self._ops = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}
         self._types = {
             torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE, torch.uint8: MPI.UINT8_T, torch.int8: MPI.INT8_T,
@@ -239,13 +240,13 @@ def _bytes(x: Tensor) -> Tensor:
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
-_FAILED: list[int] = []  # the key under which a duplicate keeps the counts of its messages that failed
+_KEY: list[int] = []  # under which a duplicate has what is kept of its ranks
 
 
-def _kept(mpi: Any, duplicate: Any) -> Failed:
-    """Return the counts of messages that did not match, which all communicators over this duplicate share."""
-    if not _FAILED:
-        _FAILED.append(mpi.Comm.Create_keyval())
-    if duplicate.Get_attr(_FAILED[0]) is None:
-        duplicate.Set_attr(_FAILED[0], {})
-    return duplicate.Get_attr(_FAILED[0])
+def _kept(mpi: Any, duplicate: Any) -> dict[str, Any]:
+    """Return what all communicators over this duplicate share."""
+    if not _KEY:
+        _KEY.append(mpi.Comm.Create_keyval())
+    if duplicate.Get_attr(_KEY[0]) is None:
+        duplicate.Set_attr(_KEY[0], {})
+    return duplicate.Get_attr(_KEY[0])

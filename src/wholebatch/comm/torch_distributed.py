@@ -17,7 +17,7 @@ from .backends import Backends
 from .communicator import Communicator
 from .maps import Loss
 from .point_to_point import SIZE_CLASSES
-from .transport import MOST_PARTS, Failed, Finish, Message, Transport, done
+from .transport import FAILED, MOST_PARTS, Finish, Message, Transport, done
 
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -27,8 +27,8 @@ _REDUCE_OPS = {
 }
 
 
-# Each group's messages that did not match, which all communicators over it share.
-_FAILED: WeakKeyDictionary[dist.ProcessGroup, Failed] = WeakKeyDictionary()
+# What all communicators over a group share.
+_KEPT: WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]] = WeakKeyDictionary()
 
 
 class TorchTransport(Transport):
@@ -46,7 +46,8 @@ class TorchTransport(Transport):
         self._default_group: Any = dist.group.WORLD
         named: Any = self._default_group if group is None else group
         self.group_name = named.group_name
-        self.failed = _FAILED.setdefault(named, {})
+        self.kept = _KEPT.setdefault(named, {})
+        self.failed = self.kept.setdefault(FAILED, {})
 
     @property
     def group(self) -> dist.ProcessGroup | None:

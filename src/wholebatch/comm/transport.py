@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ MOST_PARTS = 8
 # The number of messages that did not match, by direction, peer and tag. Both ends count alike, and all communicators
 # over the same ranks share the counts.
 Failed = dict[tuple[str, int, int], int]
+FAILED = "failed messages"  # the name under which they are kept
 
 # Operations that nobody will wait for. gloo breaks its connections when one is freed while it is under way, and MPI
 # would write into freed memory: so they are kept.
@@ -55,6 +56,7 @@ class Transport(ABC):
 
     def __init__(self) -> None:
         self._messages_to_self: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+        self.kept: dict[str, Any] = {}  # of these ranks, as long as their group lives
         self.failed: Failed = {}
 
     @abstractmethod

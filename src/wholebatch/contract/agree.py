@@ -146,9 +146,7 @@ def _by_promise(call: _Call, promise: Promise, sent: Unread, local: Mapping[str,
     norms, scale = assumed
     numbers = {name: of.number if isinstance(of, OnDevice) else of for name, of in local[NUMBERS].items()}
     on_device = [name for name in inputs.given_scalars if isinstance(numbers[name], Tensor)]
-    late = Late(
-        call.comm, call.caller, sent, limits_of(inputs, numbers, norms, scale), on_device, inputs.first[1].device
-    )
+    late = Late(call.caller, sent, limits_of(inputs, numbers, norms, scale), on_device, inputs.first[1].device)
     given, ids = inputs.differentiable, inputs.given_ids
     if local["rows"] != promise.form["rows"]:
         stand_ins = StandIns(inputs, promise.form["rows"])

@@ -38,7 +38,6 @@ from .._autograd import once_differentiable
 from .._precision import accumulation_dtype
 from .._products import inner
 from .._tensor_file import bytes_of
-from ..comm import Communicator
 from ..comm.facts_by_rank import FactsByRank
 from ..comm.handshake import Unread
 from ..comm.records import OnDevice, Records, numbers_on_device
@@ -93,8 +92,7 @@ class Promise:
         return {name: grows * norm for name, norm in norms.items()}, grows * scale
 
 
-_promises: dict[tuple[str | None, str], Promise] = {}  # by group and caller
-_unread: dict[str | None, list[Late]] = {}  # by group: calls whose records the host has not read
+_PROMISES, _UNREAD = "promises by caller", "calls whose records the host has not read"  # kept with a group
 
 
 def form_of(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +103,8 @@ def form_of(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def promised(transport: Transport, caller: str) -> Promise | None:
     """Return the promise of a caller; None at its first call."""
-    return _promises.get((transport.group_name, caller))
+    promise: Promise | None = transport.kept.get(_PROMISES, {}).get(caller)
+    return promise
 
 
 def keep(transport: Transport, caller: str, promise: Promise) -> None:
@@ -119,25 +118,31 @@ def keep(transport: Transport, caller: str, promise: Promise) -> None:
         values = promise.by_rank.differing(name) if name not in (CALL, NUMBERS) else None
         if values is not None:
             if name == "rows":
-                values = [[*of_ranks] for of_ranks in zip(*(of_rank.values() for of_rank in values), strict=True)][0]
+                values = [of_rank[next(iter(of_rank))] for of_rank in values]
             raise ValueError(
                 f"{caller}: even=True promises that all ranks pass the same number of rows and the same options, got "
                 f"{name} {values}; pass even=False, or drop the last rows of an epoch"
             )
-    _promises[transport.group_name, caller] = promise
+    transport.kept.setdefault(_PROMISES, {})[caller] = promise
 
 
 def forget(transport: Transport, caller: str | None = None) -> None:
     """Forget the promise of a caller, or of all callers of a group."""
-    for key in [key for key in _promises if key[0] == transport.group_name and caller in (None, key[1])]:
-        del _promises[key]
+    promises = transport.kept.get(_PROMISES, {})
+    for name in [*promises] if caller is None else [caller]:
+        promises.pop(name, None)
+
+
+def unread(transport: Transport) -> list[Late]:
+    """Return the calls of a group whose records the host has not read."""
+    calls: list[Late] = transport.kept.setdefault(_UNREAD, [])
+    return calls
 
 
 class Late:
     """A call whose facts the host has not read.
 
     Args:
-        comm: the ranks.
         caller: the loss.
         unread: the records of all ranks.
         limits: of the numbers in them.
@@ -147,10 +152,8 @@ class Late:
         ok: whether the promise has held so far, () on the device of `to`.
     """
 
-    def __init__(
-        self, comm: Communicator, caller: str, unread: Unread, limits: Limits, scalars: Sequence[str], to: torch.device
-    ) -> None:
-        self.comm, self.caller, self.unread, self.limits, self.scalars = comm, caller, unread, limits, scalars
+    def __init__(self, caller: str, unread: Unread, limits: Limits, scalars: Sequence[str], to: torch.device) -> None:
+        self.caller, self.unread, self.limits, self.scalars = caller, unread, limits, scalars
         self.ok = self._judged().to(to, non_blocking=True)
         self._words = self._found = unread.words
         self._arrived: torch.cuda.Event | None = None
@@ -173,16 +176,16 @@ class Late:
         """Return x, multiplied by the scale, if given; 0 where the promise is broken, and so is its gradient."""
         return _Admit.apply(self, x, scale)
 
-    def finish(self, loss: Tensor) -> Tensor:
+    def finish(self, loss: Tensor, transport: Transport) -> Tensor:
         """Return the loss, NaN if the promise is broken, and let the records travel to the host."""
         self._words, self._found = _to_host(self.unread.words), _to_host(self.ok)
         if self.ok.is_cuda:
             self._arrived = torch.cuda.Event()
             self._arrived.record()
-        _unread.setdefault(self.comm.transport.group_name, []).append(self)
+        unread(transport).append(self)
         return torch.where(self.ok, loss, math.nan)
 
-    def read(self) -> None:
+    def read(self, transport: Transport) -> None:
         """Read the records, and let the promise follow the numbers.
 
         Raises:
@@ -190,7 +193,7 @@ class Late:
         """
         if self._arrived is not None:
             self._arrived.synchronize()  # of an earlier call, with a backward pass between
-        transport, facts = self.comm.transport, self.unread.facts(self._words.contiguous())
+        facts = self.unread.facts(self._words.contiguous())
         columns = facts.columns_of_mapping(NUMBERS)
         assert columns is not None
         if not any(bytes_of(self._found)):
@@ -250,8 +253,8 @@ class Late:
 
 def read_late(transport: Transport) -> None:
     """Read what earlier calls of a group have left unread; ValueError, on all ranks, for a broken promise."""
-    for late in _unread.pop(transport.group_name, []):
-        late.read()
+    for late in transport.kept.pop(_UNREAD, []):
+        late.read(transport)
 
 
 def limits_of(
@@ -339,7 +342,7 @@ class _Admit(Function):
 
 
 class _StandIn(Function):
-    """A constant matrix in the place of one of another shape."""
+    """A constant matrix instead of one of another shape."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
