@@ -161,6 +161,21 @@ def test_nearly_opposite_pairs_need_a_second_read(kernel):
     assert reads("clip", 14.3, kernel, matching=False) == (1, 0)
 
 
+def test_a_running_average_stays_on_the_device():
+    """CurricularFace transforms negatives by the average of the targets' cosines, which changes in each call."""
+    torch.manual_seed(0)
+    x = torch.randn(40, 24, device=DEVICE)
+    labels = torch.randint(0, 30, (40,), device=DEVICE)
+    found = []
+    for margin in (wb.CurricularFace(4.0), wb.ArcFace(4.0)):
+        head = wb.PartialFC(24, 30, margin=margin, memory="flat", device=DEVICE)
+        head(x, labels)
+        with counted() as reads_of_call:
+            head(x, labels)
+        found.append(len(reads_of_call))
+    assert found[0] == found[1]
+
+
 def test_a_planted_read_is_counted():
     x = torch.arange(3.0, device=DEVICE)
     for read in (

@@ -17,6 +17,8 @@ from torch.nn.functional import normalize
 
 import wholebatch as wb
 from wholebatch import kernels
+from wholebatch.bench import loss as bench
+from wholebatch.bench.subjects import Configuration
 from wholebatch.contract import canaries
 from wholebatch.kernels import choice
 from wholebatch.nodes import kernel_check
@@ -185,6 +187,16 @@ def test_a_kernel_that_does_not_start(fresh, monkeypatch, error):
     assert str(error) in str(warned[0].message)
     with pytest.raises(ValueError, match=f"failed its check on rank 0: {type(error).__name__}"):
         value_and_gradients("clip", kernel="triton")
+
+
+def test_a_row_of_a_benchmark_has_the_choices(fresh, monkeypatch):
+    automatic(monkeypatch)
+    monkeypatch.setattr(bench, "check", lambda *_: None)  # slow in Triton's interpreter, and tested elsewhere
+    job = bench.Job("clip", [Configuration(), Configuration(kernel="torch")], 64, 32, 1, 2, {})
+    chosen, named = bench.measure(wb.comm.LocalCommunicator(), job, torch.device("cpu"))
+    assert chosen.choices == [*map(str, choice.choices())]
+    assert "clip_loss" in chosen.choices[0]
+    assert named.choices == []
 
 
 def test_a_check_changes_no_random_numbers(fresh, monkeypatch):

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import wholebatch as wb
+from wholebatch import kernels
 from wholebatch._measure import rise_of_peak, seconds_of
 from wholebatch._precision import accumulation_dtype
 from wholebatch.comm import Communicator
@@ -56,6 +57,7 @@ class Row:
     tflops: float | None  # of all ranks: 2 for each multiply-add that the flat loss takes
     transient_mb: float | None  # None where it cannot be measured
     note: str = ""
+    choices: Sequence[str] = ()  # where kernel="auto" has chosen: kernels or PyTorch for each form of call, and why
 
 
 @dataclass(frozen=True)
@@ -168,10 +170,12 @@ class _Measurement:
         floors = {dtype: _Floor.of(shape, job.embedding_size, device, DTYPES[dtype]) for dtype in dtypes}
         times: dict[int, list[float]] = {}
         peaks: dict[int, int | None] = {}
+        chosen: dict[int, list[str]] = {}
         running = dict(enumerate(self.runs))
         for index, (waiting, step) in enumerate(self.runs):
             try:
                 step()  # libraries load, threads start
+                chosen[index] = [*map(str, kernels.choices())] if waiting.kernel == "auto" else []
                 peaks[index] = rise_of_peak(comm, step, device)
             except RuntimeError as error:  # it asks for more memory than there is, on every rank alike
                 asked = re.search(r"allocate (\d+) bytes|allocate ([\d.]+ [KMGT]iB)", str(error))
@@ -191,7 +195,9 @@ class _Measurement:
         }
         flop = 2 * units * (self.entry.rows_per_example * job.batch_size) ** 2 * job.embedding_size
         return [
-            _with_figures(run, median(times[index]), floor_ms[run.dtype], flop, peaks[index])
+            replace(
+                _with_figures(run, median(times[index]), floor_ms[run.dtype], flop, peaks[index]), choices=chosen[index]
+            )
             for index, (run, _) in running.items()
         ] + self.refused
 

@@ -104,6 +104,7 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
 
     def read_back() -> dict[str, Tensor]:
         of_labels = dict(zip(("smallest", "largest"), label_range(labels, logits.ignore_index), strict=True))
+        of_labels[IGNORED] = (labels == logits.ignore_index).sum()
         if labels.dim() == 2:
             of_labels["repeated"] = repeated(labels, logits.ignore_index)
         of_rows = dict(zip(("shortest", "longest"), ends_of(known_norms(embeddings)), strict=True))
@@ -114,7 +115,7 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
         check_directions("embeddings", embeddings, found["shortest"], found["longest"])
         of_centers = {} if centers is None else centers.check_values(found)
         ends = int(found["smallest"]), int(found["largest"])
-        return {"labels": ends if ends[0] <= ends[1] else None, **of_centers}
+        return {"labels": ends if ends[0] <= ends[1] else None, IGNORED: int(found[IGNORED]), **of_centers}
 
     facts = agree(
         caller,
@@ -153,6 +154,7 @@ def agree_on_classes(caller: str, batch: Batch, classes: Classes, logits: Logits
     )
 
 
+IGNORED = "ignored labels"  # the fact with their number on a rank
 _COUNT = "centers"  # the fact with the number of classes of a rank
 _LONGEST = "largest norm of centers"  # the fact with that number of a rank
 

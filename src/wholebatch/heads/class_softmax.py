@@ -24,7 +24,7 @@ from ..comm import Communicator
 from ..contract import Options, reduce_losses
 from ..nodes.cross_entropy import one_positive
 from ..sync import scale_gradient, shard_factor
-from .agreement import Batch, agree_on_classes
+from .agreement import IGNORED, Batch, agree_on_classes
 from .angles import nearest, target_angles
 from .classes import LocalClasses, rows_of_groups
 from .logits import Logits, flat
@@ -73,7 +73,8 @@ def class_softmax(caller: str, batch: Batch, classes: Classes, logits: Logits, o
     nearest_centers = nearest(x, centers, places, clamp=logits.clamp, index=index)
     angles, target_lengths, centers = target_angles(x, centers, nearest_centers, clamp=logits.clamp, index=index)
     margin, all_norms = logits.margin, lengths.to(angles)[:, 0]
-    transform = _observe(margin, comm, angles.detach(), all_norms.detach(), counts)
+    given = counts if any(facts.of_ranks(IGNORED)) else None
+    transform = _observe(margin, comm, angles.detach(), all_norms.detach(), given)
     shard = Shard(
         centers, index, agreed.norms, agreed.longest, agreed.partition, best_of, offsets, agreed.largest_offset
     )
@@ -98,7 +99,7 @@ def class_softmax(caller: str, batch: Batch, classes: Classes, logits: Logits, o
 
 
 def _observe(
-    margin: Margin, comm: Communicator, angles: Tensor, norms: Tensor, counts: Tensor
+    margin: Margin, comm: Communicator, angles: Tensor, norms: Tensor, counts: Tensor | None
 ) -> NegativeTransform | None:
     """Call the hooks of the margin that need all ranks' rows, and return its transform of negatives, if it has one.
 
@@ -109,13 +110,13 @@ def _observe(
         comm: the ranks.
         angles: (B, k), 0 where the center is on another rank.
         norms: (B,), of all embeddings.
-        counts: (B, k), whether each label counts.
+        counts: (B, k), whether each label counts; None: all do, and the host need not wait for their number.
     """
     if isinstance(margin, ObservesNorms):
-        margin.observe_norms(norms[counts.any(1)])
+        margin.observe_norms(norms if counts is None else norms[counts.any(1)])
     if not isinstance(margin, ObservesAngles | TransformsNegatives):
         return None
     all_angles = comm.all_reduce(angles, check=False)
     if isinstance(margin, ObservesAngles):
-        margin.observe_angles(all_angles[counts])
+        margin.observe_angles(all_angles.flatten() if counts is None else all_angles[counts])
     return margin.of_negatives(all_angles) if isinstance(margin, TransformsNegatives) else None

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
 
+from .. import kernels
 from .checkpoint import FILE
 from .config import TrainConfig
 from .progress import Progress
@@ -91,7 +93,8 @@ def train(
         task.save(path, task.loss_state(), step=config.steps, seconds=seconds)
     weights = task.weights()
     if folder is not None:
-        folder.finish(task, report | {"seconds": round(seconds, 1)}, weights)
+        choices = [asdict(choice) for choice in kernels.choices()]
+        folder.finish(task, report | {"seconds": round(seconds, 1), "kernels": choices}, weights)
     asked = requests.combined()
     if asked.stop:
         raise _end(asked, requests, progress, step=config.steps, finished=True)

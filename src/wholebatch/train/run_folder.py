@@ -6,7 +6,7 @@ checkpoint.safetensors   weights, optimizer and random state of the last checkpo
 model.safetensors        the final weights; of --task identify with the centers and the names of the classes
 head-STEP/               of --task identify: the classifier after that many steps, every rank's shard
 lock                     the process that writes here, which holds its lock
-report.json              the figures of the test set, beside chance
+report.json              the figures of the test set, beside chance; the choices of kernel="auto" since the last start
 curves.png               loss and validation over the steps
 retrieval.png            of --task retrieve: held-out images beside the five texts that the model finds most similar
 look_alikes.png          of --task identify: the classes that are confused most

@@ -53,7 +53,7 @@ class CurricularFace(nn.Module):
 
     def of_negatives(self, angles: Tensor) -> HardNegatives:
         """Return the transform of the negatives of rows with these target angles, (n, 1)."""
-        return HardNegatives(self.s, float(self.t), (angles.detach() + self.m).cos().view(-1))
+        return HardNegatives(self.s, self.t.clamp(-1.0, 1.0), (angles.detach() + self.m).cos().view(-1))
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class HardNegatives:
     """The transform of logits z = s c to z (t + c) where c > limit; its columns are the examples."""
 
     s: float
-    t: float
+    t: Tensor  # (), an average of cosines
     limits: Tensor  # (n,)
 
     def transform_(self, logits: Tensor, cols: slice) -> Tensor:
@@ -76,7 +76,7 @@ class HardNegatives:
 
     def bound(self, largest: float) -> float:
         """Return an upper bound of a transformed logit, from one of the logits."""
-        return largest * max(1.0, abs(self.t) + largest / self.s)
+        return largest * (1.0 + largest / self.s)  # |t| <= 1; the host does not read t
 
     def _hard(self, logits: Tensor, cols: slice) -> Tensor:
         return logits > self.s * self.limits[cols].to(logits.dtype)
