@@ -22,6 +22,7 @@ from wholebatch.bench.subjects import Configuration
 from wholebatch.contract import canaries
 from wholebatch.kernels import choice
 from wholebatch.nodes import kernel_check
+from wholebatch.sweep.softmax_kernels import relative_difference
 from wholebatch.testing import run_ranks
 
 pytest.importorskip("triton")
@@ -300,6 +301,23 @@ def test_canaries_notice_a_product_that_misses_a_tile(fresh, monkeypatch):
         value_and_gradients("clip")
     with pytest.raises(RuntimeError, match=r"<X, U> is .* and <Y, V> is"):
         value_and_gradients("clip")
+
+
+def test_canaries_of_tiny_sums_say_nothing():
+    """A GPU may count numbers below the smallest normal one as 0; a fault in sums of normal size is still seen."""
+    tiny = torch.finfo(torch.float32).tiny
+
+    def difference(by_rows, by_cols):
+        made = relative_difference(torch.tensor(by_rows), torch.tensor(by_cols), 16384)
+        found = canaries.Canaries()
+        found.note_sums(made)
+        found.check({name: [float(of)] for name, of in found.numbers().items()})
+
+    for sums in ((0.0, 0.0), (tiny / 2, 0.0), (0.0, 16384 * tiny), (3e-34, 4e-34)):
+        difference(*sums)
+    for sums in ((1.0, 1.01), (1e-20, 2e-20), (1e-25, 0.0)):
+        with pytest.raises(RuntimeError, match="sums over rows and over columns differ"):
+            difference(*sums)
 
 
 def test_canaries_that_are_not_finite_say_nothing():

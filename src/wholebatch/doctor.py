@@ -42,6 +42,7 @@ class Row:
         why: why not kernels; "" otherwise.
         checked: the kernels that gave the right results.
         kernels_ms, pytorch_ms: of a sweep forward and backward; None: not measured.
+        failed: whether a kernel failed its check.
     """
 
     loss: str
@@ -51,6 +52,7 @@ class Row:
     checked: tuple[str, ...] = ()
     kernels_ms: float | None = None
     pytorch_ms: float | None = None
+    failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Report:
     @property
     def failed(self) -> bool:
         """Whether kernels can run here and failed a check."""
-        return any(row.result == "error" or "check failed" in row.why for row in self.rows)
+        return any(row.failed for row in self.rows)
 
     def __str__(self) -> str:
         facts = {**self.versions, **self.device, **self.settings}
@@ -139,13 +141,14 @@ def _examined(name: str, dtype: str, device: torch.device, rows: int, size: int)
             kernel = "auto" if kernels.chooses(device) else "triton"
             _losses()[name](x, y, labels, kernel=kernel).sum().backward()
         except (RuntimeError, ValueError) as error:
-            return Row(name, dtype, "error", " ".join(str(error).split()))
+            return Row(name, dtype, "error", " ".join(str(error).split()), failed=True)
     made = choice.choices()[before:]
     if not made:
         return Row(name, dtype, "PyTorch", "no kernel computes this form")
     last = made[-1]
     times = last.milliseconds or (None, None)
-    return Row(name, dtype, "kernels" if last.in_kernels else "PyTorch", last.why, last.kernels, *times)
+    computed_by = "kernels" if last.in_kernels else "PyTorch"
+    return Row(name, dtype, computed_by, last.why, last.kernels, times[0], times[1], last.failed)
 
 
 def _versions() -> dict[str, str]:
