@@ -18,6 +18,7 @@ from .even import Late
 from .options import Options
 
 _LONGEST_HALF = torch.finfo(torch.float16).max
+_SHORTEST_HALF = 2.0**-4  # of the longest row: numbers below 2^-14 lose bits in float16, up to 2^-25
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,13 @@ class Facts:
                 "normalize the features, or pass precision='bfloat16'"
             )
         return replace(self, products=Products())
+
+    def in_units(self) -> Facts:
+        """Return the same facts for a node that scales dS by a unit: under bfloat16 it may then be in float16."""
+        short, long = min(self.norms.values()), max(self.norms.values())
+        if self.products.half != torch.bfloat16 or short < _SHORTEST_HALF or long > _LONGEST_HALF:
+            return self
+        return replace(self, products=replace(self.products, units=True))
 
     def widened(self) -> Facts:
         """Return the same facts with features in the dtype of sums.

@@ -108,6 +108,7 @@ def siglip_loss(
             must_match=("equal_ids",),
         ),
     )
+    facts = facts.in_units()
     rows, inputs, per_row = facts.rows["image_features"], facts.inputs, reduction == "none"
     layout = Layout(rows, rows)
     plan = SigmoidPlan(

@@ -109,6 +109,7 @@ def row_statistics(
         rows: the fields of rows, from `statistics_fields`; empty for none.
         cols: the fields of columns, likewise. A symmetric S takes `rows` only: its columns are its rows.
     """
+    facts = facts.in_units()
     layout, features, towers = operands.layout, operands.features, operands.towers
     if layout.symmetric:
         rows, cols = (), rows

@@ -130,7 +130,7 @@ class Driver:
     def gradient(self, tile: Tile) -> Tensor:
         """Return memory for a tile of dS, in the precision in which it is multiplied if that is a single part."""
         if self.precision.rounds_gradients:
-            return self._memory("hi", tile, self.precision.half)
+            return self._memory("hi", tile, self.precision.of_gradients)
         return self.buffer(tile)
 
     def products(
@@ -159,15 +159,16 @@ class Driver:
                 add_pairs_(at, entries, x, y, u, v)
         factor = self.of_gradient(grad, tile)
         if u is not None:
-            self.precision.multiply(factor, y, u, add=True)
+            self.precision.multiply(factor, self.precision.beside_gradient(y), u, add=True)
         if v is not None:
-            self.precision.multiply(transposed(factor), x, v, add=True)
+            self.precision.multiply(transposed(factor), self.precision.beside_gradient(x), v, add=True)
 
     def of_gradient(self, grad: Tensor, tile: Tile) -> Factor:
         """Return a tile of dS as a factor."""
-        if not self.precision.rounds(grad) or grad.dtype == self.precision.half:
+        if not self.precision.rounds(grad) or grad.dtype == self.precision.of_gradients:
             return (grad,)
-        dtypes = self.precision.dtypes(grad.dtype)
+        single = self.precision.of_gradients
+        dtypes = self.precision.dtypes(grad.dtype) if single is None else (single,)
         into = [self._memory(name, tile, dtype) for name, dtype in zip(("hi", "lo"), dtypes, strict=False)]
         return self.precision.split(grad, into)
 

@@ -133,12 +133,18 @@ class KernelTiles:
                 ),
             )
 
+    @property
+    def _of_gradients(self) -> torch.dtype:
+        """The dtype of dS: float16 instead of bfloat16, unless rows are divided by norms, which may be short."""
+        fits = self.row_terms is None and self.driver.col_norms is None
+        return torch.float16 if fits and self.dtype == torch.bfloat16 and self.driver.precision.units else self.dtype
+
     def gradient(self, tile: Tile, *several: int) -> Tensor:
         """Return memory for a tile of dS, or for several."""
         shape = (*several, *tile.shape)
         if self._written is None or self._written.numel() < prod(shape):
             self._written = None  # free it before the larger one is allocated
-            self._written = self.driver.x.new_empty(prod(shape), dtype=self.dtype)
+            self._written = self.driver.x.new_empty(prod(shape), dtype=self._of_gradients)
         return self._written[: prod(shape)].view(shape)
 
     def apart(self, tile: Tile) -> Index | None:
@@ -171,9 +177,9 @@ class KernelTiles:
         """Add the tile of dS times its rows of Y to `u`, (b, d), and its transpose times X to `v`, (n, d)."""
         precision = self.driver.precision
         if u is not None:
-            precision.multiply((grad,), (of.y,), u[tile.rows], add=True)
+            precision.multiply((grad,), (of.y.to(grad.dtype),), u[tile.rows], add=True)
         if v is not None and not tile.self_transposed:
-            precision.multiply((grad.T,), (of.x,), v[relative(tile.cols, block)], add=True)
+            precision.multiply((grad.T,), (of.x.to(grad.dtype),), v[relative(tile.cols, block)], add=True)
 
 
 def columns_of_tiles(side: int, dtype: torch.dtype) -> int:

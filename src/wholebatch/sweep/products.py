@@ -46,10 +46,14 @@ class Products:
     Args:
         precision: as above; "float32" stands for float64 where features are float64.
         named: whether the caller asked for it. Then "float32" and "tf32" hold whatever the program allows CUDA.
+        units: whether dS / unit is multiplied instead of dS, with a unit such that it fits into float16. Then dS of
+            "bfloat16" is in float16, 8 times more exact, and so are its factors, rows of bfloat16: float16 holds these
+            exactly if they are neither long nor tiny.
     """
 
     precision: str = "float32"
     named: bool = False
+    units: bool = False
 
     @property
     def half(self) -> torch.dtype | None:
@@ -65,6 +69,13 @@ class Products:
     def rounds_gradients(self) -> bool:
         """Whether dS is rounded to half precision, so that its largest entries are better multiplied apart."""
         return self.half is not None and self.parts == 1
+
+    @property
+    def of_gradients(self) -> torch.dtype | None:
+        """The dtype of dS, and of the rows that it is multiplied with, if it is rounded to half precision."""
+        if not self.rounds_gradients:
+            return None
+        return torch.float16 if self.units else self.half
 
     @property
     def bytes_of_gradients(self) -> int:
@@ -99,7 +110,7 @@ class Products:
 
     def needs_unit(self, x: torch.dtype, *, in_kernels: bool) -> bool:
         """Whether dS is written in float16, and has to be scaled to fit."""
-        return torch.float16 in (self.half, x if in_kernels else None)
+        return torch.float16 in (self.half, self.of_gradients, x if in_kernels else None)
 
     def rounds(self, x: Tensor) -> bool:
         """Whether rows have to be rounded, or widened, before they are multiplied."""
@@ -118,6 +129,10 @@ class Products:
         if self._emulates_tf32(parts[0]):
             _round_to_tf32_(parts[0])
         return parts
+
+    def beside_gradient(self, rows: Factor) -> Factor:
+        """Return rows of X or Y in the dtype in which they are multiplied with dS."""
+        return rows if self.of_gradients is None else tuple(part.to(self.of_gradients) for part in rows)
 
     def multiply(self, a: Factor, b: Factor, out: Tensor, *, add: bool = False) -> Tensor:
         """Write a b to `out`, in its precision; with `add`, add it to `out`."""
