@@ -38,20 +38,22 @@ class Stage:
         rows: yields its results.
         after: the stages that must not have failed.
         in_interpreter: whether, without a GPU, it runs in Triton's interpreter.
+        of_errors: whether its rows are errors, of which the report has the largest ones.
     """
 
     rows: Callable[[], Iterator[Row]]
     after: tuple[str, ...] = ()
     in_interpreter: bool = False
+    of_errors: bool = False
 
 
 STAGES = {
     "about": Stage(versions.about),
     "self_check": Stage(kernels.self_check, in_interpreter=True),
-    "precision": Stage(precision.precision),
-    "correctness": Stage(one_process.correctness),
-    "nccl": Stage(one_process.nccl),
-    "two_ranks": Stage(two_ranks.two_ranks),
+    "precision": Stage(precision.precision, of_errors=True),
+    "correctness": Stage(one_process.correctness, of_errors=True),
+    "nccl": Stage(one_process.nccl, of_errors=True),
+    "two_ranks": Stage(two_ranks.two_ranks, of_errors=True),
     "tests_of_kernels": Stage(kernels.tests_of_kernels),
     "sanitizer": Stage(kernels.sanitizer),
     "floors": Stage(figures.floors, ("precision",)),
@@ -119,11 +121,13 @@ def run_all(names: Sequence[str], folder: Path, limit_s: float, total_s: float) 
             found = json.loads(record.read_text()) if record.exists() else {}
             outcome = report.outcome(code, found, log.read_text(errors="replace"))
             if found.get("results"):
-                tables += ["", f"## {name}", "", *report.table(found["results"])]
+                shown = report.summary if STAGES[name].of_errors else report.table
+                tables += ["", f"## {name}", "", *shown(found["results"])]
         failed |= {name} if outcome.startswith("FAILED") else set()
         lines.append(f"| {name} | {outcome} | {time.perf_counter() - start:.1f} |")
         print(lines[-1], flush=True)
-        remark = [] if GPU else ["", "There was no GPU: sizes were small, on the CPU, and times mean nothing."]
+        remark = ["", "All rows of each stage are in its JSON."]
+        remark += [] if GPU else ["", "There was no GPU: sizes were small, on the CPU, and times mean nothing."]
         (folder / "report.md").write_text("\n".join([*lines, *remark, *tables]) + "\n")
     return not failed
 

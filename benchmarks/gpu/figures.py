@@ -69,8 +69,11 @@ def _modes(ours: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[..., Ten
     for mode in ("float32", "tf32", "bfloat16x3", "bfloat16"):
         yield mode, partial(ours, precision=mode)
     yield "auto under autocast", under_autocast(ours)
-    for kernel in KERNELS:
-        yield f"bfloat16, kernel={kernel}", partial(ours, precision="bfloat16", kernel=kernel)
+    for kernel, memory in product(KERNELS, ("auto", "flat")):
+        yield (
+            f"bfloat16, kernel={kernel}, memory={memory}",
+            partial(ours, precision="bfloat16", kernel=kernel, memory=memory),
+        )
 
 
 def losses() -> Iterator[Row]:

@@ -77,9 +77,7 @@ def blocks() -> Iterator[Row]:
         raise SkippedError(f"kernel='triton' {why}")
     if GPU:
         tried = product(((128, 128), (128, 256), (256, 128), (64, 256)), (64,), (4, 8), (3, 4))
-        for (dim, rows), (shape, depth, warps, stages) in product(
-            product((256, 512, 768, 1024), (8192, 16384)), tuple(tried)
-        ):
+        for (dim, rows), (shape, depth, warps, stages) in product(product((512, 1024), (8192,)), tuple(tried)):
             yield from _speed_of(dim, rows, kernels.Blocks(*shape, depth, 8, warps, stages))
     else:
         yield from _speed_of(32, 64, kernels.Blocks(32, 64, 32, 2, 1, 1))

@@ -7,6 +7,8 @@ from typing import Any
 
 from .device import Row
 
+_GROUPS = ("case", "backend", "device", "dtype", "precision", "autocast")
+
 
 def outcome(code: int | str, record: Row, log: str) -> str:
     """Return what became of a stage, in words.
@@ -33,6 +35,21 @@ def table(rows: Sequence[Row]) -> list[str]:
     lines = [" | ".join(names), " | ".join("---" for _ in names)]
     lines += [" | ".join(_cell(row.get(name)) for name in names) for row in rows]
     return [f"| {line} |" for line in lines]
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """Return a table of the largest errors by case and precision, and then the rows with an "error" or "skipped"."""
+    worst: dict[tuple[tuple[str, Any], ...], Row] = {}
+    for row in rows:
+        if "skipped" in row:
+            continue
+        key = tuple((name, row[name]) for name in _GROUPS if name in row)
+        of = worst.setdefault(key, {**dict(key), "rows": 0})
+        of["rows"] += 1
+        for name in (name for name in row if name.startswith("error_of_")):
+            of[name] = max(of.get(name, 0.0), row[name])
+    others = [row for row in rows if "error" in row or "skipped" in row]
+    return [*table(list(worst.values())), *(["", *table(others)] if others else [])]
 
 
 def _cell(value: Any) -> str:

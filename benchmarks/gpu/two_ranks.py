@@ -69,6 +69,8 @@ def _sum_over_ranks() -> None:
 
 
 def _reason(error: RankError) -> str:
-    """Return the last line of the first traceback, which names the error."""
+    """Return the last line of the first traceback, which names the error; how long it took, if it hung."""
+    if isinstance(error, TimeoutError):
+        return str(error).splitlines()[0]
     lines = [line for line in str(error).split("\n--- ")[1].splitlines() if line.strip()]
     return lines[-1].strip()
