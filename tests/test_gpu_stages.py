@@ -13,6 +13,7 @@ import torch
 
 import wholebatch as wb
 from wholebatch.bench.peers import Peer
+from wholebatch.testing import RankError
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 STAGES = BENCHMARKS / "gpu_stages.py"
@@ -49,7 +50,9 @@ def test_stages_without_a_gpu_pass_or_say_what_they_skip(tmp_path):
     assert {row["operation"] for row in found if row["case"] == "collective"} >= {
         "all_gather", "reduce_scatter", "all_to_all",
     }  # fmt: skip
-    assert {"collective", "loss", "PartialFC", "GradCache"} == {row["case"] for row in results(tmp_path, "correctness")}
+    assert {"collective", "loss", "several tiles", "PartialFC", "GradCache"} == {
+        row["case"] for row in results(tmp_path, "correctness")
+    }
     for row in results(tmp_path, "plan"):
         assert row["predicted_seconds"] > 0
         assert row["seconds"] > 0
@@ -157,6 +160,29 @@ def test_a_case_with_a_wrong_gradient_is_an_error():
     assert found["error"] == "error_of_gradient above 1e-12"
     (failed,) = two_ranks.group_of_cases([dataclasses.replace(case, part=no_result)], "gloo", 60.0)
     assert failed["error"] == "RuntimeError: no result"
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "text"),
+    [
+        (
+            "ncclInvalidUsage: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000",
+            "skipped",
+            "Duplicate",
+        ),
+        ("ncclSystemError: no socket", "error", "ncclSystemError: no socket; these cases ran over gloo"),
+    ],
+)
+def test_the_report_says_why_two_ranks_on_a_card_are_not_on_nccl(monkeypatch, line, key, text):
+    def refuse(*_args, **_options):
+        raise RankError(
+            f"2 of 2 ranks failed, rank 0 first\n--- rank 0 failed:\nTraceback\n{line}\n--- rank 1 failed:\nx"
+        )
+
+    monkeypatch.setattr(two_ranks, "run_ranks", refuse)
+    refused = two_ranks.refusal_of_nccl(1.0)
+    assert [*refused] == [key]
+    assert text in refused[key]
 
 
 def test_every_stage_is_documented():

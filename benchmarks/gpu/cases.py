@@ -20,7 +20,7 @@ import wholebatch as wb
 from wholebatch.comm import Communicator, select_communicator
 from wholebatch.partition import Partition
 
-from .device import DEVICE, Row, relative
+from .device import DEVICE, GPU, Row, relative
 from .precision import ALLOWED
 
 SIZE, CLASSES, SCALE, BIAS = 32, 101, 20.0, -5.0
@@ -92,7 +92,7 @@ def loss_part(counts: tuple[int, ...], *, loss: str, dtype: torch.dtype, memory:
 
 def loss_errors(parts: Sequence[Part], counts: tuple[int, ...], *, loss: str, dtype: torch.dtype, memory: str) -> Row:
     """Return the largest errors of a loss and of its gradients."""
-    x, y = (z.double().requires_grad_() for z in towers(counts, dtype))
+    x, y = (z.to(DEVICE).double().requires_grad_() for z in towers(counts, dtype))
     true = _LOSSES[loss](wb.reference, x, y)
     grads = torch.autograd.grad(true, (x, y))
     found = [torch.cat([part[name] for part in parts]) for name in ("x", "y")]
@@ -263,6 +263,17 @@ def cases_of_losses(*counts: int) -> list[Case]:
         for dtype, bound in ROUNDING.items()
         for memory in ("auto", "flat")
     ]
+
+
+def cases_of_tiles() -> list[Case]:
+    """Return the cases of losses on one rank with more rows than a tile has."""
+    return [
+        Case(
+            "several tiles", loss_part, loss_errors, (9000 if GPU else 1100,),
+            {"loss": name, "dtype": torch.float32, "memory": "flat"}, ROUNDING[torch.float32],
+        )
+        for name in _LOSSES
+    ]  # fmt: skip
 
 
 def cases_of_partial_fc(*counts: int) -> list[Case]:

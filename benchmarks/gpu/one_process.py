@@ -8,7 +8,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from .cases import Case, cases_of_caching, cases_of_communication, cases_of_losses, cases_of_partial_fc
+from .cases import (
+    Case,
+    cases_of_caching,
+    cases_of_communication,
+    cases_of_losses,
+    cases_of_partial_fc,
+    cases_of_tiles,
+)
 from .device import GPU, Row
 
 _ROWS = 70
@@ -16,7 +23,7 @@ _ROWS = 70
 
 def correctness() -> Iterator[Row]:
     """Yield the errors of communicator, losses, PartialFC and gradient caching without a process group."""
-    yield from _rows([*_cases_of_one_rank(), *cases_of_caching(_ROWS)])
+    yield from _rows([*_cases_of_one_rank(), *cases_of_tiles(), *cases_of_caching(_ROWS)])
 
 
 def nccl() -> Iterator[Row]:
