@@ -18,6 +18,13 @@ def features(kind, rows=384, d=96):
 
 
 LABELS = torch.arange(384) // 3
+
+
+def labels_of(x):
+    """Return the labels of both views, on the device of the first."""
+    return LABELS.repeat(2).to(x.device)
+
+
 CENTERS = F.normalize(torch.randn(700, 96, generator=torch.Generator().manual_seed(1)), dim=1)
 
 
@@ -26,14 +33,19 @@ def autocast(loss):
 
     @functools.wraps(loss)
     def call(*args):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(args[0].device.type, torch.bfloat16):
             return loss(*args)
 
     return call
 
 
+def numbered(x):
+    """Return the number of each row."""
+    return torch.arange(len(x), device=x.device)
+
+
 def cross_entropies(logits):
-    labels = torch.arange(len(logits))
+    labels = numbered(logits)
     return (F.cross_entropy(logits.float(), labels) + F.cross_entropy(logits.float().T, labels)) / 2
 
 
@@ -44,25 +56,25 @@ def plain_clip(x, y, scale):
 
 @autocast
 def plain_info_nce(x, y, scale):
-    return F.cross_entropy((scale * x @ y.T).float(), torch.arange(len(x)))
+    return F.cross_entropy((scale * x @ y.T).float(), numbered(x))
 
 
 @autocast
 def plain_nt_xent(x, y, scale):
     z = F.normalize(torch.cat([x, y]), dim=1)
     logits = (z @ z.T * scale).float().fill_diagonal_(-torch.inf)
-    return F.cross_entropy(logits, torch.arange(2 * len(x)).roll(len(x)))
+    return F.cross_entropy(logits, numbered(z).roll(len(x)))
 
 
 @autocast
 def plain_siglip(x, y, scale):
     logits = (scale * x @ y.T).float() - 5
-    return -F.logsigmoid(logits * (2 * torch.eye(len(x)) - 1)).sum() / len(x)
+    return -F.logsigmoid(logits * (2 * torch.eye(len(x), device=x.device) - 1)).sum() / len(x)
 
 
 @autocast
 def plain_sup_con(x, y, scale):
-    z, labels = F.normalize(torch.cat([x, y]), dim=1), LABELS.repeat(2)
+    z, labels = F.normalize(torch.cat([x, y]), dim=1), labels_of(x)
     logits = (z @ z.T * scale).float().fill_diagonal_(-torch.inf)
     same = (labels[:, None] == labels).fill_diagonal_(False)
     chosen = torch.where(same, logits.log_softmax(1), 0.0)
@@ -71,8 +83,8 @@ def plain_sup_con(x, y, scale):
 
 @autocast
 def plain_partial_fc(x, y, scale):
-    logits = scale * F.normalize(x, dim=1) @ F.normalize(torch.cat([y, CENTERS]), dim=1).T
-    return F.cross_entropy(logits.float(), torch.arange(len(x)))
+    logits = scale * F.normalize(x, dim=1) @ F.normalize(torch.cat([y, CENTERS.to(y)]), dim=1).T
+    return F.cross_entropy(logits.float(), numbered(x))
 
 
 def partial_fc(loss):
@@ -80,7 +92,7 @@ def partial_fc(loss):
 
     def call(x, y, scale, **more):
         margin = wb.ArcFace(s=scale, m=0.0)
-        return loss(x, torch.arange(len(x)), torch.cat([y, CENTERS.to(y)]), margin=margin, **more)
+        return loss(x, numbered(x), torch.cat([y, CENTERS.to(y)]), margin=margin, **more)
 
     return call
 
@@ -103,8 +115,8 @@ LOSSES = {  # ours, the reference, plain PyTorch under autocast
         plain_siglip,
     ),
     "SupCon": (
-        lambda x, y, scale, **more: wf.sup_con_loss(torch.cat([x, y]), LABELS.repeat(2), temperature=1 / scale, **more),
-        lambda x, y, scale: reference.sup_con_loss(torch.cat([x, y]), LABELS.repeat(2), temperature=1 / scale),
+        lambda x, y, scale, **more: wf.sup_con_loss(torch.cat([x, y]), labels_of(x), temperature=1 / scale, **more),
+        lambda x, y, scale: reference.sup_con_loss(torch.cat([x, y]), labels_of(x), temperature=1 / scale),
         plain_sup_con,
     ),
     "PartialFC": (partial_fc(wf.partial_fc_loss), partial_fc(reference.partial_fc_loss), plain_partial_fc),

@@ -18,7 +18,7 @@ SOURCES = [
     "src/**/*.py",
     "docs/*.py",
     "tests/**/*.py",
-    "benchmarks/*.py",
+    "benchmarks/**/*.py",
     "examples/*.py",
     "conftest.py",
 ]  # docstrings and comments of Python
