@@ -31,6 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import wholebatch as wb
+from wholebatch.sweep import Products
 
 # Triton 3.6's cannot read code for compute capability 10.3.
 CUOBJDUMP = os.environ.get("CUOBJDUMP") or Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
@@ -60,6 +61,11 @@ class Started:
         return {"kernel": self.kernel.__name__, "constants": dict(self.constants), **more}
 
 
+def as_on_cuda(_precision: str, dtype: torch.dtype, *_: Any) -> Products:
+    """Return the products that precision="auto" chooses on CUDA."""
+    return Products(str(dtype).removeprefix("torch.")) if dtype in (torch.bfloat16, torch.float16) else Products()
+
+
 @functools.cache
 def started(dtype: torch.dtype, capability: int, features: int = 520) -> dict[Started, str]:
     """Return every form in which losses start kernels, each with the first loss that starts it."""
@@ -74,6 +80,7 @@ def started(dtype: torch.dtype, capability: int, features: int = 520) -> dict[St
     patches += [
         patch.object(importlib.import_module("wholebatch.contract.agree"), "check_kernel"),
         patch("wholebatch.nodes.shifts.no_underflow", bool),
+        patch.object(importlib.import_module("wholebatch.contract.agree"), "select_products", as_on_cuda),
         patch(REHEARSE, return_value=PASSED),
         patch(CANARIES),
     ]

@@ -122,8 +122,9 @@ def clip_loss(
     Forward adds 1 all-gather of ids if given, and 1 all-reduce of a number where logits may exceed 70 and pairs are
     nearly opposite. Where one shift underflows (see `wholebatch.logsumexp`), it passes over S three times, for the sums
     that underflow, for maxima and for sums relative to these; each time with the messages of the ring or with the
-    all-reduce of "gather". Backward adds 1 all-reduce of the learnable
-    scalars under "mean". On GPUs its handshake is 1 all-gather of two numbers, for which the host does not wait.
+    all-reduce of "gather". Backward adds 1 all-reduce of the learnable scalars under "mean", and 1 of a number where
+    products are in half precision. On GPUs its handshake is 1 all-gather of two numbers, for which the host does not
+    wait.
 
     Work: 4 units of b B d multiply-adds per rank, 1 forward and 3 backward; 3 for the part of exp(S) that is kept.
     Memory beyond inputs and gradients: two tiles and O(B), and on several ranks Y, its gradient, and a buffer of the

@@ -220,7 +220,7 @@ def select_products(
         return Products()
     half = dtype if dtype != torch.float32 else autocast
     if half in _HALF.values():
-        missing = _missing(half, device)
+        missing = _missing(half, device) or _missing(torch.float16, device)  # that of dS
         if missing is None:
             return Products(str(half).removeprefix("torch."))
         _warn(str(half), missing)
@@ -240,7 +240,7 @@ def _check(precision: str, dtype: torch.dtype, device: torch.device) -> None:
     if device.type != "cuda":
         missing: str | None = f"{device.type} has no such products"
     elif half is not None:
-        missing = _missing(half, device)
+        missing = _missing(half, device) or _missing(torch.float16, device)
     else:
         is_old = torch.version.hip is None and torch.cuda.get_device_capability(device) < _TENSOR_CORES
         missing = "this GPU has no TF32" if is_old else None
