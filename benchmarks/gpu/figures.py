@@ -87,9 +87,10 @@ def losses() -> Iterator[Row]:
     sizes = ((8192, 512), (32768, 512), (32768, 1024)) if GPU else ((256, 64),)
     for (rows, size), (name, loss) in product(sizes, ours.items()):
         x, y = (unit_rows(rows, size).requires_grad_() for _ in range(2))
-        modes = dict(_modes(loss)) | (
-            {"plain PyTorch under autocast": under_autocast(_plain_clip)} if name == "clip" else {}
-        )
+        modes = dict(_modes(loss))
+        if name == "clip":
+            modes["auto under autocast, even=True"] = under_autocast(partial(loss, even=True))
+            modes["plain PyTorch under autocast"] = under_autocast(_plain_clip)
         for mode, call in modes.items():
             row: Row = {"loss": name, "batch_size": rows, "embedding_size": size, "mode": mode}
             yield row | measured(backward_of(call, x, y))
