@@ -44,7 +44,7 @@ from ..comm.records import OnDevice, Records, numbers_on_device
 from ..comm.transport import Transport
 from ..partition import Partition
 from .backward import CALL, EARLIER, check_earlier
-from .canaries import canaries_of
+from .canaries import CANARIES, canaries_of
 from .inputs import SMALLEST_WEIGHT, SUM_OF_WEIGHTS, Inputs, norm_of
 
 NUMBERS = "numbers"  # the fact with the numbers of a rank
@@ -97,7 +97,11 @@ _PROMISES, _UNREAD = "promises by caller", "calls whose records the host has not
 
 def form_of(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return a rank's facts without those that change from call to call."""
-    numbers = {name: None if isinstance(value, OnDevice) else value for name, value in facts[NUMBERS].items()}
+    numbers = {
+        name: None if isinstance(value, OnDevice) else value
+        for name, value in facts[NUMBERS].items()
+        if name not in (EARLIER, *CANARIES)  # of earlier calls
+    }
     return {**facts, NUMBERS: numbers, CALL: None}
 
 
