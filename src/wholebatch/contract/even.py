@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -203,17 +203,17 @@ class Late:
         if not any(bytes_of(self._found)):
             forget(transport)
             mistake = self._mistake(facts, columns)
-            if mistake is None:
-                warnings.warn(
-                    f"{self.caller}: with even=True, {self._growth(columns)}. The loss of that step is NaN, and its "
-                    "gradients are 0; this call reads the numbers again",
-                    stacklevel=2,
+            if mistake is not None:
+                raise ValueError(
+                    f"{self.caller}: in an earlier call the promise of even=True was broken: {mistake}. The loss of "
+                    "that step is NaN, and its gradients are 0. even=True promises that a call is like the one before: "
+                    "as many rows on each rank, the same options, and finite features; pass even=False where this "
+                    "does not hold"
                 )
-                return
-            raise ValueError(
-                f"{self.caller}: in an earlier call the promise of even=True was broken: {mistake}. The loss of that "
-                "step is NaN, and its gradients are 0. even=True promises that a call is like the one before: as many "
-                "rows on each rank, the same options, and finite features; pass even=False where this does not hold"
+            warnings.warn(
+                f"{self.caller}: with even=True, {self._growth(columns)}. The loss of that step is NaN, and its "
+                "gradients are 0; this call reads the numbers again",
+                stacklevel=2,
             )
         if any(columns.get(EARLIER, ())):
             check_earlier(transport, {EARLIER: 1.0})
@@ -290,7 +290,6 @@ class StandIns:
 
     inputs: Inputs
     rows: Mapping[str, int]
-    tensors: dict[str, Any] = field(default_factory=dict)
 
     def differentiable(self) -> dict[str, Any]:
         """Return the arguments that may need a gradient: zeros for features and ones for weights, with gradient 0."""
