@@ -73,7 +73,7 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
     call = _Call(caller, options, inputs, checks or Checks(), select_communicator(options.group))
     comm, checks = call.comm, call.checks
     read_late(comm.transport)
-    promise = promised(comm.transport, caller) if options.even else None
+    promise = promised(comm.transport, caller) if options.even is True else None  # checked below
     if promise is not None and (facts := _as_promised(call, promise)) is not None:
         return facts
     local: dict[str, Any] = {}
@@ -111,7 +111,7 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
     number = number_call(by_rank.column(CALL))
     scalars = {name: of_ranks[0] for name, of_ranks in values.scalars.items()}
     norms = {name: max(of_ranks) for name, of_ranks in values.norms.items()}
-    if options.even:
+    if options.even is True:
         keep(comm.transport, caller, Promise(form_of(local), by_rank, rows, number, norms, scalars))
     entered = call.entered(inputs.differentiable, by_rank)
     least = min(values.min_pair_products)
