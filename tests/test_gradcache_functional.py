@@ -110,6 +110,18 @@ def test_the_recipe_of_the_original_works_on_several_processes():
     run_ranks(gathered_body, 2, (4, 3), timeout_s=60)
 
 
+def wrong_call_body():
+    x, _ = batch(4)
+    loss = wb.gradcache.gather_input_tensor(lambda a, b: (a * b).sum())
+    wrong = {"c": x} if dist.get_rank() == 1 else {}
+    with pytest.raises((TypeError, ValueError), match="rank 1: .*unexpected keyword argument 'c'"):
+        loss(x, b=x, **wrong)
+
+
+def test_a_wrong_call_of_one_rank_raises_on_all():
+    run_ranks(wrong_call_body, 2, timeout_s=60)
+
+
 def test_autocast_in_the_functional_form_is_that_of_the_first_call():
     model, (x, _) = mlp(0).float(), [z.float() for z in batch(4)]
     encode, dtypes = wb.gradcache.cached(lambda model, x: model(x)), []

@@ -35,7 +35,7 @@ def bound(
         try:
             return function(*args, **kwargs)
         except TypeError:  # of this call, before the function ran, or of something inside the function
-            mistake = _mistake(signature, args, kwargs)
+            mistake = mistake_of(signature, args, kwargs)
             if mistake is None:
                 raise
         refuse(mistake, args, kwargs)
@@ -44,7 +44,7 @@ def bound(
     return call
 
 
-def _mistake(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallError | None:
+def mistake_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallError | None:
     """Return the error of arguments that do not fit the signature, None if they fit."""
     try:
         signature.bind(*args, **kwargs)

@@ -10,6 +10,7 @@ for x in loader:                     loss = loss_fn(representations)
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from .._checks import check_callable, check_integer
 from .._graph import leaves_of
 from ..comm import Communicator, Group, select_communicator
+from ..comm.binding import complaint, mistake_of
 from ..comm.select import check_group
 from .chunks import differentiable
 from .held import watched
@@ -202,8 +204,8 @@ def gather_input_tensor(
         group: ranks that share the batch, as in :func:`wholebatch.functional.clip_loss`.
 
     Raises:
-        ValueError: on every rank, if tensors differ in dtype or in another dimension than `axis`, or if a launcher has
-            started several processes and there is no process group.
+        ValueError: on every rank, if tensors differ in dtype or in another dimension than `axis`, if one rank's
+            arguments do not fit `func`, or if a launcher has started several processes and there is no process group.
     """
     check_integer("axis", axis, minimum=-64, maximum=63)
     check_group(group)
@@ -211,9 +213,14 @@ def gather_input_tensor(
         return lambda func: gather_input_tensor(check_callable("func", func), axis, group=group)
     check_callable("func", func)
 
+    signature = inspect.signature(func)
+
     @wraps(func)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         comm = Communicator(select_communicator(group).transport, loss="replicated")
+        mistake = mistake_of(signature, args, kwargs)
+        if mistake is not None and any(isinstance(x, Tensor) for x in (*args, *kwargs.values())):
+            comm.handshake(complaint(mistake), caller="gather_input_tensor")  # the others are in their first all-gather
 
         def of_all_ranks(x: Any) -> Any:
             return comm.all_gather(x, dim=axis) if isinstance(x, Tensor) and x.dim() else x
