@@ -114,7 +114,7 @@ def wrong_call_body():
     x, _ = batch(4)
     loss = wb.gradcache.gather_input_tensor(lambda a, b: (a * b).sum())
     wrong = {"c": x} if dist.get_rank() == 1 else {}
-    with pytest.raises((TypeError, ValueError), match="rank 1: .*unexpected keyword argument 'c'"):
+    with pytest.raises((TypeError, ValueError), match=r"rank 1: .*unexpected keyword argument 'c'"):
         loss(x, b=x, **wrong)
 
 
