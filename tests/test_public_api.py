@@ -19,6 +19,7 @@ PUBLIC = {
         "GradCache",
         "PartialFC",
         "Problem",
+        "Scale",
         "SparseAdamW",
         "SparseSGD",
         "__version__",

@@ -14,6 +14,7 @@ NO_CALL = {
     ),
     **dict.fromkeys(("BatchStatistics", "LossAndStatistics", "LossAndAverages"), "a record that a loss returns"),
     "with_statistics": "calls a loss, and each loss has its call",
+    "Scale": "a parameter and its exponential",
     "KeyQueue": "its collective is KeyQueue.enqueue",
     **dict.fromkeys(("SparseAdamW", "SparseSGD"), "updates local rows"),
     **dict.fromkeys(("Problem", "audit", "plan"), "called in one process; audit starts its own ranks"),
