@@ -164,6 +164,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "batch_size": lambda: 64,
     "with_statistics.loss": lambda: wb.functional.clip_loss,
     "s": lambda: 30.0,
+    "Scale.init": lambda: 14.3,
     "m1": lambda: 1.0,
     "m2": lambda: 0.3,
     "m3": lambda: 0.1,

@@ -214,6 +214,8 @@ LEGAL: dict[str, str] = {
     **dict.fromkeys(("audit.ranks", "assert_exact.ranks"), "integers range"),
     "encoder_flops": f"{_NOT_NEGATIVE} float_1e308",
     "bandwidth": f"{_POSITIVE} float_1e308",
+    "Scale.init": _POSITIVE,
+    "Scale.max": f"{_POSITIVE} float_1e308 inf",
 }
 
 
