@@ -1,8 +1,13 @@
 """Gradient caching: the gradient of a batch whose activations do not fit, with one parameter synchronization per step.
 
 grad_cache       GradCache and its arguments
+encode           representations of one model, for a loss of the caller's
 functional       `cached` and other decorators, for a caller's own loop
+
+entry            ranks agree that their calls are valid
 step             the two passes of a step
+immediate        a step that makes its own backward pass
+deferred         a step whose second passes are made in the backward pass of a caller
 first_pass       forward, without graphs
 second_pass      forward again, and backward
 one_pass         one forward pass with a graph; compares the second pass with the first
@@ -10,16 +15,19 @@ chunks           encoders, and the chunks of their batches
 inputs           cuts an input into chunks, and calls a model with one
 keep             which chunks keep their graph, and need no second pass
 replay           random numbers, autocast and buffers are the same in both passes
+unchanged        parameters are the same in both passes
 agreement        if one rank raises, all ranks raise
 rollback         restores gradients after an error
 
 observe          which modules a model calls
 parameter_sync   when an engine such as DDP may synchronize
+enclosing        encoders that are called inside the engine's forward pass
 passed_by        finds calls that bypass their DDP
 held             finds engines that synchronize too early
 replicas         compares the parameters that ranks hold copies of
 """
 
+from .encode import encode
 from .functional import cached, cat_input_tensor, gather_input_tensor
 from .grad_cache import GradCache
 from .parameter_sync import SyncControl, register_sync_control
@@ -29,6 +37,7 @@ __all__ = [
     "SyncControl",
     "cached",
     "cat_input_tensor",
+    "encode",
     "gather_input_tensor",
     "register_sync_control",
 ]

@@ -11,7 +11,7 @@ from ..comm.handshake import raised_on_all_ranks
 _T = TypeVar("_T")
 
 
-def agree(comm: Communicator, state: Callable[[], Any]) -> list[Any]:
+def agree(comm: Communicator, state: Callable[[], Any], *, caller: str = "GradCache") -> list[Any]:
     """Return each rank's state(), a JSON value; if it raises on one rank, raise on all.
 
     That rank raises its error, the others a ValueError with its text.
@@ -28,14 +28,16 @@ def agree(comm: Communicator, state: Callable[[], Any]) -> list[Any]:
             raise
 
     try:
-        return [of_rank["found"] for of_rank in comm.handshake(facts, caller="GradCache")]
+        return [of_rank["found"] for of_rank in comm.handshake(facts, caller=caller)]
     except ValueError:
         if local and not isinstance(local[0], ValueError):
             raise local[0] from None
         raise
 
 
-def agree_after(comm: Communicator, compute: Callable[[], _T], state: Callable[[], Any]) -> tuple[_T, list[Any]]:
+def agree_after(
+    comm: Communicator, compute: Callable[[], _T], state: Callable[[], Any], *, caller: str = "GradCache"
+) -> tuple[_T, list[Any]]:
     """Return compute(), which may communicate, and each rank's state() after it; if one raises on a rank, all raise."""
     result, failed = list[_T](), None
     try:
@@ -50,15 +52,15 @@ def agree_after(comm: Communicator, compute: Callable[[], _T], state: Callable[[
             raise failed
         return state()
 
-    everyone = agree(comm, facts)
+    everyone = agree(comm, facts, caller=caller)
     return result[0], everyone
 
 
-def end_together(comm: Communicator, error: Exception | None) -> None:
+def end_together(comm: Communicator, error: Exception | None, *, caller: str = "GradCache") -> None:
     """Return if no rank has an error; else raise on all."""
 
     def state() -> None:
         if error is not None:
             raise error
 
-    agree(comm, state)
+    agree(comm, state, caller=caller)

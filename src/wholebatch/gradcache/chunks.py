@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .inputs import may_be_empty, new_containers, representations, rows_of, without_rows
 from .observe import Called
 from .parameter_sync import Synchronized, modules_of, synchronized
-from .replay import Replay
+from .replay import Buffers, Replay
 
 
 class Encoder:
@@ -48,6 +48,9 @@ class Encoder:
         self.seen: dict[int, nn.Module] = {}  # these, and inner ones, as far as a hook has seen their calls
         self.synchronized: dict[int, Synchronized] = {}  # engines that were called
         self.leaves: list[Tensor] = []  # of the graph of the first chunk
+        self.leaves_of_all_chunks: list[Tensor] = []  # the representations, without graphs, after the first pass
+        self.gradients: list[Tensor | None] = []  # of these, after the loss's backward pass
+        self.buffers = Buffers()  # of all models of the step
 
     def call(self, part: Any) -> Any:
         """Return the model's output for a part of its input."""

@@ -20,7 +20,8 @@ from .replay import Replay, without_graph
 def first_pass(chunks: Sequence[Chunk], keeper: Keeper, observer: Observer) -> None:
     """Compute the representations of all chunks.
 
-    The first chunk of a model always has a graph at first: it shows whether there will be gradients.
+    The first chunk of a model always has a graph at first: it shows whether there will be gradients. Under
+    `torch.no_grad()` there will be none, and no chunk has a graph.
 
     Raises:
         ValueError: if a representation would have none. Where passes are collective, after all of them.
@@ -41,8 +42,9 @@ def _encode(chunk: Chunk, chunks: Sequence[Chunk], keeper: Keeper, observer: Obs
     encoder, buffers = chunk.encoder, observer.buffers
     chunk.replay, chunk.before = Replay(), buffers.now()
     replayed = chunk.last and any(engine.control.decides == "forward" for engine in encoder.engines)
-    keeps = not replayed and keeper.wants(encoder.index)
-    if keeps or chunk.first:
+    trains = torch.is_grad_enabled()
+    keeps = trains and not replayed and keeper.wants(encoder.index)
+    if keeps or (trains and chunk.first):
         try:
             _encode_with_graph(chunk, keeper, observer, keeps=keeps)
         except Exception as error:

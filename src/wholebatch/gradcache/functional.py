@@ -33,7 +33,7 @@ from .one_pass import difference, with_graph
 from .parameter_sync import modules_of
 from .passed_by import check_not_passed_by
 from .replay import Buffers, Replay, without_graph
-from .second_pass import backward_from, zeros_for_awaited
+from .second_pass import accumulate, backward_from, zeros_for_awaited
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -98,6 +98,12 @@ class _SecondPass:
         with Observer(self._buffers).call(func, *given, visible=visible) as called, without_graph():
             self._first = self._call()
         self._engines, self._seen = called.engines, called.seen.values()
+        for engine in self._engines:
+            if engine.control.coalesce is not None:
+                raise ValueError(
+                    f"{self._name} calls the engine {type(engine.module).__name__}, which reduces all passes of a step "
+                    "together, and `cached` makes them one by one: use wb.GradCache, or wb.gradcache.encode"
+                )
         self._buffers.find_moved()
         self._buffers.forget_still()
         for engine in self._engines:
@@ -141,6 +147,7 @@ class _SecondPass:
                     stack.enter_context(engine.hold())
                     held.append(engine)
                 else:
+                    stack.enter_context(engine.release())
                     last.append(engine)
             self._buffers.set([])  # their first values
             with self._replay.again():
@@ -151,7 +158,8 @@ class _SecondPass:
             if pairs and checks:
                 check_not_passed_by(self._name, leaves_of(second), self._seen, self._engines)
             with watched(held if checks else ()) as mistakes:
-                backward_from([*pairs, *zeros_for_awaited(pairs, last)])
+                go_backward = accumulate if any(engine.hides for engine in held) else backward_from
+                go_backward([*pairs, *zeros_for_awaited(pairs, last)])
         if wrong is not None or mistakes:
             raise wrong or mistakes[0]
 

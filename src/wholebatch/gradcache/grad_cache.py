@@ -5,23 +5,25 @@ The two passes of a step are in `step`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._checks import check_count, check_flag, check_items, shown
-from .._trees import tensors_of
-from ..comm import Group, select_communicator
+from .._graph import checked_loss
+from ..comm import Group
 from ..comm.select import check_group
-from .agreement import agree
-from .chunks import Chunk, Encoder, facts_of, filled_up
+from .chunks import Chunk, Encoder
+from .deferred import deferred_loss
+from .entry import Options, checked_parameters, device_of, first_passes
+from .immediate import Scaler, add_gradients
 from .inputs import call_model, check_input, check_parts, split_inputs
-from .keep import Keeper, KeepGraphs, check_keep_graphs
-from .parameter_sync import synchronized
-from .step import Scaler, Step
+from .keep import KeepGraphs, check_keep_graphs
+from .step import Step
 
 
 class GradCache:
@@ -78,6 +80,7 @@ class GradCache:
         memory_budget: int | None = None,
         group: Group = None,
         unchecked: Iterable[Tensor] = (),
+        deferred: bool = False,
     ) -> None:
         self.models = _checked_models(models)
         self.chunk_sizes = _checked_sizes(chunk_sizes, len(self.models))
@@ -88,13 +91,18 @@ class GradCache:
         if scaler is not None and (isinstance(scaler, type) or not callable(getattr(scaler, "scale", None))):
             raise ValueError(f"scaler must be a torch.amp.GradScaler, which has scale(loss); got {shown(scaler)}")
         check_group(group)
-        if fp16 and scaler is None:
+        if check_flag("deferred", deferred) and scaler is not None:
+            raise ValueError(
+                "scaler must be None with deferred=True: whoever goes backward scales the loss, as in "
+                f"scaler.scale(loss).backward(); got {shown(scaler)}"
+            )
+        if fp16 and scaler is None and not deferred:
             raise ValueError("fp16=True needs a scaler: float16 gradients underflow without; or use bfloat16 autocast")
         check_keep_graphs(keep_graphs, memory_budget)
         self.loss_fn, self.split_input_fn, self.get_rep_fn = loss_fn, split_input_fn, get_rep_fn
         self.fp16, self.scaler = fp16, scaler
         self.keep_graphs, self.memory_budget, self.group = keep_graphs, memory_budget, group
-        self.unchecked = _checked_parameters(unchecked)
+        self.unchecked, self.deferred = checked_parameters(unchecked), deferred
         self._steps = 0  # that all ranks have made
 
     def __call__(self, *model_inputs: object, no_sync_except_last: bool = True, **loss_kwargs: object) -> Tensor:
@@ -132,36 +140,26 @@ class GradCache:
                 raise a ValueError. A model's error is raised unchanged, with a note that names the chunk (from Python
                 3.11 on); in the second pass it is raised on its rank alone.
         """
-        comm = select_communicator(self.group)
-        chunks: list[Chunk] = []
 
-        def split() -> dict[str, Any]:
+        def chunks() -> list[Chunk]:
             check_flag("no_sync_except_last", no_sync_except_last)
-            if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-                raise ValueError(
-                    "a step of GradCache is forward and backward, and must not be under torch.no_grad() or "
-                    "inference_mode; for the loss alone call the models, and loss_fn of their representations"
-                )
-            chunks.extend(self._chunks(model_inputs))
-            visible = synchronized(module for chunk in chunks if chunk.first for module in chunk.encoder.visible)
-            collective = comm.size > 1 and any(engine.control.collective for engine in visible)
-            return {
-                **facts_of(chunks, len(self.models)),
-                "keep_graphs": self.keep_graphs,
-                "collective": collective,
-            }
+            return self.chunks(model_inputs)
 
-        everyone = agree(comm, split)
-        collective = any(facts["collective"] for facts in everyone)
-        if collective:
-            chunks = filled_up(chunks, everyone)
-        alike = all(facts == everyone[0] for facts in everyone) and self.keep_graphs != "auto"
-        device = _device_of(model_inputs, self.models)
-        keeper = Keeper(self.keep_graphs, len(chunks), self.memory_budget, device)
-        step = Step(comm, chunks, self.compute_loss, self.scaler, self.unchecked, self._steps)
+        device = device_of(model_inputs, self.models)
         with self._autocast(device):
-            loss = step.run(keeper, loss_kwargs, may_be_collective=alike or everyone[0]["collective"])
-        self._steps += 1
+            step = first_passes(
+                "GradCache",
+                chunks,
+                Options(self.keep_graphs, self.memory_budget, self.group, self.unchecked),
+                models=len(self.models),
+                device=device,
+                number=self._steps,
+                deferred=self.deferred,
+            )
+            step.loss_fn = self.compute_loss
+            loss_of = partial(self._loss, step, loss_kwargs)
+            loss = deferred_loss(step, loss_of) if self.deferred else add_gradients(step, loss_of, self.scaler)
+        self._steps += torch.is_grad_enabled()
         return loss
 
     # A subclass may replace the next four methods, with types of its own.
@@ -185,7 +183,7 @@ class GradCache:
         """Return the loss of all representations."""
         return self.loss_fn(*reps, **loss_kwargs)
 
-    def _chunks(self, model_inputs: Sequence[Any]) -> list[Chunk]:
+    def chunks(self, model_inputs: Sequence[Any]) -> list[Chunk]:
         """Return the chunks of all models' inputs."""
         if len(model_inputs) != len(self.models):
             raise ValueError(
@@ -210,6 +208,23 @@ class GradCache:
             chunks[-1].last = True
         return chunks
 
+    def _loss(self, step: Step, loss_kwargs: Mapping[str, Any], tensors: Sequence[Tensor]) -> Tensor:
+        """Return the loss of these representations; if it refuses the arguments, a note says what they are."""
+        reps = step.formed(tensors)
+        try:
+            loss = self.compute_loss(*reps, **loss_kwargs)
+        except TypeError as error:
+            if len(reps) == 1 and not isinstance(reps[0], Tensor) and hasattr(error, "add_note"):  # from Python 3.11 on
+                error.add_note(
+                    f"GradCache: one model is one argument of loss_fn, here a {type(reps[0]).__name__}; to pass its "
+                    "parts as arguments: loss_fn=lambda out: your_loss(*out)"
+                )
+            raise
+        loss = checked_loss(loss).reshape(())
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise ValueError("the loss has no gradient: loss_fn must not detach representations, or run under no_grad")
+        return loss
+
     def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         return torch.autocast(device.type, torch.float16) if self.fp16 else nullcontext()
 
@@ -231,26 +246,3 @@ def _checked_sizes(chunk_sizes: int | Sequence[int], models: int) -> list[int]:
     for size in sizes:
         check_count("chunk_sizes", size, "rows of a chunk")
     return sizes
-
-
-def _checked_parameters(unchecked: Iterable[Tensor]) -> list[Tensor]:
-    if isinstance(unchecked, nn.Module | Tensor) or not isinstance(unchecked, Iterable):
-        raise ValueError(
-            f"unchecked must be a list of parameters, such as experts.parameters(), got {type(unchecked).__name__}"
-        )
-    left_out: list[Any] = [*unchecked]
-    for p in left_out:
-        if not isinstance(p, Tensor):
-            raise ValueError(f"unchecked must be a list of parameters, got one with a {type(p).__name__}")
-    return left_out
-
-
-def _device_of(inputs: Sequence[Any], models: Sequence[object]) -> torch.device:
-    """Return the device of the models, or else of the inputs."""
-    for model in models:
-        if isinstance(model, nn.Module):
-            for p in model.parameters():
-                return p.device
-    for x in tensors_of(list(inputs)):
-        return x.device
-    return torch.device("cpu")

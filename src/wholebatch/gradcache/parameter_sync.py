@@ -6,10 +6,13 @@ except for the last chunk of its module. Engines read their switches at differen
     engine                       switch                                read                    passes
     DDP                          no_sync()                             in the forward pass     each rank makes its own
     FSDP2 (fully_shard)          set_requires_gradient_sync(False)     in the backward pass    collective
-    FSDP1, DeepSpeed, and so on  no_sync()                             in the backward pass    collective
+    FSDP1 and so on              no_sync()                             in the backward pass    collective
 
 Passes are collective if an engine gathers parameters for them: then all ranks must make the same passes. A switch that
-the caller has turned off stays off.
+the caller has turned off stays off; where the engine reads it in the forward pass, it counts as it was in the caller's.
+
+An engine of another kind reduces all passes inside a context together, when the context ends (`coalesce`). Then nothing
+is held, and all of a step's passes stand inside.
 
 Wrappers (of accelerate, Fabric, torch.compile) hold such a module among their children and pass on its attributes. So a
 module counts as an engine only by the attributes of its class. `register_sync_control` adds an engine.
@@ -22,7 +25,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,12 +41,19 @@ _DEPTH, _MANY = 6, 1000  # how deep, and among how many objects, a function's mo
 
 @dataclass(frozen=True)
 class SyncControl:
-    """The switch of an engine, which keeps it from synchronizing gradients.
+    """The switch of an engine, which keeps it from synchronizing gradients in each of a step's backward passes.
 
     Args:
         matches: returns whether a module is one of this engine's.
-        hold: returns a context in which the module's passes leave gradients on their rank.
+        hold: returns a context in which the module's passes leave gradients on their rank. All passes but the
+            module's last are in it.
+        coalesce: instead of `hold`: returns a context in which all of a step's passes are made, and at whose end the
+            engine reduces their sum.
         decides: the pass in which the engine reads its switch.
+        hides: returns whether the hooks of the module's parameters must not run in held passes, in which gradients are
+            then added to `.grad` without autograd's accumulation. None: they may.
+        recall: for a switch that the engine reads in the forward pass: saves its state, and returns a function that
+            returns a context with that state. None: it is as it is.
         collective: whether all ranks have to make the same passes.
         remember: saves gradients that the engine keeps outside `.grad` until it synchronizes, and returns a function
             that restores them. None: all gradients are in the parameters' `.grad`.
@@ -54,18 +64,27 @@ class SyncControl:
     """
 
     matches: Callable[[nn.Module], bool]
-    hold: Callable[[Any], AbstractContextManager[None]]  # takes a module of the registered class
+    hold: Callable[[Any], AbstractContextManager[None]] | None = None  # takes a module of the registered class
     decides: Literal["forward", "backward"] = "backward"
     collective: bool = True
     remember: Callable[[Any], Callable[[], None]] | None = None  # likewise
     check: Callable[[Any], None] | None = None  # likewise
     awaits: Callable[[Any], Iterable[Tensor]] | None = None  # likewise
     sharded: bool = False
+    coalesce: Callable[[Any], AbstractContextManager[None]] | None = None  # likewise
+    recall: Callable[[Any], Callable[[], AbstractContextManager[None]]] | None = None  # likewise
+    hides: Callable[[Any], bool] | None = None  # likewise
 
     def __post_init__(self) -> None:
-        for name in ("matches", "hold", "remember", "check", "awaits"):
-            if getattr(self, name) is not None or name in ("matches", "hold"):
+        for name in ("matches", "hold", "coalesce", "remember", "check", "awaits", "recall", "hides"):
+            if getattr(self, name) is not None or name == "matches":
                 check_callable(name, getattr(self, name))
+        if (self.hold is None) == (self.coalesce is None):
+            given = "neither" if self.hold is None else "both"
+            raise ValueError(
+                f"hold or coalesce must be given, one of them, got {given}: hold keeps gradients on their rank in all "
+                "passes but the last, coalesce stands around all passes and reduces at its end"
+            )
         check_choice("decides", self.decides, ("forward", "backward"))
         check_flag("collective", self.collective)
         check_flag("sharded", self.sharded)
@@ -76,12 +95,37 @@ def _no_sync(module: Any) -> AbstractContextManager[None]:
     return held
 
 
-def _check_ddp(module: Any) -> None:
-    if module.static_graph:
-        raise ValueError(
-            "DistributedDataParallel(static_graph=True) takes every backward pass for the only one, and does not work "
-            "with chunks; leave static_graph out"
-        )
+@contextmanager
+def _hold_ddp(module: Any) -> Iterator[None]:
+    """Keep a DistributedDataParallel from reducing, also one with a static graph.
+
+    With static_graph=True, the first backward pass through the module starts a delayed reduction of all parameters,
+    whatever no_sync() says. The module reads this attribute of its Python object where it would start it. It also
+    counts the gradients of each parameter until its second synchronization, and later waits for as many: held passes
+    are hidden from it.
+    """
+    static = module.static_graph
+    with module.no_sync():
+        module.static_graph = False
+        try:
+            yield
+        finally:
+            module.static_graph = static
+
+
+def _recall_ddp(module: Any) -> Callable[[], AbstractContextManager[None]]:
+    """Save whether the caller's forward pass is inside of no_sync()."""
+    synchronizes = module.require_backward_grad_sync
+
+    @contextmanager
+    def as_it_was() -> Iterator[None]:
+        now, module.require_backward_grad_sync = module.require_backward_grad_sync, synchronizes
+        try:
+            yield
+        finally:
+            module.require_backward_grad_sync = now
+
+    return as_it_was
 
 
 def parameters_of_ddp(module: DistributedDataParallel) -> Iterator[tuple[str, Tensor]]:
@@ -92,7 +136,8 @@ def parameters_of_ddp(module: DistributedDataParallel) -> Iterator[tuple[str, Te
 
 def _awaited_by_ddp(module: Any) -> Iterable[Tensor]:
     """Return all parameters of a DistributedDataParallel, unless it finds unused ones itself."""
-    return () if module.find_unused_parameters else (p for _, p in parameters_of_ddp(module))
+    finds = module.find_unused_parameters and not module.static_graph
+    return () if finds else (p for _, p in parameters_of_ddp(module))
 
 
 def _is_fsdp1(module: nn.Module) -> bool:
@@ -153,11 +198,12 @@ def _remember_fully_sharded(module: Any) -> Callable[[], None]:
 _CONTROLS = [
     SyncControl(
         lambda module: isinstance(module, DistributedDataParallel),
-        _no_sync,
+        _hold_ddp,
         decides="forward",
         collective=False,
-        check=_check_ddp,
         awaits=_awaited_by_ddp,
+        recall=_recall_ddp,
+        hides=lambda module: module.static_graph,
     ),
     SyncControl(
         lambda module: hasattr(type(module), "set_requires_gradient_sync"),
@@ -196,16 +242,25 @@ def control_of(module: nn.Module) -> SyncControl | None:
     return next((control for control in _CONTROLS if control.matches(module)), None)
 
 
-@dataclass(frozen=True)
 class Synchronized:
-    """A module whose engine synchronizes its gradients."""
+    """A module whose engine synchronizes its gradients, as its caller has switched it when this object was made."""
 
-    module: nn.Module
-    control: SyncControl
+    def __init__(self, module: nn.Module, control: SyncControl) -> None:
+        self.module, self.control = module, control
+        self._recalled = nullcontext if control.recall is None else control.recall(module)
+        self.hides = control.hides is not None and control.hides(module)
 
     def hold(self) -> AbstractContextManager[None]:
-        """Return a context in which it does not."""
-        return self.control.hold(self.module)
+        """Return a context in which it does not synchronize."""
+        return nullcontext() if self.control.hold is None else self.control.hold(self.module)
+
+    def release(self) -> AbstractContextManager[None]:
+        """Return a context in which it synchronizes, unless its caller has switched that off."""
+        return self._recalled()
+
+    def coalesce(self) -> AbstractContextManager[None]:
+        """Return a context for all of a step's passes."""
+        return nullcontext() if self.control.coalesce is None else self.control.coalesce(self.module)
 
 
 def synchronized(modules: Iterable[nn.Module]) -> list[Synchronized]:

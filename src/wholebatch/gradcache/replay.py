@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -180,6 +181,15 @@ class Buffers:
             owner._buffers[name] = held
         self._replaced.clear()
         self.set(state)
+
+    def put_back(self) -> None:
+        """Put the original buffers back, with the present values."""
+        self.restore(self.now())
+
+    def put_back_with(self, owner: object) -> None:
+        """Put the original buffers back when the owner of the graphs that need the others is freed, at the latest."""
+        if self._replaced:
+            weakref.finalize(owner, self.put_back)
 
     def _values(self, state: list[Tensor]) -> Iterator[tuple[_Place, Tensor]]:
         beginnings = list(self._moving.values())

@@ -3,40 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
 
 from .._graph import leaves_of
 from .chunks import Chunk
+from .enclosing import Enclosing
 from .held import watched
 from .one_pass import NoGraphError, difference, encoded_with_graph
 from .parameter_sync import Synchronized
-from .replay import Buffers
 
 Pairs = list[tuple[Tensor, Tensor]]  # tensors with their gradients
 
 
 def second_pass(
     chunks: Sequence[Chunk],
-    gradients: Sequence[Sequence[Tensor | None]],
-    extra: Sequence[tuple[Tensor, Tensor]],
-    buffers: Buffers,
     about_to_change: Callable[[Iterable[Tensor]], None],
     *,
-    watch: bool = False,
+    watch: Callable[[Chunk], bool] = lambda _chunk: False,
 ) -> Exception | None:
     """Go backward through all chunks: those with a graph, then the others, each after its second forward pass.
 
     Args:
-        chunks: after the first pass.
-        gradients: of each model's representations, all rows.
-        extra: parameters of models that the loss used directly, with their gradients: they go into their engine's last
-            backward pass.
-        buffers: of all models.
+        chunks: of all steps, after their first passes; their encoders have the gradients of the representations.
         about_to_change: receives the tensors whose gradients come next, where they were not known before.
-        watch: whether to check that registered engines leave gradients alone while they are held.
+        watch: whether to check, in the passes of a chunk, that registered engines leave gradients alone while they are
+            held.
 
     Returns:
         An error, if a second representation is not the first, or an engine did not do as asked. All passes have been
@@ -44,41 +38,59 @@ def second_pass(
     """
     order = [*(c for c in chunks if c.kept), *(c for c in chunks if not c.kept)]
     last_of_engine = {id(engine.module): chunk for chunk in order for engine in chunk.engines}
-    unwatched = {id(engine.module): engine for chunk in order for engine in chunk.engines} if watch else {}
+    unwatched = {id(engine.module): engine for chunk in order for engine in chunk.engines if watch(chunk)}
+    reached = {id(engine.module): dict[int, Tensor]() for chunk in order for engine in _enclosing(chunk)}
     wrong: Exception | None = None
-    for chunk in order:
-        engines = chunk.engines
-        done = {id(engine.module) for engine in engines if last_of_engine[id(engine.module)] is chunk}
-        done_parameters = {
-            id(p): p for e in engines if id(e.module) in done for p in e.module.parameters() if p.requires_grad
-        }
-        pairs: Pairs = [(p, grad) for p, grad in extra if id(p) in done_parameters]
-        error: Exception | None = None
-        if not chunk.kept:
-            error = _encode_again(chunk, buffers, done)
-            if not chunk.found:
-                pairs += [(p, torch.zeros_like(p)) for p in done_parameters.values()]  # their engine waits for them
-            if not chunk.encoder.local:
-                about_to_change(leaves_of(chunk.found))
-        given = [None] * len(chunk.found) if error is not None else _of_chunk(chunk, gradients)
-        pairs += _roots(chunk, given, whole=bool(done))
-        pairs += zeros_for_awaited(pairs, (e for e in engines if id(e.module) in done))
-        held = [unwatched.pop(id(e.module)) for e in engines if id(e.module) in unwatched.keys() - done]
-        with watched(held) as mistakes, _held(engines, but=done):
-            backward_from(pairs)
-        wrong = wrong or error or next(iter(mistakes), None)
-        del pairs
-        chunk.forget()
+    with ExitStack() as stack:
+        for engine in {id(engine.module): engine for chunk in order for engine in chunk.engines}.values():
+            stack.enter_context(engine.coalesce())
+        for chunk in order:
+            engines = chunk.engines
+            done = {id(engine.module) for engine in engines if last_of_engine[id(engine.module)] is chunk}
+            pairs: Pairs = []
+            error: Exception | None = None
+            if not chunk.kept:
+                error = _encode_again(chunk, done)
+                if not chunk.found:  # their engine waits for them
+                    pairs += [(p, torch.zeros_like(p)) for p in _parameters_of(engines, done).values()]
+                if not chunk.encoder.local:
+                    about_to_change(leaves_of(chunk.found))
+            given = [None] * len(chunk.found) if error is not None else _of_chunk(chunk)
+            pairs += _roots(chunk, given, whole=bool(done))
+            pairs += zeros_for_awaited(pairs, (e for e in engines if id(e.module) in done))
+            for engine in _enclosing(chunk):
+                reached[id(engine.module)] |= {id(p): p for p in leaves_of(chunk.found) if id(p) in engine.parameters}
+            held = [unwatched.pop(id(e.module)) for e in engines if id(e.module) in unwatched.keys() - done]
+            with watched(held) as mistakes, _held(engines, but=done):
+                if any(engine.hides and id(engine.module) not in done for engine in engines):
+                    accumulate(pairs)
+                else:
+                    for engine in _enclosing(chunk):
+                        pairs += _zeros_but_for(pairs, reached[id(engine.module)])
+                    backward_from(pairs)
+            wrong = wrong or error or next(iter(mistakes), None)
+            del pairs
+            chunk.forget()
     return wrong
 
 
-def _encode_again(chunk: Chunk, buffers: Buffers, done: set[int]) -> Exception | None:
+def _enclosing(chunk: Chunk) -> list[Enclosing]:
+    return [engine for engine in chunk.engines if isinstance(engine, Enclosing)]
+
+
+def _parameters_of(engines: Iterable[Synchronized], done: set[int]) -> dict[int, Tensor]:
+    """Return the trained parameters of the engines of the modules in `done`, whose last pass has to reach all."""
+    last = [e for e in engines if id(e.module) in done and not isinstance(e, Enclosing)]
+    return {id(p): p for e in last for p in e.module.parameters() if p.requires_grad}
+
+
+def _encode_again(chunk: Chunk, done: set[int]) -> Exception | None:
     """Encode the chunk as in the first pass, with a graph; return the error if that fails or differs.
 
     Without a graph, `chunk.found` is empty afterward. Engines are held, except those whose last chunk this is (`done`).
     """
     first = chunk.found
-    buffers.set(chunk.before)
+    chunk.encoder.buffers.set(chunk.before)
     with chunk.replay.again(), _held(chunk.engines, but=done):
         try:
             chunk.found = encoded_with_graph(chunk)
@@ -95,17 +107,20 @@ def zeros_for_awaited(pairs: Sequence[tuple[Tensor, Tensor]], engines: Iterable[
     gradients exist by then, and are synchronized in this last pass with all others.
     """
     awaited = {id(p): p for e in engines if e.control.awaits is not None for p in e.control.awaits(e.module)}
-    if not awaited:
-        return []
+    return _zeros_but_for(pairs, awaited) if awaited else []
+
+
+def _zeros_but_for(pairs: Sequence[tuple[Tensor, Tensor]], awaited: dict[int, Tensor]) -> Pairs:
+    """Return zeros for the awaited parameters that a backward pass from `pairs` does not reach."""
     roots = [x for x, _ in pairs]
-    for p in (*roots, *leaves_of(roots)):
-        awaited.pop(id(p), None)
-    return [(p, torch.zeros_like(p)) for p in awaited.values()]
+    found = {id(p) for p in (*roots, *leaves_of(roots))}
+    return [(p, torch.zeros_like(p)) for key, p in awaited.items() if key not in found]
 
 
-def _of_chunk(chunk: Chunk, gradients: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+def _of_chunk(chunk: Chunk) -> list[Tensor | None]:
     """Return the gradients of the chunk's representations."""
-    of_model = zip(chunk.found, gradients[chunk.encoder.index], chunk.rows, strict=True)
+    given = chunk.encoder.gradients or [None] * len(chunk.found)
+    of_model = zip(chunk.found, given, chunk.rows, strict=True)
     return [None if grad is None else grad[at] if x.dim() else grad for x, grad, at in of_model]
 
 
@@ -132,10 +147,33 @@ def backward_from(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
 
 
+def accumulate(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Run one backward pass from all of these tensors, each with its gradient, in which no hook of an engine runs.
+
+    Engines have their hooks where autograd accumulates into `.grad`, which is done here instead. As there, each `.grad`
+    is a tensor of its own.
+    """
+    of = leaves_of(x for x, _ in pairs)
+    if not pairs or not of:
+        return
+    given = [grad for _, grad in pairs]
+    found: Sequence[Tensor | None] = torch.autograd.grad([x for x, _ in pairs], of, given, allow_unused=True)
+    with torch.no_grad():
+        for p, grad in zip(of, found, strict=True):
+            if grad is None:
+                continue
+            if p.grad is None:
+                p.grad = grad.clone()
+            elif p.grad.layout is torch.strided:
+                p.grad.add_(grad)
+            else:
+                p.grad = p.grad + grad
+
+
 @contextmanager
 def _held(engines: Iterable[Synchronized], but: set[int]) -> Iterator[None]:
     """Keep engines from synchronizing gradients inside, except those of the modules in `but`."""
     with ExitStack() as stack:
         for engine in engines:
-            stack.enter_context(nullcontext() if id(engine.module) in but else engine.hold())
+            stack.enter_context(engine.release() if id(engine.module) in but else engine.hold())
         yield

@@ -9,6 +9,10 @@
 At no time is there more than one chunk's graph, besides those that are kept. The sum is that of autograd over the whole
 batch, so nothing is approximated; the second r_c must equal the first (see `replay`), and a step checks that it does.
 
+A step is the first pass, the checks, and the gradients g once they have arrived. `second_passes` makes the second
+passes of one step, or of all that one backward pass has reached. Who calls it is another matter: `immediate`, or
+autograd (`deferred`).
+
 Engines synchronize in the last backward pass of their module, and these come in the order of the models on every rank,
 whatever each rank keeps: kept graphs have theirs before, and where an engine decides in the forward pass, no graph of a
 model's last chunk is kept, since between that forward pass and its backward pass there must be no other.
@@ -16,33 +20,29 @@ model's last chunk is kept, since between that forward pass and its backward pas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from itertools import islice
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from .._graph import checked_loss, leaves_of
 from ..comm import Communicator
-from .agreement import agree, agree_after, end_together
+from .agreement import agree, end_together
 from .chunks import Chunk, Encoder, joined
+from .enclosing import enclosed_by
 from .first_pass import first_pass
 from .keep import Keeper
 from .observe import Observer
+from .parameter_sync import Synchronized
 from .passed_by import check_not_passed_by
 from .replay import Buffers
 from .replicas import check_same, checksums, digest, due, replicated
-from .rollback import Remember, gradients_restored, moved_once
-from .second_pass import Pairs, second_pass
-
-
-class Scaler(Protocol):
-    """Scales a loss, as `torch.amp.GradScaler` does."""
-
-    def scale(self, outputs: Tensor, /) -> Tensor:
-        """Return the loss times the scale."""
-        ...
+from .rollback import Gradients
+from .second_pass import second_pass
+from .unchanged import Versions
 
 
 @dataclass(eq=False)
@@ -52,91 +52,174 @@ class Step:
     Args:
         comm: the ranks that make it together.
         chunks: this rank's chunks of all models, in order.
-        compute_loss: the loss of all representations.
-        scaler: scales the loss before its gradient is taken, or None.
         unchecked: parameters that are not compared between ranks.
         number: how many steps were made before.
+        call: its number among all calls, the same on all ranks.
+        name: of the function that was called, for messages.
+        deferred: whether autograd makes its second passes; otherwise its caller makes them.
     """
 
     comm: Communicator
     chunks: Sequence[Chunk]
-    compute_loss: Callable[..., Tensor]
-    scaler: Scaler | None
     unchecked: Sequence[Tensor]
     number: int
+    call: int = 0
+    name: str = "GradCache"
+    deferred: bool = False
     buffers: Buffers = field(default_factory=Buffers)
-    found: list[list[Tensor]] = field(default_factory=list)  # each model's representations, as leaves
+    loss_fn: object = None
     of_loss: list[Tensor] = field(default_factory=list)  # the leaves of the loss's graph
+    done: bool = False  # whether the second passes have begun
 
-    def run(self, keeper: Keeper, loss_kwargs: Mapping[str, Any], *, may_be_collective: bool) -> Tensor:
-        """Add the gradients, and return the loss.
+    def encode(self, keeper: Keeper, *, may_be_collective: bool) -> None:
+        """Make the first pass; if it fails on one rank, raise on all.
 
         Args:
             keeper: decides which graphs are kept.
-            loss_kwargs: passed on to the loss.
             may_be_collective: whether a call may turn out to use an engine whose passes are collective.
         """
-        with gradients_restored() as remember, moved_once(self.buffers) as state:
-            agree(self.comm, partial(self._encode, keeper, may_be_collective))
-            engines = {id(e.module): e for chunk in self.chunks for e in chunk.engines}
-            remember((p for encoder in self._encoders() for p in encoder.parameters.values()), engines.values())
-            owned = {id(p) for engine in engines.values() for p in engine.module.parameters()}
-            sums: dict[str, int] = {}
-            (loss, gradients, extra), digests = agree_after(
-                self.comm, partial(self._differentiate, loss_kwargs, owned, remember), partial(self._digest, sums)
-            )
-            if any(other != digests[0] for other in digests):
-                check_same(agree(self.comm, lambda: sums), steps=self.number)
-            state.extend(self.buffers.now())
-            error = second_pass(self.chunks, gradients, extra, self.buffers, remember, watch=not self.number)
-            end_together(self.comm, error)
-        return loss
-
-    def _encoders(self) -> Iterator[Encoder]:
-        return (chunk.encoder for chunk in self.chunks if chunk.first)
+        try:
+            agree(self.comm, partial(self._encode, keeper, may_be_collective), caller=self.name)
+        except BaseException:
+            self.buffers.put_back()
+            raise
+        self.buffers.put_back_with(self)
 
     def _encode(self, keeper: Keeper, may_be_collective: bool) -> None:
         """Make the first pass, check its models, and join the chunks' representations."""
         first_pass(self.chunks, keeper, Observer(self.buffers, may_be_collective=may_be_collective))
-        for chunk in self.chunks:
-            if chunk.last:
-                _check_hooks(chunk)
-            if chunk.first and not self.number:
-                of = chunk.encoder
-                check_not_passed_by(of.name, of.leaves, of.seen.values(), of.synchronized.values(), self.unchecked)
-        for encoder in self._encoders():
-            self.found.append(joined([chunk for chunk in self.chunks if chunk.encoder is encoder]))
+        if torch.is_grad_enabled():
+            for encoder in self.encoders():
+                self._check(encoder)
+        for encoder in self.encoders():
+            encoder.buffers = self.buffers
+            encoder.leaves_of_all_chunks = joined(self._chunks_of(encoder))
+        self._versions = Versions(self.encoders())
+        self._as_encoded = [x._version for x in self.leaves()] if not torch.is_inference_mode_enabled() else []
 
-    def _differentiate(
-        self, loss_kwargs: Mapping[str, Any], owned: set[int], remember: Remember
-    ) -> tuple[Tensor, list[list[Tensor | None]], Pairs]:
-        """Return the loss, the gradients of each model's representations, and those of engines' parameters."""
-        reps = [encoder.form(x) for encoder, x in zip(self._encoders(), self.found, strict=True)]
-        loss = checked_loss(self._loss(reps, loss_kwargs)).reshape(())
-        if not loss.requires_grad:
-            raise ValueError("the loss has no gradient: loss_fn must not detach representations, or run under no_grad")
-        scaled = loss if self.scaler is None else self.scaler.scale(loss)
-        self.of_loss.extend(leaves_of([scaled]))
-        remember(self.of_loss)
-        return loss.detach(), *_gradients(scaled, self.found, owned)
+    def _check(self, encoder: Encoder) -> None:
+        """Raise ValueError if gradients of the encoder's parameters would not be reduced, or used too early."""
+        chunks = self._chunks_of(encoder)
+        outer = enclosed_by(encoder) if self.deferred else None
+        if outer is not None:
+            encoder.synchronized[id(outer.module)] = outer
+            for chunk in chunks:
+                chunk.engines = [*chunk.engines, outer]
+        _check_hooks(chunks[-1])
+        if not self.number:
+            engines = encoder.synchronized.values()
+            check_not_passed_by(encoder.name, encoder.leaves, encoder.seen.values(), engines, self.unchecked)
 
-    def _loss(self, reps: list[Any], loss_kwargs: Mapping[str, Any]) -> Any:
-        """Call the loss; if it refuses the arguments, a note says what they are."""
-        try:
-            return self.compute_loss(*reps, **loss_kwargs)
-        except TypeError as error:
-            if len(reps) == 1 and not isinstance(reps[0], Tensor) and hasattr(error, "add_note"):  # from Python 3.11 on
-                error.add_note(
-                    f"GradCache: one model is one argument of loss_fn, here a {type(reps[0]).__name__}; to pass its "
-                    "parts as arguments: loss_fn=lambda out: your_loss(*out)"
-                )
-            raise
+    def encoders(self) -> Iterator[Encoder]:
+        """Yield the encoders, in order."""
+        return (chunk.encoder for chunk in self.chunks if chunk.first)
 
-    def _digest(self, sums: dict[str, int]) -> str:
+    def engines(self) -> list[Synchronized]:
+        """Return the engines that the first pass has called."""
+        return [*{id(e.module): e for chunk in self.chunks for e in chunk.engines}.values()]
+
+    def _chunks_of(self, encoder: Encoder) -> list[Chunk]:
+        return [chunk for chunk in self.chunks if chunk.encoder is encoder]
+
+    def leaves(self) -> list[Tensor]:
+        """Return all models' representations, without graphs; those that have a gradient require it."""
+        return [x for encoder in self.encoders() for x in encoder.leaves_of_all_chunks]
+
+    def formed(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """Return each model's representations in its form, from the tensors that stand for `leaves`."""
+        left = iter(tensors)
+        return [encoder.form([*islice(left, len(encoder.leaves_of_all_chunks))]) for encoder in self.encoders()]
+
+    def remember(self, gradients: Gradients) -> None:
+        """Remember the gradients that the step is going to change."""
+        gradients.remember((p for of in self.encoders() for p in of.parameters.values()), self.engines())
+        gradients.remember(self.of_loss)
+
+    def begin(self, mistake: str | None) -> None:
+        """Check, before anything has changed, that the backward pass may be made; raise on all ranks if not.
+
+        Args:
+            mistake: what is wrong about the backward pass, for a ValueError.
+        """
+        if self.done:
+            raise ValueError(
+                f"this call of {self.name} has had its backward pass, and its gradient is counted: call {self.name} "
+                "again for another backward pass (retain_graph=True does not keep the chunks' graphs)"
+            )
+        sums: dict[str, int] = {}
+
+        def state() -> str:
+            if mistake is not None:
+                raise ValueError(mistake)
+            self._versions.check()
+            return self.digest(sums)
+
+        self.compare(agree(self.comm, state, caller=f"backward of {self.name} #{self.call}"), sums)
+
+    def digest(self, sums: dict[str, int]) -> str:
         """Return one text for the checksums of parameters that all ranks hold, and put these into `sums`."""
         if self.comm.size > 1 and due(self.number):
-            sums |= checksums(replicated([*self._encoders()], self.compute_loss, self.of_loss, self.unchecked))
+            sums |= checksums(replicated([*self.encoders()], self.loss_fn, self.of_loss, self.unchecked))
         return digest(sums)
+
+    def compare(self, digests: Sequence[str], sums: dict[str, int]) -> None:
+        """Raise ValueError on all ranks if the ranks' digests differ, and name the parameter."""
+        if any(other != digests[0] for other in digests):
+            check_same(agree(self.comm, lambda: sums, caller=self.name), steps=self.number)
+
+    def receive(self, gradients: Sequence[Tensor | None]) -> None:
+        """Keep the gradients of the representations, in the order of `leaves`."""
+        left = iter(gradients)
+        for encoder in self.encoders():
+            encoder.gradients = [*islice(left, len(encoder.leaves_of_all_chunks))]
+
+    def mistake(self) -> ValueError | None:
+        """Return an error if a representation has no gradient, or has been changed in place."""
+        versions = iter(self._as_encoded)
+        for of in self.encoders():
+            given = of.gradients or [None] * len(of.leaves_of_all_chunks)
+            for number, (x, grad) in enumerate(zip(of.leaves_of_all_chunks, given, strict=True)):
+                if x._version != next(versions):
+                    return ValueError(
+                        f"representation {number} of {of.name} was changed in place after the first pass, which is "
+                        "compared with the second: change a copy, as in x.clone().div_(2)"
+                    )
+                if x.requires_grad and x.dim() and grad is None:
+                    return ValueError(
+                        f"the loss does not depend on representation {number} of {of.name}; leave out models that it "
+                        "does not train"
+                    )
+        return None
+
+    def free(self) -> None:
+        """Free the chunks, whatever still refers to the step."""
+        self.chunks, self.of_loss, self._versions = (), [], Versions(())
+
+
+def second_passes(steps: Sequence[Step], gradients: Gradients) -> None:
+    """Make the second passes of these steps, in this order; afterward all ranks raise, or none does.
+
+    Each engine synchronizes once, in its last pass. Buffers keep the values that they have now.
+    """
+    now = []
+    for step in steps:
+        step.done = True
+        step.buffers.find_moved()
+        now.append(step.buffers.now())
+    error = next((e for e in (step.mistake() for step in steps) if e is not None), None)
+    first = {id(chunk) for step in steps if not step.number for chunk in step.chunks}
+    try:
+        failed = second_pass(
+            [chunk for step in steps for chunk in step.chunks],
+            gradients.remember,
+            watch=lambda chunk: id(chunk) in first,
+        )
+    finally:
+        for step, state in zip(steps, now, strict=True):
+            step.buffers.restore(state)
+    for step in steps:
+        end_together(step.comm, error or failed, caller=step.name)
+        step.free()
 
 
 def _check_hooks(chunk: Chunk) -> None:
@@ -149,28 +232,3 @@ def _check_hooks(chunk: Chunk) -> None:
                 "when its gradient is accumulated (an optimizer in the backward pass?), which is in every chunk. Step "
                 "the optimizer after the cached step"
             )
-
-
-def _gradients(
-    loss: Tensor, found: Sequence[Sequence[Tensor]], owned: set[int]
-) -> tuple[list[list[Tensor | None]], Pairs]:
-    """Go backward from the loss; return the gradients of representations, and of parameters in `owned`.
-
-    `owned` has the parameters of engines, some of which the loss may use directly. Others get their gradients here.
-    """
-    taken = [p for p in leaves_of([loss]) if id(p) in owned]
-    before = [p.grad for p in taken]
-    for p in taken:
-        p.grad = None
-    loss.backward()
-    extra = [(p, p.grad) for p in taken if p.grad is not None]
-    for p, grad in zip(taken, before, strict=True):
-        p.grad = grad
-    for model, of_model in enumerate(found):
-        for number, x in enumerate(of_model):
-            if x.requires_grad and x.dim() and x.grad is None:
-                raise ValueError(
-                    f"the loss does not depend on representation {number} of model {model}; leave out models that it "
-                    "does not train"
-                )
-    return [[x.grad for x in of_model] for of_model in found], extra

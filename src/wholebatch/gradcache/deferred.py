@@ -1,0 +1,155 @@
+"""Representations and losses whose backward pass, whoever calls it, makes the second pass over the chunks.
+
+    forward     x_c -> r_c, without graphs;  r = all r_c, whose node stands for the encoders;  L(r), with its graph
+    backward    node of L      check, before any gradient has changed, that these passes may be made
+                graph of L     s dL/dr, times whatever gradient s comes in
+                node of r      keep that gradient
+                at the end     forward again and backward, chunk by chunk, for all steps of this backward pass
+
+The second passes are made in a callback that autograd calls after all nodes, as the engines of DDP and FSDP do with
+their last work. So all steps that one backward pass reaches (several caches in one loss, several forward passes before
+one backward pass) are known by then, and an engine synchronizes once. Engines that have been called without caching in
+the same loss have finished their own reductions: a callback that installs another one is followed by it.
+
+A step belongs to the graph. If its backward pass never comes, it is freed with the loss.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, Variable
+
+from .._graph import leaves_of
+from .agreement import agree_after
+from .rollback import Gradients
+from .step import Step, second_passes
+
+_LOCK = threading.Lock()  # nodes of several devices run in several threads
+
+
+class BackwardPass:
+    """A backward pass of the caller, and the steps whose representations it has reached."""
+
+    def __init__(self) -> None:
+        self.gradients = Gradients()
+        self._steps: list[Step] = []
+
+    def add(self, step: Step) -> None:
+        """Add a step, and remember the gradients that it is going to change."""
+        self._steps.append(step)
+        step.remember(self.gradients)
+
+    def reaches(self, step: Step) -> bool:
+        """Return whether the step has been added."""
+        return step in self._steps
+
+    def after_all_nodes(self) -> None:
+        """Let autograd call `finish` after the callbacks that other engines have installed by now."""
+        _call_at_the_end(self.finish)
+
+    def finish(self) -> None:
+        """Make the second passes of all steps, in the order of their calls."""
+        with self.gradients.restored_after_an_error():
+            second_passes(sorted(self._steps, key=lambda step: step.call), self.gradients)
+
+
+_CURRENT: weakref.WeakValueDictionary[int, BackwardPass] = weakref.WeakValueDictionary()  # by autograd's number
+
+
+def _current_pass() -> BackwardPass:
+    """Return the backward pass that calls this."""
+    number = torch._C._current_graph_task_id()
+    with _LOCK:
+        found = _CURRENT.get(number)
+        if found is None:
+            found = _CURRENT[number] = BackwardPass()
+            _call_at_the_end(found.after_all_nodes)  # autograd keeps it alive until then, or until an error
+    return found
+
+
+def _call_at_the_end(callback: Any) -> None:
+    Variable._execution_engine.queue_callback(callback)
+
+
+def with_second_passes(step: Step) -> list[Tensor]:
+    """Return a step's representations, whose backward pass gives the step their gradients."""
+    if not torch.is_grad_enabled():
+        return step.leaves()
+    trigger = torch.zeros((), requires_grad=True)
+    return list(_Representations.apply(trigger, step))
+
+
+def deferred_loss(step: Step, loss_of: Callable[[list[Tensor]], Tensor]) -> Tensor:
+    """Return the loss of a step's representations, whose backward pass makes the second passes.
+
+    Collective: a handshake; then that of the backward pass at its beginning, and one at its end.
+
+    Args:
+        step: after its first pass.
+        loss_of: representations, in the order of `step.leaves()` -> L.
+    """
+    loss, _ = agree_after(step.comm, lambda: loss_of(with_second_passes(step)), lambda: None, caller=step.name)
+    if not loss.requires_grad:
+        return loss
+    step.of_loss = leaves_of([loss])
+    begun: Tensor = _Begin.apply(loss, step)
+    return begun
+
+
+class _Representations(Function):
+    """From the encoders, for which it stands, to the representations of all chunks."""
+
+    @staticmethod
+    def forward(ctx: Any, trigger: Tensor, step: Step) -> tuple[Tensor, ...]:
+        ctx.step = step
+        ctx.set_materialize_grads(False)
+        leaves = step.leaves()
+        outputs = tuple(x.detach() for x in leaves)
+        ctx.mark_non_differentiable(*(x for x, leaf in zip(outputs, leaves, strict=True) if not leaf.requires_grad))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
+        step: Step = ctx.step
+        if step.deferred and not _current_pass().reaches(step):
+            _begin(step)
+        step.receive(grads)
+        return None, None
+
+
+class _Begin(Function):
+    """From a loss to itself: the first node of its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, step: Step) -> Tensor:
+        ctx.step = step
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        _begin(ctx.step)
+        return grad, None
+
+
+def _begin(step: Step) -> None:
+    now = _current_pass()
+    step.begin(_mistake_of_this_backward_pass(step))
+    now.add(step)
+
+
+def _mistake_of_this_backward_pass(step: Step) -> str | None:
+    """Return what is wrong about the manner in which autograd was called, if anything."""
+    if not torch.autograd._is_checkpoint_valid():
+        return (
+            f"the gradient of {step.name} goes to the .grad of parameters, and torch.autograd.grad or "
+            "backward(inputs=...) ask for it elsewhere: call loss.backward()"
+        )
+    if torch.is_grad_enabled():
+        return f"the gradient of {step.name} cannot be differentiated again: leave out create_graph=True"
+    return None

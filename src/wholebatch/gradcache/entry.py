@@ -1,0 +1,125 @@
+"""The entry of a step: inputs become chunks, all ranks agree that their calls are valid, and the first pass is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._trees import tensors_of
+from ..comm import Group, select_communicator
+from ..comm.select import check_group
+from .agreement import agree
+from .chunks import Chunk, facts_of, filled_up
+from .keep import Keeper, KeepGraphs, check_keep_graphs
+from .parameter_sync import synchronized
+from .step import Step
+
+_GRAD_ENABLED = "torch.is_grad_enabled()"
+_latest = 0  # number of this rank's latest call
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a step, as in :class:`wholebatch.GradCache`."""
+
+    keep_graphs: KeepGraphs
+    memory_budget: int | None
+    group: Group
+    unchecked: Iterable[Tensor]
+
+    def checked(self) -> list[Tensor]:
+        """Return the parameters that are not compared; raise ValueError unless all options are valid."""
+        check_group(self.group)
+        check_keep_graphs(self.keep_graphs, self.memory_budget)
+        return checked_parameters(self.unchecked)
+
+
+def first_passes(
+    name: str,
+    make_chunks: Callable[[], list[Chunk]],
+    options: Options,
+    *,
+    models: int,
+    device: torch.device,
+    number: int,
+    deferred: bool,
+) -> Step:
+    """Return a step after its first pass.
+
+    Collective: two handshakes, and the passes of engines whose passes are collective.
+
+    Args:
+        name: of the caller, for messages.
+        make_chunks: makes this rank's chunks from its arguments; its errors raise on all ranks.
+        options: the caller's.
+        models: how many there are.
+        device: of the models.
+        number: how many steps were made before.
+        deferred: whether autograd makes the second passes; without it, gradients must be enabled.
+    """
+    global _latest  # noqa: PLW0603
+    comm = select_communicator(options.group)
+    chunks: list[Chunk] = []
+    unchecked: list[Tensor] = []
+
+    def split() -> dict[str, Any]:
+        if not deferred and (not torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
+            raise ValueError(
+                "a step of GradCache is forward and backward, and must not be under torch.no_grad() or "
+                "inference_mode; for the loss alone give GradCache deferred=True, or call the models, and loss_fn of "
+                "their representations"
+            )
+        unchecked.extend(options.checked())
+        chunks.extend(make_chunks())
+        visible = synchronized(module for chunk in chunks if chunk.first for module in chunk.encoder.visible)
+        return {
+            **facts_of(chunks, models),
+            "keep_graphs": options.keep_graphs,
+            "collective": comm.size > 1 and any(engine.control.collective for engine in visible),
+            "latest call": _latest,
+            _GRAD_ENABLED: torch.is_grad_enabled(),
+        }
+
+    everyone = agree(comm, split, caller=name)
+    _latest = 1 + max(facts.pop("latest call") for facts in everyone)
+    enabled = [facts[_GRAD_ENABLED] for facts in everyone]
+    if any(other != enabled[0] for other in enabled):
+        raise ValueError(
+            f"{name}: {_GRAD_ENABLED} must be the same on all ranks, got {enabled}: evaluate under torch.no_grad() on "
+            "all ranks, or pass group=wb.comm.LocalCommunicator() to evaluate on one"
+        )
+    if any(facts["collective"] for facts in everyone):
+        chunks = filled_up(chunks, everyone)
+    alike = all(facts == everyone[0] for facts in everyone) and options.keep_graphs != "auto"
+    step = Step(comm, chunks, unchecked, number, call=_latest, name=name, deferred=deferred)
+    keeper = Keeper(options.keep_graphs, len(chunks), options.memory_budget, device)
+    step.encode(keeper, may_be_collective=alike or everyone[0]["collective"])
+    return step
+
+
+def device_of(inputs: Sequence[Any], models: Sequence[object]) -> torch.device:
+    """Return the device of the models, or else of the inputs."""
+    for model in models:
+        if isinstance(model, nn.Module):
+            for p in model.parameters():
+                return p.device
+    for x in tensors_of(list(inputs)):
+        return x.device
+    return torch.device("cpu")
+
+
+def checked_parameters(unchecked: Iterable[Tensor]) -> list[Tensor]:
+    """Return these parameters as a list; raise ValueError unless they are tensors."""
+    if isinstance(unchecked, nn.Module | Tensor) or not isinstance(unchecked, Iterable):
+        raise ValueError(
+            f"unchecked must be a list of parameters, such as experts.parameters(), got {type(unchecked).__name__}"
+        )
+    left_out: list[Any] = [*unchecked]
+    for p in left_out:
+        if not isinstance(p, Tensor):
+            raise ValueError(f"unchecked must be a list of parameters, got one with a {type(p).__name__}")
+    return left_out
