@@ -32,7 +32,7 @@ from torch import Tensor
 from ..comm import Communicator
 from .agreement import agree, end_together
 from .chunks import Chunk, Encoder, joined
-from .enclosing import enclosed_by
+from .enclosing import Enclosing, enclosed_by
 from .first_pass import first_pass
 from .keep import Keeper
 from .observe import Observer
@@ -173,6 +173,17 @@ class Step:
         for encoder in self.encoders():
             encoder.gradients = [*islice(left, len(encoder.leaves_of_all_chunks))]
 
+    def check_engines(self) -> None:
+        """Raise ValueError on all ranks if an enclosing engine has not waited for the second passes."""
+        enclosing = [(of, e) for of in self.encoders() for e in of.synchronized.values() if isinstance(e, Enclosing)]
+
+        def state() -> None:
+            for encoder, engine in enclosing:
+                engine.check(encoder.name)
+
+        if enclosing:
+            agree(self.comm, state, caller=self.name)
+
     def mistake(self) -> ValueError | None:
         """Return an error if a representation has no gradient, or has been changed in place."""
         versions = iter(self._as_encoded)
@@ -201,6 +212,8 @@ def second_passes(steps: Sequence[Step], gradients: Gradients) -> None:
 
     Each engine synchronizes once, in its last pass. Buffers keep the values that they have now.
     """
+    for step in steps:
+        step.check_engines()
     now = []
     for step in steps:
         step.done = True
