@@ -140,10 +140,43 @@ def _awaited_by_ddp(module: Any) -> Iterable[Tensor]:
     return () if finds else (p for _, p in parameters_of_ddp(module))
 
 
+def _fsdp1() -> type[Any] | None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # where this has not been imported, no module is of FSDP
+    return getattr(fsdp, "FullyShardedDataParallel", None)
+
+
 def _is_fsdp1(module: nn.Module) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # where this has not been imported, no module is of FSDP1
-    kind = getattr(fsdp, "FullyShardedDataParallel", None)
+    kind = _fsdp1()
     return kind is not None and isinstance(module, kind)
+
+
+def _check_fsdp1(module: Any) -> None:
+    if getattr(module, "_is_root", None) is False:
+        raise ValueError(
+            "a model under FullyShardedDataParallel must be its outermost module, the only one with no_sync(), and was "
+            "an inner one: give GradCache the outermost, or use fully_shard, whose modules work one by one"
+        )
+
+
+def fsdp_classes() -> list[type[Any]]:
+    """Return the classes of FSDP's modules, of both versions, as far as they have been imported."""
+    fsdp2 = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return [kind for kind in (fsdp2, _fsdp1()) if kind is not None]
+
+
+def whole_parameters_of_fsdp(module: Any) -> list[Tensor]:
+    """Return the tensors that a module's graph has in the place of its shards."""
+    flat = getattr(getattr(module, "_handle", None), "flat_param", None)  # FSDP1
+    shards = [shard for group in _groups_of(module) for shard in getattr(group, "fsdp_params", ())]
+    whole = [getattr(shard, "_unsharded_param", None) for shard in shards]
+    return [p for p in (flat, *whole) if p is not None]
+
+
+def _groups_of(module: Any) -> list[Any]:
+    """Return FSDP2's groups of parameters of one module."""
+    state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
+    several = getattr(state, "_fsdp_param_groups", None)  # in newer releases of torch
+    return [getattr(state, "_fsdp_param_group", None)] if several is None else several
 
 
 def _shards_of(module: nn.Module) -> list[Any]:
@@ -154,9 +187,7 @@ def _shards_of(module: nn.Module) -> list[Any]:
     groups: list[Any] = []
     for inner in module.modules():
         if hasattr(type(inner), "set_requires_gradient_sync"):
-            state: Any = getattr(inner, "_get_fsdp_state", lambda: None)()
-            several = getattr(state, "_fsdp_param_groups", None)  # in newer releases of torch
-            groups += [getattr(state, "_fsdp_param_group", None)] if several is None else several
+            groups += _groups_of(inner)
     return [group for group in groups if all(hasattr(group, name) for name in (*_SWITCHES, "fsdp_params"))]
 
 
@@ -211,7 +242,7 @@ _CONTROLS = [
         remember=_remember_fully_sharded,
         sharded=True,
     ),
-    SyncControl(_is_fsdp1, _no_sync, sharded=True),
+    SyncControl(_is_fsdp1, _no_sync, sharded=True, check=_check_fsdp1),
     SyncControl(lambda module: callable(getattr(type(module), "no_sync", None)), _no_sync),
 ]
 

@@ -1,30 +1,32 @@
-"""Find parameters that belong to a DistributedDataParallel which a step does not call.
+"""Find parameters that belong to an engine which a step does not call.
 
 DDP reduces gradients only in the backward pass that follows its own forward pass. After `ddp.module.image(x)`, which
-bypasses it, each rank keeps its local gradients, although the loss is right.
+bypasses it, each rank keeps its local gradients, although the loss is right. FSDP has whole parameters only during its
+own forward and backward pass: an encoder inside a larger module that is one FSDP unit finds shards in its second pass.
 
 A parameter does not refer to the engine that holds it, and torch keeps no list of engines. The garbage collector finds
-the instances of DDP, once, in the first step. Other engines may reduce in a call after the step; for these `replicas`
-compares parameters later.
+the instances of DDP and FSDP, once, in the first step. Other engines may reduce in a call after the step; for these
+`replicas` compares parameters later.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _not_reduced
-from .parameter_sync import Synchronized, parameters_of_ddp
+from .parameter_sync import Synchronized, fsdp_classes, parameters_of_ddp, whole_parameters_of_fsdp
 
 
 def check_not_passed_by(
     name: str,
-    reached: Iterable[Tensor],
+    reached: Sequence[Tensor],
     called: Iterable[nn.Module],
-    engines: Iterable[Synchronized],
+    engines: Collection[Synchronized],
     unchecked: Iterable[Tensor] = (),
 ) -> None:
     """Check that a model has called the engines that hold the parameters which it trains.
@@ -38,8 +40,10 @@ def check_not_passed_by(
         unchecked: parameters for which the caller is responsible.
 
     Raises:
-        ValueError: if a DistributedDataParallel of several ranks holds a parameter and was not called.
+        ValueError: if a DistributedDataParallel of several ranks, or FSDP, holds a parameter and was not called.
     """
+    called_engines = {id(engine.module) for engine in engines}
+    _check_not_sharded_outside(name, {id(p) for p in reached}, called_engines)
     covered = {id(p) for engine in engines for p in engine.module.parameters()} | {id(p) for p in unchecked}
     inside = {id(p) for module in called for p in module.parameters(recurse=False)}
     left = {id(p) for p in reached if id(p) in inside} - covered
@@ -58,16 +62,35 @@ def check_not_passed_by(
                 )
 
 
+def _check_not_sharded_outside(name: str, reached: set[int], called: set[int]) -> None:
+    """Raise ValueError if a parameter that a graph has reached is one of FSDP's whole ones, and FSDP was not called."""
+    for module in _instances(*fsdp_classes()):
+        if id(module) not in called and any(id(p) in reached for p in whole_parameters_of_fsdp(module)):
+            raise ValueError(
+                f"{name} must reach its parameters through the FSDP module that shards them, and was called inside of "
+                f"a larger one, {type(module).__name__}, which has them whole only during its own forward pass: shard "
+                "the encoder by itself too (fully_shard(encoder) before fully_shard(model), or an auto_wrap_policy), "
+                "or give GradCache the larger module"
+            )
+
+
 def live_ddp() -> Iterator[DistributedDataParallel]:
     """Return all instances of DistributedDataParallel in this process."""
-    kinds = _with_subclasses(DistributedDataParallel)
+    return iter(_instances(DistributedDataParallel))
+
+
+def _instances(*classes: type[Any]) -> list[Any]:
+    """Return all objects of these classes in this process."""
+    kinds = [kind for of in classes for kind in _with_subclasses(of)]
+    if not kinds:
+        return []
     frozen = gc.get_freeze_count() > 0
     if frozen:  # it does not search frozen objects
         gc.unfreeze()
-    found = [x for x in gc.get_referrers(*kinds) if issubclass(type(x), DistributedDataParallel)]
+    found = [x for x in gc.get_referrers(*kinds) if issubclass(type(x), classes)]
     if frozen:
         gc.freeze()
-    return iter(found)
+    return found
 
 
 def _with_subclasses(kind: type) -> list[type]:
