@@ -19,8 +19,13 @@ unchanged        parameters are the same in both passes
 agreement        if one rank raises, all ranks raise
 rollback         restores gradients after an error
 
+referred_modules which modules a model refers to
 observe          which modules a model calls
-parameter_sync   when an engine such as DDP may synchronize
+
+sync_control     the switch of an engine that synchronizes gradients
+engines          the engines that are known
+engine_ddp       DistributedDataParallel
+engine_fsdp      FSDP, both versions
 enclosing        encoders that are called inside the engine's forward pass
 passed_by        finds calls that bypass their DDP
 held             finds engines that synchronize too early
@@ -28,9 +33,10 @@ replicas         compares the parameters that ranks hold copies of
 """
 
 from .encode import encode
+from .engines import register_sync_control
 from .functional import cached, cat_input_tensor, gather_input_tensor
 from .grad_cache import GradCache
-from .parameter_sync import SyncControl, register_sync_control
+from .sync_control import SyncControl
 
 __all__ = [
     "GradCache",

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .engines import Synchronized, synchronized
 from .inputs import may_be_empty, new_containers, representations, rows_of, without_rows
 from .observe import Called
-from .parameter_sync import Synchronized, modules_of, synchronized
+from .referred_modules import modules_of
 from .replay import Buffers, Replay
 
 

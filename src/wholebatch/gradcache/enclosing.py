@@ -23,7 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from .chunks import Encoder
-from .parameter_sync import SyncControl, Synchronized, parameters_of_ddp
+from .engine_ddp import parameters_of_ddp
+from .engines import Synchronized
+from .sync_control import SyncControl
 
 # Its passes are not held by a switch; `accumulate` keeps them from the engine.
 _CONTROL = SyncControl(

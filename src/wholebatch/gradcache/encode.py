@@ -22,7 +22,7 @@ from .deferred import with_second_passes
 from .entry import Options, device_of, first_passes
 from .grad_cache import GradCache
 from .keep import KeepGraphs
-from .parameter_sync import modules_of
+from .referred_modules import modules_of
 
 _STEPS: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # by a model's first module
 

@@ -14,8 +14,8 @@ from ..comm import Group, select_communicator
 from ..comm.select import check_group
 from .agreement import agree
 from .chunks import Chunk, facts_of, filled_up
+from .engines import synchronized
 from .keep import Keeper, KeepGraphs, check_keep_graphs
-from .parameter_sync import synchronized
 from .step import Step
 
 _GRAD_ENABLED = "torch.is_grad_enabled()"

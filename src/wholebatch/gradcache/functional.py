@@ -30,8 +30,8 @@ from .held import watched
 from .inputs import new_containers, representations
 from .observe import Observer
 from .one_pass import difference, with_graph
-from .parameter_sync import modules_of
 from .passed_by import check_not_passed_by
+from .referred_modules import modules_of
 from .replay import Buffers, Replay, without_graph
 from .second_pass import accumulate, backward_from, zeros_for_awaited
 

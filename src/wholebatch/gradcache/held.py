@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .parameter_sync import Synchronized, is_registered
+from .engines import Synchronized, is_registered
 
 _FEW = 3  # parameters of an engine that are watched
 

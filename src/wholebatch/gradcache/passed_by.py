@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _not_reduced
-from .parameter_sync import Synchronized, fsdp_classes, parameters_of_ddp, whole_parameters_of_fsdp
+from .engine_ddp import parameters_of_ddp
+from .engine_fsdp import fsdp_classes, whole_parameters_of_fsdp
+from .engines import Synchronized
 
 
 def check_not_passed_by(
@@ -42,7 +44,7 @@ def check_not_passed_by(
     Raises:
         ValueError: if a DistributedDataParallel of several ranks, or FSDP, holds a parameter and was not called.
     """
-    called_engines = {id(engine.module) for engine in engines}
+    called_engines = {id(inner) for engine in engines for inner in engine.module.modules()}
     _check_not_sharded_outside(name, {id(p) for p in reached}, called_engines)
     covered = {id(p) for engine in engines for p in engine.module.parameters()} | {id(p) for p in unchecked}
     inside = {id(p) for module in called for p in module.parameters(recurse=False)}

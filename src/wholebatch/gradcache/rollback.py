@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from .parameter_sync import Synchronized
+from .engines import Synchronized
 
 
 class Gradients:

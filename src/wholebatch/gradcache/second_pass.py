@@ -11,9 +11,9 @@ from torch import Tensor
 from .._graph import leaves_of
 from .chunks import Chunk
 from .enclosing import Enclosing
+from .engines import Synchronized
 from .held import watched
 from .one_pass import NoGraphError, difference, encoded_with_graph
-from .parameter_sync import Synchronized
 
 Pairs = list[tuple[Tensor, Tensor]]  # tensors with their gradients
 

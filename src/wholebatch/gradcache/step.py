@@ -33,10 +33,10 @@ from ..comm import Communicator
 from .agreement import agree, end_together
 from .chunks import Chunk, Encoder, joined
 from .enclosing import Enclosing, enclosed_by
+from .engines import Synchronized
 from .first_pass import first_pass
 from .keep import Keeper
 from .observe import Observer
-from .parameter_sync import Synchronized
 from .passed_by import check_not_passed_by
 from .replay import Buffers
 from .replicas import check_same, checksums, digest, due, replicated

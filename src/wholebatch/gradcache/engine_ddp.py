@@ -1,0 +1,68 @@
+"""DistributedDataParallel: its switch, and the parameters that it reduces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from .sync_control import SyncControl
+
+
+@contextmanager
+def _hold(module: Any) -> Iterator[None]:
+    """Keep a DistributedDataParallel from reducing, also one with a static graph.
+
+    With static_graph=True, the first backward pass through the module starts a delayed reduction of all parameters,
+    whatever no_sync() says. The module reads this attribute of its Python object where it would start it. It also
+    counts the gradients of each parameter until its second synchronization, and later waits for as many: held passes
+    are hidden from it.
+    """
+    static = module.static_graph
+    with module.no_sync():
+        module.static_graph = False
+        try:
+            yield
+        finally:
+            module.static_graph = static
+
+
+def _recall(module: Any) -> Callable[[], AbstractContextManager[None]]:
+    """Save whether the caller's forward pass is inside of no_sync()."""
+    synchronizes = module.require_backward_grad_sync
+
+    @contextmanager
+    def as_it_was() -> Iterator[None]:
+        now, module.require_backward_grad_sync = module.require_backward_grad_sync, synchronizes
+        try:
+            yield
+        finally:
+            module.require_backward_grad_sync = now
+
+    return as_it_was
+
+
+def parameters_of_ddp(module: DistributedDataParallel) -> Iterator[tuple[str, Tensor]]:
+    """Return the parameters whose gradients a DistributedDataParallel reduces, with their names in its module."""
+    ignored = getattr(module, "parameters_to_ignore", ())
+    return ((name, p) for name, p in module.module.named_parameters() if p.requires_grad and name not in ignored)
+
+
+def _awaited(module: Any) -> Iterable[Tensor]:
+    """Return all parameters of a DistributedDataParallel, unless it finds unused ones itself."""
+    finds = module.find_unused_parameters and not module.static_graph
+    return () if finds else (p for _, p in parameters_of_ddp(module))
+
+
+DDP = SyncControl(
+    lambda module: isinstance(module, DistributedDataParallel),
+    _hold,
+    decides="forward",
+    collective=False,
+    awaits=_awaited,
+    recall=_recall,
+    hides=lambda module: module.static_graph,
+)

@@ -1,0 +1,78 @@
+"""The engines that are known, and the modules that they synchronize.
+
+Wrappers (of accelerate, Fabric, torch.compile) hold an engine's module among their children and pass on its attributes.
+So a module counts as an engine only by the attributes of its class. `register_sync_control` adds an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import nn
+
+from .._checks import check_instance
+from .engine_ddp import DDP
+from .engine_fsdp import FSDP1, FSDP2
+from .sync_control import SyncControl, no_sync
+
+_OTHERS = SyncControl(lambda module: callable(getattr(type(module), "no_sync", None)), no_sync)
+_CONTROLS = [DDP, FSDP2, FSDP1, _OTHERS]
+_BUILT_IN = tuple(_CONTROLS)
+
+
+def register_sync_control(control: SyncControl) -> None:
+    """Register another engine for gradient caching; its `matches` is called before those of other engines.
+
+    The first step checks that gradients stay in `.grad` while `hold` is entered, unless the control has `remember`: a
+    `hold` that does nothing is an error.
+
+    Raises:
+        ValueError: if control is no :class:`SyncControl`.
+    """
+    check_instance("control", control, SyncControl, "a SyncControl")
+    _CONTROLS.insert(0, control)
+
+
+def is_registered(control: SyncControl) -> bool:
+    """Return whether a caller has registered it."""
+    return not any(control is one for one in _BUILT_IN)
+
+
+def control_of(module: nn.Module) -> SyncControl | None:
+    """Return the switch of the engine whose module this is."""
+    return next((control for control in _CONTROLS if control.matches(module)), None)
+
+
+class Synchronized:
+    """A module whose engine synchronizes its gradients, as its caller has switched it when this object was made."""
+
+    def __init__(self, module: nn.Module, control: SyncControl) -> None:
+        self.module, self.control = module, control
+        self._recalled = nullcontext if control.recall is None else control.recall(module)
+        self.hides = control.hides is not None and control.hides(module)
+
+    def hold(self) -> AbstractContextManager[None]:
+        """Return a context in which it does not synchronize."""
+        return nullcontext() if self.control.hold is None else self.control.hold(self.module)
+
+    def release(self) -> AbstractContextManager[None]:
+        """Return a context in which it synchronizes, unless its caller has switched that off."""
+        return self._recalled()
+
+    def coalesce(self) -> AbstractContextManager[None]:
+        """Return a context for all of a step's passes."""
+        return nullcontext() if self.control.coalesce is None else self.control.coalesce(self.module)
+
+
+def synchronized(modules: Iterable[nn.Module]) -> list[Synchronized]:
+    """Return the outermost modules among these and their children that an engine synchronizes, each once."""
+    found = {id(one.module): one for module in modules for one in _outermost(module)}
+    return [*found.values()]
+
+
+def _outermost(module: nn.Module) -> list[Synchronized]:
+    control = control_of(module)
+    if control is not None:
+        return [Synchronized(module, control)]
+    return [found for child in module.children() for found in _outermost(child)]
