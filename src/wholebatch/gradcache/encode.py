@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..comm import Group
@@ -95,6 +94,11 @@ def encode(
 
     first = next(iter(modules_of(model)), None)
     number = 0 if first is None else _STEPS.get(first, 0)
+
+    def count() -> None:
+        if first is not None:
+            _STEPS[first] = _STEPS.get(first, 0) + 1
+
     step = first_passes(
         "gradcache.encode",
         chunks,
@@ -102,10 +106,9 @@ def encode(
         models=1,
         device=device_of([model_input], [model]),
         number=number,
+        count=count,
         deferred=True,
     )
-    if first is not None and torch.is_grad_enabled():
-        _STEPS[first] = number + 1
     return step.formed(with_second_passes(step))[0]
 
 

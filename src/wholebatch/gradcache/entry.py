@@ -46,6 +46,7 @@ def first_passes(
     models: int,
     device: torch.device,
     number: int,
+    count: Callable[[], None],
     deferred: bool,
 ) -> Step:
     """Return a step after its first pass.
@@ -59,6 +60,7 @@ def first_passes(
         models: how many there are.
         device: of the models.
         number: how many steps were made before.
+        count: counts this one, in the end.
         deferred: whether autograd makes the second passes; without it, gradients must be enabled.
     """
     global _latest  # noqa: PLW0603
@@ -95,7 +97,7 @@ def first_passes(
     if any(facts["collective"] for facts in everyone):
         chunks = filled_up(chunks, everyone)
     alike = all(facts == everyone[0] for facts in everyone) and options.keep_graphs != "auto"
-    step = Step(comm, chunks, unchecked, number, call=_latest, name=name, deferred=deferred)
+    step = Step(comm, chunks, unchecked, number, call=_latest, name=name, deferred=deferred, count=count)
     keeper = Keeper(options.keep_graphs, len(chunks), options.memory_budget, device)
     step.encode(keeper, may_be_collective=alike or everyone[0]["collective"])
     return step

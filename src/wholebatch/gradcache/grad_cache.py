@@ -1,6 +1,6 @@
 """GradCache, the public class: the arguments of a step, and the methods that a subclass may replace.
 
-The two passes of a step are in `step`.
+The two passes of a step are in `step`. Whether it goes backward itself is decided in `immediate` and `deferred`.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class GradCache:
         group: ranks that make the step together, as in :func:`wholebatch.functional.clip_loss`.
         unchecked: parameters whose values differ between ranks on purpose (experts, tensor parallel without DTensors),
             or whose engine you do not call on purpose. The others are compared between ranks, see `cache_step`.
+        deferred: whether a step returns the loss with a graph, and its caller goes backward: a framework that calls
+            `loss.backward()`, scales the loss, or adds other losses to it.
 
     Raises:
         ValueError: if an argument is invalid.
@@ -64,6 +66,11 @@ class GradCache:
     >>> loss = step(x, x)
     >>> encoder.weight.grad.shape
     torch.Size([2, 3])
+
+    The same, where someone else goes backward:
+
+    >>> step = wb.GradCache([encoder, encoder], 2, lambda a, b: (a @ b.T).logsumexp(1).mean(), deferred=True)
+    >>> (step(x, x) / 4).backward()
     """
 
     def __init__(
@@ -112,6 +119,12 @@ class GradCache:
     def cache_step(self, *model_inputs: object, no_sync_except_last: bool = True, **loss_kwargs: object) -> Tensor:
         r"""Add the gradient of the loss of these inputs to the gradients of all parameters.
 
+        With `deferred=True`, the backward pass of the returned loss does that, times whatever gradient comes in. Then
+        several losses may be added up, of this GradCache or of others, and of models that are called without caching;
+        all second passes of one backward pass are made at its end, with one synchronization for each engine. An outer
+        `no_sync()` counts where the engine reads it: of DDP in this call, of FSDP in the backward pass. A loss whose
+        backward pass never comes is freed like any other. Under `torch.no_grad()` the loss is computed without a graph.
+
         Args:
             model_inputs: one for each model: a tensor, a list (the model's arguments), a mapping (its keywords), or
                 (list, mapping). Their rows may differ between ranks and may be 0.
@@ -119,9 +132,10 @@ class GradCache:
             loss_kwargs: passed on to loss_fn.
 
         Returns:
-            L, detached, not scaled. The gradients are computed: do not call `backward()` on it.
+            L, detached, not scaled; the gradients are computed. With `deferred=True`, L with its graph.
 
         Collective on several ranks: four handshakes, the collectives of loss_fn, and the engine's one synchronization.
+        With `deferred=True`, three handshakes in this call and two in the backward pass.
 
         The first step checks that no call bypasses the DistributedDataParallel that holds the parameters. The first
         three steps and every hundredth compare the parameters of all ranks, which differ if an optimizer has made a
@@ -134,8 +148,11 @@ class GradCache:
         Raises:
             ValueError: on every rank, whichever rank made the mistake, with gradients as they were: another number of
                 inputs than of models, or inputs that disagree on their rows; a representation with other rows, or
-                without gradient; a loss that is not one number, or ignores a representation; `torch.no_grad()`; a model
-                that does not call its engine; parameters that differ between ranks.
+                without gradient; a loss that is not one number, or ignores a representation; `torch.no_grad()` without
+                `deferred`; a model that does not call its engine; parameters that differ between ranks. In the
+                backward pass of a deferred loss: a second one; parameters that have changed since the forward pass;
+                `torch.autograd.grad`, `inputs=` or `create_graph=True`. Gradients that other losses of the same
+                backward pass have added stay.
             RuntimeError: if the second forward pass differs from the first; gradients are as they were. Other ranks
                 raise a ValueError. A model's error is raised unchanged, with a note that names the chunk (from Python
                 3.11 on); in the second pass it is raised on its rank alone.
@@ -154,13 +171,12 @@ class GradCache:
                 models=len(self.models),
                 device=device,
                 number=self._steps,
+                count=self._count,
                 deferred=self.deferred,
             )
             step.loss_fn = self.compute_loss
             loss_of = partial(self._loss, step, loss_kwargs)
-            loss = deferred_loss(step, loss_of) if self.deferred else add_gradients(step, loss_of, self.scaler)
-        self._steps += torch.is_grad_enabled()
-        return loss
+            return deferred_loss(step, loss_of) if self.deferred else add_gradients(step, loss_of, self.scaler)
 
     # A subclass may replace the next four methods, with types of its own.
     def split_inputs(self, model_input: Any, chunk_size: int) -> Sequence[object]:  # any input of a model
@@ -224,6 +240,9 @@ class GradCache:
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise ValueError("the loss has no gradient: loss_fn must not detach representations, or run under no_grad")
         return loss
+
+    def _count(self) -> None:
+        self._steps += 1
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         return torch.autocast(device.type, torch.float16) if self.fp16 else nullcontext()

@@ -20,7 +20,7 @@ model's last chunk is kept, since between that forward pass and its backward pas
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -57,6 +57,7 @@ class Step:
         call: its number among all calls, the same on all ranks.
         name: of the function that was called, for messages.
         deferred: whether autograd makes its second passes; otherwise its caller makes them.
+        count: is called after the second passes, unless a rank raises.
     """
 
     comm: Communicator
@@ -66,6 +67,7 @@ class Step:
     call: int = 0
     name: str = "GradCache"
     deferred: bool = False
+    count: Callable[[], None] = lambda: None
     buffers: Buffers = field(default_factory=Buffers)
     loss_fn: object = None
     of_loss: list[Tensor] = field(default_factory=list)  # the leaves of the loss's graph
@@ -232,6 +234,8 @@ def second_passes(steps: Sequence[Step], gradients: Gradients) -> None:
             step.buffers.restore(state)
     for step in steps:
         end_together(step.comm, error or failed, caller=step.name)
+    for step in steps:
+        step.count()
         step.free()
 
 
