@@ -10,6 +10,7 @@ immediate        a step that makes its own backward pass
 deferred         a step whose second passes are made in the backward pass of a caller
 first_pass       forward, without graphs
 second_pass      forward again, and backward
+backward         one backward pass, seen by the chunk's engines or hidden from them
 one_pass         one forward pass with a graph; compares the second pass with the first
 chunks           encoders, and the chunks of their batches
 inputs           cuts an input into chunks, and calls a model with one

@@ -27,7 +27,7 @@ from .engine_ddp import parameters_of_ddp
 from .engines import Synchronized
 from .sync_control import SyncControl
 
-# Its passes are not held by a switch; `accumulate` keeps them from the engine.
+# Its passes are not held by a switch; `hidden_backward` keeps them from the engine.
 _CONTROL = SyncControl(
     matches=lambda _module: False,
     hold=lambda _module: nullcontext(),
