@@ -4,6 +4,8 @@
 tests of engines take minutes; `make deferred` runs them too (WHOLEBATCH_TEST_DEFERRED=all).
 """
 
+import os
+
 import pytest
 import test_gradcache_engines
 import test_gradcache_errors

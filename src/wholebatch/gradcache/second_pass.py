@@ -59,7 +59,8 @@ def second_pass(
             for engine in _enclosing(chunk):
                 reached[id(engine.module)] |= {id(p): p for p in leaves_of(chunk.found) if id(p) in engine.parameters}
             held = [unwatched.pop(id(e.module)) for e in engines if id(e.module) in unwatched.keys() - done]
-            with watched(held) as mistakes, _held(engines, but=done):
+            free = () if engines or chunk.last or not watch(chunk) else chunk.encoder.leaves
+            with watched(held, free) as mistakes, _held(engines, but=done):
                 if any(engine.hides and id(engine.module) not in done for engine in engines):
                     hidden_backward(pairs)
                 else:

@@ -35,6 +35,7 @@ from .chunks import Chunk, Encoder, joined
 from .enclosing import Enclosing, enclosed_by
 from .engines import Synchronized
 from .first_pass import first_pass
+from .held import HOW_TO_REGISTER
 from .keep import Keeper
 from .observe import Observer
 from .passed_by import check_not_passed_by
@@ -246,6 +247,6 @@ def _check_hooks(chunk: Chunk) -> None:
         if id(p) not in owned and getattr(p, "_post_accumulate_grad_hooks", None):
             raise ValueError(
                 f"a parameter of {chunk.encoder.name}, of shape {tuple(p.shape)}, has a hook for "
-                "when its gradient is accumulated (an optimizer in the backward pass?), which is in every chunk. Step "
-                "the optimizer after the cached step"
+                "when its gradient is accumulated, which is in every chunk. An optimizer in the backward pass? Step it "
+                f"after the cached step. An engine that gradient caching does not know? {HOW_TO_REGISTER}"
             )
