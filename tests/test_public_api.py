@@ -44,6 +44,7 @@ PUBLIC = {
         "TokenChunk",
         "cached",
         "cat_input_tensor",
+        "encode",
         "gather_input_tensor",
         "register_sync_control",
     ],
