@@ -1,4 +1,4 @@
-"""Whatever holds for a step that goes backward itself holds for a deferred one: the other tests, with a deferred form.
+"""A deferred step does all that a step which goes backward itself does: the other tests, with a deferred form.
 
 `wb.GradCache` is replaced by a class that makes a deferred loss and calls its backward pass, as a framework would. The
 tests of engines take minutes; `make deferred` runs them too (WHOLEBATCH_TEST_DEFERRED=all).
