@@ -13,7 +13,7 @@ from contextvars import ContextVar
 import pytest
 import torch
 import torch.distributed as dist
-from loss_cases import CORE, LOSSES, options_of, rows_of, whole_batch
+from loss_cases import LOSSES, options_of, rows_of, whole_batch
 from strict_transport import strict
 from torch.nn import functional as F
 
@@ -59,13 +59,12 @@ def assert_same_bits(call, given):
         assert one is None or torch.equal(one, other)
 
 
-def losses_body(counts, names):
+def losses_body(counts):
     """Compare every loss on a transport with NCCL's rules: adjoints and their handshakes run on the other thread."""
     with pytest.MonkeyPatch.context() as patch:
         strict(patch)
         patch.setattr("wholebatch.nodes.route.columns_of_a_chunk", lambda *_: 1)  # a transfer for each rank
-        for name in names:
-            case = LOSSES[name]
+        for case in LOSSES.values():
             whole = whole_batch(case, counts)
             given = [z[at] for z, at in zip(whole, rows_of(case, counts, dist.get_rank()), strict=True)]
             scale = torch.tensor(10.0, dtype=torch.float64)
@@ -79,7 +78,7 @@ def losses_body(counts, names):
 
 @pytest.mark.parametrize("counts", [(6,), (4, 3), (3, 2, 4)], ids=str)
 def test_losses(counts):
-    run_ranks(losses_body, len(counts), counts, [*CORE], timeout_s=60)
+    run_ranks(losses_body, len(counts), counts, timeout_s=60)
 
 
 CALLS = {
