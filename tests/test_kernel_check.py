@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+import torch.distributed as dist
 from compile_kernels import as_on_cuda
 from kernel_losses import losses
 from torch.nn.functional import normalize
@@ -303,6 +304,19 @@ def test_canaries_notice_a_product_that_misses_a_tile(fresh, monkeypatch):
         value_and_gradients("clip")
     with pytest.raises(RuntimeError, match=r"<X, U> is .* and <Y, V> is"):
         value_and_gradients("clip")
+
+
+def test_a_new_group_does_not_read_canaries_of_an_earlier_one(tmp_path):
+    """Both have the same name: a process that leaves a group and enters another has other partners."""
+    for number in range(2):
+        dist.init_process_group("gloo", f"file://{tmp_path}/{number}", rank=0, world_size=1)
+        try:
+            found = canaries.canaries_of(wb.comm.TorchCommunicator().transport)
+            assert found.numbers() == {}
+            found.note_sums(torch.tensor(1.0))
+            assert canaries.canaries_of(wb.comm.TorchCommunicator().transport).numbers() != {}
+        finally:
+            dist.destroy_process_group()
 
 
 def test_canaries_of_tiny_sums_say_nothing(fresh):
