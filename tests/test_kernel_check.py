@@ -270,6 +270,26 @@ def test_one_rank_with_a_fault_where_kernels_are_named(fault):
     assert "kernel='triton' failed its check on rank 1: KernelError: tile_" in errors[0]
 
 
+def other_choices_body():
+    """Call a loss, let rank 1 forget its choice for another one, and call the loss again."""
+    with pytest.MonkeyPatch.context() as patch:
+        automatic(patch)
+        x, y = normalize(torch.randn(2, 5, 24), dim=-1)
+        for _ in range(2):
+            wb.functional.clip_loss(x, y, 14.3)
+            ((group, made),) = choice._made.items()
+            (found,) = made.values()
+            if dist.get_rank() == 1:
+                choice.forget(group)
+                choice.note(group, "another form", found, reports=False)
+        return [made.call for made in choice.choices()]
+
+
+def test_ranks_with_other_choices_make_them_again():
+    """As many as the others have, but of another group of the same name: all ranks check, or some would wait."""
+    assert run_ranks(other_choices_body, 2, timeout_s=30) == [["clip_loss"]] * 2
+
+
 def test_canaries_notice_faults_after_the_check(fresh, monkeypatch):
     """A fault that begins later is an error of the next call, and kernels are off from then on."""
     automatic(monkeypatch)

@@ -42,7 +42,7 @@ from .options import Options
 
 _ARGUMENTS = "the arguments that are given (a rank without rows passes shape (0, d), not None)"
 PRECISION = "precision of products"  # the one that was chosen
-_NO_KERNELS, _CHOICES = "kernels are missing", "choices of kernels"  # why, or ""; their number so far
+_NO_KERNELS, _CHOICES = "kernels are missing", "choices of kernels"  # why, or ""; a digest of them
 _MUST_MATCH = (
     _ARGUMENTS,
     "embedding size",
@@ -257,7 +257,7 @@ def _local_facts(comm: Communicator, options: Options, inputs: Inputs, checks: C
         "kernel": options.kernel,
         PRECISION: products.precision,
         _NO_KERNELS: (missing(first.device) or "") if options.kernel == "auto" and chooses(first.device) else "",
-        _CHOICES: choice.count(comm.transport.group_name),
+        _CHOICES: choice.digest(comm.transport.group_name),
         CALL: latest_call(),
         **loss_facts,
         **gradient_facts([*inputs.differentiable.values()]),
@@ -266,7 +266,7 @@ def _local_facts(comm: Communicator, options: Options, inputs: Inputs, checks: C
 
 def _may_use_kernels(comm: Communicator, options: Options, by_rank: FactsByRank, device: torch.device) -> bool:
     """Return whether kernels may compute tiles, the same on all ranks."""
-    if by_rank.differing(_CHOICES) is not None:  # a rank was started again
+    if by_rank.differing(_CHOICES) is not None:  # a rank was started again, or was in another group of this name
         choice.forget(comm.transport.group_name)
     if options.kernel != "auto":
         return options.kernel == "triton"
