@@ -222,6 +222,9 @@ def one_rank_otherwise(fault, kernel):
         folder = None
         if rank == 1 and fault == "no Triton":
             patch.setattr(agree, "missing", lambda device: "needs Triton")
+        elif rank == 1 and fault == "an older GPU":
+            patch.setattr(agree, "chooses", lambda device: False)
+            patch.setattr(agree, "missing", lambda device: "is for NVIDIA GPUs of compute capability 8.0 or higher")
         elif rank == 1:
             folder = plant(fault, patch)
         counts = (0, 6, 7)[:size]  # a rank without rows has nothing to check
@@ -251,7 +254,7 @@ def one_rank_otherwise(fault, kernel):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("fault", ["a wrong constant", "logits are rounded", "no Triton"])
+@pytest.mark.parametrize("fault", ["a wrong constant", "logits are rounded", "no Triton", "an older GPU"])
 def test_one_rank_with_a_fault(size, fault):
     """All ranks go on in plain PyTorch, and one of them warns, once."""
     found = run_ranks(one_rank_otherwise, size, fault, "auto")
