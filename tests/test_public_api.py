@@ -38,7 +38,10 @@ PUBLIC = {
     wb.functional: LOSSES,
     wb.gradcache: [
         "GradCache",
+        "InputChunk",
         "SyncControl",
+        "TokenBudget",
+        "TokenChunk",
         "cached",
         "cat_input_tensor",
         "gather_input_tensor",

@@ -8,6 +8,9 @@ second_pass      forward again, and backward
 one_pass         one forward pass with a graph; compares the second pass with the first
 chunks           encoders, and the chunks of their batches
 inputs           cuts an input into chunks, and calls a model with one
+token_budget     TokenBudget: plans chunks by their number of tokens
+parts            the input of one chunk, whose rows may stand in any order
+padding          fills up representations of tokens
 keep             which chunks keep their graph, and need no second pass
 replay           random numbers, autocast and buffers are the same in both passes
 agreement        if one rank raises, all ranks raise
@@ -23,10 +26,15 @@ replicas         compares the parameters that ranks hold copies of
 from .functional import cached, cat_input_tensor, gather_input_tensor
 from .grad_cache import GradCache
 from .parameter_sync import SyncControl, register_sync_control
+from .parts import InputChunk
+from .token_budget import TokenBudget, TokenChunk
 
 __all__ = [
     "GradCache",
+    "InputChunk",
     "SyncControl",
+    "TokenBudget",
+    "TokenChunk",
     "cached",
     "cat_input_tensor",
     "gather_input_tensor",

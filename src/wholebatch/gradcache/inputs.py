@@ -33,6 +33,11 @@ def _is_flat_list(tree: Any) -> bool:
 def check_input(tree: Any, name: str, chunk_size: int) -> None:
     """Check that an input can be cut into chunks, all of it, and that its graph does not begin before the model.
 
+    Args:
+        tree: the input.
+        name: of the input, in errors.
+        chunk_size: the number of rows up to which the input is certainly one chunk.
+
     Raises:
         ValueError: if its tensors disagree on their rows, have a graph, or lie beside a list with one item per row.
     """
