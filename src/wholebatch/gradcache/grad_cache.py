@@ -47,7 +47,8 @@ class GradCache:
         split_input_fn: (input, chunk size) -> list of chunks, for inputs that are not trees of tensors with the batch's
             rows. The chunk size is the model's in chunk_sizes. An :class:`InputChunk` names the rows of a chunk.
         get_rep_fn: a model's output -> its representation: a tensor with the rows of its input, or a tuple of such. A
-            tensor of shape () among them is one number for the whole batch, such as a learned scale.
+            tensor of shape () among them is one number for the whole batch, such as a learned scale. Token embeddings
+            (rows, tokens, d) beside a bool or integer mask (rows, tokens) may differ in tokens between chunks.
         fp16: run under float16 autocast; needs a scaler. Otherwise the caller's autocast holds, whatever its dtype.
         scaler: a GradScaler, which scales the loss before its gradient is taken; the caller steps it.
         keep_graphs: which chunks keep the graph of their first pass, and are not encoded again: a number of them, a
