@@ -112,8 +112,9 @@ class GradCache:
         r"""Add the gradient of the loss of these inputs to the gradients of all parameters.
 
         Args:
-            model_inputs: one for each model: a tensor, a list (the model's arguments), a mapping (its keywords), or
-                (list, mapping). Their rows may differ between ranks and may be 0.
+            model_inputs: one for each model: a tensor, a list (the model's arguments), a mapping (its keywords, or its
+                one argument, as its signature says), or (list, mapping). Their rows may differ between ranks and may
+                be 0.
             no_sync_except_last: accepted for programs that pass it; gradients are synchronized once in any case.
             loss_kwargs: passed on to loss_fn.
 
