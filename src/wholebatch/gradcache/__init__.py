@@ -14,6 +14,7 @@ backward         one backward pass, seen by the chunk's engines or hidden from t
 one_pass         one forward pass with a graph; compares the second pass with the first
 chunks           encoders, and the chunks of their batches
 inputs           cuts an input into chunks, and calls a model with one
+call_form        a mapping is keywords, or one argument
 token_budget     TokenBudget: plans chunks by their number of tokens
 parts            the input of one chunk, whose rows may stand in any order
 padding          fills up representations of tokens

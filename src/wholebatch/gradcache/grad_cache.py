@@ -49,7 +49,8 @@ class GradCache:
         split_input_fn: (input, chunk size) -> list of chunks, for inputs that are not trees of tensors with the batch's
             rows. The chunk size is the model's in chunk_sizes. An :class:`InputChunk` names the rows of a chunk.
         get_rep_fn: a model's output -> its representation: a tensor with the rows of its input, or a tuple of such. A
-            tensor of shape () among them is one number for the whole batch, such as a learned scale.
+            tensor of shape () among them is one number for the whole batch, such as a learned scale. Token embeddings
+            (rows, tokens, d) beside a bool or integer mask (rows, tokens) may differ in tokens between chunks.
         fp16: run under float16 autocast; needs a scaler. Otherwise the caller's autocast holds, whatever its dtype.
         scaler: a GradScaler, which scales the loss before its gradient is taken; the caller steps it.
         keep_graphs: which chunks keep the graph of their first pass, and are not encoded again: a number of them, a
@@ -132,8 +133,9 @@ class GradCache:
         backward pass never comes is freed like any other. Under `torch.no_grad()` the loss is computed without a graph.
 
         Args:
-            model_inputs: one for each model: a tensor, a list (the model's arguments), a mapping (its keywords), or
-                (list, mapping). Their rows may differ between ranks and may be 0.
+            model_inputs: one for each model: a tensor, a list (the model's arguments), a mapping (its keywords, or its
+                one argument, as its signature says), or (list, mapping). Their rows may differ between ranks and may
+                be 0.
             no_sync_except_last: accepted for programs that pass it; gradients are synchronized once in any case.
             loss_kwargs: passed on to loss_fn.
 
