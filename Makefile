@@ -63,7 +63,7 @@ jax: .venv/dev-installed
 	WHOLEBATCH_TEST_JAX=all $(BIN)/python -W error -m pytest tests/test_jax_losses.py tests/test_jax_classes.py \
 	  tests/test_jax_processes.py $(ARGS)
 
-# Tests with transformers, peft, sentence-transformers, accelerate and Lightning Fabric, in a separate environment.
+# Tests with transformers, peft, sentence-transformers, accelerate, Lightning and DeepSpeed, in a separate environment.
 ecosystem: .venv-ecosystem/ready
 	.venv-ecosystem/bin/python -m pytest tests/ecosystem $(ARGS)
 
@@ -135,6 +135,7 @@ INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constr
 	.venv-ecosystem/bin/python $(INSTALL) torch==2.13.0
 	.venv-ecosystem/bin/python $(INSTALL) --editable '.[train,testing]' pytest \
 	  transformers peft sentence-transformers accelerate lightning
+	DS_BUILD_OPS=0 .venv-ecosystem/bin/python $(INSTALL) --no-build-isolation 'deepspeed>=0.19.2'
 	touch $@
 
 # The reference is read from the source without importing it, so neither torch nor wholebatch is installed here.

@@ -31,6 +31,7 @@ sync_control     the switch of an engine that synchronizes gradients
 engines          the engines that are known
 engine_ddp       DistributedDataParallel
 engine_fsdp      FSDP, both versions
+engine_deepspeed DeepSpeed, ZeRO 0 to 3
 enclosing        encoders that are called inside the engine's forward pass
 passed_by        finds calls that bypass their DDP
 held             finds engines that synchronize too early

@@ -13,11 +13,12 @@ from torch import nn
 
 from .._checks import check_instance
 from .engine_ddp import DDP
+from .engine_deepspeed import DEEPSPEED, DEEPSPEED_3
 from .engine_fsdp import FSDP1, FSDP2
 from .sync_control import SyncControl, no_sync
 
 _OTHERS = SyncControl(lambda module: callable(getattr(type(module), "no_sync", None)), no_sync)
-_CONTROLS = [DDP, FSDP2, FSDP1, _OTHERS]
+_CONTROLS = [DDP, FSDP2, FSDP1, DEEPSPEED_3, DEEPSPEED, _OTHERS]
 _BUILT_IN = tuple(_CONTROLS)
 
 

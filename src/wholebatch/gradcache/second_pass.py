@@ -40,35 +40,41 @@ def second_pass(
     unwatched = {id(engine.module): engine for chunk in order for engine in chunk.engines if watch(chunk)}
     reached = {id(engine.module): dict[int, Tensor]() for chunk in order for engine in _enclosing(chunk)}
     wrong: Exception | None = None
-    with ExitStack() as stack:
-        for engine in {id(engine.module): engine for chunk in order for engine in chunk.engines}.values():
-            stack.enter_context(engine.coalesce())
-        for chunk in order:
-            engines = chunk.engines
-            done = {id(engine.module) for engine in engines if last_of_engine[id(engine.module)] is chunk}
-            pairs: Pairs = []
-            error: Exception | None = None
-            if not chunk.kept:
-                error = _encode_again(chunk, done)
-                if not chunk.found:  # their engine waits for them
-                    pairs += [(p, torch.zeros_like(p)) for p in _parameters_of(engines, done).values()]
-                if not chunk.encoder.local:
-                    about_to_change(leaves_of(chunk.found))
-            given = [None] * len(chunk.found) if error is not None else _of_chunk(chunk)
-            pairs += _roots(chunk, given, whole=bool(done))
-            for engine in _enclosing(chunk):
-                reached[id(engine.module)] |= {id(p): p for p in leaves_of(chunk.found) if id(p) in engine.parameters}
-            held = [unwatched.pop(id(e.module)) for e in engines if id(e.module) in unwatched.keys() - done]
-            free = () if engines or chunk.last or not watch(chunk) else chunk.encoder.leaves
-            with watched(held, free) as mistakes, _held(engines, but=done):
-                if any(engine.hides and id(engine.module) not in done for engine in engines):
-                    hidden_backward(pairs)
-                else:
-                    backward(pairs, [e for e in engines if id(e.module) in done], reached)
-            wrong = wrong or error or next(iter(mistakes), None)
-            del pairs
-            chunk.forget()
+    for chunk in order:
+        engines = chunk.engines
+        done = {id(engine.module) for engine in engines if last_of_engine[id(engine.module)] is chunk}
+        pairs: Pairs = []
+        error: Exception | None = None
+        if not chunk.kept:
+            error = _encode_again(chunk, done)
+            if not chunk.found:  # their engine waits for them
+                pairs += [(p, torch.zeros_like(p)) for p in _parameters_of(engines, done).values()]
+            if not chunk.encoder.local:
+                about_to_change(leaves_of(chunk.found))
+        given = [None] * len(chunk.found) if error is not None else _of_chunk(chunk)
+        pairs += _roots(chunk, given, whole=bool(done))
+        for engine in _enclosing(chunk):
+            reached[id(engine.module)] |= {id(p): p for p in leaves_of(chunk.found) if id(p) in engine.parameters}
+        held = [unwatched.pop(id(e.module)) for e in engines if id(e.module) in unwatched.keys() - done]
+        free = () if engines or chunk.last or not watch(chunk) else chunk.encoder.leaves
+        with watched(held, free) as mistakes, _held(engines, but=done):
+            if any(engine.hides and id(engine.module) not in done for engine in engines):
+                hidden_backward(pairs)
+            else:
+                backward(pairs, [e for e in engines if id(e.module) in done], reached)
+        wrong = wrong or error or next(iter(mistakes), None)
+        del pairs
+        chunk.forget()
     return wrong
+
+
+@contextmanager
+def coalesced(chunks: Iterable[Chunk]) -> Iterator[None]:
+    """Make all passes inside. At the end, engines that reduce their sum do so, unless the code inside raises."""
+    with ExitStack() as stack:
+        for engine in {id(engine.module): engine for chunk in chunks for engine in chunk.engines}.values():
+            stack.enter_context(engine.coalesce())
+        yield
 
 
 def _enclosing(chunk: Chunk) -> list[Enclosing]:

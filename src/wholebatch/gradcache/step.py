@@ -42,7 +42,7 @@ from .passed_by import check_not_passed_by
 from .replay import Buffers
 from .replicas import check_same, checksums, digest, due, replicated
 from .rollback import Gradients
-from .second_pass import second_pass
+from .second_pass import coalesced, second_pass
 from .unchanged import Versions
 
 
@@ -224,17 +224,15 @@ def second_passes(steps: Sequence[Step], gradients: Gradients) -> None:
         now.append(step.buffers.now())
     error = next((e for e in (step.mistake() for step in steps) if e is not None), None)
     first = {id(chunk) for step in steps if not step.number for chunk in step.chunks}
-    try:
-        failed = second_pass(
-            [chunk for step in steps for chunk in step.chunks],
-            gradients.remember,
-            watch=lambda chunk: id(chunk) in first,
-        )
-    finally:
-        for step, state in zip(steps, now, strict=True):
-            step.buffers.restore(state)
-    for step in steps:
-        end_together(step.comm, error or failed, caller=step.name)
+    chunks = [chunk for step in steps for chunk in step.chunks]
+    with coalesced(chunks):
+        try:
+            failed = second_pass(chunks, gradients.remember, watch=lambda chunk: id(chunk) in first)
+        finally:
+            for step, state in zip(steps, now, strict=True):
+                step.buffers.restore(state)
+        for step in steps:
+            end_together(step.comm, error or failed, caller=step.name)
     for step in steps:
         step.count()
         step.free()
