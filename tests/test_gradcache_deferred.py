@@ -329,12 +329,29 @@ class InsideTheEngine(nn.Module):
     def loss(self, a, b):
         return wb.functional.clip_loss(normalize(a, dim=1), normalize(b, dim=1), self.log_scale.exp().sum())
 
-    def forward(self, x, y):
+    def forward(self, x, y, inner=False):
         if self.mode == "cache":
             return wb.GradCache([self.image, self.text], SIZE, self.loss, deferred=True)(x, y)
+        if inner:
+            return self.image(x), self.text(y)
+        if self.mode == "engine":  # as self.trainer.strategy.model, which is called once more
+            engine = DistributedDataParallel._active_ddp_module
+            loss = self.loss(*wb.gradcache.encode(engine, ([x, y], {"inner": True}), SIZE))
+            if engine.manual:
+                engine.manual(loss)
+            return loss
         a = self.image(x) if self.mode == "uncached" else wb.gradcache.encode(self.image, x, SIZE)
         b = wb.gradcache.encode(self.text, y, 3) if self.mode == "encode" else self.text(y)
         return self.loss(a + self.image(x) if self.mode == "mixed" else a, b)
+
+
+def manual_backward(model, prepare, loss):
+    if prepare:
+        model.require_forward_param_sync = True
+        model.reducer._rebuild_buckets()
+        model.reducer.prepare_for_backward([])
+    loss.backward()
+    model.require_backward_grad_sync = False  # as Lightning does, for the end of the outer forward pass
 
 
 def inside_body(counts, options):
@@ -360,6 +377,18 @@ def inside_body(counts, options):
         assert_close(gradients_of(plain), true)
         assert reduced == [0], mode
         reduced.clear()
+    plain.mode, model.manual = "engine", None
+    model(x[rows], y[rows]).backward()
+    assert_close(gradients_of(plain), true)
+    assert reduced == [0]
+    for prepare in (True, False):  # Lightning's manual_backward prepares the engine; loss.backward() does not
+        reduced.clear()
+        model.manual = partial(manual_backward, model, prepare)
+        with model.no_sync():  # for the outer forward pass, whose output is no loss
+            model.require_backward_grad_sync = True
+            model(x[rows], y[rows])
+        assert_close(gradients_of(plain), true)
+        assert reduced == [0], prepare
     plain.mode = "mixed"
     with pytest.raises(ValueError, match="is called with and without gradient caching inside one forward pass"):
         model(x[rows], y[rows]).backward()
@@ -376,7 +405,7 @@ def refused_inside_body(options, name):
     model, plain.mode = DistributedDataParallel(plain, **options), "encode"
     with pytest.raises(ValueError, match=f"with {name}=True, which looks for its parameters") as error:
         model(x, y)
-    assert "self.trainer.strategy.model" in str(error.value), "the form to use"
+    assert "wb.GradCache([self.trainer.strategy.model], ...)" in str(error.value), "the form to use"
     with pytest.raises(ValueError, match="must reach its parameters through the DistributedDataParallel"):
         wb.GradCache([plain.image, plain.text], SIZE, good_loss, deferred=True)(x, y)  # outside of its forward pass
 

@@ -107,7 +107,7 @@ class Step:
         if outer is not None:
             encoder.synchronized[id(outer.module)] = outer
             for chunk in chunks:
-                chunk.engines = [*chunk.engines, outer]
+                chunk.engines = [*(e for e in chunk.engines if e.module is not outer.module), outer]
         _check_hooks(chunks[-1])
         if not self.number:
             engines = encoder.synchronized.values()
@@ -177,12 +177,20 @@ class Step:
             encoder.gradients = [*islice(left, len(encoder.leaves_of_all_chunks))]
 
     def check_engines(self) -> None:
-        """Raise ValueError on all ranks if an enclosing engine has not waited for the second passes."""
+        """Raise ValueError on all ranks if an enclosing engine has not waited for the second passes.
+
+        One that does not wait for any, because its caller has not prepared it, is an engine like others.
+        """
         enclosing = [(of, e) for of in self.encoders() for e in of.synchronized.values() if isinstance(e, Enclosing)]
 
         def state() -> None:
             for encoder, engine in enclosing:
-                engine.check(encoder.name)
+                if engine.waits():
+                    engine.check(encoder.name)
+                    continue
+                engine.unwatch()
+                for chunk in self._chunks_of(encoder):
+                    chunk.engines = [engine.called if e is engine and engine.called else e for e in chunk.engines]
 
         if enclosing:
             agree(self.comm, state, caller=self.name)
