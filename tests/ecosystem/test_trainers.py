@@ -6,6 +6,8 @@ Each body is the form that a user writes. `encode` calls the model: `plain` as i
 `wb.gradcache.encode(model, batch, chunk_size)`. Reductions of gradients are counted.
 """
 
+import os
+import sys
 import tempfile
 
 import pytest
@@ -28,6 +30,7 @@ from dual import (
     weights,
 )
 
+import wholebatch as wb
 from wholebatch.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("default")  # these libraries warn of each other's deprecations
@@ -47,10 +50,13 @@ def loader(micro_steps=1):
 # Hugging Face Trainer.
 
 
-def trainer_body(port, encode, micro_steps):
+def trainer_body(port, encode, micro_steps, stage=None):
+    as_launched(port)
+    if stage is not None:
+        without_compiled_operators()
     from transformers import Trainer, TrainingArguments
 
-    as_launched(port)
+    dtype = torch.float64 if stage is None else torch.float32
     reductions = reductions_counted()
 
     class Contrastive(Trainer):
@@ -59,23 +65,26 @@ def trainer_body(port, encode, micro_steps):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             return loss_fn(encode(model, inputs))
 
-    model = Dual()
+    model = Dual(dtype)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
             per_device_train_batch_size=BATCH,
             gradient_accumulation_steps=micro_steps,
             max_steps=STEPS,
+            optim="sgd",
+            learning_rate=0.1,
             max_grad_norm=1.0,
             lr_scheduler_type="constant",
             save_strategy="no",
             report_to=[],
             use_cpu=True,
             disable_tqdm=True,
+            deepspeed=None if stage is None else zero(stage, micro_steps),
         )
-        data = Pairs(2 * BATCH * STEPS * micro_steps)
-        Contrastive(model, arguments, train_dataset=data, optimizers=(sgd(model.parameters()), None)).train()
-    return weights(model), len(reductions)
+        data = Pairs(2 * BATCH * STEPS * micro_steps, dtype)
+        Contrastive(model, arguments, train_dataset=data).train()
+    return whole_weights(model), len(reductions)
 
 
 @pytest.mark.parametrize("micro_steps", [1, MICRO_STEPS])
@@ -84,6 +93,12 @@ def test_trainer(micro_steps):
     found = trained(trainer_body, cached, micro_steps)
     assert_same_training(found, true)
     assert found[0][1] <= STEPS + 1  # DDP makes its buckets anew after its first step
+
+
+@pytest.mark.parametrize(("stage", "micro_steps"), [(0, 1), (1, MICRO_STEPS), (2, MICRO_STEPS), (3, MICRO_STEPS)])
+def test_trainer_with_deepspeed(stage, micro_steps):
+    true = trained(trainer_body, plain, micro_steps, stage)
+    assert_same_training(trained(trainer_body, cached, micro_steps, stage), true, FLOAT32)
 
 
 # accelerate.
@@ -151,12 +166,11 @@ def lightning_body(port, encode, micro_steps, automatic, strategy):
             return self.net(x, y)
 
         def training_step(self, batch, _):
-            if automatic:
-                return loss_fn(encode(self.net, batch))
-            loss = loss_fn(encode(self.trainer.strategy.model if strategy == "ddp" else self.net, batch))
-            self.manual_backward(loss)
-            self.optimizers().step()
-            self.optimizers().zero_grad()
+            loss = loss_fn(encode(self.net, batch))
+            if not automatic:
+                self.manual_backward(loss)
+                self.optimizers().step()
+                self.optimizers().zero_grad()
             return loss
 
         def configure_optimizers(self):
@@ -165,7 +179,7 @@ def lightning_body(port, encode, micro_steps, automatic, strategy):
         def train_dataloader(self):
             return loader(micro_steps)
 
-    strategies = {"ddp": "ddp", "fsdp": FSDPOnCPU(), "model_parallel": ModelParallelStrategy()}
+    strategies = {"ddp": "ddp", "fsdp": FSDPOnCPU(), "model_parallel": ModelParallelStrategy(2, 1)}
     module = Contrastive()
     lightning.Trainer(
         accelerator="cpu",
@@ -225,3 +239,91 @@ def fabric_body(port, encode, micro_steps):
 def test_fabric(micro_steps):
     true = trained(fabric_body, plain, micro_steps)
     assert_same_training(trained(fabric_body, cached, micro_steps), true)
+
+
+# DeepSpeed: float32, since ZeRO keeps its shards in it. A batch in chunks adds up gradients in another order.
+FLOAT32 = 1e-5
+
+
+def without_compiled_operators():
+    """DeepSpeed compiles an operator for messages between processes of one CPU; gloo carries them here."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+    deepspeed.init_distributed("gloo")
+
+
+def zero(stage, micro_steps=1):
+    return {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": micro_steps,
+        "gradient_clipping": 1.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": stage},
+    }
+
+
+def whole_weights(model):
+    parameters = list(model.parameters())
+    if not hasattr(parameters[0], "ds_id"):
+        return weights(model)
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(parameters):
+        return weights(model)
+
+
+def deepspeed_body(port, form, stage, micro_steps):
+    import deepspeed
+
+    as_launched(port)
+    without_compiled_operators()
+    reductions = reductions_counted()
+    model = Dual(torch.float32)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=sgd(model.parameters()), config=zero(stage, micro_steps), dist_init_required=False
+    )
+    immediate = wb.GradCache([engine], CHUNK, loss_fn, scaler=engine)  # the engine scales the loss, where it has to
+    for batch in loader(micro_steps):
+        batch = {name: x.float() for name, x in batch.items()}
+        if form == "immediate":
+            immediate(batch)
+        else:
+            engine.backward(loss_fn({"plain": plain, "cached": cached}[form](engine, batch)))
+        engine.step()
+    return whole_weights(engine.module), len(reductions)
+
+
+@pytest.mark.parametrize("micro_steps", [1, MICRO_STEPS])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_deepspeed(stage, micro_steps):
+    true = trained(deepspeed_body, "plain", stage, micro_steps)
+    for form in ("cached", "immediate"):
+        assert_same_training(trained(deepspeed_body, form, stage, micro_steps), true, FLOAT32)
+
+
+def accelerate_deepspeed_body(port, encode, stage, micro_steps):
+    """accelerator.backward() makes DeepSpeed's step, too."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    as_launched(port)
+    without_compiled_operators()
+    reductions = reductions_counted()
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero(stage, micro_steps)))
+    model = Dual(torch.float32)
+    model, optimizer, batches = accelerator.prepare(model, sgd(model.parameters()), _alone(micro_steps))
+    for batch in batches:
+        batch = {name: x.float() for name, x in batch.items()}
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_fn(encode(model, batch)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return whole_weights(model.module), len(reductions)
+
+
+@pytest.mark.parametrize(("stage", "micro_steps"), [(0, 1), (1, 1), (2, MICRO_STEPS), (3, MICRO_STEPS)])
+def test_accelerate_with_deepspeed(stage, micro_steps):
+    true = trained(accelerate_deepspeed_body, plain, stage, micro_steps)
+    assert_same_training(trained(accelerate_deepspeed_body, cached, stage, micro_steps), true, FLOAT32)
