@@ -529,7 +529,7 @@ def test_errors_for_unknown_names_suggest_a_fix():
     x = features()
     with pytest.raises(TypeError, match=r"unknown: 'logit_sclae' \(did you mean 'logit_scale'\?\)"):
         wb.functional.clip_loss(x, x, logit_sclae=10.0)
-    with pytest.raises(TypeError, match="pass logit_scale, which is 1 / temperature, in the call"):
+    with pytest.raises(TypeError, match="pass logit_scale=1 / temperature, in the constructor or in the call"):
         wb.CLIPLoss(temperature=0.07)
     with pytest.raises(TypeError, match="pass ids in the call"):
         wb.CLIPLoss(ids=torch.arange(3))

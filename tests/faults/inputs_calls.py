@@ -181,6 +181,15 @@ VALUES: dict[str, Callable[[], Any]] = {
     "control": lambda: wb.gradcache.SyncControl(lambda module: False, lambda module: None),
     "modules": lambda: (),
     # by entry
+    **{
+        f"{loss}.forward.{name}": (lambda value=value: value)
+        for loss in ("CLIPLoss", "DistillationLoss", "InfoNCELoss", "MatryoshkaLoss", "MoCoLoss", "SigLIPLoss")
+        for name, value in (("logit_scale", 10.0), ("logit_bias", -5.0))
+        if name == "logit_scale" or loss == "SigLIPLoss"
+    },
+    "DistillationLoss.forward.teacher_image_features": _rows(4, 5),
+    "DistillationLoss.forward.teacher_text_features": _rows(4, 5),
+    "DistillationLoss.forward.teacher_logit_scale": lambda: 3.0,
     "Problem.batch": lambda: {"x": torch.randn(8, 3)},
     "Problem.loss": lambda: _mean_of_squares,
     "MagFace.norms": lambda: (10.0, 110.0),

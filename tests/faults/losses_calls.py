@@ -82,7 +82,10 @@ def make_loss(name: str, world: World, module: type[torch.nn.Module] | None = No
     else:
         settings = frozenset(inspect.signature(module).parameters)
         forward = {k: p for k, p in inspect.signature(module.forward).parameters.items() if k != "self"}
-        parameters = {**inspect.signature(module).parameters, **forward}
+        of_function = inspect.signature(function).parameters  # knows what is required
+        parameters = {k: of_function[k] for k in (*inspect.signature(module).parameters, *forward)}
+        if world.integers("scale in the call", 2, 1):  # otherwise in the constructor, and logit_bias too
+            settings -= forward.keys()
     common, whole, sync = _draw(name, parameters, world, tensors=module is None)
     arguments = [
         {**common, **{k: x[Partition(ROWS[k].counts(world)).rows(rank)] for k, x in whole.items()}}

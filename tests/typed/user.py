@@ -21,6 +21,10 @@ assert_type(wb.CLIPLoss(label_smoothing=0.1).forward(x, y, scale), Tensor)
 wb.CLIPLoss(label_smoothing="a")  # error
 wb.CLIPLoss(lable_smoothing=0.1)  # error
 wb.CLIPLoss(0.1)  # error
+wb.CLIPLoss(logit_scale=wb.Scale(14.3), logit_bias=torch.nn.Parameter(scale))
+assert_type(wb.CLIPLoss(logit_scale=14.3).forward(x, y), Tensor)
+wb.InfoNCELoss(logit_scale="14.3")  # error
+wb.InfoNCELoss(logit_bias=1.0)  # error
 wb.MatryoshkaLoss()  # error
 wb.MatryoshkaLoss(dims=(2, 3), exchange="ring", memory=2**20)
 wb.TripletLoss(margin=0.1, kernel="triton")  # error

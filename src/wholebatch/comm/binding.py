@@ -8,7 +8,7 @@ themselves, and send an error in the handshake.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -51,6 +51,13 @@ def mistake_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict
     except TypeError as error:
         return CallError(f"{error}{_unknown(signature, kwargs, str(error))}; the signature is {_shown(signature)}")
     return None
+
+
+def missing_error(function: Callable[..., Any], names: Sequence[str], fix: str) -> CallError:
+    """Return the error of a call that leaves out these arguments, which the signature alone does not require."""
+    listed = ", ".join(map(repr, names))
+    argument = "a required argument" if len(names) == 1 else "required arguments"
+    return CallError(f"missing {argument}: {listed}; {fix}; the signature is {_shown(inspect.signature(function))}")
 
 
 def _unknown(signature: inspect.Signature, kwargs: Iterable[str], known: str) -> str:

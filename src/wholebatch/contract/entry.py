@@ -37,8 +37,13 @@ def _refuse(caller: str, error: CallError, args: Sequence[Any], kwargs: Mapping[
     """Raise the error of a call that does not fit its signature, on all ranks of the group that was given."""
     module = next((x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)), None)
     options = getattr(module, "options", module)
+    raise_on_all_ranks(caller, error, kwargs.get("group", getattr(options, "group", None)))
+
+
+def raise_on_all_ranks(caller: str, error: CallError, group: Any) -> None:
+    """Raise the error of a wrong call on all ranks of the group that was given; return if it is no group."""
     try:
-        comm = select_communicator(kwargs.get("group", getattr(options, "group", None)))
+        comm = select_communicator(group)
     except ValueError:  # an invalid group: there are no other ranks to report to
         return
     comm.handshake(complaint(error), caller=caller)

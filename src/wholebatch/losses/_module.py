@@ -83,7 +83,7 @@ class Settings(nn.Module):
                 if name in in_call:
                     hint = f"pass {name} in the call"
                 elif name == "temperature" and "logit_scale" in in_call:
-                    hint = "pass logit_scale, which is 1 / temperature, in the call"
+                    hint = "pass logit_scale=1 / temperature, in the constructor or in the call"
                 raise TypeError(
                     f"{cls.__name__} got an unexpected keyword argument {name!r}; its settings are "
                     f"{', '.join(sorted(names))}; {hint}"
@@ -104,6 +104,7 @@ class Settings(nn.Module):
 
     def extra_repr(self) -> str:
         shown = {name: value for name, value in self.settings.items() if name != "group"}
+        shown = {name: value for name, value in shown.items() if not isinstance(value, nn.Module)}  # listed below
         return ", ".join(f"{name}={_shown(value)}" for name, value in shown.items())
 
 
@@ -143,4 +144,9 @@ class KernelLoss(ProductLoss):
 
 
 def _shown(value: object) -> str:
-    return f"{value.item():g}" if isinstance(value, Tensor) and value.numel() == 1 else repr(value)
+    """Return the text of a setting; never that of a sharded tensor's value, which only all ranks together can read."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    if value.numel() == 1 and type(value) in (Tensor, nn.Parameter) and value.device.type != "meta":
+        return f"{value.item():g}"
+    return f"{type(value).__name__} of shape {tuple(value.shape)}"

@@ -25,6 +25,7 @@ from ..nodes.cross_entropy import how_many_equal, many_positives, one_positive
 from ..sweep import Memory, Precision, Selection
 from ..sync import Sync
 from ._declaration import Declaration, Sweep
+from ._logit_scale import TakesLogitBias
 from ._module import KernelLoss
 from ._pairs import EQUAL_IDS, EqualIdsAre, pairs_of_rows
 from .statistics import report_statistics, statistics_requested
@@ -212,13 +213,16 @@ def _check(label_smoothing: float, equal_ids: EqualIdsAre) -> dict[str, Any]:
     return {"label_smoothing": float(label_smoothing), "equal_ids": equal_ids}
 
 
-class CLIPLoss(KernelLoss):
+class CLIPLoss(TakesLogitBias, KernelLoss):
     """Symmetric cross-entropy over the global batch: the settings of :func:`wholebatch.functional.clip_loss`.
 
-    A module without parameters; `logit_scale` enters `forward`, so that it can stay inside the model that the
-    engine wraps.
+    `logit_scale` may enter `forward`, so that it can stay inside the model that the engine wraps, or be a default of
+    this module. A learned default is a parameter of the module: wrap it like the model, or keep it inside.
 
     Args:
+        logit_scale, logit_bias: defaults for calls that leave them out; a number, a tensor, an `nn.Parameter`, or a
+            :class:`wholebatch.Scale`, which is called once in each forward and stays positive. Each call needs a
+            scale, from here or from its arguments.
         group, sync, exchange, memory, kernel, precision, reduction, label_smoothing, equal_ids, even: as in
             :func:`wholebatch.functional.clip_loss`.
     """
@@ -237,7 +241,7 @@ class CLIPLoss(KernelLoss):
         self,
         image_features: Tensor,
         text_features: Tensor,
-        logit_scale: Tensor | float,
+        logit_scale: Tensor | float | None = None,
         *,
         logit_bias: Tensor | float | None = None,
         ids: Tensor | None = None,
@@ -247,11 +251,9 @@ class CLIPLoss(KernelLoss):
         return clip_loss(
             image_features,
             text_features,
-            logit_scale,
-            logit_bias=logit_bias,
             ids=ids,
             weights=weights,
-            **self.settings,
+            **self._settings_of_call(logit_scale=logit_scale, logit_bias=logit_bias, optional=("logit_bias",)),
         )
 
 

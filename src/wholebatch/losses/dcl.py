@@ -120,7 +120,8 @@ class DCLLoss(KernelLoss):
     """Decoupled contrastive loss over the global batch: the settings of :func:`wholebatch.functional.dcl_loss`.
 
     Args:
-        temperature, sigma, reduction, group, sync, exchange, memory, kernel, precision: as in
+        temperature: as in :class:`wholebatch.NTXentLoss`, also for a learned one.
+        sigma, reduction, group, sync, exchange, memory, kernel, precision: as in
             :func:`wholebatch.functional.dcl_loss`.
     """
 

@@ -133,7 +133,8 @@ class DebiasedLoss(KernelLoss):
     """Debiased contrastive loss over the global batch: the settings of :func:`wholebatch.functional.debiased_loss`.
 
     Args:
-        temperature, tau_plus, beta, reduction, group, sync, exchange, memory, kernel, precision: as in
+        temperature: as in :class:`wholebatch.NTXentLoss`, also for a learned one.
+        tau_plus, beta, reduction, group, sync, exchange, memory, kernel, precision: as in
             :func:`wholebatch.functional.debiased_loss`.
     """
 

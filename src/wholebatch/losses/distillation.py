@@ -30,6 +30,7 @@ from ..nodes import Bounds, Layout, Operands, Towers, choose_route, row_statisti
 from ..nodes.soft_targets import SoftTargetPlan, SoftTargets
 from ..sweep import Memory, Pairs, Precision, Selection
 from ..sync import Sync
+from ._logit_scale import TakesLogitScale
 from ._module import ProductLoss
 
 _TEACHER_SIZE, _TEACHER_NORMS = "teacher's embedding size", "teacher's largest norms"
@@ -155,10 +156,11 @@ def _logsumexps(facts: Facts, scale: float, towers: Sequence[Tensor], layout: La
     return [side.logsumexp for side in sides if side is not None]
 
 
-class DistillationLoss(ProductLoss):
+class DistillationLoss(TakesLogitScale, ProductLoss):
     """Distillation over the global batch: the settings of :func:`wholebatch.functional.distillation_loss`.
 
     Args:
+        logit_scale: default for calls that leave it out, as in :class:`wholebatch.CLIPLoss`.
         reduction, group, sync, exchange, memory, precision: as in :func:`wholebatch.functional.distillation_loss`.
     """
 
@@ -167,21 +169,25 @@ class DistillationLoss(ProductLoss):
         self,
         image_features: Tensor,
         text_features: Tensor,
-        logit_scale: Tensor | float,
-        teacher_image_features: Tensor,
-        teacher_text_features: Tensor,
-        teacher_logit_scale: Tensor | float,
+        logit_scale: Tensor | float | None = None,
+        teacher_image_features: Tensor | None = None,
+        teacher_text_features: Tensor | None = None,
+        teacher_logit_scale: Tensor | float | None = None,
         *,
         weights: Tensor | None = None,
     ) -> Tensor:
-        """See :func:`wholebatch.functional.distillation_loss`: two pairs of (b_r, d) and their scales -> L."""
+        """See :func:`wholebatch.functional.distillation_loss`: two pairs of (b_r, d) and their scales -> L.
+
+        Each call needs the three arguments of the teacher; where the constructor has `logit_scale`, pass them by name.
+        """
         return distillation_loss(
             image_features,
             text_features,
-            logit_scale,
-            teacher_image_features,
-            teacher_text_features,
-            teacher_logit_scale,
             weights=weights,
-            **self.settings,
+            **self._settings_of_call(
+                logit_scale=logit_scale,
+                teacher_image_features=teacher_image_features,
+                teacher_text_features=teacher_text_features,
+                teacher_logit_scale=teacher_logit_scale,
+            ),
         )

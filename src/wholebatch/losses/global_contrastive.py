@@ -213,7 +213,8 @@ class GlobalContrastiveLoss(KernelLoss):
     Args:
         examples: the size of the data set.
         dtype: of the averages; 8 bytes per example in float32.
-        temperature, gamma, epsilon, reduction, group, sync, exchange, memory, kernel, precision: as in
+        temperature: as in :class:`wholebatch.NTXentLoss`, also for a learned one.
+        gamma, epsilon, reduction, group, sync, exchange, memory, kernel, precision: as in
             :func:`wholebatch.functional.global_contrastive_loss`.
 
     Attributes:

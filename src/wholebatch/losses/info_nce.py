@@ -31,6 +31,7 @@ from ._directions import Ceiling, Direction, Retrieval
 from ._hard_negatives import combined, hard_negative_statistics
 from ._info_nce_inputs import InfoNCETensors
 from ._info_nce_options import InfoNCESettings, PartitionOf, as_tuple
+from ._logit_scale import TakesLogitScale
 from ._module import KernelLoss
 from ._pairs import EqualIdsAre
 from .statistics import report_statistics, statistics_requested
@@ -217,15 +218,12 @@ def info_nce_loss(
     return reduce_losses(facts, losses, facts.rows["queries"].total)
 
 
-class InfoNCELoss(KernelLoss):
+class InfoNCELoss(TakesLogitScale, KernelLoss):
     """InfoNCE over the global batch: the settings of :func:`wholebatch.functional.info_nce_loss`.
 
-    A module without parameters; `logit_scale` enters `forward`, so that it can stay inside the model that the
-    engine wraps.
-
     Args:
-        settings: all keyword arguments of :func:`wholebatch.functional.info_nce_loss` that are neither tensors nor
-            `logit_scale`.
+        logit_scale: default for calls that leave it out, as in :class:`wholebatch.CLIPLoss`.
+        settings: all other keyword arguments of :func:`wholebatch.functional.info_nce_loss` that are no tensors.
     """
 
     equal_ids: EqualIdsAre = "excluded"
@@ -250,7 +248,7 @@ class InfoNCELoss(KernelLoss):
         queries: Tensor,
         keys: Tensor,
         *,
-        logit_scale: Tensor | float,
+        logit_scale: Tensor | float | None = None,
         negatives: Tensor | None = None,
         hard_negatives: Tensor | None = None,
         query_ids: Tensor | None = None,
@@ -265,7 +263,6 @@ class InfoNCELoss(KernelLoss):
         return info_nce_loss(
             queries,
             keys,
-            logit_scale=logit_scale,
             negatives=negatives,
             hard_negatives=hard_negatives,
             query_ids=query_ids,
@@ -275,7 +272,7 @@ class InfoNCELoss(KernelLoss):
             query_guides=query_guides,
             key_guides=key_guides,
             weights=weights,
-            **self.settings,
+            **self._settings_of_call(logit_scale=logit_scale),
         )
 
 

@@ -37,6 +37,7 @@ from ..nodes.nested_plan import Parts
 from ..sweep import Memory, Precision, Selection
 from ..sync import Sync
 from ._declaration import Declaration
+from ._logit_scale import TakesLogitScale
 from ._module import KernelLoss
 from ._pairs import pairs_of_rows
 
@@ -203,10 +204,11 @@ def _part_by_part(facts: Facts, towers: tuple[Tensor, Tensor], parts: Parts) -> 
     return lse_rows, targets, lse_cols
 
 
-class MatryoshkaLoss(KernelLoss):
+class MatryoshkaLoss(TakesLogitScale, KernelLoss):
     """Matryoshka over the global batch: the settings of :func:`wholebatch.functional.matryoshka_loss`.
 
     Args:
+        logit_scale: default for calls that leave it out, as in :class:`wholebatch.CLIPLoss`.
         dims, dim_weights, symmetric, normalize, reduction, group, sync, exchange, memory, kernel, precision: as in
             :func:`wholebatch.functional.matryoshka_loss`.
     """
@@ -228,12 +230,13 @@ class MatryoshkaLoss(KernelLoss):
         queries: Tensor,
         keys: Tensor,
         *,
-        logit_scale: Tensor | float,
+        logit_scale: Tensor | float | None = None,
         ids: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor:
         """See :func:`wholebatch.functional.matryoshka_loss`: (b_r, d), (b_r, d), a scalar -> L."""
-        return matryoshka_loss(queries, keys, logit_scale=logit_scale, ids=ids, weights=weights, **self.settings)
+        settings = self._settings_of_call(logit_scale=logit_scale)
+        return matryoshka_loss(queries, keys, ids=ids, weights=weights, **settings)
 
 
 def _nested_sizes(embedding_size: int) -> dict[str, Any]:

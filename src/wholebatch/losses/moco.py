@@ -25,7 +25,7 @@ from ..nodes.cross_entropy import softplus
 from ..partition import Partition
 from ..sweep import Memory, Pairs, Precision, Selection
 from ..sync import Sync
-from ._module import LossModule
+from ._logit_scale import TakesLogitScale
 from .statistics import report_statistics, statistics_requested
 
 
@@ -125,10 +125,11 @@ def moco_loss(
     return reduce_losses(facts, softplus(side.logsumexp - target), rows.total)
 
 
-class MoCoLoss(LossModule):
+class MoCoLoss(TakesLogitScale):
     """MoCo over the global batch: the settings of :func:`wholebatch.functional.moco_loss`.
 
     Args:
+        logit_scale: default for calls that leave it out, as in :class:`wholebatch.CLIPLoss`.
         reduction, group, sync, memory, kernel, precision: as in :func:`wholebatch.functional.moco_loss`.
     """
 
@@ -144,11 +145,11 @@ class MoCoLoss(LossModule):
         keys: Tensor,
         queue: Tensor,
         *,
-        logit_scale: Tensor | float,
+        logit_scale: Tensor | float | None = None,
         weights: Tensor | None = None,
     ) -> Tensor:
         """See :func:`wholebatch.functional.moco_loss`: (b_r, d), (b_r, d), (n, d), a scalar -> L."""
-        return moco_loss(queries, keys, queue, logit_scale=logit_scale, weights=weights, **self.settings)
+        return moco_loss(queries, keys, queue, weights=weights, **self._settings_of_call(logit_scale=logit_scale))
 
 
 class KeyQueue(nn.Module):

@@ -106,7 +106,9 @@ class NTXentLoss(KernelLoss):
 
     Args:
         temperature: a number, or an `nn.Parameter` to be learned. Then wrap the module like the model, so that the
-            engine synchronizes its gradient.
+            engine synchronizes its gradient. A step may make a parameter negative, which raises at the next call; to
+            learn one that stays positive, call the function with `temperature=1 / scale()` of a
+            :class:`wholebatch.Scale`.
         reduction, group, sync, exchange, memory, kernel, precision: as in :func:`wholebatch.functional.nt_xent_loss`.
     """
 

@@ -21,6 +21,7 @@ from ..nodes.sigmoid import Sigmoid, SigmoidPlan
 from ..sweep import Memory, Precision
 from ..sync import Sync
 from ._declaration import Declaration, Sweep
+from ._logit_scale import TakesLogitBias
 from ._module import KernelLoss
 from ._pairs import EQUAL_IDS, EqualIdsAre, pairs_of_rows
 
@@ -132,13 +133,15 @@ def siglip_loss(
     return (reduce_losses if per_row else reduce_total)(facts, loss, rows.total)
 
 
-class SigLIPLoss(KernelLoss):
+class SigLIPLoss(TakesLogitBias, KernelLoss):
     """SigLIP over the global batch: the settings of :func:`wholebatch.functional.siglip_loss`.
 
-    A module without parameters; `logit_scale` and `logit_bias` enter `forward`, so that they can stay inside the model
-    that the engine wraps.
+    `logit_scale` and `logit_bias` may enter `forward`, so that they can stay inside the model that the engine wraps, or
+    be defaults of this module.
 
     Args:
+        logit_scale, logit_bias: defaults for calls that leave them out, as in :class:`wholebatch.CLIPLoss`; each call
+            needs both, from here or from its arguments. A bias is usually negative; a Scale is positive.
         equal_ids, reduction, group, sync, exchange, memory, kernel, precision: as in
             :func:`wholebatch.functional.siglip_loss`.
     """
@@ -155,15 +158,19 @@ class SigLIPLoss(KernelLoss):
         self,
         image_features: Tensor,
         text_features: Tensor,
-        logit_scale: Tensor | float,
-        logit_bias: Tensor | float,
+        logit_scale: Tensor | float | None = None,
+        logit_bias: Tensor | float | None = None,
         *,
         ids: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor:
         """See :func:`wholebatch.functional.siglip_loss`: (b_r, d), (b_r, d), two scalars -> L, the same everywhere."""
         return siglip_loss(
-            image_features, text_features, logit_scale, logit_bias, ids=ids, weights=weights, **self.settings
+            image_features,
+            text_features,
+            ids=ids,
+            weights=weights,
+            **self._settings_of_call(logit_scale=logit_scale, logit_bias=logit_bias),
         )
 
 

@@ -110,7 +110,8 @@ class SupConLoss(KernelLoss):
     """Supervised contrastive loss over the global batch: the settings of :func:`wholebatch.functional.sup_con_loss`.
 
     Args:
-        temperature, reduction, group, sync, exchange, memory, kernel, precision: as in
+        temperature: as in :class:`wholebatch.NTXentLoss`, also for a learned one.
+        reduction, group, sync, exchange, memory, kernel, precision: as in
             :func:`wholebatch.functional.sup_con_loss`.
     """
 
