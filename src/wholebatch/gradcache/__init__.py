@@ -15,6 +15,7 @@ multimodal       MultimodalSplit: texts with images, whose pixels do not have th
 image_counts     finds the images of each row in an input
 row_items        images of rows and patches of images, as integers
 padding          fills up representations of tokens
+devices          the devices of each encoder
 keep             which chunks keep their graph, and need no second pass
 replay           random numbers, autocast and buffers are the same in both passes
 agreement        if one rank raises, all ranks raise

@@ -5,19 +5,19 @@ The two passes of a step are in `step`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._checks import check_count, check_flag, check_items, shown
-from .._trees import tensors_of
 from ..comm import Group, select_communicator
 from ..comm.select import check_group
 from .agreement import agree
 from .chunks import Chunk, Encoder, facts_of, filled_up
+from .devices import devices_of
 from .inputs import call_model, check_input, check_parts, split_inputs
 from .keep import Keeper, KeepGraphs, check_keep_graphs
 from .parameter_sync import synchronized
@@ -53,7 +53,8 @@ class GradCache:
         scaler: a GradScaler, which scales the loss before its gradient is taken; the caller steps it.
         keep_graphs: which chunks keep the graph of their first pass, and are not encoded again: a number of them, a
             fraction, or "auto", as many as fit. More memory, less time.
-        memory_budget: bytes that kept graphs may hold under "auto"; None: most of the free memory.
+        memory_budget: bytes that kept graphs may hold under "auto", on all devices together; None: most of the free
+            memory of each device.
         group: ranks that make the step together, as in :func:`wholebatch.functional.clip_loss`.
         unchecked: parameters whose values differ between ranks on purpose (experts, tensor parallel without DTensors),
             or whose engine you do not call on purpose. The others are compared between ranks, see `cache_step`.
@@ -164,10 +165,10 @@ class GradCache:
         if collective:
             chunks = filled_up(chunks, everyone)
         alike = all(facts == everyone[0] for facts in everyone) and self.keep_graphs != "auto"
-        device = _device_of(model_inputs, self.models)
-        keeper = Keeper(self.keep_graphs, len(chunks), self.memory_budget, device)
+        devices = [devices_of(c.encoder.visible, model_inputs[c.encoder.index]) for c in chunks if c.first]
+        keeper = Keeper(self.keep_graphs, len(chunks), self.memory_budget, devices)
         step = Step(comm, chunks, self.compute_loss, self.scaler, self.unchecked, self._steps)
-        with self._autocast(device):
+        with self._autocast(devices):
             loss = step.run(keeper, loss_kwargs, may_be_collective=alike or everyone[0]["collective"])
         self._steps += 1
         return loss
@@ -222,8 +223,13 @@ class GradCache:
             chunks[-1].last = True
         return chunks
 
-    def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        return torch.autocast(device.type, torch.float16) if self.fp16 else nullcontext()
+    @contextmanager
+    def _autocast(self, devices: Sequence[Sequence[torch.device]]) -> Iterator[None]:
+        kinds = {device.type for of_model in devices for device in of_model} if self.fp16 else set[str]()
+        with ExitStack() as stack:
+            for kind in sorted(kinds):
+                stack.enter_context(torch.autocast(kind, torch.float16))
+            yield
 
 
 def _checked_models(models: Any) -> list[Callable[..., Any]]:
@@ -256,14 +262,3 @@ def _checked_parameters(unchecked: Iterable[Tensor]) -> list[Tensor]:
         if not isinstance(p, Tensor):
             raise ValueError(f"unchecked must be a list of parameters, got one with a {type(p).__name__}")
     return left_out
-
-
-def _device_of(inputs: Sequence[Any], models: Sequence[object]) -> torch.device:
-    """Return the device of the models, or else of the inputs."""
-    for model in models:
-        if isinstance(model, nn.Module):
-            for p in model.parameters():
-                return p.device
-    for x in tensors_of(list(inputs)):
-        return x.device
-    return torch.device("cpu")
