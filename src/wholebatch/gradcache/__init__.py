@@ -14,6 +14,7 @@ backward         one backward pass, seen by the chunk's engines or hidden from t
 one_pass         one forward pass with a graph; compares the second pass with the first
 chunks           encoders, and the chunks of their batches
 keep             which chunks keep their graph, and need no second pass
+devices          where each encoder lies
 replay           random numbers, autocast and buffers are the same in both passes
 unchanged        parameters are the same in both passes
 agreement        if one rank raises, all ranks raise

@@ -18,7 +18,7 @@ from ..comm import Group
 from ..contract import bind_on_all_ranks
 from .chunks import Chunk
 from .deferred import with_second_passes
-from .entry import Options, device_of, first_passes
+from .entry import Options, first_passes
 from .grad_cache import ChunkSize, GradCache
 from .keep import KeepGraphs
 from .referred_modules import modules_of
@@ -103,8 +103,7 @@ def encode(
         "gradcache.encode",
         chunks,
         Options(keep_graphs, memory_budget, group, unchecked),
-        models=1,
-        device=device_of([model_input], [model]),
+        inputs=[model_input],
         number=number,
         count=count,
         deferred=True,

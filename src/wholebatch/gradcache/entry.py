@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._trees import tensors_of
 from ..comm import Group, select_communicator
 from ..comm.select import check_group
 from .agreement import agree
 from .chunks import Chunk, facts_of, filled_up
+from .devices import devices_of
 from .engines.known import synchronized
 from .keep import Keeper, KeepGraphs, check_keep_graphs
 from .step import Step
@@ -30,6 +32,7 @@ class Options:
     memory_budget: int | None
     group: Group
     unchecked: Iterable[Tensor]
+    fp16: bool = False
 
     def checked(self) -> list[Tensor]:
         """Return the parameters that are not compared; raise ValueError unless all options are valid."""
@@ -43,8 +46,7 @@ def first_passes(
     make_chunks: Callable[[], list[Chunk]],
     options: Options,
     *,
-    models: int,
-    device: torch.device,
+    inputs: Sequence[Any],
     number: int,
     count: Callable[[], None],
     deferred: bool,
@@ -57,8 +59,7 @@ def first_passes(
         name: of the caller, for messages.
         make_chunks: makes this rank's chunks from its arguments; its errors raise on all ranks.
         options: the caller's.
-        models: how many there are.
-        device: of the models.
+        inputs: one for each model.
         number: how many steps were made before.
         count: counts this one, in the end.
         deferred: whether autograd makes the second passes; without it, gradients must be enabled.
@@ -79,7 +80,7 @@ def first_passes(
         chunks.extend(make_chunks())
         visible = synchronized(module for chunk in chunks if chunk.first for module in chunk.encoder.visible)
         return {
-            **facts_of(chunks, models),
+            **facts_of(chunks, len(inputs)),
             "keep_graphs": options.keep_graphs,
             "collective": comm.size > 1 and any(engine.control.collective for engine in visible),
             "latest call": _latest,
@@ -97,21 +98,23 @@ def first_passes(
     if any(facts["collective"] for facts in everyone):
         chunks = filled_up(chunks, everyone)
     alike = all(facts == everyone[0] for facts in everyone) and options.keep_graphs != "auto"
+    devices = [devices_of(c.encoder.visible, inputs[c.encoder.index]) for c in chunks if c.first]
     step = Step(comm, chunks, unchecked, number, call=_latest, name=name, deferred=deferred, count=count)
-    keeper = Keeper(options.keep_graphs, len(chunks), options.memory_budget, device)
-    step.encode(keeper, may_be_collective=alike or everyone[0]["collective"])
+    kinds = {device.type for of_model in devices for device in of_model}
+    step.autocast = partial(_autocast, kinds if options.fp16 else ())
+    keeper = Keeper(options.keep_graphs, len(chunks), options.memory_budget, devices)
+    with step.autocast():
+        step.encode(keeper, may_be_collective=alike or everyone[0]["collective"])
     return step
 
 
-def device_of(inputs: Sequence[Any], models: Sequence[object]) -> torch.device:
-    """Return the device of the models, or else of the inputs."""
-    for model in models:
-        if isinstance(model, nn.Module):
-            for p in model.parameters():
-                return p.device
-    for x in tensors_of(list(inputs)):
-        return x.device
-    return torch.device("cpu")
+@contextmanager
+def _autocast(kinds: Iterable[str]) -> Iterator[None]:
+    """Cast to float16 on these kinds of devices inside."""
+    with ExitStack() as stack:
+        for kind in sorted(kinds):
+            stack.enter_context(torch.autocast(kind, torch.float16))
+        yield
 
 
 def checked_parameters(unchecked: Iterable[Tensor]) -> list[Tensor]:

@@ -6,7 +6,6 @@ The two passes of a step are in `step`. Whether it goes backward itself is decid
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from ..comm import Group
 from ..comm.select import check_group
 from .chunks import Chunk, Encoder
 from .deferred import deferred_loss
-from .entry import Options, checked_parameters, device_of, first_passes
+from .entry import Options, checked_parameters, first_passes
 from .immediate import Scaler, add_gradients
 from .inputs.parts import check_rows, part_of, split_by_tokens
 from .inputs.token_budget import TokenBudget, mask_in
@@ -55,7 +54,8 @@ class GradCache:
         scaler: a GradScaler, which scales the loss before its gradient is taken; the caller steps it.
         keep_graphs: which chunks keep the graph of their first pass, and are not encoded again: a number of them, a
             fraction, or "auto", as many as fit. More memory, less time.
-        memory_budget: bytes that kept graphs may hold under "auto"; None: most of the free memory.
+        memory_budget: bytes that kept graphs may hold under "auto", on all devices together; None: most of the free
+            memory of each device.
         group: ranks that make the step together, as in :func:`wholebatch.functional.clip_loss`.
         unchecked: parameters whose values differ between ranks on purpose (experts, tensor parallel without DTensors),
             or whose engine you do not call on purpose. The others are compared between ranks, see `cache_step`.
@@ -170,20 +170,18 @@ class GradCache:
             check_flag("no_sync_except_last", no_sync_except_last)
             return self.chunks(model_inputs)
 
-        device = device_of(model_inputs, self.models)
-        with self._autocast(device):
-            step = first_passes(
-                "GradCache",
-                chunks,
-                Options(self.keep_graphs, self.memory_budget, self.group, self.unchecked),
-                models=len(self.models),
-                device=device,
-                number=self._steps,
-                count=self._count,
-                deferred=self.deferred,
-            )
-            step.loss_fn = self.compute_loss
-            loss_of = partial(self._loss, step, loss_kwargs)
+        step = first_passes(
+            "GradCache",
+            chunks,
+            Options(self.keep_graphs, self.memory_budget, self.group, self.unchecked, self.fp16),
+            inputs=model_inputs,
+            number=self._steps,
+            count=self._count,
+            deferred=self.deferred,
+        )
+        step.loss_fn = self.compute_loss
+        loss_of = partial(self._loss, step, loss_kwargs)
+        with step.autocast():
             return deferred_loss(step, loss_of) if self.deferred else add_gradients(step, loss_of, self.scaler)
 
     # A subclass may replace the next four methods, with types of its own.
@@ -255,9 +253,6 @@ class GradCache:
 
     def _count(self) -> None:
         self._steps += 1
-
-    def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        return torch.autocast(device.type, torch.float16) if self.fp16 else nullcontext()
 
 
 def _checked_models(models: Any) -> list[Callable[..., Any]]:

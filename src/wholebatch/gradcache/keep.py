@@ -7,8 +7,8 @@ fraction   that part of all chunks
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Literal
 
 import torch
@@ -19,6 +19,8 @@ from .._checks import shown
 from .._measure import free_memory
 
 KeepGraphs = int | float | Literal["auto"]
+_Place = torch.device | Literal["all devices"]
+_ALL: Literal["all devices"] = "all devices"
 _PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -48,23 +50,25 @@ class Keeper:
     Args:
         keep: "auto", a number or a fraction.
         chunks: of the step, over all models.
-        budget: bytes that graphs may hold; None: a share of the free memory.
-        device: where they are.
+        budget: bytes that graphs may hold, on all devices together; None: a share of the free memory of each device.
+        devices: of each model.
     """
 
-    def __init__(self, keep: KeepGraphs, chunks: int, budget: int | None, device: torch.device) -> None:
-        self._auto, self._device = keep == "auto", device
+    def __init__(
+        self, keep: KeepGraphs, chunks: int, budget: int | None, devices: Sequence[Sequence[torch.device]]
+    ) -> None:
+        self._auto, self._devices = keep == "auto", devices
         self._left = 0 if isinstance(keep, str) else round(keep * chunks) if isinstance(keep, float) else keep
-        self._bytes = 0
-        if self._auto:
-            self._bytes = _share_of_free(device) if budget is None else budget
-        self._costs: dict[int, int] = {}
+        self._bytes: dict[_Place, int] = {}
+        if self._auto and budget is None:
+            self._bytes = {device: _share_of_free(device) for of_model in devices for device in of_model}
+        elif self._auto:
+            self._bytes = {_ALL: budget or 0}
+        self._costs: dict[int, dict[_Place, int]] = {}
 
     def wants(self, model: int) -> bool:
         """Return whether the next chunk, of this model, may keep its graph."""
-        if not self._auto:
-            return self._left > 0
-        return self._bytes >= self._costs.get(model, 0) + max(self._costs.values(), default=0)
+        return self._fits(model) if self._auto else self._left > 0
 
     @contextmanager
     def measured(self, model: int, existing: Iterable[Tensor]) -> Iterator[None]:
@@ -72,45 +76,61 @@ class Keeper:
         if not self._auto:
             yield
             return
-        with _graph_memory(self._device, existing) as held:
+        with _graph_memory(self._devices[model], existing) as held:
             yield
-        self._costs[model] = max(self._costs.get(model, 0), held[0])
+        costs = self._costs.setdefault(model, {})
+        for place, num_bytes in ({_ALL: sum(held.values())} if _ALL in self._bytes else held).items():
+            costs[place] = max(costs.get(place, 0), num_bytes)
 
     def kept(self, model: int) -> bool:
         """Return whether the graph that was just made stays; if so, count it."""
         if not self._auto:
             self._left -= 1
             return True
-        if self._bytes < self._costs[model] + max(self._costs.values()):
+        if not self._fits(model):
             return False
-        self._bytes -= self._costs[model]
+        for place in self._places(model):
+            self._bytes[place] -= self._costs[model].get(place, 0)
         return True
 
     def stop(self) -> None:
         """Keep no more graphs."""
         self._auto, self._left = False, 0
 
+    def _places(self, model: int) -> Sequence[_Place]:
+        return [_ALL] if _ALL in self._bytes else self._devices[model]
+
+    def _fits(self, model: int) -> bool:
+        """Return whether there is room for a graph of this model, and for one replayed chunk of any model."""
+        costs = self._costs.get(model, {})
+        return all(
+            self._bytes[place]
+            >= costs.get(place, 0) + max((of.get(place, 0) for of in self._costs.values()), default=0)
+            for place in self._places(model)
+        )
+
 
 @contextmanager
-def _graph_memory(device: torch.device, existing: Iterable[Tensor]) -> Iterator[list[int]]:
-    """Yield a list, whose only entry is afterward the number of bytes that the graph made inside holds."""
-    held = [0]
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        yield held
-        held[0] = torch.cuda.memory_allocated(device) - before
-        return
+def _graph_memory(devices: Iterable[torch.device], existing: Iterable[Tensor]) -> Iterator[dict[_Place, int]]:
+    """Yield a dict, which afterward has the bytes that the graph made inside holds on each device.
+
+    CUDA counts allocated memory. On other devices tensors are counted when they are saved.
+    """
+    held: dict[_Place, int] = dict.fromkeys(devices, 0)
+    before = {device: torch.cuda.memory_allocated(device) for device in devices if device.type == "cuda"}
     seen = {memory.data_ptr() for x in existing for memory in _memory_of(x)}
 
     def count(x: Tensor) -> tuple[Tensor, int]:
         for memory in _memory_of(x):
-            if memory.data_ptr() not in seen:
+            if memory.data_ptr() not in seen and x.device.type != "cuda":
                 seen.add(memory.data_ptr())
-                held[0] += memory.nbytes()
+                held[x.device] = held.get(x.device, 0) + memory.nbytes()
         return x.detach(), x._version
 
-    with saved_tensors_hooks(count, _unchanged):
+    with saved_tensors_hooks(count, _unchanged) if len(before) < len(held) else nullcontext():
         yield held
+    for device, allocated in before.items():
+        held[device] = torch.cuda.memory_allocated(device) - allocated
 
 
 def _unchanged(saved: tuple[Tensor, int]) -> Tensor:

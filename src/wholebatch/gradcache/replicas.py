@@ -65,7 +65,7 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     (True, 3)
     """
     found: dict[str, int] = {}
-    for device in {x.device for x in tensors.values()}:
+    for device in dict.fromkeys(x.device for x in tensors.values()):  # in the same order on every rank
         here = {name: x for name, x in tensors.items() if x.device == device}
         weights = _weights().to(device)
         sums = [_checksum(x.detach(), weights) for x in here.values()]

@@ -21,6 +21,7 @@ model's last chunk is kept, since between that forward pass and its backward pas
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -59,6 +60,7 @@ class Step:
         name: of the function that was called, for messages.
         deferred: whether autograd makes its second passes; otherwise its caller makes them.
         count: is called after the second passes, unless a rank raises.
+        autocast: returns the context of the first passes and of the loss.
     """
 
     comm: Communicator
@@ -69,6 +71,7 @@ class Step:
     name: str = "GradCache"
     deferred: bool = False
     count: Callable[[], None] = lambda: None
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     buffers: Buffers = field(default_factory=Buffers)
     loss_fn: object = None
     of_loss: list[Tensor] = field(default_factory=list)  # the leaves of the loss's graph
