@@ -9,12 +9,12 @@ import pytest
 import torch
 from gradcache_models import Clip, batch, gradients_of, mlp
 from torch import nn
-from wholebatch.gradcache.parts import Part
 
 import wholebatch as wb
 from wholebatch.gradcache import keep
 from wholebatch.gradcache.chunks import _places
 from wholebatch.gradcache.devices import devices_of
+from wholebatch.gradcache.inputs.parts import Part
 
 FIRST, SECOND, CPU = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")
 
@@ -154,7 +154,7 @@ def test_a_function_around_a_module_counts_on_the_modules_device(monkeypatch):
     """The input may still lie on the CPU when the function gets it."""
     seen = []
     keeper = keep.Keeper
-    monkeypatch.setattr("wholebatch.gradcache.grad_cache.Keeper", lambda *args: seen.append(args[-1]) or keeper(*args))
+    monkeypatch.setattr("wholebatch.gradcache.entry.Keeper", lambda *args: seen.append(args[-1]) or keeper(*args))
     monkeypatch.setattr("wholebatch.gradcache.grad_cache.devices_of", lambda modules, x: ([*modules],))
     model, other, loss_fn, (x, y) = mlp(0), mlp(1), Clip(), batch(4)
     wb.GradCache([lambda z: model(z) + 0, other], 2, loss_fn)(x, y)
