@@ -155,7 +155,7 @@ def test_a_function_around_a_module_counts_on_the_modules_device(monkeypatch):
     seen = []
     keeper = keep.Keeper
     monkeypatch.setattr("wholebatch.gradcache.entry.Keeper", lambda *args: seen.append(args[-1]) or keeper(*args))
-    monkeypatch.setattr("wholebatch.gradcache.grad_cache.devices_of", lambda modules, x: ([*modules],))
+    monkeypatch.setattr("wholebatch.gradcache.entry.devices_of", lambda modules, x: ([*modules],))
     model, other, loss_fn, (x, y) = mlp(0), mlp(1), Clip(), batch(4)
     wb.GradCache([lambda z: model(z) + 0, other], 2, loss_fn)(x, y)
     assert [model in of_model[0] for of_model in seen[0]] == [True, False]
