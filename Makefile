@@ -134,7 +134,7 @@ INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constr
 	@echo "installing torch and the libraries of models into .venv-ecosystem"
 	.venv-ecosystem/bin/python $(INSTALL) torch==2.13.0
 	.venv-ecosystem/bin/python $(INSTALL) --editable '.[train,testing]' pytest \
-	  transformers peft sentence-transformers accelerate lightning
+	  transformers peft sentence-transformers datasets accelerate lightning
 	DS_BUILD_OPS=0 .venv-ecosystem/bin/python $(INSTALL) --no-build-isolation 'deepspeed>=0.19.2'
 	touch $@
 
