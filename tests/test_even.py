@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from compare import assert_same
 from strict_transport import strict
 from test_host_sync import counted
@@ -298,3 +299,18 @@ def test_even_must_be_a_flag():
         wb.functional.clip_loss(x, y, 10.0, even="yes")
     with pytest.raises(ValueError, match="even must be True or False, got 1"):
         wb.CLIPLoss(even=1)
+
+
+def on_one_rank_body():
+    """A rank that promises alone raises with the others, and does not leave them waiting."""
+    rank = dist.get_rank()
+    x, y = rows(3 + rank, rank)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"even must be the same on all ranks") as caught:
+            wb.functional.clip_loss(x, y, 10.0, even=rank == 1)
+    wb.functional.clip_loss(x, y, 10.0)
+    return str(caught.value)
+
+
+def test_a_promise_of_one_rank_raises_on_all():
+    assert len({*run_ranks(on_one_rank_body, 2, timeout_s=60)}) == 1

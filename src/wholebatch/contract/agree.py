@@ -53,6 +53,7 @@ _MUST_MATCH = (
     "exchange",
     "reduction",
     "kernel",
+    "even",
     PRECISION,
 )
 _DERIVED = "derived"  # the fact that follows from the numbers of a rank
@@ -256,6 +257,7 @@ def _local_facts(comm: Communicator, options: Options, inputs: Inputs, checks: C
         "memory": options.memory,
         "reduction": options.reduction,
         "kernel": options.kernel,
+        "even": options.even,
         PRECISION: products.precision,
         _NO_KERNELS: _why_not(first.device) if options.kernel == "auto" else "",
         _CHOOSES: chooses(first.device),
