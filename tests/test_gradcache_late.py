@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from compare import assert_same
 from gradcache_models import assert_all_same, gradients_of, gradients_of_kept, sharded
-from test_gradcache_tokens import Sentences, sentences
+from gradcache_sentences import Sentences, sentences
 from torch import nn
 from torch.nn.functional import normalize
 from torch.nn.parallel import DistributedDataParallel

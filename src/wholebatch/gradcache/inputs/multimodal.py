@@ -89,7 +89,7 @@ class MultimodalSplit:
                 raise ValueError(f"{name} must be a list of names of tensors in the input, got {shown(names)}")
             object.__setattr__(self, name, (*names,))
 
-    def __call__(self, model_input: Any, chunk_size: int | TokenBudget) -> list[Any]:
+    def __call__(self, model_input: object, chunk_size: int | TokenBudget) -> Sequence[object]:
         """Return the chunks of an input.
 
         Args:

@@ -38,7 +38,7 @@ class InputChunk:
     [[[1.0], [3.0]], [[2.0]]]
     """
 
-    input: Any
+    input: object
     rows: Sequence[int]
 
     def __post_init__(self) -> None:
