@@ -98,11 +98,10 @@ def run_all(names: Sequence[str], folder: Path, limit_s: float, total_s: float) 
 
     Args:
         names: of the stages, in their order.
-        folder: of the results.
+        folder: of the results, which exists.
         limit_s: seconds of a stage.
         total_s: seconds of all; stages that have no time left are skipped.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     begin, failed = time.perf_counter(), set[str]()
     lines = ["# One GPU, stage by stage", "", "| stage | outcome | seconds |", "|---|---|---|"]
     tables: list[str] = []
@@ -152,7 +151,7 @@ def _in_process(name: str, folder: Path, log: Path, limit_s: float) -> int | str
 
 def main() -> None:
     """Read the arguments, and run."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "gpu", help="folder of the results")
     parser.add_argument("--only", nargs="+", choices=[*STAGES], default=[*STAGES], help="stages to run")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of a stage, at most")
@@ -165,6 +164,10 @@ def main() -> None:
     elif given.stage:
         run_stage(given.stage, given.out)
     else:
+        try:
+            given.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--out must be a folder that can be made: {error}")
         sys.exit(not run_all(given.only, given.out, given.limit, given.total))
 
 

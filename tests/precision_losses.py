@@ -87,12 +87,17 @@ def plain_partial_fc(x, y, scale):
     return F.cross_entropy(logits.float(), numbered(x))
 
 
-def partial_fc(loss):
+@autocast
+def plain_classes(x, y, scale):
+    return F.cross_entropy((scale * x @ torch.cat([y, CENTERS.bfloat16().to(y)]).T).float(), numbered(x))
+
+
+def partial_fc(loss, centers=CENTERS, **options):
     """Return a classifier's loss, without a margin; the first centers are the second tower, which learns."""
 
     def call(x, y, scale, **more):
         margin = wb.ArcFace(s=scale, m=0.0)
-        return loss(x, numbered(x), torch.cat([y, CENTERS.to(y)]), margin=margin, **more)
+        return loss(x, numbered(x), torch.cat([y, centers.to(y)]), margin=margin, **options, **more)
 
     return call
 
@@ -121,6 +126,13 @@ LOSSES = {  # ours, the reference, plain PyTorch under autocast
     ),
     "PartialFC": (partial_fc(wf.partial_fc_loss), partial_fc(reference.partial_fc_loss), plain_partial_fc),
 }
+NOT_NORMALIZED = {  # the same classifier of rows as they are: if they are bfloat16, no product rounds them
+    "PartialFC, not normalized": (
+        partial_fc(wf.partial_fc_loss, CENTERS.bfloat16(), normalize="none"),
+        partial_fc(reference.partial_fc_loss, CENTERS.bfloat16(), normalize="none"),
+        plain_classes,
+    ),
+}
 
 
 def value_and_gradients(loss, x, y, scale, **options):
@@ -141,7 +153,7 @@ def errors(name, kind, scale, precision, *, given=torch.float32):
         precision: of products; "autocast": plain PyTorch under autocast.
         given: the dtype to which features are rounded beforehand.
     """
-    ours, truth, plain = LOSSES[name]
+    ours, truth, plain = (LOSSES | NOT_NORMALIZED)[name]
     x, y = (z.to(given).float() for z in features(kind))
     value, grad = value_and_gradients(truth, x.double(), y.double(), scale)
     if precision == "autocast":

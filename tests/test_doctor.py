@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from wholebatch import doctor
+from wholebatch import kernels
+from wholebatch.doctor import cli, report
 from wholebatch.kernels import choice
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests the interpreter")
@@ -44,7 +45,7 @@ def test_without_kernels_it_says_what_they_need():
 
 def test_each_loss_is_checked_in_each_precision(capsys):
     pytest.importorskip("triton")
-    assert doctor.main(["--json", "--rows", "90", "--embedding-size", "24"]) == 0
+    assert cli.main(["--json", "--rows", "90", "--embedding-size", "24"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [(row["loss"], row["dtype"]) for row in rows] == [
         (loss, dtype) for loss in LOSSES for dtype in ("bfloat16", "float16", "float32")
@@ -58,15 +59,15 @@ def test_each_loss_is_checked_in_each_precision(capsys):
 
 def test_a_fault_is_in_the_report_and_in_the_exit_code(capsys, monkeypatch):
     pytest.importorskip("triton")
-    run_kernel = doctor.kernels.launch.run
+    run_kernel = kernels.launch.run
 
     def fail(kernel, *of, **more):
         if "sigmoid" in kernel.fn.__name__ if hasattr(kernel, "fn") else "sigmoid" in str(kernel):
             raise RuntimeError("ptxas fatal: no such architecture")
         run_kernel(kernel, *of, **more)
 
-    monkeypatch.setattr(doctor.kernels.launch, "run", fail)
-    assert doctor.main(["--rows", "90", "--embedding-size", "24"]) == 1
+    monkeypatch.setattr(kernels.launch, "run", fail)
+    assert cli.main(["--rows", "90", "--embedding-size", "24"]) == 1
     text = capsys.readouterr().out
     assert "siglip, bfloat16: siglip_loss: check of kernels: kernel='triton' failed its check on rank 0" in text
     assert "ptxas fatal: no such architecture" in text
@@ -79,6 +80,7 @@ def test_a_fault_is_in_the_report_and_in_the_exit_code(capsys, monkeypatch):
         (["--rows", "1"], "--rows must be at least 2, got 1"),
         (["--embedding-size", "0"], "--embedding-size must be at least 4, got 0"),
         (["--rows", "many"], "argument --rows: invalid int value: 'many'; see wholebatch doctor --help"),
+        (["--row", "9"], "unrecognized arguments: --row 9; see wholebatch doctor --help"),
         (["--device", "tpu"], "unrecognized arguments: --device tpu; see wholebatch doctor --help"),
     ],
 )
@@ -91,5 +93,5 @@ def test_mistakes_are_one_line(arguments, message):
 def test_the_documentation_shows_its_first_lines():
     text = (Path(__file__).parents[1] / "docs" / "kernels.md").read_text()
     shown = text.split("$ wholebatch doctor\n")[1].split("...")[0].splitlines()
-    printed = str(doctor.Report(doctor._versions(), {}, {}, "", ())).splitlines()
+    printed = str(report.Report(report._versions(), {}, {}, "", ())).splitlines()
     assert all(any(line.split()[0] == other.split()[0] for other in printed) for line in shown)

@@ -196,6 +196,22 @@ def test_the_report_says_why_two_ranks_on_a_card_are_not_on_nccl(monkeypatch, li
     assert text in refused[key]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--onl", "about"), "unrecognized arguments: --onl"),
+        (("--only", "abuot"), "invalid choice: 'abuot'"),
+        (("--only", "about", "--out", STAGES / "results"), "--out must be a folder that can be made"),
+    ],
+)
+def test_mistakes_start_no_stage(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(STAGES), "--out", str(tmp_path), *map(str, arguments)])
+    with pytest.raises(SystemExit, match="2"):
+        gpu_stages.main()
+    assert message in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
 def test_every_stage_is_documented():
     text = (BENCHMARKS / "README.md").read_text()
     for name, stage in gpu_stages.STAGES.items():

@@ -186,7 +186,7 @@ def test_a_model_with_a_hidden_state_raises(accumulated):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"chunk_sizes": 0}, "chunk_sizes must be a positive integer, rows of a chunk; got 0"),
+        ({"chunk_sizes": 0}, "chunk_sizes must be a positive integer, rows of a chunk .or a TokenBudget.; got 0"),
         ({"chunk_sizes": 2.0}, "chunk_sizes"),
         ({"chunk_sizes": True}, "chunk_sizes must be a positive integer"),
         ({"chunk_sizes": [1, 2, 3]}, r"one for each of the 2 models; got \[1, 2, 3\]"),

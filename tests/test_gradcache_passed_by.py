@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -156,7 +157,7 @@ def not_reached_body():
     true, ddp = true_gradient(net, x, y), DistributedDataParallel(net)
     models = [lambda a: ddp(x=a)[0], lambda b: ddp(y=b)[1]]
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("wholebatch.gradcache.second_pass.zeros_for_awaited", lambda *_: [])
+        monkeypatch.setattr("wholebatch.gradcache.backward._not_in_graph", lambda *_: [])
         wb.GradCache(models, 2, loss_fn)(*local)
         cosine = torch.cosine_similarity(flat(net), true, dim=0).item()
         with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iteration"):
@@ -295,3 +296,41 @@ def sparse_body(listens):
 @pytest.mark.parametrize("listens", [True, False])
 def test_a_registered_switch_works_with_sparse_gradients(listens):
     run_ranks(sparse_body, 2, listens, timeout_s=60)
+
+
+class Unknown(nn.Module):
+    """An engine without any switch, which reduces where autograd's nodes have accumulated a gradient."""
+
+    def __init__(self, module, *, node):
+        super().__init__()
+        self.module, self.kept = module, []
+        for p in module.parameters():
+            if node:
+                accumulated = p.expand_as(p).grad_fn.next_functions[0][0]
+                accumulated.register_hook(partial(self.reduce, p))
+                self.kept.append(accumulated)
+            else:
+                p.register_post_accumulate_grad_hook(partial(self.reduce, p))
+
+    def reduce(self, p, *_):
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+
+    def forward(self, z):
+        return self.module(z)
+
+
+def unknown_body(deferred, node):
+    local, net = local_rows((4, 4)), Towers()
+    engine = Unknown(net.image, node=node)
+    step = wb.GradCache([engine, engine], 2, loss_fn, deferred=deferred)
+    with pytest.raises(ValueError, match=r"(?i)an engine that gradient caching does not know") as error:
+        step(*local).backward()
+    assert "register_sync_control" in str(error.value)
+    assert len(str(error.value).splitlines()) < 12, "ten lines"
+    assert all(p.grad is None for p in net.parameters())
+
+
+@pytest.mark.parametrize(("deferred", "node"), [(True, True), (True, False), (False, True)])
+def test_an_engine_that_is_not_known_raises(deferred, node):
+    run_ranks(unknown_body, 2, deferred, node, timeout_s=60)

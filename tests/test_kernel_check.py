@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+import torch.distributed as dist
 from compile_kernels import as_on_cuda
 from kernel_losses import losses
 from torch.nn.functional import normalize
@@ -221,6 +222,9 @@ def one_rank_otherwise(fault, kernel):
         folder = None
         if rank == 1 and fault == "no Triton":
             patch.setattr(agree, "missing", lambda device: "needs Triton")
+        elif rank == 1 and fault == "an older GPU":
+            patch.setattr(agree, "chooses", lambda device: False)
+            patch.setattr(agree, "missing", lambda device: "is for NVIDIA GPUs of compute capability 8.0 or higher")
         elif rank == 1:
             folder = plant(fault, patch)
         counts = (0, 6, 7)[:size]  # a rank without rows has nothing to check
@@ -250,7 +254,7 @@ def one_rank_otherwise(fault, kernel):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("fault", ["a wrong constant", "logits are rounded", "no Triton"])
+@pytest.mark.parametrize("fault", ["a wrong constant", "logits are rounded", "no Triton", "an older GPU"])
 def test_one_rank_with_a_fault(size, fault):
     """All ranks go on in plain PyTorch, and one of them warns, once."""
     found = run_ranks(one_rank_otherwise, size, fault, "auto")
@@ -267,6 +271,26 @@ def test_one_rank_with_a_fault_where_kernels_are_named(fault):
     errors = [error for error, _, _ in found]
     assert len(set(errors)) == 1
     assert "kernel='triton' failed its check on rank 1: KernelError: tile_" in errors[0]
+
+
+def other_choices_body():
+    """Call a loss, let rank 1 forget its choice for another one, and call the loss again."""
+    with pytest.MonkeyPatch.context() as patch:
+        automatic(patch)
+        x, y = normalize(torch.randn(2, 5, 24), dim=-1)
+        for _ in range(2):
+            wb.functional.clip_loss(x, y, 14.3)
+            ((group, made),) = choice._made.items()
+            (found,) = made.values()
+            if dist.get_rank() == 1:
+                choice.forget(group)
+                choice.note(group, "another form", found, reports=False)
+        return [made.call for made in choice.choices()]
+
+
+def test_ranks_with_other_choices_make_them_again():
+    """As many as the others have, but of another group of the same name: all ranks check, or some would wait."""
+    assert run_ranks(other_choices_body, 2, timeout_s=30) == [["clip_loss"]] * 2
 
 
 def test_canaries_notice_faults_after_the_check(fresh, monkeypatch):
@@ -303,6 +327,19 @@ def test_canaries_notice_a_product_that_misses_a_tile(fresh, monkeypatch):
         value_and_gradients("clip")
     with pytest.raises(RuntimeError, match=r"<X, U> is .* and <Y, V> is"):
         value_and_gradients("clip")
+
+
+def test_a_new_group_does_not_read_canaries_of_an_earlier_one(tmp_path):
+    """Both have the same name: a process that leaves a group and enters another has other partners."""
+    for number in range(2):
+        dist.init_process_group("gloo", f"file://{tmp_path}/{number}", rank=0, world_size=1)
+        try:
+            found = canaries.canaries_of(wb.comm.TorchCommunicator().transport)
+            assert found.numbers() == {}
+            found.note_sums(torch.tensor(1.0))
+            assert canaries.canaries_of(wb.comm.TorchCommunicator().transport).numbers() != {}
+        finally:
+            dist.destroy_process_group()
 
 
 def test_canaries_of_tiny_sums_say_nothing(fresh):

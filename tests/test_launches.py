@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from wholebatch.exchange.schedule import chunks
 from wholebatch.kernels import blocks
@@ -18,7 +20,9 @@ from wholebatch.sweep import (
     Driver,
     KernelSoftmaxSweep,
     Pairs,
+    Products,
     Selection,
+    SoftmaxSweep,
     Sums,
     Weights,
     columns_of_tiles,
@@ -130,3 +134,45 @@ def test_two_programs_fit_on_an_sm_where_registers_suffice(capability):
         assert 65536 // (found.warps * 32 * 255) == 2
     else:  # there 4 warps spill
         assert found.warps == 8
+
+
+class Traffic(TorchDispatchMode):
+    """The bytes that operations read and write in tensors of `entries` numbers, as on a GPU, where each is a launch."""
+
+    def __init__(self, entries):
+        super().__init__()
+        self.entries, self.bytes = entries, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.is_view or func.namespace != "aten" or func.__name__.startswith(("empty", "new_empty", "index")):
+            return result
+        read = dict(enumerate(args)) | kwargs
+        read.pop("out", None)
+        if func.__name__.startswith("copy_") or (func.__name__.startswith("addmm") and not kwargs.get("beta", 1)):
+            read.pop(0)  # overwritten
+        self.bytes += sum(x.nbytes for x in (*tree_leaves(read), result) if self.is_a_tile(x))
+        return result
+
+    def is_a_tile(self, x):
+        return isinstance(x, torch.Tensor) and x.numel() == self.entries
+
+
+@pytest.mark.parametrize(("shift", "of_sums", "of_gradients"), [(0.0, 20, 30), (25.0, 28, 38)])
+def test_bytes_that_plain_pytorch_moves_for_each_entry_of_s(shift, of_sums, of_gradients, monkeypatch):
+    """Products of bfloat16 features as on a GPU: 50 bytes; 66 with a shift, which CLIP has at a scale of 100."""
+    monkeypatch.setattr("wholebatch.sweep.products._has_products_of_halves", lambda a, out: a.dtype != out.dtype)
+    n, dim = 1024, 64
+    x, y = (torch.empty(n, dim, dtype=torch.bfloat16, device=META) for _ in range(2))
+    u, v = (torch.empty(n, dim, device=META) for _ in range(2))
+    weights = torch.empty(n, dtype=torch.float64, device=META)
+    driver = Driver(x, 14.3, side=n, products=Products("bfloat16", units=True))
+    sweep, block = SoftmaxSweep(driver, Selection(Pairs(Diagonals(Diagonal(0, 0, n))))), block_of(n, n)
+    block = Block(y, block.cols, block.rows)
+    with Traffic(n * n) as traffic:
+        sweep.sums(block, Sums(shift, {"sum": weights, "target": weights}), Sums(shift, {"sum": weights}))
+    assert traffic.bytes == of_sums * n * n
+    with Traffic(n * n) as traffic:
+        sweep.gradients(block, Weights(shift, weights, weights, None), Weights(shift, weights, None, None), u, v)
+    assert traffic.bytes == of_gradients * n * n

@@ -194,7 +194,7 @@ def test_half_precision_is_at_least_as_exact_as_plain_pytorch_under_autocast(nam
 
 
 @pytest.mark.parametrize("kind", ["random", "half trained", "trained"])
-@pytest.mark.parametrize("name", ["CLIP", "InfoNCE", "NT-Xent", "SigLIP"])
+@pytest.mark.parametrize("name", ["CLIP", "InfoNCE", "NT-Xent", "SigLIP", "PartialFC, not normalized"])
 def test_rounding_the_gradient_of_logits_costs_little(name, kind):
     """Features are bfloat16 already, so that the error is that of dS: a fifth at most of plain PyTorch's."""
     for scale in (10.0, 50.0, 100.0):

@@ -38,9 +38,13 @@ PUBLIC = {
     wb.functional: LOSSES,
     wb.gradcache: [
         "GradCache",
+        "InputChunk",
         "SyncControl",
+        "TokenBudget",
+        "TokenChunk",
         "cached",
         "cat_input_tensor",
+        "encode",
         "gather_input_tensor",
         "register_sync_control",
     ],

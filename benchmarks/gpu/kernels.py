@@ -25,7 +25,7 @@ _SCALE = 14.3
 
 def self_check() -> Iterator[Row]:
     """Yield the check of every kernel, its time, and the choice of kernel="auto", as `wholebatch doctor` does."""
-    from wholebatch.doctor import examine
+    from wholebatch.doctor.report import examine
 
     report = examine(DEVICE, *((4096, 512) if GPU else (64, 32)))
     print(report)

@@ -37,7 +37,7 @@ _COMMANDS = {
     ),
     "doctor": _Command(
         "print versions and the device, and check and time the kernels on it",
-        "wholebatch.doctor", "", (),
+        "wholebatch.doctor.cli", "", (),
     ),
     "plan": _Command(
         "estimate a loss's memory and time, and the largest batch that fits",

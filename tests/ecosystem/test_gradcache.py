@@ -122,8 +122,9 @@ def test_adapters_of_peft_on_a_frozen_model():
     assert all("lora" in name for name in found)
 
 
-def test_modules_of_sentence_transformers():
-    """These modules write into the mapping that they receive."""
+@pytest.mark.parametrize("form", [lambda features: [features], lambda features: features], ids=["list", "mapping"])
+def test_modules_of_sentence_transformers(form):
+    """These modules write into the mapping that they receive, which is their one argument."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling
 
@@ -148,7 +149,7 @@ def test_modules_of_sentence_transformers():
     true = gradients(model)
     torch.manual_seed(0)
     step = wb.GradCache([model, model], 3, loss_fn, get_rep_fn=lambda features: features["sentence_embedding"])
-    step(*([encoding] for encoding in encodings))
+    step(*map(form, encodings))
     assert_same(gradients(model), true)
 
 

@@ -2,8 +2,8 @@
 
     make ecosystem
 
-Each body is the form that a user writes, with `encode` in the place of the call of the model: `plain` calls it, and
-`cached` is `wb.gradcache.encode(model, batch, chunk_size)`. Reductions of gradients are counted.
+Each body is the form that a user writes. `encode` calls the model: `plain` as it is, and `cached` by
+`wb.gradcache.encode(model, batch, chunk_size)`. Reductions of gradients are counted.
 """
 
 import os
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from dual import (
     BATCH,
-    CHUNK,
     MICRO_STEPS,
     STEPS,
     Dual,

@@ -139,6 +139,10 @@ VALUES: dict[str, Callable[[], Any]] = {
     "loss_fn": lambda: _mean_of_squares,
     "models": lambda: [of_user(nn.Linear(3, 2))],
     "chunk_sizes": lambda: 2,
+    "tokens": lambda: 12,
+    "TokenBudget.chunks.mask": lambda: torch.ones(4, 3),
+    "InputChunk.input": lambda: torch.ones(2, 3),
+    "InputChunk.rows": lambda: (0, 1),
     "model_inputs": lambda: (torch.randn(4, 3),),
     "representations": lambda: (torch.randn(4, 3, requires_grad=True), torch.randn(4, 3)),
     "dest": lambda: 0,
@@ -221,7 +225,7 @@ LEFT_OUT = {
     "Handle": "made by a communicator",
     "Margin": "a protocol",
     **dict.fromkeys(("BatchStatistics", "LossAndStatistics", "LossAndAverages"), "a record that the library returns"),
-    "TopClasses": "a record that the library returns",
+    **dict.fromkeys(("TokenChunk", "TopClasses"), "a record that the library returns"),
     **dict.fromkeys(
         ("NegativeTransform", "ObservesAngles", "ObservesNorms", "Regularizes", "TransformsNegatives"), "a protocol"
     ),

@@ -171,6 +171,15 @@ LEGAL: dict[str, str] = {
     "group": "none",
     # gradient caching
     "chunk_sizes": f"{_INTEGERS} int_10^12",
+    "tokens": f"{_INTEGERS} int_10^12",
+    "max_rows": f"{_INTEGERS} int_10^12",
+    "mask": "no number_string nul_string long_string word",  # the name of a tensor
+    "TokenBudget.chunks.mask": " ".join(
+        k for k in _DENSE.split() if k.startswith("t_4x3") or k in ("t_0x3", "t_5x3", "t_4x5")
+    ),
+    "uncut": "empty_list strings",
+    "InputChunk.input": _ANYTHING,
+    "InputChunk.rows": "empty_list integers range",
     "keep_graphs": f"{_NOT_NEGATIVE_INTEGER} half float_1e-320 np_float64",
     "axis": f"{_INTEGERS} zero minus_one",
     **dict.fromkeys(

@@ -28,7 +28,7 @@ from ..comm import Communicator, select_communicator
 from ..comm.facts_by_rank import FactsByRank
 from ..comm.handshake import GRAD_ENABLED, Unread, UnreadError, different_facts, handshake_unread
 from ..comm.records import OnDevice
-from ..kernels import check_kernel, choice, chooses, missing
+from ..kernels import check_kernel, choice, chooses, interpreted, missing
 from ..partition import Partition
 from ..sweep import Products, select_products
 from .autocast import autocast_around
@@ -42,7 +42,8 @@ from .options import Options
 
 _ARGUMENTS = "the arguments that are given (a rank without rows passes shape (0, d), not None)"
 PRECISION = "precision of products"  # the one that was chosen
-_NO_KERNELS, _CHOICES = "kernels are missing", "choices of kernels"  # why, or ""; their number so far
+_NO_KERNELS, _CHOOSES = "kernels are missing", "auto chooses kernels"  # why, or ""; on the device of this rank
+_CHOICES = "choices of kernels"  # a digest of them
 _MUST_MATCH = (
     _ARGUMENTS,
     "embedding size",
@@ -220,7 +221,7 @@ class _Call:
             products=Products(by_rank.column(PRECISION)[0], named=self.options.precision != "auto"),
             dtype=accumulation_dtype(first.dtype),
             device=first.device,
-            kernels=_may_use_kernels(self.comm, self.options, by_rank, first.device),
+            kernels=_may_use_kernels(self.comm, self.options, by_rank),
             late=late,
         ).in_range()
 
@@ -256,21 +257,27 @@ def _local_facts(comm: Communicator, options: Options, inputs: Inputs, checks: C
         "reduction": options.reduction,
         "kernel": options.kernel,
         PRECISION: products.precision,
-        _NO_KERNELS: (missing(first.device) or "") if options.kernel == "auto" and chooses(first.device) else "",
-        _CHOICES: choice.count(comm.transport.group_name),
+        _NO_KERNELS: _why_not(first.device) if options.kernel == "auto" else "",
+        _CHOOSES: chooses(first.device),
+        _CHOICES: choice.digest(comm.transport.group_name),
         CALL: latest_call(),
         **loss_facts,
         **gradient_facts([*inputs.differentiable.values()]),
     }
 
 
-def _may_use_kernels(comm: Communicator, options: Options, by_rank: FactsByRank, device: torch.device) -> bool:
+def _why_not(device: torch.device) -> str:
+    """Return why kernels cannot run on a GPU; "" if they can, and for a device on which nobody expects them."""
+    return (missing(device) or "") if device.type == "cuda" or interpreted() else ""
+
+
+def _may_use_kernels(comm: Communicator, options: Options, by_rank: FactsByRank) -> bool:
     """Return whether kernels may compute tiles, the same on all ranks."""
-    if by_rank.differing(_CHOICES) is not None:  # a rank was started again
+    if by_rank.differing(_CHOICES) is not None:  # a rank was started again, or was in another group of this name
         choice.forget(comm.transport.group_name)
     if options.kernel != "auto":
         return options.kernel == "triton"
-    if not chooses(device):
+    if not any(by_rank.column(_CHOOSES)):  # as on CPUs; where GPUs differ, the ranks still choose together
         return False
     why = by_rank.column(_NO_KERNELS)
     first = next((rank for rank, of_rank in enumerate(why) if of_rank), None)

@@ -26,6 +26,7 @@ _SUMS, _BY_ROWS, _BY_COLUMNS, _SIZE = (
     f"canary of kernels: {name}" for name in ("sums", "<X, U>", "<Y, V>", "size of both")
 )
 CANARIES = (_SUMS, _BY_ROWS, _BY_COLUMNS, _SIZE)
+KEPT = "canaries of kernels"  # the name under which a group keeps them
 _TOLERANCE = 1e-3  # of sums in float32, whose errors are below 1e-5 of their size
 
 
@@ -106,9 +107,7 @@ def _raise(what: str) -> None:
     )
 
 
-_of_groups: dict[str | None, Canaries] = {}
-
-
 def canaries_of(transport: Transport) -> Canaries:
     """Return the canaries of a group's ranks."""
-    return _of_groups.setdefault(transport.group_name, Canaries())
+    canaries: Canaries = transport.kept.setdefault(KEPT, Canaries())
+    return canaries

@@ -10,9 +10,14 @@ immediate        a step that makes its own backward pass
 deferred         a step whose second passes are made in the backward pass of a caller
 first_pass       forward, without graphs
 second_pass      forward again, and backward
+backward         one backward pass, seen by the chunk's engines or hidden from them
 one_pass         one forward pass with a graph; compares the second pass with the first
 chunks           encoders, and the chunks of their batches
 inputs           cuts an input into chunks, and calls a model with one
+call_form        a mapping is keywords, or one argument
+token_budget     TokenBudget: plans chunks by their number of tokens
+parts            the input of one chunk, whose rows may stand in any order
+padding          fills up representations of tokens
 keep             which chunks keep their graph, and need no second pass
 replay           random numbers, autocast and buffers are the same in both passes
 unchanged        parameters are the same in both passes
@@ -37,11 +42,16 @@ from .encode import encode
 from .engines import register_sync_control
 from .functional import cached, cat_input_tensor, gather_input_tensor
 from .grad_cache import GradCache
+from .parts import InputChunk
 from .sync_control import SyncControl
+from .token_budget import TokenBudget, TokenChunk
 
 __all__ = [
     "GradCache",
+    "InputChunk",
     "SyncControl",
+    "TokenBudget",
+    "TokenChunk",
     "cached",
     "cat_input_tensor",
     "encode",

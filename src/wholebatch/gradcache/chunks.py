@@ -10,10 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from .engines import Synchronized, synchronized
-from .inputs import may_be_empty, new_containers, representations, rows_of, without_rows
+from .inputs import new_containers, representations, rows_of
 from .observe import Called
+from .padding import NO_MASK, padded_lengths
+from .parts import Part, index_of, numbers_of_rows
 from .referred_modules import modules_of
 from .replay import Buffers, Replay
+
+Index = slice | Tensor | tuple[slice | Tensor, slice]  # x[index]: some rows, or some rows and columns
 
 
 class Encoder:
@@ -37,7 +41,7 @@ class Encoder:
         count_rows: bool,
     ) -> None:
         self.model, self.index, self.name = model, index, f"model {index} ({type(model).__name__})"
-        self._call, self._get_reps, self._count_rows = call, get_reps, count_rows
+        self._call, self._get_reps, self.count_rows = call, get_reps, count_rows
         local = [x for x in (model, getattr(model, "__self__", None)) if isinstance(x, nn.Module)]
         self.local = local[:1]  # the model itself if it is a module, or the module of which it is a method
         self.visible = modules_of(model)  # searched once, for all of its calls
@@ -57,11 +61,10 @@ class Encoder:
         """Return the model's output for a part of its input."""
         return self._call(self.model, new_containers(part))
 
-    def read(self, part: Any, out: Any) -> tuple[Tensor, ...]:
-        """Return the representations in the model's output for a part of its input."""
+    def read(self, rows: int | None, out: Any) -> tuple[Tensor, ...]:
+        """Return the representations in the model's output for a part of its input, with `rows` rows if known."""
         found, self.form = representations(self._get_reps(out), self.name)
-        if self._count_rows:
-            rows = rows_of(part, self.name)
+        if rows is not None:
             for number, x in enumerate(found):
                 if x.dim() and len(x) != rows:
                     raise ValueError(
@@ -88,20 +91,20 @@ class Chunk:
 
     Args:
         encoder: the model.
-        part: its input, a tree of tensors.
+        given: its input.
         number: its place among the model's chunks.
         last: whether it is the model's last chunk.
     """
 
     encoder: Encoder
-    part: Any
+    given: Part
     number: int
     last: bool = False
     replay: Replay = field(init=False)
     before: list[Tensor] = field(default_factory=list)  # the state of the buffers before the first pass
     engines: list[Synchronized] = field(default_factory=list)  # engines that the first pass has called
     found: tuple[Tensor, ...] = ()
-    rows: list[slice] = field(default_factory=list)  # their place among the model's rows, for each representation
+    rows: list[Index] = field(default_factory=list)  # their place in the tensor of all rows, for each representation
     kept: bool = False  # whether `found` has its graph
     called: bool = False  # whether the model's call has returned, whatever its output
 
@@ -110,11 +113,17 @@ class Chunk:
         """Whether it is the model's first chunk."""
         return self.number == 0
 
+    @property
+    def part(self) -> Any:
+        """The input of the model, a tree of tensors."""
+        return self.given.tree
+
     def encode(self) -> tuple[Tensor, ...]:
         """Run one forward pass, and return its representations; an error of the model gets a note with the chunk."""
         self.called = False
+        part = self.part
         try:
-            out = self.encoder.call(self.part)
+            out = self.encoder.call(part)
         except Exception as error:
             if hasattr(error, "add_note"):  # from Python 3.11 on
                 which = "second" if self.rows else "first"
@@ -124,7 +133,10 @@ class Chunk:
                 )
             raise
         self.called = True
-        return self.encoder.read(self.part, out)
+        rows = self.given.rows
+        if rows is not None:
+            return self.encoder.read(len(rows), out)
+        return self.encoder.read(rows_of(part, self.encoder.name) if self.encoder.count_rows else None, out)
 
     def forget(self) -> None:
         """Free the graph."""
@@ -164,7 +176,7 @@ def filled_up(chunks: Sequence[Chunk], everyone: Sequence[Mapping[str, Any]]) ->
     filled: list[Chunk] = []
     for index, count in enumerate(max(of_model) for of_model in zip(*counts, strict=True)):
         local = [chunk for chunk in chunks if chunk.encoder.index == index]
-        encoder, nothing = local[0].encoder, without_rows(local[-1].part)
+        encoder, nothing = local[0].encoder, local[-1].given.emptied()
         local[-1].last = False
         filled += [*local, *(Chunk(encoder, nothing, number) for number in range(len(local), count))]
         filled[-1].last = True
@@ -175,37 +187,66 @@ def facts_of(chunks: Sequence[Chunk], models: int) -> dict[str, Any]:
     """Return the facts about a rank's chunks that `filled_up` needs of all ranks."""
     return {
         "counts": [sum(chunk.encoder.index == index for chunk in chunks) for index in range(models)],
-        "may be empty": all(may_be_empty(chunk.part) for chunk in chunks),
+        "may be empty": all(chunk.given.may_be_empty for chunk in chunks),
     }
 
 
 def joined(chunks: Sequence[Chunk]) -> list[Tensor]:
-    """Join the chunks' representations: return all rows of each as a leaf, and note the rows of each chunk.
+    """Join the chunks' representations: return all rows of each as a leaf, and note the place of each chunk in it.
+
+    Rows are in the order of the input. Representations of tokens that have a mask beside them may have other numbers of
+    tokens in each chunk, and are filled up with zeros.
 
     Raises:
-        ValueError: if a chunk's representation differs from another chunk's in more than rows.
+        ValueError: if a chunk's representation differs from another chunk's in more.
     """
-    leaves = []
-    for number, parts in enumerate(zip(*(chunk.found for chunk in chunks), strict=True)):
-        alike = {(x.dtype, x.dim(), x.shape[1:]) for x in parts}
+    name, leaves = chunks[0].encoder.name, []
+    places: list[list[Index]] = []  # of each chunk, for each representation
+    lengths = padded_lengths([chunk.found for chunk in chunks])
+    for number, (parts, length) in enumerate(
+        zip(zip(*(chunk.found for chunk in chunks), strict=True), lengths, strict=True)
+    ):
+        alike = {(x.dtype, x.device, x.dim(), x.shape[1 if length is None else 2 :]) for x in parts}
         if len(alike) > 1:
             raise ValueError(
-                f"representation {number} of {chunks[0].encoder.name} must have the same shape in all chunks, but for "
-                f"its rows, and the same dtype; got {[(*x.shape, x.dtype) for x in parts]}: pad to one length"
+                f"representation {number} of {name} must have the same shape in all chunks, but for its rows, and the "
+                f"same dtype and device; got {[(*x.shape, x.dtype) for x in parts]}: pad to one length{NO_MASK}"
             )
         if not parts[0].dim() and any(not torch.equal(x, parts[0]) for x in parts):
             raise ValueError(
-                f"representation {number} of {chunks[0].encoder.name} has shape (), one number for all rows, and must "
+                f"representation {number} of {name} has shape (), one number for all rows, and must "
                 f"be the same in every chunk; got {[x.item() for x in parts]}. Numbers of rows have shape (rows,)"
             )
-        rows = parts[0].dim() and len(parts) > 1
-        leaves.append(torch.cat([x.detach() for x in parts]) if rows else parts[0].detach())
-    starts = [0] * len(leaves)
-    for chunk in chunks:
-        counts = [len(x) if x.dim() else 0 for x in chunk.found]
-        chunk.rows = [slice(start, start + count) for start, count in zip(starts, counts, strict=True)]
-        starts = [at.stop for at in chunk.rows]
+        places.append(_places(chunks, parts, length))
+        leaves.append(_joined([x.detach() for x in parts], places[-1], length))
+    for chunk, *of_chunk in zip(chunks, *places, strict=True):
+        chunk.rows = of_chunk
         if not chunk.kept:
             chunk.found = tuple(x[at] if x.dim() else x for x, at in zip(leaves, chunk.rows, strict=True))
     trained = chunks[0].encoder.trained or [differentiable(leaf) for leaf in leaves]
     return [leaf.detach().requires_grad_(of) for leaf, of in zip(leaves, trained, strict=True)]
+
+
+def _places(chunks: Sequence[Chunk], parts: Sequence[Tensor], length: int | None) -> list[Index]:
+    """Return where each chunk's part of a representation stands among all rows, of `length` tokens if that differs."""
+    counts = [len(x) if x.dim() else 0 for x in parts]
+    numbers = numbers_of_rows([chunk.given for chunk in chunks], counts)
+    rows = [index_of(of_part, x.device) for of_part, x in zip(numbers, parts, strict=True)]
+    if length is None:
+        return [*rows]
+    return [(at, slice(x.shape[1])) for at, x in zip(rows, parts, strict=True)]
+
+
+def _joined(parts: Sequence[Tensor], places: Sequence[Index], length: int | None) -> Tensor:
+    """Return a tensor of all rows."""
+    first, slices = parts[0], [at for at in places if isinstance(at, slice)]
+    if not first.dim() or (len(parts) == 1 and slices):
+        return first
+    if len(slices) == len(parts):
+        order = sorted(range(len(parts)), key=lambda k: (slices[k].start, slices[k].stop))
+        return torch.cat([parts[k] for k in order])
+    rest = first.shape[1:] if length is None else (length, *first.shape[2:])
+    whole = first.new_zeros(sum(map(len, parts)), *rest)
+    for x, at in zip(parts, places, strict=True):
+        whole[at] = x
+    return whole

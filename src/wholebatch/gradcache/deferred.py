@@ -80,7 +80,7 @@ def _call_at_the_end(callback: Any) -> None:
 def with_second_passes(step: Step) -> list[Tensor]:
     """Return a step's representations, whose backward pass gives the step their gradients."""
     if not torch.is_grad_enabled():
-        return step.leaves()
+        return [x.detach() for x in step.leaves()]
     trigger = torch.zeros((), requires_grad=True)
     return list(_Representations.apply(trigger, step))
 

@@ -1,22 +1,25 @@
 """Encoders that are called inside the forward pass of the DistributedDataParallel that holds them.
 
-Lightning calls `training_step` inside the engine's forward pass, and `self.net` in it reaches the parameters directly.
-The engine then waits for one gradient of each parameter in the backward pass of its output, the loss. A deferred step
-makes its second passes in that backward pass, several for each parameter. So all but the last must not show themselves
-to the engine, whose hooks run where autograd accumulates a gradient:
+Lightning calls `training_step` inside the engine's forward pass. There `self.net` reaches the parameters directly, and
+`self.trainer.strategy.model` calls the engine once more. The engine then waits for one gradient of each parameter in
+the backward pass of the loss: from the end of its forward pass on, or, in manual optimization, from `manual_backward`
+on. A deferred step makes its second passes in that backward pass, several for each parameter. So these call the
+engine's module without the engine, which refuses calls until then; and all but the last must not show themselves to its
+hooks, which run where autograd accumulates a gradient:
 
     all passes but the last    hidden: torch.autograd.grad, which accumulates nothing, and p.grad += g
     the last                   backward, as usual: the engine finds the sum in p.grad, and reduces it
 
-This also holds inside of no_sync(), where the engine's hooks do nothing.
+This also holds if the caller is in no_sync(), where the engine's hooks do nothing.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -27,26 +30,35 @@ from .engine_ddp import parameters_of_ddp
 from .engines import Synchronized
 from .sync_control import SyncControl
 
-# Its passes are not held by a switch; `accumulate` keeps them from the engine.
-_CONTROL = SyncControl(
-    matches=lambda _module: False,
-    hold=lambda _module: nullcontext(),
-    collective=False,
-    hides=lambda _module: True,
-)
+
+@contextmanager
+def _without_engine(ddp: Any) -> Iterator[None]:
+    """Let calls of the engine be calls of its module."""
+    vars(ddp)["forward"] = ddp.module.__call__
+    try:
+        yield
+    finally:
+        del vars(ddp)["forward"]
+
+
+_CONTROL = SyncControl(lambda _module: False, _without_engine, collective=False, hides=lambda _module: True)
 
 
 class Enclosing(Synchronized):
-    """An engine whose forward pass has not ended, and whose parameters a step reaches directly.
+    """An engine whose forward pass has not ended, and whose parameters a step reaches.
 
     Args:
         module: of the engine.
         reached: the leaves of the encoder's graph.
+        called: the engine as it was called by the encoder, or None if it reaches the parameters directly.
     """
 
-    def __init__(self, module: DistributedDataParallel, reached: Iterable[Tensor]) -> None:
+    def __init__(
+        self, module: DistributedDataParallel, reached: Iterable[Tensor], called: Synchronized | None = None
+    ) -> None:
         super().__init__(module, _CONTROL)
         self.parameters = {id(p): p for _, p in parameters_of_ddp(module)}
+        self.called = called
         self.reduced_early = False
         hooks = []
         if module.require_backward_grad_sync:
@@ -54,12 +66,24 @@ class Enclosing(Synchronized):
             hooks = [p.register_post_accumulate_grad_hook(early) for p in reached if id(p) in self.parameters]
         self.unwatch = weakref.finalize(self, _remove, hooks)  # before the second passes, or when the step is freed
 
-    def check(self, name: str) -> None:
-        """Raise ValueError if the encoder's parameters got a gradient before the second passes.
+    def release(self) -> AbstractContextManager[None]:
+        """Return a context for the last pass, whose forward pass is without the engine, too."""
+        return self.hold()
 
-        The engine has then taken that one for the only one.
+    def waits(self) -> bool:
+        """Return whether the engine waits for the gradients of a backward pass that it knows.
+
+        A call of the engine in no_sync(), such as the step's, clears this attribute; preparing the engine sets it.
+        """
+        return self.called is None or bool(self.module.require_forward_param_sync)
+
+    def check(self, name: str) -> None:
+        """Raise ValueError if the engine cannot wait for the second passes, or has not.
+
+        It may have taken another gradient of the encoder's parameters for the only one.
         """
         self.unwatch()
+        check_settings(name, self.module)
         if self.reduced_early:
             raise ValueError(
                 f"{name} is called with and without gradient caching inside one forward pass of a "
@@ -87,17 +111,24 @@ def enclosed_by(encoder: Encoder) -> Enclosing | None:
             encoder's do not occur.
     """
     ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
-    if ddp is None or id(ddp) in encoder.synchronized:
+    if ddp is None:
         return None
+    called = encoder.synchronized.get(id(ddp))
     held = {id(p) for _, p in parameters_of_ddp(ddp)}
-    if not any(id(p) in held for p in encoder.leaves):
-        return None
+    if called is None:
+        if not any(id(p) in held for p in encoder.leaves):
+            return None
+        check_settings(encoder.name, ddp)
+    return Enclosing(ddp, encoder.leaves, called)
+
+
+def check_settings(name: str, ddp: Any) -> None:
+    """Raise ValueError if the engine looks for its parameters in the graph of its output."""
     for option in ("find_unused_parameters", "static_graph"):
         if getattr(ddp, option):
             raise ValueError(
-                f"{encoder.name} was called inside the forward pass of a DistributedDataParallel with {option}=True, "
+                f"{name} was called inside the forward pass of a DistributedDataParallel with {option}=True, "
                 "which looks for its parameters in the graph of its output, before they are used: leave "
-                f"{option} out, or give GradCache the engine's module and call it outside (in Lightning: "
-                "automatic_optimization=False and self.trainer.strategy.model)"
+                f"{option} out, or go backward in the step itself, without deferred=True (in Lightning: "
+                "automatic_optimization=False, and wb.GradCache([self.trainer.strategy.model], ...))"
             )
-    return Enclosing(ddp, encoder.leaves)

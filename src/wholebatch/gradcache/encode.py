@@ -19,7 +19,7 @@ from ..contract import bind_on_all_ranks
 from .chunks import Chunk
 from .deferred import with_second_passes
 from .entry import Options, device_of, first_passes
-from .grad_cache import GradCache
+from .grad_cache import ChunkSize, GradCache
 from .keep import KeepGraphs
 from .referred_modules import modules_of
 
@@ -30,7 +30,7 @@ _STEPS: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary() 
 def encode(
     model: Callable[..., object],
     model_input: Any,  # whatever the model takes
-    chunk_size: int,
+    chunk_size: ChunkSize,
     *,
     split_input_fn: Callable[[Any, int], Sequence[object]] | None = None,
     get_rep_fn: Callable[[Any], object] | None = None,
@@ -54,7 +54,7 @@ def encode(
         model: a module, or a function that calls some.
         model_input: a tensor, a list (the model's arguments), a mapping (its keywords), or (list, mapping). Its rows
             may differ between ranks and may be 0.
-        chunk_size: rows of a chunk.
+        chunk_size: rows of a chunk, or a TokenBudget.
         split_input_fn: as in :class:`wholebatch.GradCache`.
         get_rep_fn: as there.
         keep_graphs: as there.

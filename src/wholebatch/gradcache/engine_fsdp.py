@@ -40,7 +40,7 @@ def fsdp_classes() -> list[type[Any]]:
 
 
 def whole_parameters_of_fsdp(module: Any) -> list[Tensor]:
-    """Return the tensors that a module's graph has in the place of its shards."""
+    """Return the tensors that a module's graph has instead of its shards."""
     flat = getattr(getattr(module, "_handle", None), "flat_param", None)  # FSDP1
     shards = [shard for group in _groups_of(module) for shard in getattr(group, "fsdp_params", ())]
     whole = [getattr(shard, "_unsharded_param", None) for shard in shards]

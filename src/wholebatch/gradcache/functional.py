@@ -25,6 +25,7 @@ from .._graph import leaves_of
 from ..comm import Communicator, Group, select_communicator
 from ..comm.binding import complaint, mistake_of
 from ..comm.select import check_group
+from .backward import backward, hidden_backward
 from .chunks import differentiable
 from .held import watched
 from .inputs import new_containers, representations
@@ -33,7 +34,6 @@ from .one_pass import difference, with_graph
 from .passed_by import check_not_passed_by
 from .referred_modules import modules_of
 from .replay import Buffers, Replay, without_graph
-from .second_pass import accumulate, backward_from, zeros_for_awaited
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -158,8 +158,10 @@ class _SecondPass:
             if pairs and checks:
                 check_not_passed_by(self._name, leaves_of(second), self._seen, self._engines)
             with watched(held if checks else ()) as mistakes:
-                go_backward = accumulate if any(engine.hides for engine in held) else backward_from
-                go_backward([*pairs, *zeros_for_awaited(pairs, last)])
+                if any(engine.hides for engine in held):
+                    hidden_backward(pairs)
+                else:
+                    backward(pairs, last)
         if wrong is not None or mistakes:
             raise wrong or mistakes[0]
 

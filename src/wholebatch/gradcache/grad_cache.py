@@ -23,7 +23,11 @@ from .entry import Options, checked_parameters, device_of, first_passes
 from .immediate import Scaler, add_gradients
 from .inputs import call_model, check_input, check_parts, split_inputs
 from .keep import KeepGraphs, check_keep_graphs
+from .parts import check_rows, part_of, split_by_tokens
 from .step import Step
+from .token_budget import TokenBudget, mask_in
+
+ChunkSize = int | TokenBudget
 
 
 class GradCache:
@@ -38,12 +42,15 @@ class GradCache:
 
     Args:
         models: encoders, modules or functions, one for each input; a shared encoder is listed twice.
-        chunk_sizes: rows of a chunk; one number, or one for each model.
+        chunk_sizes: rows of a chunk, or a :class:`TokenBudget`, by which rows of a padded input are grouped by length;
+            one, or one for each model.
         loss_fn: (r_0, r_1, ..., \**loss_kwargs) -> L, of one element. r_k has the rows of input k; for a model with
             several representations it is a tuple. Parameters of loss_fn get their gradients, once.
-        split_input_fn: (input, chunk size) -> list of chunks, for inputs that are not trees of tensors.
+        split_input_fn: (input, chunk size) -> list of chunks, for inputs that are not trees of tensors with the batch's
+            rows. The chunk size is the model's in chunk_sizes. An :class:`InputChunk` names the rows of a chunk.
         get_rep_fn: a model's output -> its representation: a tensor with the rows of its input, or a tuple of such. A
-            tensor of shape () among them is one number for the whole batch, such as a learned scale.
+            tensor of shape () among them is one number for the whole batch, such as a learned scale. Token embeddings
+            (rows, tokens, d) beside a bool or integer mask (rows, tokens) may differ in tokens between chunks.
         fp16: run under float16 autocast; needs a scaler. Otherwise the caller's autocast holds, whatever its dtype.
         scaler: a GradScaler, which scales the loss before its gradient is taken; the caller steps it.
         keep_graphs: which chunks keep the graph of their first pass, and are not encoded again: a number of them, a
@@ -76,9 +83,9 @@ class GradCache:
     def __init__(
         self,
         models: Sequence[Callable[..., object]] | nn.ModuleList,
-        chunk_sizes: int | Sequence[int],
+        chunk_sizes: ChunkSize | Sequence[ChunkSize],
         loss_fn: Callable[..., Tensor],
-        split_input_fn: Callable[[Any, int], Sequence[object]] | None = None,  # takes whatever the models take
+        split_input_fn: Callable[[Any, Any], Sequence[object]] | None = None,  # takes whatever the models take
         get_rep_fn: Callable[[Any], object] | None = None,  # takes whatever the models return
         fp16: bool = False,
         scaler: Scaler | None = None,
@@ -126,8 +133,9 @@ class GradCache:
         backward pass never comes is freed like any other. Under `torch.no_grad()` the loss is computed without a graph.
 
         Args:
-            model_inputs: one for each model: a tensor, a list (the model's arguments), a mapping (its keywords), or
-                (list, mapping). Their rows may differ between ranks and may be 0.
+            model_inputs: one for each model: a tensor, a list (the model's arguments), a mapping (its keywords, or its
+                one argument, as its signature says), or (list, mapping). Their rows may differ between ranks and may
+                be 0.
             no_sync_except_last: accepted for programs that pass it; gradients are synchronized once in any case.
             loss_kwargs: passed on to loss_fn.
 
@@ -179,13 +187,13 @@ class GradCache:
             return deferred_loss(step, loss_of) if self.deferred else add_gradients(step, loss_of, self.scaler)
 
     # A subclass may replace the next four methods, with types of its own.
-    def split_inputs(self, model_input: Any, chunk_size: int) -> Sequence[object]:  # any input of a model
+    def split_inputs(self, model_input: Any, chunk_size: Any) -> Sequence[object]:  # any input, its model's chunk size
         """Return the chunks of an input."""
-        return (
-            split_inputs(model_input, chunk_size)
-            if self.split_input_fn is None
-            else self.split_input_fn(model_input, chunk_size)
-        )
+        if self.split_input_fn is not None:
+            return self.split_input_fn(model_input, chunk_size)
+        if isinstance(chunk_size, TokenBudget):
+            return split_by_tokens(model_input, chunk_size)
+        return split_inputs(model_input, chunk_size)
 
     def model_call(self, model: Any, model_input: Any) -> object:  # any model, and what it takes
         """Return a model's output for a chunk."""
@@ -214,12 +222,16 @@ class GradCache:
             encoder = Encoder(model, index, call=self.model_call, get_reps=self.get_reps, count_rows=splits_trees)
             name = f"the input of {encoder.name}"
             if splits_trees:
-                check_input(model_input, name, size)
-            parts = [*self.split_inputs(model_input, size)]
+                by_tokens = isinstance(size, TokenBudget)
+                check_input(model_input, name, 1 if by_tokens else size)
+                if by_tokens:
+                    mask_in(model_input, size, name)
+            parts = [part_of(x) for x in self.split_inputs(model_input, size)]
             if not parts:
                 raise ValueError(f"{name} was split into no chunks; for no rows give one chunk without rows")
-            if not splits_trees:
-                check_parts(model_input, parts, name)
+            check_rows(model_input, parts, name)
+            if not splits_trees and parts[0].rows is None:
+                check_parts(model_input, [part.tree for part in parts], name)
             chunks += [Chunk(encoder, part, number) for number, part in enumerate(parts)]
             chunks[-1].last = True
         return chunks
@@ -257,11 +269,12 @@ def _checked_models(models: Any) -> list[Callable[..., Any]]:
     return found
 
 
-def _checked_sizes(chunk_sizes: int | Sequence[int], models: int) -> list[int]:
+def _checked_sizes(chunk_sizes: ChunkSize | Sequence[ChunkSize], models: int) -> list[Any]:
     one = not isinstance(chunk_sizes, Sequence) or isinstance(chunk_sizes, str | bytes)
     sizes: list[Any] = [chunk_sizes] * models if one else check_items("chunk_sizes", chunk_sizes, "integers")
     if len(sizes) != models:
         raise ValueError(f"chunk_sizes must be one number, or one for each of the {models} models; got {shown(sizes)}")
     for size in sizes:
-        check_count("chunk_sizes", size, "rows of a chunk")
+        if not isinstance(size, TokenBudget):
+            check_count("chunk_sizes", size, "rows of a chunk (or a TokenBudget)")
     return sizes

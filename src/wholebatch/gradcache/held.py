@@ -1,8 +1,9 @@
-"""Check that the `hold` of a registered SyncControl keeps the engine from reducing gradients.
+"""Check that gradients stay in `.grad` after a chunk's backward pass, while more chunks are to come.
 
-In a held pass, gradients must accumulate in the parameters' `.grad`. An engine that reduces them nevertheless averages
-`.grad`, or removes it (as DeepSpeed's ZeRO does). Then only the last chunk counts on all ranks, although the loss is
-right and no rank differs from another. So this module watches the first held pass, at the engine's smallest parameters.
+An engine that reduces gradients nevertheless averages `.grad`, or removes it (as DeepSpeed's ZeRO does). Then only the
+last chunk counts on all ranks, although the loss is right and no rank differs from another. Either the `hold` of a
+registered SyncControl does not hold, or the model has an engine that is not known. So this module watches the first
+such pass, at the smallest parameters.
 """
 
 from __future__ import annotations
@@ -16,18 +17,30 @@ from torch import Tensor
 
 from .engines import Synchronized, is_registered
 
+HOW_TO_REGISTER = """Register its switch:
+
+    wb.gradcache.register_sync_control(
+        wb.gradcache.SyncControl(
+            matches=lambda module: isinstance(module, TheEngine),
+            hold=lambda module: module.no_sync(),  # a context in which gradients stay in .grad
+        )
+    )"""
 _FEW = 3  # parameters of an engine that are watched
 
 
 @contextmanager
-def watched(engines: Iterable[Synchronized]) -> Iterator[list[ValueError]]:
-    """Watch a backward pass in which these engines are held; afterward the list has the errors."""
+def watched(engines: Iterable[Synchronized], of_none: Iterable[Tensor] = ()) -> Iterator[list[ValueError]]:
+    """Watch a backward pass in which these engines are held; afterward the list has the errors.
+
+    Args:
+        engines: those whose control a caller has registered are watched.
+        of_none: parameters that belong to no known engine.
+    """
     arrived: dict[int, Tensor] = {}
     watching, hooks, mistakes = [], [], list[ValueError]()
-    for engine in engines:
-        if not is_registered(engine.control) or engine.control.remember is not None:
-            continue
-        trained = [p for p in engine.module.parameters() if p.requires_grad and p.layout is torch.strided]
+    registered = [e for e in engines if is_registered(e.control) and e.control.remember is None]
+    for engine, parameters in [(None, of_none), *((e, e.module.parameters()) for e in registered)]:
+        trained = [p for p in parameters if p.requires_grad and p.layout is torch.strided]
         for p in sorted(trained, key=torch.numel)[:_FEW]:
             watching.append((engine, p, None if p.grad is None else _dense(p.grad).clone()))
             hooks.append(p.register_hook(partial(_keep, arrived, id(p))))
@@ -39,7 +52,9 @@ def watched(engines: Iterable[Synchronized]) -> Iterator[list[ValueError]]:
     for engine, p, before in watching:
         if id(p) in arrived:
             grad = arrived[id(p)]
-            mistakes += _mistake(engine, p, grad if before is None else before + grad)
+            what = _change(p, grad if before is None else before + grad)
+            if what:
+                mistakes.append(_unknown(what, p) if engine is None else _mistake(engine, what, p))
 
 
 def _keep(arrived: dict[int, Tensor], key: int, grad: Tensor) -> None:
@@ -52,18 +67,26 @@ def _dense(grad: Tensor) -> Tensor:
     return grad if grad.layout is torch.strided else grad.to_dense()
 
 
-def _mistake(engine: Synchronized, p: Tensor, expected: Tensor) -> list[ValueError]:
+def _change(p: Tensor, expected: Tensor) -> str:
+    """Return what has happened to a parameter's gradient, if it is not the expected one."""
     if p.grad is None:
-        what = "took the gradient out of .grad"
-    elif p.grad.shape != expected.shape or not torch.allclose(_dense(p.grad), expected, rtol=1e-2, equal_nan=True):
-        what = "changed the gradient"
-    else:
-        return []
-    return [
-        ValueError(
-            f"the engine of {type(engine.module).__name__} must leave gradients in .grad while the `hold` of its "
-            f"registered SyncControl is entered, and {what} of a parameter of shape {tuple(p.shape)}: it reduces in "
-            "every chunk's backward pass. Give a `hold` that keeps it from that; where the engine keeps gradients to "
-            "itself until it synchronizes, give `remember` too"
-        )
-    ]
+        return "took the gradient out of .grad"
+    if p.grad.shape != expected.shape or not torch.allclose(_dense(p.grad), expected, rtol=1e-2, equal_nan=True):
+        return "changed the gradient"
+    return ""
+
+
+def _mistake(engine: Synchronized, what: str, p: Tensor) -> ValueError:
+    return ValueError(
+        f"the engine of {type(engine.module).__name__} must leave gradients in .grad while the `hold` of its "
+        f"registered SyncControl is entered, and {what} of a parameter of shape {tuple(p.shape)}: it reduces in "
+        "every chunk's backward pass. Give a `hold` that keeps it from that; where the engine keeps gradients to "
+        "itself until it synchronizes, give `remember` too"
+    )
+
+
+def _unknown(what: str, p: Tensor) -> ValueError:
+    return ValueError(
+        f"gradients must stay in .grad until all chunks have added theirs, and something {what} of a parameter of "
+        f"shape {tuple(p.shape)} in a chunk's pass: an engine that gradient caching does not know? {HOW_TO_REGISTER}"
+    )

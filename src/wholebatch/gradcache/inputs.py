@@ -1,8 +1,9 @@
 """The input of a model, a tree of tensors that is cut along the batch, and its output: representations.
 
     tensor                  model(x)                    list or tuple           model(*x)
-    mapping                 model(**x)                  (list, mapping)         model(*x[0], **x[1])
+    mapping                 model(**x), or model(x)     (list, mapping)         model(*x[0], **x[1])
 
+A model that cannot take a mapping's keys as keywords, but one argument, gets the mapping itself (see `call_form`).
 Mappings are dict, UserDict, BatchEncoding and the like; trees nest, and a chunk's containers have the types of the
 input's. Every tensor in a tree has the batch's rows, except those of shape (). Every chunk gets these, and whatever is
 no tensor.
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from .._checks import check_dense
 from .._trees import leaves, map_leaves, tensors_of
+from .call_form import takes_mapping
 
 
 def lists_of(tree: Any) -> Iterator[list[Any]]:
@@ -32,6 +34,11 @@ def _is_flat_list(tree: Any) -> bool:
 
 def check_input(tree: Any, name: str, chunk_size: int) -> None:
     """Check that an input can be cut into chunks, all of it, and that its graph does not begin before the model.
+
+    Args:
+        tree: the input.
+        name: of the input, in errors.
+        chunk_size: the number of rows up to which the input is certainly one chunk.
 
     Raises:
         ValueError: if its tensors disagree on their rows, have a graph, or lie beside a list with one item per row.
@@ -133,7 +140,7 @@ def new_containers(tree: Any) -> Any:
 def call_model(model: Callable[..., Any], x: Any) -> Any:
     """Return the model's output for one chunk."""
     if isinstance(x, Mapping):
-        return model(**x)
+        return model(x) if takes_mapping(model, x) else model(**x)
     if isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], list | tuple) and isinstance(x[1], Mapping):
         return model(*x[0], **x[1])
     if isinstance(x, list | tuple):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -76,12 +77,14 @@ def fresh_autocast_cache() -> Iterator[None]:
 def without_graph() -> Iterator[None]:
     """Make no graph in forward passes inside, and compute the same values as with one.
 
-    nn.TransformerEncoder has a faster implementation without gradients, whose rows behind a padding mask differ.
+    nn.TransformerEncoder has a faster implementation without gradients, whose rows behind a padding mask differ. A
+    checkpoint inside the model warns that it has no gradient, which it gets in the second pass.
     """
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.no_grad(), fresh_autocast_cache():
+        with torch.no_grad(), fresh_autocast_cache(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)

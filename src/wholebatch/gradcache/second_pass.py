@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from .._graph import leaves_of
+from .backward import Pairs, backward, hidden_backward
 from .chunks import Chunk
 from .enclosing import Enclosing
 from .engines import Synchronized
 from .held import watched
 from .one_pass import NoGraphError, difference, encoded_with_graph
-
-Pairs = list[tuple[Tensor, Tensor]]  # tensors with their gradients
 
 
 def second_pass(
@@ -54,17 +53,15 @@ def second_pass(
                 about_to_change(leaves_of(chunk.found))
         given = [None] * len(chunk.found) if error is not None else _of_chunk(chunk)
         pairs += _roots(chunk, given, whole=bool(done))
-        pairs += zeros_for_awaited(pairs, (e for e in engines if id(e.module) in done))
         for engine in _enclosing(chunk):
             reached[id(engine.module)] |= {id(p): p for p in leaves_of(chunk.found) if id(p) in engine.parameters}
         held = [unwatched.pop(id(e.module)) for e in engines if id(e.module) in unwatched.keys() - done]
-        with watched(held) as mistakes, _held(engines, but=done):
+        free = () if engines or chunk.last or not watch(chunk) else chunk.encoder.leaves
+        with watched(held, free) as mistakes, _held(engines, but=done):
             if any(engine.hides and id(engine.module) not in done for engine in engines):
-                accumulate(pairs)
+                hidden_backward(pairs)
             else:
-                for engine in _enclosing(chunk):
-                    pairs += _zeros_but_for(pairs, reached[id(engine.module)])
-                backward_from(pairs)
+                backward(pairs, [e for e in engines if id(e.module) in done], reached)
         wrong = wrong or error or next(iter(mistakes), None)
         del pairs
         chunk.forget()
@@ -106,23 +103,6 @@ def _encode_again(chunk: Chunk, done: set[int]) -> Exception | None:
         return difference(first, chunk.found, chunk.encoder.name)
 
 
-def zeros_for_awaited(pairs: Sequence[tuple[Tensor, Tensor]], engines: Iterable[Synchronized]) -> Pairs:
-    """Return zeros for the parameters that these engines wait for, and a backward pass from `pairs` does not reach.
-
-    Other chunks may have reached them: two models may be two functions of one engine, each of one of its towers. Their
-    gradients exist by then, and are synchronized in this last pass with all others.
-    """
-    awaited = {id(p): p for e in engines if e.control.awaits is not None for p in e.control.awaits(e.module)}
-    return _zeros_but_for(pairs, awaited) if awaited else []
-
-
-def _zeros_but_for(pairs: Sequence[tuple[Tensor, Tensor]], awaited: dict[int, Tensor]) -> Pairs:
-    """Return zeros for the awaited parameters that a backward pass from `pairs` does not reach."""
-    roots = [x for x, _ in pairs]
-    found = {id(p) for p in (*roots, *leaves_of(roots))}
-    return [(p, torch.zeros_like(p)) for key, p in awaited.items() if key not in found]
-
-
 def _of_chunk(chunk: Chunk) -> list[Tensor | None]:
     """Return the gradients of the chunk's representations."""
     given = chunk.encoder.gradients or [None] * len(chunk.found)
@@ -145,35 +125,6 @@ def _roots(chunk: Chunk, given: Sequence[Tensor | None], *, whole: bool) -> Pair
         elif x.dim() or whole:
             pairs.append((x, torch.zeros_like(x)))
     return pairs
-
-
-def backward_from(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Run one backward pass from all of these tensors, each with its gradient."""
-    if pairs:
-        torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
-
-
-def accumulate(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Run one backward pass from all of these tensors, each with its gradient, in which no hook of an engine runs.
-
-    Engines have their hooks where autograd accumulates into `.grad`, which is done here instead. As there, each `.grad`
-    is a tensor of its own.
-    """
-    of = leaves_of(x for x, _ in pairs)
-    if not pairs or not of:
-        return
-    given = [grad for _, grad in pairs]
-    found: Sequence[Tensor | None] = torch.autograd.grad([x for x, _ in pairs], of, given, allow_unused=True)
-    with torch.no_grad():
-        for p, grad in zip(of, found, strict=True):
-            if grad is None:
-                continue
-            if p.grad is None:
-                p.grad = grad.clone()
-            elif p.grad.layout is torch.strided:
-                p.grad.add_(grad)
-            else:
-                p.grad = p.grad + grad
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from .chunks import Chunk, Encoder, joined
 from .enclosing import Enclosing, enclosed_by
 from .engines import Synchronized
 from .first_pass import first_pass
+from .held import HOW_TO_REGISTER
 from .keep import Keeper
 from .observe import Observer
 from .passed_by import check_not_passed_by
@@ -106,7 +107,7 @@ class Step:
         if outer is not None:
             encoder.synchronized[id(outer.module)] = outer
             for chunk in chunks:
-                chunk.engines = [*chunk.engines, outer]
+                chunk.engines = [*(e for e in chunk.engines if e.module is not outer.module), outer]
         _check_hooks(chunks[-1])
         if not self.number:
             engines = encoder.synchronized.values()
@@ -176,12 +177,20 @@ class Step:
             encoder.gradients = [*islice(left, len(encoder.leaves_of_all_chunks))]
 
     def check_engines(self) -> None:
-        """Raise ValueError on all ranks if an enclosing engine has not waited for the second passes."""
+        """Raise ValueError on all ranks if an enclosing engine has not waited for the second passes.
+
+        One that does not wait for any, because its caller has not prepared it, is an engine like others.
+        """
         enclosing = [(of, e) for of in self.encoders() for e in of.synchronized.values() if isinstance(e, Enclosing)]
 
         def state() -> None:
             for encoder, engine in enclosing:
-                engine.check(encoder.name)
+                if engine.waits():
+                    engine.check(encoder.name)
+                    continue
+                engine.unwatch()
+                for chunk in self._chunks_of(encoder):
+                    chunk.engines = [engine.called if e is engine and engine.called else e for e in chunk.engines]
 
         if enclosing:
             agree(self.comm, state, caller=self.name)
@@ -244,6 +253,6 @@ def _check_hooks(chunk: Chunk) -> None:
         if id(p) not in owned and getattr(p, "_post_accumulate_grad_hooks", None):
             raise ValueError(
                 f"a parameter of {chunk.encoder.name}, of shape {tuple(p.shape)}, has a hook for "
-                "when its gradient is accumulated (an optimizer in the backward pass?), which is in every chunk. Step "
-                "the optimizer after the cached step"
+                "when its gradient is accumulated, which is in every chunk. An optimizer in the backward pass? Step it "
+                f"after the cached step. An engine that gradient caching does not know? {HOW_TO_REGISTER}"
             )

@@ -36,7 +36,7 @@ class SyncControl:
         hold: returns a context in which the module's passes leave gradients on their rank. All passes but the
             module's last are in it.
         coalesce: instead of `hold`: returns a context in which all of a step's passes are made, and at whose end the
-            engine reduces their sum. It ends with an error if a rank has failed, on all ranks, and then reduces nothing.
+            engine reduces their sum. If a rank has failed, it ends with an error on all ranks, and reduces nothing.
         decides: the pass in which the engine reads its switch.
         hides: returns whether the hooks of the module's parameters must not run in held passes, in which gradients are
             then added to `.grad` without autograd's accumulation. None: they may.

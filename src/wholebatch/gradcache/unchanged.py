@@ -22,7 +22,7 @@ class Versions:
             held: list[Tensor] = [p for module in encoder.called.values() for p in module.parameters()]
             if not any(engine.control.sharded for engine in encoder.synchronized.values()):
                 held += encoder.leaves  # of modules that were not observed; a shard's whole parameter comes and goes
-            self._then |= {id(p): (encoder.name, p, _version(p)) for p in held}
+            self._then = {id(p): (encoder.name, p, _version(p)) for p in held} | self._then
 
     def check(self) -> None:
         """Raise ValueError if one has changed since."""

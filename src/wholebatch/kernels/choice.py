@@ -11,6 +11,7 @@ import logging
 import warnings
 from collections.abc import Hashable
 from dataclasses import dataclass
+from zlib import crc32
 
 _LOG = logging.getLogger("wholebatch")
 
@@ -45,6 +46,7 @@ class Choice:
 
 
 _made: dict[str | None, dict[Hashable, Choice]] = {}  # by group
+_digests: dict[str | None, int] = {}  # of a group's choices
 _warned: set[str] = set()
 _off: list[str] = []  # why kernels were switched off in this process
 
@@ -59,9 +61,9 @@ def found(group: str | None, form: Hashable) -> Choice | None:
     return _made.get(group, {}).get(form)
 
 
-def count(group: str | None) -> int:
-    """Return the number of choices of a group's ranks."""
-    return len(_made.get(group, ()))
+def digest(group: str | None) -> int:
+    """Return a number that ranks have in common if they have made the same choices as a group, in the same order."""
+    return _digests.get(group, 0) if group in _made else 0
 
 
 def forget(group: str | None) -> None:
@@ -70,8 +72,13 @@ def forget(group: str | None) -> None:
 
 
 def note(group: str | None, form: Hashable, choice: Choice, *, reports: bool) -> None:
-    """Note a choice; the rank that reports logs it, and warns, once for each reason, where kernels cannot be used."""
+    """Note a choice; the rank that reports logs it, and warns, once for each reason, where kernels cannot be used.
+
+    A form consists of numbers and texts, whose representation is the same in every process.
+    """
+    before = digest(group)
     _made.setdefault(group, {})[form] = choice
+    _digests[group] = crc32(repr((form, choice.in_kernels)).encode(), before)
     if not reports:
         return
     _LOG.info("%s", choice)

@@ -1,6 +1,7 @@
-"""Whatever holds for a step that goes backward itself holds for a deferred one: the other tests, with a deferred form.
+"""A deferred step does all that a step which goes backward itself does: the other tests, with a deferred form.
 
-`wb.GradCache` is replaced by a class that makes a deferred loss and calls its backward pass, as a framework would.
+`wb.GradCache` is replaced by a class that makes a deferred loss and calls its backward pass, as a framework would. The
+tests of engines take minutes; `make deferred` runs them too (WHOLEBATCH_TEST_DEFERRED=all).
 """
 
 import os
@@ -44,14 +45,15 @@ def as_deferred(body, *args):
         wb.GradCache = GradCache
 
 
-MODULES = (
-    test_gradcache_exactness,
-    test_gradcache_replay,
-    test_gradcache_memory,
-    test_gradcache_errors,
-    test_gradcache_engines,
-    test_gradcache_hidden_models,
-    test_gradcache_passed_by,
+MODULES = [test_gradcache_exactness, test_gradcache_replay, test_gradcache_memory]
+if os.environ.get("WHOLEBATCH_TEST_DEFERRED") == "all":
+    MODULES += [test_gradcache_engines, test_gradcache_errors, test_gradcache_hidden_models, test_gradcache_passed_by]
+# These state what holds without a deferred form only; tests/test_gradcache_deferred.py has their counterparts.
+WITHOUT = (
+    "test_a_step_needs_gradients",
+    "test_a_step_needs_gradients_on_all_ranks",
+    "test_a_wrong_setting_is_refused_by_the_constructor",
+    "test_a_wrong_call_on_one_rank_raises_on_all_ranks",  # a rank's loss that ignores a model is another loss
 )
 _run_ranks = wb.testing.run_ranks
 
@@ -70,5 +72,5 @@ def _deferred(monkeypatch):
 
 for _module in MODULES:
     for _name, _test in vars(_module).items():
-        if _name.startswith("test_") and callable(_test):
+        if _name.startswith("test_") and callable(_test) and _name not in WITHOUT:
             globals()[f"{_name}_of_{_module.__name__.removeprefix('test_gradcache_')}"] = _test

@@ -1,4 +1,4 @@
-"""The command `wholebatch doctor`: what is installed, and whether kernels are right and fast on this machine.
+"""The report of `wholebatch doctor`: what is installed, and whether kernels are right and fast on this machine.
 
 It calls losses on random features, in each precision, with kernel="auto" on a GPU and kernel="triton" in Triton's
 interpreter. Each call checks the kernels that it would start, against float64, and times them (see
@@ -7,24 +7,21 @@ interpreter. Each call checks the kernels that it would start, against float64, 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import platform
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import functional, kernels
-from ._text_table import format_rows
-from ._user_error import UserError
-from .heads import ArcFace
-from .kernels import choice
+from .. import functional, kernels
+from .._text_table import format_rows
+from ..heads import ArcFace
+from ..kernels import choice
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _PACKAGES = ("wholebatch", "torch", "triton", "numpy", "mpi4py", "jax")
@@ -78,6 +75,10 @@ class Report:
         """Whether kernels can run here and failed a check."""
         return any(row.failed for row in self.rows)
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the same facts for programs."""
+        return {**asdict(self), "failed": self.failed}
+
     def __str__(self) -> str:
         facts = {**self.versions, **self.device, **self.settings}
         lines = [f"{name:20} {value}" for name, value in facts.items()]
@@ -94,6 +95,13 @@ class Report:
         return "\n".join(
             [*lines, "", *(line.rstrip() for of in table for line in of), *([""] if reasons else []), *reasons]
         )
+
+
+def examine_here(rows: int | None, embedding_size: int | None) -> Report:
+    """Return the report of the GPU, or of the CPU where there is none, by default at a size for it."""
+    on_gpu = torch.cuda.is_available()
+    default_rows, default_size = (4096, 512) if on_gpu else (256, 64)
+    return examine(torch.device("cuda" if on_gpu else "cpu"), rows or default_rows, embedding_size or default_size)
 
 
 def examine(device: torch.device, rows: int, embedding_size: int) -> Report:
@@ -200,35 +208,3 @@ def _settings() -> dict[str, str]:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see {self.prog} --help")
-
-
-def main(argv: Sequence[str], *, prog: str = "wholebatch doctor") -> int:
-    """Print the report; return 0, or 1 if kernels failed a check."""
-    parser = _Parser(
-        prog=prog,
-        description="Print versions and the device, check the Triton kernels of each loss against float64, and time "
-        "them against plain PyTorch. Exit code 0: all passed, or kernels cannot run here; 1: a check failed.",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--rows", type=int, default=None, help="rows of the random batch (4096; 256 without a GPU)")
-    parser.add_argument("--embedding-size", type=int, default=None, help="numbers of a row (512; 64 without a GPU)")
-    given = parser.parse_args(list(argv))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    on_gpu = device.type == "cuda"
-    sizes = {"--rows": given.rows, "--embedding-size": given.embedding_size}
-    for (name, value), least in zip(sizes.items(), (2, 4), strict=True):
-        if value is not None and value < least:
-            raise UserError(f"{name} must be at least {least}, got {value}")
-    rows = given.rows or (4096 if on_gpu else 256)
-    report = examine(device, rows, given.embedding_size or (512 if on_gpu else 64))
-    print(json.dumps(_as_json(report), indent=2) if given.json else report)
-    return int(report.failed)
-
-
-def _as_json(report: Report) -> dict[str, Any]:
-    return {**asdict(report), "failed": report.failed}

@@ -1,0 +1,1 @@
+"""The command `wholebatch doctor`: options, and the report that it prints."""

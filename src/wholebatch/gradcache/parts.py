@@ -1,0 +1,178 @@
+"""The input of one chunk, and the numbers of the rows in it.
+
+A part that holds rows in another order than the input's is a copy of them. It is made when a forward pass needs it, so
+that the inputs of all chunks are not in memory twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._checks import check_sequence, shown
+from .._trees import leaves, map_leaves, tensors_of
+from .inputs import may_be_empty, without_rows
+from .token_budget import TokenBudget, TokenChunk, is_named, mask_in
+
+
+@dataclass(frozen=True, eq=False)
+class InputChunk:
+    """A chunk whose rows may stand in any order: an item of the list that a `split_input_fn` returns.
+
+    The representations of all chunks come back in the order of the rows.
+
+    Args:
+        input: the chunk, which the model takes.
+        rows: the numbers of its rows in the whole input.
+
+    Raises:
+        ValueError: if rows are not integers of at least 0, each once.
+
+    >>> import torch, wholebatch as wb
+    >>> x = torch.tensor([[1.0], [2.0], [3.0]])
+    >>> [wb.gradcache.InputChunk(x[rows], rows).input.tolist() for rows in ([0, 2], [1])]
+    [[[1.0], [3.0]], [[2.0]]]
+    """
+
+    input: Any
+    rows: Sequence[int]
+
+    def __post_init__(self) -> None:
+        rows = check_sequence("rows", self.rows, "the numbers of a chunk's rows")
+        whole = all(isinstance(row, int) and not isinstance(row, bool) and row >= 0 for row in rows)
+        if not whole or len({*rows}) != len(rows):
+            raise ValueError(f"rows must be integers of at least 0, each once; got {shown(self.rows)}")
+        object.__setattr__(self, "rows", (*rows,))
+
+
+class Part:
+    """The input of a chunk: a tree whose rows follow those of the chunk before.
+
+    Args:
+        tree: the input of the model.
+        rows: the numbers of its rows, or None: those that follow.
+    """
+
+    def __init__(self, tree: Any, rows: Sequence[int] | None = None) -> None:
+        self._tree, self.rows = tree, rows
+
+    @property
+    def tree(self) -> Any:
+        """The tree of tensors that the model takes."""
+        return self._tree
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether there can be a part without rows like this one."""
+        return may_be_empty(self._tree)
+
+    def emptied(self) -> Part:
+        """Return a part without rows like this one."""
+        return Part(without_rows(self.tree), None if self.rows is None else ())
+
+
+class CutPart(Part):
+    """A part that is cut from the whole input whenever it is asked for.
+
+    Args:
+        whole: the input.
+        at: the rows and columns of the part.
+        cut: (the input, rows and columns) -> the input of the model.
+    """
+
+    def __init__(self, whole: Any, at: TokenChunk, cut: Callable[[Any, TokenChunk], Any]) -> None:
+        super().__init__(whole, at.rows)
+        self._at, self._cut = at, cut
+
+    @property
+    def tree(self) -> Any:
+        """The tree of tensors that the model takes."""
+        return self._cut(self._tree, self._at)
+
+    def emptied(self) -> Part:
+        """Return a part without rows like this one."""
+        return CutPart(self._tree, TokenChunk((), self._at.columns), self._cut)
+
+
+def part_of(x: object) -> Part:
+    """Return the part that an item of a split input is."""
+    if isinstance(x, InputChunk):
+        return Part(x.input, x.rows)
+    return x if isinstance(x, Part) else Part(x)
+
+
+def check_rows(tree: Any, parts: Sequence[Part], name: str) -> None:
+    """Check that parts with numbers of their rows together have each row of the input once.
+
+    Raises:
+        ValueError: if they do not.
+    """
+    numbers = [part.rows for part in parts if part.rows is not None]
+    if not numbers:
+        return
+    if len(numbers) != len(parts):
+        raise ValueError(
+            f"{name} was split into {len(numbers)} InputChunks and {len(parts) - len(numbers)} other chunks: either "
+            "all chunks have the numbers of their rows, or none has"
+        )
+    found = sorted(row for of_part in numbers for row in of_part)
+    sizes = {len(x) for x in tensors_of(tree) if x.dim()}
+    rows = sizes.pop() if len(sizes) == 1 else len(found)
+    if found != [*range(rows)]:
+        raise ValueError(
+            f"the InputChunks of {name} must have each of its {rows} rows once, with numbers from 0; got rows "
+            f"{shown(found)}"
+        )
+
+
+def index_of(numbers: Sequence[int], device: torch.device) -> slice | Tensor:
+    """Return the index that selects these numbers: a slice, which copies nothing, if they follow each other."""
+    start = numbers[0] if numbers else 0
+    if (*numbers,) == (*range(start, start + len(numbers)),):
+        return slice(start, start + len(numbers))
+    return torch.tensor(numbers, device=device)
+
+
+def split_by_tokens(tree: Any, budget: TokenBudget) -> list[Part]:
+    """Return the parts of a tree of tensors, all of which have the batch's rows, by a budget of tokens.
+
+    >>> import torch
+    >>> tree = {"ids": torch.tensor([[1, 2], [3, 0]]), "mask": torch.tensor([[1, 1], [1, 0]])}
+    >>> [part.tree["ids"].tolist() for part in split_by_tokens(tree, TokenBudget(2, mask="mask"))]
+    [[[1, 2]], [[3]]]
+    """
+    mask = mask_in(tree, budget, "the input")
+
+    def cut(whole: Any, at: TokenChunk) -> Any:
+        selected = (
+            cut_tensor(x, at, length=mask.shape[1], columns=not is_uncut(path, budget)) for path, x in leaves(whole)
+        )
+        return map_leaves(lambda _: next(selected), whole)
+
+    return [CutPart(tree, at, cut) for at in budget.chunks(mask)]
+
+
+def is_uncut(path: str, budget: TokenBudget) -> bool:
+    """Return whether a budget leaves the columns of the tensor with this path as they are."""
+    return any(is_named(path, name) for name in budget.uncut)
+
+
+def cut_tensor(x: Any, at: TokenChunk, *, length: int, columns: bool) -> Any:
+    """Return the chunk's rows of a tensor, and with `columns` its columns if it has this length; other things whole."""
+    if not isinstance(x, Tensor) or not x.dim():
+        return x
+    if columns and x.dim() > 1 and x.shape[1] == length:
+        x = x[:, at.columns]
+    return x[index_of(at.rows, x.device)]
+
+
+def numbers_of_rows(parts: Sequence[Part], counts: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Yield the numbers of each part's rows, of which there are `counts`."""
+    start = 0
+    for part, count in zip(parts, counts, strict=True):
+        yield range(start, start + count) if part.rows is None else part.rows
+        start += count
