@@ -39,6 +39,7 @@ PUBLIC = {
     wb.gradcache: [
         "GradCache",
         "InputChunk",
+        "MultimodalSplit",
         "SyncControl",
         "TokenBudget",
         "TokenChunk",

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 IsLeaf = Callable[[Any], bool]
+LEFT_OUT = object()  # what a function returns for a leaf that its mapping shall not have
 
 
 def only_others(_tree: Any) -> bool:
@@ -44,11 +45,14 @@ def leaves(tree: Any, path: str = "", *, is_leaf: IsLeaf = only_others) -> Itera
 def map_leaves(function: Callable[[Any], Any], tree: Any, *, is_leaf: IsLeaf = only_others) -> Any:
     """Return a tree of the same form whose leaves are `function(leaf)`, called from left to right.
 
+    A mapping has no item whose leaf is LEFT_OUT.
+
     >>> map_leaves(lambda x: 10 * x, {"x": (1, 2), "scale": 3.0})
     {'x': (10, 20), 'scale': 30.0}
     """
     if isinstance(tree, Mapping) and not is_leaf(tree):
-        return _mapping_like(tree, {key: map_leaves(function, value, is_leaf=is_leaf) for key, value in tree.items()})
+        items = {key: map_leaves(function, value, is_leaf=is_leaf) for key, value in tree.items()}
+        return _mapping_like(tree, {key: value for key, value in items.items() if value is not LEFT_OUT})
     if isinstance(tree, list | tuple) and not is_leaf(tree):
         return sequence_like(tree, [map_leaves(function, value, is_leaf=is_leaf) for value in tree])
     return function(tree)
@@ -63,6 +67,8 @@ def _mapping_like(original: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping
     found = copy(original)  # a subclass may take other arguments, as defaultdict does
     for key, value in items.items():
         found[key] = value
+    for key in original.keys() - items.keys():
+        del found[key]
     return found
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from dual import (
     BATCH,
+    CHUNK,
     MICRO_STEPS,
     STEPS,
     Dual,

@@ -141,6 +141,8 @@ VALUES: dict[str, Callable[[], Any]] = {
     "chunk_sizes": lambda: 2,
     "tokens": lambda: 12,
     "TokenBudget.chunks.mask": lambda: torch.ones(4, 3),
+    "MultimodalSplit.__call__.model_input": lambda: torch.ones(4, 3),
+    "MultimodalSplit.__call__.chunk_size": lambda: 2,
     "InputChunk.input": lambda: torch.ones(2, 3),
     "InputChunk.rows": lambda: (0, 1),
     "model_inputs": lambda: (torch.randn(4, 3),),

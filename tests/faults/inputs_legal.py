@@ -175,9 +175,14 @@ LEGAL: dict[str, str] = {
     "max_rows": f"{_INTEGERS} int_10^12",
     "mask": "no number_string nul_string long_string word",  # the name of a tensor
     "TokenBudget.chunks.mask": " ".join(
-        k for k in _DENSE.split() if k.startswith("t_4x3") or k in ("t_0x3", "t_5x3", "t_4x5")
+        k for k in _DENSE.split() if k.startswith("t_4x3") or k in ("t_0x3", "t_5x3", "t_4x5", "t_4x0")
     ),
-    "uncut": "empty_list strings",
+    **dict.fromkeys(("uncut", "per_image", "per_video"), "empty_list strings"),
+    **dict.fromkeys(("image_token_id", "video_token_id"), f"{_INTEGERS} zero minus_one int_10^12 int_-2^63"),
+    "merge_size": f"{_INTEGERS} int_10^12",
+    **dict.fromkeys(("images_per_row", "videos_per_row"), "no number_string nul_string long_string word"),
+    "MultimodalSplit.__call__.model_input": f"{_WITH_ROWS} tensors",
+    "MultimodalSplit.__call__.chunk_size": f"{_INTEGERS} int_10^12",
     "InputChunk.input": _ANYTHING,
     "InputChunk.rows": "empty_list integers range",
     "keep_graphs": f"{_NOT_NEGATIVE_INTEGER} half float_1e-320 np_float64",

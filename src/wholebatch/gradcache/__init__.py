@@ -17,6 +17,9 @@ inputs           cuts an input into chunks, and calls a model with one
 call_form        a mapping is keywords, or one argument
 token_budget     TokenBudget: plans chunks by their number of tokens
 parts            the input of one chunk, whose rows may stand in any order
+multimodal       MultimodalSplit: texts with images, whose pixels do not have the batch's rows
+image_counts     finds the images of each row in an input
+row_items        images of rows and patches of images, as integers
 padding          fills up representations of tokens
 keep             which chunks keep their graph, and need no second pass
 replay           random numbers, autocast and buffers are the same in both passes
@@ -42,6 +45,7 @@ from .encode import encode
 from .engines import register_sync_control
 from .functional import cached, cat_input_tensor, gather_input_tensor
 from .grad_cache import GradCache
+from .multimodal import MultimodalSplit
 from .parts import InputChunk
 from .sync_control import SyncControl
 from .token_budget import TokenBudget, TokenChunk
@@ -49,6 +53,7 @@ from .token_budget import TokenBudget, TokenChunk
 __all__ = [
     "GradCache",
     "InputChunk",
+    "MultimodalSplit",
     "SyncControl",
     "TokenBudget",
     "TokenChunk",

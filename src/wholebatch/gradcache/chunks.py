@@ -153,7 +153,8 @@ def filled_up(chunks: Sequence[Chunk], everyone: Sequence[Mapping[str, Any]]) ->
 
     Args:
         chunks: of this rank.
-        everyone: each rank's "counts" of chunks by model, "keep_graphs", and whether its chunks "may be empty".
+        everyone: each rank's "counts" of chunks by model, "keep_graphs", whether its chunks "may be empty", and what
+            each of them "holds".
 
     Raises:
         ValueError: if ranks cannot make the same passes.
@@ -173,6 +174,7 @@ def filled_up(chunks: Sequence[Chunk], everyone: Sequence[Mapping[str, Any]]) ->
             f"this engine's passes are collective, and ranks have different numbers of chunks, {counts}: to "
             "fill them up, chunks must be trees of tensors with rows"
         )
+    _check_alike([facts["holds"] for facts in everyone])
     filled: list[Chunk] = []
     for index, count in enumerate(max(of_model) for of_model in zip(*counts, strict=True)):
         local = [chunk for chunk in chunks if chunk.encoder.index == index]
@@ -183,10 +185,24 @@ def filled_up(chunks: Sequence[Chunk], everyone: Sequence[Mapping[str, Any]]) ->
     return filled
 
 
+def _check_alike(everyone: Sequence[Sequence[Sequence[Sequence[str]]]]) -> None:
+    """Raise ValueError if a chunk of one rank holds images, say, and that of another does not, nor may be empty."""
+    for index, of_ranks in enumerate(zip(*everyone, strict=True)):
+        for number in range(max(map(len, of_ranks))):
+            holds = [[*of_rank[number]] if number < len(of_rank) else [] for of_rank in of_ranks]
+            if any(other != holds[0] for other in holds):
+                raise ValueError(
+                    f"this engine's passes are collective, and chunk {number} of model {index} holds {holds} on ranks "
+                    "0, 1, ...: the layers that read pixels must be called on all ranks or none. Give all ranks the "
+                    "same number of rows, each with an image (a blank one with its tokens masked), or use DDP"
+                )
+
+
 def facts_of(chunks: Sequence[Chunk], models: int) -> dict[str, Any]:
     """Return the facts about a rank's chunks that `filled_up` needs of all ranks."""
     return {
         "counts": [sum(chunk.encoder.index == index for chunk in chunks) for index in range(models)],
+        "holds": [[[*c.given.holds] for c in chunks if c.encoder.index == index] for index in range(models)],
         "may be empty": all(chunk.given.may_be_empty for chunk in chunks),
     }
 

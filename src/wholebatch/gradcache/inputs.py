@@ -25,10 +25,11 @@ from .call_form import takes_mapping
 
 def lists_of(tree: Any) -> Iterator[list[Any]]:
     """Yield the lists of a tree that hold no tensors or containers: names, numbers, texts."""
-    return (list(leaf) for _, leaf in leaves(tree, is_leaf=_is_flat_list) if isinstance(leaf, list | tuple))
+    return (list(leaf) for _, leaf in leaves(tree, is_leaf=is_flat_list) if isinstance(leaf, list | tuple))
 
 
-def _is_flat_list(tree: Any) -> bool:
+def is_flat_list(tree: Any) -> bool:
+    """Return whether this is a list that holds no tensors or containers."""
     return isinstance(tree, list | tuple) and not any(isinstance(x, Tensor | Mapping | list | tuple) for x in tree)
 
 
@@ -46,17 +47,27 @@ def check_input(tree: Any, name: str, chunk_size: int) -> None:
     for tensor in tensors_of(tree):
         check_dense(f"a tensor of {name}, which is cut into chunks (a split_input_fn may cut others),", tensor)
     rows = rows_of(tree, name)
+    check_no_graph(tree, name)
+    for x in lists_of(tree):
+        check_no_list_of_rows(x, rows, name, chunk_size)
+
+
+def check_no_graph(tree: Any, name: str) -> None:
+    """Raise ValueError if a tensor of an input has a graph."""
     if any(x.grad_fn is not None for x in tensors_of(tree)):
         raise ValueError(
             f"{name} has a graph, which each of its chunks would go back through: make its origin part of the model, "
             "or detach it"
         )
-    for x in lists_of(tree):
-        if len(x) == rows > chunk_size:
-            raise ValueError(
-                f"{name} holds a list of {rows} things that are no tensors, as many as there are rows: is there "
-                "one for each row? A split_input_fn(input, chunk_size) can cut them too"
-            )
+
+
+def check_no_list_of_rows(x: Sequence[Any], rows: int, name: str, chunk_size: int) -> None:
+    """Raise ValueError if a list of an input has as many items as there are rows, and there are several chunks."""
+    if len(x) == rows > chunk_size:
+        raise ValueError(
+            f"{name} holds a list of {rows} things that are no tensors, as many as there are rows: is there "
+            "one for each row? A split_input_fn(input, chunk_size) can cut them too"
+        )
 
 
 def check_parts(tree: Any, parts: Sequence[Any], name: str) -> None:

@@ -59,6 +59,7 @@ class Part:
 
     def __init__(self, tree: Any, rows: Sequence[int] | None = None) -> None:
         self._tree, self.rows = tree, rows
+        self.holds: Sequence[str] = ()  # what not every part has, such as images, and a layer of the model reads
 
     @property
     def tree(self) -> Any:
@@ -82,11 +83,14 @@ class CutPart(Part):
         whole: the input.
         at: the rows and columns of the part.
         cut: (the input, rows and columns) -> the input of the model.
+        holds: what the part has and other parts may not have.
     """
 
-    def __init__(self, whole: Any, at: TokenChunk, cut: Callable[[Any, TokenChunk], Any]) -> None:
+    def __init__(
+        self, whole: Any, at: TokenChunk, cut: Callable[[Any, TokenChunk], Any], *, holds: Sequence[str] = ()
+    ) -> None:
         super().__init__(whole, at.rows)
-        self._at, self._cut = at, cut
+        self._at, self._cut, self.holds = at, cut, holds
 
     @property
     def tree(self) -> Any:

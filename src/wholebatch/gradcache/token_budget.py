@@ -156,11 +156,10 @@ def spans_of(mask: Tensor, *, left: bool) -> list[Span]:
 def planned(spans: Sequence[Span], tokens: int, max_rows: int | None = None) -> tuple[TokenChunk, ...]:
     """Return the chunks of rows with these spans.
 
-    >>> for chunk in planned([(0, 3), (0, 1), (1, 3), (2, 3)], 4):
+    >>> for chunk in planned([(0, 1), (0, 3), (0, 2), (0, 1)], 6):
     ...     print(chunk.rows, chunk.columns)
-    (0,) slice(0, 3, None)
-    (2, 3) slice(1, 3, None)
-    (1,) slice(0, 1, None)
+    (1, 2) slice(0, 3, None)
+    (0, 3) slice(0, 1, None)
     """
     found: list[TokenChunk] = []
     rows: list[int] = []

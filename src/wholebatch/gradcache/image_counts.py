@@ -1,0 +1,157 @@
+"""Find in an input which images belong to which rows, from the names that processors of transformers use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .._checks import shown
+from .row_items import RowItems, counted
+from .token_budget import is_named
+
+INPUT = "the input of a MultimodalSplit"
+OF_ROWS = ("input_ids", "attention_mask", "inputs_embeds")  # tensors that certainly have the batch's rows
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The names of one kind of pixels in an input.
+
+    Args:
+        name: image or video.
+        pixels: the tensor of pixels.
+        grid: the tensor of the numbers of patches in time, height and width.
+        others: further tensors with one row for each image.
+    """
+
+    name: str
+    pixels: str
+    grid: str
+    others: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of this kind."""
+        return (self.pixels, self.grid, *self.others)
+
+
+def named(given: Mapping[str, Any], name: str) -> Any:
+    """Return the leaf of this name, or None.
+
+    Raises:
+        ValueError: if there are several.
+    """
+    found = [path for path in given if is_named(path, name)]
+    if len(found) > 1:
+        raise ValueError(f"{INPUT} must have one {name!r}, got {', '.join(found)}: pass one mapping for each model")
+    return given[found[0]] if found else None
+
+
+def rows_in(given: Mapping[str, Any]) -> int:
+    """Return the number of rows of the batch.
+
+    Raises:
+        ValueError: if no tensor shows it, or two disagree.
+    """
+    sizes = {name: named(given, name) for name in OF_ROWS}
+    rows = {name: len(x) for name, x in sizes.items() if isinstance(x, Tensor) and x.dim()}
+    if not rows or len({*rows.values()}) > 1:
+        raise ValueError(
+            f"{INPUT} must hold input_ids, an attention_mask or inputs_embeds, all with the batch's rows; got "
+            f"{', '.join(f'{name} with {count} rows' for name, count in rows.items()) or [*given]}"
+        )
+    return next(iter(rows.values()))
+
+
+def items_of(
+    given: Mapping[str, Any], kind: Kind, rows: int, per_row: str | None, token: int | None, merge_size: int
+) -> RowItems:
+    """Return how many images each row has, and how many patches each image.
+
+    Raises:
+        ValueError: if rows, images, patches and tokens do not add up.
+    """
+    patches = _patches(given, kind)
+    sizes = {
+        name: len(x)
+        for name in kind.names
+        if (x := named(given, name)) is not None and (name != kind.pixels or patches is None)
+    }
+    if len({*sizes.values()}) > 1:
+        raise ValueError(
+            f"{INPUT} must have one number of {kind.name}s, got "
+            f"{', '.join(f'{name} with {count}' for name, count in sizes.items())}"
+        )
+    total = next(iter(sizes.values()))
+    if per_row is not None:
+        return RowItems(_given_counts(given, kind, rows, per_row, total), patches)
+    if token is None:
+        if total != rows:
+            raise ValueError(
+                f"{INPUT} has {total} {kind.name}s and {rows} rows: to count the {kind.name}s of each row give "
+                f"{kind.name}_token_id= (it is in the model's config), or {kind.name}s_per_row="
+            )
+        return RowItems((1,) * rows, patches)
+    ids = named(given, "input_ids")
+    if not isinstance(ids, Tensor):
+        raise ValueError(f"{kind.name}_token_id={token} is counted in input_ids, and {INPUT} has only {[*given]}")
+    tokens_of_rows = (ids == token).flatten(1).sum(1).tolist()
+    return RowItems(
+        counted(tokens_of_rows, _tokens(tokens_of_rows, kind, total, patches, merge_size), kind.name), patches
+    )
+
+
+def _patches(given: Mapping[str, Any], kind: Kind) -> tuple[int, ...] | None:
+    """Return the number of patches of each image, or None if there is no grid."""
+    pixels, grid = named(given, kind.pixels), named(given, kind.grid)
+    if grid is None:
+        return None
+    if not isinstance(grid, Tensor) or grid.dim() != 2 or grid.shape[1] != 3 or grid.is_floating_point():
+        got = f"{tuple(grid.shape)} of {grid.dtype}" if isinstance(grid, Tensor) else shown(grid)
+        raise ValueError(f"{kind.grid} must hold integers of shape ({kind.name}s, 3), got {got}")
+    patches = (*(math.prod(thw) for thw in grid.tolist()),)
+    if isinstance(pixels, Tensor) and sum(patches) != len(pixels):
+        raise ValueError(
+            f"{kind.pixels} must have the patches of {kind.grid}, {sum(patches)} for {len(patches)} {kind.name}s; got "
+            f"{len(pixels)} rows"
+        )
+    return patches
+
+
+def _tokens(
+    of_rows: Sequence[int], kind: Kind, total: int, patches: Sequence[int] | None, merge_size: int
+) -> list[int]:
+    """Return the number of tokens of each image."""
+    if patches is None:
+        if total and sum(of_rows) % total:
+            raise ValueError(
+                f"{INPUT} has {sum(of_rows)} {kind.name} tokens and {total} {kind.name}s, which so have not the same "
+                f"number of tokens: give {kind.name}s_per_row="
+            )
+        return [sum(of_rows) // max(total, 1)] * total
+    square = merge_size**2
+    for number, count in enumerate(patches):
+        if count % square:
+            raise ValueError(
+                f"{kind.name} {number} has {count} patches, not a multiple of merge_size^2 = {square}: merge_size= is "
+                "config.vision_config.spatial_merge_size"
+            )
+    return [count // square for count in patches]
+
+
+def _given_counts(given: Mapping[str, Any], kind: Kind, rows: int, name: str, total: int) -> tuple[int, ...]:
+    counts = named(given, name)
+    whole = isinstance(counts, Tensor) and not counts.is_floating_point() and counts.shape == (rows,)
+    numbers = counts.tolist() if whole else []
+    if not whole or sum(numbers) != total or min(numbers, default=0) < 0:
+        got = f"shape {tuple(counts.shape)} of {counts.dtype}" if isinstance(counts, Tensor) else shown(counts)
+        got = f"{shown(numbers)}, together {sum(numbers)}" if whole else got
+        raise ValueError(
+            f"{kind.name}s_per_row names {name!r}, which must be a tensor of {rows} integers, for each row the number "
+            f"of its {kind.name}s, {total} together; got {got}"
+        )
+    return (*numbers,)

@@ -1,0 +1,221 @@
+"""Inputs of texts with images or videos, whose pixels do not have the batch's rows.
+
+    input_ids, attention_mask, ...   (rows, length)
+    pixel_values                     (patches, d) with image_grid_thw (images, 3): image i has t_i h_i w_i patches;
+                                     without a grid (images, ...)
+    image_sizes, ...                 (images, ...)
+
+Each image belongs to a row, and has t_i h_i w_i / merge_size^2 tokens in it. A chunk gets the images of its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .._checks import check_count, check_dense, check_integer, check_items, shown
+from .._trees import LEFT_OUT, leaves, map_leaves, tensors_of
+from .image_counts import INPUT, OF_ROWS, Kind, items_of, rows_in
+from .inputs import check_input, check_no_graph, check_no_list_of_rows, is_flat_list, split_inputs
+from .parts import CutPart, Part, cut_tensor, index_of, is_uncut, split_by_tokens
+from .row_items import RowItems
+from .token_budget import TokenBudget, TokenChunk, even, is_named, mask_in
+
+_POSITIONS = "position_ids"  # may have shape (3, rows, length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultimodalSplit:
+    """A `split_input_fn` for texts with images or videos, as processors of transformers return them.
+
+    An input is a mapping, or a tree with one, in which each image belongs to a row, in the order of the rows:
+    `pixel_values` of all patches with `image_grid_thw` (Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-4V), or of all images, with
+    or without `image_sizes` (LLaVA, Gemma 3); likewise for videos. A chunk has the images of its rows, and no
+    `pixel_values` if there are none. Other tensors have the batch's rows, or one row for each image if `per_image`
+    names them. An input without pixels is split as usual. Chunk sizes are numbers of rows, or a :class:`TokenBudget`.
+
+    The images of a row are counted by `images_per_row` or by `image_token_id`; without both, each row has one. Where
+    `pixel_values` has the batch's rows, as for Idefics 3 and SmolVLM, this class is not needed.
+
+    Args:
+        image_token_id: the token that stands in `input_ids` for each part of an image: `config.image_token_id`.
+        video_token_id: likewise for videos.
+        merge_size: so many by so many patches are one token: `config.vision_config.spatial_merge_size`.
+        images_per_row: the name of a tensor of shape (rows,) in the input, the number of images of each row. It is left
+            out of the chunks.
+        videos_per_row: likewise for videos.
+        per_image: names of further tensors or lists with one row for each image.
+        per_video: likewise for videos.
+
+    Raises:
+        ValueError: if an argument is invalid.
+
+    >>> import torch, wholebatch as wb
+    >>> split = wb.gradcache.MultimodalSplit(image_token_id=7, merge_size=1)
+    >>> batch = {
+    ...     "input_ids": torch.tensor([[1, 7, 7], [1, 1, 1], [7, 1, 1]]),
+    ...     "pixel_values": torch.rand(3, 5),
+    ...     "image_grid_thw": torch.tensor([[1, 1, 2], [1, 1, 1]]),
+    ... }
+    >>> for chunk in split(batch, 2):
+    ...     print({name: tuple(x.shape) for name, x in chunk.tree.items()})
+    {'input_ids': (2, 3), 'pixel_values': (2, 5), 'image_grid_thw': (1, 3)}
+    {'input_ids': (1, 3), 'pixel_values': (1, 5), 'image_grid_thw': (1, 3)}
+    """
+
+    image_token_id: int | None = None
+    video_token_id: int | None = None
+    merge_size: int = 2
+    images_per_row: str | None = None
+    videos_per_row: str | None = None
+    per_image: Sequence[str] = ()
+    per_video: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("image_token_id", "video_token_id"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), minimum=-(2**63), maximum=2**63 - 1, of="a token of input_ids")
+        check_count("merge_size", self.merge_size, "patches along each side of a token")
+        for name in ("images_per_row", "videos_per_row"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ValueError(f"{name} must be the name of a tensor in the input, got {shown(value)}")
+        for name in ("per_image", "per_video"):
+            names = check_items(name, getattr(self, name), "names of tensors in the input")
+            if not all(isinstance(one, str) and one for one in names):
+                raise ValueError(f"{name} must be a list of names of tensors in the input, got {shown(names)}")
+            object.__setattr__(self, name, (*names,))
+
+    def __call__(self, model_input: Any, chunk_size: int | TokenBudget) -> list[Any]:
+        """Return the chunks of an input.
+
+        Args:
+            model_input: the input of one model.
+            chunk_size: rows of a chunk, or a budget of tokens.
+
+        Raises:
+            ValueError: if images, tokens and rows do not add up.
+        """
+        if not isinstance(chunk_size, TokenBudget):
+            check_count("chunk_size", chunk_size, "rows of a chunk (or a TokenBudget)")
+        kinds = [
+            Kind("image", "pixel_values", "image_grid_thw", ("image_sizes", "image_position_ids", *self.per_image)),
+            Kind("video", "pixel_values_videos", "video_grid_thw", ("second_per_grid_ts", *self.per_video)),
+        ]
+        given = dict(leaves(model_input, is_leaf=is_flat_list))
+        kinds = [kind for kind in kinds if any(is_named(path, name) for path in given for name in kind.names)]
+        if not kinds and not any(is_named(path, name) for path in given for name in OF_ROWS):
+            return _as_usual(model_input, chunk_size)
+        for x in tensors_of(model_input):
+            check_dense(f"a tensor of {INPUT}", x)
+        check_no_graph(model_input, INPUT)
+        rows = rows_in(given)
+        counts = {"image": self.images_per_row, "video": self.videos_per_row}
+        tokens = {"image": self.image_token_id, "video": self.video_token_id}
+        items = {
+            kind: items_of(given, kind, rows, counts[kind.name], tokens[kind.name], self.merge_size) for kind in kinds
+        }
+        unused = [name for name in counts.values() if name is not None]
+        if not isinstance(chunk_size, TokenBudget):
+            return _parts(model_input, _Split(given, rows, items, unused), even(rows, chunk_size))
+        mask = mask_in(model_input, chunk_size, INPUT)
+        if len(mask) != rows:
+            raise ValueError(f"{INPUT} has {rows} rows, and its mask {chunk_size.mask!r} has {len(mask)}")
+        split = _Split(given, rows, items, unused, length=mask.shape[1], budget=chunk_size)
+        return _parts(model_input, split, chunk_size.chunks(mask))
+
+
+def _as_usual(tree: Any, chunk_size: int | TokenBudget) -> list[Any]:
+    if isinstance(chunk_size, TokenBudget):
+        check_input(tree, INPUT, 1)
+        return [*split_by_tokens(tree, chunk_size)]
+    check_input(tree, INPUT, chunk_size)
+    return [Part(part) for part in split_inputs(tree, chunk_size)]
+
+
+def _parts(tree: Any, split: _Split, plan: Sequence[TokenChunk]) -> list[Any]:
+    return [CutPart(tree, at, split, holds=split.kinds(at)) for at in plan]
+
+
+class _Split:
+    """Cut chunks from an input: rows, and the images of these rows.
+
+    Args:
+        given: the leaves of the input by path.
+        rows: of the input.
+        items: the images of each kind.
+        unused: names of tensors that only count images.
+        length: of rows, by which tensors with columns of tokens are known.
+        budget: says which of them are left as they are.
+    """
+
+    def __init__(
+        self,
+        given: Mapping[str, Any],
+        rows: int,
+        items: Mapping[Kind, RowItems],
+        unused: Sequence[str],
+        *,
+        length: int = -1,
+        budget: TokenBudget | None = None,
+    ) -> None:
+        self._rows, self._items, self._unused = rows, items, unused
+        self._length, self._budget = length, budget
+        for path, x in given.items():
+            self._check(path, x)
+
+    def kinds(self, at: TokenChunk) -> list[str]:
+        """Return the kinds of pixels that a chunk has."""
+        return [kind.name for kind, items in self._items.items() if items.numbers(at.rows)]
+
+    def __call__(self, tree: Any, at: TokenChunk) -> Any:
+        """Return the chunk of these rows and columns."""
+        selected = (self._cut(path, x, at) for path, x in leaves(tree, is_leaf=is_flat_list))
+        return map_leaves(lambda _: next(selected), tree, is_leaf=is_flat_list)
+
+    def _kind_of(self, path: str) -> Kind | None:
+        return next((kind for kind in self._items for name in kind.names if is_named(path, name)), None)
+
+    def _check(self, path: str, x: Any) -> None:
+        """Raise ValueError if the rows of a leaf are neither the batch's nor those of the images."""
+        if self._kind_of(path) is not None or any(is_named(path, name) for name in self._unused):
+            return
+        if isinstance(x, list | tuple):
+            check_no_list_of_rows(x, self._rows, INPUT, 1)
+        if isinstance(x, Tensor) and x.dim() and len(x) != self._rows and not self._is_positions(path, x):
+            images = (f"{sum(items.of_rows)} {kind.name}s" for kind, items in self._items.items())
+            there = " and ".join([f"{self._rows} texts", *images])
+            raise ValueError(
+                f"{path!r} of {INPUT} has {len(x)} rows, and there are {there}: if it has a row "
+                "for each image, name it in per_image="
+            )
+
+    def _is_positions(self, path: str, x: Tensor) -> bool:
+        return is_named(path, _POSITIONS) and x.dim() == 3 and x.shape[1] == self._rows
+
+    def _cut(self, path: str, x: Any, at: TokenChunk) -> Any:
+        kind = self._kind_of(path)
+        if kind is not None:
+            return self._cut_items(path, x, at, kind)
+        if any(is_named(path, name) for name in self._unused):
+            return _left_out(path)
+        columns = self._budget is not None and not is_uncut(path, self._budget)
+        if isinstance(x, Tensor) and self._is_positions(path, x):
+            x = x[..., at.columns] if columns and x.shape[2] == self._length else x
+            return x[:, index_of(at.rows, x.device)]
+        return cut_tensor(x, at, length=self._length, columns=columns)
+
+    def _cut_items(self, path: str, x: Any, at: TokenChunk, kind: Kind) -> Any:
+        items = self._items[kind]
+        numbers = items.patch_numbers(at.rows) if is_named(path, kind.pixels) else items.numbers(at.rows)
+        if not numbers:
+            return _left_out(path)
+        return x[index_of(numbers, x.device)] if isinstance(x, Tensor) else type(x)(x[number] for number in numbers)
+
+
+def _left_out(path: str) -> object:
+    """Return what stands for a leaf that the model does not get: nothing in a mapping, None in a list."""
+    return None if path.endswith("]") else LEFT_OUT
