@@ -300,13 +300,13 @@ def test_one_synchronization_for_each_backward_pass(options, counts):
 
 def hidden_passes_body():
     """Without hiding held passes from a static graph, its later steps would wait for gradients that never come."""
-    from wholebatch.gradcache import engine_ddp
+    from wholebatch.gradcache.engines.ddp import DDP
 
     model = DistributedDataParallel(mlp(0), static_graph=True)
     reduced, (x, y) = counting(model), batch(6)
     for step in range(3):
         for at in range(3):
-            with nullcontext() if at == 2 else engine_ddp.DDP.hold(model):
+            with nullcontext() if at == 2 else DDP.hold(model):
                 (model(x[2 * at : 2 * at + 2]) - y[0, :OUT]).square().sum().backward()
         if step == 1:
             return [*reduced]

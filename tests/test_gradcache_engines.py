@@ -415,7 +415,7 @@ def test_fsdp2s_switches_keep_the_callers_settings():
 
 def renamed_body(counts):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("wholebatch.gradcache.engine_fsdp._SWITCHES", ("a name that FSDP2 does not have",))
+        patch.setattr("wholebatch.gradcache.engines.fsdp._SWITCHES", ("a name that FSDP2 does not have",))
         fsdp_body(counts, 0)
 
 

@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
-from wholebatch.gradcache.inputs import may_be_empty, split_inputs, without_rows
+from wholebatch.gradcache.inputs.trees import may_be_empty, split_inputs, without_rows
 from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
 

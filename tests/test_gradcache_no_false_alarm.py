@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
 from wholebatch._sharded import is_sharded, mark_sharded
-from wholebatch.gradcache.passed_by import live_ddp
+from wholebatch.gradcache.engines.passed_by import live_ddp
 from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
 
@@ -161,7 +161,7 @@ def test_a_sharded_head_raises_no_false_alarm(counts):
 
 def test_on_one_rank_nothing_is_compared(monkeypatch):
     monkeypatch.setattr("wholebatch.gradcache.replicas.checksums", None)
-    monkeypatch.setattr("wholebatch.gradcache.passed_by.live_ddp", list)
+    monkeypatch.setattr("wholebatch.gradcache.engines.passed_by.live_ddp", list)
     net = Towers()
     train(net, wb.GradCache([net.image, net.text], 2, loss_fn), batch(6))
     assert run_ranks(one_rank_body, 1) == [True]

@@ -26,7 +26,7 @@ from torch.nn.functional import normalize
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
-from wholebatch.gradcache.token_budget import planned, spans_of
+from wholebatch.gradcache.inputs.token_budget import planned, spans_of
 from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import normalize
 
 import wholebatch as wb
-from wholebatch.gradcache.inputs import split_inputs
+from wholebatch.gradcache.inputs.trees import split_inputs
 from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
 

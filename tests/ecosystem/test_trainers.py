@@ -93,7 +93,7 @@ def test_trainer(micro_steps):
     true = trained(trainer_body, plain, micro_steps)
     found = trained(trainer_body, cached, micro_steps)
     assert_same_training(found, true)
-    assert found[0][1] <= STEPS + 1  # DDP makes its buckets anew after its first step
+    assert found[0][1] <= STEPS + 1  # DDP makes its buckets again after its first step
 
 
 @pytest.mark.parametrize(("stage", "micro_steps"), [(0, 1), (1, MICRO_STEPS), (2, MICRO_STEPS), (3, MICRO_STEPS)])

@@ -13,42 +13,28 @@ second_pass      forward again, and backward
 backward         one backward pass, seen by the chunk's engines or hidden from them
 one_pass         one forward pass with a graph; compares the second pass with the first
 chunks           encoders, and the chunks of their batches
-inputs           cuts an input into chunks, and calls a model with one
-call_form        a mapping is keywords, or one argument
-token_budget     TokenBudget: plans chunks by their number of tokens
-parts            the input of one chunk, whose rows may stand in any order
-multimodal       MultimodalSplit: texts with images, whose pixels do not have the batch's rows
-image_counts     finds the images of each row in an input
-row_items        images of rows and patches of images, as integers
-padding          fills up representations of tokens
 keep             which chunks keep their graph, and need no second pass
 replay           random numbers, autocast and buffers are the same in both passes
 unchanged        parameters are the same in both passes
 agreement        if one rank raises, all ranks raise
 rollback         restores gradients after an error
+replicas         compares the parameters that ranks hold copies of
 
+inputs/          cuts a model's input into the parts of chunks
+engines/         keeps DDP, FSDP and DeepSpeed from synchronizing in each pass
 referred_modules which modules a model refers to
 observe          which modules a model calls
-
-sync_control     the switch of an engine that synchronizes gradients
-engines          the engines that are known
-engine_ddp       DistributedDataParallel
-engine_fsdp      FSDP, both versions
-engine_deepspeed DeepSpeed, ZeRO 0 to 3
 enclosing        encoders that are called inside the engine's forward pass
-passed_by        finds calls that bypass their DDP
-held             finds engines that synchronize too early
-replicas         compares the parameters that ranks hold copies of
 """
 
 from .encode import encode
-from .engines import register_sync_control
+from .engines.known import register_sync_control
+from .engines.sync_control import SyncControl
 from .functional import cached, cat_input_tensor, gather_input_tensor
 from .grad_cache import GradCache
-from .multimodal import MultimodalSplit
-from .parts import InputChunk
-from .sync_control import SyncControl
-from .token_budget import TokenBudget, TokenChunk
+from .inputs.multimodal import MultimodalSplit
+from .inputs.parts import InputChunk
+from .inputs.token_budget import TokenBudget, TokenChunk
 
 __all__ = [
     "GradCache",

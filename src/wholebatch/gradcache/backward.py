@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._graph import leaves_of
-from .engines import Synchronized
+from .engines.known import Synchronized
 
 Pairs = list[tuple[Tensor, Tensor]]  # tensors with their gradients
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .engines import Synchronized, synchronized
-from .inputs import new_containers, representations, rows_of
+from .engines.known import Synchronized, synchronized
+from .inputs.padding import NO_MASK, padded_lengths
+from .inputs.parts import Part, index_of, numbers_of_rows
+from .inputs.trees import new_containers, representations, rows_of
 from .observe import Called
-from .padding import NO_MASK, padded_lengths
-from .parts import Part, index_of, numbers_of_rows
 from .referred_modules import modules_of
 from .replay import Buffers, Replay
 

@@ -26,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from .chunks import Encoder
-from .engine_ddp import parameters_of_ddp
-from .engines import Synchronized
-from .sync_control import SyncControl
+from .engines.ddp import parameters_of_ddp
+from .engines.known import Synchronized
+from .engines.sync_control import SyncControl
 
 
 @contextmanager

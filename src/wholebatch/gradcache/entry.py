@@ -14,7 +14,7 @@ from ..comm import Group, select_communicator
 from ..comm.select import check_group
 from .agreement import agree
 from .chunks import Chunk, facts_of, filled_up
-from .engines import synchronized
+from .engines.known import synchronized
 from .keep import Keeper, KeepGraphs, check_keep_graphs
 from .step import Step
 

@@ -27,11 +27,11 @@ from ..comm.binding import complaint, mistake_of
 from ..comm.select import check_group
 from .backward import backward, hidden_backward
 from .chunks import differentiable
-from .held import watched
-from .inputs import new_containers, representations
+from .engines.held import watched
+from .engines.passed_by import check_not_passed_by
+from .inputs.trees import new_containers, representations
 from .observe import Observer
 from .one_pass import difference, with_graph
-from .passed_by import check_not_passed_by
 from .referred_modules import modules_of
 from .replay import Buffers, Replay, without_graph
 

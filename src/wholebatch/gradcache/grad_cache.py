@@ -21,11 +21,11 @@ from .chunks import Chunk, Encoder
 from .deferred import deferred_loss
 from .entry import Options, checked_parameters, device_of, first_passes
 from .immediate import Scaler, add_gradients
-from .inputs import call_model, check_input, check_parts, split_inputs
+from .inputs.parts import check_rows, part_of, split_by_tokens
+from .inputs.token_budget import TokenBudget, mask_in
+from .inputs.trees import call_model, check_input, check_parts, split_inputs
 from .keep import KeepGraphs, check_keep_graphs
-from .parts import check_rows, part_of, split_by_tokens
 from .step import Step
-from .token_budget import TokenBudget, mask_in
 
 ChunkSize = int | TokenBudget
 

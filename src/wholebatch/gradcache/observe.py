@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from .engines import Synchronized, control_of, synchronized
+from .engines.known import Synchronized, control_of, synchronized
 from .replay import Buffers
 
 

@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import _not_reduced
 from .._sharded import is_sharded
 from .chunks import Encoder
-from .engine_ddp import parameters_of_ddp
-from .engines import control_of
+from .engines.ddp import parameters_of_ddp
+from .engines.known import control_of
 from .referred_modules import modules_of
 
 FIRST, EVERY = 3, 100  # steps that compare: the first ones, and then one in so many

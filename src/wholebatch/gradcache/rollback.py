@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from .engines import Synchronized
+from .engines.known import Synchronized
 
 
 class Gradients:

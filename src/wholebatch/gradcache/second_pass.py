@@ -12,8 +12,8 @@ from .._graph import leaves_of
 from .backward import Pairs, backward, hidden_backward
 from .chunks import Chunk
 from .enclosing import Enclosing
-from .engines import Synchronized
-from .held import watched
+from .engines.held import watched
+from .engines.known import Synchronized
 from .one_pass import NoGraphError, difference, encoded_with_graph
 
 

@@ -33,12 +33,12 @@ from ..comm import Communicator
 from .agreement import agree, end_together
 from .chunks import Chunk, Encoder, joined
 from .enclosing import Enclosing, enclosed_by
-from .engines import Synchronized
+from .engines.held import HOW_TO_REGISTER
+from .engines.known import Synchronized
+from .engines.passed_by import check_not_passed_by
 from .first_pass import first_pass
-from .held import HOW_TO_REGISTER
 from .keep import Keeper
 from .observe import Observer
-from .passed_by import check_not_passed_by
 from .replay import Buffers
 from .replicas import check_same, checksums, digest, due, replicated
 from .rollback import Gradients

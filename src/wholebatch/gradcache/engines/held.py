@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .engines import Synchronized, is_registered
+from .known import Synchronized, is_registered
 
 HOW_TO_REGISTER = """Register its switch:
 

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from .._checks import check_callable, check_choice, check_flag
+from ..._checks import check_callable, check_choice, check_flag
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import _not_reduced
-from .engine_ddp import parameters_of_ddp
-from .engine_fsdp import fsdp_classes, whole_parameters_of_fsdp
-from .engines import Synchronized
+from ... import _not_reduced
+from .ddp import parameters_of_ddp
+from .fsdp import fsdp_classes, whole_parameters_of_fsdp
+from .known import Synchronized
 
 
 def check_not_passed_by(

@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 
-from .._checks import check_instance
-from .engine_ddp import DDP
-from .engine_deepspeed import DEEPSPEED, DEEPSPEED_3
-from .engine_fsdp import FSDP1, FSDP2
+from ..._checks import check_instance
+from .ddp import DDP
+from .deepspeed import DEEPSPEED, DEEPSPEED_3
+from .fsdp import FSDP1, FSDP2
 from .sync_control import SyncControl, no_sync
 
 _OTHERS = SyncControl(lambda module: callable(getattr(type(module), "no_sync", None)), no_sync)

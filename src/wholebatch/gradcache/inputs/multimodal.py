@@ -16,13 +16,13 @@ from typing import Any
 
 from torch import Tensor
 
-from .._checks import check_count, check_dense, check_integer, check_items, shown
-from .._trees import LEFT_OUT, leaves, map_leaves, tensors_of
+from ..._checks import check_count, check_dense, check_integer, check_items, shown
+from ..._trees import LEFT_OUT, leaves, map_leaves, tensors_of
 from .image_counts import INPUT, OF_ROWS, Kind, items_of, rows_in
-from .inputs import check_input, check_no_graph, check_no_list_of_rows, is_flat_list, split_inputs
 from .parts import CutPart, Part, cut_tensor, index_of, is_uncut, split_by_tokens
 from .row_items import RowItems
 from .token_budget import TokenBudget, TokenChunk, even, is_named, mask_in
+from .trees import check_input, check_no_graph, check_no_list_of_rows, is_flat_list, split_inputs
 
 _POSITIONS = "position_ids"  # may have shape (3, rows, length)
 
