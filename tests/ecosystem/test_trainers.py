@@ -9,6 +9,8 @@ Each body is the form that a user writes. `encode` calls the model: `plain` as i
 import os
 import sys
 import tempfile
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -51,7 +53,7 @@ def loader(micro_steps=1):
 # Hugging Face Trainer.
 
 
-def trainer_body(port, encode, micro_steps, stage=None):
+def trainer_body(port, encode, micro_steps, stage=None, *, is_scaled=False, clip=1.0, lr=0.1):
     as_launched(port)
     if stage is not None:
         without_compiled_operators()
@@ -61,7 +63,7 @@ def trainer_body(port, encode, micro_steps, stage=None):
     reductions = reductions_counted()
 
     class Contrastive(Trainer):
-        loss_is_scaled_for_ga = False  # the loss is a mean: divide it by the micro-steps
+        loss_is_scaled_for_ga = is_scaled  # False: the loss is a mean, which the Trainer divides by the micro-steps
 
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             return loss_fn(encode(model, inputs))
@@ -74,8 +76,8 @@ def trainer_body(port, encode, micro_steps, stage=None):
             gradient_accumulation_steps=micro_steps,
             max_steps=STEPS,
             optim="sgd",
-            learning_rate=0.1,
-            max_grad_norm=1.0,
+            learning_rate=lr,
+            max_grad_norm=clip,
             lr_scheduler_type="constant",
             save_strategy="no",
             report_to=[],
@@ -96,6 +98,15 @@ def test_trainer(micro_steps):
     assert found[0][1] <= STEPS + 1  # DDP makes its buckets again after its first step
 
 
+def test_a_trainer_that_does_not_divide_the_loss_is_off_by_the_number_of_micro_steps():
+    def weights_of(**settings):
+        return trained(partial(trainer_body, clip=0.0, **settings), cached, MICRO_STEPS)[0][0]
+
+    right, wrong = weights_of(), weights_of(is_scaled=True)
+    assert (wrong - right).norm() > 0.1 * right.norm()
+    assert torch.allclose(weights_of(is_scaled=True, lr=0.1 / MICRO_STEPS), right, rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize(("stage", "micro_steps"), [(0, 1), (1, MICRO_STEPS), (2, MICRO_STEPS), (3, MICRO_STEPS)])
 def test_trainer_with_deepspeed(stage, micro_steps):
     true = trained(trainer_body, plain, micro_steps, stage)
@@ -105,16 +116,23 @@ def test_trainer_with_deepspeed(stage, micro_steps):
 # accelerate.
 
 
-def accelerate_body(port, encode, micro_steps, fsdp):
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+def set_fsdp2(accelerator):
+    """Set the state of accelerate, which takes FSDP on accelerators only; each of its states copies the partial one."""
+    from accelerate import FullyShardedDataParallelPlugin, PartialState
     from accelerate.utils import DistributedType
+
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
+
+
+def accelerate_body(port, encode, micro_steps, fsdp):
+    from accelerate import Accelerator
 
     as_launched(port)
     reductions = reductions_counted()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro_steps)
-    if fsdp:  # accelerate takes FSDP on accelerators only: its state is set here
-        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-        accelerator.state.distributed_type = DistributedType.FSDP
+    if fsdp:
+        set_fsdp2(accelerator)
     model = Dual()
     model, optimizer, batches = accelerator.prepare(model, sgd(model.parameters()), _alone(micro_steps))
     for batch in batches:
@@ -136,13 +154,42 @@ def _alone(micro_steps):
 @pytest.mark.parametrize("micro_steps", [1, MICRO_STEPS])
 def test_accelerate(micro_steps, fsdp):
     true = trained(accelerate_body, plain, micro_steps, fsdp)
-    assert_same_training(trained(accelerate_body, cached, micro_steps, fsdp), true)
+    found = trained(accelerate_body, cached, micro_steps, fsdp)
+    assert_same_training(found, true)
+    assert found[0][1] <= 2 * STEPS  # the model, and once more to clip the gradients of shards
+
+
+def accelerate_no_sync_body(port, encode):
+    """accelerate's no_sync() turns the synchronization of FSDP2 on when it ends, whatever it was before."""
+    from accelerate import Accelerator
+
+    as_launched(port)
+    reductions = reductions_counted()
+    accelerator = Accelerator(cpu=True)
+    set_fsdp2(accelerator)
+    model = Dual()
+    model, optimizer, batches = accelerator.prepare(model, sgd(model.parameters()), _alone(MICRO_STEPS))
+    for number, batch in enumerate(batches, 1):
+        last = number % MICRO_STEPS == 0
+        with nullcontext() if last else accelerator.no_sync(model):
+            accelerator.backward(loss_fn(encode(model, batch)) / MICRO_STEPS)
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model), len(reductions)
+
+
+def test_accelerates_no_sync_with_fsdp2():
+    true = trained(accelerate_no_sync_body, plain)
+    found = trained(accelerate_no_sync_body, cached)
+    assert_same_training(found, true)
+    assert found[0][1] <= STEPS + 1  # not in each micro-step
 
 
 # Lightning.
 
 
-def lightning_body(port, encode, micro_steps, automatic, strategy):
+def lightning_body(port, encode, micro_steps, automatic, strategy, by_engine=False):
     import lightning
     from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
     from torch.distributed.fsdp import fully_shard
@@ -167,7 +214,7 @@ def lightning_body(port, encode, micro_steps, automatic, strategy):
             return self.net(x, y)
 
         def training_step(self, batch, _):
-            loss = loss_fn(encode(self.net, batch))
+            loss = loss_fn(encode(self.trainer.strategy.model if by_engine else self.net, batch))
             if not automatic:
                 self.manual_backward(loss)
                 self.optimizers().step()
@@ -211,6 +258,11 @@ def lightning_body(port, encode, micro_steps, automatic, strategy):
 def test_lightning(micro_steps, automatic, strategy):
     true = trained(lightning_body, plain, micro_steps, automatic, strategy)
     assert_same_training(trained(lightning_body, cached, micro_steps, automatic, strategy), true)
+
+
+def test_lightning_with_an_encoder_that_is_the_engine():
+    true = trained(lightning_body, plain, 1, False, "ddp")
+    assert_same_training(trained(lightning_body, cached, 1, False, "ddp", True), true)
 
 
 # Lightning Fabric.
@@ -303,6 +355,30 @@ def test_deepspeed(stage, micro_steps):
     true = trained(deepspeed_body, "plain", stage, micro_steps)
     for form in ("cached", "immediate"):
         assert_same_training(trained(deepspeed_body, form, stage, micro_steps), true, FLOAT32)
+
+
+def do_nothing_body(port):
+    """DeepSpeed itself notices that two passes have reduced the same gradient."""
+    import deepspeed
+
+    as_launched(port)
+    without_compiled_operators()
+    wb.gradcache.register_sync_control(
+        wb.gradcache.SyncControl(
+            matches=lambda module: isinstance(module, deepspeed.DeepSpeedEngine), hold=lambda _module: nullcontext()
+        )
+    )
+    model = Dual(torch.float32)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=sgd(model.parameters()), config=zero(2), dist_init_required=False
+    )
+    batch = {name: x.float() for name, x in next(iter(loader())).items()}
+    with pytest.raises(AssertionError, match="already been reduced"):
+        engine.backward(loss_fn(cached(engine, batch)))
+
+
+def test_a_hold_that_does_nothing_is_an_error_under_zero_2():
+    trained(do_nothing_body)
 
 
 def accelerate_deepspeed_body(port, encode, stage, micro_steps):

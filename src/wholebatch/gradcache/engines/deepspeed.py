@@ -61,7 +61,7 @@ def _check(engine: Any) -> None:
         version = getattr(sys.modules.get("deepspeed"), "__version__", "unknown")
         raise ValueError(
             f"DeepSpeed with ZeRO {_stage(engine)} must have engine.coalesce_grad_reduction() for its optimizer, which "
-            f"is {type(engine.optimizer).__name__} of version {version}: use DeepSpeed >= 0.19.2, and gradients in the "
+            f"is {type(engine.optimizer).__name__} of version {version}: use DeepSpeed >= 0.19.1, and gradients in the "
             "data type of the parameters"
         )
 
