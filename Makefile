@@ -135,7 +135,7 @@ INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constr
 	.venv-ecosystem/bin/python $(INSTALL) torch==2.13.0
 	.venv-ecosystem/bin/python $(INSTALL) --editable '.[train,testing]' pytest \
 	  transformers peft sentence-transformers datasets accelerate lightning
-	DS_BUILD_OPS=0 .venv-ecosystem/bin/python $(INSTALL) --no-build-isolation 'deepspeed>=0.19.2'
+	DS_BUILD_OPS=0 .venv-ecosystem/bin/python $(INSTALL) --no-build-isolation 'deepspeed>=0.19.1'
 	touch $@
 
 # The reference is read from the source without importing it, so neither torch nor wholebatch is installed here.

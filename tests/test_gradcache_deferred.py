@@ -723,6 +723,25 @@ def test_one_number_for_the_whole_batch_and_several_representations():
     assert_all_same(gradients_of(model), true)
 
 
+def frozen_body():
+    """A frozen encoder is encoded without a graph; one that is frozen on one rank alone raises on all."""
+    frozen, model, (x, y) = mlp(0).requires_grad_(False), mlp(1), batch(6)
+    good_loss(frozen(x), model(y)).backward()
+    true = gradients_of(model)
+    r = wb.gradcache.encode(frozen, x, 2)
+    assert not r.requires_grad
+    good_loss(r, wb.gradcache.encode(model, y, 2)).backward()
+    assert_all_same(gradients_of(model), true)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        with pytest.raises(ValueError, match="the same representations must have a gradient on all ranks"):
+            wb.gradcache.encode(model.requires_grad_(dist.get_rank() == 0), y, 2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_frozen_encoder_has_no_graph(world_size):
+    run_ranks(frozen_body, world_size, timeout_s=60)
+
+
 def test_a_checkpoint_around_the_loss():
     """A checkpoint calls the loss again in the backward pass, which needs no second graph of the encoders."""
     model, loss_fn, (x, y) = mlp(0), Clip(), batch(8)

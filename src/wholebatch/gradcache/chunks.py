@@ -48,6 +48,7 @@ class Encoder:
         self.engines = synchronized(self.local)  # for calls in which none is observed
         self.form: Callable[[Sequence[Any]], Any] = tuple  # makes the model's representations from tensors
         self.trained: list[bool] = []  # which of them have a gradient
+        self.may_be_frozen = False  # whether it is no mistake if none has
         self.parameters: dict[int, Tensor] = {id(p): p for module in self.local for p in module.parameters()}
         self.called: dict[int, nn.Module] = {}  # the outermost modules, whose parameters are the model's
         self.seen: dict[int, nn.Module] = {}  # these, and inner ones, as far as a hook has seen their calls

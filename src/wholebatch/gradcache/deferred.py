@@ -79,8 +79,9 @@ def _call_at_the_end(callback: Any) -> None:
 
 def with_second_passes(step: Step) -> list[Tensor]:
     """Return a step's representations, whose backward pass gives the step their gradients."""
-    if not torch.is_grad_enabled():
-        return [x.detach() for x in step.leaves()]
+    leaves = step.leaves()
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in leaves):
+        return [x.detach() for x in leaves]
     trigger = torch.zeros((), requires_grad=True)
     return list(_Representations.apply(trigger, step))
 

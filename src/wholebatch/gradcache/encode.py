@@ -48,7 +48,7 @@ def encode(
     in :class:`wholebatch.GradCache`, for one model. A loss may use several such r, of one model or of many, beside
     tensors that were not cached; an engine such as DDP synchronizes once in a backward pass.
 
-    Under `torch.no_grad()` r has no graph, and the model runs once.
+    Under `torch.no_grad()`, and if the model is frozen, r has no graph, and the model runs once.
 
     Args:
         model: a module, or a function that calls some.
@@ -90,7 +90,9 @@ def encode(
 
     def chunks() -> list[Chunk]:
         cache = GradCache([model], chunk_size, _no_loss, split_input_fn, get_rep_fn)
-        return cache.chunks([model_input])
+        found = cache.chunks([model_input])
+        found[0].encoder.may_be_frozen = True
+        return found
 
     first = next(iter(modules_of(model)), None)
     number = 0 if first is None else _STEPS.get(first, 0)

@@ -15,15 +15,17 @@ class NoGraphError(ValueError):
     """A representation that should have a gradient has none."""
 
 
-def with_graph(encode: Callable[[], tuple[Tensor, ...]], name: str) -> tuple[Tensor, ...]:
+def with_graph(
+    encode: Callable[[], tuple[Tensor, ...]], name: str, *, may_be_frozen: bool = False
+) -> tuple[Tensor, ...]:
     """Return encode(), with its graph.
 
     Raises:
-        NoGraphError: if no tensor that it returns has a gradient.
+        NoGraphError: if no tensor that it returns has a gradient, and it may not be frozen.
     """
     with torch.enable_grad(), fresh_autocast_cache():
         found = encode()
-    if not any(x.requires_grad for x in found):
+    if not may_be_frozen and not any(x.requires_grad for x in found):
         raise NoGraphError(
             f"the output of {name} has no gradient: is it frozen, its output detached, or this inference mode? "
             "Pass inputs that are not trained to the loss as keyword arguments"
@@ -40,7 +42,7 @@ def encoded_with_graph(chunk: Chunk) -> tuple[Tensor, ...]:
         NoGraphError: if one of these has none.
     """
     encoder = chunk.encoder
-    found = with_graph(chunk.encode, encoder.name)
+    found = with_graph(chunk.encode, encoder.name, may_be_frozen=encoder.may_be_frozen)
     encoder.trained = encoder.trained or [x.requires_grad for x in found]
     for number, (x, trained) in enumerate(zip(found, encoder.trained, strict=False)):
         if trained and not x.requires_grad:

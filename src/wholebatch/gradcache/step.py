@@ -85,14 +85,23 @@ class Step:
             may_be_collective: whether a call may turn out to use an engine whose passes are collective.
         """
         try:
-            agree(self.comm, partial(self._encode, keeper, may_be_collective), caller=self.name)
+            trained = agree(self.comm, partial(self._encode, keeper, may_be_collective), caller=self.name)
+            if any(other != trained[0] for other in trained):
+                raise ValueError(
+                    f"{self.name}: the same representations must have a gradient on all ranks, got {trained}: freeze "
+                    "the same parameters on all ranks"
+                )
         except BaseException:
             self.buffers.put_back()
             raise
         self.buffers.put_back_with(self)
 
-    def _encode(self, keeper: Keeper, may_be_collective: bool) -> None:
-        """Make the first pass, check its models, and join the chunks' representations."""
+    def _encode(self, keeper: Keeper, may_be_collective: bool) -> list[list[bool]]:
+        """Make the first pass, check its models, and join the chunks' representations.
+
+        Returns:
+            Which representations of each model have a gradient.
+        """
         first_pass(self.chunks, keeper, Observer(self.buffers, may_be_collective=may_be_collective))
         if torch.is_grad_enabled():
             for encoder in self.encoders():
@@ -102,6 +111,7 @@ class Step:
             encoder.leaves_of_all_chunks = joined(self._chunks_of(encoder))
         self._versions = Versions(self.encoders())
         self._as_encoded = [x._version for x in self.leaves()] if not torch.is_inference_mode_enabled() else []
+        return [encoder.trained for encoder in self.encoders()]
 
     def _check(self, encoder: Encoder) -> None:
         """Raise ValueError if gradients of the encoder's parameters would not be reduced, or used too early."""
