@@ -177,7 +177,10 @@ VALUES: dict[str, Callable[[], Any]] = {
     "model": lambda: nn.Linear(3, 2),
     "norms": lambda: 20 + torch.rand(4),
     "matches": lambda: lambda module: False,
-    "hold": lambda: lambda module: None,
+    "SyncControl.hold": lambda: lambda module: None,
+    "encode.model": lambda: of_user(nn.Linear(3, 2)),
+    "model_input": _rows(4, 3),
+    "encode.chunk_size": lambda: 2,
     "control": lambda: wb.gradcache.SyncControl(lambda module: False, lambda module: None),
     "modules": lambda: (),
     # by entry

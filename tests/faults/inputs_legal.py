@@ -17,6 +17,7 @@ import wholebatch as wb
 DOCUMENTED: dict[str, Any] = {
     "GradCache.__call__": UserFunctionError,  # from a user's model or loss
     "GradCache.cache_step": UserFunctionError,
+    "encode": (UserFunctionError, RuntimeError),  # also from get_rep_fn
     "run_ranks": wb.testing.RankError,  # from the function that ranks run
 }
 # An error of a user's function inside a handshake is reported by its rank, with the text of that error.
@@ -190,7 +191,10 @@ LEGAL: dict[str, str] = {
     **dict.fromkeys(
         ("func", "awaits", "hold", "matches", "remember", "loss_fn", "split_input_fn", "get_rep_fn"), _FUNCTION
     ),
-    "SyncControl.check": _FUNCTION,
+    **dict.fromkeys(("SyncControl.check", "hides", "is_off", "resume"), _FUNCTION),
+    "encode.model": "linear",
+    "model_input": f"{_FEATURES} t_4x3_nan t_4x3_inf t_0x3 t_5x3 t_4x2x3",  # any tensor of the user
+    "encode.chunk_size": f"{_INTEGERS} int_10^12",
     "kwargs": _ANYTHING,  # passed to loss_fn unchanged
     "loss_kwargs": _ANYTHING,
     "representations": f"{_WITH_ROWS} {_SCALAR_TENSOR} t_scalar_negative",

@@ -31,6 +31,11 @@ NO_CALL = {
     "heads.load_insightface": "reads files of another library: tests/faults/files.py damages them",
     **dict.fromkeys(("gradcache.cat_input_tensor",), "joins this rank's tensors"),
     **dict.fromkeys(("gradcache.SyncControl", "gradcache.register_sync_control"), "declares an engine, once"),
+    **dict.fromkeys(
+        [f"gradcache.{name}" for name in ("InputChunk", "MultimodalSplit", "TokenBudget", "TokenChunk")],
+        "cuts this rank's input",
+    ),
+    "gradcache.encode": "tests/test_gradcache_deferred.py has its mistakes of one rank",
     "comm.close": "collective if it ends a part of a split: tests/test_closing.py has its mistakes",
     **dict.fromkeys(("comm.Communicator", "comm.Handle", "comm.Group"), "a type: its methods are the entry points"),
     **dict.fromkeys(

@@ -52,6 +52,7 @@ class Encoder:
         self.parameters: dict[int, Tensor] = {id(p): p for module in self.local for p in module.parameters()}
         self.called: dict[int, nn.Module] = {}  # the outermost modules, whose parameters are the model's
         self.seen: dict[int, nn.Module] = {}  # these, and inner ones, as far as a hook has seen their calls
+        self.versions: dict[int, int] = {}  # of the parameters of these, before the first call
         self.synchronized: dict[int, Synchronized] = {}  # engines that were called
         self.leaves: list[Tensor] = []  # of the graph of the first chunk
         self.leaves_of_all_chunks: list[Tensor] = []  # the representations, without graphs, after the first pass
@@ -82,6 +83,7 @@ class Encoder:
         """Add the modules and engines of a call to the model's."""
         self.called |= {id(module): module for module in called.modules}
         self.seen |= called.seen
+        self.versions = called.versions | self.versions
         self.synchronized |= {id(engine.module): engine for engine in called.engines}
         self.add_parameters(p for module in called.modules for p in module.parameters())
 

@@ -39,15 +39,23 @@ class BackwardPass:
     def __init__(self) -> None:
         self.gradients = Gradients()
         self._steps: list[Step] = []
+        self._begun: list[Step] = []
 
-    def add(self, step: Step) -> None:
-        """Add a step, and remember the gradients that it is going to change."""
-        self._steps.append(step)
-        step.remember(self.gradients)
+    def add(self, step: Step, *, begun: bool) -> None:
+        """Add a step.
+
+        Args:
+            step: the step.
+            begun: whether its checks have been made.
+        """
+        with _LOCK:
+            if not self.reaches(step):
+                self._steps.append(step)
+                self._begun += [step] * begun
 
     def reaches(self, step: Step) -> bool:
         """Return whether the step has been added."""
-        return step in self._steps
+        return any(one is step for one in self._steps)
 
     def after_all_nodes(self) -> None:
         """Let autograd call `finish` after the callbacks that other engines have installed by now."""
@@ -55,8 +63,14 @@ class BackwardPass:
 
     def finish(self) -> None:
         """Make the second passes of all steps, in the order of their calls."""
+        steps = sorted(self._steps, key=lambda step: step.call)
         with self.gradients.restored_after_an_error():
-            second_passes(sorted(self._steps, key=lambda step: step.call), self.gradients)
+            for step in steps:
+                if not any(one is step for one in self._begun):
+                    step.begin(None)
+            for step in steps:
+                step.remember(self.gradients)
+            second_passes(steps, self.gradients)
 
 
 _CURRENT: weakref.WeakValueDictionary[int, BackwardPass] = weakref.WeakValueDictionary()  # by autograd's number
@@ -118,8 +132,11 @@ class _Representations(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
         step: Step = ctx.step
-        if step.deferred and not _current_pass().reaches(step):
-            _begin(step)
+        if step.deferred:
+            now = _current_pass()
+            if not now.reaches(step):  # it has no loss that would have begun it
+                step.check_backward(_mistake_of_this_backward_pass(step))
+                now.add(step, begun=False)
         step.receive(grads)
         return None, None
 
@@ -141,7 +158,8 @@ class _Begin(Function):
 def _begin(step: Step) -> None:
     now = _current_pass()
     step.begin(_mistake_of_this_backward_pass(step))
-    now.add(step)
+    now.gradients.remember(step.of_loss)  # none of which has changed yet
+    now.add(step, begun=True)
 
 
 def _mistake_of_this_backward_pass(step: Step) -> str | None:

@@ -16,8 +16,8 @@ This also holds if the caller is in no_sync(), where the engine's hooks do nothi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -26,19 +26,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from .chunks import Encoder
+from .engines.attributes import with_attributes
 from .engines.ddp import parameters_of_ddp
 from .engines.known import Synchronized
 from .engines.sync_control import SyncControl
 
 
-@contextmanager
-def _without_engine(ddp: Any) -> Iterator[None]:
-    """Let calls of the engine be calls of its module."""
-    vars(ddp)["forward"] = ddp.module.__call__
-    try:
-        yield
-    finally:
-        del vars(ddp)["forward"]
+def _without_engine(ddp: Any) -> AbstractContextManager[None]:
+    """Return a context in which calls of the engine are calls of its module."""
+    return with_attributes(ddp, forward=ddp.module.__call__)
 
 
 _CONTROL = SyncControl(lambda _module: False, _without_engine, collective=False, hides=lambda _module: True)
@@ -50,15 +46,15 @@ class Enclosing(Synchronized):
     Args:
         module: of the engine.
         reached: the leaves of the encoder's graph.
-        called: the engine as it was called by the encoder, or None if it reaches the parameters directly.
+        inner: the engine as it was called by the encoder, or None if it reaches the parameters directly.
     """
 
     def __init__(
-        self, module: DistributedDataParallel, reached: Iterable[Tensor], called: Synchronized | None = None
+        self, module: DistributedDataParallel, reached: Iterable[Tensor], inner: Synchronized | None = None
     ) -> None:
         super().__init__(module, _CONTROL)
         self.parameters = {id(p): p for _, p in parameters_of_ddp(module)}
-        self.called = called
+        self.inner = inner
         self.reduced_early = False
         hooks = []
         if module.require_backward_grad_sync:
@@ -73,9 +69,10 @@ class Enclosing(Synchronized):
     def waits(self) -> bool:
         """Return whether the engine waits for the gradients of a backward pass that it knows.
 
-        A call of the engine in no_sync(), such as the step's, clears this attribute; preparing the engine sets it.
+        DDP's forward pass clears this attribute in no_sync(), as in the step's first pass. It sets it where it prepares
+        the engine for a backward pass; so does Lightning's `manual_backward`.
         """
-        return self.called is None or bool(self.module.require_forward_param_sync)
+        return self.inner is None or bool(self.module.require_forward_param_sync)
 
     def check(self, name: str) -> None:
         """Raise ValueError if the engine cannot wait for the second passes, or has not.

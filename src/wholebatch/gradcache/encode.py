@@ -90,7 +90,7 @@ def encode(
 
     def chunks() -> list[Chunk]:
         cache = GradCache([model], chunk_size, _no_loss, split_input_fn, get_rep_fn)
-        found = cache.chunks([model_input])
+        found = cache._chunks([model_input])
         found[0].encoder.may_be_frozen = True
         return found
 
@@ -99,7 +99,7 @@ def encode(
 
     def count() -> None:
         if first is not None:
-            _STEPS[first] = _STEPS.get(first, 0) + 1
+            _STEPS[first] = number + 1  # calls in one backward pass are one step
 
     step = first_passes(
         "gradcache.encode",

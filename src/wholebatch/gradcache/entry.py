@@ -119,7 +119,7 @@ def _autocast(kinds: Iterable[str]) -> Iterator[None]:
 
 def checked_parameters(unchecked: Iterable[Tensor]) -> list[Tensor]:
     """Return these parameters as a list; raise ValueError unless they are tensors."""
-    if isinstance(unchecked, nn.Module | Tensor) or not isinstance(unchecked, Iterable):
+    if isinstance(unchecked, nn.Module | Tensor | str | bytes) or not isinstance(unchecked, Iterable):
         raise ValueError(
             f"unchecked must be a list of parameters, such as experts.parameters(), got {type(unchecked).__name__}"
         )

@@ -168,7 +168,7 @@ class GradCache:
 
         def chunks() -> list[Chunk]:
             check_flag("no_sync_except_last", no_sync_except_last)
-            return self.chunks(model_inputs)
+            return self._chunks(model_inputs)
 
         step = first_passes(
             "GradCache",
@@ -205,7 +205,7 @@ class GradCache:
         """Return the loss of all representations."""
         return self.loss_fn(*reps, **loss_kwargs)
 
-    def chunks(self, model_inputs: Sequence[Any]) -> list[Chunk]:
+    def _chunks(self, model_inputs: Sequence[Any]) -> list[Chunk]:
         """Return the chunks of all models' inputs."""
         if len(model_inputs) != len(self.models):
             raise ValueError(
@@ -224,7 +224,10 @@ class GradCache:
                 check_input(model_input, name, 1 if by_tokens else size)
                 if by_tokens:
                     mask_in(model_input, size, name)
-            parts = [part_of(x) for x in self.split_inputs(model_input, size)]
+            found: object = self.split_inputs(model_input, size)
+            if not isinstance(found, Iterable):
+                raise ValueError(f"split_input_fn must return a list of chunks of {name}, got {shown(found)}")
+            parts = [part_of(x) for x in found]
             if not parts:
                 raise ValueError(f"{name} was split into no chunks; for no rows give one chunk without rows")
             check_rows(model_input, parts, name)

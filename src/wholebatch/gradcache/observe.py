@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -68,6 +68,7 @@ class Called:
         self.modules: list[nn.Module] = []
         self.engines: list[Synchronized] = []
         self.seen: dict[int, nn.Module] = {}  # all that the hook has recorded, inner ones too
+        self.versions: dict[int, int] = {}  # of parameters, before the call
         self._observer, self._stack = observer, stack
         self._seen: set[int] = set()  # all that is inside these modules
         self._inside: set[int] = set()  # or inside these engines
@@ -77,6 +78,7 @@ class Called:
         """Count a module as called."""
         if id(module) not in self._seen:
             self.modules.append(module)
+            self.versions |= {id(p): version_of(p) for p in module.parameters() if id(p) not in self.versions}
             self._seen.update(id(inner) for inner in module.modules())
             self._observer.buffers.add(module)
 
@@ -123,3 +125,8 @@ class Called:
 def _compiled(module: nn.Module) -> bool:
     """Return whether compiled code makes the calls inside the module."""
     return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def version_of(p: Tensor) -> int:
+    """Return how often a tensor has been changed in place."""
+    return 0 if p.is_inference() else p._version

@@ -129,6 +129,7 @@ class Buffers:
         self._still: dict[_Place, Tensor] = {}  # with their first values
         self._moving: dict[_Place, Tensor] = {}
         self._replaced: dict[_Place, Tensor] = {}
+        self._written = False  # since the last `restore`
 
     def add(self, module: nn.Module) -> None:
         """Track the buffers of a module, which is about to be called for the first time.
@@ -163,6 +164,7 @@ class Buffers:
     @torch.no_grad()
     def set(self, state: list[Tensor]) -> None:
         """Restore a state in place: no graph that is still to be used may need the buffers."""
+        self._written = True
         for place, value in self._values(state):
             held = _at(place)
             if held.shape == value.shape:
@@ -179,11 +181,17 @@ class Buffers:
 
     @torch.no_grad()
     def restore(self, state: list[Tensor]) -> None:
-        """Put the original buffers back, with this state; afterward no graph may need them."""
+        """Put the original buffers back, with this state; afterward no graph may need them.
+
+        Where nothing has been written, nothing is: graphs of other steps may need the buffers.
+        """
+        if not (self._replaced or self._written):
+            return
         for (owner, name), held in self._replaced.items():
             owner._buffers[name] = held
         self._replaced.clear()
         self.set(state)
+        self._written = False
 
     def put_back(self) -> None:
         """Put the original buffers back, with the present values."""

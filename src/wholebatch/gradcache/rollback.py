@@ -18,14 +18,16 @@ class Gradients:
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[Tensor, Tensor | None, Tensor | None]] = {}
-        self._put_back: list[Callable[[], None]] = []
+        self._put_back: dict[int, Callable[[], None]] = {}  # by the id of the engine's module
 
     def remember(self, tensors: Iterable[Tensor], engines: Iterable[Synchronized] = ()) -> None:
         """Remember the gradients of tensors, and those that engines keep to themselves."""
         for p in tensors:
             if p.requires_grad and id(p) not in self._before:
                 self._before[id(p)] = p, p.grad, None if p.grad is None else p.grad.clone()
-        self._put_back.extend(e.control.remember(e.module) for e in engines if e.control.remember is not None)
+        for e in engines:
+            if e.control.remember is not None and id(e.module) not in self._put_back:
+                self._put_back[id(e.module)] = e.control.remember(e.module)
 
     def restore(self) -> None:
         """Restore the remembered gradients."""
@@ -33,7 +35,7 @@ class Gradients:
             p.grad = grad
             if grad is not None and value is not None:
                 grad.detach().copy_(value)
-        for restore in self._put_back:
+        for restore in self._put_back.values():
             restore()
 
     @contextmanager

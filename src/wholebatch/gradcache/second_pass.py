@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -37,6 +37,7 @@ def second_pass(
     """
     order = [*(c for c in chunks if c.kept), *(c for c in chunks if not c.kept)]
     last_of_engine = {id(engine.module): chunk for chunk in order for engine in chunk.engines}
+    release = _releases(order)
     unwatched = {id(engine.module): engine for chunk in order for engine in chunk.engines if watch(chunk)}
     reached = {id(engine.module): dict[int, Tensor]() for chunk in order for engine in _enclosing(chunk)}
     wrong: Exception | None = None
@@ -46,18 +47,17 @@ def second_pass(
         pairs: Pairs = []
         error: Exception | None = None
         if not chunk.kept:
-            error = _encode_again(chunk, done)
+            error = _encode_again(chunk, done, release)
             if not chunk.found:  # their engine waits for them
                 pairs += [(p, torch.zeros_like(p)) for p in _parameters_of(engines, done).values()]
-            if not chunk.encoder.local:
-                about_to_change(leaves_of(chunk.found))
+        about_to_change(leaves_of(chunk.found))  # an input may have a gradient, too
         given = [None] * len(chunk.found) if error is not None else _of_chunk(chunk)
         pairs += _roots(chunk, given, whole=bool(done))
         for engine in _enclosing(chunk):
             reached[id(engine.module)] |= {id(p): p for p in leaves_of(chunk.found) if id(p) in engine.parameters}
         held = [unwatched.pop(id(e.module)) for e in engines if id(e.module) in unwatched.keys() - done]
         free = () if engines or chunk.last or not watch(chunk) else chunk.encoder.leaves
-        with watched(held, free) as mistakes, _held(engines, but=done):
+        with watched(held, free) as mistakes, _held(engines, done, release):
             if any(engine.hides and id(engine.module) not in done for engine in engines):
                 hidden_backward(pairs)
             else:
@@ -87,14 +87,14 @@ def _parameters_of(engines: Iterable[Synchronized], done: set[int]) -> dict[int,
     return {id(p): p for e in last for p in e.module.parameters() if p.requires_grad}
 
 
-def _encode_again(chunk: Chunk, done: set[int]) -> Exception | None:
+def _encode_again(chunk: Chunk, done: set[int], release: Mapping[int, Synchronized]) -> Exception | None:
     """Encode the chunk as in the first pass, with a graph; return the error if that fails or differs.
 
     Without a graph, `chunk.found` is empty afterward. Engines are held, except those whose last chunk this is (`done`).
     """
     first = chunk.found
     chunk.encoder.buffers.set(chunk.before)
-    with chunk.replay.again(), _held(chunk.engines, but=done):
+    with chunk.replay.again(), _held(chunk.engines, done, release):
         try:
             chunk.found = encoded_with_graph(chunk)
         except NoGraphError as error:
@@ -127,10 +127,23 @@ def _roots(chunk: Chunk, given: Sequence[Tensor | None], *, whole: bool) -> Pair
     return pairs
 
 
+def _releases(chunks: Iterable[Chunk]) -> dict[int, Synchronized]:
+    """Return each engine as it is in its last pass, by the id of its module.
+
+    It synchronizes there if its caller has left it switched on in any of the calls, as it would without caching.
+    """
+    found: dict[int, Synchronized] = {}
+    for engine in (engine for chunk in chunks for engine in chunk.engines):
+        if id(engine.module) not in found or found[id(engine.module)].off:
+            found[id(engine.module)] = engine
+    return found
+
+
 @contextmanager
-def _held(engines: Iterable[Synchronized], but: set[int]) -> Iterator[None]:
-    """Keep engines from synchronizing gradients inside, except those of the modules in `but`."""
+def _held(engines: Iterable[Synchronized], done: set[int], release: Mapping[int, Synchronized]) -> Iterator[None]:
+    """Keep engines from synchronizing gradients inside, except those of the modules in `done` in their last pass."""
     with ExitStack() as stack:
         for engine in engines:
-            stack.enter_context(engine.release() if id(engine.module) in but else engine.hold())
+            key = id(engine.module)
+            stack.enter_context(release[key].release() if key in done else engine.hold())
         yield

@@ -76,6 +76,7 @@ class Step:
     loss_fn: object = None
     of_loss: list[Tensor] = field(default_factory=list)  # the leaves of the loss's graph
     done: bool = False  # whether the second passes have begun
+    counted: bool = False  # and added the gradient
 
     def encode(self, keeper: Keeper, *, may_be_collective: bool) -> None:
         """Make the first pass; if it fails on one rank, raise on all.
@@ -149,7 +150,17 @@ class Step:
     def remember(self, gradients: Gradients) -> None:
         """Remember the gradients that the step is going to change."""
         gradients.remember((p for of in self.encoders() for p in of.parameters.values()), self.engines())
-        gradients.remember(self.of_loss)
+
+    def check_backward(self, mistake: str | None = None) -> None:
+        """Raise ValueError, on this rank, if the backward pass is the second one, or made by mistake."""
+        if self.done:
+            gradient = "its gradient is counted" if self.counted else "it has failed"
+            raise ValueError(
+                f"this call of {self.name} has had its backward pass, and {gradient}: call {self.name} again for "
+                "another backward pass"
+            )
+        if mistake is not None:
+            raise ValueError(mistake)
 
     def begin(self, mistake: str | None) -> None:
         """Check, before anything has changed, that the backward pass may be made; raise on all ranks if not.
@@ -157,11 +168,7 @@ class Step:
         Args:
             mistake: what is wrong about the backward pass, for a ValueError.
         """
-        if self.done:
-            raise ValueError(
-                f"this call of {self.name} has had its backward pass, and its gradient is counted: call {self.name} "
-                "again for another backward pass (retain_graph=True does not keep the chunks' graphs)"
-            )
+        self.check_backward()
         sums: dict[str, int] = {}
 
         def state() -> str:
@@ -203,7 +210,7 @@ class Step:
                     continue
                 engine.unwatch()
                 for chunk in self._chunks_of(encoder):
-                    chunk.engines = [engine.called if e is engine and engine.called else e for e in chunk.engines]
+                    chunk.engines = [engine.inner if e is engine and engine.inner else e for e in chunk.engines]
 
         if enclosing:
             agree(self.comm, state, caller=self.name)
@@ -241,7 +248,7 @@ def second_passes(steps: Sequence[Step], gradients: Gradients) -> None:
     now = []
     for step in steps:
         step.done = True
-        step.buffers.find_moved()
+        step.buffers.find_moved()  # other passes may have changed buffers since the first pass
         now.append(step.buffers.now())
     error = next((e for e in (step.mistake() for step in steps) if e is not None), None)
     first = {id(chunk) for step in steps if not step.number for chunk in step.chunks}
@@ -252,11 +259,22 @@ def second_passes(steps: Sequence[Step], gradients: Gradients) -> None:
         finally:
             for step, state in zip(steps, now, strict=True):
                 step.buffers.restore(state)
-        for step in steps:
-            end_together(step.comm, error or failed, caller=step.name)
+        _end_together(steps, error or failed)
     for step in steps:
+        step.counted = True
         step.count()
         step.free()
+
+
+def _end_together(steps: Sequence[Step], error: Exception | None) -> None:
+    """Raise if a rank has an error, on all ranks of all steps; the steps may have different groups of ranks."""
+    for step in steps:
+        try:
+            end_together(step.comm, error, caller=step.name)
+        except Exception as found:
+            error = error or found
+    if error is not None:
+        raise error
 
 
 def _check_hooks(chunk: Chunk) -> None:

@@ -1,7 +1,8 @@
 """Notice parameters that change between the two passes of a chunk: the gradient would be that of neither.
 
 autograd counts the changes of a tensor in place (`_version`), such as an optimizer's step. It does not see changes
-through `.data`; the comparison of both passes' representations sees their effect.
+through `.data`; the comparison of both passes' representations sees their effect. That comparison also guards the
+parameters that a model changes itself in each forward pass, such as a temperature that it clamps.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from .chunks import Encoder
+from .observe import version_of
 
 
 class Versions:
@@ -22,18 +24,16 @@ class Versions:
             held: list[Tensor] = [p for module in encoder.called.values() for p in module.parameters()]
             if not any(engine.control.sharded for engine in encoder.synchronized.values()):
                 held += encoder.leaves  # of modules that were not observed; a shard's whole parameter comes and goes
-            self._then = {id(p): (encoder.name, p, _version(p)) for p in held} | self._then
+            before = encoder.versions
+            still = [p for p in held if before.get(id(p), version_of(p)) == version_of(p)]
+            self._then = {id(p): (encoder.name, p, version_of(p)) for p in still} | self._then
 
     def check(self) -> None:
         """Raise ValueError if one has changed since."""
         for name, p, version in self._then.values():
-            if _version(p) != version:
+            if version_of(p) != version:
                 raise ValueError(
                     f"a parameter of {name}, of shape {tuple(p.shape)}, has been changed since the forward pass of "
                     "this loss (by an optimizer's step?), so that the second pass would not repeat the first: go "
                     "backward first, then change parameters"
                 )
-
-
-def _version(p: Tensor) -> int:
-    return 0 if p.is_inference() else p._version

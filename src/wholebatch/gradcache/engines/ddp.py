@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from .attributes import with_attributes
 from .sync_control import SyncControl
 
 
@@ -30,19 +31,9 @@ def _hold(module: Any) -> Iterator[None]:
             module.static_graph = static
 
 
-def _recall(module: Any) -> Callable[[], AbstractContextManager[None]]:
-    """Save whether the caller's forward pass is inside of no_sync()."""
-    synchronizes = module.require_backward_grad_sync
-
-    @contextmanager
-    def as_it_was() -> Iterator[None]:
-        now, module.require_backward_grad_sync = module.require_backward_grad_sync, synchronizes
-        try:
-            yield
-        finally:
-            module.require_backward_grad_sync = now
-
-    return as_it_was
+def _resume(module: Any) -> AbstractContextManager[None]:
+    """Return a context in which a forward pass prepares the reduction, also inside of no_sync()."""
+    return with_attributes(module, require_backward_grad_sync=True)
 
 
 def parameters_of_ddp(module: DistributedDataParallel) -> Iterator[tuple[str, Tensor]]:
@@ -63,6 +54,7 @@ DDP = SyncControl(
     decides="forward",
     collective=False,
     awaits=_awaited,
-    recall=_recall,
+    is_off=lambda module: not module.require_backward_grad_sync,
+    resume=_resume,
     hides=lambda module: module.static_graph,
 )

@@ -31,10 +31,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .attributes import with_attributes
 from .sync_control import SyncControl
 
 _SWITCH = "_coalesce_grad_reduction"  # of the optimizers of ZeRO 1, 2 and 3: whether hooks do nothing
-_MISSING = object()
 
 
 def _is_deepspeed(module: nn.Module) -> bool:
@@ -64,19 +64,6 @@ def _check(engine: Any) -> None:
             f"is {type(engine.optimizer).__name__} of version {version}: use DeepSpeed >= 0.19.1, and gradients in the "
             "data type of the parameters"
         )
-
-
-@contextmanager
-def _with(owner: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of an object inside."""
-    before = {name: vars(owner).get(name, _MISSING) for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            delattr(owner, name) if value is _MISSING else setattr(owner, name, value)
 
 
 def _loss_is_divided(engine: Any) -> bool:
@@ -112,15 +99,15 @@ def _coalesce(engine: Any) -> Iterator[None]:
         )
     with ExitStack() as stack:
         if _loss_is_divided(engine):
-            stack.enter_context(_with(engine, gradient_accumulation_steps=lambda: 1))
+            stack.enter_context(with_attributes(engine, gradient_accumulation_steps=lambda: 1))
         if _stage(engine):
-            stack.enter_context(_with(engine, _running_engine_backward=False, inside_no_sync_ctxt=True))
-            stack.enter_context(_with(optimizer, **{_SWITCH: True, "needs_scaler": lambda: False}))
+            stack.enter_context(with_attributes(engine, _running_engine_backward=False, inside_no_sync_ctxt=True))
+            stack.enter_context(with_attributes(optimizer, **{_SWITCH: True, "needs_scaler": lambda: False}))
         else:  # it refuses passes outside of its backward(), and has no epilogue after each
-            stack.enter_context(_with(engine, _running_engine_backward=True))
-            stack.enter_context(_with(engine, _start_timers=_no_timers, _stop_timers=_no_timers))
+            stack.enter_context(with_attributes(engine, _running_engine_backward=True))
+            stack.enter_context(with_attributes(engine, _start_timers=_no_timers, _stop_timers=_no_timers))
         yield
-    with _with(engine, _running_engine_backward=True):
+    with with_attributes(engine, _running_engine_backward=True):
         engine._backward_prologue()
         _run_hooks(engine)
         if not running:

@@ -50,7 +50,7 @@ class Synchronized:
 
     def __init__(self, module: nn.Module, control: SyncControl) -> None:
         self.module, self.control = module, control
-        self._recalled = nullcontext if control.recall is None else control.recall(module)
+        self.off = control.is_off is not None and control.is_off(module)  # by the caller's switch
         self.hides = control.hides is not None and control.hides(module)
 
     def hold(self) -> AbstractContextManager[None]:
@@ -59,7 +59,9 @@ class Synchronized:
 
     def release(self) -> AbstractContextManager[None]:
         """Return a context in which it synchronizes, unless its caller has switched that off."""
-        return self._recalled()
+        if self.off:
+            return self.hold()
+        return nullcontext() if self.control.resume is None else self.control.resume(self.module)
 
     def coalesce(self) -> AbstractContextManager[None]:
         """Return a context for all of a step's passes."""

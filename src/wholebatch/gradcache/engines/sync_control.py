@@ -40,8 +40,8 @@ class SyncControl:
         decides: the pass in which the engine reads its switch.
         hides: returns whether the hooks of the module's parameters must not run in held passes, in which gradients are
             then added to `.grad` without autograd's accumulation. None: they may.
-        recall: for a switch that the engine reads in the forward pass: saves its state, and returns a function that
-            returns a context with that state. None: it is as it is.
+        is_off: for a switch that the engine reads in the forward pass: returns whether the caller has turned it off.
+        resume: returns a context in which that switch is on, whatever it is outside. None: it is as it is.
         collective: whether all ranks have to make the same passes.
         remember: saves gradients that the engine keeps outside `.grad` until it synchronizes, and returns a function
             that restores them. None: all gradients are in the parameters' `.grad`.
@@ -60,11 +60,12 @@ class SyncControl:
     awaits: Callable[[Any], Iterable[Tensor]] | None = None  # likewise
     sharded: bool = False
     coalesce: Callable[[Any], AbstractContextManager[None]] | None = None  # likewise
-    recall: Callable[[Any], Callable[[], AbstractContextManager[None]]] | None = None  # likewise
+    is_off: Callable[[Any], bool] | None = None  # likewise
+    resume: Callable[[Any], AbstractContextManager[None]] | None = None  # likewise
     hides: Callable[[Any], bool] | None = None  # likewise
 
     def __post_init__(self) -> None:
-        for name in ("matches", "hold", "coalesce", "remember", "check", "awaits", "recall", "hides"):
+        for name in ("matches", "hold", "coalesce", "remember", "check", "awaits", "is_off", "resume", "hides"):
             if getattr(self, name) is not None or name == "matches":
                 check_callable(name, getattr(self, name))
         if (self.hold is None) == (self.coalesce is None):
