@@ -161,7 +161,11 @@ def test_wrong_arguments_of_gradient_caching_are_refused():
     with pytest.raises(ValueError, match="control must be a SyncControl, got None"):
         wb.gradcache.register_sync_control(None)
     with pytest.raises(ValueError, match="hold must be callable"):
-        wb.gradcache.SyncControl(lambda module: False, None)
+        wb.gradcache.SyncControl(lambda module: False, "no_sync")
+    with pytest.raises(ValueError, match="hold or coalesce must be given, one of them, got neither"):
+        wb.gradcache.SyncControl(lambda module: False)
+    with pytest.raises(ValueError, match="hold or coalesce must be given, one of them, got both"):
+        wb.gradcache.SyncControl(lambda module: False, lambda module: None, coalesce=lambda module: None)
     with pytest.raises(ValueError, match="decides must be one of"):
         wb.gradcache.SyncControl(lambda module: False, lambda module: None, decides="later")
     assert step(torch.ones(4, 3)).isfinite(), "no engine was registered by mistake"

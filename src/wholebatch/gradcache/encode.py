@@ -32,8 +32,8 @@ def encode(
     model_input: Any,  # whatever the model takes
     chunk_size: ChunkSize,
     *,
-    split_input_fn: Callable[[Any, int], Sequence[object]] | None = None,
-    get_rep_fn: Callable[[Any], object] | None = None,
+    split_input_fn: Callable[[Any, int], Sequence[object]] | None = None,  # takes whatever the model takes
+    get_rep_fn: Callable[[Any], object] | None = None,  # takes whatever the model returns
     keep_graphs: KeepGraphs = 0,
     memory_budget: int | None = None,
     group: Group = None,
