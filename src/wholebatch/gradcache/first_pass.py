@@ -106,5 +106,5 @@ def _free_graphs(chunks: Sequence[Chunk], keeper: Keeper) -> None:
         f"gradient caching: out of memory with {len(kept)} kept graphs; going on with {len(kept) // 2} in this step, "
         f"keep_graphs={len(kept) // 2} avoids the attempt",
         RuntimeWarning,
-        stacklevel=8,  # the caller of cache_step
+        stacklevel=10,  # the caller of a GradCache, or of encode
     )
