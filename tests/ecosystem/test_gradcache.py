@@ -6,13 +6,12 @@ Models are small, with random weights, in float64 and with dropout: the referenc
 """
 
 import copy
-import os
-import socket
 
 import pytest
 import torch
 import torch.distributed as dist
 from ddp import counting
+from dual import as_launched, free_port
 from torch import nn
 from torch.nn.functional import normalize
 
@@ -155,19 +154,6 @@ def test_modules_of_sentence_transformers(form):
 
 # Engines in wrappers, on two ranks with different numbers of chunks.
 COUNTS, SIZE = (5, 2), 2
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
-
-
-def as_launched(port):
-    """Set the environment as torchrun does."""
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": "0"}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none"}
 
 
 def engine_in(wrapped):
