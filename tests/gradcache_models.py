@@ -53,6 +53,15 @@ def assert_all_same(got, expected, relative=1e-10):
             assert_same(z, true, relative=relative)
 
 
+def assert_all_times(got, expected, factor=1.0):
+    """The gradients are `factor` times the expected ones, up to rounding of the largest."""
+    largest = max(z.abs().max().item() for z in expected if z is not None)
+    for z, true in zip(got, expected, strict=True):
+        assert (z is None) == (true is None)
+        if true is not None:
+            assert_same(z, factor * true, relative=1e-10, absolute=1e-13 * factor * largest)
+
+
 class TwoParts(nn.Module):
     """An encoder with two representations and one scale for the whole batch."""
 

@@ -48,7 +48,7 @@ def as_deferred(body, *args):
 MODULES = [test_gradcache_exactness, test_gradcache_replay, test_gradcache_memory]
 if os.environ.get("WHOLEBATCH_TEST_DEFERRED") == "all":
     MODULES += [test_gradcache_engines, test_gradcache_errors, test_gradcache_hidden_models, test_gradcache_passed_by]
-# These state what holds without a deferred form only; tests/test_gradcache_deferred.py has their counterparts.
+# These state what holds without a deferred form only; tests/test_gradcache_deferred_backward.py has their counterparts.
 WITHOUT = (
     "test_a_step_needs_gradients",
     "test_a_step_needs_gradients_on_all_ranks",

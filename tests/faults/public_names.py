@@ -35,7 +35,7 @@ NO_CALL = {
         [f"gradcache.{name}" for name in ("InputChunk", "MultimodalSplit", "TokenBudget", "TokenChunk")],
         "cuts this rank's input",
     ),
-    "gradcache.encode": "tests/test_gradcache_deferred.py has its mistakes of one rank",
+    "gradcache.encode": "tests/test_gradcache_deferred_backward.py has its mistakes of one rank",
     "comm.close": "collective if it ends a part of a split: tests/test_closing.py has its mistakes",
     **dict.fromkeys(("comm.Communicator", "comm.Handle", "comm.Group"), "a type: its methods are the entry points"),
     **dict.fromkeys(

@@ -107,9 +107,9 @@ class Chunk:
     before: list[Tensor] = field(default_factory=list)  # the state of the buffers before the first pass
     engines: list[Synchronized] = field(default_factory=list)  # engines that the first pass has called
     found: tuple[Tensor, ...] = ()
-    rows: list[Index] = field(default_factory=list)  # their place in the tensor of all rows, for each representation
+    places: list[Index] = field(default_factory=list)  # in the tensor of all rows, for each representation
     kept: bool = False  # whether `found` has its graph
-    called: bool = False  # whether the model's call has returned, whatever its output
+    returned: bool = False  # whether the model's call has returned, whatever its output
 
     @property
     def first(self) -> bool:
@@ -123,19 +123,19 @@ class Chunk:
 
     def encode(self) -> tuple[Tensor, ...]:
         """Run one forward pass, and return its representations; an error of the model gets a note with the chunk."""
-        self.called = False
+        self.returned = False
         part = self.part
         try:
             out = self.encoder.call(part)
         except Exception as error:
             if hasattr(error, "add_note"):  # from Python 3.11 on
-                which = "second" if self.rows else "first"
+                which = "second" if self.places else "first"
                 error.add_note(
                     f"GradCache: raised by {self.encoder.name} in the {which} forward pass of its chunk {self.number} "
                     "(the first chunk is 0)"
                 )
             raise
-        self.called = True
+        self.returned = True
         rows = self.given.rows
         if rows is not None:
             return self.encoder.read(len(rows), out)
@@ -239,9 +239,9 @@ def joined(chunks: Sequence[Chunk]) -> list[Tensor]:
         places.append(_places(chunks, parts, length))
         leaves.append(_joined([x.detach() for x in parts], places[-1], length))
     for chunk, *of_chunk in zip(chunks, *places, strict=True):
-        chunk.rows = of_chunk
+        chunk.places = of_chunk
         if not chunk.kept:
-            chunk.found = tuple(x[at] if x.dim() else x for x, at in zip(leaves, chunk.rows, strict=True))
+            chunk.found = tuple(x[at] if x.dim() else x for x, at in zip(leaves, chunk.places, strict=True))
     trained = chunks[0].encoder.trained or [differentiable(leaf) for leaf in leaves]
     return [leaf.detach().requires_grad_(of) for leaf, of in zip(leaves, trained, strict=True)]
 

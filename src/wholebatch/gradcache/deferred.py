@@ -34,28 +34,28 @@ _LOCK = threading.Lock()  # nodes of several devices run in several threads
 
 
 class BackwardPass:
-    """A backward pass of the caller, and the steps whose representations it has reached."""
+    """A backward pass of the caller, and the steps whose losses or representations it has reached.
 
-    def __init__(self) -> None:
+    Args:
+        mistake: what is wrong about it, if anything.
+    """
+
+    def __init__(self, mistake: str | None) -> None:
         self.gradients = Gradients()
-        self._steps: list[Step] = []
-        self._begun: list[Step] = []
+        self._mistake = mistake
+        self._begun: dict[Step, bool] = {}  # whether a step's checks have been made
 
-    def add(self, step: Step, *, begun: bool) -> None:
-        """Add a step.
-
-        Args:
-            step: the step.
-            begun: whether its checks have been made.
-        """
+    def begin(self, step: Step) -> None:
+        """Check a step and add it, at its loss; raise on all ranks if the backward pass may not be made."""
+        step.begin(self._mistake)
+        self.gradients.remember(step.of_loss)  # none of which has changed yet
         with _LOCK:
-            if not self.reaches(step):
-                self._steps.append(step)
-                self._begun += [step] * begun
+            self._begun[step] = True
 
-    def reaches(self, step: Step) -> bool:
-        """Return whether the step has been added."""
-        return any(one is step for one in self._steps)
+    def add(self, step: Step) -> None:
+        """Add a step, at its representations."""
+        with _LOCK:
+            self._begun.setdefault(step, False)
 
     def after_all_nodes(self) -> None:
         """Let autograd call `finish` after the callbacks that other engines have installed by now."""
@@ -63,11 +63,11 @@ class BackwardPass:
 
     def finish(self) -> None:
         """Make the second passes of all steps, in the order of their calls."""
-        steps = sorted(self._steps, key=lambda step: step.call)
+        steps = sorted(self._begun, key=lambda step: step.call_number)
         with self.gradients.restored_after_an_error():
             for step in steps:
-                if not any(one is step for one in self._begun):
-                    step.begin(None)
+                if not self._begun[step]:  # no loss has begun it
+                    step.begin(self._mistake)
             for step in steps:
                 step.remember(self.gradients)
             second_passes(steps, self.gradients)
@@ -82,7 +82,7 @@ def _current_pass() -> BackwardPass:
     with _LOCK:
         found = _CURRENT.get(number)
         if found is None:
-            found = _CURRENT[number] = BackwardPass()
+            found = _CURRENT[number] = BackwardPass(_mistake_of_this_backward_pass())
             _call_at_the_end(found.after_all_nodes)  # autograd keeps it alive until then, or until an error
     return found
 
@@ -133,10 +133,7 @@ class _Representations(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
         step: Step = ctx.step
         if step.deferred:
-            now = _current_pass()
-            if not now.reaches(step):  # it has no loss that would have begun it
-                step.check_backward(_mistake_of_this_backward_pass(step))
-                now.add(step, begun=False)
+            _current_pass().add(step)
         step.receive(grads)
         return None, None
 
@@ -151,24 +148,17 @@ class _Begin(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        _begin(ctx.step)
+        _current_pass().begin(ctx.step)
         return grad, None
 
 
-def _begin(step: Step) -> None:
-    now = _current_pass()
-    step.begin(_mistake_of_this_backward_pass(step))
-    now.gradients.remember(step.of_loss)  # none of which has changed yet
-    now.add(step, begun=True)
-
-
-def _mistake_of_this_backward_pass(step: Step) -> str | None:
+def _mistake_of_this_backward_pass() -> str | None:
     """Return what is wrong about the manner in which autograd was called, if anything."""
     if not torch.autograd._is_checkpoint_valid():
         return (
-            f"the gradient of {step.name} goes to the .grad of parameters, and torch.autograd.grad or "
-            "backward(inputs=...) ask for it elsewhere: call loss.backward()"
+            "its gradient goes to the .grad of parameters, and torch.autograd.grad or backward(inputs=...) ask for it "
+            "elsewhere: call loss.backward()"
         )
     if torch.is_grad_enabled():
-        return f"the gradient of {step.name} cannot be differentiated again: leave out create_graph=True"
+        return "its gradient cannot be differentiated again: leave out create_graph=True"
     return None

@@ -95,18 +95,18 @@ def encode(
         return found
 
     first = next(iter(modules_of(model)), None)
-    number = 0 if first is None else _STEPS.get(first, 0)
+    steps_before = 0 if first is None else _STEPS.get(first, 0)
 
     def count() -> None:
         if first is not None:
-            _STEPS[first] = number + 1  # calls in one backward pass are one step
+            _STEPS[first] = steps_before + 1  # calls in one backward pass are one step
 
     step = first_passes(
         "gradcache.encode",
         chunks,
         Options(keep_graphs, memory_budget, group, unchecked),
         inputs=[model_input],
-        number=number,
+        steps_before=steps_before,
         count=count,
         deferred=True,
     )

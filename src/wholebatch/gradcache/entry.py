@@ -47,7 +47,7 @@ def first_passes(
     options: Options,
     *,
     inputs: Sequence[Any],
-    number: int,
+    steps_before: int,
     count: Callable[[], None],
     deferred: bool,
 ) -> Step:
@@ -60,7 +60,7 @@ def first_passes(
         make_chunks: makes this rank's chunks from its arguments; its errors raise on all ranks.
         options: the caller's.
         inputs: one for each model.
-        number: how many steps were made before.
+        steps_before: how many steps were made before.
         count: counts this one, in the end.
         deferred: whether autograd makes the second passes; without it, gradients must be enabled.
     """
@@ -99,7 +99,7 @@ def first_passes(
         chunks = filled_up(chunks, everyone)
     alike = all(facts == everyone[0] for facts in everyone) and options.keep_graphs != "auto"
     devices = [devices_of(c.encoder.visible, inputs[c.encoder.index]) for c in chunks if c.first]
-    step = Step(comm, chunks, unchecked, number, call=_latest, name=name, deferred=deferred, count=count)
+    step = Step(comm, chunks, unchecked, steps_before, call_number=_latest, name=name, deferred=deferred, count=count)
     kinds = {device.type for of_model in devices for device in of_model}
     step.autocast = partial(_autocast, kinds if options.fp16 else ())
     keeper = Keeper(options.keep_graphs, len(chunks), options.memory_budget, devices)

@@ -31,7 +31,7 @@ def first_pass(chunks: Sequence[Chunk], keeper: Keeper, observer: Observer) -> N
         try:
             _encode(chunk, chunks, keeper, observer)
         except Exception as error:
-            if not (chunk.called and any(engine.control.collective for engine in chunk.engines)):
+            if not (chunk.returned and any(engine.control.collective for engine in chunk.engines)):
                 raise
             wrong = wrong or error
     if wrong is not None:

@@ -175,7 +175,7 @@ class GradCache:
             chunks,
             Options(self.keep_graphs, self.memory_budget, self.group, self.unchecked, self.fp16),
             inputs=model_inputs,
-            number=self._steps,
+            steps_before=self._steps,
             count=self._count,
             deferred=self.deferred,
         )

@@ -106,7 +106,7 @@ def _encode_again(chunk: Chunk, done: set[int], release: Mapping[int, Synchroniz
 def _of_chunk(chunk: Chunk) -> list[Tensor | None]:
     """Return the gradients of the chunk's representations."""
     given = chunk.encoder.gradients or [None] * len(chunk.found)
-    of_model = zip(chunk.found, given, chunk.rows, strict=True)
+    of_model = zip(chunk.found, given, chunk.places, strict=True)
     return [None if grad is None else grad[at] if x.dim() else grad for x, grad, at in of_model]
 
 

@@ -55,8 +55,8 @@ class Step:
         comm: the ranks that make it together.
         chunks: this rank's chunks of all models, in order.
         unchecked: parameters that are not compared between ranks.
-        number: how many steps were made before.
-        call: its number among all calls, the same on all ranks.
+        steps_before: how many steps were made before.
+        call_number: its number among all calls, the same on all ranks.
         name: of the function that was called, for messages.
         deferred: whether autograd makes its second passes; otherwise its caller makes them.
         count: is called after the second passes, unless a rank raises.
@@ -66,8 +66,8 @@ class Step:
     comm: Communicator
     chunks: Sequence[Chunk]
     unchecked: Sequence[Tensor]
-    number: int
-    call: int = 0
+    steps_before: int
+    call_number: int = 0
     name: str = "GradCache"
     deferred: bool = False
     count: Callable[[], None] = lambda: None
@@ -123,7 +123,7 @@ class Step:
             for chunk in chunks:
                 chunk.engines = [*(e for e in chunk.engines if e.module is not outer.module), outer]
         _check_hooks(chunks[-1])
-        if not self.number:
+        if not self.steps_before:
             engines = encoder.synchronized.values()
             check_not_passed_by(encoder.name, encoder.leaves, encoder.seen.values(), engines, self.unchecked)
 
@@ -151,44 +151,40 @@ class Step:
         """Remember the gradients that the step is going to change."""
         gradients.remember((p for of in self.encoders() for p in of.parameters.values()), self.engines())
 
-    def check_backward(self, mistake: str | None = None) -> None:
-        """Raise ValueError, on this rank, if the backward pass is the second one, or made by mistake."""
+    def begin(self, mistake: str | None) -> None:
+        """Check, before anything has changed, that the backward pass may be made; raise on all ranks if not.
+
+        A second backward pass raises on the ranks that make it.
+
+        Args:
+            mistake: what is wrong about the backward pass, for a ValueError.
+        """
         if self.done:
             gradient = "its gradient is counted" if self.counted else "it has failed"
             raise ValueError(
                 f"this call of {self.name} has had its backward pass, and {gradient}: call {self.name} again for "
                 "another backward pass"
             )
-        if mistake is not None:
-            raise ValueError(mistake)
-
-    def begin(self, mistake: str | None) -> None:
-        """Check, before anything has changed, that the backward pass may be made; raise on all ranks if not.
-
-        Args:
-            mistake: what is wrong about the backward pass, for a ValueError.
-        """
-        self.check_backward()
         sums: dict[str, int] = {}
 
         def state() -> str:
             if mistake is not None:
-                raise ValueError(mistake)
+                raise ValueError(f"{self.name}: {mistake}")
             self._versions.check()
             return self.digest(sums)
 
-        self.compare(agree(self.comm, state, caller=f"backward of {self.name} #{self.call}"), sums)
+        self.compare(agree(self.comm, state, caller=f"backward of {self.name} #{self.call_number}"), sums)
 
     def digest(self, sums: dict[str, int]) -> str:
         """Return one text for the checksums of parameters that all ranks hold, and put these into `sums`."""
-        if self.comm.size > 1 and due(self.number):
+        if self.comm.size > 1 and due(self.steps_before):
             sums |= checksums(replicated([*self.encoders()], self.loss_fn, self.of_loss, self.unchecked))
         return digest(sums)
 
     def compare(self, digests: Sequence[str], sums: dict[str, int]) -> None:
         """Raise ValueError on all ranks if the ranks' digests differ, and name the parameter."""
         if any(other != digests[0] for other in digests):
-            check_same(agree(self.comm, lambda: sums, caller=self.name), steps=self.number)
+            check_same(agree(self.comm, lambda: sums, caller=self.name), steps=self.steps_before)
 
     def receive(self, gradients: Sequence[Tensor | None]) -> None:
         """Keep the gradients of the representations, in the order of `leaves`."""
@@ -251,7 +247,7 @@ def second_passes(steps: Sequence[Step], gradients: Gradients) -> None:
         step.buffers.find_moved()  # other passes may have changed buffers since the first pass
         now.append(step.buffers.now())
     error = next((e for e in (step.mistake() for step in steps) if e is not None), None)
-    first = {id(chunk) for step in steps if not step.number for chunk in step.chunks}
+    first = {id(chunk) for step in steps if not step.steps_before for chunk in step.chunks}
     chunks = [chunk for step in steps for chunk in step.chunks]
     with coalesced(chunks):
         try:

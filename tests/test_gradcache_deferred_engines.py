@@ -1,0 +1,331 @@
+"""Deferred losses under engines: one synchronization for each backward pass, whatever else is in it."""
+
+import copy
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp import counting
+from gradcache_models import (
+    OUT,
+    Clip,
+    assert_all_times,
+    batch,
+    good_loss,
+    gradients_of,
+    mlp,
+    sharded,
+)
+from torch import nn
+from torch.nn.functional import normalize
+from torch.nn.parallel import DistributedDataParallel
+
+import wholebatch as wb
+from wholebatch.partition import Partition
+from wholebatch.testing import run_ranks
+
+COUNTS = [(6,), (5, 2), (4, 0, 3)]
+SIZE = 2
+
+
+class Roles(nn.Module):
+    """One encoder for queries, keys and several hard negatives, with a scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.scale = mlp(0), wb.Scale(7.0).double()
+
+    def forward(self, x):
+        return normalize(self.net(x), dim=-1), self.scale()
+
+
+def roles_loss(queries, keys, negatives):
+    return wb.functional.info_nce_loss(
+        queries[0], keys[0], hard_negatives=negatives[0].unflatten(0, (-1, 2)), logit_scale=queries[1]
+    )
+
+
+def roles_body(counts, engine):
+    """An encoder that is called three times in a step, the scale from one of the calls; hard negatives; two losses."""
+    rank, total = dist.get_rank(), sum(counts)
+    rows = Partition(counts).rows(rank)
+    (x, y), (n, _) = batch(total), batch(2 * total, seed=1)
+    pairs = slice(2 * rows.start, 2 * rows.stop)
+    dense = Roles()
+    q, k, negatives = dense(x), dense(y), dense(n)
+    first = wb.reference.info_nce_loss(q[0], k[0], hard_negatives=negatives[0].unflatten(0, (-1, 2)), logit_scale=q[1])
+    second = wb.reference.clip_loss(dense(y)[0], dense(x)[0], 3.0)
+    (first + 0.25 * second).backward()
+    true = gradients_of(dense)
+    plain = Roles()
+    model = DistributedDataParallel(plain) if engine == "ddp" else sharded(plain)
+    reduced = counting(model) if engine == "ddp" else []
+    one = wb.GradCache([model] * 3, [2, 3, 4], roles_loss, deferred=True)
+    two = wb.GradCache([model] * 2, 2, lambda a, b: wb.functional.clip_loss(a[0], b[0], 3.0), deferred=True)
+    for form in ("two caches", "encode"):
+        if form == "two caches":
+            loss = one(x[rows], y[rows], n[pairs]) + 0.25 * two(y[rows], x[rows])
+        else:
+            q, k, negatives = (
+                wb.gradcache.encode(model, z, size) for z, size in ((x[rows], 2), (y[rows], 3), (n[pairs], 4))
+            )
+            loss = roles_loss(q, k, negatives) + 0.25 * wb.functional.clip_loss(k[0], q[0], 3.0)
+        loss.backward()
+        found = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+        assert_all_times([z.clone() for z in found], true)
+        assert reduced in ([], [0]), form
+        reduced.clear()
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_an_encoder_with_several_roles_and_two_losses(engine, counts):
+    run_ranks(roles_body, len(counts), counts, engine, timeout_s=60)
+
+
+def several_body(counts, options):
+    """Several forward passes before one backward pass, beside a loss without caching, and accumulation."""
+    rows = Partition(counts).rows(dist.get_rank())
+    x, y = batch(sum(counts))
+    local, plain, loss_fn = (x[rows], y[rows]), mlp(0), Clip()
+    dense = copy.deepcopy(plain)
+    wb.reference.clip_loss(dense(x), dense(y), 1.0).backward()
+    true = gradients_of(dense)
+    model = DistributedDataParallel(plain, **options)
+    reduced = counting(model)
+    cache = wb.GradCache([model, model], SIZE, good_loss, deferred=True)
+
+    def uncached():
+        a, b = model(torch.cat(local)).tensor_split(2)
+        return good_loss(a, b)
+
+    def check(factor, buckets):
+        assert_all_times(gradients_of(plain), true, factor)
+        assert reduced == [0] * buckets
+        reduced.clear()
+
+    (uncached()).backward()
+    check(1.0, 1)
+    for _ in range(3):  # static graphs count gradients in the first two
+        losses = [cache(*local) for _ in range(3)]
+        (losses[2] + 2 * losses[0] + 3 * losses[1]).backward()
+        check(6.0, 1)
+    for order in (lambda: (cache(*local), uncached()), lambda: (uncached(), cache(*local))):
+        a, b = order()
+        (a + b).backward()
+        check(2.0, 2)  # an engine reduces what was called without caching by itself
+        b, a = order()
+        (a + b).backward()
+        check(2.0, 2)
+    for inside in (True, False):  # DDP reads its switch in the forward pass, wherever the backward pass is
+        for k in range(4):
+            held = nullcontext() if k == 3 else model.no_sync()
+            with held:
+                loss = cache(*local) / 4
+                if inside:
+                    loss.backward()
+            if not inside:
+                loss.backward()
+        check(1.0, 1)
+    loss = cache(*local)
+    with model.no_sync():
+        loss.backward()
+    check(1.0, 1)
+    assert loss_fn is not None
+
+
+OPTIONS = {
+    "ddp": {},
+    "views": {"gradient_as_bucket_view": True},
+    "static graph": {"static_graph": True},
+    "find unused": {"find_unused_parameters": True},
+}
+
+
+@pytest.mark.parametrize("counts", [(5,), (5, 2)], ids=str)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
+def test_one_synchronization_for_each_backward_pass(options, counts):
+    run_ranks(several_body, len(counts), counts, OPTIONS[options], timeout_s=60)
+
+
+def hidden_passes_body():
+    """Without hiding held passes from a static graph, its later steps would wait for gradients that never come."""
+    from wholebatch.gradcache.engines.ddp import DDP
+
+    model = DistributedDataParallel(mlp(0), static_graph=True)
+    reduced, (x, y) = counting(model), batch(6)
+    for step in range(3):
+        for at in range(3):
+            with nullcontext() if at == 2 else DDP.hold(model):
+                (model(x[2 * at : 2 * at + 2]) - y[0, :OUT]).square().sum().backward()
+        if step == 1:
+            return [*reduced]
+        reduced.clear()
+    return None
+
+
+def test_a_static_graph_counts_passes_that_are_not_hidden():
+    assert run_ranks(hidden_passes_body, 1) == [[]], "the second step reduced nothing"
+
+
+class InsideTheEngine(nn.Module):
+    """As a LightningModule: the engine's forward pass is a training step, which reaches the encoders directly."""
+
+    def __init__(self):
+        super().__init__()
+        self.image, self.text, self.log_scale = mlp(0), mlp(1), nn.Parameter(torch.tensor([2.0], dtype=torch.float64))
+        self.mode = "uncached"
+
+    def loss(self, a, b):
+        return wb.functional.clip_loss(normalize(a, dim=1), normalize(b, dim=1), self.log_scale.exp().sum())
+
+    def forward(self, x, y, inner=False):
+        if self.mode == "cache":
+            return wb.GradCache([self.image, self.text], SIZE, self.loss, deferred=True)(x, y)
+        if inner:
+            return self.image(x), self.text(y)
+        if self.mode == "engine":  # as self.trainer.strategy.model, which is called once more
+            engine = DistributedDataParallel._active_ddp_module
+            loss = self.loss(*wb.gradcache.encode(engine, ([x, y], {"inner": True}), SIZE))
+            if engine.manual:
+                engine.manual(loss)
+            return loss
+        a = self.image(x) if self.mode == "uncached" else wb.gradcache.encode(self.image, x, SIZE)
+        b = wb.gradcache.encode(self.text, y, 3) if self.mode == "encode" else self.text(y)
+        return self.loss(a + self.image(x) if self.mode == "mixed" else a, b)
+
+
+def manual_backward(model, prepare, loss):
+    if prepare:
+        model.require_forward_param_sync = True
+        model.reducer._rebuild_buckets()
+        model.reducer.prepare_for_backward([])
+    loss.backward()
+    model.require_backward_grad_sync = False  # as Lightning does, for the end of the outer forward pass
+
+
+def inside_body(counts, options):
+    rows = Partition(counts).rows(dist.get_rank())
+    x, y = batch(sum(counts))
+    plain, dense = InsideTheEngine(), InsideTheEngine()
+    dense_loss = wb.reference.clip_loss(
+        normalize(dense.image(x), dim=1), normalize(dense.text(y), dim=1), dense.log_scale.exp().sum()
+    )
+    dense_loss.backward()
+    true, model = gradients_of(dense), DistributedDataParallel(plain, **options)
+    reduced = counting(model)
+    for mode in ("uncached", "cache", "encode", "half"):
+        plain.mode = mode
+        for _ in range(2):
+            model(x[rows], y[rows]).backward()
+            assert_all_times(gradients_of(plain), true)
+            assert reduced == [0], mode
+            reduced.clear()
+        for k in range(4):
+            with nullcontext() if k == 3 else model.no_sync():
+                (model(x[rows], y[rows]) / 4).backward()
+        assert_all_times(gradients_of(plain), true)
+        assert reduced == [0], mode
+        reduced.clear()
+    plain.mode, model.manual = "engine", None
+    model(x[rows], y[rows]).backward()
+    assert_all_times(gradients_of(plain), true)
+    assert reduced == [0]
+    for prepare in (True, False):  # Lightning's manual_backward prepares the engine; loss.backward() does not
+        reduced.clear()
+        model.manual = partial(manual_backward, model, prepare)
+        with model.no_sync():  # for the outer forward pass, whose output is no loss
+            model.require_backward_grad_sync = True
+            model(x[rows], y[rows])
+        assert_all_times(gradients_of(plain), true)
+        assert reduced == [0], prepare
+    plain.mode = "mixed"
+    with pytest.raises(ValueError, match="is called with and without gradient caching inside one forward pass"):
+        model(x[rows], y[rows]).backward()
+
+
+@pytest.mark.parametrize("counts", [(5,), (5, 2), (3, 0, 4)], ids=str)
+@pytest.mark.parametrize("options", ["ddp", "views"])
+def test_an_encoder_inside_the_engines_forward_pass(options, counts):
+    run_ranks(inside_body, len(counts), counts, OPTIONS[options], timeout_s=60)
+
+
+def refused_inside_body(options, name):
+    plain, (x, y) = InsideTheEngine(), batch(4)
+    model, plain.mode = DistributedDataParallel(plain, **options), "encode"
+    with pytest.raises(ValueError, match=f"with {name}=True, which looks for its parameters") as error:
+        model(x, y)
+    assert "wb.GradCache([self.trainer.strategy.model], ...)" in str(error.value), "the form to use"
+    with pytest.raises(ValueError, match="must reach its parameters through the DistributedDataParallel"):
+        wb.GradCache([plain.image, plain.text], SIZE, good_loss, deferred=True)(x, y)  # outside of its forward pass
+
+
+@pytest.mark.parametrize("name", ["find_unused_parameters", "static_graph"])
+def test_engines_that_look_for_parameters_in_their_output_are_refused(name):
+    run_ranks(refused_inside_body, 2, {name: True}, name, timeout_s=60)
+
+
+def inside_fsdp_body(parts):
+    """A larger unit of FSDP has whole parameters only during its own passes; a unit of its own works."""
+    plain, (x, y) = InsideTheEngine(), batch(6)
+    dense = copy.deepcopy(plain)
+    dense(x, y).backward()
+    true = gradients_of(dense)
+    rows = Partition((4, 2)).rows(dist.get_rank())
+    model, plain.mode = sharded(plain, *([plain.image, plain.text] if parts else [])), "encode"
+    if not parts:
+        with pytest.raises(ValueError, match="must reach its parameters through the FSDP module that shards them"):
+            model(x[rows], y[rows])
+        return
+    model(x[rows], y[rows]).sum().backward()
+    assert_all_times([p.grad.full_tensor() for p in model.parameters()], true)
+
+
+@pytest.mark.parametrize("parts", [True, False])
+def test_an_encoder_inside_the_forward_pass_of_fsdp(parts):
+    run_ranks(inside_fsdp_body, 2, parts, timeout_s=60)
+
+
+def fsdp1_body(counts):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    rows = Partition(counts).rows(dist.get_rank())
+    x, y = batch(sum(counts))
+    dense, plain = Roles(), Roles()
+    wb.reference.clip_loss(dense(x)[0], dense(y)[0], dense.scale()).backward()
+    true = gradients_of(dense)
+    model = FullyShardedDataParallel(plain, use_orig_params=True, device_id=torch.device("cpu"))
+
+    def check(factor=1.0):
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            assert_all_times([p.grad.clone() for p in model.parameters()], true, factor)
+        model.zero_grad()
+
+    def loss_fn(a, b):
+        return wb.functional.clip_loss(a[0], b[0], a[1])
+
+    for deferred in (False, True):
+        cache = wb.GradCache([model, model], SIZE, loss_fn, deferred=deferred)
+        for _ in range(2):
+            loss = cache(x[rows], y[rows])
+            if deferred:
+                (3.7 * loss).backward()
+            check(3.7 if deferred else 1.0)
+    for k in range(4):
+        with nullcontext() if k == 3 else model.no_sync():
+            (cache(x[rows], y[rows]) / 4).backward()
+    check()
+
+
+@pytest.mark.parametrize("counts", [(5, 2), (3, 0, 4)], ids=str)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_under_the_first_fsdp(counts):
+    run_ranks(fsdp1_body, len(counts), counts, timeout_s=60)
+
+
+class CountingScaler(torch.amp.GradScaler):
+    """A scaler whose skipped steps can be counted."""
