@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
 from wholebatch.auditing.causes import NOT_REDUCED
-from wholebatch.gradcache.replicas import _weights, checksums, due
+from wholebatch.gradcache.replicas import History, _weights, checksums
 from wholebatch.testing import run_ranks
 
 APART = "an optimizer step has driven them apart"
@@ -100,8 +100,36 @@ def test_any_change_is_noticed(change, steps):
     run_ranks(changed_body, 2, change, steps, timeout_s=90)
 
 
-def test_the_first_three_and_every_hundredth_step_are_compared():
-    assert [n + 1 for n in range(301) if due(n)] == [1, 2, 3, 100, 200, 300]
+def compared(micro_steps, steps=301):
+    """Return the steps that compare, if the parameters change after so many."""
+    history, found = History(), []
+    for n in range(steps):
+        if history.due():
+            history.compared({"p": n // micro_steps})
+            found.append(n + 1)
+        history.steps += 1
+    return found
+
+
+def test_three_states_of_the_parameters_and_every_hundredth_step_are_compared():
+    assert compared(1) == [1, 2, 3, 100, 200, 300]
+    assert compared(4) == [*range(1, 10), 100, 200, 300]
+    assert compared(500) == [*range(1, 101), 200, 300], "parameters that stay the same are not compared forever"
+
+
+def accumulated_body():
+    local, net = local_rows((4, 4)), Towers()
+    step, optimizer = wb.GradCache([net.image, net.text], 2, loss_fn, deferred=True), torch.optim.SGD(net.parameters())
+    for _ in range(8):
+        (step(*local) / 8).backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match=APART):
+        step(*local).backward()
+
+
+def test_micro_steps_do_not_use_up_the_comparisons():
+    """After one optimizer step of eight micro-steps, ranks that have not reduced gradients are found apart."""
+    run_ranks(accumulated_body, 2, timeout_s=90)
 
 
 def test_without_the_comparison_ranks_drift_apart_silently():

@@ -22,8 +22,9 @@ from .entry import Options, first_passes
 from .grad_cache import ChunkSize, GradCache
 from .keep import KeepGraphs
 from .referred_modules import modules_of
+from .replicas import History
 
-_STEPS: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # by a model's first module
+_HISTORIES: weakref.WeakKeyDictionary[nn.Module, History] = weakref.WeakKeyDictionary()  # by a model's first module
 
 
 @bind_on_all_ranks
@@ -95,19 +96,12 @@ def encode(
         return found
 
     first = next(iter(modules_of(model)), None)
-    steps_before = 0 if first is None else _STEPS.get(first, 0)
-
-    def count() -> None:
-        if first is not None:
-            _STEPS[first] = steps_before + 1  # calls in one backward pass are one step
-
     step = first_passes(
         "gradcache.encode",
         chunks,
         Options(keep_graphs, memory_budget, group, unchecked),
         inputs=[model_input],
-        steps_before=steps_before,
-        count=count,
+        history=History() if first is None else _HISTORIES.setdefault(first, History()),
         deferred=True,
     )
     return step.formed(with_second_passes(step))[0]

@@ -18,6 +18,7 @@ from .chunks import Chunk, facts_of, filled_up
 from .devices import devices_of
 from .engines.known import synchronized
 from .keep import Keeper, KeepGraphs, check_keep_graphs
+from .replicas import History
 from .step import Step
 
 _GRAD_ENABLED = "torch.is_grad_enabled()"
@@ -47,8 +48,7 @@ def first_passes(
     options: Options,
     *,
     inputs: Sequence[Any],
-    steps_before: int,
-    count: Callable[[], None],
+    history: History,
     deferred: bool,
 ) -> Step:
     """Return a step after its first pass.
@@ -60,8 +60,7 @@ def first_passes(
         make_chunks: makes this rank's chunks from its arguments; its errors raise on all ranks.
         options: the caller's.
         inputs: one for each model.
-        steps_before: how many steps were made before.
-        count: counts this one, in the end.
+        history: the steps that were made before.
         deferred: whether autograd makes the second passes; without it, gradients must be enabled.
     """
     global _latest  # noqa: PLW0603
@@ -99,7 +98,7 @@ def first_passes(
         chunks = filled_up(chunks, everyone)
     alike = all(facts == everyone[0] for facts in everyone) and options.keep_graphs != "auto"
     devices = [devices_of(c.encoder.visible, inputs[c.encoder.index]) for c in chunks if c.first]
-    step = Step(comm, chunks, unchecked, steps_before, call_number=_latest, name=name, deferred=deferred, count=count)
+    step = Step(comm, chunks, unchecked, history, call_number=_latest, name=name, deferred=deferred)
     kinds = {device.type for of_model in devices for device in of_model}
     step.autocast = partial(_autocast, kinds if options.fp16 else ())
     keeper = Keeper(options.keep_graphs, len(chunks), options.memory_budget, devices)

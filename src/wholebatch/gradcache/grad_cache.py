@@ -24,6 +24,7 @@ from .inputs.parts import check_rows, part_of, split_by_tokens
 from .inputs.token_budget import TokenBudget, mask_in
 from .inputs.trees import call_model, check_input, check_parts, split_inputs
 from .keep import KeepGraphs, check_keep_graphs
+from .replicas import History
 from .step import Step
 
 ChunkSize = int | TokenBudget
@@ -117,7 +118,7 @@ class GradCache:
         self.fp16, self.scaler = fp16, scaler
         self.keep_graphs, self.memory_budget, self.group = keep_graphs, memory_budget, group
         self.unchecked, self.deferred = checked_parameters(unchecked), deferred
-        self._steps = 0  # that all ranks have made
+        self._history = History()
 
     def __call__(self, *model_inputs: object, no_sync_except_last: bool = True, **loss_kwargs: object) -> Tensor:
         """Make a step: the same as :meth:`cache_step`."""
@@ -175,8 +176,7 @@ class GradCache:
             chunks,
             Options(self.keep_graphs, self.memory_budget, self.group, self.unchecked, self.fp16),
             inputs=model_inputs,
-            steps_before=self._steps,
-            count=self._count,
+            history=self._history,
             deferred=self.deferred,
         )
         step.loss_fn = self.compute_loss
@@ -253,9 +253,6 @@ class GradCache:
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise ValueError("the loss has no gradient: loss_fn must not detach representations, or run under no_grad")
         return loss
-
-    def _count(self) -> None:
-        self._steps += 1
 
 
 def _checked_models(models: Any) -> list[Callable[..., Any]]:

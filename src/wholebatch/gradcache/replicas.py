@@ -18,6 +18,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from .engines.ddp import parameters_of_ddp
 from .engines.known import control_of
 from .referred_modules import modules_of
 
-FIRST, EVERY = 3, 100  # steps that compare: the first ones, and then one in so many
+STATES, EVERY = 3, 100  # steps compare until they have seen so many states of the parameters, and then one in so many
 
 _BLOCK = 2**18  # words that are multiplied at once: 2 MB
 _STEP = 0x5851F42D4C957F2D  # odd, of no pattern
@@ -40,9 +41,25 @@ _WORDS = {1: torch.int8, 2: torch.int16}  # by the size of an entry; larger ones
 _comparing = [True]
 
 
-def due(steps: int) -> bool:
-    """Return whether the next step compares parameters, after so many steps."""
-    return _comparing[0] and (steps < FIRST or (steps + 1) % EVERY == 0)
+@dataclass
+class History:
+    """The steps of a cache, and what their comparisons have seen.
+
+    Micro-steps of one optimizer step find the same parameters. So states are counted, not steps.
+    """
+
+    steps: int = 0  # that all ranks have made
+    _states: int = 0  # of the parameters, each compared once or more
+    _sums: dict[str, int] = field(default_factory=dict)  # the latest checksums, by name
+
+    def due(self) -> bool:
+        """Return whether the next step compares parameters."""
+        return _comparing[0] and ((self._states < STATES and self.steps < EVERY) or (self.steps + 1) % EVERY == 0)
+
+    def compared(self, sums: Mapping[str, int]) -> None:
+        """Note that the ranks have compared parameters with these checksums, and that they are the same."""
+        self._states += not self._sums or any(self._sums.get(name, new) != new for name, new in sums.items())
+        self._sums |= sums
 
 
 @contextmanager

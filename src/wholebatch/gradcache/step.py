@@ -41,7 +41,7 @@ from .first_pass import first_pass
 from .keep import Keeper
 from .observe import Observer
 from .replay import Buffers
-from .replicas import check_same, checksums, digest, due, replicated
+from .replicas import History, check_same, checksums, digest, replicated
 from .rollback import Gradients
 from .second_pass import coalesced, second_pass
 from .unchanged import Versions
@@ -55,28 +55,29 @@ class Step:
         comm: the ranks that make it together.
         chunks: this rank's chunks of all models, in order.
         unchecked: parameters that are not compared between ranks.
-        steps_before: how many steps were made before.
+        history: the steps that were made before.
         call_number: its number among all calls, the same on all ranks.
         name: of the function that was called, for messages.
         deferred: whether autograd makes its second passes; otherwise its caller makes them.
-        count: is called after the second passes, unless a rank raises.
         autocast: returns the context of the first passes and of the loss.
     """
 
     comm: Communicator
     chunks: Sequence[Chunk]
     unchecked: Sequence[Tensor]
-    steps_before: int
+    history: History
     call_number: int = 0
     name: str = "GradCache"
     deferred: bool = False
-    count: Callable[[], None] = lambda: None
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     buffers: Buffers = field(default_factory=Buffers)
     loss_fn: object = None
     of_loss: list[Tensor] = field(default_factory=list)  # the leaves of the loss's graph
     done: bool = False  # whether the second passes have begun
     counted: bool = False  # and added the gradient
+
+    def __post_init__(self) -> None:
+        self._steps_before = self.history.steps  # steps that one backward pass reaches are counted as one
 
     def encode(self, keeper: Keeper, *, may_be_collective: bool) -> None:
         """Make the first pass; if it fails on one rank, raise on all.
@@ -123,9 +124,14 @@ class Step:
             for chunk in chunks:
                 chunk.engines = [*(e for e in chunk.engines if e.module is not outer.module), outer]
         _check_hooks(chunks[-1])
-        if not self.steps_before:
+        if self.is_first:
             engines = encoder.synchronized.values()
             check_not_passed_by(encoder.name, encoder.leaves, encoder.seen.values(), engines, self.unchecked)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no step was made before."""
+        return not self._steps_before
 
     def encoders(self) -> Iterator[Encoder]:
         """Yield the encoders, in order."""
@@ -177,14 +183,16 @@ class Step:
 
     def digest(self, sums: dict[str, int]) -> str:
         """Return one text for the checksums of parameters that all ranks hold, and put these into `sums`."""
-        if self.comm.size > 1 and due(self.steps_before):
+        if self.comm.size > 1 and self.history.due():
             sums |= checksums(replicated([*self.encoders()], self.loss_fn, self.of_loss, self.unchecked))
         return digest(sums)
 
     def compare(self, digests: Sequence[str], sums: dict[str, int]) -> None:
         """Raise ValueError on all ranks if the ranks' digests differ, and name the parameter."""
         if any(other != digests[0] for other in digests):
-            check_same(agree(self.comm, lambda: sums, caller=self.name), steps=self.steps_before)
+            check_same(agree(self.comm, lambda: sums, caller=self.name), steps=self._steps_before)
+        if sums:
+            self.history.compared(sums)
 
     def receive(self, gradients: Sequence[Tensor | None]) -> None:
         """Keep the gradients of the representations, in the order of `leaves`."""
@@ -229,8 +237,10 @@ class Step:
                     )
         return None
 
-    def free(self) -> None:
-        """Free the chunks, whatever still refers to the step."""
+    def count(self) -> None:
+        """Count the step, which all ranks have made, and free its chunks, whatever still refers to it."""
+        self.counted = True
+        self.history.steps = self._steps_before + 1
         self.chunks, self.of_loss, self._versions = (), [], Versions(())
 
 
@@ -247,7 +257,7 @@ def second_passes(steps: Sequence[Step], gradients: Gradients) -> None:
         step.buffers.find_moved()  # other passes may have changed buffers since the first pass
         now.append(step.buffers.now())
     error = next((e for e in (step.mistake() for step in steps) if e is not None), None)
-    first = {id(chunk) for step in steps if not step.steps_before for chunk in step.chunks}
+    first = {id(chunk) for step in steps if step.is_first for chunk in step.chunks}
     chunks = [chunk for step in steps for chunk in step.chunks]
     with coalesced(chunks):
         try:
@@ -257,9 +267,7 @@ def second_passes(steps: Sequence[Step], gradients: Gradients) -> None:
                 step.buffers.restore(state)
         _end_together(steps, error or failed)
     for step in steps:
-        step.counted = True
         step.count()
-        step.free()
 
 
 def _end_together(steps: Sequence[Step], error: Exception | None) -> None:
