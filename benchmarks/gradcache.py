@@ -33,6 +33,7 @@ from wholebatch.bench.records import keep, read
 
 RESULTS = Path(__file__).parent / "results" / "gradcache.json"
 EMBEDDING_SIZE, LAYERS, TOKENS, VOCABULARY, SCALE = 256, 4, 32, 1000, 20.0
+PEER = "sentence-transformers"
 METHODS: dict[str, Any] = {"none kept": 0, "half kept": 0.5, "all kept": 1.0, "auto": "auto"}
 
 
@@ -78,7 +79,7 @@ def deferred(encoder: nn.Module, chunk_size: int) -> dict[str, Callable[[Tensor,
 
 def peers(encoder: nn.Module, chunk_size: int) -> dict[str, Callable[[Tensor, Tensor], None]]:
     """Return sentence-transformers' loss and its cached form, on this encoder."""
-    if version("sentence-transformers") is None:
+    if version(PEER) is None:
         return {}
     if version("torchvision") is not None:
         declare_torchvision_operators()
@@ -95,8 +96,8 @@ def peers(encoder: nn.Module, chunk_size: int) -> dict[str, Callable[[Tensor, Te
 
     model = SentenceTransformer(modules=[Wrapped()], device="cpu")
     losses = {
-        "sentence-transformers": MultipleNegativesRankingLoss(model, scale=SCALE),
-        "sentence-transformers, cached": CachedMultipleNegativesRankingLoss(
+        PEER: MultipleNegativesRankingLoss(model, scale=SCALE),
+        f"{PEER}, cached": CachedMultipleNegativesRankingLoss(
             model, scale=SCALE, mini_batch_size=chunk_size
         ),
     }
@@ -161,9 +162,9 @@ def measure_time(batch_size: int, chunk_size: int, steps: int) -> list[dict[str,
 def measure_memory(smallest: int, chunk_size: int) -> list[dict[str, Any]]:
     """Measure cached steps up to 16 times the smallest batch, and uncached ones up to 4 times: enough for the trend."""
     found = []
-    theirs = "sentence-transformers, cached"
+    theirs = f"{PEER}, cached"
     for method, sizes in (("none kept", 5), ("deferred", 5), (theirs, 5), ("uncached", 3)):
-        if method == theirs and version("sentence-transformers") is None:
+        if method == theirs and version(PEER) is None:
             continue
         for batch_size in (smallest * 2**k for k in range(sizes)):
             encoder = Encoder()
@@ -195,28 +196,28 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (memory, times) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    for method, label in (
-        ("uncached", "uncached"),
-        ("none kept", "cached, no graph kept"),
-    ):  # deferred is the same line
+    figure, (memory, times) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    lines = {"uncached": "0.5", "none kept": "C0", f"{PEER}, cached": "C1"}  # deferred is the same line as "none kept"
+    for method, color in lines.items():
         points = sorted(
             (row["batch_size"], row["MB"]) for row in rows if row["what"] == "memory" and row["method"] == method
         )
-        memory.plot(*zip(*points, strict=True), "o-", label=label, color="0.5" if method == "uncached" else "C0")
+        memory.plot(*zip(*points, strict=True), "o-", label=method, color=color)
+        below = method.startswith(PEER)
         for x, y in points:
-            memory.annotate(f"{y:.0f}", (x, y), xytext=(0, 5), textcoords="offset points", ha="center", fontsize=8)
+            at = {"xytext": (0, -12 if below else 5), "textcoords": "offset points"}
+            memory.annotate(f"{y:.0f}", (x, y), ha="center", fontsize=8, **at)
     memory.set(xscale="log", yscale="log", xlabel="pairs in the batch", ylabel="memory of a step, MB")
     ticks = sorted({row["batch_size"] for row in rows if row["what"] == "memory"})
     memory.set_xticks(ticks, ticks)
     memory.minorticks_off()
+    memory.margins(y=0.12)
     memory.legend(frameon=False)
     bars = [row for row in rows if row["what"] == "time"]
-    names = [row["method"].replace("e-t", "e-\nt").replace(", ", ",\n") for row in bars]
     drawn = times.barh(
-        names,
+        [row["method"].replace(f"{PEER}, ", f"{PEER},\n") for row in bars],
         [row["of uncached"] for row in bars],
-        color=["0.5" if "uncached" in n or "sentence" in n else "C0" for n in names],
+        color=["C1" if PEER in row["method"] else lines.get(row["method"], "C0") for row in bars],
     )
     times.bar_label(drawn, fmt=" %.2f", fontsize=8)
     times.set(xlabel="time relative to the uncached step")
