@@ -97,9 +97,7 @@ def peers(encoder: nn.Module, chunk_size: int) -> dict[str, Callable[[Tensor, Te
     model = SentenceTransformer(modules=[Wrapped()], device="cpu")
     losses = {
         PEER: MultipleNegativesRankingLoss(model, scale=SCALE),
-        f"{PEER}, cached": CachedMultipleNegativesRankingLoss(
-            model, scale=SCALE, mini_batch_size=chunk_size
-        ),
+        f"{PEER}, cached": CachedMultipleNegativesRankingLoss(model, scale=SCALE, mini_batch_size=chunk_size),
     }
 
     def step(loss: nn.Module) -> Callable[[Tensor, Tensor], None]:

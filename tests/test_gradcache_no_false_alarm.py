@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
 from wholebatch._sharded import is_sharded, mark_sharded
-from wholebatch.gradcache.engines.passed_by import live_ddp
+from wholebatch.gradcache.engines.passed_by import live_engines
 from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
 
@@ -161,7 +161,6 @@ def test_a_sharded_head_raises_no_false_alarm(counts):
 
 def test_on_one_rank_nothing_is_compared(monkeypatch):
     monkeypatch.setattr("wholebatch.gradcache.replicas.checksums", None)
-    monkeypatch.setattr("wholebatch.gradcache.engines.passed_by.live_ddp", list)
     net = Towers()
     train(net, wb.GradCache([net.image, net.text], 2, loss_fn), batch(6))
     assert run_ranks(one_rank_body, 1) == [True]
@@ -174,24 +173,24 @@ def one_rank_body():
 
 
 def test_the_garbage_collector_lists_live_engines():
-    """`live_ddp` relies on this in every release of Python and torch."""
+    """`live_engines` relies on this in every release of Python and torch."""
     assert run_ranks(live_body, 2) == [[1, 2, 0]] * 2
 
 
 def live_body():
     found = []
     one = DistributedDataParallel(Towers())
-    found.append(len([*live_ddp()]))
+    found.append(len([*live_engines()]))
     other = OfSubclass(Towers())
-    found.append(len([*live_ddp()]))
-    assert {id(x) for x in live_ddp()} == {id(one), id(other)}
+    found.append(len([*live_engines()]))
+    assert {id(x) for x in live_engines()} == {id(one), id(other)}
     gc.freeze()  # before forks, as users do
-    assert {id(x) for x in live_ddp()} == {id(one), id(other)}
+    assert {id(x) for x in live_engines()} == {id(one), id(other)}
     assert gc.get_freeze_count() > 0
     gc.unfreeze()
     del one, other
     gc.collect()
-    return [*found, len([*live_ddp()])]
+    return [*found, len([*live_engines()])]
 
 
 @pytest.mark.parametrize("unchecked", [nn.Linear(2, 2), torch.zeros(2), 3, ["weight"], None])

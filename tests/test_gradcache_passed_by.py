@@ -246,7 +246,7 @@ def control_body(takes, listens):
         assert ("took the gradient out of" if takes else "changed the gradient") in str(error.value)
         assert all(p.grad is None for p in net.parameters())
     # Without the check.
-    step._steps = 1
+    step._history.steps = 1
     step(*local)
     return torch.cosine_similarity(gradient(), true, dim=0).item()
 

@@ -28,7 +28,7 @@ from ..comm.select import check_group
 from .backward import backward, hidden_backward
 from .chunks import differentiable
 from .engines.held import watched
-from .engines.passed_by import check_not_passed_by
+from .engines.passed_by import check_not_passed_by, live_engines
 from .inputs.trees import new_containers, representations
 from .observe import Observer
 from .one_pass import difference, with_graph
@@ -156,7 +156,7 @@ class _SecondPass:
             both = zip(second, given, strict=True) if wrong is None else ()
             pairs = [(x, y.grad) for x, y in both if x.requires_grad and y.grad is not None]
             if pairs and checks:
-                check_not_passed_by(self._name, leaves_of(second), self._seen, self._engines)
+                check_not_passed_by(self._name, leaves_of(second), self._seen, self._engines, live_engines())
             with watched(held if checks else ()) as mistakes:
                 if any(engine.hides for engine in held):
                     hidden_backward(pairs)

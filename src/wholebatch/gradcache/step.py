@@ -28,7 +28,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..comm import Communicator
 from .agreement import agree, end_together
@@ -36,7 +36,7 @@ from .chunks import Chunk, Encoder, joined
 from .enclosing import Enclosing, enclosed_by
 from .engines.held import HOW_TO_REGISTER
 from .engines.known import Synchronized
-from .engines.passed_by import check_not_passed_by
+from .engines.passed_by import check_not_passed_by, live_engines
 from .first_pass import first_pass
 from .keep import Keeper
 from .observe import Observer
@@ -106,8 +106,9 @@ class Step:
         """
         first_pass(self.chunks, keeper, Observer(self.buffers, may_be_collective=may_be_collective))
         if torch.is_grad_enabled():
+            live = live_engines() if self.is_first else None
             for encoder in self.encoders():
-                self._check(encoder)
+                self._check(encoder, live)
         for encoder in self.encoders():
             encoder.buffers = self.buffers
             encoder.leaves_of_all_chunks = joined(self._chunks_of(encoder))
@@ -115,8 +116,13 @@ class Step:
         self._as_encoded = [x._version for x in self.leaves()] if not torch.is_inference_mode_enabled() else []
         return [encoder.trained for encoder in self.encoders()]
 
-    def _check(self, encoder: Encoder) -> None:
-        """Raise ValueError if gradients of the encoder's parameters would not be reduced, or used too early."""
+    def _check(self, encoder: Encoder, live: Sequence[nn.Module] | None) -> None:
+        """Raise ValueError if gradients of the encoder's parameters would not be reduced, or used too early.
+
+        Args:
+            encoder: one of the step's.
+            live: all engines of this process, in the first step.
+        """
         chunks = self._chunks_of(encoder)
         outer = enclosed_by(encoder) if self.deferred else None
         if outer is not None:
@@ -124,9 +130,9 @@ class Step:
             for chunk in chunks:
                 chunk.engines = [*(e for e in chunk.engines if e.module is not outer.module), outer]
         _check_hooks(chunks[-1])
-        if self.is_first:
+        if live is not None:
             engines = encoder.synchronized.values()
-            check_not_passed_by(encoder.name, encoder.leaves, encoder.seen.values(), engines, self.unchecked)
+            check_not_passed_by(encoder.name, encoder.leaves, encoder.seen.values(), engines, live, self.unchecked)
 
     @property
     def is_first(self) -> bool:

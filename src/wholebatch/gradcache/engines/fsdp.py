@@ -33,10 +33,10 @@ def _check_fsdp1(module: Any) -> None:
         )
 
 
-def fsdp_classes() -> list[type[Any]]:
+def fsdp_classes() -> tuple[type[Any], ...]:
     """Return the classes of FSDP's modules, of both versions, as far as they have been imported."""
     fsdp2 = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return [kind for kind in (fsdp2, _fsdp1()) if kind is not None]
+    return tuple(kind for kind in (fsdp2, _fsdp1()) if kind is not None)
 
 
 def whole_parameters_of_fsdp(module: Any) -> list[Tensor]:

@@ -5,16 +5,17 @@ bypasses it, each rank keeps its local gradients, although the loss is right. FS
 own forward and backward pass: an encoder inside a larger module that is one FSDP unit finds shards in its second pass.
 
 A parameter does not refer to the engine that holds it, and torch keeps no list of engines. The garbage collector finds
-the instances of DDP and FSDP, once, in the first step. Other engines may reduce in a call after the step; for these
-`replicas` compares parameters later.
+the instances of DDP and FSDP, once, in the first step; without a process group there are none. Other engines may reduce
+in a call after the step; for these `replicas` compares parameters later.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,6 +30,7 @@ def check_not_passed_by(
     reached: Sequence[Tensor],
     called: Iterable[nn.Module],
     engines: Collection[Synchronized],
+    live: Iterable[nn.Module],
     unchecked: Iterable[Tensor] = (),
 ) -> None:
     """Check that a model has called the engines that hold the parameters which it trains.
@@ -39,20 +41,21 @@ def check_not_passed_by(
         called: the modules whose calls were observed. Parameters of other modules (compiled code calls these, or a
             function uses the parameter itself) are not checked.
         engines: those of them that an engine synchronizes, with all that they hold.
+        live: all engines of this process (`live_engines`).
         unchecked: parameters for which the caller is responsible.
 
     Raises:
         ValueError: if a DistributedDataParallel of several ranks, or FSDP, holds a parameter and was not called.
     """
     called_engines = {id(inner) for engine in engines for inner in engine.module.modules()}
-    _check_not_sharded_outside(name, {id(p) for p in reached}, called_engines)
+    _check_not_sharded_outside(name, {id(p) for p in reached}, called_engines, live)
     covered = {id(p) for engine in engines for p in engine.module.parameters()} | {id(p) for p in unchecked}
     inside = {id(p) for module in called for p in module.parameters(recurse=False)}
     left = {id(p) for p in reached if id(p) in inside} - covered
     if not left:
         return
-    for ddp in live_ddp():
-        if ddp.process_group.size() == 1:
+    for ddp in live:
+        if not isinstance(ddp, DistributedDataParallel) or ddp.process_group.size() == 1:
             continue
         for of, p in parameters_of_ddp(ddp):
             if id(p) in left:
@@ -64,10 +67,12 @@ def check_not_passed_by(
                 )
 
 
-def _check_not_sharded_outside(name: str, reached: set[int], called: set[int]) -> None:
+def _check_not_sharded_outside(name: str, reached: set[int], called: set[int], live: Iterable[nn.Module]) -> None:
     """Raise ValueError if a parameter that a graph has reached is one of FSDP's whole ones, and FSDP was not called."""
-    for module in _instances(*fsdp_classes()):
-        if id(module) not in called and any(id(p) in reached for p in whole_parameters_of_fsdp(module)):
+    for module in live:
+        if id(module) in called or not isinstance(module, fsdp_classes()):
+            continue
+        if any(id(p) in reached for p in whole_parameters_of_fsdp(module)):
             raise ValueError(
                 f"{name} must reach its parameters through the FSDP module that shards them, and was called inside of "
                 f"a larger one, {type(module).__name__}, which has them whole only during its own forward pass: shard "
@@ -76,19 +81,15 @@ def _check_not_sharded_outside(name: str, reached: set[int], called: set[int]) -
             )
 
 
-def live_ddp() -> Iterator[DistributedDataParallel]:
-    """Return all instances of DistributedDataParallel in this process."""
-    return iter(_instances(DistributedDataParallel))
-
-
-def _instances(*classes: type[Any]) -> list[Any]:
-    """Return all objects of these classes in this process."""
-    kinds = [kind for of in classes for kind in _with_subclasses(of)]
-    if not kinds:
+def live_engines() -> list[nn.Module]:
+    """Return all instances of DistributedDataParallel, FSDP1 and FSDP2 in this process."""
+    if not (dist.is_available() and dist.is_initialized()):
         return []
+    classes: tuple[type[Any], ...] = (DistributedDataParallel, *fsdp_classes())
     frozen = gc.get_freeze_count() > 0
     if frozen:  # it does not search frozen objects
         gc.unfreeze()
+    kinds = [kind for of in classes for kind in _with_subclasses(of)]
     found = [x for x in gc.get_referrers(*kinds) if issubclass(type(x), classes)]
     if frozen:
         gc.freeze()
