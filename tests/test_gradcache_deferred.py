@@ -472,6 +472,55 @@ def test_under_the_first_fsdp(counts):
     run_ranks(fsdp1_body, len(counts), counts, timeout_s=60)
 
 
+class OneStep(nn.Module):
+    """As a LightningModule: the next forward pass is a step, which calls the engine of this module once more."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.step = Roles(), None
+
+    def forward(self, *given):
+        step, self.step = self.step, None
+        return self.net(*given) if step is None else step(*given)
+
+
+def inside_fsdp1_body(manual, micro_steps, synchronizes):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    counts = (5, 2)
+    rows = Partition(counts).rows(dist.get_rank())
+    x, y = batch(sum(counts))
+    dense = Roles()
+    wb.reference.clip_loss(dense(x)[0], dense(y)[0], dense.scale()).backward()
+    true = gradients_of(dense)
+    model = FullyShardedDataParallel(OneStep(), use_orig_params=True, device_id=torch.device("cpu"))
+
+    def step(x, y):
+        a, b = (wb.gradcache.encode(model, given, SIZE) for given in (x, y))
+        loss = wb.functional.clip_loss(a[0], b[0], a[1]) / micro_steps
+        if manual:
+            loss.backward()
+        return loss
+
+    for _ in range(2):
+        for k in range(micro_steps):
+            with nullcontext() if synchronizes or k == micro_steps - 1 else model.no_sync():
+                model.module.step = step
+                loss = model(x[rows], y[rows])
+                if not manual:
+                    loss.backward()
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            assert_close([p.grad.clone() for p in model.parameters()], true)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize(("micro_steps", "synchronizes"), [(1, True), (3, True), (3, False)])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_inside_the_forward_pass_of_the_first_fsdp(manual, micro_steps, synchronizes):
+    run_ranks(inside_fsdp1_body, 2, manual, micro_steps, synchronizes, timeout_s=60)
+
+
 class CountingScaler(torch.amp.GradScaler):
     """A scaler whose skipped steps can be counted."""
 

@@ -222,6 +222,24 @@ def test_accelerates_no_sync_with_fsdp2():
 # Lightning.
 
 
+def allow_fsdp1_on_cpus(strategy):
+    """Return an FSDPStrategy that works on CPUs; it computes in float32 (FSDPPrecision).
+
+    Lightning and Fabric refuse the class itself on CPUs (_check_strategy_and_fallback), but no subclass. They give
+    FullyShardedDataParallel the index of the device, which is None for CPUs, and torch then asks for an accelerator
+    (_init_device_handle).
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    make = FullyShardedDataParallel.__init__
+
+    def made(self, *args, **kwargs):
+        make(self, *args, **{**kwargs, "device_id": torch.device("cpu")})
+
+    FullyShardedDataParallel.__init__ = made
+    return type("FSDPOnCPU", (strategy,), {})()
+
+
 def lightning_body(port, encode, micro_steps, automatic, strategy, by_engine=False):
     import lightning
     from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
@@ -230,14 +248,12 @@ def lightning_body(port, encode, micro_steps, automatic, strategy, by_engine=Fal
     as_launched(port)
     reductions = reductions_counted()
 
-    class FSDPOnCPU(FSDPStrategy):
-        """Lightning refuses FSDPStrategy itself on CPUs."""
-
     class Contrastive(lightning.LightningModule):
         def __init__(self):
             super().__init__()
             self.automatic_optimization = automatic
             self.net = Dual()
+            self.cache = None
 
         def configure_model(self):
             if strategy == "model_parallel" and not hasattr(type(self.net), "set_requires_gradient_sync"):
@@ -247,9 +263,15 @@ def lightning_body(port, encode, micro_steps, automatic, strategy, by_engine=Fal
             return self.net(x, y)
 
         def training_step(self, batch, _):
-            loss = loss_fn(encode(self.trainer.strategy.model if by_engine else self.net, batch))
+            model = self.trainer.strategy.model if by_engine else self.net
+            if encode is None:  # the form that goes backward itself
+                self.cache = self.cache or wb.GradCache([model], CHUNK, loss_fn)
+                loss = self.cache(batch)
+            else:
+                loss = loss_fn(encode(model, batch))
             if not automatic:
-                self.manual_backward(loss)
+                if encode is not None:
+                    self.manual_backward(loss)
                 self.optimizers().step()
                 self.optimizers().zero_grad()
             return loss
@@ -260,12 +282,15 @@ def lightning_body(port, encode, micro_steps, automatic, strategy, by_engine=Fal
         def train_dataloader(self):
             return loader(micro_steps)
 
-    strategies = {"ddp": "ddp", "fsdp": FSDPOnCPU(), "model_parallel": ModelParallelStrategy(2, 1)}
-    module = Contrastive()
-    lightning.Trainer(
+    strategies = {
+        "ddp": lambda: "ddp",
+        "fsdp": lambda: allow_fsdp1_on_cpus(FSDPStrategy),
+        "model_parallel": lambda: ModelParallelStrategy(2, 1),
+    }
+    trainer = lightning.Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
-        strategy=strategies[strategy],
+        strategy=strategies[strategy](),
         max_steps=STEPS,
         accumulate_grad_batches=micro_steps,
         gradient_clip_val=1.0 if automatic and strategy == "ddp" else None,
@@ -274,42 +299,70 @@ def lightning_body(port, encode, micro_steps, automatic, strategy, by_engine=Fal
         enable_model_summary=False,
         enable_checkpointing=False,
         use_distributed_sampler=False,
-    ).fit(module)
-    return weights(module), len(reductions)
+    )
+    trainer.fit(Contrastive())
+    return weights(trainer.strategy.model), len(reductions)
 
 
 @pytest.mark.parametrize(
-    ("micro_steps", "automatic", "strategy"),
+    ("micro_steps", "automatic", "strategy", "by_engine"),
     [
-        (1, True, "ddp"),
-        (MICRO_STEPS, True, "ddp"),
-        (1, False, "ddp"),
-        (1, True, "model_parallel"),
-        (MICRO_STEPS, True, "model_parallel"),
+        (1, True, "ddp", False),
+        (MICRO_STEPS, True, "ddp", False),
+        (1, False, "ddp", False),
+        (1, False, "ddp", True),
+        (1, True, "fsdp", True),
+        (MICRO_STEPS, True, "fsdp", True),
+        (1, False, "fsdp", True),
+        (1, True, "model_parallel", False),
+        (MICRO_STEPS, True, "model_parallel", False),
+        (1, False, "model_parallel", False),
     ],
 )
-def test_lightning(micro_steps, automatic, strategy):
-    true = trained(lightning_body, plain, micro_steps, automatic, strategy)
-    assert_same_training(trained(lightning_body, cached, micro_steps, automatic, strategy), true)
+def test_lightning(micro_steps, automatic, strategy, by_engine):
+    """`by_engine`: the encoder is the engine, self.trainer.strategy.model, and not the module inside of it."""
+    true = trained(lightning_body, plain, micro_steps, automatic, strategy, by_engine)
+    for encode in (cached,) if automatic else (cached, None):
+        if encode is not None or strategy != "ddp" or by_engine:
+            found = trained(lightning_body, encode, micro_steps, automatic, strategy, by_engine)
+            assert_same_training(found, true, FLOAT32 if strategy == "fsdp" else 1e-10)
 
 
-def test_lightning_with_an_encoder_that_is_the_engine():
-    true = trained(lightning_body, plain, 1, False, "ddp")
-    assert_same_training(trained(lightning_body, cached, 1, False, "ddp", True), true)
+def lightning_refuses_body(port, automatic):
+    with pytest.raises(
+        ValueError, match=r"called inside of a larger one, .* \(in Lightning: self.trainer.strategy.model"
+    ):
+        lightning_body(port, cached, 1, automatic, "fsdp")
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_lightning_with_fsdp1_names_the_encoder_to_use(automatic):
+    trained(lightning_refuses_body, automatic)
 
 
 # Lightning Fabric.
 
 
-def fabric_body(port, encode, micro_steps):
+def fabric_strategy(name):
+    from lightning.fabric.strategies import FSDPStrategy, ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    if name == "fsdp":
+        return allow_fsdp1_on_cpus(FSDPStrategy)
+    if name == "model_parallel":
+        return ModelParallelStrategy(lambda model, mesh: fully_shard(model, mesh=mesh["data_parallel"]), 2, 1)
+    return name
+
+
+def fabric_body(port, encode, micro_steps, strategy):
     from lightning.fabric import Fabric
 
     as_launched(port)
     reductions = reductions_counted()
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp")
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=fabric_strategy(strategy))
     fabric.launch()
-    model = Dual()
-    model, optimizer = fabric.setup(model, sgd(model.parameters()))
+    model = fabric.setup_module(Dual())  # before the optimizer, as FSDP2 has to be
+    optimizer = fabric.setup_optimizers(sgd(model.parameters()))
     for number, batch in enumerate(loader(micro_steps), 1):
         accumulates = number % micro_steps != 0
         with fabric.no_backward_sync(model, enabled=accumulates):
@@ -321,10 +374,12 @@ def fabric_body(port, encode, micro_steps):
     return weights(model), len(reductions)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "model_parallel"])
 @pytest.mark.parametrize("micro_steps", [1, MICRO_STEPS])
-def test_fabric(micro_steps):
-    true = trained(fabric_body, plain, micro_steps)
-    assert_same_training(trained(fabric_body, cached, micro_steps), true)
+def test_fabric(micro_steps, strategy):
+    true = trained(fabric_body, plain, micro_steps, strategy)
+    found = trained(fabric_body, cached, micro_steps, strategy)
+    assert_same_training(found, true, FLOAT32 if strategy == "fsdp" else 1e-10)
 
 
 # DeepSpeed: float32, since ZeRO keeps its shards in it. A batch in chunks adds up gradients in another order.

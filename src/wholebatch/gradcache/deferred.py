@@ -27,6 +27,7 @@ from torch.autograd import Function, Variable
 
 from .._graph import leaves_of
 from .agreement import agree_after
+from .engines.fsdp import keep_accumulated_of_fsdp1
 from .rollback import Gradients
 from .step import Step, second_passes
 
@@ -137,6 +138,8 @@ class _Representations(Function):
             if not now.reaches(step):  # it has no loss that would have begun it
                 step.check_backward(_mistake_of_this_backward_pass(step))
                 now.add(step, begun=False)
+        for engine in step.engines():
+            keep_accumulated_of_fsdp1(engine.module)
         step.receive(grads)
         return None, None
 

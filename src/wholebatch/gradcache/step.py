@@ -149,7 +149,10 @@ class Step:
 
     def remember(self, gradients: Gradients) -> None:
         """Remember the gradients that the step is going to change."""
-        gradients.remember((p for of in self.encoders() for p in of.parameters.values()), self.engines())
+        known = [p for of in self.encoders() for p in of.parameters.values()]
+        if not all(p.is_leaf for p in known):  # FSDP1, during its forward pass, has views in place of its parameters
+            known = [p for engine in self.engines() for p in engine.module.parameters()]
+        gradients.remember(known, self.engines())
 
     def check_backward(self, mistake: str | None = None) -> None:
         """Raise ValueError, on this rank, if the backward pass is the second one, or made by mistake."""
