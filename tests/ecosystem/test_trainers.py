@@ -43,11 +43,11 @@ def trained(body, *arguments):
     return run_ranks(body, 2, free_port(), *arguments, timeout_s=240)
 
 
-def loader(micro_steps=1):
-    """Return this rank's batches for all steps."""
-    data = Pairs(BATCH * STEPS * micro_steps * dist.get_world_size())
+def loader(micro_steps=1, rows=BATCH):
+    """Return this rank's batches of so many rows for all steps."""
+    data = Pairs(rows * STEPS * micro_steps * dist.get_world_size())
     sampler = torch.utils.data.DistributedSampler(data, shuffle=False)
-    return torch.utils.data.DataLoader(data, BATCH, sampler=sampler)
+    return torch.utils.data.DataLoader(data, rows, sampler=sampler)
 
 
 # Hugging Face Trainer.
@@ -402,7 +402,9 @@ def zero(stage, micro_steps=1):
         "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": stage},
+        # DeepSpeed 0.19.1 and 0.19.2 start the gathering of several parameters, and wait for the last one only. Those
+        # of gloo may then not have arrived, and ZeRO 3 computes with wrong parameters, with and without caching.
+        "zero_optimization": {"stage": stage, "stage3_allgather_sequential": True},
     }
 
 
@@ -412,14 +414,11 @@ def whole_weights(model):
         return weights(model)
     import deepspeed
 
-    whole = []
-    for p in parameters:  # of several that gloo gathers at once, DeepSpeed 0.19.1 waits for the last one only
-        with deepspeed.zero.GatheredParameters([p]):
-            whole.append(p.detach().flatten().double())
-    return torch.cat(whole)
+    with deepspeed.zero.GatheredParameters(parameters):
+        return weights(model)
 
 
-def deepspeed_body(port, form, stage, micro_steps):
+def deepspeed_body(port, form, stage, micro_steps, rows=(BATCH, BATCH)):
     import deepspeed
 
     as_launched(port)
@@ -430,8 +429,8 @@ def deepspeed_body(port, form, stage, micro_steps):
         model=model, optimizer=sgd(model.parameters()), config=zero(stage, micro_steps), dist_init_required=False
     )
     immediate = wb.GradCache([engine], CHUNK, loss_fn, scaler=engine)  # the engine scales the loss, where it has to
-    for batch in loader(micro_steps):
-        batch = {name: x.float() for name, x in batch.items()}
+    for batch in loader(micro_steps, max(rows)):
+        batch = {name: x.float()[: rows[dist.get_rank()]] for name, x in batch.items()}
         if form == "immediate":
             immediate(batch)
         else:
@@ -446,6 +445,14 @@ def test_deepspeed(stage, micro_steps):
     true = trained(deepspeed_body, "plain", stage, micro_steps)
     for form in ("cached", "immediate"):
         assert_same_training(trained(deepspeed_body, form, stage, micro_steps), true, FLOAT32)
+
+
+@pytest.mark.parametrize("rows", [(3, 8), (8, 0)], ids=str)
+@pytest.mark.parametrize(("stage", "micro_steps"), [(0, 1), (1, MICRO_STEPS), (2, MICRO_STEPS), (3, MICRO_STEPS)])
+def test_deepspeed_with_other_numbers_of_chunks_on_each_rank(stage, micro_steps, rows):
+    true = trained(deepspeed_body, "plain", stage, micro_steps, rows)
+    for form in ("cached", "immediate"):
+        assert_same_training(trained(deepspeed_body, form, stage, micro_steps, rows), true, FLOAT32)
 
 
 def do_nothing_body(port):
