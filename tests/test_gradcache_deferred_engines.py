@@ -290,7 +290,22 @@ def test_an_encoder_inside_the_forward_pass_of_fsdp(parts):
     run_ranks(inside_fsdp_body, 2, parts, timeout_s=60)
 
 
-def fsdp1_body(counts):
+def fsdp1(module, parts):
+    """Shard a module, and if `parts`, its first linear layer by itself.
+
+    Every rank has entries of each unit: without, summon_full_params(with_grads=True) fails, also without caching.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import CustomPolicy
+
+    first = next(inner for inner in module.modules() if isinstance(inner, nn.Linear))
+    policy = CustomPolicy(lambda inner: inner is first) if parts else None
+    return FullyShardedDataParallel(
+        module, use_orig_params=True, device_id=torch.device("cpu"), auto_wrap_policy=policy
+    )
+
+
+def fsdp1_body(counts, parts):
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     rows = Partition(counts).rows(dist.get_rank())
@@ -298,7 +313,7 @@ def fsdp1_body(counts):
     dense, plain = Roles(), Roles()
     wb.reference.clip_loss(dense(x)[0], dense(y)[0], dense.scale()).backward()
     true = gradients_of(dense)
-    model = FullyShardedDataParallel(plain, use_orig_params=True, device_id=torch.device("cpu"))
+    model = fsdp1(plain, parts)
 
     def check(factor=1.0):
         with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
@@ -321,11 +336,71 @@ def fsdp1_body(counts):
     check()
 
 
-@pytest.mark.parametrize("counts", [(5, 2), (3, 0, 4)], ids=str)
+@pytest.mark.parametrize(("counts", "parts"), [((5, 2), False), ((3, 0, 4), False), ((5, 2), True)], ids=str)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_under_the_first_fsdp(counts):
-    run_ranks(fsdp1_body, len(counts), counts, timeout_s=60)
+def test_under_the_first_fsdp(counts, parts):
+    run_ranks(fsdp1_body, len(counts), counts, parts, timeout_s=60)
 
 
-class CountingScaler(torch.amp.GradScaler):
-    """A scaler whose skipped steps can be counted."""
+class OneStep(nn.Module):
+    """As a LightningModule: the next forward pass is a step, which calls the engine of this module once more."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.step = Roles(), None
+
+    def forward(self, *given):
+        step, self.step = self.step, None
+        return self.net(*given) if step is None else step(*given)
+
+
+def inside_fsdp1_body(manual, micro_steps, synchronizes, parts):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    counts = (5, 2)
+    rows = Partition(counts).rows(dist.get_rank())
+    x, y = batch(sum(counts))
+    dense = Roles()
+    wb.reference.clip_loss(dense(x)[0], dense(y)[0], dense.scale()).backward()
+    true = gradients_of(dense)
+    model = fsdp1(OneStep(), parts)
+
+    def step(x, y):
+        a, b = (wb.gradcache.encode(model, given, SIZE) for given in (x, y))
+        loss = wb.functional.clip_loss(a[0], b[0], a[1]) / micro_steps
+        if manual:
+            loss.backward()
+        return loss
+
+    for _ in range(2):
+        for k in range(micro_steps):
+            with nullcontext() if synchronizes or k == micro_steps - 1 else model.no_sync():
+                model.module.step = step
+                loss = model(x[rows], y[rows])
+                if not manual:
+                    loss.backward()
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            assert_all_times([p.grad.clone() for p in model.parameters()], true)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize(("micro_steps", "synchronizes"), [(1, True), (3, True), (3, False)])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_inside_the_forward_pass_of_the_first_fsdp(micro_steps, synchronizes, manual, parts):
+    run_ranks(inside_fsdp1_body, 2, manual, micro_steps, synchronizes, parts, timeout_s=60)
+
+
+def inner_unit_of_fsdp1_body():
+    model = fsdp1(OneStep(), parts=True)
+    model.module.step = lambda x: wb.gradcache.encode(model.module.net.net[0], x, SIZE)
+    message = r"must be its outermost module, .* \(in Lightning self.trainer.strategy.model\)"
+    with pytest.raises(ValueError, match=message):
+        model(batch(4)[0])
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_an_inner_unit_of_the_first_fsdp_is_refused():
+    run_ranks(inner_unit_of_fsdp1_body, 2, timeout_s=60)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
-from wholebatch.gradcache.encode import _STEPS
+from wholebatch.gradcache.encode import _HISTORIES
 from wholebatch.partition import Partition
 from wholebatch.testing import run_ranks
 
@@ -68,7 +68,7 @@ def test_steps_are_counted_by_their_first_module():
     model, (x, y) = mlp(0), batch(4)
     for _ in range(2):
         (wb.gradcache.encode(model, x, 2) - wb.gradcache.encode(model, y, 2)).square().sum().backward()
-    assert _STEPS[model] == 2
+    assert _HISTORIES[model].steps == 2
 
 
 def switches_body(first_is_off):

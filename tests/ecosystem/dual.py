@@ -116,8 +116,11 @@ def _in_wholebatch(frame):
 
 def weights(model):
     """Return all parameters in one tensor, whole ones of shards."""
-    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
-    return torch.cat([p.detach().flatten().double() for p in whole])
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with FullyShardedDataParallel.summon_full_params(model):  # does nothing without FSDP1
+        whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+        return torch.cat([p.detach().flatten().double() for p in whole])
 
 
 def assert_same_training(found, true, tolerance=1e-10):

@@ -43,23 +43,46 @@ def trained(body, *arguments):
     return run_ranks(body, 2, free_port(), *arguments, timeout_s=240)
 
 
-def loader(micro_steps=1):
-    """Return this rank's batches for all steps."""
-    data = Pairs(BATCH * STEPS * micro_steps * dist.get_world_size())
+def loader(micro_steps=1, rows=BATCH):
+    """Return this rank's batches of so many rows for all steps."""
+    data = Pairs(rows * STEPS * micro_steps * dist.get_world_size())
     sampler = torch.utils.data.DistributedSampler(data, shuffle=False)
-    return torch.utils.data.DataLoader(data, BATCH, sampler=sampler)
+    return torch.utils.data.DataLoader(data, rows, sampler=sampler)
 
 
 # Hugging Face Trainer.
 
 
-def trainer_body(port, encode, micro_steps, stage=None, *, is_scaled=False, clip=1.0, lr=0.1):
+def allow_fsdp_on_cpus():
+    """Override what keeps accelerate from FSDP on CPUs.
+
+    AcceleratorState.__init__ takes FSDP only for processes that have accelerators: it is set afterward. Each of its
+    states copies the partial one. And Accelerator.prepare_model gives FSDP1 the device "cpu:0" (set_device), which
+    torch finds to be another one than "cpu" (_get_compute_device).
+    """
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    make = AcceleratorState.__init__
+
+    def made(self, *args, fsdp_plugin=None, **kwargs):
+        make(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.fsdp_plugin = fsdp_plugin
+            PartialState().distributed_type = self.distributed_type = DistributedType.FSDP
+            PartialState().device = self.device = torch.device("cpu")
+
+    AcceleratorState.__init__ = made
+
+
+def trainer_body(port, encode, micro_steps, stage=None, *, fsdp=None, is_scaled=False, clip=1.0, lr=0.1):
     as_launched(port)
+    allow_fsdp_on_cpus()
     if stage is not None:
         without_compiled_operators()
     from transformers import Trainer, TrainingArguments
 
-    dtype = torch.float64 if stage is None else torch.float32
+    dtype = torch.float64 if stage is None and fsdp != 1 else torch.float32
     reductions = reductions_counted()
 
     class Contrastive(Trainer):
@@ -84,18 +107,27 @@ def trainer_body(port, encode, micro_steps, stage=None, *, is_scaled=False, clip
             use_cpu=True,
             disable_tqdm=True,
             deepspeed=None if stage is None else zero(stage, micro_steps),
+            fsdp=fsdp is not None,
+            # sync_module_states=True asks for an accelerator; both ranks have the same parameters already
+            fsdp_config=None if fsdp is None else {"version": fsdp, "sync_module_states": False},
         )
         data = Pairs(2 * BATCH * STEPS * micro_steps, dtype)
-        Contrastive(model, arguments, train_dataset=data).train()
-    return whole_weights(model), len(reductions)
+        trainer = Contrastive(model, arguments, train_dataset=data)
+        trainer.train()
+    return whole_weights(trainer.model), len(reductions)
 
 
+@pytest.mark.parametrize("fsdp", [None, 1, 2])
 @pytest.mark.parametrize("micro_steps", [1, MICRO_STEPS])
-def test_trainer(micro_steps):
-    true = trained(trainer_body, plain, micro_steps)
-    found = trained(trainer_body, cached, micro_steps)
-    assert_same_training(found, true)
-    assert found[0][1] <= STEPS + 1  # DDP makes its buckets again after its first step
+def test_trainer(micro_steps, fsdp):
+    true = trained(partial(trainer_body, fsdp=fsdp), plain, micro_steps)
+    found = trained(partial(trainer_body, fsdp=fsdp), cached, micro_steps)
+    # The Trainer clips gradients, or logs their norm, with clip_grad_norm_ of FSDP1, which refuses float64.
+    assert_same_training(found, true, FLOAT32 if fsdp == 1 else 1e-10)
+    if fsdp is None:
+        assert found[0][1] <= STEPS + 1  # DDP makes its buckets again after its first step
+    else:
+        assert found[0][1] <= 2 * STEPS  # the model, and once more to clip the gradients of shards
 
 
 def test_a_trainer_that_does_not_divide_the_loss_is_off_by_the_number_of_micro_steps():
@@ -116,13 +148,11 @@ def test_trainer_with_deepspeed(stage, micro_steps):
 # accelerate.
 
 
-def set_fsdp2(accelerator):
-    """Set the state of accelerate, which takes FSDP on accelerators only; each of its states copies the partial one."""
-    from accelerate import FullyShardedDataParallelPlugin, PartialState
-    from accelerate.utils import DistributedType
+def plugin_of(fsdp):
+    from accelerate import FullyShardedDataParallelPlugin
 
-    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-    PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
+    allow_fsdp_on_cpus()
+    return None if fsdp is None else FullyShardedDataParallelPlugin(fsdp_version=fsdp)
 
 
 def accelerate_body(port, encode, micro_steps, fsdp):
@@ -130,19 +160,24 @@ def accelerate_body(port, encode, micro_steps, fsdp):
 
     as_launched(port)
     reductions = reductions_counted()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro_steps)
-    if fsdp:
-        set_fsdp2(accelerator)
-    model = Dual()
-    model, optimizer, batches = accelerator.prepare(model, sgd(model.parameters()), _alone(micro_steps))
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro_steps, fsdp_plugin=plugin_of(fsdp))
+    model, optimizer, batches = prepared(accelerator, micro_steps)
     for batch in batches:
         with accelerator.accumulate(model):
             accelerator.backward(loss_fn(encode(model, batch)))
-            if accelerator.sync_gradients:
+            if accelerator.sync_gradients and fsdp != 1:  # FSDP1's clip_grad_norm_ refuses float64
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
     return weights(model), len(reductions)
+
+
+def prepared(accelerator, micro_steps):
+    """Return the model, its optimizer, and the batches; FSDP1 must come first, and FSDP2 at once with the optimizer."""
+    model, batches = Dual(), _alone(micro_steps)
+    if not accelerator.is_fsdp2:
+        model = accelerator.prepare(model)
+    return accelerator.prepare(model, sgd(model.parameters()), batches)
 
 
 def _alone(micro_steps):
@@ -150,7 +185,7 @@ def _alone(micro_steps):
     return torch.utils.data.DataLoader(Pairs(2 * BATCH * STEPS * micro_steps), BATCH)
 
 
-@pytest.mark.parametrize("fsdp", [False, True])
+@pytest.mark.parametrize("fsdp", [None, 1, 2])
 @pytest.mark.parametrize("micro_steps", [1, MICRO_STEPS])
 def test_accelerate(micro_steps, fsdp):
     true = trained(accelerate_body, plain, micro_steps, fsdp)
@@ -165,10 +200,8 @@ def accelerate_no_sync_body(port, encode):
 
     as_launched(port)
     reductions = reductions_counted()
-    accelerator = Accelerator(cpu=True)
-    set_fsdp2(accelerator)
-    model = Dual()
-    model, optimizer, batches = accelerator.prepare(model, sgd(model.parameters()), _alone(MICRO_STEPS))
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin_of(2))
+    model, optimizer, batches = prepared(accelerator, MICRO_STEPS)
     for number, batch in enumerate(batches, 1):
         last = number % MICRO_STEPS == 0
         with nullcontext() if last else accelerator.no_sync(model):
@@ -189,6 +222,24 @@ def test_accelerates_no_sync_with_fsdp2():
 # Lightning.
 
 
+def allow_fsdp1_on_cpus(strategy):
+    """Return an FSDPStrategy that works on CPUs; it computes in float32 (FSDPPrecision).
+
+    Lightning and Fabric refuse the class itself on CPUs (_check_strategy_and_fallback), but no subclass. They give
+    FullyShardedDataParallel the index of the device, which is None for CPUs, and torch then asks for an accelerator
+    (_init_device_handle).
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    make = FullyShardedDataParallel.__init__
+
+    def made(self, *args, **kwargs):
+        make(self, *args, **{**kwargs, "device_id": torch.device("cpu")})
+
+    FullyShardedDataParallel.__init__ = made
+    return type("FSDPOnCPU", (strategy,), {})()
+
+
 def lightning_body(port, encode, micro_steps, automatic, strategy, by_engine=False):
     import lightning
     from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
@@ -197,14 +248,12 @@ def lightning_body(port, encode, micro_steps, automatic, strategy, by_engine=Fal
     as_launched(port)
     reductions = reductions_counted()
 
-    class FSDPOnCPU(FSDPStrategy):
-        """Lightning refuses FSDPStrategy itself on CPUs."""
-
     class Contrastive(lightning.LightningModule):
         def __init__(self):
             super().__init__()
             self.automatic_optimization = automatic
             self.net = Dual()
+            self.cache = None
 
         def configure_model(self):
             if strategy == "model_parallel" and not hasattr(type(self.net), "set_requires_gradient_sync"):
@@ -214,9 +263,15 @@ def lightning_body(port, encode, micro_steps, automatic, strategy, by_engine=Fal
             return self.net(x, y)
 
         def training_step(self, batch, _):
-            loss = loss_fn(encode(self.trainer.strategy.model if by_engine else self.net, batch))
+            model = self.trainer.strategy.model if by_engine else self.net
+            if encode is None:  # the form that goes backward itself
+                self.cache = self.cache or wb.GradCache([model], CHUNK, loss_fn)
+                loss = self.cache(batch)
+            else:
+                loss = loss_fn(encode(model, batch))
             if not automatic:
-                self.manual_backward(loss)
+                if encode is not None:
+                    self.manual_backward(loss)
                 self.optimizers().step()
                 self.optimizers().zero_grad()
             return loss
@@ -227,12 +282,15 @@ def lightning_body(port, encode, micro_steps, automatic, strategy, by_engine=Fal
         def train_dataloader(self):
             return loader(micro_steps)
 
-    strategies = {"ddp": "ddp", "fsdp": FSDPOnCPU(), "model_parallel": ModelParallelStrategy(2, 1)}
-    module = Contrastive()
-    lightning.Trainer(
+    strategies = {
+        "ddp": lambda: "ddp",
+        "fsdp": lambda: allow_fsdp1_on_cpus(FSDPStrategy),
+        "model_parallel": lambda: ModelParallelStrategy(2, 1),
+    }
+    trainer = lightning.Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
-        strategy=strategies[strategy],
+        strategy=strategies[strategy](),
         max_steps=STEPS,
         accumulate_grad_batches=micro_steps,
         gradient_clip_val=1.0 if automatic and strategy == "ddp" else None,
@@ -241,42 +299,70 @@ def lightning_body(port, encode, micro_steps, automatic, strategy, by_engine=Fal
         enable_model_summary=False,
         enable_checkpointing=False,
         use_distributed_sampler=False,
-    ).fit(module)
-    return weights(module), len(reductions)
+    )
+    trainer.fit(Contrastive())
+    return weights(trainer.strategy.model), len(reductions)
 
 
 @pytest.mark.parametrize(
-    ("micro_steps", "automatic", "strategy"),
+    ("micro_steps", "automatic", "strategy", "by_engine"),
     [
-        (1, True, "ddp"),
-        (MICRO_STEPS, True, "ddp"),
-        (1, False, "ddp"),
-        (1, True, "model_parallel"),
-        (MICRO_STEPS, True, "model_parallel"),
+        (1, True, "ddp", False),
+        (MICRO_STEPS, True, "ddp", False),
+        (1, False, "ddp", False),
+        (1, False, "ddp", True),
+        (1, True, "fsdp", True),
+        (MICRO_STEPS, True, "fsdp", True),
+        (1, False, "fsdp", True),
+        (1, True, "model_parallel", False),
+        (MICRO_STEPS, True, "model_parallel", False),
+        (1, False, "model_parallel", False),
     ],
 )
-def test_lightning(micro_steps, automatic, strategy):
-    true = trained(lightning_body, plain, micro_steps, automatic, strategy)
-    assert_same_training(trained(lightning_body, cached, micro_steps, automatic, strategy), true)
+def test_lightning(micro_steps, automatic, strategy, by_engine):
+    """`by_engine`: the encoder is the engine, self.trainer.strategy.model, and not the module inside of it."""
+    true = trained(lightning_body, plain, micro_steps, automatic, strategy, by_engine)
+    for encode in (cached,) if automatic else (cached, None):
+        if encode is not None or strategy != "ddp" or by_engine:
+            found = trained(lightning_body, encode, micro_steps, automatic, strategy, by_engine)
+            assert_same_training(found, true, FLOAT32 if strategy == "fsdp" else 1e-10)
 
 
-def test_lightning_with_an_encoder_that_is_the_engine():
-    true = trained(lightning_body, plain, 1, False, "ddp")
-    assert_same_training(trained(lightning_body, cached, 1, False, "ddp", True), true)
+def lightning_refuses_body(port, automatic):
+    with pytest.raises(
+        ValueError, match=r"called inside of a larger one, .* \(in Lightning: self.trainer.strategy.model"
+    ):
+        lightning_body(port, cached, 1, automatic, "fsdp")
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_lightning_with_fsdp1_names_the_encoder_to_use(automatic):
+    trained(lightning_refuses_body, automatic)
 
 
 # Lightning Fabric.
 
 
-def fabric_body(port, encode, micro_steps):
+def fabric_strategy(name):
+    from lightning.fabric.strategies import FSDPStrategy, ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    if name == "fsdp":
+        return allow_fsdp1_on_cpus(FSDPStrategy)
+    if name == "model_parallel":
+        return ModelParallelStrategy(lambda model, mesh: fully_shard(model, mesh=mesh["data_parallel"]), 2, 1)
+    return name
+
+
+def fabric_body(port, encode, micro_steps, strategy):
     from lightning.fabric import Fabric
 
     as_launched(port)
     reductions = reductions_counted()
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp")
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=fabric_strategy(strategy))
     fabric.launch()
-    model = Dual()
-    model, optimizer = fabric.setup(model, sgd(model.parameters()))
+    model = fabric.setup_module(Dual())  # before the optimizer, as FSDP2 has to be
+    optimizer = fabric.setup_optimizers(sgd(model.parameters()))
     for number, batch in enumerate(loader(micro_steps), 1):
         accumulates = number % micro_steps != 0
         with fabric.no_backward_sync(model, enabled=accumulates):
@@ -288,10 +374,12 @@ def fabric_body(port, encode, micro_steps):
     return weights(model), len(reductions)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "model_parallel"])
 @pytest.mark.parametrize("micro_steps", [1, MICRO_STEPS])
-def test_fabric(micro_steps):
-    true = trained(fabric_body, plain, micro_steps)
-    assert_same_training(trained(fabric_body, cached, micro_steps), true)
+def test_fabric(micro_steps, strategy):
+    true = trained(fabric_body, plain, micro_steps, strategy)
+    found = trained(fabric_body, cached, micro_steps, strategy)
+    assert_same_training(found, true, FLOAT32 if strategy == "fsdp" else 1e-10)
 
 
 # DeepSpeed: float32, since ZeRO keeps its shards in it. A batch in chunks adds up gradients in another order.
@@ -314,7 +402,9 @@ def zero(stage, micro_steps=1):
         "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": stage},
+        # DeepSpeed 0.19.1 and 0.19.2 start the gathering of several parameters, and wait for the last one only. Those
+        # of gloo may then not have arrived, and ZeRO 3 computes with wrong parameters, with and without caching.
+        "zero_optimization": {"stage": stage, "stage3_allgather_sequential": True},
     }
 
 
@@ -328,7 +418,7 @@ def whole_weights(model):
         return weights(model)
 
 
-def deepspeed_body(port, form, stage, micro_steps):
+def deepspeed_body(port, form, stage, micro_steps, rows=(BATCH, BATCH)):
     import deepspeed
 
     as_launched(port)
@@ -339,8 +429,8 @@ def deepspeed_body(port, form, stage, micro_steps):
         model=model, optimizer=sgd(model.parameters()), config=zero(stage, micro_steps), dist_init_required=False
     )
     immediate = wb.GradCache([engine], CHUNK, loss_fn, scaler=engine)  # the engine scales the loss, where it has to
-    for batch in loader(micro_steps):
-        batch = {name: x.float() for name, x in batch.items()}
+    for batch in loader(micro_steps, max(rows)):
+        batch = {name: x.float()[: rows[dist.get_rank()]] for name, x in batch.items()}
         if form == "immediate":
             immediate(batch)
         else:
@@ -355,6 +445,14 @@ def test_deepspeed(stage, micro_steps):
     true = trained(deepspeed_body, "plain", stage, micro_steps)
     for form in ("cached", "immediate"):
         assert_same_training(trained(deepspeed_body, form, stage, micro_steps), true, FLOAT32)
+
+
+@pytest.mark.parametrize("rows", [(3, 8), (8, 0)], ids=str)
+@pytest.mark.parametrize(("stage", "micro_steps"), [(0, 1), (1, MICRO_STEPS), (2, MICRO_STEPS), (3, MICRO_STEPS)])
+def test_deepspeed_with_other_numbers_of_chunks_on_each_rank(stage, micro_steps, rows):
+    true = trained(deepspeed_body, "plain", stage, micro_steps, rows)
+    for form in ("cached", "immediate"):
+        assert_same_training(trained(deepspeed_body, form, stage, micro_steps, rows), true, FLOAT32)
 
 
 def do_nothing_body(port):

@@ -27,6 +27,7 @@ from torch.autograd import Function, Variable
 
 from .._graph import leaves_of
 from .agreement import agree_after
+from .engines.fsdp import keep_accumulated_of_fsdp1
 from .rollback import Gradients
 from .step import Step, second_passes
 
@@ -134,6 +135,8 @@ class _Representations(Function):
         step: Step = ctx.step
         if step.deferred:
             _current_pass().add(step)
+        for engine in step.engines():
+            keep_accumulated_of_fsdp1(engine.module)
         step.receive(grads)
         return None, None
 

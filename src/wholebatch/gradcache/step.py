@@ -161,7 +161,10 @@ class Step:
 
     def remember(self, gradients: Gradients) -> None:
         """Remember the gradients that the step is going to change."""
-        gradients.remember((p for of in self.encoders() for p in of.parameters.values()), self.engines())
+        known = [p for of in self.encoders() for p in of.parameters.values()]
+        if not all(p.is_leaf for p in known):  # FSDP1, during its forward pass, has views in place of its parameters
+            known = [p for engine in self.engines() for p in engine.module.parameters()]
+        gradients.remember(known, self.engines())
 
     def begin(self, mistake: str | None) -> None:
         """Check, before anything has changed, that the backward pass may be made; raise on all ranks if not.

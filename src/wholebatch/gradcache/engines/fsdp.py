@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
+from .attributes import with_attributes
 from .sync_control import SyncControl, no_sync
 
 _SWITCHES = ("reduce_grads", "all_reduce_grads")  # of FSDP2's groups of parameters
+_ARRIVED, _SET_ASIDE = "_post_backward_called", "_saved_grad_shard"  # of FSDP1's parameters
 _ACCUMULATED = "unsharded_accumulated_grad"  # of FSDP2's parameters
 
 
@@ -29,8 +31,37 @@ def _check_fsdp1(module: Any) -> None:
     if getattr(module, "_is_root", None) is False:
         raise ValueError(
             "a model under FullyShardedDataParallel must be its outermost module, the only one with no_sync(), and was "
-            "an inner one: give GradCache the outermost, or use fully_shard, whose modules work one by one"
+            "an inner one: give GradCache the outermost (in Lightning self.trainer.strategy.model), or use "
+            "fully_shard, whose modules work one by one"
         )
+
+
+def _hold_fsdp1(module: Any) -> AbstractContextManager[None]:
+    """Return no_sync(), or inside of the module's own forward pass, where that is an error, its effect."""
+    state = getattr(module, "training_state", None)
+    return no_sync(module) if state is None or state.name == "IDLE" else _hold_inside_of_forward(module)
+
+
+@contextmanager
+def _hold_inside_of_forward(module: Any) -> Iterator[None]:
+    with ExitStack() as stack:
+        for inner in module.modules():
+            if _is_fsdp1(inner):
+                stack.enter_context(with_attributes(inner, _sync_gradients=False))
+        yield
+
+
+def keep_accumulated_of_fsdp1(module: nn.Module) -> None:
+    """Keep a backward pass of FSDP1 that does not reach its parameters from dropping their accumulated gradients.
+
+    Where an encoder is called inside of FSDP1's own forward pass (Lightning), the backward pass of its output sets the
+    sum of earlier reductions aside, and ends before the second passes. It puts the sum back if a gradient has arrived,
+    by this attribute. If one has, and there is no sum, that is an error; no_sync() leaves the attribute set.
+    """
+    for inner in module.modules() if _is_fsdp1(module) else ():
+        flat = getattr(getattr(inner, "_handle", None), "flat_param", None)
+        if hasattr(flat, _ARRIVED):
+            setattr(flat, _ARRIVED, hasattr(flat, _SET_ASIDE))
 
 
 def fsdp_classes() -> tuple[type[Any], ...]:
@@ -107,4 +138,4 @@ FSDP2 = SyncControl(
     remember=_remember_fully_sharded,
     sharded=True,
 )
-FSDP1 = SyncControl(_is_fsdp1, no_sync, sharded=True, check=_check_fsdp1)
+FSDP1 = SyncControl(_is_fsdp1, _hold_fsdp1, sharded=True, check=_check_fsdp1)

@@ -76,8 +76,8 @@ def _check_not_sharded_outside(name: str, reached: set[int], called: set[int], l
             raise ValueError(
                 f"{name} must reach its parameters through the FSDP module that shards them, and was called inside of "
                 f"a larger one, {type(module).__name__}, which has them whole only during its own forward pass: shard "
-                "the encoder by itself too (fully_shard(encoder) before fully_shard(model), or an auto_wrap_policy), "
-                "or give GradCache the larger module"
+                "the encoder by itself too (fully_shard(encoder) before fully_shard(model)), or call the larger module "
+                "(in Lightning: self.trainer.strategy.model)"
             )
 
 
