@@ -543,7 +543,6 @@ def inner_unit_of_fsdp1_body():
     message = r"must be its outermost module, .* \(in Lightning self.trainer.strategy.model\)"
     with pytest.raises(ValueError, match=message):
         model(batch(4)[0])
-    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
