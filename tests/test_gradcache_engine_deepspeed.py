@@ -47,7 +47,7 @@ class DeepSpeedEngine(nn.Module):
         super().__init__()
         self.module, self.stage = module, stage
         self.optimizer = Optimizer(module, switch) if stage else None
-        self.ends = 0
+        self.ends = self.global_steps = 0
         self._running_engine_backward = self._manual_backward_expected = self.inside_no_sync_ctxt = False
         self._scale_wrt_gas = True
         if stage:

@@ -42,10 +42,11 @@ def finite_value(loss: Tensor) -> float:
 
 
 def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
-    """Return the leaves of these tensors' graphs that require a gradient."""
-    found: list[Tensor] = []
+    """Return the leaves of these tensors' graphs that require a gradient; some may be outputs themselves."""
+    given = list(outputs)
+    found = {id(x): x for x in given if x.is_leaf and x.requires_grad}
     seen: set[Any] = set()
-    todo = [x.grad_fn for x in outputs]
+    todo = [x.grad_fn for x in given]
     while todo:
         node = todo.pop()
         if node is None or node in seen:
@@ -53,6 +54,6 @@ def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
         seen.add(node)
         leaf = getattr(node, "variable", None)
         if leaf is not None:
-            found.append(leaf)
+            found[id(leaf)] = leaf
         todo += [parent for parent, _ in node.next_functions]
-    return found
+    return [*found.values()]

@@ -92,7 +92,7 @@ def handshake(
         agreed = FactsByRank([of_rank[FACTS] for of_rank in everyone], records)
         mistake = _other_callers(everyone, agreed) or different_facts(caller, agreed, must_match)
     if mistake is not None:
-        raise mistake from cause
+        raise on_all_ranks(mistake, transport) from cause
     return agreed
 
 
@@ -192,16 +192,15 @@ def _stated(caller: str, facts: Mapping[str, object]) -> _Local:
     return _Local(_signed(caller, facts), {_CALLER: caller, FACTS: without, KINDS: kinds}, numbers, on_device)
 
 
-def raised_on_all_ranks(error: BaseException) -> bool:
-    """Return whether a handshake raised this error, so that the other ranks have it too."""
-    return _ON_ALL_RANKS in error.__dict__
-
-
-def _of_all(message: str, kind: type[Exception] = ValueError) -> Exception:
-    """Return the error that all ranks raise."""
-    error = kind(message)
-    error.__dict__[_ON_ALL_RANKS] = True
+def on_all_ranks(error: Exception, transport: Transport) -> Exception:
+    """Return an error that all of these ranks raise, and note that."""
+    error.__dict__[_ON_ALL_RANKS] = transport.kept
     return error
+
+
+def raised_on_all_ranks(error: BaseException, transport: Transport) -> bool:
+    """Return whether all of these ranks have raised this error, in a handshake of theirs."""
+    return error.__dict__.get(_ON_ALL_RANKS) is transport.kept
 
 
 def _complaints(everyone: Sequence[Facts]) -> Exception | None:
@@ -213,7 +212,7 @@ def _complaints(everyone: Sequence[Facts]) -> Exception | None:
     who = next((of_rank[_CALLER] for of_rank in everyone if _COMPLAINT not in of_rank), everyone[0][_CALLER])
     elsewhere = {rank: everyone[rank][_CALLER] for rank in complaints if everyone[rank][_CALLER] != who}
     texts = {rank: f"{elsewhere[rank]}: {text}" if rank in elsewhere else text for rank, text in complaints.items()}
-    return _of_all(f"{who}: {_by_rank(texts, len(everyone))}", _kind([everyone[rank] for rank in complaints]))
+    return _kind([everyone[rank] for rank in complaints])(f"{who}: {_by_rank(texts, len(everyone))}")
 
 
 def _kind(complaining: Sequence[Facts]) -> type[Exception]:
@@ -226,7 +225,7 @@ def _other_callers(everyone: Sequence[Facts], agreed: FactsByRank) -> Exception 
     if len(set(callers)) == 1:
         return None
     signed = dict(enumerate(map(_signed, callers, agreed)))
-    return _of_all(
+    return ValueError(
         f"all ranks must make the same calls in the same order, got {_by_rank(signed, len(everyone))}" + _hint(callers)
     )
 
@@ -237,7 +236,7 @@ def different_facts(caller: str, agreed: FactsByRank, must_match: Sequence[str])
         values = agreed.differing(name)
         if values is not None:
             by_rank = _by_rank(dict(enumerate(values)), len(agreed))
-            return _of_all(f"{caller}: {name} must be the same on all ranks, got {by_rank}")
+            return ValueError(f"{caller}: {name} must be the same on all ranks, got {by_rank}")
     return None
 
 

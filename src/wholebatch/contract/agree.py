@@ -26,7 +26,7 @@ from .._checks import on_host
 from .._precision import accumulation_dtype
 from ..comm import Communicator, select_communicator
 from ..comm.facts_by_rank import FactsByRank
-from ..comm.handshake import GRAD_ENABLED, Unread, UnreadError, different_facts, handshake_unread
+from ..comm.handshake import GRAD_ENABLED, Unread, UnreadError, different_facts, handshake_unread, on_all_ranks
 from ..comm.records import OnDevice
 from ..kernels import check_kernel, choice, chooses, interpreted, missing
 from ..partition import Partition
@@ -98,7 +98,7 @@ def agree(caller: str, options: Options, inputs: Inputs, checks: Checks | None =
         found = _numbers(comm, inputs, checks)
         checked = comm.handshake(lambda: _check_values(comm, found, inputs, checks), caller=caller)
         if mistake is not None:
-            raise mistake
+            raise on_all_ranks(mistake, comm.transport)
         values = _Values.of(checked, inputs)
     check_earlier(comm.transport, {})
     rows = _partitions({name: tuple(by_rank.column("rows", name)) for name in inputs.given_features})

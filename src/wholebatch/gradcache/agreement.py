@@ -43,7 +43,7 @@ def agree_after(
     try:
         result.append(compute())
     except Exception as error:
-        if comm.size == 1 or raised_on_all_ranks(error):
+        if comm.size == 1 or raised_on_all_ranks(error, comm.transport):
             raise
         failed = error
 

@@ -38,25 +38,37 @@ class BackwardPass:
     """A backward pass of the caller, and the steps whose losses or representations it has reached.
 
     Args:
-        mistake: what is wrong about it, if anything.
+        error: what is wrong about it, if anything.
     """
 
-    def __init__(self, mistake: str | None) -> None:
+    def __init__(self, error: Exception | None) -> None:
         self.gradients = Gradients()
-        self._mistake = mistake
-        self._begun: dict[Step, bool] = {}  # whether a step's checks have been made
+        self._error, self._others_know = error, False
+        self._begun: dict[Step, bool] = {}
 
     def begin(self, step: Step) -> None:
-        """Check a step and add it, at its loss; raise on all ranks if the backward pass may not be made."""
-        step.begin(self._mistake)
+        """Add a step at its loss, before the loss's graph, in which ranks may communicate.
+
+        An error is raised here by all ranks of the step. If these are one, another step may have to tell others.
+        """
         self.gradients.remember(step.of_loss)  # none of which has changed yet
         with _LOCK:
             self._begun[step] = True
+        self._agree(step)
+        if self._error is not None and self._others_know:
+            raise self._error
 
     def add(self, step: Step) -> None:
-        """Add a step, at its representations."""
+        """Add a step at its representations."""
         with _LOCK:
             self._begun.setdefault(step, False)
+
+    def _agree(self, step: Step) -> None:
+        try:
+            step.begin(self._error)
+        except Exception as error:
+            self._error = self._error or error
+            self._others_know = self._others_know or (step.comm.size > 1 and not step.done)
 
     def after_all_nodes(self) -> None:
         """Let autograd call `finish` after the callbacks that other engines have installed by now."""
@@ -68,10 +80,13 @@ class BackwardPass:
         with self.gradients.restored_after_an_error():
             for step in steps:
                 if not self._begun[step]:  # no loss has begun it
-                    step.begin(self._mistake)
+                    self._agree(step)
+            alone = all(step.comm.size == 1 or step.done for step in steps)
+            if self._error is not None and (alone or self._others_know):
+                raise self._error
             for step in steps:
                 step.remember(self.gradients)
-            second_passes(steps, self.gradients)
+            second_passes([step for step in steps if not step.done], self.gradients, self._error)
 
 
 _CURRENT: weakref.WeakValueDictionary[int, BackwardPass] = weakref.WeakValueDictionary()  # by autograd's number
@@ -83,7 +98,7 @@ def _current_pass() -> BackwardPass:
     with _LOCK:
         found = _CURRENT.get(number)
         if found is None:
-            found = _CURRENT[number] = BackwardPass(_mistake_of_this_backward_pass())
+            found = _CURRENT[number] = BackwardPass(_error_of_this_backward_pass())
             _call_at_the_end(found.after_all_nodes)  # autograd keeps it alive until then, or until an error
     return found
 
@@ -114,8 +129,8 @@ def deferred_loss(step: Step, loss_of: Callable[[list[Tensor]], Tensor]) -> Tens
     if not loss.requires_grad:
         return loss
     step.of_loss = leaves_of([loss])
-    begun: Tensor = _Begin.apply(loss, step)
-    return begun
+    found: Tensor = _Loss.apply(loss, step)
+    return found
 
 
 class _Representations(Function):
@@ -141,7 +156,7 @@ class _Representations(Function):
         return None, None
 
 
-class _Begin(Function):
+class _Loss(Function):
     """From a loss to itself: the first node of its backward pass."""
 
     @staticmethod
@@ -155,13 +170,13 @@ class _Begin(Function):
         return grad, None
 
 
-def _mistake_of_this_backward_pass() -> str | None:
+def _error_of_this_backward_pass() -> ValueError | None:
     """Return what is wrong about the manner in which autograd was called, if anything."""
     if not torch.autograd._is_checkpoint_valid():
-        return (
-            "its gradient goes to the .grad of parameters, and torch.autograd.grad or backward(inputs=...) ask for it "
-            "elsewhere: call loss.backward()"
+        return ValueError(
+            "the gradient of a cached step goes to the .grad of parameters, and torch.autograd.grad or "
+            "backward(inputs=...) ask for it elsewhere: call loss.backward()"
         )
     if torch.is_grad_enabled():
-        return "its gradient cannot be differentiated again: leave out create_graph=True"
+        return ValueError("the gradient of a cached step cannot be differentiated again: leave out create_graph=True")
     return None

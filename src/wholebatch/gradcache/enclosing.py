@@ -84,8 +84,10 @@ class Enclosing(Synchronized):
         if self.reduced_early:
             raise ValueError(
                 f"{name} is called with and without gradient caching inside one forward pass of a "
-                "DistributedDataParallel, which reduces the first gradient of each parameter: cache both calls, or "
-                "call the engine's module for both"
+                "DistributedDataParallel, or one of its parameters is also used outside of the cached call, and the "
+                "engine reduces the first gradient of each parameter: cache all calls, and use parameters of an "
+                "encoder (a weight to penalize, a scale) in the encoder, which may return them; or call the engine's "
+                "module"
             )
 
 
@@ -93,6 +95,12 @@ def _note_early(engine: weakref.ref[Enclosing], _p: Tensor) -> None:
     found = engine()
     if found is not None:
         found.reduced_early = True
+
+
+def hooks_of_others(p: Tensor) -> list[Any]:
+    """Return the hooks that run after a gradient of p has been accumulated, without those of this module."""
+    hooks = getattr(p, "_post_accumulate_grad_hooks", None) or {}
+    return [hook for hook in hooks.values() if getattr(hook, "func", None) is not _note_early]
 
 
 def _remove(hooks: Iterable[RemovableHandle]) -> None:

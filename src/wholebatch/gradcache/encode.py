@@ -66,7 +66,7 @@ def encode(
     Returns:
         The representations of all rows of this rank, in the form of the model's output: a tensor, or a tuple of such.
 
-    Collective on several ranks: two handshakes, and two in the backward pass.
+    Collective on several ranks: two handshakes, and two in the backward pass, three inside an engine's forward pass.
 
     Memory: one chunk's graph, the kept graphs, and the representations.
 

@@ -8,6 +8,7 @@ Modules inside a compiled graph are not observed; the compiled module itself is,
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -69,7 +70,7 @@ class Called:
         self.engines: list[Synchronized] = []
         self.seen: dict[int, nn.Module] = {}  # all that the hook has recorded, inner ones too
         self.versions: dict[int, int] = {}  # of parameters, before the call
-        self._observer, self._stack = observer, stack
+        self._observer, self._stack, self._thread = observer, stack, threading.get_ident()
         self._seen: set[int] = set()  # all that is inside these modules
         self._inside: set[int] = set()  # or inside these engines
         self._after_broadcast: set[int] = set()
@@ -107,8 +108,8 @@ class Called:
             self._after_broadcast.add(id(module.module))
 
     def record(self, module: nn.Module, _args: Any) -> None:
-        """Count a module as called; this is the hook."""
-        if torch.compiler.is_compiling():
+        """Count a module as called; this is the hook, which also runs for what other threads call."""
+        if torch.compiler.is_compiling() or threading.get_ident() != self._thread:
             return
         self.seen[id(module)] = module
         self.add(module)

@@ -17,10 +17,7 @@ _DEPTH, _MANY = 6, 1000  # how deep, and among how many objects, a function's mo
 
 
 def modules_of(*objects: object) -> list[nn.Module]:
-    """Return the modules among these, and in functions' closures and globals, objects and containers among these.
-
-    From these ranks know, before any call, whether passes are collective. The calls of a function are observed later.
-    """
+    """Return the modules among these, and in functions' closures and globals, objects and containers among these."""
     found: dict[int, nn.Module] = {}
     seen: set[int] = set()
     level: list[object] = [*objects]

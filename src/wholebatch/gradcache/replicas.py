@@ -49,6 +49,7 @@ class History:
     """
 
     steps: int = 0  # that all ranks have made
+    ways: set[frozenset[int]] = field(default_factory=set)  # modules that a model called, where no engine was passed by
     _states: int = 0  # of the parameters, each compared once or more
     _sums: dict[str, int] = field(default_factory=dict)  # the latest checksums, by name
 

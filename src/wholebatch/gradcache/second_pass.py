@@ -33,7 +33,8 @@ def second_pass(
 
     Returns:
         An error, if a second representation is not the first, or an engine did not do as asked. All passes have been
-        made even then: engines and other ranks are in the expected state, and gradients can be restored.
+        made even then: engines and other ranks are in the expected state, and gradients can be restored. One case is
+        left: where passes are collective, a representation that has lost its graph on one rank alone stops the others.
     """
     order = [*(c for c in chunks if c.kept), *(c for c in chunks if not c.kept)]
     last_of_engine = {id(engine.module): chunk for chunk in order for engine in chunk.engines}

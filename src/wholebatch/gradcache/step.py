@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
@@ -33,7 +33,8 @@ from torch import Tensor, nn
 from ..comm import Communicator
 from .agreement import agree, end_together
 from .chunks import Chunk, Encoder, joined
-from .enclosing import Enclosing, enclosed_by
+from .enclosing import Enclosing, enclosed_by, hooks_of_others
+from .engines.ddp import DDP
 from .engines.held import HOW_TO_REGISTER
 from .engines.known import Synchronized
 from .engines.passed_by import check_not_passed_by, live_engines
@@ -45,6 +46,8 @@ from .replicas import History, check_same, checksums, digest, replicated
 from .rollback import Gradients
 from .second_pass import coalesced, second_pass
 from .unchanged import Versions
+
+_WAYS = 100  # to call modules, of which each is checked once
 
 
 @dataclass(eq=False)
@@ -106,7 +109,7 @@ class Step:
         """
         first_pass(self.chunks, keeper, Observer(self.buffers, may_be_collective=may_be_collective))
         if torch.is_grad_enabled():
-            live = live_engines() if self.is_first else None
+            live = cache(live_engines)
             for encoder in self.encoders():
                 self._check(encoder, live)
         for encoder in self.encoders():
@@ -116,12 +119,12 @@ class Step:
         self._as_encoded = [x._version for x in self.leaves()] if not torch.is_inference_mode_enabled() else []
         return [encoder.trained for encoder in self.encoders()]
 
-    def _check(self, encoder: Encoder, live: Sequence[nn.Module] | None) -> None:
+    def _check(self, encoder: Encoder, live: Callable[[], Sequence[nn.Module]]) -> None:
         """Raise ValueError if gradients of the encoder's parameters would not be reduced, or used too early.
 
         Args:
             encoder: one of the step's.
-            live: all engines of this process, in the first step.
+            live: returns all engines of this process.
         """
         chunks = self._chunks_of(encoder)
         outer = enclosed_by(encoder) if self.deferred else None
@@ -130,9 +133,11 @@ class Step:
             for chunk in chunks:
                 chunk.engines = [*(e for e in chunk.engines if e.module is not outer.module), outer]
         _check_hooks(chunks[-1])
-        if live is not None:
+        way = frozenset(encoder.called)
+        if way not in self.history.ways and len(self.history.ways) < _WAYS:
             engines = encoder.synchronized.values()
-            check_not_passed_by(encoder.name, encoder.leaves, encoder.seen.values(), engines, live, self.unchecked)
+            check_not_passed_by(encoder.name, encoder.leaves, encoder.seen.values(), engines, live(), self.unchecked)
+            self.history.ways.add(way)
 
     @property
     def is_first(self) -> bool:
@@ -166,13 +171,13 @@ class Step:
             known = [p for engine in self.engines() for p in engine.module.parameters()]
         gradients.remember(known, self.engines())
 
-    def begin(self, mistake: str | None) -> None:
-        """Check, before anything has changed, that the backward pass may be made; raise on all ranks if not.
+    def begin(self, error: Exception | None) -> None:
+        """Agree on the second passes, before anything has changed; raise on all ranks if these may not be made.
 
         A second backward pass raises on the ranks that make it.
 
         Args:
-            mistake: what is wrong about the backward pass, for a ValueError.
+            error: an error that this rank has found in the backward pass, to be raised on all ranks.
         """
         if self.done:
             gradient = "its gradient is counted" if self.counted else "it has failed"
@@ -183,8 +188,8 @@ class Step:
         sums: dict[str, int] = {}
 
         def state() -> str:
-            if mistake is not None:
-                raise ValueError(f"{self.name}: {mistake}")
+            if error is not None:
+                raise error
             self._versions.check()
             return self.digest(sums)
 
@@ -209,10 +214,11 @@ class Step:
         for encoder in self.encoders():
             encoder.gradients = [*islice(left, len(encoder.leaves_of_all_chunks))]
 
-    def check_engines(self) -> None:
-        """Raise ValueError on all ranks if an enclosing engine has not waited for the second passes.
+    def settle_engines(self) -> None:
+        """Find out which enclosing engines wait for the second passes; those that do not are engines like others.
 
-        One that does not wait for any, because its caller has not prepared it, is an engine like others.
+        An engine does not wait if its caller has not prepared it. One that has not waited, but should have, is a
+        ValueError on all ranks.
         """
         enclosing = [(of, e) for of in self.encoders() for e in of.synchronized.values() if isinstance(e, Enclosing)]
 
@@ -250,22 +256,28 @@ class Step:
         """Count the step, which all ranks have made, and free its chunks, whatever still refers to it."""
         self.counted = True
         self.history.steps = self._steps_before + 1
-        self.chunks, self.of_loss, self._versions = (), [], Versions(())
+        self.buffers.forget()
+        self.chunks, self._versions = (), Versions(())
 
 
-def second_passes(steps: Sequence[Step], gradients: Gradients) -> None:
+def second_passes(steps: Sequence[Step], gradients: Gradients, error: Exception | None = None) -> None:
     """Make the second passes of these steps, in this order; afterward all ranks raise, or none does.
 
     Each engine synchronizes once, in its last pass. Buffers keep the values that they have now.
+
+    Args:
+        steps: the steps, which may have different groups of ranks.
+        gradients: remembers the gradients that change.
+        error: an error of this rank. It makes the passes nevertheless, since other ranks do not know yet.
     """
     for step in steps:
-        step.check_engines()
+        step.settle_engines()
     now = []
     for step in steps:
         step.done = True
         step.buffers.find_moved()  # other passes may have changed buffers since the first pass
         now.append(step.buffers.now())
-    error = next((e for e in (step.mistake() for step in steps) if e is not None), None)
+    error = error or next((e for e in (step.mistake() for step in steps) if e is not None), None)
     first = {id(chunk) for step in steps if step.is_first for chunk in step.chunks}
     chunks = [chunk for step in steps for chunk in step.chunks]
     with coalesced(chunks):
@@ -291,10 +303,15 @@ def _end_together(steps: Sequence[Step], error: Exception | None) -> None:
 
 
 def _check_hooks(chunk: Chunk) -> None:
-    """Raise ValueError if an optimizer steps in the backward pass, of which each chunk makes one."""
-    owned = {id(p) for engine in chunk.engines for p in engine.module.parameters()}
+    """Raise ValueError if a hook runs whenever a gradient is accumulated, which each chunk does.
+
+    Engines may have such hooks. DDP has none, so those of its parameters are the caller's; where its engine must not
+    see the other passes, they run in the last one only.
+    """
+    engines = [e for e in chunk.engines if e.control is not DDP or e.hides]
+    owned = {id(p) for engine in engines for p in engine.module.parameters()}
     for p in chunk.encoder.parameters.values():
-        if id(p) not in owned and getattr(p, "_post_accumulate_grad_hooks", None):
+        if id(p) not in owned and hooks_of_others(p):
             raise ValueError(
                 f"a parameter of {chunk.encoder.name}, of shape {tuple(p.shape)}, has a hook for "
                 "when its gradient is accumulated, which is in every chunk. An optimizer in the backward pass? Step it "

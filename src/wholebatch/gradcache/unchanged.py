@@ -1,7 +1,8 @@
 """Notice parameters that change between the two passes of a chunk: the gradient would be that of neither.
 
 autograd counts the changes of a tensor in place (`_version`), such as an optimizer's step. It does not see changes
-through `.data`; the comparison of both passes' representations sees their effect. That comparison also guards the
+through `.data`, which some engines make; these have a `state`. The comparison of both passes' representations sees the
+effect of others. That comparison also guards the
 parameters that a model changes itself in each forward pass, such as a temperature that it clamps.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from .chunks import Encoder
+from .engines.known import Synchronized
 from .observe import version_of
 
 
@@ -20,7 +22,10 @@ class Versions:
 
     def __init__(self, encoders: Iterable[Encoder]) -> None:
         self._then: dict[int, tuple[str, Tensor, int]] = {}
+        self._states: list[tuple[str, Synchronized, object]] = []
         for encoder in encoders:
+            stateful = [e for e in encoder.synchronized.values() if e.control.state is not None]
+            self._states += [(encoder.name, engine, _state(engine)) for engine in stateful]
             held: list[Tensor] = [p for module in encoder.called.values() for p in module.parameters()]
             if not any(engine.control.sharded for engine in encoder.synchronized.values()):
                 held += encoder.leaves  # of modules that were not observed; a shard's whole parameter comes and goes
@@ -32,8 +37,18 @@ class Versions:
         """Raise ValueError if one has changed since."""
         for name, p, version in self._then.values():
             if version_of(p) != version:
-                raise ValueError(
-                    f"a parameter of {name}, of shape {tuple(p.shape)}, has been changed since the forward pass of "
-                    "this loss (by an optimizer's step?), so that the second pass would not repeat the first: go "
-                    "backward first, then change parameters"
-                )
+                raise _changed(f"a parameter of {name}, of shape {tuple(p.shape)}, has")
+        for name, engine, state in self._states:
+            if _state(engine) != state:
+                raise _changed(f"parameters of {name}, which {type(engine.module).__name__} holds, have")
+
+
+def _state(engine: Synchronized) -> object:
+    return None if engine.control.state is None else engine.control.state(engine.module)
+
+
+def _changed(what: str) -> ValueError:
+    return ValueError(
+        f"{what} been changed since the forward pass of this loss (by an optimizer's step?), so that the second pass "
+        "would not repeat the first: go backward first, then change parameters"
+    )

@@ -154,5 +154,13 @@ def _remember(engine: Any) -> Callable[[], None]:
     return put_back
 
 
-DEEPSPEED = SyncControl(_is_deepspeed, coalesce=_coalesce, collective=False, check=_check, remember=_remember)
-DEEPSPEED_3 = SyncControl(_shards_parameters, coalesce=_coalesce, check=_check, remember=_remember, sharded=True)
+def _steps(engine: Any) -> int:
+    return int(engine.global_steps)
+
+
+DEEPSPEED = SyncControl(
+    _is_deepspeed, coalesce=_coalesce, collective=False, check=_check, remember=_remember, state=_steps
+)
+DEEPSPEED_3 = SyncControl(
+    _shards_parameters, coalesce=_coalesce, check=_check, remember=_remember, state=_steps, sharded=True
+)

@@ -111,18 +111,22 @@ def _hold_fully_sharded(module: Any) -> Iterator[None]:
 
 
 def _remember_fully_sharded(module: Any) -> Callable[[], None]:
-    """Save the gradients of whole parameters, which accumulate before they are reduced to shards.
+    """Save the gradients of whole parameters, which accumulate before they are reduced to shards, and of shards.
 
-    They are in the whole parameter's `grad`, and up to torch 2.14 also in another attribute. From 2.15 on that is a
-    property which reads `grad`.
+    Those of whole parameters are in their `grad`, and up to torch 2.14 also in another attribute. From 2.15 on that is
+    a property which reads `grad`. After a forward pass of the outermost module `parameters()` returns its whole ones.
     """
-    before = []
-    for shard in (shard for group in _shards_of(module) for shard in group.fsdp_params):
+    before, shards = [], [shard for group in _shards_of(module) for shard in group.fsdp_params]
+    reduced = [(shard.sharded_param, shard.sharded_param.grad) for shard in shards]
+    values = [None if grad is None else grad.clone() for _, grad in reduced]
+    for shard in shards:
         whole = getattr(shard, "_unsharded_param", None)
         held = vars(shard).get(_ACCUMULATED), None if whole is None else whole.grad
         before.append((shard, *(None if x is None else x.clone() for x in held)))
 
     def put_back() -> None:
+        for (p, grad), value in zip(reduced, values, strict=True):
+            p.grad = grad if value is None else grad.copy_(value)
         for shard, accumulated, grad in before:
             if _ACCUMULATED in vars(shard):
                 setattr(shard, _ACCUMULATED, accumulated)
@@ -132,10 +136,15 @@ def _remember_fully_sharded(module: Any) -> Callable[[], None]:
     return put_back
 
 
+def _versions_of_shards(module: Any) -> list[int]:
+    return [shard.sharded_param._version for group in _shards_of(module) for shard in group.fsdp_params]
+
+
 FSDP2 = SyncControl(
     lambda module: hasattr(type(module), "set_requires_gradient_sync"),
     _hold_fully_sharded,
     remember=_remember_fully_sharded,
+    state=_versions_of_shards,
     sharded=True,
 )
 FSDP1 = SyncControl(_is_fsdp1, _hold_fsdp1, sharded=True, check=_check_fsdp1)

@@ -57,8 +57,9 @@ def watched(engines: Iterable[Synchronized], of_none: Iterable[Tensor] = ()) -> 
                 mistakes.append(_unknown(what, p) if engine is None else _mistake(engine, what, p))
 
 
-def _keep(arrived: dict[int, Tensor], key: int, grad: Tensor) -> None:
-    arrived[key] = _dense(grad).clone()
+def _keep(arrived: dict[int, Tensor], key: int, grad: Tensor | None) -> None:
+    if grad is not None:  # a node may return none
+        arrived[key] = _dense(grad).clone()
 
 
 def _dense(grad: Tensor) -> Tensor:

@@ -92,6 +92,7 @@ def live_engines() -> list[nn.Module]:
     kinds = [kind for of in classes for kind in _with_subclasses(of)]
     found = [x for x in gc.get_referrers(*kinds) if issubclass(type(x), classes)]
     if frozen:
+        gc.collect()  # freezing is for all objects, and would keep garbage
         gc.freeze()
     return found
 

@@ -26,6 +26,8 @@ from torch import Tensor, nn
 
 from ..._checks import check_callable, check_choice, check_flag
 
+_CALLABLE = ("matches", "hold", "coalesce", "remember", "check", "state", "awaits", "is_off", "resume", "hides")
+
 
 @dataclass(frozen=True)
 class SyncControl:
@@ -46,6 +48,8 @@ class SyncControl:
         remember: saves gradients that the engine keeps outside `.grad` until it synchronizes, and returns a function
             that restores them. None: all gradients are in the parameters' `.grad`.
         check: raises ValueError if the module's settings do not allow several backward passes.
+        state: returns a value that is another one after the engine has changed the module's parameters. None: these
+            are in `parameters()`, and show it by their versions.
         awaits: returns the parameters without whose gradients the engine does not finish its synchronization. Those
             that the last backward pass does not reach get zeros in it. None: it finishes anyway.
         sharded: whether each rank holds a part of the module's parameters, so that they are not compared.
@@ -57,6 +61,7 @@ class SyncControl:
     collective: bool = True
     remember: Callable[[Any], Callable[[], None]] | None = None  # likewise
     check: Callable[[Any], None] | None = None  # likewise
+    state: Callable[[Any], object] | None = None  # likewise
     awaits: Callable[[Any], Iterable[Tensor]] | None = None  # likewise
     sharded: bool = False
     coalesce: Callable[[Any], AbstractContextManager[None]] | None = None  # likewise
@@ -65,7 +70,7 @@ class SyncControl:
     hides: Callable[[Any], bool] | None = None  # likewise
 
     def __post_init__(self) -> None:
-        for name in ("matches", "hold", "coalesce", "remember", "check", "awaits", "is_off", "resume", "hides"):
+        for name in _CALLABLE:
             if getattr(self, name) is not None or name == "matches":
                 check_callable(name, getattr(self, name))
         if (self.hold is None) == (self.coalesce is None):
