@@ -30,7 +30,7 @@ COCA = {
     "custom_text": True,
 }
 MODELS = {"tiny-vit": CLIP, "tiny-coca": COCA}
-WORDS = "sort find read write open close list file line word number sum".split()
+WORDS = ["sort", "find", "read", "write", "open", "close", "list", "file", "line", "word", "number", "sum"]
 
 
 @dataclass
@@ -88,7 +88,7 @@ def _train(ranks, port, folder, argv, ours):
 
     for name in MODELS:
         open_clip.add_model_config(str(Path(folder) / f"{name}.json"))
-    _let_ddp_take_the_cpu()
+    let_ddp_take_the_cpu()
     if ours:
         from wholebatch.integrations.open_clip import main
 
@@ -97,7 +97,7 @@ def _train(ranks, port, folder, argv, ours):
         assert theirs.main(argv) is None
 
 
-def _let_ddp_take_the_cpu():
+def let_ddp_take_the_cpu():
     """Leave out `device_ids`, which open_clip passes on CPUs as well, where DDP refuses them."""
     ddp = torch.nn.parallel.DistributedDataParallel
     made = ddp.__init__
@@ -106,10 +106,3 @@ def _let_ddp_take_the_cpu():
         made(self, module, **settings)
 
     ddp.__init__ = make
-
-
-def difference(found, true):
-    """Return the largest difference between two runs' weights, and that of the logarithm of the scale."""
-    assert found.weights.keys() == true.weights.keys()
-    largest = max((found.weights[key] - true.weights[key]).abs().max().item() for key in true.weights)
-    return largest, (found.weights["logit_scale"] - true.weights["logit_scale"]).abs().max().item()

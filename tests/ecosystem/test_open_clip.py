@@ -1,4 +1,4 @@
-"""open_clip's own trainer on two processes: with our losses, 20 steps give the weights of one process on the whole batch.
+"""open_clip's own trainer on two processes: with our losses, 20 steps give the weights of one on the whole batch.
 
     make ecosystem
 
@@ -7,6 +7,8 @@ distance between two runs is relative to the distance that training has moved th
 """
 
 import inspect
+import json
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from open_clip_runs import make_data, train
+from open_clip_runs import CLIP, make_data, train
 
 from wholebatch._third_party import declare_torchvision_operators
 
@@ -90,7 +92,7 @@ def test_two_processes_end_with_the_weights_of_one(run, name):
     [
         ("clip", (), 0.2),  # the default flags: encoders get half of their gradient
         ("clip", ("--local-loss",), 0.5),  # the wrong direction
-        ("coca", tuple(EXACT_FLAGS), 1e-3),  # the mean of the ranks' means over tokens
+        ("coca", tuple(EXACT_FLAGS), 1e-4),  # the mean of the ranks' means over tokens
         ("distill", (), 0.2),
     ],
 )
@@ -153,11 +155,6 @@ def test_horovod_is_refused():
         refused("--horovod")
 
 
-def test_a_model_without_a_loss_of_the_batch_is_refused():
-    with pytest.raises(ValueError, match="has a loss inside the model, and none that compares the rows"):
-        ours.factory.replaced(None, None)
-
-
 def test_the_seams_are_restored():
     from open_clip_train import main as module
 
@@ -189,7 +186,9 @@ def test_the_installed_version_is_among_the_tested():
 def test_other_versions(monkeypatch):
     framework = Framework("open_clip", ("3.3.0",), "pip install open_clip_torch")
     monkeypatch.setattr(open_clip, "__version__", "3.2.9")
-    with pytest.raises(FrameworkError, match=r"open_clip 3\.2\.9 is too old; this adapter was tested with 3\.3\.0: pip"):
+    with pytest.raises(
+        FrameworkError, match=r"open_clip 3\.2\.9 is too old; this adapter was tested with 3\.3\.0: pip"
+    ):
         framework.load("open_clip")
     monkeypatch.setattr(open_clip, "__version__", "99.0")
     assert framework.load("open_clip") is open_clip
@@ -207,22 +206,77 @@ def test_a_loss_with_an_argument_that_we_do_not_know_warns():
         ours.factory.replaced(ClipLoss(), args)
 
 
-def test_the_command_under_torchrun(folder):
-    """Two processes of the launcher refuse in one line each; the run itself needs GPUs, or DDP without device_ids."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "wholebatch.integrations.open_clip", "--wholebatch-chunk-size", "4", "--accum-freq", "2"]
-    found = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
-    assert found.returncode != 0
-    assert found.stderr.count("error: --accum-freq 2 and --wholebatch-chunk-size 4 both divide") == 2
+# The command.
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+# The command as a script that lets DDP take the CPU. It ends without the interpreter's teardown, in which gloo's
+# threads abort any DDP program now and then (torch 2.13).
+SCRIPT = """
+import os, runpy, sys
+sys.path[:0] = {path}
+from open_clip_runs import let_ddp_take_the_cpu
+let_ddp_take_the_cpu()
+try:
+    runpy.run_module("wholebatch.integrations.open_clip", run_name="__main__", alter_sys=True)
+except SystemExit as end:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(end.code)
+"""
 
 
-def test_the_command_on_one_process(folder):
-    command = [sys.executable, "-m", "wholebatch.integrations.open_clip", "--wholebatch-chunk-size", "16"]
-    model = Path(theirs.__file__).parent / "model_configs" / "zz-tiny.json"
-    command += ["--train-data", str(folder / "pairs.csv"), "--dataset-type", "csv", "--device", "cpu", "--workers", "0"]
-    command += ["--model", f"local-dir:{folder / 'tiny'}", "--batch-size", "32", "--epochs", "1", "--warmup", "0"]
-    command += ["--precision", "fp32", "--logs", str(folder / "cli"), "--name", "run"]
-    found = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
-    assert found.returncode == 0, found.stderr[-2000:]
-    assert not model.exists()
-    assert "wholebatch computes ClipLoss over the whole batch" in (folder / "cli" / "run" / "out.log").read_text()
+@pytest.fixture(scope="module")
+def command(folder):
+    """Return a function that runs the command on this many processes."""
+    (folder / "tiny").mkdir()
+    (folder / "tiny" / "open_clip_config.json").write_text(json.dumps({"model_cfg": CLIP, "preprocess_cfg": {}}))
+    here = Path(__file__).parent
+    (folder / "script.py").write_text(SCRIPT.format(path=[str(here), str(here.parent)]))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(here.parents[1] / "src"), os.environ.get("PYTHONPATH", "")])
+
+    def command(processes, *options):
+        start = ["-m", "wholebatch.integrations.open_clip"] if processes == 1 else [*TORCHRUN, "script.py"]
+        return subprocess.run(
+            [sys.executable, *start, *options],
+            cwd=folder, capture_output=True, text=True, timeout=240, check=False, env=environment,
+        )  # fmt: skip
+
+    return command
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_command_trains(folder, command, processes):
+    found = command(
+        processes, "--train-data", "pairs.csv", "--dataset-type", "csv", "--device", "cpu", "--workers", "0",
+        "--model", "local-dir:tiny", "--batch-size", str(PAIRS // processes), "--epochs", "2", "--warmup", "0",
+        "--precision", "fp32", "--name", f"command-{processes}", "--wholebatch-chunk-size=12",
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr[-3000:]
+    log = (folder / "logs" / f"command-{processes}" / "out.log").read_text()
+    assert log.count("wholebatch computes ClipLoss over the whole batch") == 1
+    assert log.count("Train Epoch") == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            ["--wholebatch-chunk-size", "4", "--accum-freq", "2"],
+            "python -m wholebatch.integrations.open_clip: error: --accum-freq 2 and --wholebatch-chunk-size 4 both",
+        ),
+        (["--wholebatch-chunk-size", "none"], "must be a number of rows, at least 1, got 'none'"),
+    ],
+)
+def test_a_mistake_is_one_line(command, options, line):
+    found = command(1, *options)
+    assert found.returncode == 2
+    assert line in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_help_names_the_option_of_the_command(command):
+    found = command(1, "--help")
+    assert found.returncode == 0
+    assert "--wholebatch-chunk-size N" in found.stdout
+    assert "--local-loss" in found.stdout

@@ -1,7 +1,8 @@
 """Import a framework that an adapter needs, if its version is one that the adapter knows.
 
-A missing or too old framework raises an ImportError. A version newer than the tested ones is used silently, because most
-releases leave the adapter's seams alone. If one of them is gone, `seam` raises, and its message names both versions.
+A missing or too old framework raises an ImportError. A version newer than the tested ones is used silently, because
+most releases leave alone the names that an adapter replaces. If such a name is gone, `seam` raises an error with both
+versions.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Framework(NamedTuple):
         """Import one of the framework's modules.
 
         Raises:
-            FrameworkError: if the framework, or a package that the module imports, is missing, or if it is older than the
-                tested versions.
+            FrameworkError: if the framework, or a package that the module imports, is missing, or if the framework is
+                older than the tested versions.
         """
         try:
             top = importlib.import_module(self.module)

@@ -1,7 +1,4 @@
-"""open_clip's model as its training loop calls it, encoding the batch in chunks.
-
-    out = ChunkedModel(model, 32)(images, texts)        L = loss(**out)        L.backward()
-"""
+"""The model that open_clip's training loop calls, encoding the batch in chunks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """open_clip's factories, `create_loss` and `create_task`, with this library's losses in their results.
 
-Their factory reads the options and makes its loss. The loss of the same name here gets the settings of that instance, so
-their options decide, also those that a later version adds.
+Their factory reads the options and makes its loss. The loss of the same name here gets the settings of that instance.
+So their options decide which loss it is, and their defaults hold.
 """
 
 from __future__ import annotations
@@ -68,17 +68,17 @@ def replaced(theirs: nn.Module | None, args: Any) -> nn.Module:  # Any: their na
     """
     name = type(theirs).__name__
     if theirs is None or name not in _COUNTERPARTS:
-        found = "a loss inside the model, and none" if theirs is None else name
+        found = "a loss inside the model" if theirs is None else name
         raise UserError(
-            f"this configuration of open_clip has {found} that compares the rows of a batch, so there is nothing to "
-            f"replace; start it with python -m open_clip_train.main. Replaced are {', '.join(_COUNTERPARTS)}"
+            f"open_clip's configuration has {found} and none of {', '.join(_COUNTERPARTS)}, so there is no loss to "
+            "replace; start it with python -m open_clip_train.main"
         )
     ours = _COUNTERPARTS[name](theirs)
     unknown = inspect.signature(theirs.forward).parameters.keys() - inspect.signature(ours.forward).parameters.keys()
     if unknown:
         warnings.warn(
-            f"open_clip's {name} takes {', '.join(sorted(unknown))}, which its counterpart here does not know; this was "
-            f"tested with open_clip {OPEN_CLIP.tested}",
+            f"open_clip's {name} takes {', '.join(sorted(unknown))}, which its counterpart here does not know; the "
+            f"adapter was tested with open_clip {OPEN_CLIP.tested}",
             stacklevel=2,
         )
     steps = getattr(args, "accum_freq", 1)
@@ -86,7 +86,7 @@ def replaced(theirs: nn.Module | None, args: Any) -> nn.Module:  # Any: their na
     return ours if steps == 1 else _InMicroSteps(ours, steps)
 
 
-def _ranks(theirs: Any) -> dict[str, int]:  # Any: one of their losses
+def _ranks(theirs: Any) -> dict[str, Any]:
     return {"rank": theirs.rank, "world_size": theirs.world_size}
 
 

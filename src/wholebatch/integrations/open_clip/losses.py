@@ -3,15 +3,17 @@
     loss_fn = ClipLoss(local_loss=True, gather_with_grad=True, rank=rank, world_size=world_size)
     losses = loss_fn(image_features, text_features, logit_scale, output_dict=True)
 
-`local_loss`, `gather_with_grad`, `cache_labels`, `dist_impl` and `chunk_size` choose there how the loss is computed, and
-some choices change its gradient. Here they are accepted and change nothing: every rank returns the loss of the global
-batch, and after the averaging of DDP or FSDP every parameter has its exact gradient. `rank` and `world_size` are
-compared with the process group, which the loss finds by itself; `rank=0, world_size=1`, their defaults, are not.
+In open_clip, `local_loss`, `gather_with_grad`, `cache_labels`, `dist_impl` and `chunk_size` choose how a loss is
+computed, and some choices change its gradient. Here they are accepted and change nothing: every rank returns the loss
+of the global batch, and after the averaging of DDP or FSDP every parameter has its exact gradient. A loss finds the
+process group by itself. `rank` and `world_size` are compared with it, unless both have their defaults.
 
-No open_clip is needed here.
+This module does not import open_clip.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +86,10 @@ class ClipLoss(_OfTheirArguments):
     ) -> None:
         super().__init__(rank, world_size, use_horovod, group)
         self.local_loss, self.gather_with_grad, self.cache_labels = local_loss, gather_with_grad, cache_labels
-        self.contrastive = wb.CLIPLoss(group=group, exchange=exchange, memory=memory, precision=precision)
+        self._make_losses(group=group, exchange=exchange, memory=memory, precision=precision)
+
+    def _make_losses(self, **settings: Any) -> None:
+        self.contrastive = wb.CLIPLoss(**settings)
 
     def forward(
         self,
@@ -148,15 +153,15 @@ class SigLipLoss(_OfTheirArguments):
 
 
 class CoCaLoss(ClipLoss):
-    """open_clip's `CoCaLoss`: CLIP's loss, and the cross-entropy of captions, the mean over the tokens of all ranks.
+    """open_clip's `CoCaLoss`: CLIP's loss, and the cross-entropy of captions, a mean over the tokens of all ranks.
 
-    open_clip takes the mean over each rank's tokens. With captions of different lengths, the mean of the ranks' means is
-    another loss than that of one process.
+    open_clip takes the mean over each rank's tokens. With captions of different lengths, the mean of these means is not
+    the loss of one process.
 
     Args:
         caption_loss_weight, clip_loss_weight, pad_id: as there; tokens `pad_id` do not count.
-        local_loss, gather_with_grad, cache_labels, rank, world_size, use_horovod, group, exchange, memory, precision: as
-            in :class:`ClipLoss`.
+        local_loss, gather_with_grad, cache_labels, rank, world_size, use_horovod: as in :class:`ClipLoss`.
+        group, exchange, memory, precision: as there.
     """
 
     def __init__(
@@ -221,37 +226,13 @@ class DistillClipLoss(ClipLoss):
     """open_clip's `DistillClipLoss`: CLIP's loss, and :class:`wholebatch.DistillationLoss` from a teacher's features.
 
     Args:
-        local_loss, gather_with_grad, cache_labels, rank, world_size, use_horovod, group, exchange, memory, precision: as
-            in :class:`ClipLoss`.
+        local_loss, gather_with_grad, cache_labels, rank, world_size, use_horovod: as in :class:`ClipLoss`.
+        group, exchange, memory, precision: as there.
     """
 
-    def __init__(
-        self,
-        local_loss: bool = False,
-        gather_with_grad: bool = False,
-        cache_labels: bool = False,
-        rank: int = 0,
-        world_size: int = 1,
-        use_horovod: bool = False,
-        *,
-        group: Group = None,
-        exchange: ExchangeName = "auto",
-        memory: Memory = "auto",
-        precision: Precision = "auto",
-    ) -> None:
-        super().__init__(
-            local_loss,
-            gather_with_grad,
-            cache_labels,
-            rank,
-            world_size,
-            use_horovod,
-            group=group,
-            exchange=exchange,
-            memory=memory,
-            precision=precision,
-        )
-        self.distillation = wb.DistillationLoss(group=group, exchange=exchange, memory=memory, precision=precision)
+    def _make_losses(self, **settings: Any) -> None:
+        super()._make_losses(**settings)
+        self.distillation = wb.DistillationLoss(**settings)
 
     def forward(  # type: ignore[override]  # open_clip's has other arguments than its base class's, too
         self,

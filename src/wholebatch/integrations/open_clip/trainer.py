@@ -3,8 +3,8 @@
     main(["--train-data", ..., "--wholebatch-chunk-size", "32"])
 
 Three names of `open_clip_train.main` are replaced while it runs: its parser, to refuse options that contradict the
-loss; the factory of its loss (`create_loss` in 3.3, `create_task` in 4); and, with chunks, `train_one_epoch`, which then
-gets a model that encodes in chunks. The loop itself is theirs.
+loss; the factory of its loss (`create_loss` in 3.3, `create_task` in 4); and with `--wholebatch-chunk-size` also
+`train_one_epoch`, which then gets a model that encodes in chunks. The loop itself is theirs.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def _checked(parse: Callable[..., Any], chunk_size: int | None) -> Callable[...,
 def _refuse_with_chunks(args: Any, chunk_size: int) -> None:
     if args.accum_freq > 1:
         raise UserError(
-            f"--accum-freq {args.accum_freq} and --wholebatch-chunk-size {chunk_size} both divide the batch; instead of "
-            f"both, pass --batch-size {args.batch_size * args.accum_freq} --wholebatch-chunk-size {chunk_size}"
+            f"--accum-freq {args.accum_freq} and --wholebatch-chunk-size {chunk_size} both divide the batch; pass "
+            f"instead --batch-size {args.batch_size * args.accum_freq} --wholebatch-chunk-size {chunk_size}"
         )
     if "coca" in args.model.lower():
         raise UserError(
