@@ -23,8 +23,8 @@ import matplotlib  # noqa: E402
 import torch  # noqa: E402
 from open_clip_runs import Run, make_data, train  # noqa: E402
 
-from wholebatch._measure import machine  # noqa: E402
 from wholebatch._third_party import declare_torchvision_operators  # noqa: E402
+from wholebatch.bench.records import about  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "integrations_open_clip.json"
 PICTURE = ROOT / "docs" / "images" / "open_clip_losses.png"
@@ -53,18 +53,17 @@ def main() -> None:
         make_data(folder, PAIRS)
         teacher = train(folder, 1, PAIRS, "--seed", "7", *SGD, steps=1, name="teacher")
         torch.save(teacher.weights, folder / "teacher.pt")
-        rows = distances(folder)
+        distances_of_rows = distances(folder)
         curves = {
             "one process, the whole batch": run(folder, "CLIP", 1, steps=CURVE_STEPS),
             "two processes, wholebatch": run(folder, "CLIP", 2, ours=True, steps=CURVE_STEPS),
-            "two processes, open_clip": run(folder, "CLIP", 2, steps=CURVE_STEPS),
-            "two processes, open_clip --local-loss": run(folder, "CLIP", 2, "--local-loss", steps=CURVE_STEPS),
+            "two processes, open_clip, default flags": run(folder, "CLIP", 2, steps=CURVE_STEPS),
+            "two processes, open_clip, --local-loss": run(folder, "CLIP", 2, "--local-loss", steps=CURVE_STEPS),
         }
     found = {
-        "machine": machine(),
-        "torch": torch.__version__,
+        **about(),
         "open_clip": version(),
-        "distances": rows,
+        "distances": distances_of_rows,
         "losses": {label: one.losses for label, one in curves.items()},
     }
     RESULTS.write_text(json.dumps(found, indent=1) + "\n")

@@ -1,6 +1,6 @@
 """open_clip's own trainer on two processes: with our losses, 20 steps give the weights of one on the whole batch.
 
-    make ecosystem
+    make vision
 
 In each case one process trains with open_clip's loss on the whole batch, which is the truth. Weights are float32. The
 distance between two runs is relative to the distance that training has moved the weights.
@@ -13,16 +13,22 @@ import re
 import subprocess
 import sys
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+if find_spec("open_clip") is None:
+    pytest.skip("open_clip is not installed: `make vision`", allow_module_level=True)
+
 import torch
 from open_clip_runs import CLIP, make_data, train
 
+import wholebatch as wb
 from wholebatch._third_party import declare_torchvision_operators
 
 declare_torchvision_operators()
-open_clip = pytest.importorskip("open_clip")
+import open_clip  # noqa: E402
 from open_clip import loss as theirs  # noqa: E402
 
 from wholebatch.integrations import open_clip as ours  # noqa: E402
@@ -126,6 +132,15 @@ def test_open_clips_accumulation_multiplies_the_gradient_of_the_scale(run):
 @pytest.mark.parametrize("name", ["clip", "siglip", "distill"])
 def test_chunks_give_the_same_weights(run, name):
     assert_equal_to_one_process(run, name, "--wholebatch-chunk-size", "5")
+
+
+@pytest.mark.skipif(hasattr(open_clip, "create_task"), reason="the audit's loop is that of open_clip 3")
+@pytest.mark.parametrize("name", ["clip", "clip_in_four_micro_steps", "siglip"])
+def test_the_audit_finds_the_gradients_exact(name):
+    import open_clip_audits  # it imports open_clip 3's training loop
+
+    report = wb.audit(getattr(open_clip_audits, name), ranks=(1, 2))
+    assert report.exact, report
 
 
 # Refusals.
