@@ -155,6 +155,20 @@ def test_contradicting_arguments_are_refused():
     open_clip.ClipLoss(group=wb.comm.LocalCommunicator())(**inputs)
 
 
+def forgotten_rank():
+    rows, scalars = batch()
+    try:
+        open_clip.ClipLoss(rank=0, world_size=2)(**leaves(rows, scalars, "ClipLoss"))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_wrong_rank_is_an_error_on_all_ranks():
+    for message in run_ranks(forgotten_rank, 2, timeout_s=60):
+        assert "must be those of the process group, 1 and 2, got 0 and 2" in message
+
+
 # The factory, with stand-ins for open_clip's losses.
 
 
@@ -224,6 +238,15 @@ def test_a_missing_framework_is_named_with_the_command_that_installs_it(monkeypa
         FrameworkError, match=r"adapter was tested with open_clip 3\.3\.0 and .*: pip install 'open_clip_"
     ):
         open_clip.create_loss(SimpleNamespace())
+
+
+def test_the_command_without_a_framework_is_one_line():
+    program = "import sys, runpy; sys.modules['open_clip'] = None; sys.argv[1:] = ['--siglip']; "
+    program += "runpy.run_module('wholebatch.integrations.open_clip', run_name='__main__')"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert run.stderr.count("\n") == 1
+    assert "error: open_clip cannot be imported (" in run.stderr
 
 
 def test_a_framework_that_is_too_old_is_refused(monkeypatch):

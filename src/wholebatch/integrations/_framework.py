@@ -41,20 +41,12 @@ class Framework(NamedTuple):
             FrameworkError: if the framework, or a package that the module imports, is missing, or if the framework is
                 older than the tested versions.
         """
-        try:
-            top = importlib.import_module(self.module)
-            found = importlib.import_module(name)
-        except ImportError as error:
-            raise FrameworkError(
-                f"{name} cannot be imported ({error}); this adapter was tested with {self.module} {self.tested}: "
-                f"{self.install}"
-            ) from error
-        installed = self._installed(top)
+        installed = self._installed(self._import(self.module))
         if _numbers(installed) < _numbers(self.versions[0]):
             raise FrameworkError(
                 f"{self.module} {installed} is too old; this adapter was tested with {self.tested}: {self.install}"
             )
-        return found
+        return self._import(name)
 
     def seam(self, module: ModuleType, *names: str) -> str:
         """Return the first of the names that the module has, at which the adapter enters.
@@ -65,11 +57,20 @@ class Framework(NamedTuple):
         for name in names:
             if hasattr(module, name):
                 return name
-        installed = self._installed(importlib.import_module(self.module))
+        installed = self._installed(self._import(self.module))
         raise FrameworkError(
             f"{module.__name__} of {self.module} {installed} has no {' and no '.join(names)}, where this adapter puts "
             f"its loss; it was tested with {self.tested}: {self.install}"
         )
+
+    def _import(self, name: str) -> ModuleType:
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            raise FrameworkError(
+                f"{name} cannot be imported ({error}); this adapter was tested with {self.module} {self.tested}: "
+                f"{self.install}"
+            ) from error
 
     def _installed(self, top: ModuleType) -> str:
         return str(getattr(top, "__version__", "of an unknown version"))

@@ -11,7 +11,6 @@ trainer      runs open_clip_train.main with these factories
 chunked      gradient caching inside its loop
 """
 
-from . import factory as factory
 from .factory import create_loss, create_task
 from .losses import ClipLoss, CoCaLoss, DistillClipLoss, SigLipLoss
 from .trainer import main

@@ -10,10 +10,13 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..._third_party import declare_torchvision_operators
 from ..._user_error import UserError
 from .._framework import Framework
 from .losses import ClipLoss, CoCaLoss, DistillClipLoss, SigLipLoss
@@ -33,7 +36,7 @@ def create_loss(args: Any) -> nn.Module:  # Any: their namespace of options
         ValueError: for `--horovod`, and if the chosen loss has no counterpart here.
     """
     refuse(args)
-    module = OPEN_CLIP.load("open_clip")
+    module = load("open_clip")
     return replaced(getattr(module, OPEN_CLIP.seam(module, "create_loss"))(args), args)
 
 
@@ -45,10 +48,17 @@ def create_task(args: Any, *positional: Any, **keywords: Any) -> nn.Module:  # A
         ValueError: for `--horovod`, and if the task's loss has no counterpart here, such as GenLIP's.
     """
     refuse(args)
-    module = OPEN_CLIP.load("open_clip")
+    module = load("open_clip")
     task: nn.Module = getattr(module, OPEN_CLIP.seam(module, "create_task"))(args, *positional, **keywords)
     task.loss = replaced(getattr(task, "loss", None), args)
     return task
+
+
+def load(name: str) -> ModuleType:
+    """Import one of open_clip's modules, also on CPU builds of torch, where its torchvision does not load by itself."""
+    with suppress(ImportError):  # without torchvision, open_clip's own error says more
+        declare_torchvision_operators()
+    return OPEN_CLIP.load(name)
 
 
 def refuse(args: Any) -> None:  # Any: their namespace of options

@@ -13,7 +13,7 @@ This module does not import open_clip.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -44,15 +44,18 @@ class _OfTheirArguments(nn.Module):
         self.rank, self.world_size, self.group = rank, world_size, group
 
     def _check_ranks(self) -> None:
-        """Raise ValueError if rank and world size were given, and are not those of the group."""
+        """Raise ValueError on all ranks if one was given a rank and a world size that are not those of the group."""
         if (self.rank, self.world_size) == (0, 1):
             return
         comm = wb.comm.select_communicator(self.group)
         if (self.rank, self.world_size) != (comm.rank, comm.size):
-            raise ValueError(
-                f"rank and world_size must be those of the process group, {comm.rank} and {comm.size}, got {self.rank} "
-                f"and {self.world_size}; leave them out, or call torch.distributed.init_process_group() first"
-            )
+            comm.handshake(lambda: self._refuse_ranks(comm), caller=f"{type(self).__name__}.forward")
+
+    def _refuse_ranks(self, comm: wb.comm.Communicator) -> NoReturn:
+        raise ValueError(
+            f"rank and world_size must be those of the process group, {comm.rank} and {comm.size}, got {self.rank} "
+            f"and {self.world_size}; leave them out, or call torch.distributed.init_process_group() first"
+        )
 
 
 class ClipLoss(_OfTheirArguments):

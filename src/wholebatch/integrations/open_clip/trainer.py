@@ -17,10 +17,9 @@ from typing import Any
 
 from torch import nn
 
-from ..._third_party import declare_torchvision_operators
 from ..._user_error import UserError
 from .chunked import ChunkedModel
-from .factory import OPEN_CLIP, create_loss, create_task, refuse
+from .factory import OPEN_CLIP, create_loss, create_task, load, refuse
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,8 +37,7 @@ def main(argv: Sequence[str]) -> int:
         ValueError: for options that contradict this library, with the fix.
     """
     ours, theirs = _parser().parse_known_args(list(argv))
-    declare_torchvision_operators()  # on CPU builds of torch, torchvision cannot be imported otherwise
-    module = OPEN_CLIP.load("open_clip_train.main")
+    module = load("open_clip_train.main")
     factory = OPEN_CLIP.seam(module, "create_task", "create_loss")
     replacements = {
         "parse_args": _checked(getattr(module, OPEN_CLIP.seam(module, "parse_args")), ours.chunk_size),
