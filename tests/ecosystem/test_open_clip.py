@@ -129,9 +129,19 @@ def test_open_clips_accumulation_multiplies_the_gradient_of_the_scale(run):
     assert (found / true).item() == pytest.approx(2, rel=1e-2)
 
 
-@pytest.mark.parametrize("name", ["clip", "siglip", "distill"])
-def test_chunks_give_the_same_weights(run, name):
-    assert_equal_to_one_process(run, name, "--wholebatch-chunk-size", "5")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("clip", ()), ("siglip", ()), ("distill", ()), ("clip", ("--grad-checkpointing", "--ddp-static-graph"))],
+)
+def test_chunks_give_the_same_weights(run, name, options):
+    assert_equal_to_one_process(run, name, "--wholebatch-chunk-size", "5", *options)
+
+
+@pytest.mark.skipif(not hasattr(open_clip, "create_task"), reason="open_clip 3 has no FSDP")
+@pytest.mark.parametrize("options", [(), ("--wholebatch-chunk-size", "5")])
+@pytest.mark.parametrize("name", ["clip", "siglip"])
+def test_fsdp(run, name, options):
+    assert_equal_to_one_process(run, name, "--fsdp", *options)
 
 
 @pytest.mark.skipif(hasattr(open_clip, "create_task"), reason="the audit's loop is that of open_clip 3")
@@ -155,7 +165,10 @@ def refused(*options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--accum-freq", "4", "--batch-size", "8", "--wholebatch-chunk-size", "4"], "pass --batch-size 32 --whole"),
+        (
+            ["--accum-freq", "4", "--batch-size", "8", "--wholebatch-chunk-size", "4"],
+            "pass instead --batch-size 32 --whole",
+        ),
         (["--model", "coca_ViT-B-32", "--wholebatch-chunk-size", "4"], "needs the logits of all tokens"),
     ],
 )
