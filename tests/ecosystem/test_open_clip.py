@@ -167,7 +167,7 @@ def refused(*options):
     [
         (
             ["--accum-freq", "4", "--batch-size", "8", "--wholebatch-chunk-size", "4"],
-            "pass instead --batch-size 32 --whole",
+            "pass instead --batch-size 32 ",
         ),
         (["--model", "coca_ViT-B-32", "--wholebatch-chunk-size", "4"], "needs the logits of all tokens"),
     ],
