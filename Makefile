@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test quick faults kernels gpu strict deferred jax ecosystem peers docs lint format clean
+.PHONY: train test quick faults kernels gpu strict deferred jax ecosystem vision peers docs lint format clean
 
 # The main job: images of Unicode characters and their names. Options: make train ARGS="--ranks 2"
 train: .venv/train-installed
@@ -64,8 +64,14 @@ jax: .venv/dev-installed
 	  tests/test_jax_processes.py $(ARGS)
 
 # Tests with transformers, peft, sentence-transformers, accelerate, Lightning and DeepSpeed, in a separate environment.
-ecosystem: .venv-ecosystem/ready
+# Without ARGS, those of `make vision` as well.
+ecosystem: .venv-ecosystem/ready $(if $(ARGS),,vision)
 	.venv-ecosystem/bin/python -m pytest tests/ecosystem $(ARGS)
+
+# Tests inside trainers that need torchvision: open_clip's, in a separate environment.
+VISION = tests/ecosystem/test_open_clip.py
+vision: .venv-vision/ready
+	.venv-vision/bin/python -m pytest $(VISION) $(ARGS)
 
 # The libraries that benchmarks/losses.py compares with, in a separate environment.
 peers: .venv-peers/ready
@@ -85,7 +91,7 @@ format: .venv/dev-installed
 	$(BIN)/ruff format
 
 clean:
-	rm -rf .venv .venv-mpich .venv-openmpi .venv-ecosystem .venv-peers .venv-docs .venv-triton-* site .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf .venv .venv-mpich .venv-openmpi .venv-ecosystem .venv-vision .venv-peers .venv-docs .venv-triton-* site .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
 
 define make_environment
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -136,6 +142,13 @@ INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constr
 	.venv-ecosystem/bin/python $(INSTALL) --editable '.[train,testing]' pytest \
 	  transformers peft sentence-transformers datasets accelerate lightning
 	DS_BUILD_OPS=0 .venv-ecosystem/bin/python $(INSTALL) --no-build-isolation 'deepspeed>=0.19.1'
+	touch $@
+
+# torchvision's compiled operators do not load beside a CPU build of torch; the tests declare them.
+.venv-vision/ready: .venv-vision/bin/python pyproject.toml constraints.txt
+	@echo "installing torch, torchvision and open_clip into .venv-vision"
+	.venv-vision/bin/python $(INSTALL) torch==2.13.0
+	.venv-vision/bin/python $(INSTALL) --editable '.[train,testing]' pytest torchvision open_clip_torch timm webdataset pandas
 	touch $@
 
 # The reference is read from the source without importing it, so neither torch nor wholebatch is installed here.

@@ -18,7 +18,12 @@ from mkdocs.structure.files import File, Files
 
 SOURCE = Path(__file__).parent.parent / "src"
 PACKAGE = "wholebatch"
-NESTED = ("auditing", "jax", "jax.reference")  # public modules that `wholebatch.__all__` does not name
+NESTED = (
+    "auditing",
+    "integrations.open_clip",
+    "jax",
+    "jax.reference",
+)  # public modules that `wholebatch.__all__` does not name
 
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|data|exc):`([^`]+)`")
 _FORMULA = re.compile(r"(?:^|(?<=\n\n))(\w[\w/()']* += \S.*(?:\n\S.*)*)(?=\n\n|$)")  # a paragraph that is an equation

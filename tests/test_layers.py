@@ -25,7 +25,7 @@ LAYERS = (
     ("auditing",),
     ("testing",),
     ("planning",),
-    ("bench", "train", "doctor"),
+    ("bench", "train", "doctor", "integrations"),
     ("_torch_names",),
     ("",),
 )
@@ -78,7 +78,7 @@ def wrong_layers(picture: list[list[str]]) -> list[str]:
 def test_the_readmes_picture_shows_these_layers():
     picture = drawn((ROOT.parents[1] / "README.md").read_text())
     assert wrong_layers(picture) == []
-    assert wrong_layers(picture[1:]) == ["bench", "doctor", "train"]
+    assert wrong_layers(picture[1:]) == ["bench", "doctor", "integrations", "train"]
     assert wrong_layers(picture[::-1])
 
 

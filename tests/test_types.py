@@ -15,7 +15,18 @@ from pathlib import Path
 import pytest
 
 USER = Path(__file__).parent / "typed" / "user.py"
-MODULES = ["functional", "comm", "heads", "gradcache", "testing", "jax", "reference", "planning", "auditing"]
+MODULES = [
+    "integrations.open_clip",
+    "functional",
+    "comm",
+    "heads",
+    "gradcache",
+    "testing",
+    "jax",
+    "reference",
+    "planning",
+    "auditing",
+]
 
 
 def mistakes() -> set[int]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PROSE = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md", "benchmarks/*.md"]  # whole files
+PROSE = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**/*.md", "benchmarks/*.md"]  # whole files
 SOURCES = [
     "src/**/*.py",
     "docs/*.py",
