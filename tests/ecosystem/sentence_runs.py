@@ -14,7 +14,26 @@ from dual import as_launched, free_port, reductions_counted, weights
 
 from wholebatch.testing import run_ranks
 
-WORDS = "sort find read write open close list file line word number sum the a of in to all".split()
+WORDS = [
+    "sort",
+    "find",
+    "read",
+    "write",
+    "open",
+    "close",
+    "list",
+    "file",
+    "line",
+    "word",
+    "number",
+    "sum",
+    "the",
+    "a",
+    "of",
+    "in",
+    "to",
+    "all",
+]
 COLUMNS = ("anchor", "positive", "negative_1", "negative_2")
 ROWS, STEPS = 8, 20
 NOT_THEIRS = ("CoSENTLoss", "AnglELoss", "BatchAllTripletLoss")  # losses that WholeBatchLoss takes
@@ -28,7 +47,7 @@ class Case:
     columns: int = 2
     settings: dict = field(default_factory=dict)
     matryoshka: dict | None = None
-    guide: bool = False
+    guide: bool | str = False
     labels: bool = False
     ours: dict = field(default_factory=dict)
     trainer: dict = field(default_factory=dict)
@@ -36,7 +55,7 @@ class Case:
 
 @dataclass
 class Run:
-    """A finished training: the weights at its start and end, the logged losses, and how often gradients were reduced."""
+    """A finished training: weights at start and end, the logged losses, and how often gradients were reduced."""
 
     start: torch.Tensor
     weights: torch.Tensor
@@ -44,16 +63,16 @@ class Run:
     reductions: int = 0
 
 
-def encoder(folder, seed=0, size=16):
+def encoder(folder, seed=0, size=16, reverse=False):
     """Return a sentence encoder without dropout."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-    path = Path(folder) / f"bert-{seed}"
+    path = Path(folder) / f"bert-{seed}-{reverse}"
     if not path.exists():
-        vocabulary = ["[PAD]", "[UNK]", *WORDS]
+        vocabulary = ["[PAD]", "[UNK]", *(reversed(WORDS) if reverse else WORDS)]
         inner = Tokenizer(models.WordLevel({word: k for k, word in enumerate(vocabulary)}, unk_token="[UNK]"))
         inner.pre_tokenizer = pre_tokenizers.Whitespace()
         torch.manual_seed(seed)
@@ -86,11 +105,10 @@ def texts(rows, columns, seed=1, labels=False):
 
 
 def loss_of(how, case, model, folder):
-    """Return a case's loss.
+    """Return a case's loss: "ours" or "theirs".
 
-    Args:
-        how: "ours", "theirs", "ours, local" and "theirs, gathered" with the other `gather_across_devices`, or
-            "ours in their MatryoshkaLoss".
+    "ours, local" and "theirs, gathered" have the other `gather_across_devices`; "ours in their MatryoshkaLoss" has only
+    the wrapper from them.
     """
     from sentence_transformers.sentence_transformer import losses as theirs
 
@@ -98,7 +116,7 @@ def loss_of(how, case, model, folder):
 
     module = theirs if how.startswith("theirs") else ours
     gather = {"ours, local": {"gather_across_devices": False}, "theirs, gathered": {"gather_across_devices": True}}
-    guide = [encoder(folder, seed=5)] if case.guide else []
+    guide = [encoder(folder, seed=5, reverse=case.guide == "other words")] if case.guide else []
     if case.loss in NOT_THEIRS:
         loss = getattr(theirs, case.loss)(model, **case.settings)
         loss = loss if module is theirs else ours.WholeBatchLoss(model, loss, **case.ours)
@@ -153,7 +171,7 @@ def run_cases(how, cases, folder, ranks, reductions=()):
         )
         try:
             found[name] = trained(model, loss_of(how, case, model, folder), data, ranks, reductions, **case.trainer)
-        except Exception as error:  # noqa: BLE001  # a test asserts on it
+        except Exception as error:  # a test asserts on it
             found[name] = f"{type(error).__name__}: {error}"
     return found
 

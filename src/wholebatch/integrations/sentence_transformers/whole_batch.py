@@ -1,8 +1,8 @@
-"""Any of their losses, over the whole batch: CoSENT, AnglE, triplets of a batch, and others.
+"""Any of their losses, over the whole batch: CoSENT, AnglE, triplets of a batch, FLOPS of SPLADE, and others.
 
-A loss that has `compute_loss_from_embeddings(embeddings, labels)` gets the embeddings and labels of all processes, by
-:class:`wholebatch.WholeBatch`. Each process computes all of it, so it fits losses whose work is small. For losses that
-are a mean over rows there is nothing to gain: averaging gradients makes them exact.
+A loss with `compute_loss_from_embeddings(embeddings, labels)`, or a regularizer with `(embeddings)`, gets the embeddings
+and labels of all processes, by :class:`wholebatch.WholeBatch`. Each process computes all of it, so it fits losses whose
+work is small. For losses that are a mean over rows there is nothing to gain: averaging gradients makes them exact.
 """
 
 from __future__ import annotations
@@ -69,23 +69,29 @@ class WholeBatchLoss(BatchLoss):
         """See `compute_loss_from_embeddings`."""
         return self.compute_loss_from_embeddings(embeddings, beside)
 
-    def compute_loss_from_embeddings(self, embeddings: Sequence[Tensor], labels: Tensor | None = None) -> Tensor:
+    def compute_loss_from_embeddings(
+        self, embeddings: Sequence[Tensor] | Tensor, labels: Tensor | None = None
+    ) -> Tensor:
         """Return their loss of the embeddings and labels of all processes.
 
         Args:
-            embeddings: (b, d) for each column, this process's.
+            embeddings: (b, d) for each column, this process's; or one tensor, for losses that take one, as FlopsLoss.
             labels: (b, ...), this process's, or None.
         """
-        columns = len(embeddings)
+        theirs: Any = self.loss
+        columns = [embeddings] if isinstance(embeddings, Tensor) else [*embeddings]
 
         def of_all(*rows: Tensor) -> Tensor:
-            given = None if labels is None else rows[columns].view(-1, *labels.shape[1:])
-            found: Tensor = theirs.compute_loss_from_embeddings([*rows[:columns]], given)
+            given = [rows[len(columns)].view(-1, *labels.shape[1:])] if labels is not None else []
+            found: Tensor
+            if isinstance(embeddings, Tensor):
+                found = theirs.compute_loss_from_embeddings(rows[0], *given)
+            else:
+                found = theirs.compute_loss_from_embeddings([*rows[: len(columns)]], *(given or [None]))
             return found
 
-        theirs: Any = self.loss
         beside = [] if labels is None else [labels.reshape(len(labels), -1)]
-        return wb.WholeBatch(of_all, group=self.group)(*embeddings, *beside)
+        return wb.WholeBatch(of_all, group=self.group)(*columns, *beside)
 
     def get_config_dict(self) -> dict[str, Any]:
         """Return the arguments, for the model card."""
