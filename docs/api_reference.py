@@ -21,6 +21,7 @@ PACKAGE = "wholebatch"
 NESTED = (
     "auditing",
     "integrations.open_clip",
+    "integrations.sentence_transformers",
     "jax",
     "jax.reference",
 )  # public modules that `wholebatch.__all__` does not name

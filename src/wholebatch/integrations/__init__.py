@@ -1,6 +1,7 @@
 """Adapters to other people's trainers: their loop and their options, with losses of this library.
 
-open_clip        `python -m wholebatch.integrations.open_clip ...`, and losses with open_clip's signatures
+open_clip               `python -m wholebatch.integrations.open_clip ...`, and losses with open_clip's signatures
+sentence_transformers   losses with sentence-transformers' signatures, for its own trainer
 
 Each adapter is thin: values and gradients come from the public losses. It imports its framework when it is used, so
 importing the adapter needs only torch.

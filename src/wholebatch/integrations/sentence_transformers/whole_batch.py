@@ -1,8 +1,8 @@
 """Any of their losses, over the whole batch: CoSENT, AnglE, triplets of a batch, FLOPS of SPLADE, and others.
 
-A loss with `compute_loss_from_embeddings(embeddings, labels)`, or a regularizer with `(embeddings)`, gets the embeddings
-and labels of all processes, by :class:`wholebatch.WholeBatch`. Each process computes all of it, so it fits losses whose
-work is small. For losses that are a mean over rows there is nothing to gain: averaging gradients makes them exact.
+A loss with `compute_loss_from_embeddings(embeddings, labels)`, or a regularizer with `(embeddings)`, gets embeddings and
+labels of all processes, by :class:`wholebatch.WholeBatch`. Each process computes all of it, which fits losses with
+little work. For losses that are a mean over rows there is nothing to gain: averaging gradients makes them exact.
 """
 
 from __future__ import annotations
@@ -82,12 +82,11 @@ class WholeBatchLoss(BatchLoss):
         columns = [embeddings] if isinstance(embeddings, Tensor) else [*embeddings]
 
         def of_all(*rows: Tensor) -> Tensor:
-            given = [rows[len(columns)].view(-1, *labels.shape[1:])] if labels is not None else []
-            found: Tensor
+            given = None if labels is None else rows[len(columns)].view(-1, *labels.shape[1:])
             if isinstance(embeddings, Tensor):
-                found = theirs.compute_loss_from_embeddings(rows[0], *given)
+                found: Tensor = theirs.compute_loss_from_embeddings(rows[0], *([] if given is None else [given]))
             else:
-                found = theirs.compute_loss_from_embeddings([*rows[: len(columns)]], *(given or [None]))
+                found = theirs.compute_loss_from_embeddings([*rows[: len(columns)]], given)
             return found
 
         beside = [] if labels is None else [labels.reshape(len(labels), -1)]
