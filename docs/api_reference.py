@@ -22,6 +22,7 @@ NESTED = (
     "auditing",
     "integrations.open_clip",
     "integrations.sentence_transformers",
+    "integrations.transformers",
     "jax",
     "jax.reference",
 )  # public modules that `wholebatch.__all__` does not name

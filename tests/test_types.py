@@ -18,6 +18,7 @@ USER = Path(__file__).parent / "typed" / "user.py"
 MODULES = [
     "integrations.open_clip",
     "integrations.sentence_transformers",
+    "integrations.transformers",
     "functional",
     "comm",
     "heads",

@@ -1,8 +1,8 @@
 """Any of their losses, over the whole batch: CoSENT, AnglE, triplets of a batch, FLOPS of SPLADE, and others.
 
-A loss with `compute_loss_from_embeddings(embeddings, labels)`, or a regularizer with `(embeddings)`, gets embeddings and
-labels of all processes, by :class:`wholebatch.WholeBatch`. Each process computes all of it, which fits losses with
-little work. For losses that are a mean over rows there is nothing to gain: averaging gradients makes them exact.
+A loss with `compute_loss_from_embeddings(embeddings, labels)`, or a regularizer with `(embeddings)`, gets the rows of
+all processes, labels included, by :class:`wholebatch.WholeBatch`. Each process computes all of it, which fits losses
+with little work. For losses that are a mean over rows there is nothing to gain: averaging gradients makes them exact.
 """
 
 from __future__ import annotations
