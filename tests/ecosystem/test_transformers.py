@@ -171,3 +171,21 @@ def test_mistakes_are_refused():
         TypeError, match=r"outputs must be a tuple of tensors, or have image_embeds .* got dict of Linear"
     ):
         features_of(nn.Linear(1, 1), {"loss": 1})
+
+
+def test_a_siglip_model_gives_its_own_loss():
+    from transformers import SiglipConfig, SiglipModel
+
+    from wholebatch.integrations.transformers import features_of
+
+    torch.manual_seed(0)
+    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = tower | {"vocab_size": 20, "max_position_embeddings": 8, "projection_size": 16}
+    config = SiglipConfig(text_config=text, vision_config=tower | {"image_size": 8, "patch_size": 4})
+    model = SiglipModel(config).double().eval()
+    with torch.no_grad():
+        model.logit_scale.fill_(1.3)
+        model.logit_bias.fill_(-2.0)
+    batch = torch.utils.data.default_collate([PicturesAndTexts(5)[row] for row in range(5)])
+    outputs = model(**batch, return_loss=True)
+    assert wb.SigLIPLoss()(*features_of(model, outputs)).item() == pytest.approx(outputs.loss.item(), rel=1e-12)

@@ -103,10 +103,8 @@ class WholeBatchTrainerMixin:
         def encode(**rows: Any) -> Features:
             return self.features_of(unwrapped, model(**rows))
 
-        if self.chunk_size is None:
-            features = encode(**inputs)
-        else:
-            features = wb.gradcache.encode(encode, inputs, self.chunk_size)
+        size = self.chunk_size
+        features = encode(**inputs) if size is None else wb.gradcache.encode(encode, inputs, size)
         loss = self.batch_loss(*features)
         return (loss, {}) if return_outputs else loss
 
