@@ -21,6 +21,8 @@ PACKAGE = "wholebatch"
 NESTED = (
     "auditing",
     "integrations.open_clip",
+    "integrations.sentence_transformers",
+    "integrations.transformers",
     "jax",
     "jax.reference",
 )  # public modules that `wholebatch.__all__` does not name

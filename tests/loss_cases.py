@@ -191,6 +191,9 @@ LOSSES = {
         info_nce_with("negatives", "hard_negatives", "weights", margin=0.1, hardness=2.0, directions=BOTH_DIRECTIONS),
         inputs=(X, Y, NEGATIVES, HARD_NEGATIVES, WEIGHTS),
     ),
+    "info_nce, hardness of hard negatives": Case(
+        info_nce_with("hard_negatives", hardness=1.0, hard_negative_hardness=3.0), inputs=(X, Y, HARD_NEGATIVES)
+    ),
     "info_nce, hardness, label smoothing": Case(
         info_nce_with("negatives", hardness=2.0, label_smoothing=0.2, directions=BOTH_DIRECTIONS),
         inputs=(X, Y, NEGATIVES),

@@ -253,6 +253,7 @@ NEW_MISTAKES = [
         "hardness requires 'query_to_key' in directions, got",
     ),
     ("info_nce_loss", {"hardness": -1.0}, "hardness must not be negative, got -1.0"),
+    ("info_nce_loss", {"hard_negative_hardness": -1.0}, "hard_negative_hardness must not be negative, got -1.0"),
     ("info_nce_loss", {"directions": ("query_to_key",) * 2}, "directions must be different"),
     ("info_nce_loss", {"directions": ("query_to_key", "sideways")}, "directions must be one of 'query_to_key', .*way"),
     ("info_nce_loss", {"partition": "both"}, "partition must be one of 'joint', 'per_direction'; got 'both'"),

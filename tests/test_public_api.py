@@ -10,7 +10,7 @@ import pytest
 import wholebatch as wb
 from wholebatch import losses
 from wholebatch.heads import margins
-from wholebatch.integrations import open_clip
+from wholebatch.integrations import open_clip, sentence_transformers, transformers
 
 LOSSES = [name for name in losses.__all__ if name.endswith("_loss")] + ["partial_fc_loss"]  # docs/losses.md lists them
 PUBLIC = {
@@ -71,6 +71,17 @@ PUBLIC = {
         "save_head",
     ],
     open_clip: ["ClipLoss", "CoCaLoss", "DistillClipLoss", "SigLipLoss", "create_loss", "create_task", "main"],
+    sentence_transformers: [
+        "CachedGISTEmbedLoss",
+        "CachedMultipleNegativesRankingLoss",
+        "CachedMultipleNegativesSymmetricRankingLoss",
+        "GISTEmbedLoss",
+        "MatryoshkaLoss",
+        "MultipleNegativesRankingLoss",
+        "MultipleNegativesSymmetricRankingLoss",
+        "WholeBatchLoss",
+    ],
+    transformers: ["ComputeLoss", "WholeBatchTrainerMixin", "features_of"],
     wb.partition: ["Diagonal", "Partition", "Tile", "tiles"],
     wb.reference: LOSSES,
     wb.testing: ["RankError", "RankTimeoutError", "assert_exact", "preload", "run_ranks"],

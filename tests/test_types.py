@@ -17,6 +17,8 @@ import pytest
 USER = Path(__file__).parent / "typed" / "user.py"
 MODULES = [
     "integrations.open_clip",
+    "integrations.sentence_transformers",
+    "integrations.transformers",
     "functional",
     "comm",
     "heads",

@@ -24,6 +24,7 @@ class InfoNCESettings:
     partition: str
     margin: float
     hardness: float
+    hard_negative_hardness: float | None
     exclude_above: float | None
     exclude_relative: bool
     label_smoothing: float
@@ -32,6 +33,11 @@ class InfoNCESettings:
     def main(self) -> Direction:
         """The direction of the targets, and of the statistics of the batch."""
         return "query_to_key" if "query_to_key" in self.directions else "key_to_query"
+
+    @property
+    def hardness_of_hard_negatives(self) -> float:
+        """The hardness of the negatives that count for one query alone."""
+        return self.hardness if self.hard_negative_hardness is None else self.hard_negative_hardness
 
     def check(self) -> None:
         """Raise ValueError unless each setting is valid and they can be combined."""
@@ -54,6 +60,11 @@ class InfoNCESettings:
         if self.hardness and "query_to_key" not in self.directions:
             raise ValueError(
                 f"hardness requires 'query_to_key' in directions, got {self.directions}; add it, or leave hardness at 0"
+            )
+        of_hard = self.hard_negative_hardness
+        if of_hard is not None and check_number("hard_negative_hardness", of_hard) < 0:
+            raise ValueError(
+                f"hard_negative_hardness must not be negative, got {of_hard}; None: as hardness, 0 turns it off"
             )
         if self.exclude_above is not None:
             check_number("exclude_above", self.exclude_above)

@@ -54,6 +54,7 @@ def info_nce_loss(
     partition: PartitionOf = "joint",
     margin: float = 0.0,
     hardness: float = 0.0,
+    hard_negative_hardness: float | None = None,
     exclude_above: float | None = None,
     exclude_relative: bool = False,
     query_guides: Tensor | None = None,
@@ -104,6 +105,7 @@ def info_nce_loss(
         margin: subtracted from the positive's similarity, in the denominator as well, as in CosFace.
         hardness: a, >= 0: negatives of query_to_key have the logit (logit_scale + a) q . k, with the gradient of
             logit_scale q . k, so that harder ones weigh more.
+        hard_negative_hardness: the same number for `hard_negatives`, >= 0. Default: that of the other negatives.
         exclude_above: m: negatives that are more similar than the positive by more than m count as false negatives and
             are left out, without gradient: S_ij > logit_scale (q_i . k_i + m), in each direction. Rounding decides
             ties: with m = 0 and keys that occur twice, pass ids.
@@ -161,6 +163,7 @@ def info_nce_loss(
         partition=partition,
         margin=margin,
         hardness=hardness,
+        hard_negative_hardness=hard_negative_hardness,
         exclude_above=exclude_above,
         exclude_relative=exclude_relative,
         label_smoothing=label_smoothing,
@@ -190,7 +193,7 @@ def info_nce_loss(
         Checks(check, tensors.read_back, tensors.check_values, must_match=("settings", "guides", "statistics")),
     )
     scale = facts.scalars["logit_scale"]
-    if (exclude_above is not None or hardness) and scale <= 0:
+    if (exclude_above is not None or hardness or hard_negative_hardness) and scale <= 0:
         raise ValueError(
             f"info_nce_loss: logit_scale must be positive for exclude_above and hardness, got {scale}; pass "
             "1 / temperature"
@@ -204,7 +207,9 @@ def info_nce_loss(
         excluded = None
         if hard_negative_ids is not None:
             excluded = hard_negative_ids.to(facts.device) == retrieval.local_query_ids[:, None]
-        of_hard = hard_negative_statistics(facts, hard_negatives.shape, hardness, ceiling, excluded)
+        of_hard = hard_negative_statistics(
+            facts, hard_negatives.shape, settings.hardness_of_hard_negatives, ceiling, excluded
+        )
         found["query_to_key"] = combined(found["query_to_key"], of_hard)
     target = found[settings.main].target
     assert target is not None
@@ -231,6 +236,7 @@ class InfoNCELoss(TakesLogitScale, KernelLoss):
     partition: PartitionOf = "joint"
     margin: float = 0.0
     hardness: float = 0.0
+    hard_negative_hardness: float | None = None
     exclude_above: float | None = None
     exclude_relative: bool = False
     label_smoothing: float = 0.0

@@ -30,6 +30,7 @@ def info_nce_loss(
     partition: str = "joint",
     margin: float = 0.0,
     hardness: float = 0.0,
+    hard_negative_hardness: float | None = None,
     exclude_above: float | None = None,
     exclude_relative: bool = False,
     query_guides: Tensor | None = None,
@@ -92,7 +93,8 @@ def info_nce_loss(
                     left_out = extra > largest
                 if hard_negative_ids is not None:
                     left_out = left_out | (hard_negative_ids == q_ids[:, None])
-                logits = torch.cat([logits, logit_scale * extra + hardness * extra.detach()], 1)
+                of_hard = hardness if hard_negative_hardness is None else hard_negative_hardness
+                logits = torch.cat([logits, logit_scale * extra + of_hard * extra.detach()], 1)
                 positive, excluded = torch.cat([positive, left_out & ~left_out], 1), torch.cat([excluded, left_out], 1)
         blocks.append((logits, positive, excluded))
     if partition == "joint":

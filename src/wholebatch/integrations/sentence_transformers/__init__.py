@@ -1,0 +1,37 @@
+"""Losses with the names and arguments of sentence-transformers', for its own trainer, over the whole batch.
+
+    from wholebatch.integrations.sentence_transformers import MultipleNegativesRankingLoss
+
+    SentenceTransformerTrainer(model, args, train_dataset=data, loss=MultipleNegativesRankingLoss(model)).train()
+
+Their trainer, their data and their model stay. One default is another: `gather_across_devices=True`, so that negatives
+come from the batches of all processes.
+
+ranking      MultipleNegativesRankingLoss, its symmetric and its cached forms
+gist         GISTEmbedLoss, CachedGISTEmbedLoss: false negatives by a guide
+matryoshka   MatryoshkaLoss: one of these losses for several embedding sizes
+whole_batch  WholeBatchLoss: any of their losses that has `compute_loss_from_embeddings`
+embedding    columns of a batch to embeddings, all at once or in chunks
+theirs       the names of sentence-transformers that are used, and its versions
+"""
+
+from .gist import CachedGISTEmbedLoss, GISTEmbedLoss
+from .matryoshka import MatryoshkaLoss
+from .ranking import (
+    CachedMultipleNegativesRankingLoss,
+    CachedMultipleNegativesSymmetricRankingLoss,
+    MultipleNegativesRankingLoss,
+    MultipleNegativesSymmetricRankingLoss,
+)
+from .whole_batch import WholeBatchLoss
+
+__all__ = [
+    "CachedGISTEmbedLoss",
+    "CachedMultipleNegativesRankingLoss",
+    "CachedMultipleNegativesSymmetricRankingLoss",
+    "GISTEmbedLoss",
+    "MatryoshkaLoss",
+    "MultipleNegativesRankingLoss",
+    "MultipleNegativesSymmetricRankingLoss",
+    "WholeBatchLoss",
+]

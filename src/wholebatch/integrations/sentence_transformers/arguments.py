@@ -1,0 +1,83 @@
+"""Checks of arguments that several losses share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import wholebatch as wb
+
+from ...comm import Group
+
+
+def checked_positive(name: str, value: Any) -> Any:
+    """Return a positive number.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a positive number, got {value!r}")
+    return value
+
+
+def checked_scale(scale: Any) -> Any:
+    """Return a positive number or a `wb.Scale`.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    if isinstance(scale, wb.Scale):
+        return scale
+    try:
+        return checked_positive("scale", scale)
+    except ValueError as error:
+        raise ValueError(f"{error}; to train it pass wb.Scale(20.0)") from None
+
+
+def scale_number(scale: float | wb.Scale) -> float:
+    """Return the present value of a scale."""
+    return float(scale().detach()) if isinstance(scale, wb.Scale) else float(scale)
+
+
+def checked_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
+    """Return one of the choices.
+
+    Raises:
+        ValueError: if it is none of them.
+    """
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    return value
+
+
+def checked_gather(gather_across_devices: Any, group: Group) -> bool:
+    """Return whether negatives come from all processes.
+
+    Raises:
+        ValueError: if it is no boolean, or contradicts a group.
+    """
+    found: bool = checked_choice("gather_across_devices", gather_across_devices, (True, False))
+    if not found and group is not None:
+        raise ValueError(
+            "gather_across_devices=False compares the rows of one process, so it does not go with group=; leave one of "
+            "them out"
+        )
+    return found
+
+
+def group_of_batch(gather_across_devices: bool, group: Group, scale: float | wb.Scale = 1.0) -> Group:
+    """Return the processes whose rows are compared.
+
+    Raises:
+        ValueError: for a trained scale that the processes would train apart.
+    """
+    if gather_across_devices:
+        return group
+    if isinstance(scale, wb.Scale) and wb.comm.select_communicator(None).size > 1:
+        raise ValueError(
+            "scale must be a number with gather_across_devices=False on several processes, got a wb.Scale: it belongs "
+            "to the loss, which no engine synchronizes, so each process would train another one; leave "
+            "gather_across_devices at True"
+        )
+    return wb.comm.LocalCommunicator()

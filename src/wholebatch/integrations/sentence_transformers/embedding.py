@@ -1,0 +1,173 @@
+"""From the columns of a batch to their embeddings, all rows at once or in chunks.
+
+In chunks the graph of the embeddings runs the model again in the trainer's backward pass. A wrapper of
+sentence-transformers that computes gradients within the forward pass gets leaves instead, and `connected` hands these
+gradients on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import wholebatch as wb
+
+from .theirs import Features, embed_columns, has_static_embedding
+
+Embed = Callable[[Any, Sequence[Features]], list[Tensor]]
+
+
+def columns_of(sentence_features: Iterable[Features]) -> list[Features]:
+    """Return the columns of a batch.
+
+    Raises:
+        ValueError: if there are fewer than two.
+    """
+    columns = list(sentence_features)
+    if len(columns) < 2:
+        raise ValueError(
+            f"the batch must have at least two columns of inputs, anchors and positives, got {len(columns)}; further "
+            "columns are negatives"
+        )
+    return columns
+
+
+class Chunks:
+    """Embed columns in chunks of rows or of tokens, without keeping activations.
+
+    Args:
+        loss: the name of the loss, for errors.
+        model: the model, which must take parts of a batch.
+        mini_batch_size: rows of a chunk, at most.
+        mini_batch_num_tokens: tokens of a chunk, at most, padding included; it takes the place of `mini_batch_size`.
+        show_progress_bar: must be False.
+
+    Raises:
+        ValueError: if a size is not positive, the model's input has no rows, or a progress bar is asked for.
+    """
+
+    def __init__(
+        self,
+        loss: str,
+        model: Any,
+        mini_batch_size: int,
+        mini_batch_num_tokens: int | None,
+        show_progress_bar: bool = False,
+    ) -> None:
+        if show_progress_bar:
+            raise ValueError(
+                "show_progress_bar must be False, got True: chunks have no progress bar; the trainer's own shows steps"
+            )
+        for name, size in (("mini_batch_size", mini_batch_size), ("mini_batch_num_tokens", mini_batch_num_tokens)):
+            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+                raise ValueError(f"{name} must be an integer, at least 1, got {size!r}")
+        if has_static_embedding(model):
+            raise ValueError(
+                "model must take parts of a batch, got one whose first module is a StaticEmbedding, without rows in "
+                f"its input; use {loss.removeprefix('Cached')}: such a model keeps hardly any activations"
+            )
+        self._size = (
+            mini_batch_size if mini_batch_num_tokens is None else wb.gradcache.TokenBudget(mini_batch_num_tokens)
+        )
+
+    def __call__(self, model: Any, columns: Sequence[Features]) -> list[Tensor]:
+        return [wb.gradcache.encode(model, [features], self._size, get_rep_fn=_embedding) for features in columns]
+
+
+def _embedding(outputs: Features) -> Tensor:
+    found: Tensor = outputs["sentence_embedding"]
+    return found
+
+
+class BatchLoss(nn.Module):
+    """A loss of the columns of a batch: embed them, then compare them.
+
+    Subclasses set `model`, in cached forms `chunks`, and compute the loss in `compare`.
+    """
+
+    chunks: Embed | None = None
+    model: Any  # their model, which the trainer replaces by the wrapped one
+
+    @property
+    def uses_gradient_cache(self) -> bool:
+        """Whether the model runs again in the backward pass: their MatryoshkaLoss asks for it."""
+        return self.chunks is not None
+
+    def embed(self, columns: Sequence[Features]) -> list[Tensor]:
+        """Return the embeddings of each column, with a graph."""
+        return (self.chunks or embed_columns)(self.model, columns)
+
+    def beside(self, columns: Sequence[Features], labels: Tensor | None) -> Any:
+        """Return the argument of `compare` that needs no gradient; by default the labels."""
+        return labels
+
+    def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:
+        """Return the loss of the whole batch for this process's embeddings, (b, d) for each column."""
+        raise NotImplementedError
+
+    def forward(self, sentence_features: Iterable[Features], labels: Tensor | None = None) -> Tensor:
+        """Return the loss of the whole batch, the same on all processes."""
+        columns = columns_of(sentence_features)
+        beside = self.beside(columns, labels)
+        embeddings = self.embed(columns)
+        if "calculate_loss" in vars(self):  # their MatryoshkaLoss has put its own in its place
+            return connected(self.calculate_loss, embeddings, beside)
+        return self.compare(embeddings, beside)
+
+    def calculate_loss(
+        self, reps: Sequence[Sequence[Tensor]], beside: Any = None, *, with_backward: bool = False
+    ) -> Tensor:
+        """Return the loss of embeddings in chunks, as their MatryoshkaLoss calls it.
+
+        Args:
+            reps: the chunks of each column.
+            beside: the other argument of `compare`.
+            with_backward: go backward here, and return the value alone.
+
+        Raises:
+            ValueError: if the loss has parameters, which would get a gradient before the trainer scales it.
+        """
+        loss = self.compare([torch.cat([*chunks]) for chunks in reps], beside)
+        if not with_backward:
+            return loss
+        if next(self._parameters_of_loss(), None) is not None:
+            raise ValueError(
+                "sentence-transformers' MatryoshkaLoss goes backward inside of a cached loss, before the trainer has "
+                "scaled it, so scale must be a number there; for a wb.Scale use MatryoshkaLoss of "
+                "wholebatch.integrations.sentence_transformers"
+            )
+        loss.backward()
+        return loss.detach()
+
+    def _parameters_of_loss(self) -> Iterator[nn.Parameter]:
+        """Yield the trained parameters that belong to the loss, not to the model or a guide."""
+        for name, child in self.named_children():
+            if name not in ("model", "guide"):
+                yield from (x for x in child.parameters() if x.requires_grad)
+
+
+def connected(calculate_loss: Callable[..., Tensor], embeddings: Sequence[Tensor], beside: Any) -> Tensor:
+    """Return the loss that a wrapper computes with its own backward passes, with the embeddings' graph."""
+    if not torch.is_grad_enabled():
+        return calculate_loss([[x] for x in embeddings], beside)
+    leaves = [x.detach().requires_grad_() for x in embeddings]
+    loss = calculate_loss([[x] for x in leaves], beside, with_backward=True)
+    gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+    found: Tensor = _Connected.apply(loss.detach(), gradients, *embeddings)
+    return found
+
+
+class _Connected(torch.autograd.Function):
+    """A value whose gradients by the embeddings are known: dL/dx = g dL/dL, whatever comes in."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *embeddings: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *(grads[0] * x for x in ctx.gradients))

@@ -1,0 +1,208 @@
+"""GIST: a guide, another model, says which negatives are false; by :func:`wholebatch.functional.info_nce_loss`.
+
+Anchor a_i, positive p_i, guide's cosine g. A negative x of anchor i is left out if
+
+    g(i, x) > g(a_i, p_i) - margin                      "absolute"
+    g(i, x) > g(a_i, p_i) - margin |g(a_i, p_i)|        "relative"
+
+which are its `exclude_above` and `exclude_relative`. Anchors among themselves and positives among themselves are its
+directions query_to_query and key_to_key. The latter also compares positives with negatives, which GIST does not; one
+more number in the guide's features makes these pairs so similar that they are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize, pad
+
+import wholebatch as wb
+
+from ...comm import Group
+from ...exchange import ExchangeName
+from ...sweep import Memory, Precision
+from .arguments import checked_choice, checked_gather, checked_positive, group_of_batch
+from .citations import GIST
+from .embedding import BatchLoss, Chunks
+from .theirs import Features, embed_columns, has_static_embedding, to_device
+
+MarginStrategy = Literal["absolute", "relative"]
+_TINY = 2.0**-30  # its square is below the rounding of a cosine, in float64 too
+
+
+class GISTEmbedLoss(BatchLoss):
+    """Their `GISTEmbedLoss`, by :func:`wholebatch.functional.info_nce_loss`.
+
+    Args:
+        model: the model that the trainer trains.
+        guide: the model that decides which negatives are left out.
+        temperature: divides cosines, > 0.
+        margin_strategy, margin, contrast_anchors, contrast_positives: as theirs.
+        gather_across_devices: whether negatives come from all processes. Theirs is False by default, and with True
+            compares anchors among themselves on each process alone; here True compares all with all.
+        group: processes that share the batch. Default: all.
+        exchange, memory, precision: as in :func:`wholebatch.functional.info_nce_loss`.
+
+    Raises:
+        ValueError: for values that theirs refuses.
+        ImportError: if sentence-transformers is missing or too old.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        guide: Any,
+        temperature: float = 0.01,
+        margin_strategy: MarginStrategy = "absolute",
+        margin: float = 0.0,
+        contrast_anchors: bool = True,
+        contrast_positives: bool = True,
+        gather_across_devices: bool = True,
+        *,
+        group: Group = None,
+        exchange: ExchangeName = "auto",
+        memory: Memory = "auto",
+        precision: Precision = "auto",
+    ) -> None:
+        super().__init__()
+        self.model, self.guide = model, guide
+        self.temperature = checked_positive("temperature", temperature)
+        self.margin_strategy = checked_choice("margin_strategy", margin_strategy, ("absolute", "relative"))
+        if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) < float("inf"):
+            raise ValueError(f"margin must be a finite number, got {margin!r}")
+        self.margin = margin
+        self.contrast_anchors, self.contrast_positives = contrast_anchors, contrast_positives
+        self.gather_across_devices = checked_gather(gather_across_devices, group)
+        self.tokenizer = _tokenizer("model", model)
+        self.must_retokenize = (
+            self.tokenizer.get_vocab() != _tokenizer("guide", guide).get_vocab()
+            or guide.max_seq_length < model.max_seq_length
+        )
+        if self.must_retokenize and has_static_embedding(model):
+            raise ValueError(
+                "guide must have the tokenizer of a model that is based on a StaticEmbedding, got another: the rows of "
+                "such a model's input cannot be turned into text again"
+            )
+        self.group = group
+        self.settings: dict[str, Any] = {"exchange": exchange, "memory": memory, "precision": precision}
+
+    def beside(self, columns: Sequence[Features], labels: Tensor | None) -> list[Tensor]:
+        """Return the guide's embeddings of each column, normalized."""
+        with torch.no_grad():
+            guided = [self._for_the_guide(dict(features)) for features in columns]
+            return [normalize(x, dim=-1) for x in (self.chunks or embed_columns)(self.guide, guided)]
+
+    def _for_the_guide(self, features: Features) -> Features:
+        if not self.must_retokenize:
+            return features
+        rows = features["input_ids"]
+        if "cu_seq_lens_q" in features:  # rows without padding, one after another
+            ends = features["cu_seq_lens_q"].tolist()
+            rows = [rows[0, start:end] for start, end in pairwise(ends)]
+        texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
+        return to_device(self.guide.preprocess(texts), self.guide.device)
+
+    def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:
+        """Return the loss of the whole batch for this process's embeddings, and the guide's beside them."""
+        queries, keys, *negatives = [normalize(x, dim=-1) for x in embeddings]
+        directions = ["query_to_key"]
+        directions += ["query_to_query"] * self.contrast_anchors + ["key_to_key"] * self.contrast_positives
+        of_queries, of_keys, *of_negatives = beside
+        beyond = (4 + 2 * abs(self.margin)) / _TINY
+        return wb.functional.info_nce_loss(
+            queries,
+            keys,
+            logit_scale=1 / self.temperature,
+            negatives=torch.cat([keys[:0], *negatives]),
+            directions=directions,  # type: ignore[arg-type]
+            exclude_above=-float(self.margin),
+            exclude_relative=self.margin_strategy == "relative",
+            query_guides=pad(of_queries, (0, 1)),
+            key_guides=torch.cat(
+                [pad(of_keys, (0, 1), value=_TINY), *(pad(x, (0, 1), value=beyond) for x in of_negatives)]
+            ),
+            group=group_of_batch(self.gather_across_devices, self.group),
+            **self.settings,
+        )
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """Return the arguments, for the model card."""
+        return {
+            "guide": self.guide,
+            "temperature": self.temperature,
+            "margin_strategy": self.margin_strategy,
+            "margin": self.margin,
+            "contrast_anchors": self.contrast_anchors,
+            "contrast_positives": self.contrast_positives,
+            "gather_across_devices": self.gather_across_devices,
+        }
+
+    @property
+    def citation(self) -> str:
+        """A BibTeX entry, for the model card."""
+        return GIST
+
+
+class CachedGISTEmbedLoss(GISTEmbedLoss):
+    """Their `CachedGISTEmbedLoss`: embeddings come from :func:`wholebatch.gradcache.encode`, the guide's as well.
+
+    Args:
+        mini_batch_size, mini_batch_num_tokens, show_progress_bar: as in :class:`CachedMultipleNegativesRankingLoss`.
+        model, guide, temperature, margin_strategy, margin, contrast_anchors, contrast_positives, gather_across_devices,
+            group, exchange, memory, precision: as in :class:`GISTEmbedLoss`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        guide: Any,
+        temperature: float = 0.01,
+        mini_batch_size: int = 32,
+        mini_batch_num_tokens: int | None = None,
+        show_progress_bar: bool = False,
+        margin_strategy: MarginStrategy = "absolute",
+        margin: float = 0.0,
+        contrast_anchors: bool = True,
+        contrast_positives: bool = True,
+        gather_across_devices: bool = True,
+        *,
+        group: Group = None,
+        exchange: ExchangeName = "auto",
+        memory: Memory = "auto",
+        precision: Precision = "auto",
+    ) -> None:
+        super().__init__(
+            model,
+            guide,
+            temperature,
+            margin_strategy,
+            margin,
+            contrast_anchors,
+            contrast_positives,
+            gather_across_devices,
+            group=group,
+            exchange=exchange,
+            memory=memory,
+            precision=precision,
+        )
+        self.chunks = Chunks(type(self).__name__, model, mini_batch_size, mini_batch_num_tokens, show_progress_bar)
+        self.mini_batch_size, self.mini_batch_num_tokens = mini_batch_size, mini_batch_num_tokens
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """Return the arguments, for the model card."""
+        sizes = {"mini_batch_size": self.mini_batch_size, "mini_batch_num_tokens": self.mini_batch_num_tokens}
+        return super().get_config_dict() | sizes
+
+
+def _tokenizer(name: str, model: Any) -> Any:
+    found = getattr(model, "tokenizer", None)
+    if not hasattr(found, "get_vocab") or not hasattr(found, "batch_decode"):
+        raise ValueError(
+            f"{name} must have a tokenizer of transformers, got {type(found).__name__}: the guide reads the texts "
+            "of the model, and their vocabularies decide whether it must tokenize them again"
+        )
+    return found

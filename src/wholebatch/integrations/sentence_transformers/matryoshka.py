@@ -1,0 +1,124 @@
+"""One of these losses for several leading parts of the embeddings, each normalized.
+
+Their MatryoshkaLoss takes these losses as well, and calls them once for each size. This one computes the sizes of
+InfoNCE of pairs in one sweep, by :func:`wholebatch.functional.matryoshka_loss`, and takes a trained scale with cached
+losses.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+import wholebatch as wb
+
+from .arguments import group_of_batch
+from .citations import MATRYOSHKA
+from .embedding import BatchLoss, columns_of
+from .ranking import MultipleNegativesRankingLoss
+from .theirs import Features
+
+
+class MatryoshkaLoss(nn.Module):
+    """Their `MatryoshkaLoss`, of a loss of this module.
+
+    Args:
+        model: the model that the trainer trains.
+        loss: a loss of this module, cached or not.
+        matryoshka_dims: sizes of the parts, each once, at most the size of the embeddings.
+        matryoshka_weights: one for each size, >= 0; default 1.
+        n_dims_per_step: number of sizes that a step draws, or -1 for all. All processes draw the same ones.
+
+    Raises:
+        ValueError: for a loss of another module, sizes and weights that do not fit, and n_dims_per_step of 0.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        loss: nn.Module,
+        matryoshka_dims: Sequence[int],
+        matryoshka_weights: Sequence[float] | Sequence[int] | None = None,
+        n_dims_per_step: int = -1,
+    ) -> None:
+        super().__init__()
+        if not isinstance(loss, BatchLoss):
+            raise ValueError(
+                "loss must be one of wholebatch.integrations.sentence_transformers, got "
+                f"{type(loss).__module__}.{type(loss).__name__}; for it use MatryoshkaLoss of sentence_transformers"
+            )
+        dims = [*matryoshka_dims]
+        weights = [1.0] * len(dims) if matryoshka_weights is None else [float(x) for x in matryoshka_weights]
+        if not dims or len(set(dims)) < len(dims) or any(dim < 1 for dim in dims):
+            raise ValueError(f"matryoshka_dims must be positive, and each of them once, got {dims}")
+        if len(weights) != len(dims) or min(weights) < 0:
+            raise ValueError(
+                f"matryoshka_weights must be {len(dims)} numbers, one for each of matryoshka_dims, none negative, got "
+                f"{weights}"
+            )
+        largest = model.get_embedding_dimension()
+        if largest is not None and max(dims) > largest:
+            raise ValueError(f"matryoshka_dims must not exceed the model's embedding size {largest}, got {dims}")
+        if n_dims_per_step < -1 or n_dims_per_step == 0:
+            raise ValueError(f"n_dims_per_step must be -1 for all sizes, or at least 1, got {n_dims_per_step}")
+        self.model, self.loss = model, loss
+        self.parts = sorted(zip(dims, weights, strict=True))
+        self.n_dims_per_step = n_dims_per_step
+        self._calls = 0
+
+    def forward(self, sentence_features: Iterable[Features], labels: Tensor | None = None) -> Tensor:
+        """Return the weighted sum of the losses of all sizes, the same on all processes."""
+        loss: Any = self.loss
+        columns = columns_of(sentence_features)
+        beside = loss.beside(columns, labels)
+        embeddings, parts = loss.embed(columns), self._drawn()
+        if isinstance(loss, MultipleNegativesRankingLoss) and len(embeddings) == 2 and loss.symmetric is not None:
+            return wb.functional.matryoshka_loss(
+                *embeddings,
+                logit_scale=loss.scale_value(),
+                dims=[dim for dim, _ in parts],
+                dim_weights=[weight for _, weight in parts],
+                symmetric=loss.symmetric,
+                group=group_of_batch(loss.gather_across_devices, loss.group, loss.scale),
+                **loss.settings,
+            )
+        of_parts = [
+            weight * loss.compare([normalize(x[..., :dim], dim=-1) for x in embeddings], beside)
+            for dim, weight in parts
+        ]
+        return sum(of_parts[1:], of_parts[0])
+
+    def _drawn(self) -> list[tuple[int, float]]:
+        """Return the sizes of this step, with their weights; the number of the call is the seed."""
+        self._calls += 1
+        if not 0 < self.n_dims_per_step < len(self.parts):
+            return self.parts
+        return sorted(random.Random(self._calls).sample(self.parts, self.n_dims_per_step))
+
+    @property
+    def matryoshka_dims(self) -> tuple[int, ...]:
+        """The sizes, the largest first."""
+        return tuple(dim for dim, _ in reversed(self.parts))
+
+    @property
+    def matryoshka_weights(self) -> tuple[float, ...]:
+        """Their weights, in the same order."""
+        return tuple(weight for _, weight in reversed(self.parts))
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """Return the arguments, for the model card."""
+        return {
+            "loss": type(self.loss).__name__,
+            "matryoshka_dims": self.matryoshka_dims,
+            "matryoshka_weights": self.matryoshka_weights,
+            "n_dims_per_step": self.n_dims_per_step,
+        }
+
+    @property
+    def citation(self) -> str:
+        """A BibTeX entry, for the model card."""
+        return MATRYOSHKA

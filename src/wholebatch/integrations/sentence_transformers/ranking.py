@@ -1,0 +1,334 @@
+"""Cross-entropy of each anchor's positive among the documents of the whole batch, with their arguments.
+
+Columns are (anchor, positive, negative_1, ..., negative_n). All of the numerics are those of
+:func:`wholebatch.functional.info_nce_loss`: positives are its keys, and negatives its `negatives`. Where a setting
+treats an anchor's own negatives apart, they are its `hard_negatives`, and ids keep them out of the pool of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+import wholebatch as wb
+
+from ...comm import Group
+from ...exchange import ExchangeName
+from ...sweep import Memory, Precision
+from .arguments import checked_choice, checked_gather, checked_scale, group_of_batch, scale_number
+from .citations import GRADIENT_CACHING, GTE, INFO_NCE, SYMMETRIC
+from .embedding import BatchLoss, Chunks
+from .theirs import SimilarityFunction, cos_sim, is_cosine
+
+Directions = tuple[Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"], ...]
+PartitionMode = Literal["joint", "per_direction"]
+HardnessMode = Literal["in_batch_negatives", "hard_negatives", "all_negatives"] | None
+
+_DIRECTIONS = {
+    "query_to_doc": "query_to_key",
+    "query_to_query": "query_to_query",
+    "doc_to_query": "key_to_query",
+    "doc_to_doc": "key_to_key",
+}
+_HARDNESS_MODES = (None, "in_batch_negatives", "hard_negatives", "all_negatives")
+_SYMMETRIC: Directions = ("query_to_doc", "doc_to_query")
+
+
+class MultipleNegativesRankingLoss(BatchLoss):
+    """Their `MultipleNegativesRankingLoss`, by :func:`wholebatch.functional.info_nce_loss`.
+
+    Args:
+        model: the model that the trainer trains.
+        scale: multiplies similarities: a positive number, or a :class:`wholebatch.Scale`, which is then trained.
+        similarity_fct: `cos_sim` or `dot_score` of sentence_transformers.util.
+        gather_across_devices: whether negatives come from all processes. Theirs is False by default; False gives their
+            loss, the mean over processes of the losses of their own batches.
+        directions, partition_mode, hardness_mode, hardness_strength: as theirs.
+        group: processes that share the batch. Default: all.
+        exchange, memory, precision: as in :func:`wholebatch.functional.info_nce_loss`.
+
+    Raises:
+        ValueError: for values that theirs refuses, and for another `similarity_fct`.
+        ImportError: if sentence-transformers is needed, and missing or too old.
+    """
+
+    def __init__(
+        self,
+        model: Any,  # their SentenceTransformer, or what an engine makes of it
+        scale: float | wb.Scale = 20.0,
+        similarity_fct: SimilarityFunction = cos_sim,
+        gather_across_devices: bool = True,
+        directions: Directions = ("query_to_doc",),
+        partition_mode: PartitionMode = "joint",
+        hardness_mode: HardnessMode = None,
+        hardness_strength: float = 0.0,
+        *,
+        group: Group = None,
+        exchange: ExchangeName = "auto",
+        memory: Memory = "auto",
+        precision: Precision = "auto",
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.cosine = is_cosine(similarity_fct)
+        self.scale = checked_scale(scale)
+        self.gather_across_devices = checked_gather(gather_across_devices, group)
+        self.directions = _checked_directions(directions)
+        self.partition_mode = _checked_partition(partition_mode, self.directions)
+        self.hardness_mode = checked_choice("hardness_mode", hardness_mode, _HARDNESS_MODES)
+        self.hardness_strength = _checked_strength(hardness_strength)
+        self.settings: dict[str, Any] = {"exchange": exchange, "memory": memory, "precision": precision}
+        self.group = group
+
+    def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:
+        """See `compute_loss_from_embeddings`."""
+        return self.compute_loss_from_embeddings(embeddings)
+
+    def compute_loss_from_embeddings(self, embeddings: Sequence[Tensor], labels: Tensor | None = None) -> Tensor:
+        """Return the loss of the whole batch for this process's embeddings.
+
+        Args:
+            embeddings: (b, d) for each column: anchors, positives, negatives if there are any.
+            labels: without effect.
+        """
+        queries, keys, *negatives = [normalize(x, dim=-1) if self.cosine else x for x in embeddings]
+        group = group_of_batch(self.gather_across_devices, self.group, self.scale)
+        return wb.functional.info_nce_loss(
+            queries,
+            keys,
+            logit_scale=self.scale_value(),
+            negatives=torch.cat([keys[:0], *negatives]),
+            directions=[_DIRECTIONS[name] for name in self.directions],  # type: ignore[misc]
+            partition=self.partition_mode,
+            hardness=self._hardness("in_batch_negatives"),
+            group=group,
+            **self._apart(queries, negatives, group),
+            **self.settings,
+        )
+
+    def scale_value(self) -> Tensor | float:
+        """Return the scale, with a graph if it is trained."""
+        return self.scale() if isinstance(self.scale, wb.Scale) else self.scale
+
+    @property
+    def symmetric(self) -> bool | None:
+        """Whether both directions of pairs are compared, as in CLIP; None for settings beyond that."""
+        if self.hardness_mode is not None and self.hardness_strength:
+            return None
+        one_way = self.directions == ("query_to_doc",)
+        both = set(self.directions) == set(_SYMMETRIC) and self.partition_mode == "per_direction"
+        return both if one_way or both else None
+
+    def _hardness(self, of: str) -> float:
+        return self.hardness_strength if self.hardness_mode in (of, "all_negatives") else 0.0
+
+    def _apart(self, queries: Tensor, negatives: Sequence[Tensor], group: Group) -> dict[str, Any]:
+        """Return the arguments that treat an anchor's own negatives apart from the others, if a setting does.
+
+        An id for each row of the whole batch excludes an anchor's own negatives from the pool, in all directions.
+        """
+        of_own, of_others = self._hardness("hard_negatives"), self._hardness("in_batch_negatives")
+        if "doc_to_doc" not in self.directions and of_own == of_others:
+            return {}
+        comm, b = wb.comm.select_communicator(group), len(queries)
+        ids = comm.rank * 2**40 + torch.arange(b, device=queries.device)
+        return {
+            "query_ids": ids,
+            "key_ids": ids,
+            "negative_ids": ids.repeat(len(negatives)),
+            "hard_negatives": torch.stack([queries, *negatives], dim=1)[:, 1:],
+            "hard_negative_hardness": of_own,
+        }
+
+    @property
+    def temperature(self) -> float:
+        """1 / scale."""
+        return 1.0 / scale_number(self.scale)
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """Return the arguments, for the model card."""
+        return {
+            "scale": scale_number(self.scale),
+            "similarity_fct": "cos_sim" if self.cosine else "dot_score",
+            "gather_across_devices": self.gather_across_devices,
+            "directions": self.directions,
+            "partition_mode": self.partition_mode,
+            "hardness_mode": self.hardness_mode,
+            "hardness_strength": self.hardness_strength,
+        }
+
+    @property
+    def citation(self) -> str:
+        """A BibTeX entry, for the model card."""
+        if set(self.directions) == set(_DIRECTIONS) and self.partition_mode == "joint":
+            return GTE
+        if set(self.directions) == set(_SYMMETRIC) and self.partition_mode == "per_direction":
+            return SYMMETRIC
+        return INFO_NCE
+
+
+class MultipleNegativesSymmetricRankingLoss(MultipleNegativesRankingLoss):
+    """Their `MultipleNegativesSymmetricRankingLoss`: anchors to documents and positives to anchors, averaged.
+
+    Args:
+        model, scale, similarity_fct, gather_across_devices, group, exchange, memory, precision: as in
+            :class:`MultipleNegativesRankingLoss`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        scale: float | wb.Scale = 20.0,
+        similarity_fct: SimilarityFunction = cos_sim,
+        gather_across_devices: bool = True,
+        *,
+        group: Group = None,
+        exchange: ExchangeName = "auto",
+        memory: Memory = "auto",
+        precision: Precision = "auto",
+    ) -> None:
+        super().__init__(
+            model,
+            scale,
+            similarity_fct,
+            gather_across_devices,
+            _SYMMETRIC,
+            "per_direction",
+            group=group,
+            exchange=exchange,
+            memory=memory,
+            precision=precision,
+        )
+
+
+class CachedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
+    """Their `CachedMultipleNegativesRankingLoss`: embeddings come from :func:`wholebatch.gradcache.encode`.
+
+    Args:
+        mini_batch_size: rows that the model takes at once.
+        mini_batch_num_tokens: tokens that it takes at once, instead of rows, by a
+            :class:`wholebatch.gradcache.TokenBudget`. Padding counts, and rows are grouped by length; theirs counts
+            tokens without padding, of rows in their order.
+        show_progress_bar: must be False.
+        model, scale, similarity_fct, gather_across_devices, directions, partition_mode, hardness_mode,
+            hardness_strength, group, exchange, memory, precision: as in :class:`MultipleNegativesRankingLoss`.
+
+    Raises:
+        ValueError: as there; also for sizes below 1, `show_progress_bar=True`, and a model based on a StaticEmbedding.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        scale: float | wb.Scale = 20.0,
+        similarity_fct: SimilarityFunction = cos_sim,
+        mini_batch_size: int = 32,
+        mini_batch_num_tokens: int | None = None,
+        gather_across_devices: bool = True,
+        directions: Directions = ("query_to_doc",),
+        partition_mode: PartitionMode = "joint",
+        show_progress_bar: bool = False,
+        hardness_mode: HardnessMode = None,
+        hardness_strength: float = 0.0,
+        *,
+        group: Group = None,
+        exchange: ExchangeName = "auto",
+        memory: Memory = "auto",
+        precision: Precision = "auto",
+    ) -> None:
+        super().__init__(
+            model,
+            scale,
+            similarity_fct,
+            gather_across_devices,
+            directions,
+            partition_mode,
+            hardness_mode,
+            hardness_strength,
+            group=group,
+            exchange=exchange,
+            memory=memory,
+            precision=precision,
+        )
+        self.chunks = Chunks(type(self).__name__, model, mini_batch_size, mini_batch_num_tokens, show_progress_bar)
+        self.mini_batch_size, self.mini_batch_num_tokens = mini_batch_size, mini_batch_num_tokens
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """Return the arguments, for the model card."""
+        sizes = {"mini_batch_size": self.mini_batch_size, "mini_batch_num_tokens": self.mini_batch_num_tokens}
+        return super().get_config_dict() | sizes
+
+    @property
+    def citation(self) -> str:
+        """A BibTeX entry, for the model card."""
+        return GRADIENT_CACHING
+
+
+class CachedMultipleNegativesSymmetricRankingLoss(CachedMultipleNegativesRankingLoss):
+    """Their `CachedMultipleNegativesSymmetricRankingLoss`.
+
+    Args:
+        model, scale, similarity_fct, mini_batch_size, mini_batch_num_tokens, gather_across_devices, show_progress_bar,
+            group, exchange, memory, precision: as in :class:`CachedMultipleNegativesRankingLoss`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        scale: float | wb.Scale = 20.0,
+        similarity_fct: SimilarityFunction = cos_sim,
+        mini_batch_size: int = 32,
+        mini_batch_num_tokens: int | None = None,
+        gather_across_devices: bool = True,
+        show_progress_bar: bool = False,
+        *,
+        group: Group = None,
+        exchange: ExchangeName = "auto",
+        memory: Memory = "auto",
+        precision: Precision = "auto",
+    ) -> None:
+        super().__init__(
+            model,
+            scale,
+            similarity_fct,
+            mini_batch_size,
+            mini_batch_num_tokens,
+            gather_across_devices,
+            _SYMMETRIC,
+            "per_direction",
+            show_progress_bar,
+            group=group,
+            exchange=exchange,
+            memory=memory,
+            precision=precision,
+        )
+
+
+def _checked_directions(directions: Any) -> Directions:
+    found: Directions = tuple(directions) if isinstance(directions, tuple | list) else (directions,)
+    for name in found:
+        checked_choice("directions", name, tuple(_DIRECTIONS))
+    if "query_to_doc" not in found:
+        raise ValueError(f"directions must have 'query_to_doc' among them, got {found}; it has the positive pairs")
+    return tuple(dict.fromkeys(found))
+
+
+def _checked_partition(partition_mode: Any, directions: Directions) -> PartitionMode:
+    found: PartitionMode = checked_choice("partition_mode", partition_mode, ("joint", "per_direction"))
+    without = [name for name in ("query_to_query", "doc_to_doc") if name in directions]
+    if found == "per_direction" and without:
+        raise ValueError(
+            f"partition_mode='per_direction' does not go with {', '.join(without)} in directions: a softmax of its own "
+            "needs positive pairs; use partition_mode='joint'"
+        )
+    return found
+
+
+def _checked_strength(strength: Any) -> float:
+    if isinstance(strength, bool) or not isinstance(strength, int | float) or not 0 <= strength < float("inf"):
+        raise ValueError(f"hardness_strength must be a number, at least 0, got {strength!r}; 0 turns it off")
+    return strength

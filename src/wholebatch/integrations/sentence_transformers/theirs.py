@@ -1,0 +1,64 @@
+"""The names of sentence-transformers that the losses use, imported in the first call that needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from .._framework import Framework
+
+SENTENCE_TRANSFORMERS = Framework(
+    "sentence_transformers", ("6.2.0",), "pip install 'sentence-transformers[train]>=6.2'"
+)
+
+Features = Mapping[str, Any]  # Any: their tensors, and numbers such as the length of a prompt
+SimilarityFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+def cos_sim(a: Tensor, b: Tensor) -> Tensor:
+    """Return the cosines of all pairs of rows; it stands for the function of the same name in sentence-transformers."""
+    return normalize(a, dim=-1) @ normalize(b, dim=-1).T
+
+
+def is_cosine(similarity_fct: SimilarityFunction) -> bool:
+    """Return True for cosines, False for dot products.
+
+    Raises:
+        ValueError: for any other function.
+    """
+    if similarity_fct is cos_sim:
+        return True
+    util = SENTENCE_TRANSFORMERS.load("sentence_transformers.util")
+    for name in ("cos_sim", "dot_score"):
+        if similarity_fct is getattr(util, SENTENCE_TRANSFORMERS.seam(util, name)):
+            return name == "cos_sim"
+    raise ValueError(
+        "similarity_fct must be cos_sim or dot_score of sentence_transformers.util, got "
+        f"{getattr(similarity_fct, '__name__', similarity_fct)!r}: similarities are products of rows, in tiles "
+        "across processes. For another function use WholeBatchLoss(model, their loss), which computes theirs on every "
+        "process"
+    )
+
+
+def embed_columns(model: Any, columns: Sequence[Features]) -> list[Tensor]:
+    """Return the embeddings of each column by their function, which joins columns of documents in one forward pass."""
+    module = SENTENCE_TRANSFORMERS.load("sentence_transformers.base.losses.merged_forward")
+    embed = getattr(module, SENTENCE_TRANSFORMERS.seam(module, "embed_columns"))
+    found: list[Tensor] = embed(model, columns)
+    return found
+
+
+def has_static_embedding(model: Any) -> bool:
+    """Return whether the model's first module is a table of tokens, whose input has no rows."""
+    module = SENTENCE_TRANSFORMERS.load("sentence_transformers.base.losses.gradcache")
+    return bool(getattr(module, SENTENCE_TRANSFORMERS.seam(module, "has_static_embedding_input"))(model))
+
+
+def to_device(features: Features, device: Any) -> Features:
+    """Move the tensors of a column."""
+    util = SENTENCE_TRANSFORMERS.load("sentence_transformers.util")
+    found: Features = getattr(util, SENTENCE_TRANSFORMERS.seam(util, "batch_to_device"))(features, device)
+    return found

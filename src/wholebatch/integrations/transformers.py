@@ -1,0 +1,139 @@
+"""Hugging Face's Trainer with a loss of the whole batch: accumulation, processes and evaluation as the loss needs them.
+
+    class ContrastiveTrainer(WholeBatchTrainerMixin, Trainer): ...
+
+    ContrastiveTrainer(model, args, train_dataset=data, batch_loss=wb.CLIPLoss(), chunk_size=32).train()
+
+A Trainer takes a loss for one that is summed over tokens and divided by their number, if the model's forward takes any
+keywords, or if it gets a `compute_loss_func`. Then it does not divide by the number of micro-steps, and if a batch has
+labels, it multiplies by the number of processes. A loss of this library is a mean over the batch of all processes, the
+same on each. It has to be divided by the number of micro-steps, and must not be multiplied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import wholebatch as wb
+
+from ..gradcache import TokenBudget
+
+__all__ = ["ComputeLoss", "WholeBatchTrainerMixin", "features_of"]
+
+Features = tuple[Tensor, ...]
+BatchLoss = Callable[..., Tensor]
+
+
+def features_of(model: Any, outputs: Any) -> Features:
+    """Return the arguments of a loss from a model's outputs.
+
+    A tuple stays as it is. Outputs with `image_embeds` and `text_embeds`, as CLIPModel and SiglipModel have, give these
+    two, the exponential of the model's `logit_scale`, and its `logit_bias` if it has one.
+
+    Args:
+        model: the model, without an engine around it.
+        outputs: its outputs.
+
+    Raises:
+        TypeError: for other outputs.
+    """
+    if isinstance(outputs, tuple | list) and all(isinstance(x, Tensor) for x in outputs):
+        return tuple(outputs)
+    image, text = (getattr(outputs, name, None) for name in ("image_embeds", "text_embeds"))
+    if not isinstance(image, Tensor) or not isinstance(text, Tensor) or not hasattr(model, "logit_scale"):
+        raise TypeError(
+            "the model's outputs must be a tuple of tensors, or have image_embeds and text_embeds beside a model with "
+            f"logit_scale, got {type(outputs).__name__} of {type(model).__name__}; pass features_of=, a function of "
+            "the model and its outputs that returns the arguments of the loss"
+        )
+    bias = getattr(model, "logit_bias", None)
+    return (image, text, model.logit_scale.exp(), *([] if bias is None else [bias]))
+
+
+class WholeBatchTrainerMixin:
+    """A Trainer whose loss compares the rows of all processes; put it before Trainer among the base classes.
+
+    Args:
+        batch_loss: a loss of this library, or a function: called with the features, it returns a mean over the batch
+            of all processes. Default: :class:`wholebatch.CLIPLoss`.
+        chunk_size: rows of a chunk, or a TokenBudget, for gradient caching; None: all rows at once.
+        features_of: a function of the model and its outputs that returns the arguments of the loss. Default:
+            :func:`features_of`.
+        args, kwargs: those of Trainer.
+
+    Raises:
+        ValueError: for a `compute_loss_func`, which would get the loss wrong by the number of micro-steps.
+    """
+
+    loss_is_scaled_for_ga = False  # a mean: the Trainer divides it by the number of micro-steps
+
+    def __init__(
+        self,
+        *args: Any,
+        batch_loss: BatchLoss | None = None,
+        chunk_size: int | TokenBudget | None = None,
+        features_of: Callable[[Any, Any], Features] = features_of,
+        **kwargs: Any,
+    ) -> None:
+        if kwargs.get("compute_loss_func") is not None:
+            raise ValueError(
+                "compute_loss_func must be None beside WholeBatchTrainerMixin, got a function; pass it as batch_loss=, "
+                "which is called with the features alone"
+            )
+        super().__init__(*args, **kwargs)
+        self.batch_loss, self.chunk_size, self.features_of = batch_loss or wb.CLIPLoss(), chunk_size, features_of
+        self.model_accepts_loss_kwargs = False  # of releases before `loss_is_scaled_for_ga`
+        self.can_return_loss = True  # evaluation computes the loss of a batch without labels
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: Mapping[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor | tuple[Tensor, dict[str, Any]]:
+        """Return the loss of the batch of all processes."""
+        unwrapped = self.accelerator.unwrap_model(model)  # type: ignore[attr-defined]  # the Trainer's
+        inputs = {name: x for name, x in inputs.items() if name != "return_loss"}
+
+        def encode(**rows: Any) -> Features:
+            return self.features_of(unwrapped, model(**rows))
+
+        size = self.chunk_size
+        features = encode(**inputs) if size is None else wb.gradcache.encode(encode, inputs, size)
+        loss = self.batch_loss(*features)
+        return (loss, {}) if return_outputs else loss
+
+
+class ComputeLoss:
+    """A loss of this library for the Trainer's `compute_loss_func`, where the Trainer cannot be subclassed.
+
+    It divides by `args.gradient_accumulation_steps`, and undoes the factor of the number of processes. If an epoch ends
+    with fewer micro-steps, its last step gets a smaller gradient than their mean. The mixin has no such limit.
+
+    Args:
+        batch_loss: called with the features, it returns a mean over the batch of all processes.
+        args: the TrainingArguments of the same Trainer.
+        model: the model; needed if its outputs are no tuple of features.
+        features_of: a function of the model and its outputs that returns the arguments of the loss.
+    """
+
+    def __init__(
+        self,
+        batch_loss: BatchLoss,
+        args: Any,
+        model: Any = None,
+        features_of: Callable[[Any, Any], Features] = features_of,
+    ) -> None:
+        self.batch_loss, self.args, self.model, self.features_of = batch_loss, args, model, features_of
+
+    def __call__(self, outputs: Any, labels: Any = None, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        """Return the loss as the Trainer expects it."""
+        loss = self.batch_loss(*self.features_of(self.model, outputs))
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            loss = loss / self.args.world_size
+        return loss / self.args.gradient_accumulation_steps if torch.is_grad_enabled() else loss

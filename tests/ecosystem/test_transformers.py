@@ -1,0 +1,191 @@
+"""Hugging Face's Trainer on two processes: the mixin and the loss function give the weights of one process.
+
+    make ecosystem
+
+One process trains with a dense loss of the whole batch, in float64, with the same number of micro-steps.
+"""
+
+import tempfile
+from functools import partial
+
+import pytest
+import torch
+from dual import BATCH, MICRO_STEPS, STEPS, Dual, Pairs, as_launched, free_port, weights
+from torch import nn
+from torch.nn import functional as F
+
+import wholebatch as wb
+from wholebatch.testing import run_ranks
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("default")  # their libraries warn
+
+ROUNDING = 1e-10  # of the distance moved: 20 steps in float64, summed in another order
+FORMS = ("mixin", "mixin, chunks", "function")
+
+
+class Labeled(Pairs):
+    """Pairs with labels, which make the Trainer count items."""
+
+    def __getitem__(self, row):
+        return {**super().__getitem__(row), "labels": torch.tensor(row)}
+
+
+class TakesAnyKeyword(Dual):
+    """A model whose forward takes any keyword, as CLIPModel's does."""
+
+    def forward(self, x, y, **_keywords):
+        return super().forward(x, y)
+
+
+class PicturesAndTexts(torch.utils.data.Dataset):
+    """Random images and token sequences."""
+
+    def __init__(self, count):
+        generator = torch.Generator().manual_seed(1)
+        self.images = torch.randn(count, 3, 8, 8, generator=generator, dtype=torch.float64)
+        self.tokens = torch.randint(3, 20, (count, 6), generator=generator)
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, row):
+        return {"pixel_values": self.images[row], "input_ids": self.tokens[row]}
+
+
+def clip_model():
+    from transformers import CLIPConfig, CLIPModel
+
+    torch.manual_seed(0)
+    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = tower | {"vocab_size": 20, "max_position_embeddings": 8, "eos_token_id": 2, "bos_token_id": 1}
+    config = CLIPConfig(text_config=text, vision_config=tower | {"image_size": 8, "patch_size": 4}, projection_dim=8)
+    return CLIPModel(config).double()
+
+
+def dense(image, text, scale):
+    logits = scale * image @ text.T
+    at = torch.arange(len(logits))
+    return (F.cross_entropy(logits, at) + F.cross_entropy(logits.T, at)) / 2
+
+
+def setting(kind, ranks, micro_steps):
+    """Return a model and its data."""
+    rows = 2 * BATCH * STEPS * micro_steps
+    if kind == "clip":
+        return clip_model(), PicturesAndTexts(rows)
+    return TakesAnyKeyword() if kind != "dual" else Dual(), (Labeled if kind == "labels" else Pairs)(rows)
+
+
+def train(kind, form, ranks, micro_steps):
+    """Train in this process; return the weights before and after, and the loss of an evaluation."""
+    from transformers import Trainer, TrainingArguments
+
+    from wholebatch.integrations.transformers import ComputeLoss, WholeBatchTrainerMixin, features_of
+
+    class ContrastiveTrainer(WholeBatchTrainerMixin, Trainer):
+        pass
+
+    model, data = setting(kind, ranks, micro_steps)
+    start = weights(model)
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(
+            folder,
+            per_device_train_batch_size=2 * BATCH // ranks,
+            per_device_eval_batch_size=2 * BATCH // ranks,
+            gradient_accumulation_steps=micro_steps,
+            max_steps=STEPS,
+            optim="sgd",
+            learning_rate=0.1,
+            max_grad_norm=0.0,
+            lr_scheduler_type="constant",
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            remove_unused_columns=False,
+        )
+        if form == "function":
+            loss = ComputeLoss(wb.CLIPLoss(), args, model)
+            trainer = Trainer(model, args, train_dataset=data, compute_loss_func=loss)
+        elif form == "plain function":
+
+            def loss(outputs, labels, num_items_in_batch=None):
+                return wb.CLIPLoss()(*features_of(model, outputs))
+
+            trainer = Trainer(model, args, train_dataset=data, compute_loss_func=loss)
+        else:
+            chunks = 3 if form == "mixin, chunks" else None
+            batch_loss = dense if form == "dense" else None
+            trainer = ContrastiveTrainer(model, args, train_dataset=data, batch_loss=batch_loss, chunk_size=chunks)
+        trainer.train()
+        part = torch.utils.data.Subset(data, range(2 * BATCH))
+        evaluated = None if "function" in form else trainer.evaluate(part)["eval_loss"]
+    return start, weights(model), evaluated
+
+
+def body(port, jobs):
+    as_launched(port)
+    return {job: train(*job[:2], 2, job[2]) for job in jobs}
+
+
+JOBS = [(kind, form, n) for kind in ("dual", "labels", "clip") for form in FORMS for n in (1, MICRO_STEPS)]
+WRONG = ("labels", "plain function", MICRO_STEPS)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_ranks(partial(body, free_port(), [*JOBS, WRONG]), 2, timeout_s=500)
+
+
+@pytest.fixture(scope="module")
+def true():
+    return {(kind, n): train(kind, "dense", 1, n) for kind in ("dual", "labels", "clip") for n in (1, MICRO_STEPS)}
+
+
+def distance(run, true):
+    return ((run[1] - true[1]).norm() / (true[1] - true[0]).norm()).item()
+
+
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_two_processes_end_with_the_weights_of_one(found, true, job):
+    expected = true[job[0], job[2]]
+    for of_rank in found:
+        assert distance(of_rank[job], expected) < ROUNDING
+        assert torch.equal(of_rank[job][1], found[0][job][1])
+        if of_rank[job][2] is not None:
+            assert of_rank[job][2] == pytest.approx(expected[2], rel=1e-6)
+
+
+def test_a_plain_loss_function_ends_elsewhere(found, true):
+    """The Trainer multiplies it by the number of processes, and does not divide it by the number of micro-steps."""
+    assert distance(found[0][WRONG], true["labels", MICRO_STEPS]) > 0.1
+
+
+def test_mistakes_are_refused():
+    from wholebatch.integrations.transformers import WholeBatchTrainerMixin, features_of
+
+    with pytest.raises(ValueError, match="compute_loss_func must be None beside WholeBatchTrainerMixin"):
+        WholeBatchTrainerMixin(compute_loss_func=dense)
+    with pytest.raises(
+        TypeError, match=r"outputs must be a tuple of tensors, or have image_embeds .* got dict of Linear"
+    ):
+        features_of(nn.Linear(1, 1), {"loss": 1})
+
+
+def test_a_siglip_model_gives_its_own_loss():
+    from transformers import SiglipConfig, SiglipModel
+
+    from wholebatch.integrations.transformers import features_of
+
+    torch.manual_seed(0)
+    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = tower | {"vocab_size": 20, "max_position_embeddings": 8, "projection_size": 16}
+    config = SiglipConfig(text_config=text, vision_config=tower | {"image_size": 8, "patch_size": 4})
+    model = SiglipModel(config).double().eval()
+    with torch.no_grad():
+        model.logit_scale.fill_(1.3)
+        model.logit_bias.fill_(-2.0)
+    batch = torch.utils.data.default_collate([PicturesAndTexts(5)[row] for row in range(5)])
+    outputs = model(**batch, return_loss=True)
+    assert wb.SigLIPLoss()(*features_of(model, outputs)).item() == pytest.approx(outputs.loss.item(), rel=1e-12)
