@@ -100,11 +100,11 @@ class BatchLoss(nn.Module):
         """Return the embeddings of each column, with a graph."""
         return (self.chunks or embed_columns)(self.model, columns)
 
-    def beside(self, columns: Sequence[Features], labels: Tensor | None) -> Any:
+    def beside(self, columns: Sequence[Features], labels: Tensor | None) -> Any:  # Any: what a subclass compares with
         """Return the argument of `compare` that needs no gradient; by default the labels."""
         return labels
 
-    def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:
+    def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # Any: whatever `beside` returns
         """Return the loss of the whole batch for this process's embeddings, (b, d) for each column."""
         raise NotImplementedError
 
@@ -118,7 +118,11 @@ class BatchLoss(nn.Module):
         return self.compare(embeddings, beside)
 
     def calculate_loss(
-        self, reps: Sequence[Sequence[Tensor]], beside: Any = None, *, with_backward: bool = False
+        self,
+        reps: Sequence[Sequence[Tensor]],
+        beside: Any = None,
+        *,
+        with_backward: bool = False,  # Any: whatever `beside` returns
     ) -> Tensor:
         """Return the loss of embeddings in chunks, as their MatryoshkaLoss calls it.
 
