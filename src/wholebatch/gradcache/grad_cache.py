@@ -210,7 +210,8 @@ class GradCache:
         if len(model_inputs) != len(self.models):
             raise ValueError(
                 f"there must be one input for each of the {len(self.models)} models, got {len(model_inputs)}; several "
-                "arguments of one model are one input, a list"
+                "arguments of one model are one input, a list, and its keywords a mapping; keywords of the step go to "
+                "loss_fn"
             )
         splits_trees = self.split_input_fn is None and type(self).split_inputs is GradCache.split_inputs
         chunks: list[Chunk] = []

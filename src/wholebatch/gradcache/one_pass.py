@@ -28,7 +28,8 @@ def with_graph(
     if not may_be_frozen and not any(x.requires_grad for x in found):
         raise NoGraphError(
             f"the output of {name} has no gradient: is it frozen, its output detached, or this inference mode? "
-            "Pass inputs that are not trained to the loss as keyword arguments"
+            "Leave a frozen model out, encode its input by wb.gradcache.encode(model, input, chunk_size), and give the "
+            "step the result as a keyword argument, for the loss"
         )
     return found
 

@@ -28,7 +28,7 @@ Features = tuple[Tensor, ...]
 BatchLoss = Callable[..., Tensor]
 
 
-def features_of(model: Any, outputs: Any) -> Features:  # Any: whatever the model returns
+def features_of(model: Any, outputs: Any) -> Features:  # whatever the model returns
     """Return the arguments of a loss from a model's outputs.
 
     A tuple stays as it is. Outputs with `image_embeds` and `text_embeds`, as CLIPModel and SiglipModel have, give these
@@ -73,11 +73,11 @@ class WholeBatchTrainerMixin:
 
     def __init__(
         self,
-        *args: Any,  # Any: as the Trainer's
+        *args: Any,  # as the Trainer's
         batch_loss: BatchLoss | None = None,
         chunk_size: int | TokenBudget | None = None,
-        features_of: Callable[[Any, Any], Features] = features_of,  # Any: any model and output
-        **kwargs: Any,  # Any: as the Trainer's
+        features_of: Callable[[Any, Any], Features] = features_of,  # any model and output
+        **kwargs: Any,  # as the Trainer's
     ) -> None:
         if kwargs.get("compute_loss_func") is not None:
             raise ValueError(
@@ -91,11 +91,11 @@ class WholeBatchTrainerMixin:
 
     def compute_loss(
         self,
-        model: Any,  # Any: their model
-        inputs: Mapping[str, Any],  # Any: any keywords of the model
+        model: Any,  # their model
+        inputs: Mapping[str, Any],  # any keywords of the model
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
-    ) -> Tensor | tuple[Tensor, dict[str, Any]]:  # Any: any outputs
+    ) -> Tensor | tuple[Tensor, dict[str, Any]]:  # any outputs
         """Return the loss of the batch of all processes."""
         unwrapped = self.accelerator.unwrap_model(model)  # type: ignore[attr-defined]  # the Trainer's
         inputs = {name: x for name, x in inputs.items() if name != "return_loss"}
@@ -125,15 +125,18 @@ class ComputeLoss:
     def __init__(
         self,
         batch_loss: BatchLoss,
-        args: Any,  # Any: whatever the model returns
-        model: Any = None,  # Any: their model
-        features_of: Callable[[Any, Any], Features] = features_of,  # Any: any model and output
+        args: Any,  # their TrainingArguments
+        model: Any = None,  # their model
+        features_of: Callable[[Any, Any], Features] = features_of,  # any model and output
     ) -> None:
         self.batch_loss, self.args, self.model, self.features_of = batch_loss, args, model, features_of
 
     def __call__(
-        self, outputs: Any, labels: Any = None, num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:  # Any: whatever the model returns
+        self,
+        outputs: Any,  # whatever the model returns
+        labels: Any = None,  # the data set's
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
         """Return the loss as the Trainer expects it."""
         loss = self.batch_loss(*self.features_of(self.model, outputs))
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:

@@ -63,7 +63,9 @@ def check_not_passed_by(
                     f"{name} must reach its parameters through the DistributedDataParallel that holds them, which "
                     f"reduces gradients only after its own forward pass, and reaches {of!r} without it: "
                     f"{_not_reduced.TITLE}. {_not_reduced.FIX}. Give GradCache the wrapped model, or functions that "
-                    "call it; parameters that you reduce yourself go into unchecked="
+                    "call it (in a Hugging Face Trainer the model that compute_loss gets; in Lightning "
+                    "self.trainer.strategy.model, or deferred=True); parameters that you reduce yourself go into "
+                    "unchecked="
                 )
 
 

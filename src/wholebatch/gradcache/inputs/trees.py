@@ -169,7 +169,10 @@ def representations(output: Any, name: str) -> tuple[tuple[Tensor, ...], Callabl
         return (output,), lambda found: found[0]
     if isinstance(output, Sequence) and output and all(isinstance(x, Tensor) for x in output):
         return tuple(output), (lambda found: type(output)(*found)) if hasattr(output, "_fields") else tuple
+    names = [key for key, x in output.items() if isinstance(x, Tensor)] if isinstance(output, Mapping) else []
+    example = f"output[{names[0]!r}]" if names else "output.pooler_output"
+    having = f" with tensors {', '.join(map(repr, names))}" if names else ""
     raise ValueError(
-        f"{name} must return a tensor, or a tuple of tensors, got {type(output).__name__}; "
-        "get_rep_fn=lambda output: output.pooler_output, for example, takes the representation out of it"
+        f"{name} must return a tensor, or a tuple of tensors, got {type(output).__name__}{having}; "
+        f"get_rep_fn=lambda output: {example}, for example, takes the representation out of it"
     )

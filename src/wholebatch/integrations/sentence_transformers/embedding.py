@@ -100,11 +100,11 @@ class BatchLoss(nn.Module):
         """Return the embeddings of each column, with a graph."""
         return (self.chunks or embed_columns)(self.model, columns)
 
-    def beside(self, columns: Sequence[Features], labels: Tensor | None) -> Any:  # Any: what a subclass compares with
+    def beside(self, columns: Sequence[Features], labels: Tensor | None) -> Any:  # what a subclass compares with
         """Return the argument of `compare` that needs no gradient; by default the labels."""
         return labels
 
-    def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # Any: whatever `beside` returns
+    def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # whatever `beside` returns
         """Return the loss of the whole batch for this process's embeddings, (b, d) for each column."""
         raise NotImplementedError
 
@@ -120,9 +120,9 @@ class BatchLoss(nn.Module):
     def calculate_loss(
         self,
         reps: Sequence[Sequence[Tensor]],
-        beside: Any = None,
+        beside: Any = None,  # what a subclass compares with
         *,
-        with_backward: bool = False,  # Any: whatever `beside` returns
+        with_backward: bool = False,
     ) -> Tensor:
         """Return the loss of embeddings in chunks, as their MatryoshkaLoss calls it.
 

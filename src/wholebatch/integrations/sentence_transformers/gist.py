@@ -54,8 +54,8 @@ class GISTEmbedLoss(BatchLoss):
 
     def __init__(
         self,
-        model: Any,  # Any: their model
-        guide: Any,  # Any: their model
+        model: Any,  # their model
+        guide: Any,  # their model
         temperature: float = 0.01,
         margin_strategy: MarginStrategy = "absolute",
         margin: float = 0.0,
@@ -106,7 +106,7 @@ class GISTEmbedLoss(BatchLoss):
         texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
         return to_device(self.guide.preprocess(texts), self.guide.device)
 
-    def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # Any: whatever `beside` returns
+    def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # whatever `beside` returns
         """Return the loss of the whole batch for this process's embeddings, and the guide's beside them."""
         queries, keys, *negatives = [normalize(x, dim=-1) for x in embeddings]
         directions = ["query_to_key"]
@@ -129,7 +129,7 @@ class GISTEmbedLoss(BatchLoss):
             **self.settings,
         )
 
-    def get_config_dict(self) -> dict[str, Any]:  # Any: values of any type
+    def get_config_dict(self) -> dict[str, Any]:  # values of any type
         """Return the arguments, for the model card."""
         return {
             "guide": self.guide,
@@ -158,8 +158,8 @@ class CachedGISTEmbedLoss(GISTEmbedLoss):
 
     def __init__(
         self,
-        model: Any,  # Any: their model
-        guide: Any,  # Any: their model
+        model: Any,  # their model
+        guide: Any,  # their model
         temperature: float = 0.01,
         mini_batch_size: int = 32,
         mini_batch_num_tokens: int | None = None,
@@ -192,7 +192,7 @@ class CachedGISTEmbedLoss(GISTEmbedLoss):
         self.chunks = Chunks(type(self).__name__, model, mini_batch_size, mini_batch_num_tokens, show_progress_bar)
         self.mini_batch_size, self.mini_batch_num_tokens = mini_batch_size, mini_batch_num_tokens
 
-    def get_config_dict(self) -> dict[str, Any]:  # Any: values of any type
+    def get_config_dict(self) -> dict[str, Any]:  # values of any type
         """Return the arguments, for the model card."""
         sizes = {"mini_batch_size": self.mini_batch_size, "mini_batch_num_tokens": self.mini_batch_num_tokens}
         return super().get_config_dict() | sizes

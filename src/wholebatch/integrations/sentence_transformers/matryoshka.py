@@ -39,7 +39,7 @@ class MatryoshkaLoss(nn.Module):
 
     def __init__(
         self,
-        model: Any,  # Any: their model
+        model: Any,  # their model
         loss: nn.Module,
         matryoshka_dims: Sequence[int],
         matryoshka_weights: Sequence[float] | Sequence[int] | None = None,
@@ -109,7 +109,7 @@ class MatryoshkaLoss(nn.Module):
         """Their weights, in the same order."""
         return tuple(weight for _, weight in reversed(self.parts))
 
-    def get_config_dict(self) -> dict[str, Any]:  # Any: values of any type
+    def get_config_dict(self) -> dict[str, Any]:  # values of any type
         """Return the arguments, for the model card."""
         return {
             "loss": type(self.loss).__name__,

@@ -84,7 +84,7 @@ class MultipleNegativesRankingLoss(BatchLoss):
         self.settings: dict[str, Any] = {"exchange": exchange, "memory": memory, "precision": precision}
         self.group = group
 
-    def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # Any: whatever `beside` returns
+    def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # whatever `beside` returns
         """See `compute_loss_from_embeddings`."""
         return self.compute_loss_from_embeddings(embeddings)
 
@@ -149,7 +149,7 @@ class MultipleNegativesRankingLoss(BatchLoss):
         """1 / scale."""
         return 1.0 / scale_number(self.scale)
 
-    def get_config_dict(self) -> dict[str, Any]:  # Any: values of any type
+    def get_config_dict(self) -> dict[str, Any]:  # values of any type
         """Return the arguments, for the model card."""
         return {
             "scale": scale_number(self.scale),
@@ -181,7 +181,7 @@ class MultipleNegativesSymmetricRankingLoss(MultipleNegativesRankingLoss):
 
     def __init__(
         self,
-        model: Any,  # Any: their model
+        model: Any,  # their model
         scale: float | wb.Scale = 20.0,
         similarity_fct: SimilarityFunction = cos_sim,
         gather_across_devices: bool = True,
@@ -223,7 +223,7 @@ class CachedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
 
     def __init__(
         self,
-        model: Any,  # Any: their model
+        model: Any,  # their model
         scale: float | wb.Scale = 20.0,
         similarity_fct: SimilarityFunction = cos_sim,
         mini_batch_size: int = 32,
@@ -257,7 +257,7 @@ class CachedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
         self.chunks = Chunks(type(self).__name__, model, mini_batch_size, mini_batch_num_tokens, show_progress_bar)
         self.mini_batch_size, self.mini_batch_num_tokens = mini_batch_size, mini_batch_num_tokens
 
-    def get_config_dict(self) -> dict[str, Any]:  # Any: values of any type
+    def get_config_dict(self) -> dict[str, Any]:  # values of any type
         """Return the arguments, for the model card."""
         sizes = {"mini_batch_size": self.mini_batch_size, "mini_batch_num_tokens": self.mini_batch_num_tokens}
         return super().get_config_dict() | sizes
@@ -278,7 +278,7 @@ class CachedMultipleNegativesSymmetricRankingLoss(CachedMultipleNegativesRanking
 
     def __init__(
         self,
-        model: Any,  # Any: their model
+        model: Any,  # their model
         scale: float | wb.Scale = 20.0,
         similarity_fct: SimilarityFunction = cos_sim,
         mini_batch_size: int = 32,

@@ -14,7 +14,7 @@ SENTENCE_TRANSFORMERS = Framework(
     "sentence_transformers", ("6.2.0",), "pip install 'sentence-transformers[train]>=6.2'"
 )
 
-Features = Mapping[str, Any]  # Any: their tensors, and numbers such as the length of a prompt
+Features = Mapping[str, Any]  # their tensors, and numbers such as the length of a prompt
 SimilarityFunction = Callable[[Tensor, Tensor], Tensor]
 
 

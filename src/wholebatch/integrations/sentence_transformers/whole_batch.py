@@ -34,7 +34,7 @@ class WholeBatchLoss(BatchLoss):
 
     def __init__(
         self,
-        model: Any,  # Any: their model
+        model: Any,  # their model
         loss: nn.Module,
         mini_batch_size: int | None = None,
         mini_batch_num_tokens: int | None = None,
@@ -65,7 +65,7 @@ class WholeBatchLoss(BatchLoss):
             self.chunks = Chunks("their loss", model, mini_batch_size or 1, mini_batch_num_tokens)
         self.mini_batch_size, self.mini_batch_num_tokens = mini_batch_size, mini_batch_num_tokens
 
-    def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # Any: whatever `beside` returns
+    def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # whatever `beside` returns
         """See `compute_loss_from_embeddings`."""
         return self.compute_loss_from_embeddings(embeddings, beside)
 
@@ -92,7 +92,7 @@ class WholeBatchLoss(BatchLoss):
         beside = [] if labels is None else [labels.reshape(len(labels), -1)]
         return wb.WholeBatch(of_all, group=self.group)(*columns, *beside)
 
-    def get_config_dict(self) -> dict[str, Any]:  # Any: values of any type
+    def get_config_dict(self) -> dict[str, Any]:  # values of any type
         """Return the arguments, for the model card."""
         sizes = {"mini_batch_size": self.mini_batch_size, "mini_batch_num_tokens": self.mini_batch_num_tokens}
         return {"loss": type(self.loss).__name__, **sizes}
