@@ -152,8 +152,9 @@ class CachedGISTEmbedLoss(GISTEmbedLoss):
 
     Args:
         mini_batch_size, mini_batch_num_tokens, show_progress_bar: as in :class:`CachedMultipleNegativesRankingLoss`.
-        model, guide, temperature, margin_strategy, margin, contrast_anchors, contrast_positives, gather_across_devices,
-            group, exchange, memory, precision: as in :class:`GISTEmbedLoss`.
+        model, guide, temperature, margin_strategy, margin: as in :class:`GISTEmbedLoss`.
+        contrast_anchors, contrast_positives, gather_across_devices: as there.
+        group, exchange, memory, precision: as there.
     """
 
     def __init__(

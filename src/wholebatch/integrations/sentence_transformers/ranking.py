@@ -214,8 +214,9 @@ class CachedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
             :class:`wholebatch.gradcache.TokenBudget`. Padding counts, and rows are grouped by length; theirs counts
             tokens without padding, of rows in their order.
         show_progress_bar: must be False.
-        model, scale, similarity_fct, gather_across_devices, directions, partition_mode, hardness_mode,
-            hardness_strength, group, exchange, memory, precision: as in :class:`MultipleNegativesRankingLoss`.
+        model, scale, similarity_fct, gather_across_devices: as in :class:`MultipleNegativesRankingLoss`.
+        directions, partition_mode, hardness_mode, hardness_strength: as there.
+        group, exchange, memory, precision: as there.
 
     Raises:
         ValueError: as there; also for sizes below 1, `show_progress_bar=True`, and a model based on a StaticEmbedding.
@@ -272,8 +273,9 @@ class CachedMultipleNegativesSymmetricRankingLoss(CachedMultipleNegativesRanking
     """Their `CachedMultipleNegativesSymmetricRankingLoss`.
 
     Args:
-        model, scale, similarity_fct, mini_batch_size, mini_batch_num_tokens, gather_across_devices, show_progress_bar,
-            group, exchange, memory, precision: as in :class:`CachedMultipleNegativesRankingLoss`.
+        model, scale, similarity_fct, gather_across_devices: as in :class:`CachedMultipleNegativesRankingLoss`.
+        mini_batch_size, mini_batch_num_tokens, show_progress_bar: as there.
+        group, exchange, memory, precision: as there.
     """
 
     def __init__(
