@@ -182,3 +182,14 @@ def test_an_engine_that_scales_the_loss_must_do_so(engine_of, stage):
     with pytest.raises(ValueError, match="must be given as scaler=engine"):
         step(engine, False, x, y)
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_of_the_engine_in_between_is_refused(engine_of, stage):
+    """Its optimizer writes parameters by `.data`, so their versions stay."""
+    (x, y), engine = batch(8), engine_of(mlp(0), stage)
+    loss = wb.GradCache([engine, engine], 3, good_loss, deferred=True)(x, y)
+    engine.global_steps += 1
+    with pytest.raises(ValueError, match="parameters of model 0 .* been changed since the forward pass of this loss"):
+        engine.backward(loss)
+    assert all(p.grad is None for p in engine.module.parameters())
