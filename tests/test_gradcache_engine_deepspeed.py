@@ -190,6 +190,6 @@ def test_a_step_of_the_engine_in_between_is_refused(engine_of, stage):
     (x, y), engine = batch(8), engine_of(mlp(0), stage)
     loss = wb.GradCache([engine, engine], 3, good_loss, deferred=True)(x, y)
     engine.global_steps += 1
-    with pytest.raises(ValueError, match="parameters of model 0 .* been changed since the forward pass of this loss"):
+    with pytest.raises(ValueError, match="been changed since the forward pass of this loss"):
         engine.backward(loss)
     assert all(p.grad is None for p in engine.module.parameters())
