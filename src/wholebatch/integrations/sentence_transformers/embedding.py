@@ -104,6 +104,10 @@ class BatchLoss(nn.Module):
         """Return the argument of `compare` that needs no gradient; by default the labels."""
         return labels
 
+    def get_config_dict(self) -> dict[str, Any]:  # values of any type
+        """Return the arguments, for the model card."""
+        return {}
+
     def compare(self, embeddings: Sequence[Tensor], beside: Any) -> Tensor:  # whatever `beside` returns
         """Return the loss of the whole batch for this process's embeddings, (b, d) for each column."""
         raise NotImplementedError
@@ -151,6 +155,22 @@ class BatchLoss(nn.Module):
         for name, child in self.named_children():
             if name not in ("model", "guide"):
                 yield from (x for x in child.parameters() if x.requires_grad)
+
+
+class CachedBatchLoss(BatchLoss):
+    """A loss of columns that are embedded in chunks: the first base class, the loss being the second."""
+
+    def _embed_in_chunks(
+        self, mini_batch_size: int, mini_batch_num_tokens: int | None, show_progress_bar: bool
+    ) -> None:
+        name = type(self).__name__
+        self.chunks = Chunks(name, self.model, mini_batch_size, mini_batch_num_tokens, show_progress_bar)
+        self.mini_batch_size, self.mini_batch_num_tokens = mini_batch_size, mini_batch_num_tokens
+
+    def get_config_dict(self) -> dict[str, Any]:  # values of any type
+        """Return the arguments, for the model card."""
+        sizes = {"mini_batch_size": self.mini_batch_size, "mini_batch_num_tokens": self.mini_batch_num_tokens}
+        return super().get_config_dict() | sizes
 
 
 def connected(calculate_loss: Callable[..., Tensor], embeddings: Sequence[Tensor], beside: Any) -> Tensor:

@@ -27,7 +27,7 @@ from ...exchange import ExchangeName
 from ...sweep import Memory, Precision
 from .arguments import checked_choice, checked_gather, checked_positive, group_of_batch
 from .citations import GIST
-from .embedding import BatchLoss, Chunks
+from .embedding import BatchLoss, CachedBatchLoss
 from .theirs import Features, embed_columns, has_static_embedding, to_device
 
 MarginStrategy = Literal["absolute", "relative"]
@@ -147,7 +147,7 @@ class GISTEmbedLoss(BatchLoss):
         return GIST
 
 
-class CachedGISTEmbedLoss(GISTEmbedLoss):
+class CachedGISTEmbedLoss(CachedBatchLoss, GISTEmbedLoss):
     """Their `CachedGISTEmbedLoss`: embeddings come from :func:`wholebatch.gradcache.encode`, the guide's as well.
 
     Args:
@@ -190,13 +190,7 @@ class CachedGISTEmbedLoss(GISTEmbedLoss):
             memory=memory,
             precision=precision,
         )
-        self.chunks = Chunks(type(self).__name__, model, mini_batch_size, mini_batch_num_tokens, show_progress_bar)
-        self.mini_batch_size, self.mini_batch_num_tokens = mini_batch_size, mini_batch_num_tokens
-
-    def get_config_dict(self) -> dict[str, Any]:  # values of any type
-        """Return the arguments, for the model card."""
-        sizes = {"mini_batch_size": self.mini_batch_size, "mini_batch_num_tokens": self.mini_batch_num_tokens}
-        return super().get_config_dict() | sizes
+        self._embed_in_chunks(mini_batch_size, mini_batch_num_tokens, show_progress_bar)
 
 
 def _tokenizer(name: str, model: Any) -> Any:

@@ -21,7 +21,7 @@ from ...exchange import ExchangeName
 from ...sweep import Memory, Precision
 from .arguments import checked_choice, checked_gather, checked_scale, group_of_batch, scale_number
 from .citations import GRADIENT_CACHING, GTE, INFO_NCE, SYMMETRIC
-from .embedding import BatchLoss, Chunks
+from .embedding import BatchLoss, CachedBatchLoss
 from .theirs import SimilarityFunction, cos_sim, is_cosine
 
 Directions = tuple[Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"], ...]
@@ -205,7 +205,7 @@ class MultipleNegativesSymmetricRankingLoss(MultipleNegativesRankingLoss):
         )
 
 
-class CachedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
+class CachedMultipleNegativesRankingLoss(CachedBatchLoss, MultipleNegativesRankingLoss):
     """Their `CachedMultipleNegativesRankingLoss`: embeddings come from :func:`wholebatch.gradcache.encode`.
 
     Args:
@@ -255,13 +255,7 @@ class CachedMultipleNegativesRankingLoss(MultipleNegativesRankingLoss):
             memory=memory,
             precision=precision,
         )
-        self.chunks = Chunks(type(self).__name__, model, mini_batch_size, mini_batch_num_tokens, show_progress_bar)
-        self.mini_batch_size, self.mini_batch_num_tokens = mini_batch_size, mini_batch_num_tokens
-
-    def get_config_dict(self) -> dict[str, Any]:  # values of any type
-        """Return the arguments, for the model card."""
-        sizes = {"mini_batch_size": self.mini_batch_size, "mini_batch_num_tokens": self.mini_batch_num_tokens}
-        return super().get_config_dict() | sizes
+        self._embed_in_chunks(mini_batch_size, mini_batch_num_tokens, show_progress_bar)
 
     @property
     def citation(self) -> str:
