@@ -81,8 +81,7 @@ def peers(encoder: nn.Module, chunk_size: int) -> dict[str, Callable[[Tensor, Te
     """Return sentence-transformers' loss and its cached form, on this encoder."""
     if version(PEER) is None:
         return {}
-    if version("torchvision") is not None:
-        declare_torchvision_operators()
+    declare_torchvision_operators()
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.losses import CachedMultipleNegativesRankingLoss, MultipleNegativesRankingLoss
 

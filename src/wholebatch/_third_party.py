@@ -25,8 +25,10 @@ def declare_torchvision_operators() -> None:
     """Declare torchvision's compiled operators where they do not load, so that torchvision can be imported.
 
     They do not load with a CPU build of torch. Three peers import torchvision for their models; their losses never call
-    these operators.
+    these operators. Without torchvision this does nothing.
     """
+    if version("torchvision") is None:
+        return
     import torch
 
     with warnings.catch_warnings():

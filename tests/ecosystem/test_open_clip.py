@@ -26,6 +26,7 @@ from open_clip_runs import CLIP, make_data, train
 
 import wholebatch as wb
 from wholebatch._third_party import declare_torchvision_operators
+from wholebatch.auditing import presets
 
 declare_torchvision_operators()
 import open_clip  # noqa: E402
@@ -145,12 +146,18 @@ def test_fsdp(run, name, options):
 
 
 @pytest.mark.skipif(hasattr(open_clip, "create_task"), reason="the audit's loop is that of open_clip 3")
-@pytest.mark.parametrize("name", ["clip", "clip_in_four_micro_steps", "siglip"])
-def test_the_audit_finds_the_gradients_exact(name):
-    import open_clip_audits  # it imports open_clip 3's training loop
-
-    report = wb.audit(getattr(open_clip_audits, name), ranks=(1, 2))
-    assert report.exact, report
+@pytest.mark.parametrize(
+    ("name", "exact"),
+    [
+        ("ClipLoss, default flags", False),
+        ("ClipLoss of wholebatch.integrations", True),
+        ("ClipLoss of wholebatch.integrations, --accum-freq 4", True),
+        ("SigLipLoss of wholebatch.integrations", True),
+    ],
+)
+def test_the_audit_finds_the_gradients_exact(name, exact):
+    report = wb.audit(presets.settings("open_clip")[name], ranks=(1, 2))
+    assert report.exact is exact, report
 
 
 # Refusals.

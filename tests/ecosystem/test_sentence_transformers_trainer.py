@@ -24,6 +24,7 @@ from sentence_transformers.sentence_transformer import losses as theirs
 from sentence_transformers.util import dot_score
 
 import wholebatch as wb
+from wholebatch.auditing import presets
 from wholebatch.integrations import sentence_transformers as ours
 from wholebatch.integrations.sentence_transformers.theirs import SENTENCE_TRANSFORMERS, cos_sim
 from wholebatch.testing import run_ranks
@@ -368,6 +369,32 @@ def test_the_import_needs_only_torch():
         "assert not {'sentence_transformers', 'transformers'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
+
+
+# The audit.
+
+
+@pytest.mark.parametrize(
+    ("name", "exact"),
+    [
+        ("MultipleNegativesRankingLoss, default", False),
+        ("MultipleNegativesRankingLoss of wholebatch.integrations", True),
+        ("CachedMultipleNegativesRankingLoss of wholebatch.integrations", True),
+    ],
+)
+def test_the_audit_finds_the_gradients_exact(name, exact):
+    report = wb.audit(presets.settings("sentence_transformers")[name], ranks=(1, 2))
+    assert report.exact is exact, report
+
+
+def test_a_guide_in_half_precision(folder):
+    model, guide = encoder(folder), encoder(folder, seed=5).half()
+    features = [model.preprocess(column) for column in texts(ROWS, 3).to_dict().values()]
+    loss = ours.GISTEmbedLoss(model, guide, temperature=0.1)
+    values = [loss(features, None).item()]
+    loss.guide = guide.double()  # the same numbers, without rounding in between
+    values.append(loss(features, None).item())
+    assert values[0] == pytest.approx(values[1], rel=1e-9)
 
 
 # Mistakes.

@@ -1,4 +1,4 @@
-"""open_clip: its model, its losses, and its training loop, with accumulation."""
+"""open_clip: its model and training loop, with accumulation; its losses, and those of this library in their place."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 import wholebatch as wb
 
 from ..._third_party import declare_torchvision_operators
+from ...integrations import open_clip as ours
+from ...integrations.open_clip.factory import InMicroSteps
 from ..problem import Problem
 
 declare_torchvision_operators()
@@ -114,6 +116,18 @@ def _siglip(dist_impl: str) -> Problem:
     return _problem(partial(SigLipLoss, dist_impl=dist_impl), wb.reference.siglip_loss, 1, bias=True)
 
 
+def _our_clip(steps: int = 1) -> Problem:
+    def build(**ranks: int) -> nn.Module:
+        loss = ours.ClipLoss(**ranks)
+        return loss if steps == 1 else InMicroSteps(loss, steps)
+
+    return _problem(build, wb.reference.clip_loss, steps, bias=False)
+
+
+def _our_siglip() -> Problem:
+    return _problem(ours.SigLipLoss, wb.reference.siglip_loss, 1, bias=True)
+
+
 _EXACT: Sequence[str] = ("local_loss", "gather_with_grad")
 SETTINGS: dict[str, Callable[[], Problem]] = {
     "ClipLoss, default flags": _clip,
@@ -126,4 +140,7 @@ SETTINGS: dict[str, Callable[[], Problem]] = {
     "SigLipLoss, shift": partial(_siglip, "shift"),
     "SigLipLoss, reduce": partial(_siglip, "reduce"),
     "SigLipLoss, gather": partial(_siglip, "gather"),
+    "ClipLoss of wholebatch.integrations": _our_clip,
+    "ClipLoss of wholebatch.integrations, --accum-freq 4": partial(_our_clip, 4),
+    "SigLipLoss of wholebatch.integrations": _our_siglip,
 }

@@ -1,15 +1,17 @@
-"""sentence-transformers: its in-batch losses, plain and cached."""
+"""sentence-transformers: its in-batch losses, plain and cached, and those of this library in their place."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..._third_party import declare_torchvision_operators
+from ...integrations import sentence_transformers as ours
 from ..problem import Problem
 from .encoders import IN, ROWS, mlp
 
@@ -32,10 +34,10 @@ class _Encoder(nn.Module):
         return {**features, "sentence_embedding": self.encoder(features["input_ids"])}
 
 
-def _ranking(loss: str, **options: Any) -> Problem:
+def _ranking(loss: str, module: ModuleType = losses, **options: Any) -> Problem:
     def of_rank(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         columns = [{"input_ids": batch[name]} for name in ("anchor", "positive", "negative")]
-        made = getattr(losses, loss)(getattr(model, "module", model), **options)
+        made = getattr(module, loss)(getattr(model, "module", model), **options)
         made.model = model  # the trainer sets the wrapped model in the same way
         found: Tensor = made(columns, None)
         return found
@@ -52,4 +54,6 @@ SETTINGS: dict[str, Callable[[], Problem]] = {
     "the same, both directions": partial(_ranking, _PLAIN, gather_across_devices=True, directions=_BOTH),
     f"{_CACHED}, default": partial(_ranking, _CACHED, mini_batch_size=2),
     f"{_CACHED}, gather_across_devices=True": partial(_ranking, _CACHED, mini_batch_size=2, gather_across_devices=True),
+    f"{_PLAIN} of wholebatch.integrations": partial(_ranking, _PLAIN, ours),
+    f"{_CACHED} of wholebatch.integrations": partial(_ranking, _CACHED, ours, mini_batch_size=2),
 }

@@ -93,7 +93,7 @@ def replaced(theirs: nn.Module | None, args: Any) -> nn.Module:  # Any: their na
         )
     steps = getattr(args, "accum_freq", 1)
     _explain(args, name, steps)
-    return ours if steps == 1 else _InMicroSteps(ours, steps)
+    return ours if steps == 1 else InMicroSteps(ours, steps)
 
 
 def _ranks(theirs: Any) -> dict[str, Any]:
@@ -110,7 +110,7 @@ _COUNTERPARTS: dict[str, Callable[[Any], nn.Module]] = {
 }
 
 
-class _InMicroSteps(nn.Module):
+class InMicroSteps(nn.Module):
     """A loss for open_clip's accumulation, which computes the loss of the whole batch in each of A micro-steps.
 
     A micro-step's features get their gradient in that micro-step only. Scale and bias get theirs in all of them, so

@@ -91,10 +91,11 @@ class GISTEmbedLoss(BatchLoss):
         self.settings: dict[str, Any] = {"exchange": exchange, "memory": memory, "precision": precision}
 
     def beside(self, columns: Sequence[Features], labels: Tensor | None) -> list[Tensor]:
-        """Return the guide's embeddings of each column, normalized."""
+        """Return the guide's embeddings of each column, normalized, in at least float32."""
         with torch.no_grad():
             guided = [self._for_the_guide(dict(features)) for features in columns]
-            return [normalize(x, dim=-1) for x in (self.chunks or embed_columns)(self.guide, guided)]
+            found = (self.chunks or embed_columns)(self.guide, guided)
+            return [normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1) for x in found]
 
     def _for_the_guide(self, features: Features) -> Features:
         if not self.must_retokenize:
