@@ -117,8 +117,8 @@ def _siglip(dist_impl: str) -> Problem:
 
 
 def _our_clip(steps: int = 1) -> Problem:
-    def build(**ranks: int) -> nn.Module:
-        loss = ours.ClipLoss(**ranks)
+    def build(rank: int, world_size: int) -> nn.Module:
+        loss = ours.ClipLoss(rank=rank, world_size=world_size)
         return loss if steps == 1 else InMicroSteps(loss, steps)
 
     return _problem(build, wb.reference.clip_loss, steps, bias=False)
