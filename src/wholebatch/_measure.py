@@ -38,23 +38,32 @@ def rise_of_peak(comm: Communicator, step: Callable[[], object], device: torch.d
     if device.type == "cpu" and not _CLEAR.exists():
         step()
         return None
+    before = reset_peak(device)
+    step()
+    rise = peak(device) - before
+    return int(comm.all_reduce(torch.tensor(rise, device=device), "max", check=False).item())
+
+
+def reset_peak(device: torch.device = _CPU) -> int:
+    """Let the peak start again from the memory that is held now, and return its bytes."""
     gc.collect()
     if device.type == "cuda":
         _synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        step()
+        return torch.cuda.memory_allocated(device)
+    release = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if release is not None:
+        release(0)  # return memory that earlier steps have freed, so that it counts again
+    _CLEAR.write_text(_RESET_PEAK)
+    return _resident("VmRSS")
+
+
+def peak(device: torch.device = _CPU) -> int:
+    """Return the most bytes that were held since `reset_peak`."""
+    if device.type == "cuda":
         _synchronize(device)
-        rise = torch.cuda.max_memory_allocated(device) - before
-    else:
-        release = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if release is not None:
-            release(0)  # return memory that earlier steps have freed, so that it counts again
-        _CLEAR.write_text(_RESET_PEAK)
-        before = _resident("VmRSS")
-        step()
-        rise = _resident("VmHWM") - before
-    return int(comm.all_reduce(torch.tensor(rise, device=device), "max", check=False).item())
+        return torch.cuda.max_memory_allocated(device)
+    return _resident("VmHWM")
 
 
 def map_each_tensor() -> None:

@@ -42,15 +42,15 @@ class Run:
     log: str
 
 
-def make_data(folder, count, seed=0):
-    """Write random images, captions of different lengths, and the table that open_clip reads."""
+def make_data(folder, count, seed=0, times=1):
+    """Write random images, captions of different lengths, and the table that open_clip reads, its rows repeated."""
     random = np.random.default_rng(seed)
-    rows = ["filepath\ttitle"]
+    rows = []
     for k in range(count):
         path = folder / f"{k}.png"
         Image.fromarray(random.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(path)
         rows.append(f"{path}\t{' '.join(random.choice(WORDS, random.integers(1, 6)))}")
-    (folder / "pairs.csv").write_text("\n".join(rows) + "\n")
+    (folder / "pairs.csv").write_text("\n".join(["filepath\ttitle", *rows * times]) + "\n")
     for name, config in MODELS.items():
         (folder / f"{name}.json").write_text(json.dumps(config))
 
@@ -64,7 +64,7 @@ def train(folder, ranks, pairs, *options, ours=False, steps=20, name="run", micr
         "--lr-scheduler", "const", "--logs", str(folder / "logs"), "--name", name, "--save-frequency", "0",
         "--log-every-n-steps", "1", *options,
     ]  # fmt: skip
-    run_ranks(_train, 2, ranks, free_port(), str(folder), argv, ours, timeout_s=300)
+    run_ranks(train_rank, 2, ranks, free_port(), str(folder), argv, ours, timeout_s=300)
     log = (folder / "logs" / name / "out.log").read_text()
     saved = torch.load(folder / "logs" / name / "checkpoints" / f"epoch_{steps}.pt", weights_only=True)["state_dict"]
     return Run(
@@ -74,7 +74,8 @@ def train(folder, ranks, pairs, *options, ours=False, steps=20, name="run", micr
     )
 
 
-def _train(ranks, port, folder, argv, ours):
+def train_rank(ranks, port, folder, argv, ours):
+    """Train in this process, the only one or one of two."""
     as_launched(port)
     rank = dist.get_rank()
     dist.destroy_process_group()  # open_clip makes its own

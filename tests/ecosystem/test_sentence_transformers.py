@@ -76,6 +76,8 @@ CASES = {
 }
 IN_THEIRS = {name: case for name, case in CASES.items() if case.matryoshka}
 ELSEWHERE = ("pairs", "cached", "all directions", "gist", "CoSENT")
+NOT_GATHERING = ("CoSENT", "AnglE")  # theirs have no such argument
+TABLE = (*ELSEWHERE, "two negatives", "gist, negatives", "matryoshka", "AnglE")  # cases in the table of the docs
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +99,7 @@ def true(folder):
 def found(folder):
     """All runs on two processes, by the kind of loss."""
     some = {name: CASES[name] for name in ELSEWHERE}
-    gathering = {name: case for name, case in some.items() if name != "CoSENT"}
+    gathering = {name: case for name, case in some.items() if name not in NOT_GATHERING}
     jobs = {
         "ours": CASES,
         "ours in their MatryoshkaLoss": IN_THEIRS,
