@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import wholebatch as wb
+from wholebatch.auditing import presets
 from wholebatch.testing import run_ranks
 
 pytest.importorskip("transformers")
@@ -130,6 +131,7 @@ def body(port, jobs):
 
 
 JOBS = [(kind, form, n) for kind in ("dual", "labels", "clip") for form in FORMS for n in (1, MICRO_STEPS)]
+AUDITED = presets.settings("transformers")
 WRONG = ("labels", "plain function", MICRO_STEPS)
 
 
@@ -160,6 +162,12 @@ def test_two_processes_end_with_the_weights_of_one(found, true, job):
 def test_a_plain_loss_function_ends_elsewhere(found, true):
     """The Trainer multiplies it by the number of processes, and does not divide it by the number of micro-steps."""
     assert distance(found[0][WRONG], true["labels", MICRO_STEPS]) > 0.1
+
+
+@pytest.mark.parametrize(("name", "exact"), [(name, "wholebatch" in name or "chunk" in name) for name in AUDITED])
+def test_the_audit_finds_the_gradients_exact(name, exact):
+    report = wb.audit(presets.settings("transformers")[name], ranks=(1, 2))
+    assert report.exact is exact, report
 
 
 def test_mistakes_are_refused():

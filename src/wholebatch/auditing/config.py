@@ -24,8 +24,8 @@ class AuditConfig:
     problem: Annotated[str | None, tyro.conf.Positional] = None
     """MODULE:FUNCTION, where the function returns wholebatch.Problem(model, batch, loss)."""
     preset: tuple[str, ...] = ()
-    """Instead of a problem: every setting of recipes and libraries. recipes, open_clip, sentence_transformers, lightly,
-    pml, wholebatch; or all, which leaves out libraries that are not installed."""
+    """Instead of a problem: every setting of recipes and libraries. recipes, open_clip, sentence_transformers,
+    transformers, lightly, pml, wholebatch; or all, which leaves out libraries that are not installed."""
     setting: str | None = None
     """With presets, only settings whose name contains this text; their reports are printed in full."""
     ranks: tuple[int, ...] = (1, 2, 3)

@@ -20,6 +20,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "recipes": (),
     "open_clip": ("open_clip_torch",),
     "sentence_transformers": ("sentence-transformers",),
+    "transformers": ("transformers", "accelerate"),
     "lightly": ("lightly",),
     "pml": ("pytorch-metric-learning",),
     "wholebatch": (),
