@@ -460,8 +460,8 @@ def test_random_numbers_continue_after_the_context():
 
 def test_importing_imports_no_framework():
     program = (
-        "import sys; import wholebatch.integrations.tevatron; names = 'tevatron transformers jax lightning grad_cache'; "
-        "print([name for name in names.split() if name in sys.modules])"
+        "import sys; import wholebatch.integrations.tevatron; "
+        "print([x for x in 'tevatron transformers jax lightning grad_cache'.split() if x in sys.modules])"
     )
     found = run("-c", program)
     assert (found.returncode, found.stdout) == (0, "[]\n"), found.stderr
