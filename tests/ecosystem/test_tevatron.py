@@ -10,10 +10,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from tevatron_runs import SETTINGS, arguments, folder_of, import_from, make_files, on_two_processes, train
+
+from wholebatch.testing import run_ranks
 
 TEVATRON, GRAD_CACHE = folder_of("WHOLEBATCH_TEVATRON"), folder_of("WHOLEBATCH_GRAD_CACHE")
 ROUNDING = 1e-10  # of the distance moved: 20 steps in float64, summed in another order
@@ -41,13 +45,13 @@ def true(folder):
 
 @pytest.fixture(scope="module")
 def ours(folder):
-    return on_two_processes(folder, [TEVATRON], CASES, True)
+    return on_two_processes(folder, [TEVATRON], CASES, "ours")
 
 
 @pytest.fixture(scope="module")
 def theirs(folder):
     jobs = [(setting, cached) for setting, cached in CASES if GRAD_CACHE or not cached]
-    return on_two_processes(folder, [TEVATRON, GRAD_CACHE], jobs, False)
+    return on_two_processes(folder, [TEVATRON, GRAD_CACHE], jobs, "theirs")
 
 
 def distance(run, true):
@@ -73,6 +77,68 @@ def test_tevatron_alone_is_exact_without_caching_and_ignores_options_with_it(the
     found = distance(theirs[0][case], true[case[0]])
     print(case, found)
     assert found > 0.1 if case in (("temperature", True), ("accumulation", True)) else found < ROUNDING
+
+
+@pytest.mark.skipif(GRAD_CACHE is None, reason="WHOLEBATCH_GRAD_CACHE names no checkout of GradCache")
+def test_the_alias_alone_leaves_tevatrons_loss(folder, theirs):
+    cached = [case for case in CASES if case[1]]
+    found = on_two_processes(folder, [TEVATRON], cached, "alias")
+    for case in cached:
+        assert distance(found[0][case], theirs[0][case]) < ROUNDING
+
+
+def features(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, 6, generator=generator, dtype=torch.float64)
+
+
+def with_different_rows(wrong):
+    """Return the loss that a trainer logs, and the gradient that an average of two ranks has; or an error's text."""
+    import_from([TEVATRON])
+    from wholebatch.integrations import tevatron
+
+    tevatron.install()
+    from tevatron.retriever.modeling.encoder import EncoderModel
+    from tevatron.retriever.trainer import TevatronTrainer
+
+    class Model(EncoderModel):
+        def encode_query(self, qry):
+            return self.encoder(qry["x"])
+
+        encode_passage = encode_query
+
+    rank = dist.get_rank()
+    layer = torch.nn.Linear(6, 4).double()
+    layer.config = None
+    model = Model(layer, temperature=0.5).train()
+    with torch.no_grad():
+        layer.weight.copy_(features(4, 2))
+        layer.bias.zero_()
+    x, y = features(7, 0).split([5, 2])[rank], features(21, 1).split([15, 6])[rank]
+    trainer = SimpleNamespace(_dist_loss_scale_factor=2)
+    y = y[:-1] if wrong and rank == 1 else y
+    try:
+        loss = TevatronTrainer.compute_loss(trainer, model, ({"x": x}, {"x": y}))
+    except ValueError as error:
+        return str(error)
+    loss.backward()
+    dist.all_reduce(layer.weight.grad)
+    return loss.item() / 2, layer.weight.grad / 2
+
+
+def test_processes_may_have_different_numbers_of_rows():
+    weight = features(4, 2).requires_grad_()
+    x, y = features(7, 0) @ weight.T, features(21, 1) @ weight.T
+    true = torch.nn.functional.cross_entropy(x @ y.T / 0.5, torch.arange(7) * 3)
+    true.backward()
+    for loss, gradient in run_ranks(with_different_rows, 2, False):
+        assert loss == pytest.approx(true.item(), rel=1e-12)
+        assert torch.allclose(gradient, weight.grad, rtol=0, atol=1e-12)
+
+
+def test_a_mistake_of_one_rank_raises_on_all():
+    for message in run_ranks(with_different_rows, 2, True, timeout_s=60):
+        assert "the same number of passages for each query, got 2 queries and 5 passages" in message
 
 
 @pytest.mark.parametrize("command", ["tevatron", "grad_cache"])

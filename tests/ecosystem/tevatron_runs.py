@@ -111,18 +111,21 @@ def import_from(folders):
     sys.path[:0] = [folder for folder in folders if folder]
 
 
-def body(port, folder, folders, jobs, ours, name):
+def body(port, folder, folders, jobs, whose):
     import_from(folders)
     as_launched(port)
-    if ours:
+    if whose == "ours":
         from wholebatch.integrations import tevatron
 
         tevatron.install()
         tevatron.install()  # without effect
-    return {job: train(arguments(folder, *job, 2, f"{name} {' '.join(map(str, job))}")) for job in jobs}
+    if whose == "alias":
+        from wholebatch.integrations import grad_cache
+
+        grad_cache.install()
+    return {job: train(arguments(folder, *job, 2, f"{whose} {' '.join(map(str, job))}")) for job in jobs}
 
 
-def on_two_processes(folder, folders, jobs, ours):
-    """Return the runs of both ranks, by (setting, cached)."""
-    name = "ours" if ours else "theirs"
-    return run_ranks(partial(body, free_port(), folder, folders, jobs, ours, name), 2, timeout_s=300)
+def on_two_processes(folder, folders, jobs, whose):
+    """Return the runs of both ranks, by (setting, cached); `whose` is "ours", "theirs", or "alias": of GradCache."""
+    return run_ranks(partial(body, free_port(), folder, folders, jobs, whose), 2, timeout_s=300)
