@@ -24,6 +24,16 @@ ROUNDING = 1e-10  # of the distance moved: 20 steps in float64, summed in anothe
 CASES = [(setting, cached) for setting in SETTINGS for cached in (False, True)]
 ROOT = Path(__file__).parents[2]
 
+# Without the interpreter's teardown, in which gloo's threads abort any DDP program now and then (torch 2.13).
+DRIVER = """
+import os, sys
+from tevatron.retriever.driver.train import main
+main()
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0)
+"""
+
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # their libraries warn
     pytest.mark.skipif(TEVATRON is None, reason="WHOLEBATCH_TEVATRON names no checkout of Tevatron"),
@@ -144,12 +154,13 @@ def test_a_mistake_of_one_rank_raises_on_all():
 @pytest.mark.parametrize("command", ["tevatron", "grad_cache"])
 def test_the_command_runs_the_driver(folder, true, command):
     name = f"command {command}"
+    (folder / "driver_then_leave.py").write_text(DRIVER)
     argv = [
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", f"wholebatch.integrations.{command}", "-m", "tevatron.retriever.driver.train"),
+        *("-m", f"wholebatch.integrations.{command}", "-m", "driver_then_leave"),
         *arguments(folder, "plain", True, 2, name),
     ]
-    path = os.pathsep.join([str(ROOT / "src"), TEVATRON])
+    path = os.pathsep.join([str(ROOT / "src"), TEVATRON, str(folder)])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     run = subprocess.run(
         [sys.executable, *argv], capture_output=True, text=True, timeout=200, env=environment, check=False
