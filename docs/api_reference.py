@@ -20,8 +20,10 @@ SOURCE = Path(__file__).parent.parent / "src"
 PACKAGE = "wholebatch"
 NESTED = (
     "auditing",
+    "integrations.grad_cache",
     "integrations.open_clip",
     "integrations.sentence_transformers",
+    "integrations.tevatron",
     "integrations.transformers",
     "jax",
     "jax.reference",

@@ -10,7 +10,7 @@ import pytest
 import wholebatch as wb
 from wholebatch import losses
 from wholebatch.heads import margins
-from wholebatch.integrations import open_clip, sentence_transformers, transformers
+from wholebatch.integrations import grad_cache, open_clip, sentence_transformers, tevatron, transformers
 
 LOSSES = [name for name in losses.__all__ if name.endswith("_loss")] + ["partial_fc_loss"]  # docs/losses.md lists them
 PUBLIC = {
@@ -70,6 +70,18 @@ PUBLIC = {
         "partial_fc_loss",
         "save_head",
     ],
+    grad_cache: [
+        "ContrastiveLossWithQueryClosure",
+        "DistributedContrastiveLoss",
+        "GradCache",
+        "PLGradCache",
+        "RandContext",
+        "SimpleContrastiveLoss",
+        "cached",
+        "cat_input_tensor",
+        "gather_input_tensor",
+        "install",
+    ],
     open_clip: ["ClipLoss", "CoCaLoss", "DistillClipLoss", "SigLipLoss", "create_loss", "create_task", "main"],
     sentence_transformers: [
         "CachedGISTEmbedLoss",
@@ -81,6 +93,7 @@ PUBLIC = {
         "MultipleNegativesSymmetricRankingLoss",
         "WholeBatchLoss",
     ],
+    tevatron: ["install"],
     transformers: ["ComputeLoss", "WholeBatchTrainerMixin", "features_of"],
     wb.partition: ["Diagonal", "Partition", "Tile", "tiles"],
     wb.reference: LOSSES,

@@ -16,8 +16,10 @@ import pytest
 
 USER = Path(__file__).parent / "typed" / "user.py"
 MODULES = [
+    "integrations.grad_cache",
     "integrations.open_clip",
     "integrations.sentence_transformers",
+    "integrations.tevatron",
     "integrations.transformers",
     "functional",
     "comm",

@@ -1,0 +1,59 @@
+"""Run a program as Python itself would: `-m MODULE arguments`, or `script.py arguments`."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from .._user_error import UserError
+
+
+def target_of(argv: Sequence[str]) -> Callable[[], None]:
+    """Return a function that runs a module or a script as `__main__`, in this process.
+
+    Args:
+        argv: `-m`, a module, and its arguments; or the path of a script, and its arguments.
+
+    Raises:
+        UserError: if there is no such module or script.
+    """
+    if argv[:1] == ["-m"]:
+        if len(argv) == 1:
+            raise UserError("-m must be followed by the name of a module, got nothing")
+        _check_module(argv[1])
+        return lambda: _run_module(argv[1:])
+    if not argv or argv[0].startswith("-"):
+        found = argv[0] if argv else "nothing"
+        raise UserError(
+            f"expected -m MODULE or the path of a script, got {found}; options of the program come after it"
+        )
+    if not Path(argv[0]).exists():
+        raise UserError(f"there is no script {argv[0]} in {os.getcwd()}; for a module write -m {argv[0]}")
+    return lambda: _run_script(argv)
+
+
+def _run_module(argv: Sequence[str]) -> None:
+    sys.argv = [*argv]  # runpy puts the module's path first
+    runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+
+
+def _run_script(argv: Sequence[str]) -> None:
+    sys.argv = [*argv]
+    if not getattr(sys.flags, "safe_path", False):  # from Python 3.11 on
+        sys.path[0] = str(Path(argv[0]).resolve().parent)
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+def _check_module(name: str) -> None:
+    try:
+        found = find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # a package that the module's parents import
+        found = None
+    if found is None:
+        raise UserError(f"there is no module {name}; install it, or add its folder to PYTHONPATH")
