@@ -1,5 +1,6 @@
 """Adapters to other people's trainers: their loop and their options, with losses of this library.
 
+flag_embedding          `python -m wholebatch.integrations.flag_embedding -m FlagEmbedding...`
 open_clip               `python -m wholebatch.integrations.open_clip ...`, and losses with open_clip's signatures
 sentence_transformers   losses with sentence-transformers' signatures, for its own trainer
 transformers            a mixin for Hugging Face's Trainer, and a loss for its `compute_loss_func`
