@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test quick faults kernels gpu strict deferred jax ecosystem vision peers docs lint format clean
+.PHONY: train test quick faults kernels gpu strict deferred jax ecosystem vision embedders peers docs lint format clean
 
 # The main job: images of Unicode characters and their names. Options: make train ARGS="--ranks 2"
 train: .venv/train-installed
@@ -64,14 +64,19 @@ jax: .venv/dev-installed
 	  tests/test_jax_processes.py $(ARGS)
 
 # Tests with transformers, peft, sentence-transformers, accelerate, Lightning and DeepSpeed, in a separate environment.
-# Without ARGS, those of `make vision` as well.
-ecosystem: .venv-ecosystem/ready $(if $(ARGS),,vision)
+# Without ARGS, those of `make vision` and `make embedders` as well.
+ecosystem: .venv-ecosystem/ready $(if $(ARGS),,vision embedders)
 	.venv-ecosystem/bin/python -m pytest tests/ecosystem $(ARGS)
 
 # Tests inside trainers that need torchvision: open_clip's, in a separate environment.
 VISION = tests/ecosystem/test_open_clip.py
 vision: .venv-vision/ready
 	.venv-vision/bin/python -m pytest $(VISION) $(ARGS)
+
+# Tests inside trainers that need an older transformers: FlagEmbedding's, in a separate environment.
+EMBEDDERS = tests/ecosystem/test_flag_embedding.py
+embedders: .venv-embedders/ready
+	.venv-embedders/bin/python -m pytest $(EMBEDDERS) $(ARGS)
 
 # The libraries that benchmarks/losses.py compares with, in a separate environment.
 peers: .venv-peers/ready
@@ -91,7 +96,7 @@ format: .venv/dev-installed
 	$(BIN)/ruff format
 
 clean:
-	rm -rf .venv .venv-mpich .venv-openmpi .venv-ecosystem .venv-vision .venv-peers .venv-docs .venv-triton-* site .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf .venv .venv-mpich .venv-openmpi .venv-ecosystem .venv-vision .venv-embedders .venv-peers .venv-docs .venv-triton-* site .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
 
 define make_environment
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -149,6 +154,14 @@ INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constr
 	@echo "installing torch, torchvision and open_clip into .venv-vision"
 	.venv-vision/bin/python $(INSTALL) torch==2.13.0
 	.venv-vision/bin/python $(INSTALL) --editable '.[train,testing]' pytest torchvision open_clip_torch timm webdataset pandas
+	touch $@
+
+# FlagEmbedding needs transformers < 5.20, so this environment has pins of its own.
+.venv-embedders/ready: .venv-embedders/bin/python pyproject.toml constraints-embedders.txt
+	@echo "installing torch and FlagEmbedding into .venv-embedders"
+	.venv-embedders/bin/python $(INSTALL:constraints.txt=constraints-embedders.txt) torch==2.13.0
+	.venv-embedders/bin/python $(INSTALL:constraints.txt=constraints-embedders.txt) --editable '.[train,testing]' pytest \
+	  FlagEmbedding
 	touch $@
 
 # The reference is read from the source without importing it, so neither torch nor wholebatch is installed here.

@@ -21,6 +21,7 @@ PACKAGE = "wholebatch"
 NESTED = (
     "auditing",
     "integrations.grad_cache",
+    "integrations.flag_embedding",
     "integrations.open_clip",
     "integrations.sentence_transformers",
     "integrations.tevatron",

@@ -10,7 +10,7 @@ import pytest
 import wholebatch as wb
 from wholebatch import losses
 from wholebatch.heads import margins
-from wholebatch.integrations import grad_cache, open_clip, sentence_transformers, tevatron, transformers
+from wholebatch.integrations import flag_embedding, grad_cache, open_clip, sentence_transformers, tevatron, transformers
 
 LOSSES = [name for name in losses.__all__ if name.endswith("_loss")] + ["partial_fc_loss"]  # docs/losses.md lists them
 PUBLIC = {
@@ -82,6 +82,7 @@ PUBLIC = {
         "gather_input_tensor",
         "install",
     ],
+    flag_embedding: ["cross_device_loss", "disable", "enable", "main"],
     open_clip: ["ClipLoss", "CoCaLoss", "DistillClipLoss", "SigLipLoss", "create_loss", "create_task", "main"],
     sentence_transformers: [
         "CachedGISTEmbedLoss",

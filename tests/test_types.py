@@ -17,6 +17,7 @@ import pytest
 USER = Path(__file__).parent / "typed" / "user.py"
 MODULES = [
     "integrations.grad_cache",
+    "integrations.flag_embedding",
     "integrations.open_clip",
     "integrations.sentence_transformers",
     "integrations.tevatron",

@@ -1,6 +1,7 @@
 """Adapters to other people's trainers: their loop and their options, with losses of this library.
 
 grad_cache              an alias of the package grad_cache: its names, with this library inside
+flag_embedding          `python -m wholebatch.integrations.flag_embedding -m FlagEmbedding...`
 open_clip               `python -m wholebatch.integrations.open_clip ...`, and losses with open_clip's signatures
 sentence_transformers   losses with sentence-transformers' signatures, for its own trainer
 tevatron                `python -m wholebatch.integrations.tevatron -m tevatron.retriever.driver.train ...`

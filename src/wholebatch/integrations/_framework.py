@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 import re
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import NamedTuple
 
@@ -73,7 +75,11 @@ class Framework(NamedTuple):
             ) from error
 
     def _installed(self, top: ModuleType) -> str:
-        return str(getattr(top, "__version__", "of an unknown version"))
+        found = getattr(top, "__version__", None)
+        if found is None:
+            with suppress(PackageNotFoundError):
+                found = version(self.module)
+        return found or "of an unknown version"
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -1,0 +1,120 @@
+"""The loss of FlagEmbedding's models over the rows of all processes, with its exact gradient.
+
+With queries q_i of all processes, the g passages p_i1 ... p_ig of each, of which the first is its positive, and
+S = q . p / temperature,
+
+    L = mean_i [ logsumexp_jk S(q_i, p_jk) - S(q_i, p_i1) ]
+
+Distillation by `kl_div` adds the cross-entropy of the teacher's distribution over a query's own passages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import wholebatch as wb
+
+from ..._user_error import UserError
+
+Score = Callable[..., Tensor]
+
+
+def cross_device_loss(
+    model: Any,  # their model
+    q_reps: Tensor,
+    p_reps: Tensor,
+    teacher_targets: Tensor | None = None,
+    compute_score_func: Score | None = None,
+    **kwargs: Any,  # as theirs
+) -> tuple[None, Tensor]:
+    """Return `(None, loss)`, instead of `AbsEmbedderModel._compute_cross_device_neg_loss`.
+
+    Scores that are products divided by the temperature, as those of FlagEmbedding's own models, are computed in tiles
+    and not stored. With `kd_loss_type="m3_kd_loss"`, and for a subclass with another `compute_score` or
+    `compute_loss`, each process gathers all rows and computes FlagEmbedding's own loss of one process
+    (:class:`wholebatch.WholeBatch`).
+
+    Args:
+        model: a model of FlagEmbedding; its temperature and kd_loss_type are used.
+        q_reps: (b, d), this process's queries; b may differ between processes.
+        p_reps: (b g, d), the passages of each query one after the other, the positive first.
+        teacher_targets: (b, g), probabilities of a teacher, or None.
+        compute_score_func: a function instead of the model's `compute_score`.
+        kwargs: must be empty: keywords of `compute_score_func` are rows of this process alone.
+
+    Returns:
+        None for the scores, which FlagEmbedding drops, and the loss of the global batch, the same on all processes.
+
+    Raises:
+        ValueError: for an M3 model with `unified_finetuning`, for keywords of `compute_score_func`, for a
+            `kd_loss_type` that FlagEmbedding does not have, and for passages that do not divide among the queries.
+    """
+    _refuse(model, q_reps, p_reps, teacher_targets, kwargs)
+    passages = p_reps.view(len(q_reps), -1, p_reps.shape[-1])  # (b, g, d)
+    distilled = teacher_targets is not None
+    if not _is_dot_product(model, compute_score_func) or (distilled and model.kd_loss_type == "m3_kd_loss"):
+        return None, _of_theirs(model, q_reps, passages, teacher_targets, compute_score_func)
+    scale = 1 / model.temperature
+    loss = wb.functional.info_nce_loss(
+        q_reps,
+        passages[:, 0],
+        logit_scale=scale,
+        negatives=passages[:, 1:].flatten(0, 1) if passages.shape[1] > 1 else None,
+    )
+    if distilled:
+        scores = scale * torch.einsum("bd,bgd->bg", q_reps, passages)
+        loss = loss + wb.WholeBatch(_distillation)(scores, teacher_targets)
+    return None, loss
+
+
+def _distillation(scores: Tensor, targets: Tensor) -> Tensor:
+    return -(scores.log_softmax(1) * targets).sum(1).mean()
+
+
+def _of_theirs(model: Any, q_reps: Tensor, passages: Tensor, targets: Tensor | None, score: Score | None) -> Tensor:
+    """Return FlagEmbedding's loss of one process, of the rows of all."""
+
+    def of_all(queries: Tensor, passages: Tensor, targets: Tensor | None = None) -> Tensor:
+        _, loss = model._compute_in_batch_neg_loss(
+            queries, passages.flatten(0, 1), teacher_targets=targets, compute_score_func=score
+        )
+        return loss
+
+    rows = [q_reps, passages] if targets is None else [q_reps, passages, targets]
+    return wb.WholeBatch(of_all)(*rows)
+
+
+def _is_dot_product(model: Any, score: Score | None) -> bool:
+    """Return whether scores and loss are those of FlagEmbedding's own classes."""
+    found = model.compute_score if score is None else score
+    names = ("compute_score",) if score is None else ("compute_dense_score",)
+    methods = [found, model._compute_similarity, model.compute_loss] if hasattr(model, "_compute_similarity") else []
+    return (
+        bool(methods)
+        and getattr(found, "__name__", "") in names
+        and all(getattr(x, "__module__", "").startswith("FlagEmbedding.") for x in methods)
+    )
+
+
+def _refuse(model: Any, q_reps: Tensor, p_reps: Tensor, targets: Tensor | None, kwargs: dict[str, Any]) -> None:
+    if getattr(model, "unified_finetuning", False):
+        raise UserError(
+            "--negatives_cross_device True with --unified_finetuning True: FlagEmbedding computes the sparse, ColBERT "
+            "and ensemble losses of M3 from each process's own rows, so no choice here gives the gradient of the whole "
+            "batch; pass --unified_finetuning False for the dense loss, or run FlagEmbedding's command"
+        )
+    if kwargs:
+        raise ValueError(
+            f"compute_score_func must not need keywords, got {', '.join(kwargs)}: they hold rows of this process alone"
+        )
+    if targets is not None and model.kd_loss_type not in ("kl_div", "m3_kd_loss"):
+        raise ValueError(f"kd_loss_type must be 'kl_div' or 'm3_kd_loss', got {model.kd_loss_type!r}")
+    if not len(q_reps) or len(p_reps) % len(q_reps):
+        raise ValueError(
+            f"p_reps must have the same number of rows for each query, got {len(p_reps)} rows for {len(q_reps)} "
+            "queries; pass train_group_size passages for each"
+        )
