@@ -32,7 +32,9 @@ IMPORT = "from partial_fc_v2 import PartialFC_V2"
 IMPORTS = {
     "theirs": IMPORT,
     "ours": "from wholebatch.integrations.insightface import PartialFC_V2",
+    "ours, exact": "from insightface_runs import exact as PartialFC_V2",
     "dense": "from insightface_runs import Dense as PartialFC_V2",
+    "dense, exact": "from insightface_runs import DenseExact as PartialFC_V2",
 }
 CLASSES, EMBEDDING, BATCH, STEPS, SEED = 37, 6, 12, 20, 2048
 CONFIG = {
@@ -40,7 +42,7 @@ CONFIG = {
     "embedding_size": EMBEDDING, "sample_rate": 1, "interclass_filtering_threshold": 0, "fp16": False,
     "optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4, "verbose": 10**6, "frequent": 10**6,
     "dali": False, "gradient_acc": 1, "seed": SEED, "num_workers": 0, "using_wandb": False, "rec": "synthetic",
-    "num_classes": CLASSES, "num_epoch": 1, "warmup_epoch": 0, "val_targets": [],
+    "num_classes": CLASSES, "num_epoch": 1, "num_image": STEPS * BATCH, "images": STEPS * BATCH, "warmup_epoch": 0, "val_targets": [],
 }  # fmt: skip
 OPTIONAL = ("mxnet", "sklearn", "torchvision", "tensorboard", "easydict", "cv2", "scipy", "timm")
 
@@ -124,20 +126,34 @@ class Dense(nn.Module):
         return F.cross_entropy(self.margin.s * torch.where(target, phi, cosines), at)
 
 
-def train(output, ranks, variant, *, steps=STEPS, dtype=torch.float64, compress=False, given=None, start=None, **config):
+class DenseExact(Dense):
+    """The same with the margin's own derivative."""
+
+    exact = True
+
+
+def exact(*args):
+    """Return our module with the margin's own derivative."""
+    from wholebatch.integrations.insightface import PartialFC_V2
+
+    return PartialFC_V2(*args, margin_grad="exact")
+
+
+def train(output, ranks, variant, *, dtype=torch.float64, compress=False, given=None, start=None, **config):
     """Train from a common start, or from a folder of checkpoints, and return the run."""
     output = Path(output)
     output.mkdir()
-    cfg = CONFIG | {"output": str(output), "batch_size": BATCH // ranks, "num_image": steps * BATCH} | config
+    cfg = CONFIG | {"output": str(output), "batch_size": BATCH // ranks} | config
     if start is None:
         write_start(output, ranks, cfg, dtype)
     else:
         for file in Path(start).glob("checkpoint_gpu_*.pt"):
             (output / file.name).write_bytes(file.read_bytes())
     before = whole(output, ranks)[0]
-    found = run_ranks(_train, ranks, free_port(), variant, cfg, dtype, compress, given, timeout_s=300)
+    # A run of one process has a process of its own, too.
+    found = run_ranks(_train, max(ranks, 2), ranks, free_port(), variant, cfg, dtype, compress, given, timeout_s=300)
     weights, momentum = whole(output, ranks)
-    drawn = [sorted(sum(of_ranks, [])) for of_ranks in zip(*(of_rank[1] for of_rank in found), strict=True)]
+    drawn = [sorted(sum(of_ranks, [])) for of_ranks in zip(*(of_rank[1] for of_rank in found[:ranks]), strict=True)]
     return Run(found[0][0], weights, before, momentum, drawn)
 
 
@@ -184,10 +200,14 @@ def whole(output, ranks):
     return torch.cat(parts).double(), None if last[0] is None else torch.cat(last)
 
 
-def _train(port, variant, cfg, dtype, compress, given):
+def _train(ranks, port, variant, cfg, dtype, compress, given):
     """Run their script in this process; return the losses of the steps and the classes that theirs has drawn."""
     as_launched(port)
+    rank = dist.get_rank()
     dist.destroy_process_group()  # the script makes its own
+    if rank >= ranks:
+        return None
+    os.environ["WORLD_SIZE"] = str(ranks)
     torch.set_default_dtype(dtype)
     Dense.given = given
     _as_on_gpus(compress)
@@ -206,7 +226,7 @@ def _train(port, variant, cfg, dtype, compress, given):
     from utils import utils_logging
 
     backbones.get_model = lambda name, num_features, **_: Tiny(num_features).to(dtype)
-    dataset.SyntheticDataset = functools.partial(Images, cfg["num_image"], dtype)
+    dataset.SyntheticDataset = functools.partial(Images, cfg["images"], dtype)
     losses, drawn = [], []
     utils_logging.AverageMeter.update = lambda self, value, n: losses.append(value)
     if variant == "theirs":
