@@ -3,8 +3,8 @@
     WHOLEBATCH_INSIGHTFACE=/path/to/recognition/arcface_torch
 
 The script's text runs as it is, except for the line that imports PartialFC_V2. A shim of device and backend makes calls
-of CUDA do nothing, and `nccl` gloo. Packages that the script imports for data sets and logs, and that are not installed,
-are empty modules. Runs start from their own checkpoint, so that all have the same weights at the start.
+of CUDA do nothing, and `nccl` gloo. Packages that the script imports for data sets and logs, and that are not
+installed, are empty modules. Runs start from their own checkpoint, so that all have the same weights at the start.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import os
 import sys
 import types
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -40,9 +41,10 @@ CLASSES, EMBEDDING, BATCH, STEPS, SEED = 37, 6, 12, 20, 2048
 CONFIG = {
     "margin_list": (1.0, 0.5, 0.0), "network": "tiny", "resume": True, "save_all_states": True,
     "embedding_size": EMBEDDING, "sample_rate": 1, "interclass_filtering_threshold": 0, "fp16": False,
-    "optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4, "verbose": 10**6, "frequent": 10**6,
+    "optimizer": "sgd", "lr": 0.01, "momentum": 0.9, "weight_decay": 5e-4, "verbose": 10**6, "frequent": 10**6,
     "dali": False, "gradient_acc": 1, "seed": SEED, "num_workers": 0, "using_wandb": False, "rec": "synthetic",
-    "num_classes": CLASSES, "num_epoch": 1, "num_image": STEPS * BATCH, "images": STEPS * BATCH, "warmup_epoch": 0, "val_targets": [],
+    "num_classes": CLASSES, "num_epoch": 1, "num_image": STEPS * BATCH, "images": STEPS * BATCH,
+    "noise": 0.2, "warmup_epoch": 0, "val_targets": [],
 }  # fmt: skip
 OPTIONAL = ("mxnet", "sklearn", "torchvision", "tensorboard", "easydict", "cv2", "scipy", "timm")
 
@@ -74,18 +76,24 @@ class Tiny(nn.Module):
 
 
 class Images(torch.utils.data.Dataset):
-    """Random images of random classes."""
+    """Images of random classes: an image for each class, and noise."""
 
-    def __init__(self, count, dtype):
+    def __init__(self, count, dtype, noise):
         generator = torch.Generator().manual_seed(3)
-        self.images = torch.randn(count, 3, 2, 2, generator=generator, dtype=torch.float64).to(dtype)
         self.labels = torch.randint(CLASSES, (count,), generator=generator)
+        noises = noise * torch.randn(count, 3, 2, 2, generator=generator, dtype=torch.float64)
+        self.images = (of_classes()[self.labels] + noises).to(dtype)
 
     def __len__(self):
         return len(self.images)
 
     def __getitem__(self, row):
         return self.images[row], self.labels[row]
+
+
+def of_classes():
+    """Return an image for each class."""
+    return torch.randn(CLASSES, 3, 2, 2, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
 
 
 class Dense(nn.Module):
@@ -153,18 +161,19 @@ def train(output, ranks, variant, *, dtype=torch.float64, compress=False, given=
     # A run of one process has a process of its own, too.
     found = run_ranks(_train, max(ranks, 2), ranks, free_port(), variant, cfg, dtype, compress, given, timeout_s=300)
     weights, momentum = whole(output, ranks)
-    drawn = [sorted(sum(of_ranks, [])) for of_ranks in zip(*(of_rank[1] for of_rank in found[:ranks]), strict=True)]
+    by_rank = [of_rank[1] for of_rank in found[:ranks]]
+    drawn = [sorted(chain.from_iterable(of_step)) for of_step in zip(*by_rank, strict=True)]
     return Run(found[0][0], weights, before, momentum, drawn)
 
 
 def initial(dtype):
-    """Return the backbone and all centers at the start."""
+    """Return the backbone and all centers at the start, near to the embeddings: then margins decide the gradient."""
     generator = torch.Generator().manual_seed(5)
     backbone = Tiny(EMBEDDING).to(dtype)
     with torch.no_grad():
         for p in backbone.parameters():
             p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) / 3)
-    return backbone, (torch.randn(CLASSES, EMBEDDING, generator=generator, dtype=torch.float64) / 10).to(dtype)
+        return backbone, backbone(of_classes().to(dtype))
 
 
 def write_start(output, ranks, cfg, dtype):
@@ -226,7 +235,7 @@ def _train(ranks, port, variant, cfg, dtype, compress, given):
     from utils import utils_logging
 
     backbones.get_model = lambda name, num_features, **_: Tiny(num_features).to(dtype)
-    dataset.SyntheticDataset = functools.partial(Images, cfg["images"], dtype)
+    dataset.SyntheticDataset = functools.partial(Images, cfg["images"], dtype, cfg["noise"])
     losses, drawn = [], []
     utils_logging.AverageMeter.update = lambda self, value, n: losses.append(value)
     if variant == "theirs":
@@ -310,4 +319,8 @@ def _as_on_gpus(compress):
     if not compress:
         default_hooks.fp16_compress_hook = default_hooks.allreduce_hook
     scheduler = torch.optim.lr_scheduler.LRScheduler.__init__
-    torch.optim.lr_scheduler.LRScheduler.__init__ = lambda self, *a, verbose=False, **k: scheduler(self, *a, **k)
+
+    def quiet(self, *args, verbose=False, **keywords):  # torch 2.13 takes no `verbose`, which their scheduler passes
+        scheduler(self, *args, **keywords)
+
+    torch.optim.lr_scheduler.LRScheduler.__init__ = quiet

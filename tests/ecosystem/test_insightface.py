@@ -19,15 +19,17 @@ if not FOLDER:
 pytestmark = pytest.mark.filterwarnings("default")  # their script warns
 
 ROUNDING = 1e-12
+ROUNDING_OF_ADAM = 1e-9  # it divides by the root of squares, and some gradients are tiny
 CASES = {
     "arcface": {},
+    "unfitted": {"noise": 9.0},
     "cosface": {"margin_list": (1.0, 0.0, 0.4)},
-    "adamw": {"optimizer": "adamw", "lr": 1e-3, "weight_decay": 0.1},
+    "adamw": {"optimizer": "adamw", "lr": 3e-3, "weight_decay": 0.1},
     "accumulation": {"gradient_acc": 4},
     "fp16": {"fp16": True},
-    "filtered": {"interclass_filtering_threshold": 0.3},
+    "filtered": {"interclass_filtering_threshold": 0.9},
     "sampled": {"sample_rate": 0.3},
-    "sampled, adamw": {"sample_rate": 0.3, "optimizer": "adamw", "lr": 1e-3, "weight_decay": 0.1},
+    "sampled, adamw": {"sample_rate": 0.3, "optimizer": "adamw", "lr": 3e-3, "weight_decay": 0.1},
 }
 HALF = {"images": STEPS // 2 * BATCH}  # half of the steps of the schedule in an epoch
 
@@ -41,6 +43,10 @@ def run(tmp_path_factory):
     return run
 
 
+def rounding(case):
+    return ROUNDING_OF_ADAM if "adamw" in case else ROUNDING
+
+
 def distance(found, true):
     return ((found.weights - true.weights).norm() / true.moved).item()
 
@@ -49,8 +55,8 @@ def distance(found, true):
 def test_two_processes_end_with_the_weights_of_one(run, case):
     found, true = run(case, "ours", 2), run(case, "dense", 1)
     print(f"{case}: ours {distance(found, true):.1e}")
-    assert distance(found, true) < ROUNDING
-    assert found.losses == pytest.approx(true.losses, rel=1e-12)
+    assert distance(found, true) < rounding(case)
+    assert found.losses == pytest.approx(true.losses, rel=rounding(case))
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if "sampled" not in name])
@@ -58,10 +64,10 @@ def test_theirs_ends_there_too(run, case):
     """Its gradient is that of the whole batch; the loss that it logs is cut at -log(1e-30) for each row."""
     found, true = run(case, "theirs", 2), run(case, "dense", 1)
     print(f"{case}: theirs {distance(found, true):.1e}, logged {found.losses[0]:.2f} of {true.losses[0]:.2f}")
-    assert distance(found, true) < ROUNDING
-    assert distance(found, run(case, "ours", 2)) < ROUNDING
-    if case == "arcface":
-        assert max(found.losses) < 69.08 < max(true.losses)
+    assert distance(found, true) < rounding(case)
+    assert distance(found, run(case, "ours", 2)) < rounding(case)
+    if case == "unfitted":
+        assert true.losses[0] - found.losses[0] > 1
 
 
 def test_theirs_draws_other_classes_and_is_exact_for_them(run, tmp_path):
@@ -96,7 +102,7 @@ def test_each_resumes_the_checkpoints_of_the_other(tmp_path, case):
     true = ends["theirs", "theirs"]
     assert true.moved > 0
     for found in ends.values():
-        assert distance(found, true) < ROUNDING
+        assert distance(found, true) < rounding(case)
 
 
 def test_samples_continue_after_a_checkpoint(tmp_path):
