@@ -158,7 +158,7 @@ class PartialFC_V2(PartialFC):
         return super().forward(local_embeddings, labels)
 
     def _read_margin(self) -> ValueError | None:
-        """Take the numbers of their margin anew if they have changed; return the error if they are invalid."""
+        """Take the numbers of their margin again if they have changed; return the error if they are invalid."""
         if self.margin_softmax is None:
             return None
         try:
