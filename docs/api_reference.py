@@ -22,6 +22,7 @@ NESTED = (
     "auditing",
     "integrations.grad_cache",
     "integrations.flag_embedding",
+    "integrations.insightface",
     "integrations.open_clip",
     "integrations.sentence_transformers",
     "integrations.tevatron",

@@ -18,6 +18,7 @@ USER = Path(__file__).parent / "typed" / "user.py"
 MODULES = [
     "integrations.grad_cache",
     "integrations.flag_embedding",
+    "integrations.insightface",
     "integrations.open_clip",
     "integrations.sentence_transformers",
     "integrations.tevatron",

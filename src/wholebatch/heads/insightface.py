@@ -42,8 +42,8 @@ def load_insightface(folder: Path | str, head: PartialFC, optimizer: Optimizer |
     Args:
         folder: the folder with the files of all of insightface's ranks.
         head: the head that gets the centers.
-        optimizer: a :class:`wholebatch.SparseSGD` of `head.weight`, which gets the momentum. The files of the first
-            version, and those of train_v2.py with SGD, contain it.
+        optimizer: a :class:`wholebatch.SparseSGD` or torch.optim.SGD of `head.weight`, which gets the momentum. The
+            files of the first version, and those of train_v2.py with SGD, contain it.
 
     Raises:
         ValueError: on every rank, with head and optimizer unchanged: files are missing, damaged, of different steps,
@@ -85,8 +85,10 @@ def load_insightface(folder: Path | str, head: PartialFC, optimizer: Optimizer |
 def _check_optimizer(optimizer: Optimizer | None, head: PartialFC) -> None:
     if optimizer is None:
         return
-    if not isinstance(optimizer, SparseSGD):
-        raise ValueError(f"optimizer must be a wholebatch.SparseSGD, or None; got {type(optimizer).__name__}")
+    if not isinstance(optimizer, SparseSGD | torch.optim.SGD):
+        raise ValueError(
+            f"optimizer must be a wholebatch.SparseSGD, a torch.optim.SGD, or None; got {type(optimizer).__name__}"
+        )
     if not any(p is head.weight for group in optimizer.param_groups for p in group["params"]):
         raise ValueError("optimizer must have head.parameters() among its parameters; it lacks weight")
 

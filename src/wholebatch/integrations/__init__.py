@@ -5,6 +5,7 @@ flag_embedding          `python -m wholebatch.integrations.flag_embedding -m Fla
 open_clip               `python -m wholebatch.integrations.open_clip ...`, and losses with open_clip's signatures
 sentence_transformers   losses with sentence-transformers' signatures, for its own trainer
 tevatron                `python -m wholebatch.integrations.tevatron -m tevatron.retriever.driver.train ...`
+insightface             PartialFC_V2 with insightface's arguments, for its own train_v2.py
 transformers            a mixin for Hugging Face's Trainer, and a loss for its `compute_loss_func`
 
 Each adapter is thin: values and gradients come from the public losses. It imports its framework when it is used, so

@@ -1,0 +1,205 @@
+"""insightface's PartialFC_V2 on this library's PartialFC."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._checks import check_choice, check_count, check_flag, check_fraction, check_integer
+from ...comm import Group, select_communicator
+from ...contract import bind_on_all_ranks
+from ...heads.logits import GRADIENTS
+from ...heads.margins.interface import Margin
+from ...heads.partial_fc import PartialFC
+from ...heads.sample import Sample
+from ...kernels import Kernel
+from ...sweep import Memory, Precision
+from .margins import is_own, margin_of, numbers_of
+
+_COUNTERS = ("seed", "step", "first_class")  # not among the keys of their state_dict
+
+
+class PartialFC_V2(PartialFC):
+    r"""PartialFC_V2 with insightface's arguments: softmax over classes sharded over the ranks, in tiles.
+
+    L_i = log(exp(s phi(c_iy)) + sum_{j != y} exp(s c_ij)) - s phi(c_iy),    c = cosines of embeddings and centers
+
+    Its gradients are those of one process with all rows and all classes, for any number of rows on each rank, if
+    DistributedDataParallel averages those of the backbone. `weight` holds the local centers, its gradient is complete,
+    and `state_dict` has the one key "weight", as theirs. Everything else is as in :class:`wholebatch.PartialFC`.
+
+    Shapes: local_embeddings (b_r, d), local_labels (b_r,) or (b_r, 1) -> L, (), the same on all ranks.
+
+    Args:
+        margin_loss: their CombinedMarginLoss, ArcFace or CosFace, whose numbers may change between steps; or a margin
+            of this library. An interclass_filtering_threshold above 0 is heeded, in plain PyTorch instead of kernels.
+        embedding_size: d.
+        num_classes: C, on all ranks together.
+        sample_rate: the probability with which a class without a label in the batch takes part in a training step. They
+            draw a fixed number of classes on each rank. In evaluation all classes take part.
+        fp16: whether embeddings and centers are rounded to float16 before they are multiplied.
+        margin_grad: "straight_through": d phi / d c is replaced by 1, as in their code; or "exact". None:
+            "straight_through" for their margins, "exact" for those of this library.
+        sparse_grad: whether a sample's gradient is a sparse tensor, for :class:`wholebatch.SparseSGD` or
+            :class:`wholebatch.SparseAdamW`, which leave the other centers alone. False: it is dense, for any optimizer.
+        ignore_index: the label of rows that do not count. Other labels that are no class raise. Theirs pushes such rows
+            away from all classes.
+        seed: of the initial centers and of samples; None: `torch.initial_seed()` of rank 0.
+        group, memory, kernel, precision: as for :class:`wholebatch.PartialFC`.
+
+    Collectives: those of :class:`wholebatch.PartialFC`, and one handshake in the constructor.
+
+    Raises:
+        ValueError: on every rank, if an argument is invalid or differs between ranks, and for a margin_loss that is
+            none of theirs or computes other numbers.
+
+    Source: An et al., 2022, arXiv:2203.15565; insightface's recognition/arcface_torch/partial_fc_v2.py.
+
+    >>> import torch, wholebatch as wb
+    >>> from wholebatch.integrations.insightface import PartialFC_V2
+    >>> module_partial_fc = PartialFC_V2(wb.ArcFace(16.0, 0.2), 8, 1000, 0.1)
+    >>> module_partial_fc(torch.randn(4, 8), torch.tensor([3, 999, 0, 3])).backward()
+    >>> module_partial_fc.weight.grad.layout, list(module_partial_fc.state_dict())
+    (torch.strided, ['weight'])
+    """
+
+    def __init__(
+        self,
+        margin_loss: Callable[..., Tensor],
+        embedding_size: int,
+        num_classes: int,
+        sample_rate: float = 1.0,
+        fp16: bool = False,
+        *,
+        margin_grad: str | None = None,
+        sparse_grad: bool = False,
+        ignore_index: int = -100,
+        seed: int | None = None,
+        group: Group = None,
+        memory: Memory = "auto",
+        kernel: Kernel = "auto",
+        precision: Precision = "auto",
+    ) -> None:
+        margins: list[Margin] = []
+
+        def state() -> dict[str, Any]:
+            own = is_own(margin_loss)
+            margins.append(margin_loss if own else margin_of(margin_loss))  # type: ignore[arg-type]  # it has a scale
+            check_count("embedding_size", embedding_size, "numbers of an embedding")
+            check_count("num_classes", num_classes, "classes of all ranks")
+            check_fraction("sample_rate", sample_rate)
+            check_flag("sparse_grad", sparse_grad)
+            if check_flag("fp16", fp16) and precision != "auto":
+                raise ValueError(f"fp16 must be False with precision={precision!r}, got True; pass one of the two")
+            if margin_grad is not None:
+                check_choice("margin_grad", margin_grad, GRADIENTS)
+            if seed is not None:
+                check_integer("seed", seed, minimum=-(2**63), maximum=2**63 - 1)
+            return {
+                "embedding_size": embedding_size,
+                "num_classes": num_classes,
+                "sample_rate": float(sample_rate),
+                "seed": seed,
+                "initial seed": torch.initial_seed() % 2**63,
+            }
+
+        same = ("embedding_size", "num_classes", "sample_rate", "seed")
+        by_rank = select_communicator(group).handshake(state, caller="PartialFC_V2", must_match=same)
+        own = margins[0] is margin_loss
+        super().__init__(
+            embedding_size,
+            num_classes,
+            margin=margins[0],
+            margin_grad=margin_grad or ("exact" if own else "straight_through"),
+            sample_rate=sample_rate,
+            ignore_index=ignore_index,
+            group=group,
+            memory=memory,
+            kernel=kernel,
+            precision="float16" if fp16 else precision,
+            seed=by_rank[0]["initial seed"] if seed is None else seed,
+        )
+        self.fp16, self.sparse_grad = fp16, sparse_grad
+        self.margin_softmax = None if own else margin_loss
+        self._numbers = None if own else numbers_of(margin_loss)
+        self._margin_error: ValueError | None = None
+        for name in _COUNTERS:
+            self.register_buffer(name, self.get_buffer(name), persistent=False)
+        self.register_state_dict_post_hook(_record_draws)
+        self.register_load_state_dict_pre_hook(_restore_draws)
+
+    @property
+    def num_local(self) -> int:
+        """The number of classes of this rank."""
+        return self.local_classes.stop - self.local_classes.start
+
+    @property
+    def class_start(self) -> int:
+        """The first class of this rank."""
+        return self.local_classes.start
+
+    @bind_on_all_ranks
+    def forward(self, local_embeddings: Tensor, local_labels: Tensor) -> Tensor:  # type: ignore[override]  # as theirs
+        """Return L, (b_r, d), (b_r,) or (b_r, 1) -> (); labels may have any dtype, and are rounded as by `long()`.
+
+        Raises:
+            ValueError: on every rank, whichever rank made the mistake.
+        """
+        self._margin_error = self._read_margin()
+        labels = local_labels
+        if isinstance(labels, Tensor):
+            labels = labels.long()
+            if labels.dim() == 2 and labels.shape[1] == 1:
+                labels = labels[:, 0]
+        return super().forward(local_embeddings, labels)
+
+    def _read_margin(self) -> ValueError | None:
+        """Take the numbers of their margin again if they have changed; return the error if they are invalid."""
+        if self.margin_softmax is None:
+            return None
+        try:
+            numbers = numbers_of(self.margin_softmax)
+            if numbers != self._numbers:
+                self.margin, self._numbers = margin_of(self.margin_softmax), numbers
+        except ValueError as error:
+            return error
+        return None
+
+    def _sample(self, labels: Tensor | None) -> Sample:
+        """Return the local classes of a step, whose gradient is dense unless a sparse one was asked for."""
+        if self._margin_error is not None:  # raised here, in the handshake of the loss, so that all ranks raise
+            raise self._margin_error
+        sample = super()._sample(labels)
+        if sample.rows is None or self.sparse_grad:
+            return sample
+        return replace(sample, centers=_DenseGradient.apply(sample.centers))
+
+
+class _DenseGradient(torch.autograd.Function):
+    """The identity, whose gradient is made dense."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.to_dense() if grad.is_sparse else grad
+
+
+def _record_draws(head: PartialFC_V2, _state: Any, _prefix: str, metadata: dict[str, Any]) -> None:
+    """Record seed and step in a state_dict's metadata, so that samples continue; there is no key for them in theirs."""
+    metadata["seed"], metadata["step"] = int(head.seed), int(head.step)
+
+
+def _restore_draws(head: PartialFC_V2, state: Any, prefix: str, metadata: dict[str, Any], *_others: Any) -> None:
+    """Continue the samples, and note whose classes were loaded: those of another rank raise at the next use."""
+    for name in ("seed", "step"):
+        if type(metadata.get(name)) is int:
+            head.get_buffer(name).fill_(metadata[name])
+    if "classes" in metadata:
+        head.first_class.fill_(metadata["classes"][0])
