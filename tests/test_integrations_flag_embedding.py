@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from wholebatch.integrations import flag_embedding
 from wholebatch.integrations._framework import FrameworkError
-from wholebatch.testing import run_ranks
+from wholebatch.testing import RankError, run_ranks
 
 WIDTH, GROUP = 4, 3
 ROWS = {2: (4, 2), 3: (3, 1, 2)}
@@ -147,6 +147,20 @@ def test_mistakes_are_refused():
         flag_embedding.cross_device_loss(Model("mse"), q, p, targets)
     with pytest.raises(ValueError, match="got 17 rows for 6 queries; pass train_group_size"):
         flag_embedding.cross_device_loss(Model(), q, p[:17])
+
+
+def with_a_mistake_on_rank_1(mistake):
+    q, p, _ = batch(GROUP, False)
+    rows = 0 if mistake == "no queries" and dist.get_rank() == 1 else 2
+    passages = p[:2].flatten(0, 1)[: 5 if mistake == "a passage is missing" and dist.get_rank() == 1 else None]
+    flag_embedding.cross_device_loss(Model(), q[:rows], passages)
+
+
+@pytest.mark.parametrize("mistake", ["no queries", "a passage is missing"])
+def test_a_mistake_of_one_rank_raises_on_all(mistake):
+    with pytest.raises(RankError, match="2 of 2 ranks failed") as error:
+        run_ranks(with_a_mistake_on_rank_1, 2, mistake)
+    assert str(error.value).count("p_reps must have the same number of rows") >= 2
 
 
 # The switch and the command, with a stand-in for the framework.

@@ -19,6 +19,7 @@ from torch import Tensor
 import wholebatch as wb
 
 from ..._user_error import UserError
+from .._passages import refuse
 
 Score = Callable[..., Tensor]
 
@@ -51,7 +52,8 @@ def cross_device_loss(
 
     Raises:
         ValueError: for an M3 model with `unified_finetuning`, for keywords of `compute_score_func`, for a
-            `kd_loss_type` that FlagEmbedding does not have, and for passages that do not divide among the queries.
+            `kd_loss_type` that FlagEmbedding does not have, and, on all processes, for passages that do not divide
+            among the queries.
     """
     _refuse(model, q_reps, p_reps, teacher_targets, kwargs)
     passages = p_reps.view(len(q_reps), -1, p_reps.shape[-1])  # (b, g, d)
@@ -114,7 +116,9 @@ def _refuse(model: Any, q_reps: Tensor, p_reps: Tensor, targets: Tensor | None, 
     if targets is not None and model.kd_loss_type not in ("kl_div", "m3_kd_loss"):
         raise ValueError(f"kd_loss_type must be 'kl_div' or 'm3_kd_loss', got {model.kd_loss_type!r}")
     if not len(q_reps) or len(p_reps) % len(q_reps):
-        raise ValueError(
+        refuse(
             f"p_reps must have the same number of rows for each query, got {len(p_reps)} rows for {len(q_reps)} "
-            "queries; pass train_group_size passages for each"
+            "queries; pass train_group_size passages for each",
+            "FlagEmbedding",
+            None,
         )

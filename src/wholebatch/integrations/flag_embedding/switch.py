@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import runpy
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..._user_error import UserError
 from .._framework import Framework
+from .._run_target import target_of
 from .loss import cross_device_loss
 
 FLAG_EMBEDDING = Framework(
@@ -74,9 +74,8 @@ def main(argv: Sequence[str]) -> int:
     if not any(text.split("=")[0] in ("--negatives_cross_device", "--negatives-cross-device") for text in argv):
         _log.warning("without --negatives_cross_device True FlagEmbedding compares the rows of each process alone")
     before = sys.argv
-    sys.argv = [argv[1], *argv[2:]]
     try:
-        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        target_of(argv)()
     finally:
         sys.argv = before
         disable()
