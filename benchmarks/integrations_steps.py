@@ -45,7 +45,7 @@ WARM_UP, ROUNDING = 2, 1e-3  # steps before the measured ones; of the distance m
 
 @dataclass
 class Figures:
-    """What one process saw of a run."""
+    """The figures of a run in one process: its steps, its memory, and its weights before and after."""
 
     seconds: list[float]
     bytes_: int
