@@ -57,8 +57,7 @@ def test_a_program_of_the_page_runs(name, tmp_path):
     launcher = []
     if "# torchrun" in program:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        program += END
-    (tmp_path / "program.py").write_text(program)
+    (tmp_path / "program.py").write_text(program + END)
     if "SentenceTransformer(" in program:
         small_sentence_encoder(tmp_path)
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
