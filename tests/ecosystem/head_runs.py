@@ -36,8 +36,8 @@ def backbone():
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, WIDTH)).double()
 
 
-def make_head(rate=1.0, **settings):
-    return wb.PartialFC(WIDTH, CLASSES, margin=MARGIN, sample_rate=rate, dtype=torch.float64, seed=5, **settings)
+def make_head(rate=1.0, classes=CLASSES, **settings):
+    return wb.PartialFC(WIDTH, classes, margin=MARGIN, sample_rate=rate, dtype=torch.float64, seed=5, **settings)
 
 
 OPTIMIZERS = {
@@ -51,9 +51,9 @@ OPTIMIZERS = {
 class Model(nn.Module):
     """A backbone with a head as an attribute."""
 
-    def __init__(self, rate=1.0):
+    def __init__(self, rate=1.0, classes=CLASSES):
         super().__init__()
-        self.backbone, self.head = backbone(), make_head(rate)
+        self.backbone, self.head = backbone(), make_head(rate, classes)
 
     def forward(self, x, y):
         return self.head(self.backbone(x), y)

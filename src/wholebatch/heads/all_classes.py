@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..comm import select_communicator
 from ..partition import Partition
+from .classes import check_enough_classes
 from .logits import OF_HEAD
 from .partial_fc import PartialFC
 from .state_dict import ROWS
@@ -51,7 +52,7 @@ def keep_local_classes(head: PartialFC) -> None:
     is left as it is.
 
     Raises:
-        ValueError: if the head has another part of the classes.
+        ValueError: if the head has another part of the classes, or fewer classes than there are ranks.
     """
     comm = select_communicator(head.options.group)
     local = Partition.even(head.num_classes, comm.size).rows(comm.rank)
@@ -63,6 +64,7 @@ def keep_local_classes(head: PartialFC) -> None:
             f"a head with classes {held.start} to {held.stop} of {head.num_classes} cannot become that of rank "
             f"{comm.rank} of {comm.size}: create it again, on each rank, and load a checkpoint"
         )
+    check_enough_classes(head.num_classes, comm.size)
     for p in head.parameters():
         p.grad = None
         p.data = p.data[local].clone()

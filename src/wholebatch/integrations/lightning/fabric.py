@@ -58,6 +58,11 @@ class _OfFabric(ShardedHeads):
         inner = getattr(module, "module", module) if isinstance(module, nn.parallel.DistributedDataParallel) else module
         return self._whole_state_dict(super().get_module_state_dict(module), inner)  # type: ignore[misc]
 
+    def load_module_state_dict(self: Any, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Load a module: heads take the rows of their classes."""
+        load = super().load_module_state_dict  # type: ignore[misc]
+        self._load_together(lambda: load(module, state_dict, strict))
+
     def get_optimizer_state(self: Any, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state, on rank 0 with all classes."""
         return self._whole_optimizer_state(super().get_optimizer_state(optimizer), optimizer)  # type: ignore[misc]

@@ -66,6 +66,30 @@ class ShardedHeads:
         if found:
             setattr(module, _IGNORED, [*{*getattr(module, _IGNORED, ()), *names_in(module)}])
 
+    def _load_together(self, load: Callable[[], None]) -> None:
+        """Load a module's state, and raise on all ranks if it does not fit one of them."""
+        if not self._heads:
+            load()
+            return
+        failed: RuntimeError | None = None
+
+        def state() -> dict[str, object]:
+            nonlocal failed
+            try:
+                load()
+            except RuntimeError as error:  # torch's, about missing and unexpected names
+                failed = error
+            else:
+                for head in self._heads.values():
+                    head.check_local()
+            return {"failed": failed is not None}
+
+        everyone = select_communicator(None).handshake(state, caller="load_state_dict")
+        if failed is not None:
+            raise failed
+        if any(of_rank["failed"] for of_rank in everyone):
+            raise ValueError("another rank cannot load the state of the module; read that rank's error")
+
     def _whole_state_dict(self, state: State, module: nn.Module) -> State:
         return whole_state_dict(state, heads_of(module))
 

@@ -91,7 +91,8 @@ class _OfTrainer(ShardedHeads):
     def load_model_state_dict(self: Any, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the module: heads take the rows of their classes."""
         self._keep_apart(self.lightning_module, self.world_size)
-        super().load_model_state_dict(checkpoint, strict)  # type: ignore[misc]
+        load = super().load_model_state_dict  # type: ignore[misc]
+        self._load_together(lambda: load(checkpoint, strict))
 
     def lightning_module_state_dict(self: Any) -> dict[str, Any]:
         """Return the module's state, on rank 0 with all classes."""
