@@ -103,6 +103,6 @@ def true_weights(optimizer="SGD", rate=1.0, micro_steps=1, clip=None, by_value=F
 
 
 def distance(found, true):
-    """Return the distance from the true weights, divided by that which training has moved them."""
+    """Return the distance from the true weights, divided by the way that training has moved them."""
     start, end = (x[: len(found)] for x in true)
     return ((found - end).norm() / (end - start).norm()).item()

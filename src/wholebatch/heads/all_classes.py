@@ -55,6 +55,7 @@ def keep_local_classes(head: PartialFC) -> None:
         ValueError: if the head has another part of the classes, or fewer classes than there are ranks.
     """
     comm = select_communicator(head.options.group)
+    check_enough_classes(head.num_classes, comm.size)
     local = Partition.even(head.num_classes, comm.size).rows(comm.rank)
     if head.local_classes == local:
         return
@@ -64,7 +65,6 @@ def keep_local_classes(head: PartialFC) -> None:
             f"a head with classes {held.start} to {held.stop} of {head.num_classes} cannot become that of rank "
             f"{comm.rank} of {comm.size}: create it again, on each rank, and load a checkpoint"
         )
-    check_enough_classes(head.num_classes, comm.size)
     for p in head.parameters():
         p.grad = None
         p.data = p.data[local].clone()

@@ -1,4 +1,4 @@
-"""What the strategies of Lightning and of Fabric do with heads: the same steps under other names."""
+"""The steps that the strategies of Lightning and of Fabric share: their methods have different names."""
 
 from __future__ import annotations
 
