@@ -4,6 +4,7 @@ import io
 import subprocess
 import sys
 import types
+from copy import deepcopy
 
 import pytest
 import torch
@@ -76,14 +77,14 @@ def whole_body(state, optimizer_state):
     if world > 1:
         with pytest.raises(ValueError, match=r"a row for each of 7 classes, got .* the checkpoint holds one rank's"):
             all_classes.local_optimizer_state(optimizer.state_dict(), optimizer, heads)
-        with pytest.raises(ValueError, match="has classes 0 to 9 of 9, and this rank has"):
-            model.load_state_dict(Model(9, group=wb.comm.LocalCommunicator()).state_dict())
+        with pytest.raises(ValueError, match="has classes 0 to 9 of 9, and this rank"):
+            early().load_state_dict(Model(9, group=wb.comm.LocalCommunicator()).state_dict())
     model._ddp_params_and_buffers_to_ignore = all_classes.names_in(model)
     step(DistributedDataParallel(model), optimizer, slice(rank * 6 // world, (rank + 1) * 6 // world))
     whole = all_classes.whole_state_dict(model.state_dict(), heads)
     whole_optimizer = all_classes.whole_optimizer_state(optimizer.state_dict(), optimizer, heads)
     assert ("head.weight" in whole) == (rank == 0)
-    assert len(model.head.weight) < 7, "the head itself keeps its part"
+    assert world == 1 or len(model.head.weight) < 7, "the head itself keeps its part"
     return whole, whole_optimizer
 
 
@@ -107,14 +108,14 @@ def test_the_state_of_one_process_goes_through_any_number_and_back():
     step(model, optimizer, slice(None))
     true, true_optimizer = model.state_dict(), optimizer.state_dict()
     for world in (1, 2, 3):
-        whole, whole_optimizer = run_ranks(whole_body, world, state, saved, timeout_s=60)[0]
+        whole, whole_optimizer = run_ranks(whole_body, world, state, deepcopy(saved), timeout_s=60)[0]
         assert whole.keys() == true.keys()
         assert whole._metadata["head"]["classes"] == [0, 7, 7]
         for name, x in true.items():
-            assert torch.allclose(whole[name].double(), x.double(), rtol=0, atol=1e-6), name
+            assert torch.allclose(whole[name].double(), x.double(), rtol=0, atol=1e-6), (world, name)
         for key, of_one in true_optimizer["state"].items():
             for name, x in of_one.items():
-                assert torch.allclose(whole_optimizer["state"][key][name], x, rtol=0, atol=1e-6), name
+                assert torch.allclose(whole_optimizer["state"][key][name], x, rtol=0, atol=1e-6), (world, name)
 
 
 def _file(state):
