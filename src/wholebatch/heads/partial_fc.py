@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from .._checks import (
     allocated,
@@ -40,6 +39,7 @@ from ..sync import Sync
 from .agreement import Batch
 from .class_softmax import class_softmax
 from .classes import NOT_HERE, check_enough_classes, rows_within
+from .engines import wrapped_by_ddp, wrapped_by_deepspeed
 from .logits import OF_HEAD, SIZES, Logits, Normalize
 from .margins import ArcFace
 from .margins.interface import Margin
@@ -283,14 +283,17 @@ class PartialFC(nn.Module):
                 "head.weight must be the parameter that the head was created with, got another one: PartialFC must "
                 "stay outside of FSDP, which shards it again; set values by head.weight.data.copy_ or load_state_dict"
             )
-        active = getattr(DistributedDataParallel, "_active_ddp_module", None)  # set during its forward pass
-        if active is not None and any(
-            p is self.weight and name not in active.parameters_to_ignore for name, p in active.module.named_parameters()
-        ):
+        if wrapped_by_ddp(self.weight):
             raise ValueError(
                 "DistributedDataParallel has wrapped the head: it overwrites the centers with rank 0's and averages "
                 "gradients of different classes. Wrap the backbone alone, and create the head again; in Lightning or "
                 "Fabric, pass strategy=wholebatch.integrations.lightning.ddp_strategy() or fabric_ddp_strategy()"
+            )
+        if comm.size > 1 and wrapped_by_deepspeed(self.weight):
+            raise ValueError(
+                "PartialFC must stay outside of DeepSpeed's engine, which has overwritten the centers with rank 0's, "
+                "and averages gradients of different classes. Initialize DeepSpeed with the backbone alone, and create "
+                "the head again"
             )
         if int(self.first_class) != self.local_classes.start:
             raise ValueError(

@@ -33,13 +33,13 @@ def ddp_strategy(
     Args:
         base: the strategy's class: a subclass of DDPStrategy, or `pytorch_lightning.strategies.DDPStrategy` for a
             Trainer of that package. Default: `lightning.pytorch.strategies.DDPStrategy`.
-        settings: arguments of `base`, such as find_unused_parameters or start_method.
+        settings: arguments of `base`, such as find_unused_parameters or static_graph.
 
     Raises:
         FrameworkError: if lightning is missing or too old.
         ValueError: when the Trainer sets the strategy up: for model averaging (`model_averaging_period`,
             WeightAveraging and StochasticWeightAveraging), optimizers that shard parameters (ZeroRedundancyOptimizer),
-            and a head whose group is not all processes. When it saves: for an optimizer whose state does not have a row
+            start_method "spawn" and "fork", and a head whose group is not all processes. When it saves: for an optimizer whose state does not have a row
             for each class.
     """
     if base is None:
@@ -55,13 +55,20 @@ class _OfTrainer(ShardedHeads):
         """Set up the module, DDP and the optimizers."""
         self._keep_apart(self.lightning_module, self.world_size)
         if self._heads:
-            self._refuse_averages(trainer.callbacks)
+            self._refuse(trainer.callbacks)
         super().setup(trainer)  # type: ignore[misc]  # of their class
         for optimizer in self.optimizers:
             self._watch_optimizer(optimizer)
         self._watch_precision(self.precision_plugin)
 
-    def _refuse_averages(self: Any, callbacks: Sequence[object]) -> None:
+    def _refuse(self: Any, callbacks: Sequence[object]) -> None:
+        """Raise ValueError for settings of theirs that read or write rank 0's part of a head alone."""
+        method = getattr(self, "_start_method", "popen")
+        if method != "popen":
+            raise ValueError(
+                f"start_method must be 'popen' with a head of sharded classes, got {method!r}: Lightning would return "
+                "rank 0's part to the process that starts the others; leave it out, or start with torchrun"
+            )
         for callback in callbacks:
             if {cls.__name__ for cls in type(callback).__mro__} & {*_AVERAGING}:
                 raise ValueError(
