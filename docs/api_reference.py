@@ -20,6 +20,7 @@ SOURCE = Path(__file__).parent.parent / "src"
 PACKAGE = "wholebatch"
 NESTED = (
     "auditing",
+    "integrations.lightning",
     "integrations.open_clip",
     "integrations.sentence_transformers",
     "integrations.transformers",

@@ -10,7 +10,7 @@ import pytest
 import wholebatch as wb
 from wholebatch import losses
 from wholebatch.heads import margins
-from wholebatch.integrations import open_clip, sentence_transformers, transformers
+from wholebatch.integrations import lightning, open_clip, sentence_transformers, transformers
 
 LOSSES = [name for name in losses.__all__ if name.endswith("_loss")] + ["partial_fc_loss"]  # docs/losses.md lists them
 PUBLIC = {
@@ -70,6 +70,7 @@ PUBLIC = {
         "partial_fc_loss",
         "save_head",
     ],
+    lightning: ["ddp_strategy", "fabric_ddp_strategy"],
     open_clip: ["ClipLoss", "CoCaLoss", "DistillClipLoss", "SigLipLoss", "create_loss", "create_task", "main"],
     sentence_transformers: [
         "CachedGISTEmbedLoss",

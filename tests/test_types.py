@@ -16,6 +16,7 @@ import pytest
 
 USER = Path(__file__).parent / "typed" / "user.py"
 MODULES = [
+    "integrations.lightning",
     "integrations.open_clip",
     "integrations.sentence_transformers",
     "integrations.transformers",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import FrameType
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +26,7 @@ def wrapped_by_deepspeed(p: Tensor) -> bool:
     """
     if _DEEPSPEED not in sys.modules:
         return False
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "forward" and frame.f_globals.get("__name__") == _DEEPSPEED:
             module = getattr(frame.f_locals.get("self"), "module", None)

@@ -1,5 +1,6 @@
 """Adapters to other people's trainers: their loop and their options, with losses of this library.
 
+lightning               strategies for Lightning's Trainer and Fabric that keep a `wholebatch.PartialFC` out of DDP
 open_clip               `python -m wholebatch.integrations.open_clip ...`, and losses with open_clip's signatures
 sentence_transformers   losses with sentence-transformers' signatures, for its own trainer
 transformers            a mixin for Hugging Face's Trainer, and a loss for its `compute_loss_func`

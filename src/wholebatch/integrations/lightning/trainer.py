@@ -38,9 +38,9 @@ def ddp_strategy(
     Raises:
         FrameworkError: if lightning is missing or too old.
         ValueError: when the Trainer sets the strategy up: for model averaging (`model_averaging_period`,
-            WeightAveraging and StochasticWeightAveraging), optimizers that shard parameters (ZeroRedundancyOptimizer),
-            start_method "spawn" and "fork", and a head whose group is not all processes. When it saves: for an optimizer whose state does not have a row
-            for each class.
+            WeightAveraging and StochasticWeightAveraging), start_method "spawn" and "fork", optimizers that shard
+            parameters (ZeroRedundancyOptimizer), and a head whose group is not all processes. When it saves: for an
+            optimizer whose state does not have a row for each class. When it loads: for one rank's part of a head.
     """
     if base is None:
         base = LIGHTNING.load("lightning.pytorch.strategies").DDPStrategy
