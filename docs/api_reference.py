@@ -23,6 +23,7 @@ NESTED = (
     "integrations.grad_cache",
     "integrations.flag_embedding",
     "integrations.insightface",
+    "integrations.lightning",
     "integrations.open_clip",
     "integrations.sentence_transformers",
     "integrations.tevatron",

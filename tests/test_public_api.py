@@ -10,15 +10,7 @@ import pytest
 import wholebatch as wb
 from wholebatch import losses
 from wholebatch.heads import margins
-from wholebatch.integrations import (
-    flag_embedding,
-    grad_cache,
-    insightface,
-    open_clip,
-    sentence_transformers,
-    tevatron,
-    transformers,
-)
+from wholebatch.integrations import flag_embedding, grad_cache, insightface, lightning, open_clip, sentence_transformers, tevatron, transformers
 
 LOSSES = [name for name in losses.__all__ if name.endswith("_loss")] + ["partial_fc_loss"]  # docs/losses.md lists them
 PUBLIC = {
@@ -92,6 +84,7 @@ PUBLIC = {
     ],
     flag_embedding: ["cross_device_loss", "disable", "enable", "main"],
     insightface: ["PartialFC_V2"],
+    lightning: ["ddp_strategy", "fabric_ddp_strategy"],
     open_clip: ["ClipLoss", "CoCaLoss", "DistillClipLoss", "SigLipLoss", "create_loss", "create_task", "main"],
     sentence_transformers: [
         "CachedGISTEmbedLoss",

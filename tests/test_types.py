@@ -19,6 +19,7 @@ MODULES = [
     "integrations.grad_cache",
     "integrations.flag_embedding",
     "integrations.insightface",
+    "integrations.lightning",
     "integrations.open_clip",
     "integrations.sentence_transformers",
     "integrations.tevatron",

@@ -98,3 +98,12 @@ def label_range(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     if not labels.numel():
         return torch.tensor(ends.max), torch.tensor(ends.min)
     return labels.masked_fill(none, ends.max).min(), labels.masked_fill(none, ends.min).max()
+
+
+def check_enough_classes(num_classes: int, size: int) -> None:
+    """Raise ValueError unless each rank has a class."""
+    if num_classes < size:
+        raise ValueError(
+            f"num_classes must be at least {size}, a class for each of the {size} ranks, got "
+            f"num_classes={num_classes}; use fewer ranks in group"
+        )

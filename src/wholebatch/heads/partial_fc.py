@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from .._checks import (
     allocated,
@@ -30,7 +30,7 @@ from .._checks import (
 )
 from .._precision import accumulation_dtype
 from .._sharded import mark_sharded
-from ..comm import Group, select_communicator
+from ..comm import Group, LocalCommunicator, select_communicator
 from ..contract import Options, Reduction, bind_on_all_ranks, entry
 from ..kernels import Kernel
 from ..partition import Partition
@@ -38,7 +38,8 @@ from ..sweep import Memory, Precision
 from ..sync import Sync
 from .agreement import Batch
 from .class_softmax import class_softmax
-from .classes import NOT_HERE, rows_within
+from .classes import NOT_HERE, check_enough_classes, rows_within
+from .engines import wrapped_by_ddp, wrapped_by_deepspeed
 from .logits import OF_HEAD, SIZES, Logits, Normalize
 from .margins import ArcFace
 from .margins.interface import Margin
@@ -165,12 +166,10 @@ class PartialFC(nn.Module):
             device = checked_device("device", device)
         self.options = Options(group, sync, memory=memory, reduction=reduction, kernel=kernel, precision=precision)
         self.options.check()
-        comm = select_communicator(group)
-        if num_classes < comm.size:
-            raise ValueError(
-                f"num_classes must be at least {comm.size}, a class for each of the {comm.size} ranks, got "
-                f"num_classes={num_classes}; use fewer ranks in group"
-            )
+        # Without a process group, the head is made with all classes; `check_local` refuses it where there are others.
+        early = group is None and not (dist.is_available() and dist.is_initialized())
+        comm = LocalCommunicator() if early else select_communicator(group)
+        check_enough_classes(num_classes, comm.size)
         self.embedding_size, self.num_classes = embedding_size, num_classes
         self.margin, self.sub_centers = margin, sub_centers
         self.sample_rate, self.unbiased = float(sample_rate), unbiased
@@ -275,26 +274,33 @@ class PartialFC(nn.Module):
         if Partition.even(self.num_classes, comm.size).rows(comm.rank) != self.local_classes:
             raise ValueError(
                 f"the head holds classes {self.local_classes.start} to {self.local_classes.stop}, which are not those "
-                f"of rank {comm.rank} of {comm.size}: make it after torch.distributed.init_process_group, on each rank"
+                f"of rank {comm.rank} of {comm.size}: make it after torch.distributed.init_process_group, on each "
+                "rank; in Lightning or Fabric, pass strategy=wholebatch.integrations.lightning.ddp_strategy() or "
+                "fabric_ddp_strategy()"
             )
         if comm.size > 1 and self.weight is not self._original_weight[0]:
             raise ValueError(
                 "head.weight must be the parameter that the head was created with, got another one: PartialFC must "
                 "stay outside of FSDP, which shards it again; set values by head.weight.data.copy_ or load_state_dict"
             )
-        active = getattr(DistributedDataParallel, "_active_ddp_module", None)  # set during its forward pass
-        if active is not None and any(
-            p is self.weight and name not in active.parameters_to_ignore for name, p in active.module.named_parameters()
-        ):
+        if wrapped_by_ddp(self.weight):
             raise ValueError(
                 "DistributedDataParallel has wrapped the head: it overwrites the centers with rank 0's and averages "
-                "gradients of different classes. Wrap the backbone alone, and create the head again"
+                "gradients of different classes. Wrap the backbone alone, and create the head again; in Lightning or "
+                "Fabric, pass strategy=wholebatch.integrations.lightning.ddp_strategy() or fabric_ddp_strategy()"
+            )
+        if comm.size > 1 and wrapped_by_deepspeed(self.weight):
+            raise ValueError(
+                "PartialFC must stay outside of DeepSpeed's engine, which has overwritten the centers with rank 0's, "
+                "and averages gradients of different classes. Initialize DeepSpeed with the backbone alone, and create "
+                "the head again"
             )
         if int(self.first_class) != self.local_classes.start:
             raise ValueError(
                 "the head holds another rank's centers: DistributedDataParallel has wrapped it, or another rank's "
                 "state_dict was loaded. Wrap the backbone alone and create the head again; "
-                "wholebatch.heads.load_head loads on any number of ranks"
+                "wholebatch.heads.load_head loads on any number of ranks. In Lightning or Fabric, pass "
+                "strategy=wholebatch.integrations.lightning.ddp_strategy() or fabric_ddp_strategy()"
             )
 
     def facts(self) -> dict[str, object]:

@@ -1,10 +1,18 @@
-"""The classes of a head's state_dict, which is one rank's part: they are recorded, and compared before it is loaded."""
+"""The classes of a head's state_dict: those of one rank, or all of them.
+
+The classes are recorded beside the tensors, and compared before anything is loaded. A state_dict of one rank's part is
+loaded by a rank with the same classes. One of all classes, such as a head on one process has, is loaded by any rank,
+which takes the rows of its classes.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+
+ROWS = ("weight", "bias")  # the tensors with a row for each class
 
 
 def record_classes(head: Any, _state: Any, _prefix: str, metadata: dict[str, Any]) -> None:
@@ -13,7 +21,7 @@ def record_classes(head: Any, _state: Any, _prefix: str, metadata: dict[str, Any
 
 
 def check_classes(head: Any, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_others: Any) -> None:
-    """Raise ValueError for a state_dict of other classes, before anything of it is loaded.
+    """Take the local rows of a state_dict of all classes; raise ValueError for one of other classes.
 
     A state_dict of another rank with the same number of classes is loaded; the next use of the head then raises, on all
     ranks.
@@ -25,6 +33,13 @@ def check_classes(head: Any, state: dict[str, Any], prefix: str, metadata: dict[
     if not isinstance(weight, Tensor) or not weight.dim():
         return
     first, stop, count = metadata.get("classes", (None, None, head.num_classes))
+    if count == head.num_classes == len(weight) and first in (None, 0):
+        for name in ROWS:
+            if isinstance(x := state.get(prefix + name), Tensor):
+                state[prefix + name] = x[local.start : local.stop]
+        if prefix + "first_class" in state:
+            state[prefix + "first_class"] = torch.tensor(local.start)
+        return
     if len(weight) == local.stop - local.start and count == head.num_classes:
         return
     content = f"{len(weight)} classes" if first is None else f"classes {first} to {stop} of {count}"

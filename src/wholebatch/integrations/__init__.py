@@ -3,6 +3,7 @@
 flag_embedding          `python -m wholebatch.integrations.flag_embedding -m FlagEmbedding...`
 grad_cache              an alias of the package grad_cache: its names, with this library inside
 insightface             PartialFC_V2 with insightface's arguments, for its own train_v2.py
+lightning               strategies for Lightning's Trainer and Fabric that keep a `wholebatch.PartialFC` out of DDP
 open_clip               `python -m wholebatch.integrations.open_clip ...`, and losses with open_clip's signatures
 sentence_transformers   losses with sentence-transformers' signatures, for its own trainer
 tevatron                `python -m wholebatch.integrations.tevatron -m tevatron.retriever.driver.train ...`
