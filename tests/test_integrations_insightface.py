@@ -338,6 +338,21 @@ class Hostile:
         return print, ("executed",)
 
 
+def load_all_classes_of_rank(state):
+    torch.manual_seed(1)
+    head = PartialFC_V2(wb.ArcFace(16.0, 0.2), 4, 7)
+    head.load_state_dict(state)
+    head(torch.ones(2, 4), torch.tensor([0, 6]))  # raises for another rank's classes
+    return head.state_dict()["weight"]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_state_dict_of_one_process_is_loaded_by_any_number(world):
+    state = PartialFC_V2(wb.ArcFace(16.0, 0.2), 4, 7).state_dict()
+    found = run_ranks(load_all_classes_of_rank, world, state, timeout_s=60)
+    assert torch.equal(torch.cat(found), state["weight"])
+
+
 def test_a_file_with_a_function_call_is_refused(tmp_path, capsys):
     torch.save({"state_dict_softmax_fc": Hostile(), "epoch": 0, "global_step": 0}, tmp_path / "checkpoint_gpu_0.pt")
     with pytest.raises(ValueError, match="print"):

@@ -10,7 +10,16 @@ import pytest
 import wholebatch as wb
 from wholebatch import losses
 from wholebatch.heads import margins
-from wholebatch.integrations import flag_embedding, grad_cache, insightface, lightning, open_clip, sentence_transformers, tevatron, transformers
+from wholebatch.integrations import (
+    flag_embedding,
+    grad_cache,
+    insightface,
+    lightning,
+    open_clip,
+    sentence_transformers,
+    tevatron,
+    transformers,
+)
 
 LOSSES = [name for name in losses.__all__ if name.endswith("_loss")] + ["partial_fc_loss"]  # docs/losses.md lists them
 PUBLIC = {

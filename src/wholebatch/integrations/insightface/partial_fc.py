@@ -201,5 +201,6 @@ def _restore_draws(head: PartialFC_V2, state: Any, prefix: str, metadata: dict[s
     for name in ("seed", "step"):
         if type(metadata.get(name)) is int:
             head.get_buffer(name).fill_(metadata[name])
-    if "classes" in metadata:
-        head.first_class.fill_(metadata["classes"][0])
+    first, stop, count = metadata.get("classes", (0, 0, 0))
+    if stop - first < count:  # one rank's part
+        head.first_class.fill_(first)
