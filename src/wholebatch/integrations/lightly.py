@@ -189,7 +189,12 @@ class DCLLoss(_OfTheirArguments):
                 "wholebatch.WholeBatch(lightly.loss.DCLLoss(weight_fn=...))"
             )
         self.temperature = temperature
-        self.options = {"group": self.group, "exchange": exchange, "memory": memory, "precision": precision}
+        self.options: dict[str, Any] = {
+            "group": self.group,
+            "exchange": exchange,
+            "memory": memory,
+            "precision": precision,
+        }
 
     def forward(self, out0: Tensor, out1: Tensor) -> Tensor:
         """Return the loss of the whole batch.
@@ -226,8 +231,8 @@ class DCLWLoss(DCLLoss):
         memory: Memory = "auto",
         precision: Precision = "auto",
     ) -> None:
-        settings = {"exchange": exchange, "memory": memory, "precision": precision}
-        super().__init__(temperature, None, gather_distributed, group=group, **settings)  # type: ignore[arg-type]
+        settings: dict[str, Any] = {"exchange": exchange, "memory": memory, "precision": precision}
+        super().__init__(temperature, None, gather_distributed, group=group, **settings)
         _check_temperature("sigma", sigma)
         self._sigma = sigma
 
