@@ -4,7 +4,6 @@ The rows of a step are the same on one process and on two: rank r has every seco
 """
 
 import logging
-
 from dataclasses import dataclass, field
 from functools import partial
 

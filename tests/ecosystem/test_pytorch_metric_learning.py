@@ -111,44 +111,21 @@ LABELS = {
 }
 FLAT = ("NTXentLoss", "SupConLoss", "MultiSimilarityLoss", "CircleLoss")
 SIZES = {"num_classes": 8, "embedding_size": 6}
+WITHOUT_SETTINGS = """
+    AngularLoss CircleLoss ContrastiveLoss FastAPLoss GeneralizedLiftedStructureLoss IntraPairVarianceLoss
+    LiftedStructureLoss MultiSimilarityLoss NCALoss NPairsLoss NTXentLoss PNPLoss SignalToNoiseRatioContrastiveLoss
+    SupConLoss TripletMarginLoss TupletMarginLoss
+"""
+WITH_CENTERS = """
+    ArcFaceLoss CosFaceLoss LargeMarginSoftmaxLoss NormalizedSoftmaxLoss ProxyAnchorLoss ProxyNCALoss SoftTripleLoss
+    SphereFaceLoss SubCenterArcFaceLoss
+"""
 ALL = {  # each of their losses that takes labels, with its required arguments
-    **{
-        name: {}
-        for name in (
-            *FLAT,
-            "AngularLoss",
-            "ContrastiveLoss",
-            "FastAPLoss",
-            "GeneralizedLiftedStructureLoss",
-            "HistogramLoss",
-            "IntraPairVarianceLoss",
-            "LiftedStructureLoss",
-            "NCALoss",
-            "NPairsLoss",
-            "PNPLoss",
-            "RankedListLoss",
-            "SignalToNoiseRatioContrastiveLoss",
-            "TripletMarginLoss",
-            "TupletMarginLoss",
-        )
-    },
+    **dict.fromkeys(WITHOUT_SETTINGS.split(), {}),
+    **dict.fromkeys(WITH_CENTERS.split(), SIZES),
     "HistogramLoss": {"n_bins": 10},
     "RankedListLoss": {"margin": 0.4, "Tn": 10},
     "MarginLoss": {"learn_beta": True, "num_classes": 8},
-    **{
-        name: SIZES
-        for name in (
-            "ArcFaceLoss",
-            "CosFaceLoss",
-            "LargeMarginSoftmaxLoss",
-            "NormalizedSoftmaxLoss",
-            "ProxyAnchorLoss",
-            "ProxyNCALoss",
-            "SoftTripleLoss",
-            "SphereFaceLoss",
-            "SubCenterArcFaceLoss",
-        )
-    },
 }
 
 
@@ -352,7 +329,7 @@ def mistakes_on_a_rank():
         "indices on one rank": lambda: ours.DistributedLossWrapper(triplets)(x, labels, alone if rank else None),
         "no labels": lambda: ours.SupConLoss()(x),
         "no labels on one rank": lambda: ours.NTXentLoss()(x, labels if rank else None),
-        "a part of the batch": lambda: ours.DistributedMinerWrapper(miners.HDCMiner())(x, labels[: 6 - rank]),
+        "too few labels": lambda: ours.DistributedMinerWrapper(miners.BatchHardMiner())(x, labels[: 6 - rank]),
         "random triplets": lambda: ours.DistributedLossWrapper(losses.TripletMarginLoss(triplets_per_anchor=1))(
             rows(6, rank) if torch.manual_seed(rank) else x, labels
         ),
@@ -376,7 +353,7 @@ def test_mistakes_are_errors_on_all_ranks():
         "indices on one rank": "indices_tuple must come from DistributedMinerWrapper",
         "no labels": "labels must be given, one integer for each row",
         "no labels on one rank": "labels must be given, one integer for each row",
-        "a part of the batch": "",
+        "too few labels": "Number of embeddings must equal number of labels",
         "random triplets": "loss_fn must give the same value on all ranks",
         "views of different lengths": "ref_emb must have a row for each of the 6 rows of embeddings, got 5",
     }

@@ -14,8 +14,6 @@ from .losses import BatchLoss
 from .theirs import their_class
 from .whole_batch import MinedIndices, checked_indices, on_device, on_whole_batch, warn_of_local_labels
 
-_PARTS = (3, 4)  # triplets (a, p, n), and pairs (a1, p, a2, n)
-
 
 class DistributedMinerWrapper(nn.Module):
     """pytorch-metric-learning's `DistributedMinerWrapper`: a miner on the rows of all processes.
@@ -51,7 +49,7 @@ class DistributedMinerWrapper(nn.Module):
             ref_labels: (n_r,), their labels.
 
         Raises:
-            ValueError: on every process, if the miner raises, or returns no triplets or pairs.
+            ValueError: on every process, if the miner raises.
         """
         comm = wb.comm.select_communicator(self.group)
         given = [emb, on_device(labels, emb), ref_emb, on_device(ref_labels, emb)]
@@ -60,26 +58,12 @@ class DistributedMinerWrapper(nn.Module):
 
         def state() -> dict[str, Any]:
             if comm.rank == 0:
-                mined.extend(x.long() for x in _checked_tuple(self.miner(*tensors), self.miner))
+                mined.extend(x.long() for x in self.miner(*tensors))
             return {"lengths": [len(x) for x in mined]}
 
         lengths = comm.handshake(state, caller="DistributedMinerWrapper")[0]["lengths"]
         flat = torch.cat(mined) if mined else emb.new_empty(sum(lengths), dtype=torch.int64)
         return MinedIndices(comm.broadcast(flat, check=False).split(lengths))
-
-
-def _checked_tuple(found: Any, miner: nn.Module) -> tuple[Tensor, ...]:
-    """Return a miner's tuples.
-
-    Raises:
-        ValueError: if they are no triplets or pairs.
-    """
-    if isinstance(found, tuple) and len(found) in _PARTS:
-        return found
-    raise ValueError(
-        f"miner must return triplets (a, p, n) or pairs (a1, p, a2, n), got {type(found).__name__} of "
-        f"{type(miner).__name__}; miners that choose a part of the batch need no wrapper: run them on each process"
-    )
 
 
 class DistributedLossWrapper(nn.Module):
