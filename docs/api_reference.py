@@ -20,7 +20,9 @@ SOURCE = Path(__file__).parent.parent / "src"
 PACKAGE = "wholebatch"
 NESTED = (
     "auditing",
+    "integrations.lightly",
     "integrations.open_clip",
+    "integrations.pytorch_metric_learning",
     "integrations.sentence_transformers",
     "integrations.transformers",
     "jax",

@@ -10,7 +10,7 @@ import pytest
 import wholebatch as wb
 from wholebatch import losses
 from wholebatch.heads import margins
-from wholebatch.integrations import open_clip, sentence_transformers, transformers
+from wholebatch.integrations import lightly, open_clip, pytorch_metric_learning, sentence_transformers, transformers
 
 LOSSES = [name for name in losses.__all__ if name.endswith("_loss")] + ["partial_fc_loss"]  # docs/losses.md lists them
 PUBLIC = {
@@ -71,6 +71,17 @@ PUBLIC = {
         "save_head",
     ],
     open_clip: ["ClipLoss", "CoCaLoss", "DistillClipLoss", "SigLipLoss", "create_loss", "create_task", "main"],
+    lightly: ["BarlowTwinsLoss", "DCLLoss", "DCLWLoss", "NTXentLoss", "VICRegLoss"],
+    pytorch_metric_learning: [
+        "CircleLoss",
+        "DistributedLossWrapper",
+        "DistributedMinerWrapper",
+        "MinedIndices",
+        "MultiSimilarityLoss",
+        "NTXentLoss",
+        "SelfSupervisedLoss",
+        "SupConLoss",
+    ],
     sentence_transformers: [
         "CachedGISTEmbedLoss",
         "CachedMultipleNegativesRankingLoss",

@@ -16,7 +16,9 @@ import pytest
 
 USER = Path(__file__).parent / "typed" / "user.py"
 MODULES = [
+    "integrations.lightly",
     "integrations.open_clip",
+    "integrations.pytorch_metric_learning",
     "integrations.sentence_transformers",
     "integrations.transformers",
     "functional",

@@ -28,6 +28,17 @@ class Case:
     rate: float = 0.05
 
 
+CASES = {
+    "NTXentLoss": Case("NTXentLoss", {"temperature": 0.2}),
+    "NTXentLoss, memory bank": Case("NTXentLoss", {"temperature": 0.2, "memory_bank_size": (BANK, WIDTH)}),
+    "DCLLoss": Case("DCLLoss", {"temperature": 0.2}),
+    "DCLWLoss": Case("DCLWLoss", {"temperature": 0.2, "sigma": 0.3}),
+    "BarlowTwinsLoss": Case("BarlowTwinsLoss", {"lambda_param": 0.1}),
+    "VICRegLoss": Case("VICRegLoss", rate=0.01),
+    "KoLeoLoss": Case("KoLeoLoss", rate=0.01),
+}
+
+
 @dataclass
 class Run:
     """A finished training: weights at start and end, and the losses."""

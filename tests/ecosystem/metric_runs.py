@@ -3,6 +3,7 @@
 The rows of a step are the same on one process and on two: rank r has every second row. Weights and losses are float64.
 """
 
+import importlib
 import logging
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +29,28 @@ class Case:
     pairs: bool = False
     memory: int = 0
     more: dict = field(default_factory=dict)
-    """Arguments that are objects of theirs: name to a function that makes one."""
+    """Arguments that are objects of theirs, by the name of their class."""
+
+
+PROXIES = {"num_classes": CLASSES, "embedding_size": WIDTH}
+CASES = {
+    "NTXentLoss, pairs": Case("NTXentLoss", {"temperature": 0.2}, ours=True, pairs=True),
+    "NTXentLoss, classes": Case("NTXentLoss", {"temperature": 0.2}, ours=True),
+    "SupConLoss": Case("SupConLoss", ours=True),
+    "SupConLoss, MeanReducer": Case("SupConLoss", ours=True, more={"reducer": "reducers.MeanReducer"}),
+    "MultiSimilarityLoss": Case("MultiSimilarityLoss", ours=True),
+    "MultiSimilarityLoss, miner": Case("MultiSimilarityLoss", ours=True, miner="MultiSimilarityMiner"),
+    "CircleLoss": Case("CircleLoss", {"gamma": 8.0}, ours=True),
+    "TripletMarginLoss": Case("TripletMarginLoss", {"margin": 0.2}),
+    "TripletMarginLoss, BatchHardMiner": Case("TripletMarginLoss", {"margin": 0.2}, miner="BatchHardMiner"),
+    "ContrastiveLoss": Case("ContrastiveLoss"),
+    "ContrastiveLoss, regularizer": Case(
+        "ContrastiveLoss", more={"embedding_regularizer": "regularizers.LpRegularizer"}
+    ),
+    "ProxyAnchorLoss": Case("ProxyAnchorLoss", PROXIES),
+    "ArcFaceLoss": Case("ArcFaceLoss", PROXIES | {"scale": 4}),
+    "CrossBatchMemory of ContrastiveLoss": Case("ContrastiveLoss", memory=64),
+}
 
 
 @dataclass
@@ -72,7 +94,10 @@ def loss_and_miner(how, case):
     from wholebatch.integrations import pytorch_metric_learning as ours
 
     torch.manual_seed(2)
-    settings = case.settings | {name: make() for name, make in case.more.items()}
+    settings = dict(case.settings)
+    for name, path in case.more.items():
+        module, _, cls = path.partition(".")
+        settings[name] = getattr(importlib.import_module(f"pytorch_metric_learning.{module}"), cls)()
     flat = how == "ours" and case.ours
     loss = getattr(ours if flat else losses, case.loss)(**settings)
     loss = loss.double()

@@ -15,7 +15,7 @@ if find_spec("lightly") is None:
     pytest.skip("lightly is not installed: `make vision`", allow_module_level=True)
 
 import torch
-from lightly_runs import BANK, WIDTH, Case, distance, in_a_loop, in_lightning, loss_of, on_two, run_cases
+from lightly_runs import BANK, CASES, WIDTH, distance, in_a_loop, in_lightning, loss_of, on_two, run_cases
 
 from wholebatch._third_party import declare_torchvision_operators
 
@@ -28,15 +28,6 @@ from wholebatch.testing import run_ranks  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("default")  # lightly and Lightning warn
 
 ROUNDING = 1e-11  # of the distance moved: 20 steps in float64, summed in another order
-CASES = {
-    "NTXentLoss": Case("NTXentLoss", {"temperature": 0.2}),
-    "NTXentLoss, memory bank": Case("NTXentLoss", {"temperature": 0.2, "memory_bank_size": (BANK, WIDTH)}),
-    "DCLLoss": Case("DCLLoss", {"temperature": 0.2}),
-    "DCLWLoss": Case("DCLWLoss", {"temperature": 0.2, "sigma": 0.3}),
-    "BarlowTwinsLoss": Case("BarlowTwinsLoss", {"lambda_param": 0.1}),
-    "VICRegLoss": Case("VICRegLoss", rate=0.01),
-    "KoLeoLoss": Case("KoLeoLoss", rate=0.01),
-}
 GATHERING = {name: case for name, case in CASES.items() if name != "KoLeoLoss"}
 IN_LIGHTNING = {name: CASES[name] for name in ("NTXentLoss", "NTXentLoss, memory bank", "BarlowTwinsLoss")}
 EXACT_IN_THEIRS = ("NTXentLoss", "DCLLoss", "VICRegLoss")  # with gather_distributed=True and equally many rows

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 pytest.importorskip("pytorch_metric_learning")
-from metric_runs import CLASSES, WIDTH, Case, distance, on_two, run_cases
+from metric_runs import CASES, distance, on_two, run_cases
 from pytorch_metric_learning import distances, losses, miners, reducers, regularizers
 from pytorch_metric_learning.utils import distributed as their_wrappers
 
@@ -23,23 +23,6 @@ from wholebatch.testing import run_ranks
 pytestmark = pytest.mark.filterwarnings("default")  # their library warns
 
 ROUNDING = 1e-11  # of the distance moved: 20 steps in float64, summed in another order
-PROXIES = {"num_classes": CLASSES, "embedding_size": WIDTH}
-CASES = {
-    "NTXentLoss, pairs": Case("NTXentLoss", {"temperature": 0.2}, ours=True, pairs=True),
-    "NTXentLoss, classes": Case("NTXentLoss", {"temperature": 0.2}, ours=True),
-    "SupConLoss": Case("SupConLoss", ours=True),
-    "SupConLoss, MeanReducer": Case("SupConLoss", ours=True, more={"reducer": reducers.MeanReducer}),
-    "MultiSimilarityLoss": Case("MultiSimilarityLoss", ours=True),
-    "MultiSimilarityLoss, miner": Case("MultiSimilarityLoss", ours=True, miner="MultiSimilarityMiner"),
-    "CircleLoss": Case("CircleLoss", {"gamma": 8.0}, ours=True),
-    "TripletMarginLoss": Case("TripletMarginLoss", {"margin": 0.2}),
-    "TripletMarginLoss, BatchHardMiner": Case("TripletMarginLoss", {"margin": 0.2}, miner="BatchHardMiner"),
-    "ContrastiveLoss": Case("ContrastiveLoss"),
-    "ContrastiveLoss, regularizer": Case("ContrastiveLoss", more={"embedding_regularizer": regularizers.LpRegularizer}),
-    "ProxyAnchorLoss": Case("ProxyAnchorLoss", PROXIES),
-    "ArcFaceLoss": Case("ArcFaceLoss", PROXIES | {"scale": 4}),
-    "CrossBatchMemory of ContrastiveLoss": Case("ContrastiveLoss", memory=64),
-}
 THEIRS = {
     name: case
     for name, case in CASES.items()
@@ -121,7 +104,7 @@ WITH_CENTERS = """
     SphereFaceLoss SubCenterArcFaceLoss
 """
 ALL = {  # each of their losses that takes labels, with its required arguments
-    **dict.fromkeys(WITHOUT_SETTINGS.split(), {}),
+    **{name: {} for name in WITHOUT_SETTINGS.split()},
     **dict.fromkeys(WITH_CENTERS.split(), SIZES),
     "HistogramLoss": {"n_bins": 10},
     "RankedListLoss": {"margin": 0.4, "Tn": 10},

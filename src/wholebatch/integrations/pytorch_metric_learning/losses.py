@@ -37,14 +37,14 @@ class BatchLoss(nn.Module):
 
     def __init__(
         self,
-        settings: Mapping[str, Any],
+        settings: Mapping[str, Any],  # of any type
         distance: Any,  # theirs
         reducer: Any,  # theirs
         embedding_regularizer: Any,  # theirs
         embedding_reg_weight: float,
         collect_stats: bool | None,
         group: Group,
-        options: Mapping[str, Any],
+        options: Mapping[str, Any],  # of any type
     ) -> None:
         super().__init__()
         if collect_stats:
