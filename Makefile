@@ -68,8 +68,8 @@ jax: .venv/dev-installed
 ecosystem: .venv-ecosystem/ready $(if $(ARGS),,vision embedders)
 	.venv-ecosystem/bin/python -m pytest tests/ecosystem $(ARGS)
 
-# Tests inside trainers that need torchvision: open_clip's, in a separate environment.
-VISION = tests/ecosystem/test_open_clip.py
+# Tests inside trainers that need torchvision: open_clip's, and loops with lightly, in a separate environment.
+VISION = tests/ecosystem/test_open_clip.py tests/ecosystem/test_lightly.py
 vision: .venv-vision/ready
 	.venv-vision/bin/python -m pytest $(VISION) $(ARGS)
 
@@ -145,15 +145,15 @@ INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constr
 	@echo "installing torch and the libraries of models into .venv-ecosystem"
 	.venv-ecosystem/bin/python $(INSTALL) torch==2.13.0
 	.venv-ecosystem/bin/python $(INSTALL) --editable '.[train,testing]' pytest \
-	  transformers peft sentence-transformers datasets accelerate lightning
+	  transformers peft sentence-transformers datasets accelerate lightning pytorch-metric-learning
 	DS_BUILD_OPS=0 .venv-ecosystem/bin/python $(INSTALL) --no-build-isolation 'deepspeed>=0.19.1'
 	touch $@
 
 # torchvision's compiled operators do not load beside a CPU build of torch; the tests declare them.
 .venv-vision/ready: .venv-vision/bin/python pyproject.toml constraints.txt
-	@echo "installing torch, torchvision and open_clip into .venv-vision"
+	@echo "installing torch, torchvision, open_clip and lightly into .venv-vision"
 	.venv-vision/bin/python $(INSTALL) torch==2.13.0
-	.venv-vision/bin/python $(INSTALL) --editable '.[train,testing]' pytest torchvision open_clip_torch timm webdataset pandas
+	.venv-vision/bin/python $(INSTALL) --editable '.[train,testing]' pytest torchvision open_clip_torch timm webdataset pandas lightly
 	touch $@
 
 # FlagEmbedding needs transformers < 5.20, so this environment has pins of its own.

@@ -1,0 +1,313 @@
+"""lightly's losses over the whole batch: its class names, constructors and calls, this library's losses inside.
+
+    loss_fn = NTXentLoss(temperature=0.1)
+    loss = loss_fn(out0, out1)
+
+One default is another: `gather_distributed=True`, so that each row is compared with the rows of all processes. Then all
+processes return the loss of the global batch, and after the averaging of DDP every parameter has its exact gradient.
+With `gather_distributed=False` the rows of each process are compared among themselves, as in lightly by default.
+
+This module does not import lightly. Any other loss of lightly that compares rows is exact on several processes in
+:class:`wholebatch.WholeBatch`, such as `wb.WholeBatch(lightly.loss.KoLeoLoss())`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+import wholebatch as wb
+
+from ..comm import Group
+from ..exchange import ExchangeName
+from ..sweep import Memory, Precision
+
+__all__ = ["BarlowTwinsLoss", "DCLLoss", "DCLWLoss", "NTXentLoss", "VICRegLoss"]
+
+_SMALLEST = 1e-8  # lightly refuses a temperature below
+
+
+class _OfTheirArguments(nn.Module):
+    """The arguments that all losses have: whether processes share the batch, and which."""
+
+    def __init__(self, gather_distributed: bool, group: Group) -> None:
+        super().__init__()
+        if not isinstance(gather_distributed, bool):
+            raise ValueError(f"gather_distributed must be True or False, got {gather_distributed!r}")
+        if not gather_distributed and group is not None:
+            raise ValueError(
+                "gather_distributed=False compares the rows of one process, so it does not go with group=; leave one "
+                "of them out"
+            )
+        self.gather_distributed = gather_distributed
+        self.group = group if gather_distributed else wb.comm.LocalCommunicator()
+
+
+class NTXentLoss(_OfTheirArguments):
+    """lightly's `NTXentLoss`: SimCLR's loss, or MoCo's with a memory bank.
+
+    Without a bank, :class:`wholebatch.NTXentLoss`. With one, :func:`wholebatch.functional.moco_loss` of the normalized
+    rows: each row of `out0` has its row of `out1` as positive and the bank as negatives. Then `out1` of all processes
+    enters the bank, if `out0` requires a gradient.
+
+    Args:
+        temperature: divides the cosines; positive.
+        memory_bank_size: (rows, embedding size) of the bank, or 0: none. The bank starts with random rows, rank 0's on
+            all processes, and is no part of the state dict, as there.
+        gather_distributed: whether processes share the batch and the bank; True by default.
+        group, exchange, memory, precision: as in :func:`wholebatch.functional.nt_xent_loss`.
+
+    Raises:
+        ValueError: for a temperature that is not positive, another form of `memory_bank_size`, or a group beside
+            `gather_distributed=False`.
+    """
+
+    def __init__(
+        self,
+        temperature: float = 0.5,
+        memory_bank_size: int | Sequence[int] = 0,
+        gather_distributed: bool = True,
+        *,
+        group: Group = None,
+        exchange: ExchangeName = "auto",
+        memory: Memory = "auto",
+        precision: Precision = "auto",
+    ) -> None:
+        super().__init__(gather_distributed, group)
+        _check_temperature("temperature", temperature)
+        self.temperature = temperature
+        self.options: dict[str, Any] = {"group": self.group, "memory": memory, "precision": precision}
+        self.exchange = exchange
+        size = _bank_size(memory_bank_size)
+        self.memory_bank = None if size is None else _MemoryBank(*size, self.group)
+
+    def forward(self, out0: Tensor, out1: Tensor) -> Tensor:
+        """Return the loss of the whole batch.
+
+        Args:
+            out0: (b_r, d), this process's rows of the first view; b_r may differ between processes and may be 0.
+            out1: (b_r, d), the second view.
+        """
+        if self.memory_bank is None:
+            return wb.functional.nt_xent_loss(
+                out0, out1, temperature=self.temperature, exchange=self.exchange, **self.options
+            )
+        queries, keys = normalize(out0, dim=1), normalize(out1, dim=1)
+        negatives = self.memory_bank.rows().to(queries.dtype)
+        loss = wb.functional.moco_loss(queries, keys, negatives, logit_scale=1 / self.temperature, **self.options)
+        if out0.requires_grad:
+            self.memory_bank.enqueue(keys.detach())
+        return loss
+
+
+class _MemoryBank(nn.Module):
+    """Rows of earlier batches, the same on all processes that share them, replaced in lightly's order."""
+
+    bank: Tensor
+    bank_ptr: Tensor
+
+    def __init__(self, size: int, embedding_size: int, group: Group) -> None:
+        super().__init__()
+        self.group, self._shared = group, False
+        self.register_buffer("bank", normalize(torch.randn(size, embedding_size), dim=-1), persistent=False)
+        self.register_buffer("bank_ptr", torch.zeros(1, dtype=torch.int64), persistent=False)
+
+    def rows(self) -> Tensor:
+        """Return the bank. Collective at the first call: rank 0's random rows go to all processes."""
+        if not self._shared:
+            self.bank = wb.comm.select_communicator(self.group).broadcast(self.bank, check=True)
+            self._shared = True
+        return self.bank
+
+    @torch.no_grad()
+    def enqueue(self, keys: Tensor) -> None:
+        """Write the keys of all processes over the oldest rows; those that do not fit before the end are dropped."""
+        comm = wb.comm.select_communicator(self.group)
+        facts = comm.handshake(lambda: {"rows": len(keys)}, caller="NTXentLoss's memory bank")
+        keys = comm.all_gather(keys, counts=[of_rank["rows"] for of_rank in facts], check=False)
+        first, size = int(self.bank_ptr), len(self.bank)
+        last = min(first + len(keys), size)
+        bank = self.bank.clone()  # the backward pass needs the bank as it was
+        bank[first:last] = keys[: last - first].to(bank)
+        self.bank, self.bank_ptr = bank, torch.full_like(self.bank_ptr, last if last < size else 0)
+
+
+def _bank_size(size: Any) -> tuple[int, int] | None:
+    """Return the rows and the embedding size of a bank, or None for none.
+
+    Raises:
+        ValueError: for another form.
+    """
+    if size in (0, (0,), [0]):
+        return None
+    numbers = tuple(size) if isinstance(size, Sequence) and not isinstance(size, str) else ()
+    if len(numbers) != 2 or not all(isinstance(n, int) and n >= 0 for n in numbers):
+        raise ValueError(
+            f"memory_bank_size must be (rows, embedding size), or 0 for no bank, got {size!r}; a number alone does not "
+            "tell the embedding size"
+        )
+    return None if numbers[0] == 0 else (numbers[0], numbers[1])
+
+
+class DCLLoss(_OfTheirArguments):
+    """lightly's `DCLLoss`, by :class:`wholebatch.DCLLoss`.
+
+    Args:
+        temperature: divides the cosines; positive.
+        weight_fn: must be None.
+        gather_distributed: whether processes share the batch; True by default.
+        group, exchange, memory, precision: as in :func:`wholebatch.functional.dcl_loss`.
+
+    Raises:
+        ValueError: for a `weight_fn`, a temperature that is not positive, or a group beside `gather_distributed=False`.
+    """
+
+    _sigma: float | None = None
+
+    def __init__(
+        self,
+        temperature: float = 0.1,
+        weight_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
+        gather_distributed: bool = True,
+        *,
+        group: Group = None,
+        exchange: ExchangeName = "auto",
+        memory: Memory = "auto",
+        precision: Precision = "auto",
+    ) -> None:
+        super().__init__(gather_distributed, group)
+        _check_temperature("temperature", temperature)
+        if weight_fn is not None:
+            raise ValueError(
+                f"weight_fn must be None, got {getattr(weight_fn, '__name__', weight_fn)!r}: similarities are computed "
+                "in tiles; for negative_mises_fisher_weights use DCLWLoss(sigma=...), for another one "
+                "wholebatch.WholeBatch(lightly.loss.DCLLoss(weight_fn=...))"
+            )
+        self.temperature = temperature
+        self.options: dict[str, Any] = {
+            "group": self.group,
+            "exchange": exchange,
+            "memory": memory,
+            "precision": precision,
+        }
+
+    def forward(self, out0: Tensor, out1: Tensor) -> Tensor:
+        """Return the loss of the whole batch.
+
+        Args:
+            out0: (b_r, d), this process's rows of the first view; b_r may differ between processes and may be 0.
+            out1: (b_r, d), the second view.
+        """
+        sigma, options = self._sigma, self.options
+        return wb.functional.dcl_loss(out0, out1, temperature=self.temperature, sigma=sigma, **options)
+
+
+class DCLWLoss(DCLLoss):
+    """lightly's `DCLWLoss`: positives are weighted by a softmax of their similarity over the whole batch.
+
+    Args:
+        temperature: divides the cosines; positive.
+        sigma: divides them in the weights; positive.
+        gather_distributed: whether processes share the batch; True by default.
+        group, exchange, memory, precision: as in :func:`wholebatch.functional.dcl_loss`.
+
+    Raises:
+        ValueError: for a temperature or a sigma that is not positive, or a group beside `gather_distributed=False`.
+    """
+
+    def __init__(
+        self,
+        temperature: float = 0.1,
+        sigma: float = 0.5,
+        gather_distributed: bool = True,
+        *,
+        group: Group = None,
+        exchange: ExchangeName = "auto",
+        memory: Memory = "auto",
+        precision: Precision = "auto",
+    ) -> None:
+        settings: dict[str, Any] = {"exchange": exchange, "memory": memory, "precision": precision}
+        super().__init__(temperature, None, gather_distributed, group=group, **settings)
+        _check_temperature("sigma", sigma)
+        self._sigma = sigma
+
+
+class BarlowTwinsLoss(_OfTheirArguments):
+    """lightly's `BarlowTwinsLoss`, by :class:`wholebatch.BarlowTwinsLoss`.
+
+    Features are standardized over the rows of all processes. lightly standardizes those of each process alone.
+
+    Args:
+        lambda_param: weight of the redundancy term.
+        gather_distributed: whether processes share the batch; True by default.
+        group: as in :func:`wholebatch.functional.barlow_twins_loss`.
+
+    Raises:
+        ValueError: for a negative `lambda_param`, or a group beside `gather_distributed=False`.
+    """
+
+    def __init__(self, lambda_param: float = 5e-3, gather_distributed: bool = True, *, group: Group = None) -> None:
+        super().__init__(gather_distributed, group)
+        self.lambda_param = lambda_param
+        self.loss = wb.BarlowTwinsLoss(redundancy=lambda_param, group=self.group)
+
+    def forward(self, z_a: Tensor, z_b: Tensor) -> Tensor:
+        """Return the loss of the whole batch.
+
+        Args:
+            z_a: (b_r, d), this process's rows of the first view; b_r may differ between processes.
+            z_b: (b_r, d), the second view.
+        """
+        found: Tensor = self.loss(z_a, z_b)
+        return found
+
+
+class VICRegLoss(_OfTheirArguments):
+    """lightly's `VICRegLoss`, by :class:`wholebatch.VICRegLoss`.
+
+    Args:
+        lambda_param, mu_param, nu_param: weights of invariance, variance and covariance.
+        gather_distributed: whether processes share the batch; True by default.
+        eps: added to variances.
+        group: as in :func:`wholebatch.functional.vicreg_loss`.
+
+    Raises:
+        ValueError: for a weight out of range, or a group beside `gather_distributed=False`.
+    """
+
+    def __init__(
+        self,
+        lambda_param: float = 25.0,
+        mu_param: float = 25.0,
+        nu_param: float = 1.0,
+        gather_distributed: bool = True,
+        eps: float = 0.0001,
+        *,
+        group: Group = None,
+    ) -> None:
+        super().__init__(gather_distributed, group)
+        self.lambda_param, self.mu_param, self.nu_param, self.eps = lambda_param, mu_param, nu_param, eps
+        self.loss = wb.VICRegLoss(
+            invariance=lambda_param, variance=mu_param, covariance=nu_param, epsilon=eps, group=self.group
+        )
+
+    def forward(self, z_a: Tensor, z_b: Tensor) -> Tensor:
+        """Return the loss of the whole batch.
+
+        Args:
+            z_a: (b_r, d), this process's rows of the first view; b_r may differ between processes.
+            z_b: (b_r, d), the second view.
+        """
+        found: Tensor = self.loss(z_a, z_b)
+        return found
+
+
+def _check_temperature(name: str, value: Any) -> None:
+    """Raise ValueError unless a value is a positive number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _SMALLEST <= value < math.inf:
+        raise ValueError(f"{name} must be a positive number, at least {_SMALLEST}, got {value!r}")

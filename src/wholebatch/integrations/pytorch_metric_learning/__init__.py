@@ -1,0 +1,31 @@
+"""Losses and wrappers with the names and arguments of pytorch-metric-learning's, over the whole batch.
+
+    from wholebatch.integrations.pytorch_metric_learning import DistributedLossWrapper
+
+    loss_func = DistributedLossWrapper(TripletMarginLoss())
+
+Their losses, distances, reducers, miners and trainers stay. The wrapper makes any of their losses exact on several
+processes; each process computes all of it. Four losses are computed in tiles instead, without a matrix of all pairs.
+
+distributed  DistributedLossWrapper, DistributedMinerWrapper
+losses       NTXentLoss, SupConLoss, MultiSimilarityLoss, CircleLoss
+views        SelfSupervisedLoss: two views of each example instead of labels
+whole_batch  any loss of theirs on the rows of all processes
+theirs       the names of pytorch-metric-learning that are used, and its versions
+"""
+
+from .distributed import DistributedLossWrapper, DistributedMinerWrapper
+from .losses import CircleLoss, MultiSimilarityLoss, NTXentLoss, SupConLoss
+from .views import SelfSupervisedLoss
+from .whole_batch import MinedIndices
+
+__all__ = [
+    "CircleLoss",
+    "DistributedLossWrapper",
+    "DistributedMinerWrapper",
+    "MinedIndices",
+    "MultiSimilarityLoss",
+    "NTXentLoss",
+    "SelfSupervisedLoss",
+    "SupConLoss",
+]
