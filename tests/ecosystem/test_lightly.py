@@ -14,9 +14,11 @@ import pytest
 if find_spec("lightly") is None:
     pytest.skip("lightly is not installed: `make vision`", allow_module_level=True)
 
+import metric_audits
 import torch
 from lightly_runs import BANK, CASES, WIDTH, distance, in_a_loop, in_lightning, loss_of, on_two, run_cases
 
+import wholebatch as wb
 from wholebatch._third_party import declare_torchvision_operators
 
 declare_torchvision_operators()
@@ -91,6 +93,11 @@ def test_their_gathering_is_exact_for_some_losses(found, true, name):
 @pytest.mark.parametrize("name", [name for name in GATHERING if "bank" not in name])
 def test_without_gathering_the_loss_is_theirs(found, name):
     assert distance(found[0]["in_a_loop", "local"][name], found[0]["in_a_loop", "theirs"][name]) < ROUNDING
+
+
+@pytest.mark.parametrize("name", ["nt_xent", "dclw", "barlow_twins"])
+def test_an_audit_finds_exact_gradients(name):
+    wb.testing.assert_exact(getattr(metric_audits, name), ranks=(1, 2))
 
 
 # One call: value and gradient, with uneven rows.

@@ -13,10 +13,12 @@ import pytest
 import torch
 
 pytest.importorskip("pytorch_metric_learning")
+import metric_audits
 from metric_runs import CASES, distance, on_two, run_cases
 from pytorch_metric_learning import distances, losses, miners, reducers, regularizers
 from pytorch_metric_learning.utils import distributed as their_wrappers
 
+import wholebatch as wb
 from wholebatch.integrations import pytorch_metric_learning as ours
 from wholebatch.testing import run_ranks
 
@@ -79,6 +81,11 @@ def test_their_efficient_wrapper_ends_elsewhere_or_refuses(found, true, name):
         assert distance(run, true[name]) > 0.1
     else:
         assert "ref_emb is not supported" in run
+
+
+@pytest.mark.parametrize("name", ["sup_con", "nt_xent_of_classes", "triplets", "views"])
+def test_an_audit_finds_exact_gradients(name):
+    wb.testing.assert_exact(getattr(metric_audits, name), ranks=(1, 2))
 
 
 # One call: value and gradient, with uneven rows.
