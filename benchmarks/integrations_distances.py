@@ -33,7 +33,8 @@ Distances = dict[tuple[str, str], float]  # by case and method
 
 
 def sentence_transformers() -> Distances:
-    from sentence_runs import distance, encoder, on_two, run_cases
+    from dual import distance
+    from sentence_runs import encoder, on_two, run_cases
     from test_sentence_transformers import CASES, NOT_GATHERING, TABLE
 
     with tempfile.TemporaryDirectory() as folder:

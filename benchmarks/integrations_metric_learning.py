@@ -27,6 +27,7 @@ import lightly_runs  # noqa: E402
 import metric_runs  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from dual import distance  # noqa: E402
 
 from wholebatch.bench.records import about  # noqa: E402
 from wholebatch.testing import run_ranks  # noqa: E402
@@ -79,7 +80,7 @@ def of_lightly() -> dict[str, dict[str, str]]:
 
 
 def shown(run: Any, true: Any) -> str:
-    return run if isinstance(run, str) else f"{metric_runs.distance(run, true):.2g}"
+    return run if isinstance(run, str) else f"{distance(run, true):.2g}"
 
 
 def step_of(how: str, name: str) -> dict[str, float]:

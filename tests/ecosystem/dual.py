@@ -1,8 +1,9 @@
-"""For tests of trainers: a dual encoder, its data and loss, launched ranks, and a count of reductions."""
+"""For tests of trainers: a dual encoder, its data and loss, launched ranks, finished runs, a count of reductions."""
 
 import os
 import socket
 import sys
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -57,6 +58,21 @@ class Pairs(torch.utils.data.Dataset):
 
     def __getitem__(self, row):
         return {"x": self.x[row], "y": self.y[row]}
+
+
+@dataclass
+class Run:
+    """A finished training: weights at start and end, the losses, and how often gradients were reduced."""
+
+    start: torch.Tensor
+    weights: torch.Tensor
+    losses: list
+    reductions: int = 0
+
+
+def distance(found, true):
+    """Return how far a run ends from another, relative to the way that the latter has gone."""
+    return ((found.weights - true.weights).norm() / (true.weights - true.start).norm()).item()
 
 
 def sgd(parameters):

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from dual import as_launched, free_port, weights
+from dual import Run, as_launched, free_port, weights
 from torch import nn
 
 import wholebatch as wb
@@ -37,15 +37,6 @@ CASES = {
     "VICRegLoss": Case("VICRegLoss", rate=0.01),
     "KoLeoLoss": Case("KoLeoLoss", rate=0.01),
 }
-
-
-@dataclass
-class Run:
-    """A finished training: weights at start and end, and the losses."""
-
-    start: torch.Tensor
-    weights: torch.Tensor
-    losses: list
 
 
 class Views(torch.utils.data.Dataset):
@@ -176,8 +167,3 @@ def _rank(port, jobs):
 def on_two(jobs):
     """Train the cases of (form, kind of loss, cases) on two processes, and return both processes' runs."""
     return run_ranks(partial(_rank, free_port(), jobs), 2, timeout_s=400)
-
-
-def distance(found, true):
-    """Return how far a run ends from another, relative to the way that the latter has gone."""
-    return ((found.weights - true.weights).norm() / (true.weights - true.start).norm()).item()

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from dual import as_launched, free_port, weights
+from dual import Run, as_launched, free_port, weights
 from torch import nn
 
 from wholebatch.testing import run_ranks
@@ -51,15 +51,6 @@ CASES = {
     "ArcFaceLoss": Case("ArcFaceLoss", PROXIES | {"scale": 4}),
     "CrossBatchMemory of ContrastiveLoss": Case("ContrastiveLoss", memory=64),
 }
-
-
-@dataclass
-class Run:
-    """A finished training: weights at start and end, those of the loss included, and the losses."""
-
-    start: torch.Tensor
-    weights: torch.Tensor
-    losses: list
 
 
 class Rows(torch.utils.data.Dataset):
@@ -173,8 +164,3 @@ def _rank(port, jobs):
 def on_two(jobs):
     """Train the cases of each kind of loss on two processes, and return both processes' runs."""
     return run_ranks(partial(_rank, free_port(), jobs), 2, timeout_s=500)
-
-
-def distance(found, true):
-    """Return how far a run ends from another, relative to the way that the latter has gone."""
-    return ((found.weights - true.weights).norm() / (true.weights - true.start).norm()).item()

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from dual import as_launched, free_port, reductions_counted, weights
+from dual import Run, as_launched, free_port, reductions_counted, weights
 
 from wholebatch.testing import run_ranks
 
@@ -51,16 +51,6 @@ class Case:
     labels: bool = False
     ours: dict = field(default_factory=dict)
     trainer: dict = field(default_factory=dict)
-
-
-@dataclass
-class Run:
-    """A finished training: weights at start and end, the logged losses, and how often gradients were reduced."""
-
-    start: torch.Tensor
-    weights: torch.Tensor
-    losses: list
-    reductions: int = 0
 
 
 def encoder(folder, seed=0, size=16, reverse=False):
@@ -185,8 +175,3 @@ def _rank(port, jobs, folder):
 def on_two(jobs, folder):
     """Train the cases of each kind of loss on two processes, and return both processes' runs."""
     return run_ranks(partial(_rank, free_port(), jobs, folder), 2, timeout_s=540)
-
-
-def distance(found, true):
-    """Return how far a run ends from another, relative to the way that the latter has gone."""
-    return ((found.weights - true.weights).norm() / (true.weights - true.start).norm()).item()

@@ -3,7 +3,6 @@
 make ecosystem
 """
 
-import os
 from functools import partial
 
 import pytest
@@ -18,16 +17,6 @@ from wholebatch.testing import run_ranks
 
 fabric_of_lightning = pytest.importorskip("lightning.fabric")
 pytestmark = pytest.mark.filterwarnings("default")  # their libraries warn
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _environment():
-    """One rank runs in this process, and `as_launched` changes its environment."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
-
 
 ROUNDING = 1e-11  # of the distance moved: 20 steps in float64, summed in another order
 

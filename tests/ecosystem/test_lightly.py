@@ -16,7 +16,8 @@ if find_spec("lightly") is None:
 
 import metric_audits
 import torch
-from lightly_runs import BANK, CASES, WIDTH, distance, in_a_loop, in_lightning, loss_of, on_two, run_cases
+from dual import distance
+from lightly_runs import BANK, CASES, WIDTH, in_a_loop, in_lightning, loss_of, on_two, run_cases
 
 import wholebatch as wb
 from wholebatch._third_party import declare_torchvision_operators

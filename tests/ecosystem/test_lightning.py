@@ -3,7 +3,6 @@
 make ecosystem
 """
 
-import os
 from functools import partial
 from itertools import pairwise
 
@@ -19,16 +18,6 @@ from wholebatch.testing import RankError, run_ranks
 
 lightning = pytest.importorskip("lightning")
 pytestmark = pytest.mark.filterwarnings("default")  # their libraries warn
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _environment():
-    """One rank runs in this process, and `as_launched` changes its environment."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
-
 
 ROUNDING = 1e-11  # of the distance moved: 20 steps in float64, summed in another order
 

@@ -14,7 +14,8 @@ import torch
 
 pytest.importorskip("pytorch_metric_learning")
 import metric_audits
-from metric_runs import CASES, distance, on_two, run_cases
+from dual import distance
+from metric_runs import CASES, on_two, run_cases
 from pytorch_metric_learning import distances, losses, miners, reducers, regularizers
 from pytorch_metric_learning.utils import distributed as their_wrappers
 

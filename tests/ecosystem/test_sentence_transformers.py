@@ -8,7 +8,8 @@ relative to the distance that training has moved the weights.
 
 import pytest
 import torch
-from sentence_runs import Case, distance, encoder, on_two, run_cases
+from dual import distance
+from sentence_runs import Case, encoder, on_two, run_cases
 
 pytest.importorskip("sentence_transformers")
 from sentence_transformers.util import dot_score

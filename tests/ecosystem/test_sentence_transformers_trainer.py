@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from dual import as_launched, free_port, weights
-from sentence_runs import ROWS, WORDS, Run, arguments, distance, encoder, texts, trained
+from dual import Run, as_launched, distance, free_port, weights
+from sentence_runs import ROWS, WORDS, arguments, encoder, texts, trained
 
 pytest.importorskip("sentence_transformers")
 import sentence_transformers

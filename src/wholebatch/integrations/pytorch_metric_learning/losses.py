@@ -32,6 +32,7 @@ class BatchLoss(nn.Module):
         group, exchange, memory, precision: as in :func:`wholebatch.functional.sup_con_loss`.
     """
 
+    _in_tiles: str  # the name of the function in wholebatch.functional
     _settings: tuple[str, ...]
     _reducer = "MeanReducer"
 
@@ -102,7 +103,9 @@ class BatchLoss(nn.Module):
         labels = on_device(labels, embeddings)
         if indices_tuple is None and ref_emb is None and self._in_tiles_by_arguments():
             if labels is not None and self._in_tiles_by_labels(labels):
-                return self._tiles(embeddings, labels)
+                in_tiles = getattr(wb.functional, self._in_tiles)
+                found: Tensor = in_tiles(embeddings, labels, **self.settings, group=self.group, **self.options)
+                return found
             if labels is None:
                 self._refuse_missing_labels()
         rows = {"embeddings": embeddings, "labels": labels, "ref_emb": ref_emb}
@@ -145,9 +148,6 @@ class BatchLoss(nn.Module):
 
         wb.comm.select_communicator(self.group).handshake(state, caller=type(self).__name__)
 
-    def _tiles(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        raise NotImplementedError
-
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.settings.items() if not isinstance(value, Tensor))
 
@@ -171,6 +171,8 @@ class NTXentLoss(BatchLoss):
         ValueError: for `collect_stats=True`.
         FrameworkError: in a call that needs their class, if pytorch-metric-learning is missing or too old.
     """
+
+    _in_tiles = "sup_con_loss"
 
     def __init__(
         self,
@@ -205,9 +207,6 @@ class NTXentLoss(BatchLoss):
         counts = everyone.unique(return_counts=True)[1]
         return not len(counts) or int(counts.max()) <= 2  # pairs of views
 
-    def _tiles(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        return wb.functional.sup_con_loss(embeddings, labels, **self.settings, group=self.group, **self.options)
-
 
 class SupConLoss(BatchLoss):
     """pytorch-metric-learning's `SupConLoss`, the mean over the rows of the whole batch that have a positive.
@@ -228,6 +227,7 @@ class SupConLoss(BatchLoss):
         FrameworkError: in a call that needs their class, if pytorch-metric-learning is missing or too old.
     """
 
+    _in_tiles = "sup_con_loss"
     _reducer = "AvgNonZeroReducer"
 
     def __init__(
@@ -261,9 +261,6 @@ class SupConLoss(BatchLoss):
         ends = {of_rank[name] for of_rank in facts if of_rank["rows"] for name in ("smallest", "largest")}
         return len(ends) > 1  # two labels at least: rows have negatives
 
-    def _tiles(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        return wb.functional.sup_con_loss(embeddings, labels, **self.settings, group=self.group, **self.options)
-
 
 class MultiSimilarityLoss(BatchLoss):
     """pytorch-metric-learning's `MultiSimilarityLoss`, the mean over the rows of the whole batch.
@@ -284,6 +281,8 @@ class MultiSimilarityLoss(BatchLoss):
         ValueError: for `collect_stats=True`.
         FrameworkError: in a call that needs their class, if pytorch-metric-learning is missing or too old.
     """
+
+    _in_tiles = "multi_similarity_loss"
 
     def __init__(
         self,
@@ -312,11 +311,6 @@ class MultiSimilarityLoss(BatchLoss):
             {"exchange": exchange, "memory": memory, "precision": precision},
         )
 
-    def _tiles(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        return wb.functional.multi_similarity_loss(
-            embeddings, labels, **self.settings, group=self.group, **self.options
-        )
-
 
 class CircleLoss(BatchLoss):
     """pytorch-metric-learning's `CircleLoss`, the mean over the rows of the whole batch with both kinds of pairs.
@@ -338,6 +332,7 @@ class CircleLoss(BatchLoss):
         FrameworkError: in a call that needs their class, if pytorch-metric-learning is missing or too old.
     """
 
+    _in_tiles = "circle_loss"
     _reducer = "AvgNonZeroReducer"
 
     def __init__(
@@ -365,9 +360,6 @@ class CircleLoss(BatchLoss):
             group,
             {"exchange": exchange, "memory": memory, "precision": precision},
         )
-
-    def _tiles(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        return wb.functional.circle_loss(embeddings, labels, **self.settings, group=self.group, **self.options)
 
 
 def _checked_labels(labels: Tensor) -> dict[str, Any]:
