@@ -163,7 +163,7 @@ def test_the_margin_leaves_documents_among_themselves_alone():
 
 
 def test_missing_negatives_are_drawn_once_for_all_processes():
-    """Of two negatives, three are wanted: each query repeats one, and all processes differentiate the same loss."""
+    """Three of two negatives are wanted: each query repeats one, and all processes differentiate the same loss."""
     counts, variables = [(2,), (2,)], {"INFONCE_HARD_NEGATIVES": "3"}
     found = run_ranks(of_rank, 2, counts, variables)
     possible = [truth(counts, variables, draws={0: [a], 1: [b]}) for a in (0, 1) for b in (0, 1)]
