@@ -73,8 +73,8 @@ VISION = tests/ecosystem/test_open_clip.py tests/ecosystem/test_lightly.py
 vision: .venv-vision/ready
 	.venv-vision/bin/python -m pytest $(VISION) $(ARGS)
 
-# Tests inside trainers that need an older transformers: FlagEmbedding's, in a separate environment.
-EMBEDDERS = tests/ecosystem/test_flag_embedding.py
+# Tests inside trainers that need an older transformers: FlagEmbedding's and ms-swift's, in a separate environment.
+EMBEDDERS = tests/ecosystem/test_flag_embedding.py tests/ecosystem/test_ms_swift.py
 embedders: .venv-embedders/ready
 	.venv-embedders/bin/python -m pytest $(EMBEDDERS) $(ARGS)
 
@@ -156,12 +156,12 @@ INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constr
 	.venv-vision/bin/python $(INSTALL) --editable '.[train,testing]' pytest torchvision open_clip_torch timm webdataset pandas lightly
 	touch $@
 
-# FlagEmbedding needs transformers < 5.20, so this environment has pins of its own.
+# FlagEmbedding and ms-swift need transformers < 5.20, so this environment has pins of its own.
 .venv-embedders/ready: .venv-embedders/bin/python pyproject.toml constraints-embedders.txt
-	@echo "installing torch and FlagEmbedding into .venv-embedders"
+	@echo "installing torch, FlagEmbedding and ms-swift into .venv-embedders"
 	.venv-embedders/bin/python $(INSTALL:constraints.txt=constraints-embedders.txt) torch==2.13.0
 	.venv-embedders/bin/python $(INSTALL:constraints.txt=constraints-embedders.txt) --editable '.[train,testing]' pytest \
-	  FlagEmbedding
+	  FlagEmbedding ms-swift
 	touch $@
 
 # The reference is read from the source without importing it, so neither torch nor wholebatch is installed here.

@@ -22,6 +22,7 @@ NESTED = (
     "auditing",
     "integrations.grad_cache",
     "integrations.flag_embedding",
+    "integrations.ms_swift",
     "integrations.insightface",
     "integrations.lightning",
     "integrations.lightly",

@@ -213,6 +213,27 @@ LOSSES = {
         inputs=(X, Y, HARD_NEGATIVES, IDS, HARD_IDS),
         smooth=False,
     ),
+    "info_nce, false negatives by margin, in some directions": Case(
+        info_nce_with(
+            "negatives",
+            directions=("query_to_key", "query_to_query", "key_to_key"),
+            exclude_above=0.1,
+            exclude_directions=("query_to_key", "query_to_query"),
+        ),
+        inputs=(X, Y, NEGATIVES),
+        smooth=False,
+    ),
+    "info_nce, false negatives of keys alone": Case(
+        info_nce_with(
+            "hard_negatives",
+            directions=BOTH_DIRECTIONS,
+            partition="per_direction",
+            exclude_above=-0.1,
+            exclude_directions=("key_to_query",),
+        ),
+        inputs=(X, Y, HARD_NEGATIVES),
+        smooth=False,
+    ),
     "info_nce, false negatives by guide": Case(
         info_nce_with(
             "query_guides", "key_guides", directions=ALL_DIRECTIONS, exclude_above=-0.2, exclude_relative=True

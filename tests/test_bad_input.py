@@ -260,6 +260,18 @@ NEW_MISTAKES = [
     ("info_nce_loss", {"margin": torch.ones(())}, "margin must be a number, got a tensor; it is not learned"),
     ("info_nce_loss", {"margin": 0.1}, "settings must be the same on all ranks"),
     ("info_nce_loss", {"exclude_relative": True}, "exclude_relative requires exclude_above, got None"),
+    ("info_nce_loss", {"exclude_directions": ("query_to_key",)}, "exclude_directions requires exclude_above, got None"),
+    (
+        "info_nce_loss",
+        {"exclude_above": 0.1, "exclude_directions": ("key_to_key",)},
+        r"exclude_directions must be different directions of \('query_to_key',\), .* got \('key_to_key',\)",
+    ),
+    ("info_nce_loss", {"exclude_above": 0.1, "exclude_directions": ()}, "exclude_directions must be .* got \\(\\)"),
+    (
+        "info_nce_loss",
+        {"exclude_above": 0.1, "exclude_directions": ("sideways",)},
+        "exclude_directions must be one of 'query_to_key', .*sideways",
+    ),
     (
         "info_nce_loss",
         {"negative_ids": torch.zeros(2).long()},

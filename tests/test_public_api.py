@@ -16,6 +16,7 @@ from wholebatch.integrations import (
     insightface,
     lightly,
     lightning,
+    ms_swift,
     open_clip,
     pytorch_metric_learning,
     sentence_transformers,
@@ -96,6 +97,7 @@ PUBLIC = {
     flag_embedding: ["cross_device_loss", "disable", "enable", "main"],
     insightface: ["PartialFC_V2"],
     lightning: ["ddp_strategy", "fabric_ddp_strategy"],
+    ms_swift: ["InfonceLoss", "disable", "enable", "plugin_path"],
     open_clip: ["ClipLoss", "CoCaLoss", "DistillClipLoss", "SigLipLoss", "create_loss", "create_task", "main"],
     lightly: ["BarlowTwinsLoss", "DCLLoss", "DCLWLoss", "NTXentLoss", "VICRegLoss"],
     pytorch_metric_learning: [

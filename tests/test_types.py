@@ -21,6 +21,7 @@ MODULES = [
     "integrations.insightface",
     "integrations.lightning",
     "integrations.lightly",
+    "integrations.ms_swift",
     "integrations.open_clip",
     "integrations.pytorch_metric_learning",
     "integrations.sentence_transformers",

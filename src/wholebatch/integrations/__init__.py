@@ -5,6 +5,7 @@ grad_cache                an alias of the package grad_cache: its names, with th
 insightface               PartialFC_V2 with insightface's arguments, for its own train_v2.py
 lightly                   losses with lightly's signatures
 lightning                 strategies for Lightning's Trainer and Fabric that keep a `wholebatch.PartialFC` out of DDP
+ms_swift                  a plugin for `swift sft --external_plugins`, with its loss `infonce` of all processes
 open_clip                 `python -m wholebatch.integrations.open_clip ...`, and losses with open_clip's signatures
 pytorch_metric_learning   losses and wrappers with pytorch-metric-learning's signatures
 sentence_transformers     losses with sentence-transformers' signatures, for its own trainer

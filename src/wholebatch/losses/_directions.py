@@ -7,12 +7,12 @@ Each direction gives statistics of every query i. The first two are the rows and
 sweep. The larger tower stays on its rank, the smaller one travels. If the keys travel, a query is a row of S, and its
 sum is complete on its rank. If there are more keys than queries, the queries travel and S is transposed: a query is
 then a column, and the exchange adds up its sum. A ceiling on the similarities of negatives is a property of rows, so
-with a ceiling each direction has its own sweep, whose rows stay; so has a direction with another scale.
+a direction with a ceiling has its own sweep, whose rows stay; so has a direction with another scale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ from ..sync import scale_gradient
 from ._pairs import EqualIdsAre
 
 Direction = Literal["query_to_key", "key_to_query", "query_to_query", "key_to_key"]
-DIRECTIONS = ("query_to_key", "key_to_query", "query_to_query", "key_to_key")
+DIRECTIONS: tuple[Direction, ...] = ("query_to_key", "key_to_query", "query_to_query", "key_to_key")
 NO_ID = torch.iinfo(torch.int64).min
 
 
@@ -63,7 +63,12 @@ class Retrieval:
         return self._query_ids[self._local]
 
     def statistics(
-        self, directions: Sequence[Direction], *, hardness: float = 0.0, ceiling: Ceiling | None = None
+        self,
+        directions: Sequence[Direction],
+        *,
+        hardness: float = 0.0,
+        ceiling: Ceiling | None = None,
+        limited: Collection[Direction] = DIRECTIONS,
     ) -> dict[Direction, RowStatistics]:
         """Return the statistics of this rank's queries in each direction. Collective.
 
@@ -71,20 +76,22 @@ class Retrieval:
             directions: the directions that take part.
             hardness: added to the scale of negatives in query_to_key, without gradient.
             ceiling: negatives above it are left out.
+            limited: the directions in which they are.
         """
+        ceilings = {name: ceiling if name in limited else None for name in DIRECTIONS}
         found: dict[Direction, RowStatistics] = {}
         to_key, to_query = ("query_to_key" in directions, "key_to_query" in directions)
-        if ceiling is None and not hardness:
+        if not hardness and ceilings["query_to_key"] is ceilings["key_to_query"] is None:
             found |= self._between(to_key=to_key, to_query=to_query)
         else:
             if to_key:
-                found |= self._between(to_key=True, to_query=False, hardness=hardness, ceiling=ceiling)
+                found |= self._between(to_key=True, to_query=False, hardness=hardness, ceiling=ceilings["query_to_key"])
             if to_query:
-                found |= self._between(to_key=False, to_query=True, ceiling=ceiling)
+                found |= self._between(to_key=False, to_query=True, ceiling=ceilings["key_to_query"])
         if "query_to_query" in directions:
-            found["query_to_query"] = self._among("queries", ceiling)
+            found["query_to_query"] = self._among("queries", ceilings["query_to_query"])
         if "key_to_key" in directions:
-            found["key_to_key"] = self._among("keys", ceiling)
+            found["key_to_key"] = self._among("keys", ceilings["key_to_key"])
         if "negatives" in self._facts.rows:  # they get a gradient of zeros even if no direction uses them
             nothing = self._facts.inputs["negatives"][:0].sum()
             found = {name: replace(side, logsumexp=side.logsumexp + nothing) for name, side in found.items()}

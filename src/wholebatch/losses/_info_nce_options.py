@@ -27,6 +27,7 @@ class InfoNCESettings:
     hard_negative_hardness: float | None
     exclude_above: float | None
     exclude_relative: bool
+    exclude_directions: tuple[Direction, ...] | None
     label_smoothing: float
 
     @property
@@ -38,6 +39,13 @@ class InfoNCESettings:
     def hardness_of_hard_negatives(self) -> float:
         """The hardness of the negatives that count for one query alone."""
         return self.hardness if self.hard_negative_hardness is None else self.hard_negative_hardness
+
+    @property
+    def limited(self) -> tuple[Direction, ...]:
+        """The directions in which `exclude_above` leaves out negatives."""
+        if self.exclude_above is None:
+            return ()
+        return self.directions if self.exclude_directions is None else self.exclude_directions
 
     def check(self) -> None:
         """Raise ValueError unless each setting is valid and they can be combined."""
@@ -71,6 +79,22 @@ class InfoNCESettings:
         elif self.exclude_relative:
             raise ValueError(
                 "exclude_relative requires exclude_above, got None; exclude_above is the margin that it makes relative"
+            )
+        if self.exclude_directions is not None:
+            self._check_exclude_directions(self.exclude_directions)
+
+    def _check_exclude_directions(self, directions: tuple[Direction, ...]) -> None:
+        if self.exclude_above is None:
+            raise ValueError(
+                "exclude_directions requires exclude_above, got None; exclude_above is the margin that holds in these "
+                "directions"
+            )
+        for direction in directions:
+            check_choice("exclude_directions", direction, DIRECTIONS)
+        if not directions or not set(directions) <= set(self.directions) or len(set(directions)) < len(directions):
+            raise ValueError(
+                f"exclude_directions must be different directions of {self.directions}, at least one, got "
+                f"{directions}; None: all of them"
             )
 
     def check_positives(self, several: bool, hard_negatives: Tensor | None) -> None:

@@ -57,6 +57,7 @@ def info_nce_loss(
     hard_negative_hardness: float | None = None,
     exclude_above: float | None = None,
     exclude_relative: bool = False,
+    exclude_directions: Sequence[Direction] | None = None,
     query_guides: Tensor | None = None,
     key_guides: Tensor | None = None,
     label_smoothing: float = 0.0,
@@ -110,6 +111,8 @@ def info_nce_loss(
             are left out, without gradient: S_ij > logit_scale (q_i . k_i + m), in each direction. Rounding decides
             ties: with m = 0 and keys that occur twice, pass ids.
         exclude_relative: the bound is q_i . k_i + m |q_i . k_i|.
+        exclude_directions: the directions in which `exclude_above` holds. Default: all. Qwen3-Embedding's loss has
+            directions ("query_to_key", "query_to_query", "key_to_key"), and 0.1 as the margin in the first two.
         query_guides: (b_r, g), features of another model, whose similarities then decide about `exclude_above`.
         key_guides: (rows of keys, and of negatives below them, g). The similarities of guides are dot products:
             normalize them. `hard_negatives` have no guides, so with guides none of them is left out.
@@ -166,6 +169,7 @@ def info_nce_loss(
         hard_negative_hardness=hard_negative_hardness,
         exclude_above=exclude_above,
         exclude_relative=exclude_relative,
+        exclude_directions=None if exclude_directions is None else as_tuple(exclude_directions),
         label_smoothing=label_smoothing,
     )
     tensors = InfoNCETensors(
@@ -202,13 +206,14 @@ def info_nce_loss(
     facts = facts.widened() if len(settings.directions) > 1 or hard_negatives is not None else facts
     row_fields = statistics_fields(mean_logit=label_smoothing > 0, statistics=statistics)
     retrieval = Retrieval(facts, equal_ids, row_fields)
-    found = retrieval.statistics(settings.directions, hardness=hardness, ceiling=ceiling)
+    found = retrieval.statistics(settings.directions, hardness=hardness, ceiling=ceiling, limited=settings.limited)
     if hard_negatives is not None:
         excluded = None
         if hard_negative_ids is not None:
             excluded = hard_negative_ids.to(facts.device) == retrieval.local_query_ids[:, None]
+        below = ceiling if "query_to_key" in settings.limited else None
         of_hard = hard_negative_statistics(
-            facts, hard_negatives.shape, settings.hardness_of_hard_negatives, ceiling, excluded
+            facts, hard_negatives.shape, settings.hardness_of_hard_negatives, below, excluded
         )
         found["query_to_key"] = combined(found["query_to_key"], of_hard)
     target = found[settings.main].target
@@ -239,6 +244,7 @@ class InfoNCELoss(TakesLogitScale, KernelLoss):
     hard_negative_hardness: float | None = None
     exclude_above: float | None = None
     exclude_relative: bool = False
+    exclude_directions: Sequence[Direction] | None = None
     label_smoothing: float = 0.0
 
     def check(self) -> None:
@@ -246,7 +252,10 @@ class InfoNCELoss(TakesLogitScale, KernelLoss):
         super().check()
         names = [field.name for field in fields(InfoNCESettings)]
         settings = {name: value for name, value in self.settings.items() if name in names}
-        InfoNCESettings(**settings | {"directions": as_tuple(self.directions)}).check()
+        settings["directions"] = as_tuple(self.directions)
+        if self.exclude_directions is not None:
+            settings["exclude_directions"] = as_tuple(self.exclude_directions)
+        InfoNCESettings(**settings).check()
 
     @entry
     def forward(

@@ -33,6 +33,7 @@ def info_nce_loss(
     hard_negative_hardness: float | None = None,
     exclude_above: float | None = None,
     exclude_relative: bool = False,
+    exclude_directions: Sequence[str] | None = None,
     query_guides: Tensor | None = None,
     key_guides: Tensor | None = None,
     label_smoothing: float = 0.0,
@@ -80,8 +81,9 @@ def info_nce_loss(
             similarities = torch.where(diagonal, (queries * keys[:n]).sum(1, keepdim=True), similarities)
             if partition == "joint":
                 positive, excluded = positive & ~diagonal, excluded | diagonal
-        if exclude_above is not None:
-            largest = matched + exclude_above * (matched.abs() if exclude_relative else 1)
+        above = exclude_above if exclude_directions is None or name in exclude_directions else None
+        if above is not None:
+            largest = matched + above * (matched.abs() if exclude_relative else 1)
             excluded = excluded | ((x_guide @ y_guide.T > largest) & ~positive)
         logits = logit_scale * (similarities - margin * positive.to(similarities))
         if name == "query_to_key":
@@ -89,7 +91,7 @@ def info_nce_loss(
             if hard_negatives is not None:
                 extra = torch.einsum("bd,bhd->bh", queries, hard_negatives)
                 left_out = torch.zeros_like(extra, dtype=torch.bool)
-                if exclude_above is not None and query_guides is None:
+                if above is not None and query_guides is None:
                     left_out = extra > largest
                 if hard_negative_ids is not None:
                     left_out = left_out | (hard_negative_ids == q_ids[:, None])

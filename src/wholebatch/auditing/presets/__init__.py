@@ -21,6 +21,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "open_clip": ("open_clip_torch",),
     "sentence_transformers": ("sentence-transformers",),
     "transformers": ("transformers", "accelerate"),
+    "ms_swift": ("ms-swift", "accelerate"),
     "lightly": ("lightly",),
     "pml": ("pytorch-metric-learning",),
     "wholebatch": (),

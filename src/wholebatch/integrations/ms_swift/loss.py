@@ -1,0 +1,171 @@
+"""InfoNCE over the rows of all processes, as ms-swift's trainers call it.
+
+Each process passes its sentences one after the other: a query q, its positive d, its hard negatives n. With S the
+products divided by the temperature, over the queries of all processes,
+
+    L = mean_i [ logsumexp_j( S(q_i, d_j), S(q_i, n_j) ) - S(q_i, d_i) ]
+
+and on request S(q_i, q_j), S(d_i, d_j), S(d_i, n_j) in the same softmax, j != i for the queries and positives.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+import wholebatch as wb
+
+from ...comm import Group
+from ...losses._directions import Direction
+from ...sync import Sync
+from .._passages import refuse
+from .options import Options, read_options
+
+_CALLER = "ms_swift.InfonceLoss"
+
+
+class InfonceLoss:
+    """ms-swift's loss `infonce` of all processes, with its exact gradient, computed in tiles.
+
+    The settings are ms-swift's environment variables, read at each call:
+
+        INFONCE_TEMPERATURE           divides the products; 0.1
+        INFONCE_USE_BATCH             False: a query has its own negatives only; the mean is over all processes
+        INFONCE_HARD_NEGATIVES        n: the first n negatives of a query; if it has fewer, some are repeated, at random
+        INFONCE_MASK_FAKE_NEGATIVE    leave out S(q, d), S(q, n) and S(q, q) above those of the positive by more than
+        INFONCE_FAKE_NEG_MARGIN       this margin, before the division by the temperature; 0.1
+        INFONCE_INCLUDE_QQ            add S(q_i, q_j)
+        INFONCE_INCLUDE_DD            add S(d_i, d_j) and S(d_i, n_j), which are never left out
+
+    Args:
+        args: ms-swift's training arguments.
+        trainer: its trainer, which calls the loss. Megatron's are told by a base class of that name.
+    """
+
+    def __init__(self, args: Any, trainer: Any) -> None:  # as theirs
+        self.args, self.trainer = args, trainer
+        self.is_megatron = "BaseMegatronTrainer" in [base.__name__ for base in type(trainer).__mro__]
+
+    def __call__(
+        self,
+        outputs: dict[str, Tensor],
+        labels: Tensor,
+        *,
+        num_items_in_batch: Tensor | int | None = None,
+        loss_scale: Tensor | None = None,
+        **kwargs: Any,  # as theirs
+    ) -> Tensor:
+        """Return L, the same on all processes.
+
+        Args:
+            outputs: "last_hidden_state": (n, d), this process's sentences, normalized by the model.
+            labels: (n - queries,), without an entry for the queries: 1 for a positive, 0 for a negative.
+            num_items_in_batch: has no effect, as in ms-swift: L is a mean over queries.
+            loss_scale: has no effect, as there.
+            kwargs: likewise.
+
+        Raises:
+            ValueError: on all processes, if a variable has no valid value, or labels do not fit the sentences.
+        """
+        del num_items_in_batch, loss_scale, kwargs
+        group, sync = self._ranks()
+        options = _checked(read_options, group)
+        batch = _checked(lambda: _split(outputs["last_hidden_state"], labels, options), group)
+        if not options.use_batch:
+            return wb.WholeBatch(torch.mean, group=group, sync=sync)(_losses_of_own_negatives(batch, options))
+        return wb.functional.info_nce_loss(
+            batch.queries,
+            batch.positives,
+            negatives=batch.negatives,
+            logit_scale=1 / options.temperature,
+            directions=_directions(options),
+            exclude_above=options.fake_neg_margin if options.mask_fake_negative else None,
+            exclude_directions=_limited(options) if options.mask_fake_negative else None,
+            group=group,
+            sync=sync,
+        )
+
+    def _ranks(self) -> tuple[Group, Sync]:
+        """Return the processes that share the batch, and what their engine does with gradients."""
+        if self.is_megatron:
+            from megatron.core import mpu
+
+            return mpu.get_data_parallel_group(), "sum" if self.args.calculate_per_token_loss else "mean"
+        module = sys.modules.get("swift.sequence_parallel")  # ms-swift's trainers import it
+        return getattr(getattr(module, "sequence_parallel", None), "dp_group", None), "mean"
+
+
+class _Batch(NamedTuple):
+    """The rows of this process: (b, d), (b, d), (n, d); and the query of each negative, (n,)."""
+
+    queries: Tensor
+    positives: Tensor
+    negatives: Tensor
+    owners: Tensor
+
+
+def _split(sentences: Tensor, labels: Tensor, options: Options) -> _Batch:
+    positive = labels.flatten() != 0
+    count = int(positive.sum())
+    if sentences.ndim != 2 or len(sentences) != len(positive) + count or (len(positive) and not positive[0]):
+        raise ValueError(
+            "last_hidden_state and labels must hold queries, each with a positive (1) and any number of negatives (0), "
+            f"and labels no entry for the query, got {tuple(sentences.shape)} and {labels.tolist()}; use ms-swift's "
+            "data format for infonce"
+        )
+    owners = positive.cumsum(0) - 1  # of positives and negatives
+    at = torch.arange(len(positive), device=sentences.device) + owners.to(sentences.device) + 1  # their rows
+    positive, owners = positive.to(sentences.device), owners.to(sentences.device)
+    negatives, owners = at[~positive], owners[~positive]
+    if options.hard_negatives is not None:
+        negatives, owners = _as_many(negatives, owners, count, options.hard_negatives)
+    positives = at[positive]
+    return _Batch(sentences[positives - 1], sentences[positives], sentences[negatives], owners)
+
+
+def _as_many(negatives: Tensor, owners: Tensor, count: int, wanted: int) -> tuple[Tensor, Tensor]:
+    """Give each query the first negatives, and if they are too few some of them again, drawn at random."""
+    chosen = []
+    for query in range(count):
+        own = negatives[owners == query]
+        if not len(own):
+            raise ValueError(
+                f"INFONCE_HARD_NEGATIVES={wanted} requires at least one negative for each query, query {query} has none"
+            )
+        again = torch.randint(len(own), (max(wanted - len(own), 0),)).to(own.device)
+        chosen.append(torch.cat([own[:wanted], own[again]]))
+    everyone = torch.arange(count, device=owners.device).repeat_interleave(wanted)
+    return torch.cat(chosen) if chosen else negatives, everyone
+
+
+def _losses_of_own_negatives(batch: _Batch, options: Options) -> Tensor:
+    """Return each query's cross-entropy among its positive and its own negatives, (b,)."""
+    count = len(batch.queries)
+    matched = (batch.queries * batch.positives).sum(1, keepdim=True)
+    own = (batch.queries[batch.owners] * batch.negatives).sum(1)
+    of_query = torch.arange(count, device=own.device)[:, None] == batch.owners  # (b, n)
+    others = torch.where(of_query, own, float("-inf"))
+    logits = torch.cat([matched, others], 1) / options.temperature
+    return cross_entropy(logits, torch.zeros(count, dtype=torch.long, device=own.device), reduction="none")
+
+
+def _directions(options: Options) -> tuple[Direction, ...]:
+    return _limited(options) + (("key_to_key",) if options.include_dd else ())
+
+
+def _limited(options: Options) -> tuple[Direction, ...]:
+    """Return the directions in which negatives count as false above the margin."""
+    return ("query_to_key", "query_to_query") if options.include_qq else ("query_to_key",)
+
+
+def _checked(read: Callable[[], Any], group: Group) -> Any:
+    """Return what `read` returns, or raise its ValueError on all processes."""
+    try:
+        return read()
+    except ValueError as error:
+        refuse(str(error), _CALLER, group)
