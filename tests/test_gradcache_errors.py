@@ -1,5 +1,8 @@
 """Gradient caching raises, on all ranks, if a step would be silently wrong or a setting is not valid."""
 
+import copy
+import pickle
+import weakref
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -229,3 +232,45 @@ def no_grad_on_one_rank_body():
 
 def test_a_step_needs_gradients_on_all_ranks():
     assert len({*run_ranks(no_grad_on_one_rank_body, 2)}) == 1
+
+
+def test_the_loss_of_a_finished_step_says_that_backward_is_done(tmp_path):
+    """It is a plain tensor in every other use: numbers, sums, logs, copies, files, another loss beside it."""
+    model, (x, y) = mlp(0), batch(8)
+    step = wb.GradCache([model, model], 4, good_loss)
+    loss = step(x, y)
+    before = gradients_of(model)
+    message = "GradCache has made the backward pass: .* Leave backward.. out; .* pass deferred=True to GradCache"
+    with pytest.raises(ValueError, match=message):
+        loss.backward()
+    with pytest.raises(ValueError, match=message):
+        loss.backward(retain_graph=True)
+    assert all(p.grad is None for p in model.parameters())
+    assert (type(loss), loss.requires_grad, loss.grad_fn) == (torch.Tensor, False, None)
+    assert loss == loss.item() == float(loss) == loss.numpy() == torch.stack([loss, loss]).mean()
+    assert f"{loss:.3f} {loss}" == f"{loss.item():.3f} {loss.detach()}"
+    torch.save({"loss": loss}, tmp_path / "loss.pt")
+    copies = torch.load(tmp_path / "loss.pt")["loss"], copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))
+    assert all(torch.equal(x, loss) for x in copies)
+    (loss + model[0].weight.square().sum()).backward()  # the other loss has a gradient
+    assert model[0].weight.grad is not None
+    loss /= 2
+    gone = weakref.ref(loss)
+    del loss
+    assert gone() is None
+    assert len(before) == 4
+
+
+def backward_twice_body():
+    model, (x, y) = mlp(0), batch(8)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    loss = wb.GradCache([ddp, ddp], 4, good_loss)(x, y)
+    before = [p.grad.clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match="GradCache has made the backward pass"):
+        loss.backward()
+    dist.all_reduce(loss)
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), before, strict=True))
+
+
+def test_a_second_backward_pass_raises_on_all_ranks():
+    run_ranks(backward_twice_body, 2, timeout_s=60)

@@ -312,8 +312,12 @@ def test_checkpoints_of_insightfaces_train_v2_are_read(tmp_path):
         assert torch.equal(torch.cat([of_rank for _, of_rank in found]), momentum)
     head = wb.PartialFC(4, 11)
     before = head.weight.detach().clone()
-    for optimizer in (wb.SparseAdamW(head.parameters()), wb.SparseSGD(wb.PartialFC(4, 11).parameters())):
-        with pytest.raises(ValueError, match=r"optimizer must (be a wholebatch\.SparseSGD|have head\.parameters)"):
+    for optimizer, message in (
+        (torch.optim.Adagrad(head.parameters()), r"optimizer must be a wholebatch\.SparseSGD or SparseAdamW, a torch"),
+        (wb.SparseSGD(wb.PartialFC(4, 11).parameters()), r"optimizer must have head\.parameters"),
+        (wb.SparseAdamW(head.parameters()), "must hold the classifier's exp_avg of AdamW"),
+    ):
+        with pytest.raises(ValueError, match=message):
             wb.heads.load_insightface(tmp_path, head, optimizer)
     last = tmp_path / "checkpoint_gpu_2.pt"
     last.rename(tmp_path / "other")
@@ -328,3 +332,58 @@ def test_checkpoints_of_insightfaces_train_v2_are_read(tmp_path):
     with pytest.raises(ValueError, match=r"checkpoint_gpu_0\.pt must hold the classifier's weight"):
         wb.heads.load_insightface(tmp_path, head)
     assert torch.equal(head.weight, before)
+
+
+ADAMW = {
+    "torch": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
+    "sparse": lambda p: wb.SparseAdamW(p, lr=0.1),
+}
+
+
+def with_adamw(rank, world, steps, amsgrad=False):
+    """Return weights, and the state that train_v2.py saves with AdamW on one of `world` ranks after dense steps."""
+    rows = Partition.even(11, world).rows(rank)
+    backbone, weight = nn.Linear(3, 4), nn.Parameter(torch.ones(11, 4)[rows])
+    groups = [{"params": backbone.parameters()}, {"params": [weight]}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1, amsgrad=amsgrad)
+    for step in range(steps):
+        for p in backbone.parameters():
+            p.grad = torch.ones_like(p)
+        weight.grad = torch.randn(11, 4, generator=torch.Generator().manual_seed(step))[rows]
+        optimizer.step()
+    return weight.detach(), {
+        "epoch": 1, "global_step": steps, "state_dict_softmax_fc": {"weight": weight.detach()},
+        "state_optimizer": optimizer.state_dict(),
+    }  # fmt: skip
+
+
+def adamw_body(folder, kind):
+    """Continue from the files with a step that is the same for any number of ranks."""
+    head = wb.PartialFC(4, 11)
+    optimizer = ADAMW[kind](head.parameters())
+    wb.heads.load_insightface(folder, head, optimizer)
+    head.weight.grad = torch.randn(11, 4, generator=torch.Generator().manual_seed(5))[head.local_classes]
+    optimizer.step()
+    return head.weight.detach()
+
+
+@pytest.mark.parametrize("kind", ADAMW)
+def test_averages_of_adamw_are_read_on_any_number_of_ranks(tmp_path, kind):
+    """Saved by train_v2.py on three ranks, after five steps: the sixth is that of the run that goes on."""
+    for rank in range(3):
+        torch.save(with_adamw(rank, 3, 5, kind == "amsgrad")[1], tmp_path / f"checkpoint_gpu_{rank}.pt")
+    true = with_adamw(0, 1, 6, kind == "amsgrad")[0]
+    for world in (1, 2, 4):
+        found = torch.cat(run_ranks(adamw_body, world, tmp_path, kind, timeout_s=60))
+        assert (found - true).abs().max() < 1e-6
+    head = wb.PartialFC(4, 11)
+    with pytest.raises(ValueError, match="must hold the classifier's momentum_buffer of SGD"):
+        wb.heads.load_insightface(tmp_path, head, wb.SparseSGD(head.parameters(), momentum=0.9))
+    first = tmp_path / "checkpoint_gpu_0.pt"
+    content = torch.load(first)
+    for steps, message in ((7, r"is of step 5 of the optimizer, checkpoint_gpu_0\.pt of 7"), ("x", "the number of the optimizer.s steps, got .x.")):
+        content["state_optimizer"]["state"][2]["step"] = steps
+        torch.save(content, first)
+        with pytest.raises(ValueError, match=message):
+            wb.heads.load_insightface(tmp_path, head, ADAMW[kind](head.parameters()))
