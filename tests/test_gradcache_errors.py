@@ -64,6 +64,14 @@ def test_one_model_may_return_other_representations_for_each_input(keep):
     assert_all_same(gradients_of(model), true)
 
 
+def test_a_scale_of_shape_1_names_the_shape_of_one_number():
+    inner, scale, (x, y) = mlp(0), nn.Parameter(torch.ones(1, dtype=torch.float64)), batch(6)
+    step = wb.GradCache([lambda a, b: (inner(a), inner(b), scale)], 3, lambda z: wb.functional.clip_loss(*z))
+    message = r"got 3 rows and returned 1 as representation 2: .*; one number for the whole batch, .* has shape \(\)"
+    with pytest.raises(ValueError, match=message):
+        step([x, y])
+
+
 def test_some_representations_may_be_frozen():
     """A frozen tower and a fixed scale are allowed beside trained parts."""
     model, frozen, (x, y) = mlp(0), mlp(1).requires_grad_(False), batch(6)

@@ -86,9 +86,8 @@ def load_insightface(folder: Path | str, head: PartialFC, optimizer: Optimizer |
     with torch.no_grad():
         head.weight.copy_(found.pop("weight"))
         if optimizer is not None:
-            of_weight = optimizer.state[head.weight]
-            for name, rows in found.items():
-                of_weight.setdefault(name, torch.zeros_like(head.weight)).copy_(rows)
+            for name, rows in found.items():  # state that is there may be that of another rank, with other rows
+                optimizer.state[head.weight][name] = rows.to(head.weight.device)
             if steps:
                 _set_steps(optimizer, head.weight, steps[0])
 
