@@ -135,7 +135,7 @@ CALLS = {
     ),
     "open_clip's keyword": (
         lambda x: wb.CLIPLoss()(x, x, 1.0, output_dict=True),
-        r"unexpected keyword argument 'output_dict'; .*; the losses in wholebatch\.integrations\.open_clip have open_clip",
+        r"unexpected keyword argument 'output_dict'; .*; the losses in wholebatch\.integrations\.open_clip have",
     ),
     "head": (lambda x: wb.PartialFC(4, len(x) + 5)(x), r"missing a required argument: 'labels'"),
     "communicator": (

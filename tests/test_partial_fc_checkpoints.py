@@ -382,7 +382,10 @@ def test_averages_of_adamw_are_read_on_any_number_of_ranks(tmp_path, kind):
         wb.heads.load_insightface(tmp_path, head, wb.SparseSGD(head.parameters(), momentum=0.9))
     first = tmp_path / "checkpoint_gpu_0.pt"
     content = torch.load(first)
-    for steps, message in ((7, r"is of step 5 of the optimizer, checkpoint_gpu_0\.pt of 7"), ("x", "the number of the optimizer.s steps, got .x.")):
+    for steps, message in (
+        (7, r"is of step 5 of the optimizer, checkpoint_gpu_0\.pt of 7"),
+        ("x", "number of the optimizer's steps, got 'x'"),
+    ):
         content["state_optimizer"]["state"][2]["step"] = steps
         torch.save(content, first)
         with pytest.raises(ValueError, match=message):

@@ -223,8 +223,8 @@ def check_one(name: str, value: object) -> None:
             )
     elif isinstance(value, nn.Module):
         raise ValueError(
-            f"{name} must be a number or a tensor of one element, got the module {shown(value)}; pass the value of a "
-            "wb.Scale: scale() as a logit scale, 1 / scale() as a temperature"
+            f"{name} must be a number or a tensor of one element, got {shown(value)}, a module; pass the value of "
+            "a wb.Scale: scale() as a logit scale, 1 / scale() as a temperature"
         )
     else:
         check_real(name, value, or_=" or a tensor of one element")

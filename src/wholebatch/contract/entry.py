@@ -39,13 +39,12 @@ def bind_on_all_ranks(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return bound(function, lambda error, args, kwargs: _refuse(function, error, args, kwargs))
 
 
-def _refuse(
-    function: Callable[..., object], error: CallError, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
+def _refuse(function: Callable[..., object], error: CallError, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise the error of a call that does not fit its signature, on all ranks of the group that was given."""
     caller, names = function.__qualname__, inspect.signature(function).parameters
     if "logit_scale" in names:
-        error = CallError("; ".join([str(error), *(fix for name, fix in _FIXES.items() if name in {*kwargs} - {*names})]))
+        unknown = {*kwargs} - {*names}
+        error = CallError("; ".join([str(error), *(fix for name, fix in _FIXES.items() if name in unknown)]))
     module = next((x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)), None)
     options = getattr(module, "options", module)
     raise_on_all_ranks(caller, error, kwargs.get("group", getattr(options, "group", None)))

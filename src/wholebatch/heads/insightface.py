@@ -72,12 +72,13 @@ def load_insightface(folder: Path | str, head: PartialFC, optimizer: Optimizer |
         try:
             weight, states = _version_in(Path(folder))
             found["weight"] = _local_rows(Path(folder), "weight", weight, head)
-            for name in () if kind is None else kind.names:
-                if name not in states:
-                    raise ValueError(f"files like {_name_of(weight)} hold no {kind.what}; leave the optimizer out")
-                found[name] = _local_rows(Path(folder), f"{name} of {kind.name}", states[name], head)
-            if kind is not None and kind.counts:
-                steps.append(_steps_in(Path(folder), states["step"]))
+            if kind is not None and kind.names[0] not in states:
+                raise ValueError(f"files like {_name_of(weight)} hold no {kind.what}; leave the optimizer out")
+            if kind is not None:
+                for name in kind.names:
+                    found[name] = _local_rows(Path(folder), f"{name} of {kind.name}", states[name], head)
+                if kind.counts:
+                    steps.append(_steps_in(Path(folder), states["step"]))
         except OSError as error:
             raise ValueError(f"{folder} cannot be read: {error}") from error
         return {}
