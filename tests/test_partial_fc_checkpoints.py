@@ -360,8 +360,10 @@ def with_adamw(rank, world, steps, amsgrad=False):
 
 def adamw_body(folder, kind):
     """Continue from the files with a step that is the same for any number of ranks."""
-    head = wb.PartialFC(4, 11)
-    optimizer = ADAMW[kind](head.parameters())
+    head, backbone = wb.PartialFC(4, 11), nn.Linear(3, 4)
+    optimizer = ADAMW[kind]([{"params": backbone.parameters()}, {"params": head.parameters()}])
+    if kind != "sparse":  # the state of another rank's classes, and of the backbone
+        optimizer.load_state_dict(torch.load(folder / "checkpoint_gpu_0.pt")["state_optimizer"])
     wb.heads.load_insightface(folder, head, optimizer)
     head.weight.grad = torch.randn(11, 4, generator=torch.Generator().manual_seed(5))[head.local_classes]
     optimizer.step()

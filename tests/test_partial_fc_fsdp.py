@@ -105,9 +105,7 @@ def norms_body(mesh_shape):
     assert_same(wb.heads.clip_grad_norm_(parts, [other], 0.5), true, relative=1e-14)
     for x, p in zip(plain, parts, strict=True):
         assert_same(p.grad.full_tensor(), x.grad, relative=1e-14)
-    with pytest.raises(
-        ValueError, match=r"sharded must hold no DTensors, .*; pass .* as replicated"
-    ):
+    with pytest.raises(ValueError, match=r"sharded must hold no DTensors, .*; pass .* as replicated"):
         wb.heads.clip_grad_norm_([], parts if dist.get_rank() else [other], 0.5)
 
 
